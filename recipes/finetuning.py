@@ -1,0 +1,223 @@
+"""Fine-tune a language model on your data, on any number of processes.
+
+Read it from top to bottom: `main` is the path of a run, `build_model` how a model gets onto the ranks, `train` the
+training loop. What happens inside each line is in src/llama_ft, one folder a step. To change the loss, see
+llama_ft/training/loss.py; to change what a row becomes, llama_ft/data.
+"""
+
+import sys
+from pathlib import Path
+
+from llama_ft.config import Config, differences, parse_command_line, parse_size, to_yaml
+
+DEMO_RECIPE = Path(__file__).resolve().parent.parent / "configs" / "quickstart.yaml"
+
+if __name__ == "__main__":
+    # Before the imports below, which take 10 s: --help and most mistakes are answered at once.
+    CONFIG, PLACES = parse_command_line(sys.argv[1:], description=str(__doc__), demo_recipe=DEMO_RECIPE)
+
+import contextlib  # noqa: E402
+import dataclasses  # noqa: E402
+import time  # noqa: E402
+
+import torch  # noqa: E402
+from transformers import PreTrainedTokenizerBase  # noqa: E402
+from transformers.modeling_utils import PreTrainedModel  # noqa: E402
+
+from llama_ft import checkpoint, data, models, observe, runtime, training  # noqa: E402
+from llama_ft.runtime import Runtime, log  # noqa: E402
+
+
+def main(config: Config, places: dict[str, str]) -> None:
+    """One run, from the settings to the result on disk."""
+    with runtime.start(config.train.device, models.shard_degree(config.fsdp)) as job:
+        config = settle(config, places, job)
+        log.info("\n  ".join(["Settings that differ from the defaults:", *differences(config)]))
+        log.info(job.describe())
+
+        # What is trained on what. The demo stands in for a model and for data that were not given.
+        with job.node_leader_first():
+            folder, tokenizer = find_model(config)
+        model_config = models.load_model_config(folder, config.model.trust_remote_code)
+        with job.node_leader_first():
+            rows = data.prepare(
+                config.data,
+                tokenizer,
+                context_length=models.resolve_context_length(config.data.context_length, model_config),
+                cache=data.cache_dir(),
+                seed=config.train.seed,
+                want_validation=config.train.run_validation,
+            )
+        log.info("\n".join(rows.summary))
+
+        model, adapter, stored_dtypes = build_model(config, folder, model_config, job)
+
+        # From here on something is written: until now a mistake has left nothing behind.
+        output_dir = checkpoint.create_run_directory(config.checkpoint, config.model.model_name, job)
+        log.info(f"Run directory: {output_dir}")
+        job.begin_run(output_dir)
+        if job.is_main:
+            (output_dir / "config.yaml").write_text(to_yaml(config, f"--config {output_dir}/config.yaml repeats this run"))
+        train(config, model, tokenizer, rows, output_dir, job)
+        if config.checkpoint.save_model:
+            save_dtype = None if config.checkpoint.save_dtype == "auto" else getattr(torch, config.checkpoint.save_dtype)
+            result = output_dir / "model"
+            if adapter is not None:
+                checkpoint.export_adapter(model, adapter, result, save_dtype, tokenizer, job)
+            else:
+                largest_file = parse_size(config.checkpoint.max_shard_size)
+                checkpoint.export_model(model, result, folder, stored_dtypes, save_dtype, largest_file, tokenizer, job)
+            log.info(f"The tuned {'adapter' if adapter else 'model'}: {result}")
+
+
+def settle(config: Config, places: dict[str, str], job: Runtime) -> Config:
+    """Choose what only the machine can tell: the demo's precision. Rank 0 decides for all."""
+    is_free = config.model.model_name == "demo" and "train.precision" not in places
+    advice = runtime.advise_precision(config.train.precision, is_free, job.device) if job.is_main else None
+    precision, note = job.from_main(advice)
+    if note:
+        log.info(note) if is_free else log.warning(note)
+    return dataclasses.replace(config, train=dataclasses.replace(config.train, precision=precision))
+
+
+def find_model(config: Config) -> tuple[Path, PreTrainedTokenizerBase]:
+    """The model's folder and its tokenizer: the demo's, a local one, or the hub's."""
+    wanted = config.model
+    if "demo" in (wanted.model_name, config.data.dataset):
+        demo = data.build_demo(data.cache_dir())
+        log.info(demo.summary)
+    is_demo = wanted.model_name == "demo"
+    folder = demo.model_dir if is_demo else models.local_folder(wanted.model_name, "--model_name")
+    tokens = folder
+    if wanted.tokenizer_name is not None:
+        tokens = models.local_folder(wanted.tokenizer_name, "--tokenizer_name", weights=False)
+    return folder, models.load_tokenizer(tokens, wanted.trust_remote_code)
+
+
+def build_model(
+    config: Config, folder: Path, model_config: models.PretrainedConfig, job: Runtime
+) -> tuple[PreTrainedModel, models.Adapter | None, dict[str, torch.dtype]]:
+    """A skeleton without storage, adapters, shards; only then weights, each rank its own rows."""
+    precision = runtime.PRECISIONS[config.train.precision]
+    model = models.build_skeleton(model_config, config.model)
+    models.checkpoint_activations(model, config.train)
+    adapter = models.inject_lora(model, config.peft, str(folder)) if config.peft.use_peft else None
+    if config.model.freeze_layers:
+        models.freeze_first_layers(model, config.model.num_freeze_layers)
+    models.set_storage_dtypes(model, precision)
+    log.info(models.unit_table(models.shard(model, job.mesh, config.fsdp, precision)))
+    observe.reset_peaks(job.device)
+    started = time.perf_counter()
+    stored_dtypes = models.materialize(
+        model,
+        folder,
+        models.ShardGroup(job.mesh),
+        job.device,
+        scatter=config.fsdp.low_cpu_fsdp,
+        adapter=adapter,
+        peft=config.peft,
+        seed=config.train.seed,
+    )
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    seconds = time.perf_counter() - started
+    log.info(f"Weights loaded in {seconds:.1f} s; {trained:,} of {model.num_parameters():,} parameters are trained")
+    return model, adapter, stored_dtypes
+
+
+def train(
+    config: Config,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    rows: data.TokenizedData,
+    output_dir: Path,
+    job: Runtime,
+) -> None:
+    """The training loop. Every rank runs it in step; rank 0 keeps the log."""
+    settings = config.train
+    plan = data.BatchPlan(
+        rows.train["length"],
+        rows.train["target_tokens"],
+        global_batch=settings.batch_size_training * settings.gradient_accumulation_steps * job.world_size,
+        world_size=job.world_size,
+        rank=job.rank,
+        micro_batch=settings.batch_size_training,
+        seed=settings.seed,
+    )
+    total_steps = min(plan.steps_per_epoch * settings.num_epochs, settings.max_train_step or sys.maxsize)
+    optimizer = training.build_optimizer(model, settings)
+    log.info(training.describe_optimizer(optimizer))
+    log.info(f"{total_steps} optimizer steps of {plan.global_batch} rows, {plan.steps_per_epoch} to the epoch")
+    writer, best = checkpoint.CheckpointWriter(output_dir, job), training.BestLoss(settings)
+    reduce_last_only = config.peft.use_peft or settings.accumulate_unsharded
+    pad = data.pad_token_id(tokenizer)
+    torch.manual_seed(settings.seed + job.rank)  # dropout differs between ranks
+    observe.reset_peaks(job.device)
+
+    with open_run_log(config, output_dir, total_steps, job) as run_log:
+        training.show_answer("Before", model, tokenizer, rows.chat_sample, settings.sample_tokens, pad, job)
+        if rows.validation is not None:
+            run_log.log_step(0, training.evaluate(model, rows.validation, settings, pad, job))
+        model.train()
+        target_tokens = 0
+        for step in range(1, total_steps + 1):
+            epoch, step_in_epoch = divmod(step - 1, plan.steps_per_epoch)
+            started = time.perf_counter()
+
+            # Micro-batches of this rank; what is trained on depends on (seed, epoch, step) and on nothing else.
+            todo = plan.step(epoch, step_in_epoch)
+            batches = [data.collate(rows.train, indices, pad) for indices in todo.micro_batches]
+            losses = training.accumulate_gradients(model, batches, todo.target_tokens, reduce_last_only, job.device)
+            norm = training.gradient_norm(model, settings.gradient_clipping_threshold, settings.gradient_clipping)
+            ranks = job.gather_numbers(
+                sum(loss.item() for loss in losses),
+                sum(int(batch.attention_mask.sum()) for batch in batches),
+                observe.host_peak_bytes() or 0,
+                observe.device_peak_bytes(job.device) or 0,
+            )  # [ranks, 4]
+            loss = ranks[:, 0].sum().item() / todo.target_tokens
+            training.stop_if_not_finite(loss, norm, step, losses, batches, writer.last, job)
+            lr = training.learning_rate(settings, step - 1, total_steps, epoch)
+            training.update_weights(optimizer, lr)
+
+            seconds = time.perf_counter() - started
+            target_tokens += todo.target_tokens
+            metrics: observe.Metrics = {
+                "epoch": step / plan.steps_per_epoch,
+                "tokens": target_tokens,
+                "train/loss": loss,
+                "train/lr": lr,
+                "train/grad_norm": norm,
+                "perf/tokens_per_second": ranks[:, 1].sum().item() / seconds,
+                "perf/step_seconds": seconds,
+                **observe.memory_metrics(ranks[:, 2:]),
+            }
+            is_last = step == total_steps
+            ends_epoch = step_in_epoch == plan.steps_per_epoch - 1
+            if rows.validation is not None and training.is_due(step, settings.eval_steps, ends_epoch or is_last):
+                evaluation = training.evaluate(model, rows.validation, settings, pad, job)
+                metrics |= evaluation
+                if best.update(evaluation["eval/loss"], step) and config.checkpoint.save_model:
+                    writer.save_best(step, evaluation["eval/loss"], model, optimizer, metrics)
+            if training.is_due(step, settings.log_steps, is_last or "eval/loss" in metrics):
+                run_log.log_step(step, metrics)
+            if training.is_due(step, config.checkpoint.save_steps, is_last and config.checkpoint.save_model):
+                writer.keep(step, model, optimizer, metrics)
+            job.note_step(step)
+            if best.should_stop:
+                log.info(f"Stopped early after step {step}: the validation loss was best at step {best.step}.")
+                break
+        if settings.early_stopping_patience and config.checkpoint.save_model and best.step != step:
+            writer.load_weights(best.step, model)
+            log.info(f"The weights of step {best.step}, with the best validation loss {best.loss:.4f}, are taken.")
+        training.show_answer("After", model, tokenizer, rows.chat_sample, settings.sample_tokens, pad, job)
+
+
+def open_run_log(
+    config: Config, output_dir: Path, total_steps: int, job: Runtime
+) -> contextlib.AbstractContextManager[observe.RunLog]:
+    """metrics.jsonl, progress bar and trackers on rank 0; on the others a log that does nothing."""
+    return observe.RunLog(output_dir, config.tracking, dataclasses.asdict(config), total_steps, enabled=job.is_main)
+
+
+if __name__ == "__main__":
+    main(CONFIG, PLACES)

@@ -1,0 +1,159 @@
+"""The result in Hugging Face format: safetensors files that transformers and peft load, written as they are gathered."""
+
+import copy
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from peft import PeftConfig as PeftSettings
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
+from transformers.modeling_utils import PreTrainedModel
+
+from llama_ft.checkpoint.safetensors_file import SafetensorsFile, TensorHeader
+from llama_ft.errors import RunFailure
+from llama_ft.models import Adapter, ShardGroup
+from llama_ft.models.lora import ADAPTER_WEIGHTS
+from llama_ft.models.source import INDEX_FILE, SINGLE_FILE
+from llama_ft.runtime import Runtime
+
+CARRIED_OVER = ("generation_config.json", "*.py")  # beside config.json, tokenizer and weights
+
+
+def export_model(
+    model: PreTrainedModel,
+    folder: Path,
+    source: Path,
+    stored_dtypes: dict[str, torch.dtype],
+    save_dtype: torch.dtype | None,
+    max_shard_bytes: int,
+    tokenizer: PreTrainedTokenizerBase,
+    runtime: Runtime,
+) -> None:
+    """Write a whole fine-tuned model; all ranks call it, rank 0 writes.
+
+    Args:
+        model: sharded.
+        folder: where to; complete or absent.
+        source: folder of the model that was tuned, for its generation config and code.
+        stored_dtypes: dtype of each tensor there, used where save_dtype is None.
+        save_dtype: dtype of all tensors.
+        max_shard_bytes: largest file.
+        tokenizer: saved beside the model, chat template included.
+        runtime: the ranks.
+    """
+    tensors = {name: p for name, p in model.named_parameters()} | _persistent_buffers(model)
+    headers = {
+        name: TensorHeader(tuple(t.shape), save_dtype or stored_dtypes.get(name, t.dtype)) for name, t in tensors.items()
+    }
+
+    def write(aside: Path) -> None:
+        _write_weights(aside, tensors, headers, max_shard_bytes, runtime)
+        if runtime.is_main:
+            config: PretrainedConfig = copy.deepcopy(model.config)
+            config.dtype = save_dtype or model.config.dtype
+            config.save_pretrained(aside)
+            tokenizer.save_pretrained(aside)
+            for pattern in CARRIED_OVER:
+                for file in source.glob(pattern):
+                    shutil.copy(file, aside / file.name)
+
+    _write_aside(folder, write, runtime)
+
+
+def export_adapter(
+    model: PreTrainedModel,
+    adapter: Adapter,
+    folder: Path,
+    save_dtype: torch.dtype | None,
+    tokenizer: PreTrainedTokenizerBase,
+    runtime: Runtime,
+) -> None:
+    """Write the adapter as a peft folder; all ranks call it, rank 0 writes. Arguments as in export_model."""
+    tensors = {adapter.keys[name]: p for name, p in model.named_parameters() if name in adapter.keys}
+    headers = {key: TensorHeader(tuple(p.shape), save_dtype or p.dtype) for key, p in tensors.items()}
+
+    def write(aside: Path) -> None:
+        with SafetensorsFile(aside / ADAPTER_WEIGHTS, headers, runtime.is_main) as file:
+            _stream(file, tensors, headers, runtime)
+        if runtime.is_main:
+            settings: PeftSettings = copy.deepcopy(adapter.config)
+            settings.inference_mode = True
+            settings.save_pretrained(str(aside))
+            tokenizer.save_pretrained(aside)
+
+    _write_aside(folder, write, runtime)
+
+
+def _persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    kept = model.state_dict().keys()
+    return {name: buffer for name, buffer in model.named_buffers() if name in kept}
+
+
+def _write_aside(folder: Path, write: Callable[[Path], None], runtime: Runtime) -> None:
+    """Run `write` on a directory beside `folder` and rename it when it is complete."""
+    aside = folder.with_name(f".writing-{folder.name}")
+    try:
+        if runtime.is_main:
+            shutil.rmtree(aside, ignore_errors=True)
+            aside.mkdir(parents=True)
+        write(aside)
+        if runtime.is_main:
+            os.replace(aside, folder)
+    except OSError as error:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise RunFailure(f"{folder}: the model could not be written ({error.strerror or error}).") from error
+    dist.barrier()
+
+
+def _write_weights(
+    folder: Path,
+    tensors: dict[str, torch.Tensor],
+    headers: dict[str, TensorHeader],
+    max_shard_bytes: int,
+    runtime: Runtime,
+) -> None:
+    shards = _split(headers, max_shard_bytes)
+    names = [SINGLE_FILE]
+    if len(shards) > 1:
+        names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+    for file_name, members in zip(names, shards, strict=True):
+        part = {name: headers[name] for name in members}
+        with SafetensorsFile(folder / file_name, part, runtime.is_main) as file:
+            _stream(file, tensors, part, runtime)
+    if len(shards) > 1 and runtime.is_main:
+        weight_map = {name: file_name for file_name, members in zip(names, shards, strict=True) for name in members}
+        total = sum(header.nbytes for header in headers.values())
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _split(headers: dict[str, TensorHeader], max_shard_bytes: int) -> list[list[str]]:
+    """Fill files in order; a tensor larger than a file gets one of its own."""
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for name, header in headers.items():
+        if shards[-1] and filled + header.nbytes > max_shard_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += header.nbytes
+    return shards
+
+
+def _stream(
+    file: SafetensorsFile, tensors: dict[str, torch.Tensor], headers: dict[str, TensorHeader], runtime: Runtime
+) -> None:
+    """Write tensors in the file's order, rows as they arrive: rank 0 never holds more than two shards of one."""
+    group = ShardGroup(runtime.mesh)
+    for name, header in headers.items():
+        tensor = tensors[name]
+        if isinstance(tensor, nn.Parameter):
+            for rows in group.gather_rows(tensor, header.dtype):
+                file.append(rows)
+        elif runtime.is_main:
+            file.append(tensor.to(header.dtype).cpu())

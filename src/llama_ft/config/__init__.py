@@ -1,0 +1,43 @@
+"""Settings of a run: declared in `sections.py`, read from a YAML recipe and the command line, checked all at once.
+
+Nothing here imports torch: `--help` and every mistake answer within a second.
+"""
+
+from llama_ft.config.command_line import exit_with, parse_command_line
+from llama_ft.config.load import load, load_recipe
+from llama_ft.config.output_dir import run_entries
+from llama_ft.config.resolved import differences, to_yaml
+from llama_ft.config.rules import as_fraction, check_rules, parse_size
+from llama_ft.config.sections import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    FSDPConfig,
+    ModelConfig,
+    PeftConfig,
+    QuantizationConfig,
+    TrackingConfig,
+    TrainConfig,
+)
+
+__all__ = [
+    "CheckpointConfig",
+    "Config",
+    "DataConfig",
+    "FSDPConfig",
+    "ModelConfig",
+    "PeftConfig",
+    "QuantizationConfig",
+    "TrackingConfig",
+    "TrainConfig",
+    "as_fraction",
+    "check_rules",
+    "differences",
+    "exit_with",
+    "load",
+    "load_recipe",
+    "parse_command_line",
+    "parse_size",
+    "run_entries",
+    "to_yaml",
+]

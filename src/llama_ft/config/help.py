@@ -1,0 +1,86 @@
+"""The text of --help, made from the settings' own declarations."""
+
+import inspect
+import textwrap
+
+from llama_ft.config.fields import SECTIONS, SETTINGS, Setting
+from llama_ft.config.rules import NOT_BUILT
+from llama_ft.config.wording import show
+
+WIDTH = 100
+COLUMN = 36
+WORDS = {
+    "switch": "",
+    "whole number": " N",
+    "number": " X",
+    "choice": " WORD",
+    "text": " TEXT",
+    "names": " A,B",
+    "names or pattern": " A,B",
+}
+
+
+def help_text(description: str, script: str) -> str:
+    """Return what --help prints.
+
+    Args:
+        description: one or two sentences about the recipe.
+        script: the recipe as it was called, such as recipes/finetuning.py.
+    """
+    parts = [
+        textwrap.fill(description, WIDTH),
+        f"Usage:\n"
+        f"  torchrun --nproc_per_node 2 {script} --enable_fsdp [flags]   several processes\n"
+        f"  python {script} [flags]   one process\n"
+        f"  python {script} --config configs/quickstart.yaml [flags]   a recipe; flags win over it",
+        _paragraph(
+            "Flags are written --lr 1e-4 or --lr=1e-4, or with their section: --train.lr 1e-4. Switches stand alone "
+            "(--use_peft) or take true or false, and --no_save_model turns one off. Lists are written a,b,c, and none "
+            "unsets. With neither a recipe nor model_name nor dataset the embedded demo runs."
+        ),
+        _paragraph(
+            "Coming from llama-recipes: its flags work by their names here, also with their prefixes "
+            "(--lora_config.r 8); one whose meaning is gone is refused with a line saying what to use."
+        ),
+        "  --config FILE\n" + _indented("A YAML recipe to read first.") + "\n  --help, -h\n" + _indented("Print this."),
+    ]
+    return "\n\n".join(parts + [_section(section) for section in SECTIONS]) + "\n"
+
+
+def _paragraph(text: str) -> str:
+    return textwrap.fill(text, WIDTH)
+
+
+def _indented(text: str) -> str:
+    return textwrap.fill(text, WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)
+
+
+def _section(section: str) -> str:
+    title = f"{section}: {inspect.getdoc(SECTIONS[section])}"
+    return "\n".join([title, *(_flag(setting) for setting in SETTINGS.values() if setting.section == section)])
+
+
+def _flag(setting: Setting) -> str:
+    """Lay one flag out: its name at the left, what it means and its default at the right."""
+    head = f"  --{setting.name}{WORDS[setting.kind]}"
+    if setting.name == "mode":
+        head = "  --quantization [WORD]"
+    lines = textwrap.wrap(f"{setting.meaning} {_facts(setting)}", WIDTH - COLUMN, break_on_hyphens=False)
+    if len(head) < COLUMN - 1:
+        head, lines = head.ljust(COLUMN) + lines[0], lines[1:]
+    return "\n".join([head, *(" " * COLUMN + line for line in lines)])
+
+
+def _facts(setting: Setting) -> str:
+    """Tell default, choices and which of them are only planned."""
+    default = setting.default
+    facts = f"default: {('on' if default else 'off') if setting.kind == 'switch' else show(default).strip('[]')}"
+    if setting.default == []:
+        facts = "default: empty"
+    if setting.choices:
+        facts = f"{', '.join(setting.choices)}; {facts}"
+    if setting.name in NOT_BUILT:
+        refused = NOT_BUILT[setting.name][0]
+        planned = [choice for choice in setting.choices if refused(choice)]
+        facts += f"; not built yet: {', '.join(planned)}" if planned else "; not built yet"
+    return f"[{facts}]"

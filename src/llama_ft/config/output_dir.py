@@ -1,0 +1,83 @@
+"""May a run write into this directory? A run that is there already is never touched without being asked to."""
+
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+# What a run writes into its directory, and so all that --overwrite may delete.
+RUN_ENTRIES = (
+    "status.json",
+    "config.yaml",
+    "metrics.jsonl",
+    "checkpoints",
+    "model",
+    "report.html",
+    "tensorboard",
+    "wandb",
+)
+# What tells a run's directory from another one that happens to hold a model/ or a config.yaml.
+RUN_SIGNS = ("status.json", "metrics.jsonl", "checkpoints/step-*")
+DEFAULT_PARENT = Path("output")
+
+
+def run_entries(directory: Path) -> list[Path]:
+    """Return what a run wrote into directory, which is what `--overwrite` deletes; nothing if it is no run's.
+
+    Args:
+        directory: an output_dir; it need not exist.
+    """
+    if not any(any(directory.glob(sign)) for sign in RUN_SIGNS):
+        return []
+    return [directory / entry for entry in RUN_ENTRIES if (directory / entry).exists()]
+
+
+def output_dir_complaint(directory: str | None, overwrite: bool, inputs: Mapping[str, str | None]) -> str | None:
+    """Say why a run cannot write into directory.
+
+    Rank 0 alone asks, because it alone writes: on the others the answer would be about the run that it has begun.
+
+    Args:
+        directory: output_dir; None for the default, a new folder below output/.
+        overwrite: whether a run that is there may be replaced.
+        inputs: field name -> file or folder the run reads, which replacing a run must not delete.
+
+    Returns:
+        What is wrong, or None.
+    """
+    if os.environ.get("RANK", "0") != "0":
+        return None
+    path = DEFAULT_PARENT if directory is None else Path(directory).expanduser()
+    obstacle = _not_writable(path)
+    if obstacle or directory is None or not path.exists():
+        return obstacle
+    held = [entry for entry in RUN_ENTRIES if (path / entry).exists()]
+    if not held:
+        return None  # other people's files may stay: a run writes beside them
+    if not run_entries(path):
+        names = ", ".join(held)
+        return f"holds {names}, but is not a run's directory, so --overwrite does not help. Choose another output_dir."
+    if not overwrite:
+        return "already holds a run. Choose another output_dir, or replace that run with --overwrite."
+    return _deleted_input(run_entries(path), inputs)
+
+
+def _deleted_input(entries: list[Path], inputs: Mapping[str, str | None]) -> str | None:
+    for name, value in inputs.items():
+        source = Path(value.rpartition(".py:")[0] or value).expanduser().resolve() if value else None
+        for entry in entries:
+            if source and source.is_relative_to(entry.resolve()):
+                return f"--overwrite would delete {entry}, which {name} reads. Choose another output_dir."
+    return None
+
+
+def _not_writable(path: Path) -> str | None:
+    """Try the nearest folder that exists: permission bits say yes to root even where nothing can be written."""
+    existing = next(parent for parent in (path, *path.absolute().parents) if parent.exists() or parent.is_symlink())
+    if not existing.is_dir():
+        return f"{existing} is not a folder."
+    try:
+        with tempfile.TemporaryDirectory(prefix=".llama_ft_", dir=existing):
+            return None
+    except OSError as error:
+        return f"{existing} cannot be written to: {error.strerror}."

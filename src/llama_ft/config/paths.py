@@ -1,0 +1,148 @@
+"""Check the files and folders a configuration names, without torch, before anything slow begins."""
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from llama_ft.config.output_dir import output_dir_complaint
+from llama_ft.config.python_file import python_function_complaint
+from llama_ft.config.rules import as_fraction
+from llama_ft.config.wording import nearest_file, subject
+
+BUILT_IN_MODELS = ("demo",)
+BUILT_IN_DATASETS = ("demo",)
+DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
+DATA_FORMS = ".jsonl, .json, .parquet, .csv, or path/to/file.py:function"
+INPUTS = ("model_name", "tokenizer_name", "dataset", "validation", "from_peft_checkpoint")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+
+
+def check_paths(values: Mapping[str, Any], places: Mapping[str, str], invalid: set[str]) -> list[str]:
+    """Return a message for each setting whose file or folder is not what it should be.
+
+    Args:
+        values: all settings by field name.
+        places: field name -> where it was set.
+        invalid: fields whose own value could not be read, which are left out.
+    """
+    checks: dict[str, Callable[[Any], str | None]] = {
+        "model_name": _model,
+        "tokenizer_name": _tokenizer,
+        "dataset": _data,
+        "validation": lambda validation: None if as_fraction(validation) is not None else _data(validation),
+        "from_peft_checkpoint": _adapter,
+        "output_dir": lambda directory: output_dir_complaint(
+            directory, values["overwrite"], {name: values[name] for name in INPUTS}
+        ),
+    }
+    messages = []
+    for name, complaint_of in checks.items():
+        value = values[name]
+        if name in invalid or (value is None and name != "output_dir"):
+            continue
+        complaint = _told(complaint_of, value)
+        if complaint:
+            shown = "" if value is None else f" {value}"
+            messages.append(f"{subject(name, places)}{shown}: {complaint}")
+    return messages
+
+
+def _told(complaint_of: Callable[[Any], str | None], value: Any) -> str | None:
+    try:
+        return complaint_of(value)
+    except (OSError, ValueError) as error:  # no permission to look, a name too long, a null character
+        return f"cannot be looked at: {getattr(error, 'strerror', None) or error}."
+
+
+def looks_local(name: str) -> bool:
+    """Tell a folder's path from a hub name: org/name is the hub's unless a folder of that name exists."""
+    return name.startswith((".", "/", "~")) or name.count("/") > 1 or name.endswith("/") or Path(name).exists()
+
+
+def _model(name: str) -> str | None:
+    """A folder with config.json and safetensors, or a hub name."""
+    if name in BUILT_IN_MODELS or not looks_local(name):
+        return None
+    folder = Path(name).expanduser()
+    if not folder.exists():
+        return f"no such folder.{nearest_file(folder)}"
+    if not folder.is_dir():
+        return "is a file; expected a folder with config.json and *.safetensors."
+    if not (folder / "config.json").is_file():
+        if (folder / "adapter_config.json").is_file():
+            return "holds an adapter, not a model. Use from_peft_checkpoint, with its base model as model_name."
+        return f"holds no config.json.{_below(folder, 'config.json')}"
+    if any(folder.glob("*.safetensors")):
+        return None
+    old = [file.name for pattern in ("*.bin", "*.pth", "*.pt") for file in sorted(folder.glob(pattern))]
+    if old:
+        return (
+            f"holds {old[0]} but no *.safetensors, which is what is read here. transformers converts it:\n"
+            "model.save_pretrained(folder) after AutoModelForCausalLM.from_pretrained(...)"
+        )
+    return "holds config.json but no weights (*.safetensors)."
+
+
+def _tokenizer(name: str) -> str | None:
+    if name in BUILT_IN_MODELS or not looks_local(name):
+        return None
+    folder = Path(name).expanduser()
+    if not folder.exists():
+        return f"no such folder.{nearest_file(folder)}"
+    if not folder.is_dir():
+        return "is a file; expected a folder with tokenizer.json."
+    if not any((folder / file).is_file() for file in TOKENIZER_FILES):
+        return f"holds no tokenizer ({', '.join(TOKENIZER_FILES)})."
+    return None
+
+
+def _adapter(name: str) -> str | None:
+    """A folder as peft writes it."""
+    folder = Path(name).expanduser()
+    if not folder.exists():
+        return f"no such folder.{nearest_file(folder)}"
+    if not folder.is_dir():
+        return "is a file; expected a folder with adapter_config.json and adapter_model.safetensors."
+    if not (folder / "adapter_config.json").is_file():
+        return f"holds no adapter_config.json, so no adapter.{_below(folder, 'adapter_config.json')}"
+    if not (folder / "adapter_model.safetensors").is_file():
+        old = (folder / "adapter_model.bin").is_file()
+        hint = (
+            " peft converts its adapter_model.bin: PeftModel.from_pretrained(...).save_pretrained(...)" if old else ""
+        )
+        return f"holds no adapter_model.safetensors.{hint}"
+    return None
+
+
+def _below(folder: Path, file: str) -> str:
+    """Point at the one level further down where the file is, as it is in a run's directory."""
+    for child in _folders(folder):
+        if (child / file).is_file():
+            return f" Did you mean {child}?"
+    return ""
+
+
+def _folders(folder: Path) -> Iterator[Path]:
+    return (child for child in sorted(folder.iterdir()) if child.is_dir())
+
+
+def _data(name: str) -> str | None:
+    """A built-in name, a data file that holds something, or a function in a Python file."""
+    if name in BUILT_IN_DATASETS:
+        return None
+    file_name, colon, function = name.rpartition(":")
+    if colon and file_name.endswith(".py"):
+        return python_function_complaint(Path(file_name).expanduser(), function)
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return f"is a folder; expected a file: {DATA_FORMS}."
+    if path.suffix == ".py":
+        return python_function_complaint(path, "")
+    if not path.exists():
+        if path.suffix not in DATA_SUFFIXES and not nearest_file(path):
+            built_in = ", ".join(BUILT_IN_DATASETS)
+            return f"is neither a file nor a built-in dataset ({built_in}). Files are {DATA_FORMS}."
+        return f"no such file.{nearest_file(path)}"
+    if path.suffix not in DATA_SUFFIXES:
+        return f"what a {path.suffix or 'file without suffix'} holds is not known. Files are {DATA_FORMS}."
+    return "is empty." if path.stat().st_size == 0 else None

@@ -1,0 +1,160 @@
+"""Read a YAML recipe, keeping the line of every key."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from llama_ft.config.fields import SECTIONS, SETTINGS, Setting
+from llama_ft.config.names import gone, guess, known
+from llama_ft.config.values import Given, from_text
+from llama_ft.config.wording import nearest, nearest_file, show
+
+NULL = "tag:yaml.org,2002:null"
+# llama-recipes' configuration classes, and the sections that took their place.
+CLASSES = {"train_config": "train", "fsdp_config": "fsdp", "lora_config": "peft", "wandb_config": "tracking"}
+BAREWORD_MODES = {"true": "8bit", "false": "none"}
+
+
+def read_recipe(path: Path) -> Given:
+    """Read what a YAML recipe sets.
+
+    Args:
+        path: the file; its mistakes are told with its path relative to the working directory.
+
+    Returns:
+        Values, places such as `configs/mine.yaml:12`, and mistakes. Nothing is raised.
+    """
+    given = Given()
+    shown = _shown(path)
+    root = _parse(path, shown, given)
+    given.readable = not given.mistakes
+    if root is None:
+        return given
+    if not isinstance(root, yaml.MappingNode):
+        given.readable = False
+        given.mistakes.append(f"{_at(shown, root)}: a recipe is sections with settings, such as\ntrain:\n  lr: 1e-4")
+        return given
+    for key, place, node in _pairs(root, "", shown, given):
+        _read_section(key, place, node, shown, given)
+    return given
+
+
+def _shown(path: Path) -> str:
+    relative = os.path.relpath(path)
+    return str(path) if relative.startswith("..") else relative
+
+
+def _at(shown: str, node: yaml.Node) -> str:
+    return f"{shown}:{node.start_mark.line + 1}"
+
+
+def _parse(path: Path, shown: str, given: Given) -> yaml.Node | None:
+    """Compose the file's node tree; tell why it cannot be done, if so."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        given.mistakes.append(f"--config {shown}: no such file.{nearest_file(path)}")
+        return None
+    except IsADirectoryError:
+        given.mistakes.append(f"--config {shown}: is a folder; expected a YAML file.")
+        return None
+    except UnicodeDecodeError:
+        given.mistakes.append(f"--config {shown}: is not a text file in UTF-8; expected YAML.")
+        return None
+    except OSError as error:
+        given.mistakes.append(f"--config {shown}: cannot be read: {error.strerror}.")
+        return None
+    try:
+        return yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f"{shown}:{mark.line + 1}" if mark else shown
+        given.mistakes.append(f"{where}: not valid YAML: {error.problem or error.context}.")
+    except yaml.YAMLError as error:
+        given.mistakes.append(f"{shown}: not valid YAML: {error}".split("\n")[0])
+    return None
+
+
+def _pairs(node: yaml.MappingNode, inside: str, shown: str, given: Given) -> Iterator[tuple[str, str, yaml.Node]]:
+    """Yield key, place and value node of a mapping, each key once."""
+    lines: dict[str, int] = {}
+    for key_node, value_node in node.value:
+        key, line = str(key_node.value), key_node.start_mark.line + 1
+        if key in lines:
+            given.mistakes.append(f"{shown}:{line}: {inside}{key} is set twice, first in line {lines[key]}.")
+            continue
+        lines[key] = line
+        yield key, f"{shown}:{line}", value_node
+
+
+def _read_section(section: str, place: str, node: yaml.Node, shown: str, given: Given) -> None:
+    if section == "quantization" and isinstance(node, yaml.ScalarNode) and node.tag != NULL:
+        _set(SETTINGS["mode"], BAREWORD_MODES.get(node.value.lower(), node.value), place, given)
+    elif section not in SECTIONS:
+        _doubt(section, given)
+        below = node.value if isinstance(node, yaml.MappingNode) else []
+        given.doubtful.update(key.value for key, _ in below if key.value in SETTINGS)
+        given.mistakes.append(_not_a_section(section, place, node))
+    elif isinstance(node, yaml.MappingNode):
+        for key, key_place, value_node in _pairs(node, f"{section}.", shown, given):
+            setting = SETTINGS.get(key)
+            if setting is None or setting.section != section:
+                _doubt(key, given)
+                given.mistakes.append(_not_a_setting(section, key, key_place))
+            else:
+                _set(setting, _value(setting, value_node), key_place, given)
+    elif node.tag != NULL:  # a section whose settings are all commented out is empty, and fine
+        example = next(setting.name for setting in SETTINGS.values() if setting.section == section)
+        given.mistakes.append(f"{place}: {section} is a section; its settings stand indented below, as {example}: ...")
+
+
+def _doubt(name: str, given: Given) -> None:
+    meant = guess(name)
+    if meant:
+        given.doubtful.add(meant.setting.name)
+
+
+def _set(setting: Setting, value: Any, place: str, given: Given) -> None:
+    given.values[setting.name] = value
+    given.places[setting.name] = place
+
+
+def _value(setting: Setting, node: yaml.Node) -> Any:
+    """Return the text of a scalar, the texts of a list, None for null, and {} for what no setting takes."""
+    if isinstance(node, yaml.ScalarNode):
+        if node.tag == NULL:
+            return None
+        quoted = node.style in ("'", '"') and setting.kind == "text"
+        return node.value if quoted else from_text(setting, node.value)
+    if isinstance(node, yaml.SequenceNode) and all(isinstance(item, yaml.ScalarNode) for item in node.value):
+        return [item.value for item in node.value]
+    return {}
+
+
+def _not_a_section(name: str, place: str, node: yaml.Node) -> str:
+    setting = known(name)
+    if setting is not None:
+        return f"{place}: {name} stands outside its section; write it as {setting.name} below {setting.section}:"
+    replacement = gone(name)
+    if replacement:
+        return f"{place}: {name}, known from llama-recipes, is not used here: {replacement}."
+    match = CLASSES.get(name) or nearest(name, SECTIONS)
+    if match and isinstance(node, yaml.MappingNode):
+        return f"{place}: {name} is not a section. Did you mean {match}?"
+    meant = guess(name)
+    hint = f"Did you mean {meant.as_key}?" if meant else f"The sections are {show([*SECTIONS])[1:-1]}."
+    return f"{place}: {name} is not a section. {hint}"
+
+
+def _not_a_setting(section: str, name: str, place: str) -> str:
+    replacement = gone(name)
+    if replacement:
+        return f"{place}: {section}.{name}, known from llama-recipes, is not used here: {replacement}."
+    meant = guess(name)
+    if meant:
+        return f"{place}: {section}.{name} is not a setting. Did you mean {meant.as_key}?"
+    names = ", ".join(setting.name for setting in SETTINGS.values() if setting.section == section)
+    return f"{place}: {section}.{name} is not a setting. {section} has {names}."

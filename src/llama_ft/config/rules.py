@@ -1,0 +1,183 @@
+"""Rules over several settings, and features that are declared but not built.
+
+A rule is a function whose parameters are the fields it reads, the first being the one the message is about. It returns
+what is wrong, or None. All rules run, so that everything is told at once; a rule that reads a field whose own value
+could not be read is left out.
+"""
+
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from llama_ft.config.effect import without_effect
+from llama_ft.config.fields import SETTINGS, values_of
+from llama_ft.config.sections import Config
+from llama_ft.config.wording import NO_PLACES, is_flag, one_of, show, subject
+
+# Values that a setting declares and no code serves yet -> what there is instead. Refused, never ignored.
+NOT_BUILT: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "mode": (lambda mode: mode != "none", "Leave quantization out, and use enable_fsdp to fit a larger model"),
+    "precision": (lambda it: it == "fp16", "Use bf16_mixed, bf16_pure or fp32"),
+    "optimizer": (lambda it: it == "anyprecision", "Use AdamW; with precision bf16_pure its states are bf16"),
+    "activation_checkpointing": (lambda it: it in ("selective", "auto"), "Use off, full or every_k"),
+    "truncation": (lambda it: it != "right", "Use right, and context_length to make room"),
+    "batching_strategy": (lambda it: it == "packing", "Use padding"),
+    "resume": (lambda it: it is not None, "Start anew with another output_dir; LoRA can go on from_peft_checkpoint"),
+    "keep_last": (bool, "Leave it out: all checkpoints are kept"),
+    "use_liger": (bool, "Leave it out"),
+    "compile": (bool, "Leave it out"),
+    "fsdp_cpu_offload": (bool, "Leave it out, and use activation_checkpointing or more ranks to save memory"),
+}
+SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(KB|MB|GB|TB)", re.IGNORECASE)
+SIZE_BYTES = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+
+def parse_size(text: str) -> int:
+    """Return the bytes that `5GB`, `200MB` or `1.5 TB` stand for, decimal units as the hub counts them.
+
+    Raises:
+        ValueError: the text is no such size, or is zero.
+    """
+    match = SIZE.fullmatch(text.strip())
+    size_bytes = int(float(match[1]) * SIZE_BYTES[match[2].upper()]) if match else 0
+    if size_bytes == 0:
+        raise ValueError(f"{text} is not a size")
+    return size_bytes
+
+
+def as_fraction(validation: str | None) -> float | None:
+    """Return the number that validation is, or None where it names data."""
+    try:
+        return float(validation) if validation is not None else None
+    except ValueError:
+        return None
+
+
+def _warm_up_ends_before_training_does(warmup_steps: int, max_train_step: int) -> str | None:
+    if max_train_step == 0 or warmup_steps < max_train_step:
+        return None
+    return f"is {warmup_steps}, but training stops after {max_train_step} steps (max_train_step): use fewer."
+
+
+def _validation_is_a_fraction_of_one(validation: str | None) -> str | None:
+    fraction = as_fraction(validation)
+    if fraction is None or 0 < fraction < 1:
+        return None
+    return f"is {validation}; a fraction lies between 0 and 1, such as 0.05."
+
+
+def _early_stopping_has_validation_data(
+    early_stopping_patience: int, dataset: str, validation: str | None, run_validation: bool
+) -> str | None:
+    needless = early_stopping_patience == 0 or not run_validation
+    return None if needless or _brings_validation(dataset, validation) else _no_validation_data()
+
+
+def _eval_steps_have_validation_data(
+    eval_steps: int, dataset: str, validation: str | None, run_validation: bool
+) -> str | None:
+    needless = eval_steps == 0 or not run_validation
+    return None if needless or _brings_validation(dataset, validation) else _no_validation_data()
+
+
+def _brings_validation(dataset: str, validation: str | None) -> bool:
+    """A file is training data only; the built-in data and a Python function may bring a validation split."""
+    return validation is not None or Path(dataset).suffix not in (".jsonl", ".json", ".parquet", ".csv")
+
+
+def _no_validation_data() -> str:
+    return "has no effect without validation data. Add validation 0.05, or a file."
+
+
+def _whole_weights_are_not_needed(init_lora_weights: str) -> str | None:
+    if init_lora_weights not in ("pissa", "olora"):
+        return None
+    return (
+        f"is {init_lora_weights}, which needs whole weights on one rank, and no rank has them. Use default or gaussian."
+    )
+
+
+def _adapters_go_somewhere(target_modules: list[str] | str) -> str | None:
+    return None if target_modules else "names no layer. Use q_proj,v_proj or all-linear."
+
+
+def _saved_modules_get_no_adapter(modules_to_save: list[str] | None, target_modules: list[str] | str) -> str | None:
+    both = [name for name in modules_to_save or [] if isinstance(target_modules, list) and name in target_modules]
+    return (
+        f"names {one_of(both)}, which target_modules names too. A module has an adapter or is trained."
+        if both
+        else None
+    )
+
+
+def _flash_attention_runs_on_cuda(attn_implementation: str, device: str) -> str | None:
+    wrong = attn_implementation.startswith("flash") and device == "cpu"
+    return f"is {attn_implementation}, which needs CUDA. Use sdpa with device cpu." if wrong else None
+
+
+def _flash_attention_computes_in_16_bits(attn_implementation: str, precision: str) -> str | None:
+    wrong = attn_implementation.startswith("flash") and precision == "fp32"
+    return f"is {attn_implementation}, which computes in bf16 only. Use sdpa with precision fp32." if wrong else None
+
+
+def _shard_size_is_a_size(max_shard_size: str) -> str | None:
+    try:
+        parse_size(max_shard_size)
+    except ValueError:
+        return f"is {max_shard_size}; expected a size such as 5GB or 200MB."
+    return None
+
+
+RULES: tuple[Callable[..., str | None], ...] = (
+    _warm_up_ends_before_training_does,
+    _validation_is_a_fraction_of_one,
+    _early_stopping_has_validation_data,
+    _eval_steps_have_validation_data,
+    _whole_weights_are_not_needed,
+    _adapters_go_somewhere,
+    _saved_modules_get_no_adapter,
+    _flash_attention_runs_on_cuda,
+    _flash_attention_computes_in_16_bits,
+    _shard_size_is_a_size,
+)
+
+
+def broken_rules(
+    values: Mapping[str, Any], places: Mapping[str, str] = NO_PLACES, invalid: frozenset[str] | set[str] = frozenset()
+) -> list[str]:
+    """Return a message for each rule that does not hold.
+
+    Args:
+        values: all settings by field name.
+        places: field name -> where it was set.
+        invalid: fields whose own value could not be read.
+    """
+    messages = [_not_built(name, values[name], places) for name in NOT_BUILT if NOT_BUILT[name][0](values[name])]
+    for rule in RULES:
+        reads = list(inspect.signature(rule).parameters)
+        if invalid.isdisjoint(reads):
+            complaint = rule(*(values[name] for name in reads))
+            if complaint:
+                messages.append(f"{subject(reads[0], places)} {complaint}")
+    return messages + without_effect(values, places, invalid)
+
+
+def _not_built(name: str, value: Any, places: Mapping[str, str]) -> str:
+    shown = "" if isinstance(value, bool) else f" {show(value)}"
+    if not is_flag(places.get(name, "")) and shown:
+        shown = f":{shown}"
+    return f"{subject(name, places)}{shown} is not built yet. {NOT_BUILT[name][1]}."
+
+
+def check_rules(config: Config) -> list[str]:
+    """Check a `Config` that was built in Python, whose fields pydantic has checked one by one.
+
+    Returns:
+        One message per broken rule, naming settings as `train.warmup_steps`.
+    """
+    return broken_rules(values_of(config))
+
+
+assert NOT_BUILT.keys() <= SETTINGS.keys()

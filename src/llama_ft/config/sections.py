@@ -1,0 +1,313 @@
+"""Every setting of a run: one dataclass a section, one docstring a field.
+
+This file is the only place a setting is declared. Flags, `--help`, the YAML keys, `configs/schema.json` and the error
+messages are made from it. A field is a flag by its own name (`--lr`) and by its dotted name (`--train.lr`); field
+names are therefore unique across sections.
+"""
+
+from typing import Annotated, Literal
+
+from pydantic import ConfigDict, Field
+from pydantic.dataclasses import dataclass
+
+STRICT = ConfigDict(
+    extra="forbid",
+    use_attribute_docstrings=True,
+    allow_inf_nan=False,
+    coerce_numbers_to_str=True,
+    validate_default=True,
+)
+
+Count = Annotated[int, Field(ge=1)]
+CountOrZero = Annotated[int, Field(ge=0)]
+Rate = Annotated[float, Field(gt=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+@dataclass(config=STRICT, kw_only=True)
+class ModelConfig:
+    """Which model, and how it computes."""
+
+    model_name: str = "demo"
+    """A local Hugging Face folder, a hub name (meta-llama/Llama-3.1-8B), or demo: a small Llama built on this
+    machine."""
+
+    tokenizer_name: str | None = None
+    """Folder or hub name of another tokenizer; the model's own when not given."""
+
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model. Only for models whose code you have read."""
+
+    attn_implementation: Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3"] = "sdpa"
+    """Attention kernel, as transformers names them. flash_attention needs CUDA and the flash-attn package."""
+
+    freeze_layers: bool = False
+    """Full fine-tuning only: keep the first num_freeze_layers decoder layers as they are."""
+
+    num_freeze_layers: Count = 1
+    """How many decoder layers freeze_layers keeps as they are, counted from the input."""
+
+    use_liger: bool = False
+    """Liger's fused CUDA kernels."""
+
+    compile: bool = False
+    """torch.compile on every decoder layer."""
+
+
+@dataclass(config=STRICT, kw_only=True)
+class TrainConfig:
+    """The training loop."""
+
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    """Where to compute: auto takes CUDA when there is a GPU, else the CPU."""
+
+    precision: Literal["bf16_mixed", "bf16_pure", "fp32", "fp16"] = "bf16_mixed"
+    """bf16_mixed: trained weights kept in fp32, computed in bf16, gradients reduced in fp32. bf16_pure: all bf16."""
+
+    batch_size_training: Count = 4
+    """Rows in one micro-batch of one rank."""
+
+    gradient_accumulation_steps: Count = 1
+    """Micro-batches per optimizer step. Global batch = this x batch_size_training x ranks."""
+
+    accumulate_unsharded: bool = False
+    """Reduce gradients only after the last micro-batch in full fine-tuning too: less traffic, but every rank then holds
+    a whole model's gradients in fp32. LoRA always does so, its gradients being small."""
+
+    num_epochs: Count = 3
+    """Passes over the training data."""
+
+    max_train_step: CountOrZero = 0
+    """Stop after so many optimizer steps; 0 = no limit."""
+
+    lr: Rate = 1e-4
+    """Peak learning rate."""
+
+    lr_scheduler: Literal["cosine", "linear", "constant", "step"] = "cosine"
+    """After the warm-up: cosine or linear decay to zero, constant, or step: times gamma after every epoch."""
+
+    warmup_steps: CountOrZero = 0
+    """Optimizer steps over which the learning rate rises linearly to lr."""
+
+    gamma: Annotated[float, Field(gt=0, le=1)] = 0.85
+    """Factor on the learning rate after every epoch with lr_scheduler=step."""
+
+    optimizer: Literal["AdamW", "anyprecision"] = "AdamW"
+    """AdamW, fused where torch can."""
+
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """AdamW's weight decay; never applied to norms and biases (parameters of one dimension)."""
+
+    gradient_clipping: bool = False
+    """Clip the global gradient norm at gradient_clipping_threshold."""
+
+    gradient_clipping_threshold: Rate = 1.0
+    """Largest global gradient norm with gradient_clipping."""
+
+    activation_checkpointing: Literal["off", "full", "every_k", "selective", "auto"] = "off"
+    """Recompute decoder layers in the backward pass instead of keeping their activations: all of them, or every
+    k-th."""
+
+    activation_checkpointing_k: Count = 2
+    """With every_k: layer 0, k, 2k, ... are recomputed."""
+
+    seed: CountOrZero = 42
+    """Seed of data order, LoRA initialisation and dropout."""
+
+    run_validation: bool = True
+    """Evaluate after every epoch when there is validation data."""
+
+    val_batch_size: Count = 1
+    """Rows in one evaluation batch of one rank."""
+
+    eval_steps: CountOrZero = 0
+    """Evaluate every so many optimizer steps too; 0 = after each epoch only."""
+
+    max_eval_step: CountOrZero = 0
+    """Use only so many evaluation batches; 0 = all of the validation data."""
+
+    early_stopping_patience: CountOrZero = 0
+    """Stop when the validation loss has not improved for so many evaluations, and take the best weights; 0 = never."""
+
+    early_stopping_min_delta: Annotated[float, Field(ge=0)] = 0.0
+    """How much lower the validation loss must be to count as improved."""
+
+    log_steps: Count = 1
+    """Write metrics every so many optimizer steps."""
+
+    sample_tokens: CountOrZero = 0
+    """Answer one validation question before and after tuning with so many new tokens; 0 = do not."""
+
+
+@dataclass(config=STRICT, kw_only=True)
+class FSDPConfig:
+    """How parameters are laid over the ranks."""
+
+    enable_fsdp: bool = False
+    """Shard the model over the ranks. Without it several ranks are plain data parallel: a whole model on each."""
+
+    low_cpu_fsdp: bool = False
+    """Rank 0 alone reads the checkpoint and sends each rank its shard; otherwise every rank reads its own slices."""
+
+    sharding_strategy: Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"] = "FULL_SHARD"
+    """FULL_SHARD frees gathered weights after use, SHARD_GRAD_OP keeps them until the backward pass is done,
+    HYBRID_SHARD shards within groups of sharding_group_size and replicates over groups, NO_SHARD replicates."""
+
+    sharding_group_size: Count | None = None
+    """Ranks that share one copy of the model with HYBRID_SHARD; the ranks of one node when not given."""
+
+    fsdp_wrap_policy: Literal["transformer", "size", "hybrid"] = "hybrid"
+    """Units gathered at once: transformer: each decoder layer; size: modules of min_num_params or more;
+    hybrid: decoder layers by class, big embeddings and heads by size."""
+
+    min_num_params: Count = 10_000_000
+    """With size and hybrid: parameters from which a module becomes a unit of its own."""
+
+    fsdp_cpu_offload: bool = False
+    """Keep parameters and optimizer state in host memory."""
+
+
+@dataclass(config=STRICT, kw_only=True)
+class PeftConfig:
+    """LoRA adapters, through peft, by peft's own names."""
+
+    use_peft: bool = False
+    """Train adapters and keep the model's own weights as they are."""
+
+    peft_method: Literal["lora"] = "lora"
+    """The kind of adapter."""
+
+    from_peft_checkpoint: str | None = None
+    """Folder of a saved adapter to continue from; its own settings (r, target_modules, ...) are used."""
+
+    r: Count = 8
+    """Rank of the adapter matrices."""
+
+    lora_alpha: Annotated[float, Field(gt=0)] = 32
+    """The adapter's output is scaled by lora_alpha / r."""
+
+    lora_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.05
+    """Dropout on the adapter's input."""
+
+    target_modules: list[str] | str = Field(default_factory=lambda: ["q_proj", "v_proj"])
+    """Names of the linear layers that get an adapter, or all-linear."""
+
+    bias: Literal["none", "all", "lora_only"] = "none"
+    """Which bias parameters are trained too."""
+
+    use_rslora: bool = False
+    """Scale by lora_alpha / sqrt(r) instead (rank-stabilized LoRA)."""
+
+    use_dora: bool = False
+    """Train magnitudes apart from directions (DoRA)."""
+
+    modules_to_save: list[str] | None = None
+    """Modules trained in full and saved with the adapter, such as lm_head."""
+
+    init_lora_weights: Literal["default", "gaussian", "pissa", "olora"] = "default"
+    """default: A Kaiming uniform, B zero. gaussian: A normal with deviation 1/r, B zero."""
+
+
+@dataclass(config=STRICT, kw_only=True)
+class QuantizationConfig:
+    """Frozen weights in fewer bits."""
+
+    mode: Literal["none", "8bit", "4bit"] = "none"
+    """8bit or 4bit. `--quantization` and `quantization:` are short for this field; the bare flag means 8bit."""
+
+
+@dataclass(config=STRICT, kw_only=True)
+class DataConfig:
+    """What is trained on."""
+
+    dataset: str = "demo"
+    """A .jsonl, .json, .parquet or .csv file; path/to/file.py:function returning a datasets.Dataset; or demo: questions
+    about Python's standard library, answered by its docstrings."""
+
+    dataset_format: Literal["auto", "alpaca", "messages", "tokenized"] = "auto"
+    """alpaca: columns instruction, input, output. messages: chat turns of role and content. auto: told by the
+    columns."""
+
+    validation: str | None = None
+    """A file like dataset, or a fraction such as 0.05 of its rows, chosen by a hash of the row."""
+
+    context_length: Annotated[int, Field(ge=2)] | None = None
+    """Longest row in tokens; the model's maximum, but at most 4096, when not given."""
+
+    truncation: Literal["right", "left", "drop", "split"] = "right"
+    """What happens to a longer row. right: its end is cut off."""
+
+    batching_strategy: Literal["padding", "packing"] = "padding"
+    """padding: rows of a micro-batch are padded to the longest."""
+
+    skip_bad_rows: bool = False
+    """Leave rows out that cannot be used, and count them, instead of stopping."""
+
+
+@dataclass(config=STRICT, kw_only=True)
+class CheckpointConfig:
+    """What is written, and where."""
+
+    output_dir: str | None = None
+    """The run's directory; output/<model>-<date-time> when not given."""
+
+    overwrite: bool = False
+    """Replace the run that output_dir already holds."""
+
+    resume: str | None = None
+    """auto, or the checkpoint to continue from."""
+
+    save_model: bool = True
+    """Write the result in Hugging Face format to output_dir/model, and a checkpoint at the end."""
+
+    save_steps: CountOrZero = 0
+    """Write a checkpoint every so many optimizer steps too; 0 = do not."""
+
+    keep_last: CountOrZero = 0
+    """Keep only so many of the newest checkpoints; 0 = all."""
+
+    save_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Precision of output_dir/model; auto: the checkpoint's own, tensor by tensor, and fp32 for adapters."""
+
+    max_shard_size: str = "5GB"
+    """Largest safetensors file of output_dir/model."""
+
+
+@dataclass(config=STRICT, kw_only=True)
+class TrackingConfig:
+    """Where metrics go besides output_dir/metrics.jsonl."""
+
+    use_wandb: bool = False
+    """Log to Weights & Biases."""
+
+    wandb_project: str = "llama_ft"
+    """W&B project."""
+
+    wandb_entity: str | None = None
+    """W&B team or user."""
+
+    wandb_name: str | None = None
+    """Name of the W&B run; the name of output_dir when not given."""
+
+    wandb_tags: list[str] = Field(default_factory=list)
+    """Tags of the W&B run."""
+
+    wandb_mode: Literal["online", "offline"] = "online"
+    """offline needs neither network nor key, and the run ends with the command that uploads it."""
+
+    use_tensorboard: bool = False
+    """Write TensorBoard event files to output_dir/tensorboard."""
+
+
+@dataclass(config=STRICT, kw_only=True)
+class Config:
+    """A whole recipe."""
+
+    model: ModelConfig = Field(default_factory=ModelConfig)
+    train: TrainConfig = Field(default_factory=TrainConfig)
+    fsdp: FSDPConfig = Field(default_factory=FSDPConfig)
+    peft: PeftConfig = Field(default_factory=PeftConfig)
+    quantization: QuantizationConfig = Field(default_factory=QuantizationConfig)
+    data: DataConfig = Field(default_factory=DataConfig)
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    tracking: TrackingConfig = Field(default_factory=TrackingConfig)

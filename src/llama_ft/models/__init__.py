@@ -1,0 +1,34 @@
+"""From a checkpoint folder to a model whose every rank holds just its shard: skeleton, adapters, units, weights."""
+
+from llama_ft.models.hub import local_folder
+from llama_ft.models.lora import Adapter, inject_lora
+from llama_ft.models.materialize import materialize
+from llama_ft.models.shards import ShardGroup
+from llama_ft.models.skeleton import (
+    build_skeleton,
+    checkpoint_activations,
+    freeze_first_layers,
+    load_model_config,
+    load_tokenizer,
+    resolve_context_length,
+    set_storage_dtypes,
+)
+from llama_ft.models.units import shard, shard_degree, unit_table
+
+__all__ = [
+    "Adapter",
+    "ShardGroup",
+    "build_skeleton",
+    "checkpoint_activations",
+    "freeze_first_layers",
+    "inject_lora",
+    "load_model_config",
+    "load_tokenizer",
+    "local_folder",
+    "materialize",
+    "resolve_context_length",
+    "set_storage_dtypes",
+    "shard",
+    "shard_degree",
+    "unit_table",
+]

@@ -1,0 +1,85 @@
+"""From a model's name to a local folder. The hub is asked once: after that, nothing touches the network."""
+
+import json
+from pathlib import Path
+
+from huggingface_hub import constants, model_info, snapshot_download
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+)
+
+from llama_ft.errors import UserError
+from llama_ft.models.source import INDEX_FILE, SINGLE_FILE
+from llama_ft.runtime.console import log
+
+NEEDED_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.py"]
+PROBE_SECONDS = 10.0
+
+
+def local_folder(name: str, flag: str, weights: bool = True) -> Path:
+    """The folder of a model or tokenizer: `name` itself where it is a folder, else the hub's files in its cache.
+
+    Args:
+        name: a local folder or a hub name (owner/model).
+        flag: the setting `name` came from, for messages.
+        weights: whether the safetensors files are needed.
+
+    Raises:
+        UserError: no such folder or hub model, no access to a gated one, or the hub cannot be reached and its cache
+            does not hold the model.
+    """
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder
+    patterns = [pattern for pattern in NEEDED_FILES if weights or pattern != "*.safetensors"]
+    # Mistral and Meta put the same weights a second time into consolidated.safetensors or original/.
+    skipped = ["consolidated*", "original/*"]
+    try:
+        model_info(name, timeout=PROBE_SECONDS)
+        return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=skipped))
+    except GatedRepoError as error:
+        raise UserError(
+            f"{flag} {name}: this model is gated.\nAsk for access at {constants.ENDPOINT}/{name}, then log in with "
+            "`hf auth login` (or set HF_TOKEN)."
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise UserError(
+            f"{flag} {name}: no folder here and no model on the hub has this name.\nA private model needs "
+            "`hf auth login`; a local one, the path of its folder."
+        ) from error
+    except HFValidationError as error:
+        raise UserError(f"{flag} {name}: no such folder, and not a possible hub name ({error}).") from error
+    except (OfflineModeIsEnabled, HfHubHTTPError, OSError, LocalEntryNotFoundError) as error:
+        return _from_cache(name, flag, weights, patterns, skipped, error)
+
+
+def _from_cache(
+    name: str, flag: str, weights: bool, patterns: list[str], skipped: list[str], reason: Exception
+) -> Path:
+    first_line = (str(reason).strip() or type(reason).__name__).splitlines()[0]
+    try:
+        folder = Path(
+            snapshot_download(name, allow_patterns=patterns, ignore_patterns=skipped, local_files_only=True)
+        )
+        if weights:
+            _check_complete(folder)
+    except (LocalEntryNotFoundError, FileNotFoundError) as error:
+        raise UserError(
+            f"{flag} {name}: no folder of this name here, and the hub could not be asked ({first_line}).\nGive the "
+            f"path of a local folder, or try again when {constants.ENDPOINT} can be reached."
+        ) from error
+    log.info(f"{name}: the hub cannot be reached ({first_line}); using the copy downloaded earlier, {folder}")
+    return folder
+
+
+def _check_complete(folder: Path) -> None:
+    index = folder / INDEX_FILE
+    names = set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else {SINGLE_FILE}
+    for name in names:
+        if not (folder / name).exists():
+            raise FileNotFoundError(name)

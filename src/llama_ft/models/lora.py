@@ -1,0 +1,188 @@
+"""LoRA adapters through peft: injected into the skeleton without storage, given their first values shard by shard."""
+
+import hashlib
+import json
+import math
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from torch import nn
+from transformers.modeling_utils import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from llama_ft.config import PeftConfig
+from llama_ft.errors import UserError
+from llama_ft.models.source import StoredTensor
+
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PEFT_PREFIX = "base_model.model."  # what peft puts before every name of the model it wraps
+NORM_ROWS = 1024  # rows whose norm is taken at once, to bound the fp32 copy
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """The adapter of a model: what peft calls it and its tensors.
+
+    Attributes:
+        config: as saved in adapter_config.json.
+        keys: parameter name in the model -> tensor name in adapter_model.safetensors.
+    """
+
+    config: LoraConfig
+    keys: dict[str, str]
+
+
+def inject_lora(model: PreTrainedModel, peft: PeftConfig, base_name: str) -> Adapter:
+    """Freeze the model and put (meta) adapters beside the linear layers `peft` names, in place.
+
+    Args:
+        model: skeleton on the meta device.
+        peft: rank, targets and the rest; taken from the adapter's own file with from_peft_checkpoint.
+        base_name: model name or folder to record in adapter_config.json.
+
+    Raises:
+        UserError: a target or a module to save that the model does not have, a saved adapter that cannot be continued,
+            DoRA on layers where its norms do not lie within a row.
+    """
+    lora = _saved_config(Path(peft.from_peft_checkpoint)) if peft.from_peft_checkpoint else _new_config(peft)
+    lora.base_model_name_or_path = base_name
+    _check_names(model, lora)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # peft warns of every meta tensor it does not initialise; we do, later
+            adapted = get_peft_model(model, lora, low_cpu_mem_usage=True, autocast_adapter_dtype=False)
+    except (ValueError, TypeError, NotImplementedError) as error:
+        raise UserError(f"peft cannot put these adapters into this model: {error}") from error
+    if lora.use_dora:
+        _check_dora(model)
+    return Adapter(lora, _adapter_keys(adapted))
+
+
+def _new_config(peft: PeftConfig) -> LoraConfig:
+    return LoraConfig(
+        task_type="CAUSAL_LM",
+        r=peft.r,
+        lora_alpha=peft.lora_alpha,
+        lora_dropout=peft.lora_dropout,
+        target_modules=peft.target_modules,
+        bias=peft.bias,
+        use_rslora=peft.use_rslora,
+        use_dora=peft.use_dora,
+        modules_to_save=peft.modules_to_save,
+        init_lora_weights="gaussian" if peft.init_lora_weights == "gaussian" else True,
+    )
+
+
+def _saved_config(folder: Path) -> LoraConfig:
+    try:
+        settings = json.loads((folder / ADAPTER_CONFIG).read_text())
+        if settings.get("peft_type") != "LORA":
+            raise UserError(f"{folder}: a {settings.get('peft_type')} adapter; only LORA ones can be continued.")
+        lora = LoraConfig.from_pretrained(str(folder))
+    except (OSError, ValueError, TypeError) as error:
+        raise UserError(f"{folder / ADAPTER_CONFIG}: cannot be used ({error}).") from error
+    lora.inference_mode = False
+    lora.init_lora_weights = True  # its weights are read from the file, whatever they first were
+    return lora
+
+
+def linear_names(model: nn.Module) -> list[str]:
+    """Last parts of the names of the linear layers an adapter can be put beside, in order, without the head."""
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    names = [
+        name.rsplit(".", 1)[-1]
+        for name, module in model.named_modules()
+        if isinstance(module, (nn.Linear, Conv1D)) and module is not head
+    ]
+    return list(dict.fromkeys(names))
+
+
+def _check_names(model: PreTrainedModel, lora: LoraConfig) -> None:
+    """peft ignores a name without a match as long as another one has one; here every name must match."""
+    every_name = [name for name, _ in model.named_modules()]
+    targets = lora.target_modules
+    asked = {"peft.target_modules": [] if isinstance(targets, str) else sorted(targets or ())}
+    asked["peft.modules_to_save"] = sorted(lora.modules_to_save or ())
+    for flag, wanted in asked.items():
+        absent = [w for w in wanted if not any(name == w or name.endswith(f".{w}") for name in every_name)]
+        if absent:
+            raise UserError(
+                f"--{flag} [{', '.join(absent)}]: no linear layer of this model ends in "
+                f"{', '.join(repr(name) for name in absent)}.\nIt has: {', '.join(linear_names(model))}."
+                if flag == "peft.target_modules"
+                else f"--{flag} [{', '.join(absent)}]: this model has no module of that name."
+            )
+
+
+def _check_dora(model: PreTrainedModel) -> None:
+    for name, module in model.named_modules():
+        if getattr(module, "lora_magnitude_vector", None) and not isinstance(module.base_layer, nn.Linear):
+            raise UserError(
+                f"--peft.use_dora: {name} is a {type(module.base_layer).__name__}; DoRA works on linear layers only.\n"
+                "Leave it out of --peft.target_modules."
+            )
+
+
+def is_adapter_weight(name: str) -> bool:
+    """Whether a parameter was added by peft, so that the model's own checkpoint does not hold it."""
+    return ".lora_" in name
+
+
+def checkpoint_key(name: str) -> str:
+    """The name a parameter has in the model's own checkpoint, whatever peft has wrapped around it."""
+    key = name.replace(".base_layer.", ".")
+    return key.replace(".original_module.", ".").replace(".modules_to_save.default.", ".")
+
+
+def _adapter_keys(adapted: PeftModel) -> dict[str, str]:
+    """Adapter.keys. peft itself does the naming: it is handed every parameter, and what it returns is traced back."""
+    parameters = dict(adapted.named_parameters(remove_duplicate=False))
+    saved = get_peft_model_state_dict(adapted, state_dict=dict(parameters), save_embedding_layers=False)
+    names = {id(parameter): name.removeprefix(PEFT_PREFIX) for name, parameter in parameters.items()}
+    return {names[id(parameter)]: key for key, parameter in saved.items()}
+
+
+def check_saved_adapter(headers: dict[str, StoredTensor], model: PreTrainedModel, adapter: Adapter, file: Path) -> None:
+    """Compare a saved adapter's tensors with those the model's adapter needs.
+
+    Raises:
+        UserError: tensors are missing, too many or of another shape.
+    """
+    shapes = {adapter.keys[name]: tuple(p.shape) for name, p in model.named_parameters() if name in adapter.keys}
+    wrong = [f"{key} is missing" for key in shapes if key not in headers]
+    wrong += [f"{key} is not part of this adapter" for key in headers if key not in shapes]
+    wrong += [
+        f"{key} is {list(headers[key].shape)}, expected {list(shape)}"
+        for key, shape in shapes.items()
+        if key in headers and headers[key].shape != shape
+    ]
+    if wrong:
+        more = [f"... and {len(wrong) - 5} more"] if len(wrong) > 5 else []
+        raise UserError("\n".join([f"{file}: does not fit --model_name; was it trained on another model?", *wrong[:5], *more]))
+
+
+def initial_rows(name: str, shape: tuple[int, ...], gaussian: bool, seed: int, rows: slice) -> torch.Tensor:
+    """Rows of an adapter matrix's first value in fp32, a function of (seed, name) only: the same on any mesh.
+
+    As peft initialises: A Kaiming uniform with a = sqrt(5) or normal with deviation 1/r, B zero; the other way round
+    for embeddings.
+    """
+    value = torch.zeros(shape)
+    generator = torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:7]))
+    if ".lora_A." in name:
+        if gaussian:
+            nn.init.normal_(value, std=1 / shape[0], generator=generator)
+        else:
+            nn.init.kaiming_uniform_(value, a=math.sqrt(5), generator=generator)
+    elif ".lora_embedding_B." in name:
+        nn.init.normal_(value, generator=generator)
+    return value[rows]
+
+
+def row_norms(weight: torch.Tensor) -> torch.Tensor:
+    """DoRA's first magnitudes: the L2 norm of each row [rows, in] -> [rows], fp32, a block of rows at a time."""
+    blocks = [torch.linalg.vector_norm(block.float(), dim=1) for block in weight.split(NORM_ROWS)]
+    return torch.cat(blocks) if blocks else weight.new_zeros(0, dtype=torch.float32)

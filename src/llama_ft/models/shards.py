@@ -1,0 +1,68 @@
+"""Which rows of a parameter a rank holds, and moving rows between rank 0 and the ranks that hold them.
+
+fully_shard splits dimension 0 as torch.chunk does: chunks of ceil(rows / shards) rows, the last ones smaller or empty
+(65 rows over 8 ranks are seven times 9 and once 2).
+"""
+
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+
+def row_ranges(rows: int, shards: int) -> list[tuple[int, int]]:
+    """[start, stop) of each shard's rows."""
+    size = -(-rows // shards)
+    return [(min(shard * size, rows), min((shard + 1) * size, rows)) for shard in range(shards)]
+
+
+def local_shard(parameter: nn.Parameter) -> torch.Tensor:
+    """The rows this rank stores, sharing the parameter's memory."""
+    data = parameter.detach()
+    return data.to_local() if isinstance(data, DTensor) else data
+
+
+class ShardGroup:
+    """The ranks that together hold the copy of the model rank 0 belongs to, and this rank's place.
+
+    Attributes:
+        size: ranks one copy of the model is sharded over.
+        index: which shard this rank holds.
+        in_first_copy: whether this rank shares a copy of the model with rank 0; its shard i is then on rank i.
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.size = mesh["shard"].size()
+        self.index = mesh["shard"].get_local_rank()
+        self.in_first_copy = dist.get_rank() < self.size
+        self._replicas = mesh["replicate"].get_group() if "replicate" in (mesh.mesh_dim_names or ()) else None
+
+    def own_rows(self, rows: int) -> tuple[int, int]:
+        """[start, stop) of this rank's rows of a parameter of `rows` rows."""
+        return row_ranges(rows, self.size)[self.index]
+
+    def replicate(self, shard: torch.Tensor) -> None:
+        """Copy the shards of the first copy of the model over those of the other copies."""
+        if self._replicas is not None and shard.numel():
+            dist.broadcast(shard, src=self.index, group=self._replicas)
+
+    def gather_rows(self, parameter: nn.Parameter, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+        """On rank 0, yields the parameter's rows shard by shard, on the host in `dtype`; elsewhere sends and yields
+        nothing. No rank holds more than two shards."""
+        shard = local_shard(parameter)
+        if not self.in_first_copy:
+            return
+        if self.index != 0:
+            if shard.numel():
+                dist.send(shard.to(dtype).contiguous(), dst=0)
+            return
+        if shard.numel():
+            yield shard.to(dtype).cpu()
+        for source, (start, stop) in enumerate(row_ranges(parameter.shape[0], self.size)):
+            if source and stop > start:
+                rows = torch.empty((stop - start, *parameter.shape[1:]), dtype=dtype, device=shard.device)
+                dist.recv(rows, src=source)
+                yield rows.cpu()

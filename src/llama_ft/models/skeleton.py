@@ -1,0 +1,131 @@
+"""The model without its weights: every parameter and buffer on the meta device, shapes and no storage."""
+
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
+from transformers.modeling_utils import PreTrainedModel
+
+from llama_ft.config import ModelConfig, TrainConfig
+from llama_ft.errors import UserError
+from llama_ft.runtime.precision import Precision
+
+
+def load_tokenizer(folder: Path, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    """The tokenizer in a folder.
+
+    Raises:
+        UserError: there is none, or it cannot be read.
+    """
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except Exception as error:  # transformers raises half a dozen types here, all meaning the same to the user
+        raise UserError(
+            f"{folder}: no usable tokenizer here ({_first_line(error)}).\n--tokenizer_name names another folder or hub "
+            "model to take it from."
+        ) from error
+
+
+def load_model_config(folder: Path, trust_remote_code: bool) -> PretrainedConfig:
+    """The model's config.json.
+
+    Raises:
+        UserError: it is missing, malformed, of an unknown architecture, or of an already quantized model.
+    """
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except Exception as error:  # as above
+        raise UserError(f"{folder}: its config.json cannot be used ({_first_line(error)}).") from error
+    if getattr(config, "quantization_config", None) is not None:
+        raise UserError(
+            f"{folder}: its weights are already quantized, which is not built yet.\nUse the original model."
+        )
+    return config
+
+
+def build_skeleton(config: PretrainedConfig, model: ModelConfig) -> PreTrainedModel:
+    """The causal language model of `config` on the meta device, tied weights tied.
+
+    Raises:
+        UserError: transformers has no causal language model for this architecture, or the attention implementation is
+            not available for it on this machine.
+    """
+    try:
+        with torch.device("meta"):
+            skeleton: PreTrainedModel = AutoModelForCausalLM.from_config(
+                config,
+                dtype=torch.float32,
+                attn_implementation=model.attn_implementation,
+                trust_remote_code=model.trust_remote_code,
+            )
+    except (ValueError, ImportError) as error:
+        raise UserError(f"--model_name {model.model_name}: {_first_line(error)}") from error
+    skeleton.tie_weights()
+    return skeleton
+
+
+def decoder_layers(model: nn.Module) -> list[nn.Module]:
+    """The model's decoder layers from input to output, found by the class names transformers keeps in
+    `_no_split_modules`; empty when it names none."""
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    return [module for module in model.modules() if type(module).__name__ in names]
+
+
+def freeze_first_layers(model: PreTrainedModel, count: int) -> None:
+    """Keep the first `count` decoder layers as they are in training.
+
+    Raises:
+        UserError: the model has no more layers than that.
+    """
+    layers = decoder_layers(model)
+    if count >= len(layers):
+        raise UserError(f"--num_freeze_layers {count}: this model has {len(layers)} decoder layers; freeze fewer.")
+    for layer in layers[:count]:
+        layer.requires_grad_(False)
+
+
+def checkpoint_activations(model: PreTrainedModel, train: TrainConfig) -> None:
+    """Have decoder layers recompute their activations in the backward pass: all, or layer 0, k, 2k, ...
+
+    transformers checkpoints a layer's `forward`, below the hooks `fully_shard` puts on the layer, so a recomputed layer
+    is gathered once, not twice.
+
+    Raises:
+        UserError: this architecture cannot be checkpointed.
+    """
+    if train.activation_checkpointing == "off":
+        return
+    if not model.supports_gradient_checkpointing:
+        raise UserError(
+            f"--activation_checkpointing {train.activation_checkpointing}: transformers' {type(model).__name__} does not "
+            "support it; use off."
+        )
+    every = train.activation_checkpointing_k if train.activation_checkpointing == "every_k" else 1
+    model.activation_checkpointing_enable({"use_reentrant": False}, every_n_layers=every)
+    # transformers has the embedding's output require gradients for reentrant checkpointing; ours is not.
+    model.disable_input_require_grads()
+
+
+def set_storage_dtypes(model: nn.Module, precision: Precision) -> None:
+    """Give each (meta) parameter the dtype it is stored in: trained ones and frozen ones may differ."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(precision.trained if parameter.requires_grad else precision.frozen)
+
+
+def resolve_context_length(asked: int | None, config: PretrainedConfig) -> int:
+    """Longest row in tokens: what was asked for, else the model's maximum but at most 4096.
+
+    Raises:
+        UserError: more was asked for than the model has positions.
+    """
+    longest = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if asked is None:
+        return min(longest or 4096, 4096)
+    if longest is not None and asked > longest:
+        raise UserError(f"--context_length {asked}: this model has {longest} positions; use {longest} or less.")
+    return asked
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,0 +1,171 @@
+"""Sharding the skeleton: which modules are gathered together, and the table that says so."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from transformers.modeling_utils import PreTrainedModel
+
+from llama_ft.config import FSDPConfig
+from llama_ft.errors import UserError
+from llama_ft.models.skeleton import decoder_layers
+from llama_ft.runtime.precision import Precision
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Parameters that are gathered, used and freed together.
+
+    Attributes:
+        name: of its module; "" is the root, which holds what no other unit does.
+        kind: class of that module.
+        parameters: how many it holds, each tied weight once.
+        bytes: what one rank gathers at a time for it, in the compute dtype.
+        layers: decoder layers whose parameters it holds.
+    """
+
+    name: str
+    kind: str
+    parameters: int
+    bytes: int
+    layers: int
+
+
+def shard(model: PreTrainedModel, mesh: DeviceMesh, fsdp: FSDPConfig, precision: Precision) -> list[Unit]:
+    """Apply fully_shard to the units of the wrap policy, then to the root.
+
+    Args:
+        model: on the meta device, adapters injected.
+        mesh: one dimension shards; two replicate over the first and shard over the second.
+        fsdp: wrap policy and strategy; without enable_fsdp the mesh does not shard and the units only bound what is
+            cast to the compute dtype at once.
+        precision: dtypes to gather and to reduce in.
+
+    Returns:
+        The units, root last.
+
+    Raises:
+        UserError: the policy found no decoder layer class, or left most of the model in one unit.
+    """
+    modules = _modules_to_wrap(model, fsdp)
+    units = _describe_units(model, modules, precision.compute)
+    _check_units(units, fsdp, len(decoder_layers(model)))
+    policy = MixedPrecisionPolicy(param_dtype=precision.compute, reduce_dtype=precision.reduce)
+    free_after_forward = fsdp.sharding_strategy != "SHARD_GRAD_OP"
+    for module in modules:
+        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=free_after_forward)
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            # The loss is already divided by the global number of target tokens: gradients are summed, not averaged.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
+    return units
+
+
+def _modules_to_wrap(model: PreTrainedModel, fsdp: FSDPConfig) -> list[nn.Module]:
+    if fsdp.fsdp_wrap_policy == "size":
+        return _modules_by_size(model, fsdp.min_num_params)
+    layers = decoder_layers(model)
+    if not layers:
+        raise UserError(
+            f"--fsdp_wrap_policy {fsdp.fsdp_wrap_policy}: transformers names no decoder layer class for this model, so "
+            "nothing would be sharded.\n--fsdp_wrap_policy size goes by parameters instead."
+        )
+    if fsdp.fsdp_wrap_policy == "transformer":
+        return layers
+    return layers + [m for m in _embedding_and_head(model) if _parameter_count(m.parameters()) >= fsdp.min_num_params]
+
+
+def _embedding_and_head(model: PreTrainedModel) -> list[nn.Module]:
+    """Input embedding and output head, unless they are one tied weight: that has to stay in the root unit."""
+    modules = [module for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module is not None]
+    weights = [parameter for module in modules for parameter in module.parameters()]
+    return [] if len({id(weight) for weight in weights}) < len(weights) else modules
+
+
+def _modules_by_size(model: nn.Module, least: int) -> list[nn.Module]:
+    """Innermost first, every module whose parameters that no unit holds yet number at least `least`."""
+    wrapped: list[nn.Module] = []
+    held: set[int] = set()
+    shared = _shared_parameters(model)
+    no_forward = (nn.ModuleList, nn.ModuleDict)  # fully_shard gathers around forward, which these do not have
+
+    def visit(module: nn.Module) -> None:
+        for child in module.children():
+            visit(child)
+        own = {id(p): p for p in module.parameters() if id(p) not in held}
+        if module is model or isinstance(module, no_forward) or shared & own.keys():
+            return
+        if sum(p.numel() for p in own.values()) >= least:
+            wrapped.append(module)
+            held.update(own)
+
+    visit(model)
+    return wrapped
+
+
+def _shared_parameters(model: nn.Module) -> set[int]:
+    seen: set[int] = set()
+    shared: set[int] = set()
+    for _, parameter in model.named_parameters(remove_duplicate=False):
+        (shared if id(parameter) in seen else seen).add(id(parameter))
+    return shared
+
+
+def _describe_units(model: nn.Module, modules: list[nn.Module], compute: torch.dtype) -> list[Unit]:
+    names = {module: name for name, module in model.named_modules()}
+    layer_of = {id(p): number for number, layer in enumerate(decoder_layers(model)) for p in layer.parameters()}
+    held: set[int] = set()
+    units = []
+    for module in [*modules, model]:
+        own = {id(p): p for p in module.parameters() if id(p) not in held}
+        held.update(own)
+        count = _parameter_count(own.values())
+        layers = len({layer_of[key] for key in own if key in layer_of})
+        units.append(Unit(names[module], type(module).__name__, count, count * compute.itemsize, layers))
+    return units
+
+
+def _check_units(units: list[Unit], fsdp: FSDPConfig, layers: int) -> None:
+    """A unit that spans most of the model would be gathered whole: that is no sharding at all."""
+    total = sum(unit.parameters for unit in units)
+    largest = max(units, key=lambda unit: unit.parameters)
+    if fsdp.enable_fsdp and largest.layers > 1 and largest.parameters > total / 2:
+        raise UserError(
+            f"--fsdp_wrap_policy {fsdp.fsdp_wrap_policy} --min_num_params {fsdp.min_num_params}: one unit would hold "
+            f"{largest.parameters / total:.0%} of the model ({largest.layers} of its {layers} decoder layers), and "
+            "every rank would gather it whole.\nUse --fsdp_wrap_policy hybrid, or a smaller --min_num_params."
+        )
+
+
+def _parameter_count(parameters: Iterable[nn.Parameter]) -> int:
+    return sum(parameter.numel() for parameter in {id(p): p for p in parameters}.values())
+
+
+def unit_table(units: list[Unit]) -> str:
+    """The units as lines for people: equal ones counted together, the largest named."""
+    groups: dict[tuple[str, int], list[Unit]] = {}
+    for unit in units:
+        groups.setdefault((unit.kind if unit.name else "rest of the model", unit.parameters), []).append(unit)
+    lines = [f"{'FSDP units':<32} {'count':>6} {'parameters each':>16} {'gathered':>10}"]
+    for (kind, parameters), members in groups.items():
+        lines.append(f"  {kind:<30} {len(members):>6} {parameters:>16,} {members[0].bytes / 2**20:>6.1f} MiB")
+    largest = max(units, key=lambda unit: unit.parameters)
+    total = sum(unit.parameters for unit in units)
+    share = largest.parameters / total
+    lines.append(f"  {len(units)} units, {total:,} parameters; the largest, {largest.name or 'the rest'}, is {share:.0%}")
+    return "\n".join(lines)
+
+
+def shard_degree(fsdp: FSDPConfig) -> int | Literal["node", "world"]:
+    """How many ranks share one copy of the model: 1 (data parallel), a number, those of a node, or all."""
+    if not fsdp.enable_fsdp or fsdp.sharding_strategy == "NO_SHARD":
+        return 1
+    if fsdp.sharding_strategy == "HYBRID_SHARD":
+        return fsdp.sharding_group_size or "node"
+    return "world"

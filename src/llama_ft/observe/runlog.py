@@ -1,0 +1,111 @@
+"""Everything a run says about itself while it trains, behind one call per logged step."""
+
+import contextlib
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from llama_ft.config.sections import TrackingConfig
+from llama_ft.errors import UserError
+from llama_ft.observe.metrics import Metrics, MetricsLog
+from llama_ft.observe.progress import Progress
+from llama_ft.observe.trackers import Tracker, start_trackers
+from llama_ft.runtime.console import log
+
+
+class RunLog:
+    """metrics.jsonl, trackers and progress of one run; a context manager. For rank 0 only.
+
+    The block's end closes all of it; an exception that leaves the block marks the run as failed in the trackers.
+
+    Args:
+        output_dir: the run's directory, which must exist.
+        tracking: which trackers to start.
+        resolved: the run's configuration as plain values, for the trackers.
+        total_steps: the last step of the run.
+        steps_done: steps a resumed run had already done.
+
+    Raises:
+        UserError: a tracker cannot start.
+    """
+
+    def __init__(
+        self,
+        output_dir: Path,
+        tracking: TrackingConfig,
+        resolved: dict[str, Any],
+        total_steps: int,
+        steps_done: int = 0,
+    ) -> None:
+        self._trackers = start_trackers(tracking, output_dir, resolved)
+        self._failed_trackers: list[Tracker] = []
+        self._metrics_log = MetricsLog(output_dir / "metrics.jsonl")
+        self._progress = Progress(total_steps, steps_done)
+        self._progress_shown = False
+        self._open = contextlib.ExitStack()
+        self._open.callback(self._metrics_log.close)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._open.close()  # the bar first, so that what trackers have to say comes below it
+        self._finish_trackers(_exit_code(error))
+
+    def log_step(self, step: int, metrics: Metrics) -> None:
+        """Write one line of metrics.jsonl and tell the trackers and the screen.
+
+        Args:
+            step: optimizer steps done.
+            metrics: keys of metrics.jsonl, without `step`. When the step ended with an evaluation, eval/loss and
+                eval/perplexity belong in the same call: a step has one line.
+        """
+        self._metrics_log.write({"step": step, **metrics})
+        self._tell_trackers(step, metrics)
+        if not self._progress_shown:  # not earlier: its clock is the training's, not the loading's
+            self._open.enter_context(self._progress)
+            self._progress_shown = True
+        if "train/loss" in metrics:
+            self._progress.update(step, metrics)
+        loss, perplexity = metrics.get("eval/loss"), metrics.get("eval/perplexity")
+        if isinstance(loss, float) and isinstance(perplexity, float):
+            self._progress.note_evaluation(step, loss, perplexity)
+
+    def log_evaluation(self, step: int, metrics: Metrics) -> None:
+        """Log an evaluation at a step that has no training metrics, such as step 0."""
+        self.log_step(step, metrics)
+
+    def _tell_trackers(self, step: int, metrics: Metrics) -> None:
+        for tracker in list(self._trackers):
+            try:
+                tracker.log(metrics, step)
+            except Exception as error:  # whatever it is: a plot is not worth a training run
+                self._trackers.remove(tracker)
+                self._failed_trackers.append(tracker)
+                log.warning(
+                    f"{tracker.name} failed at step {step} and gets no more metrics; metrics.jsonl goes on. "
+                    f"({type(error).__name__}: {error})"
+                )
+
+    def _finish_trackers(self, exit_code: int) -> None:
+        for tracker in self._trackers:
+            try:
+                tracker.finish(exit_code)
+            except Exception as error:
+                log.warning(f"{tracker.name} could not be closed: {type(error).__name__}: {error}")
+        for tracker in self._failed_trackers:
+            with contextlib.suppress(Exception):  # it has been told that this one is broken
+                tracker.finish(exit_code)
+
+
+def _exit_code(error: BaseException | None) -> int:
+    """The exit code the recipe will end with, as trackers show it."""
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
+    if error is None:
+        return 0
+    if isinstance(error, UserError):
+        return 2
+    return 130 if isinstance(error, KeyboardInterrupt) else 1

@@ -1,0 +1,24 @@
+"""What people read while a run works: one logger, speaking on rank 0 only, that gets along with a progress bar."""
+
+import logging
+import sys
+
+from rich.console import Console
+
+console = Console(file=sys.stdout, soft_wrap=True, highlight=False, markup=False, emoji=False)
+log = logging.getLogger("llama_ft")
+
+
+class _ConsoleHandler(logging.Handler):
+    """Prints through rich, so that lines appear above a live progress bar instead of through it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        prefix = "warning: " if record.levelno >= logging.WARNING else ""
+        console.print(prefix + record.getMessage().replace("\n", "\n" + " " * len(prefix)))
+
+
+def configure_console(rank: int) -> None:
+    """Let rank 0 speak and keep the others silent (their errors are told by runtime.failures)."""
+    log.handlers = [_ConsoleHandler()]
+    log.setLevel(logging.INFO if rank == 0 else logging.CRITICAL)
+    log.propagate = False

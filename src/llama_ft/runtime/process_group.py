@@ -1,0 +1,199 @@
+"""Process group and device mesh from the environment torchrun sets, or of one process without torchrun.
+
+The mesh has the dimension `shard` (ranks that together hold one copy of the model) and, when there is more than one
+copy, `replicate` before it. Everything else in llama_ft works on that mesh, so one process, data parallelism and
+sharding are one code path.
+"""
+
+import os
+import socket
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from llama_ft.errors import UserError
+from llama_ft.runtime.console import configure_console
+from llama_ft.runtime.failures import leave
+from llama_ft.runtime.status import RunStatus
+
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # rank 0 may download or tokenize while the others wait
+
+
+@dataclass
+class Runtime:
+    """This process's place in the job.
+
+    Attributes:
+        rank: number of this process among `world_size`.
+        local_rank: number of this process on its node, among `local_world_size`.
+        device: where this process computes.
+        mesh: `("shard",)`, or `("replicate", "shard")` when the model is held more than once.
+        status: the run's status.json on rank 0 and on any rank that fails; None until the run has a directory.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    device: torch.device
+    mesh: DeviceMesh
+    store: dist.Store | None
+    status: RunStatus | None = None
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    @contextmanager
+    def node_leader_first(self) -> Iterator[None]:
+        """Run the block on each node's first process, then on the others: they find what it has cached."""
+        if self.local_rank != 0:
+            dist.barrier()
+        yield
+        if self.local_rank == 0:
+            dist.barrier()
+
+    def from_main(self, value: object) -> object:
+        """Rank 0's `value` on every rank."""
+        box = [value]
+        dist.broadcast_object_list(box, src=0)
+        return box[0]
+
+    def gather_numbers(self, *numbers: float) -> torch.Tensor:
+        """Every rank's numbers as float64 [world_size, len(numbers)] on the host; one collective."""
+        mine = torch.tensor(numbers, dtype=torch.float64, device=self.device)
+        everyone = torch.empty(self.world_size * len(numbers), dtype=torch.float64, device=self.device)
+        dist.all_gather_into_tensor(everyone, mine)
+        return everyone.view(self.world_size, len(numbers)).cpu()
+
+    def begin_run(self, output_dir: Path) -> None:
+        """From now on status.json in `output_dir` says how the run stands, whichever rank ends it."""
+        self.status = RunStatus(output_dir)
+        if self.is_main:
+            self.status.write("running")
+
+    def note_step(self, step: int) -> None:
+        """Optimizer steps done so far, for status.json."""
+        if self.status is not None:
+            self.status.step = step
+
+    def describe(self) -> str:
+        """Where the ranks are and how the model is laid over them, in a line."""
+        sizes = dict(zip(self.mesh.mesh_dim_names or (), self.mesh.shape, strict=True))
+        copies = sizes.get("replicate", 1)
+        processes = "1 process" if self.world_size == 1 else f"{self.world_size} processes"
+        where = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
+        threads = f", {torch.get_num_threads()} threads each" if self.device.type == "cpu" else ""
+        return f"{processes} on {where}{threads}; {copies} x the model, each sharded over {sizes['shard']}"
+
+
+@contextmanager
+def start(
+    device: Literal["auto", "cuda", "cpu"], shard_degree: int | Literal["node", "world"]
+) -> Iterator[Runtime]:
+    """Start the process group, and end the process as `runtime.failures` says if the block fails.
+
+    Args:
+        device: auto is CUDA when there is a GPU, else the CPU.
+        shard_degree: ranks that share one copy of the model; world: all, node: those of one node.
+
+    Yields:
+        The Runtime. NCCL carries CUDA tensors, gloo CPU tensors.
+
+    Raises:
+        UserError: (told, exit code 2) more processes than GPUs, or ranks that do not divide into groups.
+    """
+    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    configure_console(rank)
+    _silence_libraries(rank)
+    runtime = None
+    try:
+        runtime = _join(rank, world_size, device, shard_degree)
+        yield runtime
+        dist.barrier()
+        if runtime.is_main and runtime.status is not None:
+            runtime.status.write("finished", 0)
+        dist.destroy_process_group()
+    except BaseException as error:
+        store = runtime.store if runtime is not None else None
+        leave(error, rank, store, runtime.status if runtime is not None else None)
+
+
+def _join(rank: int, world_size: int, device: str, shard_degree: int | str) -> Runtime:
+    local_rank, local_world_size = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    place = _pick_device(device, local_rank, local_world_size)
+    degree = _resolve_degree(shard_degree, world_size, local_world_size)
+    if place.type == "cuda":
+        torch.cuda.set_device(place)
+    else:
+        _set_threads(local_world_size)
+    backend = "cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo"
+    store: dist.Store | None = None
+    if world_size > 1:
+        store, _, _ = next(iter(dist.rendezvous("env://", rank, world_size, timeout=COLLECTIVE_TIMEOUT)))
+    dist.init_process_group(
+        backend,
+        store=store if store is not None else dist.HashStore(),
+        rank=rank,
+        world_size=world_size,
+        timeout=COLLECTIVE_TIMEOUT,
+        device_id=place if place.type == "cuda" else None,
+    )
+    if degree == world_size:
+        mesh = init_device_mesh(place.type, (world_size,), mesh_dim_names=("shard",))
+    else:
+        shape = (world_size // degree, degree)
+        mesh = init_device_mesh(place.type, shape, mesh_dim_names=("replicate", "shard"))
+    return Runtime(rank, world_size, local_rank, local_world_size, place, mesh, store)
+
+
+def _pick_device(device: str, local_rank: int, local_world_size: int) -> torch.device:
+    gpus = torch.cuda.device_count() if device != "cpu" else 0
+    if device == "cuda" and gpus == 0:
+        raise UserError("--device cuda: no GPU is visible to torch on this machine.\n--device cpu trains on the CPU.")
+    if gpus == 0:
+        return torch.device("cpu")
+    if local_world_size > gpus:
+        raise UserError(
+            f"{local_world_size} processes on {socket.gethostname()}, which has {gpus} GPU{'s' if gpus > 1 else ''}: "
+            f"each process needs its own.\n--nproc_per_node {gpus} uses what is there; --device cpu trains on the CPU."
+        )
+    return torch.device("cuda", local_rank)
+
+
+def _resolve_degree(shard_degree: int | str, world_size: int, local_world_size: int) -> int:
+    if shard_degree == "world":
+        return world_size
+    degree = local_world_size if shard_degree == "node" else int(shard_degree)
+    if world_size % degree:
+        raise UserError(
+            f"--sharding_group_size {degree}: {world_size} ranks do not divide into groups of {degree}.\n"
+            f"It must be one of {', '.join(str(d) for d in range(1, world_size + 1) if world_size % d == 0)}."
+        )
+    return degree
+
+
+def _set_threads(local_world_size: int) -> None:
+    """Share the cores out. torchrun sets OMP_NUM_THREADS=1 for whoever did not, which would leave cores idle."""
+    if os.environ.get("OMP_NUM_THREADS", "1") == "1":
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        torch.set_num_threads(max(1, cores // local_world_size))
+
+
+def _silence_libraries(rank: int) -> None:
+    """Keep what users cannot act on off the screen; rank 0 keeps warnings, the others say nothing twice."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # forking after its threads started prints a warning
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    if rank != 0:
+        warnings.simplefilter("ignore")
+        transformers_logging.set_verbosity_error()

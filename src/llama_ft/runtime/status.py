@@ -1,0 +1,27 @@
+"""output_dir/status.json: how a run stands, for scripts that cannot read torchrun's exit code (always 0 or 1)."""
+
+import json
+import os
+from pathlib import Path
+from typing import Literal
+
+State = Literal["running", "finished", "stopped", "failed"]
+
+
+class RunStatus:
+    """Keeps one status.json current. `step` is the last optimizer step that was completed.
+
+    Args:
+        output_dir: the run's directory, which must exist.
+    """
+
+    def __init__(self, output_dir: Path) -> None:
+        self.path = output_dir / "status.json"
+        self.step = 0
+
+    def write(self, state: State, exit_code: int | None = None, message: str = "") -> None:
+        """Replace the file in one move, so that a reader never sees half of it."""
+        aside = self.path.with_suffix(".json.tmp")
+        record = {"state": state, "step": self.step, "exit_code": exit_code, "message": message}
+        aside.write_text(json.dumps(record) + "\n")
+        os.replace(aside, self.path)

@@ -1,0 +1,74 @@
+"""The loss on held-out rows, and when it says to stop."""
+
+import math
+
+import torch
+from datasets import Dataset
+from torch import nn
+
+from llama_ft.config import TrainConfig
+from llama_ft.data import collate, evaluation_batches
+from llama_ft.runtime import Runtime
+from llama_ft.training.loss import IGNORED, token_loss_sum
+from llama_ft.training.step import free_gathered
+
+LARGEST_EXPONENT = 700.0  # math.exp overflows above 709
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module, validation: Dataset, settings: TrainConfig, pad_token_id: int, runtime: Runtime
+) -> dict[str, float]:
+    """Mean loss over the target tokens of the validation rows, and its exponential, dropout off.
+
+    Args:
+        model: left in training mode.
+        validation: tokenized rows, shared out over the ranks; each row counts once.
+        settings: val_batch_size and max_eval_step.
+        pad_token_id: fills rows of a batch up to the longest.
+        runtime: sums over its ranks.
+
+    Returns:
+        `eval/loss` and `eval/perplexity`.
+    """
+    plan = evaluation_batches(
+        len(validation), runtime.world_size, runtime.rank, settings.val_batch_size, settings.max_eval_step
+    )
+    model.eval()
+    loss = torch.zeros((), dtype=torch.float64, device=runtime.device)
+    tokens = 0
+    for indices in plan:
+        batch = collate(validation, indices, pad_token_id)
+        loss += token_loss_sum(model, batch, runtime.device)
+        tokens += int((batch.labels[:, 1:] != IGNORED).sum())
+    free_gathered(model)
+    model.train()
+    loss_sum, token_count = runtime.gather_numbers(loss.item(), tokens).sum(dim=0).tolist()
+    mean = loss_sum / token_count
+    return {"eval/loss": mean, "eval/perplexity": math.exp(min(mean, LARGEST_EXPONENT))}
+
+
+class BestLoss:
+    """Keeps the best validation loss and counts the evaluations since.
+
+    Args:
+        train: early_stopping_patience and early_stopping_min_delta.
+    """
+
+    def __init__(self, train: TrainConfig) -> None:
+        self.loss = float("inf")
+        self.step = 0
+        self.evaluations_since = 0
+        self._patience, self._min_delta = train.early_stopping_patience, train.early_stopping_min_delta
+
+    def update(self, loss: float, step: int) -> bool:
+        """Note an evaluation; returns whether it is the best so far."""
+        if loss < self.loss - (self._min_delta if self.loss < float("inf") else 0.0):
+            self.loss, self.step, self.evaluations_since = loss, step, 0
+            return True
+        self.evaluations_since += 1
+        return False
+
+    @property
+    def should_stop(self) -> bool:
+        return 0 < self._patience <= self.evaluations_since

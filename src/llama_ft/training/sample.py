@@ -1,0 +1,73 @@
+"""One question answered by the model as it is, before and after tuning."""
+
+import textwrap
+
+import torch
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from llama_ft.runtime import Runtime, log
+from llama_ft.training.step import free_gathered
+
+SHOWN_CHARACTERS = 240
+
+
+def show_answer(
+    when: str,
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    conversation: list[dict[str, str]] | None,
+    new_tokens: int,
+    pad_token_id: int,
+    runtime: Runtime,
+) -> None:
+    """Print the model's answer to a conversation's last question beside the reference; `new_tokens` = 0: do nothing."""
+    if conversation is None or new_tokens == 0:
+        return
+    *question, reference = conversation
+    text = answer(model, tokenizer, question, new_tokens, pad_token_id, runtime)
+    log.info(
+        f"\n{when} tuning\n  question:  {_in_a_line(question[-1]['content'])}\n  answer:    {_in_a_line(text)}\n"
+        f"  reference: {_in_a_line(reference['content'])}\n"
+    )
+
+
+def _in_a_line(text: str) -> str:
+    return textwrap.shorten(text, SHOWN_CHARACTERS, placeholder=" ...")
+
+
+@torch.no_grad()
+def answer(
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[dict[str, str]],
+    new_tokens: int,
+    pad_token_id: int,
+    runtime: Runtime,
+) -> str:
+    """The model's greedy answer. Every rank runs it, since each holds only its shard of the weights.
+
+    Args:
+        model: sharded; left in training mode.
+        tokenizer: with a chat template.
+        messages: the conversation up to and including the question.
+        new_tokens: longest answer.
+        pad_token_id: silences transformers' question for one.
+        runtime: where and with whom.
+    """
+    prompt = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    ).to(runtime.device)
+    model.eval()
+    # synced_gpus: ranks whose answer has ended keep taking part in the gathering of weights.
+    tokens = model.generate(
+        **prompt,
+        max_new_tokens=new_tokens,
+        do_sample=False,
+        use_cache=True,
+        synced_gpus=runtime.world_size > 1,
+        pad_token_id=pad_token_id,
+    )
+    free_gathered(model)
+    model.train()
+    return tokenizer.decode(tokens[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True).strip()

@@ -1,0 +1,66 @@
+"""Peaks of real allocations, against what the kernel says elsewhere."""
+
+import resource
+from pathlib import Path
+
+import torch
+
+from llama_ft.observe import device_peak_bytes, host_anonymous_bytes, host_peak_bytes, reset_peaks
+from llama_ft.observe.memory import _status_bytes
+
+CPU = torch.device("cpu")
+MIB = 2**20
+
+
+def touched(size_bytes: int) -> torch.Tensor:
+    return torch.ones(size_bytes, dtype=torch.uint8)  # ones, because untouched zeros are not resident
+
+
+def test_the_host_peak_outlives_the_allocation_until_it_is_reset() -> None:
+    reset_peaks(CPU)
+    before = host_peak_bytes()
+    big = touched(300 * MIB)
+    del big
+    after = host_peak_bytes()
+    reset_peaks(CPU)
+    fresh = host_peak_bytes()
+    assert before is not None and after is not None and fresh is not None
+    assert 290 * MIB < after - before < 330 * MIB
+    assert fresh < after - 250 * MIB
+
+
+def test_the_host_peak_is_the_one_getrusage_reports() -> None:
+    big = touched(64 * MIB)
+    peak = host_peak_bytes()
+    assert peak is not None and len(big) == 64 * MIB
+    # ru_maxrss is the larger of the peak before and after a reset, so it can only be above.
+    assert peak <= resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 + MIB
+
+
+def test_mapped_files_do_not_count_as_anonymous(tmp_path: Path) -> None:
+    path = tmp_path / "weights.bin"
+    path.write_bytes(b"\1" * (100 * MIB))
+    before = host_anonymous_bytes()
+    mapped = torch.from_file(str(path), shared=True, size=100 * MIB, dtype=torch.uint8)
+    assert int(mapped.sum()) == 100 * MIB  # reads every page
+    with_map = host_anonymous_bytes()
+    big = touched(100 * MIB)
+    with_tensor = host_anonymous_bytes()
+    assert before is not None and with_map is not None and with_tensor is not None
+    assert with_map - before < 30 * MIB
+    assert 90 * MIB < with_tensor - with_map and len(big) == 100 * MIB
+
+
+def test_the_cpu_has_no_device_peak() -> None:
+    assert device_peak_bytes(CPU) is None
+
+
+def test_a_system_without_proc_has_no_host_peak(tmp_path: Path) -> None:
+    assert _status_bytes("VmHWM", tmp_path / "status") is None
+
+
+def test_a_kernel_that_does_not_tell_the_peak_has_none(tmp_path: Path) -> None:
+    status = tmp_path / "status"
+    status.write_text("Name:\tpython\nVmRSS:\t    2024 kB\n")
+    assert _status_bytes("VmHWM", status) is None
+    assert _status_bytes("VmRSS", status) == 2024 * 1024

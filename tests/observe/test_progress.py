@@ -1,0 +1,124 @@
+"""The bar on a terminal and the lines of a log file, as they are printed."""
+
+import io
+import math
+import re
+
+import pytest
+from rich.console import Console
+
+from llama_ft.observe import Progress
+
+STEP = {
+    "train/loss": 6.2134,
+    "train/lr": 1.2e-3,
+    "train/grad_norm": 1.3189,
+    "perf/tokens_per_second": 8412.4,
+    "perf/step_seconds": 1.312,
+    "memory/host_peak_bytes": [1, 2],
+}
+
+
+def file_console() -> tuple[Console, io.StringIO]:
+    printed = io.StringIO()
+    return Console(file=printed, soft_wrap=True, highlight=False, markup=False, emoji=False), printed
+
+
+def terminal_console(columns: int) -> tuple[Console, io.StringIO]:
+    printed = io.StringIO()
+    return Console(file=printed, force_terminal=True, width=columns, highlight=False, markup=False), printed
+
+
+def visible_lines(printed: io.StringIO) -> list[str]:
+    without_codes = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", printed.getvalue())
+    return [line.strip() for line in re.split(r"[\r\n]+", without_codes) if line.strip()]
+
+
+def test_a_log_file_gets_plain_lines() -> None:
+    console, printed = file_console()
+    with Progress(100, console=console) as progress:
+        progress.update(12, STEP)
+    expected = "step 12/100  loss 6.213  lr 1.2e-03  grad_norm 1.32  8,412 tokens/s  1.3 s/step\n"
+    assert printed.getvalue() == expected
+
+
+def test_fast_steps_print_the_first_and_the_last_line_only() -> None:
+    console, printed = file_console()
+    with Progress(500, console=console, seconds_between_lines=3600) as progress:
+        for step in range(1, 501):
+            progress.update(step, STEP)
+    assert [line.split("  ")[0] for line in visible_lines(printed)] == ["step 1/500", "step 500/500"]
+
+
+def test_a_run_that_ends_early_still_prints_its_last_step() -> None:
+    console, printed = file_console()
+    with Progress(500, console=console, seconds_between_lines=3600) as progress:
+        for step in range(1, 38):
+            progress.update(step, STEP)
+    assert [line.split("  ")[0] for line in visible_lines(printed)] == ["step 1/500", "step 37/500"]
+
+
+def test_slow_steps_print_a_line_each() -> None:
+    console, printed = file_console()
+    with Progress(5, console=console, seconds_between_lines=0) as progress:
+        for step in range(1, 6):
+            progress.update(step, STEP)
+    assert len(visible_lines(printed)) == 5
+
+
+def test_an_evaluation_is_a_line_of_its_own() -> None:
+    console, printed = file_console()
+    with Progress(100, console=console) as progress:
+        progress.note_evaluation(0, 9.0109, 8191.7)
+    assert printed.getvalue() == "step 0/100  held-out loss 9.011  perplexity 8191.70\n"
+
+
+@pytest.mark.parametrize(
+    ("loss", "shown"), [(math.nan, "loss nan"), (math.inf, "loss inf"), (3.2e-5, "loss 3.2e-05"), (0.0, "loss 0.000")]
+)
+def test_unusual_losses_stay_readable(loss: float, shown: str) -> None:
+    console, printed = file_console()
+    with Progress(1, console=console) as progress:
+        progress.update(1, {"train/loss": loss})
+    assert printed.getvalue() == f"step 1/1  {shown}\n"
+
+
+def test_a_terminal_gets_a_bar_with_everything_beside_it() -> None:
+    console, printed = terminal_console(columns=160)
+    with Progress(100, console=console) as progress:
+        progress.note_evaluation(0, 9.0109, 8191.7)
+        progress.update(12, STEP)
+    bar = visible_lines(printed)[-1]
+    assert re.match(r"step +12/100 ", bar)
+    for part in ("loss 6.213", "held-out 9.011", "lr 1.2e-03", "8,412 tokens/s", "1.3 s/step", "left"):
+        assert part in bar
+    assert "━" in bar
+
+
+def test_the_bar_fits_on_80_columns() -> None:
+    console, printed = terminal_console(columns=80)
+    with Progress(20000, console=console) as progress:
+        progress.note_evaluation(0, 9.0109, 8191.7)
+        progress.update(12345, STEP | {"perf/tokens_per_second": 123456.0})
+    bar = visible_lines(printed)[-1]
+    assert len(bar) <= 80
+    assert "…" not in bar
+    assert "loss 6.213  val 9.011" in bar
+    assert re.search(r"123,456 tok/s +left [-\d]+:", bar)
+
+
+def test_a_resumed_run_starts_where_it_was() -> None:
+    console, printed = terminal_console(columns=120)
+    with Progress(100, steps_done=40, console=console):
+        pass
+    assert re.match(r"step +40/100 ", visible_lines(printed)[-1])
+
+
+def test_other_lines_appear_above_the_bar() -> None:
+    console, printed = terminal_console(columns=120)
+    with Progress(100, console=console) as progress:
+        progress.update(1, STEP)
+        console.print("saved checkpoints/step-000001")
+    lines = visible_lines(printed)
+    assert "saved checkpoints/step-000001" in lines
+    assert lines[-1].startswith("step")

@@ -1,0 +1,105 @@
+"""RunLog with real files and real trackers, also ones that break."""
+
+import io
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from llama_ft.config.sections import TrackingConfig
+from llama_ft.errors import UserError
+from llama_ft.observe import RunLog
+from llama_ft.observe.runlog import _exit_code
+
+NO_TRACKERS = TrackingConfig()
+OFFLINE = TrackingConfig(use_wandb=True, wandb_mode="offline", use_tensorboard=True)
+
+
+def records(output_dir: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def wandb_process() -> int:
+    """The process wandb started for this one."""
+    for status in Path("/proc").glob("[0-9]*/status"):
+        text = status.read_text()
+        if f"PPid:\t{os.getpid()}\n" in text and "wandb-core" in text.splitlines()[0]:
+            return int(status.parent.name)
+    raise AssertionError("wandb has no process")
+
+
+def test_a_step_with_its_evaluation_is_one_line(tmp_path: Path, screen: io.StringIO) -> None:
+    with RunLog(tmp_path, NO_TRACKERS, {}, total_steps=2) as run_log:
+        run_log.log_evaluation(0, {"eval/loss": 9.0, "eval/perplexity": 8103.1})
+        run_log.log_step(1, {"epoch": 0.5, "tokens": 100, "train/loss": 8.0})
+        run_log.log_step(
+            2, {"epoch": 1.0, "tokens": 200, "train/loss": 7.0, "eval/loss": 7.5, "eval/perplexity": 1808.0}
+        )
+    assert records(tmp_path) == [
+        {"step": 0, "eval/loss": 9.0, "eval/perplexity": 8103.1},
+        {"step": 1, "epoch": 0.5, "tokens": 100, "train/loss": 8.0},
+        {"step": 2, "epoch": 1.0, "tokens": 200, "train/loss": 7.0, "eval/loss": 7.5, "eval/perplexity": 1808.0},
+    ]
+    assert screen.getvalue().splitlines() == [
+        "step 0/2  held-out loss 9.000  perplexity 8103.10",
+        "step 1/2  loss 8.000",
+        "step 2/2  loss 7.000",
+        "step 2/2  held-out loss 7.500  perplexity 1808.00",
+    ]
+
+
+def test_trackers_get_what_the_file_gets(tmp_path: Path, screen: io.StringIO) -> None:
+    with RunLog(tmp_path, OFFLINE, {"train": {"lr": 0.1}}, total_steps=2) as run_log:
+        run_log.log_step(1, {"train/loss": 8.0})
+        run_log.log_step(2, {"train/loss": 7.0, "eval/loss": 7.5, "eval/perplexity": 1808.0})
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [event.value for event in events.Scalars("train/loss")] == [8.0, 7.0]
+    assert [(event.step, event.value) for event in events.Scalars("eval/loss")] == [(2, 7.5)]
+    assert "wandb sync" in screen.getvalue().splitlines()[-1]
+
+
+def test_a_tracker_that_dies_is_told_once_and_training_goes_on(tmp_path: Path, screen: io.StringIO) -> None:
+    with RunLog(tmp_path, OFFLINE, {}, total_steps=50) as run_log:
+        run_log.log_step(1, {"train/loss": 8.0})
+        pid = wandb_process()
+        os.kill(pid, signal.SIGKILL)
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        for step in range(2, 51):
+            run_log.log_step(step, {"train/loss": 7.0})
+    assert [record["step"] for record in records(tmp_path)] == list(range(1, 51))
+    printed = screen.getvalue()
+    assert printed.count("gets no more metrics; metrics.jsonl goes on") == 1
+    assert "wandb sync" in printed and "Traceback" not in printed
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert len(events.Scalars("train/loss")) == 50
+
+
+def test_a_failing_run_closes_everything_and_its_error_comes_through(tmp_path: Path, screen: io.StringIO) -> None:
+    with pytest.raises(RuntimeError, match="loss is nan"):
+        with RunLog(tmp_path, OFFLINE, {}, total_steps=9) as run_log:
+            run_log.log_step(1, {"train/loss": 8.0})
+            raise RuntimeError("loss is nan")
+    assert records(tmp_path) == [{"step": 1, "train/loss": 8.0}]
+    (run_dir,) = (tmp_path / "wandb").glob("offline-run-*")
+    assert f"wandb sync {run_dir}" in screen.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (None, 0),
+        (UserError("no"), 2),
+        (KeyboardInterrupt(), 130),
+        (SystemExit(143), 143),
+        (SystemExit(), 0),
+        (SystemExit("no"), 1),
+        (RuntimeError("no"), 1),
+    ],
+)
+def test_trackers_are_told_the_exit_code_of_the_recipe(error: BaseException | None, code: int) -> None:
+    assert _exit_code(error) == code
