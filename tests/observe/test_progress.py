@@ -66,6 +66,21 @@ def test_slow_steps_print_a_line_each() -> None:
     assert len(visible_lines(printed)) == 5
 
 
+def test_short_steps_are_told_in_milliseconds() -> None:
+    console, printed = file_console()
+    with Progress(1, console=console) as progress:
+        progress.update(1, {"perf/step_seconds": 0.0482})
+    assert printed.getvalue() == "step 1/1  48 ms/step\n"
+
+
+def test_the_last_evaluation_is_beside_the_finished_bar() -> None:
+    console, printed = terminal_console(columns=160)
+    with Progress(1, console=console) as progress:
+        progress.update(1, STEP)
+        progress.note_evaluation(1, 5.0, 148.4)
+    assert "loss 6.213  held-out 5.000" in visible_lines(printed)[-1]
+
+
 def test_an_evaluation_is_a_line_of_its_own() -> None:
     console, printed = file_console()
     with Progress(100, console=console) as progress:

@@ -113,7 +113,11 @@ def _read(word: Word) -> tuple[str, str, str | None]:
     if not word.flag.startswith("--"):
         return _meant(word.flag.lstrip("-\u2013\u2014").replace("-", "_")), "", _one_dash(word)
     if word.name == "config":
-        return ("config", word.value, None) if word.value else ("config", "", "--config needs a file, as configs/mine.yaml.")
+        return (
+            ("config", word.value, None)
+            if word.value
+            else ("config", "", "--config needs a file, as configs/mine.yaml.")
+        )
     setting, negated = _setting(word.name)
     if setting is None:
         return _meant(word.name), "", _unknown(word)
@@ -121,9 +125,13 @@ def _read(word: Word) -> tuple[str, str, str | None]:
     return setting.name, value, mistake
 
 
+def _like_config(name: str) -> bool:
+    return "." not in name and nearest(name, ["config"]) is not None
+
+
 def _meant(name: str) -> str:
     meant = guess(name)
-    return "config" if nearest(name, ["config"]) else meant.setting.name if meant else ""
+    return "config" if _like_config(name) else meant.setting.name if meant else ""
 
 
 def _setting(name: str) -> tuple[Setting | None, bool]:
@@ -159,7 +167,7 @@ def _unknown(word: Word) -> str:
     replacement = gone(word.name)
     if replacement:
         return f"{word.flag}, known from llama-recipes, is not used here: {replacement}."
-    if nearest(word.name, ["config"]):
+    if _like_config(word.name):
         return f"{word.flag} is not a flag. Did you mean --config?"
     meant = guess(word.name)
     hint = f"Did you mean {meant.as_flag}?" if meant else "--help lists them all."

@@ -24,15 +24,15 @@ def help_text(description: str, script: str) -> str:
     """Return what --help prints.
 
     Args:
-        description: one or two sentences about the recipe.
+        description: what the recipe does; its first paragraph is printed.
         script: the recipe as it was called, such as recipes/finetuning.py.
     """
     parts = [
-        textwrap.fill(description, WIDTH),
+        _paragraph(inspect.cleandoc(description).partition("\n\n")[0]),
         f"Usage:\n"
-        f"  torchrun --nproc_per_node 2 {script} --enable_fsdp [flags]   several processes\n"
-        f"  python {script} [flags]   one process\n"
-        f"  python {script} --config configs/quickstart.yaml [flags]   a recipe; flags win over it",
+        f"  python {script} [flags]\n"
+        f"  python {script} --config configs/quickstart.yaml [flags]\n"
+        f"  torchrun --nproc_per_node 2 {script} --enable_fsdp [flags]",
         _paragraph(
             "Flags are written --lr 1e-4 or --lr=1e-4, or with their section: --train.lr 1e-4. Switches stand alone "
             "(--use_peft) or take true or false, and --no_save_model turns one off. Lists are written a,b,c, and none "

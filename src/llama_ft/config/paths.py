@@ -139,10 +139,10 @@ def _data(name: str) -> str | None:
     if path.suffix == ".py":
         return python_function_complaint(path, "")
     if not path.exists():
-        if path.suffix not in DATA_SUFFIXES and not nearest_file(path):
+        if path.suffix.lower() not in DATA_SUFFIXES and not nearest_file(path):
             built_in = ", ".join(BUILT_IN_DATASETS)
             return f"is neither a file nor a built-in dataset ({built_in}). Files are {DATA_FORMS}."
         return f"no such file.{nearest_file(path)}"
-    if path.suffix not in DATA_SUFFIXES:
+    if path.suffix.lower() not in DATA_SUFFIXES:
         return f"what a {path.suffix or 'file without suffix'} holds is not known. Files are {DATA_FORMS}."
     return "is empty." if path.stat().st_size == 0 else None

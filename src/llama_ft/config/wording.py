@@ -85,5 +85,7 @@ def nearest_file(path: Path) -> str:
         entries = [entry.name for entry in path.parent.iterdir()]
     except OSError:
         return ""
-    match = nearest(path.name, entries)
-    return f" Did you mean {path.parent / match}?" if match else ""
+    # What a shared ending adds to the likeness says nothing: compare what stands before it.
+    names = {name.removesuffix(path.suffix): name for name in entries}
+    match = nearest(path.name.removesuffix(path.suffix), names)
+    return f" Did you mean {path.parent / names[match]}?" if match else ""

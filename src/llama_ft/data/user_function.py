@@ -42,7 +42,7 @@ def call_user_function(file: Path, name: str, *arguments: Any) -> "Dataset":
 
 def _import_file(file: Path) -> ModuleType:
     if not file.is_file():
-        raise UserError(f"--dataset {file}: no such file.")
+        raise UserError(f"{file}: no such file.")
     # A name of its own, so that two files called dataset.py, or one called like a library, do not meet in sys.modules.
     module_name = f"llama_ft_user_{file.stem}_{hashlib.sha256(str(file.resolve()).encode()).hexdigest()[:8]}"
     spec = importlib.util.spec_from_file_location(module_name, file)

@@ -40,6 +40,7 @@ class Progress:
         self._seconds_between_lines = seconds_between_lines
         self._last_line_at = -math.inf
         self._waiting_line: str | None = None
+        self._latest: Metrics = {}
         self._evaluation_loss: float | None = None
         self._bar = _make_bar(console) if console.is_terminal else None
         if self._bar is not None:
@@ -60,9 +61,9 @@ class Progress:
 
     def update(self, step: int, metrics: Metrics) -> None:
         """Show that `step` is done. `metrics` has the keys of metrics.jsonl; what is missing is left out."""
+        self._latest = metrics
         if self._bar is not None:
-            numbers = self._numbers_beside_bar(metrics)
-            self._bar.update(self._task, completed=step, numbers=numbers)
+            self._bar.update(self._task, completed=step, numbers=self._numbers_beside_bar())
             return
         line = "  ".join([f"step {step}/{self.total_steps}", *_describe(metrics)])
         due = time.monotonic() - self._last_line_at >= self._seconds_between_lines
@@ -76,15 +77,17 @@ class Progress:
         self._evaluation_loss = loss
         numbers = f"held-out loss {_number(loss, 3)}  perplexity {_number(perplexity, 2)}"
         self._console.print(f"step {step}/{self.total_steps}  {numbers}")
+        if self._bar is not None:
+            self._bar.update(self._task, numbers=self._numbers_beside_bar())
 
     def _print_line(self, line: str) -> None:
         self._console.print(line)
         self._last_line_at = time.monotonic()
         self._waiting_line = None
 
-    def _numbers_beside_bar(self, metrics: Metrics) -> str:
+    def _numbers_beside_bar(self) -> str:
         wide = self._console.width >= WIDE_COLUMNS
-        parts = _describe(metrics, brief=not wide)
+        parts = _describe(self._latest, brief=not wide)
         if self._evaluation_loss is not None:
             name = "held-out" if wide else "val"
             parts.insert(1, f"{name} {_number(self._evaluation_loss, 3)}")
@@ -123,7 +126,8 @@ def _describe(metrics: Metrics, brief: bool = False) -> list[str]:
     if "perf/tokens_per_second" in values:
         parts.append(f"{values['perf/tokens_per_second']:,.0f} {'tok/s' if brief else 'tokens/s'}")
     if "perf/step_seconds" in values and not brief:
-        parts.append(f"{_number(values['perf/step_seconds'], 1)} s/step")
+        seconds = values["perf/step_seconds"]
+        parts.append(f"{seconds:.1f} s/step" if seconds >= 1 else f"{seconds * 1000:.0f} ms/step")
     return parts
 
 

@@ -5,6 +5,7 @@ copy, `replicate` before it. Everything else in llama_ft works on that mesh, so 
 sharding are one code path.
 """
 
+import itertools
 import os
 import socket
 import warnings
@@ -24,6 +25,7 @@ from llama_ft.runtime.console import configure_console
 from llama_ft.runtime.failures import leave
 from llama_ft.runtime.status import RunStatus
 
+_STARTS = itertools.count()
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # rank 0 may download or tokenize while the others wait
 
 
@@ -138,7 +140,8 @@ def _join(rank: int, world_size: int, device: str, shard_degree: int | str) -> R
     backend = "cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo"
     store: dist.Store | None = None
     if world_size > 1:
-        store, _, _ = next(iter(dist.rendezvous("env://", rank, world_size, timeout=COLLECTIVE_TIMEOUT)))
+        shared, _, _ = next(iter(dist.rendezvous("env://", rank, world_size, timeout=COLLECTIVE_TIMEOUT)))
+        store = dist.PrefixStore(f"llama_ft/{next(_STARTS)}", shared)  # a second start must not read the first one's keys
     dist.init_process_group(
         backend,
         store=store if store is not None else dist.HashStore(),

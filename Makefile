@@ -1,0 +1,50 @@
+# quickstart and test are the two commands of the README; both set .venv up first, once.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
+
+QUICKSTART := torchrun --nproc_per_node 2 recipes/finetuning.py --enable_fsdp --low_cpu_fsdp
+
+.PHONY: quickstart test test-all lint clean
+
+# Two GPUs serve one process each; with fewer, two processes share the CPU's cores (gloo). torchrun would give each
+# process one thread, and say so, unless OMP_NUM_THREADS is set.
+quickstart: $(VENV)/.installed
+	@set -e; \
+	set -- $$($(BIN)/python -c 'import torch; print(torch.cuda.device_count(), max(1, torch.get_num_threads() // 2))'); \
+	export OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$$2} PATH="$(CURDIR)/$(BIN):$$PATH"; \
+	if [ "$$1" -ge 2 ]; then device=; else device=' --device cpu'; fi; \
+	echo "$(QUICKSTART)$$device"; \
+	exec $(QUICKSTART)$$device
+
+test: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -m "not slow"
+
+test-all: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy src
+
+$(VENV)/.installed: requirements.txt setup.py
+	@command -v $(PYTHON) >/dev/null || \
+	  { echo "error: there is no $(PYTHON). Name a Python 3.11 or newer: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit("error: $(PYTHON) is Python %d.%d, and 3.11 or newer is needed.\n       Name another: make $(MAKECMDGOALS) PYTHON=python3.12" % v[:2])'
+	@echo "installing requirements.txt into $(VENV): some minutes, once"
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP) install -r requirements.txt
+	@$(PIP) install --no-deps -e .
+	@touch $@
+
+$(VENV)/.installed-dev: requirements-dev.txt $(VENV)/.installed
+	@$(PIP) install -r requirements-dev.txt
+	@touch $@
+
+# Leaves output/, which holds people's runs.
+clean:
+	rm -rf $(VENV) build src/*.egg-info .pytest_cache .ruff_cache .mypy_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

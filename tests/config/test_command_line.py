@@ -1,0 +1,90 @@
+"""The whole command line layer in a process of its own, as a recipe calls it."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).resolve().parents[2] / "src"
+SCRIPT = """
+import sys
+from pathlib import Path
+from llama_ft.config import differences, parse_command_line
+
+config, places = parse_command_line(sys.argv[1:], description="What it does.\\n\\nMore.", demo_recipe=Path("demo.yaml"))
+print(*differences(config), sep="\\n")
+print(places)
+assert "torch" not in sys.modules and "transformers" not in sys.modules
+"""
+
+Start = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Start:
+    (tmp_path / "recipe.py").write_text(SCRIPT)
+    (tmp_path / "demo.yaml").write_text("train:\n  seed: 5\n")
+
+    def popen(*argv: str, rank: int | None = None) -> subprocess.Popen[str]:
+        environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+        environment["PYTHONPATH"] = str(SOURCE)
+        if rank is not None:
+            environment["RANK"] = str(rank)
+        return subprocess.Popen(
+            [sys.executable, "recipe.py", *argv],
+            cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+
+    return popen
+
+
+def test_a_good_command_line_reaches_the_recipe_without_torch(start: Start) -> None:
+    process = start("--lr", "1e-3")
+    out, err = process.communicate()
+    assert (process.returncode, err) == (0, "")
+    assert out.splitlines() == [
+        "train.lr = 0.001 (default 0.0001)",
+        "train.seed = 5 (default 42)",
+        "{'train.seed': 'demo.yaml:2', 'train.lr': '--lr'}",
+    ]
+
+
+@pytest.mark.parametrize("rank", [None, 0])
+def test_mistakes_are_printed_on_rank_0_and_the_exit_code_is_2(start: Start, rank: int | None) -> None:
+    process = start("--lrr", "1", "--model_name", "./nope", rank=rank)
+    out, err = process.communicate()
+    assert (process.returncode, out) == (2, "")
+    assert err == (
+        "error: --lrr is not a flag. Did you mean --lr?\nerror: --model_name ./nope: no such folder.\n"
+    )  # fmt: skip
+
+
+def test_another_rank_says_nothing_and_waits_for_rank_0_to_have_spoken(start: Start) -> None:
+    other = start("--lrr", "1", rank=1)
+    first = start("--lrr", "1", rank=0)
+    first.communicate()
+    with pytest.raises(subprocess.TimeoutExpired):
+        other.wait(timeout=2)
+    other.terminate()  # as torchrun does when rank 0 has left
+    assert other.communicate() == ("", "")
+
+
+@pytest.mark.parametrize("flag", ["--help", "-h"])
+def test_help_lists_every_flag_in_no_time(start: Start, flag: str) -> None:
+    began = time.monotonic()
+    process = start("--use_peft", flag, "--nonsense")
+    out, err = process.communicate()
+    assert time.monotonic() - began < 2
+    assert (process.returncode, err) == (0, "")
+    assert out.startswith("What it does.\n\nUsage:\n  python recipe.py [flags]\n")
+    assert "  --lr X                            Peak learning rate. [default: 0.0001]\n" in out
+
+
+def test_help_is_printed_by_rank_0_only(start: Start) -> None:
+    process = start("--help", rank=1)
+    assert process.communicate() == ("", "")
+    assert process.returncode == 0

@@ -1,0 +1,171 @@
+"""The command line: what is accepted, and what fire would have let through."""
+
+import shlex
+
+import pytest
+
+from llama_ft.config import Config, load
+
+
+def parsed(line: str) -> Config:
+    return load(shlex.split(line), paths=False)[0]
+
+
+@pytest.mark.parametrize(
+    "line", ["--lr 1e-3", "--lr=1e-3", "--train.lr 1e-3", "--train.lr=0.001", "--train_config.lr 1e-3"]
+)
+def test_a_setting_has_a_plain_and_a_dotted_flag_with_or_without_equals(line: str) -> None:
+    assert parsed(line).train.lr == 0.001
+
+
+def test_hyphens_stand_for_underscores() -> None:
+    assert parsed("--batch-size-training 7").train.batch_size_training == 7
+
+
+@pytest.mark.parametrize("word", ["", "True", "true", "1", "yes", "on"])
+def test_a_switch_is_turned_on_bare_or_with_a_word(word: str) -> None:
+    assert parsed(f"--use_peft {word}").peft.use_peft is True
+
+
+@pytest.mark.parametrize(
+    "flag", ["--save_model False", "--save_model=false", "--save_model 0", "--save_model no", "--no_save_model",
+             "--nosave_model", "--no-save-model", "--no_checkpoint.save_model"]
+)  # fmt: skip
+def test_a_switch_is_turned_off_in_every_spelling(flag: str) -> None:
+    assert parsed(flag).checkpoint.save_model is False
+
+
+def test_a_switch_before_another_flag_and_at_the_end_needs_no_value() -> None:
+    config = parsed("--enable_fsdp --low_cpu_fsdp --use_peft --peft_method lora --num_epochs 1 --save_model")
+    assert (
+        config.fsdp.enable_fsdp and config.fsdp.low_cpu_fsdp and config.peft.use_peft and config.train.num_epochs == 1
+    )
+
+
+@pytest.mark.parametrize("text", ["q_proj,k_proj", "[q_proj,k_proj]", "[q_proj, k_proj]", "['q_proj','k_proj']"])
+def test_lists_are_written_with_commas(text: str) -> None:
+    config = load(["--use_peft", "--target_modules", text], paths=False)[0]
+    assert config.peft.target_modules == ["q_proj", "k_proj"]
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("all-linear", "all-linear"), ("q_proj", ["q_proj"]), (r".*\.(q|v)_proj", r".*\.(q|v)_proj"),
+     (r".*\.[0-9]{1,2}\.q_proj", r".*\.[0-9]{1,2}\.q_proj")],
+)  # fmt: skip
+def test_target_modules_keeps_keyword_and_patterns_as_text(text: str, value: object) -> None:
+    assert load(["--use_peft", f"--target_modules={text}"], paths=False)[0].peft.target_modules == value
+
+
+@pytest.mark.parametrize("word", ["none", "None", "null"])
+def test_none_unsets_an_optional_setting(word: str) -> None:
+    assert parsed(f"--context_length {word}").data.context_length is None
+
+
+def test_values_reach_settings_as_typed_and_not_as_python_literals() -> None:
+    config = parsed("--use_wandb --wandb_name 1e5 --wandb_project 007 --wandb_tags 1,0x10")
+    assert (config.tracking.wandb_name, config.tracking.wandb_project) == ("1e5", "007")
+    assert config.tracking.wandb_tags == ["1", "0x10"]
+
+
+def test_llama_recipes_prefixes_name_the_same_settings() -> None:
+    config = parsed(
+        "--use_peft --lora_config.r 3 --enable_fsdp --fsdp_config.sharding_strategy SHARD_GRAD_OP --use_wandb "
+        "--wandb_config.project mine"
+    )
+    assert config.peft.r == 3
+    assert config.fsdp.sharding_strategy == "SHARD_GRAD_OP"
+    assert config.tracking.wandb_project == "mine"
+
+
+def test_places_are_the_flags_as_typed() -> None:
+    _, places = load(["--train.lr", "1e-3", "--use-peft", "--no_save_model"], paths=False)
+    assert places == {
+        "train.lr": "--train.lr", "peft.use_peft": "--use-peft", "checkpoint.save_model": "--no_save_model"
+    }  # fmt: skip
+
+
+def test_a_negative_number_is_a_value(mistakes) -> None:
+    assert mistakes("--lr", "-1", "--seed", "-3") == [
+        "--lr -1: must be greater than 0.",
+        "--seed -3: must be at least 0.",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--lrr 1e-4", "--lrr is not a flag. Did you mean --lr?"),
+        ("--train.lrr 1e-4", "--train.lrr is not a flag. Did you mean --lr?"),
+        ("--data.lr 1", "--data.lr is not a flag. Did you mean --lr?"),
+        ("--learning_rate 1e-4", "--learning_rate is not a flag. Did you mean --lr?"),
+        ("--max-seq-length 9", "--max-seq-length is not a flag. Did you mean --context_length?"),
+        ("--lora_r 9", "--lora_r is not a flag. Did you mean --r?"),
+        ("--bf16", "--bf16 is not a flag. Did you mean --precision bf16_mixed?"),
+        ("--load_in_8bit", "--load_in_8bit is not a flag. Did you mean --quantization 8bit?"),
+        ("--project x", "--project is not a flag. Did you mean --wandb_project?"),
+        ("--confg x.yaml", "--confg is not a flag. Did you mean --config?"),
+        ("--zzzzzz", "--zzzzzz is not a flag. --help lists them all."),
+        ("-lr 1e-4", "-lr: flags begin with two plain dashes. Did you mean --lr?"),
+        ("—lr 1e-4", "—lr: flags begin with two plain dashes. Did you mean --lr?"),
+        ("--lr", "--lr needs a value: a number."),
+        ("--lr --use_peft", "--lr needs a value: a number."),
+        ("--precision", "--precision needs a value: bf16_mixed, bf16_pure, fp32 or fp16."),
+        ("--model_name=", "--model_name: the value is empty."),
+        ("--lr 1 --lr 2", "--lr: given twice."),
+        ("--lr 1 --train.lr 2", "--train.lr: given twice, as --lr and --train.lr."),
+        ("--use_peft --no_use_peft", "--no_use_peft: given twice, as --use_peft and --no_use_peft."),
+        ("--config a.yaml --config b.yaml", "--config: given twice."),
+        ("--config", "--config needs a file, as configs/mine.yaml."),
+        ("--no_lr", "--no_lr: lr is not a switch; --no_ goes with switches only."),
+        ("--no_use_peft true", "--no_use_peft true: --no_use_peft stands alone, or is --use_peft true."),
+        ("stray", '"stray" stands alone: a value follows its flag, as in --lr 1e-4.'),
+        ("lr=3", '"lr=3" is not a flag. Did you mean --lr=3?'),
+        ("mine.yaml", '"mine.yaml" stands alone. Did you mean --config mine.yaml?'),
+        ("--use_peft --target_modules q v", '"v" after --target_modules q stands alone: a flag takes one value, and '
+                                            "lists are written a,b,c."),
+        ("--lora_config.lr 1", "--lora_config.lr is not a flag. Did you mean --lr?"),
+        ("--", "-- is not a flag. --help lists them all."),
+    ],
+)  # fmt: skip
+def test_each_slip_on_the_command_line_has_its_message(mistakes, line: str, message: str) -> None:
+    found = mistakes(*shlex.split(line))
+    assert message in found
+    assert len(found) == 1 or line.startswith("--config a.yaml")  # a.yaml is not there either
+
+
+@pytest.mark.parametrize(
+    ("flag", "instead"),
+    [
+        ("--one_gpu", "Leave it out"),
+        ("--pure_bf16", "precision bf16_pure"),
+        ("--fsdp_config.pure_bf16", "precision bf16_pure"),
+        ("--mixed_precision False", "precision bf16_mixed"),
+        ("--use_fast_kernels", "attn_implementation"),
+        ("--dist_checkpoint_root_folder model_checkpoints", "output_dir"),
+        ("--hsdp", "HYBRID_SHARD"),
+        ("--fsdp_activation_checkpointing", "activation_checkpointing full"),
+        ("--use_profiler", "not built yet"),
+        ("--flop_counter", "not built yet"),
+        ("--custom_dataset.file mine.py", "path/to/file.py:function"),
+    ],
+)
+def test_a_llama_recipes_flag_without_meaning_is_refused_with_what_to_use(mistakes, flag: str, instead: str) -> None:
+    (message,) = mistakes(*flag.split())
+    assert message.startswith(f"{flag.split()[0]}, known from llama-recipes, is not used here: ")
+    assert instead in message
+
+
+@pytest.mark.parametrize(
+    ("line", "mode"),
+    [("--quantization", "8bit"), ("--quantization 4bit", "4bit"), ("--quantization.mode 4bit", "4bit"),
+     ("--quantization True", "8bit")],
+)  # fmt: skip
+def test_quantization_is_short_for_its_mode_and_means_8bit_alone(mistakes, line: str, mode: str) -> None:
+    (message,) = mistakes(*line.split())
+    assert message.startswith(f"{line.split()[0]} {mode} is not built yet.")
+
+
+@pytest.mark.parametrize("line", ["--quantization none", "--no_quantization", "--quantization False", "--mode none"])
+def test_quantization_can_be_turned_off(line: str) -> None:
+    assert parsed(line).quantization.mode == "none"

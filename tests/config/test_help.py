@@ -1,0 +1,29 @@
+"""The text of --help."""
+
+from llama_ft.config.fields import SECTIONS, SETTINGS
+from llama_ft.config.help import help_text
+
+TEXT = help_text("Fine-tune a model.", "recipes/finetuning.py")
+
+
+def test_every_setting_is_listed_once_with_its_default() -> None:
+    lines = TEXT.splitlines()
+    for name in SETTINGS:
+        flag = "--quantization" if name == "mode" else f"--{name}"
+        assert len([line for line in lines if line.startswith(f"  {flag} ")]) == 1, name
+    assert " ".join(TEXT.split()).count("default: ") == len(SETTINGS) + 1  # init_lora_weights explains its own default
+
+
+def test_flags_are_grouped_by_section() -> None:
+    starts = [TEXT.index(f"\n{section}: ") for section in SECTIONS]
+    assert starts == sorted(starts)
+
+
+def test_it_fits_a_hundred_columns() -> None:
+    assert max(map(len, TEXT.splitlines())) <= 100
+
+
+def test_what_is_not_built_yet_says_so() -> None:
+    text = " ".join(TEXT.split())
+    assert "Liger's fused CUDA kernels. [default: off; not built yet]" in text
+    assert "[padding, packing; default: padding; not built yet: packing]" in text

@@ -1,0 +1,104 @@
+"""From both sources to one configuration, with every mistake told at once."""
+
+import os
+import shlex
+from pathlib import Path
+
+import pytest
+
+from llama_ft.config import Config, load
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--lr abc", '--lr abc: "abc" is not a number.'),
+        ("--lr nan", '--lr nan: "nan" is not a number.'),
+        ("--lr 0", "--lr 0: must be greater than 0."),
+        ("--batch_size_training 0", "--batch_size_training 0: must be at least 1."),
+        ("--num_epochs 0", "--num_epochs 0: must be at least 1."),
+        ("--num_epochs 1.5", '--num_epochs 1.5: "1.5" is not a whole number.'),
+        ("--train.num_epochs x", '--train.num_epochs x: "x" is not a whole number.'),
+        ("--run_validation maybe", '--run_validation maybe: "maybe" is not true or false.'),
+        ("--gamma 1.5 --lr_scheduler step", "--gamma 1.5: must be at most 1."),
+        ("--lora_dropout 1 --use_peft", "--lora_dropout 1: must be less than 1."),
+        ("--context_length 1", "--context_length 1: must be at least 2."),
+        ("--lr none", '--lr none: "none" is not a number.'),
+        ("--precision fp61", "--precision fp61: expected bf16_mixed, bf16_pure, fp32 or fp16. Did you mean fp16?"),
+        ("--optimizer adamw", "--optimizer adamw: expected AdamW or anyprecision. Did you mean AdamW?"),
+        ("--use_peft --peft_method llama_adapter", "--peft_method llama_adapter: expected lora."),
+    ],
+)  # fmt: skip
+def test_a_wrong_value_is_told_in_plain_words(mistakes, line: str, message: str) -> None:
+    assert mistakes(*shlex.split(line)) == [message]
+
+
+def test_a_wrong_choice_in_a_recipe_names_its_line_and_the_nearest_choice(mistakes, recipe) -> None:
+    assert mistakes(recipe("train:\n  precision: bf61\n")) == [
+        'mine.yaml:2: train.precision is "bf61"; expected bf16_mixed, bf16_pure, fp32 or fp16. Did you mean bf16_mixed?'
+    ]
+
+
+def test_mistakes_of_every_kind_are_told_together(mistakes, recipe) -> None:
+    found = mistakes(
+        recipe("train:\n  lrr: 1\n  num_epochs: 0\n  warmup_steps: 9\n"),
+        "--seed", "x", "--typo_of_mine", "--max_train_step", "5", "--compile", "--dataset", "nope.jsonl", paths=True,
+    )  # fmt: skip
+    assert found == [
+        "mine.yaml:2: train.lrr is not a setting. Did you mean train.lr?",
+        "--typo_of_mine is not a flag. --help lists them all.",
+        "mine.yaml:3: train.num_epochs is 0; it must be at least 1.",
+        '--seed x: "x" is not a whole number.',
+        "--compile is not built yet. Leave it out.",
+        "mine.yaml:4: train.warmup_steps is 9, but training stops after 5 steps (max_train_step): use fewer.",
+        "--dataset nope.jsonl: no such file.",
+    ]
+
+
+def test_no_message_shows_pydantics_words(mistakes) -> None:
+    found = "\n".join(mistakes("--lr", "x", "--seed", "x", "--use_dora", "x", "--bias", "x", "--r", "0"))
+    assert len(found.splitlines()) == 5
+    assert "Input should" not in found and "pydantic" not in found
+
+
+def test_a_rule_is_not_checked_on_a_value_that_could_not_be_read(mistakes) -> None:
+    assert mistakes("--max_train_step", "x", "--warmup_steps", "50") == [
+        '--max_train_step x: "x" is not a whole number.'
+    ]
+
+
+def test_a_misspelled_flag_brings_no_second_mistake_about_what_it_was_meant_to_set(mistakes) -> None:
+    assert mistakes("--use_petf", "--r", "4") == ["--use_petf is not a flag. Did you mean --use_peft?"]
+
+
+@pytest.fixture
+def demo_recipe(tmp_path: Path) -> Path:
+    file = tmp_path / "demo.yaml"
+    file.write_text("train:\n  seed: 77\n")
+    return file
+
+
+@pytest.mark.parametrize("line", ["", "--enable_fsdp --low_cpu_fsdp", "--use_peft --num_epochs 1"])
+def test_without_model_data_and_recipe_the_demo_recipe_is_read(demo_recipe: Path, line: str) -> None:
+    config, places = load(line.split(), demo_recipe, paths=False)
+    assert config.train.seed == 77
+    assert places["train.seed"].endswith("demo.yaml:2")
+
+
+@pytest.mark.parametrize("line", ["--model_name org/model", "--dataset mine.jsonl", "--data.dataset mine.jsonl"])
+def test_with_a_model_or_data_the_demo_recipe_is_not_read(demo_recipe: Path, line: str) -> None:
+    assert load(line.split(), demo_recipe, paths=False)[0].train.seed == Config().train.seed
+
+
+def test_a_named_recipe_takes_the_place_of_the_demo_recipe(demo_recipe: Path, recipe) -> None:
+    assert load([recipe("")], demo_recipe, paths=False)[0].train.seed == Config().train.seed
+
+
+def test_the_home_directory_may_be_written_as_a_tilde() -> None:
+    config, _ = load(["--output_dir=~/runs/a", "--model_name", "~/llama"], paths=False)
+    assert config.checkpoint.output_dir == os.path.expanduser("~/runs/a")
+    assert config.model.model_name == os.path.expanduser("~/llama")
+
+
+def test_defaults_are_a_valid_configuration() -> None:
+    assert load([])[0] == Config()

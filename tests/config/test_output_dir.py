@@ -1,0 +1,93 @@
+"""A run's directory: what is refused, and what --overwrite may delete."""
+
+from pathlib import Path
+
+import pytest
+
+from llama_ft.config import run_entries
+
+
+def make_run(folder: Path) -> Path:
+    (folder / "checkpoints" / "step-000010").mkdir(parents=True)
+    (folder / "model").mkdir()
+    for name in ("status.json", "config.yaml", "metrics.jsonl", "notes.txt"):
+        (folder / name).write_text("{}")
+    return folder
+
+
+@pytest.mark.parametrize("name", ["new", "deep/er/still", "."])
+def test_a_new_or_empty_directory_is_accepted_and_not_created(mistakes, tmp_path: Path, name: str) -> None:
+    assert mistakes("--output_dir", name, paths=True) == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_that_holds_other_peoples_files_only_is_accepted(mistakes, tmp_path: Path) -> None:
+    (tmp_path / "train.log").write_text("tee was here")
+    assert mistakes("--output_dir", str(tmp_path), paths=True) == []
+
+
+def test_a_run_that_is_there_is_refused_unless_it_may_be_overwritten(mistakes, tmp_path: Path) -> None:
+    make_run(tmp_path / "run")
+    assert mistakes("--output_dir", "run", paths=True) == [
+        "--output_dir run: already holds a run. Choose another output_dir, or replace that run with --overwrite."
+    ]
+    assert mistakes("--output_dir", "run", "--overwrite", paths=True) == []
+
+
+@pytest.mark.parametrize("sign", ["status.json", "metrics.jsonl", "checkpoints/step-000100"])
+def test_what_a_run_leaves_when_it_is_killed_early_is_still_a_run(mistakes, tmp_path: Path, sign: str) -> None:
+    (tmp_path / "run" / sign).mkdir(parents=True)
+    (message,) = mistakes("--output_dir", "run", paths=True)
+    assert "already holds a run" in message
+
+
+def test_a_directory_that_is_no_runs_is_not_overwritten(mistakes, tmp_path: Path) -> None:
+    (tmp_path / "mine" / "model").mkdir(parents=True)
+    for more in ([], ["--overwrite"]):
+        assert mistakes("--output_dir", "mine", *more, paths=True) == [
+            "--output_dir mine: holds model, but is not a run's directory, so --overwrite does not help. "
+            "Choose another output_dir."
+        ]
+
+
+def test_overwrite_does_not_delete_what_the_new_run_reads(mistakes, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (run / "model" / name).write_text("x")
+    line = "--use_peft --from_peft_checkpoint run/model --output_dir run --overwrite"
+    (message,) = mistakes(*line.split(), paths=True)
+    assert message.endswith("--overwrite would delete run/model, which from_peft_checkpoint reads. "
+                            "Choose another output_dir.")  # fmt: skip
+
+
+def test_only_what_a_run_wrote_may_be_deleted(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    names = {entry.name for entry in run_entries(run)}
+    assert names == {"status.json", "config.yaml", "metrics.jsonl", "checkpoints", "model"}
+    assert run_entries(tmp_path) == []
+
+
+def test_a_file_in_the_way_is_named(mistakes, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    assert mistakes("--output_dir", "file", paths=True) == ["--output_dir file: file is not a folder."]
+    assert mistakes("--output_dir", "file/below", paths=True) == [
+        f"--output_dir file/below: {tmp_path}/file is not a folder."
+    ]
+
+
+def test_a_file_called_output_is_in_the_way_of_the_default(mistakes, tmp_path: Path) -> None:
+    (tmp_path / "output").write_text("x")
+    assert mistakes(paths=True) == ["checkpoint.output_dir: output is not a folder."]
+
+
+def test_a_place_where_nobody_can_write_is_refused_even_to_root(mistakes) -> None:
+    (message,) = mistakes("--output_dir", "/proc/run", paths=True)
+    assert message.startswith("--output_dir /proc/run: /proc cannot be written to: ")
+
+
+def test_the_other_ranks_do_not_trip_over_the_run_that_rank_0_has_begun(
+    mistakes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_run(tmp_path / "run")
+    monkeypatch.setenv("RANK", "1")
+    assert mistakes("--output_dir", "run", paths=True) == []

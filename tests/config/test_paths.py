@@ -1,0 +1,115 @@
+"""Files and folders that a configuration names."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+Files = Callable[..., None]
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Files:
+    """Create files below the working directory; a name that ends in / is a folder."""
+
+    def create(*names: str, text: str = "x") -> None:
+        for name in names:
+            path = tmp_path / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.mkdir(exist_ok=True) if name.endswith("/") else path.write_text(text)
+
+    return create
+
+
+def test_a_good_model_data_and_adapter_pass(mistakes, files: Files) -> None:
+    files("m/config.json", "m/model-00001-of-00002.safetensors", "m/tokenizer.json", "a.jsonl", "b.parquet")
+    files("lora/adapter_config.json", "lora/adapter_model.safetensors")
+    line = "--model_name m --tokenizer_name ./m --dataset a.jsonl --validation b.parquet --use_peft"
+    assert mistakes(*line.split(), "--from_peft_checkpoint", "lora", paths=True) == []
+
+
+@pytest.mark.parametrize("name", ["demo", "meta-llama/Llama-3.1-8B", "gpt2"])
+def test_a_hub_name_is_not_looked_for_on_this_machine(mistakes, name: str) -> None:
+    assert mistakes("--model_name", name, "--tokenizer_name", name, paths=True) == []
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--model_name ./modle", "--model_name ./modle: no such folder. Did you mean model?"),
+        ("--model_name /nowhere/m", "--model_name /nowhere/m: no such folder."),
+        ("--model_name a/b/c", "--model_name a/b/c: no such folder."),
+        ("--model_name model/config.json", "--model_name model/config.json: is a file; expected a folder with "
+                                           "config.json and *.safetensors."),
+        ("--model_name empty", "--model_name empty: holds no config.json."),
+        ("--model_name run", "--model_name run: holds no config.json. Did you mean run/model?"),
+        ("--model_name lora", "--model_name lora: holds an adapter, not a model. Use from_peft_checkpoint, with its "
+                              "base model as model_name."),
+        ("--model_name bare", "--model_name bare: holds config.json but no weights (*.safetensors)."),
+        ("--model_name old", "--model_name old: holds pytorch_model.bin but no *.safetensors, which is what is read "
+                             "here. transformers converts it:\nmodel.save_pretrained(folder) after "
+                             "AutoModelForCausalLM.from_pretrained(...)"),
+        ("--tokenizer_name bare", "--tokenizer_name bare: holds no tokenizer (tokenizer.json, tokenizer_config.json, "
+                                  "tokenizer.model, vocab.json)."),
+        ("--use_peft --from_peft_checkpoint nope", "--from_peft_checkpoint nope: no such folder."),
+        ("--use_peft --from_peft_checkpoint empty", "--from_peft_checkpoint empty: holds no adapter_config.json, so no "
+                                                    "adapter."),
+        ("--use_peft --from_peft_checkpoint lora", "--from_peft_checkpoint lora: holds no adapter_model.safetensors."),
+    ],
+)  # fmt: skip
+def test_each_wrong_folder_has_its_message(mistakes, files: Files, line: str, message: str) -> None:
+    files("model/config.json", "model/a.safetensors", "empty/", "run/model/config.json", "lora/adapter_config.json")
+    files("bare/config.json", "old/config.json", "old/pytorch_model.bin")
+    assert mistakes(*line.split(), paths=True) == [message]
+
+
+FORMS = ".jsonl, .json, .parquet, .csv, or path/to/file.py:function"
+
+
+@pytest.mark.parametrize(
+    ("name", "complaint"),
+    [
+        ("data/my_dta.jsonl", "no such file. Did you mean data/my_data.jsonl?"),
+        ("other.jsonl", "no such file."),
+        ("data", f"is a folder; expected a file: {FORMS}."),
+        ("empty.jsonl", "is empty."),
+        ("notes.xlsx", f"what a .xlsx holds is not known. Files are {FORMS}."),
+        ("samsum_dataset", f"is neither a file nor a built-in dataset (demo). Files are {FORMS}."),
+        ("org/dataset", f"is neither a file nor a built-in dataset (demo). Files are {FORMS}."),
+        ("code.py", "which function? Write code.py:function. It defines build, helper."),
+        ("code.py:biuld", "code.py defines no biuld. Did you mean build?"),
+        ("code.py:zzz", "code.py defines no zzz. It defines build, helper."),
+        ("code.py:inner", "code.py defines no inner. It defines build, helper."),
+        ("codes.py:build", "no such file. Did you mean code.py?"),
+        ("broken.py:build", "line 2 is not valid Python: '(' was never closed."),
+    ],
+)
+def test_each_wrong_dataset_has_its_message(mistakes, files: Files, name: str, complaint: str) -> None:
+    files("data/my_data.jsonl", "notes.xlsx")
+    files("empty.jsonl", text="")
+    files("code.py", text="def build():\n    def inner(): ...\n\n\ndef helper(): ...\n")
+    files("broken.py", text="import os\nprint(\n")
+    assert mistakes("--dataset", name, paths=True) == [f"--dataset {name}: {complaint}"]
+
+
+@pytest.mark.parametrize("function", ["build", "imported", "assigned", "guarded", "Builder"])
+def test_a_function_is_found_however_the_file_binds_its_name_and_nothing_is_run(
+    mistakes, files: Files, function: str
+) -> None:
+    text = (
+        "raise SystemExit('this file was run')\nfrom elsewhere import thing as imported\nassigned = imported\n"
+        "class Builder: ...\nif True:\n    def guarded(): ...\ndef build(): ...\n"
+    )
+    files("code.py", text=text)
+    assert mistakes("--dataset", f"code.py:{function}", paths=True) == []
+
+
+def test_a_recipe_names_the_line_of_a_wrong_path(mistakes, recipe) -> None:
+    assert mistakes(recipe("data:\n  dataset: my.jsonl\n"), paths=True) == [
+        "mine.yaml:2: data.dataset my.jsonl: no such file."
+    ]
+
+
+def test_a_path_that_cannot_even_be_asked_for_is_a_mistake_and_no_crash(mistakes) -> None:
+    (message,) = mistakes("--dataset", "a" * 5000 + ".jsonl", paths=True)
+    assert message.endswith("cannot be looked at: File name too long.")

@@ -1,0 +1,119 @@
+"""YAML recipes: what they say, and where their mistakes are."""
+
+from pathlib import Path
+
+import pytest
+
+from llama_ft.config import load, load_recipe
+
+
+def test_a_recipe_sets_what_it_names_with_its_lines_as_places(recipe) -> None:
+    config, places = load([recipe("# mine\ntrain:\n  lr: 1e-4\n\n  num_epochs: 2\npeft:\n  use_peft: yes\n")])
+    assert (config.train.lr, config.train.num_epochs, config.peft.use_peft) == (1e-4, 2, True)
+    assert places == {"train.lr": "mine.yaml:3", "train.num_epochs": "mine.yaml:5", "peft.use_peft": "mine.yaml:7"}
+
+
+def test_the_command_line_wins_over_the_recipe(recipe) -> None:
+    config, places = load([recipe("train:\n  lr: 1e-4\n  seed: 3\n"), "--lr", "2e-4"])
+    assert (config.train.lr, config.train.seed) == (2e-4, 3)
+    assert places == {"train.lr": "--lr", "train.seed": "mine.yaml:3"}
+
+
+@pytest.mark.parametrize("text", ["", "# nothing\n", "train:\n", "train: {}\nquantization:\n"])
+def test_an_empty_recipe_or_section_is_fine(recipe, text: str) -> None:
+    assert load([recipe(text)])[1] == {}
+
+
+def test_values_are_read_as_written_and_not_as_yaml_1_1_takes_them(recipe) -> None:
+    text = (
+        "train:\n  lr: 1e-4\n  activation_checkpointing: off\n"
+        "tracking:\n  use_wandb: on\n  wandb_name: 2025-01-31\n  wandb_tags: [1e3, yes]\n  wandb_entity: 'none'\n"
+        "data:\n  validation: 0.050\n  context_length: null\n"
+    )
+    config, _ = load([recipe(text)])
+    assert config.train.lr == 1e-4
+    assert config.train.activation_checkpointing == "off"
+    assert (config.tracking.wandb_name, config.tracking.wandb_tags) == ("2025-01-31", ["1e3", "yes"])
+    assert config.tracking.wandb_entity == "none"
+    assert (config.data.validation, config.data.context_length) == ("0.050", None)
+
+
+@pytest.mark.parametrize("text", ["[q_proj, k_proj]", "q_proj,k_proj", "\n  - q_proj\n  - k_proj"])
+def test_lists_are_written_in_either_yaml_style_or_with_commas(recipe, text: str) -> None:
+    config, _ = load([recipe(f"peft:\n  use_peft: true\n  target_modules: {text}\n")])
+    assert config.peft.target_modules == ["q_proj", "k_proj"]
+
+
+def test_anchors_and_aliases_work(recipe) -> None:
+    config, _ = load([recipe("train:\n  batch_size_training: &b 6\n  val_batch_size: *b\n")])
+    assert config.train.val_batch_size == 6
+
+
+@pytest.mark.parametrize("text", ["quantization: 4bit\n", "quantization:\n  mode: 4bit\n"])
+def test_quantization_has_a_short_form(mistakes, recipe, text: str) -> None:
+    (message,) = mistakes(recipe(text))
+    assert "quantization.mode: 4bit is not built yet." in message
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("train:\n  learning_rate: 1", "mine.yaml:2: train.learning_rate is not a setting. Did you mean train.lr?"),
+        ("train:\n\n  lrr: 1", "mine.yaml:3: train.lrr is not a setting. Did you mean train.lr?"),
+        ("data:\n  lr: 1", "mine.yaml:2: data.lr is not a setting. Did you mean train.lr?"),
+        ("train:\n  load_in_4bit: true", "mine.yaml:2: train.load_in_4bit is not a setting. "
+                                         "Did you mean quantization: 4bit?"),
+        ("model:\n  zzzzz: 1", "mine.yaml:2: model.zzzzz is not a setting. model has model_name, tokenizer_name, "
+                               "trust_remote_code, attn_implementation, freeze_layers, num_freeze_layers, use_liger, "
+                               "compile."),
+        ("train:\n  one_gpu: true", "mine.yaml:2: train.one_gpu, known from llama-recipes, is not used here: a run "
+                                    "without torchrun is one process on one device. Leave it out."),
+        ("lr: 1", "mine.yaml:1: lr stands outside its section; write it as lr below train:"),
+        ("trian:\n  lr: 1", "mine.yaml:1: trian is not a section. Did you mean train?"),
+        ("lora_config:\n  r: 1", "mine.yaml:1: lora_config is not a section. Did you mean peft?"),
+        ("epochs: 3", "mine.yaml:1: epochs is not a section. Did you mean train.num_epochs?"),
+        ("train: 5", "mine.yaml:1: train is a section; its settings stand indented below, as device: ..."),
+        ("train:\n  lr: 1\n  lr: 2", "mine.yaml:3: train.lr is set twice, first in line 2."),
+        ("train:\n  lr: 1\ndata:\ntrain:\n  seed: 2", "mine.yaml:4: train is set twice, first in line 1."),
+        ("train:\n  lr:", "mine.yaml:2: train.lr has no value; expected a number."),
+        ("train:\n  lr: {a: 1}", "mine.yaml:2: train.lr is a mapping; expected a number."),
+        ("train:\n  lr: [1, 2]", "mine.yaml:2: train.lr is [1,2]; expected a number."),
+        ("train:\n  lr: true", 'mine.yaml:2: train.lr is "true"; expected a number.'),
+        ("peft:\n  r: 0\n  use_peft: 1", "mine.yaml:2: peft.r is 0; it must be at least 1."),
+        ("- lr", "mine.yaml:1: a recipe is sections with settings, such as\ntrain:\n  lr: 1e-4"),
+        ("just text", "mine.yaml:1: a recipe is sections with settings, such as\ntrain:\n  lr: 1e-4"),
+    ],
+)  # fmt: skip
+def test_each_mistake_in_a_recipe_has_its_line(mistakes, recipe, text: str, message: str) -> None:
+    assert mistakes(recipe(text)) == [message]
+
+
+@pytest.mark.parametrize(("text", "line"), [("train:\n  lr: [1\n", 3), ("train:\n\tlr: 1\n", 2), ("a: b: c\n", 1)])
+def test_a_syntax_error_names_its_line(mistakes, recipe, text: str, line: int) -> None:
+    (message,) = mistakes(recipe(text))
+    assert message.startswith(f"mine.yaml:{line}: not valid YAML: ")
+    assert "\n" not in message
+
+
+def test_a_missing_recipe_names_the_nearest_file(mistakes, recipe) -> None:
+    recipe("train:\n")
+    assert mistakes("--config", "min.yaml") == ["--config min.yaml: no such file. Did you mean mine.yaml?"]
+
+
+def test_a_recipe_that_cannot_be_read_is_the_only_mistake_told_about_it(mistakes, tmp_path: Path) -> None:
+    """What the flags lack may have been in the file."""
+    assert mistakes("--config", "nope.yaml", "--r", "3") == ["--config nope.yaml: no such file."]
+    assert mistakes("--config", str(tmp_path), "--r", "3") == ["--config .: is a folder; expected a YAML file."]
+
+
+def test_a_binary_file_is_no_recipe(mistakes, tmp_path: Path) -> None:
+    (tmp_path / "model.bin").write_bytes(b"\x80\xff\x00")
+    assert mistakes("--config", "model.bin") == ["--config model.bin: is not a text file in UTF-8; expected YAML."]
+
+
+def test_a_recipe_is_read_without_a_command_line(tmp_path: Path) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text("train:\n  seed: 7\n")
+    config, places = load_recipe(file)
+    assert config.train.seed == 7
+    assert places["train.seed"].endswith("a.yaml:2")

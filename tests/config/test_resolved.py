@@ -1,0 +1,51 @@
+"""The configuration on its way out."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from llama_ft.config import Config, differences, load, to_yaml
+from llama_ft.config.fields import SETTINGS
+
+LINES = [
+    "",
+    "--use_peft --r 4 --target_modules all-linear --lr 3e-6 --validation 0.05 --use_wandb --wandb_tags a,b",
+    "--use_peft --target_modules q_proj,v_proj --modules_to_save lm_head --wandb_name 1e5 --use_wandb",
+    "--enable_fsdp --sharding_strategy HYBRID_SHARD --sharding_group_size 2 --precision fp32",
+    "--lr_scheduler step --gamma 0.5 --output_dir somewhere --overwrite --no_run_validation",
+    "--use_peft --from_peft_checkpoint folder --context_length 99",
+]
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_the_written_configuration_is_a_recipe_that_says_the_same(line: str, tmp_path: Path) -> None:
+    config, _ = load(line.split(), paths=False)
+    file = tmp_path / "config.yaml"
+    file.write_text(to_yaml(config, "llama_ft 0.1\nwritten by a test"))
+    again, places = load([f"--config={file}"], paths=False)
+    one_run_only = ("checkpoint.output_dir", "checkpoint.overwrite")
+    assert differences(again) == [it for it in differences(config) if not it.startswith(one_run_only)]
+    assert len(places) == len(SETTINGS) - 3
+    assert all(place.startswith(str(file)) for place in places.values())
+
+
+def test_the_header_becomes_a_comment() -> None:
+    text = to_yaml(Config(), "first line\n\nsecond line")
+    assert text.startswith("# first line\n# \n# second line\n\nmodel:\n")
+
+
+def test_a_repeated_run_gets_a_directory_of_its_own_and_deletes_nothing() -> None:
+    config, _ = load(["--output_dir", "x", "--overwrite"], paths=False)
+    assert yaml.safe_load(to_yaml(config))["checkpoint"].keys().isdisjoint({"output_dir", "overwrite", "resume"})
+
+
+def test_differences_name_setting_value_and_default() -> None:
+    config, _ = load("--lr 2e-3 --use_peft --target_modules all-linear --context_length 512".split(), paths=False)
+    assert differences(config) == [
+        "train.lr = 0.002 (default 0.0001)",
+        "peft.use_peft = true (default false)",
+        "peft.target_modules = all-linear (default [q_proj,v_proj])",
+        "data.context_length = 512 (default none)",
+    ]
+    assert differences(Config()) == []

@@ -1,0 +1,103 @@
+"""Rules over several settings."""
+
+import pytest
+
+from llama_ft.config import Config, DataConfig, ModelConfig, PeftConfig, TrainConfig, check_rules, parse_size
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--quantization 4bit",
+        "--precision fp16",
+        "--optimizer anyprecision",
+        "--activation_checkpointing selective",
+        "--activation_checkpointing auto",
+        "--truncation left",
+        "--truncation drop",
+        "--truncation split",
+        "--batching_strategy packing",
+        "--resume auto",
+        "--keep_last 2",
+        "--use_liger",
+        "--compile",
+        "--enable_fsdp --fsdp_cpu_offload",
+    ],
+)
+def test_what_is_not_built_is_refused_with_what_to_use(mistakes, line: str) -> None:
+    (message,) = mistakes(*line.split())
+    flag = line.removeprefix("--enable_fsdp ")
+    assert message.startswith(f"{flag} is not built yet. ")
+    assert message.split("not built yet. ")[1].startswith(("Use ", "Leave ", "Start "))
+
+
+def test_pure_bf16_is_built(mistakes) -> None:
+    assert mistakes("--precision", "bf16_pure") == []
+
+
+@pytest.mark.parametrize(
+    ("line", "start"),
+    [
+        ("--warmup_steps 10 --max_train_step 10", "--warmup_steps is 10, but training stops after 10 steps"),
+        ("--validation 1.5", "--validation is 1.5; a fraction lies between 0 and 1"),
+        ("--validation 0", "--validation is 0; a fraction"),
+        ("--dataset a.jsonl --eval_steps 5", "--eval_steps has no effect without validation data."),
+        ("--dataset a.jsonl --early_stopping_patience 5", "--early_stopping_patience has no effect without validation"),
+        ("--use_peft --init_lora_weights pissa", "--init_lora_weights is pissa, which needs whole weights"),
+        ("--use_peft --init_lora_weights olora", "--init_lora_weights is olora, which needs whole weights"),
+        ("--use_peft --target_modules []", "--target_modules names no layer."),
+        ("--use_peft --target_modules q_proj,lm_head --modules_to_save lm_head", "--modules_to_save names lm_head, "),
+        ("--attn_implementation flash_attention_2 --device cpu", "--attn_implementation is flash_attention_2, which"),
+        ("--attn_implementation flash_attention_3 --precision fp32", "--attn_implementation is flash_attention_3, "),
+        ("--max_shard_size 5", "--max_shard_size is 5; expected a size such as 5GB or 200MB."),
+        ("--max_shard_size 0GB", "--max_shard_size is 0GB; expected a size"),
+    ],
+)
+def test_combinations_that_cannot_be_are_refused(mistakes, line: str, start: str) -> None:
+    (message,) = mistakes(*line.split())
+    assert message.startswith(start)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--warmup_steps 10 --max_train_step 11",
+        "--warmup_steps 10",
+        "--validation 0.05",
+        "--dataset a.jsonl --validation b.jsonl --eval_steps 5",
+        "--dataset demo --early_stopping_patience 5",
+        "--use_peft --init_lora_weights gaussian --use_dora --use_rslora",
+        "--attn_implementation flash_attention_2 --device cuda",
+        "--max_shard_size 1.5GB",
+        "--max_shard_size 10KB",
+    ],
+)
+def test_combinations_that_can_be_are_accepted(mistakes, line: str) -> None:
+    assert mistakes(*line.split()) == []
+
+
+def test_a_configuration_built_in_python_is_checked_too() -> None:
+    config = Config(
+        model=ModelConfig(compile=True),
+        train=TrainConfig(warmup_steps=5, max_train_step=5, gamma=0.5),
+        peft=PeftConfig(r=4),
+        data=DataConfig(validation="2"),
+    )
+    assert check_rules(config) == [
+        "model.compile is not built yet. Leave it out.",
+        "train.warmup_steps is 5, but training stops after 5 steps (max_train_step): use fewer.",
+        "data.validation is 2; a fraction lies between 0 and 1, such as 0.05.",
+        "train.gamma has no effect unless lr_scheduler is step.",
+        "peft.r has no effect without use_peft.",
+    ]
+
+
+def test_the_defaults_break_no_rule() -> None:
+    assert check_rules(Config()) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("5GB", 5 * 10**9), ("200 mb", 2 * 10**8), ("1.5KB", 1500), ("2TB", 2 * 10**12)]
+)
+def test_sizes_are_read_in_decimal_units(text: str, size: int) -> None:
+    assert parse_size(text) == size

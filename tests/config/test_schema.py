@@ -1,0 +1,91 @@
+"""The JSON schema, and the recipes in configs/ that it serves."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+from llama_ft.config import Config, load_recipe, to_yaml
+from llama_ft.config.fields import SETTINGS
+from llama_ft.config.schema import json_schema
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+RECIPES = sorted(CONFIGS.glob("*.yaml"))
+
+
+class EditorLoader(yaml.SafeLoader):
+    """YAML 1.2, as editors read it: 1e-4 is a number, and off is a word."""
+
+
+EditorLoader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith((":bool", ":float"))]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+EditorLoader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile("^(true|false)$"), list("tf"))
+EditorLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?\d*(\.\d+([eE][-+]?\d+)?|\d[eE][-+]?\d+)$"), list("-+.0123456789")
+)
+
+
+def as_editors_read(text: str) -> Any:
+    return yaml.load(text, Loader=EditorLoader)  # a SafeLoader
+
+
+def is_valid(text: str) -> bool:
+    return jsonschema.Draft202012Validator(json_schema()).is_valid(as_editors_read(text))
+
+
+def test_the_written_schema_is_current() -> None:
+    written = json.loads((CONFIGS / "schema.json").read_text())
+    assert written == json_schema(), "run: python -m llama_ft.config.schema > configs/schema.json"
+
+
+def test_the_schema_is_one() -> None:
+    jsonschema.Draft202012Validator.check_schema(json_schema())
+
+
+def test_every_setting_has_a_meaning_and_its_name_is_unique() -> None:
+    assert all(setting.meaning for setting in SETTINGS.values())
+    fields = sum(
+        len(section.__dataclass_fields__) for section in vars(Config()).values() if hasattr(section, "__dict__")
+    )
+    assert len(SETTINGS) == fields
+
+
+@pytest.mark.parametrize("file", RECIPES, ids=lambda file: file.name)
+def test_every_recipe_names_the_schema_fits_it_and_loads(file: Path) -> None:
+    text = file.read_text()
+    assert text.startswith("# yaml-language-server: $schema=schema.json\n")
+    jsonschema.validate(as_editors_read(text), json_schema())
+    load_recipe(file, paths=False)
+
+
+def test_there_are_recipes() -> None:
+    names = {file.stem for file in RECIPES}
+    assert names >= {"quickstart", "llama3_8b_lora", "llama3_8b_full", "llama3_70b_lora_fsdp", "llama3.2_1b_full"}
+
+
+def test_a_written_configuration_fits_the_schema() -> None:
+    assert is_valid(to_yaml(Config(), "a header"))
+
+
+@pytest.mark.parametrize(
+    "text", ["quantization: 8bit", "quantization: {mode: 4bit}", "data: {validation: 0.05}",
+             "data: {validation: a.csv}",
+             "train: {lr: 1e-4, activation_checkpointing: off}", "peft: {target_modules: all-linear}",
+             "peft: {target_modules: [a, b]}", "checkpoint: {output_dir: null}"]
+)  # fmt: skip
+def test_the_schema_takes_what_the_loader_takes(text: str) -> None:
+    assert is_valid(text)
+
+
+@pytest.mark.parametrize(
+    "text", ["lr: 1", "train: {lrr: 1}", "train: {lr: abc}", "train: {precision: bf61}", "train: {num_epochs: 0}",
+             "quantization: 3bit", "data: {validation: 5}", "trian: {}"]
+)  # fmt: skip
+def test_the_schema_refuses_what_the_loader_refuses(text: str) -> None:
+    assert not is_valid(text)

@@ -1,0 +1,29 @@
+"""Loads a model in several ways and saves what each rank then holds: name -> local shard, one file a rank and case."""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+from llama_ft import models, runtime
+from llama_ft.config import FSDPConfig, ModelConfig, PeftConfig
+from llama_ft.models.shards import local_shard
+
+if __name__ == "__main__":
+    cases = json.loads(Path(sys.argv[1]).read_text())
+    out = Path(sys.argv[2])
+    for name, case in cases.items():
+        with runtime.start("cpu", case["shard_degree"]) as job:
+            folder, precision = Path(case["model"]), runtime.PRECISIONS[case["precision"]]
+            model = models.build_skeleton(models.load_model_config(folder, False), ModelConfig(model_name=str(folder)))
+            peft = PeftConfig(**case["peft"])
+            adapter = models.inject_lora(model, peft, str(folder)) if peft.use_peft else None
+            models.set_storage_dtypes(model, precision)
+            models.shard(model, job.mesh, FSDPConfig(enable_fsdp=True, min_num_params=1000), precision)
+            models.materialize(
+                model, folder, models.ShardGroup(job.mesh), job.device, case["scatter"], adapter, peft, seed=7
+            )
+            held = {name: local_shard(parameter).clone() for name, parameter in model.named_parameters()}
+            held |= {name: buffer.clone() for name, buffer in model.named_buffers()}
+            torch.save(held, out / f"{name}-rank{job.rank}.pt")

@@ -1,0 +1,144 @@
+"""Each rank holds exactly its rows of what transformers loads, whichever way they came."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import run, torchrun
+
+SCRIPT = Path(__file__).with_name("load_and_dump.py")
+LORA = {"use_peft": True, "r": 6, "target_modules": "all-linear"}
+WORLD_SIZES = [1, 2, 3, 4]
+Held = dict[str, torch.Tensor]
+
+
+def cases_of(world_size: int, untied: Path, tied: Path) -> dict[str, dict[str, Any]]:
+    cases: dict[str, dict[str, Any]] = {}
+    for way in ("slices", "scatter"):
+        plain = {"scatter": way == "scatter", "peft": {}, "precision": "fp32", "shard_degree": "world"}
+        cases[f"untied-{way}"] = {**plain, "model": str(untied)}
+        cases[f"tied-{way}"] = {**plain, "model": str(tied)}
+        cases[f"lora-{way}"] = {**plain, "model": str(untied), "peft": LORA, "precision": "bf16_mixed"}
+        cases[f"dora-{way}"] = {**plain, "model": str(untied), "peft": {**LORA, "use_dora": True}}
+        cases[f"gaussian-{way}"] = {**plain, "model": str(untied), "peft": {**LORA, "init_lora_weights": "gaussian"}}
+        cases[f"head-{way}"] = {**plain, "model": str(tied), "peft": {**LORA, "modules_to_save": ["lm_head"]}}
+        cases[f"copies-{way}"] = {**plain, "model": str(untied), "shard_degree": 2 if world_size == 4 else 1}
+    return cases
+
+
+@pytest.fixture(scope="module")
+def held(tiny_model: Path, tied_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, list[Held]]]:
+    """World size -> case -> what each rank holds."""
+    everything = {}
+    for world_size in WORLD_SIZES:
+        out = tmp_path_factory.mktemp(f"held{world_size}")
+        cases = cases_of(world_size, tiny_model, tied_model)
+        (out / "cases.json").write_text(json.dumps(cases))
+        arguments = (str(SCRIPT), str(out / "cases.json"), str(out))
+        finished = torchrun(world_size, *arguments) if world_size > 1 else run([sys.executable, *arguments])
+        assert finished.exit_code == 0, finished.output
+        everything[world_size] = {
+            name: [torch.load(out / f"{name}-rank{rank}.pt", weights_only=True) for rank in range(world_size)]
+            for name in cases
+        }
+    return everything
+
+
+def reference(folder: Path, dtype: torch.dtype = torch.float32) -> Held:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    return dict(model.named_parameters()) | dict(model.named_buffers())
+
+
+def chunk(tensor: torch.Tensor, shards: int, index: int) -> torch.Tensor:
+    pieces = torch.chunk(tensor.detach(), shards)
+    return pieces[index] if index < len(pieces) else tensor.detach()[:0]
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("way", ["slices", "scatter"])
+def test_every_rank_holds_the_rows_torch_chunk_gives_it(
+    held: dict[int, dict[str, list[Held]]], tiny_model: Path, tied_model: Path, world_size: int, way: str
+) -> None:
+    for name, folder in (("untied", tiny_model), ("tied", tied_model)):
+        expected = reference(folder)
+        for rank, shards in enumerate(held[world_size][f"{name}-{way}"]):
+            assert shards.keys() == expected.keys()
+            for key, tensor in expected.items():
+                whole = "inv_freq" in key
+                rows = tensor if whole else chunk(tensor, world_size, rank)
+                assert torch.equal(shards[key], rows), (name, rank, key)
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("way", ["slices", "scatter"])
+def test_copies_of_the_model_are_equal(
+    held: dict[int, dict[str, list[Held]]], tiny_model: Path, world_size: int, way: str
+) -> None:
+    expected, degree = reference(tiny_model), 2 if world_size == 4 else 1
+    for rank, shards in enumerate(held[world_size][f"copies-{way}"]):
+        for key, tensor in expected.items():
+            rows = tensor if "inv_freq" in key else chunk(tensor, degree, rank % degree)
+            assert torch.equal(shards[key], rows), (rank, key)
+
+
+@pytest.mark.parametrize("case", ["untied", "tied", "lora", "dora", "gaussian", "head"])
+def test_parameters_are_bit_identical_on_any_number_of_ranks_and_both_ways(
+    held: dict[int, dict[str, list[Held]]], case: str
+) -> None:
+    alone = held[1][f"{case}-slices"][0]
+    for world_size in WORLD_SIZES:
+        for way in ("slices", "scatter"):
+            ranks = held[world_size][f"{case}-{way}"]
+            for key, tensor in alone.items():
+                whole = ranks[0][key] if "inv_freq" in key else torch.cat([shards[key] for shards in ranks])
+                assert torch.equal(whole, tensor), (world_size, way, key)
+
+
+def test_frozen_weights_are_stored_in_bf16_and_adapters_in_fp32_in_mixed_precision(
+    held: dict[int, dict[str, list[Held]]], tiny_model: Path
+) -> None:
+    expected = reference(tiny_model, torch.bfloat16)
+    for key, tensor in held[1]["lora-scatter"][0].items():
+        if ".lora_" in key:
+            assert tensor.dtype == torch.float32
+        elif "inv_freq" not in key:
+            assert torch.equal(tensor, expected[key.replace(".base_layer.", ".")])
+
+
+def test_adapters_begin_as_peft_begins_them(held: dict[int, dict[str, list[Held]]]) -> None:
+    for key, tensor in held[1]["lora-slices"][0].items():
+        if ".lora_A." in key:
+            bound = tensor.shape[1] ** -0.5  # Kaiming uniform with a = sqrt(5)
+            assert tensor.abs().max() <= bound and tensor.abs().max() > 0.8 * bound
+        elif ".lora_B." in key:
+            assert not tensor.any()
+    matrices = {k: t for k, t in held[1]["lora-slices"][0].items() if ".lora_A." in k}
+    assert len({tensor.flatten()[0].item() for tensor in matrices.values()}) == len(matrices), "all begin differently"
+    gaussian = torch.cat([t.flatten() for k, t in held[1]["gaussian-slices"][0].items() if ".lora_A." in k])
+    assert gaussian.std().item() == pytest.approx(1 / 6, rel=0.1)
+
+
+def test_dora_magnitudes_are_those_of_peft_on_loaded_weights(
+    held: dict[int, dict[str, list[Held]]], tiny_model: Path
+) -> None:
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    settings = LoraConfig(r=6, target_modules="all-linear", use_dora=True, task_type="CAUSAL_LM")
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32), settings)
+    expected = {k: p for k, p in model.get_base_model().named_parameters() if "lora_magnitude_vector" in k}
+    assert len(expected) == 14
+    for key, magnitude in expected.items():
+        torch.testing.assert_close(held[4]["dora-scatter"][0][key], chunk(magnitude, 4, 0), rtol=1e-6, atol=0)
+
+
+def test_a_saved_copy_of_a_tied_head_begins_as_the_embedding(
+    held: dict[int, dict[str, list[Held]]], tied_model: Path
+) -> None:
+    copy = held[1]["head-scatter"][0]["lm_head.modules_to_save.default.weight"]
+    assert torch.equal(copy, reference(tied_model)["model.embed_tokens.weight"])

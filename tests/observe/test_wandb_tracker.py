@@ -1,0 +1,250 @@
+"""W&B offline, its files read back; W&B online, in a process of its own against a small local server."""
+
+import http.server
+import io
+import json
+import os
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from wandb.proto.wandb_internal_pb2 import Record
+
+from llama_ft.config.sections import TrackingConfig
+from llama_ft.observe import WandbTracker
+
+RESOLVED = {"train": {"lr": 0.001, "num_epochs": 2}, "model": {"model_name": "demo"}}
+SOURCE = Path(__file__).parents[2] / "src"
+
+ONLINE_RUN = """
+import sys
+from pathlib import Path
+from llama_ft.config.sections import TrackingConfig
+from llama_ft.errors import UserError
+from llama_ft.observe import RunLog
+from llama_ft.runtime.console import configure_console
+
+configure_console(0)
+try:
+    with RunLog(Path(sys.argv[1]), TrackingConfig(use_wandb=True), {"train": {"lr": 0.001}}, 2) as run_log:
+        for step in (1, 2):
+            run_log.log_step(step, {"train/loss": 6.0 / step})
+except UserError as error:
+    print(error, file=sys.stderr)
+    sys.exit(2)
+"""
+
+
+@dataclass
+class WandbServer:
+    """Answers what wandb asks when a run starts, takes its metrics, and can fall silent or refuse every key."""
+
+    url: str = ""
+    requests: list[tuple[str, bytes]] = field(default_factory=list)
+    refuses_keys: bool = False
+    silent_after_start: bool = False
+    closing: threading.Event = field(default_factory=threading.Event)
+
+    def answer(self, path: str, body: bytes) -> tuple[int, dict[str, object]]:
+        self.requests.append((path, body))
+        if self.refuses_keys:
+            return 401, {"data": None}
+        if b"query Viewer" in body:
+            viewer = {"id": "VXNlcjox", "entity": "team", "username": "me", "flags": "{}", "teams": {"edges": []}}
+            return 200, {"data": {"viewer": viewer}}
+        if b"mutation UpsertBucket" in body:
+            run_id = json.loads(body)["variables"]["name"]
+            project = {"id": "p", "name": "llama_ft", "entity": {"id": "e", "name": "team"}}
+            bucket = {"id": "b", "name": run_id, "config": "{}", "historyLineCount": 0, "project": project}
+            return 200, {"data": {"upsertBucket": {"bucket": bucket, "inserted": True}}}
+        if self.silent_after_start:
+            self.closing.wait()
+        if b"mutation CreateRunFiles" in body:
+            return 200, {"data": {"createRunFiles": {"runID": "b", "uploadHeaders": [], "files": []}}}
+        return 200, {}
+
+
+@pytest.fixture
+def wandb_server() -> Iterator[WandbServer]:
+    fake = WandbServer()
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers.get("content-length", 0)))
+            status, reply = fake.answer(self.path, body)
+            self.send_response(status)
+            self.send_header("content-type", "application/json")
+            self.end_headers()
+            self.wfile.write(json.dumps(reply).encode())
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    fake.url = f"http://127.0.0.1:{server.server_port}"
+    yield fake
+    fake.closing.set()
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def offline_records(run_dir: Path) -> Iterator[Record]:
+    """W&B's transaction log: a 7 byte header, then records of crc, length, type and data in blocks of 32 KiB."""
+    data = next(run_dir.glob("*.wandb")).read_bytes()
+    position, whole = 7, b""
+    while position + 7 <= len(data):
+        if 2**15 - position % 2**15 < 7:
+            position += 2**15 - position % 2**15
+            continue
+        _, length, kind = struct.unpack_from("<IHB", data, position)
+        whole += data[position + 7 : position + 7 + length]
+        position += 7 + length
+        if kind in (1, 4):  # complete, or the last part
+            record = Record()
+            record.ParseFromString(whole)
+            yield record
+            whole = b""
+
+
+def offline_history(run_dir: Path) -> list[dict[str, str]]:
+    records = [record.history for record in offline_records(run_dir) if record.HasField("history")]
+    return [{"/".join(i.nested_key) or i.key: i.value_json for i in record.item} for record in records]
+
+
+def run_online(tmp_path: Path, **environment: str) -> tuple[subprocess.CompletedProcess[str], float]:
+    """One online run in a process with a fresh home, nothing to type on, and no W&B settings but these."""
+    home, output_dir = tmp_path / "home", tmp_path / "run"
+    home.mkdir()
+    output_dir.mkdir()
+    script = tmp_path / "private_script.py"
+    script.write_text(ONLINE_RUN)
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(("WANDB_", "NETRC"))}
+    start = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, str(script), str(output_dir), "--private-argument"],
+        env=kept | {"HOME": str(home), "PYTHONPATH": str(SOURCE)} | environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    return done, time.monotonic() - start
+
+
+def test_wandb_offline_keeps_everything_and_says_how_to_sync(
+    tmp_path: Path, screen: io.StringIO, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    config = TrackingConfig(
+        use_wandb=True,
+        wandb_mode="offline",
+        wandb_project="docstrings",
+        wandb_entity="my-team",
+        wandb_name="first",
+        wandb_tags=["lora", "8b"],
+    )
+    tracker = WandbTracker(config, tmp_path, RESOLVED)
+    for step in (1, 2):
+        tracker.log({"train/loss": 6.0 / step, "memory/host_peak_bytes": [10, 20]}, step)
+    tracker.finish(0)
+
+    (run_dir,) = (tmp_path / "wandb").glob("offline-run-*")
+    assert f"wandb sync {run_dir} uploads this run" in screen.getvalue()
+    (run, *_) = [record.run for record in offline_records(run_dir) if record.HasField("run")]
+    assert (run.project, run.entity, run.display_name) == ("docstrings", "my-team", "first")
+    assert list(run.tags) == ["lora", "8b"]
+    assert '{"lr":0.001,"num_epochs":2}' in [item.value_json for item in run.config.update]
+    history = offline_history(run_dir)
+    assert [float(row["train/loss"]) for row in history] == [6.0, 3.0]
+    assert [float(row["memory/host_peak_bytes/rank1"]) for row in history] == [20.0, 20.0]
+    assert [row["_step"] for row in history] == ["1", "2"]
+
+
+def test_wandb_offline_keeps_machine_user_and_code_to_itself(tmp_path: Path, screen: io.StringIO) -> None:
+    tracker = WandbTracker(TrackingConfig(use_wandb=True, wandb_mode="offline"), tmp_path, RESOLVED)
+    tracker.log({"train/loss": 1.0}, 1)
+    tracker.finish(1)
+    (run_dir,) = (tmp_path / "wandb").glob("offline-run-*")
+    runs = [record.run for record in offline_records(run_dir) if record.HasField("run")]
+    assert {(run.host, run.git.remote_url, run.git.commit) for run in runs} == {("", "", "")}
+    kept = next(run_dir.glob("*.wandb")).read_bytes()
+    for path in (sys.executable, sys.argv[0], __file__):
+        assert path.encode() not in kept
+    assert [path for path in (run_dir / "files").rglob("*") if path.is_file()] == []
+
+
+def test_the_run_is_named_after_its_directory(tmp_path: Path, screen: io.StringIO) -> None:
+    output_dir = tmp_path / "Llama-3-8B-lora"
+    output_dir.mkdir()
+    tracker = WandbTracker(TrackingConfig(use_wandb=True, wandb_mode="offline"), output_dir, RESOLVED)
+    tracker.finish(0)
+    (run_dir,) = (output_dir / "wandb").glob("offline-run-*")
+    names = [record.run.display_name for record in offline_records(run_dir) if record.HasField("run")]
+    assert names[0] == "Llama-3-8B-lora"
+
+
+def test_wandb_online_without_a_key_is_told_at_once(tmp_path: Path) -> None:
+    done, seconds = run_online(tmp_path)
+    assert done.returncode == 2
+    assert done.stderr == (
+        "error: --use_wandb: this machine has no W&B key.\n"
+        "       Run wandb login, or set WANDB_API_KEY; --wandb_mode offline needs neither key nor network.\n"
+    )
+    assert seconds < 30
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_wandb_with_a_refused_key_is_told(tmp_path: Path, wandb_server: WandbServer) -> None:
+    wandb_server.refuses_keys = True
+    done, _ = run_online(tmp_path, WANDB_BASE_URL=wandb_server.url, WANDB_API_KEY="a" * 40)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: --use_wandb: Failed to authenticate with {wandb_server.url}")
+    assert "wandb login --relogin" in done.stderr and "--wandb_mode offline" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_an_unreachable_wandb_server_is_told_within_30_seconds(tmp_path: Path) -> None:
+    with socket.socket() as nobody_listens:
+        nobody_listens.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{nobody_listens.getsockname()[1]}"
+        done, seconds = run_online(tmp_path, WANDB_BASE_URL=url, WANDB_API_KEY="a" * 40)
+    assert done.returncode == 2
+    assert url in done.stderr and "--wandb_mode offline" in done.stderr
+    assert seconds < 30
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_wandb_online_sends_metrics_and_nothing_about_the_machine(tmp_path: Path, wandb_server: WandbServer) -> None:
+    login = {"WANDB_BASE_URL": wandb_server.url, "WANDB_API_KEY": "a" * 40}
+    private = {"WANDB_HOST": "private-host", "WANDB_USERNAME": "private-user", "SOME_TOKEN": "private-token"}
+    done, _ = run_online(tmp_path, **login, **private)
+    assert done.returncode == 0, done.stderr
+    assert f"W&B: {wandb_server.url}/team/llama_ft/runs/" in done.stdout
+    assert "wandb:" not in done.stdout + done.stderr
+    sent = b"".join(body for _, body in wandb_server.requests)
+    assert b'\\"train/loss\\":3' in sent
+    assert b"private" not in sent
+    assert sys.executable.encode() not in sent
+    assert not [path for path, _ in wandb_server.requests if "otel" in path]
+
+
+def test_a_server_that_falls_silent_does_not_hold_the_run(tmp_path: Path, wandb_server: WandbServer) -> None:
+    wandb_server.silent_after_start = True
+    done, seconds = run_online(tmp_path, WANDB_BASE_URL=wandb_server.url, WANDB_API_KEY="a" * 40)
+    assert done.returncode == 0, done.stderr
+    (run_dir,) = (tmp_path / "run" / "wandb").glob("run-*")
+    told = f"warning: W&B did not get everything (Timed out finishing run.). wandb sync {run_dir} sends the rest."
+    assert told in done.stdout
+    assert seconds < 30
+    assert (tmp_path / "run" / "metrics.jsonl").read_text().count("\n") == 2

@@ -1,0 +1,162 @@
+"""The same losses as a plain single-process transformers and torch loop, however the work is laid over ranks."""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import losses, run, torchrun
+
+STEPS, GLOBAL_BATCH = 20, 16
+LEARNING_RATE, WEIGHT_DECAY = 1e-3, 0.1
+CASES = Path(__file__).resolve().parent.parent / "run_cases.py"
+FSDP = ["--enable_fsdp", "--low_cpu_fsdp"]
+LORA = ["--use_peft", "--lora_dropout", "0", "--target_modules", "all-linear", "--r", "4"]
+FULL = ["--weight_decay", str(WEIGHT_DECAY), "--gradient_clipping", "--gradient_clipping_threshold", "0.5"]
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As many tokenized rows as a global batch holds, so that every step sees them all and their order is free."""
+    generator = torch.Generator().manual_seed(1)
+    file = tmp_path_factory.mktemp("parity") / "rows.jsonl"
+    with open(file, "w") as lines:
+        for number in range(GLOBAL_BATCH):
+            ids = torch.randint(0, 301, (5 + 2 * number,), generator=generator).tolist()
+            lines.write(json.dumps({"input_ids": ids, "labels": [-100] * (number % 4 + 1) + ids[number % 4 + 1 :]}) + "\n")
+    return file
+
+
+def reference_losses(model: torch.nn.Module, rows: Path, full: bool) -> list[float]:
+    """What anyone would write: one process, row by row, the mean over all target tokens."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.ndim > 1], "weight_decay": WEIGHT_DECAY if full else 0.0},
+        {"params": [p for p in trained if p.ndim == 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW([group for group in groups if group["params"]], lr=LEARNING_RATE)
+    examples = [json.loads(line) for line in rows.read_text().splitlines()]
+    targets = sum(label != -100 for example in examples for label in example["labels"][1:])
+    result = []
+    for step in range(STEPS):
+        total = 0.0
+        for example in examples:
+            logits = model(input_ids=torch.tensor([example["input_ids"]])).logits[0]
+            labels = torch.tensor(example["labels"])
+            loss = torch.nn.functional.cross_entropy(logits[:-1].float(), labels[1:], reduction="sum") / targets
+            loss.backward()
+            total += loss.item()
+        if full:
+            torch.nn.utils.clip_grad_norm_(trained, 0.5)
+        for group in optimizer.param_groups:
+            group["lr"] = LEARNING_RATE * (1 + math.cos(math.pi * step / STEPS)) / 2
+        optimizer.step()
+        optimizer.zero_grad()
+        result.append(total)
+    return result
+
+
+@pytest.fixture(scope="module")
+def references(tiny_model: Path, tied_model: Path, rows: Path, lora_start: Path) -> dict[str, list[float]]:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    def base(folder: Path) -> torch.nn.Module:
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+    return {
+        "full": reference_losses(base(tiny_model), rows, full=True),
+        "tied": reference_losses(base(tied_model), rows, full=True),
+        "lora": reference_losses(
+            PeftModel.from_pretrained(base(tiny_model), lora_start, is_trainable=True), rows, full=False
+        ),
+    }
+
+
+@pytest.fixture(scope="module")
+def lora_start(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An adapter with weights that are not zero, saved by peft itself, for both sides to continue from."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(3)
+    settings = LoraConfig(r=4, lora_alpha=8, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM")
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32), settings)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.05)
+    folder = tmp_path_factory.mktemp("adapter")
+    model.save_pretrained(folder)
+    return folder
+
+
+def cases_of(world_size: int, lora_start: Path) -> dict[str, tuple[str, list[str]]]:
+    """Case name -> reference it must match, flags."""
+
+    def batch(accumulation: int) -> list[str]:
+        rows = GLOBAL_BATCH // world_size // accumulation
+        return ["--batch_size_training", str(rows), "--gradient_accumulation_steps", str(accumulation)]
+
+    lora = ["--use_peft", "--from_peft_checkpoint", str(lora_start)]
+    fp32 = ["--precision", "fp32"]
+    cases = {
+        "full, 1 micro-batch": ("full", [*FSDP, *fp32, *FULL, *batch(1)]),
+        "full, 4 micro-batches": ("full", ["--enable_fsdp", *fp32, *FULL, *batch(4)]),
+        "lora, 1 micro-batch": ("lora", [*FSDP, *fp32, *lora, *batch(1)]),
+        "lora, 4 micro-batches": ("lora", ["--enable_fsdp", *fp32, *lora, *batch(4)]),
+        "without fsdp": ("full", [*fp32, *FULL, *batch(4)]),
+        "lora without fsdp": ("lora", ["--low_cpu_fsdp", *fp32, *lora, *batch(4)]),
+        "tied head": ("tied", [*FSDP, *fp32, *FULL, *batch(4), "--min_num_params", "1000"]),
+        "accumulated unsharded": ("full", ["--enable_fsdp", "--accumulate_unsharded", *fp32, *FULL, *batch(4)]),
+        "gathered until backward": ("full", [*FSDP, "--sharding_strategy", "SHARD_GRAD_OP", *fp32, *FULL, *batch(4)]),
+        "layers only": ("full", [*FSDP, "--fsdp_wrap_policy", "transformer", *fp32, *FULL, *batch(1)]),
+        "units by size": (
+            "full",
+            [*FSDP, "--fsdp_wrap_policy", "size", "--min_num_params", "2000", *fp32, *FULL, *batch(1)],
+        ),
+        "all layers recomputed": ("full", [*FSDP, "--activation_checkpointing", "full", *fp32, *FULL, *batch(4)]),
+        "every 2nd layer recomputed": ("lora", [*FSDP, "--activation_checkpointing", "every_k", *fp32, *lora, *batch(1)]),
+        "full in bf16_mixed": ("full", [*FSDP, "--precision", "bf16_mixed", *FULL, *batch(4)]),
+        "lora in bf16_mixed": ("lora", [*FSDP, "--precision", "bf16_mixed", *lora, *batch(1)]),
+    }
+    if world_size == 4:
+        hybrid = ["--sharding_strategy", "HYBRID_SHARD", "--sharding_group_size", "2"]
+        cases["two copies over two ranks each"] = ("full", [*FSDP, *hybrid, *fp32, *FULL, *batch(4)])
+        cases["lora, two copies"] = ("lora", ["--enable_fsdp", *hybrid, *fp32, *lora, *batch(4)])
+    return cases
+
+
+@pytest.fixture(scope="module", params=[1, 2, 4], ids=["1 rank", "2 ranks", "4 ranks"])
+def finished_cases(
+    request: pytest.FixtureRequest, tiny_model: Path, tied_model: Path, rows: Path, lora_start: Path, tmp_path_factory: Callable
+) -> dict[str, tuple[str, list[float]]]:
+    """Case name -> its reference, its losses; all cases of a world size in one launch."""
+    world_size: int = request.param
+    folder = tmp_path_factory.mktemp(f"parity{world_size}")
+    cases = cases_of(world_size, lora_start)
+    common = ["--dataset", str(rows), "--num_epochs", str(STEPS), "--lr", str(LEARNING_RATE), "--save_model", "false"]
+    flags = []
+    for name, (reference, own) in cases.items():
+        model = tied_model if reference == "tied" else tiny_model
+        flags.append([*common, "--model_name", str(model), "--output_dir", str(folder / name), *own])
+    (folder / "cases.json").write_text(json.dumps(flags))
+    import sys
+
+    arguments = (str(CASES), str(folder / "cases.json"))
+    finished = torchrun(world_size, *arguments) if world_size > 1 else run([sys.executable, *arguments])
+    assert finished.exit_code == 0, finished.output
+    return {name: (reference, losses(folder / name)) for name, (reference, _) in cases.items()}
+
+
+def test_every_layout_of_the_work_gives_the_losses_of_a_plain_loop(
+    finished_cases: dict[str, tuple[str, list[float]]], references: dict[str, list[float]]
+) -> None:
+    for name, (reference, found) in finished_cases.items():
+        tolerance = 1e-2 if "bf16" in name else 1e-5
+        assert found == pytest.approx(references[reference], rel=tolerance), name
+
+
+def test_the_losses_compared_do_fall(references: dict[str, list[float]]) -> None:
+    assert all(values[-1] < 0.9 * values[0] for values in references.values())

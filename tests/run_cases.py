@@ -1,0 +1,17 @@
+"""Runs recipes/finetuning.py once for every list of flags in a JSON file, all in the processes of one launch."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+RECIPE = Path(__file__).resolve().parent.parent / "recipes" / "finetuning.py"
+
+if __name__ == "__main__":
+    spec = importlib.util.spec_from_file_location("finetuning", RECIPE)
+    assert spec is not None and spec.loader is not None
+    finetuning = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(finetuning)
+    for flags in json.loads(Path(sys.argv[1]).read_text()):
+        settings = finetuning.parse_command_line(flags, description="", demo_recipe=finetuning.DEMO_RECIPE)
+        finetuning.main(*settings)
