@@ -16,12 +16,11 @@ if __name__ == "__main__":
     # Before the imports below, which take 10 s: --help and most mistakes are answered at once.
     CONFIG, PLACES = parse_command_line(sys.argv[1:], description=str(__doc__), demo_recipe=DEMO_RECIPE)
 
-import contextlib  # noqa: E402
 import dataclasses  # noqa: E402
 import time  # noqa: E402
 
 import torch  # noqa: E402
-from transformers import PreTrainedTokenizerBase  # noqa: E402
+from transformers import PretrainedConfig, PreTrainedTokenizerBase  # noqa: E402
 from transformers.modeling_utils import PreTrainedModel  # noqa: E402
 
 from llama_ft import checkpoint, data, models, observe, runtime, training  # noqa: E402
@@ -34,6 +33,8 @@ def main(config: Config, places: dict[str, str]) -> None:
         config = settle(config, places, job)
         log.info("\n  ".join(["Settings that differ from the defaults:", *differences(config)]))
         log.info(job.describe())
+        if job.is_main:
+            observe.check_wandb_login(config.tracking)
 
         # What is trained on what. The demo stands in for a model and for data that were not given.
         with job.node_leader_first():
@@ -45,7 +46,6 @@ def main(config: Config, places: dict[str, str]) -> None:
                 tokenizer,
                 context_length=models.resolve_context_length(config.data.context_length, model_config),
                 cache=data.cache_dir(),
-                seed=config.train.seed,
                 want_validation=config.train.run_validation,
             )
         log.info("\n".join(rows.summary))
@@ -95,7 +95,7 @@ def find_model(config: Config) -> tuple[Path, PreTrainedTokenizerBase]:
 
 
 def build_model(
-    config: Config, folder: Path, model_config: models.PretrainedConfig, job: Runtime
+    config: Config, folder: Path, model_config: PretrainedConfig, job: Runtime
 ) -> tuple[PreTrainedModel, models.Adapter | None, dict[str, torch.dtype]]:
     """A skeleton without storage, adapters, shards; only then weights, each rank its own rows."""
     precision = runtime.PRECISIONS[config.train.precision]
@@ -134,10 +134,11 @@ def train(
 ) -> None:
     """The training loop. Every rank runs it in step; rank 0 keeps the log."""
     settings = config.train
+    global_batch = settings.batch_size_training * settings.gradient_accumulation_steps * job.world_size
     plan = data.BatchPlan(
-        rows.train["length"],
-        rows.train["target_tokens"],
-        global_batch=settings.batch_size_training * settings.gradient_accumulation_steps * job.world_size,
+        data.row_lengths(rows.train),
+        data.target_token_counts(rows.train),
+        global_batch=global_batch,
         world_size=job.world_size,
         rank=job.rank,
         micro_batch=settings.batch_size_training,
@@ -146,14 +147,15 @@ def train(
     total_steps = min(plan.steps_per_epoch * settings.num_epochs, settings.max_train_step or sys.maxsize)
     optimizer = training.build_optimizer(model, settings)
     log.info(training.describe_optimizer(optimizer))
-    log.info(f"{total_steps} optimizer steps of {plan.global_batch} rows, {plan.steps_per_epoch} to the epoch")
+    log.info(f"{total_steps} optimizer steps of {global_batch} rows, {plan.steps_per_epoch} to the epoch")
     writer, best = checkpoint.CheckpointWriter(output_dir, job), training.BestLoss(settings)
     reduce_last_only = config.peft.use_peft or settings.accumulate_unsharded
     pad = data.pad_token_id(tokenizer)
     torch.manual_seed(settings.seed + job.rank)  # dropout differs between ranks
     observe.reset_peaks(job.device)
 
-    with open_run_log(config, output_dir, total_steps, job) as run_log:
+    # metrics.jsonl, progress bar, W&B, TensorBoard; on the other ranks it does nothing.
+    with observe.RunLog(output_dir, config.tracking, dataclasses.asdict(config), total_steps, job.is_main) as run_log:
         training.show_answer("Before", model, tokenizer, rows.chat_sample, settings.sample_tokens, pad, job)
         if rows.validation is not None:
             run_log.log_step(0, training.evaluate(model, rows.validation, settings, pad, job))
@@ -210,13 +212,6 @@ def train(
             writer.load_weights(best.step, model)
             log.info(f"The weights of step {best.step}, with the best validation loss {best.loss:.4f}, are taken.")
         training.show_answer("After", model, tokenizer, rows.chat_sample, settings.sample_tokens, pad, job)
-
-
-def open_run_log(
-    config: Config, output_dir: Path, total_steps: int, job: Runtime
-) -> contextlib.AbstractContextManager[observe.RunLog]:
-    """metrics.jsonl, progress bar and trackers on rank 0; on the others a log that does nothing."""
-    return observe.RunLog(output_dir, config.tracking, dataclasses.asdict(config), total_steps, enabled=job.is_main)
 
 
 if __name__ == "__main__":

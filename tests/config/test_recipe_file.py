@@ -76,6 +76,8 @@ def test_quantization_has_a_short_form(mistakes, recipe, text: str) -> None:
         ("train:\n  lr: 1\n  lr: 2", "mine.yaml:3: train.lr is set twice, first in line 2."),
         ("train:\n  lr: 1\ndata:\ntrain:\n  seed: 2", "mine.yaml:4: train is set twice, first in line 1."),
         ("train:\n  lr:", "mine.yaml:2: train.lr has no value; expected a number."),
+        ("model:\n  model_name: ''", "mine.yaml:2: model.model_name has no value; expected text."),
+        ("checkpoint:\n  output_dir: ''", "mine.yaml:2: checkpoint.output_dir has no value; expected text."),
         ("train:\n  lr: {a: 1}", "mine.yaml:2: train.lr is a mapping; expected a number."),
         ("train:\n  lr: [1, 2]", "mine.yaml:2: train.lr is [1,2]; expected a number."),
         ("train:\n  lr: true", 'mine.yaml:2: train.lr is "true"; expected a number.'),
@@ -117,3 +119,11 @@ def test_a_recipe_is_read_without_a_command_line(tmp_path: Path) -> None:
     config, places = load_recipe(file)
     assert config.train.seed == 7
     assert places["train.seed"].endswith("a.yaml:2")
+
+
+@pytest.mark.parametrize(
+    "text", ["{[a]: 1}: {[lr]: 2}\n", "train:\n  ? [lr, seed]\n  : 2\n", "x: &x\n  y: *x\n", "? {a: b}\n: 1\n"]
+)
+def test_yaml_that_no_recipe_looks_like_is_a_mistake_and_no_crash(mistakes, recipe, text: str) -> None:
+    found = mistakes(recipe(text))
+    assert found and all(message.startswith("mine.yaml:") for message in found)

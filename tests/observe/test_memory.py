@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from llama_ft.observe import device_peak_bytes, host_anonymous_bytes, host_peak_bytes, reset_peaks
+from llama_ft.observe import device_peak_bytes, host_anonymous_bytes, host_peak_bytes, memory_metrics, reset_peaks
 from llama_ft.observe.memory import _status_bytes
 
 CPU = torch.device("cpu")
@@ -64,3 +64,8 @@ def test_a_kernel_that_does_not_tell_the_peak_has_none(tmp_path: Path) -> None:
     status.write_text("Name:\tpython\nVmRSS:\t    2024 kB\n")
     assert _status_bytes("VmHWM", status) is None
     assert _status_bytes("VmRSS", status) == 2024 * 1024
+
+
+def test_peaks_that_no_rank_measured_have_no_key() -> None:
+    on_the_cpu = torch.tensor([[2.0**33, 0.0], [2.0**34, 0.0]], dtype=torch.float64)
+    assert memory_metrics(on_the_cpu) == {"memory/host_peak_bytes": [2**33, 2**34]}

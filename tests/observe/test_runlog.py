@@ -33,7 +33,7 @@ def wandb_process() -> int:
 
 def test_a_step_with_its_evaluation_is_one_line(tmp_path: Path, screen: io.StringIO) -> None:
     with RunLog(tmp_path, NO_TRACKERS, {}, total_steps=2) as run_log:
-        run_log.log_evaluation(0, {"eval/loss": 9.0, "eval/perplexity": 8103.1})
+        run_log.log_step(0, {"eval/loss": 9.0, "eval/perplexity": 8103.1})
         run_log.log_step(1, {"epoch": 0.5, "tokens": 100, "train/loss": 8.0})
         run_log.log_step(
             2, {"epoch": 1.0, "tokens": 200, "train/loss": 7.0, "eval/loss": 7.5, "eval/perplexity": 1808.0}
@@ -49,6 +49,13 @@ def test_a_step_with_its_evaluation_is_one_line(tmp_path: Path, screen: io.Strin
         "step 2/2  loss 7.000",
         "step 2/2  held-out loss 7.500  perplexity 1808.00",
     ]
+
+
+def test_ranks_other_than_0_log_nothing(tmp_path: Path, screen: io.StringIO) -> None:
+    with RunLog(tmp_path, OFFLINE, {}, total_steps=2, enabled=False) as run_log:
+        run_log.log_step(1, {"train/loss": 8.0})
+    assert list(tmp_path.iterdir()) == []
+    assert screen.getvalue() == ""
 
 
 def test_trackers_get_what_the_file_gets(tmp_path: Path, screen: io.StringIO) -> None:

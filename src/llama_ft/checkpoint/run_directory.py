@@ -6,12 +6,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import cast
 
-from llama_ft.config import CheckpointConfig
+from llama_ft.config import CheckpointConfig, run_entries
 from llama_ft.errors import UserError
 from llama_ft.runtime import Runtime
-
-RUN_FILES = ("config.yaml", "metrics.jsonl", "status.json", "report.html")
-RUN_FOLDERS = ("checkpoints", "model", "tensorboard", "wandb")
 
 
 def create_run_directory(checkpoint: CheckpointConfig, model_name: str, runtime: Runtime) -> Path:
@@ -32,16 +29,12 @@ def create_run_directory(checkpoint: CheckpointConfig, model_name: str, runtime:
 
 def _create(asked: str | None, overwrite: bool, model_name: str) -> Path:
     folder = Path(asked).expanduser() if asked else _default(model_name)
-    held = [name for name in (*RUN_FILES, *RUN_FOLDERS) if (folder / name).exists()]
+    held = run_entries(folder)  # looked at before anything slow began, but another run may have begun there since
     if held and not overwrite:
-        raise UserError(
-            f"--output_dir {folder}: already holds a run ({', '.join(held)}).\n--overwrite replaces it; or give another "
-            "directory."
-        )
+        raise UserError(f"--output_dir {folder}: already holds a run.\nChoose another output_dir, or --overwrite it.")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for name in held:
-            path = folder / name
+        for path in held:
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
         probe = folder / ".writable"
         probe.touch()

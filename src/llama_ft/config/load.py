@@ -73,7 +73,7 @@ def convert(values: Mapping[str, Any], places: Mapping[str, str]) -> tuple[Confi
     wrong = {
         name: _complaint(SETTINGS[name], values[name], "empty", {}, places)
         for name in values
-        if values[name] is None and not SETTINGS[name].optional
+        if values[name] == "" or (values[name] is None and not SETTINGS[name].optional)
     }
     while True:
         nested: dict[str, dict[str, Any]] = {}

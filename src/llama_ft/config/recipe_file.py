@@ -96,7 +96,7 @@ def _read_section(section: str, place: str, node: yaml.Node, shown: str, given: 
     elif section not in SECTIONS:
         _doubt(section, given)
         below = node.value if isinstance(node, yaml.MappingNode) else []
-        given.doubtful.update(key.value for key, _ in below if key.value in SETTINGS)
+        given.doubtful.update(SETTINGS.keys() & {str(key.value) for key, _ in below})
         given.mistakes.append(_not_a_section(section, place, node))
     elif isinstance(node, yaml.MappingNode):
         for key, key_place, value_node in _pairs(node, f"{section}.", shown, given):

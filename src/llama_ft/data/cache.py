@@ -10,7 +10,10 @@ from llama_ft.errors import UserError
 
 
 def cache_dir() -> Path:
-    """Folder of the demo and of tokenized data: LLAMA_FT_CACHE, else XDG_CACHE_HOME/llama_ft, else ~/.cache/llama_ft."""
+    """Return the folder of the demo and of tokenized data.
+
+    It is LLAMA_FT_CACHE, else XDG_CACHE_HOME/llama_ft, else ~/.cache/llama_ft.
+    """
     if own := os.environ.get("LLAMA_FT_CACHE"):
         return Path(own)
     if shared := os.environ.get("XDG_CACHE_HOME"):
@@ -18,7 +21,7 @@ def cache_dir() -> Path:
     return Path.home() / ".cache" / "llama_ft"
 
 
-def build_once(target: Path, marker: str, build: Callable[[Path], None]) -> Path:
+def build_once(target: Path, marker: str, build: Callable[[Path], object]) -> Path:
     """Return folder `target`, built by `build(temporary_folder)` when it is not there yet.
 
     The temporary folder is a sibling that is renamed when finished, so that nobody ever sees half a folder. When

@@ -1,7 +1,7 @@
 """Chat templates: a built-in one for tokenizers without, and which characters of a rendered chat the model answers."""
 
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jinja2.exceptions import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
@@ -87,16 +87,14 @@ class ChatRenderer:
         return text, spans
 
     def _render(self, messages: list[Message], add_generation_prompt: bool = False) -> tuple[str, list[Span]]:
+        options: dict[str, Any] = {"add_generation_prompt": add_generation_prompt, **self._special_tokens}
+        options["return_assistant_tokens_mask"] = self.has_generation_block
+        rendered: Any  # its annotation says str; it is a list of texts and a list of lists of spans
         try:
-            texts, spans = render_jinja_template(
-                conversations=[messages],
-                chat_template=self.template,
-                return_assistant_tokens_mask=self.has_generation_block,
-                add_generation_prompt=add_generation_prompt,
-                **self._special_tokens,
-            )
+            rendered = render_jinja_template(conversations=[messages], chat_template=self.template, **options)
         except (TemplateError, TypeError, ValueError, KeyError) as error:
             raise BadRow(f"the chat template refuses this chat: {error}") from None
+        texts, spans = rendered
         return texts[0], spans[0] if spans else []
 
     def _answer_start(self, messages: list[Message], index: int, text: str) -> int:

@@ -60,7 +60,7 @@ def write_demo_rows(folder: Path) -> dict[str, int]:
 
 
 def documented_items(library: Path) -> Iterator[Documented]:
-    """Yield all that is public and has a docstring in the Python files under `library`, skipping what cannot be parsed."""
+    """Yield all that is public and has a docstring in the Python files under `library` that can be parsed."""
     for path in sorted(library.rglob("*.py")):
         parts = path.relative_to(library).with_suffix("").parts
         if SKIPPED_FOLDERS.intersection(parts) or any(_is_private(part) for part in parts):
@@ -86,7 +86,9 @@ def _walk(node: ast.Module | Definition, name: str, kind: str, signature: str) -
             continue
         if isinstance(child, ast.ClassDef):
             bases = ", ".join(map(ast.unparse, child.bases))
-            yield from _walk(child, f"{name}.{child.name}", "class", f"class {child.name}" + (f"({bases})" if bases else ""))
+            yield from _walk(
+                child, f"{name}.{child.name}", "class", f"class {child.name}" + (f"({bases})" if bases else "")
+            )
         else:
             child_kind = "method" if isinstance(node, ast.ClassDef) else "function"
             yield from _walk(child, f"{name}.{child.name}", child_kind, _function_signature(child))

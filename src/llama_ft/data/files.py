@@ -41,11 +41,11 @@ def _jsonl_rows(path: Path) -> Rows:
 
 def _row_of_line(line: bytes) -> Row | BadRow:
     try:
-        value = json.loads(line.decode("utf-8"), parse_constant=_refuse_constant)
+        value = json.loads(line.decode("utf-8").rstrip("\r\n"), parse_constant=_refuse_constant)
     except UnicodeDecodeError as error:
         return BadRow(f"byte 0x{line[error.start]:02x} at column {error.start + 1} is not UTF-8; expected UTF-8 text.")
     except json.JSONDecodeError as error:
-        return BadRow(f"malformed JSON: {error.msg} at column {error.colno}; expected one JSON object a line.")
+        return BadRow(f"malformed JSON: {error.msg} (column {error.colno}); expected one JSON object a line.")
     except (ValueError, RecursionError) as error:
         return BadRow(f"malformed JSON: {error}; expected one JSON object a line.")
     return _object_or_bad(value)
@@ -77,7 +77,7 @@ def _json_rows(path: Path) -> Rows:
             raise json.JSONDecodeError("Extra data after the array", text, rest)
     except json.JSONDecodeError as error:
         raise UserError(
-            f"{path}:{error.lineno}: malformed JSON: {error.msg} at column {error.colno}.\nExpected an array of objects."
+            f"{path}:{error.lineno}: malformed JSON: {error.msg} (column {error.colno}).\nExpected an array of objects."
         ) from None
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path}:{line} (row {row_number}): malformed JSON: {error}.") from None
@@ -105,7 +105,7 @@ def _object_or_bad(value: Any) -> Row | BadRow:
     if isinstance(value, dict):
         return value
     names = {list: "an array", str: "a string", bool: "true or false", int: "a number", float: "a number"}
-    return BadRow(f"is {names.get(type(value), 'null')}; expected a JSON object.")
+    return BadRow(f"the row is {names.get(type(value), 'null')}; expected a JSON object.")
 
 
 def _refuse_constant(name: str) -> None:
@@ -137,7 +137,7 @@ def _csv_rows(path: Path) -> Rows:
 
 def _csv_row(columns: list[str], values: list[str]) -> Row | BadRow:
     if len(values) != len(columns):
-        return BadRow(f"has {len(values)} fields; expected {len(columns)}, as in the header.")
+        return BadRow(f"the row has {len(values)} fields; expected {len(columns)}, as in the header.")
     return dict(zip(columns, values, strict=True))
 
 

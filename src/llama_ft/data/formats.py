@@ -48,7 +48,9 @@ def find_format(dataset: str, columns: Collection[str], wanted: str) -> RowForma
     if not fitting:
         raise UserError(f"{dataset}: {found}.\n{EXPECTED}")
     if len(fitting) > 1:
-        raise UserError(f"{dataset}: {found}, which fit {' and '.join(fitting)}.\n--dataset_format says which is meant.")
+        raise UserError(
+            f"{dataset}: {found}, which fit {' and '.join(fitting)}.\n--dataset_format says which is meant."
+        )
     return fitting[0]
 
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Split = Literal["train", "validation"]
+PROBLEMS_SHOWN = 3
 ROWS_LOOKED_AT = 100  # for the columns: rows of a .jsonl may lack one or another
 
 
@@ -37,15 +38,20 @@ class Source:
     identity: str
     read: Callable[[], Rows]
 
-    def row_format(self, wanted: str) -> RowFormat:
-        """The format of the rows, told from the columns of the first ones unless `wanted` says it."""
-        first = [row for _, row in itertools.islice(self.read(), ROWS_LOOKED_AT)]
+    def row_format(self, wanted: str, *, if_empty: str = "") -> RowFormat:
+        """Tell the format of the rows from the columns of the first ones.
+
+        Args:
+            wanted: `auto`, or the format that they must have.
+            if_empty: what to do about it when there are no rows, for the message.
+        """
+        first = list(itertools.islice(self.read(), ROWS_LOOKED_AT))
         if not first:
-            raise UserError(f"{self.name}: holds no rows.")
-        columns = {column for row in first if not isinstance(row, BadRow) for column in row}
-        if not columns and any(isinstance(row, BadRow) for row in first):
-            place, problem = next((place, row) for place, row in self.read() if isinstance(row, BadRow))
-            raise UserError(f"{place}: {problem}")
+            raise UserError(f"{self.name}: holds no rows." + (f"\n{if_empty}" if if_empty else ""))
+        columns = {column for _, row in first if not isinstance(row, BadRow) for column in row}
+        problems = [f"{place}: {row}" for place, row in first if isinstance(row, BadRow)]
+        if problems and not columns:  # not one usable row: most likely no file of this kind at all
+            raise UserError(*problems[:PROBLEMS_SHOWN])
         return find_format(self.name, columns, wanted)
 
 
@@ -67,14 +73,25 @@ def open_source(
     if dataset == "demo":
         demo = build_demo(cache)
         return _file_source(demo.train_file if split == "train" else demo.validation_file)
-    file, colon, function = dataset.rpartition(":")
-    if colon and file.endswith(".py"):
-        rows = call_user_function(Path(file), function, config, tokenizer, split)
-        code = hashlib.sha256(Path(file).read_bytes()).hexdigest()
+    if found := _user_function(dataset):
+        file, function = found
+        rows = call_user_function(file, function, config, tokenizer, split)
+        code = hashlib.sha256(file.read_bytes()).hexdigest()
         # _fingerprint is how datasets itself knows a table and all that was done to it
         return Source(dataset, f"{code} {rows._fingerprint}", lambda: _dataset_rows(dataset, rows))
     _check_is_data_file(dataset)
     return _file_source(Path(dataset))
+
+
+def brings_validation(dataset: str) -> bool:
+    """Tell whether a dataset has a validation split of its own."""
+    return dataset == "demo" or _user_function(dataset) is not None
+
+
+def _user_function(dataset: str) -> tuple[Path, str] | None:
+    """The file and the function in `path/to/file.py:function`; None if `dataset` is something else."""
+    file, _, function = dataset.rpartition(":")
+    return (Path(file), function) if file.endswith(".py") else None
 
 
 def read_rows(
@@ -105,8 +122,7 @@ def _check_is_data_file(dataset: str) -> None:
         raise UserError(f"{dataset}: which function of this file? Expected {dataset}:function.")
     if path.suffix.lower() not in READERS:
         raise UserError(
-            f"{dataset}: not a dataset.\n"
-            f"Expected demo, a file ({', '.join(READERS)}) or path/to/file.py:function."
+            f"{dataset}: not a dataset.\nExpected demo, a file ({', '.join(READERS)}) or path/to/file.py:function."
         )
     if path.is_dir():
         raise UserError(f"{dataset}: is a folder; expected a file.")

@@ -1,5 +1,6 @@
 """From a chat to tokens and labels: what the model reads, and which of it it learns to say."""
 
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from llama_ft.data.chat_template import ALPACA_TEMPLATE, INPUT_HEADING, ChatRenderer, Span
@@ -44,16 +45,20 @@ class Encoder:
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", context_length: int) -> None:
-        if not tokenizer.is_fast:
-            raise UserError(
-                f"the tokenizer ({type(tokenizer).__name__}) cannot tell which characters a token stands for.\n"
-                "Expected a fast tokenizer, one with a tokenizer.json."
-            )
         self.tokenizer = tokenizer
         self.context_length = context_length
-        self._renderer = ChatRenderer(tokenizer) if tokenizer.chat_template else None
         self._input_heading = INPUT_HEADING if tokenizer.chat_template == ALPACA_TEMPLATE else ""
         self._vocabulary_size = len(tokenizer)
+
+    @cached_property
+    def _renderer(self) -> ChatRenderer:
+        """Made when the first chat comes: rows that are tokenized already make no demands on the tokenizer."""
+        if not self.tokenizer.is_fast:
+            raise UserError(
+                f"the tokenizer ({type(self.tokenizer).__name__}) cannot tell which characters a token stands for.\n"
+                "Expected a fast tokenizer, one with a tokenizer.json."
+            )
+        return ChatRenderer(self.tokenizer)
 
     def messages(self, row: Row, row_format: RowFormat) -> list[Message] | None:
         """The chat in a row, None when it is tokenized already.
@@ -84,7 +89,6 @@ class Encoder:
         Raises:
             BadRow: the chat template cannot take it.
         """
-        assert self._renderer is not None, "ensure_chat_template comes first"
         text, spans = self._renderer.render(messages)
         # The template writes the special tokens: adding them here would double BOS.
         tokens: Any = self.tokenizer(

@@ -1,7 +1,13 @@
 """What a run measured: metrics.jsonl, the progress bar, W&B and TensorBoard, peaks of memory. RunLog ties the first
 ones together; nothing here calls back into training."""
 
-from llama_ft.observe.memory import device_peak_bytes, host_anonymous_bytes, host_peak_bytes, reset_peaks
+from llama_ft.observe.memory import (
+    device_peak_bytes,
+    host_anonymous_bytes,
+    host_peak_bytes,
+    memory_metrics,
+    reset_peaks,
+)
 from llama_ft.observe.metrics import Metrics, MetricsLog
 from llama_ft.observe.progress import Progress
 from llama_ft.observe.runlog import RunLog
@@ -20,6 +26,7 @@ __all__ = [
     "device_peak_bytes",
     "host_anonymous_bytes",
     "host_peak_bytes",
+    "memory_metrics",
     "reset_peaks",
     "start_trackers",
 ]

@@ -47,3 +47,10 @@ def _status_bytes(field: str, status: Path) -> int | None:
     except OSError:
         return None
     return int(found.group(1)) * 1024 if found else None
+
+
+def memory_metrics(peaks: torch.Tensor) -> dict[str, list[int]]:
+    """Metrics keys from every rank's host and device peak, [ranks, 2] in bytes; 0 was not measured."""
+    host, device = peaks[:, 0].long().tolist(), peaks[:, 1].long().tolist()
+    measured = {"memory/host_peak_bytes": host, "memory/device_peak_bytes": device}
+    return {key: ranks for key, ranks in measured.items() if any(ranks)}

@@ -2,10 +2,10 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-Metrics = Mapping[str, float | list[float]]
+Metrics = Mapping[str, float | Sequence[float]]  # a sequence has one value per rank
 
 
 class MetricsLog:
@@ -43,14 +43,14 @@ def one_series_per_rank(metrics: Metrics) -> dict[str, float]:
     """`metrics` with each list spread out: memory/host_peak_bytes/rank0, .../rank1 and so on."""
     series: dict[str, float] = {}
     for name, value in metrics.items():
-        if isinstance(value, list):
+        if isinstance(value, Sequence):
             series.update({f"{name}/rank{rank}": number for rank, number in enumerate(value)})
         else:
             series[name] = value
     return series
 
 
-def _finite(value: float | list[float]) -> float | list[float | None] | None:
-    if isinstance(value, list):
+def _finite(value: float | Sequence[float]) -> float | list[float | None] | None:
+    if isinstance(value, Sequence):
         return [number if math.isfinite(number) else None for number in value]
     return value if math.isfinite(value) else None

@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
 
@@ -115,7 +116,7 @@ def _make_bar(console: Console) -> RichProgress:
 
 def _describe(metrics: Metrics, brief: bool = False) -> list[str]:
     """The numbers that are there, as people say them; `brief` has no more than an 80-column terminal has room for."""
-    values = {key: value for key, value in metrics.items() if not isinstance(value, list)}
+    values = {key: value for key, value in metrics.items() if not isinstance(value, Sequence)}
     parts = []
     if "train/loss" in values:
         parts.append(f"loss {_number(values['train/loss'], 3)}")

@@ -14,7 +14,7 @@ from llama_ft.runtime.console import log
 
 
 class RunLog:
-    """metrics.jsonl, trackers and progress of one run; a context manager. For rank 0 only.
+    """metrics.jsonl, trackers and progress of one run; a context manager.
 
     The block's end closes all of it; an exception that leaves the block marks the run as failed in the trackers.
 
@@ -23,6 +23,7 @@ class RunLog:
         tracking: which trackers to start.
         resolved: the run's configuration as plain values, for the trackers.
         total_steps: the last step of the run.
+        enabled: False on every rank but 0: the log then does nothing.
         steps_done: steps a resumed run had already done.
 
     Raises:
@@ -35,14 +36,19 @@ class RunLog:
         tracking: TrackingConfig,
         resolved: dict[str, Any],
         total_steps: int,
+        enabled: bool = True,
         steps_done: int = 0,
     ) -> None:
-        self._trackers = start_trackers(tracking, output_dir, resolved)
+        self._enabled = enabled
+        self._open = contextlib.ExitStack()
+        self._trackers: list[Tracker] = []
         self._failed_trackers: list[Tracker] = []
+        if not enabled:
+            return
+        self._trackers = start_trackers(tracking, output_dir, resolved)
         self._metrics_log = MetricsLog(output_dir / "metrics.jsonl")
         self._progress = Progress(total_steps, steps_done)
         self._progress_shown = False
-        self._open = contextlib.ExitStack()
         self._open.callback(self._metrics_log.close)
 
     def __enter__(self) -> Self:
@@ -62,6 +68,8 @@ class RunLog:
             metrics: keys of metrics.jsonl, without `step`. When the step ended with an evaluation, eval/loss and
                 eval/perplexity belong in the same call: a step has one line.
         """
+        if not self._enabled:
+            return
         self._metrics_log.write({"step": step, **metrics})
         self._tell_trackers(step, metrics)
         if not self._progress_shown:  # not earlier: its clock is the training's, not the loading's
@@ -72,10 +80,6 @@ class RunLog:
         loss, perplexity = metrics.get("eval/loss"), metrics.get("eval/perplexity")
         if isinstance(loss, float) and isinstance(perplexity, float):
             self._progress.note_evaluation(step, loss, perplexity)
-
-    def log_evaluation(self, step: int, metrics: Metrics) -> None:
-        """Log an evaluation at a step that has no training metrics, such as step 0."""
-        self.log_step(step, metrics)
 
     def _tell_trackers(self, step: int, metrics: Metrics) -> None:
         for tracker in list(self._trackers):

@@ -73,7 +73,7 @@ class Runtime:
         """Every rank's numbers as float64 [world_size, len(numbers)] on the host; one collective."""
         mine = torch.tensor(numbers, dtype=torch.float64, device=self.device)
         everyone = torch.empty(self.world_size * len(numbers), dtype=torch.float64, device=self.device)
-        dist.all_gather_into_tensor(everyone, mine)
+        dist.all_gather_single(everyone, mine)
         return everyone.view(self.world_size, len(numbers)).cpu()
 
     def begin_run(self, output_dir: Path) -> None:
@@ -81,6 +81,7 @@ class Runtime:
         self.status = RunStatus(output_dir)
         if self.is_main:
             self.status.write("running")
+        dist.barrier()  # a rank that fails at once must not have its "failed" overwritten
 
     def note_step(self, step: int) -> None:
         """Optimizer steps done so far, for status.json."""

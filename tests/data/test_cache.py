@@ -1,0 +1,59 @@
+"""The cache folder, and folders that appear whole or not at all."""
+
+from pathlib import Path
+
+import pytest
+
+from llama_ft.data import cache_dir
+from llama_ft.data.cache import build_once
+from llama_ft.errors import UserError
+
+
+def test_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    monkeypatch.setenv("LLAMA_FT_CACHE", str(tmp_path / "own"))
+    assert cache_dir() == tmp_path / "own"
+    monkeypatch.delenv("LLAMA_FT_CACHE")
+    assert cache_dir() == tmp_path / "xdg" / "llama_ft"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert cache_dir() == Path.home() / ".cache" / "llama_ft"
+
+
+def test_finished_folder_is_not_built_again(tmp_path: Path) -> None:
+    for text in ("first", "second"):
+        build_once(tmp_path / "a", "done", lambda folder, text=text: (folder / "done").write_text(text))
+    assert (tmp_path / "a" / "done").read_text() == "first"
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_failed_build_leaves_nothing(tmp_path: Path) -> None:
+    def build(folder: Path) -> None:
+        (folder / "half").write_text("")
+        raise ValueError
+
+    with pytest.raises(ValueError):
+        build_once(tmp_path / "a", "done", build)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_folder_of_a_faster_process_is_taken(tmp_path: Path) -> None:
+    def build(folder: Path) -> None:
+        (folder / "done").write_text("ours")
+        (tmp_path / "a").mkdir()
+        (tmp_path / "a" / "done").write_text("theirs")
+
+    assert (build_once(tmp_path / "a", "done", build) / "done").read_text() == "theirs"
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_damaged_folder_is_built_anew(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "rest").write_text("")
+    build_once(tmp_path / "a", "done", lambda folder: (folder / "done").write_text(""))
+    assert [path.name for path in (tmp_path / "a").iterdir()] == ["done"]
+
+
+def test_cache_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="LLAMA_FT_CACHE names another place"):
+        build_once(tmp_path / "file" / "a", "done", lambda folder: None)

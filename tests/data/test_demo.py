@@ -1,0 +1,72 @@
+"""The embedded demo: real, fixed, and loaded like any other model and data."""
+
+import inspect
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from llama_ft.data import Demo
+
+
+def rows(file: Path) -> list[dict[str, str]]:
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def test_answers_are_docstrings_of_the_running_python(demo: Demo) -> None:
+    answers = {row["input"]: row["output"] for row in rows(demo.train_file) + rows(demo.validation_file)}
+    assert answers["def fnmatch(name, pat)"] == inspect.getdoc(__import__("fnmatch").fnmatch)
+    assert answers["class JSONDecoder(object)"] == inspect.getdoc(json.JSONDecoder)
+
+
+def test_there_are_thousands_of_uneven_rows_and_about_a_twentieth_is_held_out(demo: Demo) -> None:
+    train, validation = rows(demo.train_file), rows(demo.validation_file)
+    assert len(train) > 3000
+    assert 0.03 < len(validation) / (len(train) + len(validation)) < 0.07
+    lengths = sorted(len(row["output"]) for row in train)
+    assert lengths[0] >= 20
+    assert lengths[len(lengths) * 9 // 10] > 4 * lengths[len(lengths) // 10]
+    assert all(set(row) == {"instruction", "input", "output"} for row in train)
+
+
+def test_no_answer_and_no_question_of_the_validation_rows_is_trained_on(demo: Demo) -> None:
+    train, validation = rows(demo.train_file), rows(demo.validation_file)
+    for column in ("output", "instruction"):
+        assert not {row[column].lower() for row in train} & {row[column].lower() for row in validation}
+
+
+def test_another_process_builds_the_same_bytes(demo: Demo, tmp_path: Path) -> None:
+    code = "import sys; from pathlib import Path; from llama_ft.data import build_demo; build_demo(Path(sys.argv[1]))"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONHASHSEED": "7"}
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, env=environment)
+    first, (second,) = demo.train_file.parent, tmp_path.iterdir()
+    files = {path.relative_to(first) for path in first.rglob("*") if path.is_file()}
+    assert files == {path.relative_to(second) for path in second.rglob("*") if path.is_file()}
+    for name in files:
+        assert (first / name).read_bytes() == (second / name).read_bytes(), name
+
+
+def test_model_is_a_small_llama_in_several_shards(demo: Demo) -> None:
+    model = AutoModelForCausalLM.from_pretrained(demo.model_dir)
+    assert model.config.model_type == "llama"
+    assert 5e6 < sum(parameter.numel() for parameter in model.parameters()) < 20e6
+    assert model.config.num_key_value_heads < model.config.num_attention_heads
+    assert not model.config.tie_word_embeddings
+    assert model.config.max_position_embeddings == 2048
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert len(list(demo.model_dir.glob("*.safetensors"))) > 1
+
+
+def test_tokenizer_and_generation_know_the_end_of_a_turn(demo: Demo) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(demo.model_dir)
+    generation = GenerationConfig.from_pretrained(demo.model_dir)
+    assert len(tokenizer) == 4096
+    assert tokenizer.eos_token == "<|end|>"
+    assert (generation.eos_token_id, generation.pad_token_id) == (tokenizer.eos_token_id, tokenizer.pad_token_id)
+    text = "Grüße, 世界\n\n\tdef f(x):  return x"
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+    assert tokenizer.tokenize("<|user|><|assistant|>") == ["<|user|>", "<|assistant|>"]

@@ -1,0 +1,233 @@
+"""From --dataset to tokenized rows: what is kept, what is said, and when the cache is used."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from llama_ft.config.sections import DataConfig
+from llama_ft.data import Demo, TokenizedData, prepare
+from llama_ft.errors import UserError
+
+
+def write_rows(path: Path, rows: list[Any]) -> Path:
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return path
+
+
+def pairs(count: int) -> list[dict[str, str]]:
+    return [{"instruction": f"Hi {number}", "output": "yes"} for number in range(count)]
+
+
+def prepared(
+    dataset: Path | str, tokenizer: Any, cache: Path, *, context_length: int = 64, want: bool = True, **settings: Any
+) -> TokenizedData:
+    config = DataConfig(dataset=str(dataset), **settings)
+    return prepare(config, tokenizer, context_length=context_length, cache=cache, seed=1, want_validation=want)
+
+
+def cached(cache: Path) -> set[str]:
+    return {path.name for path in (cache / "tokenized").iterdir()}
+
+
+def test_rows_come_out_as_tokens_labels_counts_and_places(llama3: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "my.jsonl", pairs(3))
+    data = prepared(path, llama3, tmp_path / "cache")
+    assert len(data.train) == 3
+    row = data.train[1]
+    assert set(row) == {"input_ids", "labels", "target_tokens", "source"}
+    assert row["source"] == f"{path}:2"
+    assert row["target_tokens"] == 2 == sum(label != -100 for label in row["labels"])
+    assert data.train.features["input_ids"].feature.dtype == "int32"
+    assert data.validation is None
+    assert "no validation data: --validation FILE or --validation 0.05" in data.summary
+    assert data.summary[0].startswith("training: 3 rows, ")
+
+
+def test_demo_brings_its_own_validation_rows(demo: Demo, demo_cache: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(demo.model_dir)
+    data = prepared("demo", tokenizer, demo_cache, context_length=512)
+    assert len(data.train) > 3000
+    assert data.validation is not None and len(data.validation) > 100
+    assert data.train.data.nbytes > 0 and data.train.cache_files  # memory-mapped, not held
+    assert data.chat_sample is not None
+    assert [turn["role"] for turn in data.chat_sample] == ["user", "assistant"]
+    assert max(map(len, data.train["input_ids"])) == 512
+    assert any("were cut at --context_length 512" in line for line in data.summary)
+
+
+def test_first_bad_rows_are_reported_together(llama3: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    bad = {"messages": [{"role": "user", "content": "Hi"}, {"role": "asistant", "content": "yes"}]}
+    good = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "yes"}]}
+    path = write_rows(tmp_path / "my.jsonl", [good, bad, good, '{"messages": [', good])
+    with pytest.raises(UserError) as caught:
+        prepared(path, llama3, tmp_path / "cache")
+    assert str(caught.value) == (
+        f'error: {path}:2: "messages[1].role" is "asistant"; expected system, user, assistant or tool.\n'
+        f"error: {path}:4: malformed JSON: Expecting value (column 15); expected one JSON object a line.\n"
+        "       (--skip_bad_rows leaves such rows out and counts them)"
+    )
+    assert cached(tmp_path / "cache") == set()
+
+
+def test_no_more_than_five_bad_rows_are_reported(llama3: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "my.jsonl", pairs(1) + [{"instruction": "Hi", "output": ""}] * 20)
+    with pytest.raises(UserError) as caught:
+        prepared(path, llama3, tmp_path / "cache")
+    assert len(caught.value.messages) == 5
+
+
+def test_skipped_rows_are_counted_and_named(llama3: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "my.jsonl", [*pairs(3), {"instruction": "Hi", "output": ""}, "{"])
+    data = prepared(path, llama3, tmp_path / "cache", skip_bad_rows=True)
+    assert len(data.train) == 3
+    assert data.summary[-1].startswith(
+        f'2 bad rows left out: {path}:4: "output" is empty; expected the answer as text.'
+    )
+    assert f"{path}:5: malformed JSON" in data.summary[-1]
+
+
+def test_a_file_of_bad_rows_only_is_refused_though_they_may_be_skipped(
+    llama3: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    path = write_rows(tmp_path / "my.jsonl", [{"instruction": "Hi", "output": ""}] * 3)
+    with pytest.raises(UserError, match="no row can be trained on: 3 bad rows were left out"):
+        prepared(path, llama3, tmp_path / "cache", skip_bad_rows=True)
+
+
+def test_row_without_an_answer_in_the_context_is_left_out(llama3: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "my.jsonl", [*pairs(2), {"instruction": "Hi" * 100, "output": "yes"}])
+    data = prepared(path, llama3, tmp_path / "cache")
+    assert len(data.train) == 2
+    assert "training: 1 rows left out: no answer token in the first 64" in data.summary
+    with pytest.raises(UserError, match="longer than --context_length 8"):
+        prepared(path, llama3, tmp_path / "cache", context_length=8)
+
+
+def test_fraction_of_the_rows_does_not_depend_on_their_order(llama3: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    rows = pairs(200)
+    forward = prepared(write_rows(tmp_path / "a.jsonl", rows), llama3, tmp_path / "cache", validation="0.2")
+    backward = prepared(write_rows(tmp_path / "b.jsonl", rows[::-1]), llama3, tmp_path / "cache", validation="0.2")
+    assert forward.validation is not None and backward.validation is not None
+    assert 20 < len(forward.validation) < 60
+    assert len(forward.train) + len(forward.validation) == 200
+    assert sorted(forward.validation["input_ids"]) == sorted(backward.validation["input_ids"])
+    assert not {str(row) for row in forward.train["input_ids"]} & {str(row) for row in forward.validation["input_ids"]}
+
+
+def test_fraction_is_held_out_when_validation_is_not_wanted(llama3: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "my.jsonl", pairs(200))
+    wanted = prepared(path, llama3, tmp_path / "cache", validation="0.2")
+    unwanted = prepared(path, llama3, tmp_path / "cache", validation="0.2", want=False)
+    assert unwanted.validation is None
+    assert unwanted.train["source"][:] == wanted.train["source"][:]
+
+
+def test_validation_file_may_be_of_another_format(llama3: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    train = write_rows(tmp_path / "train.jsonl", pairs(3))
+    chat = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "no"}]}
+    held_out = write_rows(tmp_path / "held.jsonl", [chat])
+    data = prepared(train, llama3, tmp_path / "cache", validation=str(held_out))
+    assert data.validation is not None and data.validation["source"][:] == [f"{held_out}:1"]
+    assert data.chat_sample == chat["messages"]
+
+
+@pytest.mark.parametrize("fraction", ["0", "1", "1.5", "-0.1", "nan"])
+def test_fraction_out_of_range_is_refused(llama3: PreTrainedTokenizerFast, tmp_path: Path, fraction: str) -> None:
+    path = write_rows(tmp_path / "my.jsonl", pairs(3))
+    with pytest.raises(UserError, match="expected a fraction between 0 and 1"):
+        prepared(path, llama3, tmp_path / "cache", validation=fraction)
+
+
+def test_empty_validation_names_the_way_out(llama3: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "my.jsonl", pairs(3))
+    with pytest.raises(
+        UserError, match="none of the 3 rows .* was chosen for validation.\n *Expected a larger fraction"
+    ):
+        prepared(path, llama3, tmp_path / "cache", validation="0.0001")
+    empty = write_rows(tmp_path / "empty.jsonl", [])
+    with pytest.raises(UserError, match="empty.jsonl: holds no rows.\n *Expected a larger fraction"):
+        prepared(path, llama3, tmp_path / "cache", validation=str(empty))
+
+
+def test_tokenized_rows_leave_the_tokenizer_without_a_template(plain: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "my.jsonl", [{"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}])
+    data = prepared(path, plain, tmp_path / "cache")
+    assert data.train[0]["input_ids"] == [5, 6, 7]
+    assert data.train[0]["labels"] == [-100, 6, 7]
+    assert data.chat_sample is None
+    assert plain.chat_template is None
+
+
+def test_built_in_template_is_set_when_the_rows_come_from_the_cache_too(
+    plain: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    path = write_rows(tmp_path / "my.jsonl", pairs(2))
+    first = prepared(path, plain, tmp_path / "cache")
+    plain.chat_template = None
+    again = prepared(path, plain, tmp_path / "cache")
+    assert plain.chat_template is not None
+    assert first.summary == again.summary
+    assert "### Instruction:" in first.summary[0]
+    assert len(cached(tmp_path / "cache")) == 1
+
+
+def test_cache_is_used_until_something_changes(
+    llama3: PreTrainedTokenizerFast, chatml: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    path, cache = write_rows(tmp_path / "my.jsonl", pairs(30)), tmp_path / "cache"
+    prepared(path, llama3, cache)
+    (first,) = cached(cache)
+    written = (cache / "tokenized" / first / "train.arrow").stat().st_mtime_ns
+    llama3("Hi", truncation=True, max_length=3)  # leaves its mark in the tokenizer's backend
+    prepared(path, llama3, cache)
+    assert cached(cache) == {first}
+    assert (cache / "tokenized" / first / "train.arrow").stat().st_mtime_ns == written
+    variants: list[dict[str, Any]] = [
+        {"context_length": 32},
+        {"skip_bad_rows": True},
+        {"validation": "0.2"},
+        {"tokenizer": chatml},
+    ]
+    for number, variant in enumerate(variants, start=2):
+        prepared(path, variant.pop("tokenizer", llama3), cache, **variant)
+        assert len(cached(cache)) == number
+    llama3.chat_template = llama3.chat_template.replace("| trim", "")
+    prepared(path, llama3, cache)
+    write_rows(path, pairs(31))
+    assert len(prepared(path, llama3, cache).train) == 31
+    assert len(cached(cache)) == len(variants) + 3
+
+
+def test_function_is_read_again_when_it_returns_other_rows(llama3: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    rows = write_rows(tmp_path / "rows.json", ["2"])
+    path = tmp_path / "my.py"
+    path.write_text(
+        "import datasets, pathlib\n"
+        "def f(config, tokenizer, split):\n"
+        f"    count = int(pathlib.Path({str(rows)!r}).read_text()) if split == 'train' else 1\n"
+        "    return datasets.Dataset.from_list([{'instruction': 'Hi', 'output': 'yes'}] * count)\n"
+    )
+    data = prepared(f"{path}:f", llama3, tmp_path / "cache")
+    assert (len(data.train), len(data.validation or [])) == (2, 1)
+    prepared(f"{path}:f", llama3, tmp_path / "cache")
+    assert len(cached(tmp_path / "cache")) == 1
+    write_rows(rows, ["3"])
+    assert len(prepared(f"{path}:f", llama3, tmp_path / "cache").train) == 3
+
+
+@pytest.mark.parametrize("suffix", [".json", ".csv", ".parquet"])
+def test_other_files_give_the_same_tokens(llama3: PreTrainedTokenizerFast, tmp_path: Path, suffix: str) -> None:
+    import pandas
+
+    reference = prepared(write_rows(tmp_path / "my.jsonl", pairs(5)), llama3, tmp_path / "cache")
+    frame, path = pandas.DataFrame(pairs(5)), tmp_path / f"my{suffix}"
+    {
+        ".json": lambda: frame.to_json(path, orient="records"),
+        ".csv": lambda: frame.to_csv(path, index=False),
+        ".parquet": lambda: frame.to_parquet(path),
+    }[suffix]()
+    data = prepared(path, llama3, tmp_path / "cache")
+    assert data.train["labels"][:] == reference.train["labels"][:]
