@@ -57,10 +57,14 @@ def main(config: Config, places: dict[str, str]) -> None:
         log.info(f"Run directory: {output_dir}")
         job.begin_run(output_dir)
         if job.is_main:
-            (output_dir / "config.yaml").write_text(to_yaml(config, f"--config {output_dir}/config.yaml repeats this run"))
+            (output_dir / "config.yaml").write_text(
+                to_yaml(config, f"--config {output_dir}/config.yaml repeats this run")
+            )
         train(config, model, tokenizer, rows, output_dir, job)
         if config.checkpoint.save_model:
-            save_dtype = None if config.checkpoint.save_dtype == "auto" else getattr(torch, config.checkpoint.save_dtype)
+            save_dtype = (
+                None if config.checkpoint.save_dtype == "auto" else getattr(torch, config.checkpoint.save_dtype)
+            )
             result = output_dir / "model"
             if adapter is not None:
                 checkpoint.export_adapter(model, adapter, result, save_dtype, tokenizer, job)

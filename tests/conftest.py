@@ -15,7 +15,12 @@ import pytest
 REPOSITORY = Path(__file__).resolve().parent.parent
 RECIPE = REPOSITORY / "recipes" / "finetuning.py"
 QUESTIONS = ["What is a shard", "Who reads the checkpoint", "Why is the loss a sum", "Where do adapters live"]
-ANSWERS = ["Some rows of a weight.", "Rank 0.", "So that it does not depend on how rows were dealt to ranks.", "Beside."]
+ANSWERS = [
+    "Some rows of a weight.",
+    "Rank 0.",
+    "So that it does not depend on how rows were dealt.",
+    "Beside.",
+]
 
 
 @dataclass(frozen=True)
@@ -142,7 +147,10 @@ def tied_model(save_model: Callable[..., Path], tmp_path_factory: pytest.TempPat
 def write_rows(file: Path, count: int) -> Path:
     """A .jsonl file of alpaca rows of uneven length, no two alike."""
     rows = [
-        {"instruction": f"{QUESTIONS[n % 4]}, number {n}?", "output": " ".join([ANSWERS[(n + n // 4) % 4]] * (1 + n % 5))}
+        {
+            "instruction": f"{QUESTIONS[n % 4]}, number {n}?",
+            "output": " ".join([ANSWERS[(n + n // 4) % 4]] * (1 + n % 5)),
+        }
         for n in range(count)
     ]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))

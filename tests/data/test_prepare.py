@@ -25,7 +25,7 @@ def prepared(
     dataset: Path | str, tokenizer: Any, cache: Path, *, context_length: int = 64, want: bool = True, **settings: Any
 ) -> TokenizedData:
     config = DataConfig(dataset=str(dataset), **settings)
-    return prepare(config, tokenizer, context_length=context_length, cache=cache, seed=1, want_validation=want)
+    return prepare(config, tokenizer, context_length=context_length, cache=cache, want_validation=want)
 
 
 def cached(cache: Path) -> set[str]:

@@ -30,7 +30,9 @@ def cases_of(world_size: int, untied: Path, tied: Path) -> dict[str, dict[str, A
 
 
 @pytest.fixture(scope="module")
-def held(tiny_model: Path, tied_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, list[Held]]]:
+def held(
+    tiny_model: Path, tied_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[int, dict[str, list[Held]]]:
     """World size -> case -> what each rank holds."""
     everything = {}
     for world_size in WORLD_SIZES:

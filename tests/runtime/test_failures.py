@@ -38,7 +38,9 @@ def test_a_mistake_every_rank_sees_is_told_once_without_a_traceback(tmp_path: Pa
     finished = torchrun(2, JOB, "every rank sees the same mistake", str(tmp_path))
     assert finished.exit_code == 1  # torchrun's
     assert finished.output.count("error: mine.yaml:3: this is not right.\n       That would be.") == 1
-    said_by_the_job = finished.output.split("failed (exitcode")[0]  # torchrun's closing report has a traceback of its own
+    said_by_the_job = finished.output.split("failed (exitcode")[
+        0
+    ]  # torchrun's closing report has a traceback of its own
     assert "Traceback (most recent call last)" not in said_by_the_job
     assert status_of(tmp_path)["exit_code"] == 2
     assert_nothing_is_left(finished)

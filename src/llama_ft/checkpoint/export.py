@@ -1,4 +1,4 @@
-"""The result in Hugging Face format: safetensors files that transformers and peft load, written as they are gathered."""
+"""The result in Hugging Face format: safetensors files for transformers and peft, written as they are gathered."""
 
 import copy
 import json
@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from peft import PeftConfig as PeftSettings
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from transformers.modeling_utils import PreTrainedModel
@@ -48,7 +47,8 @@ def export_model(
     """
     tensors = {name: p for name, p in model.named_parameters()} | _persistent_buffers(model)
     headers = {
-        name: TensorHeader(tuple(t.shape), save_dtype or stored_dtypes.get(name, t.dtype)) for name, t in tensors.items()
+        name: TensorHeader(tuple(t.shape), save_dtype or stored_dtypes.get(name, t.dtype))
+        for name, t in tensors.items()
     }
 
     def write(aside: Path) -> None:
@@ -74,14 +74,16 @@ def export_adapter(
     runtime: Runtime,
 ) -> None:
     """Write the adapter as a peft folder; all ranks call it, rank 0 writes. Arguments as in export_model."""
-    tensors = {adapter.keys[name]: p for name, p in model.named_parameters() if name in adapter.keys}
+    tensors: dict[str, torch.Tensor] = {
+        adapter.keys[name]: p for name, p in model.named_parameters() if name in adapter.keys
+    }
     headers = {key: TensorHeader(tuple(p.shape), save_dtype or p.dtype) for key, p in tensors.items()}
 
     def write(aside: Path) -> None:
         with SafetensorsFile(aside / ADAPTER_WEIGHTS, headers, runtime.is_main) as file:
             _stream(file, tensors, headers, runtime)
         if runtime.is_main:
-            settings: PeftSettings = copy.deepcopy(adapter.config)
+            settings = copy.deepcopy(adapter.config)
             settings.inference_mode = True
             settings.save_pretrained(str(aside))
             tokenizer.save_pretrained(aside)

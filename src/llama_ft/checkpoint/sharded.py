@@ -131,11 +131,9 @@ def _sync_directory(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _cause(error: Exception) -> str:
+def _cause(error: OSError | CheckpointException) -> str:
     """The innermost reason: torch wraps a full disk in a CheckpointException over all ranks."""
     if isinstance(error, CheckpointException) and error.failures:
         rank, (cause, _) = next(iter(error.failures.items()))
         return f"rank {rank}: {cause}"
     return error.strerror or str(error) if isinstance(error, OSError) else str(error)
-
-

@@ -160,7 +160,7 @@ class FSDPConfig:
     """Units gathered at once: transformer: each decoder layer; size: modules of min_num_params or more;
     hybrid: decoder layers by class, big embeddings and heads by size."""
 
-    min_num_params: Count = 10_000_000
+    min_num_params: Count = 1_000_000
     """With size and hybrid: parameters from which a module becomes a unit of its own."""
 
     fsdp_cpu_offload: bool = False

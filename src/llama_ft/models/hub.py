@@ -63,9 +63,7 @@ def _from_cache(
 ) -> Path:
     first_line = (str(reason).strip() or type(reason).__name__).splitlines()[0]
     try:
-        folder = Path(
-            snapshot_download(name, allow_patterns=patterns, ignore_patterns=skipped, local_files_only=True)
-        )
+        folder = Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=skipped, local_files_only=True))
         if weights:
             _check_complete(folder)
     except (LocalEntryNotFoundError, FileNotFoundError) as error:

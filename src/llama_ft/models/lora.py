@@ -58,6 +58,7 @@ def inject_lora(model: PreTrainedModel, peft: PeftConfig, base_name: str) -> Ada
         raise UserError(f"peft cannot put these adapters into this model: {error}") from error
     if lora.use_dora:
         _check_dora(model)
+    assert isinstance(adapted, PeftModel)
     return Adapter(lora, _adapter_keys(adapted))
 
 
@@ -65,7 +66,7 @@ def _new_config(peft: PeftConfig) -> LoraConfig:
     return LoraConfig(
         task_type="CAUSAL_LM",
         r=peft.r,
-        lora_alpha=peft.lora_alpha,
+        lora_alpha=peft.lora_alpha,  # type: ignore[arg-type]  # peft's annotation; fractions work
         lora_dropout=peft.lora_dropout,
         target_modules=peft.target_modules,
         bias=peft.bias,
@@ -89,9 +90,9 @@ def _saved_config(folder: Path) -> LoraConfig:
     return lora
 
 
-def linear_names(model: nn.Module) -> list[str]:
+def linear_names(model: PreTrainedModel) -> list[str]:
     """Last parts of the names of the linear layers an adapter can be put beside, in order, without the head."""
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    head = model.get_output_embeddings()
     names = [
         name.rsplit(".", 1)[-1]
         for name, module in model.named_modules()
@@ -161,7 +162,8 @@ def check_saved_adapter(headers: dict[str, StoredTensor], model: PreTrainedModel
     ]
     if wrong:
         more = [f"... and {len(wrong) - 5} more"] if len(wrong) > 5 else []
-        raise UserError("\n".join([f"{file}: does not fit --model_name; was it trained on another model?", *wrong[:5], *more]))
+        heading = f"{file}: does not fit --model_name; was it trained on another model?"
+        raise UserError("\n".join([heading, *wrong[:5], *more]))
 
 
 def initial_rows(name: str, shape: tuple[int, ...], gaussian: bool, seed: int, rows: slice) -> torch.Tensor:

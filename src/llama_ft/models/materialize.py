@@ -7,6 +7,7 @@ each rank its rows, one slice in flight. Neither way is a whole model, or more t
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -79,7 +80,7 @@ class Loader:
             rows = self.source.read_rows(key, start, stop).to(device=shard.device, dtype=wire)
             if in_flight is not None:
                 in_flight[0].wait()
-            in_flight = (dist.isend(rows, dst=destination), rows)
+            in_flight = (cast(dist.Work, dist.isend(rows, dst=destination)), rows)
         if in_flight is not None:
             in_flight[0].wait()
 
@@ -191,7 +192,7 @@ def _mismatch(folder: Path, missing: list[str], extra: list[str], reshaped: list
             more = f", ... and {len(names) - NAMED_AT_MOST} more" if len(names) > NAMED_AT_MOST else ""
             lines.append(f"{title}: {', '.join(names[:NAMED_AT_MOST])}{more}")
     lines.append(
-        "If transformers renames this architecture's tensors while loading, save the model once with its save_pretrained."
+        "If transformers renames this architecture's tensors while loading, save the model once with save_pretrained."
         if missing and extra
         else "Copy or download the folder again, or mend config.json."
     )
@@ -217,7 +218,8 @@ def _set_dora_magnitudes(model: nn.Module) -> None:
     for module in model.modules():
         for adapter, magnitude in getattr(module, "lora_magnitude_vector", {}).items():
             assert adapter == "default"
-            local_shard(magnitude.weight).copy_(row_norms(local_shard(module.base_layer.weight)))
+            base = cast(nn.Linear, module.base_layer)
+            local_shard(magnitude.weight).copy_(row_norms(local_shard(base.weight)))
 
 
 def _fill_buffers(model: PreTrainedModel, loader: Loader) -> None:
@@ -229,7 +231,7 @@ def _fill_buffers(model: PreTrainedModel, loader: Loader) -> None:
             if loader.scatter:
                 dist.broadcast(buffer, src=0)
     for parameter in model.parameters():
-        parameter._is_hf_initialized = True  # transformers' mark for "leave it as it is"
+        parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers' mark for "leave it as it is"
     for module in model.modules():
         if any(True for _ in module.buffers(recurse=False)):
             model._init_weights(module)

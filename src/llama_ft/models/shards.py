@@ -19,7 +19,7 @@ def row_ranges(rows: int, shards: int) -> list[tuple[int, int]]:
     return [(min(shard * size, rows), min((shard + 1) * size, rows)) for shard in range(shards)]
 
 
-def local_shard(parameter: nn.Parameter) -> torch.Tensor:
+def local_shard(parameter: torch.Tensor) -> torch.Tensor:
     """The rows this rank stores, sharing the parameter's memory."""
     data = parameter.detach()
     return data.to_local() if isinstance(data, DTensor) else data

@@ -98,8 +98,8 @@ def checkpoint_activations(model: PreTrainedModel, train: TrainConfig) -> None:
         return
     if not model.supports_gradient_checkpointing:
         raise UserError(
-            f"--activation_checkpointing {train.activation_checkpointing}: transformers' {type(model).__name__} does not "
-            "support it; use off."
+            f"--activation_checkpointing {train.activation_checkpointing}: transformers' {type(model).__name__} "
+            "does not support it; use off."
         )
     every = train.activation_checkpointing_k if train.activation_checkpointing == "every_k" else 1
     model.activation_checkpointing_enable({"use_reentrant": False}, every_n_layers=every)

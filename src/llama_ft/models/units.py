@@ -158,7 +158,9 @@ def unit_table(units: list[Unit]) -> str:
     largest = max(units, key=lambda unit: unit.parameters)
     total = sum(unit.parameters for unit in units)
     share = largest.parameters / total
-    lines.append(f"  {len(units)} units, {total:,} parameters; the largest, {largest.name or 'the rest'}, is {share:.0%}")
+    lines.append(
+        f"  {len(units)} units, {total:,} parameters; the largest, {largest.name or 'the rest'}, is {share:.0%}"
+    )
     return "\n".join(lines)
 
 

@@ -99,9 +99,7 @@ class Runtime:
 
 
 @contextmanager
-def start(
-    device: Literal["auto", "cuda", "cpu"], shard_degree: int | Literal["node", "world"]
-) -> Iterator[Runtime]:
+def start(device: Literal["auto", "cuda", "cpu"], shard_degree: int | Literal["node", "world"]) -> Iterator[Runtime]:
     """Start the process group, and end the process as `runtime.failures` says if the block fails.
 
     Args:
@@ -142,7 +140,9 @@ def _join(rank: int, world_size: int, device: str, shard_degree: int | str) -> R
     store: dist.Store | None = None
     if world_size > 1:
         shared, _, _ = next(iter(dist.rendezvous("env://", rank, world_size, timeout=COLLECTIVE_TIMEOUT)))
-        store = dist.PrefixStore(f"llama_ft/{next(_STARTS)}", shared)  # a second start must not read the first one's keys
+        store = dist.PrefixStore(
+            f"llama_ft/{next(_STARTS)}", shared
+        )  # a second start must not read the first one's keys
     dist.init_process_group(
         backend,
         store=store if store is not None else dist.HashStore(),

@@ -12,10 +12,14 @@ IGNORED = -100  # transformers' label for "no target here"
 class LabelledBatch(Protocol):
     """A micro-batch, each tensor int64 [rows, length]; `sources` says where each row came from."""
 
-    input_ids: torch.Tensor
-    attention_mask: torch.Tensor
-    labels: torch.Tensor
-    sources: list[str]
+    @property
+    def input_ids(self) -> torch.Tensor: ...
+    @property
+    def attention_mask(self) -> torch.Tensor: ...
+    @property
+    def labels(self) -> torch.Tensor: ...
+    @property
+    def sources(self) -> list[str]: ...
 
 
 def token_loss_sum(model: nn.Module, batch: LabelledBatch, device: torch.device) -> torch.Tensor:

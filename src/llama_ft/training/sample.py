@@ -3,8 +3,8 @@
 import textwrap
 
 import torch
-from torch import nn
-from transformers import PreTrainedTokenizerBase
+from transformers import BatchEncoding, PreTrainedTokenizerBase
+from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.runtime import Runtime, log
 from llama_ft.training.step import free_gathered
@@ -14,7 +14,7 @@ SHOWN_CHARACTERS = 240
 
 def show_answer(
     when: str,
-    model: nn.Module,
+    model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     conversation: list[dict[str, str]] | None,
     new_tokens: int,
@@ -38,7 +38,7 @@ def _in_a_line(text: str) -> str:
 
 @torch.no_grad()
 def answer(
-    model: nn.Module,
+    model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     messages: list[dict[str, str]],
     new_tokens: int,
@@ -55,12 +55,12 @@ def answer(
         pad_token_id: silences transformers' question for one.
         runtime: where and with whom.
     """
-    prompt = tokenizer.apply_chat_template(
-        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-    ).to(runtime.device)
+    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    assert isinstance(prompt, BatchEncoding)
+    prompt = prompt.to(runtime.device)
     model.eval()
     # synced_gpus: ranks whose answer has ended keep taking part in the gathering of weights.
-    tokens = model.generate(
+    tokens = model.generate(  # type: ignore[operator]  # a mixin's method, which nn.Module's annotation hides
         **prompt,
         max_new_tokens=new_tokens,
         do_sample=False,
@@ -70,4 +70,5 @@ def answer(
     )
     free_gathered(model)
     model.train()
-    return tokenizer.decode(tokens[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True).strip()
+    text = tokenizer.decode(tokens[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
+    return str(text).strip()

@@ -32,9 +32,9 @@ def accumulate_gradients(
         model: sharded; gradients are summed over ranks as its backward goes.
         micro_batches: this rank's; every rank must have equally many.
         target_tokens: of the global batch, over all ranks and micro-batches.
-        reduce_last_only: keep unsharded gradients until the last micro-batch and reduce them once. Right for LoRA, whose
-            gradients are small; in full fine-tuning it keeps a whole model's gradients on every rank, so there every
-            micro-batch is reduced into the shards.
+        reduce_last_only: keep unsharded gradients until the last micro-batch and reduce them once. Right for LoRA,
+            whose gradients are small; in full fine-tuning it keeps a whole model's gradients on every rank, so there
+            every micro-batch is reduced into the shards.
         device: where the model computes.
 
     Returns:
@@ -53,7 +53,7 @@ def accumulate_gradients(
 
 
 def gradient_norm(model: nn.Module, threshold: float, clip: bool) -> float:
-    """L2 norm of all gradients over all ranks; with `clip`, gradients are then scaled so that it is at most `threshold`.
+    """L2 norm of all gradients over all ranks; with `clip`, gradients are scaled so that it is at most `threshold`.
 
     As torch.nn.utils.clip_grad_norm_ does, but without clipping where only the norm is wanted.
     """
@@ -119,10 +119,12 @@ def stop_if_not_finite(
     everyone: list[list[str]] = [[] for _ in range(runtime.world_size)]
     dist.all_gather_object(everyone, mine)
     rows = [line for lines in everyone for line in lines]
-    shown = [*rows[:MICRO_BATCHES_NAMED], *([f"... and {len(rows) - MICRO_BATCHES_NAMED} more"] * (len(rows) > MICRO_BATCHES_NAMED))]
+    if len(rows) > MICRO_BATCHES_NAMED:
+        rows[MICRO_BATCHES_NAMED:] = [f"... and {len(rows) - MICRO_BATCHES_NAMED} more"]
     kept = f"The last good checkpoint is {last_checkpoint}." if last_checkpoint else "No checkpoint was written yet."
     raise RunFailure(
-        f"step {step}: the loss is {loss:g} and the gradient norm {norm:g}; the run cannot go on. The rows of this step:\n"
-        + "\n".join(shown)
+        f"step {step}: the loss is {loss:g} and the gradient norm {norm:g}; the run cannot go on.\n"
+        + "The rows of this step:\n"
+        + "\n".join(rows)
         + f"\n{kept} A lower --lr, --warmup_steps, --gradient_clipping or --precision fp32 help most often."
     )
