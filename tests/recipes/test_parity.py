@@ -2,6 +2,8 @@
 
 import json
 import math
+import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,6 @@ STEPS, GLOBAL_BATCH = 20, 16
 LEARNING_RATE, WEIGHT_DECAY = 1e-3, 0.1
 CASES = Path(__file__).resolve().parent.parent / "run_cases.py"
 FSDP = ["--enable_fsdp", "--low_cpu_fsdp"]
-LORA = ["--use_peft", "--lora_dropout", "0", "--target_modules", "all-linear", "--r", "4"]
 FULL = ["--weight_decay", str(WEIGHT_DECAY), "--gradient_clipping", "--gradient_clipping_threshold", "0.5"]
 
 
@@ -109,62 +110,89 @@ def cases_of(world_size: int, lora_start: Path) -> dict[str, tuple[str, list[str
         "lora, 4 micro-batches": ("lora", ["--enable_fsdp", *fp32, *lora, *batch(4)]),
         "without fsdp": ("full", [*fp32, *FULL, *batch(4)]),
         "lora without fsdp": ("lora", ["--low_cpu_fsdp", *fp32, *lora, *batch(4)]),
-        "tied head": ("tied", [*FSDP, *fp32, *FULL, *batch(4), "--min_num_params", "1000"]),
-        "accumulated unsharded": ("full", ["--enable_fsdp", "--accumulate_unsharded", *fp32, *FULL, *batch(4)]),
-        "gathered until backward": ("full", [*FSDP, "--sharding_strategy", "SHARD_GRAD_OP", *fp32, *FULL, *batch(4)]),
-        "layers only": ("full", [*FSDP, "--fsdp_wrap_policy", "transformer", *fp32, *FULL, *batch(1)]),
-        "units by size": (
-            "full",
-            [*FSDP, "--fsdp_wrap_policy", "size", "--min_num_params", "2000", *fp32, *FULL, *batch(1)],
-        ),
-        "all layers recomputed": ("full", [*FSDP, "--activation_checkpointing", "full", *fp32, *FULL, *batch(4)]),
-        "every 2nd layer recomputed": (
-            "lora",
-            [*FSDP, "--activation_checkpointing", "every_k", *fp32, *lora, *batch(1)],
-        ),
         "full in bf16_mixed": ("full", [*FSDP, "--precision", "bf16_mixed", *FULL, *batch(4)]),
         "lora in bf16_mixed": ("lora", [*FSDP, "--precision", "bf16_mixed", *lora, *batch(1)]),
     }
+    if world_size == 2:
+        full = [*FSDP, *fp32, *FULL]
+        cases |= {
+            "tied head": ("tied", [*full, *batch(4), "--min_num_params", "1000"]),
+            "accumulated unsharded": ("full", [*full, "--accumulate_unsharded", *batch(4)]),
+            "gathered until backward": ("full", [*full, "--sharding_strategy", "SHARD_GRAD_OP", *batch(4)]),
+            "layers only": ("full", [*full, "--fsdp_wrap_policy", "transformer", *batch(1)]),
+            "units by size": ("full", [*full, "--fsdp_wrap_policy", "size", "--min_num_params", "2000", *batch(1)]),
+            "layers recomputed": ("full", [*full, "--activation_checkpointing", "full", *batch(4)]),
+            "every 2nd recomputed": ("lora", [*FSDP, "--activation_checkpointing", "every_k", *fp32, *lora, *batch(1)]),
+        }
     if world_size == 4:
-        hybrid = ["--sharding_strategy", "HYBRID_SHARD", "--sharding_group_size", "2"]
-        cases["two copies over two ranks each"] = ("full", [*FSDP, *hybrid, *fp32, *FULL, *batch(4)])
-        cases["lora, two copies"] = ("lora", ["--enable_fsdp", *hybrid, *fp32, *lora, *batch(4)])
+        hybrid = ["--enable_fsdp", "--sharding_strategy", "HYBRID_SHARD", "--sharding_group_size", "2", *fp32]
+        cases["two copies over two ranks each"] = ("full", [*hybrid, *FULL, *batch(4), "--low_cpu_fsdp"])
+        cases["lora, two copies"] = ("lora", [*hybrid, *lora, *batch(4)])
     return cases
 
 
-@pytest.fixture(scope="module", params=[1, 2, 4], ids=["1 rank", "2 ranks", "4 ranks"])
-def finished_cases(
-    request: pytest.FixtureRequest,
+@dataclass(frozen=True)
+class Launch:
+    """What one launch has trained."""
+
+    cases: dict[str, tuple[str, list[float]]]  # name -> its reference, its losses
+    shuffled: list[float]  # losses over rows in random order, the last batch of an epoch smaller than the others
+
+
+@pytest.fixture(scope="module")
+def launches(
     tiny_model: Path,
     tied_model: Path,
     rows: Path,
+    rows70: Path,
     lora_start: Path,
     tmp_path_factory: pytest.TempPathFactory,
-) -> dict[str, tuple[str, list[float]]]:
-    """Case name -> its reference, its losses; all cases of a world size in one launch."""
-    world_size: int = request.param
-    folder = tmp_path_factory.mktemp(f"parity{world_size}")
-    cases = cases_of(world_size, lora_start)
-    common = ["--dataset", str(rows), "--num_epochs", str(STEPS), "--lr", str(LEARNING_RATE), "--save_model", "false"]
-    flags = []
-    for name, (reference, own) in cases.items():
-        model = tied_model if reference == "tied" else tiny_model
-        flags.append([*common, "--model_name", str(model), "--output_dir", str(folder / name), *own])
-    (folder / "cases.json").write_text(json.dumps(flags))
-    import sys
+) -> dict[int, Launch]:
+    """World size -> all its cases, in one launch each."""
+    finished = {}
+    for world_size in (1, 2, 4):
+        folder = tmp_path_factory.mktemp(f"parity{world_size}")
+        cases = cases_of(world_size, lora_start)
+        common = [
+            "--dataset",
+            str(rows),
+            "--num_epochs",
+            str(STEPS),
+            "--lr",
+            str(LEARNING_RATE),
+            "--save_model",
+            "false",
+        ]
+        flags = []
+        for name, (reference, own) in cases.items():
+            model = tied_model if reference == "tied" else tiny_model
+            flags.append([*common, "--model_name", str(model), "--output_dir", str(folder / name), *own])
+        batch = ["--batch_size_training", str(GLOBAL_BATCH // world_size), "--num_epochs", "2", "--precision", "fp32"]
+        shuffled = ["--model_name", str(tiny_model), "--dataset", str(rows70), "--output_dir", str(folder / "shuffled")]
+        flags.append([*shuffled, *batch, "--lr", str(LEARNING_RATE), "--save_model", "false", "--enable_fsdp"])
+        (folder / "cases.json").write_text(json.dumps(flags))
+        arguments = (str(CASES), str(folder / "cases.json"))
+        launched = torchrun(world_size, *arguments) if world_size > 1 else run([sys.executable, *arguments])
+        assert launched.exit_code == 0, launched.output
+        trained = {name: (reference, losses(folder / name)) for name, (reference, _) in cases.items()}
+        finished[world_size] = Launch(trained, losses(folder / "shuffled"))
+    return finished
 
-    arguments = (str(CASES), str(folder / "cases.json"))
-    finished = torchrun(world_size, *arguments) if world_size > 1 else run([sys.executable, *arguments])
-    assert finished.exit_code == 0, finished.output
-    return {name: (reference, losses(folder / name)) for name, (reference, _) in cases.items()}
 
-
+@pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_every_layout_of_the_work_gives_the_losses_of_a_plain_loop(
-    finished_cases: dict[str, tuple[str, list[float]]], references: dict[str, list[float]]
+    launches: dict[int, Launch], references: dict[str, list[float]], world_size: int
 ) -> None:
-    for name, (reference, found) in finished_cases.items():
+    for name, (reference, found) in launches[world_size].cases.items():
         tolerance = 1e-2 if "bf16" in name else 1e-5
         assert found == pytest.approx(references[reference], rel=tolerance), name
+
+
+def test_the_same_seed_gives_the_same_losses_on_any_number_of_ranks(launches: dict[int, Launch]) -> None:
+    alone = launches[1].shuffled
+    assert len(alone) == 10, "70 rows in batches of 16 are 5 steps an epoch: no row is dropped"
+    assert launches[2].shuffled == pytest.approx(alone, rel=1e-5)
+    assert launches[4].shuffled == pytest.approx(alone, rel=1e-5)
 
 
 def test_the_losses_compared_do_fall(references: dict[str, list[float]]) -> None:

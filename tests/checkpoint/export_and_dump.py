@@ -1,0 +1,61 @@
+"""Trains a sharded model for three steps and saves its logits, a checkpoint and the exported result, case by case."""
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+
+from llama_ft import checkpoint, models, runtime, training
+from llama_ft.config import FSDPConfig, ModelConfig, PeftConfig, TrainConfig
+from llama_ft.models.shards import local_shard
+from llama_ft.training.step import free_gathered
+
+if __name__ == "__main__":
+    cases = json.loads(Path(sys.argv[1]).read_text())
+    out = Path(sys.argv[2])
+    ids = torch.arange(60).view(2, 30) * 5
+    batch = SimpleNamespace(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids, sources=["a", "b"])
+    for name, case in cases.items():
+        with runtime.start("cpu", "world") as job:
+            folder, precision = Path(case["model"]), runtime.PRECISIONS["fp32"]
+            tokenizer = models.load_tokenizer(folder, False)
+            model = models.build_skeleton(models.load_model_config(folder, False), ModelConfig(model_name=str(folder)))
+            peft = PeftConfig(**case["peft"])
+            adapter = models.inject_lora(model, peft, str(folder)) if peft.use_peft else None
+            models.set_storage_dtypes(model, precision)
+            models.shard(model, job.mesh, FSDPConfig(enable_fsdp=True, min_num_params=1000), precision)
+            dtypes = models.materialize(
+                model, folder, models.ShardGroup(job.mesh), job.device, True, adapter, peft, seed=0
+            )
+            optimizer = training.build_optimizer(model, TrainConfig(lr=1e-2))
+            model.train()
+            for _ in range(3):
+                training.accumulate_gradients(model, [batch], 58 * job.world_size, False, job.device)
+                training.update_weights(optimizer, 1e-2)
+
+            target = out / name
+            target.mkdir(exist_ok=True)
+            writer = checkpoint.CheckpointWriter(target, job)
+            writer.keep(3, model, optimizer, {"epoch": 0.5})
+            model.eval()
+            with torch.no_grad():
+                logits = model(input_ids=ids, use_cache=False).logits
+            free_gathered(model)
+            dtype = getattr(torch, case["dtype"]) if case["dtype"] else None
+            if adapter is None:
+                checkpoint.export_model(model, target / "model", folder, dtypes, dtype, 60_000, tokenizer, job)
+            else:
+                checkpoint.export_adapter(model, adapter, target / "model", dtype, tokenizer, job)
+
+            # Spoil the trained weights, then take them back from the checkpoint.
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    if parameter.requires_grad:
+                        local_shard(parameter).fill_(0.123)
+            writer.load_weights(3, model)
+            with torch.no_grad():
+                again = model(input_ids=ids, use_cache=False).logits
+            if job.is_main:
+                torch.save({"ids": ids, "logits": logits, "from checkpoint": again}, target / "logits.pt")

@@ -1,0 +1,102 @@
+"""What a run leaves behind loads in plain transformers and peft, and gives the logits of the trained model."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import torchrun
+
+SCRIPT = Path(__file__).with_name("export_and_dump.py")
+LORA = {"use_peft": True, "r": 6, "target_modules": "all-linear", "lora_dropout": 0}
+WORLD_SIZE = 3  # 32 rows over 3 ranks are 11, 11 and 10; 6 rows of an adapter 2 each
+
+
+@pytest.fixture(scope="module")
+def results(tiny_model: Path, tied_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a finished case in each folder below it."""
+    untied = {"model": str(tiny_model), "peft": {}, "dtype": None}
+    cases: dict[str, dict[str, Any]] = {
+        "full": untied,
+        "bf16": {**untied, "dtype": "bfloat16"},
+        "tied": {**untied, "model": str(tied_model)},
+        "lora": {**untied, "peft": LORA},
+        "dora": {**untied, "peft": {**LORA, "use_dora": True, "bias": "lora_only"}},
+        "head": {**untied, "peft": {**LORA, "target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}},
+    }
+    out = tmp_path_factory.mktemp("results")
+    (out / "cases.json").write_text(json.dumps(cases))
+    finished = torchrun(WORLD_SIZE, str(SCRIPT), str(out / "cases.json"), str(out))
+    assert finished.exit_code == 0, finished.output
+    return out
+
+
+def logits_of(model: torch.nn.Module, saved: dict[str, torch.Tensor]) -> torch.Tensor:
+    model.eval()
+    with torch.no_grad():
+        return model(input_ids=saved["ids"]).logits.float()
+
+
+@pytest.mark.parametrize("case", ["full", "tied"])
+def test_a_full_model_reloads_with_the_trained_logits(results: Path, case: str) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    saved = torch.load(results / case / "logits.pt", weights_only=True)
+    model = AutoModelForCausalLM.from_pretrained(results / case / "model")
+    assert model.dtype == torch.float32, "the checkpoint's own"
+    assert (logits_of(model, saved) - saved["logits"]).abs().max() < 1e-5
+    assert AutoTokenizer.from_pretrained(results / case / "model").decode([10, 11])
+
+
+def test_a_full_model_is_split_at_max_shard_size_with_an_index(results: Path) -> None:
+    folder = results / "full" / "model"
+    files = sorted(folder.glob("*.safetensors"))
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    assert len(files) > 1 and {file.name for file in files} == set(index["weight_map"].values())
+    assert all(file.stat().st_size < 62_000 for file in files)
+
+
+def test_save_dtype_converts_every_tensor(results: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    saved = torch.load(results / "bf16" / "logits.pt", weights_only=True)
+    model = AutoModelForCausalLM.from_pretrained(results / "bf16" / "model")
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert (logits_of(model, saved) - saved["logits"]).abs().max() < 0.1
+
+
+@pytest.mark.parametrize("case", ["lora", "dora", "head"])
+def test_an_adapter_reloads_in_peft_with_the_trained_logits_and_changes_the_base(
+    results: Path, tiny_model: Path, case: str
+) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    saved = torch.load(results / case / "logits.pt", weights_only=True)
+    base = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    before = logits_of(base, saved)
+    model = PeftModel.from_pretrained(base, results / case / "model")
+    assert (logits_of(model, saved) - saved["logits"]).abs().max() < 1e-5
+    assert (before - saved["logits"]).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("case", ["full", "tied", "lora", "dora", "head"])
+def test_a_checkpoint_gives_the_trained_weights_back(results: Path, case: str) -> None:
+    saved = torch.load(results / case / "logits.pt", weights_only=True)
+    assert torch.equal(saved["from checkpoint"], saved["logits"])
+
+
+def test_a_checkpoint_of_an_adapter_holds_no_frozen_weight(results: Path) -> None:
+    from torch.distributed.checkpoint import FileSystemReader
+
+    folder = results / "lora" / "checkpoints" / "step-000003"
+    assert json.loads((folder / "trainer.json").read_text()) == {"step": 3, "epoch": 0.5}
+    names = FileSystemReader(folder).read_metadata().state_dict_metadata
+    weights = [name for name in names if name.startswith("model.")]
+    assert len(weights) == 28 and all(".lora_" in name for name in weights)
+    assert any(name.startswith("optimizer.") for name in names)
+
+
+def test_nothing_half_written_is_left(results: Path) -> None:
+    assert not list(results.rglob(".writing-*"))

@@ -1,0 +1,201 @@
+"""Every kind of bad input through the real command: one message that names the thing, the place and the way out, exit
+code 2, nothing written. A command that gets as far as torch takes 7 s: all of them run once, two at a time."""
+
+import hashlib
+import shlex
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from conftest import Finished, recipe
+
+MODEL, ROWS = "--model_name @model", "--dataset @rows.jsonl"
+GOOD = f"{MODEL} {ROWS}"
+LORA = f"{GOOD} --use_peft"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A command and what its message must say.
+
+    Attributes:
+        flags: of the recipe; @name is a file of the folder `broken`.
+        says: words of the message, in any order.
+        errors: how many mistakes it names.
+        environment: of the process.
+    """
+
+    flags: str
+    says: tuple[str, ...]
+    errors: int = 1
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+def case(flags: str, *says: str, errors: int = 1, **environment: str) -> Case:
+    return Case(flags, says, errors, environment)
+
+
+CASES = {
+    # The model's folder.
+    "missing model folder": case(f"--model_name @modle {ROWS}", "modle: no such folder", "Did you mean", "model?"),
+    "no config.json": case(f"--model_name @no_config {ROWS}", "--model_name", "no_config", "holds no config.json"),
+    "no weights": case(f"--model_name @no_weights {ROWS}", "no_weights", "no weights (*.safetensors)"),
+    "only .bin weights": case(f"--model_name @old_weights {ROWS}", "pytorch_model.bin", "save_pretrained"),
+    "truncated weights": case(f"--model_name @truncated {ROWS}", "truncated/model-00001-of-00003.safetensors",
+                              "damaged", "download it again"),
+    "truncated weights, rank 0 reads": case(f"--model_name @truncated {ROWS} --enable_fsdp --low_cpu_fsdp",
+                                            "truncated/model-00001-of-00003.safetensors", "download it again"),
+    "half a download": case(f"--model_name @half_downloaded {ROWS}", "half_downloaded/model-00001-of-00003",
+                            "no such file", "model.safetensors.index.json"),
+    "missing tensor": case(f"--model_name @missing_tensor {ROWS}", "missing_tensor: ", "missing: model.layers.0.mlp",
+                           "down_proj.weight", "download"),
+    "extra tensor": case(f"--model_name @extra_tensor {ROWS}", "extra_tensor: ",
+                         "not part of the model: model.layers.7.mlp.up_proj.weight"),
+    "wrong shape": case(f"--model_name @wrong_shape {ROWS}", "wrong_shape: ",
+                        "model.embed_tokens.weight is [300, 32], config.json makes it [301, 32]"),
+    "malformed index": case(f"--model_name @bad_index {ROWS}", "bad_index/model.safetensors.index.json",
+                            "not a safetensors index"),
+    "weights of an unknown dtype": case(f"--model_name @unknown_dtype {ROWS}", "model-00001-of-00003.safetensors",
+                                        "F8_E8M0"),
+    "malformed config.json": case(f"--model_name @bad_config {ROWS}", "bad_config", "config.json"),
+    "unknown architecture": case(f"--model_name @unknown_kind {ROWS}", "unknown_kind", "config.json", "lamma"),
+    "an encoder": case(f"--model_name @encoder {ROWS}", "--model_name", "encoder", "T5", "causal language model"),
+    "no tokenizer": case(f"--model_name @no_tokenizer {ROWS}", "no_tokenizer: no usable tokenizer",
+                         "--tokenizer_name"),
+    "tokenizer of more ids than the model": case(f"--model_name @small_vocabulary {ROWS}", "301", "280",
+                                                 "--tokenizer_name"),
+    "hub switched off": case(f"--model_name org/name {ROWS}", "--model_name org/name", "no folder of this name",
+                             "HF_HUB_OFFLINE", HF_HUB_OFFLINE="1"),
+    "hub out of reach": case(f"--model_name org/name {ROWS}", "--model_name org/name", "could not be asked",
+                             "http://127.0.0.1:9", "path of a local folder", HF_ENDPOINT="http://127.0.0.1:9"),
+    "hub name that cannot be": case(f"--model_name 'my model' {ROWS}", "--model_name my model", "no such folder"),
+    # The data.
+    "missing dataset": case(f"{MODEL} --dataset @row.jsonl", "row.jsonl: no such file", "Did you mean",
+                            "rows.jsonl?"),
+    "empty dataset": case(f"{MODEL} --dataset @empty.jsonl", "--dataset", "empty.jsonl: is empty"),
+    "blank dataset": case(f"{MODEL} --dataset @blank.jsonl", "blank.jsonl: holds no rows"),
+    "dataset that is a folder": case(f"{MODEL} --dataset @folder.jsonl", "is a folder; expected a file"),
+    "dataset that is a pipe": case(f"{MODEL} --dataset @pipe.jsonl", "pipe.jsonl", "regular file"),
+    "dataset that links to itself": case(f"{MODEL} --dataset @loop.jsonl", "loop.jsonl", "symbolic link"),
+    "malformed line": case(f"{MODEL} --dataset @malformed.jsonl", "malformed.jsonl:3: malformed JSON",
+                           "one JSON object a line", "--skip_bad_rows"),
+    "wrong columns": case(f"{MODEL} --dataset @columns.jsonl", "columns.jsonl: its columns are answer, question",
+                          "instruction, output"),
+    "bad role": case(f"{MODEL} --dataset @role.jsonl", 'role.jsonl:2: "messages[1].role" is "asistant"',
+                     "system, user, assistant or tool"),
+    "all rows bad": case(f"{MODEL} --dataset @all_bad.jsonl", 'all_bad.jsonl:1: "output" is empty',
+                         'all_bad.jsonl:2: "output" is 3', errors=2),
+    "all rows bad and skipped": case(f"{MODEL} --dataset @all_bad.jsonl --skip_bad_rows", "no row can be trained on",
+                                     "2 bad rows"),
+    "every label masked": case(f"{MODEL} --dataset @masked.jsonl", "masked.jsonl: no row can be trained on",
+                               "1 rows have no answer token"),
+    "every answer beyond the context": case(f"{GOOD} --context_length 4", "rows.jsonl: no row can be trained on",
+                                            "longer than --context_length 4"),
+    "validation of no row": case(f"{MODEL} --dataset @one.jsonl --validation 0.0001", "--validation 0.0001", "none",
+                                 "larger fraction"),
+    "missing function": case(f"{MODEL} --dataset @functions.py:raise", "defines no raise", "Did you mean raises?"),
+    "function file with a slip": case(f"{MODEL} --dataset @syntax.py:rows", "syntax.py:rows", "line 1",
+                                      "not valid Python"),
+    "function that raises": case(f"{MODEL} --dataset @functions.py:raises", "functions.py:3: raises raised",
+                                 "IndexError: list index out of range"),
+    "function that returns a list": case(f"{MODEL} --dataset @functions.py:returns_a_list",
+                                         "functions.py:returns_a_list returned a list", "from_list"),
+    # Settings.
+    "longer than the model": case(f"{GOOD} --context_length 257", "--context_length 257", "256 positions"),
+    "batch of 0": case(f"{GOOD} --batch_size_training 0", "--batch_size_training 0: must be at least 1"),
+    "epochs of 0": case(f"{GOOD} --num_epochs 0", "--num_epochs 0: must be at least 1"),
+    "no GPU": case(f"{GOOD} --device cuda", "--device cuda: no GPU", "--device cpu"),
+    "target modules that match nothing": case(f"{LORA} --target_modules query", "target_modules [query]",
+                                              "q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj"),
+    "target modules of which one matches": case(f"{LORA} --target_modules q_proj,query", "target_modules [query]",
+                                                "q_proj, k_proj"),
+    "target pattern that matches nothing": case(f"{LORA} --target_modules .*query", "target_modules", ".*query",
+                                                "q_proj, k_proj"),
+    "target pattern that is none": case(f"{LORA} --target_modules '*.q_proj'", "target_modules", "*.q_proj",
+                                        "q_proj, k_proj"),
+    "too many frozen layers": case(f"{GOOD} --freeze_layers --num_freeze_layers 9", "--num_freeze_layers 9",
+                                   "2 decoder layers"),
+    "missing adapter": case(f"{LORA} --from_peft_checkpoint @adapter", "--from_peft_checkpoint", "no such folder"),
+    "adapter of another model": case(f"{LORA} --from_peft_checkpoint @other_adapter",
+                                     "other_adapter/adapter_model.safetensors", "--model_name", "another model"),
+    "adapter of another kind": case(f"{LORA} --from_peft_checkpoint @prefix_adapter", "prefix_adapter",
+                                    "PREFIX_TUNING", "only LORA"),
+    "unknown flag": case(f"{GOOD} --lrr 1e-4", "--lrr is not a flag", "Did you mean --lr?"),
+    "unknown key": case("--config @typo.yaml", "typo.yaml:5: train.learning_rat is not a setting",
+                        "Did you mean train.lr?"),
+    "tabs in YAML": case("--config @tabs.yaml", "tabs.yaml:2: not valid YAML", "\\t"),
+    "not a number": case("--config @nan.yaml", "nan.yaml:2: train.lr is", "nan", "number"),
+    "several at once": case(f"--model_name @modle {ROWS} --lrr 1 --num_epochs 0 --precision fp17", "modle", "--lrr",
+                            "--num_epochs 0", "fp17", "Did you mean fp16?", errors=4),
+    "empty model name": case(f"--model_name '' {ROWS}", "--model_name", "empty"),
+    "empty dataset name": case(f"{MODEL} --dataset ''", "--dataset", "empty"),
+    "quantization": case(f"{GOOD} --quantization", "--quantization 8bit is not built yet", "enable_fsdp"),
+    "resume": case(f"{GOOD} --resume auto", "--resume auto is not built yet", "output_dir"),
+    "liger": case(f"{GOOD} --use_liger", "--use_liger is not built yet", "Leave it out"),
+    "compile": case(f"{GOOD} --compile", "--compile is not built yet", "Leave it out"),
+    "W&B without a key": case(f"{GOOD} --use_wandb", "--use_wandb", "no W&B key", "wandb login",
+                              "--wandb_mode offline", WANDB_API_KEY="", NETRC="/nowhere"),
+    # Where to write.
+    "output below a file": case(f"{GOOD} --output_dir @a_file/run", "--output_dir", "a_file is not a folder"),
+    "output that holds a run": case(f"{GOOD} --output_dir @a_run", "--output_dir", "already holds a run",
+                                    "--overwrite"),
+    "output that holds something else": case(f"{GOOD} --output_dir @no_run --overwrite", "holds model",
+                                             "not a run's directory", "Choose another output_dir"),
+}  # fmt: skip
+
+
+def snapshot(folder: Path) -> dict[str, str]:
+    """Every path below a folder, with a digest of what it holds."""
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        digest = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
+        found[str(path.relative_to(folder))] = digest
+    return found
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What all commands did: to themselves, and to the files around them."""
+
+    finished: dict[str, Finished]
+    output_dirs: Path
+    before: dict[str, str]
+    after: dict[str, str]
+
+
+def run_case(name: str, broken: Path, output_dirs: Path, home: Path) -> Finished:
+    """Run a case with an output_dir of its own, unless it is about that."""
+    words = shlex.split(CASES[name].flags.replace("@", f"{broken}/"))
+    if "--output_dir" not in words:
+        words += ["--output_dir", str(output_dirs / name.replace(" ", "_"))]
+    environment = {"HOME": str(home), "HF_HOME": str(home / "hub"), **CASES[name].environment}
+    return recipe(*words, timeout=60, **environment)
+
+
+@pytest.fixture(scope="module")
+def outcome(broken: Path, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    output_dirs, home = tmp_path_factory.mktemp("outputs"), tmp_path_factory.mktemp("home")
+    before = snapshot(broken)
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        results = pool.map(lambda name: run_case(name, broken, output_dirs, home), CASES)
+        finished = dict(zip(CASES, results, strict=True))
+    return Outcome(finished, output_dirs, before, snapshot(broken))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bad_input_is_told_in_one_message(name: str, outcome: Outcome) -> None:
+    finished, expected = outcome.finished[name], CASES[name]
+    message = finished.output[finished.output.find("error: ") :]
+    assert finished.exit_code == 2, finished.output
+    assert "Traceback" not in finished.output
+    assert message.count("error: ") == expected.errors, message
+    assert all(line.startswith(("error: ", "       ")) for line in message.splitlines()), message  # nothing after it
+    for words in expected.says:
+        assert words in message
+
+
+def test_bad_input_leaves_nothing_behind(outcome: Outcome, cache: Path) -> None:
+    assert list(outcome.output_dirs.iterdir()) == []
+    assert outcome.after == outcome.before
+    assert [path for path in cache.rglob(".*") if path.is_dir()] == []  # half-built data

@@ -1,0 +1,250 @@
+"""Whole runs of the recipe on two ranks, as users start them, and what they leave behind."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from conftest import Finished, losses, metrics, recipe, torchrun, write_rows
+
+CASES = Path(__file__).resolve().parent.parent / "run_cases.py"
+FSDP = ["--enable_fsdp", "--low_cpu_fsdp"]
+CUSTOM = """
+import datasets
+
+
+def rows(data_config, tokenizer, split):
+    count = 24 if split == "train" else 5
+    return datasets.Dataset.from_list([
+        {"messages": [{"role": "user", "content": f"{split} {n}"}, {"role": "assistant", "content": "yes " * (n + 1)}]}
+        for n in range(count)
+    ])
+"""
+
+
+def tokenized(file: Path, count: int, seed: int) -> Path:
+    generator = torch.Generator().manual_seed(seed)
+    with open(file, "w") as lines:
+        for number in range(count):
+            ids = torch.randint(0, 301, (8 + number % 7,), generator=generator).tolist()
+            lines.write(json.dumps({"input_ids": ids, "labels": [-100] * 3 + ids[3:]}) + "\n")
+    return file
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def launch(folder: Path, tiny_model: Path, save_model: Any, rows16: Path, rows70: Path) -> Finished:
+    """Every run below `folder`, in one launch."""
+    no_pad = save_model(folder / "no_pad_model", pad=False)
+    train, validation = tokenized(folder / "train.jsonl", 64, 1), tokenized(folder / "validation.jsonl", 11, 2)
+    (folder / "custom.py").write_text(CUSTOM)
+    tiny = ["--model_name", str(tiny_model)]
+    files = ["--dataset", str(train), "--validation", str(validation)]
+    adapter = ["--use_peft", "--target_modules", "all-linear"]
+    llama_recipes = (  # of the README, with a folder for the model and an end after three steps
+        f"--enable_fsdp --low_cpu_fsdp --use_peft --peft_method lora --model_name {tiny_model} "
+        f"--batch_size_training 1 --output_dir {folder}/llama_recipes --num_epochs 1 --save_model --max_train_step 3"
+    )
+    runs = {
+        "early_stopping": [*FSDP, *tiny, *files, "--precision", "fp32", "--lr", "0.05", "--lr_scheduler", "constant"]
+        + ["--eval_steps", "1", "--early_stopping_patience", "3", "--save_steps", "2", "--use_tensorboard"]
+        + ["--use_wandb", "--wandb_mode", "offline", "--wandb_tags", "a,b", "--val_batch_size", "2"],
+        "lora": [*FSDP, *tiny, "--dataset", str(rows70), "--validation", "0.2", *adapter, "--lr", "0.01"]
+        + ["--precision", "fp32", "--num_epochs", "1", "--lora_dropout", "0"],
+        "no_pad": [*FSDP, "--model_name", str(no_pad), "--dataset", str(rows16), *adapter, "--num_epochs", "1"]
+        + ["--sample_tokens", "8", "--precision", "fp32", "--lora_dropout", "0", "--batch_size_training", "8"]
+        + ["--validation", str(rows16), "--val_batch_size", "4"],
+        "custom": [*tiny, "--dataset", f"{folder}/custom.py:rows", "--precision", "bf16_pure", "--num_epochs", "2"],
+        "frozen": [*FSDP, *tiny, *files, "--freeze_layers", "--num_epochs", "1", "--precision", "fp32"]
+        + ["--activation_checkpointing", "full", "--gradient_accumulation_steps", "3"],
+    }
+    flags = [llama_recipes.split()]
+    flags += [[*own, "--output_dir", str(folder / name)] for name, own in runs.items()]
+    flags += [
+        ["--config", str(folder / "early_stopping" / "config.yaml"), "--output_dir", str(folder / "repeated")]
+        + ["--use_wandb", "False"],
+        [*FSDP, *tiny, "--dataset", str(rows70), "--validation", "0.2", "--use_peft", "--num_epochs", "1"]
+        + ["--from_peft_checkpoint", str(folder / "lora" / "model"), "--precision", "fp32"]
+        + ["--output_dir", str(folder / "continued")],
+    ]
+    (folder / "cases.json").write_text(json.dumps(flags))
+    finished = torchrun(2, str(CASES), str(folder / "cases.json"), timeout=400, HOME=str(folder))
+    assert finished.exit_code == 0, finished.output
+    return finished
+
+
+def held_out_loss(model: torch.nn.Module, file: Path) -> float:
+    """The mean over target tokens, row by row, in plain transformers."""
+    total, targets = 0.0, 0
+    for line in file.read_text().splitlines():
+        row = json.loads(line)
+        labels = torch.tensor(row["labels"])[1:]
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([row["input_ids"]])).logits[0, :-1].float()
+        total += torch.nn.functional.cross_entropy(logits, labels, reduction="sum").item()
+        targets += int((labels != -100).sum())
+    return total / targets
+
+
+def load(path: Path) -> torch.nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+
+
+def test_the_llama_recipes_command_leaves_an_adapter_that_peft_loads(
+    launch: Finished, folder: Path, tiny_model: Path
+) -> None:
+    from peft import PeftModel
+
+    output = folder / "llama_recipes"
+    model = PeftModel.from_pretrained(load(tiny_model), output / "model")
+    assert any(parameter.any() for name, parameter in model.named_parameters() if "lora_B" in name)
+    assert json.loads((output / "status.json").read_text()) == {
+        "state": "finished",
+        "step": 3,
+        "exit_code": 0,
+        "message": "",
+    }
+    assert len(losses(output)) == 3
+    assert yaml.safe_load((output / "config.yaml").read_text())["peft"]["use_peft"] is True
+    assert (output / "checkpoints" / "step-000003" / ".metadata").exists()
+
+
+def test_the_built_in_chat_template_is_saved_with_the_result(launch: Finished, folder: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder / "lora" / "model")
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Hi"}], tokenize=False, add_generation_prompt=True
+    )
+    assert "### Response:" in text and text.count("<s>") == 1
+
+
+def test_early_stopping_takes_the_best_weights_and_the_logged_loss_is_that_of_the_result(
+    launch: Finished, folder: Path
+) -> None:
+    output = folder / "early_stopping"
+    evaluated = {line["step"]: line["eval/loss"] for line in metrics(output) if "eval/loss" in line}
+    trained = {step: loss for step, loss in evaluated.items() if step > 0}
+    best = min(trained, key=trained.__getitem__)
+    assert max(trained) == best + 3 < 24, "it stopped three evaluations after the best, before its 24 steps"
+    found = held_out_loss(load(output / "model"), folder / "validation.jsonl")
+    assert found == pytest.approx(trained[best], rel=1e-5)
+    assert json.loads((output / "checkpoints" / "best.json").read_text())["step"] == best
+    kept = {path.name for path in (output / "checkpoints").glob("step-*")}
+    assert f"step-{best:06d}" in kept
+    assert kept == {f"step-{step:06d}" for step in trained if step % 2 == 0 or step == best}
+
+
+def test_metrics_have_one_line_a_step_and_the_keys_that_were_measured(launch: Finished, folder: Path) -> None:
+    lines = metrics(folder / "frozen")
+    assert [line["step"] for line in lines] == [0, 1, 2, 3]  # 64 rows in batches of 24
+    assert set(lines[0]) == {"step", "eval/loss", "eval/perplexity"}
+    training = {"epoch", "tokens", "train/loss", "train/lr", "train/grad_norm"}
+    measured = {"perf/tokens_per_second", "perf/step_seconds", "memory/host_peak_bytes"}
+    assert set(lines[1]) == {"step"} | training | measured
+    assert len(lines[1]["memory/host_peak_bytes"]) == 2
+    assert lines[-1]["tokens"] == sum(
+        label != -100
+        for row in (folder / "train.jsonl").read_text().splitlines()
+        for label in json.loads(row)["labels"][1:]
+    )
+
+
+def test_the_runs_config_repeats_it_number_for_number(launch: Finished, folder: Path) -> None:
+    assert losses(folder / "repeated") == losses(folder / "early_stopping")
+
+
+def test_trackers_hold_the_metrics(launch: Finished, folder: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    output = folder / "early_stopping"
+    events = EventAccumulator(str(output / "tensorboard")).Reload()
+    assert [round(event.value, 4) for event in events.Scalars("train/loss")] == [round(x, 4) for x in losses(output)]
+    assert len(list((output / "wandb").glob("offline-run-*/*.wandb"))) == 1, "one run a job"
+    assert f"wandb sync {output}/wandb/offline-run-" in launch.output
+
+
+def test_a_model_without_a_pad_token_trains_without_loss_on_padding(
+    launch: Finished, folder: Path, rows16: Path
+) -> None:
+    """Batches of 8 and 4 rows of uneven length are padded with </s>, which also ends every answer. Row by row, without
+    padding, plain transformers must find the same losses before the first step."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder / "no_pad" / "model")  # with the template the run gave it
+    assert tokenizer.pad_token is None
+    for number, row in enumerate(rows16.read_text().splitlines()):
+        example = json.loads(row)
+        turns = [
+            {"role": "user", "content": example["instruction"]},
+            {"role": "assistant", "content": example["output"]},
+        ]
+        encoded = tokenizer.apply_chat_template(turns, return_dict=True, return_assistant_tokens_mask=True)
+        ids, mask = encoded["input_ids"], encoded["assistant_masks"]
+        assert ids[-1] == tokenizer.eos_token_id and mask[-1] == 1, "the end of the turn is learned"
+        labels = [token if answer else -100 for token, answer in zip(ids, mask, strict=True)]
+        with open(folder / "unpadded.jsonl", "a" if number else "w") as lines:
+            lines.write(json.dumps({"input_ids": ids, "labels": labels}) + "\n")
+    expected = held_out_loss(load(folder / "no_pad_model"), folder / "unpadded.jsonl")
+    lines = metrics(folder / "no_pad")
+    assert lines[0]["eval/loss"] == pytest.approx(expected, rel=1e-5)
+    assert lines[1]["train/loss"] == pytest.approx(expected, rel=1e-5)
+    assert "Before tuning" in launch.output and "After tuning" in launch.output
+
+
+def test_a_continued_adapter_begins_where_the_other_ended(launch: Finished, folder: Path) -> None:
+    ended = [line["eval/loss"] for line in metrics(folder / "lora") if "eval/loss" in line][-1]
+    assert metrics(folder / "continued")[0]["eval/loss"] == pytest.approx(ended, rel=1e-6)
+    assert json.loads((folder / "continued" / "model" / "adapter_config.json").read_text())["r"] == 8
+
+
+def test_frozen_layers_stay_as_they_were(launch: Finished, folder: Path, tiny_model: Path) -> None:
+    before, after = load(tiny_model).state_dict(), load(folder / "frozen" / "model").state_dict()
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert not any(name.startswith("model.layers.0.") for name in changed)
+    assert {name for name in before if not name.startswith("model.layers.0.")} == changed
+
+
+def test_a_function_of_the_user_gives_the_rows(launch: Finished, folder: Path) -> None:
+    lines = metrics(folder / "custom")
+    assert len(losses(folder / "custom")) == 6  # 24 rows in batches of 8, twice
+    assert sum("eval/loss" in line for line in lines) == 3  # its validation split, before and after each epoch
+    assert lines[-1]["train/loss"] < lines[1]["train/loss"]
+
+
+def test_a_loss_that_is_no_number_ends_the_run_naming_step_rows_and_checkpoint(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    rows = write_rows(tmp_path / "rows.jsonl", 8)
+    finished = recipe(
+        *["--model_name", str(tiny_model), "--dataset", str(rows), "--precision", "fp32", "--save_steps", "1"],
+        *["--lr", "1e38", "--lr_scheduler", "constant", "--output_dir", str(tmp_path / "run")],
+    )
+    assert finished.exit_code == 1, finished.output
+    assert "Traceback" not in finished.output
+    assert "error: step 2: the loss is nan" in finished.output
+    assert f"{rows}:" in finished.output
+    assert f"The last good checkpoint is {tmp_path}/run/checkpoints/step-000001." in finished.output
+    status = json.loads((tmp_path / "run" / "status.json").read_text())
+    assert (status["state"], status["step"], status["exit_code"]) == ("failed", 1, 1)
+    assert not (tmp_path / "run" / "model").exists()
+
+
+@pytest.mark.slow
+def test_the_quickstart_learns_on_held_out_rows_too(tmp_path: Path) -> None:
+    finished = recipe(*FSDP, "--output_dir", str(tmp_path / "run"), processes=2, timeout=900)
+    assert finished.exit_code == 0, finished.output
+    found = losses(tmp_path / "run")
+    assert sum(found[-10:]) / 10 < found[0] * 2 / 3
+    evaluated = [line["eval/loss"] for line in metrics(tmp_path / "run") if "eval/loss" in line]
+    assert evaluated[-1] < evaluated[0] * 0.75
+    assert finished.output.count("question:") == 2
+    assert load(tmp_path / "run" / "model") is not None
