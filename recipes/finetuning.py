@@ -47,6 +47,7 @@ def main(config: Config, places: dict[str, str]) -> None:
                 context_length=models.resolve_context_length(config.data.context_length, model_config),
                 cache=data.cache_dir(),
                 want_validation=config.train.run_validation,
+                vocabulary_size=models.vocabulary_size(model_config),
             )
         log.info("\n".join(rows.summary))
 
@@ -154,7 +155,7 @@ def train(
     log.info(f"{total_steps} optimizer steps of {global_batch} rows, {plan.steps_per_epoch} to the epoch")
     writer, best = checkpoint.CheckpointWriter(output_dir, job), training.BestLoss(settings)
     reduce_last_only = config.peft.use_peft or settings.accumulate_unsharded
-    pad = data.pad_token_id(tokenizer)
+    pad = data.pad_token_id(tokenizer, models.vocabulary_size(model.config))
     torch.manual_seed(settings.seed + job.rank)  # dropout differs between ranks
     observe.reset_peaks(job.device)
 

@@ -52,7 +52,7 @@ def _break_weights(folder: Path) -> None:
     file, _ = altered("half_downloaded")
     file.unlink()
     file, tensors = altered("missing_tensor")
-    save_file({name: tensor for name, tensor in tensors.items() if "down_proj" not in name}, file)
+    save_file({name: tensor for name, tensor in tensors.items() if "q_proj" not in name}, file)
     file, tensors = altered("extra_tensor")
     save_file({**tensors, "model.layers.7.mlp.up_proj.weight": tensors["model.embed_tokens.weight"].clone()}, file)
     file, tensors = altered("wrong_shape")

@@ -165,6 +165,7 @@ def guess(name: str) -> Guess | None:
     setting_name, _, value = ALIASES.get(field, field).partition(" ")
     setting = known(setting_name)
     if setting is None:
-        match = nearest(field, [*SETTINGS, "quantization"])
-        setting = known(match) if match else None
+        match = nearest(field, [*SETTINGS, "quantization", *ALIASES])
+        setting_name, _, value = ALIASES.get(match or "", match or "").partition(" ")
+        setting = known(setting_name)
     return Guess(setting, value or None) if setting else None

@@ -138,6 +138,8 @@ def _data(name: str) -> str | None:
         return f"is a folder; expected a file: {DATA_FORMS}."
     if path.suffix == ".py":
         return python_function_complaint(path, "")
+    if path.is_symlink() and not path.exists():
+        return "is a symbolic link that leads nowhere."
     if not path.exists():
         if path.suffix.lower() not in DATA_SUFFIXES and not nearest_file(path):
             built_in = ", ".join(BUILT_IN_DATASETS)
@@ -145,4 +147,6 @@ def _data(name: str) -> str | None:
         return f"no such file.{nearest_file(path)}"
     if path.suffix.lower() not in DATA_SUFFIXES:
         return f"what a {path.suffix or 'file without suffix'} holds is not known. Files are {DATA_FORMS}."
+    if not path.is_file():  # data are read more than once: to know them again, and to tell their columns
+        return "is not a regular file, and a pipe can be read only once. Write it to a file first."
     return "is empty." if path.stat().st_size == 0 else None

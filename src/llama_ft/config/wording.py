@@ -82,7 +82,7 @@ def _likeness(word: str, candidate: str) -> float:
 def nearest_file(path: Path) -> str:
     """Return ` Did you mean <path>?` with the entry of the same folder whose name is nearest, or nothing."""
     try:
-        entries = [entry.name for entry in path.parent.iterdir()]
+        entries = [entry.name for entry in path.parent.iterdir() if entry.name != path.name]  # a link may lead nowhere
     except OSError:
         return ""
     # What a shared ending adds to the likeness says nothing: compare what stands before it.

@@ -172,14 +172,14 @@ def _padded(rows: list[list[int]], value: int) -> torch.Tensor:
     return batch
 
 
-def pad_token_id(tokenizer: "PreTrainedTokenizerBase") -> int:
-    """The id to pad with: the tokenizer's pad, else its eos, else 0.
+def pad_token_id(tokenizer: "PreTrainedTokenizerBase", vocabulary_size: int | None = None) -> int:
+    """The id to pad with: the tokenizer's pad, else its eos, else 0; below vocabulary_size, the model's, where given.
 
     Any would do: padding is masked by position, so a pad token that is the eos too is still learned where it ends a
     turn.
     """
     for token_id in (tokenizer.pad_token_id, tokenizer.eos_token_id):
-        if token_id is not None:
+        if token_id is not None and (vocabulary_size is None or token_id < vocabulary_size):
             return token_id
     return 0
 

@@ -41,6 +41,8 @@ class SplitStatistics:
         truncated: rows whose end was cut off, among those written and those without_target.
         without_target: rows left out as no answer token remained in context_length.
         lengths: tokens of a row: the median, the 95th percentile and the largest.
+        largest_id: the largest token id.
+        largest_id_at: the place of the first row that holds it.
     """
 
     rows: int = 0
@@ -49,6 +51,8 @@ class SplitStatistics:
     truncated: int = 0
     without_target: int = 0
     lengths: list[int] = field(default_factory=list)
+    largest_id: int = -1
+    largest_id_at: str = ""
 
 
 @dataclass
@@ -103,6 +107,8 @@ class SplitWriter:
         statistics.tokens += len(encoded.input_ids)
         statistics.target_tokens += target_tokens
         self._lengths.append(len(encoded.input_ids))
+        if (largest_id := max(encoded.input_ids)) > statistics.largest_id:
+            statistics.largest_id, statistics.largest_id_at = largest_id, place
         self._writer.write(
             {
                 # arrays: Arrow takes them as they are, lists it inspects element by element

@@ -20,7 +20,7 @@ from llama_ft.errors import UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-CODE_VERSION = 1  # raise it when the same rows come out as other tokens
+CODE_VERSION = 2  # raise it when the same rows come out as other tokens, or meta.json changes
 NO_VALIDATION = "no validation data: --validation FILE or --validation 0.05"
 HOW_TO_VALIDATE = "Expected a larger fraction (--validation 0.1), a file, or --run_validation False."
 
@@ -62,6 +62,7 @@ def prepare(
     context_length: int,
     cache: Path,
     want_validation: bool,
+    vocabulary_size: int | None = None,
 ) -> TokenizedData:
     """Tokenize what `config` names, or take it from the cache.
 
@@ -73,6 +74,7 @@ def prepare(
         context_length: longest row in tokens.
         cache: folder of the demo and of tokenized data, see `cache_dir`.
         want_validation: False leaves `validation` None; a fraction of the rows is held out all the same.
+        vocabulary_size: of the model; a tokenizer may have ids beyond it as long as no row does. None: not checked.
 
     Raises:
         UserError: the data cannot be used; several bad rows are reported together.
@@ -83,6 +85,7 @@ def prepare(
     folder = cache / "tokenized" / _key(job, config, tokenizer, context_length)
     build_once(folder, "meta.json", lambda temporary: _build(temporary, job, encoder))
     report = BuildReport.load(folder / "meta.json")
+    _check_ids(report, tokenizer, vocabulary_size)
     has_validation = report.validation is not None
     return TokenizedData(
         train=Dataset.from_file(str(folder / "train.arrow")),
@@ -160,6 +163,17 @@ def _build(folder: Path, job: _Job, encoder: Encoder) -> None:
     _check_rows_left(report, job, encoder.context_length, bad_in_train)
     report.chat_sample = validation.first_chat if validation else train.first_chat
     report.save(folder / "meta.json")
+
+
+def _check_ids(report: BuildReport, tokenizer: "PreTrainedTokenizerBase", vocabulary_size: int | None) -> None:
+    """Refuse ids the model has no embedding for: training would stop in the middle, at the first row with one."""
+    for split in (report.train, report.validation):
+        if split is not None and vocabulary_size is not None and split.largest_id >= vocabulary_size:
+            token = tokenizer.convert_ids_to_tokens(split.largest_id)
+            raise UserError(
+                f"{split.largest_id_at}: token {split.largest_id} ({token}) is beyond the model's {vocabulary_size} "
+                "tokens.\nThe tokenizer is not this model's: --tokenizer_name names another."
+            )
 
 
 def _check_rows_left(report: BuildReport, job: _Job, context_length: int, bad_in_train: int) -> None:

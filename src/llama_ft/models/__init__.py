@@ -12,6 +12,7 @@ from llama_ft.models.skeleton import (
     load_tokenizer,
     resolve_context_length,
     set_storage_dtypes,
+    vocabulary_size,
 )
 from llama_ft.models.units import shard, shard_degree, unit_table
 
@@ -31,4 +32,5 @@ __all__ = [
     "shard",
     "shard_degree",
     "unit_table",
+    "vocabulary_size",
 ]

@@ -6,8 +6,8 @@ from pathlib import Path
 from huggingface_hub import constants, model_info, snapshot_download
 from huggingface_hub.errors import (
     GatedRepoError,
-    HfHubHTTPError,
     HFValidationError,
+    HTTPError,
     LocalEntryNotFoundError,
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
@@ -54,7 +54,7 @@ def local_folder(name: str, flag: str, weights: bool = True) -> Path:
         ) from error
     except HFValidationError as error:
         raise UserError(f"{flag} {name}: no such folder, and not a possible hub name ({error}).") from error
-    except (OfflineModeIsEnabled, HfHubHTTPError, OSError, LocalEntryNotFoundError) as error:
+    except (OfflineModeIsEnabled, HTTPError, OSError, LocalEntryNotFoundError) as error:
         return _from_cache(name, flag, weights, patterns, skipped, error)
 
 

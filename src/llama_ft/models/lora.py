@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+import re
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,6 +106,8 @@ def _check_names(model: PreTrainedModel, lora: LoraConfig) -> None:
     """peft ignores a name without a match as long as another one has one; here every name must match."""
     every_name = [name for name, _ in model.named_modules()]
     targets = lora.target_modules
+    if isinstance(targets, str) and targets != "all-linear":
+        _check_pattern(targets, every_name, model)
     asked = {"peft.target_modules": [] if isinstance(targets, str) else sorted(targets or ())}
     asked["peft.modules_to_save"] = sorted(lora.modules_to_save or ())
     for flag, wanted in asked.items():
@@ -116,6 +119,19 @@ def _check_names(model: PreTrainedModel, lora: LoraConfig) -> None:
                 if flag == "peft.target_modules"
                 else f"--{flag} [{', '.join(absent)}]: this model has no module of that name."
             )
+
+
+def _check_pattern(pattern: str, every_name: list[str], model: PreTrainedModel) -> None:
+    try:
+        matches = any(re.fullmatch(pattern, name) for name in every_name)
+        problem = "" if matches else "no module's whole name matches this pattern"
+    except re.error as error:
+        problem = f"not a regular expression ({error})"
+    if problem:
+        raise UserError(
+            f"--peft.target_modules {pattern}: {problem}.\nA pattern is as in .*layers\\.[0-7]\\.self_attn\\.q_proj; "
+            f"plain names are {', '.join(linear_names(model))}."
+        )
 
 
 def _check_dora(model: PreTrainedModel) -> None:

@@ -48,8 +48,8 @@ def build_skeleton(config: PretrainedConfig, model: ModelConfig) -> PreTrainedMo
     """The causal language model of `config` on the meta device, tied weights tied.
 
     Raises:
-        UserError: transformers has no causal language model for this architecture, or the attention implementation is
-            not available for it on this machine.
+        UserError: transformers has no causal language model for this architecture, it is an encoder, or the attention
+            implementation is not available for it on this machine.
     """
     try:
         with torch.device("meta"):
@@ -59,10 +59,29 @@ def build_skeleton(config: PretrainedConfig, model: ModelConfig) -> PreTrainedMo
                 attn_implementation=model.attn_implementation,
                 trust_remote_code=model.trust_remote_code,
             )
-    except (ValueError, ImportError) as error:
+    except (ValueError, ImportError, AssertionError) as error:
+        if "Unrecognized configuration class" in str(error):
+            raise UserError(
+                f"--model_name {model.model_name}: transformers has no causal language model of model_type "
+                f"{config.model_type} ({type(config).__name__}).\nUse a model made to generate text."
+            ) from error
         raise UserError(f"--model_name {model.model_name}: {_first_line(error)}") from error
+    _check_sees_no_future(skeleton, model.model_name)
     skeleton.tie_weights()
     return skeleton
+
+
+def _check_sees_no_future(skeleton: PreTrainedModel, name: str) -> None:
+    """transformers builds BERT and its kin as language models with a warning; their training loss then falls to zero,
+    because each token has seen the next one."""
+    is_causal = any(getattr(module, "is_causal", False) for module in skeleton.modules())
+    if getattr(skeleton.config, "is_decoder", True) or is_causal:
+        return
+    raise UserError(
+        f"--model_name {name}: {type(skeleton).__name__} is an encoder here (is_decoder is false in its config.json): "
+        "each token sees the\nones after it, so there is nothing to predict. Use a causal language model, one made to "
+        "generate text."
+    )
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
@@ -111,6 +130,11 @@ def set_storage_dtypes(model: nn.Module, precision: Precision) -> None:
     """Give each (meta) parameter the dtype it is stored in: trained ones and frozen ones may differ."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(precision.trained if parameter.requires_grad else precision.frozen)
+
+
+def vocabulary_size(config: PretrainedConfig) -> int | None:
+    """Rows of the model's embedding: token ids lie below. None where config.json does not say."""
+    return getattr(config.get_text_config(), "vocab_size", None)
 
 
 def resolve_context_length(asked: int | None, config: PretrainedConfig) -> int:

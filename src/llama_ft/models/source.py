@@ -43,7 +43,7 @@ class SafetensorsSource:
         files: the files; a name must not occur in two of them.
 
     Raises:
-        UserError: a file is missing, truncated or not safetensors.
+        UserError: a file is missing, truncated or not safetensors, or holds a dtype that torch does not know.
     """
 
     def __init__(self, files: list[Path]) -> None:
@@ -53,7 +53,13 @@ class SafetensorsSource:
             handle = self._handles[file] = _open(file)
             for name in handle.keys():
                 header = handle.get_slice(name)
-                self.tensors[name] = StoredTensor(file, tuple(header.get_shape()), DTYPES[header.get_dtype()])
+                dtype = DTYPES.get(header.get_dtype())
+                if dtype is None:
+                    raise UserError(
+                        f"{file}: {name} is stored as {header.get_dtype()}, which is not read here.\nUse the model in "
+                        "bf16, fp16 or fp32."
+                    )
+                self.tensors[name] = StoredTensor(file, tuple(header.get_shape()), dtype)
 
     @classmethod
     def of_model(cls, folder: Path) -> "SafetensorsSource":

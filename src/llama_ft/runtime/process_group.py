@@ -72,9 +72,9 @@ class Runtime:
     def gather_numbers(self, *numbers: float) -> torch.Tensor:
         """Every rank's numbers as float64 [world_size, len(numbers)] on the host; one collective."""
         mine = torch.tensor(numbers, dtype=torch.float64, device=self.device)
-        everyone = torch.empty(self.world_size * len(numbers), dtype=torch.float64, device=self.device)
-        dist.all_gather_single(everyone, mine)
-        return everyone.view(self.world_size, len(numbers)).cpu()
+        everyone = [torch.empty_like(mine) for _ in range(self.world_size)]
+        dist.all_gather(everyone, mine)
+        return torch.stack(everyone).cpu()
 
     def begin_run(self, output_dir: Path) -> None:
         """From now on status.json in `output_dir` says how the run stands, whichever rank ends it."""
@@ -94,7 +94,8 @@ class Runtime:
         copies = sizes.get("replicate", 1)
         processes = "1 process" if self.world_size == 1 else f"{self.world_size} processes"
         where = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
-        threads = f", {torch.get_num_threads()} threads each" if self.device.type == "cpu" else ""
+        count = torch.get_num_threads()
+        threads = f", {count} thread{'s' if count > 1 else ''} each" if self.device.type == "cpu" else ""
         return f"{processes} on {where}{threads}; {copies} x the model, each sharded over {sizes['shard']}"
 
 
@@ -130,7 +131,7 @@ def start(device: Literal["auto", "cuda", "cpu"], shard_degree: int | Literal["n
 
 def _join(rank: int, world_size: int, device: str, shard_degree: int | str) -> Runtime:
     local_rank, local_world_size = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    place = _pick_device(device, local_rank, local_world_size)
+    place = _pick_device(device, torch.cuda.device_count(), local_rank, local_world_size)
     degree = _resolve_degree(shard_degree, world_size, local_world_size)
     if place.type == "cuda":
         torch.cuda.set_device(place)
@@ -159,11 +160,10 @@ def _join(rank: int, world_size: int, device: str, shard_degree: int | str) -> R
     return Runtime(rank, world_size, local_rank, local_world_size, place, mesh, store)
 
 
-def _pick_device(device: str, local_rank: int, local_world_size: int) -> torch.device:
-    gpus = torch.cuda.device_count() if device != "cpu" else 0
+def _pick_device(device: str, gpus: int, local_rank: int, local_world_size: int) -> torch.device:
     if device == "cuda" and gpus == 0:
         raise UserError("--device cuda: no GPU is visible to torch on this machine.\n--device cpu trains on the CPU.")
-    if gpus == 0:
+    if device == "cpu" or gpus == 0:
         return torch.device("cpu")
     if local_world_size > gpus:
         raise UserError(

@@ -1,0 +1,119 @@
+"""What the hub answers, and what is made of it: huggingface_hub as it is, against a server that answers as the hub."""
+
+import json
+import sys
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from conftest import run
+
+COMMIT = "0" * 40
+FILES = {"config.json": b"{}", "model.safetensors": b"weights", "pytorch_model.bin": b"not wanted"}
+REFUSALS = {
+    "org/gated": (403, "GatedRepo"),  # the page can be read, the files cannot
+    "org/absent": (401, "RepoNotFound"),  # what the hub says to whoever is not logged in
+    "org/removed": (404, "RepoNotFound"),
+    "org/broken": (500, ""),
+}
+
+
+class Hub(BaseHTTPRequestHandler):
+    """The parts of the hub's API that a download uses."""
+
+    requests: Counter[str] = Counter()
+    closing = threading.Event()
+
+    def do_GET(self) -> None:
+        path = self.path.partition("?")[0].removeprefix("/api/models").strip("/")
+        name = "/".join(path.split("/")[:2])
+        is_file = "/resolve/" in path
+        if self.command == "GET":
+            Hub.requests[name] += 1
+        if name == "org/silent":
+            Hub.closing.wait(60)
+        elif name in REFUSALS and (name != "org/gated" or is_file):
+            status, code = REFUSALS[name]
+            self.answer(status, b'{"error": "no"}', {"X-Error-Code": code} if code else {})
+        elif is_file:
+            body = FILES[path.rpartition("/")[2]]
+            self.answer(200, body, {"ETag": f'"{len(body)}"', "X-Repo-Commit": COMMIT})
+        elif "/tree/" in path:
+            entries = [{"type": "file", "path": file, "size": len(FILES[file]), "oid": COMMIT} for file in FILES]
+            self.answer(200, json.dumps(entries).encode(), {})
+        else:
+            siblings = [{"rfilename": file} for file in FILES]
+            info = {"_id": "1", "id": name, "sha": COMMIT, "siblings": siblings, "private": False, "tags": []}
+            self.answer(200, json.dumps({**info, "downloads": 0, "likes": 0}).encode(), {})
+
+    do_HEAD = do_GET
+
+    def answer(self, status: int, body: bytes, headers: dict[str, str]) -> None:
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(body)), **headers}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def endpoint() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    Hub.closing.set()
+    server.shutdown()
+
+
+def ask(endpoint: str, home: Path, *names: str) -> dict[str, dict]:
+    script = str(Path(__file__).with_name("ask_hub.py"))
+    finished = run([sys.executable, script, *names], HF_ENDPOINT=endpoint, HF_HOME=str(home), HF_HUB_DISABLE_XET="1")
+    assert finished.exit_code == 0, finished.output
+    return json.loads(finished.output.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def outcomes(endpoint: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
+    return ask(endpoint, tmp_path_factory.mktemp("hub"), *REFUSALS, "org/silent", "my model")
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("org/gated", ["this model is gated", "Ask for access at http", "/org/gated", "hf auth login", "HF_TOKEN"]),
+        ("org/absent", ["no model on the hub has this name", "hf auth login", "path of its folder"]),
+        ("org/removed", ["no model on the hub has this name", "path of its folder"]),
+        ("org/broken", ["could not be asked", "500", "path of a local folder"]),
+        ("org/silent", ["could not be asked", "timed out", "path of a local folder"]),
+        ("my model", ["no such folder, and not a possible hub name"]),
+    ],
+)
+def test_each_refusal_of_the_hub_has_its_message(name: str, says: list[str], outcomes: dict[str, dict]) -> None:
+    told = outcomes[name]["outcome"]
+    assert told.startswith(f"error: --model_name {name}: ") and told.count("error: ") == 1
+    for words in says:
+        assert words in told
+
+
+@pytest.mark.parametrize("name", ["org/absent", "org/removed", "org/broken", "org/silent"])
+def test_a_hub_that_does_not_help_is_asked_once(name: str, outcomes: dict[str, dict]) -> None:
+    assert Hub.requests[name] == 1
+    assert outcomes[name]["seconds"] < 20
+
+
+def test_a_model_is_downloaded_once_and_then_needs_no_hub(endpoint: str, tmp_path: Path) -> None:
+    folder = Path(ask(endpoint, tmp_path, "org/fine")["org/fine"]["outcome"])
+    assert {file.name for file in folder.iterdir()} == {"config.json", "model.safetensors"}
+    again = run(
+        [sys.executable, str(Path(__file__).with_name("ask_hub.py")), "org/fine"],
+        HF_ENDPOINT="http://127.0.0.1:9",
+        HF_HOME=str(tmp_path),
+    )
+    assert json.loads(again.output.splitlines()[-1])["org/fine"]["outcome"] == str(folder), again.output

@@ -1,0 +1,117 @@
+"""Which modules become units, on the meta device: nothing here has storage."""
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from llama_ft.config import FSDPConfig
+from llama_ft.errors import UserError
+from llama_ft.models import shard, shard_degree, unit_table
+from llama_ft.models.units import Unit, _describe_units, _modules_to_wrap
+from llama_ft.runtime import PRECISIONS
+
+
+def llama(layers: int = 4, tied: bool = False) -> LlamaForCausalLM:
+    config = LlamaConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        vocab_size=1000,
+        tie_word_embeddings=tied,
+    )
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    model.tie_weights()
+    return model
+
+
+def units_of(model: torch.nn.Module, **fsdp: object) -> list[Unit]:
+    settings = FSDPConfig(enable_fsdp=True, **fsdp)
+    return _describe_units(model, _modules_to_wrap(model, settings), torch.bfloat16)
+
+
+def names(units: list[Unit]) -> list[str]:
+    return [unit.name for unit in units]
+
+
+LAYERS = [f"model.layers.{n}" for n in range(4)]
+
+
+def test_the_transformer_policy_wraps_the_decoder_layers_and_the_root_has_the_rest() -> None:
+    units = units_of(llama(), fsdp_wrap_policy="transformer")
+    assert names(units) == [*LAYERS, ""]
+    assert units[-1].parameters == 2 * 64 * 1000 + 64
+
+
+def test_the_hybrid_policy_gives_big_embeddings_and_heads_units_of_their_own() -> None:
+    assert names(units_of(llama(), min_num_params=60_000)) == [*LAYERS, "model.embed_tokens", "lm_head", ""]
+    assert names(units_of(llama(), min_num_params=70_000)) == [*LAYERS, ""]
+
+
+def test_tied_embeddings_stay_in_one_unit_under_every_policy() -> None:
+    for policy in ("transformer", "hybrid", "size"):
+        units = units_of(llama(tied=True), fsdp_wrap_policy=policy, min_num_params=1000)
+        assert units[-1].name == "" and units[-1].parameters >= 64 * 1000
+
+
+def test_the_size_policy_wraps_innermost_first_and_leaves_no_unit_below_the_limit_but_the_root() -> None:
+    units = units_of(llama(), fsdp_wrap_policy="size", min_num_params=20_000)
+    assert all(unit.parameters >= 20_000 for unit in units[:-1])
+    assert "model.layers.0.mlp" in names(units) and "model.embed_tokens" in names(units)
+
+
+@pytest.mark.parametrize("policy", ["transformer", "size", "hybrid"])
+def test_every_parameter_is_in_exactly_one_unit(policy: str) -> None:
+    for tied in (False, True):
+        model = llama(tied=tied)
+        units = units_of(model, fsdp_wrap_policy=policy, min_num_params=9_000)
+        assert sum(unit.parameters for unit in units) == sum(p.numel() for p in model.parameters())
+
+
+def test_a_policy_that_finds_no_layer_class_is_refused() -> None:
+    model = llama()
+    model._no_split_modules = []
+    with pytest.raises(UserError, match="no decoder layer class.*\n.*size"):
+        units_of(model, fsdp_wrap_policy="transformer")
+
+
+def test_a_unit_that_would_hold_most_of_the_model_is_refused() -> None:
+    settings = FSDPConfig(enable_fsdp=True, fsdp_wrap_policy="size", min_num_params=10_000_000)
+    with pytest.raises(UserError, match=r"one unit would hold 100% of the model \(4 of its 4 decoder layers\)"):
+        shard(llama(), mesh_of_one(), settings, PRECISIONS["fp32"])
+
+
+def test_a_single_layer_or_a_big_embedding_may_be_most_of_the_model() -> None:
+    units = shard(llama(layers=1), mesh_of_one(), FSDPConfig(enable_fsdp=True), PRECISIONS["fp32"])
+    assert len(units) == 2
+    assert "the largest, the rest, is 76%" in unit_table(units)
+
+
+def test_gpt2_is_wrapped_by_its_own_layer_class() -> None:
+    with torch.device("meta"):
+        model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=100))
+    model.tie_weights()
+    assert names(units_of(model)) == ["transformer.h.0", "transformer.h.1", ""]
+
+
+def test_the_strategy_says_how_many_ranks_share_a_copy_of_the_model() -> None:
+    assert shard_degree(FSDPConfig()) == 1
+    assert shard_degree(FSDPConfig(enable_fsdp=True)) == "world"
+    assert shard_degree(FSDPConfig(enable_fsdp=True, sharding_strategy="NO_SHARD")) == 1
+    assert shard_degree(FSDPConfig(enable_fsdp=True, sharding_strategy="HYBRID_SHARD")) == "node"
+    assert shard_degree(FSDPConfig(enable_fsdp=True, sharding_strategy="HYBRID_SHARD", sharding_group_size=2)) == 2
+
+
+@pytest.fixture(scope="module", autouse=True)
+def process_group() -> None:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def mesh_of_one() -> torch.distributed.device_mesh.DeviceMesh:
+    return init_device_mesh("cpu", (1,), mesh_dim_names=("shard",))
