@@ -38,7 +38,7 @@ def main(config: Config, places: dict[str, str]) -> None:
 
         # What is trained on what. The demo stands in for a model and for data that were not given.
         with job.node_leader_first():
-            folder, tokenizer = find_model(config)
+            folder, tokenizer = find_model(config, ask_hub=job.local_rank == 0)
         model_config = models.load_model_config(folder, config.model.trust_remote_code)
         with job.node_leader_first():
             rows = data.prepare(
@@ -58,15 +58,12 @@ def main(config: Config, places: dict[str, str]) -> None:
         log.info(f"Run directory: {output_dir}")
         job.begin_run(output_dir)
         if job.is_main:
-            (output_dir / "config.yaml").write_text(
-                to_yaml(config, f"--config {output_dir}/config.yaml repeats this run")
-            )
+            repeat = f"--config {output_dir}/config.yaml repeats this run"
+            (output_dir / "config.yaml").write_text(to_yaml(config, repeat))
         train(config, model, tokenizer, rows, output_dir, job)
         if config.checkpoint.save_model:
-            save_dtype = (
-                None if config.checkpoint.save_dtype == "auto" else getattr(torch, config.checkpoint.save_dtype)
-            )
             result = output_dir / "model"
+            save_dtype = checkpoint.save_dtype(config.checkpoint.save_dtype)
             if adapter is not None:
                 checkpoint.export_adapter(model, adapter, result, save_dtype, tokenizer, job)
             else:
@@ -85,17 +82,17 @@ def settle(config: Config, places: dict[str, str], job: Runtime) -> Config:
     return dataclasses.replace(config, train=dataclasses.replace(config.train, precision=precision))
 
 
-def find_model(config: Config) -> tuple[Path, PreTrainedTokenizerBase]:
-    """The model's folder and its tokenizer: the demo's, a local one, or the hub's."""
+def find_model(config: Config, ask_hub: bool) -> tuple[Path, PreTrainedTokenizerBase]:
+    """The model's folder and its tokenizer: the demo's, a local one, or the hub's, which one rank a node asks."""
     wanted = config.model
     if "demo" in (wanted.model_name, config.data.dataset):
         demo = data.build_demo(data.cache_dir())
         log.info(demo.summary)
     is_demo = wanted.model_name == "demo"
-    folder = demo.model_dir if is_demo else models.local_folder(wanted.model_name, "--model_name")
+    folder = demo.model_dir if is_demo else models.local_folder(wanted.model_name, "--model_name", ask_hub)
     tokens = folder
     if wanted.tokenizer_name is not None:
-        tokens = models.local_folder(wanted.tokenizer_name, "--tokenizer_name", weights=False)
+        tokens = models.local_folder(wanted.tokenizer_name, "--tokenizer_name", ask_hub, weights=False)
     return folder, models.load_tokenizer(tokens, wanted.trust_remote_code)
 
 
@@ -106,7 +103,8 @@ def build_model(
     precision = runtime.PRECISIONS[config.train.precision]
     model = models.build_skeleton(model_config, config.model)
     models.checkpoint_activations(model, config.train)
-    adapter = models.inject_lora(model, config.peft, str(folder)) if config.peft.use_peft else None
+    base_name = models.lasting_name(config.model.model_name, folder)
+    adapter = models.inject_lora(model, config.peft, base_name) if config.peft.use_peft else None
     if config.model.freeze_layers:
         models.freeze_first_layers(model, config.model.num_freeze_layers)
     models.set_storage_dtypes(model, precision)

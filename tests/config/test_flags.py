@@ -99,6 +99,7 @@ def test_a_negative_number_is_a_value(mistakes) -> None:
         ("--train.lrr 1e-4", "--train.lrr is not a flag. Did you mean --lr?"),
         ("--data.lr 1", "--data.lr is not a flag. Did you mean --lr?"),
         ("--learning_rate 1e-4", "--learning_rate is not a flag. Did you mean --lr?"),
+        ("--learning-rat 1e-4", "--learning-rat is not a flag. Did you mean --lr?"),
         ("--max-seq-length 9", "--max-seq-length is not a flag. Did you mean --context_length?"),
         ("--lora_r 9", "--lora_r is not a flag. Did you mean --r?"),
         ("--bf16", "--bf16 is not a flag. Did you mean --precision bf16_mixed?"),

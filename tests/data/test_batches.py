@@ -148,3 +148,10 @@ def test_pad_token_falls_back_to_the_end_of_turn(
     assert pad_token_id(tokenizer) == tokenizer.pad_token_id != tokenizer.eos_token_id
     assert pad_token_id(llama3) == llama3.eos_token_id
     assert pad_token_id(make_tokenizer([], None)) == 0
+
+
+def test_a_pad_token_that_the_model_has_no_embedding_for_is_not_used(llama3: PreTrainedTokenizerFast) -> None:
+    llama3.add_special_tokens({"pad_token": "<pad>"})
+    assert pad_token_id(llama3) == pad_token_id(llama3, len(llama3)) == len(llama3) - 1
+    assert pad_token_id(llama3, len(llama3) - 1) == llama3.eos_token_id
+    assert pad_token_id(llama3, 5) == 0

@@ -231,3 +231,15 @@ def test_other_files_give_the_same_tokens(llama3: PreTrainedTokenizerFast, tmp_p
     }[suffix]()
     data = prepared(path, llama3, tmp_path / "cache")
     assert data.train["labels"][:] == reference.train["labels"][:]
+
+
+def test_ids_beyond_the_models_vocabulary_are_refused_whether_cached_or_not(
+    llama3: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    """The tokenizer may be larger: what counts is which ids the rows hold."""
+    tokenized = [{"input_ids": ids, "labels": ids} for ids in ([5, 6], [7, 40, 9], [40, 1])]
+    path, config = write_rows(tmp_path / "my.jsonl", tokenized), DataConfig(dataset=str(tmp_path / "my.jsonl"))
+    for _ in range(2):
+        with pytest.raises(UserError, match=rf"{path}:2: token 40 \(.*\) is beyond the model's 40 tokens"):
+            prepare(config, llama3, context_length=64, cache=tmp_path, want_validation=True, vocabulary_size=40)
+        prepare(config, llama3, context_length=64, cache=tmp_path, want_validation=True, vocabulary_size=41)

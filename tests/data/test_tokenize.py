@@ -207,3 +207,9 @@ def test_line_breaks_that_an_answer_shares_with_the_prompt_are_not_trained(plain
     ensure_chat_template(plain)
     row = {"instruction": "Hi", "output": "\nyes"}
     assert shown(plain, Encoder(plain, 100).encode(row, "alpaca")).endswith("### Ġ Response : ĊĊ [yes] [</s>]")
+
+
+def test_half_a_character_is_a_bad_row(llama3: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(BadRow, match=r"\\ud83d is half of a character"):
+        Encoder(llama3, 100).encode({"instruction": "Hi \ud83d", "output": "yes"}, "alpaca")
+    assert Encoder(llama3, 100).encode({"instruction": "Hi \U0001f600", "output": "yes"}, "alpaca").target_tokens > 0

@@ -80,8 +80,13 @@ def ask(endpoint: str, home: Path, *names: str) -> dict[str, dict]:
 
 
 @pytest.fixture(scope="module")
-def outcomes(endpoint: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
-    return ask(endpoint, tmp_path_factory.mktemp("hub"), *REFUSALS, "org/silent", "my model")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("hub")
+
+
+@pytest.fixture(scope="module")
+def outcomes(endpoint: str, home: Path) -> dict[str, dict]:
+    return ask(endpoint, home, *REFUSALS, "org/silent", "my model", "org/fine")
 
 
 @pytest.mark.parametrize(
@@ -108,12 +113,11 @@ def test_a_hub_that_does_not_help_is_asked_once(name: str, outcomes: dict[str, d
     assert outcomes[name]["seconds"] < 20
 
 
-def test_a_model_is_downloaded_once_and_then_needs_no_hub(endpoint: str, tmp_path: Path) -> None:
-    folder = Path(ask(endpoint, tmp_path, "org/fine")["org/fine"]["outcome"])
+def test_a_downloaded_model_needs_no_hub(outcomes: dict[str, dict], home: Path) -> None:
+    folder = Path(outcomes["org/fine"]["outcome"])
     assert {file.name for file in folder.iterdir()} == {"config.json", "model.safetensors"}
-    again = run(
-        [sys.executable, str(Path(__file__).with_name("ask_hub.py")), "org/fine"],
-        HF_ENDPOINT="http://127.0.0.1:9",
-        HF_HOME=str(tmp_path),
+    again = ask("http://127.0.0.1:9", home, "org/fine", "org/other")
+    assert again["org/fine"]["outcome"] == str(folder)
+    assert (
+        "could not be asked" in again["org/other"]["outcome"] and "http://127.0.0.1:9" in again["org/other"]["outcome"]
     )
-    assert json.loads(again.output.splitlines()[-1])["org/fine"]["outcome"] == str(folder), again.output

@@ -57,15 +57,10 @@ def _break_weights(folder: Path) -> None:
     save_file({**tensors, "model.layers.7.mlp.up_proj.weight": tensors["model.embed_tokens.weight"].clone()}, file)
     file, tensors = altered("wrong_shape")
     save_file({name: tensor[:-1].clone() if "embed" in name else tensor for name, tensor in tensors.items()}, file)
-    file, _ = altered("bad_index")
-    (file.parent / "model.safetensors.index.json").write_text('{"weight_map": {"a": ')
-    file, _ = altered("unknown_dtype")
-    header = b'{"a": {"dtype": "F8_E8M0", "shape": [2], "data_offsets": [0, 2]}}'
-    file.write_bytes(len(header).to_bytes(8, "little") + header + b"xx")
 
 
 def _break_models(folder: Path, save_model: Callable[..., Path]) -> None:
-    """Model folders that lack something else, or are no language models."""
+    """Model folders that lack something else, or do not go with their tokenizer."""
 
     def without(name: str, *patterns: str) -> Path:
         shutil.copytree(folder / "model", folder / name, ignore=shutil.ignore_patterns(*patterns))
@@ -75,9 +70,6 @@ def _break_models(folder: Path, save_model: Callable[..., Path]) -> None:
     without("no_tokenizer", "tokenizer*")
     without("no_weights", "*.safetensors*")
     (without("old_weights", "*.safetensors*") / "pytorch_model.bin").write_bytes(b"PK")
-    (without("bad_config") / "config.json").write_text('{"model_type": "llama",')
-    (without("unknown_kind") / "config.json").write_text('{"model_type": "lamma"}')
-    (without("encoder") / "config.json").write_text('{"model_type": "t5", "d_model": 32}')
     save_model(folder / "small_vocabulary", vocab_size=280)
 
 
@@ -94,14 +86,12 @@ def _break_data(folder: Path) -> None:
         folder / "role.jsonl", {"messages": CHAT}, {"messages": [{**CHAT[0]}, {**CHAT[1], "role": "asistant"}]}
     )
     write_json_lines(folder / "all_bad.jsonl", {**good, "output": ""}, {**good, "output": 3})
-    write_json_lines(folder / "masked.jsonl", {"input_ids": [3, 4, 5], "labels": [-100, -100, -100]})
-    write_json_lines(folder / "one.jsonl", good)
     (folder / "functions.py").write_text(FUNCTIONS)
     (folder / "syntax.py").write_text("def rows(:\n")
 
 
 def _break_adapters(folder: Path) -> None:
-    """An adapter of a model of another size, and one of another kind."""
+    """An adapter of a model of another size."""
     from peft import LoraConfig, get_peft_model
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -109,8 +99,6 @@ def _break_adapters(folder: Path) -> None:
     model = LlamaForCausalLM(LlamaConfig(vocab_size=301, **shape))
     lora = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"])
     get_peft_model(model, lora).save_pretrained(folder / "other_adapter", save_embedding_layers=False)
-    shutil.copytree(folder / "other_adapter", folder / "prefix_adapter")
-    (folder / "prefix_adapter" / "adapter_config.json").write_text('{"peft_type": "PREFIX_TUNING"}')
 
 
 def _break_recipes(folder: Path) -> None:

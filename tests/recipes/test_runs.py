@@ -203,7 +203,8 @@ def test_a_model_without_a_pad_token_trains_without_loss_on_padding(
 def test_a_continued_adapter_begins_where_the_other_ended(launch: Finished, folder: Path) -> None:
     ended = [line["eval/loss"] for line in metrics(folder / "lora") if "eval/loss" in line][-1]
     assert metrics(folder / "continued")[0]["eval/loss"] == pytest.approx(ended, rel=1e-6)
-    assert json.loads((folder / "continued" / "model" / "adapter_config.json").read_text())["r"] == 8
+    settings = json.loads((folder / "continued" / "model" / "adapter_config.json").read_text())
+    assert settings["r"] == 8 and Path(settings["base_model_name_or_path"]).is_absolute()
 
 
 def test_frozen_layers_stay_as_they_were(launch: Finished, folder: Path, tiny_model: Path) -> None:

@@ -1,7 +1,7 @@
 """What a run leaves behind: its directory, complete checkpoints, and the result in Hugging Face format."""
 
-from llama_ft.checkpoint.export import export_adapter, export_model
+from llama_ft.checkpoint.export import export_adapter, export_model, save_dtype
 from llama_ft.checkpoint.run_directory import create_run_directory
 from llama_ft.checkpoint.sharded import CheckpointWriter
 
-__all__ = ["CheckpointWriter", "create_run_directory", "export_adapter", "export_model"]
+__all__ = ["CheckpointWriter", "create_run_directory", "export_adapter", "export_model", "save_dtype"]

@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,11 @@ from llama_ft.models.source import INDEX_FILE, SINGLE_FILE
 from llama_ft.runtime import Runtime
 
 CARRIED_OVER = ("generation_config.json", "*.py")  # beside config.json, tokenizer and weights
+
+
+def save_dtype(name: Literal["auto", "float32", "bfloat16", "float16"]) -> torch.dtype | None:
+    """The dtype `--save_dtype` names; None for auto."""
+    return None if name == "auto" else getattr(torch, name)
 
 
 def export_model(

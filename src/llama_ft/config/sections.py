@@ -111,7 +111,7 @@ class TrainConfig:
     activation_checkpointing_k: Count = 2
     """With every_k: layer 0, k, 2k, ... are recomputed."""
 
-    seed: CountOrZero = 42
+    seed: Annotated[int, Field(ge=0, le=1_000_000_000)] = 42
     """Seed of data order, LoRA initialisation and dropout."""
 
     run_validation: bool = True

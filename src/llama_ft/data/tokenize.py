@@ -87,9 +87,10 @@ class Encoder:
         """Turn a chat into tokens and labels.
 
         Raises:
-            BadRow: the chat template cannot take it.
+            BadRow: the chat template cannot take it, or it holds what is no Unicode text.
         """
         text, spans = self._renderer.render(messages)
+        _check_is_unicode(text)
         # The template writes the special tokens: adding them here would double BOS.
         tokens: Any = self.tokenizer(
             text, add_special_tokens=False, return_offsets_mapping=True, return_attention_mask=False, verbose=False
@@ -101,6 +102,15 @@ class Encoder:
     def _cut(self, input_ids: list[int], labels: list[int]) -> Encoded:
         length = self.context_length
         return Encoded(input_ids[:length], labels[:length], truncated=len(input_ids) > length)
+
+
+def _check_is_unicode(text: str) -> None:
+    r"""JSON can write half of a character (\ud800 without its other half), which no tokenizer takes."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(text[error.start]):04x}"
+        raise BadRow(f"{half} is half of a character (a lone surrogate); expected Unicode text.") from None
 
 
 def answer_mask(text: str, offsets: list[tuple[int, int]], spans: list[Span]) -> list[bool]:

@@ -1,6 +1,6 @@
 """From a checkpoint folder to a model whose every rank holds just its shard: skeleton, adapters, units, weights."""
 
-from llama_ft.models.hub import local_folder
+from llama_ft.models.hub import lasting_name, local_folder
 from llama_ft.models.lora import Adapter, inject_lora
 from llama_ft.models.materialize import materialize
 from llama_ft.models.shards import ShardGroup
@@ -23,6 +23,7 @@ __all__ = [
     "checkpoint_activations",
     "freeze_first_layers",
     "inject_lora",
+    "lasting_name",
     "load_model_config",
     "load_tokenizer",
     "local_folder",

@@ -21,12 +21,13 @@ NEEDED_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.py"
 PROBE_SECONDS = 10.0
 
 
-def local_folder(name: str, flag: str, weights: bool = True) -> Path:
+def local_folder(name: str, flag: str, ask_hub: bool = True, weights: bool = True) -> Path:
     """The folder of a model or tokenizer: `name` itself where it is a folder, else the hub's files in its cache.
 
     Args:
         name: a local folder or a hub name (owner/model).
         flag: the setting `name` came from, for messages.
+        ask_hub: False where another process of this node has just done so: the hub's cache then has it.
         weights: whether the safetensors files are needed.
 
     Raises:
@@ -39,6 +40,8 @@ def local_folder(name: str, flag: str, weights: bool = True) -> Path:
     patterns = [pattern for pattern in NEEDED_FILES if weights or pattern != "*.safetensors"]
     # Mistral and Meta put the same weights a second time into consolidated.safetensors or original/.
     skipped = ["consolidated*", "original/*"]
+    if not ask_hub:
+        return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=skipped, local_files_only=True))
     try:
         model_info(name, timeout=PROBE_SECONDS)
         return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=skipped))
@@ -56,6 +59,11 @@ def local_folder(name: str, flag: str, weights: bool = True) -> Path:
         raise UserError(f"{flag} {name}: no such folder, and not a possible hub name ({error}).") from error
     except (OfflineModeIsEnabled, HTTPError, OSError, LocalEntryNotFoundError) as error:
         return _from_cache(name, flag, weights, patterns, skipped, error)
+
+
+def lasting_name(name: str, folder: Path) -> str:
+    """What to call a model in files that outlive the run: its hub name, or its folder's absolute path."""
+    return str(folder.resolve()) if name == "demo" or Path(name).expanduser().is_dir() else name
 
 
 def _from_cache(

@@ -21,6 +21,8 @@ def load_tokenizer(folder: Path, trust_remote_code: bool) -> PreTrainedTokenizer
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:  # transformers raises half a dozen types here, all meaning the same to the user
+        if (folder / "config.json").exists():
+            load_model_config(folder, trust_remote_code)  # which AutoTokenizer reads too: if that is wrong, it says so
         raise UserError(
             f"{folder}: no usable tokenizer here ({_first_line(error)}).\n--tokenizer_name names another folder or hub "
             "model to take it from."
@@ -152,4 +154,5 @@ def resolve_context_length(asked: int | None, config: PretrainedConfig) -> int:
 
 
 def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    first, *rest = (str(error).strip() or type(error).__name__).splitlines()
+    return f"{first} {rest[0].strip()}" if rest and first.endswith(":") else first

@@ -72,7 +72,7 @@ class SafetensorsSource:
         if index.exists():
             try:
                 files = sorted({folder / name for name in json.loads(index.read_text())["weight_map"].values()})
-            except (ValueError, KeyError, AttributeError) as error:
+            except (ValueError, KeyError, AttributeError, TypeError) as error:
                 raise UserError(f"{index}: not a safetensors index ({error}).") from error
         elif (folder / SINGLE_FILE).exists():
             files = [folder / SINGLE_FILE]

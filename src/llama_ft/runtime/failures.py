@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import traceback
 from datetime import timedelta
 from typing import NoReturn
@@ -34,16 +35,17 @@ def leave(error: BaseException, rank: int, store: dist.Store | None, status: Run
         store: the rendezvous store all ranks share; None before the process group exists, and on one process.
         status: the run's status file, when the run has a directory.
     """
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's SIGTERM must not cut the message off
+    # torchrun's SIGTERM must not cut the message off, and must not be lost on a rank that is about to wait for it.
+    told_to_end: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: told_to_end.append(number))
     exit_code = _exit_code(error)
-    if _may_speak(error, rank, store):
+    if _may_speak(error, rank, store, told_to_end):
         message = _message(error, rank)
         if status is not None:
             _write_status(status, exit_code, message)
         print(message, file=sys.stderr)
     else:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        threading.Event().wait(SECONDS_TO_BE_ENDED)
+        _wait_to_be_ended(told_to_end)
     sys.stdout.flush()
     sys.stderr.flush()
     # Not sys.exit: destructors of a broken process group can wait for peers that are gone.
@@ -56,13 +58,20 @@ def _exit_code(error: BaseException) -> int:
     return 130 if isinstance(error, KeyboardInterrupt) else 1
 
 
-def _may_speak(error: BaseException, rank: int, store: dist.Store | None) -> bool:
+def _wait_to_be_ended(told_to_end: list[int]) -> bool:
+    """Wait for SIGTERM, for SECONDS_TO_BE_ENDED at most; whether it came."""
+    deadline = time.monotonic() + SECONDS_TO_BE_ENDED
+    while not told_to_end and time.monotonic() < deadline:
+        threading.Event().wait(0.1)
+    return bool(told_to_end)
+
+
+def _may_speak(error: BaseException, rank: int, store: dist.Store | None, told_to_end: list[int]) -> bool:
     """Whether this rank's message is the one to show; takes up to SECONDS_TO_LET_THE_CAUSE_SPEAK."""
     knows_the_cause = rank == 0 if isinstance(error, UserError) else not _is_communication_error(error)
     if store is None:
-        if rank != 0:  # rank 0 sees the same mistake, or, on another node, will not speak: then say it after all
-            threading.Event().wait(SECONDS_TO_BE_ENDED)
-        return True
+        # The other ranks see the same mistake as rank 0; if nothing has ended this one by then, rank 0 does not see it.
+        return rank == 0 or not _wait_to_be_ended(told_to_end)
     try:
         if not knows_the_cause:
             try:

@@ -1,0 +1,83 @@
+"""Model folders and settings that cannot be trained; tests/recipes/test_bad_input.py has the most common ones through
+the real command."""
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers import BertConfig, GPTNeoXConfig, LlamaConfig
+
+from llama_ft.config import ModelConfig, PeftConfig
+from llama_ft.errors import UserError
+from llama_ft.models import build_skeleton, freeze_first_layers, inject_lora, load_model_config, load_tokenizer
+from llama_ft.models.source import SafetensorsSource
+
+SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32, "vocab_size": 64}
+
+
+def refusal(folder: Path, model_config: dict[str, object]) -> str:
+    (folder / "config.json").write_text(json.dumps(model_config))
+    with pytest.raises(UserError) as refused:
+        build_skeleton(load_model_config(folder, False), ModelConfig(model_name="mine"))
+    return str(refused.value)
+
+
+def test_an_encoder_is_refused_though_transformers_would_build_it(tmp_path: Path) -> None:
+    message = refusal(tmp_path, BertConfig(**SMALL).to_dict())
+    assert "--model_name mine: BertLMHeadModel is an encoder" in message and "Use a causal language model" in message
+
+
+def test_a_decoder_whose_config_has_a_default_is_decoder_of_false_is_taken(tmp_path: Path) -> None:
+    GPTNeoXConfig(**SMALL).save_pretrained(tmp_path)
+    assert GPTNeoXConfig().is_decoder is False
+    build_skeleton(load_model_config(tmp_path, False), ModelConfig(model_name="mine"))
+
+
+def test_a_model_that_is_no_causal_language_model_is_refused(tmp_path: Path) -> None:
+    assert "no causal language model of model_type t5" in refusal(tmp_path, {"model_type": "t5"})
+
+
+def test_an_unknown_architecture_and_a_malformed_config_are_refused_with_the_folder(tmp_path: Path) -> None:
+    assert f"{tmp_path}: its config.json cannot be used" in refusal(tmp_path, {"model_type": "lamma"})
+    (tmp_path / "config.json").write_text('{"model_type": "llama",')
+    with pytest.raises(UserError, match="config.json cannot be used"):
+        load_model_config(tmp_path, False)
+
+
+def test_a_dtype_that_torch_does_not_know_is_refused_with_the_tensor(tmp_path: Path) -> None:
+    header = b'{"w": {"dtype": "F8_E8M0", "shape": [2], "data_offsets": [0, 2]}}'
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"xx")
+    with pytest.raises(UserError, match="model.safetensors: w is stored as F8_E8M0"):
+        SafetensorsSource.of_model(tmp_path)
+
+
+@pytest.mark.parametrize("text", ['{"weight_map": {"a": ', "[]", "{}", '{"weight_map": {"w": 3}}', "\xff"])
+def test_a_malformed_index_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "model.safetensors.index.json").write_bytes(text.encode("latin-1"))
+    with pytest.raises(UserError, match="model.safetensors.index.json: not a safetensors index"):
+        SafetensorsSource.of_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "problem"),
+    [(".*query", "no module's whole name matches"), ("*.q_proj", "not a regular expression .nothing to repeat")],
+)
+def test_a_pattern_of_targets_that_finds_nothing_is_refused(tiny_model: Path, pattern: str, problem: str) -> None:
+    model = build_skeleton(load_model_config(tiny_model, False), ModelConfig(model_name="mine"))
+    with pytest.raises(UserError, match=problem) as refused:
+        inject_lora(model, PeftConfig(use_peft=True, target_modules=pattern), "base")
+    assert f"--peft.target_modules {pattern}" in str(refused.value) and "q_proj, k_proj" in str(refused.value)
+
+
+def test_freezing_every_layer_is_refused(tiny_model: Path) -> None:
+    model = build_skeleton(load_model_config(tiny_model, False), ModelConfig(model_name="mine"))
+    with pytest.raises(UserError, match="--num_freeze_layers 2: this model has 2 decoder layers"):
+        freeze_first_layers(model, 2)
+
+
+def test_a_config_that_makes_no_model_is_not_taken_for_a_bad_tokenizer(save_tokenizer, tmp_path: Path) -> None:
+    settings = {**LlamaConfig(**SMALL).to_dict(), "num_attention_heads": 5}
+    (save_tokenizer(tmp_path) / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(UserError, match="config.json cannot be used.*hidden size.*32.*heads.*5") as refused:
+        load_tokenizer(tmp_path, False)
+    assert "tokenizer" not in str(refused.value)

@@ -1,0 +1,196 @@
+"""README.md keeps its word: what it shows parses, loads and works, and what it names is there."""
+
+import ast
+import csv
+import json
+import re
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import REPOSITORY
+
+from llama_ft.config import load, load_recipe
+from llama_ft.config.fields import SETTINGS
+from llama_ft.config.names import known
+from llama_ft.config.output_dir import RUN_ENTRIES
+from llama_ft.config.rules import NOT_BUILT
+from llama_ft.config.sections import DataConfig
+from llama_ft.errors import UserError
+
+README = (REPOSITORY / "README.md").read_text()
+OTHERS_FLAGS = re.compile(r"nnodes|nproc_per_node|rdzv_|logdir|help$|config$|no_|quantization$")
+ALL_REFUSED = README.partition("| not built yet: refused with a message")[2].partition("\n\n")[0]
+EXAMPLE_OF_MISTAKES = "$ python recipes/finetuning.py "
+MINE, BAD = Path("configs/mine.yaml"), Path("configs/bad.yaml")
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+
+
+def commands() -> list[list[str]]:
+    """Every command line in a bash block, without its comment."""
+    lines = [shlex.split(line, comments=True) for block in blocks("bash") for line in block.splitlines()]
+    return [words for words in lines if words]
+
+
+def recipe_flags() -> list[list[str]]:
+    return [
+        words[words.index("recipes/finetuning.py") + 1 :] for words in commands() if "recipes/finetuning.py" in words
+    ]
+
+
+def inline_code() -> list[str]:
+    outside = re.sub(r"^```.*?^```$", "", README, flags=re.MULTILINE | re.DOTALL)
+    return re.findall(r"`([^`\n]+)`", outside)
+
+
+@pytest.fixture
+def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A working directory with the recipes that the README's commands name."""
+    recipes = [*sorted((REPOSITORY / "configs").glob("*.yaml"))]
+    (tmp_path / "configs").mkdir()
+    for recipe in recipes:
+        (tmp_path / "configs" / recipe.name).write_text(recipe.read_text())
+    [text] = blocks("yaml")
+    (tmp_path / MINE).write_text(text)
+    (tmp_path / "output" / "mine").mkdir(parents=True)
+    (tmp_path / "output" / "mine" / "config.yaml").write_text(text)  # as if the run before had written it
+    monkeypatch.chdir(tmp_path)
+
+
+def test_the_two_commands_come_first() -> None:
+    assert [words[:2] for words in commands()[:2]] == [["make", "quickstart"], ["make", "test"]]
+
+
+def test_every_make_target_exists() -> None:
+    targets = re.findall(r"^([\w-]+):", (REPOSITORY / "Makefile").read_text(), re.MULTILINE)
+    named = re.findall(r"\bmake ([a-z-]+)", " ".join(inline_code() + [shlex.join(words) for words in commands()]))
+    assert len(set(named)) >= 4
+    assert set(named) <= set(targets)
+
+
+@pytest.mark.parametrize("flags", recipe_flags(), ids=" ".join)
+def test_every_command_of_the_recipe_loads(flags: list[str], mine: None) -> None:
+    load(flags, paths=False)
+
+
+def test_every_flag_named_is_one() -> None:
+    named = {flag for code in inline_code() for flag in re.findall(r"--([A-Za-z_.]+)", code)}
+    unknown = [flag for flag in sorted(named) if known(flag) is None and not OTHERS_FLAGS.match(flag)]
+    assert len(named) > 40
+    assert not unknown
+
+
+def test_flags_of_the_methods_table_load() -> None:
+    table = README.partition("## Methods")[2].partition("\n\n\n")[0]
+    alone = [code for code in re.findall(r"`(--[^`]+)`", table) if " " in code]
+    assert len(alone) > 8
+    needed = {"--sharding": "--enable_fsdp", "--fsdp_wrap": "--enable_fsdp", "--activation_checkpointing_k": "every_k"}
+    for code in alone:
+        extra = next((more for start, more in needed.items() if code.startswith(start)), "")
+        if extra == "every_k":
+            extra = "--activation_checkpointing every_k"
+        load(["--model_name", "m", "--dataset", "rows.jsonl", *shlex.split(f"{code} {extra}")], paths=False)
+
+
+def test_what_is_said_not_to_be_built_is_refused_and_nothing_else_is() -> None:
+    refused = [shlex.split(code) for code in re.findall(r"`(--[^`]+)`", ALL_REFUSED.replace("|\n", "| |\n"))]
+    refused = [words for words in refused if words[0] not in ("--enable_fsdp", "--from_peft_checkpoint")]
+    reported = set()
+    for words in refused:
+        with pytest.raises(UserError, match="is not built yet"):
+            load(["--enable_fsdp", *words], paths=False)
+        setting = known(words[0].removeprefix("--"))
+        assert setting is not None
+        reported.add(setting.name)
+    assert reported == NOT_BUILT.keys()
+    for name, (is_refused, _) in NOT_BUILT.items():
+        for choice in filter(is_refused, SETTINGS[name].choices):
+            assert any(words[-1] == choice for words in refused), f"--{name} {choice} is refused, and not in the table"
+
+
+def test_the_recipe_shown_loads(mine: None) -> None:
+    config, _ = load_recipe(MINE, paths=False)
+    assert config.peft.use_peft
+
+
+def test_the_mistakes_shown_are_what_is_printed(mine: None) -> None:
+    [shown] = [block for block in blocks("text") if block.startswith(EXAMPLE_OF_MISTAKES)]
+    command, _, printed = shown.partition("\n")
+    BAD.write_text("train:\n  learning_rate: 1e-4\n  num_epochs: 0\n")
+    with pytest.raises(UserError) as refusal:
+        load(shlex.split(command.removeprefix(EXAMPLE_OF_MISTAKES)), paths=False)
+    assert str(refusal.value) == printed.rstrip("\n")
+
+
+@pytest.mark.parametrize("snippet", blocks("python"))
+def test_every_python_snippet_compiles(snippet: str) -> None:
+    ast.parse(snippet)
+
+
+def prepared(dataset: str, save_tokenizer: Callable[..., Path], tmp_path: Path) -> Any:
+    from llama_ft.data import prepare
+    from llama_ft.models import load_tokenizer
+
+    tokenizer = load_tokenizer(save_tokenizer(tmp_path / "tokenizer"), trust_remote_code=False)
+    config = DataConfig(dataset=dataset)
+    return prepare(config, tokenizer, context_length=128, cache=tmp_path / "cache", want_validation=True)
+
+
+def test_the_custom_dataset_works(
+    save_tokenizer: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [snippet] = [snippet for snippet in blocks("python") if "def tickets" in snippet]
+    monkeypatch.chdir(tmp_path)
+    Path("my_dataset.py").write_text(snippet)
+    with open("tickets.csv", "w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["question", "answer", "state"])
+        writer.writerows([[f"Question {n}?", f"Answer {n}.", "open" if n == 5 else "solved"] for n in range(21)])
+    data = prepared("my_dataset.py:tickets", save_tokenizer, tmp_path)
+    assert (len(data.train), len(data.validation)) == (18, 2)
+    assert data.chat_sample[0]["content"] == "Question 0?"
+
+
+@pytest.mark.parametrize("row", [row for block in blocks("json") for row in block.splitlines()])
+def test_every_row_shown_can_be_trained_on(row: str, save_tokenizer: Callable[..., Path], tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(json.loads(row)) + "\n")
+    assert len(prepared(str(path), save_tokenizer, tmp_path).train) == 1
+
+
+def test_files_named_exist() -> None:
+    folders = ("recipes/", "src/", "configs/", "docs/", "tests/")
+    named = {code for code in inline_code() if code.startswith(folders) and code != str(MINE)}
+    links = set(re.findall(r"\]\((?!https?:)([^)#]+)", README))
+    assert len(named) > 8
+    assert {"docs/run.svg", "recipes/finetuning.py"} <= links
+    assert not [name for name in named | links if not (REPOSITORY / name).exists()]
+    shown = {str(path.relative_to(REPOSITORY)) for path in (REPOSITORY / "configs").glob("*.yaml")} - {str(MINE)}
+    assert shown <= named
+
+
+def test_every_folder_of_the_package_is_described() -> None:
+    package = REPOSITORY / "src" / "llama_ft"
+    folders = {path.parent.name for path in package.glob("*/__init__.py")}
+    described = set(re.findall(r"^\| `(\w+)` \|", README.partition("| folder of ")[2], re.MULTILINE))
+    assert described == folders
+
+
+def test_every_metric_named_is_written_somewhere() -> None:
+    table = README.partition("| key in `metrics.jsonl`")[2].partition("\n\n")[0]
+    keys = re.findall(r"`([\w/]+)`", table)
+    sources = [REPOSITORY / "recipes" / "finetuning.py", *(REPOSITORY / "src").rglob("*.py")]
+    code = "\n".join(path.read_text() for path in sources)
+    assert len(keys) == 12
+    assert not [key for key in keys if f'"{key}"' not in code]
+
+
+def test_what_a_run_directory_holds_is_described() -> None:
+    table = README.partition("## What a run directory holds")[2].partition("| key in ")[0]
+    described = {name.partition("/")[0] for name in re.findall(r"`([\w.-]+/?[\w./-]*)`", table)}
+    assert set(RUN_ENTRIES) - {"report.html"} <= described  # the report is not built yet
