@@ -4,7 +4,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from llama_ft.data.chat_template import ALPACA_TEMPLATE, INPUT_HEADING, ChatRenderer, Span
-from llama_ft.data.formats import Message, Row, RowFormat, alpaca_messages, chat_messages, token_row
+from llama_ft.data.formats import BadRow, Message, Row, RowFormat, alpaca_messages, chat_messages, token_row
 from llama_ft.errors import UserError
 
 if TYPE_CHECKING:
