@@ -64,7 +64,7 @@ def test_model_is_a_small_llama_in_several_shards(demo: Demo) -> None:
 def test_tokenizer_and_generation_know_the_end_of_a_turn(demo: Demo) -> None:
     tokenizer = AutoTokenizer.from_pretrained(demo.model_dir)
     generation = GenerationConfig.from_pretrained(demo.model_dir)
-    assert len(tokenizer) == 4096
+    assert len(tokenizer) == 8192
     assert tokenizer.eos_token == "<|end|>"
     assert (generation.eos_token_id, generation.pad_token_id) == (tokenizer.eos_token_id, tokenizer.pad_token_id)
     text = "Grüße, 世界\n\n\tdef f(x):  return x"

@@ -39,13 +39,15 @@ def test_a_copy_of_the_model_is_shared_by_all_ranks_a_node_or_as_many_as_asked()
 def test_cores_are_shared_out_unless_the_user_has_said_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     before, cores = torch.get_num_threads(), len(os.sched_getaffinity(0))
     try:
-        monkeypatch.setenv("OMP_NUM_THREADS", "1")  # what torchrun sets
-        _set_threads(1)
-        assert torch.get_num_threads() == cores
+        monkeypatch.setenv("OMP_NUM_THREADS", "1")  # what torchrun sets for several processes
+        _set_threads(2)
+        assert torch.get_num_threads() == max(1, cores // 2)
         _set_threads(10_000)
         assert torch.get_num_threads() == 1
-        monkeypatch.setenv("OMP_NUM_THREADS", "3")
         _set_threads(1)
+        assert torch.get_num_threads() == 1, "one process: the 1 is the user's own"
+        monkeypatch.setenv("OMP_NUM_THREADS", "3")
+        _set_threads(2)
         assert torch.get_num_threads() == 1, "left as it was: OpenMP has read the user's 3 itself"
     finally:
         torch.set_num_threads(before)

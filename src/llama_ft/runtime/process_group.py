@@ -186,8 +186,9 @@ def _resolve_degree(shard_degree: int | str, world_size: int, local_world_size: 
 
 
 def _set_threads(local_world_size: int) -> None:
-    """Share the cores out. torchrun sets OMP_NUM_THREADS=1 for whoever did not, which would leave cores idle."""
-    if os.environ.get("OMP_NUM_THREADS", "1") == "1":
+    """Share the cores out among several processes: for those, torchrun sets OMP_NUM_THREADS=1 where the user has set
+    nothing, which would leave cores idle."""
+    if local_world_size > 1 and os.environ.get("OMP_NUM_THREADS", "1") == "1":
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         torch.set_num_threads(max(1, cores // local_world_size))
 
