@@ -28,7 +28,7 @@ test-all: $(VENV)/.installed-dev
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy src
+	$(BIN)/mypy src recipes
 
 $(VENV)/.installed: requirements.txt setup.py
 	@command -v $(PYTHON) >/dev/null || \

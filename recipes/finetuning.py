@@ -7,8 +7,9 @@ llama_ft/training/loss.py; to change what a row becomes, llama_ft/data.
 
 import sys
 from pathlib import Path
+from typing import Any
 
-from llama_ft.config import Config, differences, parse_command_line, parse_size, to_yaml
+from llama_ft.config import Config, TrainConfig, differences, parse_command_line, parse_size, to_yaml
 
 DEMO_RECIPE = Path(__file__).resolve().parent.parent / "configs" / "quickstart.yaml"
 
@@ -75,8 +76,7 @@ def main(config: Config, places: dict[str, str]) -> None:
 def settle(config: Config, places: dict[str, str], job: Runtime) -> Config:
     """Choose what only the machine can tell: the demo's precision. Rank 0 decides for all."""
     is_free = config.model.model_name == "demo" and "train.precision" not in places
-    advice = runtime.advise_precision(config.train.precision, is_free, job.device) if job.is_main else None
-    precision, note = job.from_main(advice)
+    precision, note = job.from_main(lambda: runtime.advise_precision(config.train.precision, is_free, job.device))
     if note:
         log.info(note) if is_free else log.warning(note)
     return dataclasses.replace(config, train=dataclasses.replace(config.train, precision=precision))
@@ -127,6 +127,19 @@ def build_model(
     return model, adapter, stored_dtypes
 
 
+def plan_batches(settings: TrainConfig, rows: data.TokenizedData, job: Runtime) -> data.BatchPlan:
+    """Which rows this rank sees at which step: a function of (seed, epoch, step) and of nothing else."""
+    return data.BatchPlan(
+        data.row_lengths(rows.train),
+        data.target_token_counts(rows.train),
+        global_batch=settings.batch_size_training * settings.gradient_accumulation_steps * job.world_size,
+        world_size=job.world_size,
+        rank=job.rank,
+        micro_batch=settings.batch_size_training,
+        seed=settings.seed,
+    )
+
+
 def train(
     config: Config,
     model: PreTrainedModel,
@@ -137,20 +150,11 @@ def train(
 ) -> None:
     """The training loop. Every rank runs it in step; rank 0 keeps the log."""
     settings = config.train
-    global_batch = settings.batch_size_training * settings.gradient_accumulation_steps * job.world_size
-    plan = data.BatchPlan(
-        data.row_lengths(rows.train),
-        data.target_token_counts(rows.train),
-        global_batch=global_batch,
-        world_size=job.world_size,
-        rank=job.rank,
-        micro_batch=settings.batch_size_training,
-        seed=settings.seed,
-    )
+    plan = plan_batches(settings, rows, job)
     total_steps = min(plan.steps_per_epoch * settings.num_epochs, settings.max_train_step or sys.maxsize)
     optimizer = training.build_optimizer(model, settings)
     log.info(training.describe_optimizer(optimizer))
-    log.info(f"{total_steps} optimizer steps of {global_batch} rows, {plan.steps_per_epoch} to the epoch")
+    log.info(f"{total_steps} optimizer steps of {plan.global_batch} rows, {plan.steps_per_epoch} to the epoch")
     writer, best = checkpoint.CheckpointWriter(output_dir, job), training.BestLoss(settings)
     reduce_last_only = config.peft.use_peft or settings.accumulate_unsharded
     pad = data.pad_token_id(tokenizer, models.vocabulary_size(model.config))
@@ -168,7 +172,7 @@ def train(
             epoch, step_in_epoch = divmod(step - 1, plan.steps_per_epoch)
             started = time.perf_counter()
 
-            # Micro-batches of this rank; what is trained on depends on (seed, epoch, step) and on nothing else.
+            # This rank's micro-batches: forward and backward, then one number from each rank for the log.
             todo = plan.step(epoch, step_in_epoch)
             batches = [data.collate(rows.train, indices, pad) for indices in todo.micro_batches]
             losses = training.accumulate_gradients(model, batches, todo.target_tokens, reduce_last_only, job.device)
@@ -186,7 +190,7 @@ def train(
 
             seconds = time.perf_counter() - started
             target_tokens += todo.target_tokens
-            metrics: observe.Metrics = {
+            metrics: dict[str, Any] = {
                 "epoch": step / plan.steps_per_epoch,
                 "tokens": target_tokens,
                 "train/loss": loss,
@@ -205,13 +209,14 @@ def train(
                     writer.save_best(step, evaluation["eval/loss"], model, optimizer, metrics)
             if training.is_due(step, settings.log_steps, is_last or "eval/loss" in metrics):
                 run_log.log_step(step, metrics)
-            if training.is_due(step, config.checkpoint.save_steps, is_last and config.checkpoint.save_model):
+            ends_run = (is_last or best.should_stop) and config.checkpoint.save_model
+            if training.is_due(step, config.checkpoint.save_steps, ends_run):
                 writer.keep(step, model, optimizer, metrics)
             job.note_step(step)
             if best.should_stop:
                 log.info(f"Stopped early after step {step}: the validation loss was best at step {best.step}.")
                 break
-        if settings.early_stopping_patience and config.checkpoint.save_model and best.step != step:
+        if settings.early_stopping_patience and config.checkpoint.save_model and best.step not in (0, step):
             writer.load_weights(best.step, model)
             log.info(f"The weights of step {best.step}, with the best validation loss {best.loss:.4f}, are taken.")
         training.show_answer("After", model, tokenizer, rows.chat_sample, settings.sample_tokens, pad, job)

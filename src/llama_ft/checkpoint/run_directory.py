@@ -4,7 +4,6 @@ import re
 import shutil
 from datetime import datetime
 from pathlib import Path
-from typing import cast
 
 from llama_ft.config import CheckpointConfig, run_entries
 from llama_ft.errors import UserError
@@ -23,8 +22,7 @@ def create_run_directory(checkpoint: CheckpointConfig, model_name: str, runtime:
     Raises:
         UserError: it holds a run, or cannot be created.
     """
-    folder = _create(checkpoint.output_dir, checkpoint.overwrite, model_name) if runtime.is_main else None
-    return cast(Path, runtime.from_main(folder))
+    return runtime.from_main(lambda: _create(checkpoint.output_dir, checkpoint.overwrite, model_name))
 
 
 def _create(asked: str | None, overwrite: bool, model_name: str) -> Path:

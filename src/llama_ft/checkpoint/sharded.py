@@ -7,6 +7,7 @@ the latest checkpoint. torch.distributed.checkpoint writes the tensors; trainer.
 import json
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ class CheckpointWriter:
     def path(self, step: int) -> Path:
         return self.folder / f"step-{step:06d}"
 
-    def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, trainer: dict[str, Any]) -> None:
+    def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, trainer: Mapping[str, Any]) -> None:
         """Write checkpoints/step-<step>; does nothing if it is there. All ranks call it.
 
         Args:
@@ -89,7 +90,7 @@ class CheckpointWriter:
         self.last = final
 
     def save_best(
-        self, step: int, loss: float, model: nn.Module, optimizer: torch.optim.Optimizer, trainer: dict[str, Any]
+        self, step: int, loss: float, model: nn.Module, optimizer: torch.optim.Optimizer, trainer: Mapping[str, Any]
     ) -> None:
         """Save the checkpoint with the best validation loss so far and record it in checkpoints/best.json; the one kept
         as best until now is deleted once this one is complete, unless save_steps had asked for it too."""
@@ -103,7 +104,7 @@ class CheckpointWriter:
             if previous is not None:
                 self._remove(previous)
 
-    def keep(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, trainer: dict[str, Any]) -> None:
+    def keep(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, trainer: Mapping[str, Any]) -> None:
         """Save a checkpoint that is not deleted when a better one comes."""
         self.save(step, model, optimizer, trainer)
         if self._kept_as_best == step:

@@ -54,8 +54,8 @@ class BatchPlan:
 
     def __init__(
         self,
-        lengths: Sequence[int],
-        target_tokens: Sequence[int],
+        lengths: Sequence[int] | numpy.ndarray,
+        target_tokens: Sequence[int] | numpy.ndarray,
         *,
         global_batch: int,
         world_size: int,
@@ -65,7 +65,7 @@ class BatchPlan:
     ) -> None:
         self._lengths = numpy.asarray(lengths)
         self._target_tokens = numpy.asarray(target_tokens)
-        self._global_batch = global_batch
+        self.global_batch = global_batch
         self._world_size = world_size
         self._rank = rank
         self._micro_batch = micro_batch
@@ -75,7 +75,7 @@ class BatchPlan:
     @property
     def steps_per_epoch(self) -> int:
         """Optimizer steps in which every row is seen once; the last may be smaller."""
-        return math.ceil(len(self._lengths) / self._global_batch)
+        return math.ceil(len(self._lengths) / self.global_batch)
 
     def step(self, epoch: int, step_in_epoch: int) -> StepPlan:
         """Return this rank's share of a step.
@@ -87,8 +87,8 @@ class BatchPlan:
             epoch: counted from 0.
             step_in_epoch: counted from 0, below steps_per_epoch.
         """
-        first = step_in_epoch * self._global_batch
-        rows = self._permutation(epoch)[first : first + self._global_batch]
+        first = step_in_epoch * self.global_batch
+        rows = self._permutation(epoch)[first : first + self.global_batch]
         rows = rows[numpy.argsort(-self._lengths[rows], kind="stable")]
         return StepPlan(
             _deal(rows.tolist(), self._world_size, self._rank, self._micro_batch),

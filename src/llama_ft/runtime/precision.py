@@ -2,8 +2,11 @@
 
 import time
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
+
+PrecisionName = Literal["bf16_mixed", "bf16_pure", "fp32", "fp16"]
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,7 @@ def _seconds(dtype: torch.dtype, size: int, repeats: int) -> float:
     return best
 
 
-def advise_precision(asked: str, free_to_choose: bool, device: torch.device) -> tuple[str, str]:
+def advise_precision(asked: PrecisionName, free_to_choose: bool, device: torch.device) -> tuple[PrecisionName, str]:
     """The precision to use on this device and what to tell the user about it ("" for nothing).
 
     Args:

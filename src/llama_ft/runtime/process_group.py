@@ -9,12 +9,12 @@ import itertools
 import os
 import socket
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,7 @@ from llama_ft.runtime.console import configure_console
 from llama_ft.runtime.failures import leave
 from llama_ft.runtime.status import RunStatus
 
+T = TypeVar("T")
 _STARTS = itertools.count()
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # rank 0 may download or tokenize while the others wait
 
@@ -63,11 +64,11 @@ class Runtime:
         if self.local_rank == 0:
             dist.barrier()
 
-    def from_main(self, value: object) -> object:
-        """Rank 0's `value` on every rank."""
-        box = [value]
+    def from_main(self, make: Callable[[], T]) -> T:
+        """What `make` returns on rank 0, where alone it runs, on every rank."""
+        box = [make() if self.is_main else None]
         dist.broadcast_object_list(box, src=0)
-        return box[0]
+        return cast(T, box[0])
 
     def gather_numbers(self, *numbers: float) -> torch.Tensor:
         """Every rank's numbers as float64 [world_size, len(numbers)] on the host; one collective."""
