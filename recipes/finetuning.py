@@ -87,7 +87,10 @@ def find_model(config: Config, ask_hub: bool) -> tuple[Path, PreTrainedTokenizer
     wanted = config.model
     if "demo" in (wanted.model_name, config.data.dataset):
         demo = data.build_demo(data.cache_dir())
-        log.info(demo.summary)
+        if wanted.model_name == "demo":
+            log.info(demo.about_model)
+        if config.data.dataset == "demo":
+            log.info(demo.about_rows)
     is_demo = wanted.model_name == "demo"
     folder = demo.model_dir if is_demo else models.local_folder(wanted.model_name, "--model_name", ask_hub)
     tokens = folder

@@ -69,3 +69,11 @@ def test_what_a_killed_save_left_is_no_checkpoint_and_is_replaced(tmp_path: Path
     assert not list((tmp_path / "checkpoints").glob("step-*"))
     writer.keep(1, *trained(), {})
     assert names(tmp_path) == {"step-000001"} and not (writer.path(1) / "half").exists()
+
+
+def test_a_full_disk_is_called_that(tmp_path: Path) -> None:
+    from llama_ft.checkpoint.sharded import _cause
+
+    archive_error = OSError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598")
+    assert _cause(archive_error, free_bytes=4096) == "no space left on device: 0.0 MiB are free"
+    assert "unexpected pos" in _cause(archive_error, free_bytes=2**30)

@@ -85,7 +85,7 @@ def test_a_configuration_built_in_python_is_checked_too() -> None:
     )
     assert check_rules(config) == [
         "model.compile is not built yet. Leave it out.",
-        "train.warmup_steps is 5, but training stops after 5 steps (max_train_step): use fewer.",
+        "train.warmup_steps is 5, but training stops after 5 steps (max_train_step): lower --warmup_steps.",
         "data.validation is 2; a fraction lies between 0 and 1, such as 0.05.",
         "train.gamma has no effect unless lr_scheduler is step.",
         "peft.r has no effect without use_peft.",

@@ -52,7 +52,7 @@ def test_norms_and_biases_are_not_decayed_and_frozen_weights_not_optimized() -> 
     decayed, spared = optimizer.param_groups
     assert [p.shape for p in decayed["params"]] == [(4, 3)] and decayed["weight_decay"] == 0.1
     assert [p.shape for p in spared["params"]] == [(4,), (4,), (4,)] and spared["weight_decay"] == 0
-    assert "12 parameters with weight decay 0.1" in describe_optimizer(optimizer)
+    assert describe_optimizer(optimizer) == "AdamW (fused), weight decay 0.1 on 12 parameters; none on norms and biases"
 
 
 def test_what_is_done_every_n_steps_is_due_at_multiples_of_n_only() -> None:

@@ -114,7 +114,10 @@ def _write_aside(folder: Path, write: Callable[[Path], None], runtime: Runtime) 
             os.replace(aside, folder)
     except OSError as error:
         shutil.rmtree(aside, ignore_errors=True)
-        raise RunFailure(f"{folder}: the model could not be written ({error.strerror or error}).") from error
+        raise RunFailure(
+            f"{folder}: the model could not be written ({error.strerror or error}).\nThe trained weights are safe in "
+            f"the newest directory of {folder.parent / 'checkpoints'}."
+        ) from error
     dist.barrier()
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from llama_ft.config import CheckpointConfig, run_entries
 from llama_ft.errors import UserError
-from llama_ft.runtime import Runtime
+from llama_ft.runtime import Runtime, log
 
 
 def create_run_directory(checkpoint: CheckpointConfig, model_name: str, runtime: Runtime) -> Path:
@@ -30,6 +30,8 @@ def _create(asked: str | None, overwrite: bool, model_name: str) -> Path:
     held = run_entries(folder)  # looked at before anything slow began, but another run may have begun there since
     if held and not overwrite:
         raise UserError(f"--output_dir {folder}: already holds a run.\nChoose another output_dir, or --overwrite it.")
+    if held:
+        log.info(f"--overwrite: removing {', '.join(path.name for path in held)} of the earlier run in {folder}")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for path in held:

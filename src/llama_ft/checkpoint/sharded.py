@@ -28,6 +28,7 @@ from llama_ft.runtime import Runtime
 
 TRAINER_FILE = "trainer.json"
 BEST_FILE = "best.json"
+FULL_DISK_BYTES = 2**20
 TRAINED_ONLY = StateDictOptions(ignore_frozen_params=True)
 
 
@@ -83,9 +84,10 @@ class CheckpointWriter:
                 os.replace(aside, final)
                 _sync_directory(self.folder)
         except (OSError, CheckpointException) as error:
+            cause = _cause(error, shutil.disk_usage(self.folder.parent).free)
             shutil.rmtree(aside, ignore_errors=True)
             kept = f"The last complete one is {self.last}." if self.last else "There is no earlier one."
-            raise RunFailure(f"{final}: the checkpoint could not be written ({_cause(error)}).\n{kept}") from error
+            raise RunFailure(f"{final}: the checkpoint could not be written ({cause}).\n{kept}") from error
         dist.barrier()
         self.last = final
 
@@ -132,8 +134,11 @@ def _sync_directory(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _cause(error: OSError | CheckpointException) -> str:
-    """The innermost reason: torch wraps a full disk in a CheckpointException over all ranks."""
+def _cause(error: OSError | CheckpointException, free_bytes: int) -> str:
+    """The innermost reason: torch wraps a full disk in a CheckpointException over all ranks, and its archive writer
+    reports a position it did not expect instead."""
+    if free_bytes < FULL_DISK_BYTES:
+        return f"no space left on device: {free_bytes / 2**20:.1f} MiB are free"
     if isinstance(error, CheckpointException) and error.failures:
         rank, (cause, _) = next(iter(error.failures.items()))
         return f"rank {rank}: {cause}"

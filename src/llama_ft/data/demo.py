@@ -41,12 +41,13 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True)
 class Demo:
-    """Where the demo lies, and a line about it for people."""
+    """Where the demo lies, and a line about its model and one about its rows for people."""
 
     model_dir: Path
     train_file: Path
     validation_file: Path
-    summary: str
+    about_model: str
+    about_rows: str
 
 
 def build_demo(cache: Path) -> Demo:
@@ -60,12 +61,12 @@ def build_demo(cache: Path) -> Demo:
     """
     folder = build_once(cache / f"demo-py{platform.python_version()}-v{VERSION}", "demo.json", _build)
     facts = json.loads((folder / "demo.json").read_text())
-    summary = (
-        f"demo: a Llama of {facts['parameters'] / 1e6:.1f} M parameters in {folder / 'model'};\n"
-        f"{facts['train']:,} training and {facts['validation']:,} validation rows from the docstrings of Python "
-        f"{platform.python_version()}'s standard library in {folder / 'train.jsonl'}"
+    about_model = f"demo model: a Llama of {facts['parameters'] / 1e6:.1f} M parameters in {folder / 'model'}"
+    about_rows = (
+        f"demo rows: {facts['train']:,} training and {facts['validation']:,} validation rows from the docstrings of "
+        f"Python {platform.python_version()}'s standard library in {folder / 'train.jsonl'}"
     )
-    return Demo(folder / "model", folder / "train.jsonl", folder / "validation.jsonl", summary)
+    return Demo(folder / "model", folder / "train.jsonl", folder / "validation.jsonl", about_model, about_rows)
 
 
 def _build(folder: Path) -> None:

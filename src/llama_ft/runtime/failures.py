@@ -7,6 +7,7 @@ lets the rank that knows the cause go first.
 """
 
 import os
+import re
 import signal
 import sys
 import threading
@@ -38,13 +39,14 @@ def leave(error: BaseException, rank: int, store: dist.Store | None, status: Run
     # torchrun's SIGTERM must not cut the message off, and must not be lost on a rank that is about to wait for it.
     told_to_end: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: told_to_end.append(number))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     exit_code = _exit_code(error)
     if _may_speak(error, rank, store, told_to_end):
         message = _message(error, rank)
         if status is not None:
             _write_status(status, exit_code, message)
         print(message, file=sys.stderr)
-    else:
+    elif not isinstance(error, KeyboardInterrupt):  # Ctrl-C reaches every rank: nobody has to be waited for
         _wait_to_be_ended(told_to_end)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -95,10 +97,11 @@ def _message(error: BaseException, rank: int) -> str:
     if isinstance(error, KeyboardInterrupt):
         return "stopped by Ctrl-C"
     if _is_communication_error(error):
-        first_line = str(error).strip().splitlines()[0]
+        # Without the build paths and asides that gloo puts around it.
+        what = re.search(r"connection [\w ]+|broken pipe|timed? ?out", str(error), re.IGNORECASE)
         return (
-            f"error: rank {rank} lost contact with another rank ({first_line}).\n"
-            "       Which one ended first, and how, stands in torchrun's report below; exit code -9 there usually\n"
+            f"error: rank {rank} lost contact with another rank ({what[0] if what else type(error).__name__}).\n"
+            "       Which one ended first, and how, stands in torchrun's report; exit code -9 there usually\n"
             "       means that the machine ran out of host memory."
         )
     trace = "".join(traceback.format_exception(error))

@@ -6,8 +6,10 @@ sharding are one code path.
 """
 
 import itertools
+import math
 import os
 import socket
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,6 +29,7 @@ from llama_ft.runtime.status import RunStatus
 
 T = TypeVar("T")
 _STARTS = itertools.count()
+SECONDS_BETWEEN_STATUS = 5.0  # a file system of a cluster should not see one write a step
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # rank 0 may download or tokenize while the others wait
 
 
@@ -50,6 +53,7 @@ class Runtime:
     mesh: DeviceMesh
     store: dist.Store | None
     status: RunStatus | None = None
+    _status_written: float = -math.inf
 
     @property
     def is_main(self) -> bool:
@@ -86,8 +90,12 @@ class Runtime:
 
     def note_step(self, step: int) -> None:
         """Optimizer steps done so far, for status.json."""
-        if self.status is not None:
-            self.status.step = step
+        if self.status is None:
+            return
+        self.status.step = step
+        if self.is_main and time.monotonic() - self._status_written > SECONDS_BETWEEN_STATUS:
+            self.status.write("running")
+            self._status_written = time.monotonic()
 
     def describe(self) -> str:
         """Where the ranks are and how the model is laid over them, in a line."""
@@ -97,6 +105,8 @@ class Runtime:
         where = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
         count = torch.get_num_threads()
         threads = f", {count} thread{'s' if count > 1 else ''} each" if self.device.type == "cpu" else ""
+        if self.world_size == 1:
+            return f"{processes} on {where}{threads}, with the whole model"
         return f"{processes} on {where}{threads}; {copies} x the model, each sharded over {sizes['shard']}"
 
 

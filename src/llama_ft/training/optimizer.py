@@ -20,11 +20,9 @@ def build_optimizer(model: nn.Module, train: TrainConfig) -> torch.optim.AdamW:
 
 def describe_optimizer(optimizer: torch.optim.Optimizer) -> str:
     """The optimizer's groups in a line."""
-    parts = [
-        f"{sum(p.numel() for p in group['params']):,} parameters with weight decay {group['weight_decay']:g}"
-        for group in optimizer.param_groups
-    ]
-    return f"{type(optimizer).__name__} (fused): " + ", ".join(parts) + "; norms and biases are never decayed"
+    counts = {group["weight_decay"]: sum(p.numel() for p in group["params"]) for group in optimizer.param_groups}
+    decayed = [f"weight decay {decay:g} on {count:,} parameters" for decay, count in counts.items() if decay]
+    return f"{type(optimizer).__name__} (fused), {', '.join(decayed) or 'no weight decay'}; none on norms and biases"
 
 
 def learning_rate(train: TrainConfig, step: int, total_steps: int, epoch: int) -> float:
