@@ -50,7 +50,7 @@ def test_mistakes_of_every_kind_are_told_together(mistakes, recipe) -> None:
         "mine.yaml:3: train.num_epochs is 0; it must be at least 1.",
         '--seed x: "x" is not a whole number.',
         "--compile is not built yet. Leave it out.",
-        "mine.yaml:4: train.warmup_steps is 9, but training stops after 5 steps (max_train_step): lower --warmup_steps.",
+        "mine.yaml:4: train.warmup_steps is 9, but training ends after 5 steps (max_train_step): lower --warmup_steps.",
         "--dataset nope.jsonl: no such file.",
     ]
 

@@ -38,7 +38,7 @@ def test_pure_bf16_is_built(mistakes) -> None:
 @pytest.mark.parametrize(
     ("line", "start"),
     [
-        ("--warmup_steps 10 --max_train_step 10", "--warmup_steps is 10, but training stops after 10 steps"),
+        ("--warmup_steps 10 --max_train_step 10", "--warmup_steps is 10, but training ends after 10 steps"),
         ("--validation 1.5", "--validation is 1.5; a fraction lies between 0 and 1"),
         ("--validation 0", "--validation is 0; a fraction"),
         ("--dataset a.jsonl --eval_steps 5", "--eval_steps has no effect without validation data."),
@@ -85,7 +85,7 @@ def test_a_configuration_built_in_python_is_checked_too() -> None:
     )
     assert check_rules(config) == [
         "model.compile is not built yet. Leave it out.",
-        "train.warmup_steps is 5, but training stops after 5 steps (max_train_step): lower --warmup_steps.",
+        "train.warmup_steps is 5, but training ends after 5 steps (max_train_step): lower --warmup_steps.",
         "data.validation is 2; a fraction lies between 0 and 1, such as 0.05.",
         "train.gamma has no effect unless lr_scheduler is step.",
         "peft.r has no effect without use_peft.",

@@ -58,7 +58,7 @@ def as_fraction(validation: str | None) -> float | None:
 def _warm_up_ends_before_training_does(warmup_steps: int, max_train_step: int) -> str | None:
     if max_train_step == 0 or warmup_steps < max_train_step:
         return None
-    return f"is {warmup_steps}, but training stops after {max_train_step} steps (max_train_step): lower --warmup_steps."
+    return f"is {warmup_steps}, but training ends after {max_train_step} steps (max_train_step): lower --warmup_steps."
 
 
 def _validation_is_a_fraction_of_one(validation: str | None) -> str | None:
