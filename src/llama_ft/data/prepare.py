@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from datasets import Dataset
 
-from llama_ft.config.sections import DataConfig
+from llama_ft.config import DataConfig, as_fraction
 from llama_ft.data.build import BadRows, BuildReport, SplitStatistics, SplitWriter, good_rows, in_validation
 from llama_ft.data.cache import build_once
 from llama_ft.data.chat_template import ensure_chat_template
@@ -116,11 +116,8 @@ def _plan(config: DataConfig, tokenizer: "PreTrainedTokenizerBase", cache: Path,
 
 def _fraction(validation: str | None) -> float | None:
     """`--validation 0.05` as a number; None for a file or nothing."""
-    try:
-        fraction = float(validation or "")
-    except ValueError:
-        return None
-    if not 0 < fraction < 1:
+    fraction = as_fraction(validation)
+    if fraction is not None and not 0 < fraction < 1:
         raise UserError(f"--validation {validation}: expected a fraction between 0 and 1, such as 0.05, or a file.")
     return fraction
 

@@ -7,9 +7,9 @@ from datasets import Dataset
 from torch import nn
 
 from llama_ft.config import TrainConfig
-from llama_ft.data import collate, evaluation_batches
+from llama_ft.data import IGNORED, collate, evaluation_batches
 from llama_ft.runtime import Runtime
-from llama_ft.training.loss import IGNORED, token_loss_sum
+from llama_ft.training.loss import token_loss_sum
 from llama_ft.training.step import free_gathered
 
 LARGEST_EXPONENT = 700.0  # math.exp overflows above 709

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-IGNORED = -100  # transformers' label for "no target here"
+from llama_ft.data import IGNORED
 
 
 class LabelledBatch(Protocol):
