@@ -25,4 +25,5 @@ setup(
     packages=find_packages("src"),
     python_requires=">=3.11",
     install_requires=(ROOT / "requirements.txt").read_text().splitlines(),
+    extras_require={"gpu": ["liger-kernel==0.8.5"]},
 )

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from llama_ft.config import Config, TrainConfig, differences, parse_command_line, parse_size, to_yaml
+from llama_ft.config import Config, TrainConfig, check_device, differences, parse_command_line, parse_size, to_yaml
 
 DEMO_RECIPE = Path(__file__).resolve().parent.parent / "configs" / "quickstart.yaml"
 
@@ -30,10 +30,11 @@ from llama_ft.runtime import Runtime, log  # noqa: E402
 
 def main(config: Config, places: dict[str, str]) -> None:
     """One run, from the settings to the result on disk."""
-    with runtime.start(config.train.device, models.shard_degree(config.fsdp)) as job:
+    degree, offload = models.shard_degree(config.fsdp), config.fsdp.fsdp_cpu_offload
+    with runtime.start(config.train.device, degree, offload, config.train.device_memory_fraction) as job:
         config = settle(config, places, job)
         log.info("\n  ".join(["Settings that differ from the defaults:", *differences(config)]))
-        log.info(job.describe())
+        log.info(job.describe(config.train.batch_size_training, config.train.gradient_accumulation_steps))
         if job.is_main:
             observe.check_wandb_login(config.tracking)
 
@@ -75,6 +76,7 @@ def main(config: Config, places: dict[str, str]) -> None:
 
 def settle(config: Config, places: dict[str, str], job: Runtime) -> Config:
     """Choose what only the machine can tell: the demo's precision. Rank 0 decides for all."""
+    check_device(config, places, job.device.type)
     is_free = config.model.model_name == "demo" and "train.precision" not in places
     precision, note = job.from_main(lambda: runtime.advise_precision(config.train.precision, is_free, job.device))
     if note:
@@ -104,7 +106,12 @@ def build_model(
 ) -> tuple[PreTrainedModel, models.Adapter | None, dict[str, torch.dtype]]:
     """A skeleton without storage, adapters, shards; only then weights, each rank its own rows."""
     precision = runtime.PRECISIONS[config.train.precision]
+    quantization = models.choose_quantization(config.quantization, model_config, config.peft.use_peft)
     model = models.build_skeleton(model_config, config.model)
+    if quantization is not None:
+        log.info(models.quantize_linears(model, quantization))
+    if config.model.use_liger:
+        models.apply_liger(model, config.train)
     models.checkpoint_activations(model, config.train)
     base_name = models.lasting_name(config.model.model_name, folder)
     adapter = models.inject_lora(model, config.peft, base_name) if config.peft.use_peft else None
@@ -119,14 +126,18 @@ def build_model(
         folder,
         models.ShardGroup(job.mesh),
         job.device,
+        job.storage_device,
         scatter=config.fsdp.low_cpu_fsdp,
         adapter=adapter,
         peft=config.peft,
         seed=config.train.seed,
+        frozen_dtype=precision.frozen,
     )
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     seconds = time.perf_counter() - started
-    log.info(f"Weights loaded in {seconds:.1f} s; {trained:,} of {model.num_parameters():,} parameters are trained")
+    log.info(
+        f"Weights loaded in {seconds:.1f} s; {trained:,} of {models.total_weights(model):,} parameters are trained"
+    )
     return model, adapter, stored_dtypes
 
 
@@ -159,6 +170,7 @@ def train(
     log.info(training.describe_optimizer(optimizer))
     log.info(f"{total_steps} optimizer steps of {plan.global_batch} rows, {plan.steps_per_epoch} to the epoch")
     writer, best = checkpoint.CheckpointWriter(output_dir, job), training.BestLoss(settings)
+    scale = training.LossScale.for_precision(settings.precision)
     reduce_last_only = config.peft.use_peft or settings.accumulate_unsharded
     pad = data.pad_token_id(tokenizer, models.vocabulary_size(model.config))
     torch.manual_seed(settings.seed + job.rank)  # dropout differs between ranks
@@ -178,8 +190,10 @@ def train(
             # This rank's micro-batches: forward and backward, then one number from each rank for the log.
             todo = plan.step(epoch, step_in_epoch)
             batches = [data.collate(rows.train, indices, pad) for indices in todo.micro_batches]
-            losses = training.accumulate_gradients(model, batches, todo.target_tokens, reduce_last_only, job.device)
-            norm = training.gradient_norm(model, settings.gradient_clipping_threshold, settings.gradient_clipping)
+            losses = training.accumulate_gradients(
+                model, batches, todo.target_tokens, reduce_last_only, job.device, scale.factor
+            )
+            norm = training.gradient_norm(model, settings, scale.factor)
             ranks = job.gather_numbers(
                 sum(loss.item() for loss in losses),
                 sum(int(batch.attention_mask.sum()) for batch in batches),
@@ -187,9 +201,11 @@ def train(
                 observe.device_peak_bytes(job.device) or 0,
             )  # [ranks, 4]
             loss = ranks[:, 0].sum().item() / todo.target_tokens
-            training.stop_if_not_finite(loss, norm, step, losses, batches, writer.last, job)
+            skip = training.stop_if_not_finite(loss, norm, scale, step, losses, batches, writer.last, job)
             lr = training.learning_rate(settings, step - 1, total_steps, epoch)
-            training.update_weights(optimizer, lr)
+            training.update_weights(optimizer, lr, skip)
+            if step == scale.skipped_steps + 1:  # the first that was not skipped has made the states
+                log.info(training.describe_state(optimizer, job))
 
             seconds = time.perf_counter() - started
             target_tokens += todo.target_tokens
@@ -202,7 +218,7 @@ def train(
                 "perf/tokens_per_second": ranks[:, 1].sum().item() / seconds,
                 "perf/step_seconds": seconds,
                 **observe.memory_metrics(ranks[:, 2:]),
-            }
+            } | scale.metrics()
             is_last = step == total_steps
             ends_epoch = step_in_epoch == plan.steps_per_epoch - 1
             if rows.validation is not None and training.is_due(step, settings.eval_steps, ends_epoch or is_last):

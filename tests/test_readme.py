@@ -181,7 +181,7 @@ def test_every_metric_named_is_written_somewhere() -> None:
     keys = re.findall(r"`([\w/]+)`", table)
     sources = [REPOSITORY / "recipes" / "finetuning.py", *(REPOSITORY / "src").rglob("*.py")]
     code = "\n".join(path.read_text() for path in sources)
-    assert len(keys) == 12
+    assert len(keys) >= 14
     assert not [key for key in keys if f'"{key}"' not in code]
 
 

@@ -27,7 +27,16 @@ if __name__ == "__main__":
             models.set_storage_dtypes(model, precision)
             models.shard(model, job.mesh, FSDPConfig(enable_fsdp=True, min_num_params=1000), precision)
             dtypes = models.materialize(
-                model, folder, models.ShardGroup(job.mesh), job.device, True, adapter, peft, seed=0
+                model,
+                folder,
+                models.ShardGroup(job.mesh),
+                job.device,
+                job.device,
+                True,
+                adapter,
+                peft,
+                0,
+                precision.frozen,
             )
             optimizer = training.build_optimizer(model, TrainConfig(lr=1e-2))
             model.train()

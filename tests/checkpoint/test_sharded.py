@@ -11,6 +11,7 @@ import torch
 from llama_ft.checkpoint import CheckpointWriter
 from llama_ft.errors import RunFailure
 from llama_ft.runtime import Runtime
+from llama_ft.runtime.devices import DeviceNote
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +21,8 @@ def runtime() -> Iterator[Runtime]:
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("shard",))
-    yield Runtime(0, 1, 0, 1, torch.device("cpu"), mesh, None)
+    cpu = torch.device("cpu")
+    yield Runtime(0, 1, 0, 1, cpu, cpu, DeviceNote("node1", "CPU", "1 thread"), mesh, None)
     dist.destroy_process_group()
 
 

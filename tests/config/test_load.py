@@ -25,7 +25,8 @@ from llama_ft.config import Config, load
         ("--context_length 1", "--context_length 1: must be at least 2."),
         ("--lr none", '--lr none: "none" is not a number.'),
         ("--precision fp61", "--precision fp61: expected bf16_mixed, bf16_pure, fp32 or fp16. Did you mean fp16?"),
-        ("--optimizer adamw", "--optimizer adamw: expected AdamW or anyprecision. Did you mean AdamW?"),
+        ("--optimizer adamw", "--optimizer adamw: expected AdamW, anyprecision, AdamW8bit, SGD or Adafactor. "
+                              "Did you mean AdamW?"),
         ("--use_peft --peft_method llama_adapter", "--peft_method llama_adapter: expected lora."),
     ],
 )  # fmt: skip

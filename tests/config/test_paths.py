@@ -47,8 +47,8 @@ def test_a_hub_name_is_not_looked_for_on_this_machine(mistakes, name: str) -> No
         ("--model_name lora", "--model_name lora: holds an adapter, not a model. Use from_peft_checkpoint, with its "
                               "base model as model_name."),
         ("--model_name bare", "--model_name bare: holds config.json but no weights (*.safetensors)."),
-        ("--model_name old", "--model_name old: holds pytorch_model.bin but no *.safetensors, which is what is read "
-                             "here. transformers converts it:\nmodel.save_pretrained(folder) after "
+        ("--model_name old", "--model_name old: holds old.pth but neither *.safetensors nor pytorch_model.bin, which "
+                             "are what is read here. transformers converts it:\nmodel.save_pretrained(folder) after "
                              "AutoModelForCausalLM.from_pretrained(...)"),
         ("--tokenizer_name bare", "--tokenizer_name bare: holds no tokenizer (tokenizer.json, tokenizer_config.json, "
                                   "tokenizer.model, vocab.json)."),
@@ -60,7 +60,7 @@ def test_a_hub_name_is_not_looked_for_on_this_machine(mistakes, name: str) -> No
 )  # fmt: skip
 def test_each_wrong_folder_has_its_message(mistakes, files: Files, line: str, message: str) -> None:
     files("model/config.json", "model/a.safetensors", "empty/", "run/model/config.json", "lora/adapter_config.json")
-    files("bare/config.json", "old/config.json", "old/pytorch_model.bin")
+    files("bare/config.json", "old/config.json", "old/old.pth")
     assert mistakes(*line.split(), paths=True) == [message]
 
 

@@ -2,16 +2,23 @@
 
 import pytest
 
-from llama_ft.config import Config, DataConfig, ModelConfig, PeftConfig, TrainConfig, check_rules, parse_size
+from llama_ft.config import (
+    Config,
+    DataConfig,
+    ModelConfig,
+    PeftConfig,
+    TrainConfig,
+    check_device,
+    check_rules,
+    load,
+    parse_size,
+)
+from llama_ft.errors import UserError
 
 
 @pytest.mark.parametrize(
     "line",
     [
-        "--quantization 4bit",
-        "--precision fp16",
-        "--optimizer anyprecision",
-        "--activation_checkpointing selective",
         "--activation_checkpointing auto",
         "--truncation left",
         "--truncation drop",
@@ -19,9 +26,7 @@ from llama_ft.config import Config, DataConfig, ModelConfig, PeftConfig, TrainCo
         "--batching_strategy packing",
         "--resume auto",
         "--keep_last 2",
-        "--use_liger",
         "--compile",
-        "--enable_fsdp --fsdp_cpu_offload",
     ],
 )
 def test_what_is_not_built_is_refused_with_what_to_use(mistakes, line: str) -> None:
@@ -49,6 +54,16 @@ def test_pure_bf16_is_built(mistakes) -> None:
         ("--use_peft --target_modules q_proj,lm_head --modules_to_save lm_head", "--modules_to_save names lm_head, "),
         ("--attn_implementation flash_attention_2 --device cpu", "--attn_implementation is flash_attention_2, which"),
         ("--attn_implementation flash_attention_3 --precision fp32", "--attn_implementation is flash_attention_3, "),
+        ("--precision fp16 --device cpu", "--precision is fp16, which is for GPUs without bf16. Use bf16_mixed or "),
+        ("--use_liger --device cpu", "--use_liger needs CUDA: Liger's kernels are written in Triton."),
+        (
+            "--activation_checkpointing full --activation_offload --device cpu",
+            "--activation_offload needs CUDA: on the",
+        ),
+        (
+            "--enable_fsdp --fsdp_wrap_policy size --activation_checkpointing selective",
+            "--activation_checkpointing is selective, for which layers must be units.",
+        ),
         ("--max_shard_size 5", "--max_shard_size is 5; expected a size such as 5GB or 200MB."),
         ("--max_shard_size 0GB", "--max_shard_size is 0GB; expected a size"),
     ],
@@ -68,6 +83,7 @@ def test_combinations_that_cannot_be_are_refused(mistakes, line: str, start: str
         "--dataset demo --early_stopping_patience 5",
         "--use_peft --init_lora_weights gaussian --use_dora --use_rslora",
         "--attn_implementation flash_attention_2 --device cuda",
+        "--use_liger --activation_checkpointing selective --activation_offload",
         "--max_shard_size 1.5GB",
         "--max_shard_size 10KB",
     ],
@@ -89,6 +105,19 @@ def test_a_configuration_built_in_python_is_checked_too() -> None:
         "data.validation is 2; a fraction lies between 0 and 1, such as 0.05.",
         "train.gamma has no effect unless lr_scheduler is step.",
         "peft.r has no effect without use_peft.",
+    ]
+
+
+def test_what_needs_a_gpu_is_refused_by_its_flag_when_auto_comes_out_as_the_cpu() -> None:
+    line = "--model_name m --precision fp16 --device_memory_fraction 0.6 --enable_fsdp --fsdp_cpu_offload"
+    config, places = load(line.split(), paths=False)
+    check_device(config, places, "cuda")
+    with pytest.raises(UserError) as refused:
+        check_device(config, places, "cpu")
+    assert str(refused.value).splitlines() == [
+        "error: --precision is fp16, which is for GPUs without bf16. Use bf16_mixed or fp32 on the CPU.",
+        "error: --fsdp_cpu_offload has no effect on the CPU: parameters and optimizer are in host memory already.",
+        "error: --device_memory_fraction has no effect on the CPU: it limits GPUs.",
     ]
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from llama_ft import models, runtime
-from llama_ft.config import FSDPConfig, ModelConfig, PeftConfig
+from llama_ft.config import FSDPConfig, ModelConfig, PeftConfig, QuantizationConfig
 from llama_ft.models.shards import local_shard
 
 if __name__ == "__main__":
@@ -18,11 +18,23 @@ if __name__ == "__main__":
             folder, precision = Path(case["model"]), runtime.PRECISIONS[case["precision"]]
             model = models.build_skeleton(models.load_model_config(folder, False), ModelConfig(model_name=str(folder)))
             peft = PeftConfig(**case["peft"])
+            quantization = QuantizationConfig(**case.get("quantization", {}))
+            if chosen := models.choose_quantization(quantization, model.config, peft.use_peft):
+                models.quantize_linears(model, chosen)
             adapter = models.inject_lora(model, peft, str(folder)) if peft.use_peft else None
             models.set_storage_dtypes(model, precision)
             models.shard(model, job.mesh, FSDPConfig(enable_fsdp=True, min_num_params=1000), precision)
             models.materialize(
-                model, folder, models.ShardGroup(job.mesh), job.device, case["scatter"], adapter, peft, seed=7
+                model,
+                folder,
+                models.ShardGroup(job.mesh),
+                job.device,
+                job.storage_device,
+                case["scatter"],
+                adapter,
+                peft,
+                seed=7,
+                frozen_dtype=precision.frozen,
             )
             held = {name: local_shard(parameter).clone() for name, parameter in model.named_parameters()}
             held |= {name: buffer.clone() for name, buffer in model.named_buffers()}

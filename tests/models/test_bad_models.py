@@ -10,7 +10,7 @@ from transformers import BertConfig, GPTNeoXConfig, LlamaConfig
 from llama_ft.config import ModelConfig, PeftConfig
 from llama_ft.errors import UserError
 from llama_ft.models import build_skeleton, freeze_first_layers, inject_lora, load_model_config, load_tokenizer
-from llama_ft.models.source import SafetensorsSource
+from llama_ft.models.source import open_weights
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32, "vocab_size": 64}
 
@@ -33,6 +33,13 @@ def test_a_decoder_whose_config_has_a_default_is_decoder_of_false_is_taken(tmp_p
     build_skeleton(load_model_config(tmp_path, False), ModelConfig(model_name="mine"))
 
 
+def test_a_model_that_also_takes_images_is_refused_though_transformers_calls_it_a_language_model(
+    tmp_path: Path,
+) -> None:
+    message = refusal(tmp_path, {"model_type": "gemma3", "text_config": SMALL})
+    assert "--model_name mine: Gemma3ForConditionalGeneration" in message and "only text models" in message
+
+
 def test_a_model_that_is_no_causal_language_model_is_refused(tmp_path: Path) -> None:
     assert "no causal language model of model_type t5" in refusal(tmp_path, {"model_type": "t5"})
 
@@ -48,14 +55,14 @@ def test_a_dtype_that_torch_does_not_know_is_refused_with_the_tensor(tmp_path: P
     header = b'{"w": {"dtype": "F8_E8M0", "shape": [2], "data_offsets": [0, 2]}}'
     (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"xx")
     with pytest.raises(UserError, match="model.safetensors: w is stored as F8_E8M0"):
-        SafetensorsSource.of_model(tmp_path)
+        open_weights(tmp_path)
 
 
 @pytest.mark.parametrize("text", ['{"weight_map": {"a": ', "[]", "{}", '{"weight_map": {"w": 3}}', "\xff"])
 def test_a_malformed_index_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "model.safetensors.index.json").write_bytes(text.encode("latin-1"))
-    with pytest.raises(UserError, match="model.safetensors.index.json: not a safetensors index"):
-        SafetensorsSource.of_model(tmp_path)
+    with pytest.raises(UserError, match="model.safetensors.index.json: not an index of weights"):
+        open_weights(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -12,13 +12,18 @@ import pytest
 from conftest import run
 
 COMMIT = "0" * 40
-FILES = {"config.json": b"{}", "model.safetensors": b"weights", "pytorch_model.bin": b"not wanted"}
+FILES = {"config.json": b"{}", "model.safetensors": b"weights", "pytorch_model.bin": b"older", "optimizer.bin": b"?"}
 REFUSALS = {
     "org/gated": (403, "GatedRepo"),  # the page can be read, the files cannot
     "org/absent": (401, "RepoNotFound"),  # what the hub says to whoever is not logged in
     "org/removed": (404, "RepoNotFound"),
     "org/broken": (500, ""),
 }
+
+
+def files_of(name: str) -> dict[str, bytes]:
+    """What a model offers; an old one has no safetensors."""
+    return {file: body for file, body in FILES.items() if name != "org/old" or "safetensors" not in file}
 
 
 class Hub(BaseHTTPRequestHandler):
@@ -42,10 +47,11 @@ class Hub(BaseHTTPRequestHandler):
             body = FILES[path.rpartition("/")[2]]
             self.answer(200, body, {"ETag": f'"{len(body)}"', "X-Repo-Commit": COMMIT})
         elif "/tree/" in path:
-            entries = [{"type": "file", "path": file, "size": len(FILES[file]), "oid": COMMIT} for file in FILES]
+            files = files_of(name).items()
+            entries = [{"type": "file", "path": file, "size": len(body), "oid": COMMIT} for file, body in files]
             self.answer(200, json.dumps(entries).encode(), {})
         else:
-            siblings = [{"rfilename": file} for file in FILES]
+            siblings = [{"rfilename": file} for file in files_of(name)]
             info = {"_id": "1", "id": name, "sha": COMMIT, "siblings": siblings, "private": False, "tags": []}
             self.answer(200, json.dumps({**info, "downloads": 0, "likes": 0}).encode(), {})
 
@@ -86,7 +92,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def outcomes(endpoint: str, home: Path) -> dict[str, dict]:
-    return ask(endpoint, home, *REFUSALS, "org/silent", "my model", "org/fine")
+    return ask(endpoint, home, *REFUSALS, "org/silent", "my model", "org/fine", "org/old")
 
 
 @pytest.mark.parametrize(
@@ -113,11 +119,19 @@ def test_a_hub_that_does_not_help_is_asked_once(name: str, outcomes: dict[str, d
     assert outcomes[name]["seconds"] < 20
 
 
+def test_bin_files_are_downloaded_only_where_there_is_nothing_else(outcomes: dict[str, dict]) -> None:
+    def downloaded(name: str) -> set[str]:
+        return {file.name for file in Path(outcomes[name]["outcome"]).iterdir()}
+
+    assert downloaded("org/fine") == {"config.json", "model.safetensors"}
+    assert downloaded("org/old") == {"config.json", "pytorch_model.bin"}
+
+
 def test_a_downloaded_model_needs_no_hub(outcomes: dict[str, dict], home: Path) -> None:
     folder = Path(outcomes["org/fine"]["outcome"])
-    assert {file.name for file in folder.iterdir()} == {"config.json", "model.safetensors"}
-    again = ask("http://127.0.0.1:9", home, "org/fine", "org/other")
+    again = ask("http://127.0.0.1:9", home, "org/fine", "org/old", "org/other")
     assert again["org/fine"]["outcome"] == str(folder)
+    assert again["org/old"]["outcome"] == outcomes["org/old"]["outcome"]
     assert (
         "could not be asked" in again["org/other"]["outcome"] and "http://127.0.0.1:9" in again["org/other"]["outcome"]
     )

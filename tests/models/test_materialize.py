@@ -1,7 +1,9 @@
 """Each rank holds exactly its rows of what transformers loads, whichever way they came."""
 
 import json
+import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +13,48 @@ from conftest import run, torchrun
 
 SCRIPT = Path(__file__).with_name("load_and_dump.py")
 LORA = {"use_peft": True, "r": 6, "target_modules": "all-linear"}
+MODES = {
+    "8bit": ({"mode": "8bit"}, {"load_in_8bit": True}),
+    "nf4": ({"mode": "4bit"}, {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}),
+    "fp4": ({"mode": "4bit", "quant_type": "fp4"}, {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"}),
+}
+NESTED = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+WORDS = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_quant_storage": torch.bfloat16}
+STORED = {"8bit": MODES["8bit"][1], "nf4": MODES["nf4"][1], "nested": NESTED, "words": WORDS}
 WORLD_SIZES = [1, 2, 3, 4]
 Held = dict[str, torch.Tensor]
 
 
-def cases_of(world_size: int, untied: Path, tied: Path) -> dict[str, dict[str, Any]]:
+@pytest.fixture(scope="module")
+def odd_model(save_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Layers of 65 rows, layers of 6 (of which rank 3 of 4 gets none), and layers whose rows are not whole blocks."""
+    folder = tmp_path_factory.mktemp("odd")
+    return save_model(folder, hidden_size=64, intermediate_size=65, head_dim=6, num_key_value_heads=1)
+
+
+@pytest.fixture(scope="module")
+def stored_models(odd_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The same model, quantized and saved by transformers."""
+    folders = {}
+    for name, settings in STORED.items():
+        folders[name] = tmp_path_factory.mktemp(f"stored-{name}")
+        quantized(odd_model, settings).save_pretrained(folders[name], max_shard_size="60KB")
+        for file in odd_model.glob("tokenizer*"):
+            shutil.copy(file, folders[name])
+    return folders
+
+
+def quantized(folder: Path, settings: dict[str, Any]) -> torch.nn.Module:
+    """What plain transformers and bitsandbytes make of a model."""
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    config = BitsAndBytesConfig(**settings)
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, quantization_config=config)
+
+
+def cases_of(
+    world_size: int, untied: Path, tied: Path, odd: Path, stored: dict[str, Path]
+) -> dict[str, dict[str, Any]]:
     cases: dict[str, dict[str, Any]] = {}
     for way in ("slices", "scatter"):
         plain = {"scatter": way == "scatter", "peft": {}, "precision": "fp32", "shard_degree": "world"}
@@ -25,19 +64,28 @@ def cases_of(world_size: int, untied: Path, tied: Path) -> dict[str, dict[str, A
         cases[f"dora-{way}"] = {**plain, "model": str(untied), "peft": {**LORA, "use_dora": True}}
         cases[f"gaussian-{way}"] = {**plain, "model": str(untied), "peft": {**LORA, "init_lora_weights": "gaussian"}}
         cases[f"head-{way}"] = {**plain, "model": str(tied), "peft": {**LORA, "modules_to_save": ["lm_head"]}}
+        lora = {**plain, "peft": LORA, "precision": "bf16_mixed"}
+        for name, (settings, _) in MODES.items():
+            cases[f"{name}-{way}"] = {**lora, "model": str(odd), "quantization": settings}
+        for name, folder in stored.items():
+            cases[f"stored-{name}-{way}"] = {**lora, "model": str(folder)}
         cases[f"copies-{way}"] = {**plain, "model": str(untied), "shard_degree": 2 if world_size == 4 else 1}
     return cases
 
 
 @pytest.fixture(scope="module")
 def held(
-    tiny_model: Path, tied_model: Path, tmp_path_factory: pytest.TempPathFactory
+    tiny_model: Path,
+    tied_model: Path,
+    odd_model: Path,
+    stored_models: dict[str, Path],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> dict[int, dict[str, list[Held]]]:
     """World size -> case -> what each rank holds."""
     everything = {}
     for world_size in WORLD_SIZES:
         out = tmp_path_factory.mktemp(f"held{world_size}")
-        cases = cases_of(world_size, tiny_model, tied_model)
+        cases = cases_of(world_size, tiny_model, tied_model, odd_model, stored_models)
         (out / "cases.json").write_text(json.dumps(cases))
         arguments = (str(SCRIPT), str(out / "cases.json"), str(out))
         finished = torchrun(world_size, *arguments) if world_size > 1 else run([sys.executable, *arguments])
@@ -144,3 +192,59 @@ def test_a_saved_copy_of_a_tied_head_begins_as_the_embedding(
 ) -> None:
     copy = held[1]["head-scatter"][0]["lm_head.modules_to_save.default.weight"]
     assert torch.equal(copy, reference(tied_model)["model.embed_tokens.weight"])
+
+
+def expected_of(model: torch.nn.Module) -> Held:
+    """Parameter name -> what plain bitsandbytes holds: rows of int8 or of packed bytes, and the bits of the scales."""
+    import bitsandbytes
+
+    held: Held = {}
+    for name, module in model.named_modules():
+        if isinstance(module, bitsandbytes.nn.Linear8bitLt):
+            held[f"{name}.weight"], held[f"{name}.scale"] = module.weight.data, module.weight.SCB.view(torch.int32)
+        elif isinstance(module, bitsandbytes.nn.Linear4bit):
+            state, rows = module.weight.quant_state, module.out_features
+            if module.in_features % 64:
+                held[f"{name}.weight"] = bitsandbytes.functional.dequantize_4bit(module.weight.data, state)
+                continue
+            absmax = state.absmax
+            if state.nested:
+                absmax = bitsandbytes.functional.dequantize_blockwise(absmax, state.state2) + state.offset
+            held[f"{name}.weight"] = module.weight.data.view(torch.uint8).view(rows, -1)
+            held[f"{name}.scale"] = absmax.view(torch.int32).view(rows, -1)
+    return held
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("way", ["slices", "scatter"])
+@pytest.mark.parametrize("case", [*MODES, *(f"stored-{name}" for name in STORED)])
+def test_every_rank_holds_its_rows_of_what_bitsandbytes_makes_of_the_whole_model(
+    held: dict[int, dict[str, list[Held]]],
+    odd_model: Path,
+    stored_models: dict[str, Path],
+    world_size: int,
+    way: str,
+    case: str,
+) -> None:
+    is_stored = case.startswith("stored-")
+    settings = STORED[case.removeprefix("stored-")] if is_stored else MODES[case][1]
+    expected, plain = expected_of(quantized(odd_model, settings)), reference(odd_model, torch.bfloat16)
+    assert len(expected) == (28 if "8bit" in case else 24)
+    for rank, shards in enumerate(held[world_size][f"{case}-{way}"]):
+        found = {key.replace(".base_layer.", "."): tensor for key, tensor in shards.items() if ".lora_" not in key}
+        assert found.keys() == plain.keys() | expected.keys()
+        for key, tensor in found.items():
+            whole = expected.get(key, plain.get(key))
+            if not is_stored and key in blocks_across_rows(case):
+                whole = plain[key]  # ours to quantize, and left as it is
+            assert whole is not None
+            rows = whole if "inv_freq" in key else chunk(whole, world_size, rank)
+            assert tensor.dtype == whole.dtype and torch.equal(tensor, rows), (rank, key)
+
+
+def blocks_across_rows(case: str) -> set[str]:
+    """Layers with 65 or 24 inputs, which 4-bit blocks of 64 do not divide."""
+    if "8bit" in case:
+        return set()
+    ends = ("mlp.down_proj", "self_attn.o_proj")
+    return {f"model.layers.{layer}.{end}.weight" for layer in (0, 1) for end in ends}

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from llama_ft.config import FSDPConfig
@@ -102,6 +103,24 @@ def test_the_strategy_says_how_many_ranks_share_a_copy_of_the_model() -> None:
     assert shard_degree(FSDPConfig(enable_fsdp=True, sharding_strategy="NO_SHARD")) == 1
     assert shard_degree(FSDPConfig(enable_fsdp=True, sharding_strategy="HYBRID_SHARD")) == "node"
     assert shard_degree(FSDPConfig(enable_fsdp=True, sharding_strategy="HYBRID_SHARD", sharding_group_size=2)) == 2
+
+
+def test_gradients_are_the_same_with_parameters_offloaded() -> None:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, vocab_size=50
+    )
+    plain, offloaded = LlamaForCausalLM(config), LlamaForCausalLM(config)
+    offloaded.load_state_dict(plain.state_dict())
+    settings = FSDPConfig(enable_fsdp=True, fsdp_cpu_offload=True)
+    shard(offloaded, mesh_of_one(), settings, PRECISIONS["fp32"])
+    assert isinstance(offloaded._get_fsdp_state()._fsdp_param_groups[0].offload_policy, CPUOffloadPolicy)
+    ids = torch.arange(20).view(2, 10)
+    for model in (plain, offloaded):
+        for _ in range(2):  # accumulated, which offloading does on the host
+            model(input_ids=ids, labels=ids).loss.backward()
+    for (name, expected), found in zip(plain.named_parameters(), offloaded.parameters(), strict=True):
+        torch.testing.assert_close(found.grad.full_tensor(), expected.grad, msg=name)
 
 
 @pytest.fixture(scope="module", autouse=True)

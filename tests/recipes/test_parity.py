@@ -2,9 +2,12 @@
 
 import json
 import math
+import re
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +17,9 @@ STEPS, GLOBAL_BATCH = 20, 16
 LEARNING_RATE, WEIGHT_DECAY = 1e-3, 0.1
 CASES = Path(__file__).resolve().parent.parent / "run_cases.py"
 FSDP = ["--enable_fsdp", "--low_cpu_fsdp"]
+HYBRID = ["--sharding_strategy", "HYBRID_SHARD", "--sharding_group_size"]
+RECOMPUTED = ["--activation_checkpointing", "full"]
+SELECTIVE = ["--activation_checkpointing", "selective"]
 FULL = ["--weight_decay", str(WEIGHT_DECAY), "--gradient_clipping", "--gradient_clipping_threshold", "0.5"]
 
 
@@ -61,12 +67,30 @@ def reference_losses(model: torch.nn.Module, rows: Path, full: bool) -> list[flo
 
 
 @pytest.fixture(scope="module")
-def references(tiny_model: Path, tied_model: Path, rows: Path, lora_start: Path) -> dict[str, list[float]]:
+def wide_model(save_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One whose rows are whole 4-bit blocks of 64."""
+    return save_model(tmp_path_factory.mktemp("wide"), hidden_size=64, intermediate_size=128)
+
+
+@pytest.fixture(scope="module")
+def references(
+    tiny_model: Path, tied_model: Path, wide_model: Path, rows: Path, lora_start: Path, wide_lora_start: Path
+) -> dict[str, list[float]]:
     from peft import PeftModel
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
     def base(folder: Path) -> torch.nn.Module:
         return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+    def quantized(dtype: torch.dtype, **settings: Any) -> list[float]:
+        model = AutoModelForCausalLM.from_pretrained(
+            wide_model, dtype=dtype, quantization_config=BitsAndBytesConfig(**settings)
+        )
+        return reference_losses(
+            PeftModel.from_pretrained(model, wide_lora_start, is_trainable=True).train(), rows, full=False
+        )
+
+    nf4: dict[str, Any] = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 
     return {
         "full": reference_losses(base(tiny_model), rows, full=True),
@@ -74,27 +98,39 @@ def references(tiny_model: Path, tied_model: Path, rows: Path, lora_start: Path)
         "lora": reference_losses(
             PeftModel.from_pretrained(base(tiny_model), lora_start, is_trainable=True), rows, full=False
         ),
+        "8bit": quantized(torch.float32, load_in_8bit=True),
+        "nf4": quantized(torch.float32, **nf4, bnb_4bit_compute_dtype=torch.float32),
+        "8bit bf16": quantized(torch.bfloat16, load_in_8bit=True),
+        "nf4 bf16": quantized(torch.bfloat16, **nf4, bnb_4bit_compute_dtype=torch.bfloat16),
     }
 
 
 @pytest.fixture(scope="module")
 def lora_start(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return adapter_of(tiny_model, tmp_path_factory.mktemp("adapter"))
+
+
+@pytest.fixture(scope="module")
+def wide_lora_start(wide_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return adapter_of(wide_model, tmp_path_factory.mktemp("wide_adapter"))
+
+
+def adapter_of(base: Path, folder: Path) -> Path:
     """An adapter with weights that are not zero, saved by peft itself, for both sides to continue from."""
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(3)
     settings = LoraConfig(r=4, lora_alpha=8, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM")
-    model = get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32), settings)
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), settings)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.05)
-    folder = tmp_path_factory.mktemp("adapter")
     model.save_pretrained(folder)
     return folder
 
 
-def cases_of(world_size: int, lora_start: Path) -> dict[str, tuple[str, list[str]]]:
+def cases_of(world_size: int, lora_start: Path, wide_lora_start: Path) -> dict[str, tuple[str, list[str]]]:
     """Case name -> reference it must match, flags."""
 
     def batch(accumulation: int) -> list[str]:
@@ -102,7 +138,8 @@ def cases_of(world_size: int, lora_start: Path) -> dict[str, tuple[str, list[str
         return ["--batch_size_training", str(rows), "--gradient_accumulation_steps", str(accumulation)]
 
     lora = ["--use_peft", "--from_peft_checkpoint", str(lora_start)]
-    fp32 = ["--precision", "fp32"]
+    wide_lora = ["--use_peft", "--from_peft_checkpoint", str(wide_lora_start), "--quantization"]
+    fp32, bf16 = ["--precision", "fp32"], ["--precision", "bf16_mixed"]
     cases = {
         "full, 1 micro-batch": ("full", [*FSDP, *fp32, *FULL, *batch(1)]),
         "full, 4 micro-batches": ("full", ["--enable_fsdp", *fp32, *FULL, *batch(4)]),
@@ -112,6 +149,10 @@ def cases_of(world_size: int, lora_start: Path) -> dict[str, tuple[str, list[str
         "lora without fsdp": ("lora", ["--low_cpu_fsdp", *fp32, *lora, *batch(4)]),
         "full in bf16_mixed": ("full", [*FSDP, "--precision", "bf16_mixed", *FULL, *batch(4)]),
         "lora in bf16_mixed": ("lora", [*FSDP, "--precision", "bf16_mixed", *lora, *batch(1)]),
+        "8bit": ("8bit", [*FSDP, *fp32, *wide_lora, "8bit", *batch(4)]),
+        "4bit": ("nf4", ["--enable_fsdp", *fp32, *wide_lora, "4bit", *batch(1)]),
+        "8bit in bf16_mixed": ("8bit bf16", ["--enable_fsdp", *bf16, *wide_lora, "8bit", *batch(1)]),
+        "4bit in bf16_mixed": ("nf4 bf16", [*FSDP, *bf16, *wide_lora, "4bit", *batch(1)]),
     }
     if world_size == 2:
         full = [*FSDP, *fp32, *FULL]
@@ -119,15 +160,28 @@ def cases_of(world_size: int, lora_start: Path) -> dict[str, tuple[str, list[str
             "tied head": ("tied", [*full, *batch(4), "--min_num_params", "1000"]),
             "accumulated unsharded": ("full", [*full, "--accumulate_unsharded", *batch(4)]),
             "gathered until backward": ("full", [*full, "--sharding_strategy", "SHARD_GRAD_OP", *batch(4)]),
+            "replicated": ("full", [*full, "--sharding_strategy", "NO_SHARD", *batch(4)]),
+            "groups of both": ("full", [*full, *HYBRID, "2", *batch(4)]),
             "layers only": ("full", [*full, "--fsdp_wrap_policy", "transformer", *batch(1)]),
             "units by size": ("full", [*full, "--fsdp_wrap_policy", "size", "--min_num_params", "2000", *batch(1)]),
-            "layers recomputed": ("full", [*full, "--activation_checkpointing", "full", *batch(4)]),
+            "layers recomputed": ("full", [*full, *RECOMPUTED, *batch(4)]),
+            "products kept": ("full", [*full, *SELECTIVE, *batch(4)]),
+            "products kept, lora": ("lora", [*FSDP, *SELECTIVE, *fp32, *lora, *batch(4)]),
+            "8bit, whole model each": ("8bit", [*fp32, *wide_lora, "8bit", *batch(4)]),
+            "4bit, layers recomputed": ("nf4", [*FSDP, *RECOMPUTED, *fp32, *wide_lora, "4bit", *batch(4)]),
+            "8bit, products kept": ("8bit", [*FSDP, *SELECTIVE, *fp32, *wide_lora, "8bit", *batch(4)]),
             "every 2nd recomputed": ("lora", [*FSDP, "--activation_checkpointing", "every_k", *fp32, *lora, *batch(1)]),
         }
     if world_size == 4:
-        hybrid = ["--enable_fsdp", "--sharding_strategy", "HYBRID_SHARD", "--sharding_group_size", "2", *fp32]
-        cases["two copies over two ranks each"] = ("full", [*hybrid, *FULL, *batch(4), "--low_cpu_fsdp"])
-        cases["lora, two copies"] = ("lora", [*hybrid, *lora, *batch(4)])
+        full, gathered = [*FSDP, *fp32, *FULL], ["--sharding_strategy", "SHARD_GRAD_OP"]
+        cases |= {
+            "two copies over two ranks each": ("full", [*full, *HYBRID, "2", *batch(4)]),
+            "four copies": ("full", [*full, *HYBRID, "1", *batch(2)]),
+            "one copy over one group": ("full", [*full, *HYBRID, "4", *batch(2)]),
+            "replicated": ("full", [*full, "--sharding_strategy", "NO_SHARD", *batch(4)]),
+            "gathered until backward": ("full", [*full, *gathered, *batch(4)]),
+            "lora, two copies": ("lora", ["--enable_fsdp", *fp32, *HYBRID, "2", *lora, *batch(4)]),
+        }
     return cases
 
 
@@ -136,6 +190,7 @@ class Launch:
     """What one launch has trained."""
 
     cases: dict[str, tuple[str, list[float]]]  # name -> its reference, its losses
+    output: str
     shuffled: list[float]  # losses over rows in random order, the last batch of an epoch smaller than the others
 
 
@@ -143,16 +198,18 @@ class Launch:
 def launches(
     tiny_model: Path,
     tied_model: Path,
+    wide_model: Path,
     rows: Path,
     rows70: Path,
     lora_start: Path,
+    wide_lora_start: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> dict[int, Launch]:
     """World size -> all its cases, in one launch each."""
     finished = {}
     for world_size in (1, 2, 4):
         folder = tmp_path_factory.mktemp(f"parity{world_size}")
-        cases = cases_of(world_size, lora_start)
+        cases = cases_of(world_size, lora_start, wide_lora_start)
         common = [
             "--dataset",
             str(rows),
@@ -165,7 +222,7 @@ def launches(
         ]
         flags = []
         for name, (reference, own) in cases.items():
-            model = tied_model if reference == "tied" else tiny_model
+            model = {"tied": tied_model, "full": tiny_model, "lora": tiny_model}.get(reference, wide_model)
             flags.append([*common, "--model_name", str(model), "--output_dir", str(folder / name), *own])
         batch = ["--batch_size_training", str(GLOBAL_BATCH // world_size), "--num_epochs", "2", "--precision", "fp32"]
         shuffled = ["--model_name", str(tiny_model), "--dataset", str(rows70), "--output_dir", str(folder / "shuffled")]
@@ -175,7 +232,7 @@ def launches(
         launched = torchrun(world_size, *arguments) if world_size > 1 else run([sys.executable, *arguments])
         assert launched.exit_code == 0, launched.output
         trained = {name: (reference, losses(folder / name)) for name, (reference, _) in cases.items()}
-        finished[world_size] = Launch(trained, losses(folder / "shuffled"))
+        finished[world_size] = Launch(trained, launched.output, losses(folder / "shuffled"))
     return finished
 
 
@@ -188,11 +245,30 @@ def test_every_layout_of_the_work_gives_the_losses_of_a_plain_loop(
         assert found == pytest.approx(references[reference], rel=tolerance), name
 
 
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_quantized_first_losses_are_those_of_plain_transformers_with_bitsandbytes(
+    launches: dict[int, Launch], references: dict[str, list[float]], world_size: int
+) -> None:
+    for name in ("8bit", "4bit", "8bit in bf16_mixed", "4bit in bf16_mixed"):
+        reference, found = launches[world_size].cases[name]
+        assert found[0] == pytest.approx(references[reference][0], rel=1e-3 if "bf16" in name else 1e-5), name
+
+
 def test_the_same_seed_gives_the_same_losses_on_any_number_of_ranks(launches: dict[int, Launch]) -> None:
     alone = launches[1].shuffled
     assert len(alone) == 10, "70 rows in batches of 16 are 5 steps an epoch: no row is dropped"
     assert launches[2].shuffled == pytest.approx(alone, rel=1e-5)
     assert launches[4].shuffled == pytest.approx(alone, rel=1e-5)
+
+
+def test_the_first_lines_tell_devices_layout_and_batches(launches: dict[int, Launch]) -> None:
+    assert re.search(r"\n1 process\n  rank 0 on \S+: CPU, \d+ threads?\n  mesh of one: ", launches[1].output)
+    assert re.search(r"\n4 processes\n  ranks 0-3 on \S+: CPU, \d+ threads? each\n  mesh ", launches[4].output)
+    for mesh in ("shard 4", "replicate 2 x shard 2", "replicate 4 x shard 1"):
+        assert f"\n  mesh {mesh}: " in launches[4].output
+    assert "\n  every rank trains on rows of its own; global batch: 4 ranks x 2 rows x 2 micro-batches = 16\n" in (
+        launches[4].output
+    )
 
 
 def test_the_losses_compared_do_fall(references: dict[str, list[float]]) -> None:

@@ -1,6 +1,7 @@
 """Whole runs of the recipe on two ranks, as users start them, and what they leave behind."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,14 @@ from conftest import Finished, losses, metrics, recipe, torchrun, write_rows
 
 CASES = Path(__file__).resolve().parent.parent / "run_cases.py"
 FSDP = ["--enable_fsdp", "--low_cpu_fsdp"]
+OPTIMIZERS = {  # name -> flags, and the bytes of state a parameter; narrow rows are few here
+    "adamw": (["--precision", "bf16_pure"], 4.0),
+    "stochastic": (["--optimizer", "anyprecision", "--precision", "bf16_pure"], 4.0),
+    "kahan": (["--optimizer", "anyprecision", "--use_kahan_summation", "--precision", "bf16_pure"], 6.0),
+    "eight_bits": (["--optimizer", "AdamW8bit"], 2.07),
+    "sgd": (["--optimizer", "SGD", "--momentum", "0.9", "--lr", "0.1"], 4.0),
+    "adafactor": (["--optimizer", "Adafactor", "--lr", "0.1"], 0.1),
+}
 CUSTOM = """
 import datasets
 
@@ -42,6 +51,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def launch(folder: Path, tiny_model: Path, save_model: Any, rows16: Path, rows70: Path) -> Finished:
     """Every run below `folder`, in one launch."""
     no_pad = save_model(folder / "no_pad_model", pad=False)
+    wide = save_model(folder / "wide_model", hidden_size=128, intermediate_size=194)
     train, validation = tokenized(folder / "train.jsonl", 64, 1), tokenized(folder / "validation.jsonl", 11, 2)
     (folder / "custom.py").write_text(CUSTOM)
     tiny = ["--model_name", str(tiny_model)]
@@ -64,6 +74,9 @@ def launch(folder: Path, tiny_model: Path, save_model: Any, rows16: Path, rows70
         "frozen": [*FSDP, *tiny, *files, "--freeze_layers", "--num_epochs", "1", "--precision", "fp32"]
         + ["--activation_checkpointing", "full", "--gradient_accumulation_steps", "3"],
     }
+    for name, (optimizer, _) in OPTIMIZERS.items():
+        runs[name] = [*FSDP, "--model_name", str(wide), "--dataset", str(rows16), "--num_epochs", "4"]
+        runs[name] += [*optimizer, "--lr_scheduler", "constant", *([] if "--lr" in optimizer else ["--lr", "0.01"])]
     flags = [llama_recipes.split()]
     flags += [[*own, "--output_dir", str(folder / name)] for name, own in runs.items()]
     flags += [
@@ -212,6 +225,19 @@ def test_frozen_layers_stay_as_they_were(launch: Finished, folder: Path, tiny_mo
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert not any(name.startswith("model.layers.0.") for name in changed)
     assert {name for name in before if not name.startswith("model.layers.0.")} == changed
+
+
+def test_every_optimizer_learns_and_tells_the_size_of_its_states(launch: Finished, folder: Path) -> None:
+    told = [
+        float(found) for found in re.findall(r"Optimizer state: .*, (\S+) bytes a trained parameter", launch.output)
+    ]
+    begun = [name for name in re.findall(r"Run directory: .*/(\w+)$", launch.output, re.MULTILINE)]
+    assert len(told) == len(begun)
+    sizes = dict(zip(begun, told, strict=True))
+    for name, (_, expected) in OPTIMIZERS.items():
+        found = losses(folder / name)
+        assert found[-1] < 0.9 * found[0], (name, found)
+        assert sizes[name] == pytest.approx(expected, abs=0.1), (name, sizes[name])
 
 
 def test_a_function_of_the_user_gives_the_rows(launch: Finished, folder: Path) -> None:

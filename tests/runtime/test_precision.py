@@ -1,13 +1,16 @@
+import pytest
 import torch
 
+from llama_ft.errors import UserError
 from llama_ft.runtime import advise_precision
 from llama_ft.runtime.precision import bf16_slowdown
 
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
 
 def test_the_advice_follows_what_this_cpu_measures() -> None:
-    cpu = torch.device("cpu")
-    chosen, note = advise_precision("bf16_mixed", True, cpu)
-    asked, warning = advise_precision("bf16_mixed", False, cpu)
+    chosen, note = advise_precision("bf16_mixed", True, CPU)
+    asked, warning = advise_precision("bf16_mixed", False, CPU)
     assert asked == "bf16_mixed", "what the user asked for is kept"
     if bf16_slowdown() > 2:
         assert chosen == "fp32" and "slower than fp32" in note and "--precision fp32" in warning
@@ -16,5 +19,17 @@ def test_the_advice_follows_what_this_cpu_measures() -> None:
 
 
 def test_nothing_is_measured_on_a_gpu_or_for_fp32() -> None:
-    assert advise_precision("bf16_mixed", True, torch.device("cuda")) == ("bf16_mixed", "")
-    assert advise_precision("fp32", True, torch.device("cpu")) == ("fp32", "")
+    assert advise_precision("bf16_mixed", True, GPU, has_bf16=lambda: True) == ("bf16_mixed", "")
+    assert advise_precision("fp32", True, CPU) == ("fp32", "")
+
+
+@pytest.mark.parametrize("asked", ["bf16_mixed", "bf16_pure"])
+def test_bf16_on_a_gpu_without_it_is_refused_with_the_alternatives(asked: str) -> None:
+    with pytest.raises(UserError, match=f"--precision {asked}: .* does not compute bf16.\n.*--precision fp16.*fp32"):
+        advise_precision(asked, False, GPU, has_bf16=lambda: False)
+
+
+def test_a_gpu_without_bf16_runs_the_demo_in_fp32_and_what_it_can_as_asked() -> None:
+    chosen, note = advise_precision("bf16_mixed", True, GPU, has_bf16=lambda: False)
+    assert chosen == "fp32" and "does not compute bf16" in note
+    assert advise_precision("fp16", False, GPU, has_bf16=lambda: False) == ("fp16", "")

@@ -1,10 +1,23 @@
+"""Optimizers against torch's and bitsandbytes' own on whole tensors; the learning rate against its definitions."""
+
 import math
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from conftest import torchrun
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from training.optimizers_and_dump import CASES, LR, STEPS, build, go_on, train, whole
 
 from llama_ft.config import TrainConfig
 from llama_ft.training import build_optimizer, describe_optimizer, is_due, learning_rate
+from llama_ft.training.adafactor import Adafactor
+from llama_ft.training.adamw_8bit import AdamW8bit
+from llama_ft.training.anyprecision import AnyPrecisionAdamW, round_stochastically
+from llama_ft.training.sharded_optimizer import ShardedOptimizer
 
 
 def rates(total: int, steps_per_epoch: int = 10, **settings: object) -> list[float]:
@@ -59,3 +72,160 @@ def test_what_is_done_every_n_steps_is_due_at_multiples_of_n_only() -> None:
     assert [step for step in range(1, 10) if is_due(step, 3, otherwise=False)] == [3, 6, 9]
     assert [step for step in range(1, 4) if is_due(step, 0, otherwise=step == 2)] == [2]
     assert math.isclose(learning_rate(TrainConfig(lr=2e-3), 0, 1, 0), 2e-3)
+
+
+@pytest.fixture(scope="module")
+def launch(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Every case of optimizers_and_dump.py on two ranks, in one launch."""
+    folder = tmp_path_factory.mktemp("optimizers")
+    finished = torchrun(2, str(Path(__file__).parent / "optimizers_and_dump.py"), str(folder))
+    assert finished.exit_code == 0, finished.output
+    return folder
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[DeviceMesh]:
+    """A process group of one."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,), mesh_dim_names=("shard",))
+    dist.destroy_process_group()
+
+
+def reference(make: Callable[..., torch.optim.Optimizer], case: str, **settings: float) -> dict[str, torch.Tensor]:
+    """The same steps with somebody else's optimizer in fp32 in one process."""
+    model, _ = build(case, None)
+    model.float()
+    vectors = [p for p in model.parameters() if p.ndim == 1]
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    train(model, make(groups, lr=LR, **settings), range(STEPS))
+    return whole(model)
+
+
+def largest_error(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], case: str) -> float:
+    """The largest mean error over the parameters, as a part of how far they moved."""
+    start = whole(build(case, None)[0])
+    moved = {name: (expected[name] - start[name]).abs().mean() for name in expected}
+    return max(float((found[name] - expected[name]).abs().mean() / moved[name]) for name in expected)
+
+
+@pytest.mark.parametrize(
+    ("case", "make", "settings", "tolerance"),
+    [
+        ("AdamW", torch.optim.AdamW, {}, 1e-5),
+        ("SGD", torch.optim.SGD, {}, 1e-5),
+        ("momentum", torch.optim.SGD, {"momentum": 0.9}, 1e-5),
+        ("Adafactor", torch.optim.Adafactor, {}, 1e-5),
+        ("AdamW8bit", torch.optim.AdamW, {}, 0.03),
+        ("anyprecision", torch.optim.AdamW, {}, 0.01),
+    ],
+)
+def test_on_shards_it_does_what_torchs_own_does_in_one_process(
+    launch: Path, case: str, make: Callable[..., torch.optim.Optimizer], settings: dict[str, float], tolerance: float
+) -> None:
+    found = torch.load(launch / f"{case}.pt")["end"]
+    assert largest_error(found, reference(make, case, **settings), case) < tolerance
+
+
+def test_8_bit_states_are_bit_for_bit_those_of_bitsandbytes(launch: Path) -> None:
+    """Where its blocks end with the row, that is; and a single row is one for both."""
+    from bitsandbytes.optim import AdamW8bit
+
+    found, expected = torch.load(launch / "AdamW8bit.pt")["end"], reference(AdamW8bit, "AdamW8bit")
+    for name in ("weights.blocks", "weights.one_row", "weights.bias", "weights.single"):
+        assert torch.equal(found[name], expected[name]), name
+    assert not torch.equal(found["weights.ragged"], expected["weights.ragged"]), "blocks across rows differ"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_fresh_optimizer_goes_on_from_the_checkpoint_bit_for_bit(launch: Path, case: str) -> None:
+    result = torch.load(launch / f"{case}.pt")
+    assert all(torch.equal(result["again"][name], result["end"][name]) for name in result["end"])
+
+
+@pytest.mark.parametrize(
+    ("case", "tolerance"),
+    [("AdamW", 1e-5), ("AdamW8bit", 0), ("SGD", 0), ("momentum", 0), ("Adafactor", 1e-5), ("anyprecision", 0.05)],
+)
+def test_a_checkpoint_of_two_ranks_goes_on_in_one_process(
+    launch: Path, mesh: DeviceMesh, case: str, tolerance: float
+) -> None:
+    end = torch.load(launch / f"{case}.pt")["end"]
+    assert largest_error(go_on(case, launch / case, mesh), end, case) <= tolerance
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_copies_of_a_shard_stay_equal(launch: Path, case: str) -> None:
+    first, second = torch.load(launch / f"{case}.pt")["copies"]
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize(
+    ("case", "low", "high"),
+    [
+        ("AdamW", 8, 8),
+        ("SGD", 0, 0),
+        ("momentum", 4, 4),
+        ("anyprecision", 4, 4),
+        ("stochastic", 4, 4),
+        ("kahan", 6, 6),
+        ("AdamW8bit", 2, 3.2),  # the narrow matrix has fp32 states, the ragged ones a scale for every 70 elements
+        ("Adafactor", 0, 1.1),  # most of it the columns of a matrix of one row, on both ranks
+    ],
+)
+def test_the_size_of_the_states_is_told(launch: Path, case: str, low: float, high: float) -> None:
+    told = re.fullmatch(
+        r"Optimizer state: (\S+) MiB a rank at most, (\S+) bytes a trained parameter",
+        torch.load(launch / f"{case}.pt")["told"],
+    )
+    assert told is not None
+    assert low - 0.01 <= float(told[2]) <= high + 0.01  # beside a step count of 4 bytes for each tensor
+
+
+@pytest.mark.parametrize(
+    ("make", "expected_bytes"), [(AdamW8bit, 512 * 1024 * (2 + 2 * 4 / 256)), (Adafactor, (512 + 1024) * 4)]
+)
+def test_what_the_states_of_a_matrix_of_real_width_take(make: type[ShardedOptimizer], expected_bytes: float) -> None:
+    weight = torch.nn.Parameter(torch.zeros(512, 1024))
+    weight.grad = torch.ones_like(weight)
+    optimizer = make([weight], lr=1e-3)
+    optimizer.step()
+    state_bytes = sum(value.nbytes for value in optimizer.state[weight].values())
+    assert state_bytes == expected_bytes + 4  # the step
+
+
+def test_compensated_bf16_weights_follow_fp32_ones_that_plain_bf16_loses() -> None:
+    """Steps of 1e-5 on weights around 1, whose bf16 neighbours are 0.004 and 0.008 away."""
+    steps, lr = 100, 1e-5
+    generator = torch.Generator().manual_seed(0)
+    start = (torch.rand(4096, generator=generator) + 0.5).bfloat16()
+    exact, plain, kahan, stochastic = (torch.nn.Parameter(start.clone()) for _ in range(4))
+    exact.data = exact.data.float()
+    optimizers = [
+        torch.optim.AdamW([exact], lr=lr, weight_decay=0.0),
+        torch.optim.AdamW([plain], lr=lr, weight_decay=0.0),
+        AnyPrecisionAdamW([kahan], lr=lr, use_kahan_summation=True),
+        AnyPrecisionAdamW([stochastic], lr=lr),
+    ]
+    for _ in range(steps):
+        slope = torch.rand(4096, generator=generator) + 0.5
+        for weight, optimizer in zip((exact, plain, kahan, stochastic), optimizers, strict=True):
+            weight.grad = slope.to(weight.dtype)
+            optimizer.step()
+    moved = (exact - start.float()).mean().item()
+    assert moved == pytest.approx(-steps * lr, rel=0.05)
+    assert torch.equal(plain, start)
+    held = kahan.float() + optimizers[2].state[kahan]["compensation"].float()
+    assert (held - exact).abs().mean().item() < 0.05 * abs(moved)
+    assert (stochastic.float() - start.float()).mean().item() == pytest.approx(moved, rel=0.15)
+
+
+def test_stochastic_rounding_is_to_a_neighbour_and_right_in_the_mean() -> None:
+    values = torch.tensor([1.001, -3.3, 1e-3, 0.0, 2.5, -1e-30]).repeat(20_000, 1)
+    rounded = torch.empty_like(values, dtype=torch.bfloat16)
+    round_stochastically(rounded, values, torch.Generator().manual_seed(0))
+    unit = values.abs() * 2**-7
+    assert bool(((rounded.float() - values).abs() <= unit).all())
+    mean = rounded.double().mean(0)
+    assert torch.allclose(mean, values[0].double(), rtol=2e-4, atol=0)
+    assert torch.equal(rounded[:, 3:5].float(), values[:, 3:5]), "what bf16 can hold is not rounded"

@@ -4,7 +4,7 @@ import copy
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -17,6 +17,7 @@ from transformers.modeling_utils import PreTrainedModel
 from llama_ft.checkpoint.safetensors_file import SafetensorsFile, TensorHeader
 from llama_ft.errors import RunFailure
 from llama_ft.models import Adapter, ShardGroup
+from llama_ft.models.conversion import SavedGroup, saved_layout
 from llama_ft.models.lora import ADAPTER_WEIGHTS
 from llama_ft.models.source import INDEX_FILE, SINGLE_FILE
 from llama_ft.runtime import Runtime
@@ -39,7 +40,8 @@ def export_model(
     tokenizer: PreTrainedTokenizerBase,
     runtime: Runtime,
 ) -> None:
-    """Write a whole fine-tuned model; all ranks call it, rank 0 writes.
+    """Write a whole fine-tuned model, its tensors named and shaped as in the checkpoint it came from where transformers
+    converts that one while loading; all ranks call it, rank 0 writes.
 
     Args:
         model: sharded.
@@ -52,13 +54,11 @@ def export_model(
         runtime: the ranks.
     """
     tensors = {name: p for name, p in model.named_parameters()} | _persistent_buffers(model)
-    headers = {
-        name: TensorHeader(tuple(t.shape), save_dtype or stored_dtypes.get(name, t.dtype))
-        for name, t in tensors.items()
-    }
+    dtypes = {name: save_dtype or stored_dtypes.get(name, t.dtype) for name, t in tensors.items()}
+    groups = saved_layout(model, tensors)
 
     def write(aside: Path) -> None:
-        _write_weights(aside, tensors, headers, max_shard_bytes, runtime)
+        _write_weights(aside, tensors, dtypes, groups, max_shard_bytes, runtime)
         if runtime.is_main:
             config: PretrainedConfig = copy.deepcopy(model.config)
             config.dtype = save_dtype or model.config.dtype
@@ -83,11 +83,11 @@ def export_adapter(
     tensors: dict[str, torch.Tensor] = {
         adapter.keys[name]: p for name, p in model.named_parameters() if name in adapter.keys
     }
-    headers = {key: TensorHeader(tuple(p.shape), save_dtype or p.dtype) for key, p in tensors.items()}
+    dtypes = {key: save_dtype or p.dtype for key, p in tensors.items()}
+    groups = [SavedGroup([key], {key: tuple(p.shape)}) for key, p in tensors.items()]
 
     def write(aside: Path) -> None:
-        with SafetensorsFile(aside / ADAPTER_WEIGHTS, headers, runtime.is_main) as file:
-            _stream(file, tensors, headers, runtime)
+        _write_file(aside / ADAPTER_WEIGHTS, tensors, dtypes, groups, runtime)
         if runtime.is_main:
             settings = copy.deepcopy(adapter.config)
             settings.inference_mode = True
@@ -124,47 +124,77 @@ def _write_aside(folder: Path, write: Callable[[Path], None], runtime: Runtime) 
 def _write_weights(
     folder: Path,
     tensors: dict[str, torch.Tensor],
-    headers: dict[str, TensorHeader],
+    dtypes: dict[str, torch.dtype],
+    groups: list[SavedGroup],
     max_shard_bytes: int,
     runtime: Runtime,
 ) -> None:
-    shards = _split(headers, max_shard_bytes)
+    sizes = [sum(header.nbytes for header in _headers(group, dtypes).values()) for group in groups]
+    shards = _split(sizes, max_shard_bytes)
     names = [SINGLE_FILE]
     if len(shards) > 1:
         names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+    weight_map: dict[str, str] = {}
     for file_name, members in zip(names, shards, strict=True):
-        part = {name: headers[name] for name in members}
-        with SafetensorsFile(folder / file_name, part, runtime.is_main) as file:
-            _stream(file, tensors, part, runtime)
+        _write_file(folder / file_name, tensors, dtypes, [groups[member] for member in members], runtime)
+        weight_map |= {name: file_name for member in members for name in groups[member].tensors}
     if len(shards) > 1 and runtime.is_main:
-        weight_map = {name: file_name for file_name, members in zip(names, shards, strict=True) for name in members}
-        total = sum(header.nbytes for header in headers.values())
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        index = {"metadata": {"total_size": sum(sizes)}, "weight_map": weight_map}
         (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
 
 
-def _split(headers: dict[str, TensorHeader], max_shard_bytes: int) -> list[list[str]]:
-    """Fill files in order; a tensor larger than a file gets one of its own."""
-    shards: list[list[str]] = [[]]
+def _headers(group: SavedGroup, dtypes: dict[str, torch.dtype]) -> dict[str, TensorHeader]:
+    return {name: TensorHeader(shape, dtypes[group.parameters[0]]) for name, shape in group.tensors.items()}
+
+
+def _split(sizes: list[int], most: int) -> list[list[int]]:
+    """Fill files in order; what is larger than a file gets one of its own."""
+    shards: list[list[int]] = [[]]
     filled = 0
-    for name, header in headers.items():
-        if shards[-1] and filled + header.nbytes > max_shard_bytes:
+    for number, size in enumerate(sizes):
+        if shards[-1] and filled + size > most:
             shards.append([])
             filled = 0
-        shards[-1].append(name)
-        filled += header.nbytes
+        shards[-1].append(number)
+        filled += size
     return shards
 
 
-def _stream(
-    file: SafetensorsFile, tensors: dict[str, torch.Tensor], headers: dict[str, TensorHeader], runtime: Runtime
+def _write_file(
+    path: Path,
+    tensors: dict[str, torch.Tensor],
+    dtypes: dict[str, torch.dtype],
+    groups: list[SavedGroup],
+    runtime: Runtime,
 ) -> None:
-    """Write tensors in the file's order, rows as they arrive: rank 0 never holds more than two shards of one."""
-    group = ShardGroup(runtime.mesh)
-    for name, header in headers.items():
+    """Write the groups in order, rows as they arrive: rank 0 never holds more than two shards of a parameter, unless a
+    conversion needs it whole."""
+    headers = {name: header for group in groups for name, header in _headers(group, dtypes).items()}
+    ranks = ShardGroup(runtime.mesh)
+    with SafetensorsFile(path, headers, runtime.is_main) as file:
+        for group in groups:
+            for rows in _rows_to_write(group, tensors, dtypes[group.parameters[0]], ranks):
+                if runtime.is_main:
+                    file.append(rows)
+
+
+def _rows_to_write(
+    group: SavedGroup, tensors: dict[str, torch.Tensor], dtype: torch.dtype, ranks: ShardGroup
+) -> Iterator[torch.Tensor]:
+    """On rank 0 all of the group's tensors, piece by piece; the other ranks send theirs."""
+
+    def gathered(name: str) -> Iterator[torch.Tensor]:
         tensor = tensors[name]
-        if isinstance(tensor, nn.Parameter):
-            for rows in group.gather_rows(tensor, header.dtype):
-                file.append(rows)
-        elif runtime.is_main:
-            file.append(tensor.to(header.dtype).cpu())
+        return ranks.gather_rows(tensor, dtype) if isinstance(tensor, nn.Parameter) else iter([tensor.to(dtype).cpu()])
+
+    first = group.parameters[0]
+    if not group.is_converted:
+        yield from gathered(first)
+    elif group.by_row:
+        for rows in gathered(first):
+            for row in rows.split(1):
+                yield from group.convert({first: row})
+    else:
+        pieces = {name: list(gathered(name)) for name in group.parameters}
+        if dist.get_rank() == 0:
+            yield from group.convert({name: torch.cat(several) for name, several in pieces.items()})

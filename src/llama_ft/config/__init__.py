@@ -7,7 +7,7 @@ from llama_ft.config.command_line import exit_with, parse_command_line
 from llama_ft.config.load import load, load_recipe
 from llama_ft.config.output_dir import run_entries
 from llama_ft.config.resolved import differences, to_yaml
-from llama_ft.config.rules import as_fraction, check_rules, parse_size
+from llama_ft.config.rules import as_fraction, check_device, check_rules, parse_size
 from llama_ft.config.sections import (
     CheckpointConfig,
     Config,
@@ -31,6 +31,7 @@ __all__ = [
     "TrackingConfig",
     "TrainConfig",
     "as_fraction",
+    "check_device",
     "check_rules",
     "differences",
     "exit_with",

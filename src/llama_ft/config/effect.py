@@ -37,12 +37,25 @@ CONDITIONS = (
     Condition(
         ("accumulate_unsharded",), "use_peft", lambda on: not on, "with use_peft: LoRA always accumulates that way"
     ),
+    Condition(
+        ("use_kahan_summation",), "optimizer", lambda it: it == "anyprecision", "unless optimizer is anyprecision"
+    ),
+    Condition(
+        ("use_kahan_summation",),
+        "precision",
+        lambda it: it == "bf16_pure",
+        "unless precision is bf16_pure: fp32 weights lose nothing to rounding",
+    ),
+    Condition(("momentum",), "optimizer", lambda it: it == "SGD", "unless optimizer is SGD"),
     Condition(("gamma",), "lr_scheduler", lambda it: it == "step", "unless lr_scheduler is step"),
     Condition(
         ("activation_checkpointing_k",),
         "activation_checkpointing",
         lambda it: it == "every_k",
         "unless activation_checkpointing is every_k",
+    ),
+    Condition(
+        ("activation_offload",), "activation_checkpointing", lambda it: it != "off", "without activation_checkpointing"
     ),
     Condition(("gradient_clipping_threshold",), "gradient_clipping", bool, "without gradient_clipping"),
     Condition(
@@ -65,6 +78,13 @@ CONDITIONS = (
         "without enable_fsdp",
     ),
     Condition(
+        ("fsdp_cpu_offload",),
+        "device",
+        lambda it: it != "cpu",
+        "on the CPU: parameters and optimizer are in host memory already",
+    ),
+    Condition(("device_memory_fraction",), "device", lambda it: it != "cpu", "on the CPU: it limits GPUs"),
+    Condition(
         ("sharding_group_size",),
         "sharding_strategy",
         lambda it: it == "HYBRID_SHARD",
@@ -77,6 +97,17 @@ CONDITIONS = (
         "with fsdp_wrap_policy transformer; it belongs to size and hybrid",
     ),
     Condition(PEFT_FIELDS, "use_peft", bool, "without use_peft"),
+    Condition(("skip_modules",), "mode", lambda it: it != "none", "without quantization"),
+    Condition(
+        ("quant_type", "block_size", "compute_dtype"), "mode", lambda it: it == "4bit", "unless quantization is 4bit"
+    ),
+    Condition(("int8_threshold",), "mode", lambda it: it == "8bit", "unless quantization is 8bit"),
+    Condition(
+        ("int8_threshold",),
+        "device",
+        lambda it: it != "cpu",
+        "on the CPU: bitsandbytes dequantizes the weights there and rounds no input",
+    ),
     Condition(
         ADAPTER_FIELDS,
         "from_peft_checkpoint",

@@ -60,7 +60,7 @@ def looks_local(name: str) -> bool:
 
 
 def _model(name: str) -> str | None:
-    """A folder with config.json and safetensors, or a hub name."""
+    """A folder with config.json and weights, or a hub name."""
     if name in BUILT_IN_MODELS or not looks_local(name):
         return None
     folder = Path(name).expanduser()
@@ -72,13 +72,13 @@ def _model(name: str) -> str | None:
         if (folder / "adapter_config.json").is_file():
             return "holds an adapter, not a model. Use from_peft_checkpoint, with its base model as model_name."
         return f"holds no config.json.{_below(folder, 'config.json')}"
-    if any(folder.glob("*.safetensors")):
+    if any(folder.glob("*.safetensors")) or any(folder.glob("pytorch_model*.bin")):
         return None
-    old = [file.name for pattern in ("*.bin", "*.pth", "*.pt") for file in sorted(folder.glob(pattern))]
+    old = [file.name for pattern in ("*.bin", "*.pth", "*.pt", "*.gguf") for file in sorted(folder.glob(pattern))]
     if old:
         return (
-            f"holds {old[0]} but no *.safetensors, which is what is read here. transformers converts it:\n"
-            "model.save_pretrained(folder) after AutoModelForCausalLM.from_pretrained(...)"
+            f"holds {old[0]} but neither *.safetensors nor pytorch_model.bin, which are what is read here. "
+            "transformers converts it:\nmodel.save_pretrained(folder) after AutoModelForCausalLM.from_pretrained(...)"
         )
     return "holds config.json but no weights (*.safetensors)."
 

@@ -15,20 +15,16 @@ from llama_ft.config.effect import without_effect
 from llama_ft.config.fields import SETTINGS, values_of
 from llama_ft.config.sections import Config
 from llama_ft.config.wording import NO_PLACES, is_flag, one_of, show, subject
+from llama_ft.errors import UserError
 
 # Values that a setting declares and no code serves yet -> what there is instead. Refused, never ignored.
 NOT_BUILT: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "mode": (lambda mode: mode != "none", "Leave quantization out, and use enable_fsdp to fit a larger model"),
-    "precision": (lambda it: it == "fp16", "Use bf16_mixed, bf16_pure or fp32"),
-    "optimizer": (lambda it: it == "anyprecision", "Use AdamW; with precision bf16_pure its states are bf16"),
-    "activation_checkpointing": (lambda it: it in ("selective", "auto"), "Use off, full or every_k"),
+    "activation_checkpointing": (lambda it: it == "auto", "Use off, full, every_k or selective"),
     "truncation": (lambda it: it != "right", "Use right, and context_length to make room"),
     "batching_strategy": (lambda it: it == "packing", "Use padding"),
     "resume": (lambda it: it is not None, "Start anew with another output_dir; LoRA can go on from_peft_checkpoint"),
     "keep_last": (bool, "Leave it out: all checkpoints are kept"),
-    "use_liger": (bool, "Leave it out"),
     "compile": (bool, "Leave it out"),
-    "fsdp_cpu_offload": (bool, "Leave it out, and use activation_checkpointing or more ranks to save memory"),
 }
 SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(KB|MB|GB|TB)", re.IGNORECASE)
 SIZE_BYTES = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -112,6 +108,30 @@ def _saved_modules_get_no_adapter(modules_to_save: list[str] | None, target_modu
     )
 
 
+def _quantized_weights_are_frozen(mode: str, use_peft: bool) -> str | None:
+    if mode == "none" or use_peft:
+        return None
+    return (
+        f"is {mode}, and quantized weights cannot be trained. Add use_peft, which trains adapters beside them, or "
+        "leave it out and train the weights themselves."
+    )
+
+
+def _a_block_is_a_power_of_two(block_size: int) -> str | None:
+    return f"is {block_size}; bitsandbytes has 32, 64, 128, ... 4096." if block_size.bit_count() != 1 else None
+
+
+def _dora_reads_whole_weights(use_dora: bool, mode: str) -> str | None:
+    if not use_dora or mode == "none":
+        return None
+    return f"needs the weights themselves at every step, and quantization {mode} does not keep them. Use plain LoRA."
+
+
+def _fp16_runs_on_cuda(precision: str, device: str) -> str | None:
+    wrong = precision == "fp16" and device == "cpu"
+    return "is fp16, which is for GPUs without bf16. Use bf16_mixed or fp32 on the CPU." if wrong else None
+
+
 def _flash_attention_runs_on_cuda(attn_implementation: str, device: str) -> str | None:
     wrong = attn_implementation.startswith("flash") and device == "cpu"
     return f"is {attn_implementation}, which needs CUDA. Use sdpa with device cpu." if wrong else None
@@ -119,7 +139,25 @@ def _flash_attention_runs_on_cuda(attn_implementation: str, device: str) -> str 
 
 def _flash_attention_computes_in_16_bits(attn_implementation: str, precision: str) -> str | None:
     wrong = attn_implementation.startswith("flash") and precision == "fp32"
-    return f"is {attn_implementation}, which computes in bf16 only. Use sdpa with precision fp32." if wrong else None
+    return f"is {attn_implementation}, which computes in 16 bits only. Use sdpa with precision fp32." if wrong else None
+
+
+def _liger_runs_on_cuda(use_liger: bool, device: str) -> str | None:
+    wrong = use_liger and device == "cpu"
+    return "needs CUDA: Liger's kernels are written in Triton. Leave it out on the CPU." if wrong else None
+
+
+def _activations_are_offloaded_from_cuda(activation_offload: bool, device: str) -> str | None:
+    wrong = activation_offload and device == "cpu"
+    return "needs CUDA: on the CPU activations are in host memory already. Leave it out." if wrong else None
+
+
+def _selective_layers_are_gathered_whole(
+    activation_checkpointing: str, fsdp_wrap_policy: str, enable_fsdp: bool
+) -> str | None:
+    # torch replays the operators of a layer one by one; gathering units inside it adds operators that were not there.
+    wrong = activation_checkpointing == "selective" and enable_fsdp and fsdp_wrap_policy == "size"
+    return "is selective, for which layers must be units. Use full, or fsdp_wrap_policy hybrid." if wrong else None
 
 
 def _shard_size_is_a_size(max_shard_size: str) -> str | None:
@@ -138,8 +176,15 @@ RULES: tuple[Callable[..., str | None], ...] = (
     _whole_weights_are_not_needed,
     _adapters_go_somewhere,
     _saved_modules_get_no_adapter,
+    _quantized_weights_are_frozen,
+    _a_block_is_a_power_of_two,
+    _dora_reads_whole_weights,
+    _fp16_runs_on_cuda,
     _flash_attention_runs_on_cuda,
     _flash_attention_computes_in_16_bits,
+    _liger_runs_on_cuda,
+    _activations_are_offloaded_from_cuda,
+    _selective_layers_are_gathered_whole,
     _shard_size_is_a_size,
 )
 
@@ -169,6 +214,23 @@ def _not_built(name: str, value: Any, places: Mapping[str, str]) -> str:
     if not is_flag(places.get(name, "")) and shown:
         shown = f":{shown}"
     return f"{subject(name, places)}{shown} is not built yet. {NOT_BUILT[name][1]}."
+
+
+def check_device(config: Config, places: Mapping[str, str], device: str) -> None:
+    """Check the rules again with the device that `auto` came to be.
+
+    Args:
+        config: all settings.
+        places: dotted name -> where it was set, as `load` returns them.
+        device: cuda or cpu.
+
+    Raises:
+        UserError: the settings ask for what this device cannot do.
+    """
+    by_field = {name: places[setting.dotted] for name, setting in SETTINGS.items() if setting.dotted in places}
+    messages = broken_rules({**values_of(config), "device": device}, by_field)
+    if messages:
+        raise UserError(*messages)
 
 
 def check_rules(config: Config) -> list[str]:

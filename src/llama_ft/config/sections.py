@@ -38,8 +38,9 @@ class ModelConfig:
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Only for models whose code you have read."""
 
-    attn_implementation: Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3"] = "sdpa"
-    """Attention kernel, as transformers names them. flash_attention needs CUDA and the flash-attn package."""
+    attn_implementation: Literal["auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3"] = "auto"
+    """Attention kernel, as transformers names them. auto is sdpa, or eager for the few architectures (Gemma 2, gpt-oss)
+    that have no sdpa. flash_attention needs CUDA and the flash-attn package."""
 
     freeze_layers: bool = False
     """Full fine-tuning only: keep the first num_freeze_layers decoder layers as they are."""
@@ -48,7 +49,7 @@ class ModelConfig:
     """How many decoder layers freeze_layers keeps as they are, counted from the input."""
 
     use_liger: bool = False
-    """Liger's fused CUDA kernels."""
+    """Liger's fused kernels for norms, MLPs and rotary embedding; needs CUDA and the liger-kernel package."""
 
     compile: bool = False
     """torch.compile on every decoder layer."""
@@ -61,8 +62,12 @@ class TrainConfig:
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """Where to compute: auto takes CUDA when there is a GPU, else the CPU."""
 
+    device_memory_fraction: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Largest share of its GPU's memory that each rank may take, such as 0.6; all of it when not given."""
+
     precision: Literal["bf16_mixed", "bf16_pure", "fp32", "fp16"] = "bf16_mixed"
-    """bf16_mixed: trained weights kept in fp32, computed in bf16, gradients reduced in fp32. bf16_pure: all bf16."""
+    """bf16_mixed: trained weights kept in fp32, computed in bf16, gradients reduced in fp32. bf16_pure: all bf16.
+    fp16: as bf16_mixed, computed in fp16 with loss scaling, for GPUs without bf16."""
 
     batch_size_training: Count = 4
     """Rows in one micro-batch of one rank."""
@@ -92,11 +97,19 @@ class TrainConfig:
     gamma: Annotated[float, Field(gt=0, le=1)] = 0.85
     """Factor on the learning rate after every epoch with lr_scheduler=step."""
 
-    optimizer: Literal["AdamW", "anyprecision"] = "AdamW"
-    """AdamW, fused where torch can."""
+    optimizer: Literal["AdamW", "anyprecision", "AdamW8bit", "SGD", "Adafactor"] = "AdamW"
+    """AdamW: fused. anyprecision: AdamW with bf16 states, made for bf16_pure. AdamW8bit: AdamW with 8-bit states. SGD.
+    Adafactor: a row and a column of states a matrix; its lr is relative to the size of a weight, 1e-3 or more."""
+
+    use_kahan_summation: bool = False
+    """anyprecision with bf16_pure: keep what the rounding of a weight loses, in a third bf16 state; otherwise weights
+    are rounded stochastically."""
+
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """SGD's momentum; its state is as large as the trained weights."""
 
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    """AdamW's weight decay; never applied to norms and biases (parameters of one dimension)."""
+    """The optimizer's weight decay; never applied to norms and biases (parameters of one dimension)."""
 
     gradient_clipping: bool = False
     """Clip the global gradient norm at gradient_clipping_threshold."""
@@ -105,11 +118,14 @@ class TrainConfig:
     """Largest global gradient norm with gradient_clipping."""
 
     activation_checkpointing: Literal["off", "full", "every_k", "selective", "auto"] = "off"
-    """Recompute decoder layers in the backward pass instead of keeping their activations: all of them, or every
-    k-th."""
+    """Recompute decoder layers in the backward pass instead of keeping their activations: all of them, every k-th, or
+    selective: all but their matrix products and attention, whose outputs are kept."""
 
     activation_checkpointing_k: Count = 2
     """With every_k: layer 0, k, 2k, ... are recomputed."""
+
+    activation_offload: bool = False
+    """Keep the inputs of recomputed layers in pinned host memory; needs CUDA."""
 
     seed: Annotated[int, Field(ge=0, le=1_000_000_000)] = 42
     """Seed of data order, LoRA initialisation and dropout."""
@@ -164,7 +180,8 @@ class FSDPConfig:
     """With size and hybrid: parameters from which a module becomes a unit of its own."""
 
     fsdp_cpu_offload: bool = False
-    """Keep parameters and optimizer state in host memory."""
+    """Keep parameters and optimizer state in pinned host memory and step there: a GPU then holds gathered units and
+    activations only. Needs a GPU."""
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -213,7 +230,24 @@ class QuantizationConfig:
     """Frozen weights in fewer bits."""
 
     mode: Literal["none", "8bit", "4bit"] = "none"
-    """8bit or 4bit. `--quantization` and `quantization:` are short for this field; the bare flag means 8bit."""
+    """8bit or 4bit, through bitsandbytes, with use_peft: adapters are trained beside the quantized weights.
+    `--quantization` and `quantization:` are short for this field; the bare flag means 8bit."""
+
+    quant_type: Literal["nf4", "fp4"] = "nf4"
+    """4bit: the sixteen values a weight can have."""
+
+    block_size: Annotated[int, Field(ge=32, le=4096)] = 64
+    """4bit: neighbouring weights of a row that share a scale; a power of two."""
+
+    compute_dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    """4bit: what the quantized layers compute in; auto: as the others, which precision says."""
+
+    int8_threshold: Annotated[float, Field(ge=0)] = 6.0
+    """8bit on CUDA: inputs from this size on are multiplied in 16 bits; 0: all in int8. On the CPU the weights are
+    dequantized and no input is rounded."""
+
+    skip_modules: list[str] | None = None
+    """Linear layers that are not quantized: names, ends of names or patterns; the output head when not given."""
 
 
 @dataclass(config=STRICT, kw_only=True)

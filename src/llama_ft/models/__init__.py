@@ -1,12 +1,14 @@
 """From a checkpoint folder to a model whose every rank holds just its shard: skeleton, adapters, units, weights."""
 
+from llama_ft.models.activations import checkpoint_activations
 from llama_ft.models.hub import lasting_name, local_folder
+from llama_ft.models.liger import apply_liger
 from llama_ft.models.lora import Adapter, inject_lora
 from llama_ft.models.materialize import materialize
+from llama_ft.models.quantized import Quantization, choose_quantization, quantize_linears, total_weights
 from llama_ft.models.shards import ShardGroup
 from llama_ft.models.skeleton import (
     build_skeleton,
-    checkpoint_activations,
     freeze_first_layers,
     load_model_config,
     load_tokenizer,
@@ -18,9 +20,12 @@ from llama_ft.models.units import shard, shard_degree, unit_table
 
 __all__ = [
     "Adapter",
+    "Quantization",
     "ShardGroup",
+    "apply_liger",
     "build_skeleton",
     "checkpoint_activations",
+    "choose_quantization",
     "freeze_first_layers",
     "inject_lora",
     "lasting_name",
@@ -28,10 +33,12 @@ __all__ = [
     "load_tokenizer",
     "local_folder",
     "materialize",
+    "quantize_linears",
     "resolve_context_length",
     "set_storage_dtypes",
     "shard",
     "shard_degree",
     "unit_table",
+    "total_weights",
     "vocabulary_size",
 ]

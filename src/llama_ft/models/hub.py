@@ -1,6 +1,5 @@
 """From a model's name to a local folder. The hub is asked once: after that, nothing touches the network."""
 
-import json
 from pathlib import Path
 
 from huggingface_hub import constants, model_info, snapshot_download
@@ -14,10 +13,10 @@ from huggingface_hub.errors import (
 )
 
 from llama_ft.errors import UserError
-from llama_ft.models.source import INDEX_FILE, SINGLE_FILE
+from llama_ft.models.source import BIN_FILE, BIN_INDEX_FILE, INDEX_FILE, SINGLE_FILE, weight_files
 from llama_ft.runtime.console import log
 
-NEEDED_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.py"]
+NEEDED_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.py"]
 PROBE_SECONDS = 10.0
 
 
@@ -28,7 +27,7 @@ def local_folder(name: str, flag: str, ask_hub: bool = True, weights: bool = Tru
         name: a local folder or a hub name (owner/model).
         flag: the setting `name` came from, for messages.
         ask_hub: False where another process of this node has just done so: the hub's cache then has it.
-        weights: whether the safetensors files are needed.
+        weights: whether the weights are needed: safetensors, or .bin files where the hub has nothing else.
 
     Raises:
         UserError: no such folder or hub model, no access to a gated one, or the hub cannot be reached and its cache
@@ -37,13 +36,14 @@ def local_folder(name: str, flag: str, ask_hub: bool = True, weights: bool = Tru
     folder = Path(name).expanduser()
     if folder.is_dir():
         return folder
-    patterns = [pattern for pattern in NEEDED_FILES if weights or pattern != "*.safetensors"]
     # Mistral and Meta put the same weights a second time into consolidated.safetensors or original/.
     skipped = ["consolidated*", "original/*"]
     if not ask_hub:
-        return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=skipped, local_files_only=True))
+        return Path(snapshot_download(name, allow_patterns=NEEDED_FILES, local_files_only=True))
     try:
-        model_info(name, timeout=PROBE_SECONDS)
+        offered = {file.rfilename for file in model_info(name, timeout=PROBE_SECONDS).siblings or ()}
+        only_bin = not offered & {INDEX_FILE, SINGLE_FILE} and bool(offered & {BIN_INDEX_FILE, BIN_FILE})
+        patterns = NEEDED_FILES + (["pytorch_model*.bin" if only_bin else "*.safetensors"] if weights else [])
         return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=skipped))
     except GatedRepoError as error:
         raise UserError(
@@ -58,7 +58,7 @@ def local_folder(name: str, flag: str, ask_hub: bool = True, weights: bool = Tru
     except HFValidationError as error:
         raise UserError(f"{flag} {name}: no such folder, and not a possible hub name ({error}).") from error
     except (OfflineModeIsEnabled, HTTPError, OSError, LocalEntryNotFoundError) as error:
-        return _from_cache(name, flag, weights, patterns, skipped, error)
+        return _from_cache(name, flag, weights, error)
 
 
 def lasting_name(name: str, folder: Path) -> str:
@@ -66,12 +66,10 @@ def lasting_name(name: str, folder: Path) -> str:
     return str(folder.resolve()) if name == "demo" or Path(name).expanduser().is_dir() else name
 
 
-def _from_cache(
-    name: str, flag: str, weights: bool, patterns: list[str], skipped: list[str], reason: Exception
-) -> Path:
+def _from_cache(name: str, flag: str, weights: bool, reason: Exception) -> Path:
     first_line = (str(reason).strip() or type(reason).__name__).splitlines()[0]
     try:
-        folder = Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=skipped, local_files_only=True))
+        folder = Path(snapshot_download(name, allow_patterns=NEEDED_FILES, local_files_only=True))
         if weights:
             _check_complete(folder)
     except (LocalEntryNotFoundError, FileNotFoundError) as error:
@@ -84,8 +82,7 @@ def _from_cache(
 
 
 def _check_complete(folder: Path) -> None:
-    index = folder / INDEX_FILE
-    names = set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else {SINGLE_FILE}
-    for name in names:
-        if not (folder / name).exists():
-            raise FileNotFoundError(name)
+    files = weight_files(folder, INDEX_FILE, SINGLE_FILE) or weight_files(folder, BIN_INDEX_FILE, BIN_FILE)
+    for file in files or [folder / SINGLE_FILE]:
+        if not file.exists():
+            raise FileNotFoundError(file.name)

@@ -16,6 +16,7 @@ from transformers.pytorch_utils import Conv1D
 
 from llama_ft.config import PeftConfig
 from llama_ft.errors import UserError
+from llama_ft.models.quantized import QuantizedLinear
 from llama_ft.models.source import StoredTensor
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -51,12 +52,15 @@ def inject_lora(model: PreTrainedModel, peft: PeftConfig, base_name: str) -> Ada
     lora = _saved_config(Path(peft.from_peft_checkpoint)) if peft.from_peft_checkpoint else _new_config(peft)
     lora.base_model_name_or_path = base_name
     _check_names(model, lora)
+    if lora.target_modules == "all-linear":
+        lora.exclude_modules = [name for name, module in model.named_modules() if _is_router(module)] or None
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # peft warns of every meta tensor it does not initialise; we do, later
             adapted = get_peft_model(model, lora, low_cpu_mem_usage=True, autocast_adapter_dtype=False)
     except (ValueError, TypeError, NotImplementedError) as error:
         raise UserError(f"peft cannot put these adapters into this model: {error}") from error
+    _check_quantized(model, lora)
     if lora.use_dora:
         _check_dora(model)
     assert isinstance(adapted, PeftModel)
@@ -97,9 +101,14 @@ def linear_names(model: PreTrainedModel) -> list[str]:
     names = [
         name.rsplit(".", 1)[-1]
         for name, module in model.named_modules()
-        if isinstance(module, (nn.Linear, Conv1D)) and module is not head
+        if isinstance(module, (nn.Linear, Conv1D)) and module is not head and not _is_router(module)
     ]
     return list(dict.fromkeys(names))
+
+
+def _is_router(module: nn.Module) -> bool:
+    """Some experts are chosen by a class derived from nn.Linear that returns a tuple, which no adapter can stand by."""
+    return type(module).__name__.endswith("Router")
 
 
 def _check_names(model: PreTrainedModel, lora: LoraConfig) -> None:
@@ -134,6 +143,23 @@ def _check_pattern(pattern: str, every_name: list[str], model: PreTrainedModel) 
         )
 
 
+def _check_quantized(model: PreTrainedModel, lora: LoraConfig) -> None:
+    """A quantized layer can neither be trained in full nor lend its weight to DoRA."""
+    for name, module in model.named_modules():
+        if not isinstance(module, QuantizedLinear):
+            continue
+        if ".modules_to_save." in name:
+            raise UserError(
+                f"--peft.modules_to_save: {name.partition('.modules_to_save.')[0]} is quantized, and quantized weights "
+                "cannot be trained.\n--skip_modules leaves it as it is."
+            )
+        if lora.use_dora and name.endswith(".base_layer"):
+            raise UserError(
+                "--peft.use_dora: DoRA needs the weights themselves at every step, and they are quantized.\n"
+                "Use plain LoRA."
+            )
+
+
 def _check_dora(model: PreTrainedModel) -> None:
     for name, module in model.named_modules():
         if getattr(module, "lora_magnitude_vector", None) and not isinstance(module.base_layer, nn.Linear):
@@ -150,7 +176,7 @@ def is_adapter_weight(name: str) -> bool:
 
 def checkpoint_key(name: str) -> str:
     """The name a parameter has in the model's own checkpoint, whatever peft has wrapped around it."""
-    key = name.replace(".base_layer.", ".")
+    key = name.replace("base_layer.", "")  # peft puts one into another around two parameters of one module
     return key.replace(".original_module.", ".").replace(".modules_to_save.default.", ".")
 
 

@@ -1,11 +1,10 @@
 """Giving the sharded skeleton its weights: each rank's rows stream from the checkpoint to where they live.
 
-Two ways, bit-identical: every rank reads its own rows, or (`low_cpu_fsdp`) rank 0 alone opens the checkpoint and sends
-each rank its rows, one slice in flight. Neither way is a whole model, or more than two slices of a tensor, anywhere.
+Neither way of loading (see loader.py) ever holds a whole model, or a whole tensor that is not this rank's, anywhere.
 """
 
 import re
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
 
@@ -16,6 +15,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.config import PeftConfig
 from llama_ft.errors import UserError
+from llama_ft.models.loader import Filling, Loader, open_loader
 from llama_ft.models.lora import (
     ADAPTER_WEIGHTS,
     Adapter,
@@ -25,82 +25,19 @@ from llama_ft.models.lora import (
     is_adapter_weight,
     row_norms,
 )
-from llama_ft.models.shards import ShardGroup, local_shard, row_ranges
-from llama_ft.models.source import SafetensorsSource, StoredTensor
+from llama_ft.models.prequantized import (
+    parts_of,
+    read_4bit,
+    read_8bit,
+    read_dequantized,
+    stored_form,
+    stored_shape,
+)
+from llama_ft.models.quantized import QuantizedLinear
+from llama_ft.models.shards import ShardGroup, local_shard
+from llama_ft.models.source import StoredTensor, WeightSource
 
 NAMED_AT_MOST = 8
-
-
-@dataclass(frozen=True)
-class Loader:
-    """One way of getting rows to ranks.
-
-    Attributes:
-        source: the files; None on the ranks that do not open them.
-        headers: shape and dtype of every stored tensor, known on all ranks.
-        group: which rows this rank holds.
-        scatter: rank 0 reads and sends, instead of every rank reading for itself.
-    """
-
-    source: SafetensorsSource | None
-    headers: dict[str, StoredTensor]
-    group: ShardGroup
-    scatter: bool
-
-    def fill(self, shard: torch.Tensor, key: str) -> None:
-        """Put this rank's rows of tensor `key` into `shard` [rows, ...], converted to its dtype."""
-        stored = self.headers[key]
-        if not self.scatter:
-            assert self.source is not None
-            start, stop = self.group.own_rows(stored.shape[0])
-            if stop > start:
-                shard.copy_(self.source.read_rows(key, start, stop))
-            return
-        if self.group.in_first_copy:
-            # The narrower of the two dtypes travels: conversion gives the same bits on either side.
-            wire = min(stored.dtype, shard.dtype, key=lambda dtype: dtype.itemsize)
-            if self.source is not None:
-                self._send_rows(shard, key, wire)
-            elif shard.numel():
-                received = shard if shard.dtype == wire else torch.empty_like(shard, dtype=wire)
-                dist.recv(received, src=0)
-                if received is not shard:
-                    shard.copy_(received)
-        self.group.replicate(shard)
-
-    def _send_rows(self, shard: torch.Tensor, key: str, wire: torch.dtype) -> None:
-        """Rank 0: keep the first rows, send the others; while a slice is on its way the next is read."""
-        assert self.source is not None
-        ranges = row_ranges(self.headers[key].shape[0], self.group.size)
-        shard.copy_(self.source.read_rows(key, *ranges[0]))
-        in_flight: tuple[dist.Work, torch.Tensor] | None = None
-        for destination, (start, stop) in enumerate(ranges):
-            if destination == 0 or stop == start:
-                continue
-            rows = self.source.read_rows(key, start, stop).to(device=shard.device, dtype=wire)
-            if in_flight is not None:
-                in_flight[0].wait()
-            in_flight = (cast(dist.Work, dist.isend(rows, dst=destination)), rows)
-        if in_flight is not None:
-            in_flight[0].wait()
-
-
-def open_loader(files: Path, group: ShardGroup, scatter: bool) -> Loader:
-    """Read the headers of a model folder, or of one safetensors file: on rank 0 and sent, or on every rank."""
-
-    def opened() -> SafetensorsSource:
-        return SafetensorsSource.of_model(files) if files.is_dir() else SafetensorsSource([files])
-
-    if not scatter:
-        source = opened()
-        return Loader(source, source.tensors, group, scatter)
-    box: list[dict[str, StoredTensor] | None] = [None]
-    source_on_main = opened() if dist.get_rank() == 0 else None
-    if source_on_main is not None:
-        box[0] = source_on_main.tensors
-    dist.broadcast_object_list(box, src=0)
-    assert box[0] is not None
-    return Loader(source_on_main, box[0], group, scatter)
 
 
 def materialize(
@@ -108,10 +45,12 @@ def materialize(
     folder: Path,
     group: ShardGroup,
     device: torch.device,
+    storage_device: torch.device,
     scatter: bool,
     adapter: Adapter | None,
     peft: PeftConfig,
     seed: int,
+    frozen_dtype: torch.dtype,
 ) -> dict[str, torch.dtype]:
     """Allocate every rank's shards on its device and fill them.
 
@@ -119,11 +58,13 @@ def materialize(
         model: sharded, on the meta device; possibly with adapters.
         folder: the model's folder.
         group: the ranks the model is sharded over.
-        device: where shards live.
+        device: where the model computes and weights are quantized; buffers live there.
+        storage_device: where shards live: `device`, or the CPU with offloading.
         scatter: rank 0 reads and sends (`low_cpu_fsdp`).
         adapter: the adapter injected into the model.
         peft: where the adapter's first values come from.
         seed: for the adapter's first values.
+        frozen_dtype: what weights are quantized from.
 
     Returns:
         Parameter name -> dtype in the checkpoint, for the model's own parameters.
@@ -131,22 +72,22 @@ def materialize(
     Raises:
         UserError: tensors are missing, unexpected or of another shape, or a file cannot be read.
     """
-    loader = open_loader(folder, group, scatter)
+    loader = open_loader(folder, model, group, scatter)
     keys = _account_for(model, loader.headers, folder)
     saved_adapter = None
     if adapter is not None and peft.from_peft_checkpoint:
         file = Path(peft.from_peft_checkpoint) / ADAPTER_WEIGHTS
-        saved_adapter = open_loader(file, group, scatter)
+        saved_adapter = open_loader(file, model, group, scatter)
         check_saved_adapter(saved_adapter.headers, model, adapter, file)
-    _allocate(model, device)
+    _allocate(model, device, storage_device)
     with torch.no_grad():
+        for filling in _fillings(model, keys, loader.headers, frozen_dtype, device):
+            loader.fill(filling)
         for name, parameter in model.named_parameters():
             shard = local_shard(parameter)
             if saved_adapter is not None and adapter is not None and name in adapter.keys:
-                saved_adapter.fill(shard, adapter.keys[name])
-            elif name in keys:
-                loader.fill(shard, keys[name])
-            elif "lora_magnitude_vector" not in name:
+                saved_adapter.fill(_as_stored(shard, parameter, adapter.keys[name], saved_adapter.headers))
+            elif is_adapter_weight(name) and "lora_magnitude_vector" not in name:
                 rows = slice(*group.own_rows(parameter.shape[0]))
                 gaussian = peft.init_lora_weights == "gaussian"
                 shard.copy_(initial_rows(name, tuple(parameter.shape), gaussian, seed, rows))
@@ -156,27 +97,90 @@ def materialize(
     return {name: loader.headers[key].dtype for name, key in keys.items()}
 
 
+def _fillings(
+    model: PreTrainedModel,
+    keys: dict[str, str],
+    headers: dict[str, StoredTensor],
+    frozen_dtype: torch.dtype,
+    device: torch.device,
+) -> Iterator[Filling]:
+    """How each of the model's own parameters is made of what the checkpoint holds."""
+    layers = {id(module.weight): module for module in model.modules() if isinstance(module, QuantizedLinear)}
+    for name, parameter in model.named_parameters():
+        if name in keys:
+            shard, key, layer = local_shard(parameter), keys[name], layers.get(id(parameter))
+            if layer is not None:
+                yield _to_quantized(layer, key, headers, frozen_dtype, device)
+            elif stored_form(key, headers) != "float":
+                yield _to_floats(shard, tuple(parameter.shape), key)
+            else:
+                yield _as_stored(shard, parameter, key, headers)
+
+
+def _as_stored(shard: torch.Tensor, parameter: nn.Parameter, key: str, headers: dict[str, StoredTensor]) -> Filling:
+    # The narrower of the two dtypes travels: conversion gives the same bits on either side.
+    wire = min(headers[key].dtype, shard.dtype, key=lambda dtype: dtype.itemsize)
+    return Filling(
+        [shard], tuple(parameter.shape), [wire], lambda source, start, stop: [source.read_rows(key, start, stop)]
+    )
+
+
+def _to_quantized(
+    layer: QuantizedLinear, key: str, headers: dict[str, StoredTensor], dtype: torch.dtype, device: torch.device
+) -> Filling:
+    """Rows quantized from `dtype` on `device` as they come, or taken as they are when the checkpoint is quantized."""
+    form, scheme, in_features = stored_form(key, headers), layer.scheme, layer.in_features
+
+    def make(source: WeightSource, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if form == "8bit":
+            return read_8bit(source, key, start, stop)
+        if form == "4bit":
+            return read_4bit(source, key, in_features, start, stop)
+        return scheme.quantize(source.read_rows(key, start, stop).to(device=device, dtype=dtype))
+
+    shards = [local_shard(layer.weight), local_shard(layer.scale)]
+    return Filling(shards, (layer.out_features, in_features), [shard.dtype for shard in shards], make)
+
+
+def _to_floats(shard: torch.Tensor, shape: tuple[int, ...], key: str) -> Filling:
+    """A layer that stays as it is although the checkpoint quantized it: 4-bit blocks that cross rows. Its whole weight
+    is made at once."""
+    whole: list[torch.Tensor] = []
+
+    def make(source: WeightSource, start: int, stop: int) -> list[torch.Tensor]:
+        if not whole:
+            whole.append(read_dequantized(source, key, shard.dtype))
+        return [whole[0][start:stop]]
+
+    return Filling([shard], shape, [shard.dtype], make)
+
+
 def _account_for(model: PreTrainedModel, headers: dict[str, StoredTensor], folder: Path) -> dict[str, str]:
     """Parameter name -> name in the checkpoint, with every name on either side accounted for."""
     aliases: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if not is_adapter_weight(name):
             aliases.setdefault(id(parameter), []).append(name)
+    quantized = [module for module in model.modules() if isinstance(module, QuantizedLinear)]
+    scales = {id(layer.scale) for layer in quantized}
+    shapes = {id(parameter): tuple(parameter.shape) for parameter in model.parameters()}
+    shapes |= {id(layer.weight): (layer.out_features, layer.in_features) for layer in quantized}
     missing, reshaped, keys = [], [], {}
     for name, parameter in model.named_parameters():
-        if is_adapter_weight(name):
+        if is_adapter_weight(name) or id(parameter) in scales:
             continue
         candidates = [checkpoint_key(alias) for alias in aliases[id(parameter)]]  # a tied weight may have either name
         candidates += [model.all_tied_weights_keys[key] for key in candidates if key in model.all_tied_weights_keys]
         key = next((candidate for candidate in candidates if candidate in headers), None)
         if key is None:
             missing.append(candidates[0])
-        elif headers[key].shape != tuple(parameter.shape):
-            reshaped.append(f"{key} is {list(headers[key].shape)}, config.json makes it {list(parameter.shape)}")
+        elif (stored := stored_shape(key, headers, shapes[id(parameter)])) != shapes[id(parameter)]:
+            reshaped.append(f"{key} is {list(stored)}, config.json makes it {list(shapes[id(parameter)])}")
         else:
             keys[name] = key
     known = {checkpoint_key(name) for names in aliases.values() for name in names}
     known |= {checkpoint_key(name) for name, _ in model.named_buffers()}
+    known |= {part for key in keys.values() for part in parts_of(key, headers)}
     # Llama 2's checkpoints hold each layer's rotary frequencies, which are computed now; transformers skips them too.
     ignored = [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq"]
     extra = [key for key in headers if key not in known and not any(re.search(pattern, key) for pattern in ignored)]
@@ -186,26 +190,28 @@ def _account_for(model: PreTrainedModel, headers: dict[str, StoredTensor], folde
 
 
 def _mismatch(folder: Path, missing: list[str], extra: list[str], reshaped: list[str]) -> str:
-    lines = [f"{folder}: its safetensors files are not the weights of the model its config.json describes."]
+    lines = [f"{folder}: its weights are not those of the model its config.json describes."]
     for title, names in (("missing", missing), ("not part of the model", extra), ("wrong shape", reshaped)):
         if names:
             more = f", ... and {len(names) - NAMED_AT_MOST} more" if len(names) > NAMED_AT_MOST else ""
             lines.append(f"{title}: {', '.join(names[:NAMED_AT_MOST])}{more}")
-    lines.append(
-        "If transformers renames this architecture's tensors while loading, save the model once with save_pretrained."
-        if missing and extra
-        else "Copy or download the folder again, or mend config.json."
-    )
+    lines.append("Copy or download the folder again, or mend config.json.")
     return "\n".join(lines)
 
 
-def _allocate(model: nn.Module, device: torch.device) -> None:
+def _allocate(model: nn.Module, device: torch.device, storage_device: torch.device) -> None:
     """Storage for every shard and buffer. to_empty makes a tied weight two parameters: tie them again."""
     ties: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             ties.setdefault(id(parameter), []).append((module, name))
-    model.to_empty(device=device)
+    model.to_empty(device=storage_device)
+    if storage_device != device:
+        for module in model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                module.register_buffer(
+                    name, torch.empty_like(buffer, device=device), name not in module._non_persistent_buffers_set
+                )
     for places in ties.values():
         first_module, first_name = places[0]
         for module, name in places[1:]:

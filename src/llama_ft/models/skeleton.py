@@ -7,8 +7,9 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 from transformers.modeling_utils import PreTrainedModel
 
-from llama_ft.config import ModelConfig, TrainConfig
+from llama_ft.config import ModelConfig
 from llama_ft.errors import UserError
+from llama_ft.models.conversion import note_conversions
 from llama_ft.runtime.precision import Precision
 
 
@@ -33,16 +34,12 @@ def load_model_config(folder: Path, trust_remote_code: bool) -> PretrainedConfig
     """The model's config.json.
 
     Raises:
-        UserError: it is missing, malformed, of an unknown architecture, or of an already quantized model.
+        UserError: it is missing, malformed or of an unknown architecture.
     """
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:  # as above
         raise UserError(f"{folder}: its config.json cannot be used ({_first_line(error)}).") from error
-    if getattr(config, "quantization_config", None) is not None:
-        raise UserError(
-            f"{folder}: its weights are already quantized, which is not built yet.\nUse the original model."
-        )
     return config
 
 
@@ -50,15 +47,15 @@ def build_skeleton(config: PretrainedConfig, model: ModelConfig) -> PreTrainedMo
     """The causal language model of `config` on the meta device, tied weights tied.
 
     Raises:
-        UserError: transformers has no causal language model for this architecture, it is an encoder, or the attention
-            implementation is not available for it on this machine.
+        UserError: transformers has no causal language model for this architecture, it is an encoder or also takes
+            images or sound, or the attention implementation is not available for it on this machine.
     """
     try:
         with torch.device("meta"):
             skeleton: PreTrainedModel = AutoModelForCausalLM.from_config(
                 config,
                 dtype=torch.float32,
-                attn_implementation=model.attn_implementation,
+                attn_implementation=None if model.attn_implementation == "auto" else model.attn_implementation,
                 trust_remote_code=model.trust_remote_code,
             )
     except (ValueError, ImportError, AssertionError) as error:
@@ -69,7 +66,9 @@ def build_skeleton(config: PretrainedConfig, model: ModelConfig) -> PreTrainedMo
             ) from error
         raise UserError(f"--model_name {model.model_name}: {_first_line(error)}") from error
     _check_sees_no_future(skeleton, model.model_name)
+    _check_is_text_only(skeleton, model.model_name)
     skeleton.tie_weights()
+    note_conversions(skeleton)
     return skeleton
 
 
@@ -83,6 +82,16 @@ def _check_sees_no_future(skeleton: PreTrainedModel, name: str) -> None:
         f"--model_name {name}: {type(skeleton).__name__} is an encoder here (is_decoder is false in its config.json): "
         "each token sees the\nones after it, so there is nothing to predict. Use a causal language model, one made to "
         "generate text."
+    )
+
+
+def _check_is_text_only(skeleton: PreTrainedModel, name: str) -> None:
+    """For some model types, such as gemma3, transformers' causal language model is the whole vision model."""
+    if skeleton.config.get_text_config() is skeleton.config:
+        return
+    raise UserError(
+        f"--model_name {name}: {type(skeleton).__name__} is a language model with others for images or sound; only "
+        "text models are trained here.\nUse a text-only model of this family, if it has one."
     )
 
 
@@ -106,32 +115,11 @@ def freeze_first_layers(model: PreTrainedModel, count: int) -> None:
         layer.requires_grad_(False)
 
 
-def checkpoint_activations(model: PreTrainedModel, train: TrainConfig) -> None:
-    """Have decoder layers recompute their activations in the backward pass: all, or layer 0, k, 2k, ...
-
-    transformers checkpoints a layer's `forward`, below the hooks `fully_shard` puts on the layer, so a recomputed layer
-    is gathered once, not twice.
-
-    Raises:
-        UserError: this architecture cannot be checkpointed.
-    """
-    if train.activation_checkpointing == "off":
-        return
-    if not model.supports_gradient_checkpointing:
-        raise UserError(
-            f"--activation_checkpointing {train.activation_checkpointing}: transformers' {type(model).__name__} "
-            "does not support it; use off."
-        )
-    every = train.activation_checkpointing_k if train.activation_checkpointing == "every_k" else 1
-    model.activation_checkpointing_enable({"use_reentrant": False}, every_n_layers=every)
-    # transformers has the embedding's output require gradients for reentrant checkpointing; ours is not.
-    model.disable_input_require_grads()
-
-
 def set_storage_dtypes(model: nn.Module, precision: Precision) -> None:
     """Give each (meta) parameter the dtype it is stored in: trained ones and frozen ones may differ."""
     for parameter in model.parameters():
-        parameter.data = parameter.data.to(precision.trained if parameter.requires_grad else precision.frozen)
+        if parameter.is_floating_point():  # quantized weights keep theirs
+            parameter.data = parameter.data.to(precision.trained if parameter.requires_grad else precision.frozen)
 
 
 def vocabulary_size(config: PretrainedConfig) -> int | None:

@@ -1,16 +1,20 @@
-"""Reading a Hugging Face folder's safetensors a few rows at a time."""
+"""Reading a Hugging Face folder's weights a few rows at a time."""
 
 import json
+import pickle
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from llama_ft.errors import UserError
+from llama_ft.runtime.console import log
 
 INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
+BIN_INDEX_FILE, BIN_FILE = "pytorch_model.bin.index.json", "pytorch_model.bin"
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -36,6 +40,22 @@ class StoredTensor:
     dtype: torch.dtype
 
 
+class WeightSource(Protocol):
+    """Where weights come from: what they are is known at once, and rows are read when they are asked for.
+
+    Attributes:
+        tensors: every tensor by name.
+    """
+
+    tensors: dict[str, StoredTensor]
+
+    def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Rows [start, stop) of dimension 0 in the stored dtype."""
+
+    def read(self, name: str) -> torch.Tensor:
+        """A whole tensor in the stored dtype."""
+
+
 class SafetensorsSource:
     """Tensors of one or more safetensors files by name. Opening reads headers only; files are memory-mapped.
 
@@ -50,7 +70,7 @@ class SafetensorsSource:
         self.tensors: dict[str, StoredTensor] = {}
         self._handles: dict[Path, Any] = {}
         for file in files:
-            handle = self._handles[file] = _open(file)
+            handle = self._handles[file] = _open_safetensors(file)
             for name in handle.keys():
                 header = handle.get_slice(name)
                 dtype = DTYPES.get(header.get_dtype())
@@ -60,29 +80,6 @@ class SafetensorsSource:
                         "bf16, fp16 or fp32."
                     )
                 self.tensors[name] = StoredTensor(file, tuple(header.get_shape()), dtype)
-
-    @classmethod
-    def of_model(cls, folder: Path) -> "SafetensorsSource":
-        """The weights of a model folder: the files its index names, or its single file.
-
-        Raises:
-            UserError: the folder holds no safetensors weights, or its index names files that are not there.
-        """
-        index = folder / INDEX_FILE
-        if index.exists():
-            try:
-                files = sorted({folder / name for name in json.loads(index.read_text())["weight_map"].values()})
-            except (ValueError, KeyError, AttributeError, TypeError) as error:
-                raise UserError(f"{index}: not a safetensors index ({error}).") from error
-        elif (folder / SINGLE_FILE).exists():
-            files = [folder / SINGLE_FILE]
-        else:
-            raise UserError(
-                f"{folder}: no weights here; expected {SINGLE_FILE}, or {INDEX_FILE} and the files it names.\n"
-                "A folder with .bin or .pth weights is converted by loading it with transformers and calling "
-                "save_pretrained."
-            )
-        return cls(files)
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Rows [start, stop) of dimension 0 in the file's dtype; only they are read."""
@@ -95,7 +92,79 @@ class SafetensorsSource:
         return tensor
 
 
-def _open(file: Path) -> Any:
+class BinSource:
+    """Tensors of .bin files by name, read without running any code that such a file may hold.
+
+    Files of PyTorch 1.6 and later are memory-mapped like safetensors. Older ones cannot be: they are copied whole into
+    the memory of every rank that reads, which a warning says.
+
+    Args:
+        files: the files; a name must not occur in two of them.
+
+    Raises:
+        UserError: a file is missing, damaged, or holds anything but tensors.
+    """
+
+    def __init__(self, files: list[Path]) -> None:
+        self.tensors: dict[str, StoredTensor] = {}
+        self._values: dict[str, torch.Tensor] = {}
+        copied = [file for file in files if file.exists() and not zipfile.is_zipfile(file)]
+        if copied:
+            size = sum(file.stat().st_size for file in copied) / 2**30
+            log.warning(
+                f"{copied[0].parent}: .bin files from before PyTorch 1.6 cannot be read in parts: a full copy "
+                f"({size:.2f} GiB) in the memory of each rank\nthat reads, which with --low_cpu_fsdp is one. Saving "
+                "the model once with save_pretrained makes safetensors of it."
+            )
+        for file in files:
+            for name, value in _load_bin(file, mmap=file not in copied).items():
+                if not isinstance(value, torch.Tensor):
+                    raise UserError(f"{file}: {name} is a {type(value).__name__}, not a tensor: no model's weights.")
+                self._values[name] = value.detach()
+                self.tensors[name] = StoredTensor(file, tuple(value.shape), value.dtype)
+
+    def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Rows [start, stop) of dimension 0 in the stored dtype."""
+        return self._values[name][start:stop]
+
+    def read(self, name: str) -> torch.Tensor:
+        """A whole tensor in the stored dtype."""
+        return self._values[name]
+
+
+def open_weights(folder: Path) -> WeightSource:
+    """The weights of a model folder as they are stored: safetensors where there are any, else .bin files.
+
+    Raises:
+        UserError: the folder holds neither, or its index names files that are not there, or one cannot be read.
+    """
+    if files := weight_files(folder, INDEX_FILE, SINGLE_FILE):
+        return SafetensorsSource(files)
+    if files := weight_files(folder, BIN_INDEX_FILE, BIN_FILE):
+        return BinSource(files)
+    raise UserError(
+        f"{folder}: no weights here; expected {SINGLE_FILE} or {BIN_FILE}, or {INDEX_FILE} and the files it names.\n"
+        "Weights in another form (.pth, .gguf) are converted by loading them with transformers and calling "
+        "save_pretrained."
+    )
+
+
+def weight_files(folder: Path, index_name: str, single_name: str) -> list[Path]:
+    """The files an index names or the single one; none where there is neither.
+
+    Raises:
+        UserError: the index is malformed.
+    """
+    index = folder / index_name
+    if not index.exists():
+        return [folder / single_name] if (folder / single_name).exists() else []
+    try:
+        return sorted({folder / name for name in json.loads(index.read_text())["weight_map"].values()})
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise UserError(f"{index}: not an index of weights ({error}).") from error
+
+
+def _open_safetensors(file: Path) -> Any:
     try:
         return safe_open(file, framework="pt")
     except FileNotFoundError as error:
@@ -105,3 +174,20 @@ def _open(file: Path) -> Any:
             f"{file}: cannot be read as safetensors ({error}).\nThe file is truncated or damaged: copy or download it "
             "again."
         ) from error
+
+
+def _load_bin(file: Path, mmap: bool) -> dict[str, object]:
+    try:
+        weights = torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
+    except FileNotFoundError as error:
+        raise UserError(f"{file}: no such file, but the index beside it names it.") from error
+    except pickle.UnpicklingError as error:
+        raise UserError(
+            f"{file}: holds more than tensors, or is damaged, and is not read here: such a file can run any code.\n"
+            "Use the model in safetensors."
+        ) from error
+    except (RuntimeError, EOFError, OSError) as error:
+        raise UserError(f"{file}: cannot be read ({error}).\nCopy or download it again.") from error
+    if not isinstance(weights, dict):
+        raise UserError(f"{file}: holds a {type(weights).__name__}, not a model's weights by name.")
+    return weights

@@ -2,16 +2,18 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.config import FSDPConfig
 from llama_ft.errors import UserError
+from llama_ft.models.quantized import weight_counts
 from llama_ft.models.skeleton import decoder_layers
 from llama_ft.runtime.precision import Precision
 
@@ -24,7 +26,7 @@ class Unit:
         name: of its module; "" is the root, which holds what no other unit does.
         kind: class of that module.
         parameters: how many it holds, each tied weight once.
-        bytes: what one rank gathers at a time for it, in the compute dtype.
+        bytes: what one rank gathers at a time for it: quantized weights as they are, others in the compute dtype.
         layers: decoder layers whose parameters it holds.
     """
 
@@ -41,8 +43,8 @@ def shard(model: PreTrainedModel, mesh: DeviceMesh, fsdp: FSDPConfig, precision:
     Args:
         model: on the meta device, adapters injected.
         mesh: one dimension shards; two replicate over the first and shard over the second.
-        fsdp: wrap policy and strategy; without enable_fsdp the mesh does not shard and the units only bound what is
-            cast to the compute dtype at once.
+        fsdp: wrap policy, strategy, offloading; without enable_fsdp the mesh does not shard and the units only bound
+            what is cast to the compute dtype at once.
         precision: dtypes to gather and to reduce in.
 
     Returns:
@@ -55,10 +57,14 @@ def shard(model: PreTrainedModel, mesh: DeviceMesh, fsdp: FSDPConfig, precision:
     units = _describe_units(model, modules, precision.compute)
     _check_units(units, fsdp, len(decoder_layers(model)))
     policy = MixedPrecisionPolicy(param_dtype=precision.compute, reduce_dtype=precision.reduce)
+    # Pinned, so that copies to and from the GPU overlap with its work.
+    pin = mesh.device_type != "cpu"
+    offload = CPUOffloadPolicy(pin_memory=pin) if fsdp.fsdp_cpu_offload else OffloadPolicy()
     free_after_forward = fsdp.sharding_strategy != "SHARD_GRAD_OP"
+    shard_one = partial(fully_shard, mesh=mesh, mp_policy=policy, offload_policy=offload)
     for module in modules:
-        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=free_after_forward)
-    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+        shard_one(module, reshard_after_forward=free_after_forward)
+    shard_one(model, reshard_after_forward=False)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             # The loss is already divided by the global number of target tokens: gradients are summed, not averaged.
@@ -120,14 +126,16 @@ def _shared_parameters(model: nn.Module) -> set[int]:
 def _describe_units(model: nn.Module, modules: list[nn.Module], compute: torch.dtype) -> list[Unit]:
     names = {module: name for name, module in model.named_modules()}
     layer_of = {id(p): number for number, layer in enumerate(decoder_layers(model)) for p in layer.parameters()}
+    quantized = weight_counts(model)
     held: set[int] = set()
     units = []
     for module in [*modules, model]:
         own = {id(p): p for p in module.parameters() if id(p) not in held}
         held.update(own)
-        count = _parameter_count(own.values())
+        count = sum(quantized.get(key, p.numel()) for key, p in own.items())
+        gathered = sum(p.numel() * (compute if p.is_floating_point() else p.dtype).itemsize for p in own.values())
         layers = len({layer_of[key] for key in own if key in layer_of})
-        units.append(Unit(names[module], type(module).__name__, count, count * compute.itemsize, layers))
+        units.append(Unit(names[module], type(module).__name__, count, gathered, layers))
     return units
 
 

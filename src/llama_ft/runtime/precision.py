@@ -1,10 +1,13 @@
 """What each --precision means in dtypes, and whether this machine computes bf16 at a useful speed."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
+
+from llama_ft.errors import UserError
 
 PrecisionName = Literal["bf16_mixed", "bf16_pure", "fp32", "fp16"]
 
@@ -30,6 +33,7 @@ PRECISIONS = {
     "bf16_mixed": Precision(torch.float32, torch.bfloat16, torch.bfloat16, torch.float32),
     "bf16_pure": Precision(torch.bfloat16, torch.bfloat16, torch.bfloat16, torch.bfloat16),
     "fp32": Precision(torch.float32, torch.float32, torch.float32, torch.float32),
+    "fp16": Precision(torch.float32, torch.float16, torch.float16, torch.float32),  # with training.LossScale
 }
 
 
@@ -52,16 +56,40 @@ def _seconds(dtype: torch.dtype, size: int, repeats: int) -> float:
     return best
 
 
-def advise_precision(asked: PrecisionName, free_to_choose: bool, device: torch.device) -> tuple[PrecisionName, str]:
+def card_has_bf16() -> bool:
+    """Whether this process's GPU computes bf16 itself: NVIDIA's do from compute capability 8.0 (Ampere) on."""
+    return torch.cuda.is_bf16_supported(including_emulation=False)
+
+
+def advise_precision(
+    asked: PrecisionName,
+    free_to_choose: bool,
+    device: torch.device,
+    has_bf16: Callable[[], bool] = card_has_bf16,
+) -> tuple[PrecisionName, str]:
     """The precision to use on this device and what to tell the user about it ("" for nothing).
 
     Args:
         asked: a key of PRECISIONS.
         free_to_choose: whether the user has left the choice open (the demo); otherwise `asked` stands.
         device: where the model computes.
+        has_bf16: asked on a GPU.
+
+    Raises:
+        UserError: bf16 on a GPU without it.
     """
-    if device.type == "cuda" or not asked.startswith("bf16"):
+    if not asked.startswith("bf16"):
         return asked, ""
+    if device.type == "cuda":
+        if has_bf16():
+            return asked, ""
+        lacking = f"{torch.cuda.get_device_name(device) if torch.cuda.is_available() else device} does not compute bf16"
+        if free_to_choose:
+            return "fp32", f"precision=fp32: {lacking}."
+        raise UserError(
+            f"--precision {asked}: {lacking}.\n--precision fp16 computes in fp16 with loss scaling and keeps fp32 "
+            "weights as bf16_mixed does; fp32 is exact and slower."
+        )
     slowdown = bf16_slowdown()
     if slowdown < 1.5:
         return asked, ""

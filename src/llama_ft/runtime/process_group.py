@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Literal, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from llama_ft.errors import UserError
 from llama_ft.runtime.console import configure_console
+from llama_ft.runtime.devices import DeviceNote, batch_line, device_lines, layout_line, take_device
 from llama_ft.runtime.failures import leave
 from llama_ft.runtime.status import RunStatus
 
@@ -41,6 +42,8 @@ class Runtime:
         rank: number of this process among `world_size`.
         local_rank: number of this process on its node, among `local_world_size`.
         device: where this process computes.
+        storage_device: where parameters and optimizer state live: `device`, or the CPU with offloading.
+        device_note: what the device is, for people.
         mesh: `("shard",)`, or `("replicate", "shard")` when the model is held more than once.
         status: the run's status.json on rank 0 and on any rank that fails; None until the run has a directory.
     """
@@ -50,6 +53,8 @@ class Runtime:
     local_rank: int
     local_world_size: int
     device: torch.device
+    storage_device: torch.device
+    device_note: DeviceNote
     mesh: DeviceMesh
     store: dist.Store | None
     status: RunStatus | None = None
@@ -97,26 +102,37 @@ class Runtime:
             self.status.write("running")
             self._status_written = time.monotonic()
 
-    def describe(self) -> str:
-        """Where the ranks are and how the model is laid over them, in a line."""
+    def describe(self, rows: int, micro_batches: int) -> str:
+        """Which device each rank has, and how parameters and batches lie over them; all ranks call it.
+
+        Args:
+            rows: of one micro-batch of one rank.
+            micro_batches: per optimizer step.
+        """
+        notes: list[Any] = [None] * self.world_size
+        dist.all_gather_object(notes, self.device_note)
         sizes = dict(zip(self.mesh.mesh_dim_names or (), self.mesh.shape, strict=True))
-        copies = sizes.get("replicate", 1)
-        processes = "1 process" if self.world_size == 1 else f"{self.world_size} processes"
-        where = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
-        count = torch.get_num_threads()
-        threads = f", {count} thread{'s' if count > 1 else ''} each" if self.device.type == "cpu" else ""
-        if self.world_size == 1:
-            return f"{processes} on {where}{threads}, with the whole model"
-        return f"{processes} on {where}{threads}; {copies} x the model, each sharded over {sizes['shard']}"
+        layout = layout_line(sizes.get("replicate", 1), sizes["shard"])
+        if self.storage_device != self.device:
+            layout += f"; parameters and optimizer in host memory, stepped by {torch.get_num_threads()} threads a rank"
+        lines = [*device_lines(notes), layout, batch_line(self.world_size, rows, micro_batches)]
+        return "\n  ".join(["1 process" if self.world_size == 1 else f"{self.world_size} processes", *lines])
 
 
 @contextmanager
-def start(device: Literal["auto", "cuda", "cpu"], shard_degree: int | Literal["node", "world"]) -> Iterator[Runtime]:
+def start(
+    device: Literal["auto", "cuda", "cpu"],
+    shard_degree: int | Literal["node", "world"],
+    cpu_offload: bool = False,
+    memory_fraction: float | None = None,
+) -> Iterator[Runtime]:
     """Start the process group, and end the process as `runtime.failures` says if the block fails.
 
     Args:
         device: auto is CUDA when there is a GPU, else the CPU.
         shard_degree: ranks that share one copy of the model; world: all, node: those of one node.
+        cpu_offload: keep parameters and optimizer state in host memory.
+        memory_fraction: largest share of its GPU's memory that each rank may allocate; None: all.
 
     Yields:
         The Runtime. NCCL carries CUDA tensors, gloo CPU tensors.
@@ -129,7 +145,7 @@ def start(device: Literal["auto", "cuda", "cpu"], shard_degree: int | Literal["n
     _silence_libraries(rank)
     runtime = None
     try:
-        runtime = _join(rank, world_size, device, shard_degree)
+        runtime = _join(rank, world_size, device, shard_degree, cpu_offload, memory_fraction)
         yield runtime
         dist.barrier()
         if runtime.is_main and runtime.status is not None:
@@ -140,14 +156,17 @@ def start(device: Literal["auto", "cuda", "cpu"], shard_degree: int | Literal["n
         leave(error, rank, store, runtime.status if runtime is not None else None)
 
 
-def _join(rank: int, world_size: int, device: str, shard_degree: int | str) -> Runtime:
+def _join(
+    rank: int, world_size: int, device: str, shard_degree: int | str, cpu_offload: bool, memory_fraction: float | None
+) -> Runtime:
     local_rank, local_world_size = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     place = _pick_device(device, torch.cuda.device_count(), local_rank, local_world_size)
     degree = _resolve_degree(shard_degree, world_size, local_world_size)
     if place.type == "cuda":
         torch.cuda.set_device(place)
-    else:
+    if place.type == "cpu" or cpu_offload:  # an optimizer in host memory steps on the CPU
         _set_threads(local_world_size)
+    note = take_device(place, memory_fraction)
     backend = "cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo"
     store: dist.Store | None = None
     if world_size > 1:
@@ -168,7 +187,8 @@ def _join(rank: int, world_size: int, device: str, shard_degree: int | str) -> R
     else:
         shape = (world_size // degree, degree)
         mesh = init_device_mesh(place.type, shape, mesh_dim_names=("replicate", "shard"))
-    return Runtime(rank, world_size, local_rank, local_world_size, place, mesh, store)
+    storage = torch.device("cpu") if cpu_offload else place
+    return Runtime(rank, world_size, local_rank, local_world_size, place, storage, note, mesh, store)
 
 
 def _pick_device(device: str, gpus: int, local_rank: int, local_world_size: int) -> torch.device:

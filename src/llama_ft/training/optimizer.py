@@ -6,23 +6,57 @@ import torch
 from torch import nn
 
 from llama_ft.config import TrainConfig
+from llama_ft.runtime import Runtime
+from llama_ft.training.adafactor import Adafactor
+from llama_ft.training.adamw_8bit import AdamW8bit
+from llama_ft.training.anyprecision import AnyPrecisionAdamW
+from llama_ft.training.sharded_optimizer import local_tensor
 
 
-def build_optimizer(model: nn.Module, train: TrainConfig) -> torch.optim.AdamW:
-    """AdamW over the trained parameters, fused into one kernel; no weight decay on parameters of one dimension."""
+def build_optimizer(model: nn.Module, train: TrainConfig) -> torch.optim.Optimizer:
+    """The optimizer of the trained parameters; no weight decay on parameters of one dimension."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
         {"params": [p for p in trained if p.ndim > 1], "weight_decay": train.weight_decay},
         {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW([group for group in groups if group["params"]], lr=train.lr, fused=True)
+    groups = [group for group in groups if group["params"]]
+    match train.optimizer:
+        case "AdamW":
+            return torch.optim.AdamW(groups, lr=train.lr, fused=True)
+        case "anyprecision":
+            return AnyPrecisionAdamW(groups, lr=train.lr, use_kahan_summation=train.use_kahan_summation)
+        case "AdamW8bit":
+            return AdamW8bit(groups, lr=train.lr)
+        case "SGD":
+            return torch.optim.SGD(groups, lr=train.lr, momentum=train.momentum)
+        case "Adafactor":
+            return Adafactor(groups, lr=train.lr)
 
 
 def describe_optimizer(optimizer: torch.optim.Optimizer) -> str:
     """The optimizer's groups in a line."""
     counts = {group["weight_decay"]: sum(p.numel() for p in group["params"]) for group in optimizer.param_groups}
     decayed = [f"weight decay {decay:g} on {count:,} parameters" for decay, count in counts.items() if decay]
-    return f"{type(optimizer).__name__} (fused), {', '.join(decayed) or 'no weight decay'}; none on norms and biases"
+    kind = " (fused)" if optimizer.defaults.get("fused") else ""
+    if isinstance(optimizer, AnyPrecisionAdamW):
+        kind = f" (bf16 states, {optimizer.rounding})"
+    return f"{type(optimizer).__name__}{kind}, {', '.join(decayed) or 'no weight decay'}; none on norms and biases"
+
+
+def describe_state(optimizer: torch.optim.Optimizer, runtime: Runtime) -> str:
+    """What the states take, measured on the tensors each rank holds; after the first step. All ranks call it."""
+    state_bytes = sum(
+        local_tensor(value).nbytes
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, torch.Tensor)
+    )
+    elements = sum(local_tensor(p).numel() for group in optimizer.param_groups for p in group["params"])
+    ranks = runtime.gather_numbers(state_bytes, elements)  # [ranks, 2]
+    total, largest = ranks.sum(0), ranks[:, 0].max().item()
+    per_parameter = (total[0] / total[1]).item()
+    return f"Optimizer state: {largest / 2**20:.1f} MiB a rank at most, {per_parameter:.2f} bytes a trained parameter"
 
 
 def learning_rate(train: TrainConfig, step: int, total_steps: int, epoch: int) -> float:

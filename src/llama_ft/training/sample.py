@@ -57,7 +57,7 @@ def answer(
     """
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     assert isinstance(prompt, BatchEncoding)
-    prompt = prompt.to(runtime.device)
+    prompt = prompt.to(model.device)  # where its shards are: FSDP2 moves inputs on to the GPU, generate() does not
     model.eval()
     # synced_gpus: ranks whose answer has ended keep taking part in the gathering of weights.
     tokens = model.generate(  # type: ignore[operator]  # a mixin's method, which nn.Module's annotation hides

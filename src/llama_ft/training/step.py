@@ -12,9 +12,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from llama_ft.config import TrainConfig
 from llama_ft.errors import RunFailure
 from llama_ft.runtime import Runtime
 from llama_ft.training.loss import LabelledBatch, token_loss_sum
+from llama_ft.training.loss_scale import LossScale
 
 MICRO_BATCHES_NAMED = 8
 
@@ -25,6 +27,7 @@ def accumulate_gradients(
     target_tokens: int,
     reduce_last_only: bool,
     device: torch.device,
+    loss_scale: float = 1.0,
 ) -> list[torch.Tensor]:
     """Forward and backward of this rank's micro-batches; gradients are those of the mean over all target tokens.
 
@@ -36,6 +39,7 @@ def accumulate_gradients(
             whose gradients are small; in full fine-tuning it keeps a whole model's gradients on every rank, so there
             every micro-batch is reduced into the shards.
         device: where the model computes.
+        loss_scale: gradients come out times this; see training/loss_scale.py.
 
     Returns:
         The loss sum of each micro-batch, detached scalars on the device.
@@ -47,30 +51,34 @@ def accumulate_gradients(
         sharded.set_requires_gradient_sync(is_last or not reduce_last_only)
         sharded.set_requires_all_reduce(is_last)  # copies of the model (replicate) need the sum only once
         loss = token_loss_sum(model, batch, device)
-        (loss / target_tokens).backward()
+        (loss / (target_tokens / loss_scale)).backward()
         losses.append(loss.detach())
     return losses
 
 
-def gradient_norm(model: nn.Module, threshold: float, clip: bool) -> float:
-    """L2 norm of all gradients over all ranks; with `clip`, gradients are scaled so that it is at most `threshold`.
+def gradient_norm(model: nn.Module, settings: TrainConfig, loss_scale: float = 1.0) -> float:
+    """Divide all gradients by `loss_scale`; return their L2 norm over all ranks, from before they are clipped.
 
-    As torch.nn.utils.clip_grad_norm_ does, but without clipping where only the norm is wanted.
+    As torch.nn.utils.clip_grad_norm_ does, but with gradient_clipping off they are left at that.
     """
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    if loss_scale != 1.0:
+        for gradient in gradients:
+            gradient.div_(loss_scale)
     norm = get_total_norm(gradients)
     if isinstance(norm, DTensor):
         norm = norm.full_tensor()
-    if clip:
-        clip_grads_with_norm_(model.parameters(), threshold, norm)
+    if settings.gradient_clipping:
+        clip_grads_with_norm_(model.parameters(), settings.gradient_clipping_threshold, norm)
     return norm.item()
 
 
-def update_weights(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """One optimizer step at learning rate `lr`; gradients are freed."""
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-    optimizer.step()
+def update_weights(optimizer: torch.optim.Optimizer, lr: float, skip: bool = False) -> None:
+    """One optimizer step at learning rate `lr`, or none with `skip`; gradients are freed."""
+    if not skip:
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.step()
     optimizer.zero_grad()
 
 
@@ -89,28 +97,35 @@ def free_gathered(model: nn.Module) -> None:
 def stop_if_not_finite(
     loss: float,
     norm: float,
+    scale: LossScale,
     step: int,
     losses: Sequence[torch.Tensor],
     micro_batches: Sequence[LabelledBatch],
     last_checkpoint: Path | None,
     runtime: Runtime,
-) -> None:
-    """End the run, before the weights are touched, when the loss or the gradient norm is no longer a number.
+) -> bool:
+    """End the run, before the weights are touched, when the loss or the gradient norm is no longer a number, unless
+    gradients have only overflowed fp16.
 
     Args:
         loss: of the global batch, known to all ranks.
         norm: of the gradients, known to all ranks.
+        scale: is adapted to the outcome.
         step: the optimizer step this would have been.
         losses: of this rank's micro-batches.
         micro_batches: to name the rows of the first that is not finite.
         last_checkpoint: to name it.
         runtime: the ranks.
 
+    Returns:
+        Whether the step is to be skipped; all ranks agree.
+
     Raises:
         RunFailure: on every rank, with the rows of whichever rank had them.
     """
-    if math.isfinite(loss) and math.isfinite(norm):
-        return
+    skip = scale.note(step, loss, norm)
+    if skip or (math.isfinite(loss) and math.isfinite(norm)):
+        return skip
     mine = [
         f"rank {runtime.rank}, micro-batch {number + 1} (loss {value.item():g}): {', '.join(batch.sources)}"
         for number, (value, batch) in enumerate(zip(losses, micro_batches, strict=True))

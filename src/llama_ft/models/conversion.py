@@ -1,0 +1,314 @@
+"""Checkpoints whose tensors transformers renames, stacks or splits while loading: read and written by rows.
+
+transformers keeps, per architecture, a list of renamings and of converters, which run operations on the tensors they
+collect (transformers/core_model_loading.py). The same objects do the work here, on the rows that are asked for:
+
+    stored   experts.0.w1 [I, H]   experts.0.w3 [I, H]   experts.1.w1 ...     Mixtral: two tensors an expert
+    model    experts.gate_up_proj [experts, 2 I, H]                           rows 2 and 3 need only experts 2 and 3
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from copy import deepcopy
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Literal
+
+import torch
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    Chunk,
+    Concatenate,
+    ConversionOps,
+    Interleave,
+    MergeModulelist,
+    Split,
+    SplitModulelist,
+    Transpose,
+    WeightConverter,
+    WeightRenaming,
+    WeightTransform,
+    apply_converters,
+    apply_renamings,
+    dot_natural_key,
+    rename_source_key,
+)
+from transformers.modeling_utils import PreTrainedModel
+
+from llama_ft.errors import UserError
+from llama_ft.models.lora import checkpoint_key, is_adapter_weight
+from llama_ft.models.source import StoredTensor, WeightSource, open_weights
+from llama_ft.runtime.console import log
+
+NAMED_AT_MOST = 8
+
+
+def note_conversions(model: PreTrainedModel) -> None:
+    """Leave on the model what transformers may convert. Later it could not be found: it goes by class names, and
+    fully_shard changes them."""
+    model._weight_conversions = get_model_conversion_mapping(model)  # type: ignore[assignment]
+
+
+def open_source(folder: Path, model: PreTrainedModel) -> WeightSource:
+    """The weights of a model folder under the model's own names and in its shapes; reads headers only.
+
+    Args:
+        folder: with safetensors or .bin files.
+        model: see ConvertedSource.
+
+    Raises:
+        UserError: no weights here, or they cannot be read or converted.
+    """
+    source = open_weights(folder)
+    converted = ConvertedSource(source, model)
+    return source if converted.changes_nothing else converted
+
+
+class ConvertedSource:
+    """The tensors of another source under the model's names and in its shapes. Opening reads headers only.
+
+    Args:
+        source: the checkpoint's tensors as they are stored.
+        model: skeleton, possibly with adapters and sharded, that `note_conversions` has seen. Those of its conversions
+            that this checkpoint needs are left in `model._weight_conversions`, as transformers does.
+
+    Raises:
+        UserError: tensors do not fit together, or two of them would be one parameter.
+    """
+
+    def __init__(self, source: WeightSource, model: PreTrainedModel) -> None:
+        self._source = source
+        self._context = _context(model)
+        self._renamed: dict[str, str] = {}  # the model's name -> the stored one, where nothing else changes
+        self._groups: dict[str, _Group] = {}
+        self._whole: tuple[str, dict[str, torch.Tensor]] | None = None  # the last group converted whole
+        self.tensors: dict[str, StoredTensor] = {}
+        for target, converter, collected in self._collect(model):
+            group = self._group(target, converter, collected)
+            file = source.tensors[next(iter(collected.values()))[0]].file
+            for name, tensor in group.made.items():
+                self._groups[name] = group
+                self.tensors[name] = StoredTensor(file, tuple(tensor.shape), tensor.dtype)
+        self.tensors |= {name: source.tensors[stored] for name, stored in self._renamed.items()}
+        self.changes_nothing = not self._groups and all(name == stored for name, stored in self._renamed.items())
+        whole = [name for name, group in self._groups.items() if _way(group.converter.operations) == "whole"]
+        if whole:
+            more = f", ... and {len(whole) - NAMED_AT_MOST} more" if len(whole) > NAMED_AT_MOST else ""
+            log.info(f"Converted while loading at the cost of a copy of each: {', '.join(whole[:NAMED_AT_MOST])}{more}")
+
+    def _collect(self, model: PreTrainedModel) -> list[tuple[str, WeightConverter, dict[str, list[str]]]]:
+        """Name every stored tensor as transformers' convert_and_load_state_dict_in_model does; returns those that a
+        converter takes, together."""
+        every = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
+        known = {checkpoint_key(name): tensor for name, tensor in every if not is_adapter_weight(name)}
+        transforms: list[WeightTransform] = deepcopy(model._weight_conversions)  # type: ignore[arg-type]
+        renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
+        converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
+        taken: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+        for stored in sorted(self._source.tensors, key=dot_natural_key):
+            name, pattern = rename_source_key(stored, renamings, converters, model.base_model_prefix, known)
+            if name not in known and stored in known:
+                name, pattern = rename_source_key(stored, [], [], model.base_model_prefix, known)
+            if pattern is not None and name in known:
+                taken[name][pattern].append(stored)
+            elif name in self._renamed:
+                raise UserError(f"{self._renamed[name]} and {stored} would both be the model's {name}.")
+            else:
+                self._renamed[name] = stored
+        model._weight_conversions = [t for t in transforms if t.was_used()]  # type: ignore[assignment]
+        by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+        return [(name, by_pattern[next(iter(patterns))], dict(patterns)) for name, patterns in taken.items()]
+
+    def _group(self, target: str, converter: WeightConverter, collected: dict[str, list[str]]) -> "_Group":
+        def header(name: str) -> torch.Tensor:
+            stored = self._source.tensors[name]
+            return torch.empty(stored.shape, dtype=stored.dtype, device="meta")
+
+        group = _Group(target, converter, collected, self._context)
+        try:
+            group.made.update(group.convert(header))
+        except Exception as error:  # operations are any code of transformers': whatever they raise, nothing is loaded
+            names = [name for several in collected.values() for name in several]
+            raise UserError(
+                f"{self._source.tensors[names[0]].file}: {names[0]} and the {len(names) - 1} tensors beside it do not "
+                f"make up {target} ({error})."
+            ) from error
+        return group
+
+    def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Rows [start, stop) of dimension 0 in the stored dtype. Only what they need is read, except for the tensors
+        that were named on opening."""
+        if name in self._renamed:
+            return self._source.read_rows(self._renamed[name], start, stop)
+        group = self._groups[name]
+        way = _way(group.converter.operations)
+        if way == "whole":
+            if self._whole is None or self._whole[0] != group.target:
+                self._whole = None  # free it before the next
+                self._whole = (group.target, group.convert(self._source.read))
+            return self._whole[1][name][start:stop]
+        if way == "joined":
+            return self._rows_across(group.in_order(), start, stop)
+        if way == "split":
+            names = list(group.made)
+            before = sum(group.made[earlier].shape[0] for earlier in names[: names.index(name)])
+            return self._source.read_rows(group.in_order()[0], before + start, before + stop)
+        if way == "experts":
+            return group.convert(self._source.read, slice(start, stop))[name]
+        return group.convert(lambda key: self._source.read_rows(key, start, stop))[name]
+
+    def _rows_across(self, stored: list[str], start: int, stop: int) -> torch.Tensor:
+        """Rows [start, stop) of tensors laid one below the other."""
+        pieces, offset = [], 0
+        for name in stored:
+            rows = self._source.tensors[name].shape[0]
+            first, last = max(start - offset, 0), min(stop - offset, rows)
+            if first < last:
+                pieces.append(self._source.read_rows(name, first, last))
+            offset += rows
+        return torch.cat(pieces)
+
+    def read(self, name: str) -> torch.Tensor:
+        """A whole tensor in the stored dtype."""
+        if name in self._renamed:
+            return self._source.read(self._renamed[name])
+        return self.read_rows(name, 0, self.tensors[name].shape[0])
+
+
+class SavedGroup:
+    """Parameters that are saved together, in the layout the checkpoint had.
+
+    Attributes:
+        parameters: their names.
+        tensors: name -> shape of what is written, in this order.
+        by_row: each row of the (one) parameter becomes tensors of its own: it need not be gathered whole.
+    """
+
+    def __init__(
+        self,
+        parameters: list[str],
+        tensors: dict[str, tuple[int, ...]],
+        group: "_Group | None" = None,
+        by_row: bool = False,
+    ) -> None:
+        self.parameters, self.tensors, self.by_row = parameters, tensors, by_row
+        self._group = group
+
+    @property
+    def is_converted(self) -> bool:
+        """Whether more than the name changes."""
+        return self._group is not None
+
+    def convert(self, values: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+        """What is written of these parameters or, by_row, of a row of one, in the order of `tensors`."""
+        assert self._group is not None
+        return list(self._group.convert(values.__getitem__).values())
+
+
+def saved_layout(model: PreTrainedModel, tensors: dict[str, torch.Tensor]) -> list[SavedGroup]:
+    """How transformers' revert_weight_conversion would save `tensors`: every conversion of the checkpoint undone.
+
+    Args:
+        model: loaded, so that its `_weight_conversions` are those its checkpoint needed.
+        tensors: its parameters and persistent buffers by name; only their shapes are used.
+    """
+    used: list[WeightTransform] = model._weight_conversions  # type: ignore[assignment]
+    transforms = [transform.reverse_transform() for transform in reversed(used)]
+    renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
+    converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    context, groups = _context(model), dict[str, _Group | str]()
+    for name in tensors if not converters else sorted(tensors, key=dot_natural_key):
+        target, pattern = apply_converters(name, converters)
+        if pattern is None:
+            groups[apply_renamings(name, renamings)] = name
+        else:
+            group = groups.setdefault(target, _Group(target, by_pattern[pattern], {}, context))
+            assert isinstance(group, _Group)
+            group.collected.setdefault(pattern, []).append(name)
+    return [
+        SavedGroup([group], {target: tuple(tensors[group].shape)})
+        if isinstance(group, str)
+        else _reverted(group, tensors, renamings)
+        for target, group in groups.items()
+    ]
+
+
+def _reverted(group: "_Group", tensors: dict[str, torch.Tensor], renamings: list[WeightRenaming]) -> SavedGroup:
+    made = group.convert(lambda name: torch.empty(tensors[name].shape, device="meta"))
+    shapes = {apply_renamings(name, renamings): tuple(tensor.shape) for name, tensor in made.items()}
+    parameters, operations = group.in_order(), group.converter.operations
+    last = operations[-1]
+    if not (
+        isinstance(last, SplitModulelist) and last.dim == 0 and _keeps_rows(operations[:-1]) and len(parameters) == 1
+    ):
+        return SavedGroup(parameters, shapes, group)
+    # transformers' order is all experts' w1, then all experts' w3; rows arrive expert by expert.
+    names, experts = list(shapes), tensors[parameters[0]].shape[0]
+    by_expert = {name: shapes[name] for expert in range(experts) for name in names[expert::experts]}
+    return SavedGroup(parameters, by_expert, group, by_row=True)
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Tensors that one of transformers' converters takes together.
+
+    Attributes:
+        target: name of the first tensor it makes.
+        converter: empty, to be copied for each use.
+        collected: its source pattern -> names of the tensors, in order.
+        context: what operations may ask for.
+        made: name -> what comes of it all, on the meta device.
+    """
+
+    target: str
+    converter: WeightConverter
+    collected: dict[str, list[str]]
+    context: dict[str, Any]
+    made: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def in_order(self) -> list[str]:
+        """Every collected tensor, in the order of the converter's patterns."""
+        return [name for pattern in self.converter.source_patterns for name in self.collected.get(pattern, [])]
+
+    def convert(self, take: Callable[[str], torch.Tensor], part: slice = slice(None)) -> dict[str, torch.Tensor]:
+        """Run the operations on `take(name)` of every collected tensor, or of a part of each pattern's."""
+        converter = deepcopy(self.converter)
+        for pattern, names in self.collected.items():
+            for name in names[part]:
+                converter.add_tensor(self.target, name, pattern, take(name))  # type: ignore[arg-type]
+        made = converter.convert(self.target, **self.context)
+        return {name: tensor[0] if isinstance(tensor, list) else tensor for name, tensor in made.items()}
+
+
+def _context(model: PreTrainedModel) -> dict[str, Any]:
+    parameters = {checkpoint_key(name): parameter for name, parameter in model.named_parameters()}
+    return {"model": SimpleNamespace(get_parameter=parameters.__getitem__), "config": model.config}
+
+
+def _way(operations: list[ConversionOps]) -> Literal["experts", "rows", "joined", "split", "whole"]:
+    """How rows of a converted tensor can be had: from as many experts, from the same rows of the stored tensors, from
+    tensors laid below each other, from further down in one tensor, or only by converting all of it."""
+    first, *others = operations
+    if isinstance(first, MergeModulelist) and first.dim == 0 and _keeps_rows(others):
+        return "experts"
+    if _keeps_rows(operations):
+        return "rows"
+    if not others and getattr(first, "dim", None) == 0:
+        if isinstance(first, Concatenate):
+            return "joined"
+        if isinstance(first, (Chunk, Split)):
+            return "split"
+    return "whole"
+
+
+def _keeps_rows(operations: Iterable[ConversionOps]) -> bool:
+    """Whether every operation works within the rows of dimension 0."""
+
+    def keeps(operation: ConversionOps) -> bool:
+        if isinstance(operation, Transpose):
+            return min(operation.dim0, operation.dim1) > 0 and not operation.check_dims
+        return isinstance(operation, (Concatenate, Chunk, Split, Interleave)) and operation.dim > 0
+
+    return all(keeps(operation) for operation in operations)

@@ -1,0 +1,131 @@
+"""Getting rows from the checkpoint to the ranks that hold them, a block of rows at a time.
+
+Two ways, bit-identical: every rank reads its own rows, or (`low_cpu_fsdp`) rank 0 alone opens the checkpoint and sends
+each rank its rows, reading on while blocks are on their way. Conversions and quantization happen block by block, so
+that beside the shards themselves a few blocks are all that is ever held.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from transformers.modeling_utils import PreTrainedModel
+
+from llama_ft.models.conversion import open_source
+from llama_ft.models.shards import ShardGroup, row_ranges
+from llama_ft.models.source import SafetensorsSource, StoredTensor, WeightSource
+
+BLOCK_ELEMENTS = 2**19  # 35 M weights/s go to nf4 on one core in such blocks, 14 M/s with 4 M weights at a time
+BLOCKS_IN_FLIGHT = 8
+
+MakeRows = Callable[[WeightSource, int, int], Sequence[torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class Filling:
+    """Parameters whose rows are made of the same rows of the checkpoint: a weight, or a weight and its scales.
+
+    Attributes:
+        shards: this rank's rows of each.
+        shape: of the first parameter as a whole, in weights.
+        wire: the dtype each travels in.
+        make: (source, start, stop) -> those rows of each.
+    """
+
+    shards: list[torch.Tensor]
+    shape: tuple[int, ...]
+    wire: list[torch.dtype]
+    make: MakeRows
+
+    def blocks(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """Rows [start, stop) in blocks of at most BLOCK_ELEMENTS, or of one row."""
+        rows = max(1, BLOCK_ELEMENTS // max(1, torch.Size(self.shape[1:]).numel()))
+        for first in range(start, stop, rows):
+            yield first, min(first + rows, stop)
+
+
+@dataclass(frozen=True)
+class Loader:
+    """One way of getting rows to ranks.
+
+    Attributes:
+        source: the files; None on the ranks that do not open them.
+        headers: shape and dtype of every stored tensor, known on all ranks.
+        group: which rows this rank holds.
+        scatter: rank 0 reads and sends, instead of every rank reading for itself.
+    """
+
+    source: WeightSource | None
+    headers: dict[str, StoredTensor]
+    group: ShardGroup
+    scatter: bool
+
+    def fill(self, filling: Filling) -> None:
+        """Put this rank's rows into the shards, converted to their dtypes."""
+        if not self.scatter:
+            assert self.source is not None
+            self._keep(filling, *self.group.own_rows(filling.shape[0]))
+            return
+        if self.group.in_first_copy:
+            if self.source is not None:
+                self._send(filling)
+            else:
+                self._receive(filling)
+        for shard in filling.shards:
+            self.group.replicate(shard)
+
+    def _keep(self, filling: Filling, start: int, stop: int) -> None:
+        assert self.source is not None
+        for first, last in filling.blocks(start, stop):
+            for shard, rows in zip(filling.shards, filling.make(self.source, first, last), strict=True):
+                shard[first - start : last - start].copy_(rows)
+
+    def _send(self, filling: Filling) -> None:
+        """Rank 0: send the others their rows, then keep its own, which needs no one to wait."""
+        assert self.source is not None
+        device = filling.shards[0].device
+        in_flight: deque[tuple[dist.Work, torch.Tensor]] = deque()
+        own, *others = row_ranges(filling.shape[0], self.group.size)
+        for destination, (start, stop) in enumerate(others, start=1):
+            for first, last in filling.blocks(start, stop):
+                for rows, wire in zip(filling.make(self.source, first, last), filling.wire, strict=True):
+                    if len(in_flight) == BLOCKS_IN_FLIGHT:
+                        in_flight.popleft()[0].wait()
+                    block = rows.to(device=device, dtype=wire).contiguous()
+                    in_flight.append((cast(dist.Work, dist.isend(block, dst=destination)), block))
+        self._keep(filling, *own)
+        for work, _ in in_flight:
+            work.wait()
+
+    def _receive(self, filling: Filling) -> None:
+        start, stop = self.group.own_rows(filling.shape[0])
+        for first, last in filling.blocks(start, stop):
+            for shard, wire in zip(filling.shards, filling.wire, strict=True):
+                rows = shard[first - start : last - start]
+                received = rows if rows.dtype == wire else torch.empty_like(rows, dtype=wire)
+                dist.recv(received, src=0)
+                if received is not rows:
+                    rows.copy_(received)
+
+
+def open_loader(files: Path, model: PreTrainedModel, group: ShardGroup, scatter: bool) -> Loader:
+    """Read the headers of a model folder, or of one safetensors file: on rank 0 and sent, or on every rank."""
+
+    def opened() -> WeightSource:
+        return open_source(files, model) if files.is_dir() else SafetensorsSource([files])
+
+    if not scatter:
+        source = opened()
+        return Loader(source, source.tensors, group, scatter)
+    box: list[tuple[dict[str, StoredTensor], object] | None] = [None]
+    source_on_main = opened() if dist.get_rank() == 0 else None
+    if source_on_main is not None:
+        box[0] = (source_on_main.tensors, model._weight_conversions)
+    dist.broadcast_object_list(box, src=0)
+    assert box[0] is not None
+    headers, model._weight_conversions = box[0]  # type: ignore[assignment]  # which ones were needed: rank 0 knows
+    return Loader(source_on_main, headers, group, scatter)

@@ -1,0 +1,124 @@
+"""AdamW with 8-bit states on sharded parameters."""
+
+from typing import Any
+
+import torch
+from torch.nn.functional import pad
+
+from llama_ft.training.sharded_optimizer import ShardedOptimizer, zeros_for
+
+BLOCK = 256  # elements that share a scale; fixed in bitsandbytes' kernels
+FEWEST = 4096  # smaller parameters keep fp32 states, as in bitsandbytes
+NARROWEST = 64  # and so do narrower ones (LoRA's B), which would be mostly padding
+PIECE = 2**24  # elements given to the kernel at once: its CPU form has fp32 temporaries, its CUDA form counts in int32
+
+
+class AdamW8bit(ShardedOptimizer):
+    """bitsandbytes' 8-bit AdamW, about 2 bytes of state a parameter.
+
+    bitsandbytes' own optimizer reads a DTensor as if it were plain memory, and its blocks of 256 run on across rows:
+    its states could not be resharded. Here its kernels (CUDA and CPU) are given a rank's local rows, and blocks end
+    with their row: codes are placed as the parameter is, their scales [rows, blocks in a row] beside them, and the
+    result does not depend on the number of ranks. Rows that are not whole blocks are padded with zeros for the kernel.
+
+    Args:
+        params: parameters or groups of them.
+        lr: learning rate.
+        weight_decay: decoupled, as in AdamW.
+
+    Source: https://arxiv.org/abs/2110.02861; bitsandbytes/optim/optimizer.py, Optimizer2State.
+    """
+
+    def __init__(self, params: Any, lr: float, weight_decay: float = 0.0) -> None:
+        from bitsandbytes.functional import create_dynamic_map
+
+        super().__init__(params, {"lr": lr, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": weight_decay})
+        self._codes = (create_dynamic_map(signed=True), create_dynamic_map(signed=False))
+        self._zero_codes = tuple(int((codes == 0).nonzero()) for codes in self._codes)
+
+    def new_state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+        shape = tuple(parameter.shape)
+        if parameter.ndim < 2 or parameter.numel() < FEWEST or shape[-1] < NARROWEST:
+            return {name: zeros_for(parameter, shape, torch.float32) for name in ("exp_avg", "exp_avg_sq")}
+        scales = (*shape[:-1], -(-shape[-1] // BLOCK))
+        return {
+            "exp_avg": zeros_for(parameter, shape, torch.uint8),
+            "exp_avg_sq": zeros_for(parameter, shape, torch.uint8),
+            "absmax": zeros_for(parameter, scales, torch.float32),
+            "absmax_sq": zeros_for(parameter, scales, torch.float32),
+        }
+
+    def update(
+        self,
+        parameter: torch.Tensor,
+        weight: torch.Tensor,
+        gradient: torch.Tensor,
+        state: dict[str, torch.Tensor],
+        step: int,
+        group: dict[str, Any],
+    ) -> None:
+        """See `ShardedOptimizer`."""
+        from bitsandbytes.functional import optimizer_update_32bit
+
+        if weight.numel() == 0:
+            return
+        beta1, beta2 = group["betas"]
+        if "absmax" in state:
+            self._update_quantized(weight, gradient, state, step, group)
+        else:
+            moments = state["exp_avg"], state["exp_avg_sq"]
+            optimizer_update_32bit(
+                "adam",
+                gradient,
+                weight,
+                moments[0],
+                beta1,
+                group["eps"],
+                step,
+                group["lr"],
+                moments[1],
+                beta2,
+                weight_decay=group["weight_decay"],
+            )
+
+    def _update_quantized(
+        self,
+        weight: torch.Tensor,
+        gradient: torch.Tensor,
+        state: dict[str, torch.Tensor],
+        step: int,
+        group: dict[str, Any],
+    ) -> None:
+        from bitsandbytes.functional import optimizer_update_8bit_blockwise
+
+        width = weight.shape[-1]
+        padding = -width % BLOCK
+        self._codes = signed, unsigned = self._codes[0].to(weight.device), self._codes[1].to(weight.device)
+        fillers = (0, 0, *self._zero_codes)
+        tensors = (gradient, weight, *(state[name] for name in ("exp_avg", "exp_avg_sq", "absmax", "absmax_sq")))
+        rows_at_once = max(1, PIECE // (width + padding))
+        pieces = zip(*(tensor.view(-1, tensor.shape[-1]).split(rows_at_once) for tensor in tensors), strict=True)
+        for *own, absmax, absmax_sq in pieces:
+            whole = [pad(it, (0, padding), value=by) if padding else it for it, by in zip(own, fillers, strict=True)]
+            optimizer_update_8bit_blockwise(
+                "adam",
+                g=whole[0],
+                p=whole[1],
+                state1=whole[2],
+                state2=whole[3],
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                beta3=0.0,  # of AdEMAMix, as alpha
+                alpha=0.0,
+                eps=group["eps"],
+                step=step,
+                lr=group["lr"],
+                qmap1=signed,
+                qmap2=unsigned,
+                absmax1=absmax.view(-1),
+                absmax2=absmax_sq.view(-1),
+                weight_decay=group["weight_decay"],
+            )
+            if padding:
+                for target, result in zip(own[1:], whole[1:], strict=True):
+                    target.copy_(result[:, :width])

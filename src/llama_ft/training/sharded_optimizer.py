@@ -1,0 +1,80 @@
+"""What the optimizers of this folder share: they compute on each rank's own rows, and their states are DTensors placed
+like the parameter, so that checkpoints hold every row once and load on any number of ranks."""
+
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Placement, Replicate
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's rows of a DTensor, sharing its memory; a plain tensor as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def zeros_for(
+    parameter: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, replicated: bool = False
+) -> torch.Tensor:
+    """A state of zeros with the (global) `shape`, sharded by rows as the parameter is, or whole on every rank."""
+    own = local_tensor(parameter)
+    if not isinstance(parameter, DTensor):
+        return torch.zeros(shape, dtype=dtype, device=own.device)
+    rows = shape[0] if replicated else own.shape[0]
+    zeros = torch.zeros((rows, *shape[1:]), dtype=dtype, device=own.device)
+    mesh = parameter.device_mesh
+    placements: tuple[Placement, ...] = (Replicate(),) * mesh.ndim if replicated else parameter.placements
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(zeros, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
+
+
+class ShardedOptimizer(torch.optim.Optimizer):
+    """Calls `update` with each parameter's local rows. A state `step` is counted here, as torch's optimizers do."""
+
+    def new_state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The states of a parameter before its first step."""
+        raise NotImplementedError
+
+    def update(
+        self,
+        parameter: torch.Tensor,
+        weight: torch.Tensor,
+        gradient: torch.Tensor,
+        state: dict[str, torch.Tensor],
+        step: int,
+        group: dict[str, Any],
+    ) -> None:
+        """Update this rank's rows of one parameter in place.
+
+        Args:
+            parameter: the DTensor (or plain tensor) itself, to know its whole shape and its mesh.
+            weight: its local rows. There may be none; what needs all ranks must still take part.
+            gradient: of the same rows, in the weight's dtype.
+            state: the local rows of what `new_state` made.
+            step: 1 at the first step.
+            group: lr, weight_decay and what else `defaults` had.
+        """
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """One step over all parameters that have a gradient."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state.update(step=torch.tensor(0.0), **self.new_state(parameter))
+                state["step"] += 1
+                own = {name: local_tensor(value) for name, value in state.items()}
+                gradient = local_tensor(parameter.grad).contiguous()
+                self.update(parameter, local_tensor(parameter), gradient, own, int(state["step"].item()), group)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take the states as they are: torch's own method casts them to the parameter's dtype."""
+        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
+        saved = [number for group in state_dict["param_groups"] for number in group["params"]]
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        for number, parameter in zip(saved, parameters, strict=True):
+            if number in state_dict["state"]:
+                self.state[parameter] = dict(state_dict["state"][number])

@@ -1,0 +1,50 @@
+"""Loads models as the recipe does, takes a training step and exports the result; saves what was seen, case by case."""
+
+import json
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "recipes"))
+import finetuning
+
+from llama_ft import checkpoint, models, runtime, training
+from llama_ft.training.step import free_gathered
+
+if __name__ == "__main__":
+    work = Path(sys.argv[1])
+    tokenizer = models.load_tokenizer(work / "tokenizer", False)
+    rows = torch.load(work / "rows.pt", weights_only=True)  # [ranks, positions]
+    targets = rows.shape[0] * (rows.shape[1] - 1)
+    for name, flags in json.loads((work / "cases.json").read_text()).items():
+        started = time.monotonic()
+        settings = ["--batch_size_training", "1", "--precision", "fp32", "--device", "cpu", "--enable_fsdp"]
+        settings += ["--min_num_params", "1000", "--dataset", "demo"]
+        config, _ = finetuning.parse_command_line(settings + flags, description="", demo_recipe=finetuning.DEMO_RECIPE)
+        with runtime.start("cpu", models.shard_degree(config.fsdp)) as job:
+            folder, result = Path(config.model.model_name), work / "results" / name
+            model_config = models.load_model_config(folder, False)
+            model, adapter, stored = finetuning.build_model(config, folder, model_config, job)
+            own = rows[job.rank : job.rank + 1]
+            batch = SimpleNamespace(input_ids=own, attention_mask=torch.ones_like(own), labels=own, sources=[name])
+            optimizer = training.build_optimizer(model, config.train)
+            model.train()
+            losses = training.accumulate_gradients(model, [batch], targets, False, job.device)
+            norm = training.gradient_norm(model, config.train)
+            loss = job.gather_numbers(losses[0].item()).sum().item() / targets
+            training.update_weights(optimizer, 1e-2)
+            model.eval()
+            with torch.no_grad():
+                logits = model(input_ids=rows, use_cache=False).logits
+            free_gathered(model)
+            if adapter is None:
+                most = 60_000
+                checkpoint.export_model(model, result / "model", folder, stored, None, most, tokenizer, job)
+            else:
+                checkpoint.export_adapter(model, adapter, result / "model", None, tokenizer, job)
+            if job.is_main:
+                torch.save({"loss": loss, "norm": norm, "logits": logits}, result / "seen.pt")
+                print(f"{name}: {time.monotonic() - started:.1f} s", flush=True)

@@ -1,0 +1,149 @@
+"""Every architecture from its folder to the tuned result: loaded onto 2 ranks, trained a step, exported, and compared
+with what plain transformers and peft make of the same files on one process."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import torchrun
+
+SCRIPT = Path(__file__).with_name("architectures_job.py")
+SHAPE = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 320,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.1,
+    "tie_word_embeddings": False,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 2,
+}
+LLAMA3_ROPE = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0,
+               "high_freq_factor": 4.0, "original_max_position_embeddings": 64}  # fmt: skip
+LONG_ROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.1] * 8, "long_factor": [2.0] * 8,
+             "original_max_position_embeddings": 128}  # fmt: skip
+TIED = {"tie_word_embeddings": True}
+EXPERTS = {"num_experts_per_tok": 2, "router_jitter_noise": 0.0}
+GPT2 = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256, "resid_pdrop": 0.0, "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0}  # fmt: skip
+
+# Name -> model_type and what differs from SHAPE (None: left out). 5 experts over 2 ranks are 3 and 2.
+ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "Llama 2": ("llama", {"num_key_value_heads": 4}),
+    "Llama 3": ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}),
+    "Llama 3.1": ("llama", {"rope_parameters": LLAMA3_ROPE}),
+    "Llama 3.2": ("llama", {"rope_parameters": LLAMA3_ROPE, **TIED}),
+    "Mistral": ("mistral", {"sliding_window": 16}),
+    "Mixtral": ("mixtral", {"num_local_experts": 5, **EXPERTS}),
+    "Qwen2.5": ("qwen2", TIED),
+    "Qwen3": ("qwen3", {"head_dim": 32}),
+    "Qwen3 MoE": ("qwen3_moe", {"num_experts": 5, "moe_intermediate_size": 64, **EXPERTS}),
+    "Gemma 2": ("gemma2", {"sliding_window": 16, "query_pre_attn_scalar": 16, **TIED}),
+    "Gemma 3 text": ("gemma3_text", {"sliding_window": 16, "query_pre_attn_scalar": 16, "num_hidden_layers": 6,
+                                     "sliding_window_pattern": 6, **TIED}),
+    "Phi-3": ("phi3", {"sliding_window": 16}),
+    "Phi-4": ("phi3", {"rope_parameters": LONG_ROPE}),
+    "Phi-3.5 MoE": ("phimoe", {"num_local_experts": 5, **EXPERTS}),
+    "OLMo 2": ("olmo2", {}),
+    "SmolLM3": ("smollm3", {"no_rope_layers": [1, 0], **TIED}),
+    "GPT-2": ("gpt2", {**GPT2, **TIED}),
+    "GPT-NeoX": ("gpt_neox", {"hidden_dropout": 0.0, "attention_dropout": 0.0}),
+    "Falcon": ("falcon", {"head_dim": None, "new_decoder_architecture": False, "multi_query": True}),
+    "OPT": ("opt", {"ffn_dim": 128, "word_embed_proj_dim": 64, "dropout": 0.0, **TIED}),
+    "Phi-2": ("phi", {"resid_pdrop": 0.0}),
+    "BLOOM": ("bloom", {"hidden_dropout": 0.0, "attention_dropout": 0.0, "n_layer": 2, "n_head": 4, **TIED}),
+    "gpt-oss": ("gpt_oss", {"num_local_experts": 5, "sliding_window": 16, **EXPERTS}),
+    "DeepSeek V3": ("deepseek_v3", {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "moe_intermediate_size": 64,
+                                    "first_k_dense_replace": 1, "q_lora_rank": 32, "kv_lora_rank": 32,
+                                    "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16,
+                                    "num_key_value_heads": 4, "num_experts_per_tok": 2}),
+    "Granite MoE": ("granitemoe", {"num_local_experts": 5, **EXPERTS}),
+}  # fmt: skip
+# A LoRA step leaves A as it began, because B is 0: so the gradient can be taken again from the result.
+METHODS: dict[str, list[str]] = {
+    "full": [],
+    "full, rank 0 reads": ["--low_cpu_fsdp"],
+    "LoRA": ["--use_peft", "--target_modules", "all-linear", "--r", "4", "--lora_dropout", "0", "--weight_decay", "0",
+             "--low_cpu_fsdp"],
+}  # fmt: skip
+CASES = [(architecture, method) for architecture in ARCHITECTURES for method in METHODS]
+
+
+@pytest.fixture(scope="module")
+def work(save_tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder in which every case has been run: models/, results/, and the batch in rows.pt."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    work = tmp_path_factory.mktemp("architectures")
+    save_tokenizer(work / "tokenizer")
+    for name, (model_type, settings) in ARCHITECTURES.items():
+        torch.manual_seed(0)
+        config = {key: value for key, value in {**SHAPE, **settings}.items() if value is not None}
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **config))
+        model.save_pretrained(work / "models" / name, max_shard_size="100KB")
+    torch.save(torch.randint(3, 320, (2, 40), generator=torch.Generator().manual_seed(1)), work / "rows.pt")
+    cases = {f"{name}/{method}": ["--model_name", str(work / "models" / name), *METHODS[method]]
+             for name, method in CASES}  # fmt: skip
+    (work / "cases.json").write_text(json.dumps(cases))
+    finished = torchrun(2, str(SCRIPT), str(work))
+    assert finished.exit_code == 0, finished.output
+    (work / "output.txt").write_text(finished.output)
+    return work
+
+
+def loaded(folder: Path, adapter: Path | None = None) -> torch.nn.Module:
+    """A model in plain transformers, with an adapter in plain peft."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return PeftModel.from_pretrained(model, adapter, is_trainable=True) if adapter else model
+
+
+def stored_names(folder: Path) -> set[str]:
+    from safetensors import safe_open
+
+    return {name for file in folder.glob("*.safetensors") for name in safe_open(file, "pt").keys()}
+
+
+@pytest.mark.parametrize(("architecture", "method"), CASES)
+def test_the_first_loss_and_gradient_are_those_of_plain_transformers(
+    work: Path, architecture: str, method: str
+) -> None:
+    result = work / "results" / architecture / method
+    seen = torch.load(result / "seen.pt", weights_only=True)
+    rows = torch.load(work / "rows.pt", weights_only=True)
+    model = loaded(work / "models" / architecture, result / "model" if "LoRA" in method else None).train()
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.zeros_(parameter)
+    loss = model(input_ids=rows, labels=rows, use_cache=False).loss
+    loss.backward()
+    assert seen["loss"] == pytest.approx(loss.item(), rel=1e-5)
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    assert seen["norm"] == pytest.approx(torch.nn.utils.get_total_norm(gradients).item(), rel=1e-4)
+
+
+@pytest.mark.parametrize(("architecture", "method"), CASES)
+def test_the_result_reloads_with_the_trained_logits(work: Path, architecture: str, method: str) -> None:
+    folder, result = work / "models" / architecture, work / "results" / architecture / method
+    seen = torch.load(result / "seen.pt", weights_only=True)
+    rows = torch.load(work / "rows.pt", weights_only=True)
+
+    def logits(model: torch.nn.Module) -> torch.Tensor:
+        with torch.no_grad():
+            return model.eval()(input_ids=rows).logits
+
+    before = logits(loaded(folder))
+    after = logits(loaded(folder, result / "model") if "LoRA" in method else loaded(result / "model"))
+    assert (after - seen["logits"]).abs().max() < 1e-4
+    assert (before - seen["logits"]).abs().max() > 1e-2, "the step has changed something"
+    if "LoRA" not in method:
+        assert stored_names(result / "model") == stored_names(folder), "saved in the layout it came in"

@@ -1,0 +1,293 @@
+"""Whatever a folder's weights are stored as, rows of them are those of the model that transformers loads."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers.conversion_mapping import register_checkpoint_conversion_mapping
+from transformers.core_model_loading import (
+    Chunk,
+    Concatenate,
+    ConversionOps,
+    Interleave,
+    Transpose,
+    WeightConverter,
+)
+from transformers.modeling_utils import PreTrainedModel
+
+from llama_ft.config import ModelConfig
+from llama_ft.errors import UserError
+from llama_ft.models import build_skeleton, load_model_config
+from llama_ft.models.conversion import ConvertedSource, open_source
+from llama_ft.models.materialize import _account_for
+from llama_ft.models.source import SafetensorsSource, StoredTensor, open_weights
+
+SHAPE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 50,
+         "num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
+MODELS = {
+    "llama": {},
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 16},
+    "mixtral": {"num_local_experts": 5},
+    "qwen3_5_text": {"head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
+                     "linear_value_head_dim": 8, "layer_types": ["linear_attention", "full_attention"]},
+}  # fmt: skip
+
+
+def save(folder: Path, model_type: str, change: Callable[[str], str] = str, **settings: object) -> Path:
+    """A random model; `change` renames what its file holds."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(model_type, **{**SHAPE, **MODELS.get(model_type, {}), **settings})
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    save_file(
+        {change(name): tensor for name, tensor in tensors.items()}, folder / "model.safetensors", {"format": "pt"}
+    )
+    return folder
+
+
+def skeleton(folder: Path) -> PreTrainedModel:
+    return build_skeleton(load_model_config(folder, False), ModelConfig(model_name=str(folder)))
+
+
+def check_against_transformers(folder: Path) -> None:
+    """Every parameter, whole and in uneven parts."""
+    model = skeleton(folder)
+    source = open_source(folder, model)
+    keys = _account_for(model, source.tensors, folder)
+    expected = dict(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).named_parameters())
+    assert keys.keys() == expected.keys()
+    for name, parameter in expected.items():
+        key, rows = keys[name], parameter.shape[0]
+        assert source.tensors[key].shape == tuple(parameter.shape)
+        assert torch.equal(source.read(key).float(), parameter), name
+        parts = [source.read_rows(key, start, min(start + 3, rows)) for start in range(0, rows, 3)]
+        assert torch.equal(torch.cat(parts).float(), parameter), name
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+def test_each_layout_is_read_as_transformers_reads_it(tmp_path: Path, model_type: str) -> None:
+    check_against_transformers(save(tmp_path, model_type))
+
+
+def test_a_base_model_saved_without_its_prefix_is_read(tmp_path: Path) -> None:
+    check_against_transformers(save(tmp_path / "llama", "llama", lambda name: name.removeprefix("model.")))
+    check_against_transformers(save(tmp_path / "gpt2", "gpt2", lambda name: name.removeprefix("transformer.")))
+    tied = AutoConfig.for_model("llama", **SHAPE, tie_word_embeddings=True)
+    AutoModel.from_config(tied).save_pretrained(tmp_path / "base")
+    check_against_transformers(tmp_path / "base")
+
+
+def test_the_language_model_of_a_vision_model_is_read(tmp_path: Path) -> None:
+    def nested(name: str) -> str:
+        return name.replace("model.", "model.language_model.", 1)
+
+    assert "model.language_model.norm.weight" in load_file(save(tmp_path, "qwen3_5_text", nested) / "model.safetensors")
+    check_against_transformers(tmp_path)
+
+
+def test_a_checkpoint_that_already_has_the_models_layout_is_not_converted(tmp_path: Path) -> None:
+    folder = save(tmp_path, "mixtral")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model.save_pretrained(folder, save_original_format=False)
+    assert "model.layers.0.mlp.experts.gate_up_proj" in load_file(folder / "model.safetensors")
+    check_against_transformers(folder)
+    assert isinstance(open_source(folder, skeleton(folder)), SafetensorsSource)
+
+
+class Watched(SafetensorsSource):
+    """Notes which tensors are read."""
+
+    def __init__(self, files: list[Path]) -> None:
+        super().__init__(files)
+        self.was_read: list[str] = []
+
+    def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        self.was_read.append(name)
+        return super().read_rows(name, start, stop)
+
+    def read(self, name: str) -> torch.Tensor:
+        self.was_read.append(name)
+        return super().read(name)
+
+
+def test_rows_of_stacked_experts_read_only_those_experts(tmp_path: Path) -> None:
+    stored = Watched([save(tmp_path, "mixtral") / "model.safetensors"])
+    source = ConvertedSource(stored, skeleton(tmp_path))
+    assert not stored.was_read
+    source.read_rows("model.layers.1.mlp.experts.gate_up_proj", 2, 4)
+    experts = "model.layers.1.block_sparse_moe.experts"
+    assert sorted(stored.was_read) == [f"{experts}.{n}.{w}.weight" for n in (2, 3) for w in ("w1", "w3")]
+
+
+@pytest.fixture
+def register() -> Iterator[Callable[[str, list[WeightConverter]], None]]:
+    """Register conversions as a user of transformers can, until the test ends."""
+    from transformers import conversion_mapping
+
+    def register(class_name: str, converters: list[WeightConverter]) -> None:
+        register_checkpoint_conversion_mapping(class_name, converters, overwrite=True)
+
+    before = dict(conversion_mapping._checkpoint_conversion_mapping_cache or {})
+    yield register
+    conversion_mapping._checkpoint_conversion_mapping_cache = before or None
+    conversion_mapping.USER_REGISTERED_MAPPINGS.clear()
+
+
+def below(source: str | list[str], target: str | list[str], *operations: ConversionOps) -> WeightConverter:
+    return WeightConverter(source, target, list(operations))
+
+
+CONVERSIONS = {
+    "one tensor becomes three below each other": below(
+        "attn.qkv.weight", [f"self_attn.{n}_proj.weight" for n in "qkv"], Chunk(dim=0)),
+    "two become one, laid below each other": below(
+        ["mlp.first.weight", "mlp.second.weight"], "mlp.up_proj.weight", Concatenate(dim=0)),
+    "columns side by side": below(["mlp.left.weight", "mlp.right.weight"], "mlp.down_proj.weight", Concatenate(dim=1)),
+    "rows in another order": below("mlp.mixed.weight", "mlp.gate_proj.weight", Interleave(dim=0)),
+    "columns in another order": below("mlp.mixed.weight", "mlp.gate_proj.weight", Interleave(dim=1)),
+    "turned round": below("mlp.turned.weight", "mlp.gate_proj.weight", Transpose(0, 1)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CONVERSIONS)
+def test_every_kind_of_conversion_gives_the_rows_of_transformers(
+    tmp_path: Path, register: Callable[[str, list[WeightConverter]], None], case: str
+) -> None:
+    register("LlamaForCausalLM", [CONVERSIONS[case]])
+    folder = save(tmp_path, "llama", num_key_value_heads=4)  # saved through the conversion undone
+    original = set(CONVERSIONS[case]._original_source_patterns)
+    assert any(pattern in name for pattern in original for name in open_weights(folder).tensors)
+    check_against_transformers(folder)
+
+
+@pytest.mark.parametrize(("case", "is_named"), [("rows in another order", True), ("columns in another order", False)])
+def test_only_what_must_be_converted_whole_is_announced(
+    tmp_path: Path, register: Callable[[str, list[WeightConverter]], None], caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch, case: str, is_named: bool,
+) -> None:  # fmt: skip
+    from llama_ft.runtime import log
+
+    monkeypatch.setattr(log, "propagate", True)
+    register("LlamaForCausalLM", [CONVERSIONS[case]])
+    folder = save(tmp_path, "llama")
+    with caplog.at_level("INFO", logger="llama_ft"):
+        open_source(folder, skeleton(folder))
+    assert ("at the cost of a copy" in caplog.text and "layers.1.mlp.gate_proj.weight" in caplog.text) == is_named
+
+
+def without(folder: Path, part: str) -> Path:
+    tensors = load_file(folder / "model.safetensors")
+    save_file({name: t for name, t in tensors.items() if part not in name}, folder / "model.safetensors")
+    return folder
+
+
+def test_an_expert_that_is_missing_is_refused(tmp_path: Path) -> None:
+    folder = without(save(tmp_path / "both", "mixtral"), "0.block_sparse_moe.experts.3.")
+    model = skeleton(folder)
+    with pytest.raises(UserError, match=r"experts.gate_up_proj is \[4, 96, 32\], config.json makes it \[5, 96, 32\]"):
+        _account_for(model, open_source(folder, model).tensors, folder)
+    folder = without(save(tmp_path / "one", "mixtral"), "0.block_sparse_moe.experts.3.w1")
+    with pytest.raises(UserError, match="do not make up model.layers.0.mlp.experts.gate_up_proj"):
+        open_source(folder, skeleton(folder))
+
+
+def test_two_tensors_for_one_parameter_are_refused(tmp_path: Path) -> None:
+    folder = save(tmp_path, "llama")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["norm.weight"] = tensors["model.norm.weight"].clone()
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(UserError, match=r"model.norm.weight and norm.weight would both be the model's model.norm.w"):
+        open_source(folder, skeleton(folder))
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2], ids=str
+)
+def test_weights_of_other_dtypes_are_read_as_they_are(tmp_path: Path, dtype: torch.dtype) -> None:
+    folder = save(tmp_path, "mixtral")
+    tensors = load_file(folder / "model.safetensors")
+    save_file({k: t.to(dtype) for k, t in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
+    model = skeleton(folder)
+    source = open_source(folder, model)
+    gate = source.read_rows("model.layers.0.mlp.experts.gate_up_proj", 1, 2)
+    one = tensors["model.layers.0.block_sparse_moe.experts.1.w1.weight"].to(dtype)
+    assert gate.dtype == dtype and torch.equal(gate[0, :48].float(), one.float())
+
+
+def as_bin(folder: Path, zipped: bool = True, shards: bool = False) -> Path:
+    """The same model with its weights in .bin files."""
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    if shards:
+        names = {name: f"pytorch_model-0000{1 + n % 2}-of-00002.bin" for n, name in enumerate(tensors)}
+        for file in set(names.values()):
+            torch.save({name: tensors[name] for name in tensors if names[name] == file}, folder / file)
+        (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
+    else:
+        torch.save(tensors, folder / "pytorch_model.bin", _use_new_zipfile_serialization=zipped)
+    return folder
+
+
+@pytest.mark.parametrize("model_type", ["llama", "mixtral"])
+@pytest.mark.parametrize("shards", [False, True], ids=["single", "sharded"])
+def test_bin_files_are_read_a_few_rows_at_a_time(tmp_path: Path, model_type: str, shards: bool) -> None:
+    check_against_transformers(as_bin(save(tmp_path, model_type), shards=shards))
+
+
+def test_bin_files_of_old_are_read_with_a_warning_that_they_cost_a_copy(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from llama_ft.runtime import log
+
+    monkeypatch.setattr(log, "propagate", True)
+    folder = as_bin(save(tmp_path, "llama"), zipped=False)
+    check_against_transformers(folder)
+    (warning,) = [record.getMessage() for record in caplog.records]
+    assert f"{folder}: .bin files from before PyTorch 1.6" in warning and "full copy (0.00 GiB)" in warning
+
+
+def test_safetensors_are_preferred_to_bin_files(tmp_path: Path) -> None:
+    folder = save(tmp_path, "llama")
+    (folder / "pytorch_model.bin").write_bytes(b"not read")
+    assert isinstance(open_weights(folder), SafetensorsSource)
+
+
+class Anything:
+    """What torch.load would have to run code for."""
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"model.norm.weight": Anything()}, "pytorch_model.bin: holds more than tensors, or is damaged"),
+        ({"model.norm.weight": [1.0]}, "model.norm.weight is a list, not a tensor"),
+        (torch.ones(2), "holds a Tensor, not a model's weights by name"),
+        (b"PK but no archive", "pytorch_model.bin: "),
+        (b"", "pytorch_model.bin: "),
+    ],
+    ids=["code", "a list", "a tensor", "damaged", "empty"],
+)
+def test_a_bin_file_that_is_no_models_weights_is_refused(tmp_path: Path, content: object, message: str) -> None:
+    if isinstance(content, bytes):
+        (tmp_path / "pytorch_model.bin").write_bytes(content)
+    else:
+        torch.save(content, tmp_path / "pytorch_model.bin")
+    with pytest.raises(UserError, match=message):
+        open_weights(tmp_path)
+
+
+def test_a_bin_file_that_its_index_names_but_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    folder = as_bin(save(tmp_path, "llama"), shards=True)
+    (folder / "pytorch_model-00002-of-00002.bin").unlink()
+    with pytest.raises(UserError, match="pytorch_model-00002-of-00002.bin: no such file, but the index"):
+        open_weights(folder)
+
+
+def test_headers_say_where_a_tensor_lies(tmp_path: Path) -> None:
+    folder = save(tmp_path, "llama")
+    file = folder / "model.safetensors"
+    assert open_weights(folder).tensors["model.norm.weight"] == StoredTensor(file, (32,), torch.float32)

@@ -1,0 +1,122 @@
+"""Steps of every optimizer on a sharded model, through a checkpoint in the middle; run by torchrun, case by case."""
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from llama_ft import runtime, training
+from llama_ft.config import TrainConfig
+from llama_ft.training.step import update_weights
+
+STEPS = 6  # the checkpoint is after half of them
+LR = 2e-3
+ADAMW = {"weight_decay": 0.1, "lr": LR}
+CASES = {
+    "AdamW": TrainConfig(optimizer="AdamW", **ADAMW),
+    "AdamW8bit": TrainConfig(optimizer="AdamW8bit", **ADAMW),
+    "SGD": TrainConfig(optimizer="SGD", **ADAMW),
+    "momentum": TrainConfig(optimizer="SGD", momentum=0.9, **ADAMW),
+    "Adafactor": TrainConfig(optimizer="Adafactor", **ADAMW),
+    "anyprecision": TrainConfig(optimizer="anyprecision", **ADAMW),
+    "stochastic": TrainConfig(optimizer="anyprecision", precision="bf16_pure", **ADAMW),
+    "kahan": TrainConfig(optimizer="anyprecision", precision="bf16_pure", use_kahan_summation=True, **ADAMW),
+}
+
+
+class Odd(torch.nn.Module):
+    """Rows that do not divide by two, one row only, rows that are no whole blocks of 256, experts, vectors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shapes = {"blocks": (33, 512), "ragged": (71, 70), "narrow": (129, 40), "one_row": (1, 4200)}
+        shapes |= {"experts": (3, 33, 70), "bias": (5,), "single": (1,)}
+        self.weights = torch.nn.ParameterDict({k: torch.nn.Parameter(torch.randn(v) / 6) for k, v in shapes.items()})
+
+
+def build(case: str, mesh: DeviceMesh | None) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """The model of a case, always the same, and its optimizer."""
+    torch.manual_seed(0)
+    model = Odd().bfloat16() if CASES[case].precision == "bf16_pure" else Odd()
+    if mesh is not None:
+        fully_shard(model, mesh=mesh)
+    return model, training.build_optimizer(model, CASES[case])
+
+
+def gradients(step: int) -> dict[str, torch.Tensor]:
+    """Gradients of a step: random, of very different sizes from row to row, and some rows without any."""
+    torch.manual_seed(100 + step)
+    found = {}
+    for name, parameter in Odd().named_parameters():
+        size = torch.rand(parameter.shape[0], *[1] * (parameter.ndim - 1)).mul_(8).exp2_().mul_(1e-3)
+        found[name] = (torch.randn(parameter.shape) * size).bfloat16().float()
+        found[name][7:9] = 0
+    return found
+
+
+def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    """Update the weights with the gradients of `steps`, laid over the ranks as the parameters are."""
+    for step in steps:
+        for name, gradient in gradients(step).items():
+            parameter = model.get_parameter(name)
+            gradient = gradient.to(parameter.dtype)
+            if isinstance(parameter, DTensor):
+                gradient = distribute_tensor(gradient, parameter.device_mesh, parameter.placements)
+            parameter.grad = gradient
+        update_weights(optimizer, LR)
+
+
+def whole(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Full copies of all parameters."""
+    return {
+        name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
+        for name, p in model.named_parameters()
+    }
+
+
+def state_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, object]:
+    return {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+
+
+def go_on(case: str, checkpoint: Path, mesh: DeviceMesh) -> dict[str, torch.Tensor]:
+    """What a fresh model and optimizer become that load the checkpoint and take the other half of the steps."""
+    model, optimizer = build(case, mesh)
+    state = state_of(model, optimizer)
+    dcp.load(state, checkpoint_id=checkpoint)
+    set_model_state_dict(model, state["model"])
+    set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    train(model, optimizer, range(STEPS // 2, STEPS))
+    return whole(model)
+
+
+if __name__ == "__main__":
+    out = Path(sys.argv[1])
+    with runtime.start("cpu", "world") as job:
+        two_copies = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+        for case in CASES:
+            model, optimizer = build(case, job.mesh)
+            train(model, optimizer, range(STEPS // 2))
+            dcp.save(state_of(model, optimizer), checkpoint_id=out / case)
+            train(model, optimizer, range(STEPS // 2, STEPS))
+            result = {"end": whole(model), "told": training.describe_state(optimizer, job)}
+            result["again"] = go_on(case, out / case, job.mesh)
+
+            model, optimizer = build(case, two_copies)
+            train(model, optimizer, range(STEPS))
+            mine = {name: parameter.to_local().detach() for name, parameter in model.named_parameters()}
+            copies: list[dict[str, torch.Tensor]] = [{}, {}]
+            dist.all_gather_object(copies, mine)
+            result["copies"] = copies
+            if job.is_main:
+                torch.save(result, out / f"{case}.pt")

@@ -1,0 +1,134 @@
+"""fp16 with loss scaling, against a plain fp32 loop of one process, and the scale's own rules against GradScaler's."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import losses, metrics, torchrun
+
+from llama_ft.training import LossScale
+from llama_ft.training.loss_scale import INITIAL_FACTOR, STEPS_TO_GROWTH
+
+STEPS, ROWS, LEARNING_RATE = 16, 8, 2e-3
+JOB = str(Path(__file__).with_name("train_in_fp16.py"))
+TOO_MUCH, OVERFLOWS = 2.0**26, 2
+INFINITE, NAN = float("inf"), float("nan")
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One global batch of tokenized rows, so that every step sees the same."""
+    generator = torch.Generator().manual_seed(1)
+    ids = [torch.randint(0, 301, (6 + 3 * number,), generator=generator).tolist() for number in range(ROWS)]
+    file = tmp_path_factory.mktemp("fp16") / "rows.jsonl"
+    file.write_text("".join(json.dumps({"input_ids": row, "labels": row}) + "\n" for row in ids))
+    return file
+
+
+@pytest.fixture(scope="module")
+def plain_losses(tiny_model: Path, rows: Path) -> list[float]:
+    """A loop in fp32, row by row."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
+    examples = [torch.tensor(json.loads(line)["input_ids"]) for line in rows.read_text().splitlines()]
+    targets = sum(len(example) - 1 for example in examples)
+    found = []
+    for _ in range(STEPS):
+        total = 0.0
+        for example in examples:
+            logits = model(input_ids=example[None]).logits[0, :-1]
+            loss = torch.nn.functional.cross_entropy(logits, example[1:], reduction="sum") / targets
+            loss.backward()
+            total += loss.item()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(total)
+    return found
+
+
+@pytest.fixture(scope="module")
+def runs(tiny_model: Path, rows: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Output directories of the runs in fp16, all in one launch of 2 ranks."""
+    folder = tmp_path_factory.mktemp("fp16_runs")
+    flags = ["--model_name", str(tiny_model), "--dataset", str(rows), "--precision", "fp16", "--lr", str(LEARNING_RATE)]
+    flags += ["--lr_scheduler", "constant", "--num_epochs", str(STEPS), "--batch_size_training", "2", "--enable_fsdp"]
+    flags += ["--gradient_accumulation_steps", str(ROWS // 4), "--no_save_model", "--gradient_clipping"]
+    flags += ["--gradient_clipping_threshold", "0.5"]
+    cases = [
+        (INITIAL_FACTOR, [*flags, "--output_dir", str(folder / "usual")]),
+        (TOO_MUCH, [*flags, "--output_dir", str(folder / "overflowing")]),
+    ]
+    (folder / "cases.json").write_text(json.dumps(cases))
+    launched = torchrun(2, JOB, str(folder / "cases.json"), CUDA_VISIBLE_DEVICES="")
+    assert launched.exit_code == 0, launched.output
+    assert launched.output.count("is skipped: its gradients overflowed fp16") >= OVERFLOWS
+    return {name: folder / name for name in ("usual", "overflowing")}
+
+
+def test_fp16_trains_as_fp32_does_within_a_percent(runs: dict[str, Path], plain_losses: list[float]) -> None:
+    found = losses(runs["usual"])
+    assert found == pytest.approx(plain_losses, rel=1e-2) and found[-1] < 0.9 * found[0]
+    assert [line["train/loss_scale"] for line in metrics(runs["usual"])] == [INITIAL_FACTOR] * STEPS
+
+
+def test_gradients_that_overflow_skip_the_step_and_halve_the_scale_until_they_fit(
+    runs: dict[str, Path], plain_losses: list[float]
+) -> None:
+    lines = metrics(runs["overflowing"])
+    skipped = [line for line in lines if line["train/grad_norm"] is None]
+    assert len(skipped) >= OVERFLOWS and skipped == lines[: len(skipped)]
+    scales = [line["train/loss_scale"] for line in lines]
+    assert scales[: len(skipped)] == [TOO_MUCH / 2 ** (n + 1) for n in range(len(skipped))]
+    assert set(scales[len(skipped) :]) == {scales[len(skipped) - 1]}
+    assert lines[-1]["train/skipped_steps"] == len(skipped)
+    waiting, going = losses(runs["overflowing"])[: len(skipped)], losses(runs["overflowing"])[len(skipped) :]
+    assert waiting == [going[0]] * len(skipped), "a skipped step changes no weight"
+    assert going == pytest.approx(plain_losses[: len(going)], rel=1e-2)
+
+
+def test_the_factor_moves_as_torchs_grad_scaler_moves_it() -> None:
+    theirs = torch.amp.GradScaler("cpu")
+    weight = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    ours = LossScale.for_precision("fp16")
+    for step in range(STEPS_TO_GROWTH + 5):
+        norm = INFINITE if step in (1, 2) else 1.0
+        theirs.scale(weight.sum())
+        weight.grad = torch.tensor([norm])
+        theirs.step(optimizer)
+        theirs.update()
+        assert ours.note(step, 2.0, norm) == (step in (1, 2))
+        assert ours.factor == theirs.get_scale(), step
+    assert ours.factor == INITIAL_FACTOR / 2, "fell twice, and has grown once"
+
+
+def test_a_loss_that_is_no_number_ends_the_run_instead_of_skipping() -> None:
+    scale = LossScale.for_precision("fp16")
+    assert not scale.note(1, NAN, NAN) and not scale.note(1, INFINITE, INFINITE)
+    assert scale.factor == INITIAL_FACTOR and scale.skipped_steps == 0
+
+
+def test_overflow_at_the_smallest_scale_ends_the_run() -> None:
+    scale = LossScale.for_precision("fp16")
+    skips = [scale.note(step, 2.0, NAN) for step in range(17)]
+    assert skips == [True] * 15 + [False] * 2 and scale.factor == 2.0
+
+
+@pytest.mark.parametrize("precision", ["bf16_mixed", "bf16_pure", "fp32"])
+def test_other_precisions_scale_and_skip_nothing(precision: str) -> None:
+    scale = LossScale.for_precision(precision)
+    assert scale.factor == 1.0 and scale.metrics() == {}
+    assert not scale.note(1, 2.0, INFINITE), "an infinite norm is left to end the run"
+
+
+def test_a_restored_scale_goes_on_as_the_saved_one() -> None:
+    scale = LossScale.for_precision("fp16")
+    for step in range(10):
+        scale.note(step, 2.0, INFINITE if step == 3 else 1.0)
+    other = LossScale.for_precision("fp16")
+    other.load_state_dict(json.loads(json.dumps(scale.state_dict())))
+    assert other == scale and (other.good_steps, other.skipped_steps) == (6, 1)
