@@ -23,7 +23,7 @@ from llama_ft.config import ModelConfig
 from llama_ft.errors import UserError
 from llama_ft.models import build_skeleton, load_model_config
 from llama_ft.models.conversion import ConvertedSource, open_source
-from llama_ft.models.materialize import _account_for
+from llama_ft.models.materialize import account_for
 from llama_ft.models.source import SafetensorsSource, StoredTensor, open_weights
 
 SHAPE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 50,
@@ -57,7 +57,7 @@ def check_against_transformers(folder: Path) -> None:
     """Every parameter, whole and in uneven parts."""
     model = skeleton(folder)
     source = open_source(folder, model)
-    keys = _account_for(model, source.tensors, folder)
+    keys = account_for(model, source.tensors, folder)
     expected = dict(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).named_parameters())
     assert keys.keys() == expected.keys()
     for name, parameter in expected.items():
@@ -189,7 +189,7 @@ def test_an_expert_that_is_missing_is_refused(tmp_path: Path) -> None:
     folder = without(save(tmp_path / "both", "mixtral"), "0.block_sparse_moe.experts.3.")
     model = skeleton(folder)
     with pytest.raises(UserError, match=r"experts.gate_up_proj is \[4, 96, 32\], config.json makes it \[5, 96, 32\]"):
-        _account_for(model, open_source(folder, model).tensors, folder)
+        account_for(model, open_source(folder, model).tensors, folder)
     folder = without(save(tmp_path / "one", "mixtral"), "0.block_sparse_moe.experts.3.w1")
     with pytest.raises(UserError, match="do not make up model.layers.0.mlp.experts.gate_up_proj"):
         open_source(folder, skeleton(folder))

@@ -1,10 +1,10 @@
 """The result in Hugging Face format: safetensors files for transformers and peft, written as they are gathered."""
 
 import copy
-import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
@@ -14,12 +14,11 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from transformers.modeling_utils import PreTrainedModel
 
-from llama_ft.checkpoint.safetensors_file import SafetensorsFile, TensorHeader
+from llama_ft.checkpoint.safetensors_file import SafetensorsFile, TensorHeader, split_into_files, write_index
 from llama_ft.errors import RunFailure
 from llama_ft.models import Adapter, ShardGroup
 from llama_ft.models.conversion import SavedGroup, saved_layout
 from llama_ft.models.lora import ADAPTER_WEIGHTS
-from llama_ft.models.source import INDEX_FILE, SINGLE_FILE
 from llama_ft.runtime import Runtime
 
 CARRIED_OVER = ("generation_config.json", "*.py")  # beside config.json, tokenizer and weights
@@ -103,22 +102,37 @@ def _persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _write_aside(folder: Path, write: Callable[[Path], None], runtime: Runtime) -> None:
-    """Run `write` on a directory beside `folder` and rename it when it is complete."""
+    safe = f"The trained weights are safe in the newest directory of {folder.parent / 'checkpoints'}."
+    with written_aside(folder, safe, runtime.is_main) as aside:
+        write(aside)
+    dist.barrier()
+
+
+@contextmanager
+def written_aside(folder: Path, advice: str, enabled: bool = True) -> Iterator[Path]:
+    """A directory beside `folder` that takes its place once it is complete, and is deleted if that fails.
+
+    Args:
+        folder: must not hold anything by then.
+        advice: second line of the message when the disk refuses.
+        enabled: False on ranks that do not write.
+
+    Raises:
+        RunFailure: the disk is full, or something else is wrong with it.
+    """
     aside = folder.with_name(f".writing-{folder.name}")
     try:
-        if runtime.is_main:
+        if enabled:
             shutil.rmtree(aside, ignore_errors=True)
             aside.mkdir(parents=True)
-        write(aside)
-        if runtime.is_main:
+        yield aside
+        if enabled:
             os.replace(aside, folder)
     except OSError as error:
-        shutil.rmtree(aside, ignore_errors=True)
-        raise RunFailure(
-            f"{folder}: the model could not be written ({error.strerror or error}).\nThe trained weights are safe in "
-            f"the newest directory of {folder.parent / 'checkpoints'}."
-        ) from error
-    dist.barrier()
+        raise RunFailure(f"{folder}: the model could not be written ({error.strerror or error}).\n{advice}") from error
+    finally:
+        if enabled:
+            shutil.rmtree(aside, ignore_errors=True)
 
 
 def _write_weights(
@@ -129,35 +143,16 @@ def _write_weights(
     max_shard_bytes: int,
     runtime: Runtime,
 ) -> None:
-    sizes = [sum(header.nbytes for header in _headers(group, dtypes).values()) for group in groups]
-    shards = _split(sizes, max_shard_bytes)
-    names = [SINGLE_FILE]
-    if len(shards) > 1:
-        names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
-    weight_map: dict[str, str] = {}
-    for file_name, members in zip(names, shards, strict=True):
+    headers = [_headers(group, dtypes) for group in groups]
+    files = split_into_files(headers, max_shard_bytes)
+    for file_name, members in files.items():
         _write_file(folder / file_name, tensors, dtypes, [groups[member] for member in members], runtime)
-        weight_map |= {name: file_name for member in members for name in groups[member].tensors}
-    if len(shards) > 1 and runtime.is_main:
-        index = {"metadata": {"total_size": sum(sizes)}, "weight_map": weight_map}
-        (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
+    if runtime.is_main:
+        write_index(folder, files, headers)
 
 
 def _headers(group: SavedGroup, dtypes: dict[str, torch.dtype]) -> dict[str, TensorHeader]:
     return {name: TensorHeader(shape, dtypes[group.parameters[0]]) for name, shape in group.tensors.items()}
-
-
-def _split(sizes: list[int], most: int) -> list[list[int]]:
-    """Fill files in order; what is larger than a file gets one of its own."""
-    shards: list[list[int]] = [[]]
-    filled = 0
-    for number, size in enumerate(sizes):
-        if shards[-1] and filled + size > most:
-            shards.append([])
-            filled = 0
-        shards[-1].append(number)
-        filled += size
-    return shards
 
 
 def _write_file(

@@ -13,7 +13,7 @@ from types import TracebackType
 
 import torch
 
-from llama_ft.models.source import DTYPES
+from llama_ft.models.source import DTYPES, INDEX_FILE, SINGLE_FILE
 
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -80,3 +80,36 @@ class SafetensorsFile:
             os.fsync(self._file.fileno())
         if kind is None and self._written != self._expected:
             raise ValueError(f"{self._file.name}: {self._written} bytes written, {self._expected} announced")
+
+
+def split_into_files(headers: list[dict[str, TensorHeader]], max_shard_bytes: int) -> dict[str, list[int]]:
+    """Deal tensors out to files in order.
+
+    Args:
+        headers: what is written, each entry into one file.
+        max_shard_bytes: largest file; an entry that is larger gets one of its own.
+
+    Returns:
+        File name -> numbers of its entries.
+    """
+    shards: list[list[int]] = [[]]
+    filled = 0
+    for number, entry in enumerate(headers):
+        size = sum(header.nbytes for header in entry.values())
+        if shards[-1] and filled + size > max_shard_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(number)
+        filled += size
+    if len(shards) == 1:
+        return {SINGLE_FILE: shards[0]}
+    return {f"model-{n:05d}-of-{len(shards):05d}.safetensors": shard for n, shard in enumerate(shards, start=1)}
+
+
+def write_index(folder: Path, files: dict[str, list[int]], headers: list[dict[str, TensorHeader]]) -> None:
+    """Write which file holds which tensor, unless there is only one file. Arguments as of split_into_files."""
+    if len(files) > 1:
+        total = sum(header.nbytes for entry in headers for header in entry.values())
+        weight_map = {name: file for file, members in files.items() for member in members for name in headers[member]}
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")

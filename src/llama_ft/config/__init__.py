@@ -5,9 +5,11 @@ Nothing here imports torch: `--help` and every mistake answer within a second.
 
 from llama_ft.config.command_line import exit_with, parse_command_line
 from llama_ft.config.load import load, load_recipe
-from llama_ft.config.output_dir import run_entries
+from llama_ft.config.output_dir import not_writable, run_entries
+from llama_ft.config.paths import adapter_complaint, model_complaint
 from llama_ft.config.resolved import differences, to_yaml
 from llama_ft.config.rules import as_fraction, check_device, check_rules, parse_size
+from llama_ft.config.script_flags import ScriptFlags
 from llama_ft.config.sections import (
     CheckpointConfig,
     Config,
@@ -28,8 +30,10 @@ __all__ = [
     "ModelConfig",
     "PeftConfig",
     "QuantizationConfig",
+    "ScriptFlags",
     "TrackingConfig",
     "TrainConfig",
+    "adapter_complaint",
     "as_fraction",
     "check_device",
     "check_rules",
@@ -37,6 +41,8 @@ __all__ = [
     "exit_with",
     "load",
     "load_recipe",
+    "model_complaint",
+    "not_writable",
     "parse_command_line",
     "parse_size",
     "run_entries",

@@ -48,7 +48,7 @@ def output_dir_complaint(directory: str | None, overwrite: bool, inputs: Mapping
     if os.environ.get("RANK", "0") != "0":
         return None
     path = DEFAULT_PARENT if directory is None else Path(directory).expanduser()
-    obstacle = _not_writable(path)
+    obstacle = not_writable(path)
     if obstacle or directory is None or not path.exists():
         return obstacle
     held = [entry for entry in RUN_ENTRIES if (path / entry).exists()]
@@ -71,8 +71,11 @@ def _deleted_input(entries: list[Path], inputs: Mapping[str, str | None]) -> str
     return None
 
 
-def _not_writable(path: Path) -> str | None:
-    """Try the nearest folder that exists: permission bits say yes to root even where nothing can be written."""
+def not_writable(path: Path) -> str | None:
+    """Say why nothing can be written to path.
+
+    Tries the nearest folder that exists: permission bits say yes to root even where nothing can be written.
+    """
     existing = next(parent for parent in (path, *path.absolute().parents) if parent.exists() or parent.is_symlink())
     if not existing.is_dir():
         return f"{existing} is not a folder."

@@ -26,11 +26,11 @@ def check_paths(values: Mapping[str, Any], places: Mapping[str, str], invalid: s
         invalid: fields whose own value could not be read, which are left out.
     """
     checks: dict[str, Callable[[Any], str | None]] = {
-        "model_name": _model,
+        "model_name": model_complaint,
         "tokenizer_name": _tokenizer,
         "dataset": _data,
         "validation": lambda validation: None if as_fraction(validation) is not None else _data(validation),
-        "from_peft_checkpoint": _adapter,
+        "from_peft_checkpoint": adapter_complaint,
         "output_dir": lambda directory: output_dir_complaint(
             directory, values["overwrite"], {name: values[name] for name in INPUTS}
         ),
@@ -59,8 +59,8 @@ def looks_local(name: str) -> bool:
     return name.startswith((".", "/", "~")) or name.count("/") > 1 or name.endswith("/") or Path(name).exists()
 
 
-def _model(name: str) -> str | None:
-    """A folder with config.json and weights, or a hub name."""
+def model_complaint(name: str) -> str | None:
+    """Say why `name` is neither a folder with config.json and weights nor a hub name."""
     if name in BUILT_IN_MODELS or not looks_local(name):
         return None
     folder = Path(name).expanduser()
@@ -96,8 +96,8 @@ def _tokenizer(name: str) -> str | None:
     return None
 
 
-def _adapter(name: str) -> str | None:
-    """A folder as peft writes it."""
+def adapter_complaint(name: str) -> str | None:
+    """Say why `name` is no folder as peft writes it."""
     folder = Path(name).expanduser()
     if not folder.exists():
         return f"no such folder.{nearest_file(folder)}"

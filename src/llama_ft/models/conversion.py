@@ -62,6 +62,9 @@ def open_source(folder: Path, model: PreTrainedModel) -> WeightSource:
     """
     source = open_weights(folder)
     converted = ConvertedSource(source, model)
+    if whole := converted.read_whole:
+        more = f", ... and {len(whole) - NAMED_AT_MOST} more" if len(whole) > NAMED_AT_MOST else ""
+        log.info(f"Converted while loading at the cost of a copy of each: {', '.join(whole[:NAMED_AT_MOST])}{more}")
     return source if converted.changes_nothing else converted
 
 
@@ -92,10 +95,11 @@ class ConvertedSource:
                 self.tensors[name] = StoredTensor(file, tuple(tensor.shape), tensor.dtype)
         self.tensors |= {name: source.tensors[stored] for name, stored in self._renamed.items()}
         self.changes_nothing = not self._groups and all(name == stored for name, stored in self._renamed.items())
-        whole = [name for name, group in self._groups.items() if _way(group.converter.operations) == "whole"]
-        if whole:
-            more = f", ... and {len(whole) - NAMED_AT_MOST} more" if len(whole) > NAMED_AT_MOST else ""
-            log.info(f"Converted while loading at the cost of a copy of each: {', '.join(whole[:NAMED_AT_MOST])}{more}")
+        self.read_whole = [name for name, group in self._groups.items() if _way(group.converter.operations) == "whole"]
+
+    def stored_name(self, name: str) -> str | None:
+        """What the checkpoint calls a tensor of the model; None where it is made of others."""
+        return self._renamed.get(name)
 
     def _collect(self, model: PreTrainedModel) -> list[tuple[str, WeightConverter, dict[str, list[str]]]]:
         """Name every stored tensor as transformers' convert_and_load_state_dict_in_model does; returns those that a

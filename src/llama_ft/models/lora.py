@@ -49,11 +49,16 @@ def inject_lora(model: PreTrainedModel, peft: PeftConfig, base_name: str) -> Ada
         UserError: a target or a module to save that the model does not have, a saved adapter that cannot be continued,
             DoRA on layers where its norms do not lie within a row.
     """
-    lora = _saved_config(Path(peft.from_peft_checkpoint)) if peft.from_peft_checkpoint else _new_config(peft)
+    lora = saved_config(Path(peft.from_peft_checkpoint)) if peft.from_peft_checkpoint else _new_config(peft)
     lora.base_model_name_or_path = base_name
     _check_names(model, lora)
     if lora.target_modules == "all-linear":
         lora.exclude_modules = [name for name, module in model.named_modules() if _is_router(module)] or None
+    return inject_adapter(model, lora)
+
+
+def inject_adapter(model: PreTrainedModel, lora: LoraConfig) -> Adapter:
+    """The part of inject_lora that peft does."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # peft warns of every meta tensor it does not initialise; we do, later
@@ -82,11 +87,16 @@ def _new_config(peft: PeftConfig) -> LoraConfig:
     )
 
 
-def _saved_config(folder: Path) -> LoraConfig:
+def saved_config(folder: Path) -> LoraConfig:
+    """The settings of a saved adapter.
+
+    Raises:
+        UserError: not a LoRA, or not readable.
+    """
     try:
         settings = json.loads((folder / ADAPTER_CONFIG).read_text())
         if settings.get("peft_type") != "LORA":
-            raise UserError(f"{folder}: a {settings.get('peft_type')} adapter; only LORA ones can be continued.")
+            raise UserError(f"{folder}: a {settings.get('peft_type')} adapter; only LORA ones are read here.")
         lora = LoraConfig.from_pretrained(str(folder))
     except (OSError, ValueError, TypeError) as error:
         raise UserError(f"{folder / ADAPTER_CONFIG}: cannot be used ({error}).") from error
@@ -188,7 +198,9 @@ def _adapter_keys(adapted: PeftModel) -> dict[str, str]:
     return {names[id(parameter)]: key for key, parameter in saved.items()}
 
 
-def check_saved_adapter(headers: dict[str, StoredTensor], model: PreTrainedModel, adapter: Adapter, file: Path) -> None:
+def check_saved_adapter(
+    headers: dict[str, StoredTensor], model: PreTrainedModel, adapter: Adapter, file: Path, base: str = "--model_name"
+) -> None:
     """Compare a saved adapter's tensors with those the model's adapter needs.
 
     Raises:
@@ -204,7 +216,7 @@ def check_saved_adapter(headers: dict[str, StoredTensor], model: PreTrainedModel
     ]
     if wrong:
         more = [f"... and {len(wrong) - 5} more"] if len(wrong) > 5 else []
-        heading = f"{file}: does not fit --model_name; was it trained on another model?"
+        heading = f"{file}: does not fit {base}; was it trained on another model?"
         raise UserError("\n".join([heading, *wrong[:5], *more]))
 
 

@@ -73,7 +73,7 @@ def materialize(
         UserError: tensors are missing, unexpected or of another shape, or a file cannot be read.
     """
     loader = open_loader(folder, model, group, scatter)
-    keys = _account_for(model, loader.headers, folder)
+    keys = account_for(model, loader.headers, folder)
     saved_adapter = None
     if adapter is not None and peft.from_peft_checkpoint:
         file = Path(peft.from_peft_checkpoint) / ADAPTER_WEIGHTS
@@ -155,7 +155,7 @@ def _to_floats(shard: torch.Tensor, shape: tuple[int, ...], key: str) -> Filling
     return Filling([shard], shape, [shard.dtype], make)
 
 
-def _account_for(model: PreTrainedModel, headers: dict[str, StoredTensor], folder: Path) -> dict[str, str]:
+def account_for(model: PreTrainedModel, headers: dict[str, StoredTensor], folder: Path) -> dict[str, str]:
     """Parameter name -> name in the checkpoint, with every name on either side accounted for."""
     aliases: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):

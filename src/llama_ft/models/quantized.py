@@ -281,10 +281,11 @@ def quantize_linears(model: PreTrainedModel, quantization: Quantization) -> str:
     broken = [name for name, linear in chosen.items() if not scheme.is_whole(linear.in_features)]
     quantized = [name for name in chosen if name not in broken]
     if not quantized:
+        others = {type(m).__name__ for m in model.modules() if getattr(getattr(m, "weight", None), "ndim", 0) == 2}
         raise UserError(
-            f"--quantization: nothing in this model can be quantized to {scheme.name}: it has {len(linears)} linear "
-            f"layers, {len(linears) - len(chosen)} of them are skipped and {len(broken)} have rows that are not whole "
-            "blocks.\nLeave --quantization out."
+            f"--quantization: nothing in this model can be quantized to {scheme.name}.\nOf its {len(linears)} linear "
+            f"layers {len(linears) - len(chosen)} are skipped and {len(broken)} have rows that are not whole blocks; "
+            f"it has layers of type {', '.join(sorted(others))}. Leave --quantization out."
         )
     before = sum(linears[name].weight.numel() for name in quantized)
     for name in quantized:

@@ -1,7 +1,7 @@
 """Processes and devices: the process group, the device mesh, what rank 0 says, and how a run ends when it fails."""
 
-from llama_ft.runtime.console import console, log
+from llama_ft.runtime.console import configure_console, console, log
 from llama_ft.runtime.precision import PRECISIONS, Precision, advise_precision
 from llama_ft.runtime.process_group import Runtime, start
 
-__all__ = ["PRECISIONS", "Precision", "Runtime", "advise_precision", "console", "log", "start"]
+__all__ = ["PRECISIONS", "Precision", "Runtime", "advise_precision", "configure_console", "console", "log", "start"]

@@ -1,0 +1,365 @@
+"""A trained adapter and the weights it was trained beside, merged into one plain model, a block of rows at a time.
+
+The model is the original checkpoint with its own names, layout and dtypes; only tensors that the adapter changes
+differ. W is its weight [out, in], B A the adapter's product, m DoRA's magnitude:
+
+    LoRA              W + scaling * B A
+    DoRA              m * V / |V| by rows, where V = W + scaling * B A       https://arxiv.org/abs/2402.09353
+    modules_to_save   the adapter's own tensor in place of W, as for biases that were trained
+"""
+
+import fnmatch
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig
+from peft.tuners.lora.layer import LoraLayer
+from torch import nn
+from transformers import PretrainedConfig
+from transformers.modeling_utils import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from llama_ft.checkpoint.export import CARRIED_OVER, written_aside
+from llama_ft.checkpoint.safetensors_file import SafetensorsFile, TensorHeader, split_into_files, write_index
+from llama_ft.config import ModelConfig
+from llama_ft.errors import RunFailure, UserError
+from llama_ft.models import Adapter, build_skeleton, load_model_config
+from llama_ft.models.conversion import ConvertedSource
+from llama_ft.models.lora import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    PEFT_PREFIX,
+    check_saved_adapter,
+    checkpoint_key,
+    inject_adapter,
+    is_adapter_weight,
+    saved_config,
+)
+from llama_ft.models.materialize import account_for
+from llama_ft.models.source import SafetensorsSource, StoredTensor, WeightSource, open_weights
+from llama_ft.runtime import log
+
+BLOCK_ELEMENTS = 2**21  # 8 MiB of fp32 rows at a time
+TOKENIZER_FILES = (
+    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template.*", "additional_chat_templates/*",
+    "vocab.*", "merges.txt", "*.model", "*.tiktoken",
+)  # fmt: skip
+MODEL_FILES = ("config.json", "model*.safetensors", "model.safetensors.index.json", *CARRIED_OVER, *TOKENIZER_FILES)
+# What an adapter_config.json may set. Anything else that is not left at its default is not merged here.
+UNDERSTOOD = {
+    "alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "exclude_modules", "fan_in_fan_out",
+    "inference_mode", "init_lora_weights", "layers_pattern", "layers_to_transform", "lora_alpha", "lora_dropout",
+    "modules_to_save", "peft_type", "peft_version", "r", "rank_pattern", "revision", "runtime_config",
+    "target_modules", "task_type", "use_dora", "use_rslora",
+}  # fmt: skip
+LEAVES_THE_BASE_ALONE = (True, False, None, "gaussian", "eva", "orthogonal")  # of init_lora_weights
+
+
+@dataclass(frozen=True)
+class _LowRank:
+    """A LoRA beside one weight.
+
+    Attributes:
+        left: [rows of the weight, r].
+        right: [r, columns of the weight].
+        magnitude: DoRA's, one a row; None: plain LoRA.
+    """
+
+    left: torch.Tensor
+    right: torch.Tensor
+    magnitude: torch.Tensor | None
+
+    def merge(self, rows: torch.Tensor, start: int) -> torch.Tensor:
+        """Rows [start, start + n) of the weight with the adapter in them, fp32."""
+        stop = start + len(rows)
+        merged = torch.addmm(rows.float(), self.left[start:stop], self.right)
+        if self.magnitude is None:
+            return merged
+        return merged * (self.magnitude[start:stop] / torch.linalg.vector_norm(merged, dim=1)).unsqueeze(1)
+
+
+@dataclass(frozen=True)
+class _Change:
+    """What an adapter does to one tensor of the model.
+
+    Attributes:
+        replaced_by: the adapter's tensor that stands in its place, if any.
+        layer: the peft layer around it, if any, and its name.
+    """
+
+    replaced_by: str | None = None
+    layer: tuple[str, LoraLayer] | None = None
+
+
+@dataclass(frozen=True)
+class _Merge:
+    """Everything that is known before the first byte is written.
+
+    Attributes:
+        base: the original checkpoint.
+        adapter: its tensors.
+        keys: parameter of the adapted model -> tensor of the adapter.
+        made_of: name written -> name in the base that it is made of, in order.
+        changes: name written -> what the adapter does to it.
+        is_untied: embedding and head were one and are two now.
+    """
+
+    base: WeightSource
+    adapter: SafetensorsSource
+    keys: dict[str, str]
+    made_of: dict[str, str]
+    changes: dict[str, _Change]
+    is_untied: bool
+
+    def rows(self, name: str) -> Iterator[torch.Tensor]:
+        """A tensor of the merged model, a block of rows at a time."""
+        change = self.changes.get(name, _Change())
+        source: WeightSource = self.base if change.replaced_by is None else self.adapter
+        stored = self.made_of[name] if change.replaced_by is None else change.replaced_by
+        shape = source.tensors[stored].shape
+        if not shape:
+            yield source.read(stored)
+            return
+        low_rank = self._low_rank(*change.layer) if change.layer else None
+        block = max(1, BLOCK_ELEMENTS // max(1, torch.Size(shape[1:]).numel()))
+        for start in range(0, shape[0], block):
+            rows = source.read_rows(stored, start, min(start + block, shape[0]))
+            yield rows if low_rank is None else low_rank.merge(rows, start)
+
+    def _low_rank(self, name: str, layer: LoraLayer) -> _LowRank:
+        def read(part: str) -> torch.Tensor:
+            return self.adapter.read(self.keys[f"{name}.{part}"]).float()
+
+        scaling: float = layer.scaling["default"]
+        if isinstance(layer.get_base_layer(), nn.Embedding):  # its weight is [tokens, width], A [r, tokens]
+            return _LowRank(read("lora_embedding_A.default").T * scaling, read("lora_embedding_B.default").T, None)
+        a, b = read("lora_A.default.weight"), read("lora_B.default.weight") * scaling
+        if isinstance(layer.get_base_layer(), Conv1D):  # its weight is [in, out]
+            return _LowRank(a.T, b.T, None)
+        magnitude = f"{name}.lora_magnitude_vector.default.weight"
+        return _LowRank(b, a, read(magnitude.removeprefix(f"{name}.")) if magnitude in self.keys else None)
+
+
+def base_model_of(adapter: Path) -> str:
+    """The model that an adapter says it was trained beside: a folder or hub name.
+
+    Raises:
+        UserError: it does not say, or names a folder that is not there.
+    """
+    settings = _read_json(adapter / ADAPTER_CONFIG)
+    name, revision = settings.get("base_model_name_or_path"), settings.get("revision")
+    if not name:
+        raise UserError(f"{adapter / ADAPTER_CONFIG}: names no base model. --base_model says what it was trained on.")
+    if Path(name).is_absolute() and not Path(name).is_dir():
+        raise UserError(
+            f"{adapter / ADAPTER_CONFIG}: its base model {name} is not there.\n--base_model says where it is now."
+        )
+    if revision not in (None, "main") and not Path(name).is_dir():
+        raise UserError(
+            f"{adapter / ADAPTER_CONFIG}: trained on revision {revision} of {name}.\nDownload that one, and name its "
+            "folder with --base_model."
+        )
+    return str(name)
+
+
+def merge_adapter(
+    adapter: Path,
+    base: Path,
+    folder: Path,
+    save_dtype: torch.dtype | None,
+    max_shard_bytes: int,
+    trust_remote_code: bool,
+) -> None:
+    """Write the merged model. Beside the mapped files no more than a few blocks of rows is ever held.
+
+    Args:
+        adapter: folder as peft saves it.
+        base: folder of the model as it was before quantization.
+        folder: where to; complete or absent. What is there is replaced.
+        save_dtype: of floating tensors; None: what each has in the base.
+        max_shard_bytes: largest file.
+        trust_remote_code: whether the base may bring code of its own.
+
+    Raises:
+        UserError: the adapter is of a kind that cannot be merged, or does not fit the base; the base is quantized.
+        RunFailure: the disk is full.
+    """
+    merge = _plan(adapter, base, trust_remote_code)
+    entries = [{name: _header(merge, name, save_dtype)} for name in merge.made_of]
+    files = split_into_files(entries, max_shard_bytes)
+    needed = sum(header.nbytes for entry in entries for header in entry.values())
+    _check_space(folder, needed)
+    changed = f"{len(merge.changes)} of {len(entries)} tensors change"
+    log.info(f"Merging {adapter} into {base}: {changed}, {needed / 2**30:.2f} GiB in {len(files)} files")
+    if merge.is_untied:
+        log.info("Embedding and head, which were one tensor, are two now: tie_word_embeddings becomes false.")
+    with written_aside(folder, "Nothing is left of it.") as aside:
+        for file_name, members in files.items():
+            headers = {name: header for member in members for name, header in entries[member].items()}
+            with SafetensorsFile(aside / file_name, headers, enabled=True) as file:
+                for name, header in headers.items():
+                    for rows in merge.rows(name):
+                        file.append(rows.to(header.dtype))
+        write_index(aside, files, entries)
+        _write_settings(aside, base, adapter, save_dtype, merge.is_untied)
+        if folder.exists():
+            shutil.rmtree(folder)
+
+
+def _plan(adapter: Path, base: Path, trust_remote_code: bool) -> _Merge:
+    lora = _read_settings(adapter)
+    model_config = load_model_config(base, trust_remote_code)
+    _check_not_quantized(model_config, base)
+    model = build_skeleton(model_config, ModelConfig(model_name=str(base), trust_remote_code=trust_remote_code))
+    ties = _ties(model)
+    stored = open_weights(base)
+    converted = ConvertedSource(stored, model)
+    account_for(model, converted.tensors, base)
+    weights = SafetensorsSource([adapter / ADAPTER_WEIGHTS])
+    try:
+        injected = inject_adapter(model, lora)
+    except UserError as error:
+        reason = "\n".join(error.messages).replace("--peft.", "")
+        raise UserError(f"{adapter}: cannot be put into {base}.\n{reason}") from error
+    changes = _changes(model, injected, weights.tensors, adapter / ADAPTER_WEIGHTS, base)
+
+    names = {name: converted.stored_name(name) for name in {*converted.tensors, *changes}}
+    made_of = {name: name for name in stored.tensors}
+    is_untied = False
+    for tie in ties:
+        absent = [name for name in tie if not names.get(name)]
+        if len({changes.get(name) for name in tie}) == 1:
+            changes = {name: change for name, change in changes.items() if name not in absent}
+        else:  # what was one tensor is no longer the same everywhere
+            is_untied = True
+            source = next(stored_name for name in tie if (stored_name := names.get(name)))
+            made_of |= dict.fromkeys(absent, source)
+            names |= {name: name for name in absent}
+    for name in changes:
+        if not names[name]:
+            raise UserError(
+                f"{adapter}: changes {name}, which {base} stores in several tensors or joined with others.\n"
+                "Such an adapter is not merged here; use it with peft beside its base model."
+            )
+    by_stored_name = {str(names[name]): change for name, change in changes.items()}
+    return _Merge(stored, weights, injected.keys, made_of, by_stored_name, is_untied)
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        settings: dict[str, Any] = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file}: cannot be read ({error}).") from error
+    return settings
+
+
+def _read_settings(adapter: Path) -> LoraConfig:
+    """The adapter's settings, if all of them are understood here."""
+    file = adapter / ADAPTER_CONFIG
+    settings, defaults = _read_json(file), LoraConfig()
+    if settings.get("peft_type") != "LORA":
+        raise UserError(f"{file}: a {settings.get('peft_type')} adapter; only LORA ones are merged here.")
+    others = [
+        f"{name} = {value}"
+        for name, value in settings.items()
+        if name not in UNDERSTOOD and value and value != getattr(defaults, name, None)
+    ]
+    if settings.get("init_lora_weights") not in LEAVES_THE_BASE_ALONE:
+        others.append(f"init_lora_weights = {settings['init_lora_weights']}, which changes the base model too")
+    if settings.get("task_type") not in (None, "CAUSAL_LM"):
+        others.append(f"task_type = {settings['task_type']}")
+    if others:
+        raise UserError(
+            f"{file}: {'; '.join(others)}.\nSuch an adapter is not merged here; use it with peft beside its base model."
+        )
+    return saved_config(adapter)
+
+
+def _check_not_quantized(model_config: PretrainedConfig, base: Path) -> None:
+    note = getattr(model_config, "quantization_config", None)
+    if note is None:
+        return
+    method = (note if isinstance(note, dict) else note.to_dict()).get("quant_method", "bitsandbytes")
+    raise UserError(
+        f"{base}: quantized with {method}, and an adapter is merged into the original weights.\n--base_model names "
+        "the unquantized model that it was made from."
+    )
+
+
+def _ties(model: PreTrainedModel) -> list[list[str]]:
+    """Names of parameters that are one tensor."""
+    aliases: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        aliases.setdefault(id(parameter), []).append(name)
+    return [names for names in aliases.values() if len(names) > 1]
+
+
+def _changes(
+    model: PreTrainedModel, adapter: Adapter, headers: dict[str, StoredTensor], file: Path, base: Path
+) -> dict[str, _Change]:
+    """Name of a tensor of the model -> what the adapter does to it; every tensor of the adapter is accounted for."""
+    own = {id(p): adapter.keys[name] for name, p in model.named_parameters() if name in adapter.keys}
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    # peft also saves the weight of an embedding that has an adapter.
+    base_weights = {f"{PEFT_PREFIX}{name}": p for name, p in parameters.items() if id(p) not in own}
+    saved_too = {key: p for key, p in base_weights.items() if key in headers and headers[key].shape == tuple(p.shape)}
+    check_saved_adapter({k: h for k, h in headers.items() if k not in saved_too}, model, adapter, file, str(base))
+    replacing = own | {id(p): key for key, p in saved_too.items()}
+    replaced = {
+        checkpoint_key(name): replacing[id(p)]
+        for name, p in parameters.items()
+        if id(p) in replacing and not is_adapter_weight(name)
+    }
+    layers = {}
+    for name, module in model.named_modules():
+        if isinstance(module, LoraLayer):
+            layer = module.get_base_layer()
+            if not isinstance(layer, (nn.Linear, Conv1D, nn.Embedding)):
+                raise UserError(f"{file}: {name} is a {type(layer).__name__}, whose adapters are not merged here.")
+            layers[checkpoint_key(f"{name}.base_layer.weight")] = (name, module)
+    return {name: _Change(replaced.get(name), layers.get(name)) for name in {**replaced, **layers}}
+
+
+def _header(merge: _Merge, name: str, save_dtype: torch.dtype | None) -> TensorHeader:
+    stored = merge.base.tensors[merge.made_of[name]]
+    return TensorHeader(stored.shape, save_dtype if save_dtype and stored.dtype.is_floating_point else stored.dtype)
+
+
+def _check_space(folder: Path, needed: int) -> None:
+    existing = next(parent for parent in folder.absolute().parents if parent.exists())
+    free = shutil.disk_usage(existing).free
+    if free < needed:
+        raise RunFailure(
+            f"{folder}: the merged model needs {needed / 2**30:.2f} GiB, and {free / 2**30:.2f} GiB are free there."
+        )
+
+
+def _write_settings(folder: Path, base: Path, adapter: Path, save_dtype: torch.dtype | None, is_untied: bool) -> None:
+    """config.json as the base has it, with what is new; the tokenizer trained with, or else the base's."""
+    settings = _read_json(base / "config.json")
+    if save_dtype is not None:
+        for key in {"dtype", "torch_dtype"} & settings.keys() or {"dtype"}:
+            settings[key] = str(save_dtype).removeprefix("torch.")
+    if is_untied:
+        settings["tie_word_embeddings"] = False
+    (folder / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
+    tokenizer = adapter if any(adapter.glob("tokenizer*")) else base
+    for source, patterns in ((base, CARRIED_OVER), (tokenizer, TOKENIZER_FILES)):
+        for pattern in patterns:
+            for file in source.glob(pattern):
+                target = folder / file.relative_to(source)
+                target.parent.mkdir(exist_ok=True)
+                shutil.copy(file, target)
+
+
+def foreign_entries(folder: Path) -> list[str]:
+    """What a folder holds beside the files of a model."""
+    known = [pattern.partition("/")[0] for pattern in MODEL_FILES]
+    return sorted(
+        entry.name for entry in folder.iterdir() if not any(fnmatch.fnmatch(entry.name, name) for name in known)
+    )

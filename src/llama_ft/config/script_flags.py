@@ -1,0 +1,53 @@
+"""Flags of the recipes that have only a few of their own: as strict as the training recipe's, told in the same way."""
+
+import argparse
+from typing import NoReturn
+
+from llama_ft.config.wording import nearest
+from llama_ft.errors import UserError
+
+
+class ScriptFlags(argparse.ArgumentParser):
+    """An ArgumentParser that takes whole names only, with - or _ between words, each once, and tells the nearest name.
+
+    Args:
+        description: what the script does; its first paragraph is shown.
+    """
+
+    def __init__(self, description: str) -> None:
+        super().__init__(description=description.partition("\n\n")[0], allow_abbrev=False)
+
+    def read(self, argv: list[str]) -> argparse.Namespace:
+        """The flags of `argv`.
+
+        Raises:
+            UserError: one message for every word that is not understood.
+            SystemExit: 0 after --help.
+        """
+        words = [_underscored(word) for word in argv]
+        flags = [word.partition("=")[0] for word in words if word.startswith("--")]
+        twice = [f"{flag}: given twice." for flag in dict.fromkeys(flags) if flags.count(flag) > 1]
+        known = {name.removeprefix("--") for name in self._option_string_actions if name.startswith("--")}
+        mistakes = twice + [_unknown(flag, known) for flag in dict.fromkeys(flags) if flag[2:] not in known]
+        options, strays = argparse.Namespace(), list[str]()
+        try:
+            options, strays = self.parse_known_args(words)
+        except UserError as error:
+            mistakes += error.messages
+        if mistakes or strays:
+            raise UserError(*(mistakes or [f'"{word}" stands alone: a value follows its flag.' for word in strays]))
+        return options
+
+    def error(self, message: str) -> NoReturn:
+        """What argparse itself finds wrong, such as a flag without its value."""
+        raise UserError(message.removeprefix("argument ") + ".")
+
+
+def _unknown(flag: str, known: set[str]) -> str:
+    meant = nearest(flag[2:], known)
+    return f"{flag} is not a flag. " + (f"Did you mean --{meant}?" if meant else "--help lists them all.")
+
+
+def _underscored(word: str) -> str:
+    flag, equals, value = word.partition("=")
+    return flag[:2] + flag[2:].replace("-", "_") + equals + value if word.startswith("--") else word
