@@ -21,7 +21,7 @@ from llama_ft.config.sections import DataConfig
 from llama_ft.errors import UserError
 
 README = (REPOSITORY / "README.md").read_text()
-OTHERS_FLAGS = re.compile(r"nnodes|nproc_per_node|rdzv_|logdir|help$|config$|no_|quantization$")
+OTHERS_FLAGS = re.compile(r"nnodes|nproc_per_node|rdzv_|logdir|help$|config$|no_|quantization$|adapter$|base_model$")
 ALL_REFUSED = README.partition("| not built yet: refused with a message")[2].partition("\n\n")[0]
 EXAMPLE_OF_MISTAKES = "$ python recipes/finetuning.py "
 MINE, BAD = Path("configs/mine.yaml"), Path("configs/bad.yaml")
@@ -78,7 +78,7 @@ def test_every_command_of_the_recipe_loads(flags: list[str], mine: None) -> None
 
 
 def test_every_flag_named_is_one() -> None:
-    named = {flag for code in inline_code() for flag in re.findall(r"--([A-Za-z_.]+)", code)}
+    named = {flag for code in inline_code() for flag in re.findall(r"--([A-Za-z0-9_.]+)", code)}
     unknown = [flag for flag in sorted(named) if known(flag) is None and not OTHERS_FLAGS.match(flag)]
     assert len(named) > 40
     assert not unknown

@@ -148,6 +148,7 @@ def test_each_slip_on_the_command_line_has_its_message(mistakes, line: str, mess
         ("--fsdp_activation_checkpointing", "activation_checkpointing full"),
         ("--use_profiler", "not built yet"),
         ("--flop_counter", "not built yet"),
+        ("--use_double_quant", "scales are kept in fp32"),
         ("--custom_dataset.file mine.py", "path/to/file.py:function"),
     ],
 )

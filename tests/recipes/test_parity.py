@@ -73,8 +73,27 @@ def wide_model(save_model: Callable[..., Path], tmp_path_factory: pytest.TempPat
 
 
 @pytest.fixture(scope="module")
+def stored_model(wide_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same, quantized twice over and saved by transformers."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+
+    settings = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+    folder = tmp_path_factory.mktemp("stored")
+    model = AutoModelForCausalLM.from_pretrained(wide_model, dtype=torch.float32, quantization_config=settings)
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(wide_model).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
 def references(
-    tiny_model: Path, tied_model: Path, wide_model: Path, rows: Path, lora_start: Path, wide_lora_start: Path
+    tiny_model: Path,
+    tied_model: Path,
+    wide_model: Path,
+    stored_model: Path,
+    rows: Path,
+    lora_start: Path,
+    wide_lora_start: Path,
 ) -> dict[str, list[float]]:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
@@ -82,10 +101,9 @@ def references(
     def base(folder: Path) -> torch.nn.Module:
         return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
-    def quantized(dtype: torch.dtype, **settings: Any) -> list[float]:
-        model = AutoModelForCausalLM.from_pretrained(
-            wide_model, dtype=dtype, quantization_config=BitsAndBytesConfig(**settings)
-        )
+    def quantized(dtype: torch.dtype, folder: Path = wide_model, **settings: Any) -> list[float]:
+        asked = {"quantization_config": BitsAndBytesConfig(**settings)} if settings else {}  # None would mean none
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **asked)
         return reference_losses(
             PeftModel.from_pretrained(model, wide_lora_start, is_trainable=True).train(), rows, full=False
         )
@@ -100,6 +118,7 @@ def references(
         ),
         "8bit": quantized(torch.float32, load_in_8bit=True),
         "nf4": quantized(torch.float32, **nf4, bnb_4bit_compute_dtype=torch.float32),
+        "stored": quantized(torch.float32, stored_model),
         "8bit bf16": quantized(torch.bfloat16, load_in_8bit=True),
         "nf4 bf16": quantized(torch.bfloat16, **nf4, bnb_4bit_compute_dtype=torch.bfloat16),
     }
@@ -167,6 +186,7 @@ def cases_of(world_size: int, lora_start: Path, wide_lora_start: Path) -> dict[s
             "layers recomputed": ("full", [*full, *RECOMPUTED, *batch(4)]),
             "products kept": ("full", [*full, *SELECTIVE, *batch(4)]),
             "products kept, lora": ("lora", [*FSDP, *SELECTIVE, *fp32, *lora, *batch(4)]),
+            "stored in 4bit": ("stored", [*FSDP, *fp32, *wide_lora[:-1], *batch(1)]),
             "8bit, whole model each": ("8bit", [*fp32, *wide_lora, "8bit", *batch(4)]),
             "4bit, layers recomputed": ("nf4", [*FSDP, *RECOMPUTED, *fp32, *wide_lora, "4bit", *batch(4)]),
             "8bit, products kept": ("8bit", [*FSDP, *SELECTIVE, *fp32, *wide_lora, "8bit", *batch(4)]),
@@ -199,6 +219,7 @@ def launches(
     tiny_model: Path,
     tied_model: Path,
     wide_model: Path,
+    stored_model: Path,
     rows: Path,
     rows70: Path,
     lora_start: Path,
@@ -222,7 +243,8 @@ def launches(
         ]
         flags = []
         for name, (reference, own) in cases.items():
-            model = {"tied": tied_model, "full": tiny_model, "lora": tiny_model}.get(reference, wide_model)
+            others = {"tied": tied_model, "stored": stored_model, "full": tiny_model, "lora": tiny_model}
+            model = others.get(reference, wide_model)
             flags.append([*common, "--model_name", str(model), "--output_dir", str(folder / name), *own])
         batch = ["--batch_size_training", str(GLOBAL_BATCH // world_size), "--num_epochs", "2", "--precision", "fp32"]
         shuffled = ["--model_name", str(tiny_model), "--dataset", str(rows70), "--output_dir", str(folder / "shuffled")]

@@ -1,17 +1,15 @@
 """What a run leaves behind: its directory, complete checkpoints, and the result in Hugging Face format."""
 
 from llama_ft.checkpoint.export import export_adapter, export_model, save_dtype
-from llama_ft.checkpoint.merge import base_model_of, foreign_entries, merge_adapter
+from llama_ft.checkpoint.merge import merge_adapter
 from llama_ft.checkpoint.run_directory import create_run_directory
 from llama_ft.checkpoint.sharded import CheckpointWriter
 
 __all__ = [
     "CheckpointWriter",
-    "base_model_of",
     "create_run_directory",
     "export_adapter",
     "export_model",
-    "foreign_entries",
     "merge_adapter",
     "save_dtype",
 ]

@@ -8,7 +8,6 @@ differ. W is its weight [out, in], B A the adapter's product, m DoRA's magnitude
     modules_to_save   the adapter's own tensor in place of W, as for biases that were trained
 """
 
-import fnmatch
 import json
 import shutil
 from collections.abc import Iterator
@@ -27,9 +26,11 @@ from transformers.pytorch_utils import Conv1D
 from llama_ft.checkpoint.export import CARRIED_OVER, written_aside
 from llama_ft.checkpoint.safetensors_file import SafetensorsFile, TensorHeader, split_into_files, write_index
 from llama_ft.config import ModelConfig
+from llama_ft.config.output_dir import TOKENIZER_PATTERNS
 from llama_ft.errors import RunFailure, UserError
 from llama_ft.models import Adapter, build_skeleton, load_model_config
 from llama_ft.models.conversion import ConvertedSource
+from llama_ft.models.loader import BLOCK_ELEMENTS
 from llama_ft.models.lora import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
@@ -44,12 +45,6 @@ from llama_ft.models.materialize import account_for
 from llama_ft.models.source import SafetensorsSource, StoredTensor, WeightSource, open_weights
 from llama_ft.runtime import log
 
-BLOCK_ELEMENTS = 2**21  # 8 MiB of fp32 rows at a time
-TOKENIZER_FILES = (
-    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template.*", "additional_chat_templates/*",
-    "vocab.*", "merges.txt", "*.model", "*.tiktoken",
-)  # fmt: skip
-MODEL_FILES = ("config.json", "model*.safetensors", "model.safetensors.index.json", *CARRIED_OVER, *TOKENIZER_FILES)
 # What an adapter_config.json may set. Anything else that is not left at its default is not merged here.
 UNDERSTOOD = {
     "alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "exclude_modules", "fan_in_fan_out",
@@ -143,28 +138,6 @@ class _Merge:
             return _LowRank(a.T, b.T, None)
         magnitude = f"{name}.lora_magnitude_vector.default.weight"
         return _LowRank(b, a, read(magnitude.removeprefix(f"{name}.")) if magnitude in self.keys else None)
-
-
-def base_model_of(adapter: Path) -> str:
-    """The model that an adapter says it was trained beside: a folder or hub name.
-
-    Raises:
-        UserError: it does not say, or names a folder that is not there.
-    """
-    settings = _read_json(adapter / ADAPTER_CONFIG)
-    name, revision = settings.get("base_model_name_or_path"), settings.get("revision")
-    if not name:
-        raise UserError(f"{adapter / ADAPTER_CONFIG}: names no base model. --base_model says what it was trained on.")
-    if Path(name).is_absolute() and not Path(name).is_dir():
-        raise UserError(
-            f"{adapter / ADAPTER_CONFIG}: its base model {name} is not there.\n--base_model says where it is now."
-        )
-    if revision not in (None, "main") and not Path(name).is_dir():
-        raise UserError(
-            f"{adapter / ADAPTER_CONFIG}: trained on revision {revision} of {name}.\nDownload that one, and name its "
-            "folder with --base_model."
-        )
-    return str(name)
 
 
 def merge_adapter(
@@ -349,17 +322,9 @@ def _write_settings(folder: Path, base: Path, adapter: Path, save_dtype: torch.d
         settings["tie_word_embeddings"] = False
     (folder / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
     tokenizer = adapter if any(adapter.glob("tokenizer*")) else base
-    for source, patterns in ((base, CARRIED_OVER), (tokenizer, TOKENIZER_FILES)):
+    for source, patterns in ((base, CARRIED_OVER), (tokenizer, TOKENIZER_PATTERNS)):
         for pattern in patterns:
             for file in source.glob(pattern):
                 target = folder / file.relative_to(source)
                 target.parent.mkdir(exist_ok=True)
                 shutil.copy(file, target)
-
-
-def foreign_entries(folder: Path) -> list[str]:
-    """What a folder holds beside the files of a model."""
-    known = [pattern.partition("/")[0] for pattern in MODEL_FILES]
-    return sorted(
-        entry.name for entry in folder.iterdir() if not any(fnmatch.fnmatch(entry.name, name) for name in known)
-    )

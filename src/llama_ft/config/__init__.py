@@ -5,8 +5,8 @@ Nothing here imports torch: `--help` and every mistake answer within a second.
 
 from llama_ft.config.command_line import exit_with, parse_command_line
 from llama_ft.config.load import load, load_recipe
-from llama_ft.config.output_dir import not_writable, run_entries
-from llama_ft.config.paths import adapter_complaint, model_complaint
+from llama_ft.config.output_dir import model_dir_complaint, run_entries
+from llama_ft.config.paths import adapter_complaint, base_model_of, model_complaint
 from llama_ft.config.resolved import differences, to_yaml
 from llama_ft.config.rules import as_fraction, check_device, check_rules, parse_size
 from llama_ft.config.script_flags import ScriptFlags
@@ -35,6 +35,7 @@ __all__ = [
     "TrainConfig",
     "adapter_complaint",
     "as_fraction",
+    "base_model_of",
     "check_device",
     "check_rules",
     "differences",
@@ -42,7 +43,7 @@ __all__ = [
     "load",
     "load_recipe",
     "model_complaint",
-    "not_writable",
+    "model_dir_complaint",
     "parse_command_line",
     "parse_size",
     "run_entries",

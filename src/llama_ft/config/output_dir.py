@@ -3,6 +3,7 @@
 import os
 import tempfile
 from collections.abc import Mapping
+from fnmatch import fnmatch
 from pathlib import Path
 
 # What a run writes into its directory, and so all that --overwrite may delete.
@@ -19,6 +20,15 @@ RUN_ENTRIES = (
 # What tells a run's directory from another one that happens to hold a model/ or a config.yaml.
 RUN_SIGNS = ("status.json", "metrics.jsonl", "checkpoints/step-*")
 DEFAULT_PARENT = Path("output")
+TOKENIZER_PATTERNS = (
+    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template.*", "additional_chat_templates/*",
+    "vocab.*", "merges.txt", "*.model", "*.tiktoken",
+)  # fmt: skip
+# All that a merged model's folder holds, and so all that --overwrite may delete there.
+MODEL_PATTERNS = (
+    "config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json", "*.py",
+    "additional_chat_templates", *TOKENIZER_PATTERNS,
+)  # fmt: skip
 
 
 def run_entries(directory: Path) -> list[Path]:
@@ -48,7 +58,7 @@ def output_dir_complaint(directory: str | None, overwrite: bool, inputs: Mapping
     if os.environ.get("RANK", "0") != "0":
         return None
     path = DEFAULT_PARENT if directory is None else Path(directory).expanduser()
-    obstacle = not_writable(path)
+    obstacle = _not_writable(path)
     if obstacle or directory is None or not path.exists():
         return obstacle
     held = [entry for entry in RUN_ENTRIES if (path / entry).exists()]
@@ -62,6 +72,20 @@ def output_dir_complaint(directory: str | None, overwrite: bool, inputs: Mapping
     return _deleted_input(run_entries(path), inputs)
 
 
+def model_dir_complaint(directory: str, overwrite: bool, inputs: Mapping[str, str | None]) -> str | None:
+    """Say why a model cannot be written into directory, a folder of its own. Arguments and result as above."""
+    path = Path(directory).expanduser()
+    obstacle = _not_writable(path)
+    if obstacle or not path.exists() or not any(path.iterdir()):
+        return obstacle
+    others = [e.name for e in sorted(path.iterdir()) if not any(fnmatch(e.name, known) for known in MODEL_PATTERNS)]
+    if others:
+        return f"holds more than a model ({', '.join(others[:5])}). Choose another output_dir."
+    if not overwrite:
+        return "already holds a model. Choose another output_dir, or replace that model with --overwrite."
+    return _deleted_input([path], inputs)
+
+
 def _deleted_input(entries: list[Path], inputs: Mapping[str, str | None]) -> str | None:
     for name, value in inputs.items():
         source = Path(value.rpartition(".py:")[0] or value).expanduser().resolve() if value else None
@@ -71,7 +95,7 @@ def _deleted_input(entries: list[Path], inputs: Mapping[str, str | None]) -> str
     return None
 
 
-def not_writable(path: Path) -> str | None:
+def _not_writable(path: Path) -> str | None:
     """Say why nothing can be written to path.
 
     Tries the nearest folder that exists: permission bits say yes to root even where nothing can be written.

@@ -1,5 +1,6 @@
 """Check the files and folders a configuration names, without torch, before anything slow begins."""
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from llama_ft.config.output_dir import output_dir_complaint
 from llama_ft.config.python_file import python_function_complaint
 from llama_ft.config.rules import as_fraction
 from llama_ft.config.wording import nearest_file, subject
+from llama_ft.errors import UserError
 
 BUILT_IN_MODELS = ("demo",)
 BUILT_IN_DATASETS = ("demo",)
@@ -112,6 +114,28 @@ def adapter_complaint(name: str) -> str | None:
         )
         return f"holds no adapter_model.safetensors.{hint}"
     return None
+
+
+def base_model_of(adapter: str) -> str:
+    """The model that a saved adapter says it was trained beside: a folder or hub name.
+
+    Raises:
+        UserError: it does not say, or means a revision of its own.
+    """
+    file = Path(adapter).expanduser() / "adapter_config.json"
+    try:
+        settings = json.loads(file.read_text())
+        name, revision = settings["base_model_name_or_path"], settings.get("revision")
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise UserError(f"{file}: cannot be read as an adapter's settings ({error}).") from error
+    if not name:
+        raise UserError(f"{file}: names no base model.\n--base_model says what the adapter was trained on.")
+    if revision not in (None, "main") and not looks_local(name):
+        raise UserError(
+            f"{file}: trained on revision {revision} of {name}.\nDownload that one, and name its folder with "
+            "--base_model."
+        )
+    return str(name)
 
 
 def _below(folder: Path, file: str) -> str:
