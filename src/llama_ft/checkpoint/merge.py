@@ -168,7 +168,8 @@ def merge_adapter(
     needed = sum(header.nbytes for entry in entries for header in entry.values())
     _check_space(folder, needed)
     changed = f"{len(merge.changes)} of {len(entries)} tensors change"
-    log.info(f"Merging {adapter} into {base}: {changed}, {needed / 2**30:.2f} GiB in {len(files)} files")
+    size = f"{needed / 2**20:,.1f} MiB in {len(files)} file{'s' if len(files) > 1 else ''}"
+    log.info(f"Merging {adapter} into {base}: {changed}, {size}")
     if merge.is_untied:
         log.info("Embedding and head, which were one tensor, are two now: tie_word_embeddings becomes false.")
     with written_aside(folder, "Nothing is left of it.") as aside:
