@@ -1,6 +1,7 @@
 """What a run leaves behind loads in plain transformers and peft, and gives the logits of the trained model."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,16 @@ WORLD_SIZE = 3  # 32 rows over 3 ranks are 11, 11 and 10; 6 rows of an adapter 2
 @pytest.fixture(scope="module")
 def results(tiny_model: Path, tied_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a finished case in each folder below it."""
+    from transformers import AutoModelForCausalLM
+
+    half = tmp_path_factory.mktemp("half")
+    shutil.copytree(tiny_model, half, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors*"))
+    AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.bfloat16).save_pretrained(half)
     untied = {"model": str(tiny_model), "peft": {}, "dtype": None}
     cases: dict[str, dict[str, Any]] = {
         "full": untied,
         "bf16": {**untied, "dtype": "bfloat16"},
+        "half": {**untied, "model": str(half)},
         "tied": {**untied, "model": str(tied_model)},
         "lora": {**untied, "peft": LORA},
         "dora": {**untied, "peft": {**LORA, "use_dora": True, "bias": "lora_only"}},
@@ -57,11 +64,14 @@ def test_a_full_model_is_split_at_max_shard_size_with_an_index(results: Path) ->
     assert all(file.stat().st_size < 62_000 for file in files)
 
 
-def test_save_dtype_converts_every_tensor(results: Path) -> None:
+@pytest.mark.parametrize("case", ["bf16", "half"])
+def test_a_result_in_16_bits_by_save_dtype_or_by_the_checkpoints_own_reloads_in_16_bits(
+    results: Path, case: str
+) -> None:
     from transformers import AutoModelForCausalLM
 
-    saved = torch.load(results / "bf16" / "logits.pt", weights_only=True)
-    model = AutoModelForCausalLM.from_pretrained(results / "bf16" / "model")
+    saved = torch.load(results / case / "logits.pt", weights_only=True)
+    model = AutoModelForCausalLM.from_pretrained(results / case / "model")
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     assert (logits_of(model, saved) - saved["logits"]).abs().max() < 0.1
 

@@ -3,6 +3,7 @@
 import copy
 import os
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -60,7 +61,10 @@ def export_model(
         _write_weights(aside, tensors, dtypes, groups, max_shard_bytes, runtime)
         if runtime.is_main:
             config: PretrainedConfig = copy.deepcopy(model.config)
-            config.dtype = save_dtype or model.config.dtype
+            sizes = Counter[torch.dtype]()
+            for name, tensor in tensors.items():
+                sizes[dtypes[name]] += tensor.numel()
+            config.dtype = sizes.most_common(1)[0][0]  # what it loads as by itself; the skeleton's says nothing
             config.save_pretrained(aside)
             tokenizer.save_pretrained(aside)
             for pattern in CARRIED_OVER:

@@ -12,6 +12,7 @@ import torch
 from bitsandbytes.functional import QuantState, dequantize_4bit
 
 from llama_ft.errors import UserError
+from llama_ft.models.quantized import FourBit
 from llama_ft.models.source import StoredTensor, WeightSource
 
 FOUR_BIT_PARTS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map", "quant_state.")
@@ -56,7 +57,7 @@ def read_8bit(source: WeightSource, key: str, start: int, stop: int) -> tuple[to
 
 
 def read_4bit(
-    source: WeightSource, key: str, in_features: int, start: int, stop: int
+    source: WeightSource, key: str, in_features: int, scheme: FourBit, start: int, stop: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows [start, stop), which must be whole blocks: weight uint8 [n, in / 2] and scale, the bits of fp32
     [n, in / block size]."""
@@ -64,7 +65,12 @@ def read_4bit(
     a_row = in_features // 2 // itemsize
     weight = source.read_rows(key, start * a_row, stop * a_row).contiguous().view(torch.uint8)
     state = _state(source, key)
-    blocks = in_features // state["blocksize"]
+    if (state["quant_type"], state["blocksize"]) != (scheme.quant_type, scheme.block_size):
+        raise UserError(
+            f"{source.tensors[key].file}: {key} is stored in {state['quant_type']}, blocks of {state['blocksize']}; "
+            f"config.json says\n{scheme.name}. Use the original model, with --quantization 4bit."
+        )
+    blocks = in_features // scheme.block_size
     first, last = start * blocks, stop * blocks
     scale = source.read_rows(f"{key}.absmax", first, last)
     if "nested_blocksize" in state:

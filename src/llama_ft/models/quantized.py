@@ -57,7 +57,7 @@ class Int8:
 
     def quantize(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Float rows [n, in] -> weight and scale; through fp16, as bitsandbytes does."""
-        weight, scale, _ = OPS.int8_vectorwise_quant(rows.to(torch.float16))
+        weight, scale, _ = OPS.int8_vectorwise_quant(rows.to(torch.float16).contiguous())
         return weight, scale.view(torch.int32)
 
     def dequantize(self, weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -70,7 +70,8 @@ class Int8:
         if inputs.device.type != "cuda":
             return functional.linear(inputs, self.dequantize(weight, scale, inputs.dtype))
         flat, scale = inputs.reshape(-1, inputs.shape[-1]), scale.view(torch.float32)
-        quantized, input_scale, outliers = OPS.int8_vectorwise_quant(flat.to(torch.float16), threshold=self.threshold)
+        halves = flat.to(torch.float16).contiguous()  # the CUDA kernel reads them as if they were
+        quantized, input_scale, outliers = OPS.int8_vectorwise_quant(halves, threshold=self.threshold)
         if self.threshold > 0:
             output, _ = OPS.int8_mixed_scaled_mm(flat, quantized, weight, input_scale, scale, outliers)
         else:
@@ -148,6 +149,8 @@ class _FrozenMatmul(torch.autograd.Function):
     def forward(ctx: Any, inputs: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, scheme: Scheme) -> Any:
         ctx.save_for_backward(weight, scale)
         ctx.scheme = scheme
+        if inputs.numel() == 0:  # an expert without tokens; the CUDA kernels refuse it
+            return inputs.new_empty(*inputs.shape[:-1], weight.shape[0])
         return scheme.matmul(inputs, weight, scale)
 
     @staticmethod

@@ -227,6 +227,8 @@ def _set_threads(local_world_size: int) -> None:
 def _silence_libraries(rank: int) -> None:
     """Keep what users cannot act on off the screen; rank 0 keeps warnings, the others say nothing twice."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # forking after its threads started prints a warning
+    # NCCL's word on single sends, which is how weights are handed out and collected.
+    os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()

@@ -20,11 +20,13 @@ def zeros_for(
     if not isinstance(parameter, DTensor):
         return torch.zeros(shape, dtype=dtype, device=own.device)
     rows = shape[0] if replicated else own.shape[0]
-    zeros = torch.zeros((rows, *shape[1:]), dtype=dtype, device=own.device)
+    empty = torch.empty((rows, *shape[1:]), dtype=dtype, device="meta")
     mesh = parameter.device_mesh
     placements: tuple[Placement, ...] = (Replicate(),) * mesh.ndim if replicated else parameter.placements
     stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(zeros, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
+    laid_out = DTensor.from_local(empty, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
+    # Given storage only now: from_local would move it to the mesh's device, and offloaded weights are not there.
+    return torch.zeros_like(laid_out, device=own.device)
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
