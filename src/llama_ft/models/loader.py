@@ -16,7 +16,7 @@ import torch.distributed as dist
 from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.models.conversion import open_source
-from llama_ft.models.shards import ShardGroup, row_ranges
+from llama_ft.models.shards import ShardGroup, row_ranges, wait_for_device
 from llama_ft.models.source import SafetensorsSource, StoredTensor, WeightSource
 
 BLOCK_ELEMENTS = 2**23  # copying 550 M weights took 0.1 s in blocks of 2**22 to 2**24, 0.1 to 1.1 s in 2**19
@@ -110,6 +110,7 @@ class Loader:
                 rows = shard[first - start : last - start]
                 received = rows if rows.dtype == wire else torch.empty_like(rows, dtype=wire)
                 dist.recv(received, src=0)
+                wait_for_device(received)
                 if received is not rows:
                     rows.copy_(received)
 

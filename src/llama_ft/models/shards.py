@@ -25,6 +25,13 @@ def local_shard(parameter: torch.Tensor) -> torch.Tensor:
     return data.to_local() if isinstance(data, DTensor) else data
 
 
+def wait_for_device(tensor: torch.Tensor) -> None:
+    """Let NCCL finish with `tensor`: it counts its time-out from when a transfer was queued, and a rank that does not
+    wait could queue a whole model's."""
+    if tensor.device.type == "cuda":
+        torch.cuda.current_stream(tensor.device).synchronize()
+
+
 class ShardGroup:
     """The ranks that together hold the copy of the model rank 0 belongs to, and this rank's place.
 
@@ -57,7 +64,9 @@ class ShardGroup:
             return
         if self.index != 0:
             if shard.numel():
-                dist.send(shard.to(dtype).contiguous(), dst=0)
+                sent = shard.to(dtype).contiguous()
+                dist.send(sent, dst=0)
+                wait_for_device(sent)
             return
         if shard.numel():
             yield shard.to(dtype).cpu()

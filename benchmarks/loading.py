@@ -1,0 +1,312 @@
+"""How long loading a model takes and what memory it holds meanwhile, beside transformers' and accelerate's own ways.
+
+    python benchmarks/loading.py
+
+One row per number of ranks, way of loading and target, measured in turns with a single process that calls
+`from_pretrained(dtype=bfloat16)` and then clones every parameter (the call alone only maps the files): `x` is the
+median of the ratios to it. `peak` is what a rank holds at most above its level after imports and process-group start:
+anonymous host memory, read from outside (RssAnon in /proc/<pid>/status), or on CUDA, in rows of their own, device
+memory. The bound is
+
+    own shards + 1.5 x the largest tensor in its target dtype + 64 MiB     rank 0 of scatter
+    own shards + 1.0 x the largest tensor's slice             + 64 MiB     every other rank
+
+and on CUDA the shards do not count in host memory. Weights are in the page cache. `verdict` is about these bounds and,
+for slices and scatter in bf16, about 1.2 and 2 times the baseline.
+"""
+
+import argparse
+import contextlib
+import importlib.util
+import multiprocessing
+import os
+import re
+import socket
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Literal, get_args
+
+SOURCES = str(Path(__file__).resolve().parent.parent / "src")
+sys.path.insert(0, SOURCES)
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM  # noqa: E402
+from transformers.modeling_utils import PreTrainedModel  # noqa: E402
+
+from llama_ft import models, observe, runtime  # noqa: E402
+from llama_ft.config import FSDPConfig, ModelConfig, PeftConfig, QuantizationConfig  # noqa: E402
+from llama_ft.models.shards import local_shard  # noqa: E402
+from llama_ft.runtime import Runtime  # noqa: E402
+
+MIB = 2**20
+SAMPLE_SECONDS = 0.003
+LORA = PeftConfig(use_peft=True, target_modules="all-linear")
+TARGETS: dict[str, tuple[str, PeftConfig, QuantizationConfig]] = {
+    "bf16": ("bf16_pure", PeftConfig(), QuantizationConfig()),
+    "fp32": ("bf16_mixed", PeftConfig(), QuantizationConfig()),
+    "8bit": ("bf16_mixed", LORA, QuantizationConfig(mode="8bit")),
+    "4bit": ("bf16_mixed", LORA, QuantizationConfig(mode="4bit")),
+}
+Device = Literal["auto", "cuda", "cpu"]
+LIMITS = {"slices": 1.2, "scatter": 2.0}  # times the baseline, in bf16
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of the table."""
+
+    ranks: int
+    way: str  # slices, scatter, accelerate, from_pretrained
+    target: str
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What one rank says after loading; sizes in bytes. `largest` is the largest tensor, whole, in its target dtype,
+    and `slice` this rank's part of it."""
+
+    seconds: float
+    shards: int
+    largest: int
+    slice: int
+    device_peak: int | None
+
+
+@dataclass
+class Result:
+    """Seconds of every turn, and the turn with the highest peak in host and device memory, per rank."""
+
+    seconds: list[float] = field(default_factory=list)
+    ranks: list[Loaded] = field(default_factory=list)
+    host_peaks: list[int] = field(default_factory=list)
+    device_peaks: list[int] = field(default_factory=list)
+
+
+def load(folder: Path, case: Case, job: Runtime) -> PreTrainedModel:
+    """Skeleton, shards, weights: the steps of build_model in recipes/finetuning.py."""
+    precision_name, peft, settings = TARGETS[case.target]
+    precision = runtime.PRECISIONS[precision_name]
+    model = models.build_skeleton(models.load_model_config(folder, False), ModelConfig(model_name=str(folder)))
+    if quantization := models.choose_quantization(settings, model.config, peft.use_peft):
+        models.quantize_linears(model, quantization)
+    adapter = models.inject_lora(model, peft, str(folder)) if peft.use_peft else None
+    models.set_storage_dtypes(model, precision)
+    models.shard(model, job.mesh, FSDPConfig(enable_fsdp=True), precision)
+    group, scatter = models.ShardGroup(job.mesh), case.way == "scatter"
+    models.materialize(
+        model, folder, group, job.device, job.storage_device, scatter, adapter, peft, 0, precision.frozen
+    )
+    return model
+
+
+def load_with_accelerate(folder: Path, case: Case, job: Runtime) -> PreTrainedModel:
+    """cpu_ram_efficient_loading: rank 0 loads the model, the others are to have it on the meta device, and
+    fsdp2_prepare_model, which Accelerator.prepare calls, shards it and sends it out."""
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin  # type: ignore[import-untyped]
+    from accelerate.utils.fsdp_utils import fsdp2_prepare_model  # type: ignore[import-untyped]
+
+    warnings.simplefilter("ignore")  # about OMP_NUM_THREADS
+    os.environ |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, cpu_ram_efficient_loading=True, auto_wrap_policy="transformer_based_wrap"
+    )
+    accelerator = Accelerator(cpu=job.device.type == "cpu", fsdp_plugin=plugin)
+    accelerator.state.fsdp_plugin = plugin  # on the CPU it would run DDP instead
+    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[case.target]
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    return fsdp2_prepare_model(accelerator, model)
+
+
+def load_and_clone(folder: Path, case: Case, job: Runtime) -> PreTrainedModel:
+    """The baseline."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(device=job.device, copy=True)
+    return model
+
+
+WAYS: dict[str, Callable[[Path, Case, Runtime], PreTrainedModel]] = {
+    "slices": load,
+    "scatter": load,
+    "accelerate": load_with_accelerate,
+    "from_pretrained": load_and_clone,
+}
+BASELINE = Case(1, "from_pretrained", "bf16")
+
+
+def worker(rank: int, case: Case, folder: Path, device: Device, port: int, pipe: Connection) -> None:
+    """One rank, in a process of its own: says that it is ready, loads when told to, says how it went."""
+    os.environ |= {name: str(rank) for name in ("RANK", "LOCAL_RANK")}
+    os.environ |= {name: str(case.ranks) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    with runtime.start(device, "world") as job:
+        dist.all_reduce(torch.zeros(1, device=job.device))  # connects the ranks
+        observe.reset_peaks(job.device)
+        pipe.send("ready")
+        pipe.recv()
+        dist.barrier()
+        started = time.perf_counter()
+        model = WAYS[case.way](folder, case, job)
+        if job.device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - started
+        shards = [local_shard(parameter) for parameter in model.parameters()]
+        whole = [parameter.numel() * parameter.itemsize for parameter in model.parameters()]
+        sizes = [shard.nbytes for shard in shards]
+        peak = observe.device_peak_bytes(job.device)
+        pipe.send(Loaded(seconds, sum(sizes), max(whole), max(sizes), peak))
+        pipe.recv()
+
+
+def preload() -> None:
+    """Have ranks forked from a server that has imported the libraries: 0.2 s each instead of 8."""
+    os.environ["PYTHONPATH"] = SOURCES
+    libraries = ["transformers.models.llama.modeling_llama", "llama_ft.models", "accelerate.utils.fsdp_utils"]
+    multiprocessing.get_context("forkserver").set_forkserver_preload(libraries)
+
+
+def measure(case: Case, folder: Path, device: Device, result: Result) -> None:
+    """One turn of one case: starts its ranks, and watches their memory while they load."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    context = multiprocessing.get_context("forkserver")
+    pipes, processes = [], []
+    for rank in range(case.ranks):
+        ours, theirs = context.Pipe()
+        process = context.Process(target=worker, args=(rank, case, folder, device, port, theirs), daemon=True)
+        process.start()
+        theirs.close()
+        pipes.append(ours)
+        processes.append(process)
+    for pipe in pipes:
+        pipe.recv()
+    levels = [anonymous_bytes(process.pid) for process in processes]
+    peaks = list(levels)
+    for pipe in pipes:
+        pipe.send("go")
+    waiting = list(pipes)
+    while waiting:
+        peaks = [max(peak, anonymous_bytes(process.pid)) for peak, process in zip(peaks, processes, strict=True)]
+        ready = wait(waiting, timeout=SAMPLE_SECONDS)
+        waiting = [pipe for pipe in waiting if pipe not in ready]
+    ranks: list[Loaded] = [pipe.recv() for pipe in pipes]
+    for pipe in pipes:
+        pipe.send("end")
+    for process in processes:
+        process.join()
+    result.seconds.append(max(rank.seconds for rank in ranks))
+    result.ranks = ranks
+    host = [peak - level for peak, level in zip(peaks, levels, strict=True)]
+    on_device = [rank.device_peak for rank in ranks if rank.device_peak is not None]
+    result.host_peaks = [max(pair) for pair in zip(host, result.host_peaks or host, strict=True)]
+    result.device_peaks = [max(pair) for pair in zip(on_device, result.device_peaks or on_device, strict=True)]
+
+
+def anonymous_bytes(pid: int | None) -> int:
+    """Resident memory of a process that no file stands behind."""
+    found = re.search(r"^RssAnon:\s+(\d+) kB$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    return int(found.group(1)) * 1024 if found else 0
+
+
+def bounds(case: Case, ranks: list[Loaded], shards_count: bool) -> list[int]:
+    """What each rank may hold, in bytes."""
+    return [
+        (loaded.shards if shards_count else 0)
+        + (loaded.largest * 3 // 2 if case.way == "scatter" and rank == 0 else loaded.slice)
+        + 64 * MIB
+        for rank, loaded in enumerate(ranks)
+    ]
+
+
+@contextlib.contextmanager
+def model_folder(given: str | None, millions: int) -> Iterator[Path]:
+    """The folder asked for, or a random Llama in bf16 of about so many million weights, removed at the end."""
+    if given:
+        yield Path(given)
+        return
+    layers = max(1, round((millions - 98) / 28.3))
+    config = LlamaConfig(
+        hidden_size=1536,
+        intermediate_size=4096,
+        num_attention_heads=12,
+        num_key_value_heads=12,
+        num_hidden_layers=layers,
+        vocab_size=32000,
+    )
+    with tempfile.TemporaryDirectory(prefix="loading-") as temporary:
+        torch.set_default_dtype(torch.bfloat16)
+        LlamaForCausalLM(config).save_pretrained(temporary, max_shard_size="300MB")
+        torch.set_default_dtype(torch.float32)
+        yield Path(temporary)
+
+
+def row(case: Case, result: Result, baseline: Result) -> list[tuple[str, ...]]:
+    """The table's lines of one case: host memory and, on CUDA, device memory."""
+    ratio = statistics.median(own / base for own, base in zip(result.seconds, baseline.seconds, strict=True))
+    ours = case.way in LIMITS
+    on_time = case.target != "bf16" or not ours or ratio <= LIMITS[case.way]
+    lines = []
+    for kind, peaks in (("host", result.host_peaks), ("device", result.device_peaks)):
+        if not peaks:
+            continue
+        allowed = bounds(case, result.ranks, shards_count=kind == "device" or not result.device_peaks)
+        within = all(peak <= bound for peak, bound in zip(peaks, allowed, strict=True))
+        verdict = "" if case == BASELINE else "pass" if within and on_time else "too slow" if within else "over"
+        seconds = f"{statistics.median(result.seconds):.2f}"
+        shown = ["/".join(f"{size / MIB:,.0f}" for size in sizes) for sizes in (peaks, allowed)]
+        shards = f"{result.ranks[0].shards / MIB:,.0f}"
+        lines.append((str(case.ranks), case.way, case.target, seconds, f"{ratio:.2f}", kind, shards, *shown, verdict))
+    return lines
+
+
+def print_table(lines: list[tuple[str, ...]]) -> None:
+    titles = ("ranks", "way", "target", "s", "x", "memory", "shards", "peak MiB of each rank", "bound", "verdict")
+    widths = [max(len(line[column]) for line in [titles, *lines]) for column in range(len(titles))]
+    for line in [titles, *lines]:
+        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="a model's folder instead of a random Llama")
+    parser.add_argument("--millions", type=int, default=550, help="weights of the random Llama, in millions")
+    parser.add_argument("--ranks", default="1,2,4", help="numbers of ranks; more than there are GPUs are left out")
+    parser.add_argument("--ways", default="slices,scatter,accelerate")
+    parser.add_argument("--targets", default=",".join(TARGETS))
+    parser.add_argument("--device", choices=get_args(Device), default="auto", help="auto is CUDA where there is a GPU")
+    parser.add_argument("--turns", type=int, default=3, help="how often each row is measured")
+    asked = parser.parse_args()
+    if not importlib.util.find_spec("accelerate"):
+        print("accelerate is not installed: its rows are left out")
+        asked.ways = asked.ways.replace("accelerate", "").strip(",")
+    gpus = 0 if asked.device == "cpu" else torch.cuda.device_count()
+    cases = [
+        Case(int(ranks), way, target)
+        for ranks in asked.ranks.split(",")
+        for target in asked.targets.split(",")
+        for way in asked.ways.split(",")
+        if (way != "accelerate" or target in ("bf16", "fp32"))  # it does not quantize
+        and (gpus == 0 or int(ranks) <= gpus)
+    ]
+    preload()
+    with model_folder(asked.model, asked.millions) as folder:
+        measure(BASELINE, folder, asked.device, Result())  # the files are in the page cache now
+        results = {case: Result() for case in [BASELINE, *cases]}
+        for turn in range(asked.turns):
+            for case, result in results.items():
+                measure(case, folder, asked.device, result)
+                about = f"turn {turn + 1} of {asked.turns}: {case.ranks} x {case.way}, {case.target}"
+                print(f"{about}: {result.seconds[-1]:.2f} s", file=sys.stderr)
+    print_table([line for case, result in results.items() for line in row(case, result, results[BASELINE])])
+
+
+if __name__ == "__main__":
+    main()
