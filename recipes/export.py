@@ -64,7 +64,7 @@ def _base_mistakes(options: Namespace) -> list[str]:
     """Also settle options.base_model, and options.base_place: who named it."""
     options.base_place, way_out = "--base_model", ""
     if not options.base_model:
-        options.base_place = f"{options.adapter}/adapter_config.json: base model"
+        options.base_place = f"{options.adapter}/adapter_config.json (--base_model overrides it): base model"
         way_out = "\n--base_model says what to use instead."
         try:
             options.base_model = base_model_of(options.adapter)

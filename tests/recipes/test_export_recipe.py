@@ -202,5 +202,5 @@ def test_a_recorded_base_that_has_moved_is_asked_for(adapter: Path, tmp_path: Pa
     (adapter / "adapter_config.json").write_text(json.dumps(settings))
     finished = export("--adapter", adapter, "--output_dir", tmp_path / "out")
     assert finished.exit_code == 2
-    assert "adapter_config.json: base model /gone/llama: no such folder" in finished.output
+    assert "(--base_model overrides it): base model /gone/llama: no such folder" in finished.output
     assert "--base_model says what to use instead" in finished.output

@@ -309,7 +309,7 @@ def _check_space(folder: Path, needed: int) -> None:
     free = shutil.disk_usage(existing).free
     if free < needed:
         raise RunFailure(
-            f"{folder}: the merged model needs {needed / 2**30:.2f} GiB, and {free / 2**30:.2f} GiB are free there."
+            f"{folder}: the merged model needs {needed / 2**20:,.0f} MiB, and {free / 2**20:,.0f} MiB are free there."
         )
 
 

@@ -61,6 +61,9 @@ def output_dir_complaint(directory: str | None, overwrite: bool, inputs: Mapping
     obstacle = _not_writable(path)
     if obstacle or directory is None or not path.exists():
         return obstacle
+    for name, value in inputs.items():
+        if value and Path(value).expanduser().resolve() == path.resolve():
+            return f"is what {name} reads. Choose another output_dir."
     held = [entry for entry in RUN_ENTRIES if (path / entry).exists()]
     if not held:
         return None  # other people's files may stay: a run writes beside them

@@ -198,7 +198,7 @@ class PeftConfig:
     """Folder of a saved adapter to continue from; its own settings (r, target_modules, ...) are used."""
 
     r: Count = 8
-    """Rank of the adapter matrices."""
+    """Rank of the adapter matrices. Under torchrun write --peft.r: it takes --r for a flag of its own."""
 
     lora_alpha: Annotated[float, Field(gt=0)] = 32
     """The adapter's output is scaled by lora_alpha / r."""
@@ -247,7 +247,7 @@ class QuantizationConfig:
     dequantized and no input is rounded."""
 
     skip_modules: list[str] | None = None
-    """Linear layers that are not quantized: names, ends of names or patterns; the output head when not given."""
+    """Linear layers that are not quantized, besides the output head: names, ends of names or patterns."""
 
 
 @dataclass(config=STRICT, kw_only=True)

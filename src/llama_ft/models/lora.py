@@ -59,13 +59,14 @@ def inject_lora(model: PreTrainedModel, peft: PeftConfig, base_name: str) -> Ada
 
 def inject_adapter(model: PreTrainedModel, lora: LoraConfig) -> Adapter:
     """The part of inject_lora that peft does."""
+    _check_quantized(model, lora)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # peft warns of every meta tensor it does not initialise; we do, later
             adapted = get_peft_model(model, lora, low_cpu_mem_usage=True, autocast_adapter_dtype=False)
     except (ValueError, TypeError, NotImplementedError) as error:
-        raise UserError(f"peft cannot put these adapters into this model: {error}") from error
-    _check_quantized(model, lora)
+        hint = "\n--lora_dropout 0 lets it." if "lora_dropout" in str(error) else ""
+        raise UserError(f"peft cannot put these adapters into this model: {error}{hint}") from error
     if lora.use_dora:
         _check_dora(model)
     assert isinstance(adapted, PeftModel)
@@ -155,19 +156,18 @@ def _check_pattern(pattern: str, every_name: list[str], model: PreTrainedModel) 
 
 def _check_quantized(model: PreTrainedModel, lora: LoraConfig) -> None:
     """A quantized layer can neither be trained in full nor lend its weight to DoRA."""
-    for name, module in model.named_modules():
-        if not isinstance(module, QuantizedLinear):
-            continue
-        if ".modules_to_save." in name:
+    quantized = [name for name, module in model.named_modules() if isinstance(module, QuantizedLinear)]
+    for wanted in lora.modules_to_save or ():
+        if any(f".{name}".endswith(f".{wanted}") for name in quantized):
             raise UserError(
-                f"--peft.modules_to_save: {name.partition('.modules_to_save.')[0]} is quantized, and quantized weights "
-                "cannot be trained.\n--skip_modules leaves it as it is."
+                f"--peft.modules_to_save: {wanted} is quantized, and quantized weights cannot be trained.\n"
+                f"--skip_modules {wanted} leaves it as it is."
             )
-        if lora.use_dora and name.endswith(".base_layer"):
-            raise UserError(
-                "--peft.use_dora: DoRA needs the weights themselves at every step, and they are quantized.\n"
-                "Use plain LoRA."
-            )
+    if lora.use_dora and quantized:
+        raise UserError(
+            "--peft.use_dora: DoRA needs the weights themselves at every step, and this model's are quantized.\n"
+            "Use plain LoRA."
+        )
 
 
 def _check_dora(model: PreTrainedModel) -> None:

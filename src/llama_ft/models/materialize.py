@@ -27,6 +27,7 @@ from llama_ft.models.lora import (
     row_norms,
 )
 from llama_ft.models.prequantized import (
+    complaints,
     parts_of,
     read_4bit,
     read_8bit,
@@ -133,8 +134,6 @@ def _to_quantized(
 ) -> Filling:
     """Rows quantized from `dtype` on `device` as they come, or taken as they are when the checkpoint is quantized."""
     form, scheme, in_features = stored_form(key, headers), layer.scheme, layer.in_features
-    if form != "float" and (form == "4bit") != isinstance(scheme, FourBit):
-        raise UserError(f"{headers[key].file}: {key} is stored in {form}, and config.json says {scheme.name}.")
 
     def make(source: WeightSource, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
         if form == "8bit":
@@ -184,7 +183,8 @@ def account_for(model: PreTrainedModel, headers: dict[str, StoredTensor], folder
     scales = {id(layer.scale) for layer in quantized}
     shapes = {id(parameter): tuple(parameter.shape) for parameter in model.parameters()}
     shapes |= {id(layer.weight): (layer.out_features, layer.in_features) for layer in quantized}
-    missing, reshaped, keys = [], [], {}
+    stored_schemes = {id(layer.weight): layer.scheme for layer in quantized if layer.is_stored}
+    missing, reshaped, damaged, keys = [], [], list[str](), {}
     for name, parameter in model.named_parameters():
         if is_adapter_weight(name) or id(parameter) in scales:
             continue
@@ -195,25 +195,31 @@ def account_for(model: PreTrainedModel, headers: dict[str, StoredTensor], folder
             missing.append(candidates[0])
         elif (stored := stored_shape(key, headers, shapes[id(parameter)])) != shapes[id(parameter)]:
             reshaped.append(f"{key} is {list(stored)}, config.json makes it {list(shapes[id(parameter)])}")
+        elif stored_form(key, headers) != "float" and not stored_schemes:
+            keys[name] = key
+            damaged.append(f"{key} is quantized, but config.json has no quantization_config")
         else:
             keys[name] = key
+            damaged += complaints(key, headers, shapes[id(parameter)], stored_schemes.get(id(parameter)))
     known = {checkpoint_key(name) for names in aliases.values() for name in names}
     known |= {checkpoint_key(name) for name, _ in model.named_buffers()}
     known |= {part for key in keys.values() for part in parts_of(key, headers)}
     # Llama 2's checkpoints hold each layer's rotary frequencies, which are computed now; transformers skips them too.
     ignored = [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq"]
     extra = [key for key in headers if key not in known and not any(re.search(pattern, key) for pattern in ignored)]
-    if missing or extra or reshaped:
-        raise UserError(_mismatch(folder, missing, extra, reshaped))
+    problems = {"missing": missing, "not part of the model": extra, "wrong shape": reshaped, "quantization": damaged}
+    if any(problems.values()):
+        raise UserError(_mismatch(folder, problems))
     return keys
 
 
-def _mismatch(folder: Path, missing: list[str], extra: list[str], reshaped: list[str]) -> str:
+def _mismatch(folder: Path, problems: dict[str, list[str]]) -> str:
     lines = [f"{folder}: its weights are not those of the model its config.json describes."]
-    for title, names in (("missing", missing), ("not part of the model", extra), ("wrong shape", reshaped)):
+    for title, names in problems.items():
         if names:
-            more = f", ... and {len(names) - NAMED_AT_MOST} more" if len(names) > NAMED_AT_MOST else ""
-            lines.append(f"{title}: {', '.join(names[:NAMED_AT_MOST])}{more}")
+            shown = 1 if title == "quantization" else NAMED_AT_MOST  # these are sentences, the others are names
+            more = f", ... and {len(names) - shown} more" if len(names) > shown else ""
+            lines.append(f"{title}: {', '.join(names[:shown])}{more}")
     lines.append("Copy or download the folder again, or mend config.json.")
     return "\n".join(lines)
 

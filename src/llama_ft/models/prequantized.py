@@ -12,7 +12,7 @@ import torch
 from bitsandbytes.functional import QuantState, dequantize_4bit
 
 from llama_ft.errors import UserError
-from llama_ft.models.quantized import FourBit
+from llama_ft.models.quantized import FourBit, Int8
 from llama_ft.models.source import StoredTensor, WeightSource
 
 FOUR_BIT_PARTS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map", "quant_state.")
@@ -42,6 +42,37 @@ def stored_shape(key: str, headers: dict[str, StoredTensor], shape: tuple[int, .
         return stored.shape
     values = 2 * stored.dtype.itemsize * stored.shape[0]
     return shape if values == shape[0] * shape[1] else (values,)
+
+
+def complaints(
+    key: str, headers: dict[str, StoredTensor], shape: tuple[int, ...], scheme: Int8 | FourBit | None
+) -> list[str]:
+    """What is wrong with how the weight called `key`, of `shape`, is stored.
+
+    Args:
+        key: its name.
+        headers: of the whole checkpoint.
+        shape: [out, in] in the model.
+        scheme: as config.json says that it is quantized; None where the layer is to be read as floats, whatever it is.
+    """
+    form = stored_form(key, headers)
+    if scheme is not None and form != ("8bit" if isinstance(scheme, Int8) else "4bit"):
+        return [f"{key} is stored in {form}, config.json says {scheme.name}"]
+    present = {name.removeprefix(f"{key}."): headers[name].shape for name in parts_of(key, headers) if name in headers}
+    if form == "8bit":
+        scales = headers[_beside(key, "SCB")].shape
+        return [] if scales == shape[:1] else [f"{_beside(key, 'SCB')} is {list(scales)}, expected {list(shape[:1])}"]
+    if form == "4bit":
+        needed = ["absmax", "quant_map"]
+        if headers[f"{key}.absmax"].dtype == torch.uint8:
+            needed += ["nested_absmax", "nested_quant_map"]
+        missing = [f"{key}.{part} is missing" for part in needed if part not in present]
+        if not any(name.startswith("quant_state.") for name in present):
+            missing.append(f"{key}.quant_state is missing")
+        blocks = [-(-shape[0] * shape[1] // 64)]
+        wrong = isinstance(scheme, FourBit) and list(present["absmax"]) != blocks
+        return [*missing, *([f"{key}.absmax is {list(present['absmax'])}, expected {blocks}"] if wrong else [])]
+    return []
 
 
 def read_8bit(source: WeightSource, key: str, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -92,7 +123,11 @@ def read_dequantized(source: WeightSource, key: str, dtype: torch.dtype) -> torc
 
 def _state(source: WeightSource, key: str) -> dict[str, Any]:
     name = next(name for name in source.tensors if name.startswith(f"{key}.quant_state."))
-    state: dict[str, Any] = json.loads(bytes(source.read(name).tolist()))
+    try:
+        state: dict[str, Any] = json.loads(bytes(source.read(name).tolist()))
+        state["quant_type"], state["blocksize"]
+    except (ValueError, TypeError, KeyError) as error:
+        raise UserError(f"{source.tensors[name].file}: {name} cannot be read; the file is damaged.") from error
     return state
 
 

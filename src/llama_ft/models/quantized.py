@@ -167,10 +167,12 @@ class QuantizedLinear(nn.Linear):
     Args:
         linear: the layer it replaces, whose bias it takes over.
         scheme: how the weight is quantized.
+        is_stored: the checkpoint holds it quantized already.
     """
 
-    def __init__(self, linear: nn.Linear, scheme: Scheme) -> None:
+    def __init__(self, linear: nn.Linear, scheme: Scheme, is_stored: bool = False) -> None:
         nn.Module.__init__(self)
+        self.is_stored = is_stored
         self.in_features, self.out_features, self.scheme = linear.in_features, linear.out_features, scheme
         packed = (self.out_features, self.in_features // scheme.weights_per_byte)
         weight = torch.empty(packed, dtype=scheme.weight_dtype, device="meta")
@@ -191,8 +193,8 @@ class Quantization:
 
     Attributes:
         scheme: of the quantized layers.
-        skip: names, ends of names or patterns of layers that stay as they are, as transformers reads
-            llm_int8_skip_modules; None: the output head.
+        skip: names, ends of names or patterns of layers that stay as they are. Where the checkpoint is quantized these
+            are all, as transformers reads llm_int8_skip_modules; else the output head stays too.
         is_stored: the checkpoint is quantized already.
     """
 
@@ -213,12 +215,17 @@ def choose_quantization(
     stored = getattr(model_config, "quantization_config", None)
     if stored is None:
         return _asked_for(settings)
-    note = stored if isinstance(stored, dict) else stored.to_dict()
+    note: dict[str, Any] = stored if isinstance(stored, dict) else stored.to_dict()
     method = note.get("quant_method", "bitsandbytes")
     if method != "bitsandbytes":
         raise UserError(
             f"--model_name: this checkpoint is quantized with {method}, which is not read here.\nUse the original "
             "model, with --quantization 8bit or 4bit if it is to be smaller, or one quantized by bitsandbytes."
+        )
+    if note.get("bnb_4bit_quant_type", "nf4") not in ("nf4", "fp4"):
+        raise UserError(
+            f"--model_name: bnb_4bit_quant_type in its config.json is {note['bnb_4bit_quant_type']}; it can be nf4 or "
+            "fp4.\nMend config.json, or use the original model."
         )
     mode: Literal["8bit", "4bit"] = "8bit" if note.get("load_in_8bit") else "4bit"
     if settings.mode not in ("none", mode):
@@ -246,14 +253,15 @@ def _asked_for(settings: QuantizationConfig) -> Quantization | None:
 
 def _stored_scheme(mode: str, note: dict[str, Any], settings: QuantizationConfig) -> Scheme:
     """transformers quantizes in blocks of 64 only, and does not write that down."""
-    if mode == "8bit":
-        return Int8(float(note.get("llm_int8_threshold", 6.0)))
     quant_type = note.get("bnb_4bit_quant_type", "fp4")
-    fixed = {"quant_type": quant_type, "block_size": 64, "skip_modules": note.get("llm_int8_skip_modules")}
+    threshold = float(note.get("llm_int8_threshold", 6.0))
+    fixed = {"quant_type": quant_type, "block_size": 64, "skip_modules": "its own", "int8_threshold": threshold}
     for name, stored in fixed.items():
         asked = getattr(settings, name)
         if asked not in (stored, SETTINGS[name].default):
             raise UserError(f"--{name} {asked}: this checkpoint is quantized already, with {stored}. Leave it out.")
+    if mode == "8bit":
+        return Int8(threshold)
     return FourBit(quant_type, 64, _compute_dtype(settings.compute_dtype))
 
 
@@ -275,8 +283,9 @@ def quantize_linears(model: PreTrainedModel, quantization: Quantization) -> str:
         UserError: no linear layer is left to quantize, or a name to skip is not in the model.
     """
     scheme = quantization.scheme
-    skip = get_keys_to_not_convert(model) if quantization.skip is None else list(quantization.skip)
-    skip += list(model._keep_in_fp32_modules or ())
+    own = quantization.skip is not None and quantization.is_stored
+    skip = [*(quantization.skip or ()), *(model._keep_in_fp32_modules or ())]
+    skip += [] if own else get_keys_to_not_convert(model)
     linears = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
     if not quantization.is_stored:
         _check_skipped(quantization.skip or [], linears)
@@ -284,16 +293,23 @@ def quantize_linears(model: PreTrainedModel, quantization: Quantization) -> str:
     broken = [name for name, linear in chosen.items() if not scheme.is_whole(linear.in_features)]
     quantized = [name for name in chosen if name not in broken]
     if not quantized:
-        others = {type(m).__name__ for m in model.modules() if getattr(getattr(m, "weight", None), "ndim", 0) == 2}
-        raise UserError(
-            f"--quantization: nothing in this model can be quantized to {scheme.name}.\nOf its {len(linears)} linear "
-            f"layers {len(linears) - len(chosen)} are skipped and {len(broken)} have rows that are not whole blocks; "
-            f"it has layers of type {', '.join(sorted(others))}. Leave --quantization out."
-        )
+        raise _nothing_to_quantize(model, quantization, len(linears), len(chosen))
     before = sum(linears[name].weight.numel() for name in quantized)
     for name in quantized:
-        model.set_submodule(name, QuantizedLinear(linears[name], scheme))
+        model.set_submodule(name, QuantizedLinear(linears[name], scheme, quantization.is_stored))
     return _summary(scheme, model, before, [name for name in linears if name not in chosen], broken)
+
+
+def _nothing_to_quantize(model: nn.Module, quantization: Quantization, linears: int, chosen: int) -> UserError:
+    kinds = {type(m).__name__ for m in model.modules() if getattr(getattr(m, "weight", None), "ndim", 0) == 2}
+    flag, way_out = "--quantization", "Leave --quantization out, or skip fewer."
+    if quantization.is_stored:
+        flag, way_out = "--model_name", "Use the original model."
+    return UserError(
+        f"{flag}: nothing in this model can be quantized to {quantization.scheme.name}.\nOf its {linears} linear "
+        f"layers {linears - chosen} are skipped, and the rows of {chosen} are not whole blocks; it has layers of type "
+        f"{', '.join(sorted(kinds))}.\n{way_out}"
+    )
 
 
 def _check_skipped(patterns: list[str], linears: dict[str, nn.Linear]) -> None:

@@ -97,9 +97,10 @@ def _check_is_text_only(skeleton: PreTrainedModel, name: str) -> None:
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
     """The model's decoder layers from input to output, found by the class names transformers keeps in
-    `_no_split_modules`; empty when it names none."""
-    names = set(getattr(model, "_no_split_modules", None) or ())
-    return [module for module in model.modules() if type(module).__name__ in names]
+    `_no_split_modules`; empty when it names none. Of those within one another (Mamba's) the outermost."""
+    kinds = set(getattr(model, "_no_split_modules", None) or ())
+    found = {name: module for name, module in model.named_modules() if type(module).__name__ in kinds}
+    return [m for name, m in found.items() if not any(name.startswith(f"{outer}.") for outer in found)]
 
 
 def freeze_first_layers(model: PreTrainedModel, count: int) -> None:
