@@ -30,7 +30,6 @@ from llama_ft.config.output_dir import TOKENIZER_PATTERNS
 from llama_ft.errors import RunFailure, UserError
 from llama_ft.models import Adapter, build_skeleton, load_model_config
 from llama_ft.models.conversion import ConvertedSource
-from llama_ft.models.loader import BLOCK_ELEMENTS
 from llama_ft.models.lora import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
@@ -52,6 +51,7 @@ UNDERSTOOD = {
     "modules_to_save", "peft_type", "peft_version", "r", "rank_pattern", "revision", "runtime_config",
     "target_modules", "task_type", "use_dora", "use_rslora",
 }  # fmt: skip
+BLOCK_ELEMENTS = 2**20  # merged at once, in a handful of fp32 temporaries of 4 MiB
 LEAVES_THE_BASE_ALONE = (True, False, None, "gaussian", "eva", "orthogonal")  # of init_lora_weights
 
 
