@@ -5,7 +5,8 @@ from llama_ft.models.hub import lasting_name, local_folder
 from llama_ft.models.liger import apply_liger
 from llama_ft.models.lora import Adapter, inject_lora
 from llama_ft.models.materialize import materialize
-from llama_ft.models.quantized import Quantization, choose_quantization, quantize_linears, total_weights
+from llama_ft.models.quantization import Quantization, choose_quantization, quantize_linears
+from llama_ft.models.quantized import total_weights
 from llama_ft.models.shards import ShardGroup
 from llama_ft.models.skeleton import (
     build_skeleton,
