@@ -21,7 +21,7 @@ MODES = {
 NESTED = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
 WORDS = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_quant_storage": torch.bfloat16}
 STORED = {"8bit": MODES["8bit"][1], "nf4": MODES["nf4"][1], "nested": NESTED, "words": WORDS}
-WORLD_SIZES = [1, 2, 3, 4]
+WORLD_SIZES = [1, 2, 4]
 Held = dict[str, torch.Tensor]
 
 
