@@ -7,7 +7,7 @@ that beside the shards themselves a few blocks are all that is ever held.
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
 
@@ -59,15 +59,18 @@ class Loader:
         headers: shape and dtype of every stored tensor, known on all ranks.
         group: which rows this rank holds.
         scatter: rank 0 reads and sends, instead of every rank reading for itself.
+        in_flight: what rank 0 has begun to send, and what must stay until it has arrived.
     """
 
     source: WeightSource | None
     headers: dict[str, StoredTensor]
     group: ShardGroup
     scatter: bool
+    in_flight: deque[tuple[dist.Work, torch.Tensor]] = field(default_factory=deque)
 
     def fill(self, filling: Filling) -> None:
-        """Put this rank's rows into the shards, converted to their dtypes."""
+        """Put this rank's rows into the shards, converted to their dtypes. On rank 0 the last of what it sends may
+        still be on its way: see `finish`."""
         if not self.scatter:
             assert self.source is not None
             self._keep(filling, *self.group.own_rows(filling.shape[0]))
@@ -77,8 +80,18 @@ class Loader:
                 self._send(filling)
             else:
                 self._receive(filling)
-        for shard in filling.shards:
-            self.group.replicate(shard)
+        if self.group.has_copies:
+            self.finish()  # one communicator at a time
+            for shard in filling.shards:
+                self.group.replicate(shard)
+
+    def finish(self) -> None:
+        """Wait until all has arrived. Not after each parameter: the next is read and sent meanwhile."""
+        self._leave_in_flight(0)
+
+    def _leave_in_flight(self, most_bytes: int) -> None:
+        while self.in_flight and sum(sent.nbytes for _, sent in self.in_flight) > most_bytes:
+            self.in_flight.popleft()[0].wait()
 
     def _keep(self, filling: Filling, start: int, stop: int) -> None:
         assert self.source is not None
@@ -90,18 +103,14 @@ class Loader:
         """Rank 0: send the others their rows, then keep its own, which needs no one to wait."""
         assert self.source is not None
         device = filling.shards[0].device
-        in_flight: deque[tuple[dist.Work, torch.Tensor]] = deque()
         own, *others = row_ranges(filling.shape[0], self.group.size)
         for destination, (start, stop) in enumerate(others, start=1):
             for first, last in filling.blocks(start, stop):
                 for rows, wire in zip(filling.make(self.source, first, last), filling.wire, strict=True):
                     block = rows.to(device=device, dtype=wire).contiguous()
-                    while in_flight and sum(sent.nbytes for _, sent in in_flight) + block.nbytes > BYTES_IN_FLIGHT:
-                        in_flight.popleft()[0].wait()
-                    in_flight.append((cast(dist.Work, dist.isend(block, dst=destination)), block))
+                    self._leave_in_flight(BYTES_IN_FLIGHT - block.nbytes)
+                    self.in_flight.append((cast(dist.Work, dist.isend(block, dst=destination)), block))
         self._keep(filling, *own)
-        for work, _ in in_flight:
-            work.wait()
 
     def _receive(self, filling: Filling) -> None:
         start, stop = self.group.own_rows(filling.shape[0])

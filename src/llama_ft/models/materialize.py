@@ -94,6 +94,9 @@ def materialize(
                 rows = slice(*group.own_rows(parameter.shape[0]))
                 gaussian = peft.init_lora_weights == "gaussian"
                 shard.copy_(initial_rows(name, tuple(parameter.shape), gaussian, seed, rows))
+        for each in (loader, saved_adapter):
+            if each is not None:
+                each.finish()
         if saved_adapter is None:
             _set_dora_magnitudes(model)
         _fill_buffers(model, loader)

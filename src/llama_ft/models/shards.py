@@ -38,6 +38,7 @@ class ShardGroup:
     Attributes:
         size: ranks one copy of the model is sharded over.
         index: which shard this rank holds.
+        has_copies: whether the model is held more than once.
         in_first_copy: whether this rank shares a copy of the model with rank 0; its shard i is then on rank i.
     """
 
@@ -46,6 +47,7 @@ class ShardGroup:
         self.index = mesh["shard"].get_local_rank()
         self.in_first_copy = dist.get_rank() < self.size
         self._replicas = mesh["replicate"].get_group() if "replicate" in (mesh.mesh_dim_names or ()) else None
+        self.has_copies = self._replicas is not None
 
     def own_rows(self, rows: int) -> tuple[int, int]:
         """[start, stop) of this rank's rows of a parameter of `rows` rows."""
