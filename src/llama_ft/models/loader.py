@@ -111,6 +111,8 @@ class Loader:
                     self._leave_in_flight(BYTES_IN_FLIGHT - block.nbytes)
                     self.in_flight.append((cast(dist.Work, dist.isend(block, dst=destination)), block))
         self._keep(filling, *own)
+        if len(filling.shards) > 1:
+            self.finish()  # quantized rows come in small blocks, and holding on to those scatters the heap
 
     def _receive(self, filling: Filling) -> None:
         start, stop = self.group.own_rows(filling.shape[0])
