@@ -1,83 +1,22 @@
-"""Merge a trained adapter into the model it was trained on: a plain model that transformers, vLLM and others load.
+"""Make a plain model, or a plain adapter, out of a checkpoint: for transformers, peft, vLLM and others, or the hub.
 
-The base is read in its original precision, also after a run with --quantization, one block of rows at a time: no GPU
-and hardly any memory is needed. How a tensor is merged is in llama_ft/checkpoint/merge.py.
+CHECKPOINT is a checkpoint, a run's directory or a saved adapter. It is read on one process, a block of rows at a time:
+no GPU and hardly any memory is needed. What comes out is what a run leaves in output_dir/model; --merge merges an
+adapter into the model it was trained beside, in its original precision, also after --quantization.
 """
 
 import sys
 from argparse import Namespace
 from pathlib import Path
 
-from llama_ft.config import (
-    ScriptFlags,
-    adapter_complaint,
-    base_model_of,
-    exit_with,
-    model_complaint,
-    model_dir_complaint,
-    parse_size,
-)
+from llama_ft.config import exit_with, parse_size
+from llama_ft.config.export_flags import read_export_flags
 from llama_ft.errors import RunFailure, UserError
-
-
-def read_options(argv: list[str]) -> Namespace:
-    """The command line, with every mistake in it told at once."""
-    flags = ScriptFlags(str(__doc__))
-    flags.add_argument("--adapter", metavar="FOLDER", help="the adapter: output/<run>/model, or as peft saves one")
-    flags.add_argument("--output_dir", metavar="FOLDER", help="where the merged model is written")
-    flags.add_argument(
-        "--base_model", metavar="NAME", help="folder or hub name of the unquantized model it was trained on; default: "
-        "what adapter_config.json says"
-    )  # fmt: skip
-    flags.add_argument(
-        "--save_dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"],
-        help="precision of the merged model; auto (default): the base model's own, tensor by tensor"
-    )  # fmt: skip
-    flags.add_argument("--max_shard_size", default="5GB", metavar="SIZE", help="largest file (default 5GB)")
-    flags.add_argument("--overwrite", action="store_true", help="replace the model that output_dir already holds")
-    flags.add_argument("--trust_remote_code", action="store_true", help="let the base model bring Python code")
-    options = flags.read(argv)
-    if mistakes := list(_mistakes(options)):
-        raise UserError(*mistakes)
-    return options
-
-
-def _mistakes(options: Namespace) -> list[str]:
-    mistakes = [f"--{name} is needed." for name in ("adapter", "output_dir") if not getattr(options, name)]
-    if options.adapter:
-        if complaint := adapter_complaint(options.adapter):
-            mistakes.append(f"--adapter {options.adapter}: {complaint}")
-        else:
-            mistakes += _base_mistakes(options)
-    if options.output_dir:
-        inputs = {"--adapter": options.adapter, "--base_model": options.base_model}
-        if complaint := model_dir_complaint(options.output_dir, options.overwrite, inputs):
-            mistakes.append(f"--output_dir {options.output_dir}: {complaint}")
-    try:
-        parse_size(options.max_shard_size)
-    except ValueError:
-        mistakes.append(f"--max_shard_size {options.max_shard_size}: a size is written as 5GB or 500MB.")
-    return mistakes
-
-
-def _base_mistakes(options: Namespace) -> list[str]:
-    """Also settle options.base_model, and options.base_place: who named it."""
-    options.base_place, way_out = "--base_model", ""
-    if not options.base_model:
-        options.base_place = f"{options.adapter}/adapter_config.json (--base_model overrides it): base model"
-        way_out = "\n--base_model says what to use instead."
-        try:
-            options.base_model = base_model_of(options.adapter)
-        except UserError as error:
-            return list(error.messages)
-    complaint = model_complaint(options.base_model)
-    return [f"{options.base_place} {options.base_model}: {complaint}{way_out}"] if complaint else []
-
 
 if __name__ == "__main__":
     # Before the imports below, which take 10 s: --help and most mistakes are answered at once.
     try:
-        OPTIONS = read_options(sys.argv[1:])
+        OPTIONS = read_export_flags(sys.argv[1:], str(__doc__))
     except UserError as error:
         exit_with(error)
 
@@ -86,17 +25,40 @@ from llama_ft.runtime import configure_console, log  # noqa: E402
 
 
 def main(options: Namespace) -> None:
-    """From an adapter to a model on disk."""
-    folder = Path(options.output_dir).expanduser().absolute()
-    checkpoint.merge_adapter(
-        Path(options.adapter).expanduser(),
-        models.local_folder(options.base_model, options.base_place),
-        folder,
-        checkpoint.save_dtype(options.save_dtype),
-        parse_size(options.max_shard_size),
-        options.trust_remote_code,
+    """From a checkpoint to a folder that anyone can load, and to the hub."""
+    folder = Path(options.out).expanduser().absolute()
+    save_dtype, max_shard_bytes = checkpoint.save_dtype(options.save_dtype), parse_size(options.max_shard_size)
+    place = Path(options.checkpoint).expanduser()
+    if options.kind == "adapter":
+        base = models.local_folder(options.base_model, options.base_place)
+        log.info(f"The adapter: {place}")
+        checkpoint.merge_adapter(
+            place, base, folder, save_dtype, max_shard_bytes, options.trust_remote_code, options.base_model
+        )
+        what = "merged model"
+    else:
+        what = export_checkpoint(place, folder, options)
+    log.info(f"The {what}: {folder}")
+    if options.push_to_hub:
+        log.info(f"Uploaded to {checkpoint.upload(folder, options.push_to_hub, options.private)}")
+
+
+def export_checkpoint(place: Path, folder: Path, options: Namespace) -> str:
+    """Read a checkpoint and its base model, and write what was asked for; returns what that is."""
+    save_dtype, max_shard_bytes = checkpoint.save_dtype(options.save_dtype), parse_size(options.max_shard_size)
+    sound = checkpoint.find_sound(place)
+    log.info(f"The checkpoint: {sound.folder}, after step {sound.step}")
+    exporter = checkpoint.Exporter.prepare(
+        sound, options.base_model, options.tokenizer_name, options.trust_remote_code, merge=options.merge
     )
-    log.info(f"The merged model: {folder}")
+    if exporter.adapter is None:
+        exporter.write_model(folder, save_dtype, max_shard_bytes)
+        return "tuned model"
+    if options.merge:
+        exporter.write_merged(folder, save_dtype, max_shard_bytes)
+        return "merged model"
+    exporter.write_adapter(folder, save_dtype)
+    return "tuned adapter"
 
 
 if __name__ == "__main__":

@@ -9,7 +9,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from llama_ft.config import Config, TrainConfig, check_device, differences, parse_command_line, parse_size, to_yaml
+from llama_ft.config import (
+    Config,
+    TrainConfig,
+    check_device,
+    check_same_run,
+    differences,
+    parse_command_line,
+    parse_size,
+    to_yaml,
+)
 
 DEMO_RECIPE = Path(__file__).resolve().parent.parent / "configs" / "quickstart.yaml"
 
@@ -32,7 +41,8 @@ def main(config: Config, places: dict[str, str]) -> None:
     """One run, from the settings to the result on disk."""
     degree, offload = models.shard_degree(config.fsdp), config.fsdp.fsdp_cpu_offload
     with runtime.start(config.train.device, degree, offload, config.train.device_memory_fraction) as job:
-        config = settle(config, places, job)
+        resumed = checkpoint.find_checkpoint(config.checkpoint, job)
+        config = settle(config, places, job, resumed)
         log.info("\n  ".join(["Settings that differ from the defaults:", *differences(config)]))
         log.info(job.describe(config.train.batch_size_training, config.train.gradient_accumulation_steps))
         if job.is_main:
@@ -52,17 +62,24 @@ def main(config: Config, places: dict[str, str]) -> None:
                 vocabulary_size=models.vocabulary_size(model_config),
             )
         log.info("\n".join(rows.summary))
+        batch = checkpoint.global_batch(config.train, resumed, job.world_size)
+        contents = {"model_name": models.fingerprint(folder), "dataset": data.fingerprint(rows.train)}
+        about = checkpoint.describe_run(config, contents, batch)
+        if resumed is not None:
+            check_same_run(resumed.trainer, about, config.checkpoint.resume_allow_changes, places)
 
         model, adapter, stored_dtypes = build_model(config, folder, model_config, job)
 
         # From here on something is written: until now a mistake has left nothing behind.
-        output_dir = checkpoint.create_run_directory(config.checkpoint, config.model.model_name, job)
+        name = config.model.model_name
+        output_dir = checkpoint.create_run_directory(config.checkpoint, name, job, resumed)
         log.info(f"Run directory: {output_dir}")
         job.begin_run(output_dir)
         if job.is_main:
             repeat = f"--config {output_dir}/config.yaml repeats this run"
             (output_dir / "config.yaml").write_text(to_yaml(config, repeat))
-        train(config, model, tokenizer, rows, output_dir, job)
+        writer = checkpoint.CheckpointWriter(output_dir, config.checkpoint, about, job)
+        train(config, model, tokenizer, rows, writer, resumed, job)
         if config.checkpoint.save_model:
             result = output_dir / "model"
             save_dtype = checkpoint.save_dtype(config.checkpoint.save_dtype)
@@ -74,11 +91,13 @@ def main(config: Config, places: dict[str, str]) -> None:
             log.info(f"The tuned {'adapter' if adapter else 'model'}: {result}")
 
 
-def settle(config: Config, places: dict[str, str], job: Runtime) -> Config:
-    """Choose what only the machine can tell: the demo's precision. Rank 0 decides for all."""
+def settle(config: Config, places: dict[str, str], job: Runtime, resumed: checkpoint.Checkpoint | None) -> Config:
+    """Choose what only the machine can tell, the demo's precision. Rank 0 decides for all; a resumed run keeps it."""
     check_device(config, places, job.device.type)
     is_free = config.model.model_name == "demo" and "train.precision" not in places
-    precision, note = job.from_main(lambda: runtime.advise_precision(config.train.precision, is_free, job.device))
+    wanted = resumed.trainer["config"]["train"]["precision"] if resumed and is_free else config.train.precision
+    is_free = is_free and resumed is None
+    precision, note = job.from_main(lambda: runtime.advise_precision(wanted, is_free, job.device))
     if note:
         log.info(note) if is_free else log.warning(note)
     return dataclasses.replace(config, train=dataclasses.replace(config.train, precision=precision))
@@ -141,12 +160,14 @@ def build_model(
     return model, adapter, stored_dtypes
 
 
-def plan_batches(settings: TrainConfig, rows: data.TokenizedData, job: Runtime) -> data.BatchPlan:
+def plan_batches(
+    settings: TrainConfig, rows: data.TokenizedData, job: Runtime, resumed: checkpoint.Checkpoint | None
+) -> data.BatchPlan:
     """Which rows this rank sees at which step: a function of (seed, epoch, step) and of nothing else."""
     return data.BatchPlan(
         data.row_lengths(rows.train),
         data.target_token_counts(rows.train),
-        global_batch=settings.batch_size_training * settings.gradient_accumulation_steps * job.world_size,
+        global_batch=checkpoint.global_batch(settings, resumed, job.world_size),
         world_size=job.world_size,
         rank=job.rank,
         micro_batch=settings.batch_size_training,
@@ -159,35 +180,47 @@ def train(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     rows: data.TokenizedData,
-    output_dir: Path,
+    writer: checkpoint.CheckpointWriter,
+    resumed: checkpoint.Checkpoint | None,
     job: Runtime,
 ) -> None:
     """The training loop. Every rank runs it in step; rank 0 keeps the log."""
     settings = config.train
-    plan = plan_batches(settings, rows, job)
+    plan = plan_batches(settings, rows, job, resumed)
     total_steps = min(plan.steps_per_epoch * settings.num_epochs, settings.max_train_step or sys.maxsize)
     optimizer = training.build_optimizer(model, settings)
     log.info(training.describe_optimizer(optimizer))
     log.info(f"{total_steps} optimizer steps of {plan.global_batch} rows, {plan.steps_per_epoch} to the epoch")
-    writer, best = checkpoint.CheckpointWriter(output_dir, job), training.BestLoss(settings)
-    scale = training.LossScale.for_precision(settings.precision)
     reduce_last_only = config.peft.use_peft or settings.accumulate_unsharded
     pad = data.pad_token_id(tokenizer, models.vocabulary_size(model.config))
     torch.manual_seed(settings.seed + job.rank)  # dropout differs between ranks
+    progress, earlier_log = training.Progress(settings), dict[str, Any]()
+    if resumed is not None:
+        progress.load_state_dict(resumed.trainer["progress"])
+        checkpoint.restore(resumed, model, optimizer, job)
+        earlier_log = {
+            "resume_step": resumed.step,
+            "resumed_dir": resumed.run,
+            "tracker_ids": resumed.trainer["trackers"],
+        }
+    best, scale = progress.best, progress.scale
     observe.reset_peaks(job.device)
 
     # metrics.jsonl, progress bar, W&B, TensorBoard; on the other ranks it does nothing.
-    with observe.RunLog(output_dir, config.tracking, dataclasses.asdict(config), total_steps, job.is_main) as run_log:
-        training.show_answer("Before", model, tokenizer, rows.chat_sample, settings.sample_tokens, pad, job)
-        if rows.validation is not None:
-            run_log.log_step(0, training.evaluate(model, rows.validation, settings, pad, job))
+    resolved = dataclasses.asdict(config)
+    run_log = observe.RunLog(writer.run, config.tracking, resolved, total_steps, job.is_main, **earlier_log)
+    with run_log, writer, job.stopping.between_steps(settings.stop_after):
+        if resumed is None:
+            training.show_answer("Before", model, tokenizer, rows.chat_sample, settings.sample_tokens, pad, job)
+            if rows.validation is not None:
+                run_log.log_step(0, training.evaluate(model, rows.validation, settings, pad, job))
         model.train()
-        target_tokens = 0
-        for step in range(1, total_steps + 1):
+        last = progress.step if best.should_stop else total_steps
+        for step in range(progress.step + 1, last + 1):
             epoch, step_in_epoch = divmod(step - 1, plan.steps_per_epoch)
             started = time.perf_counter()
 
-            # This rank's micro-batches: forward and backward, then one number from each rank for the log.
+            # This rank's micro-batches: forward and backward, then a few numbers from each rank.
             todo = plan.step(epoch, step_in_epoch)
             batches = [data.collate(rows.train, indices, pad) for indices in todo.micro_batches]
             losses = training.accumulate_gradients(
@@ -199,7 +232,9 @@ def train(
                 sum(int(batch.attention_mask.sum()) for batch in batches),
                 observe.host_peak_bytes() or 0,
                 observe.device_peak_bytes(job.device) or 0,
-            )  # [ranks, 4]
+                job.stopping.asked(),
+                writer.has_failed,
+            )  # [ranks, 6]
             loss = ranks[:, 0].sum().item() / todo.target_tokens
             skip = training.stop_if_not_finite(loss, norm, scale, step, losses, batches, writer.last, job)
             lr = training.learning_rate(settings, step - 1, total_steps, epoch)
@@ -208,35 +243,48 @@ def train(
                 log.info(training.describe_state(optimizer, job))
 
             seconds = time.perf_counter() - started
-            target_tokens += todo.target_tokens
+            progress.step, progress.target_tokens = step, progress.target_tokens + todo.target_tokens
             metrics: dict[str, Any] = {
                 "epoch": step / plan.steps_per_epoch,
-                "tokens": target_tokens,
+                "tokens": progress.target_tokens,
                 "train/loss": loss,
                 "train/lr": lr,
                 "train/grad_norm": norm,
                 "perf/tokens_per_second": ranks[:, 1].sum().item() / seconds,
                 "perf/step_seconds": seconds,
-                **observe.memory_metrics(ranks[:, 2:]),
-            } | scale.metrics()
+                **observe.memory_metrics(ranks[:, 2:4]),
+                **scale.metrics(),
+                **writer.timings(),
+            }
             is_last = step == total_steps
             ends_epoch = step_in_epoch == plan.steps_per_epoch - 1
+            best_loss = None
             if rows.validation is not None and training.is_due(step, settings.eval_steps, ends_epoch or is_last):
-                evaluation = training.evaluate(model, rows.validation, settings, pad, job)
-                metrics |= evaluation
-                if best.update(evaluation["eval/loss"], step) and config.checkpoint.save_model:
-                    writer.save_best(step, evaluation["eval/loss"], model, optimizer, metrics)
+                metrics |= training.evaluate(model, rows.validation, settings, pad, job)
+                if best.update(metrics["eval/loss"], step) and config.checkpoint.save_model:
+                    best_loss = best.loss
             if training.is_due(step, settings.log_steps, is_last or "eval/loss" in metrics):
                 run_log.log_step(step, metrics)
-            ends_run = (is_last or best.should_stop) and config.checkpoint.save_model
-            if training.is_due(step, config.checkpoint.save_steps, ends_run):
-                writer.keep(step, model, optimizer, metrics)
+
+            # Saving, and stopping: the ranks agree, since what is asked for has been gathered above.
+            stop = job.stopping.agreed(ranks[:, 4])
+            if ranks[:, 5].any():
+                writer.finish()  # tells what has failed
+            ends_run = is_last or best.should_stop or stop is not None
+            asked = writer.is_due(step, ends_epoch, ends_run)
+            if asked or best_loss is not None:
+                state = {"progress": progress.state_dict(), "metrics": metrics, "trackers": run_log.tracker_ids}
+                writer.save(step, model, optimizer, state, asked, best_loss)
             job.note_step(step)
             if best.should_stop:
                 log.info(f"Stopped early after step {step}: the validation loss was best at step {best.step}.")
                 break
-        if settings.early_stopping_patience and config.checkpoint.save_model and best.step not in (0, step):
-            writer.load_weights(best.step, model)
+            if stop is not None and not is_last:
+                writer.finish()
+                raise runtime.Stopped(stop, step, writer.last)
+        writer.finish()
+        if settings.early_stopping_patience and config.checkpoint.save_model and best.step not in (0, progress.step):
+            checkpoint.restore_weights(writer.open(best.step), model, job)
             log.info(f"The weights of step {best.step}, with the best validation loss {best.loss:.4f}, are taken.")
         training.show_answer("After", model, tokenizer, rows.chat_sample, settings.sample_tokens, pad, job)
 

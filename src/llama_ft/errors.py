@@ -21,3 +21,7 @@ class UserError(Exception):
 class RunFailure(UserError):
     """A run that cannot go on although nobody made a mistake (loss no longer finite, disk full): told the same way,
     exit code 1."""
+
+
+class LostRank(RunFailure):
+    """Another rank is gone or hangs. Unlike after the others, torchrun may start the ranks again: it can go well."""

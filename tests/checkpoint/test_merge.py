@@ -84,7 +84,7 @@ def save_adapter(base: Path, folder: Path, **settings: Any) -> Path:
 
 
 def merge(adapter: Path, base: Path, folder: Path, save_dtype: torch.dtype | None = None, most: int = 60_000) -> Path:
-    merge_adapter(adapter, base, folder, save_dtype, most, trust_remote_code=False)
+    merge_adapter(adapter, base, folder, save_dtype, most, trust_remote_code=False, base_name=str(base))
     return folder
 
 
@@ -175,6 +175,7 @@ def test_files_are_split_and_carry_tokenizer_and_settings(bases: Path, tmp_path:
     files = {file.name for file in merged.glob("*.safetensors")}
     assert len(files) > 1 and set(index["weight_map"].values()) == files
     assert AutoTokenizer.from_pretrained(merged).chat_template == "{{ messages }}"
+    assert "with a LoRA adapter merged into it" in (merged / "README.md").read_text()
     assert (merged / "generation_config.json").exists() and not (merged / "adapter_config.json").exists()
     assert not list(tmp_path.glob(".writing*"))
 

@@ -29,9 +29,31 @@ def test_a_directory_that_holds_other_peoples_files_only_is_accepted(mistakes, t
 def test_a_run_that_is_there_is_refused_unless_it_may_be_overwritten(mistakes, tmp_path: Path) -> None:
     make_run(tmp_path / "run")
     assert mistakes("--output_dir", "run", paths=True) == [
-        "--output_dir run: already holds a run. Choose another output_dir, or replace that run with --overwrite."
+        "--output_dir run: already holds a run. Choose another output_dir, go on with that run by --resume auto, or "
+        "replace it with --overwrite."
     ]
     assert mistakes("--output_dir", "run", "--overwrite", paths=True) == []
+
+
+def test_a_run_that_is_there_may_be_continued(mistakes, tmp_path: Path, monkeypatch) -> None:
+    for name in ("run", "other"):
+        make_run(tmp_path / name)
+        (tmp_path / name / "checkpoints" / "step-000004").mkdir(parents=True)
+        (tmp_path / name / "checkpoints" / "step-000004" / "trainer.json").write_text("{}")
+    for resume in ("auto", "run", "run/checkpoints/step-000004"):
+        assert mistakes("--output_dir", "run", "--resume", resume, paths=True) == []
+    (message,) = mistakes("--output_dir", "run", "--resume", "other/checkpoints/step-000004", paths=True)
+    assert "already holds a run" in message
+    assert len(mistakes("--output_dir", "run", paths=True)) == 1
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")  # what the attempt before this one has left
+    assert mistakes("--output_dir", "run", paths=True) == []
+
+
+def test_what_is_resumed_must_be_a_checkpoint(mistakes, tmp_path: Path) -> None:
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    assert mistakes("--resume", "rum", paths=True) == ["--resume rum: no such folder. Did you mean run?"]
+    (message,) = mistakes("--resume", "run", paths=True)
+    assert message.startswith("--resume run: holds no checkpoint; expected output/<run>/checkpoints/step-...")
 
 
 @pytest.mark.parametrize("sign", ["status.json", "metrics.jsonl", "checkpoints/step-000100"])

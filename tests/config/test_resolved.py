@@ -26,7 +26,7 @@ def test_the_written_configuration_is_a_recipe_that_says_the_same(line: str, tmp
     again, places = load([f"--config={file}"], paths=False)
     one_run_only = ("checkpoint.output_dir", "checkpoint.overwrite")
     assert differences(again) == [it for it in differences(config) if not it.startswith(one_run_only)]
-    assert len(places) == len(SETTINGS) - 3
+    assert len(places) == len(SETTINGS) - 4
     assert all(place.startswith(str(file)) for place in places.values())
 
 

@@ -24,8 +24,6 @@ from llama_ft.errors import UserError
         "--truncation drop",
         "--truncation split",
         "--batching_strategy packing",
-        "--resume auto",
-        "--keep_last 2",
         "--compile",
     ],
 )

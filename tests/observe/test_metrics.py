@@ -2,7 +2,11 @@
 
 import json
 import math
+import multiprocessing
+import os
+import time
 from pathlib import Path
+from random import Random
 
 import pytest
 
@@ -40,22 +44,103 @@ def test_numbers_json_does_not_have_become_null(tmp_path: Path, value: float) ->
     assert strict_records(metrics.path) == [{"step": 1, "train/loss": None, "memory/device_peak_bytes": [1.0, None]}]
 
 
-def test_an_existing_file_is_continued(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    for step in (1, 2):
-        metrics = MetricsLog(path)
+def write_steps(path: Path, first: int, last: int, resume_step: int | None = None, source: Path | None = None) -> None:
+    metrics = MetricsLog(path, resume_step, source)
+    for step in range(first, last + 1):
         metrics.write({"step": step})
-        metrics.close()
-    assert strict_records(path) == [{"step": 1}, {"step": 2}]
-
-
-def test_the_half_line_of_a_killed_run_is_dropped(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\n{"step": 2, "train/lo')
-    metrics = MetricsLog(path)
-    metrics.write({"step": 2})
     metrics.close()
-    assert strict_records(path) == [{"step": 1}, {"step": 2}]
+
+
+def steps(path: Path) -> list[object]:
+    return [record["step"] for record in strict_records(path)]
+
+
+def test_a_resumed_run_has_each_step_once(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write_steps(path, 0, 7)
+    write_steps(path, 6, 9, resume_step=5)
+    assert steps(path) == list(range(10))
+    write_steps(path, 1, 3, resume_step=0)
+    assert steps(path) == [0, 1, 2, 3]
+
+
+def test_a_new_run_does_not_go_on_with_the_file_of_an_earlier_attempt(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write_steps(path, 0, 7)
+    write_steps(path, 0, 2)
+    assert steps(path) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("torn", [b'{"step": 2, "train/lo', b'{"step": 2}', b"\0\0\0\0", b'\0\0\n{"step": 3}\n'])
+def test_what_a_kill_or_a_power_cut_left_half_written_is_dropped(tmp_path: Path, torn: bytes) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n' + torn)
+    write_steps(path, 2, 2, resume_step=1)
+    assert steps(path) == [1, 2]
+    path.write_bytes(b'{"step": 1}\n' + torn)
+    write_steps(path, 4, 4, resume_step=3)  # that step's own line was not logged, or is the one that is lost
+    assert steps(path) == [1, 4]
+
+
+def test_a_run_resumed_in_another_directory_takes_the_earlier_lines_over(tmp_path: Path) -> None:
+    earlier, path = tmp_path / "earlier.jsonl", tmp_path / "metrics.jsonl"
+    write_steps(earlier, 0, 7)
+    write_steps(path, 0, 99)
+    write_steps(path, 6, 8, resume_step=5, source=earlier)
+    assert steps(path) == list(range(9))
+    assert steps(earlier) == list(range(8))
+    path.unlink()
+    path.symlink_to(earlier)
+    write_steps(path, 6, 8, resume_step=5, source=earlier)  # the same file by another name
+    assert steps(earlier) == list(range(9))
+
+
+def test_a_checkpoint_without_its_run_starts_a_file_of_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    for _ in range(2):
+        write_steps(path, 6, 7, resume_step=5, source=tmp_path / "gone.jsonl")
+        assert steps(path) == [6, 7]
+    write_steps(path, 7, 8, resume_step=6, source=tmp_path / "gone.jsonl")
+    assert steps(path) == [6, 7, 8]
+
+
+def resume_again_and_again(path: Path, checkpoint: Path) -> None:
+    """As a run that is resumed from the checkpoint before its last one: forward 40 steps, back 20."""
+    while True:
+        saved = int(checkpoint.read_text())
+        metrics = MetricsLog(path, saved)
+        for step in range(saved + 1, saved + 41):
+            metrics.write({"step": step, "memory/host_peak_bytes": [float(step)] * 100})
+            if step == saved + 20:
+                aside = checkpoint.with_suffix(".tmp")
+                aside.write_text(str(step))
+                os.replace(aside, checkpoint)
+        metrics.close()
+
+
+def test_a_kill_at_any_moment_loses_no_line_of_a_saved_step(tmp_path: Path) -> None:
+    path, checkpoint = tmp_path / "metrics.jsonl", tmp_path / "checkpoint"
+    write_steps(path, 0, 0)
+    checkpoint.write_text("0")
+    random = Random(0)
+    for _ in range(25):
+        process = multiprocessing.get_context("fork").Process(target=resume_again_and_again, args=(path, checkpoint))
+        process.start()
+        time.sleep(random.uniform(0.01, 0.06))
+        process.kill()
+        process.join()
+        saved = int(checkpoint.read_text())
+        MetricsLog(path, saved).close()
+        assert steps(path) == list(range(saved + 1))
+    assert saved > 100
+
+
+def test_records_are_read_back_as_they_were_logged(tmp_path: Path) -> None:
+    metrics = MetricsLog(tmp_path / "metrics.jsonl")
+    metrics.write({"step": 1, "train/loss": 2.5, "train/grad_norm": math.nan, "memory/host_peak_bytes": [1, math.inf]})
+    ((step, record),) = metrics.records()
+    assert step == 1
+    assert repr(record) == "{'train/loss': 2.5, 'train/grad_norm': nan, 'memory/host_peak_bytes': [1, nan]}"
 
 
 def test_lists_become_one_series_per_rank() -> None:

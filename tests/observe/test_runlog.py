@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import os
 import signal
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from llama_ft.config.sections import TrackingConfig
-from llama_ft.errors import UserError
+from llama_ft.errors import RunFailure, UserError
 from llama_ft.observe import RunLog
 from llama_ft.observe.runlog import _exit_code
 
@@ -96,16 +97,44 @@ def test_a_failing_run_closes_everything_and_its_error_comes_through(tmp_path: P
     assert f"wandb sync {run_dir}" in screen.getvalue()
 
 
+def test_a_run_resumed_in_another_directory_has_its_whole_history_there(tmp_path: Path, screen: io.StringIO) -> None:
+    earlier, later = tmp_path / "earlier", tmp_path / "later"
+    for output_dir in (earlier, later):
+        output_dir.mkdir()
+    with RunLog(earlier, NO_TRACKERS, {}, total_steps=4) as run_log:
+        run_log.log_step(0, {"eval/loss": 9.0, "eval/perplexity": 8103.1})
+        for step in (1, 2, 3):
+            run_log.log_step(step, {"train/loss": 8.0, "train/grad_norm": math.nan})
+    tracking = TrackingConfig(use_tensorboard=True)
+    with RunLog(later, tracking, {}, total_steps=4, resume_step=2, resumed_dir=earlier) as run_log:
+        for step in (3, 4):
+            run_log.log_step(step, {"train/loss": 7.0})
+    assert [record["step"] for record in records(later)] == [0, 1, 2, 3, 4]
+    assert [record["step"] for record in records(earlier)] == [0, 1, 2, 3]
+    events = EventAccumulator(str(later / "tensorboard"))
+    events.Reload()
+    losses = [(event.step, event.value) for event in events.Scalars("train/loss")]
+    assert losses == [(1, 8.0), (2, 8.0), (3, 7.0), (4, 7.0)]
+    assert [event.step for event in events.Scalars("eval/loss")] == [0]
+    assert math.isnan(events.Scalars("train/grad_norm")[0].value)
+
+
+class Stopped(BaseException):
+    exit_code = 143
+
+
 @pytest.mark.parametrize(
     ("error", "code"),
     [
         (None, 0),
         (UserError("no"), 2),
+        (RunFailure("no"), 1),
         (KeyboardInterrupt(), 130),
         (SystemExit(143), 143),
         (SystemExit(), 0),
         (SystemExit("no"), 1),
         (RuntimeError("no"), 1),
+        (Stopped(), 143),
     ],
 )
 def test_trackers_are_told_the_exit_code_of_the_recipe(error: BaseException | None, code: int) -> None:

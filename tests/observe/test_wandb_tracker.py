@@ -1,9 +1,12 @@
 """W&B offline, its files read back; W&B online, in a process of its own against a small local server."""
 
+import contextlib
 import http.server
 import io
 import json
 import os
+import re
+import shlex
 import socket
 import struct
 import subprocess
@@ -13,15 +16,18 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 from wandb.proto.wandb_internal_pb2 import Record
 
 from llama_ft.config.sections import TrackingConfig
-from llama_ft.observe import WandbTracker
+from llama_ft.observe import RunLog, WandbTracker
 
 RESOLVED = {"train": {"lr": 0.001, "num_epochs": 2}, "model": {"model_name": "demo"}}
 SOURCE = Path(__file__).parents[2] / "src"
+
+PROJECT = {"id": "p", "name": "llama_ft", "entity": {"id": "e", "name": "team"}}
 
 ONLINE_RUN = """
 import sys
@@ -44,10 +50,15 @@ except UserError as error:
 
 @dataclass
 class WandbServer:
-    """Answers what wandb asks when a run starts, takes its metrics, and can fall silent or refuse every key."""
+    """Answers what wandb asks when a run starts, takes its metrics, and can fall silent or refuse every key.
+
+    What it has of a run is what a resumed one is told: `history` holds the lines by run and position.
+    """
 
     url: str = ""
     requests: list[tuple[str, bytes]] = field(default_factory=list)
+    history: dict[str, dict[int, str]] = field(default_factory=dict)
+    ends: list[dict[str, object]] = field(default_factory=list)
     refuses_keys: bool = False
     silent_after_start: bool = False
     closing: threading.Event = field(default_factory=threading.Event)
@@ -61,14 +72,36 @@ class WandbServer:
             return 200, {"data": {"viewer": viewer}}
         if b"mutation UpsertBucket" in body:
             run_id = json.loads(body)["variables"]["name"]
-            project = {"id": "p", "name": "llama_ft", "entity": {"id": "e", "name": "team"}}
-            bucket = {"id": "b", "name": run_id, "config": "{}", "historyLineCount": 0, "project": project}
+            self.history.setdefault(run_id, {})
+            bucket = {"id": "b", "name": run_id, "config": "{}", "historyLineCount": 0, "project": PROJECT}
             return 200, {"data": {"upsertBucket": {"bucket": bucket, "inserted": True}}}
         if self.silent_after_start:
             self.closing.wait()
         if b"mutation CreateRunFiles" in body:
             return 200, {"data": {"createRunFiles": {"runID": "b", "uploadHeaders": [], "files": []}}}
+        if b"query RunResumeStatus" in body:
+            return 200, {"data": {"model": PROJECT | {"bucket": self.known(json.loads(body)["variables"]["name"])}}}
+        if path.endswith("/file_stream"):
+            self.take(path.split("/")[-2], json.loads(body))
         return 200, {}
+
+    def known(self, run_id: str) -> dict[str, object] | None:
+        lines = self.history.get(run_id)
+        if lines is None:
+            return None
+        tail = json.dumps([lines[max(lines)]] if lines else [])
+        counts = {"historyLineCount": len(lines), "eventsLineCount": 0, "logLineCount": 0}
+        texts = {"config": "{}", "summaryMetrics": "{}", "eventsTail": "[]", "wandbConfig": '{"t": 1}'}
+        return {"id": "b", "name": run_id, "displayName": "run", "historyTail": tail, "tags": []} | counts | texts
+
+    def take(self, run_id: str, stream: dict[str, Any]) -> None:
+        lines = stream.get("files", {}).get("wandb-history.jsonl", {"offset": 0, "content": []})
+        self.history[run_id] |= dict(enumerate(lines["content"], lines["offset"]))
+        self.ends += [{key: stream[key] for key in ("preempting", "exitcode") if key in stream}]
+
+    def losses(self, run_id: str) -> list[tuple[int, float]]:
+        records = [json.loads(line) for _, line in sorted(self.history[run_id].items())]
+        return [(record["_step"], record["train/loss"]) for record in records]
 
 
 @pytest.fixture
@@ -244,7 +277,111 @@ def test_a_server_that_falls_silent_does_not_hold_the_run(tmp_path: Path, wandb_
     done, seconds = run_online(tmp_path, WANDB_BASE_URL=wandb_server.url, WANDB_API_KEY="a" * 40)
     assert done.returncode == 0, done.stderr
     (run_dir,) = (tmp_path / "run" / "wandb").glob("run-*")
-    told = f"warning: W&B did not get everything (Timed out finishing run.). wandb sync {run_dir} sends the rest."
-    assert told in done.stdout
+    told = "warning: W&B did not get everything (Timed out finishing run.). "
+    assert f"{told}wandb sync --include-online {run_dir} sends the rest." in done.stdout
     assert seconds < 30
     assert (tmp_path / "run" / "metrics.jsonl").read_text().count("\n") == 2
+
+
+class Stopped(BaseException):
+    def __init__(self, exit_code: int) -> None:
+        self.exit_code = exit_code
+
+
+@dataclass
+class Attempt:
+    """Attempts of one run in this process, each with losses of its own to tell them apart."""
+
+    output_dir: Path
+    tracking: TrackingConfig
+    ids: dict[str, str] = field(default_factory=dict)
+
+    def run(self, first: int, last: int, loss: float, resume_step: int | None = None, stop: int | None = None) -> None:
+        self.output_dir.mkdir(exist_ok=True)
+        with contextlib.suppress(Stopped):
+            with RunLog(
+                self.output_dir, self.tracking, {}, 9, resume_step=resume_step, tracker_ids=self.ids
+            ) as run_log:
+                self.ids = run_log.tracker_ids
+                for step in range(first, last + 1):
+                    run_log.log_step(step, {"train/loss": loss})
+                if stop is not None:
+                    raise Stopped(stop)
+
+
+@pytest.fixture
+def login(tmp_path: Path, wandb_server: WandbServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {"WANDB_BASE_URL": wandb_server.url, "WANDB_API_KEY": "a" * 40, "HOME": str(tmp_path)}
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_wandb_online_goes_on_with_its_run(
+    tmp_path: Path, wandb_server: WandbServer, login: None, screen: io.StringIO
+) -> None:
+    run = Attempt(tmp_path / "run", TrackingConfig(use_wandb=True))
+    run.run(0, 4, 1.0, stop=143)
+    run_id = run.ids["wandb"]
+    assert {"preempting": True} in wandb_server.ends
+    assert wandb_server.ends[-1] == {"exitcode": 143}
+    del wandb_server.history[run_id][4]  # as if W&B had been killed before it sent that step
+
+    run.run(3, 5, 2.0, resume_step=2, stop=0)  # W&B has step 3 already
+    assert run.ids == {"wandb": run_id}
+    assert wandb_server.losses(run_id) == [(0, 1.0), (1, 1.0), (2, 1.0), (3, 1.0), (4, 2.0), (5, 2.0)]
+    assert f"/runs/{run_id} goes on; up to step 3 it keeps what was logged before" in screen.getvalue()
+    assert wandb_server.ends[-1] == {"exitcode": 143}  # stopped in time: not finished yet
+
+    del wandb_server.history[run_id][5]
+    run.run(6, 6, 3.0, resume_step=5)
+    expected = [(0, 1.0), (1, 1.0), (2, 1.0), (3, 1.0), (4, 2.0), (5, 2.0), (6, 3.0)]
+    assert wandb_server.losses(run_id) == expected
+    assert wandb_server.ends[-1] == {"exitcode": 0}
+    told = [
+        offline_history(run_dir) for run_dir in sorted((tmp_path / "run" / "wandb").glob("run-*"), key=os.path.getctime)
+    ]
+    assert [[row["_step"] for row in rows] for rows in told] == [["0", "1", "2", "3", "4"], ["4", "5"], ["5", "6"]]
+
+
+def test_wandb_gets_the_whole_run_where_it_does_not_have_it(
+    tmp_path: Path, wandb_server: WandbServer, login: None, screen: io.StringIO
+) -> None:
+    run = Attempt(tmp_path / "run", TrackingConfig())
+    run.run(0, 3, 1.0)
+    assert run.ids == {}
+    run.tracking = TrackingConfig(use_wandb=True)
+    run.run(3, 4, 2.0, resume_step=2)
+    run_id, expected = run.ids["wandb"], [(0, 1.0), (1, 1.0), (2, 1.0), (3, 2.0), (4, 2.0)]
+    assert wandb_server.losses(run_id) == expected
+
+    wandb_server.history.clear()  # another server or project
+    run.run(5, 5, 3.0, resume_step=4)
+    assert wandb_server.losses(run_id) == [*expected, (5, 3.0)]
+    assert f"Run {run_id} was not in this project before: it gets all steps." in screen.getvalue()
+
+
+def test_an_attempt_without_wandb_keeps_the_run_that_a_later_one_goes_on_with(tmp_path: Path) -> None:
+    run = Attempt(tmp_path / "run", TrackingConfig(), ids={"wandb": "abc"})
+    run.run(1, 1, 1.0, resume_step=0)
+    assert run.ids == {"wandb": "abc"}
+
+
+def test_the_last_offline_attempt_uploads_the_whole_run(
+    tmp_path: Path, wandb_server: WandbServer, login: None, screen: io.StringIO
+) -> None:
+    run = Attempt(tmp_path / "run", TrackingConfig(use_wandb=True, wandb_mode="offline"))
+    run.run(0, 4, 1.0)
+    run_id = run.ids["wandb"]
+    upload(screen)
+    assert wandb_server.losses(run_id) == [(step, 1.0) for step in range(5)]
+    run.run(3, 5, 2.0, resume_step=2)
+    assert run.ids == {"wandb": run_id}
+    upload(screen)
+    assert wandb_server.losses(run_id) == [(0, 1.0), (1, 1.0), (2, 1.0), (3, 2.0), (4, 2.0), (5, 2.0)]
+
+
+def upload(screen: io.StringIO) -> None:
+    """Run the command that was printed last."""
+    command = re.findall(r"W&B: wandb (sync .*) uploads this run", screen.getvalue())[-1]
+    wandb = Path(sys.executable).with_name("wandb")
+    subprocess.run([wandb, *shlex.split(command)], check=True, capture_output=True, timeout=60)

@@ -1,4 +1,5 @@
-"""recipes/export.py as users run it: from a quantized run to a plain model, in little memory, and its mistakes."""
+"""recipes/export.py as users run it: from runs and checkpoints to plain models, in little memory, back again into
+training, and its mistakes."""
 
 import json
 import re
@@ -10,36 +11,67 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import REPOSITORY, Finished, recipe, run
+from conftest import REPOSITORY, Finished, losses, run
 
 EXPORT = REPOSITORY / "recipes" / "export.py"
+
+
+RUN_CASES = REPOSITORY / "tests" / "run_cases.py"
 
 
 def export(*flags: str | Path, **environment: str) -> Finished:
     return run([sys.executable, str(EXPORT), *map(str, flags)], **environment)
 
 
-@pytest.fixture(scope="module")
-def quantized_run(save_model: Callable[..., Path], rows16: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a base and output/model, the adapter of two steps beside its 4-bit weights."""
-    folder = tmp_path_factory.mktemp("quantized")
-    save_model(folder / "base", hidden_size=64, intermediate_size=128)
-    settings = "--use_peft --target_modules all-linear --quantization 4bit --lr 1e-2 --max_train_step 2 --device cpu"
-    files = ["--model_name", f"{folder}/base", "--dataset", str(rows16), "--output_dir", f"{folder}/output"]
-    finished = recipe(*settings.split(), *files, "--precision", "fp32")
+def trained(folder: Path, cases: dict[str, list[str]]) -> Finished:
+    """Runs of the recipe in one process, each into folder/<case>."""
+    common = ["--device", "cpu", "--max_train_step", "2", "--lr", "1e-2"]
+    flags = [[*common, *case, "--output_dir", f"{folder}/{name}"] for name, case in cases.items()]
+    (folder / "cases.json").write_text(json.dumps(flags))
+    finished = run([sys.executable, str(RUN_CASES), str(folder / "cases.json")])
     assert finished.exit_code == 0, finished.output
+    return finished
+
+
+@pytest.fixture(scope="module")
+def runs(
+    save_model: Callable[..., Path],
+    save_tokenizer: Callable[..., Path],
+    rows16: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Path:
+    """A folder with base models and runs of two steps: adapters beside 4-bit weights, adapters and a head, and all but
+    the first layer of a mixture of experts stored in bf16."""
+    import torch
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    folder = tmp_path_factory.mktemp("runs")
+    save_model(folder / "base", hidden_size=64, intermediate_size=128)
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    experts = MixtralConfig(**shape, num_local_experts=3, num_key_value_heads=2, vocab_size=301)
+    MixtralForCausalLM(experts).to(torch.bfloat16).save_pretrained(save_tokenizer(folder / "experts"))
+    common = ["--dataset", str(rows16), "--model_name"]
+    lora = ["--use_peft", "--precision", "fp32", "--lora_dropout", "0", "--target_modules"]
+    trained(
+        folder,
+        {
+            "4bit": [*common, f"{folder}/base", *lora, "all-linear", "--quantization", "4bit"],
+            "lora": [*common, f"{folder}/base", *lora, "q_proj,v_proj", "--use_dora", "--modules_to_save", "lm_head"],
+            "full": [*common, f"{folder}/experts", "--freeze_layers", "--max_shard_size", "60KB"],
+        },
+    )
     return folder
 
 
 @pytest.fixture(scope="module")
-def merged(quantized_run: Path) -> tuple[Path, Finished]:
-    """The merged model, and how its export went."""
-    folder = quantized_run / "merged"
-    return folder, export("--adapter", quantized_run / "output" / "model", "--output_dir", folder)
+def merged(runs: Path) -> tuple[Path, Finished]:
+    """The merged model of the 4-bit run, and how its export went."""
+    folder = runs / "merged"
+    return folder, export("--adapter", runs / "4bit" / "model", "--output_dir", folder)
 
 
 def test_a_quantized_runs_adapter_is_merged_into_the_original_weights(
-    quantized_run: Path, merged: tuple[Path, Finished]
+    runs: Path, merged: tuple[Path, Finished]
 ) -> None:
     import torch
     from peft import PeftModel
@@ -48,9 +80,9 @@ def test_a_quantized_runs_adapter_is_merged_into_the_original_weights(
     folder, finished = merged
     assert finished.exit_code == 0, finished.output
     assert f"The merged model: {folder}" in finished.output
-    base = AutoModelForCausalLM.from_pretrained(quantized_run / "base")
+    base = AutoModelForCausalLM.from_pretrained(runs / "base")
     before = {name: tensor.clone() for name, tensor in base.state_dict().items()}
-    reference = PeftModel.from_pretrained(base, quantized_run / "output" / "model").merge_and_unload().state_dict()
+    reference = PeftModel.from_pretrained(base, runs / "4bit" / "model").merge_and_unload().state_dict()
     weights = AutoModelForCausalLM.from_pretrained(folder).state_dict()
     assert weights.keys() == reference.keys()
     for name, tensor in reference.items():
@@ -61,34 +93,107 @@ def test_a_quantized_runs_adapter_is_merged_into_the_original_weights(
     assert tokenizer.chat_template and tokenizer.decode(tokenizer("Rank 0.").input_ids) == "Rank 0."
 
 
-def test_a_merged_model_is_replaced_only_with_overwrite(quantized_run: Path, merged: tuple[Path, Finished]) -> None:
+def contents(folder: Path) -> dict[str, Any]:
+    """Every file of a folder but the model card; what peft writes in the order of a set is sorted."""
+    held: dict[str, Any] = {file.name: file.read_bytes() for file in folder.iterdir() if file.name != "README.md"}
+    if "adapter_config.json" in held:
+        settings = json.loads(held["adapter_config.json"])
+        held["adapter_config.json"] = {**settings, "target_modules": sorted(settings["target_modules"])}
+    return held
+
+
+@pytest.mark.parametrize("name", ["full", "lora", "4bit"])
+def test_the_last_checkpoint_gives_what_the_run_left_byte_for_byte(name: str, runs: Path, tmp_path: Path) -> None:
+    from llama_ft.checkpoint import Exporter, find_sound
+
+    exporter = Exporter.prepare(find_sound(runs / name), None, None, trust_remote_code=False, merge=False)
+    if name == "full":
+        exporter.write_model(tmp_path / "out", None, 60_000)
+    else:
+        exporter.write_adapter(tmp_path / "out", None)
+    ours, theirs = contents(tmp_path / "out"), contents(runs / name / "model")
+    assert ours.keys() == theirs.keys() and len(ours) > 3
+    assert [file for file in ours if ours[file] != theirs[file]] == []
+
+
+def test_a_merged_checkpoint_replaces_a_model_only_with_overwrite(runs: Path, merged: tuple[Path, Finished]) -> None:
+    from safetensors.torch import load_file
+
     folder, _ = merged
-    adapter = quantized_run / "output" / "model"
-    flags: list[Any] = ["--adapter", adapter, "--output_dir", folder, "--save_dtype", "bfloat16"]
-    refused = export(*flags)
+    checkpoint = runs / "4bit" / "checkpoints" / "step-000002"
+    refused = export(checkpoint, folder, "--merge", "--dtype", "bfloat16")
     assert refused.exit_code == 2 and "already holds a model" in refused.output and "--overwrite" in refused.output
-    flags[3] = shutil.copytree(folder, folder.with_name("replaced"))
-    assert export(*flags, "--overwrite").exit_code == 0
-    assert json.loads((flags[3] / "config.json").read_text())["dtype"] == "bfloat16"
+    copy = shutil.copytree(folder, folder.with_name("replaced"))
+    finished = export(checkpoint, copy, "--merge", "--dtype", "bfloat16", "--overwrite")
+    assert finished.exit_code == 0, finished.output
+    assert f"The checkpoint: {checkpoint}, after step 2" in finished.output
+    assert json.loads((copy / "config.json").read_text())["dtype"] == "bfloat16"
+    exact = load_file(folder / "model.safetensors")
+    for tensor, rounded in zip(exact.values(), load_file(copy / "model.safetensors").values(), strict=True):
+        assert rounded.equal(tensor.bfloat16())
+    assert "optimizer steps | 2" in (copy / "README.md").read_text()
 
 
-def test_a_full_disk_is_named_and_leaves_nothing(quantized_run: Path) -> None:
-    folder = quantized_run / "full disk"
+def test_training_starts_from_every_export(runs: Path, merged: tuple[Path, Finished], tmp_path: Path) -> None:
+    import torch
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    from llama_ft.checkpoint import Exporter, find_sound
+
+    rows = [torch.randint(0, 301, (1, 12 + n), generator=torch.Generator().manual_seed(n)) for n in range(4)]
+    lines = [json.dumps({"input_ids": row[0].tolist(), "labels": row[0].tolist()}) for row in rows]
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    common = ["--dataset", f"{tmp_path}/rows.jsonl", "--precision", "fp32", "--model_name"]
+    again = ["--use_peft", "--from_peft_checkpoint", f"{runs}/lora/model"]
+    cases = {"full": [str(runs / "full" / "model")], "merged": [str(merged[0])], "lora": [str(runs / "base"), *again]}
+    trained(tmp_path, {name: [*common, *case] for name, case in cases.items()})
+
+    for name, (folder, *_) in cases.items():
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        if name == "lora":
+            model = PeftModel.from_pretrained(model, runs / "lora" / "model").eval()
+        with torch.no_grad():
+            total = sum(model(input_ids=row, labels=row).loss.item() * (row.shape[1] - 1) for row in rows)
+        expected = total / sum(row.shape[1] - 1 for row in rows)
+        assert abs(losses(tmp_path / name)[0] - expected) < 1e-5 * expected, name
+    # What went on from an adapter has that one's settings, not those of the command line.
+    Exporter.prepare(find_sound(tmp_path / "lora"), None, None, False, merge=False).write_adapter(tmp_path / "out", None)
+    assert contents(tmp_path / "out") == contents(tmp_path / "lora" / "model")
+
+
+def test_a_checkpoint_goes_to_the_hub_and_the_token_nowhere_else(runs: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    hub = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path / "home")}
+    flags = [runs / "lora", out, "--push_to_hub", "me/model"]
+    refused = export(*flags, **hub, HF_TOKEN="")
+    assert refused.exit_code == 2 and "no token for http://127.0.0.1:9" in refused.output and not out.exists()
+    finished = export(*flags, **hub, HF_TOKEN="hf_of_the_environment")
+    assert finished.exit_code == 1 and "Traceback" not in finished.output and "hf_of_the" not in finished.output
+    assert f"The checkpoint: {runs}/lora/checkpoints/step-000002" in finished.output
+    assert f"`hf upload me/model {out}` uploads it later" in finished.output
+    assert contents(out) == contents(runs / "lora" / "model")
+
+
+def test_a_full_disk_is_named_and_leaves_nothing(runs: Path) -> None:
+    folder = runs / "full disk"
     command = f'ulimit -f 100; exec "{sys.executable}" "{EXPORT}" "$@"'  # no file above 100 KiB
-    flags = ["--adapter", f"{quantized_run}/output/model", "--output_dir", str(folder)]
+    flags = ["--adapter", f"{runs}/4bit/model", "--output_dir", str(folder)]
     finished = run(["bash", "-c", command, "export", *flags])
     assert finished.exit_code == 1 and f"{folder}: the model could not be written (File too large)" in finished.output
     assert "Traceback" not in finished.output
-    assert not folder.exists() and not list(quantized_run.glob(".writing*"))
+    assert not folder.exists() and not list(runs.glob(".writing*"))
 
 
 MEMORY = """
 import sys, threading, time
 from pathlib import Path
 import torch
+from checkpoint_by_hand import save_checkpoint
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
-from llama_ft.checkpoint import merge_adapter
+from llama_ft.checkpoint import Exporter, find_sound, merge_adapter
+from llama_ft.config import Config, ModelConfig, PeftConfig
 
 folder, role = Path(sys.argv[1]), sys.argv[2]
 if role == "make":
@@ -97,43 +202,62 @@ if role == "make":
                              num_attention_heads=4)
         model = LlamaForCausalLM(config)
         model.save_pretrained(folder / name)
+        settings = ModelConfig(model_name=str(folder / name), tokenizer_name=sys.argv[3])
+        save_checkpoint(folder / f"{name}-full", dict(model.named_parameters()), Config(model=settings))
         lora = LoraConfig(task_type="CAUSAL_LM", r=8, target_modules="all-linear", init_lora_weights=False)
-        get_peft_model(model, lora).save_pretrained(folder / f"{name}-adapter")
+        adapted = get_peft_model(model, lora)
+        adapted.save_pretrained(folder / f"{name}-adapter")
+        trained = {n.removeprefix("base_model.model."): p for n, p in adapted.named_parameters() if p.requires_grad}
+        peft = PeftConfig(use_peft=True, target_modules="all-linear")
+        save_checkpoint(folder / f"{name}-lora", trained, Config(model=settings, peft=peft))
 else:
     def anonymous():
         [line] = [line for line in open("/proc/self/status") if line.startswith("RssAnon")]
         return int(line.split()[1]) / 1024
 
-    def merge(name):
-        merge_adapter(folder / f"{name}-adapter", folder / name, folder / f"{name}-merged", None, 10**10, False)
+    def prepared(name):
+        return Exporter.prepare(find_sound(folder / name), None, None, False, merge=True)
 
-    merge("small")  # imports and thread pools
-    before, peak, done = anonymous(), 0.0, threading.Event()
+    def export(way, name):
+        out = folder / f"{name}-{way}-out"
+        if way == "adapter":
+            merge_adapter(folder / f"{name}-adapter", folder / name, out, None, 10**10, False, name)
+        elif way == "full":
+            prepared(f"{name}-full").write_model(out, torch.bfloat16, 10**10)
+        else:
+            prepared(f"{name}-lora").write_merged(out, None, 10**10)
 
-    def watch():
-        global peak
-        while not done.is_set():
-            peak = max(peak, anonymous())
-            time.sleep(0.002)
+    for way in ("adapter", "full", "lora"):
+        export(way, "small")  # imports and thread pools
+        before, peak, done = anonymous(), 0.0, threading.Event()
 
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    merge("large")
-    done.set()
-    watcher.join()
-    print(f"grew {peak - before:.1f} MiB")
+        def watch():
+            global peak
+            while not done.is_set():
+                peak = max(peak, anonymous())
+                time.sleep(0.002)
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        export(way, "large")
+        done.set()
+        watcher.join()
+        print(f"{way} grew {peak - before:.1f} MiB")
 """
 
 
-def test_merging_takes_a_fraction_of_the_models_size(tmp_path: Path) -> None:
+def test_exporting_takes_a_fraction_of_the_models_size(tiny_model: Path, tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(textwrap.dedent(MEMORY))
-    made = run([sys.executable, str(tmp_path / "job.py"), str(tmp_path), "make"])
+    path = f"{REPOSITORY / 'src'}:{REPOSITORY / 'tests'}"
+    job = [sys.executable, str(tmp_path / "job.py"), str(tmp_path)]
+    made = run([*job, "make", str(tiny_model)], PYTHONPATH=path)
     assert made.exit_code == 0, made.output
-    finished = run([sys.executable, str(tmp_path / "job.py"), str(tmp_path), "merge"])
+    finished = run([*job, "export"], PYTHONPATH=path)
     assert finished.exit_code == 0, finished.output
-    size = (tmp_path / "large-merged" / "model.safetensors").stat().st_size / 2**20
-    grew = re.search(r"grew (-?[\d.]+) MiB", finished.output)
-    assert size > 130 and grew and float(grew[1]) < 60, (size, finished.output)  # measured: 132 and 16
+    size = (tmp_path / "large" / "model.safetensors").stat().st_size / 2**20
+    grew = {way: float(mib) for way, mib in re.findall(r"(\w+) grew (-?[\d.]+) MiB", finished.output)}
+    assert size > 130 and grew.keys() == {"adapter", "full", "lora"}
+    assert max(grew.values()) < 60, grew  # measured: 132, and 13 to 20
 
 
 def test_help_and_mistakes_answer_without_torch(tmp_path: Path) -> None:
@@ -160,27 +284,39 @@ def adapter(tmp_path: Path, tiny_model: Path) -> Path:
     (folder / "adapter_model.safetensors").touch()
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "notes.txt").write_text("mine")
+    step = tmp_path / "old" / "checkpoints" / "step-000001"
+    step.mkdir(parents=True)
+    config = {"model": {"model_name": "/gone/llama"}, "peft": {"use_peft": False}}
+    (step / "trainer.json").write_text(json.dumps({"config": config}))
     return folder
 
 
 def test_the_commands_of_the_readme_are_understood(tmp_path: Path) -> None:
     lines = re.findall(r"^python recipes/export.py (.*)$", (REPOSITORY / "README.md").read_text(), re.MULTILINE)
-    assert lines
+    assert len(lines) > 1
     for line in lines:
-        adapter = re.search(r"--adapter (\S+)", line)
-        assert adapter is not None
-        words = line.replace(adapter[1], f"{tmp_path}/absent").split()
-        assert export(*words).output == f"error: --adapter {tmp_path}/absent: no such folder.\n"
+        first, *words = line.partition("  #")[0].split()
+        assert first.startswith("output/")
+        finished = export(f"{tmp_path}/absent", *words, HF_TOKEN="hf_any")
+        assert finished.output == f"error: {tmp_path}/absent: no such folder.\n"
 
 
 MISTAKES: dict[str, tuple[str, list[str]]] = {
-    "nothing": ("", ["--adapter is needed", "--output_dir is needed"]),
-    "missing adapter": ("--adapter @adapted --output_dir @out", ["adapted: no such folder. Did you mean"]),
+    "nothing": ("", ["CHECKPOINT is needed", "OUT is needed"]),
+    "missing checkpoint": ("@adapted @out", ["adapted: no such folder. Did you mean"]),
+    "nothing to export": ("@run @out", ["run: is neither a checkpoint, nor a run's directory"]),
+    "all checkpoints": ("@old/checkpoints @out", ["holds checkpoints. Name one of them, or the run:", "/old."]),
+    "missing adapter": ("--adapter @adapted --output_dir @out", ["--adapter", "adapted: no such folder. Did you mean"]),
     "no adapter": ("--adapter @run --output_dir @out", ["holds no adapter_config.json"]),
+    "a base that is gone": ("@old @out", ["model_name (--base_model overrides it) /gone/llama: no such folder"]),
+    "nothing to merge": ("@old @out --merge", ["of full tuning; there is no adapter to merge"]),
+    "no repository": ("@adapter @out --push_to_hub mine", ["--push_to_hub mine: a repository is named owner/name"]),
+    "private to nobody": ("@adapter @out --private", ["nothing is uploaded without --push_to_hub"]),
     "missing base": ("--adapter @adapter --output_dir @out --base_model @bass", ["--base_model", "no such folder"]),
     "other files": ("--adapter @adapter --output_dir @run --overwrite", ["holds more than a model (notes.txt)"]),
     "the base itself": ("--adapter @adapter --output_dir @base --overwrite", ["would delete", "--base_model reads"]),
     "a size": ("--adapter @adapter --output_dir @out --max_shard_size big", ["--max_shard_size big", "5GB"]),
+    "a precision twice": ("@adapter @out --dtype float32 --save-dtype bfloat16", ["--save_dtype: given twice"]),
     "a stray word": ("--adapter @adapter --output_dir @out now", ['"now" stands alone']),
 }
 

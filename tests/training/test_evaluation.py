@@ -1,5 +1,5 @@
 from llama_ft.config import TrainConfig
-from llama_ft.training import BestLoss
+from llama_ft.training.evaluation import BestLoss
 
 
 def test_the_run_stops_after_as_many_evaluations_without_improvement_as_patience_says() -> None:

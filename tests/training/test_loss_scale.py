@@ -7,8 +7,7 @@ import pytest
 import torch
 from conftest import losses, metrics, torchrun
 
-from llama_ft.training import LossScale
-from llama_ft.training.loss_scale import INITIAL_FACTOR, STEPS_TO_GROWTH
+from llama_ft.training.loss_scale import INITIAL_FACTOR, STEPS_TO_GROWTH, LossScale
 
 STEPS, ROWS, LEARNING_RATE = 16, 8, 2e-3
 JOB = str(Path(__file__).with_name("train_in_fp16.py"))

@@ -15,7 +15,7 @@ if __name__ == "__main__":
     assert spec is not None and spec.loader is not None
     finetuning = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(finetuning)
-    finetuning.settle = lambda config, places, job: config
+    finetuning.settle = lambda config, places, job, resumed: config
     for first_scale, flags in json.loads(Path(sys.argv[1]).read_text()):
         loss_scale.INITIAL_FACTOR = first_scale
         settings = finetuning.parse_command_line(flags, description="", demo_recipe=finetuning.DEMO_RECIPE)

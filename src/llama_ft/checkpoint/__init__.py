@@ -1,15 +1,34 @@
 """What a run leaves behind: its directory, complete checkpoints, and the result in Hugging Face format."""
 
 from llama_ft.checkpoint.export import export_adapter, export_model, save_dtype
+from llama_ft.checkpoint.from_checkpoint import Exporter, find_sound
+from llama_ft.checkpoint.hub_upload import upload
 from llama_ft.checkpoint.merge import merge_adapter
+from llama_ft.checkpoint.model_card import write_model_card
+from llama_ft.checkpoint.reader import Checkpoint, complete_checkpoints, damage, open_checkpoint
+from llama_ft.checkpoint.resume import describe_run, find_checkpoint, global_batch
 from llama_ft.checkpoint.run_directory import create_run_directory
-from llama_ft.checkpoint.sharded import CheckpointWriter
+from llama_ft.checkpoint.state import restore, restore_weights
+from llama_ft.checkpoint.writer import CheckpointWriter
 
 __all__ = [
+    "Checkpoint",
     "CheckpointWriter",
+    "Exporter",
+    "complete_checkpoints",
     "create_run_directory",
+    "damage",
+    "describe_run",
     "export_adapter",
     "export_model",
+    "find_checkpoint",
+    "find_sound",
+    "global_batch",
     "merge_adapter",
+    "open_checkpoint",
+    "restore",
+    "restore_weights",
     "save_dtype",
+    "upload",
+    "write_model_card",
 ]

@@ -1,10 +1,11 @@
-"""The result in Hugging Face format: safetensors files for transformers and peft, written as they are gathered."""
+"""The result in Hugging Face format: safetensors files for transformers and peft, written as their rows arrive:
+gathered from the ranks at the end of a run, or read from a checkpoint."""
 
 import copy
 import os
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
@@ -23,6 +24,7 @@ from llama_ft.models.lora import ADAPTER_WEIGHTS
 from llama_ft.runtime import Runtime
 
 CARRIED_OVER = ("generation_config.json", "*.py")  # beside config.json, tokenizer and weights
+Rows = Callable[[str, torch.dtype], Iterator[torch.Tensor]]  # of a parameter or buffer, in order, on the host
 
 
 def save_dtype(name: Literal["auto", "float32", "bfloat16", "float16"]) -> torch.dtype | None:
@@ -53,23 +55,15 @@ def export_model(
         tokenizer: saved beside the model, chat template included.
         runtime: the ranks.
     """
-    tensors = {name: p for name, p in model.named_parameters()} | _persistent_buffers(model)
-    dtypes = {name: save_dtype or stored_dtypes.get(name, t.dtype) for name, t in tensors.items()}
+    tensors = saved_tensors(model)
+    dtypes = saved_dtypes(tensors, stored_dtypes, save_dtype)
     groups = saved_layout(model, tensors)
+    rows = _gathered(tensors, runtime)
 
     def write(aside: Path) -> None:
-        _write_weights(aside, tensors, dtypes, groups, max_shard_bytes, runtime)
+        write_weights(aside, groups, tensors, dtypes, max_shard_bytes, rows, runtime.is_main)
         if runtime.is_main:
-            config: PretrainedConfig = copy.deepcopy(model.config)
-            sizes = Counter[torch.dtype]()
-            for name, tensor in tensors.items():
-                sizes[dtypes[name]] += tensor.numel()
-            config.dtype = sizes.most_common(1)[0][0]  # what it loads as by itself; the skeleton's says nothing
-            config.save_pretrained(aside)
-            tokenizer.save_pretrained(aside)
-            for pattern in CARRIED_OVER:
-                for file in source.glob(pattern):
-                    shutil.copy(file, aside / file.name)
+            write_model_settings(aside, model.config, tensors, dtypes, tokenizer, source)
 
     _write_aside(folder, write, runtime)
 
@@ -83,26 +77,46 @@ def export_adapter(
     runtime: Runtime,
 ) -> None:
     """Write the adapter as a peft folder; all ranks call it, rank 0 writes. Arguments as in export_model."""
-    tensors: dict[str, torch.Tensor] = {
-        adapter.keys[name]: p for name, p in model.named_parameters() if name in adapter.keys
-    }
-    dtypes = {key: save_dtype or p.dtype for key, p in tensors.items()}
-    groups = [SavedGroup([key], {key: tuple(p.shape)}) for key, p in tensors.items()]
+    tensors = adapter_tensors(model, adapter)
+    rows = _gathered(tensors, runtime)
 
     def write(aside: Path) -> None:
-        _write_file(aside / ADAPTER_WEIGHTS, tensors, dtypes, groups, runtime)
-        if runtime.is_main:
-            settings = copy.deepcopy(adapter.config)
-            settings.inference_mode = True
-            settings.save_pretrained(str(aside))
-            tokenizer.save_pretrained(aside)
+        write_adapter(aside, adapter, tensors, save_dtype, rows, tokenizer, runtime.is_main)
 
     _write_aside(folder, write, runtime)
 
 
-def _persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+def saved_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """What a whole model's folder holds of it: its parameters, tied ones once, and its persistent buffers."""
     kept = model.state_dict().keys()
-    return {name: buffer for name, buffer in model.named_buffers() if name in kept}
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in kept}
+    return {**dict(model.named_parameters()), **buffers}
+
+
+def saved_dtypes(
+    tensors: Mapping[str, torch.Tensor], stored: Mapping[str, torch.dtype], save_dtype: torch.dtype | None
+) -> dict[str, torch.dtype]:
+    """What each is written as: save_dtype where that is given and it holds floats, else as it was stored."""
+    return {
+        name: save_dtype if save_dtype and tensor.is_floating_point() else stored.get(name, tensor.dtype)
+        for name, tensor in tensors.items()
+    }
+
+
+def adapter_tensors(model: PreTrainedModel, adapter: Adapter) -> dict[str, torch.Tensor]:
+    """What an adapter's folder holds, by the names peft gives."""
+    return {adapter.keys[name]: p for name, p in model.named_parameters() if name in adapter.keys}
+
+
+def _gathered(tensors: dict[str, torch.Tensor], runtime: Runtime) -> Rows:
+    """Rows of sharded parameters as the ranks send them to rank 0: two shards of one are the most it holds."""
+    ranks = ShardGroup(runtime.mesh)
+
+    def rows(name: str, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+        tensor = tensors[name]
+        return ranks.gather_rows(tensor, dtype) if isinstance(tensor, nn.Parameter) else iter([tensor.to(dtype).cpu()])
+
+    return rows
 
 
 def _write_aside(folder: Path, write: Callable[[Path], None], runtime: Runtime) -> None:
@@ -117,7 +131,7 @@ def written_aside(folder: Path, advice: str, enabled: bool = True) -> Iterator[P
     """A directory beside `folder` that takes its place once it is complete, and is deleted if that fails.
 
     Args:
-        folder: must not hold anything by then.
+        folder: what it holds is replaced.
         advice: second line of the message when the disk refuses.
         enabled: False on ranks that do not write.
 
@@ -131,6 +145,8 @@ def written_aside(folder: Path, advice: str, enabled: bool = True) -> Iterator[P
             aside.mkdir(parents=True)
         yield aside
         if enabled:
+            if folder.exists():
+                shutil.rmtree(folder)
             os.replace(aside, folder)
     except OSError as error:
         raise RunFailure(f"{folder}: the model could not be written ({error.strerror or error}).\n{advice}") from error
@@ -139,61 +155,129 @@ def written_aside(folder: Path, advice: str, enabled: bool = True) -> Iterator[P
             shutil.rmtree(aside, ignore_errors=True)
 
 
-def _write_weights(
+def check_space(folder: Path, needed: int) -> None:
+    """See that `needed` bytes are free where `folder` will be.
+
+    Raises:
+        RunFailure: they are not.
+    """
+    existing = next(parent for parent in folder.absolute().parents if parent.exists())
+    free = shutil.disk_usage(existing).free
+    if free < needed:
+        raise RunFailure(f"{folder}: needs {needed / 2**20:,.1f} MiB, and {free / 2**20:,.1f} MiB are free there.")
+
+
+def group_headers(group: SavedGroup, dtypes: Mapping[str, torch.dtype]) -> dict[str, TensorHeader]:
+    """What is written of a group: name -> shape and dtype."""
+    return {name: TensorHeader(shape, dtypes[group.parameters[0]]) for name, shape in group.tensors.items()}
+
+
+def write_weights(
     folder: Path,
-    tensors: dict[str, torch.Tensor],
-    dtypes: dict[str, torch.dtype],
     groups: list[SavedGroup],
+    tensors: Mapping[str, torch.Tensor],
+    dtypes: Mapping[str, torch.dtype],
     max_shard_bytes: int,
-    runtime: Runtime,
+    rows: Rows,
+    enabled: bool,
 ) -> None:
-    headers = [_headers(group, dtypes) for group in groups]
+    """Write model*.safetensors and, where there are several, their index.
+
+    Args:
+        folder: where to.
+        groups: what is written together, in order.
+        tensors: every parameter and buffer by name; only their shapes are used.
+        dtypes: of each as it is written.
+        max_shard_bytes: largest file.
+        rows: where they come from.
+        enabled: False on ranks that do not write and only see `rows` through.
+    """
+    headers = [group_headers(group, dtypes) for group in groups]
     files = split_into_files(headers, max_shard_bytes)
     for file_name, members in files.items():
-        _write_file(folder / file_name, tensors, dtypes, [groups[member] for member in members], runtime)
-    if runtime.is_main:
+        _write_file(folder / file_name, [groups[member] for member in members], tensors, dtypes, rows, enabled)
+    if enabled:
         write_index(folder, files, headers)
 
 
-def _headers(group: SavedGroup, dtypes: dict[str, torch.dtype]) -> dict[str, TensorHeader]:
-    return {name: TensorHeader(shape, dtypes[group.parameters[0]]) for name, shape in group.tensors.items()}
+def write_model_settings(
+    folder: Path,
+    model_config: PretrainedConfig,
+    tensors: Mapping[str, torch.Tensor],
+    dtypes: Mapping[str, torch.dtype],
+    tokenizer: PreTrainedTokenizerBase,
+    source: Path,
+) -> None:
+    """Write what stands beside the weights: config.json, tokenizer, and from `source` generation config and code."""
+    config = copy.deepcopy(model_config)
+    sizes = Counter[torch.dtype]()
+    for name, tensor in tensors.items():
+        sizes[dtypes[name]] += tensor.numel()
+    config.dtype = sizes.most_common(1)[0][0]  # what it loads as by itself; the skeleton's says nothing
+    config.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    for pattern in CARRIED_OVER:
+        for file in source.glob(pattern):
+            shutil.copy(file, folder / file.name)
+
+
+def write_adapter(
+    folder: Path,
+    adapter: Adapter,
+    tensors: Mapping[str, torch.Tensor],
+    save_dtype: torch.dtype | None,
+    rows: Rows,
+    tokenizer: PreTrainedTokenizerBase,
+    enabled: bool,
+) -> None:
+    """Write a peft folder with the tokenizer; `tensors` and `rows` go by peft's names, see write_weights."""
+    dtypes = {key: save_dtype or tensor.dtype for key, tensor in tensors.items()}
+    groups = [SavedGroup([key], {key: tuple(tensor.shape)}) for key, tensor in tensors.items()]
+    _write_file(folder / ADAPTER_WEIGHTS, groups, tensors, dtypes, rows, enabled)
+    if enabled:
+        settings = copy.deepcopy(adapter.config)
+        settings.inference_mode = True
+        settings.save_pretrained(str(folder))
+        tokenizer.save_pretrained(folder)
 
 
 def _write_file(
     path: Path,
-    tensors: dict[str, torch.Tensor],
-    dtypes: dict[str, torch.dtype],
     groups: list[SavedGroup],
-    runtime: Runtime,
+    tensors: Mapping[str, torch.Tensor],
+    dtypes: Mapping[str, torch.dtype],
+    rows: Rows,
+    enabled: bool,
 ) -> None:
-    """Write the groups in order, rows as they arrive: rank 0 never holds more than two shards of a parameter, unless a
-    conversion needs it whole."""
-    headers = {name: header for group in groups for name, header in _headers(group, dtypes).items()}
-    ranks = ShardGroup(runtime.mesh)
-    with SafetensorsFile(path, headers, runtime.is_main) as file:
+    headers = {name: header for group in groups for name, header in group_headers(group, dtypes).items()}
+    with SafetensorsFile(path, headers, enabled) as file:
         for group in groups:
-            for rows in _rows_to_write(group, tensors, dtypes[group.parameters[0]], ranks):
-                if runtime.is_main:
-                    file.append(rows)
+            for written in _rows_to_write(group, tensors, dtypes[group.parameters[0]], rows, enabled):
+                if enabled:
+                    file.append(written)
 
 
 def _rows_to_write(
-    group: SavedGroup, tensors: dict[str, torch.Tensor], dtype: torch.dtype, ranks: ShardGroup
+    group: SavedGroup, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype, rows: Rows, enabled: bool
 ) -> Iterator[torch.Tensor]:
-    """On rank 0 all of the group's tensors, piece by piece; the other ranks send theirs."""
-
-    def gathered(name: str) -> Iterator[torch.Tensor]:
-        tensor = tensors[name]
-        return ranks.gather_rows(tensor, dtype) if isinstance(tensor, nn.Parameter) else iter([tensor.to(dtype).cpu()])
-
+    """All of the group's tensors, piece by piece as they arrive, unless a conversion needs them whole."""
     first = group.parameters[0]
     if not group.is_converted:
-        yield from gathered(first)
+        yield from rows(first, dtype)
     elif group.by_row:
-        for rows in gathered(first):
-            for row in rows.split(1):
+        for several in rows(first, dtype):
+            for row in several.split(1):
                 yield from group.convert({first: row})
     else:
-        pieces = {name: list(gathered(name)) for name in group.parameters}
-        if dist.get_rank() == 0:
-            yield from group.convert({name: torch.cat(several) for name, several in pieces.items()})
+        whole = {name: _put_together(rows(name, dtype), tensors[name].shape, dtype) for name in group.parameters}
+        if enabled:
+            yield from group.convert(whole)
+
+
+def _put_together(rows: Iterator[torch.Tensor], shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    """A whole tensor out of its rows, held once; where no rows arrive, no memory is touched."""
+    whole, start = torch.empty(shape, dtype=dtype), 0
+    for several in rows:
+        whole[start : start + len(several)] = several
+        start += len(several)
+    return whole

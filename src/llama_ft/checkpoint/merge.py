@@ -10,7 +10,7 @@ differ. W is its weight [out, in], B A the adapter's product, m DoRA's magnitude
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,11 +23,12 @@ from transformers import PretrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from llama_ft.checkpoint.export import CARRIED_OVER, written_aside
+from llama_ft.checkpoint.export import CARRIED_OVER, check_space, written_aside
+from llama_ft.checkpoint.model_card import write_model_card
 from llama_ft.checkpoint.safetensors_file import SafetensorsFile, TensorHeader, split_into_files, write_index
 from llama_ft.config import ModelConfig
 from llama_ft.config.output_dir import TOKENIZER_PATTERNS
-from llama_ft.errors import RunFailure, UserError
+from llama_ft.errors import UserError
 from llama_ft.models import Adapter, build_skeleton, load_model_config
 from llama_ft.models.conversion import ConvertedSource
 from llama_ft.models.lora import (
@@ -147,6 +148,8 @@ def merge_adapter(
     save_dtype: torch.dtype | None,
     max_shard_bytes: int,
     trust_remote_code: bool,
+    base_name: str,
+    trainer: Mapping[str, Any] | None = None,
 ) -> None:
     """Write the merged model. Beside the mapped files no more than a few blocks of rows is ever held.
 
@@ -157,6 +160,8 @@ def merge_adapter(
         save_dtype: of floating tensors; None: what each has in the base.
         max_shard_bytes: largest file.
         trust_remote_code: whether the base may bring code of its own.
+        base_name: what the model card calls the base.
+        trainer: what it tells of the run, as a checkpoint's trainer.json holds it.
 
     Raises:
         UserError: the adapter is of a kind that cannot be merged, or does not fit the base; the base is quantized.
@@ -166,10 +171,10 @@ def merge_adapter(
     entries = [{name: _header(merge, name, save_dtype)} for name in merge.made_of]
     files = split_into_files(entries, max_shard_bytes)
     needed = sum(header.nbytes for entry in entries for header in entry.values())
-    _check_space(folder, needed)
+    check_space(folder, needed)
     changed = f"{len(merge.changes)} of {len(entries)} tensors change"
     size = f"{needed / 2**20:,.1f} MiB in {len(files)} file{'s' if len(files) > 1 else ''}"
-    log.info(f"Merging {adapter} into {base}: {changed}, {size}")
+    log.info(f"Merging into {base}: {changed}, {size}")
     if merge.is_untied:
         log.info("Embedding and head, which were one tensor, are two now: tie_word_embeddings becomes false.")
     with written_aside(folder, "Nothing is left of it.") as aside:
@@ -181,8 +186,7 @@ def merge_adapter(
                         file.append(rows.to(header.dtype))
         write_index(aside, files, entries)
         _write_settings(aside, base, adapter, save_dtype, merge.is_untied)
-        if folder.exists():
-            shutil.rmtree(folder)
+        write_model_card(aside, base_name, trainer)
 
 
 def _plan(adapter: Path, base: Path, trust_remote_code: bool) -> _Merge:
@@ -302,15 +306,6 @@ def _changes(
 def _header(merge: _Merge, name: str, save_dtype: torch.dtype | None) -> TensorHeader:
     stored = merge.base.tensors[merge.made_of[name]]
     return TensorHeader(stored.shape, save_dtype if save_dtype and stored.dtype.is_floating_point else stored.dtype)
-
-
-def _check_space(folder: Path, needed: int) -> None:
-    existing = next(parent for parent in folder.absolute().parents if parent.exists())
-    free = shutil.disk_usage(existing).free
-    if free < needed:
-        raise RunFailure(
-            f"{folder}: the merged model needs {needed / 2**20:,.0f} MiB, and {free / 2**20:,.0f} MiB are free there."
-        )
 
 
 def _write_settings(folder: Path, base: Path, adapter: Path, save_dtype: torch.dtype | None, is_untied: bool) -> None:

@@ -1,37 +1,56 @@
 """The directory of a run, made as late as possible: a run that is refused writes nothing."""
 
+import itertools
 import re
 import shutil
 from datetime import datetime
 from pathlib import Path
 
+from llama_ft.checkpoint.reader import Checkpoint, complete_checkpoints
 from llama_ft.config import CheckpointConfig, run_entries
 from llama_ft.errors import UserError
 from llama_ft.runtime import Runtime, log
 
 
-def create_run_directory(checkpoint: CheckpointConfig, model_name: str, runtime: Runtime) -> Path:
-    """Rank 0 creates output_dir and every rank gets its path.
+def create_run_directory(
+    checkpoint: CheckpointConfig,
+    model_name: str,
+    runtime: Runtime,
+    resumed: Checkpoint | None = None,
+) -> Path:
+    """Rank 0 creates output_dir and every rank gets its path. An attempt that torchrun has started again takes the
+    directory of the one before it.
 
     Args:
-        checkpoint: output_dir, or None for output/<model>-<date-time>; overwrite removes what an earlier run wrote in
-            it and nothing else.
+        checkpoint: output_dir, or None for output/<model>-<date-time>, or the directory of the run that is resumed;
+            overwrite removes what an earlier run wrote in it and nothing else.
         model_name: a folder or hub name, for the default.
         runtime: the ranks.
+        resumed: the checkpoint the run goes on from. In its own run's directory, newer checkpoints are set aside.
 
     Raises:
         UserError: it holds a run, or cannot be created.
     """
-    return runtime.from_main(lambda: _create(checkpoint.output_dir, checkpoint.overwrite, model_name))
+    return runtime.from_main(lambda: _create(checkpoint, model_name, resumed, runtime.earlier_run))
 
 
-def _create(asked: str | None, overwrite: bool, model_name: str) -> Path:
-    folder = Path(asked).expanduser() if asked else _default(model_name)
+def _create(settings: CheckpointConfig, model_name: str, resumed: Checkpoint | None, earlier: Path | None) -> Path:
+    own_run = resumed.run if resumed else None
+    if earlier is not None:
+        folder = earlier
+    elif settings.output_dir:
+        folder = Path(settings.output_dir).expanduser()
+    else:
+        folder = own_run or _default(model_name)
+    if own_run is not None and folder.resolve() == own_run.resolve():
+        _set_newer_aside(folder, resumed.step if resumed else 0)
+        return folder
     held = run_entries(folder)  # looked at before anything slow began, but another run may have begun there since
-    if held and not overwrite:
-        raise UserError(f"--output_dir {folder}: already holds a run.\nChoose another output_dir, or --overwrite it.")
+    if held and not settings.overwrite and earlier is None:
+        _check_nothing_is_lost(folder, settings)
     if held:
-        log.info(f"--overwrite: removing {', '.join(path.name for path in held)} of the earlier run in {folder}")
+        reason = "--overwrite" if settings.overwrite and earlier is None else "No checkpoint to go on from"
+        log.info(f"{reason}: removing {', '.join(path.name for path in held)} of the earlier run in {folder}")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for path in held:
@@ -42,6 +61,27 @@ def _create(asked: str | None, overwrite: bool, model_name: str) -> Path:
     except OSError as error:
         raise UserError(f"--output_dir {folder}: cannot be written ({error.strerror}).") from error
     return folder
+
+
+def _check_nothing_is_lost(folder: Path, settings: CheckpointConfig) -> None:
+    """--resume auto begins anew in the directory of a run that was ended before its first checkpoint."""
+    if settings.resume != "auto":
+        raise UserError(f"--output_dir {folder}: already holds a run.\nChoose another output_dir, or --overwrite it.")
+    if (folder / "model").exists():
+        raise UserError(
+            f"--resume auto: {folder} holds a result but no checkpoint to go on from.\nChoose another output_dir, or "
+            "begin anew with --overwrite and without --resume."
+        )
+
+
+def _set_newer_aside(run: Path, step: int) -> None:
+    """Give checkpoints that the resumed run will write again another name; nothing is deleted."""
+    for folder in complete_checkpoints(run):
+        if int(folder.name.removeprefix("step-")) > step:
+            names = (folder.with_name(f"set-aside-{n}-{folder.name}") for n in itertools.count(1))
+            target = next(name for name in names if not name.exists())
+            folder.rename(target)
+            log.warning(f"{folder} is newer than the checkpoint the run goes on from; it is kept as {target.name}.")
 
 
 def _default(model_name: str) -> Path:

@@ -7,15 +7,19 @@ Format: 8 bytes little-endian header length, the header as JSON, then the tensor
 import json
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
 import torch
+import xxhash
 
 from llama_ft.models.source import DTYPES, INDEX_FILE, SINGLE_FILE
 
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+PIECE_BYTES = 2**22  # hashed and written at once: it is then still in the processor's cache
+NO_METADATA: Mapping[str, str] = {}
 
 
 @dataclass(frozen=True)
@@ -37,18 +41,25 @@ class SafetensorsFile:
         path: the file.
         headers: every tensor it will hold, in order.
         enabled: False on the ranks that do not write; their file does nothing.
+        metadata: more texts for the header.
+
+    Attributes:
+        digest: xxh3_128 of all that was written so far.
 
     Raises:
         ValueError: on leaving the block, if not exactly the announced bytes were appended.
     """
 
-    def __init__(self, path: Path, headers: dict[str, TensorHeader], enabled: bool) -> None:
+    def __init__(
+        self, path: Path, headers: dict[str, TensorHeader], enabled: bool, metadata: Mapping[str, str] = NO_METADATA
+    ) -> None:
+        self.digest = xxhash.xxh3_128()
         self._file = open(path, "wb") if enabled else None
         self._expected = sum(header.nbytes for header in headers.values())
         self._written = 0
         if self._file is None:
             return
-        table: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        table: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
         offset = 0
         for name, header in headers.items():
             end = offset + header.nbytes
@@ -60,12 +71,19 @@ class SafetensorsFile:
             offset = end
         text = json.dumps(table).encode()
         text += b" " * (-len(text) % 8)  # the format asks for data aligned to 8 bytes
-        self._file.write(len(text).to_bytes(8, "little") + text)
+        self._write(memoryview(len(text).to_bytes(8, "little") + text))
 
     def append(self, rows: torch.Tensor) -> None:
         """Write the next rows of the current tensor (on the host, in its announced dtype)."""
+        data = rows.contiguous().view(-1).view(torch.uint8).numpy().data
+        self._written += len(data)
+        for start in range(0, len(data), PIECE_BYTES):
+            self._write(data[start : start + PIECE_BYTES])
+
+    def _write(self, data: memoryview) -> None:
         assert self._file is not None
-        self._written += self._file.write(rows.contiguous().view(-1).view(torch.uint8).numpy().data)
+        self.digest.update(data)
+        self._file.write(data)
 
     def __enter__(self) -> "SafetensorsFile":
         return self

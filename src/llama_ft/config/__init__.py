@@ -8,7 +8,8 @@ from llama_ft.config.load import load, load_recipe
 from llama_ft.config.output_dir import model_dir_complaint, run_entries
 from llama_ft.config.paths import adapter_complaint, base_model_of, model_complaint
 from llama_ft.config.resolved import differences, to_yaml
-from llama_ft.config.rules import as_fraction, check_device, check_rules, parse_size
+from llama_ft.config.rules import as_fraction, check_device, check_rules, parse_duration, parse_size
+from llama_ft.config.same_run import check_same_run
 from llama_ft.config.script_flags import ScriptFlags
 from llama_ft.config.sections import (
     CheckpointConfig,
@@ -38,6 +39,7 @@ __all__ = [
     "base_model_of",
     "check_device",
     "check_rules",
+    "check_same_run",
     "differences",
     "exit_with",
     "load",
@@ -45,6 +47,7 @@ __all__ = [
     "model_complaint",
     "model_dir_complaint",
     "parse_command_line",
+    "parse_duration",
     "parse_size",
     "run_entries",
     "to_yaml",

@@ -115,6 +115,7 @@ CONDITIONS = (
         "with from_peft_checkpoint: the saved adapter's own settings are used",
     ),
     Condition(("overwrite",), "output_dir", bool, "without output_dir: a new directory is made"),
+    Condition(("resume_allow_changes",), "resume", bool, "without resume"),
     Condition(("save_dtype", "max_shard_size"), "save_model", bool, "with save_model off"),
     Condition(WANDB_FIELDS, "use_wandb", bool, "without use_wandb"),
 )

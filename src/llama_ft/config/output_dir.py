@@ -24,10 +24,10 @@ TOKENIZER_PATTERNS = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template.*", "additional_chat_templates/*",
     "vocab.*", "merges.txt", "*.model", "*.tiktoken",
 )  # fmt: skip
-# All that a merged model's folder holds, and so all that --overwrite may delete there.
+# All that an exported model's or adapter's folder holds, and so all that --overwrite may delete there.
 MODEL_PATTERNS = (
     "config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json", "*.py",
-    "additional_chat_templates", *TOKENIZER_PATTERNS,
+    "adapter_config.json", "adapter_model.safetensors", "README.md", "additional_chat_templates", *TOKENIZER_PATTERNS,
 )  # fmt: skip
 
 
@@ -42,7 +42,9 @@ def run_entries(directory: Path) -> list[Path]:
     return [directory / entry for entry in RUN_ENTRIES if (directory / entry).exists()]
 
 
-def output_dir_complaint(directory: str | None, overwrite: bool, inputs: Mapping[str, str | None]) -> str | None:
+def output_dir_complaint(
+    directory: str | None, overwrite: bool, inputs: Mapping[str, str | None], goes_on: bool = False
+) -> str | None:
     """Say why a run cannot write into directory.
 
     Rank 0 alone asks, because it alone writes: on the others the answer would be about the run that it has begun.
@@ -51,6 +53,7 @@ def output_dir_complaint(directory: str | None, overwrite: bool, inputs: Mapping
         directory: output_dir; None for the default, a new folder below output/.
         overwrite: whether a run that is there may be replaced.
         inputs: field name -> file or folder the run reads, which replacing a run must not delete.
+        goes_on: whether a run that is there is to be continued.
 
     Returns:
         What is wrong, or None.
@@ -70,8 +73,13 @@ def output_dir_complaint(directory: str | None, overwrite: bool, inputs: Mapping
     if not run_entries(path):
         names = ", ".join(held)
         return f"holds {names}, but is not a run's directory, so --overwrite does not help. Choose another output_dir."
+    if goes_on:
+        return None
     if not overwrite:
-        return "already holds a run. Choose another output_dir, or replace that run with --overwrite."
+        return (
+            "already holds a run. Choose another output_dir, go on with that run by --resume auto, or replace it with "
+            "--overwrite."
+        )
     return _deleted_input(run_entries(path), inputs)
 
 

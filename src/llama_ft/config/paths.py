@@ -10,6 +10,7 @@ from llama_ft.config.python_file import python_function_complaint
 from llama_ft.config.rules import as_fraction
 from llama_ft.config.wording import nearest_file, subject
 from llama_ft.errors import UserError
+from llama_ft.restarts import may_be_restarted
 
 BUILT_IN_MODELS = ("demo",)
 BUILT_IN_DATASETS = ("demo",)
@@ -33,8 +34,12 @@ def check_paths(values: Mapping[str, Any], places: Mapping[str, str], invalid: s
         "dataset": _data,
         "validation": lambda validation: None if as_fraction(validation) is not None else _data(validation),
         "from_peft_checkpoint": adapter_complaint,
+        "resume": checkpoint_complaint,
         "output_dir": lambda directory: output_dir_complaint(
-            directory, values["overwrite"], {name: values[name] for name in INPUTS}
+            directory,
+            values["overwrite"],
+            {name: values[name] for name in INPUTS},
+            _goes_on(values["resume"], directory),
         ),
     }
     messages = []
@@ -54,6 +59,27 @@ def _told(complaint_of: Callable[[Any], str | None], value: Any) -> str | None:
         return complaint_of(value)
     except (OSError, ValueError) as error:  # no permission to look, a name too long, a null character
         return f"cannot be looked at: {getattr(error, 'strerror', None) or error}."
+
+
+def _goes_on(resume: str | None, directory: str | None) -> bool:
+    """Whether a run that directory holds is continued: by --resume, or because torchrun may have started the ranks
+    again; that, checkpoint/run_directory.py finds out before anything is written."""
+    if resume == "auto" or may_be_restarted():
+        return True
+    if resume is None or directory is None:
+        return False
+    checkpoint, run = Path(resume).expanduser().resolve(), Path(directory).expanduser().resolve()
+    return checkpoint == run or run / "checkpoints" == checkpoint.parent
+
+
+def checkpoint_complaint(resume: str) -> str | None:
+    """Say why `resume` is neither auto nor a checkpoint nor a run with one."""
+    folder = Path(resume).expanduser()
+    if resume == "auto" or (folder / "trainer.json").is_file() or any(folder.glob("checkpoints/step-*")):
+        return None
+    if not folder.exists():
+        return f"no such folder.{nearest_file(folder)}"
+    return "holds no checkpoint; expected output/<run>/checkpoints/step-..., or auto."
 
 
 def looks_local(name: str) -> bool:

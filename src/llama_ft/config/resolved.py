@@ -10,7 +10,7 @@ from llama_ft.config.sections import Config
 from llama_ft.config.wording import show
 
 # They belong to one run and not to what it does: a repetition gets a directory of its own and deletes nothing.
-ONE_RUN_ONLY = ("output_dir", "overwrite", "resume")
+ONE_RUN_ONLY = ("output_dir", "overwrite", "resume", "resume_allow_changes")
 
 
 def differences(config: Config) -> list[str]:
@@ -25,8 +25,8 @@ def differences(config: Config) -> list[str]:
 def to_yaml(config: Config, header: str = "") -> str:
     """Write the resolved configuration as a recipe that `--config` reads.
 
-    No secret can be in it: keys and tokens are no settings. output_dir, overwrite and resume are left out, so that
-    reading it again repeats the run in a new directory.
+    No secret can be in it: keys and tokens are no settings. output_dir, overwrite and what resumes a run are left out,
+    so that reading it again repeats the run in a new directory.
 
     Args:
         config: the configuration.

@@ -13,6 +13,7 @@ from typing import Any
 
 from llama_ft.config.effect import without_effect
 from llama_ft.config.fields import SETTINGS, values_of
+from llama_ft.config.same_run import unknown_changes
 from llama_ft.config.sections import Config
 from llama_ft.config.wording import NO_PLACES, is_flag, one_of, show, subject
 from llama_ft.errors import UserError
@@ -22,12 +23,11 @@ NOT_BUILT: dict[str, tuple[Callable[[Any], bool], str]] = {
     "activation_checkpointing": (lambda it: it == "auto", "Use off, full, every_k or selective"),
     "truncation": (lambda it: it != "right", "Use right, and context_length to make room"),
     "batching_strategy": (lambda it: it == "packing", "Use padding"),
-    "resume": (lambda it: it is not None, "Start anew with another output_dir; LoRA can go on from_peft_checkpoint"),
-    "keep_last": (bool, "Leave it out: all checkpoints are kept"),
     "compile": (bool, "Leave it out"),
 }
 SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(KB|MB|GB|TB)", re.IGNORECASE)
 SIZE_BYTES = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+DURATION = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?", re.IGNORECASE)
 
 
 def parse_size(text: str) -> int:
@@ -41,6 +41,20 @@ def parse_size(text: str) -> int:
     if size_bytes == 0:
         raise ValueError(f"{text} is not a size")
     return size_bytes
+
+
+def parse_duration(text: str) -> int:
+    """Return the seconds that `3h50m`, `90s` or `1d` stand for.
+
+    Raises:
+        ValueError: the text is no such time, or is zero.
+    """
+    match = DURATION.fullmatch(text.replace(" ", ""))
+    days, hours, minutes, seconds = (int(number or 0) for number in match.groups()) if match else (0, 0, 0, 0)
+    total = ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+    if total == 0:
+        raise ValueError(f"{text} is not a time")
+    return total
 
 
 def as_fraction(validation: str | None) -> float | None:
@@ -168,6 +182,35 @@ def _shard_size_is_a_size(max_shard_size: str) -> str | None:
     return None
 
 
+def _resume_auto_looks_into_output_dir(resume: str | None, output_dir: str | None) -> str | None:
+    wrong = resume == "auto" and output_dir is None
+    return "is auto, which looks for checkpoints in output_dir. Add the run's --output_dir." if wrong else None
+
+
+def _resuming_overwrites_nothing(resume: str | None, overwrite: bool) -> str | None:
+    return "goes on with a run, and overwrite deletes it. Leave one of them out." if resume and overwrite else None
+
+
+def _changes_are_settings(resume_allow_changes: list[str]) -> str | None:
+    return unknown_changes(resume_allow_changes)
+
+
+def _stop_after_is_a_time(stop_after: str | None) -> str | None:
+    return _time_complaint(stop_after) if stop_after is not None else None
+
+
+def _collective_timeout_is_a_time(collective_timeout: str) -> str | None:
+    return _time_complaint(collective_timeout)
+
+
+def _time_complaint(text: str) -> str | None:
+    try:
+        parse_duration(text)
+    except ValueError:
+        return f"is {text}; expected a time such as 3h50m, 45m or 90s."
+    return None
+
+
 RULES: tuple[Callable[..., str | None], ...] = (
     _warm_up_ends_before_training_does,
     _validation_is_a_fraction_of_one,
@@ -186,6 +229,11 @@ RULES: tuple[Callable[..., str | None], ...] = (
     _activations_are_offloaded_from_cuda,
     _selective_layers_are_gathered_whole,
     _shard_size_is_a_size,
+    _resume_auto_looks_into_output_dir,
+    _resuming_overwrites_nothing,
+    _changes_are_settings,
+    _stop_after_is_a_time,
+    _collective_timeout_is_a_time,
 )
 
 

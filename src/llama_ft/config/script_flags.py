@@ -26,12 +26,14 @@ class ScriptFlags(argparse.ArgumentParser):
         """
         words = [_underscored(word) for word in argv]
         flags = [word.partition("=")[0] for word in words if word.startswith("--")]
-        twice = [f"{flag}: given twice." for flag in dict.fromkeys(flags) if flags.count(flag) > 1]
-        known = {name.removeprefix("--") for name in self._option_string_actions if name.startswith("--")}
+        actions = {name: action for name, action in self._option_string_actions.items() if name.startswith("--")}
+        given = [actions[flag].dest if flag in actions else flag for flag in flags]  # a flag may have two names
+        twice = [f"{flag}: given twice." for n, flag in enumerate(flags) if given.index(given[n]) < n]
+        known = {name.removeprefix("--") for name in actions}
         mistakes = twice + [_unknown(flag, known) for flag in dict.fromkeys(flags) if flag[2:] not in known]
         options, strays = argparse.Namespace(), list[str]()
         try:
-            options, strays = self.parse_known_args(words)
+            options, strays = self.parse_known_intermixed_args(words)  # words that stand alone may be anywhere
         except UserError as error:
             mistakes += error.messages
         if mistakes or strays:

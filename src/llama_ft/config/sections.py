@@ -85,6 +85,13 @@ class TrainConfig:
     max_train_step: CountOrZero = 0
     """Stop after so many optimizer steps; 0 = no limit."""
 
+    stop_after: str | None = None
+    """Save and stop after so long a time, such as 3h50m, to be done before a batch queue's limit; --resume auto goes
+    on."""
+
+    collective_timeout: str = "30m"
+    """How long a rank waits for the others before the run ends naming those that did not arrive."""
+
     lr: Rate = 1e-4
     """Peak learning rate."""
 
@@ -289,16 +296,27 @@ class CheckpointConfig:
     """Replace the run that output_dir already holds."""
 
     resume: str | None = None
-    """auto, or the checkpoint to continue from."""
+    """Continue a run: auto takes output_dir's newest checkpoint, or begins anew where there is none; or a checkpoint's
+    directory."""
+
+    resume_allow_changes: list[str] = Field(default_factory=list)
+    """Settings that may differ from those of the run that is resumed, such as lr,num_epochs."""
 
     save_model: bool = True
-    """Write the result in Hugging Face format to output_dir/model, and a checkpoint at the end."""
+    """Write the result in Hugging Face format to output_dir/model, and checkpoints at the end, after every epoch and
+    when stopped."""
 
     save_steps: CountOrZero = 0
     """Write a checkpoint every so many optimizer steps too; 0 = do not."""
 
+    save_every_epoch: bool = True
+    """Write a checkpoint after every epoch."""
+
+    save_async: bool = True
+    """Write checkpoints in the background: training waits only while they are copied to host memory."""
+
     keep_last: CountOrZero = 0
-    """Keep only so many of the newest checkpoints; 0 = all."""
+    """Keep only so many of the newest checkpoints, and the one with the best validation loss; 0 = all."""
 
     save_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Precision of output_dir/model; auto: the checkpoint's own, tensor by tensor, and fp32 for adapters."""

@@ -17,6 +17,7 @@ from llama_ft.models.skeleton import (
     set_storage_dtypes,
     vocabulary_size,
 )
+from llama_ft.models.source import fingerprint
 from llama_ft.models.units import shard, shard_degree, unit_table
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "build_skeleton",
     "checkpoint_activations",
     "choose_quantization",
+    "fingerprint",
     "freeze_first_layers",
     "inject_lora",
     "lasting_name",

@@ -1,6 +1,7 @@
 """Reading a Hugging Face folder's weights a few rows at a time."""
 
 import json
+import os
 import pickle
 import zipfile
 from dataclasses import dataclass
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+import xxhash
 from safetensors import SafetensorError, safe_open
 
 from llama_ft.errors import UserError
@@ -15,6 +17,7 @@ from llama_ft.runtime.console import log
 
 INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
 BIN_INDEX_FILE, BIN_FILE = "pytorch_model.bin.index.json", "pytorch_model.bin"
+FINGERPRINT_BYTES = 2**20
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -62,15 +65,20 @@ class SafetensorsSource:
     Args:
         files: the files; a name must not occur in two of them.
 
+    Attributes:
+        metadata: the texts in the files' headers.
+
     Raises:
         UserError: a file is missing, truncated or not safetensors, or holds a dtype that torch does not know.
     """
 
     def __init__(self, files: list[Path]) -> None:
         self.tensors: dict[str, StoredTensor] = {}
+        self.metadata: dict[str, str] = {}
         self._handles: dict[Path, Any] = {}
         for file in files:
             handle = self._handles[file] = _open_safetensors(file)
+            self.metadata |= handle.metadata() or {}
             for name in handle.keys():
                 header = handle.get_slice(name)
                 dtype = DTYPES.get(header.get_dtype())
@@ -147,6 +155,17 @@ def open_weights(folder: Path) -> WeightSource:
         "Weights in another form (.pth, .gguf) are converted by loading them with transformers and calling "
         "save_pretrained."
     )
+
+
+def fingerprint(folder: Path) -> str:
+    """Tell models of the same shapes apart without reading them whole: sizes and ends of all weight files."""
+    digest = xxhash.xxh3_128()
+    for file in weight_files(folder, INDEX_FILE, SINGLE_FILE) or weight_files(folder, BIN_INDEX_FILE, BIN_FILE):
+        with open(file, "rb") as opened:
+            size = opened.seek(0, os.SEEK_END)
+            opened.seek(max(0, size - FINGERPRINT_BYTES))
+            digest.update(f"{file.name} {size} ".encode() + opened.read())
+    return digest.hexdigest()
 
 
 def weight_files(folder: Path, index_name: str, single_name: str) -> list[Path]:

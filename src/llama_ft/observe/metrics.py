@@ -1,8 +1,8 @@
-"""output_dir/metrics.jsonl: one JSON object per logged step, on disk as soon as the step is done."""
+"""output_dir/metrics.jsonl: one JSON object per logged step, written as soon as the step is done."""
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 Metrics = Mapping[str, float | Sequence[float]]  # a sequence has one value per rank
@@ -11,17 +11,28 @@ Metrics = Mapping[str, float | Sequence[float]]  # a sequence has one value per 
 class MetricsLog:
     """Appends records to a file of JSON lines.
 
-    A last line without an end, left by a process that was killed while writing, is dropped on opening: whoever reads
-    the file may rely on every line being valid JSON.
+    What an earlier attempt logged after the step that is resumed from goes, a line cut short by a kill included, so
+    that the file has each step once. Steps only grow, so what stays is the file's beginning and cutting the rest off is
+    one system call: a kill leaves the file as it was or as it should be.
 
     Args:
-        path: the file; made if it is not there, continued if it is.
+        path: the file.
+        resume_step: the step that is resumed from, whose lines and those before it are kept; None for a new run,
+            which keeps none.
+        source: metrics.jsonl of the run that is resumed, when it is another file: its lines are taken over.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, resume_step: int | None = None, source: Path | None = None) -> None:
         self.path = path
-        self._file = path.open("ab+")
-        self._drop_half_line()
+        self._file = path.open("ab")
+        source = source if source is not None and source.exists() else path
+        kept = b"".join(_lines_up_to(source, resume_step)) if resume_step is not None else b""
+        if source.samefile(path):
+            self._file.truncate(len(kept))
+        else:
+            self._file.truncate(0)
+            self._file.write(kept)
+            self._file.flush()
 
     def write(self, record: Metrics) -> None:
         """Append `record` as one line and flush it; infinities and NaN, which JSON does not have, become null."""
@@ -29,14 +40,29 @@ class MetricsLog:
         self._file.write(line.encode() + b"\n")
         self._file.flush()
 
+    def records(self) -> Iterator[tuple[int, Metrics]]:
+        """Each line's step and metrics; null is read as NaN."""
+        with self.path.open() as lines:
+            for line in lines:
+                record = json.loads(line)
+                yield record.pop("step"), {key: _number(value) for key, value in record.items()}
+
     def close(self) -> None:
         """Close the file; closing twice is fine."""
         self._file.close()
 
-    def _drop_half_line(self) -> None:
-        self._file.seek(0)
-        complete_bytes = self._file.read().rfind(b"\n") + 1
-        self._file.truncate(complete_bytes)
+
+def _lines_up_to(path: Path, last_step: int) -> Iterator[bytes]:
+    """The lines up to the first that is of a later step or that a kill or a power cut left unreadable."""
+    with path.open("rb") as lines:
+        for line in lines:
+            try:
+                readable = line.endswith(b"\n") and json.loads(line)["step"] <= last_step
+            except (ValueError, TypeError, KeyError):
+                readable = False
+            if not readable:
+                return
+            yield line
 
 
 def one_series_per_rank(metrics: Metrics) -> dict[str, float]:
@@ -54,3 +80,9 @@ def _finite(value: float | Sequence[float]) -> float | list[float | None] | None
     if isinstance(value, Sequence):
         return [number if math.isfinite(number) else None for number in value]
     return value if math.isfinite(value) else None
+
+
+def _number(value: float | list[float | None] | None) -> float | list[float]:
+    if isinstance(value, list):
+        return [math.nan if number is None else number for number in value]
+    return math.nan if value is None else value

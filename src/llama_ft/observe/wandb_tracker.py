@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 INIT_TIMEOUT_SECONDS = 15.0  # after a login that was answered, or took 10 s to fail: under 30 s in all
 # Metrics are sent as they come, so little is left at the end; and a rank that failed must end within 30 s.
 FINISH_TIMEOUT_SECONDS = 10.0
+# A run that ends as preempting with another code than 0 is shown as preempted, not as failed or finished.
+STOPPED_EXIT_CODE = 143
 OFFLINE_HINT = "--wandb_mode offline needs neither key nor network."
 
 
@@ -54,10 +56,17 @@ def check_wandb_login(config: TrackingConfig) -> None:
 class WandbTracker:
     """One W&B run, its files in output_dir/wandb.
 
+    Going on with a run online, W&B keeps what it has of it and takes nothing for those steps again. (`resume_from`,
+    which would cut them off, is a preview that not every server has.) Offline it cannot know what the server has, and
+    uploading a "resumed" run would number its steps on from there; so each attempt is the whole run, under the same id,
+    and uploading the last one replaces what was uploaded before.
+
     Args:
         config: project, entity, name, tags and mode.
         output_dir: the run's directory; its name is the run's name when none is given.
         resolved: the run's configuration as plain values.
+        resume_step: the step that is resumed from; None for a new run.
+        run_id: the W&B run to go on with.
 
     Raises:
         UserError: the run is online and W&B does not take it.
@@ -65,7 +74,15 @@ class WandbTracker:
 
     name = "W&B"
 
-    def __init__(self, config: TrackingConfig, output_dir: Path, resolved: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        config: TrackingConfig,
+        output_dir: Path,
+        resolved: dict[str, Any],
+        resume_step: int | None = None,
+        run_id: str | None = None,
+    ) -> None:
+        self._offline = config.wandb_mode == "offline"
         check_wandb_login(config)
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         import wandb
@@ -78,27 +95,43 @@ class WandbTracker:
                 tags=config.wandb_tags,
                 dir=str(output_dir),
                 config=resolved,
+                id=run_id,
+                resume="allow" if run_id and not self._offline else None,
                 settings=_private_settings(config),
             )
         except wandb.Error as error:
+            deleted = f"A run that was deleted there ({run_id}?) goes on in another project only. " if run_id else ""
             raise UserError(
-                f"--use_wandb: W&B did not take the run: {_first_line(error)}\n"
+                f"--use_wandb: W&B did not take the run: {_first_line(error)}\n{deleted}"
                 f"Check --wandb_entity and --wandb_project; {OFFLINE_HINT}"
             ) from error
-        self._offline = config.wandb_mode == "offline"
+        self.ids = {"wandb": self._run.id}
+        self._first_step = self._run.starting_step
         self._run_dir = Path(self._run.settings.sync_dir)
         if not self._offline:
-            log.info(f"W&B: {self._run.url}")
+            log.info(f"W&B: {self._run.url}{self._what_goes_on(resume_step, run_id)}")
+
+    def _what_goes_on(self, resume_step: int | None, run_id: str | None) -> str:
+        if resume_step is None or run_id is None:
+            return ""
+        if not self._run.resumed:
+            return f"\n  Run {run_id} was not in this project before: it gets all steps."
+        known = f"; up to step {self._first_step - 1} it keeps what was logged before"
+        return " goes on" + (known if self._first_step > resume_step + 1 else "")
 
     def log(self, metrics: Metrics, step: int) -> None:
-        self._run.log(one_series_per_rank(metrics), step=step)
+        if step >= self._first_step:  # W&B would drop the others, with a warning each
+            self._run.log(one_series_per_rank(metrics), step=step)
 
-    def finish(self, exit_code: int) -> None:
+    def finish(self, exit_code: int, stopped: bool = False) -> None:
         """Send what is left, for 10 s at most, and say how to send what could not be."""
         import wandb
 
-        sync = f"wandb sync {shlex.quote(str(self._run_dir))}"
+        sync = f"wandb sync {'' if self._offline else '--include-online '}{shlex.quote(str(self._run_dir))}"
         try:
+            if stopped:
+                self._run.mark_preempting()
+                exit_code = exit_code or STOPPED_EXIT_CODE
             self._run.finish(exit_code=exit_code)
         except Exception as error:
             log.warning(f"W&B did not get everything ({_first_line(error)}). {sync} sends the rest.")

@@ -1,7 +1,20 @@
 """Processes and devices: the process group, the device mesh, what rank 0 says, and how a run ends when it fails."""
 
 from llama_ft.runtime.console import configure_console, console, log
+from llama_ft.runtime.failures import Stopped
 from llama_ft.runtime.precision import PRECISIONS, Precision, advise_precision
 from llama_ft.runtime.process_group import Runtime, start
+from llama_ft.runtime.stopping import grace_warning
 
-__all__ = ["PRECISIONS", "Precision", "Runtime", "advise_precision", "configure_console", "console", "log", "start"]
+__all__ = [
+    "PRECISIONS",
+    "Precision",
+    "Runtime",
+    "Stopped",
+    "advise_precision",
+    "configure_console",
+    "console",
+    "grace_warning",
+    "log",
+    "start",
+]

@@ -5,7 +5,6 @@ copy, `replicate` before it. Everything else in llama_ft works on that mesh, so 
 sharding are one code path.
 """
 
-import itertools
 import math
 import os
 import socket
@@ -13,25 +12,28 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, NoReturn, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from llama_ft.errors import UserError
+from llama_ft.runtime import elastic
 from llama_ft.runtime.console import configure_console
 from llama_ft.runtime.devices import DeviceNote, batch_line, device_lines, layout_line, take_device
 from llama_ft.runtime.failures import leave
 from llama_ft.runtime.status import RunStatus
+from llama_ft.runtime.stopping import Peers, Stopping
+from llama_ft.runtime.watchdog import Watchdog
 
 T = TypeVar("T")
-_STARTS = itertools.count()
 SECONDS_BETWEEN_STATUS = 5.0  # a file system of a cluster should not see one write a step
-COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # rank 0 may download or tokenize while the others wait
+SECONDS_AFTER_WATCHDOG = 60.0  # NCCL's own time-out ends a process with a dump that names nobody
 
 
 @dataclass
@@ -45,7 +47,10 @@ class Runtime:
         storage_device: where parameters and optimizer state live: `device`, or the CPU with offloading.
         device_note: what the device is, for people.
         mesh: `("shard",)`, or `("replicate", "shard")` when the model is held more than once.
+        store: this attempt's part of the rendezvous store; None on one process without torchrun.
+        job_store: the part that outlives an attempt, for runtime.elastic.
         status: the run's status.json on rank 0 and on any rank that fails; None until the run has a directory.
+        stopping: whether the run is asked to stop.
     """
 
     rank: int
@@ -57,7 +62,9 @@ class Runtime:
     device_note: DeviceNote
     mesh: DeviceMesh
     store: dist.Store | None
+    job_store: dist.Store | None = None
     status: RunStatus | None = None
+    stopping: Stopping = field(default_factory=Stopping)
     _status_written: float = -math.inf
 
     @property
@@ -86,10 +93,17 @@ class Runtime:
         dist.all_gather(everyone, mine)
         return torch.stack(everyone).cpu()
 
+    @property
+    def earlier_run(self) -> Path | None:
+        """The run directory of an earlier attempt at this job; rank 0 knows."""
+        return elastic.earlier_run(self.job_store)
+
     def begin_run(self, output_dir: Path) -> None:
-        """From now on status.json in `output_dir` says how the run stands, whichever rank ends it."""
+        """From now on status.json in `output_dir` says how the run stands, whichever rank ends it, and an attempt after
+        this one goes on there."""
         self.status = RunStatus(output_dir)
         if self.is_main:
+            elastic.remember_run(self.job_store, output_dir)
             self.status.write("running")
         dist.barrier()  # a rank that fails at once must not have its "failed" overwritten
 
@@ -125,6 +139,7 @@ def start(
     shard_degree: int | Literal["node", "world"],
     cpu_offload: bool = False,
     memory_fraction: float | None = None,
+    timeout_seconds: float = 1800.0,
 ) -> Iterator[Runtime]:
     """Start the process group, and end the process as `runtime.failures` says if the block fails.
 
@@ -133,6 +148,7 @@ def start(
         shard_degree: ranks that share one copy of the model; world: all, node: those of one node.
         cpu_offload: keep parameters and optimizer state in host memory.
         memory_fraction: largest share of its GPU's memory that each rank may allocate; None: all.
+        timeout_seconds: how long a rank waits for others; rank 0 may download or tokenize meanwhile.
 
     Yields:
         The Runtime. NCCL carries CUDA tensors, gloo CPU tensors.
@@ -143,21 +159,56 @@ def start(
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     configure_console(rank)
     _silence_libraries(rank)
-    runtime = None
+    stopping = Stopping()
+    runtime: Runtime | None = None
+    store, job_store = None, None
+
+    def end(error: BaseException) -> NoReturn:
+        leave(error, rank, store, runtime.status if runtime is not None else None, stopping.told_to_end)
+
+    with stopping.listening(end):
+        try:
+            if world_size > 1 or dist.is_torchelastic_launched():
+                store, job_store = elastic.meet(rank, world_size, timeout_seconds)
+            if store is not None and world_size > 1:
+                stopping.peers = Peers(rank, world_size, store)
+            timeout = timedelta(seconds=timeout_seconds + SECONDS_AFTER_WATCHDOG)
+            runtime = _join(rank, world_size, device, shard_degree, cpu_offload, memory_fraction, store, timeout)
+            runtime.job_store, runtime.stopping = job_store, stopping
+            with _watched(runtime, timeout_seconds, end):
+                yield runtime
+                dist.barrier()
+            if runtime.is_main and runtime.status is not None:
+                runtime.status.write("finished", 0)
+            dist.destroy_process_group()
+        except BaseException as error:
+            end(stopping.closing(error))
+
+
+@contextmanager
+def _watched(runtime: Runtime, seconds: float, end: Callable[[BaseException], NoReturn]) -> Iterator[None]:
+    """Have a watchdog find ranks that hang while the block runs."""
+    if runtime.world_size == 1 or runtime.store is None:
+        yield
+        return
+    groups = {group.group_name: group for group in (dist.group.WORLD, *runtime.mesh.get_all_groups()) if group}
+    watchdog = Watchdog(runtime.store, list(groups.values()), runtime.device, seconds, end)
+    watchdog.start()
     try:
-        runtime = _join(rank, world_size, device, shard_degree, cpu_offload, memory_fraction)
-        yield runtime
-        dist.barrier()
-        if runtime.is_main and runtime.status is not None:
-            runtime.status.write("finished", 0)
-        dist.destroy_process_group()
-    except BaseException as error:
-        store = runtime.store if runtime is not None else None
-        leave(error, rank, store, runtime.status if runtime is not None else None)
+        yield
+    finally:
+        watchdog.stop()
 
 
 def _join(
-    rank: int, world_size: int, device: str, shard_degree: int | str, cpu_offload: bool, memory_fraction: float | None
+    rank: int,
+    world_size: int,
+    device: str,
+    shard_degree: int | str,
+    cpu_offload: bool,
+    memory_fraction: float | None,
+    store: dist.Store | None,
+    timeout: timedelta,
 ) -> Runtime:
     local_rank, local_world_size = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     place = _pick_device(device, torch.cuda.device_count(), local_rank, local_world_size)
@@ -168,18 +219,12 @@ def _join(
         _set_threads(local_world_size)
     note = take_device(place, memory_fraction)
     backend = "cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo"
-    store: dist.Store | None = None
-    if world_size > 1:
-        shared, _, _ = next(iter(dist.rendezvous("env://", rank, world_size, timeout=COLLECTIVE_TIMEOUT)))
-        store = dist.PrefixStore(
-            f"llama_ft/{next(_STARTS)}", shared
-        )  # a second start must not read the first one's keys
     dist.init_process_group(
         backend,
         store=store if store is not None else dist.HashStore(),
         rank=rank,
         world_size=world_size,
-        timeout=COLLECTIVE_TIMEOUT,
+        timeout=timeout,
         device_id=place if place.type == "cuda" else None,
     )
     if degree == world_size:
@@ -187,6 +232,8 @@ def _join(
     else:
         shape = (world_size // degree, degree)
         mesh = init_device_mesh(place.type, shape, mesh_dim_names=("replicate", "shard"))
+    for group in mesh.get_all_groups():
+        _set_pg_timeout(timeout, group)  # init_device_mesh takes torch's: 10 min with NCCL
     storage = torch.device("cpu") if cpu_offload else place
     return Runtime(rank, world_size, local_rank, local_world_size, place, storage, note, mesh, store)
 

@@ -1,14 +1,13 @@
 """What the training loop calls: the loss, one step, the learning rate, evaluation."""
 
-from llama_ft.training.evaluation import BestLoss, evaluate
-from llama_ft.training.loss_scale import LossScale
+from llama_ft.training.evaluation import evaluate
 from llama_ft.training.optimizer import build_optimizer, describe_optimizer, describe_state, learning_rate
+from llama_ft.training.progress import Progress
 from llama_ft.training.sample import answer, show_answer
 from llama_ft.training.step import accumulate_gradients, gradient_norm, is_due, stop_if_not_finite, update_weights
 
 __all__ = [
-    "BestLoss",
-    "LossScale",
+    "Progress",
     "accumulate_gradients",
     "answer",
     "build_optimizer",

@@ -1,6 +1,7 @@
 """The loss on held-out rows, and when it says to stop."""
 
 import math
+from typing import Any
 
 import torch
 from datasets import Dataset
@@ -72,3 +73,13 @@ class BestLoss:
     @property
     def should_stop(self) -> bool:
         return 0 < self._patience <= self.evaluations_since
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs; JSON has no infinity."""
+        loss = self.loss if math.isfinite(self.loss) else None
+        return {"loss": loss, "step": self.step, "evaluations_since": self.evaluations_since}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on as the run that saved `state` would have."""
+        self.loss = float("inf") if state["loss"] is None else float(state["loss"])
+        self.step, self.evaluations_since = int(state["step"]), int(state["evaluations_since"])

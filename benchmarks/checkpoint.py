@@ -1,0 +1,257 @@
+"""How long a checkpoint stalls training and how long it takes, beside copying and writing the same bytes without it.
+
+    python benchmarks/checkpoint.py
+
+A random Llama (full: trained in fp32, with AdamW's states; lora: adapters only) on 1 and 2 ranks under torchrun. In
+every round, in turns, all ranks at once and each with its own rows:
+
+    copy        a plain clone of every tensor into host memory
+    torch.save  of those clones, and fsync
+    write       of their bare bytes with os.write in pieces of 4 MiB as dd does, and fsync
+    sync        a save with --save_async false
+    async       a save with training going on until it is complete
+
+`stall` is how long training waits, `total` how long until the checkpoint is complete: synced, with its checksums, under
+its name. The bounds are 1.5 x the copy + 50 ms, and 1.5 x the quicker of the two writes + 0.5 s. Times are medians over
+the rounds of the slowest rank, `x` is the median of each round's ratio. `slowed` is the
+time by which training steps took longer than usual (`step`, in seconds), as a share of the total.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPOSITORY / "src"))
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
+from transformers.modeling_utils import PreTrainedModel  # noqa: E402
+
+from llama_ft import models, runtime  # noqa: E402
+from llama_ft.checkpoint import CheckpointWriter  # noqa: E402
+from llama_ft.checkpoint.state import own_state  # noqa: E402
+from llama_ft.config import CheckpointConfig, FSDPConfig, ModelConfig, PeftConfig, TrainConfig  # noqa: E402
+from llama_ft.runtime import Runtime  # noqa: E402
+from llama_ft.training import build_optimizer  # noqa: E402
+
+PIECE_BYTES = 2**22
+USUAL_STEPS = 5  # in each round, for the speed of undisturbed training
+KINDS = {"full": PeftConfig(), "lora": PeftConfig(use_peft=True, target_modules="all-linear")}
+Round = dict[str, float]
+
+
+class Trainee:
+    """A model that is trained on one batch, over and over."""
+
+    def __init__(self, folder: Path, kind: str, tokens: int, job: Runtime) -> None:
+        precision, peft = runtime.PRECISIONS["fp32"], KINDS[kind]
+        self.job = job
+        self.model: PreTrainedModel = models.build_skeleton(
+            models.load_model_config(folder, False), ModelConfig(model_name=str(folder))
+        )
+        adapter = models.inject_lora(self.model, peft, str(folder)) if peft.use_peft else None
+        models.set_storage_dtypes(self.model, precision)
+        models.shard(self.model, job.mesh, FSDPConfig(enable_fsdp=True), precision)
+        group = models.ShardGroup(job.mesh)
+        models.materialize(self.model, folder, group, job.device, job.device, False, adapter, peft, 0, precision.frozen)
+        self.optimizer = build_optimizer(self.model, TrainConfig(precision="fp32"))
+        self.batch = torch.randint(0, self.model.config.vocab_size, (1, tokens), device=job.device)
+        self.step()
+
+    def step(self) -> None:
+        """One optimizer step; it ends with a collective that waits for every rank, as the recipe's does."""
+        loss = self.model(input_ids=self.batch, labels=self.batch).loss
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.job.gather_numbers(loss.item())
+
+
+def measure_round(number: int, trainee: Trainee, folder: Path, job: Runtime) -> Round:
+    """Each way once, another one first each time: how quickly memory and page cache can be had depends on what was
+    freed just before."""
+    usual = statistics.median(slowest(trainee.step, job) for _ in range(USUAL_STEPS))
+    nbytes = sum(tensor.nbytes for tensor in own_state(trainee.model, trainee.optimizer, job).tensors.values())
+    found: Round = {"usual step": usual, "bytes": job.gather_numbers(nbytes).sum().item()}
+    ways = list(WAYS)
+    for way in ways[number % len(ways) :] + ways[: number % len(ways)]:
+        if job.is_main:
+            (folder / way).mkdir()
+        dist.barrier()
+        found |= WAYS[way](way, number, usual, trainee, folder / way, job)
+        dist.barrier()
+        if job.is_main:
+            shutil.rmtree(folder / way)
+    return found
+
+
+def measure_plain(way: str, number: int, usual: float, trainee: Trainee, folder: Path, job: Runtime) -> Round:
+    """Copy and write, without llama_ft."""
+    tensors = own_state(trainee.model, trainee.optimizer, job).tensors
+    copies: dict[str, torch.Tensor] = {}
+
+    def copy() -> None:
+        copies.update({name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()})
+
+    copy_seconds = slowest(copy, job)
+    write = write_with_torch if way == "torch.save" else write_bytes
+    seconds = slowest(lambda: write(copies, folder / str(job.rank)), job)
+    return {f"{way} copy": copy_seconds, way: seconds}
+
+
+def measure_save(way: str, number: int, usual: float, trainee: Trainee, folder: Path, job: Runtime) -> Round:
+    """One checkpoint; training goes on until it is complete."""
+    writer = CheckpointWriter(folder, CheckpointConfig(save_async=way == "async"), {}, job)
+    timings: Round = {}
+    stall = slowest(lambda: writer.save(number, trainee.model, trainee.optimizer, {}), job)
+    resumed, steps, complete = time.perf_counter(), 0, way == "sync"
+    while not complete:
+        trainee.step()
+        steps += 1
+        timings |= writer.timings()
+        complete = bool(job.gather_numbers("perf/save_seconds" in timings).all())
+    lost = time.perf_counter() - resumed - steps * usual
+    writer.finish()
+    timings |= writer.timings()
+    total = job.gather_numbers(timings["perf/save_seconds"]).max().item()
+    return {f"{way} stall": stall, f"{way} total": total, f"{way} lost": lost}
+
+
+def write_with_torch(tensors: dict[str, torch.Tensor], file: Path) -> None:
+    with open(file, "wb") as opened:
+        torch.save(tensors, opened)
+        opened.flush()
+        os.fsync(opened.fileno())
+
+
+def write_bytes(tensors: dict[str, torch.Tensor], file: Path) -> None:
+    with open(file, "wb", buffering=0) as opened:
+        for tensor in tensors.values():
+            data = tensor.view(-1).view(torch.uint8).numpy().data
+            for start in range(0, len(data), PIECE_BYTES):
+                opened.write(data[start : start + PIECE_BYTES])
+        os.fsync(opened.fileno())
+
+
+WAYS: dict[str, Callable[[str, int, float, Trainee, Path, Runtime], Round]] = {
+    "torch.save": measure_plain,
+    "write": measure_plain,
+    "sync": measure_save,
+    "async": measure_save,
+}
+
+
+def slowest(work: Callable[[], None], job: Runtime) -> float:
+    """Seconds that the slowest rank takes; all begin together."""
+    dist.barrier()
+    started = time.perf_counter()
+    work()
+    if job.device.type == "cuda":
+        torch.cuda.synchronize()
+    return job.gather_numbers(time.perf_counter() - started).max().item()
+
+
+def worker(asked: argparse.Namespace) -> None:
+    """What torchrun starts: rounds of one model on these ranks. Rank 0 writes what it found beside the model."""
+    with runtime.start(asked.device, "world") as job:
+        trainees = {kind: Trainee(asked.worker, kind, asked.tokens, job) for kind in KINDS}
+        for number in range(asked.rounds + 1):
+            for kind, trainee in trainees.items():
+                found = measure_round(number, trainee, asked.worker, job)
+                if job.is_main and number > 0:  # the first warms up
+                    with open(asked.worker / "found.jsonl", "a") as file:
+                        file.write(json.dumps({"kind": kind, "ranks": job.world_size, **found}) + "\n")
+                    print(f"round {number} of {asked.rounds}: {kind} on {job.world_size}", file=sys.stderr)
+
+
+@contextmanager
+def model_folder(parent: str, layers: int) -> Iterator[Path]:
+    """A random Llama in bf16, removed at the end with all that is written beside it."""
+    config = LlamaConfig(
+        hidden_size=768,
+        intermediate_size=2048,
+        num_attention_heads=12,
+        num_key_value_heads=12,
+        num_hidden_layers=layers,
+        vocab_size=16000,
+    )
+    with tempfile.TemporaryDirectory(prefix="checkpoint-", dir=parent) as temporary:
+        LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(temporary)
+        yield Path(temporary)
+
+
+def row(kind: str, ranks: int, way: str, rounds: list[Round]) -> tuple[str, ...]:
+    """A line of the table."""
+
+    def median(of: Callable[[Round], float]) -> float:
+        return statistics.median(of(each) for each in rounds)
+
+    def copy(each: Round) -> float:
+        return (each["torch.save copy"] + each["write copy"]) / 2
+
+    def quicker(each: Round) -> float:
+        return min(each["write"], each["torch.save"])
+
+    stall, total = median(lambda each: each[f"{way} stall"]), median(lambda each: each[f"{way} total"])
+    late = [
+        *(["stall"] if way == "async" and stall > 1.5 * median(copy) + 0.05 else []),  # sync: all of it is
+        *(["total"] if total > 1.5 * median(quicker) + 0.5 else []),
+    ]
+    line = [kind, str(ranks), way, f"{rounds[0]['bytes'] / 2**20:,.0f}", f"{median(copy):.3f}"]
+    waits = [f"{stall:.3f}", f"{median(lambda each: each['async stall'] / copy(each)):.2f}"]
+    line += waits if way == "async" else ["", ""]
+    line += [f"{median(lambda each, name=name: each[name]):.2f}" for name in ("torch.save", "write")]  # type: ignore[misc]
+    line += [f"{total:.2f}", f"{median(lambda each: each[f'{way} total'] / quicker(each)):.2f}"]
+    slowed = [
+        f"{median(lambda each: each['async lost'] / each['async total']):.0%}",
+        f"{median(lambda each: each['usual step']):.2f}",
+    ]
+    return (*line, *(slowed if way == "async" else ["", ""]), f"over: {', '.join(late)}" if late else "pass")
+
+
+def print_table(lines: list[tuple[str, ...]]) -> None:
+    titles = "weights ranks way MiB copy stall x torch.save write total x slowed step verdict"
+    table = [tuple(titles.split()), *lines]
+    widths = [max(len(line[column]) for line in table) for column in range(len(table[0]))]
+    for line in table:
+        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=12, help="of the Llama; 12 are 110 M parameters")
+    parser.add_argument("--ranks", default="1,2", help="numbers of ranks")
+    parser.add_argument("--rounds", type=int, default=8, help="how often everything is measured")
+    parser.add_argument("--tokens", type=int, default=16, help="of a training step")
+    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
+    parser.add_argument("--folder", default=".", help="on the disk that is measured")
+    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    if asked.worker:
+        return worker(asked)
+    with model_folder(asked.folder, asked.layers) as folder:
+        for ranks in asked.ranks.split(","):
+            launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", ranks]
+            subprocess.run([*launcher, __file__, *sys.argv[1:], "--worker", str(folder.resolve())], check=True)
+        found = [json.loads(line) for line in (folder / "found.jsonl").read_text().splitlines()]
+    lines = []
+    for kind in KINDS:
+        for count in map(int, asked.ranks.split(",")):
+            rounds = [each for each in found if each["kind"] == kind and each["ranks"] == count]
+            lines += [row(kind, count, way, rounds) for way in ("sync", "async")]
+    print_table(lines)
+
+
+if __name__ == "__main__":
+    main()

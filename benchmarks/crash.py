@@ -1,0 +1,322 @@
+"""Kills a run with SIGKILL over and over, goes on from its checkpoints, and compares it with a run that never stopped.
+
+    python benchmarks/crash.py --kills 200
+
+Runs of recipes/finetuning.py on 2 ranks under torchrun, in full and with LoRA in turns: a tiny model with dropout,
+gradient accumulation, shuffled rows, evaluation with a best checkpoint, saves in the background at every second step,
+keep_last 2. Each launch is killed at a random moment: while it loads, between two steps, while a checkpoint is written,
+while the result is; either torchrun and both ranks at once, or one rank only, whereupon torchrun must end the rest.
+Then --resume auto goes on, until the run is done, and the next run begins, until there were so many kills.
+
+After every kill each directory checkpoints/step-* must be sound. At the end metrics.jsonl must be that of the
+uninterrupted run, number for number, except for perf/ and memory/; so must best.json, and every byte of the result and
+of what the ranks have written into the checkpoints. Any difference is printed, and the exit code is 1.
+"""
+
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPOSITORY / "src"))
+
+import torch  # noqa: E402
+from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast  # noqa: E402
+
+from llama_ft.checkpoint import complete_checkpoints, damage  # noqa: E402
+
+FLAGS = (
+    "--enable_fsdp --precision fp32 --lr 1e-2 --batch_size_training 2 --gradient_accumulation_steps 2 --num_epochs 3 "
+    "--validation 0.1 --eval_steps 4 --save_steps 2 --keep_last 2 --device cpu --resume auto"
+).split()
+METHODS = {"full": [], "lora": ["--use_peft", "--lora_dropout", "0.1"]}
+ROWS = 100  # in 3 epochs of 12 steps, the last of them with fewer rows
+MOMENTS = {"loading": 3, "step": 6, "save": 10, "result": 1}  # how often each is chosen
+SECONDS_TO_END = 60  # for torchrun, when one rank was killed
+POLL_SECONDS = 0.002
+TIMINGS = ("perf/", "memory/")
+
+
+def write_inputs(folder: Path) -> None:
+    """A tiny Llama with dropout, a tokenizer of single bytes, and rows of uneven length."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=32,
+        intermediate_size=66,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        vocab_size=260,
+        attention_dropout=0.2,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder / "model")
+    vocabulary = {token: number for number, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder / "model")
+    generator = random.Random(0)
+    with open(folder / "rows.jsonl", "w") as file:
+        for number in range(ROWS):
+            ids = [generator.randrange(256) for _ in range(8 + number % 40)]
+            file.write(json.dumps({"input_ids": ids, "labels": ids}) + "\n")
+
+
+class Launch:
+    """torchrun with 2 ranks of the recipe, whose processes are known by a variable in their environment."""
+
+    def __init__(self, inputs: Path, run: Path, method: str) -> None:
+        self.mark = f"CRASH_LAUNCH={uuid.uuid4().hex}"
+        name, _, value = self.mark.partition("=")
+        known = {"PYTHONPATH": str(REPOSITORY / "src"), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+        command += [str(REPOSITORY / "recipes" / "finetuning.py"), *FLAGS, *METHODS[method]]
+        command += ["--model_name", str(inputs / "model"), "--dataset", str(inputs / "rows.jsonl")]
+        self.log = run.with_suffix(".log")
+        with open(self.log, "w") as log:
+            self.process = subprocess.Popen(
+                [*command, "--output_dir", str(run)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                env={**os.environ, **known, "LLAMA_FT_CACHE": str(inputs / "cache"), name: value},
+            )
+
+    def processes(self) -> dict[int, str]:
+        """Process id -> RANK of all its living processes, torchrun's being empty."""
+        found = {}
+        for folder in Path("/proc").iterdir():
+            if folder.name.isdigit():
+                try:
+                    variables = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
+                except OSError:
+                    continue  # it has ended, or is another user's
+                if self.mark in variables:
+                    found[int(folder.name)] = next((v[5:] for v in variables if v.startswith("RANK=")), "")
+        return found
+
+    def kill_all(self, order: random.Random) -> None:
+        """SIGKILL to torchrun and ranks, until none is left: torchrun may be about to start some."""
+        while alive := list(self.processes()):
+            order.shuffle(alive)
+            for process in alive:
+                kill(process)
+        self.process.wait()
+
+    def kill_rank(self, rank: str) -> float | None:
+        """SIGKILL to one rank. Returns the seconds after which all the others had ended; None: there is no such rank
+        at the moment, or it has ended by itself."""
+        found = [process for process, its in self.processes().items() if its == rank]
+        if not found or self.process.poll() is not None:
+            return None
+        started = time.monotonic()
+        for process in found:
+            kill(process)
+        try:
+            self.process.wait(SECONDS_TO_END)
+        except subprocess.TimeoutExpired:
+            self.kill_all(random.Random())
+            raise SystemExit(
+                f"rank {rank} was killed, and {SECONDS_TO_END} s later the job still ran:\n{self.tail()}"
+            ) from None
+        while self.processes():
+            time.sleep(POLL_SECONDS)
+        return time.monotonic() - started
+
+    def tail(self) -> str:
+        return "".join(self.log.read_text(errors="replace").splitlines(keepends=True)[-60:])
+
+
+def kill(process: int) -> None:
+    try:
+        os.kill(process, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+
+
+def reaches(launch: Launch, moment: str, run: Path, startup_seconds: float, chance: random.Random) -> bool:
+    """Wait for a random moment of that kind; False if the launch ended before."""
+    folder, delay = run / "checkpoints", chance.random()
+    if moment == "loading":
+        wanted = time.monotonic() + delay * startup_seconds
+        return wait_for(launch, lambda: time.monotonic() > wanted)
+    if moment == "step":
+        lines = count_lines(run) + chance.randint(1, 8)
+        return wait_for(launch, lambda: count_lines(run) >= lines) and pause(delay * 0.05)
+    if moment == "result":
+        shutil.rmtree(run / "model", ignore_errors=True)
+        return wait_for(launch, (run / "model").exists) and pause(delay * 0.05)
+    seen, wanted_saves = set(folder.glob(".writing-*")), chance.randint(1, 4)
+
+    def has_begun() -> bool:
+        seen.update(folder.glob(".writing-*"))
+        return len(seen) >= wanted_saves
+
+    return wait_for(launch, has_begun) and pause(delay * 0.02)
+
+
+def wait_for(launch: Launch, happens: Callable[[], bool]) -> bool:
+    while not happens():
+        if launch.process.poll() is not None:
+            return False
+        time.sleep(POLL_SECONDS)
+    return True
+
+
+def pause(seconds: float) -> bool:
+    time.sleep(seconds)
+    return True
+
+
+def count_lines(run: Path) -> int:
+    try:
+        return (run / "metrics.jsonl").read_bytes().count(b"\n")
+    except FileNotFoundError:
+        return 0
+
+
+def differences(run: Path, reference: Path) -> list[str]:
+    """What a finished run has otherwise than the one that was never stopped."""
+    found = []
+    lines, expected = read_metrics(run), read_metrics(reference)
+    steps = [line["step"] for line in lines]
+    if len(set(steps)) != len(steps):
+        found.append(f"metrics.jsonl: steps are there more than once: {steps}")
+    if len(lines) != len(expected):
+        found.append(f"metrics.jsonl: {len(lines)} lines, not {len(expected)}")
+    for line, wanted in zip(lines, expected, strict=False):
+        found += [
+            f"metrics.jsonl: step {line['step']}: {key} is {line.get(key)}, not {wanted.get(key)}"
+            for key in sorted(line.keys() | wanted.keys())
+            if line.get(key) != wanted.get(key) or (key in line) != (key in wanted)
+        ]
+    files = {
+        "checkpoints/best.json",
+        *relative_files(reference / "model", reference),
+        *relative_files(run / "model", run),
+    }
+    for folder in complete_checkpoints(reference):
+        files |= {f"checkpoints/{folder.name}/{file.name}" for file in folder.glob("rank-*")}
+    for file in sorted(files):
+        contents = [(path / file).read_bytes() if (path / file).exists() else None for path in (run, reference)]
+        if contents[0] != contents[1]:
+            found.append(f"{file} differs" if None not in contents else f"{file}: only one of the runs has it")
+    left = [path.name for path in (run / "checkpoints").glob(".*")]
+    return found + [f"checkpoints/{name} was left" for name in left]
+
+
+def relative_files(folder: Path, parent: Path) -> Iterator[str]:
+    return (str(path.relative_to(parent)) for path in folder.rglob("*") if path.is_file())
+
+
+def read_metrics(run: Path) -> list[dict[str, Any]]:
+    """Its lines, without what differs between any two runs."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in line.items() if not key.startswith(TIMINGS)} for line in lines]
+
+
+def unsound(run: Path) -> list[str]:
+    """Complaints about checkpoints that have the name of a complete one."""
+    return [f"{folder.name}: {line}" for folder in complete_checkpoints(run) for line in damage(folder)]
+
+
+def reference_run(inputs: Path, method: str) -> tuple[Path, float]:
+    """A run that nobody disturbs, and the seconds until it logs its first line."""
+    run = inputs / f"{method}-uninterrupted"
+    started, launch = time.monotonic(), Launch(inputs, run, method)
+    wait_for(launch, lambda: count_lines(run) > 0)
+    startup = time.monotonic() - started
+    if launch.process.wait():
+        raise SystemExit(f"The uninterrupted run failed:\n{launch.tail()}")
+    return run, startup
+
+
+class Crashes:
+    """Runs that are killed until there were enough kills; `counts` and `longest_end` are for the report."""
+
+    def __init__(self, inputs: Path, kills: int, seed: int) -> None:
+        self.inputs, self.wanted, self.chance = inputs, kills, random.Random(seed)
+        self.kills, self.longest_end, self.counts = 0, 0.0, Counter[str]()
+
+    def finish_run(self, run: Path, method: str, startup_seconds: float) -> list[str]:
+        """Kill and resume until it is done; returns what is wrong."""
+        while True:
+            launch = Launch(self.inputs, run, method)
+            moment = self.chance.choices(list(MOMENTS), list(MOMENTS.values()))[0]
+            if self.kills < self.wanted and reaches(launch, moment, run, startup_seconds, self.chance):
+                who = self.kill(launch)
+            else:
+                who = ""
+            if not who:
+                if launch.process.wait():
+                    return [f"a launch failed that was not killed:\n{launch.tail()}"]
+                return []
+            self.kills += 1
+            leftovers = [path.name for path in (run / "checkpoints").glob(".*")]
+            self.counts.update({moment, who, *({"in a save"} if leftovers else ())})
+            newest = next(iter(complete_checkpoints(run)), Path("no checkpoint")).name
+            about = f"{method}, {moment}, {who}; {newest}, {count_lines(run)} lines {' '.join(leftovers)}"
+            print(f"kill {self.kills} of {self.wanted}: {about}", flush=True)
+            if complaints := unsound(run):
+                return complaints
+
+    def kill(self, launch: Launch) -> str:
+        """The whole job, or one rank; says which, or nothing if it has ended by itself."""
+        rank = self.chance.choice(["0", "1", "", ""])
+        if launch.process.poll() is not None:
+            return ""
+        if rank:
+            seconds = launch.kill_rank(rank)
+            if seconds is not None:
+                if launch.process.returncode == 0:
+                    return ""
+                self.longest_end = max(self.longest_end, seconds)
+                return f"rank {rank}"
+        launch.kill_all(self.chance)
+        return "job" if launch.process.returncode == -signal.SIGKILL else ""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0, help="of the moments")
+    parser.add_argument("--methods", default=",".join(METHODS))
+    parser.add_argument("--folder", help="for the runs; a temporary one by default")
+    asked = parser.parse_args()
+    methods, runs = asked.methods.split(","), 0
+    with tempfile.TemporaryDirectory(prefix="crash-", dir=asked.folder) as temporary:
+        inputs = Path(temporary)
+        write_inputs(inputs)
+        references: dict[str, tuple[Path, float]] = {}
+        crashes = Crashes(inputs, asked.kills, asked.seed)
+        while crashes.kills < crashes.wanted:
+            method, run = methods[runs % len(methods)], inputs / f"run-{runs}"
+            if method not in references:
+                references[method] = reference_run(inputs, method)
+            reference, startup = references[method]
+            complaints = crashes.finish_run(run, method, startup) or differences(run, reference)
+            if complaints:
+                raise SystemExit("\n".join(complaints))
+            shutil.rmtree(run)
+            runs += 1
+            print(f"run {runs} ({method}) is identical to the uninterrupted one", flush=True)
+    counts = ", ".join(f"{name} {count}" for name, count in sorted(crashes.counts.items()))
+    print(f"{crashes.kills} kills in {runs} runs ({counts}): every run identical to the uninterrupted one.")
+    print(f"After the kill of one rank the job had ended within {crashes.longest_end:.1f} s.")
+
+
+if __name__ == "__main__":
+    main()

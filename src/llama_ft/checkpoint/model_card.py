@@ -1,0 +1,115 @@
+"""README.md of a result: what it was made from and how, and how to load it, as the Hugging Face hub shows it."""
+
+from collections.abc import Iterator, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import yaml
+from huggingface_hub import ModelCardData
+
+from llama_ft.config.fields import SETTINGS
+from llama_ft.config.paths import INPUTS, looks_local
+from llama_ft.config.resolved import ONE_RUN_ONLY
+
+LIBRARIES = ("torch", "transformers", "peft", "safetensors", "bitsandbytes")
+# What of a run's settings is no part of its recipe, beside what is one run's only.
+NOT_IN_RECIPE = (*ONE_RUN_ONLY, "resume_allow_changes", "device")
+METRICS = {
+    "epoch": "epochs",
+    "tokens": "target tokens trained on",
+    "train/loss": "training loss of the last step",
+    "eval/loss": "validation loss",
+    "eval/perplexity": "validation perplexity",
+}
+LOAD_MODEL = """from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("{place}")
+tokenizer = AutoTokenizer.from_pretrained("{place}")"""
+LOAD_ADAPTER = """from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+base = AutoModelForCausalLM.from_pretrained("{base}")
+model = PeftModel.from_pretrained(base, "{place}")
+tokenizer = AutoTokenizer.from_pretrained("{place}")"""
+
+
+def write_model_card(folder: Path, base_model: str, trainer: Mapping[str, Any] | None = None) -> None:
+    """Write the card of a complete model or adapter folder.
+
+    Local paths are told by their last part only: the card may go to the hub.
+
+    Args:
+        folder: holds adapter_config.json, or else a whole model.
+        base_model: the hub name or folder of the model that was tuned, or demo.
+        trainer: what is known of the run, as a checkpoint's trainer.json holds it: step, metrics, config (sections of
+            settings) and versions. None where an adapter of unknown origin is merged.
+    """
+    run = trainer or {}
+    settings = {name: value for section in run.get("config", {}).values() for name, value in section.items()}
+    is_adapter = (folder / "adapter_config.json").exists()
+    is_lora = is_adapter or trainer is None or settings["use_peft"]
+    is_on_hub = base_model != "demo" and not looks_local(base_model)
+    base, place = _without_folder(base_model), "path/to/this/folder"
+    front = ModelCardData(
+        base_model=base_model if is_on_hub else None,
+        library_name="peft" if is_adapter else "transformers",
+        pipeline_tag="text-generation",
+        tags=["llama_ft", *(["lora"] if is_lora else [])],
+    )
+    what = f"{base}, fine-tuned in full"
+    if is_lora:
+        what = f"A LoRA adapter for {base}" if is_adapter else f"{base} with a LoRA adapter merged into it"
+    trained_on = f", trained on {_without_folder(settings['dataset'])}" if settings else ""
+    load = LOAD_ADAPTER if is_adapter else LOAD_MODEL
+    sections = [
+        f"---\n{front.to_yaml()}\n---",
+        f"# {base}, tuned",
+        f"{what}{trained_on} with llama_ft.",
+        f"```python\n{load.format(base=base if is_on_hub else f'path/to/{base}', place=place)}\n```",
+        *_training(run),
+        f"Versions: {', '.join(f'{name} {number}' for name, number in _versions(run).items())}.",
+    ]
+    (folder / "README.md").write_text("\n\n".join(sections) + "\n")
+
+
+def _training(run: Mapping[str, Any]) -> Iterator[str]:
+    if not run:
+        return
+    metrics = run.get("metrics", {})
+    known = {"optimizer steps": run["step"]} | {title: metrics[key] for key, title in METRICS.items() if key in metrics}
+    rows = [
+        f"| {title} | {f'{value:.5g}' if isinstance(value, float) else f'{value:,}'} |"
+        for title, value in known.items()
+    ]
+    yield "\n".join(["## Training\n", "| what | value |", "|---|---|", *rows])
+    recipe = yaml.safe_dump(_recipe(run["config"]), sort_keys=False, allow_unicode=True)
+    yield f"Settings that differ from the defaults:\n\n```yaml\n{recipe}```"
+
+
+def _recipe(sections: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The settings that differ from the defaults, trackers left out."""
+    told: dict[str, dict[str, Any]] = {}
+    for section, settings in sections.items():
+        for name, value in settings.items():
+            is_default = name in SETTINGS and value == SETTINGS[name].default
+            if section != "tracking" and name not in NOT_IN_RECIPE and not is_default:
+                told.setdefault(section, {})[name] = _without_folder(value) if name in INPUTS else value
+    return told
+
+
+def _without_folder(value: str) -> str:
+    """A hub name or a relative path as it is; of an absolute path the last part."""
+    return Path(value).name if value.startswith(("/", "~")) else value
+
+
+def _versions(run: Mapping[str, Any]) -> dict[str, str]:
+    if "versions" in run:
+        return dict(run["versions"])
+    found = {}
+    for name in LIBRARIES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found

@@ -1,0 +1,315 @@
+"""Writing checkpoints/step-000100/ while training goes on: complete or absent, whatever happens meanwhile.
+
+Training waits while a rank copies its rows to host memory. A thread then writes them under another name, syncs them to
+disk, agrees with the other ranks' threads that all is written, and rank 0 renames the directory. The threads talk over
+a process group of their own. How a checkpoint looks is in reader.py.
+"""
+
+import json
+import os
+import shutil
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from llama_ft.checkpoint.reader import (
+    CHECKSUMS_FILE,
+    FORMAT,
+    TRAINER_FILE,
+    Checkpoint,
+    complete_checkpoints,
+    file_digest,
+    rank_file,
+    step_folder,
+)
+from llama_ft.checkpoint.safetensors_file import SafetensorsFile, TensorHeader
+from llama_ft.checkpoint.state import OwnState, own_state
+from llama_ft.config import CheckpointConfig
+from llama_ft.errors import RunFailure, UserError
+from llama_ft.runtime import Runtime, log
+
+BEST_FILE = "best.json"
+METRICS_FILE = "metrics.jsonl"
+SPACE_FOR_THE_REST = 2**20  # headers, trainer.json, checksums
+
+
+@dataclass(frozen=True)
+class _Save:
+    """One checkpoint on its way to disk.
+
+    Attributes:
+        step: optimizer steps done.
+        state: this rank's rows, in host memory.
+        trainer: for trainer.json.
+        nbytes: of all ranks.
+        stall_seconds: how long training waited.
+        started: time.perf_counter() when it began.
+    """
+
+    step: int
+    state: OwnState
+    trainer: Mapping[str, Any]
+    nbytes: int
+    stall_seconds: float
+    started: float
+
+
+class CheckpointWriter:
+    """Writes the checkpoints of one run, one at a time. All ranks make it, and call its methods, together.
+
+    Args:
+        output_dir: the run's directory.
+        settings: when to save, save_async and keep_last.
+        about: what every trainer.json says: the configuration and what else tells one run from another.
+        runtime: all ranks write together.
+
+    As a context manager it lets the save in flight come to its end where a run ends on all ranks alike.
+
+    Attributes:
+        run: the run's directory.
+        last: the newest complete checkpoint.
+    """
+
+    def __init__(
+        self, output_dir: Path, settings: CheckpointConfig, about: Mapping[str, Any], runtime: Runtime
+    ) -> None:
+        self.run, self._settings, self._about, self._runtime = output_dir, settings, about, runtime
+        self._folder = output_dir / "checkpoints"
+        self._group = dist.new_group(backend="gloo")  # never the one training uses
+        self._in_flight: Future[None] | None = None
+        self._timings: dict[str, float] = {}
+        if runtime.is_main:
+            for leftover in (*self._folder.glob(".writing-*"), *self._folder.glob(".removing-*")):
+                shutil.rmtree(leftover, ignore_errors=True)
+        self.last: Path | None = runtime.from_main(lambda: next(iter(complete_checkpoints(output_dir)), None))
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the save in flight has come to an end, and a bad one; `finish` then raises."""
+        return self._in_flight is not None and self._in_flight.done() and self._in_flight.exception() is not None
+
+    def save(
+        self,
+        step: int,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        trainer: Mapping[str, Any],
+        asked: bool = True,
+        best_loss: float | None = None,
+    ) -> None:
+        """Begin to write checkpoints/step-<step>, once the one before it is written.
+
+        Args:
+            step: optimizer steps done.
+            model: its trained parameters are written, its frozen ones are not.
+            optimizer: its states are written.
+            trainer: position and counters, for trainer.json.
+            asked: False where only its validation loss keeps it: it goes when a better one is complete.
+            best_loss: the validation loss, if it is the best so far.
+
+        Raises:
+            RunFailure: this one or the one before could not be written; earlier checkpoints are untouched.
+        """
+        started = time.perf_counter()
+        self.finish()
+        state = own_state(model, optimizer, self._runtime)
+        nbytes = self._check_space(step, state.nbytes)
+        state = OwnState(_to_host(state.tensors), state.whole, state.shard)
+        record = {
+            "format": FORMAT,
+            "step": step,
+            "world_size": self._runtime.world_size,
+            "asked": asked,
+            "best_loss": best_loss,
+            **trainer,
+            **self._about,
+        }
+        stall = time.perf_counter() - started
+        self._timings["perf/save_stall_seconds"] = stall
+        future = self._in_flight = Future[None]()
+        save = _Save(step, state, record, nbytes, stall, started)
+        del state
+        thread = threading.Thread(target=self._run_save, args=(save, future), name="checkpoint", daemon=True)
+        thread.start()
+        if not self._settings.save_async:
+            self.finish()
+
+    def is_due(self, step: int, ends_epoch: bool, ends_run: bool) -> bool:
+        """Whether the settings ask for a checkpoint after this step. A run that is stopped ends, too."""
+        settings = self._settings
+        if settings.save_model and (ends_run or (ends_epoch and settings.save_every_epoch)):
+            return True
+        return settings.save_steps > 0 and (ends_run or step % settings.save_steps == 0)
+
+    def finish(self) -> None:
+        """Wait until nothing is being written.
+
+        Raises:
+            RunFailure: the last checkpoint could not be written.
+        """
+        in_flight, self._in_flight = self._in_flight, None
+        if in_flight is not None:
+            in_flight.result()
+
+    def open(self, step: int) -> Checkpoint:
+        """This run's checkpoint of a step, complete by then."""
+        self.finish()
+        return Checkpoint(step_folder(self.run, step))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None or isinstance(error, UserError):
+            self.finish()
+
+    def timings(self) -> dict[str, float]:
+        """perf/save_stall_seconds and perf/save_seconds of a save that was begun or ended since the last call."""
+        timings, self._timings = self._timings, {}
+        return timings
+
+    def _check_space(self, step: int, nbytes: int) -> int:
+        """The size of the checkpoint over all ranks, for which there must be room."""
+        total = int(self._runtime.gather_numbers(nbytes).sum().item())
+        needed = total + SPACE_FOR_THE_REST
+        free = self._runtime.from_main(lambda: shutil.disk_usage(self.run).free)
+        if free < needed:
+            raise self._failure(step, f"it needs {_size(needed)}, and {_size(free)} are free on the disk of {self.run}")
+        return total
+
+    def _failure(self, step: int, cause: str) -> RunFailure:
+        kept = f"The last complete one is {self.last}." if self.last else "There is no earlier one."
+        return RunFailure(f"{step_folder(self.run, step)}: the checkpoint could not be written: {cause}.\n{kept}")
+
+    def _run_save(self, save: _Save, future: "Future[None]") -> None:
+        """In the thread: write, and let the main thread know how it went."""
+        try:
+            self._write(save)
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(None)
+
+    def _write(self, save: _Save) -> None:
+        final = step_folder(self.run, save.step)
+        aside = final.with_name(f".writing-{final.name}")
+        name = rank_file(self._runtime.rank)
+        digest, complaint = "", ""
+        try:
+            aside.mkdir(parents=True, exist_ok=True)
+            digest = _write_rows(aside / name, save.state)
+        except OSError as error:
+            complaint = f"rank {self._runtime.rank}: {error.strerror or error}"
+        everyone: list[tuple[str, str]] = [("", "")] * self._runtime.world_size
+        dist.all_gather_object(everyone, (digest, complaint), group=self._group)
+        complaints = [text for _, text in everyone if text]
+        if self._runtime.is_main and not complaints:
+            try:
+                digests = {rank_file(rank): digest for rank, (digest, _) in enumerate(everyone)}
+                self._complete(save, aside, final, digests)
+            except OSError as error:
+                complaints.append(f"rank 0: {error.strerror or error}")
+        outcome = [complaints]
+        dist.broadcast_object_list(outcome, src=0, group=self._group)
+        if outcome[0]:
+            if self._runtime.is_main:
+                shutil.rmtree(aside, ignore_errors=True)
+            raise self._failure(save.step, outcome[0][0])
+        self.last = final
+        seconds = time.perf_counter() - save.started
+        self._timings["perf/save_seconds"] = seconds
+        log.info(
+            f"Checkpoint {final.name}: {_size(save.nbytes)}, training waited {save.stall_seconds:.2f} s, written after "
+            f"{seconds:.2f} s"
+        )
+
+    def _complete(self, save: _Save, aside: Path, final: Path, digests: dict[str, str]) -> None:
+        """On rank 0, when all ranks have written: the two small files, then the name that says it is complete."""
+        _write_synced(aside / TRAINER_FILE, json.dumps(save.trainer, indent=1) + "\n")
+        digests[TRAINER_FILE] = file_digest(aside / TRAINER_FILE)
+        _write_synced(aside / CHECKSUMS_FILE, "".join(f"{value}  {file}\n" for file, value in digests.items()))
+        _sync(aside)
+        with suppress(FileNotFoundError):
+            _sync(self.run / METRICS_FILE)  # it must not know less than a checkpoint that is there
+        os.replace(aside, final)
+        _sync(self._folder)
+        if save.trainer["best_loss"] is not None:
+            best = {"checkpoint": final.name, "step": save.step, "eval/loss": save.trainer["best_loss"]}
+            _write_synced(self._folder / f".{BEST_FILE}", json.dumps(best) + "\n")
+            os.replace(self._folder / f".{BEST_FILE}", self._folder / BEST_FILE)
+        self._remove_old(final)
+
+    def _remove_old(self, newest: Path) -> None:
+        """Keep the newest keep_last of those asked for, and the best one."""
+        best, asked = _best(self._folder), 0
+        for folder in complete_checkpoints(self.run):
+            try:
+                is_asked = bool(json.loads((folder / TRAINER_FILE).read_text())["asked"])
+            except (OSError, ValueError, KeyError):
+                continue  # damaged: not ours to delete
+            asked += is_asked
+            beyond = not is_asked or 0 < self._settings.keep_last < asked
+            if beyond and folder not in (newest, best):
+                doomed = folder.with_name(f".removing-{folder.name}")
+                os.replace(folder, doomed)  # a half-deleted directory must not look like a whole checkpoint
+                shutil.rmtree(doomed)
+
+
+def _to_host(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Copies in host memory; from a GPU all of them at once, into pinned memory."""
+    copies = {}
+    for name, tensor in tensors.items():
+        copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        copies[name] = copy.copy_(tensor, non_blocking=True)
+    if torch.cuda.is_available():
+        torch.cuda.current_stream().synchronize()
+    return copies
+
+
+def _write_rows(path: Path, state: OwnState) -> str:
+    """Write a rank's file, sync it to disk, and return its checksum."""
+    headers = {name: TensorHeader(tuple(tensor.shape), tensor.dtype) for name, tensor in state.tensors.items()}
+    metadata = {"shard": str(state.shard), "whole": json.dumps(state.whole)}
+    with SafetensorsFile(path, headers, enabled=True, metadata=metadata) as file:
+        for tensor in state.tensors.values():
+            file.append(tensor)
+    return file.digest.hexdigest()
+
+
+def _write_synced(path: Path, text: str) -> None:
+    with open(path, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync(path: Path) -> None:
+    """Make a file's content, or a directory's entries, durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _best(folder: Path) -> Path | None:
+    try:
+        return folder / str(json.loads((folder / BEST_FILE).read_text())["checkpoint"])
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 2**30:,.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:,.1f} MiB"

@@ -1,0 +1,244 @@
+"""How a run is asked to stop: SIGTERM, Ctrl-C or --stop_after; inside the training loop it ends between two steps.
+
+Outside the loop a signal ends the process at once. Inside, it is noted; every rank puts `asked()` among the numbers
+that are gathered once a step, and `agreed()` of that column is the same on all of them.
+
+Python runs signal handlers in the main thread between bytecodes: a rank that waits for others inside gloo or NCCL does
+not see its own. So a thread reads the numbers of signals from a socket that CPython's C handler writes to. It ends the
+process by itself where the main thread cannot: when another rank is gone (NCCL may then wait for ever), and at a second
+Ctrl-C.
+
+What torchrun 2.13 sends: ranks have sessions of their own, so a terminal's Ctrl-C reaches torchrun alone, which sends
+SIGINT on, and SIGTERM at a second one (`run` in torch/distributed/elastic/agent/server/api.py). When a rank has died
+and was reaped, the others get SIGTERM. SIGKILL follows after a grace (`grace_warning`).
+"""
+
+import math
+import os
+import re
+import select
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+from typing import Literal, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from llama_ft.config import parse_duration
+from llama_ft.errors import LostRank
+from llama_ft.runtime.failures import FAILURE_KEY, Stop, Stopped
+
+SIGNALS: dict[int, Stop] = {signal.SIGTERM: Stop(143, "SIGTERM"), signal.SIGINT: Stop(130, "Ctrl-C")}
+TIME_IS_UP = 1  # in the gathered column; smaller than the number of any signal, which goes first
+SECONDS_OF_ONE_CTRL_C = 0.5  # launchers may deliver the same Ctrl-C twice
+SECONDS_BETWEEN_LOOKS = 0.25
+SECONDS_TO_REACT, SECONDS_TO_CLOSE = 2.0, 20.0  # outside the loop: to leave C++, and then to close trackers
+_IMPORTED = time.monotonic()
+
+
+class Peers:
+    """The other ranks, as far as this one can see them. A killed rank of another node cannot be seen: there torchrun's
+    grace ends a rank that hangs.
+
+    Args:
+        rank: this process's.
+        world_size: of the job.
+        store: which all ranks share; every rank makes its Peers at the same point.
+    """
+
+    def __init__(self, rank: int, world_size: int, store: dist.Store) -> None:
+        here = os.environ.get("GROUP_RANK") or socket.gethostname()  # torchrun's number of its agent, or a node
+        store.set(f"process/{rank}", f"{os.getpid()} {here}")
+        self._others = [number for number in range(world_size) if number != rank]
+        places = [text.decode().split(" ", 1) for text in store.multi_get([f"process/{n}" for n in self._others])]
+        self._pids = {n: int(pid) for n, (pid, place) in zip(self._others, places, strict=True) if place == here}
+        # A connection of its own: a main thread that waits in the store keeps the other one locked.
+        self._store = store.clone() if len(self._pids) < world_size - 1 else None  # type: ignore[attr-defined]
+
+    def gone(self) -> str:
+        """Which rank has ended or failed, for people; "" if none is known to have."""
+        for rank, pid in self._pids.items():
+            if _has_ended(pid):
+                return f"rank {rank} (process {pid}) has ended"
+        with suppress(RuntimeError):  # the store goes with its host; that alone does not keep ranks from saving
+            if self._store is not None and self._store.check([FAILURE_KEY]):
+                return "a rank on another node has failed"
+        return ""
+
+
+class Stopping:
+    """Whether this process is asked to stop.
+
+    Attributes:
+        told_to_end: set by the first SIGTERM or Ctrl-C.
+        peers: the other ranks; None on one process.
+    """
+
+    def __init__(self) -> None:
+        self.told_to_end = threading.Event()
+        self.peers: Peers | None = None
+        self._phase: Literal["at once", "between steps", "closing"] = "at once"
+        self._error: BaseException | None = None  # what this process is ending with
+        self._signal, self._signal_time = 0, math.inf
+        self._stop_after, self._deadline = "", math.inf
+
+    @contextmanager
+    def listening(self, end: Callable[[BaseException], NoReturn]) -> Iterator[None]:
+        """Take SIGTERM and SIGINT while the block runs; from its thread, `end` ends the process after an error."""
+        reader, writer = socket.socketpair()
+        writer.setblocking(False)
+        handlers = {number: signal.signal(number, self._interrupt) for number in SIGNALS}
+        wakeup = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+
+        def forget() -> None:  # a forked process must not report its own SIGTERM through our socket
+            if reader.fileno() >= 0:
+                signal.set_wakeup_fd(-1)
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+                signal.signal(signal.SIGINT, signal.default_int_handler)
+
+        os.register_at_fork(after_in_child=forget)
+        thread = threading.Thread(target=self._watch, args=(reader, end), name="stopping", daemon=True)
+        thread.start()
+        yield
+        signal.set_wakeup_fd(wakeup)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        writer.close()
+        thread.join()
+        reader.close()
+
+    @contextmanager
+    def between_steps(self, stop_after: str | None) -> Iterator[None]:
+        """Let what asks to stop wait for `agreed` while the block, the training loop, runs.
+
+        Args:
+            stop_after: --stop_after. At the end of the first step that ends later, the run stops; it counts from the
+                start of torchrun, or of this process without it. Writing the checkpoint comes on top.
+        """
+        if stop_after is not None:
+            self._stop_after = stop_after
+            self._deadline = time.monotonic() + parse_duration(stop_after) - seconds_running()
+        self._phase = "between steps"
+        try:
+            yield
+        except BaseException as error:
+            if isinstance(error, Stopped):
+                dist.barrier()  # a rank that leaves earlier would be taken for one that died during the save
+            self._error, self._phase = error, "closing"
+            raise
+        self._phase = "at once"
+        if self._signal:
+            self._interrupt(self._signal, None)
+
+    def asked(self) -> int:
+        """What asks this rank to stop, as a number to gather from all ranks; 0: nothing."""
+        return self._signal or (TIME_IS_UP if time.monotonic() > self._deadline else 0)
+
+    def agreed(self, asked: torch.Tensor) -> Stop | None:
+        """Why all ranks stop after this step, if they do.
+
+        Args:
+            asked: every rank's `asked()`.
+        """
+        number = int(asked.max())
+        return None if number == 0 else SIGNALS.get(number) or Stop(0, f"--stop_after {self._stop_after}")
+
+    def closing(self, error: BaseException) -> BaseException:
+        """From now on nothing interrupts the main thread, which ends with what is returned."""
+        stopped_at_once = self._phase == "at once" and isinstance(error, Stopped)
+        self._phase = "closing"
+        if stopped_at_once and self.peers is not None and (gone := self.peers.gone()):
+            error = _lost(gone)  # SIGTERM is how torchrun says that another rank has failed
+        self._error = error
+        return error
+
+    def _interrupt(self, number: int, _: FrameType | None) -> None:
+        """The handler of both signals, in the main thread."""
+        if self._phase == "at once" and self._error is None:
+            self._error = KeyboardInterrupt() if number == signal.SIGINT else Stopped(SIGNALS[signal.SIGTERM])
+            raise self._error
+
+    def _watch(self, signals: socket.socket, end: Callable[[BaseException], NoReturn]) -> None:
+        looks_without_peer = 0
+        while True:
+            if select.select([signals], [], [], SECONDS_BETWEEN_LOOKS if self._signal else None)[0]:
+                numbers = signals.recv(64)
+                if not numbers:
+                    return
+                for number in numbers:
+                    self._note(number, end)
+            if self._phase == "at once":
+                limit = SECONDS_TO_REACT if self._error is None else SECONDS_TO_CLOSE
+                if self._signal and time.monotonic() > self._signal_time + limit:
+                    end(self._error or Stopped(SIGNALS[self._signal]))
+            elif self._phase == "between steps" and self._signal and self.peers is not None:
+                gone = self.peers.gone()
+                looks_without_peer = looks_without_peer + 1 if gone else 0
+                if looks_without_peer == 2:  # at one look, all may be leaving the loop
+                    end(_lost(gone))
+
+    def _note(self, number: int, end: Callable[[BaseException], NoReturn]) -> None:
+        if number not in SIGNALS:  # whatever else has a handler in Python comes here, too
+            return
+        self.told_to_end.set()
+        if not self._signal:
+            self._signal, self._signal_time = number, time.monotonic()
+            return
+        # SIGTERM may come twice to a healthy rank: from a batch system and, forwarded, from torchrun.
+        after_ctrl_c = self._signal == signal.SIGINT and dist.is_torchelastic_launched()
+        is_person = number == signal.SIGINT or after_ctrl_c
+        if is_person and time.monotonic() > self._signal_time + SECONDS_OF_ONE_CTRL_C:
+            end(self._error or Stopped(Stop(130, "a second Ctrl-C, without saving")))
+
+
+def seconds_running() -> float:
+    """Since torchrun started, whose restarts of the ranks take from the same time; without it, since this process."""
+    process = os.getppid() if dist.is_torchelastic_launched() else os.getpid()
+    try:
+        started = int(_stat(process)[19]) / os.sysconf("SC_CLK_TCK")
+    except OSError:  # no /proc
+        return time.monotonic() - _IMPORTED
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started
+
+
+def grace_warning(seconds: float) -> str | None:
+    """What to tell people whose saves take so many seconds, if torchrun would kill ranks in the middle of one."""
+    if not dist.is_torchelastic_launched():
+        return None
+    grace = int(os.environ.get("PET_SHUTDOWN_TIMEOUT") or os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT") or 30)
+    with suppress(OSError):
+        command = Path(f"/proc/{os.getppid()}/cmdline").read_text().replace("\0", " ")
+        if option := re.search(r" --shutdown[-_]timeout[ =](\d+) ", command):
+            grace = int(option[1])
+    if seconds < grace:
+        return None
+    return (
+        f"A save took {seconds:.0f} s, but torchrun kills its ranks {grace} s after it was told to stop:\n"
+        "the checkpoint of a run stopped by SIGTERM or Ctrl-C would be lost.\n"
+        f"torchrun --shutdown-timeout {math.ceil(2 * seconds / 10) * 10} gives it time."
+    )
+
+
+def _lost(gone: str) -> LostRank:
+    return LostRank(f"lost contact with another rank: {gone}.\nHow it ended stands in torchrun's report.")
+
+
+def _stat(process: int) -> list[str]:
+    """Fields of /proc/<process>/stat from the third, the state, on."""
+    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+
+
+def _has_ended(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+        return _stat(process)[0] in "ZX"  # dead, and not yet reaped by torchrun
+    except ProcessLookupError:
+        return True
+    except OSError:  # no /proc
+        return False

@@ -1,0 +1,134 @@
+"""Checkpoints are read by rows whoever wrote them, and damage anywhere in them is found."""
+
+import json
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from llama_ft.checkpoint import Checkpoint, CheckpointWriter, complete_checkpoints, damage
+from llama_ft.config import CheckpointConfig
+from llama_ft.errors import RunFailure, UserError
+from llama_ft.runtime import Runtime
+
+
+def three_ranks(folder: Path, tensor: torch.Tensor, chunks: list[torch.Tensor]) -> Checkpoint:
+    """A checkpoint as three ranks would write it, its files made with the safetensors library."""
+    folder.mkdir()
+    for shard, rows in enumerate(chunks):
+        whole = {"optimizer/w/step": torch.tensor(5.0)} if shard == 0 else {}
+        metadata = {"shard": str(shard), "whole": json.dumps(list(whole))}
+        own = {"model/w": rows.contiguous()} if rows.numel() else {}
+        states = {"rng/cpu": torch.full((2,), shard, dtype=torch.uint8)}
+        save_file({**own, **whole, **states}, folder / f"rank-{shard:05d}.safetensors", metadata)
+    (folder / "trainer.json").write_text(json.dumps({"format": 1, "step": 5, "world_size": len(chunks)}))
+    return Checkpoint(folder)
+
+
+def test_rows_are_put_together_whatever_ranks_wrote_them(tmp_path: Path) -> None:
+    tensor = torch.arange(14.0).view(7, 2)
+    checkpoint = three_ranks(tmp_path / "c", tensor, [tensor[:3], tensor[3:6], tensor[6:]])
+    assert checkpoint.tensors["model/w"].shape == (7, 2)
+    for start in range(8):
+        for stop in range(start, 8):
+            assert torch.equal(checkpoint.read_rows("model/w", start, stop), tensor[start:stop])
+    assert torch.equal(checkpoint.weights().read("w"), tensor)
+    assert checkpoint.read("optimizer/w/step").item() == 5.0
+    assert checkpoint.whole == {"optimizer/w/step"}
+
+
+def test_a_rank_without_rows_and_one_that_is_new(tmp_path: Path) -> None:
+    tensor = torch.arange(4.0).view(2, 2)
+    checkpoint = three_ranks(tmp_path / "c", tensor, [tensor[:1], tensor[1:], tensor[:0]])
+    assert torch.equal(checkpoint.read("model/w"), tensor)
+    assert checkpoint.generator_states(2)["cpu"].tolist() == [2, 2]
+    assert checkpoint.generator_states(3) == {}
+
+
+@pytest.fixture
+def written(tmp_path: Path, runtime: Runtime) -> Path:
+    """A real checkpoint."""
+    model = torch.nn.Linear(40, 30)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 40)).sum().backward()
+    optimizer.step()
+    with CheckpointWriter(tmp_path, CheckpointConfig(), {"config": {"train": {"lr": 1e-4}}}, runtime) as writer:
+        writer.save(1, model, optimizer, {})
+    (folder,) = complete_checkpoints(tmp_path)
+    assert damage(folder) == []
+    return folder
+
+
+def test_a_flipped_bit_anywhere_is_found_and_its_file_named(written: Path) -> None:
+    places = random.Random(0)
+    files = sorted(written.iterdir())
+    for number in range(30):
+        file = files[number % len(files)]
+        sound = file.read_bytes()
+        broken = bytearray(sound)
+        broken[places.randrange(len(sound))] ^= 1 << places.randrange(8)
+        file.write_bytes(broken)
+        assert any(file.name in line for line in damage(written)), (file, number)
+        file.write_bytes(sound)
+    assert damage(written) == []
+
+
+@pytest.mark.parametrize("name", ["rank-00000.safetensors", "trainer.json", "checksums.txt"])
+@pytest.mark.parametrize("kind", ["missing", "cut short", "empty", "longer", "a folder"])
+def test_a_file_that_is_not_whole_is_found_and_named(written: Path, name: str, kind: str) -> None:
+    file = written / name
+    content = file.read_bytes()
+    file.unlink()
+    match kind:
+        case "cut short":
+            file.write_bytes(content[:-1])
+        case "empty":
+            file.touch()
+        case "longer":
+            file.write_bytes(content + b"\n")
+        case "a folder":
+            file.mkdir()
+    assert any(name in line for line in damage(written))
+
+
+def test_checksums_do_not_lead_out_of_the_folder(written: Path) -> None:
+    lines = (written / "checksums.txt").read_text()
+    (written / "checksums.txt").write_text(lines.replace("  rank", "  ../rank"))
+    assert damage(written) == ["checksums.txt is not what was written"]
+
+
+def test_ranks_share_the_files_out(written: Path) -> None:
+    (written / "rank-00000.safetensors").unlink()
+    assert sorted(damage(written, 0, 2) + damage(written, 1, 2)) == damage(written)
+
+
+def test_only_directories_of_the_right_name_are_checkpoints(written: Path) -> None:
+    run = written.parent.parent
+    for name in (".writing-step-000009", "set-aside-1-step-000009", "step-9", "step-abcdef"):
+        shutil.copytree(written, run / "checkpoints" / name)
+    shutil.copytree(written, run / "checkpoints" / "step-1000000")
+    (run / "checkpoints" / "step-000010").touch()
+    assert [folder.name for folder in complete_checkpoints(run)] == ["step-1000000", "step-000001"]
+
+
+def test_what_is_no_checkpoint_is_told(tmp_path: Path, written: Path) -> None:
+    with pytest.raises(UserError, match="no checkpoint; expected a directory"):
+        Checkpoint(tmp_path)
+    trainer = written / "trainer.json"
+    trainer.write_text(trainer.read_text().replace('"format": 1', '"format": 2'))
+    with pytest.raises(RunFailure, match="another version of llama_ft"):
+        Checkpoint(written)
+
+
+def test_a_pickle_in_the_place_of_a_tensor_file_is_never_run(written: Path, tmp_path: Path) -> None:
+    class Touch:
+        def __reduce__(self) -> tuple[object, tuple[str]]:
+            return (eval, (f"open({str(tmp_path / 'touched')!r}, 'w')",))
+
+    torch.save({"model/weight": Touch()}, written / "rank-00000.safetensors")
+    with pytest.raises(UserError, match="cannot be read as safetensors"):
+        Checkpoint(written)
+    assert not (tmp_path / "touched").exists()

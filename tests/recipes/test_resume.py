@@ -1,0 +1,187 @@
+"""A resumed run is the run that was never stopped: bit for bit on the same ranks, to 1e-4 on others."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Finished, losses, metrics, recipe, run, torchrun, write_rows
+
+CASES = Path(__file__).resolve().parent.parent / "run_cases.py"
+FSDP = ["--enable_fsdp", "--low_cpu_fsdp"]
+HYBRID = ["--enable_fsdp", "--sharding_strategy", "HYBRID_SHARD", "--sharding_group_size"]
+PLAIN = ["--gradient_accumulation_steps", "2"]
+LORA = ["--use_peft", "--lora_dropout", "0.2", "--target_modules", "all-linear"]
+SHORT = ["--max_train_step", "4", "--save_steps", "2"]
+# Each is run whole, and again from the middle of its first epoch.
+EXACT = {
+    "full": [*FSDP, "--gradient_accumulation_steps", "2", "--gradient_clipping", "--eval_steps", "4", "--seed", "7"],
+    "nf4": ["--enable_fsdp", *LORA, "--quantization", "4bit", "--use_tensorboard", *SHORT],
+    "AdamW8bit": [*FSDP, "--optimizer", "AdamW8bit", *SHORT],
+    "Adafactor": [*FSDP, "--optimizer", "Adafactor", "--lr", "1e-2", *SHORT],
+    "SGD": ["--optimizer", "SGD", "--momentum", "0.9", "--lr", "0.1", *SHORT],
+    "bf16": [*FSDP, "--precision", "bf16_pure", "--optimizer", "anyprecision", *SHORT],
+    "kahan": [*FSDP, "--precision", "bf16_pure", "--optimizer", "anyprecision", "--use_kahan_summation", *SHORT],
+}
+# The same run on two ranks, laid out in another way.
+LAYOUTS = {
+    "no_shard": PLAIN,
+    "hybrid": [*PLAIN, *HYBRID, "1"],
+    "grad_op": [*PLAIN, "--enable_fsdp", "--sharding_strategy", "SHARD_GRAD_OP", "--activation_checkpointing", "full"],
+    "other_micro_batches": [*FSDP, "--batch_size_training", "1", "--gradient_accumulation_steps", "4"],
+}
+
+
+@pytest.fixture(scope="module")
+def folder(save_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two models, one with dropout, and rows: 5 steps of 8 rows to the epoch, the last of 6."""
+    folder = tmp_path_factory.mktemp("resume")
+    shape = {"hidden_size": 64, "intermediate_size": 130, "num_hidden_layers": 2}
+    save_model(folder / "model", **shape)
+    save_model(folder / "dropout", attention_dropout=0.2, **shape)
+    write_rows(folder / "rows.jsonl", 42)
+    return folder
+
+
+def flags(folder: Path, name: str, model: str, *more: str) -> list[str]:
+    own = ["--model_name", str(folder / model), "--dataset", str(folder / "rows.jsonl"), "--validation", "0.1"]
+    own += ["--output_dir", str(folder / name), "--num_epochs", "2", "--batch_size_training", "2", "--lr", "1e-3"]
+    given = {word for word in more if word.startswith("--")}
+    settings = {"--precision": "fp32", "--save_steps": "3"}
+    own += [word for pair in settings.items() if pair[0] not in given for word in pair]
+    return [word for n, word in enumerate(own) if not _is_given(own, n, given)] + list(more)
+
+
+def _is_given(words: list[str], number: int, given: set[str]) -> bool:
+    """Whether a flag, or its value, is set again: a flag may be given only once."""
+    flag = words[number] if words[number].startswith("--") else words[number - 1]
+    return flag in given
+
+
+def launch(folder: Path, cases: list[list[str]], ranks: int) -> Finished:
+    """All cases in the processes of one launch."""
+    file = folder / f"cases{ranks}-{len(cases)}.json"
+    file.write_text(json.dumps(cases))
+    if ranks == 1:
+        return run([sys.executable, str(CASES), str(file)], timeout=400)
+    return torchrun(ranks, str(CASES), str(file), timeout=400)
+
+
+def facts(run_dir: Path) -> list[dict[str, Any]]:
+    """metrics.jsonl without what depends on the machine and the moment."""
+    return [
+        {key: value for key, value in line.items() if not key.startswith(("perf/", "memory/"))}
+        for line in metrics(run_dir)
+    ]
+
+
+def checkpoint(folder: Path, name: str, step: int) -> list[str]:
+    return ["--resume", str(folder / name / "checkpoints" / f"step-{step:06d}")]
+
+
+@pytest.fixture(scope="module")
+def two_ranks(folder: Path) -> Path:
+    cases = []
+    for name, settings in EXACT.items():
+        cases.append(flags(folder, name, "dropout", *settings))
+        step = 2 if "--save_steps" in settings else 3
+        cases.append(flags(folder, f"{name}-resumed", "dropout", *settings, *checkpoint(folder, name, step)))
+    cases.append(flags(folder, "plain", "model", *FSDP, *PLAIN))
+    for name, settings in LAYOUTS.items():
+        cases.append(flags(folder, name, "model", *settings, *checkpoint(folder, "plain", 3)))
+    finished = launch(folder, cases, 2)
+    assert finished.exit_code == 0, finished.output
+    return folder
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_resumed_mid_epoch_every_number_is_the_same(two_ranks: Path, name: str) -> None:
+    whole, resumed = facts(two_ranks / name), facts(two_ranks / f"{name}-resumed")
+    assert len(whole) >= 5 and whole == resumed
+
+
+def test_a_resumed_run_learns_something(two_ranks: Path) -> None:
+    """What is compared above is not a constant: dropout and weights change the loss at every step."""
+    values = losses(two_ranks / "full-resumed")
+    assert len(values) == len(set(values)) == 10 and values[-1] < values[0]
+
+
+def test_the_result_of_a_resumed_run_is_the_same_model(two_ranks: Path) -> None:
+    from safetensors.torch import load_file
+
+    for name, file in (("full", "model.safetensors"), ("nf4", "adapter_model.safetensors")):
+        whole = load_file(two_ranks / name / "model" / file)
+        resumed = load_file(two_ranks / f"{name}-resumed" / "model" / file)
+        assert whole.keys() == resumed.keys() and all(whole[key].equal(resumed[key]) for key in whole)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_laid_out_in_another_way_the_losses_stay(two_ranks: Path, name: str) -> None:
+    assert losses(two_ranks / name) == pytest.approx(losses(two_ranks / "plain"), rel=1e-4)
+
+
+def test_the_best_checkpoint_of_before_is_known_after(two_ranks: Path) -> None:
+    best = [
+        json.loads((two_ranks / name / "checkpoints" / "best.json").read_text()) for name in ("full", "full-resumed")
+    ]
+    assert best[0] == best[1]
+
+
+@pytest.fixture(scope="module")
+def one_rank(two_ranks: Path) -> Finished:
+    """From two ranks to one; then a setting that makes another run."""
+    more = checkpoint(two_ranks, "plain", 3)
+    cases = [flags(two_ranks, "one", "model", *PLAIN, *more)]
+    cases.append(flags(two_ranks, "changed", "model", *PLAIN, "--seed", "8", *more))
+    return launch(two_ranks, cases, 1)
+
+
+def test_on_one_rank_the_losses_stay(two_ranks: Path, one_rank: Finished) -> None:
+    assert losses(two_ranks / "one") == pytest.approx(losses(two_ranks / "plain"), rel=1e-4)
+
+
+def test_another_run_is_refused_and_named(two_ranks: Path, one_rank: Finished) -> None:
+    assert one_rank.exit_code == 2
+    assert "this would be another run" in one_rank.output
+    assert "--seed is 8, was 42" in one_rank.output
+    assert "--resume_allow_changes seed" in one_rank.output
+    assert not (two_ranks / "changed").exists()
+
+
+@pytest.mark.parametrize("ranks", [pytest.param(3, marks=pytest.mark.slow), 4])
+def test_on_more_ranks_and_back_the_losses_stay(two_ranks: Path, one_rank: Finished, ranks: int) -> None:
+    more = checkpoint(two_ranks, "plain", 3)
+    groups = "2" if ranks == 4 else "1"
+    cases = {f"{ranks}": flags(two_ranks, f"{ranks}", "model", *FSDP, *PLAIN, *more)}
+    cases[f"{ranks}-hybrid"] = flags(two_ranks, f"{ranks}-hybrid", "model", *HYBRID, groups, *PLAIN, *more)
+    finished = launch(two_ranks, list(cases.values()), ranks)
+    assert finished.exit_code == 0, finished.output
+    back = {
+        f"{name}-back": flags(
+            two_ranks, f"{name}-back", "model", "--enable_fsdp", *PLAIN, *checkpoint(two_ranks, name, 6)
+        )
+        for name in ([*cases, "one"] if ranks == 4 else cases)
+    }
+    finished = launch(two_ranks, list(back.values()), 2)
+    assert finished.exit_code == 0, finished.output
+    for name in [*cases, *back]:
+        assert losses(two_ranks / name) == pytest.approx(losses(two_ranks / "plain"), rel=1e-4), name
+
+
+def test_auto_takes_the_newest_sound_checkpoint(two_ranks: Path) -> None:
+    """Newest damaged: told, set aside, and the run goes on from the one before, in its own directory."""
+    run_dir = two_ranks / "SGD"
+    whole = facts(run_dir)
+    newest = run_dir / "checkpoints" / "step-000004" / "rank-00001.safetensors"
+    content = bytearray(newest.read_bytes())
+    content[-1] ^= 1
+    newest.write_bytes(content)
+    settings = flags(two_ranks, "SGD", "dropout", *EXACT["SGD"], "--resume", "auto")
+    finished = recipe(*settings, processes=2)
+    assert finished.exit_code == 0, finished.output
+    assert "step-000004 is damaged and not used" in finished.output and "rank-00001.safetensors" in finished.output
+    assert "Going on from" in finished.output and "after step 2" in finished.output
+    assert facts(run_dir) == whole
+    assert (run_dir / "checkpoints" / "set-aside-1-step-000004").is_dir()

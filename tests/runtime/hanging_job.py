@@ -1,0 +1,28 @@
+"""Rank 1 comes late, but in time; then rank 1 is stopped and rank 2 never leaves a loop."""
+
+import itertools
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from llama_ft import runtime
+
+TIMEOUT = 6.0
+
+if __name__ == "__main__":
+    with runtime.start("cpu", "world", timeout_seconds=TIMEOUT) as job:
+        job.begin_run(Path(sys.argv[1]))
+        for _ in range(2):  # longer than the time-out in all, and a rank that waits each time
+            if job.rank == 1:
+                time.sleep(TIMEOUT * 0.6)
+            job.gather_numbers(1.0)
+        print(f"rank {job.rank} has pid {os.getpid()}\n", end="", flush=True)
+        job.gather_numbers(2.0)
+        if job.rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if job.rank == 2:
+            for _ in itertools.count():  # here
+                pass
+        job.gather_numbers(3.0)

@@ -1,0 +1,62 @@
+"""A job of short steps that goes on until it is asked to stop. Arguments: its folder, what is special about it, and
+--stop_after. What happens is told by files in the folder."""
+
+import itertools
+import os
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+
+from llama_ft import runtime
+from llama_ft.runtime.stopping import seconds_running
+
+
+def hang(seconds: float = 60) -> None:
+    """Wait in C++, as in a collective: Python's signal handlers do not run."""
+    try:
+        dist.HashStore().wait(["what never comes"], timedelta(seconds=seconds))
+    except dist.DistStoreError:
+        pass
+
+
+if __name__ == "__main__":
+    folder, way, stop_after = Path(sys.argv[1]), sys.argv[2], (sys.argv[3:] or [None])[0]
+    with runtime.start("cpu", "world") as job:
+        job.begin_run(folder)
+
+        def tell(what: str, content: object = "") -> None:
+            aside = folder / f".{what}-{job.rank}"
+            aside.write_text(str(content))
+            aside.rename(folder / f"{what}-{job.rank}")
+
+        tell("process", os.getpid())
+        tell("started", time.time() - seconds_running())
+        if way == "loads in Python":
+            tell("loading")
+            while True:
+                time.sleep(0.01)
+        if way == "loads in C++":
+            tell("loading")
+            hang()
+        with job.stopping.between_steps(stop_after):
+            for step in itertools.count(1):
+                time.sleep(0.01 * (1 + job.rank))
+                if step == 3:
+                    tell("training")
+                    if way == "rank 0 hangs" and job.rank == 0:
+                        hang()
+                ranks = job.gather_numbers(job.stopping.asked())
+                job.note_step(step)
+                stop = job.stopping.agreed(ranks[:, 0])
+                if stop is not None:
+                    if way == "saves for ever":
+                        hang(0.7)  # a Ctrl-C after so long is another one
+                        tell("saving", step)
+                        hang()
+                    if way == "rank 0 saves longer" and job.rank == 0:
+                        hang(1)
+                    tell("saved", step)
+                    raise runtime.Stopped(stop, step, folder / "checkpoints" / f"step-{step:06d}")

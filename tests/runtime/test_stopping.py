@@ -1,0 +1,234 @@
+"""Signals and --stop_after end jobs between two steps, alike on all ranks, or at once where nothing can be saved."""
+
+import json
+import multiprocessing
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import REPOSITORY
+
+from llama_ft.runtime.failures import FAILURE_KEY, Stop
+from llama_ft.runtime.stopping import Peers, Stopping, grace_warning
+
+JOB = str(Path(__file__).with_name("stopping_job.py"))
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+
+
+class Running:
+    """A job that has been started; its files tell what it does."""
+
+    def __init__(self, folder: Path, process: subprocess.Popen[bytes]) -> None:
+        self.folder, self.process = folder, process
+
+    def wait_for(self, *names: str) -> None:
+        deadline = time.monotonic() + 90
+        while not all((self.folder / name).exists() for name in names):
+            assert self.process.poll() is None and time.monotonic() < deadline, self.output
+            time.sleep(0.02)
+
+    def end(self) -> int:
+        """Wait for its end; its exit code."""
+        return self.process.wait(90)
+
+    def read(self, name: str) -> str:
+        return (self.folder / name).read_text()
+
+    @property
+    def output(self) -> str:
+        return self.read("output")
+
+    @property
+    def status(self) -> dict[str, object]:
+        return json.loads(self.read("status.json"))
+
+
+@contextmanager
+def job(folder: Path, *arguments: str, launcher: list[str] | None = None) -> Iterator[Running]:
+    """Start the job as a shell would: in a process group of its own."""
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY / "src"), "OMP_NUM_THREADS": "1"}
+    with (folder / "output").open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, *(launcher or []), JOB, str(folder), *arguments],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            env=environment,
+            start_new_session=True,
+        )
+    try:
+        yield Running(folder, process)
+    finally:
+        for rank in folder.glob("process-*"):
+            end_group(int(rank.read_text()))
+        end_group(process.pid)
+        process.wait()
+
+
+def end_group(leader: int) -> None:
+    try:
+        os.killpg(leader, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+
+
+def stopped_line(running: Running, reason: str, step: str) -> str:
+    checkpoint = running.folder / "checkpoints" / f"step-{int(step):06d}"
+    return f"stopped by {reason} after step {step}; checkpoint {checkpoint}. --resume auto goes on from it."
+
+
+def test_sigterm_to_torchrun_stops_all_ranks_after_the_same_step(tmp_path: Path) -> None:
+    with job(tmp_path, "rank 0 saves longer", launcher=TORCHRUN) as running:
+        running.wait_for("training-0", "training-1")
+        running.process.terminate()
+        running.end()
+    step = running.read("saved-0")
+    assert int(step) >= 3 and running.read("saved-1") == step
+    line = stopped_line(running, "SIGTERM", step)
+    assert re.findall("stopped by .*", running.output) == [line]
+    assert running.status == {"state": "stopped", "step": int(step), "exit_code": 143, "message": line}
+
+
+def test_a_second_ctrl_c_at_torchrun_ends_all_ranks_without_waiting_for_the_save(tmp_path: Path) -> None:
+    with job(tmp_path, "saves for ever", launcher=TORCHRUN) as running:
+        running.wait_for("training-0", "training-1")
+        os.killpg(running.process.pid, signal.SIGINT)  # what a terminal does
+        running.wait_for("saving-0", "saving-1")
+        assert running.read("saving-0") == running.read("saving-1")
+        started = time.monotonic()
+        os.killpg(running.process.pid, signal.SIGINT)
+        running.end()
+    assert time.monotonic() - started < 5
+    assert not list(tmp_path.glob("saved-*"))
+    assert re.findall("stopped by .*", running.output) == ["stopped by a second Ctrl-C, without saving"]
+    assert running.status["state"] == "stopped" and running.status["exit_code"] == 130
+
+
+def test_stop_after_ends_torchrun_with_exit_code_0_and_no_restart(tmp_path: Path) -> None:
+    started = time.time()
+    with job(tmp_path, "", "6s", launcher=[*TORCHRUN, "--max_restarts", "3"]) as running:
+        assert running.end() == 0
+    assert time.time() - started > 6
+    for rank in (0, 1):  # the time counts from torchrun's start, not from the end of loading
+        assert -0.1 < float(running.read(f"started-{rank}")) - started < 1
+    step = running.read("saved-0")
+    assert running.read("saved-1") == step
+    line = stopped_line(running, "--stop_after 6s", step)
+    assert running.output.splitlines() == [line]
+    assert running.status == {"state": "stopped", "step": int(step), "exit_code": 0, "message": line}
+
+
+def test_a_rank_that_hangs_while_another_is_killed_leaves_within_5_seconds_and_saves_nothing(tmp_path: Path) -> None:
+    with job(tmp_path, "rank 0 hangs", launcher=TORCHRUN) as running:
+        running.wait_for("training-0", "training-1")
+        killed = int(running.read("process-1"))
+        started = time.monotonic()
+        os.kill(killed, signal.SIGKILL)
+        assert running.end() == 1
+    assert time.monotonic() - started < 5
+    assert not list(tmp_path.glob("saved-*"))
+    assert running.output.count(f"error: lost contact with another rank: rank 1 (process {killed}) has ended.") == 1
+    assert "stopped by" not in running.output
+    assert running.status["state"] == "failed" and running.status["exit_code"] == 1
+
+
+@pytest.mark.parametrize(("number", "name", "code"), [(signal.SIGTERM, "SIGTERM", 143), (signal.SIGINT, "Ctrl-C", 130)])
+def test_a_signal_stops_one_process_after_a_step(tmp_path: Path, number: int, name: str, code: int) -> None:
+    with job(tmp_path, "") as running:
+        running.wait_for("training-0")
+        os.killpg(running.process.pid, number)
+        assert running.end() == code
+    line = stopped_line(running, name, running.read("saved-0"))
+    assert running.output.splitlines() == [line]
+    assert running.status["state"] == "stopped" and running.status["message"] == line
+
+
+@pytest.mark.parametrize("way", ["loads in Python", "loads in C++"])
+@pytest.mark.parametrize(("number", "name", "code"), [(signal.SIGTERM, "SIGTERM", 143), (signal.SIGINT, "Ctrl-C", 130)])
+def test_a_signal_before_the_loop_ends_the_process_at_once(
+    tmp_path: Path, way: str, number: int, name: str, code: int
+) -> None:
+    with job(tmp_path, way) as running:
+        running.wait_for("loading-0")
+        started = time.monotonic()
+        os.killpg(running.process.pid, number)
+        assert running.end() == code
+    assert time.monotonic() - started < 5
+    assert running.output == f"stopped by {name}\n"
+    assert running.status == {"state": "stopped", "step": 0, "exit_code": code, "message": f"stopped by {name}"}
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_that_launchers_deliver_twice_is_one(number: int) -> None:
+    stopping, ended = Stopping(), []
+    with stopping.listening(ended.append):
+        with pytest.raises((SystemExit, KeyboardInterrupt)), stopping.between_steps(None):
+            os.kill(os.getpid(), number)
+            assert stopping.told_to_end.wait(10)
+            os.kill(os.getpid(), number)
+    assert stopping.asked() == number and not ended
+
+
+def test_a_forked_process_that_is_terminated_does_not_stop_its_parent() -> None:
+    stopping, ended = Stopping(), []
+    with stopping.listening(ended.append):
+        context = multiprocessing.get_context("fork")
+        runs = context.Event()
+        child = context.Process(target=lambda: (runs.set(), time.sleep(60)))
+        child.start()
+        assert runs.wait(30)
+        child.terminate()
+        child.join()
+    assert child.exitcode == -signal.SIGTERM
+    assert stopping.asked() == 0 and not ended
+
+
+def test_a_dead_rank_counts_as_gone_before_it_is_reaped_and_one_of_another_node_once_it_has_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store = dist.TCPStore("localhost", 0, is_master=True)
+    peer = subprocess.Popen(["sleep", "60"])
+    monkeypatch.setenv("GROUP_RANK", "0")
+    store.set("process/1", f"{peer.pid} 0")
+    store.set("process/2", "1 1")  # process 1 of node 1
+    peers = Peers(0, 3, store)
+    try:
+        assert peers.gone() == ""
+    finally:
+        peer.kill()
+    os.waitid(os.P_PID, peer.pid, os.WEXITED | os.WNOWAIT)
+    assert peers.gone() == f"rank 1 (process {peer.pid}) has ended"
+    store.set("process/1", f"{os.getpid()} 0")
+    peers = Peers(0, 3, store)
+    assert peers.gone() == ""
+    store.set(FAILURE_KEY, "2")
+    assert peers.gone() == "a rank on another node has failed"
+    peer.wait()
+
+
+def test_ranks_that_are_asked_differently_agree_on_the_signal() -> None:
+    stopping = Stopping()
+    with stopping.between_steps("1h30m"):
+        asked = stopping.asked()
+        assert asked == 0 and stopping.agreed(torch.tensor([0.0, 0.0])) is None
+        assert stopping.agreed(torch.tensor([0.0, 1.0])) == Stop(0, "--stop_after 1h30m")
+        assert stopping.agreed(torch.tensor([1.0, 15.0, 0.0])) == Stop(143, "SIGTERM")
+        assert stopping.agreed(torch.tensor([2.0, 1.0])) == Stop(130, "Ctrl-C")
+
+
+def test_a_save_longer_than_torchrun_waits_is_told_with_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert grace_warning(1000) is None  # without torchrun nobody kills
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "any")
+    assert grace_warning(29) is None
+    assert "torchrun --shutdown-timeout 80 " in str(grace_warning(40))
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "60")
+    assert grace_warning(40) is None

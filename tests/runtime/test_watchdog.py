@@ -1,0 +1,75 @@
+"""Ranks that hang are found and named."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import REPOSITORY
+
+from llama_ft.runtime.watchdog import Report, describe_hang
+
+JOB = Path(__file__).with_name("hanging_job.py")
+HOSTS = ["gpu7, pid 40", "gpu7, pid 41", "gpu8, pid 42"]
+
+
+def line_of(text: str) -> int:
+    return next(number for number, line in enumerate(JOB.read_text().splitlines(), 1) if text in line)
+
+
+def test_a_stopped_rank_and_one_in_a_loop_are_named_and_the_job_ends(tmp_path: Path) -> None:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "3"]
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY / "src"), "OMP_NUM_THREADS": "1"}
+    job = subprocess.Popen(
+        [*launcher, str(JOB), str(tmp_path)],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment,
+    )  # fmt: skip
+    assert job.stdout is not None
+    lines, pids = [], {}
+    for line in job.stdout:
+        lines.append(line)
+        if told := re.match(r"rank (\d) has pid (\d+)$", line):
+            pids[int(told[1])] = int(told[2])
+        if line.startswith("error: "):  # torchrun would do it 30 s later
+            os.kill(pids[1], signal.SIGKILL)
+    assert job.wait() == 1
+    here = socket.gethostname()
+    message = (
+        "error: rank 1, 2 did not arrive; the others have waited for 6 s (--collective_timeout).\n"
+        f"       rank 0 waits at {JOB}:{line_of('gather_numbers(3.0)')} in <module>\n"
+        f"       rank 1 ({here}, pid {pids[1]}) does not answer: it is stopped or gone\n"
+    )
+    output = "".join(lines)
+    assert output.count("error: ") == 1 and message in output
+    loop = line_of("# here")
+    assert re.search(rf"rank 2 \({here}, pid {pids[2]}\) is at {JOB}:({loop}|{loop + 1}) in <module>\n", output)
+    status = json.loads((tmp_path / "status.json").read_text())
+    assert status["state"] == "failed" and status["message"].startswith("error: rank 1, 2 did not arrive")
+    for pid in pids.values():
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_of_ranks_that_all_wait_those_with_fewer_collectives_are_named() -> None:
+    """On CUDA a rank that sleeps looks like one that waits."""
+    reports = {rank: Report(True, collectives, f"{rank}.py:7 in f") for rank, collectives in enumerate((9, 8, 9))}
+    assert describe_hang(reports, HOSTS, 2, 90.0) == (
+        "rank 1 did not arrive; the others have waited for 90 s (--collective_timeout).\n"
+        "rank 2 waits at 2.py:7 in f\n"
+        "rank 1 (gpu7, pid 41) is at 1.py:7 in f"
+    )
+
+
+def test_ranks_that_wait_for_one_another_are_all_listed() -> None:
+    reports = {rank: Report(True, 9, f"{rank}.py:7 in f") for rank in range(3)}
+    assert describe_hang(reports, HOSTS, 0, 1800.0) == (
+        "all ranks wait for 30 min (--collective_timeout).\n"
+        "rank 0 waits at 0.py:7 in f\n"
+        "rank 1 (gpu7, pid 41) is at 1.py:7 in f\n"
+        "rank 2 (gpu8, pid 42) is at 2.py:7 in f"
+    )
