@@ -297,22 +297,22 @@ def main() -> None:
     parser.add_argument("--folder", help="for the runs; a temporary one by default")
     asked = parser.parse_args()
     methods, runs = asked.methods.split(","), 0
-    with tempfile.TemporaryDirectory(prefix="crash-", dir=asked.folder) as temporary:
-        inputs = Path(temporary)
-        write_inputs(inputs)
-        references: dict[str, tuple[Path, float]] = {}
-        crashes = Crashes(inputs, asked.kills, asked.seed)
-        while crashes.kills < crashes.wanted:
-            method, run = methods[runs % len(methods)], inputs / f"run-{runs}"
-            if method not in references:
-                references[method] = reference_run(inputs, method)
-            reference, startup = references[method]
-            complaints = crashes.finish_run(run, method, startup) or differences(run, reference)
-            if complaints:
-                raise SystemExit("\n".join(complaints))
-            shutil.rmtree(run)
-            runs += 1
-            print(f"run {runs} ({method}) is identical to the uninterrupted one", flush=True)
+    inputs = Path(tempfile.mkdtemp(prefix="crash-", dir=asked.folder))
+    write_inputs(inputs)
+    references: dict[str, tuple[Path, float]] = {}
+    crashes = Crashes(inputs, asked.kills, asked.seed)
+    while crashes.kills < crashes.wanted:
+        method, run = methods[runs % len(methods)], inputs / f"run-{runs}"
+        if method not in references:
+            references[method] = reference_run(inputs, method)
+        reference, startup = references[method]
+        complaints = crashes.finish_run(run, method, startup) or differences(run, reference)
+        if complaints:
+            raise SystemExit("\n".join([*complaints, f"{run} is not {reference}; both are kept"]))
+        shutil.rmtree(run)
+        runs += 1
+        print(f"run {runs} ({method}) is identical to the uninterrupted one", flush=True)
+    shutil.rmtree(inputs)
     counts = ", ".join(f"{name} {count}" for name, count in sorted(crashes.counts.items()))
     print(f"{crashes.kills} kills in {runs} runs ({counts}): every run identical to the uninterrupted one.")
     print(f"After the kill of one rank the job had ended within {crashes.longest_end:.1f} s.")

@@ -11,11 +11,11 @@ from typing import Any
 
 from llama_ft.config import (
     Config,
-    TrainConfig,
     check_device,
     check_same_run,
     differences,
     parse_command_line,
+    parse_duration,
     parse_size,
     to_yaml,
 )
@@ -39,12 +39,16 @@ from llama_ft.runtime import Runtime, log  # noqa: E402
 
 def main(config: Config, places: dict[str, str]) -> None:
     """One run, from the settings to the result on disk."""
-    degree, offload = models.shard_degree(config.fsdp), config.fsdp.fsdp_cpu_offload
-    with runtime.start(config.train.device, degree, offload, config.train.device_memory_fraction) as job:
+    settings, degree, offload = config.train, models.shard_degree(config.fsdp), config.fsdp.fsdp_cpu_offload
+    timeout = parse_duration(settings.collective_timeout)
+    with runtime.start(settings.device, degree, offload, settings.device_memory_fraction, timeout) as job:
         resumed = checkpoint.find_checkpoint(config.checkpoint, job)
+        if resumed is not None and (result := checkpoint.finished_result(resumed, config.checkpoint)):
+            log.info(f"This run is finished; its result is {result}")
+            return
         config = settle(config, places, job, resumed)
         log.info("\n  ".join(["Settings that differ from the defaults:", *differences(config)]))
-        log.info(job.describe(config.train.batch_size_training, config.train.gradient_accumulation_steps))
+        log.info(job.describe(settings.batch_size_training, settings.gradient_accumulation_steps))
         if job.is_main:
             observe.check_wandb_login(config.tracking)
 
@@ -58,28 +62,26 @@ def main(config: Config, places: dict[str, str]) -> None:
                 tokenizer,
                 context_length=models.resolve_context_length(config.data.context_length, model_config),
                 cache=data.cache_dir(),
-                want_validation=config.train.run_validation,
+                want_validation=settings.run_validation,
                 vocabulary_size=models.vocabulary_size(model_config),
             )
         log.info("\n".join(rows.summary))
-        batch = checkpoint.global_batch(config.train, resumed, job.world_size)
         contents = {"model_name": models.fingerprint(folder), "dataset": data.fingerprint(rows.train)}
-        about = checkpoint.describe_run(config, contents, batch)
+        about = checkpoint.describe_run(config, contents, resumed, job.world_size)
         if resumed is not None:
             check_same_run(resumed.trainer, about, config.checkpoint.resume_allow_changes, places)
 
         model, adapter, stored_dtypes = build_model(config, folder, model_config, job)
 
         # From here on something is written: until now a mistake has left nothing behind.
-        name = config.model.model_name
-        output_dir = checkpoint.create_run_directory(config.checkpoint, name, job, resumed)
+        output_dir = checkpoint.create_run_directory(config.checkpoint, config.model.model_name, job, resumed)
         log.info(f"Run directory: {output_dir}")
         job.begin_run(output_dir)
         if job.is_main:
             repeat = f"--config {output_dir}/config.yaml repeats this run"
             (output_dir / "config.yaml").write_text(to_yaml(config, repeat))
         writer = checkpoint.CheckpointWriter(output_dir, config.checkpoint, about, job)
-        train(config, model, tokenizer, rows, writer, resumed, job)
+        outcome = train(config, model, tokenizer, rows, writer, resumed, job)
         if config.checkpoint.save_model:
             result = output_dir / "model"
             save_dtype = checkpoint.save_dtype(config.checkpoint.save_dtype)
@@ -88,6 +90,8 @@ def main(config: Config, places: dict[str, str]) -> None:
             else:
                 largest_file = parse_size(config.checkpoint.max_shard_size)
                 checkpoint.export_model(model, result, folder, stored_dtypes, save_dtype, largest_file, tokenizer, job)
+            if job.is_main:
+                checkpoint.write_model_card(result, config.model.model_name, {**outcome, **about})
             log.info(f"The tuned {'adapter' if adapter else 'model'}: {result}")
 
 
@@ -160,21 +164,6 @@ def build_model(
     return model, adapter, stored_dtypes
 
 
-def plan_batches(
-    settings: TrainConfig, rows: data.TokenizedData, job: Runtime, resumed: checkpoint.Checkpoint | None
-) -> data.BatchPlan:
-    """Which rows this rank sees at which step: a function of (seed, epoch, step) and of nothing else."""
-    return data.BatchPlan(
-        data.row_lengths(rows.train),
-        data.target_token_counts(rows.train),
-        global_batch=checkpoint.global_batch(settings, resumed, job.world_size),
-        world_size=job.world_size,
-        rank=job.rank,
-        micro_batch=settings.batch_size_training,
-        seed=settings.seed,
-    )
-
-
 def train(
     config: Config,
     model: PreTrainedModel,
@@ -183,10 +172,12 @@ def train(
     writer: checkpoint.CheckpointWriter,
     resumed: checkpoint.Checkpoint | None,
     job: Runtime,
-) -> None:
-    """The training loop. Every rank runs it in step; rank 0 keeps the log."""
+) -> dict[str, Any]:
+    """The training loop. Every rank runs it in step; rank 0 keeps the log. Returns the last step and its metrics."""
     settings = config.train
-    plan = plan_batches(settings, rows, job, resumed)
+    # Which rows this rank sees at which step: a function of (seed, epoch, step) and of nothing else.
+    micro_batch = settings.batch_size_training
+    plan = data.plan_batches(rows.train, writer.about["global_batch"], micro_batch, settings.seed, job)
     total_steps = min(plan.steps_per_epoch * settings.num_epochs, settings.max_train_step or sys.maxsize)
     optimizer = training.build_optimizer(model, settings)
     log.info(training.describe_optimizer(optimizer))
@@ -194,15 +185,12 @@ def train(
     reduce_last_only = config.peft.use_peft or settings.accumulate_unsharded
     pad = data.pad_token_id(tokenizer, models.vocabulary_size(model.config))
     torch.manual_seed(settings.seed + job.rank)  # dropout differs between ranks
-    progress, earlier_log = training.Progress(settings), dict[str, Any]()
+    progress, metrics, earlier_log = training.Progress(settings), dict[str, Any](), dict[str, Any]()
     if resumed is not None:
         progress.load_state_dict(resumed.trainer["progress"])
         checkpoint.restore(resumed, model, optimizer, job)
-        earlier_log = {
-            "resume_step": resumed.step,
-            "resumed_dir": resumed.run,
-            "tracker_ids": resumed.trainer["trackers"],
-        }
+        metrics, ids = resumed.trainer["metrics"], resumed.trainer["trackers"]
+        earlier_log = {"resume_step": resumed.step, "resumed_dir": resumed.run, "tracker_ids": ids}
     best, scale = progress.best, progress.scale
     observe.reset_peaks(job.device)
 
@@ -244,7 +232,7 @@ def train(
 
             seconds = time.perf_counter() - started
             progress.step, progress.target_tokens = step, progress.target_tokens + todo.target_tokens
-            metrics: dict[str, Any] = {
+            metrics = {
                 "epoch": step / plan.steps_per_epoch,
                 "tokens": progress.target_tokens,
                 "train/loss": loss,
@@ -270,16 +258,17 @@ def train(
             stop = job.stopping.agreed(ranks[:, 4])
             if ranks[:, 5].any():
                 writer.finish()  # tells what has failed
-            ends_run = is_last or best.should_stop or stop is not None
-            asked = writer.is_due(step, ends_epoch, ends_run)
+            ends_run = is_last or best.should_stop
+            asked = writer.is_due(step, ends_epoch, ends_run or stop is not None)
             if asked or best_loss is not None:
-                state = {"progress": progress.state_dict(), "metrics": metrics, "trackers": run_log.tracker_ids}
+                state: dict[str, Any] = {"progress": progress.state_dict(), "ends_run": ends_run, "metrics": metrics}
+                state["trackers"] = run_log.tracker_ids
                 writer.save(step, model, optimizer, state, asked, best_loss)
             job.note_step(step)
             if best.should_stop:
                 log.info(f"Stopped early after step {step}: the validation loss was best at step {best.step}.")
                 break
-            if stop is not None and not is_last:
+            if stop is not None and not ends_run:
                 writer.finish()
                 raise runtime.Stopped(stop, step, writer.last)
         writer.finish()
@@ -287,6 +276,7 @@ def train(
             checkpoint.restore_weights(writer.open(best.step), model, job)
             log.info(f"The weights of step {best.step}, with the best validation loss {best.loss:.4f}, are taken.")
         training.show_answer("After", model, tokenizer, rows.chat_sample, settings.sample_tokens, pad, job)
+    return {"step": progress.step, "metrics": metrics}
 
 
 if __name__ == "__main__":

@@ -14,7 +14,9 @@ RANKS = 2
 METRICS = {"epoch": 1.5, "tokens": 12345, "train/loss": 1.25, "eval/loss": 1.5, "perf/step_seconds": 0.5}
 
 
-def save_checkpoint(folder: Path, weights: dict[str, torch.Tensor], config: Config, step: int = 12) -> Path:
+def save_checkpoint(
+    folder: Path, weights: dict[str, torch.Tensor], config: Config, step: int = 12, **more: object
+) -> Path:
     """checkpoints/step-000012 as RANKS ranks write it, rows dealt as torch.chunk does; returns its folder."""
     folder = folder / "checkpoints" / f"step-{step:06d}"
     folder.mkdir(parents=True)
@@ -29,7 +31,7 @@ def save_checkpoint(folder: Path, weights: dict[str, torch.Tensor], config: Conf
         save_file({name: t.contiguous() for name, t in own.items()}, folder / f"rank-{rank:05d}.safetensors", header)
     sections = dataclasses.asdict(config)
     trainer = {"format": 1, "step": step, "world_size": RANKS, "metrics": METRICS, "config": sections}
-    (folder / "trainer.json").write_text(json.dumps({**trainer, "versions": {"torch": "2.13.0"}}))
+    (folder / "trainer.json").write_text(json.dumps({**trainer, "versions": {"torch": "2.13.0"}, **more}))
     files = sorted(folder.iterdir())
     sums = [f"{xxhash.xxh3_128(file.read_bytes()).hexdigest()}  {file.name}\n" for file in files]
     (folder / "checksums.txt").write_text("".join(sums))

@@ -21,7 +21,10 @@ from llama_ft.config.sections import DataConfig
 from llama_ft.errors import UserError
 
 README = (REPOSITORY / "README.md").read_text()
-OTHERS_FLAGS = re.compile(r"nnodes|nproc_per_node|rdzv_|shutdown$|logdir|help$|config$|no_|quantization$|adapter$|base_model$")
+OTHERS_FLAGS = re.compile(
+    r"nnodes|nproc_per_node|rdzv_|shutdown$|max_restarts$|logdir|help$|config$|no_|quantization$|adapter$|base_model$|"
+    r"merge$|push_to_hub$"
+)
 ALL_REFUSED = README.partition("| not built yet: refused with a message")[2].partition("\n\n")[0]
 EXAMPLE_OF_MISTAKES = "$ python recipes/finetuning.py "
 MINE, BAD = Path("configs/mine.yaml"), Path("configs/bad.yaml")

@@ -22,6 +22,8 @@ from safetensors.torch import load_file, save_file
 from llama_ft.checkpoint import Exporter, find_sound, upload, write_model_card
 from llama_ft.config import CheckpointConfig, Config, DataConfig, ModelConfig, PeftConfig, TrainConfig
 from llama_ft.errors import RunFailure, UserError
+from llama_ft.models.source import fingerprint
+from llama_ft.runtime import log
 
 Make = Callable[..., Path]
 LORA = {"use_peft": True, "target_modules": "all-linear", "r": 4, "lora_alpha": 6, "lora_dropout": 0}
@@ -37,7 +39,14 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def bases(save_model: Make, save_tokenizer: Make, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of base models with tokenizers."""
-    from transformers import GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForCausalLM
+    from transformers import (
+        DeepseekV3Config,
+        DeepseekV3ForCausalLM,
+        GPT2Config,
+        GPT2LMHeadModel,
+        MixtralConfig,
+        MixtralForCausalLM,
+    )
 
     folder = tmp_path_factory.mktemp("bases")
     save_model(folder / "llama")
@@ -50,6 +59,14 @@ def bases(save_model: Make, save_tokenizer: Make, tmp_path_factory: pytest.TempP
     shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     experts = {"num_local_experts": 3, "num_key_value_heads": 2, "vocab_size": 301}
     MixtralForCausalLM(MixtralConfig(**shape, **experts)).save_pretrained(save_tokenizer(folder / "mixtral"))
+    deep = {**shape, "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "moe_intermediate_size": 16,
+            "vocab_size": 301, "first_k_dense_replace": 1, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 8, "v_head_dim": 8, "num_experts_per_tok": 2}  # fmt: skip
+    deepseek = DeepseekV3ForCausalLM(DeepseekV3Config(**deep))
+    for name, buffer in deepseek.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.uniform_(-0.5, 0.5)
+    deepseek.save_pretrained(save_tokenizer(folder / "deepseek"))
     return folder
 
 
@@ -109,6 +126,7 @@ FULL: dict[str, tuple[str, dict[str, Any]]] = {
     "bf16 base": ("half", {}),
     "GPT-2": ("gpt2", {}),
     "stacked experts": ("mixtral", {}),
+    "buffers that are saved": ("deepseek", {}),
 }
 
 
@@ -192,6 +210,29 @@ def test_a_base_that_has_moved_is_named_anew(bases: Path, tmp_path: Path) -> Non
         prepare(checkpoint)
     prepare(checkpoint, base_model=str(bases / "llama")).write_model(tmp_path / "out", None, 10**9)
     assert (tmp_path / "out" / "model.safetensors").exists()
+
+
+def test_a_base_whose_weights_were_changed_since_is_warned_of(
+    bases: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log, "propagate", True)
+    base = tmp_path / "base"
+    shutil.copytree(bases / "llama", base)
+    contents = {"model_name": fingerprint(base)}
+    checkpoint = save_checkpoint(tmp_path, tuned(load(base)), settings_of(base), contents=contents)
+    prepare(checkpoint)
+    assert not caplog.messages
+    changed = sorted(base.glob("*.safetensors"))[-1]
+    save_file({name: tensor + 1 for name, tensor in load_file(changed).items()}, changed, {"format": "pt"})
+    prepare(checkpoint)
+    assert f"{base} holds other weights than when" in caplog.text
+
+
+def test_the_settings_of_an_earlier_adapter_are_asked_for(bases: Path, tmp_path: Path) -> None:
+    config = settings_of(bases / "llama", {**LORA, "from_peft_checkpoint": str(tmp_path / "gone")})
+    with pytest.raises(UserError, match="went on from an adapter") as error:
+        prepare(save_checkpoint(tmp_path, {}, config))
+    assert f"{tmp_path}/gone: no such folder" in str(error.value)
 
 
 def test_a_checkpoint_that_does_not_fit_its_base_is_refused_with_names(bases: Path, tmp_path: Path) -> None:

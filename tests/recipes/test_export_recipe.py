@@ -144,7 +144,15 @@ def test_training_starts_from_every_export(runs: Path, merged: tuple[Path, Finis
     rows = [torch.randint(0, 301, (1, 12 + n), generator=torch.Generator().manual_seed(n)) for n in range(4)]
     lines = [json.dumps({"input_ids": row[0].tolist(), "labels": row[0].tolist()}) for row in rows]
     (tmp_path / "rows.jsonl").write_text("\n".join(lines))
-    common = ["--dataset", f"{tmp_path}/rows.jsonl", "--precision", "fp32", "--model_name"]
+    common = [
+        "--dataset",
+        f"{tmp_path}/rows.jsonl",
+        "--dataset_format",
+        "tokenized",
+        "--precision",
+        "fp32",
+        "--model_name",
+    ]
     again = ["--use_peft", "--from_peft_checkpoint", f"{runs}/lora/model"]
     cases = {"full": [str(runs / "full" / "model")], "merged": [str(merged[0])], "lora": [str(runs / "base"), *again]}
     trained(tmp_path, {name: [*common, *case] for name, case in cases.items()})
@@ -158,7 +166,9 @@ def test_training_starts_from_every_export(runs: Path, merged: tuple[Path, Finis
         expected = total / sum(row.shape[1] - 1 for row in rows)
         assert abs(losses(tmp_path / name)[0] - expected) < 1e-5 * expected, name
     # What went on from an adapter has that one's settings, not those of the command line.
-    Exporter.prepare(find_sound(tmp_path / "lora"), None, None, False, merge=False).write_adapter(tmp_path / "out", None)
+    Exporter.prepare(find_sound(tmp_path / "lora"), None, None, False, merge=False).write_adapter(
+        tmp_path / "out", None
+    )
     assert contents(tmp_path / "out") == contents(tmp_path / "lora" / "model")
 
 

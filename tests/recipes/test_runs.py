@@ -127,7 +127,7 @@ def test_the_llama_recipes_command_leaves_an_adapter_that_peft_loads(
     }
     assert len(losses(output)) == 3
     assert yaml.safe_load((output / "config.yaml").read_text())["peft"]["use_peft"] is True
-    assert (output / "checkpoints" / "step-000003" / ".metadata").exists()
+    assert (output / "checkpoints" / "step-000003" / "trainer.json").exists()
 
 
 def test_the_built_in_chat_template_is_saved_with_the_result(launch: Finished, folder: Path) -> None:

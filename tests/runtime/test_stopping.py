@@ -83,7 +83,7 @@ def end_group(leader: int) -> None:
 
 def stopped_line(running: Running, reason: str, step: str) -> str:
     checkpoint = running.folder / "checkpoints" / f"step-{int(step):06d}"
-    return f"stopped by {reason} after step {step}; checkpoint {checkpoint}. --resume auto goes on from it."
+    return f"stopped by {reason} after step {step}. To go on: --resume {checkpoint}"
 
 
 def test_sigterm_to_torchrun_stops_all_ranks_after_the_same_step(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from llama_ft.checkpoint.hub_upload import upload
 from llama_ft.checkpoint.merge import merge_adapter
 from llama_ft.checkpoint.model_card import write_model_card
 from llama_ft.checkpoint.reader import Checkpoint, complete_checkpoints, damage, open_checkpoint
-from llama_ft.checkpoint.resume import describe_run, find_checkpoint, global_batch
+from llama_ft.checkpoint.resume import describe_run, find_checkpoint, finished_result
 from llama_ft.checkpoint.run_directory import create_run_directory
 from llama_ft.checkpoint.state import restore, restore_weights
 from llama_ft.checkpoint.writer import CheckpointWriter
@@ -23,7 +23,7 @@ __all__ = [
     "export_model",
     "find_checkpoint",
     "find_sound",
-    "global_batch",
+    "finished_result",
     "merge_adapter",
     "open_checkpoint",
     "restore",

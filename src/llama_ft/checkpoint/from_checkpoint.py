@@ -115,25 +115,14 @@ class Exporter:
                 f"{checkpoint.folder}: its run had --trust_remote_code.\nIf you have read the Python code that comes "
                 "with the base model, give it here too."
             )
-        named = base_model or config.model.model_name
-        flag = "--base_model" if base_model else f"{checkpoint.folder / TRAINER_FILE} (--base_model overrides it): base"
-        needs_weights = merge or not config.peft.use_peft
-        if named == "demo":
-            base = data.build_demo(data.cache_dir()).model_dir
-        else:
-            base = models.local_folder(named, flag, weights=needs_weights)
-        weights_then = checkpoint.trainer.get("contents", {}).get("model_name")
-        if needs_weights and base_model is None and weights_then not in (None, models.fingerprint(base)):
-            log.warning(f"{base} holds other weights than when {checkpoint.folder} was written.")
+        base, named = _find_base(checkpoint, config, base_model, needs_weights=merge or not config.peft.use_peft)
         model_config = models.load_model_config(base, trust_remote_code)
         asked = dataclasses.replace(
             config.model, model_name=str(base), attn_implementation="auto", trust_remote_code=trust_remote_code
         )
         model = models.build_skeleton(model_config, asked)
-        earlier, is_lora = config.peft.from_peft_checkpoint, config.peft.use_peft
-        if earlier and (complaint := adapter_complaint(earlier)):
-            raise UserError(f"{checkpoint.folder}: its run went on from the adapter {earlier}, and needs its settings.\nIt {complaint}")
-        adapter = models.inject_lora(model, config.peft, models.lasting_name(named, base)) if is_lora else None
+        lasting_name = models.lasting_name(named, base)
+        adapter = _inject_adapter(checkpoint, config, model, lasting_name) if config.peft.use_peft else None
         if config.model.freeze_layers:
             models.freeze_first_layers(model, config.model.num_freeze_layers)
         _check_fits(checkpoint, model, base)
@@ -227,6 +216,32 @@ def recorded_config(checkpoint: Checkpoint) -> Config:
         raise UserError(
             f"{checkpoint.folder / TRAINER_FILE}: its settings are not those of this version of llama_ft ({error})."
         ) from error
+
+
+def _find_base(checkpoint: Checkpoint, config: Config, override: str | None, needs_weights: bool) -> tuple[Path, str]:
+    """The base model's folder, and what it was called by whoever named it."""
+    named = override or config.model.model_name
+    place = (
+        "--base_model" if override else f"{checkpoint.folder / TRAINER_FILE} (--base_model overrides it): base model"
+    )
+    if named == "demo":
+        base = data.build_demo(data.cache_dir()).model_dir
+    else:
+        base = models.local_folder(named, place, weights=needs_weights)
+    weights_then = checkpoint.trainer.get("contents", {}).get("model_name")
+    if needs_weights and override is None and weights_then not in (None, models.fingerprint(base)):
+        log.warning(f"{base} holds other weights than when {checkpoint.folder} was written.")
+    return base, named
+
+
+def _inject_adapter(checkpoint: Checkpoint, config: Config, model: PreTrainedModel, base_name: str) -> models.Adapter:
+    earlier = config.peft.from_peft_checkpoint
+    if earlier and (complaint := adapter_complaint(earlier)):
+        raise UserError(
+            f"{checkpoint.folder}: its run went on from an adapter, whose adapter_config.json is needed.\n"
+            f"{earlier}: {complaint}"
+        )
+    return models.inject_lora(model, config.peft, base_name)
 
 
 def _check_fits(checkpoint: Checkpoint, model: PreTrainedModel, base: Path) -> None:

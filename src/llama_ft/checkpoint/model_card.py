@@ -77,7 +77,10 @@ def _training(run: Mapping[str, Any]) -> Iterator[str]:
     if not run:
         return
     metrics = run.get("metrics", {})
-    known = {"optimizer steps": run["step"]} | {title: metrics[key] for key, title in METRICS.items() if key in metrics}
+    known = {"optimizer steps": run["step"]}
+    if "global_batch" in run:
+        known["rows an optimizer step"] = run["global_batch"]
+    known |= {title: metrics[key] for key, title in METRICS.items() if key in metrics}
     rows = [
         f"| {title} | {f'{value:.5g}' if isinstance(value, float) else f'{value:,}'} |"
         for title, value in known.items()

@@ -72,16 +72,31 @@ def _damage(folder: Path, runtime: Runtime) -> list[str]:
     return [line for lines in everyone for line in lines]
 
 
-def describe_run(config: Config, contents: Mapping[str, str], global_batch: int) -> dict[str, Any]:
+def finished_result(resumed: Checkpoint, settings: CheckpointConfig) -> Path | None:
+    """Where the result of the run is that is to be resumed, if it came to its end and nothing is to be changed."""
+    own_run = settings.output_dir is None or Path(settings.output_dir).expanduser().resolve() == resumed.run.resolve()
+    result = resumed.run / "model"
+    if resumed.trainer["ends_run"] and own_run and not settings.resume_allow_changes and result.is_dir():
+        return result
+    return None
+
+
+def describe_run(
+    config: Config, contents: Mapping[str, str], resumed: Checkpoint | None, world_size: int
+) -> dict[str, Any]:
     """What every trainer.json says about the run: what tells it from another one, and what it was made with.
 
     Args:
         config: the resolved configuration.
         contents: model_name, dataset -> a checksum of what they hold.
-        global_batch: rows of an optimizer step.
+        resumed: the checkpoint the run goes on from.
+        world_size: number of ranks.
+
+    Raises:
+        UserError: the settings were changed and ask for another global batch than the resumed run's.
     """
     return {
-        "global_batch": global_batch,
+        "global_batch": _global_batch(config.train, resumed, world_size),
         "contents": dict(contents),
         "versions": {"llama_ft": __version__, "python": platform.python_version()}
         | {name: version(name) for name in LIBRARIES},
@@ -89,18 +104,9 @@ def describe_run(config: Config, contents: Mapping[str, str], global_batch: int)
     }
 
 
-def global_batch(settings: TrainConfig, resumed: Checkpoint | None, world_size: int) -> int:
+def _global_batch(settings: TrainConfig, resumed: Checkpoint | None, world_size: int) -> int:
     """Rows of an optimizer step. A resumed run keeps its own on any number of ranks, which then have smaller, or more,
-    micro-batches.
-
-    Args:
-        settings: batch_size_training and gradient_accumulation_steps.
-        resumed: the checkpoint the run goes on from.
-        world_size: number of ranks.
-
-    Raises:
-        UserError: the settings were changed and ask for another global batch than the resumed run's.
-    """
+    micro-batches."""
     asked = settings.batch_size_training * settings.gradient_accumulation_steps * world_size
     if resumed is None:
         return asked

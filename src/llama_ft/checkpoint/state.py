@@ -37,9 +37,9 @@ class OwnState:
 def own_state(model: nn.Module, optimizer: torch.optim.Optimizer, runtime: Runtime) -> OwnState:
     """This rank's part of a checkpoint: where ranks hold copies of the same rows, each writes its share of them."""
     names = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    everything = {f"model/{name}": parameter.detach() for parameter, name in names.items()}
+    everything: dict[str, torch.Tensor] = {f"model/{name}": parameter for parameter, name in names.items()}
     for parameter, name in names.items():
-        for key, value in optimizer.state.get(parameter, {}).items():
+        for key, value in sorted(optimizer.state.get(parameter, {}).items()):  # loading them changes their order
             if isinstance(value, torch.Tensor):
                 everything[f"optimizer/{name}/{key}"] = value
     shards = ShardGroup(runtime.mesh)

@@ -36,7 +36,7 @@ from llama_ft.checkpoint.safetensors_file import SafetensorsFile, TensorHeader
 from llama_ft.checkpoint.state import OwnState, own_state
 from llama_ft.config import CheckpointConfig
 from llama_ft.errors import RunFailure, UserError
-from llama_ft.runtime import Runtime, log
+from llama_ft.runtime import Runtime, grace_warning, log
 
 BEST_FILE = "best.json"
 METRICS_FILE = "metrics.jsonl"
@@ -77,17 +77,19 @@ class CheckpointWriter:
 
     Attributes:
         run: the run's directory.
+        about: what every trainer.json says.
         last: the newest complete checkpoint.
     """
 
     def __init__(
         self, output_dir: Path, settings: CheckpointConfig, about: Mapping[str, Any], runtime: Runtime
     ) -> None:
-        self.run, self._settings, self._about, self._runtime = output_dir, settings, about, runtime
+        self.run, self._settings, self.about, self._runtime = output_dir, settings, about, runtime
         self._folder = output_dir / "checkpoints"
         self._group = dist.new_group(backend="gloo")  # never the one training uses
         self._in_flight: Future[None] | None = None
         self._timings: dict[str, float] = {}
+        self._grace_told = False
         if runtime.is_main:
             for leftover in (*self._folder.glob(".writing-*"), *self._folder.glob(".removing-*")):
                 shutil.rmtree(leftover, ignore_errors=True)
@@ -132,7 +134,7 @@ class CheckpointWriter:
             "asked": asked,
             "best_loss": best_loss,
             **trainer,
-            **self._about,
+            **self.about,
         }
         stall = time.perf_counter() - started
         self._timings["perf/save_stall_seconds"] = stall
@@ -210,8 +212,8 @@ class CheckpointWriter:
         try:
             aside.mkdir(parents=True, exist_ok=True)
             digest = _write_rows(aside / name, save.state)
-        except OSError as error:
-            complaint = f"rank {self._runtime.rank}: {error.strerror or error}"
+        except Exception as error:  # whatever it is: the other ranks wait for word of it
+            complaint = f"rank {self._runtime.rank}: {_reason(error)}"
         everyone: list[tuple[str, str]] = [("", "")] * self._runtime.world_size
         dist.all_gather_object(everyone, (digest, complaint), group=self._group)
         complaints = [text for _, text in everyone if text]
@@ -219,8 +221,8 @@ class CheckpointWriter:
             try:
                 digests = {rank_file(rank): digest for rank, (digest, _) in enumerate(everyone)}
                 self._complete(save, aside, final, digests)
-            except OSError as error:
-                complaints.append(f"rank 0: {error.strerror or error}")
+            except Exception as error:
+                complaints.append(f"rank 0: {_reason(error)}")
         outcome = [complaints]
         dist.broadcast_object_list(outcome, src=0, group=self._group)
         if outcome[0]:
@@ -234,6 +236,9 @@ class CheckpointWriter:
             f"Checkpoint {final.name}: {_size(save.nbytes)}, training waited {save.stall_seconds:.2f} s, written after "
             f"{seconds:.2f} s"
         )
+        if not self._grace_told and (warning := grace_warning(seconds)):
+            log.warning(warning)
+            self._grace_told = True
 
     def _complete(self, save: _Save, aside: Path, final: Path, digests: dict[str, str]) -> None:
         """On rank 0, when all ranks have written: the two small files, then the name that says it is complete."""
@@ -249,7 +254,10 @@ class CheckpointWriter:
             best = {"checkpoint": final.name, "step": save.step, "eval/loss": save.trainer["best_loss"]}
             _write_synced(self._folder / f".{BEST_FILE}", json.dumps(best) + "\n")
             os.replace(self._folder / f".{BEST_FILE}", self._folder / BEST_FILE)
-        self._remove_old(final)
+        try:
+            self._remove_old(final)
+        except OSError as error:
+            log.warning(f"An old checkpoint in {self._folder} could not be removed: {_reason(error)}")
 
     def _remove_old(self, newest: Path) -> None:
         """Keep the newest keep_last of those asked for, and the best one."""
@@ -309,6 +317,10 @@ def _best(folder: Path) -> Path | None:
         return folder / str(json.loads((folder / BEST_FILE).read_text())["checkpoint"])
     except (OSError, ValueError, KeyError):
         return None
+
+
+def _reason(error: Exception) -> str:
+    return (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
 
 
 def _size(nbytes: int) -> str:

@@ -8,6 +8,7 @@ from llama_ft.data.batches import (
     evaluation_batches,
     fingerprint,
     pad_token_id,
+    plan_batches,
     row_lengths,
     target_token_counts,
 )
@@ -34,6 +35,7 @@ __all__ = [
     "fingerprint",
     "open_source",
     "pad_token_id",
+    "plan_batches",
     "prepare",
     "read_rows",
     "row_lengths",

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
 
+    from llama_ft.runtime import Runtime
+
 FILLER_TOKENS = 8
 
 
@@ -101,6 +103,19 @@ class BatchPlan:
             generator = torch.Generator().manual_seed(_mixed(self._seed, epoch))
             self._order = epoch, torch.randperm(len(self._lengths), generator=generator).numpy()
         return self._order[1]
+
+
+def plan_batches(dataset: "Dataset", global_batch: int, micro_batch: int, seed: int, runtime: "Runtime") -> BatchPlan:
+    """This rank's plan over the tokenized rows of `dataset`. Arguments as of `BatchPlan`."""
+    return BatchPlan(
+        row_lengths(dataset),
+        target_token_counts(dataset),
+        global_batch=global_batch,
+        world_size=runtime.world_size,
+        rank=runtime.rank,
+        micro_batch=micro_batch,
+        seed=seed,
+    )
 
 
 def evaluation_batches(

@@ -53,8 +53,8 @@ class Stopped(SystemExit):
         self.exit_code, self.agreed = stop.exit_code, step is not None
         self.message = f"stopped by {stop.reason}"
         if step is not None:
-            saved = f"checkpoint {checkpoint}. --resume auto goes on from it." if checkpoint else "nothing was saved."
-            self.message += f" after step {step}; {saved}"
+            way_on = f"To go on: --resume {checkpoint}" if checkpoint else "Nothing was saved."
+            self.message += f" after step {step}. {way_on}"
 
 
 def leave(

@@ -74,8 +74,10 @@ class Watchdog(threading.Thread):
         self._store.set(f"who/{self._rank}", f"{socket.gethostname()}, pid {os.getpid()}")
 
     def stop(self) -> None:
-        """Say nothing from now on."""
+        """Say nothing from now on. Python aborts a process that ends while a thread is inside the store's C++."""
         self._ended.set()
+        if self is not threading.current_thread():
+            self.join(SECONDS_TO_ANSWER)
 
     def run(self) -> None:
         """Look again and again until `stop`, or until the store is gone with its host: then torchrun ends the rank."""
