@@ -46,7 +46,7 @@ from llama_ft.runtime import Runtime  # noqa: E402
 from llama_ft.training import build_optimizer  # noqa: E402
 
 PIECE_BYTES = 2**22
-USUAL_STEPS = 5  # in each round, for the speed of undisturbed training
+USUAL_STEPS = 3  # in each round, for the speed of undisturbed training
 KINDS = {"full": PeftConfig(), "lora": PeftConfig(use_peft=True, target_modules="all-linear")}
 Round = dict[str, float]
 

@@ -81,6 +81,7 @@ class Launch:
         self.mark = f"CRASH_LAUNCH={uuid.uuid4().hex}"
         name, _, value = self.mark.partition("=")
         known = {"PYTHONPATH": str(REPOSITORY / "src"), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        known["PYTHONHASHSEED"] = "0"  # peft writes sets into adapter_config.json, in whatever order they have
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
         command += [str(REPOSITORY / "recipes" / "finetuning.py"), *FLAGS, *METHODS[method]]
         command += ["--model_name", str(inputs / "model"), "--dataset", str(inputs / "rows.jsonl")]

@@ -4,6 +4,7 @@ The disk is a small tmpfs in a mount namespace, for which no privileges are need
 Where none can be made, what is written goes to /dev/full, which the kernel answers as a full disk.
 """
 
+import errno
 import json
 import os
 import subprocess
@@ -38,10 +39,16 @@ class Disk:
     enter: list[str]
 
     def leave_free(self, nbytes: int) -> None:
-        """Have something else take all but so much of it; it can be called again."""
+        """Have something else take all but so much of it."""
         stats = os.statvfs(self.seen)
+        wanted = stats.f_bavail * stats.f_frsize - nbytes
         with open(self.seen / "something-else", "ab") as file:
-            os.posix_fallocate(file.fileno(), file.tell(), stats.f_bavail * stats.f_frsize - nbytes)
+            for start in range(0, wanted, 2**20):  # of one that is too large nothing would stay
+                try:
+                    os.posix_fallocate(file.fileno(), file.tell() + start, min(2**20, wanted - start))
+                except OSError as error:
+                    assert error.errno == errno.ENOSPC and nbytes == 0  # the run is taking it, too
+                    return
 
 
 @pytest.fixture
@@ -84,10 +91,11 @@ def checkpoint_bytes(model: Path) -> int:
 
 
 def train(disk: Disk, model: Path, rows: Path, launcher: list[str], *flags: str) -> Finished:
-    """4 steps with a checkpoint after each."""
+    """3 steps with a checkpoint after each."""
     command = [*disk.enter, *launcher, str(RECIPE), "--model_name", str(model), "--dataset", str(rows), *flags]
-    command += ["--enable_fsdp", "--precision", "fp32", "--max_train_step", "4", "--save_steps", "1"]
-    return run([*command, "--keep_last", "1", "--output_dir", str(disk.folder / "run")], timeout=120)
+    command += ["--enable_fsdp", "--precision", "fp32", "--max_train_step", "3", "--save_steps", "1"]
+    command += ["--batch_size_training", "1", "--keep_last", "1"]
+    return run([*command, "--output_dir", str(disk.folder / "run")], timeout=120)
 
 
 def train_while_the_disk_fills_up(disk: Disk, model: Path, rows: Path, launcher: list[str]) -> Finished:
@@ -95,9 +103,9 @@ def train_while_the_disk_fills_up(disk: Disk, model: Path, rows: Path, launcher:
     checkpoints, ended = disk.seen / "run" / "checkpoints", threading.Event()
 
     def fill() -> None:
-        wanted = checkpoints / ".writing-step-000002" if disk.enter else disk.seen / "run" / "status.json"
+        wanted = checkpoints / ".writing-step-000002" if disk.enter else disk.seen / "run" / "metrics.jsonl"
         while not wanted.exists():
-            if ended.is_set():
+            if ended.wait(0.001):
                 return
         if disk.enter:
             disk.leave_free(0)
@@ -150,8 +158,8 @@ def test_a_disk_that_fills_up_meanwhile_ends_the_run_and_with_room_it_goes_on(
     assert "No space left on device" in finished.output
     if disk.enter:
         (disk.seen / "something-else").unlink()
-    resumed = train(disk, model, rows16, TORCHRUN, "--resume", "auto")
+    resumed = train(disk, model, rows16, [sys.executable], "--resume", "auto")
     assert resumed.exit_code == 0, resumed.output
     assert "step-000001, after step 1" in resumed.output
-    assert [line["step"] for line in metrics(disk.seen / "run")] == [1, 2, 3, 4]
+    assert [line["step"] for line in metrics(disk.seen / "run")] == [1, 2, 3]
     assert damage(*complete_checkpoints(disk.seen / "run")) == []

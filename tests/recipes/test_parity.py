@@ -1,5 +1,6 @@
 """The same losses as a plain single-process transformers and torch loop, however the work is laid over ranks."""
 
+import functools
 import json
 import math
 import re
@@ -14,6 +15,7 @@ import torch
 from conftest import losses, run, torchrun
 
 STEPS, GLOBAL_BATCH = 20, 16
+WORLD_SIZES = [1, 2, pytest.param(4, marks=pytest.mark.slow)]
 LEARNING_RATE, WEIGHT_DECAY = 1e-3, 0.1
 CASES = Path(__file__).resolve().parent.parent / "run_cases.py"
 FSDP = ["--enable_fsdp", "--low_cpu_fsdp"]
@@ -225,10 +227,11 @@ def launches(
     lora_start: Path,
     wide_lora_start: Path,
     tmp_path_factory: pytest.TempPathFactory,
-) -> dict[int, Launch]:
-    """World size -> all its cases, in one launch each."""
-    finished = {}
-    for world_size in (1, 2, 4):
+) -> Callable[[int], Launch]:
+    """All cases of a world size, in one launch."""
+
+    @functools.cache
+    def launch(world_size: int) -> Launch:
         folder = tmp_path_factory.mktemp(f"parity{world_size}")
         cases = cases_of(world_size, lora_start, wide_lora_start)
         common = [
@@ -254,43 +257,47 @@ def launches(
         launched = torchrun(world_size, *arguments) if world_size > 1 else run([sys.executable, *arguments])
         assert launched.exit_code == 0, launched.output
         trained = {name: (reference, losses(folder / name)) for name, (reference, _) in cases.items()}
-        finished[world_size] = Launch(trained, launched.output, losses(folder / "shuffled"))
-    return finished
+        return Launch(trained, launched.output, losses(folder / "shuffled"))
+
+    return launch
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_every_layout_of_the_work_gives_the_losses_of_a_plain_loop(
-    launches: dict[int, Launch], references: dict[str, list[float]], world_size: int
+    launches: Callable[[int], Launch], references: dict[str, list[float]], world_size: int
 ) -> None:
-    for name, (reference, found) in launches[world_size].cases.items():
+    for name, (reference, found) in launches(world_size).cases.items():
         tolerance = 1e-2 if "bf16" in name else 1e-5
         assert found == pytest.approx(references[reference][: len(found)], rel=tolerance), name
         assert len(found) == (1 if "bit in bf16" in name else STEPS)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_quantized_first_losses_are_those_of_plain_transformers_with_bitsandbytes(
-    launches: dict[int, Launch], references: dict[str, list[float]], world_size: int
+    launches: Callable[[int], Launch], references: dict[str, list[float]], world_size: int
 ) -> None:
     for name in ("8bit", "4bit", "8bit in bf16_mixed", "4bit in bf16_mixed"):
-        reference, found = launches[world_size].cases[name]
+        reference, found = launches(world_size).cases[name]
         assert found[0] == pytest.approx(references[reference][0], rel=1e-3 if "bf16" in name else 1e-5), name
 
 
-def test_the_same_seed_gives_the_same_losses_on_any_number_of_ranks(launches: dict[int, Launch]) -> None:
-    alone = launches[1].shuffled
+@pytest.mark.parametrize("world_size", WORLD_SIZES[1:])
+def test_the_same_seed_gives_the_same_losses_on_any_number_of_ranks(
+    launches: Callable[[int], Launch], world_size: int
+) -> None:
+    alone = launches(1).shuffled
     assert len(alone) == 10, "70 rows in batches of 16 are 5 steps an epoch: no row is dropped"
-    assert launches[2].shuffled == pytest.approx(alone, rel=1e-5)
-    assert launches[4].shuffled == pytest.approx(alone, rel=1e-5)
+    assert launches(world_size).shuffled == pytest.approx(alone, rel=1e-5)
 
 
-def test_the_first_lines_tell_devices_layout_and_batches(launches: dict[int, Launch]) -> None:
-    assert re.search(r"\n1 process\n  rank 0 on \S+: CPU, \d+ threads?\n  mesh of one: ", launches[1].output)
-    assert re.search(r"\n4 processes\n  ranks 0-3 on \S+: CPU, \d+ threads? each\n  mesh ", launches[4].output)
+@pytest.mark.slow
+def test_the_first_lines_tell_devices_layout_and_batches(launches: Callable[[int], Launch]) -> None:
+    assert re.search(r"\n1 process\n  rank 0 on \S+: CPU, \d+ threads?\n  mesh of one: ", launches(1).output)
+    assert re.search(r"\n4 processes\n  ranks 0-3 on \S+: CPU, \d+ threads? each\n  mesh ", launches(4).output)
     for mesh in ("shard 4", "replicate 2 x shard 2", "replicate 4 x shard 1"):
-        assert f"\n  mesh {mesh}: " in launches[4].output
+        assert f"\n  mesh {mesh}: " in launches(4).output
     assert "\n  every rank trains on rows of its own; global batch: 4 ranks x 2 rows x 2 micro-batches = 16\n" in (
-        launches[4].output
+        launches(4).output
     )
 
 

@@ -150,7 +150,8 @@ def test_another_run_is_refused_and_named(two_ranks: Path, one_rank: Finished) -
     assert not (two_ranks / "changed").exists()
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(3, marks=pytest.mark.slow), 4])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [3, 4])
 def test_on_more_ranks_and_back_the_losses_stay(two_ranks: Path, one_rank: Finished, ranks: int) -> None:
     more = checkpoint(two_ranks, "plain", 3)
     groups = "2" if ranks == 4 else "1"

@@ -60,8 +60,10 @@ def _candidates(settings: CheckpointConfig, earlier_run: Path | None) -> tuple[l
     if settings.resume == "auto":
         return complete_checkpoints(Path(str(settings.output_dir)).expanduser()), True
     folder = Path(settings.resume).expanduser()
-    if (folder / TRAINER_FILE).exists() or not complete_checkpoints(folder):
+    if (folder / TRAINER_FILE).exists():
         return [folder], False
+    if not complete_checkpoints(folder):
+        raise UserError(f"--resume {folder}: no checkpoint there; expected output/<run>/checkpoints/step-..., or auto.")
     return complete_checkpoints(folder), True
 
 

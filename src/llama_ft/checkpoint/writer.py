@@ -93,6 +93,7 @@ class CheckpointWriter:
         if runtime.is_main:
             for leftover in (*self._folder.glob(".writing-*"), *self._folder.glob(".removing-*")):
                 shutil.rmtree(leftover, ignore_errors=True)
+            self._name_best()  # a kill may have come after the rename of a checkpoint and before this
         self.last: Path | None = runtime.from_main(lambda: next(iter(complete_checkpoints(output_dir)), None))
 
     @property
@@ -250,22 +251,29 @@ class CheckpointWriter:
             _sync(self.run / METRICS_FILE)  # it must not know less than a checkpoint that is there
         os.replace(aside, final)
         _sync(self._folder)
-        if save.trainer["best_loss"] is not None:
-            best = {"checkpoint": final.name, "step": save.step, "eval/loss": save.trainer["best_loss"]}
-            _write_synced(self._folder / f".{BEST_FILE}", json.dumps(best) + "\n")
-            os.replace(self._folder / f".{BEST_FILE}", self._folder / BEST_FILE)
+        best = self._name_best()
         try:
-            self._remove_old(final)
+            self._remove_old(final, best)
         except OSError as error:
             log.warning(f"An old checkpoint in {self._folder} could not be removed: {_reason(error)}")
 
-    def _remove_old(self, newest: Path) -> None:
-        """Keep the newest keep_last of those asked for, and the best one."""
-        best, asked = _best(self._folder), 0
+    def _name_best(self) -> Path | None:
+        """Have best.json name the best checkpoint: the newest of those that were the best when they were written."""
         for folder in complete_checkpoints(self.run):
-            try:
-                is_asked = bool(json.loads((folder / TRAINER_FILE).read_text())["asked"])
-            except (OSError, ValueError, KeyError):
+            record = _trainer_record(folder)
+            if record.get("best_loss") is not None:
+                best = {"checkpoint": folder.name, "step": record["step"], "eval/loss": record["best_loss"]}
+                _write_synced(self._folder / f".{BEST_FILE}", json.dumps(best) + "\n")
+                os.replace(self._folder / f".{BEST_FILE}", self._folder / BEST_FILE)
+                return folder
+        return None
+
+    def _remove_old(self, newest: Path, best: Path | None) -> None:
+        """Keep the newest keep_last of those asked for, and the best one."""
+        asked = 0
+        for folder in complete_checkpoints(self.run):
+            is_asked = _trainer_record(folder).get("asked")
+            if is_asked is None:
                 continue  # damaged: not ours to delete
             asked += is_asked
             beyond = not is_asked or 0 < self._settings.keep_last < asked
@@ -312,11 +320,12 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _best(folder: Path) -> Path | None:
+def _trainer_record(checkpoint: Path) -> dict[str, Any]:
+    """Its trainer.json; empty if that is damaged."""
     try:
-        return folder / str(json.loads((folder / BEST_FILE).read_text())["checkpoint"])
-    except (OSError, ValueError, KeyError):
-        return None
+        return dict(json.loads((checkpoint / TRAINER_FILE).read_text()))
+    except (OSError, ValueError, TypeError):
+        return {}
 
 
 def _reason(error: Exception) -> str:

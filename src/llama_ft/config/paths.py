@@ -73,9 +73,10 @@ def _goes_on(resume: str | None, directory: str | None) -> bool:
 
 
 def checkpoint_complaint(resume: str) -> str | None:
-    """Say why `resume` is neither auto nor a checkpoint nor a run with one."""
+    """Say why `resume` is neither auto nor a checkpoint nor a run with one. An attempt that torchrun may have started
+    again need not find it: it goes on from the one before it, which may have pruned it."""
     folder = Path(resume).expanduser()
-    if resume == "auto" or (folder / "trainer.json").is_file() or any(folder.glob("checkpoints/step-*")):
+    if resume == "auto" or may_be_restarted() or (folder / "trainer.json").is_file() or any(folder.glob("checkpoints/step-*")):
         return None
     if not folder.exists():
         return f"no such folder.{nearest_file(folder)}"

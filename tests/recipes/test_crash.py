@@ -1,0 +1,68 @@
+"""Runs that are killed and resumed are the runs that were never stopped: benchmarks/crash.py, with few kills."""
+
+import importlib.util
+import json
+import shutil
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from conftest import REPOSITORY, run
+
+SCRIPT = REPOSITORY / "benchmarks" / "crash.py"
+
+
+@pytest.mark.parametrize("kills", [3, pytest.param(12, marks=pytest.mark.slow)])
+def test_a_run_killed_at_random_moments_ends_as_if_it_had_not_been(tmp_path: Path, kills: int) -> None:
+    command = [sys.executable, str(SCRIPT), "--kills", str(kills), "--folder", str(tmp_path)]
+    finished = run([*command, "--methods", "full" if kills < 10 else "lora,full"], timeout=900)
+    assert finished.exit_code == 0, finished.output
+    assert f"{kills} kills in " in finished.output
+    assert "every run identical to the uninterrupted one" in finished.output
+
+
+@pytest.fixture(scope="module")
+def crash() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("crash", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def write_run(folder: Path, lines: list[dict[str, float]], result: bytes) -> None:
+    (folder / "checkpoints" / "step-000002").mkdir(parents=True)
+    (folder / "checkpoints" / "step-000002" / "rank-00000.safetensors").write_bytes(b"rows")
+    (folder / "checkpoints" / "best.json").write_text("{}")
+    (folder / "model").mkdir()
+    (folder / "model" / "model.safetensors").write_bytes(result)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_a_difference_is_found_wherever_it_is(crash: ModuleType, tmp_path: Path) -> None:
+    """The comparison itself, which the runs above would pass if it saw nothing."""
+    lines = [{"step": step, "train/loss": 1 / step, "perf/step_seconds": 0.1} for step in (1, 2)]
+    write_run(tmp_path / "reference", lines, b"weights")
+    later = [{**line, "perf/step_seconds": 0.2, "perf/save_seconds": 1.0} for line in lines]
+    cases = {
+        "same": (later, b"weights", []),
+        "loss": ([later[0], {**later[1], "train/loss": 0.5000000000000001}], b"weights", ["step 2: train/loss is 0.5"]),
+        "twice": ([later[0], *later], b"weights", ["more than once", "3 lines, not 2", "step 1", "is 1.0, not 0.5"]),
+        "missing": (later[:1], b"weights", ["1 lines, not 2"]),
+        "key": ([later[0], {"step": 2}], b"weights", ["step 2: train/loss is None, not 0.5"]),
+        "result": (later, b"Weights", ["model/model.safetensors differs"]),
+    }
+    for name, (own, result, expected) in cases.items():
+        write_run(tmp_path / name, own, result)
+        found = crash.differences(tmp_path / name, tmp_path / "reference")
+        assert len(found) == len(expected) and all(text in line for text, line in zip(expected, found, strict=True)), (
+            name
+        )
+    shutil.rmtree(tmp_path / "same" / "checkpoints" / "step-000002")
+    (tmp_path / "same" / "checkpoints" / ".writing-step-000002").mkdir()
+    found = crash.differences(tmp_path / "same", tmp_path / "reference")
+    assert found == [
+        "checkpoints/step-000002/rank-00000.safetensors: only one of the runs has it",
+        "checkpoints/.writing-step-000002 was left",
+    ]
