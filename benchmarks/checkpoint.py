@@ -13,8 +13,8 @@ every round, in turns, all ranks at once and each with its own rows:
 
 `stall` is how long training waits, `total` how long until the checkpoint is complete: synced, with its checksums, under
 its name. The bounds are 1.5 x the copy + 50 ms, and 1.5 x the quicker of the two writes + 0.5 s. Times are medians over
-the rounds of the slowest rank, `x` is the median of each round's ratio. `slowed` is the
-time by which training steps took longer than usual (`step`, in seconds), as a share of the total.
+the rounds of the slowest rank, `x` is the median of each round's ratio. `slowed` is the time by which training steps
+took longer than usual (`step`), as a share of the total; all seconds.
 """
 
 import argparse
@@ -187,7 +187,7 @@ def model_folder(parent: str, layers: int) -> Iterator[Path]:
         vocab_size=16000,
     )
     with tempfile.TemporaryDirectory(prefix="checkpoint-", dir=parent) as temporary:
-        LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(temporary)
+        LlamaForCausalLM(config).bfloat16().save_pretrained(temporary)
         yield Path(temporary)
 
 
@@ -213,11 +213,14 @@ def row(kind: str, ranks: int, way: str, rounds: list[Round]) -> tuple[str, ...]
     line += waits if way == "async" else ["", ""]
     line += [f"{median(lambda each, name=name: each[name]):.2f}" for name in ("torch.save", "write")]  # type: ignore[misc]
     line += [f"{total:.2f}", f"{median(lambda each: each[f'{way} total'] / quicker(each)):.2f}"]
-    slowed = [
-        f"{median(lambda each: each['async lost'] / each['async total']):.0%}",
-        f"{median(lambda each: each['usual step']):.2f}",
-    ]
-    return (*line, *(slowed if way == "async" else ["", ""]), f"over: {', '.join(late)}" if late else "pass")
+    step, slowed = median(lambda each: each["usual step"]), ""
+    if total > step:  # else it is all chance
+        slowed = f"{median(lambda each: each['async lost'] / each['async total']):.0%}"
+    return (
+        *line,
+        *((slowed, f"{step:.2f}") if way == "async" else ("", "")),
+        f"over: {', '.join(late)}" if late else "pass",
+    )
 
 
 def print_table(lines: list[tuple[str, ...]]) -> None:

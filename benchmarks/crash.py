@@ -229,6 +229,11 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
     return [{key: value for key, value in line.items() if not key.startswith(TIMINGS)} for line in lines]
 
 
+def unfinished(run: Path) -> set[tuple[str, int]]:
+    """Names, and times of the last change, of what a save that was killed has left."""
+    return {(path.name, path.stat().st_ctime_ns) for path in (run / "checkpoints").glob(".*")}
+
+
 def unsound(run: Path) -> list[str]:
     """Complaints about checkpoints that have the name of a complete one."""
     return [f"{folder.name}: {line}" for folder in complete_checkpoints(run) for line in damage(folder)]
@@ -255,6 +260,7 @@ class Crashes:
     def finish_run(self, run: Path, method: str, startup_seconds: float) -> list[str]:
         """Kill and resume until it is done; returns what is wrong."""
         while True:
+            before = unfinished(run)
             launch = Launch(self.inputs, run, method)
             moment = self.chance.choices(list(MOMENTS), list(MOMENTS.values()))[0]
             if self.kills < self.wanted and reaches(launch, moment, run, startup_seconds, self.chance):
@@ -266,7 +272,7 @@ class Crashes:
                     return [f"a launch failed that was not killed:\n{launch.tail()}"]
                 return []
             self.kills += 1
-            leftovers = [path.name for path in (run / "checkpoints").glob(".*")]
+            leftovers = [name for name, _ in unfinished(run) - before]
             self.counts.update({moment, who, *({"in a save"} if leftovers else ())})
             newest = next(iter(complete_checkpoints(run)), Path("no checkpoint")).name
             about = f"{method}, {moment}, {who}; {newest}, {count_lines(run)} lines {' '.join(leftovers)}"

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import torch
 
 from llama_ft import checkpoint, models, runtime, training
-from llama_ft.config import FSDPConfig, ModelConfig, PeftConfig, TrainConfig
+from llama_ft.config import CheckpointConfig, FSDPConfig, ModelConfig, PeftConfig, TrainConfig
 from llama_ft.models.shards import local_shard
 from llama_ft.training.step import free_gathered
 
@@ -46,8 +46,8 @@ if __name__ == "__main__":
 
             target = out / name
             target.mkdir(exist_ok=True)
-            writer = checkpoint.CheckpointWriter(target, job)
-            writer.keep(3, model, optimizer, {"epoch": 0.5})
+            writer = checkpoint.CheckpointWriter(target, CheckpointConfig(), {}, job)
+            writer.save(3, model, optimizer, {"epoch": 0.5})
             model.eval()
             with torch.no_grad():
                 logits = model(input_ids=ids, use_cache=False).logits
@@ -63,7 +63,7 @@ if __name__ == "__main__":
                 for parameter in model.parameters():
                     if parameter.requires_grad:
                         local_shard(parameter).fill_(0.123)
-            writer.load_weights(3, model)
+            checkpoint.restore_weights(writer.open(3), model, job)
             with torch.no_grad():
                 again = model(input_ids=ids, use_cache=False).logits
             if job.is_main:

@@ -105,6 +105,23 @@ def test_keep_last_spares_the_best_also_after_a_new_start(
     assert names(tmp_path) == {"step-000001", "step-000003", "step-000004", "best.json"}
 
 
+def test_a_kill_before_best_json_was_written_is_made_good_when_the_run_goes_on(
+    new_writer: Callable[..., CheckpointWriter], tmp_path: Path
+) -> None:
+    model, optimizer = trained()
+    best = tmp_path / "checkpoints" / "best.json"
+    with new_writer(keep_last=1) as writer:
+        writer.save(1, model, optimizer, STATE, best_loss=2.0)
+        writer.finish()
+        before = best.read_text()
+        writer.save(2, model, optimizer, STATE, best_loss=1.0)
+    best.write_text(before)
+    with new_writer(keep_last=1) as writer:
+        assert json.loads(best.read_text()) == {"checkpoint": "step-000002", "step": 2, "eval/loss": 1.0}
+        writer.save(3, model, optimizer, STATE)
+    assert names(tmp_path) == {"step-000002", "step-000003", "best.json"}
+
+
 def test_the_old_one_goes_only_when_the_new_one_is_complete(
     new_writer: Callable[..., CheckpointWriter], tmp_path: Path
 ) -> None:

@@ -162,4 +162,5 @@ def test_a_disk_that_fills_up_meanwhile_ends_the_run_and_with_room_it_goes_on(
     assert resumed.exit_code == 0, resumed.output
     assert "step-000001, after step 1" in resumed.output
     assert [line["step"] for line in metrics(disk.seen / "run")] == [1, 2, 3]
-    assert damage(*complete_checkpoints(disk.seen / "run")) == []
+    [newest] = complete_checkpoints(disk.seen / "run")
+    assert newest.name == "step-000003" and damage(newest) == []
