@@ -28,6 +28,7 @@ if __name__ == "__main__":
 
 import dataclasses  # noqa: E402
 import time  # noqa: E402
+from functools import partial  # noqa: E402
 
 import torch  # noqa: E402
 from transformers import PretrainedConfig, PreTrainedTokenizerBase  # noqa: E402
@@ -39,16 +40,22 @@ from llama_ft.runtime import Runtime, log  # noqa: E402
 
 def main(config: Config, places: dict[str, str]) -> None:
     """One run, from the settings to the result on disk."""
-    settings, degree, offload = config.train, models.shard_degree(config.fsdp), config.fsdp.fsdp_cpu_offload
+    settings, may_change = config.train, config.checkpoint.resume_allow_changes
+    degree, offload = models.shard_degree(config.fsdp), config.fsdp.fsdp_cpu_offload
     timeout = parse_duration(settings.collective_timeout)
     with runtime.start(settings.device, degree, offload, settings.device_memory_fraction, timeout) as job:
         resumed = checkpoint.find_checkpoint(config.checkpoint, job)
-        if resumed is not None and (result := checkpoint.finished_result(resumed, config.checkpoint)):
-            log.info(f"This run is finished; its result is {result}")
-            return
         config = settle(config, places, job, resumed)
         log.info("\n  ".join(["Settings that differ from the defaults:", *differences(config)]))
-        log.info(job.describe(settings.batch_size_training, settings.gradient_accumulation_steps))
+        settings, batch = config.train, checkpoint.global_batch(config.train, resumed, job.world_size)
+        log.info(job.describe(settings.batch_size_training, settings.gradient_accumulation_steps, batch))
+        about = checkpoint.describe_run(config, batch)
+        if resumed is not None:
+            check_same_run(resumed.trainer, about, may_change, places)
+            if result := checkpoint.finished_result(resumed, config.checkpoint):
+                log.info(f"This run is finished; its result is {result}")
+                job.begin_run(resumed.run, resumed.step)
+                return
         if job.is_main:
             observe.check_wandb_login(config.tracking)
 
@@ -66,17 +73,16 @@ def main(config: Config, places: dict[str, str]) -> None:
                 vocabulary_size=models.vocabulary_size(model_config),
             )
         log.info("\n".join(rows.summary))
-        contents = {"model_name": models.fingerprint(folder), "dataset": data.fingerprint(rows.train)}
-        about = checkpoint.describe_run(config, contents, resumed, job.world_size)
+        about["contents"] = {"model_name": models.fingerprint(folder), **rows.fingerprints()}
         if resumed is not None:
-            check_same_run(resumed.trainer, about, config.checkpoint.resume_allow_changes, places)
+            check_same_run(resumed.trainer, about, may_change, places)
 
         model, adapter, stored_dtypes = build_model(config, folder, model_config, job)
 
         # From here on something is written: until now a mistake has left nothing behind.
         output_dir = checkpoint.create_run_directory(config.checkpoint, config.model.model_name, job, resumed)
         log.info(f"Run directory: {output_dir}")
-        job.begin_run(output_dir)
+        job.begin_run(output_dir, resumed.step if resumed else 0)
         if job.is_main:
             repeat = f"--config {output_dir}/config.yaml repeats this run"
             (output_dir / "config.yaml").write_text(to_yaml(config, repeat))
@@ -85,13 +91,15 @@ def main(config: Config, places: dict[str, str]) -> None:
         if config.checkpoint.save_model:
             result = output_dir / "model"
             save_dtype = checkpoint.save_dtype(config.checkpoint.save_dtype)
+            base, trainer = config.model.model_name, {**outcome, **about}
+            write_card = partial(checkpoint.write_model_card, base_model=base, trainer=trainer)
             if adapter is not None:
-                checkpoint.export_adapter(model, adapter, result, save_dtype, tokenizer, job)
+                checkpoint.export_adapter(model, adapter, result, save_dtype, tokenizer, write_card, job)
             else:
                 largest_file = parse_size(config.checkpoint.max_shard_size)
-                checkpoint.export_model(model, result, folder, stored_dtypes, save_dtype, largest_file, tokenizer, job)
-            if job.is_main:
-                checkpoint.write_model_card(result, config.model.model_name, {**outcome, **about})
+                checkpoint.export_model(
+                    model, result, folder, stored_dtypes, save_dtype, largest_file, tokenizer, write_card, job
+                )
             log.info(f"The tuned {'adapter' if adapter else 'model'}: {result}")
 
 
@@ -188,7 +196,7 @@ def train(
     progress, metrics, earlier_log = training.Progress(settings), dict[str, Any](), dict[str, Any]()
     if resumed is not None:
         progress.load_state_dict(resumed.trainer["progress"])
-        checkpoint.restore(resumed, model, optimizer, job)
+        checkpoint.restore(resumed, model, optimizer, settings, job)
         metrics, ids = resumed.trainer["metrics"], resumed.trainer["trackers"]
         earlier_log = {"resume_step": resumed.step, "resumed_dir": resumed.run, "tracker_ids": ids}
     best, scale = progress.best, progress.scale
@@ -242,17 +250,15 @@ def train(
                 "perf/step_seconds": seconds,
                 **observe.memory_metrics(ranks[:, 2:4]),
                 **scale.metrics(),
-                **writer.timings(),
             }
             is_last = step == total_steps
             ends_epoch = step_in_epoch == plan.steps_per_epoch - 1
-            best_loss = None
+            is_best = False
             if rows.validation is not None and training.is_due(step, settings.eval_steps, ends_epoch or is_last):
                 metrics |= training.evaluate(model, rows.validation, settings, pad, job)
-                if best.update(metrics["eval/loss"], step) and config.checkpoint.save_model:
-                    best_loss = best.loss
+                is_best = best.update(metrics["eval/loss"], step)
             if training.is_due(step, settings.log_steps, is_last or "eval/loss" in metrics):
-                run_log.log_step(step, metrics)
+                run_log.log_step(step, metrics | writer.timings())
 
             # Saving, and stopping: the ranks agree, since what is asked for has been gathered above.
             stop = job.stopping.agreed(ranks[:, 4])
@@ -260,10 +266,10 @@ def train(
                 writer.finish()  # tells what has failed
             ends_run = is_last or best.should_stop
             asked = writer.is_due(step, ends_epoch, ends_run or stop is not None)
-            if asked or best_loss is not None:
+            if asked or (is_best and config.checkpoint.save_model):
                 state: dict[str, Any] = {"progress": progress.state_dict(), "ends_run": ends_run, "metrics": metrics}
                 state["trackers"] = run_log.tracker_ids
-                writer.save(step, model, optimizer, state, asked, best_loss)
+                writer.save(step, model, optimizer, state, asked, best.loss if is_best else None)
             job.note_step(step)
             if best.should_stop:
                 log.info(f"Stopped early after step {step}: the validation loss was best at step {best.step}.")
@@ -273,8 +279,9 @@ def train(
                 raise runtime.Stopped(stop, step, writer.last)
         writer.finish()
         if settings.early_stopping_patience and config.checkpoint.save_model and best.step not in (0, progress.step):
-            checkpoint.restore_weights(writer.open(best.step), model, job)
-            log.info(f"The weights of step {best.step}, with the best validation loss {best.loss:.4f}, are taken.")
+            if (kept := checkpoint.open_best(best.step, writer.run, job)) is not None:
+                checkpoint.restore_weights(kept, model, job)
+                log.info(f"The weights of step {best.step}, with the best validation loss {best.loss:.4f}, are taken.")
         training.show_answer("After", model, tokenizer, rows.chat_sample, settings.sample_tokens, pad, job)
     return {"step": progress.step, "metrics": metrics}
 

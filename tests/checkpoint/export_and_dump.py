@@ -2,15 +2,28 @@
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
+import torch.distributed as dist
 
 from llama_ft import checkpoint, models, runtime, training
 from llama_ft.config import CheckpointConfig, FSDPConfig, ModelConfig, PeftConfig, TrainConfig
 from llama_ft.models.shards import local_shard
 from llama_ft.training.step import free_gathered
+
+
+def meetings() -> int:
+    """How many collectives this rank has begun, as its watchdog counts them."""
+    return dist.group.WORLD._get_sequence_number_for_group()
+
+
+def write_card(result: Path, aside: Path) -> None:
+    assert not result.exists(), "it would stand there without its card"
+    checkpoint.write_model_card(aside, "meta-llama/Llama-3.1-8B")
+
 
 if __name__ == "__main__":
     cases = json.loads(Path(sys.argv[1]).read_text())
@@ -18,7 +31,7 @@ if __name__ == "__main__":
     ids = torch.arange(60).view(2, 30) * 5
     batch = SimpleNamespace(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids, sources=["a", "b"])
     for name, case in cases.items():
-        with runtime.start("cpu", "world") as job:
+        with runtime.start("cpu", case.get("shards", "world")) as job:
             folder, precision = Path(case["model"]), runtime.PRECISIONS["fp32"]
             tokenizer = models.load_tokenizer(folder, False)
             model = models.build_skeleton(models.load_model_config(folder, False), ModelConfig(model_name=str(folder)))
@@ -53,17 +66,21 @@ if __name__ == "__main__":
                 logits = model(input_ids=ids, use_cache=False).logits
             free_gathered(model)
             dtype = getattr(torch, case["dtype"]) if case["dtype"] else None
+            met_before = meetings()
+            card = partial(write_card, target / "model")
             if adapter is None:
-                checkpoint.export_model(model, target / "model", folder, dtypes, dtype, 60_000, tokenizer, job)
+                checkpoint.export_model(model, target / "model", folder, dtypes, dtype, 60_000, tokenizer, card, job)
             else:
-                checkpoint.export_adapter(model, adapter, target / "model", dtype, tokenizer, job)
+                checkpoint.export_adapter(model, adapter, target / "model", dtype, tokenizer, card, job)
+            (target / f"meetings-{job.rank}").write_text(str(meetings() - met_before))
 
             # Spoil the trained weights, then take them back from the checkpoint.
             with torch.no_grad():
                 for parameter in model.parameters():
                     if parameter.requires_grad:
                         local_shard(parameter).fill_(0.123)
-            checkpoint.restore_weights(writer.open(3), model, job)
+            writer.finish()
+            checkpoint.restore_weights(checkpoint.Checkpoint(writer.last), model, job)
             with torch.no_grad():
                 again = model(input_ids=ids, use_cache=False).logits
             if job.is_main:

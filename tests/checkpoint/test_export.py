@@ -28,6 +28,7 @@ def results(tiny_model: Path, tied_model: Path, tmp_path_factory: pytest.TempPat
         "bf16": {**untied, "dtype": "bfloat16"},
         "half": {**untied, "model": str(half)},
         "tied": {**untied, "model": str(tied_model)},
+        "copies": {**untied, "shards": 1},
         "lora": {**untied, "peft": LORA},
         "dora": {**untied, "peft": {**LORA, "use_dora": True, "bias": "lora_only"}},
         "head": {**untied, "peft": {**LORA, "target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}},
@@ -45,7 +46,7 @@ def logits_of(model: torch.nn.Module, saved: dict[str, torch.Tensor]) -> torch.T
         return model(input_ids=saved["ids"]).logits.float()
 
 
-@pytest.mark.parametrize("case", ["full", "tied"])
+@pytest.mark.parametrize("case", ["full", "tied", "copies"])
 def test_a_full_model_reloads_with_the_trained_logits(results: Path, case: str) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -107,6 +108,20 @@ def test_a_checkpoint_of_an_adapter_holds_no_frozen_weight(results: Path) -> Non
     weights = [name for name in names if name.startswith("model/")]
     assert len(weights) == 28 and all(".lora_" in name for name in weights)
     assert {f"optimizer/{name.removeprefix('model/')}/exp_avg" for name in weights} <= names
+
+
+def test_ranks_that_send_nothing_are_not_left_waiting_for_the_whole_export(results: Path) -> None:
+    from safetensors import safe_open
+
+    files = (results / "copies" / "model").glob("*.safetensors")
+    tensors = [name for file in files for name in safe_open(file, "pt").keys()]
+    met = [int((results / "copies" / f"meetings-{rank}").read_text()) for rank in range(WORLD_SIZE)]
+    assert len(tensors) == 21 and min(met) > len(tensors), met
+
+
+@pytest.mark.parametrize("case", ["full", "lora"])
+def test_a_result_has_its_card_from_the_first(results: Path, case: str) -> None:
+    assert "# meta-llama/Llama-3.1-8B, tuned" in (results / case / "model" / "README.md").read_text()
 
 
 def test_nothing_half_written_is_left(results: Path) -> None:

@@ -33,7 +33,7 @@ IDS = torch.tensor([[1, 17, 42, 5, 99, 250, 3]])
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Even the tensors of tiny models take several blocks of rows."""
-    monkeypatch.setattr("llama_ft.checkpoint.from_checkpoint.BLOCK_ELEMENTS", 500)
+    monkeypatch.setattr("llama_ft.models.source.BLOCK_ELEMENTS", 500)
 
 
 @pytest.fixture(scope="module")
@@ -225,7 +225,7 @@ def test_a_base_whose_weights_were_changed_since_is_warned_of(
     changed = sorted(base.glob("*.safetensors"))[-1]
     save_file({name: tensor + 1 for name, tensor in load_file(changed).items()}, changed, {"format": "pt"})
     prepare(checkpoint)
-    assert f"{base} holds other weights than when" in caplog.text
+    assert f"{base} holds another model than when" in caplog.text
 
 
 def test_the_settings_of_an_earlier_adapter_are_asked_for(bases: Path, tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ IDS = torch.tensor([[1, 17, 42, 5, 99, 250, 3]])
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Even the tensors of tiny models take several blocks of rows."""
-    monkeypatch.setattr("llama_ft.checkpoint.merge.BLOCK_ELEMENTS", 500)
+    monkeypatch.setattr("llama_ft.models.source.BLOCK_ELEMENTS", 500)
 
 
 @pytest.fixture(scope="module")

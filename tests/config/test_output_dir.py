@@ -49,6 +49,25 @@ def test_a_run_that_is_there_may_be_continued(mistakes, tmp_path: Path, monkeypa
     assert mistakes("--output_dir", "run", paths=True) == []
 
 
+def test_overwriting_spares_what_is_resumed_and_what_is_read(mistakes, tmp_path: Path, monkeypatch) -> None:
+    for name in ("run", "other"):
+        make_run(tmp_path / name)
+        (tmp_path / name / "checkpoints" / "step-000004").mkdir(parents=True)
+        (tmp_path / name / "checkpoints" / "step-000004" / "trainer.json").write_text("{}")
+    (tmp_path / "run" / "model" / "adapter_config.json").parent.mkdir(exist_ok=True)
+    (tmp_path / "run" / "model" / "adapter_config.json").write_text("{}")
+    (tmp_path / "run" / "model" / "adapter_model.safetensors").touch()
+    resumed, elsewhere = "run/checkpoints/step-000004", "other/checkpoints/step-000004"
+    for restarts in ("0", "3"):
+        monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", restarts)
+        (message,) = mistakes("--output_dir", "run", "--overwrite", "--resume", resumed, paths=True)
+        assert "--overwrite would delete run/checkpoints, which resume reads" in message
+        assert mistakes("--output_dir", "run", "--overwrite", "--resume", elsewhere, paths=True) == []
+        adapter = ["--use_peft", "--from_peft_checkpoint", "run/model"]
+        (message,) = mistakes("--output_dir", "run", "--overwrite", *adapter, paths=True)
+        assert "--overwrite would delete run/model, which from_peft_checkpoint reads" in message
+
+
 def test_what_is_resumed_must_be_a_checkpoint(mistakes, tmp_path: Path, monkeypatch) -> None:
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     assert mistakes("--resume", "rum", paths=True) == ["--resume rum: no such folder. Did you mean run?"]

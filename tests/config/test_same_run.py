@@ -10,9 +10,9 @@ from llama_ft.config.same_run import MAY_DIFFER
 from llama_ft.errors import UserError
 
 
-def run(line: str = "", model: str = "m1", rows: str = "d1") -> tuple[dict, dict[str, str]]:
+def run(line: str = "", model: str = "m1", rows: str = "d1", held_out: str = "v1") -> tuple[dict, dict[str, str]]:
     config, places = load(f"--model_name folder {line}".split(), paths=False)
-    contents = {"model_name": model, "dataset": rows}
+    contents = {"model_name": model, "dataset": rows, "validation": held_out}
     return {"config": dataclasses.asdict(config), "contents": contents}, places
 
 
@@ -58,6 +58,25 @@ def test_all_that_makes_another_run_is_told_old_and_new() -> None:
 def test_another_model_of_the_same_name_is_found_out() -> None:
     with pytest.raises(UserError, match="--model_name is folder, and holds something else now"):
         check("", model="m2")
+
+
+def test_other_validation_rows_are_named_by_their_own_flag() -> None:
+    with pytest.raises(UserError, match="--validation is 0.2, was 0.1"):
+        check("--validation 0.2", before="--validation 0.1", held_out="v2")
+
+
+def test_settings_are_compared_before_it_is_known_what_they_hold() -> None:
+    saved, _ = run()
+    now, places = run("--seed 7")
+    del now["contents"]
+    with pytest.raises(UserError, match="--seed is 7, was 42"):
+        check_same_run(saved, now, [], places)
+
+
+def test_an_adapter_that_was_gone_on_from_belongs_to_the_run() -> None:
+    """It brings lora_alpha and dropout, which are in no checkpoint."""
+    with pytest.raises(UserError, match="peft.from_peft_checkpoint is none, was adapter"):
+        check("--use_peft", before="--use_peft --from_peft_checkpoint adapter")
 
 
 def test_what_is_allowed_may_differ() -> None:

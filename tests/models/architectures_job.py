@@ -3,6 +3,7 @@
 import json
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -40,11 +41,12 @@ if __name__ == "__main__":
             with torch.no_grad():
                 logits = model(input_ids=rows, use_cache=False).logits
             free_gathered(model)
+            card = partial(checkpoint.write_model_card, base_model=config.model.model_name)
             if adapter is None:
                 most = 60_000
-                checkpoint.export_model(model, result / "model", folder, stored, None, most, tokenizer, job)
+                checkpoint.export_model(model, result / "model", folder, stored, None, most, tokenizer, card, job)
             else:
-                checkpoint.export_adapter(model, adapter, result / "model", None, tokenizer, job)
+                checkpoint.export_adapter(model, adapter, result / "model", None, tokenizer, card, job)
             if job.is_main:
                 torch.save({"loss": loss, "norm": norm, "logits": logits}, result / "seen.pt")
                 print(f"{name}: {time.monotonic() - started:.1f} s", flush=True)

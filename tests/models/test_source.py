@@ -1,6 +1,7 @@
 """Whatever a folder's weights are stored as, rows of them are those of the model that transformers loads."""
 
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from llama_ft.errors import UserError
 from llama_ft.models import build_skeleton, load_model_config
 from llama_ft.models.conversion import ConvertedSource, open_source
 from llama_ft.models.materialize import account_for
-from llama_ft.models.source import SafetensorsSource, StoredTensor, open_weights
+from llama_ft.models.source import SAMPLE_BYTES, SAMPLES, SafetensorsSource, StoredTensor, fingerprint, open_weights
 
 SHAPE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 50,
          "num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
@@ -247,7 +248,7 @@ def test_bin_files_of_old_are_read_with_a_warning_that_they_cost_a_copy(
     folder = as_bin(save(tmp_path, "llama"), zipped=False)
     check_against_transformers(folder)
     (warning,) = [record.getMessage() for record in caplog.records]
-    assert f"{folder}: .bin files from before PyTorch 1.6" in warning and "full copy (0.00 GiB)" in warning
+    assert f"{folder}: .bin files from before PyTorch 1.6" in warning and "full copy (0.1 MiB)" in warning
 
 
 def test_safetensors_are_preferred_to_bin_files(tmp_path: Path) -> None:
@@ -291,3 +292,28 @@ def test_headers_say_where_a_tensor_lies(tmp_path: Path) -> None:
     folder = save(tmp_path, "llama")
     file = folder / "model.safetensors"
     assert open_weights(folder).tensors["model.norm.weight"] == StoredTensor(file, (32,), torch.float32)
+
+
+def test_a_fingerprint_knows_a_model_from_any_that_was_tuned_or_set_otherwise(tmp_path: Path) -> None:
+    folder = save(tmp_path / "model", "llama", vocab_size=20_000)
+    file, original = folder / "model.safetensors", fingerprint(folder)
+    assert file.stat().st_size > 3 * SAMPLES * SAMPLE_BYTES, "most of it is not read"
+    tensors = load_file(file)
+    for name in ("model.embed_tokens.weight", "lm_head.weight", "model.layers.1.mlp.up_proj.weight"):
+        save_file({**tensors, name: tensors[name] * 1.001}, file, {"format": "pt"})
+        assert fingerprint(folder) != original, name
+    save_file(tensors, file, {"format": "pt"})
+    assert fingerprint(folder) == original
+    settings = json.loads((folder / "config.json").read_text())
+    settings["rope_parameters"]["rope_theta"] *= 2
+    (folder / "config.json").write_text(json.dumps(settings))
+    assert fingerprint(folder) != original
+
+
+def test_a_copy_of_a_model_has_its_fingerprint(tmp_path: Path) -> None:
+    folder = save(tmp_path / "model", "llama")
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    settings = json.loads((copy / "config.json").read_text())
+    settings |= {"_name_or_path": str(copy), "transformers_version": "4.40.0", "dtype": "bfloat16"}
+    (copy / "config.json").write_text(json.dumps(dict(reversed(settings.items()))))
+    assert fingerprint(copy) == fingerprint(folder)

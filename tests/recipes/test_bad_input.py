@@ -110,7 +110,7 @@ CASES = {
     "empty dataset name": case(f"{MODEL} --dataset ''", "--dataset", "empty"),
     "quantization": case(f"{GOOD} --quantization", "--quantization is 8bit, and quantized weights", "use_peft"),
     "resume": case(f"{GOOD} --resume auto --resume_allow_changes lrr", "looks for checkpoints in output_dir",
-                   "lrr, which is not a setting", "Did you mean lr?", errors=2),
+                   "names lrr, not a setting", "Did you mean lr?", errors=2),
     "no checkpoint": case(f"{GOOD} --resume @a_run", "--resume", "a_run: holds no checkpoint"),
     "kernels and copies for GPUs": case(f"{GOOD} --use_liger --activation_checkpointing full --activation_offload",
                                         "--use_liger needs CUDA", "--activation_offload needs CUDA", errors=2),

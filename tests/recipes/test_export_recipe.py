@@ -298,6 +298,9 @@ def adapter(tmp_path: Path, tiny_model: Path) -> Path:
     step.mkdir(parents=True)
     config = {"model": {"model_name": "/gone/llama"}, "peft": {"use_peft": False}}
     (step / "trainer.json").write_text(json.dumps({"config": config}))
+    config["model"] = {"model_name": str(tiny_model)}
+    second = shutil.copytree(tmp_path / "old", tmp_path / "second") / "checkpoints" / "step-000001"
+    (second / "trainer.json").write_text(json.dumps({"config": config}))
     return folder
 
 
@@ -325,6 +328,7 @@ MISTAKES: dict[str, tuple[str, list[str]]] = {
     "missing base": ("--adapter @adapter --output_dir @out --base_model @bass", ["--base_model", "no such folder"]),
     "other files": ("--adapter @adapter --output_dir @run --overwrite", ["holds more than a model (notes.txt)"]),
     "the base itself": ("--adapter @adapter --output_dir @base --overwrite", ["would delete", "--base_model reads"]),
+    "the base of a run": ("@second @base --overwrite", ["would delete", "which CHECKPOINT's run (model_name) reads"]),
     "a size": ("--adapter @adapter --output_dir @out --max_shard_size big", ["--max_shard_size big", "5GB"]),
     "a precision twice": ("@adapter @out --dtype float32 --save-dtype bfloat16", ["--save_dtype: given twice"]),
     "a stray word": ("--adapter @adapter --output_dir @out now", ['"now" stands alone']),

@@ -9,12 +9,15 @@ from typing import Any
 import pytest
 from conftest import Finished, losses, metrics, recipe, run, torchrun, write_rows
 
+SINGLE = "model.safetensors"
 CASES = Path(__file__).resolve().parent.parent / "run_cases.py"
 FSDP = ["--enable_fsdp", "--low_cpu_fsdp"]
 HYBRID = ["--enable_fsdp", "--sharding_strategy", "HYBRID_SHARD", "--sharding_group_size"]
 PLAIN = ["--gradient_accumulation_steps", "2"]
 LORA = ["--use_peft", "--lora_dropout", "0.2", "--target_modules", "all-linear"]
 SHORT = ["--max_train_step", "4", "--save_steps", "2"]
+# No loss is 10 lower than the first: it stops after step 5, and takes the weights of step 1.
+EARLY = ["--eval_steps", "1", "--early_stopping_patience", "4", "--early_stopping_min_delta", "10"]
 # Each is run whole, and again from the middle of its first epoch.
 EXACT = {
     "full": [*FSDP, "--gradient_accumulation_steps", "2", "--gradient_clipping", "--eval_steps", "4", "--seed", "7"],
@@ -23,6 +26,7 @@ EXACT = {
     "Adafactor": [*FSDP, "--optimizer", "Adafactor", "--lr", "1e-2", *SHORT],
     "SGD": ["--optimizer", "SGD", "--momentum", "0.9", "--lr", "0.1", *SHORT],
     "bf16": [*FSDP, "--precision", "bf16_pure", "--optimizer", "anyprecision", *SHORT],
+    "early": [*FSDP, *EARLY],
     "kahan": [*FSDP, "--precision", "bf16_pure", "--optimizer", "anyprecision", "--use_kahan_summation", *SHORT],
 }
 # The same run on two ranks, laid out in another way.
@@ -88,11 +92,16 @@ def two_ranks(folder: Path) -> Path:
         cases.append(flags(folder, name, "dropout", *settings))
         step = 2 if "--save_steps" in settings else 3
         cases.append(flags(folder, f"{name}-resumed", "dropout", *settings, *checkpoint(folder, name, step)))
+    back = checkpoint(folder, "kahan-resumed", 2)
+    cases.append(flags(folder, "kahan-resumed", "dropout", *EXACT["kahan"], *back))
+    other = [*FSDP, "--optimizer", "Adafactor", *SHORT, "--resume_allow_changes", "optimizer"]
+    cases.append(flags(folder, "other_optimizer", "dropout", *other, *checkpoint(folder, "AdamW8bit", 2)))
     cases.append(flags(folder, "plain", "model", *FSDP, *PLAIN))
     for name, settings in LAYOUTS.items():
         cases.append(flags(folder, name, "model", *settings, *checkpoint(folder, "plain", 3)))
     finished = launch(folder, cases, 2)
     assert finished.exit_code == 0, finished.output
+    (folder / "output.txt").write_text(finished.output)
     return folder
 
 
@@ -111,10 +120,36 @@ def test_a_resumed_run_learns_something(two_ranks: Path) -> None:
 def test_the_result_of_a_resumed_run_is_the_same_model(two_ranks: Path) -> None:
     from safetensors.torch import load_file
 
-    for name, file in (("full", "model.safetensors"), ("nf4", "adapter_model.safetensors")):
+    for name, file in (("full", SINGLE), ("nf4", "adapter_model.safetensors"), ("early", SINGLE)):
         whole = load_file(two_ranks / name / "model" / file)
         resumed = load_file(two_ranks / f"{name}-resumed" / "model" / file)
         assert whole.keys() == resumed.keys() and all(whole[key].equal(resumed[key]) for key in whole)
+
+
+def test_a_branch_has_what_it_needs_of_the_run_it_left(two_ranks: Path) -> None:
+    """The best weights are of a step before the branch, and are taken in both."""
+    best = [
+        json.loads((two_ranks / name / "checkpoints" / "best.json").read_text()) for name in ("early", "early-resumed")
+    ]
+    assert best[0] == best[1] and best[0]["step"] < 3
+    assert (two_ranks / "output.txt").read_text().count(f"The weights of step {best[0]['step']}, with the best") == 2
+    kept = {path.name for path in (two_ranks / "early-resumed" / "checkpoints").glob("step-*")}
+    assert {"step-000003", best[0]["checkpoint"]} <= kept
+
+
+def test_going_back_in_its_own_directory_sets_aside_what_is_newer(two_ranks: Path) -> None:
+    run_dir = two_ranks / "kahan-resumed"
+    assert (run_dir / "checkpoints" / "set-aside-1-step-000004").is_dir()
+    assert (run_dir / "set-aside-1-model").is_dir() and (run_dir / "model").is_dir()
+
+
+def test_another_optimizer_if_allowed_begins_without_states(two_ranks: Path) -> None:
+    before, after = facts(two_ranks / "AdamW8bit"), facts(two_ranks / "other_optimizer")
+    step2 = [n for n, line in enumerate(before) if line["step"] == 2][-1]
+    assert after[: step2 + 1] == before[: step2 + 1] and len(after) == len(before)
+    assert (
+        "Adafactor begins without states: those of AdamW8bit are left behind" in (two_ranks / "output.txt").read_text()
+    )
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -131,10 +166,9 @@ def test_the_best_checkpoint_of_before_is_known_after(two_ranks: Path) -> None:
 
 @pytest.fixture(scope="module")
 def one_rank(two_ranks: Path) -> Finished:
-    """From two ranks to one; then a setting that makes another run."""
-    more = checkpoint(two_ranks, "plain", 3)
-    cases = [flags(two_ranks, "one", "model", *PLAIN, *more)]
-    cases.append(flags(two_ranks, "changed", "model", *PLAIN, "--seed", "8", *more))
+    """From two ranks to one; then, with a finished run, a setting that makes another one."""
+    cases = [flags(two_ranks, "one", "model", *PLAIN, *checkpoint(two_ranks, "plain", 3))]
+    cases.append(flags(two_ranks, "plain", "model", *PLAIN, "--seed", "8", "--resume", "auto"))
     return launch(two_ranks, cases, 1)
 
 
@@ -147,7 +181,7 @@ def test_another_run_is_refused_and_named(two_ranks: Path, one_rank: Finished) -
     assert "this would be another run" in one_rank.output
     assert "--seed is 8, was 42" in one_rank.output
     assert "--resume_allow_changes seed" in one_rank.output
-    assert not (two_ranks / "changed").exists()
+    assert "This run is finished" not in one_rank.output
 
 
 @pytest.mark.slow

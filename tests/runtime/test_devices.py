@@ -57,8 +57,13 @@ def test_the_layout_of_parameters_is_told(copies: int, shards: int, said: str) -
 
 def test_the_global_batch_is_rows_of_every_rank_times_micro_batches() -> None:
     dealt = "every rank trains on rows of its own; global batch: 8 ranks x 4 rows x 2 micro-batches = 64"
-    assert batch_line(8, 4, 2) == dealt
-    assert batch_line(1, 1, 1) == "global batch: 1 rank x 1 row = 1"
+    assert batch_line(8, 4, 2, 64) == dealt
+    assert batch_line(1, 1, 1, 1) == "global batch: 1 rank x 1 row = 1"
+
+
+def test_the_global_batch_of_a_run_begun_on_other_ranks_is_told_as_it_was() -> None:
+    kept = "global batch: 8 rows as before, at most 2 of them in a micro-batch of a rank"
+    assert batch_line(1, 2, 2, 8) == kept
 
 
 def test_a_cpu_is_noted_with_its_threads_and_limits_nothing() -> None:

@@ -5,8 +5,8 @@ from llama_ft.checkpoint.from_checkpoint import Exporter, find_sound
 from llama_ft.checkpoint.hub_upload import upload
 from llama_ft.checkpoint.merge import merge_adapter
 from llama_ft.checkpoint.model_card import write_model_card
-from llama_ft.checkpoint.reader import Checkpoint, complete_checkpoints, damage, open_checkpoint
-from llama_ft.checkpoint.resume import describe_run, find_checkpoint, finished_result
+from llama_ft.checkpoint.reader import Checkpoint, complete_checkpoints, damage
+from llama_ft.checkpoint.resume import describe_run, find_checkpoint, finished_result, global_batch, open_best
 from llama_ft.checkpoint.run_directory import create_run_directory
 from llama_ft.checkpoint.state import restore, restore_weights
 from llama_ft.checkpoint.writer import CheckpointWriter
@@ -24,8 +24,9 @@ __all__ = [
     "find_checkpoint",
     "find_sound",
     "finished_result",
+    "global_batch",
     "merge_adapter",
-    "open_checkpoint",
+    "open_best",
     "restore",
     "restore_weights",
     "save_dtype",

@@ -17,6 +17,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.checkpoint.safetensors_file import SafetensorsFile, TensorHeader, split_into_files, write_index
+from llama_ft.config.wording import size_text
 from llama_ft.errors import RunFailure
 from llama_ft.models import Adapter, ShardGroup
 from llama_ft.models.conversion import SavedGroup, saved_layout
@@ -25,6 +26,7 @@ from llama_ft.runtime import Runtime
 
 CARRIED_OVER = ("generation_config.json", "*.py")  # beside config.json, tokenizer and weights
 Rows = Callable[[str, torch.dtype], Iterator[torch.Tensor]]  # of a parameter or buffer, in order, on the host
+Write = Callable[[Path], None]
 
 
 def save_dtype(name: Literal["auto", "float32", "bfloat16", "float16"]) -> torch.dtype | None:
@@ -40,6 +42,7 @@ def export_model(
     save_dtype: torch.dtype | None,
     max_shard_bytes: int,
     tokenizer: PreTrainedTokenizerBase,
+    write_card: Write,
     runtime: Runtime,
 ) -> None:
     """Write a whole fine-tuned model, its tensors named and shaped as in the checkpoint it came from where transformers
@@ -53,6 +56,7 @@ def export_model(
         save_dtype: dtype of all tensors.
         max_shard_bytes: largest file.
         tokenizer: saved beside the model, chat template included.
+        write_card: called on rank 0 with the folder that holds everything else and is not in its place yet.
         runtime: the ranks.
     """
     tensors = saved_tensors(model)
@@ -65,7 +69,7 @@ def export_model(
         if runtime.is_main:
             write_model_settings(aside, model.config, tensors, dtypes, tokenizer, source)
 
-    _write_aside(folder, write, runtime)
+    _write_aside(folder, write, write_card, runtime)
 
 
 def export_adapter(
@@ -74,6 +78,7 @@ def export_adapter(
     folder: Path,
     save_dtype: torch.dtype | None,
     tokenizer: PreTrainedTokenizerBase,
+    write_card: Write,
     runtime: Runtime,
 ) -> None:
     """Write the adapter as a peft folder; all ranks call it, rank 0 writes. Arguments as in export_model."""
@@ -83,7 +88,7 @@ def export_adapter(
     def write(aside: Path) -> None:
         write_adapter(aside, adapter, tensors, save_dtype, rows, tokenizer, runtime.is_main)
 
-    _write_aside(folder, write, runtime)
+    _write_aside(folder, write, write_card, runtime)
 
 
 def saved_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
@@ -109,20 +114,30 @@ def adapter_tensors(model: PreTrainedModel, adapter: Adapter) -> dict[str, torch
 
 
 def _gathered(tensors: dict[str, torch.Tensor], runtime: Runtime) -> Rows:
-    """Rows of sharded parameters as the ranks send them to rank 0: two shards of one are the most it holds."""
+    """Rows of sharded parameters as the ranks send them to rank 0: two shards of one are the most it holds.
+
+    All ranks meet after each parameter. Those of other copies of the model, which send nothing, would else wait for the
+    whole export at once, and their watchdogs take rank 0 for one that hangs.
+    """
     ranks = ShardGroup(runtime.mesh)
 
     def rows(name: str, dtype: torch.dtype) -> Iterator[torch.Tensor]:
         tensor = tensors[name]
-        return ranks.gather_rows(tensor, dtype) if isinstance(tensor, nn.Parameter) else iter([tensor.to(dtype).cpu()])
+        if isinstance(tensor, nn.Parameter):
+            yield from ranks.gather_rows(tensor, dtype)
+            dist.barrier()
+        else:
+            yield tensor.to(dtype).cpu()
 
     return rows
 
 
-def _write_aside(folder: Path, write: Callable[[Path], None], runtime: Runtime) -> None:
+def _write_aside(folder: Path, write: Write, write_card: Write, runtime: Runtime) -> None:
     safe = f"The trained weights are safe in the newest directory of {folder.parent / 'checkpoints'}."
     with written_aside(folder, safe, runtime.is_main) as aside:
         write(aside)
+        if runtime.is_main:
+            write_card(aside)
     dist.barrier()
 
 
@@ -164,7 +179,7 @@ def check_space(folder: Path, needed: int) -> None:
     existing = next(parent for parent in folder.absolute().parents if parent.exists())
     free = shutil.disk_usage(existing).free
     if free < needed:
-        raise RunFailure(f"{folder}: needs {needed / 2**20:,.1f} MiB, and {free / 2**20:,.1f} MiB are free there.")
+        raise RunFailure(f"{folder}: needs {size_text(needed)}, and {size_text(free)} are free there.")
 
 
 def group_headers(group: SavedGroup, dtypes: Mapping[str, torch.dtype]) -> dict[str, TensorHeader]:

@@ -31,15 +31,15 @@ from llama_ft.checkpoint.export import (
 )
 from llama_ft.checkpoint.merge import merge_adapter
 from llama_ft.checkpoint.model_card import write_model_card
-from llama_ft.checkpoint.reader import TRAINER_FILE, Checkpoint, complete_checkpoints, damage, open_checkpoint
+from llama_ft.checkpoint.reader import TRAINER_FILE, Checkpoint, complete_checkpoints, damage
 from llama_ft.config import Config, adapter_complaint
+from llama_ft.config.wording import size_text
 from llama_ft.errors import RunFailure, UserError
 from llama_ft.models.conversion import open_source, saved_layout
 from llama_ft.models.materialize import account_for
-from llama_ft.models.source import StoredTensor, WeightSource
+from llama_ft.models.source import WeightSource, blocks
 from llama_ft.runtime import PRECISIONS, log
 
-BLOCK_ELEMENTS = 2**20  # read, converted and written at once
 NOTHING_LEFT = "Nothing is left of it."
 
 
@@ -56,7 +56,7 @@ def find_sound(place: Path) -> Checkpoint:
     for folder in candidates or [place]:
         complaints = damage(folder)
         if not complaints:
-            return open_checkpoint(folder)
+            return Checkpoint(folder)
         listed = "\n".join(complaints)
         if not candidates:
             raise RunFailure(f"{folder}: this checkpoint is damaged, and nothing is made of it.\n{listed}")
@@ -117,6 +117,10 @@ class Exporter:
             )
         base, named = _find_base(checkpoint, config, base_model, needs_weights=merge or not config.peft.use_peft)
         model_config = models.load_model_config(base, trust_remote_code)
+        weights_then = checkpoint.trainer.get("contents", {}).get("model_name")
+        if base_model is None and weights_then is not None and (merge or not config.peft.use_peft):
+            if weights_then != models.fingerprint(base):
+                log.warning(f"{base} holds another model than when {checkpoint.folder} was written.")
         asked = dataclasses.replace(
             config.model, model_name=str(base), attn_implementation="auto", trust_remote_code=trust_remote_code
         )
@@ -150,18 +154,18 @@ class Exporter:
         needed = sum(header.nbytes for group in groups for header in group_headers(group, dtypes).values())
         check_space(folder, needed)
         trained = self.checkpoint.weights()
-        log.info(f"{len(trained.tensors)} of {len(tensors)} tensors are the checkpoint's; {needed / 2**20:,.1f} MiB")
+        log.info(f"{len(trained.tensors)} of {len(tensors)} tensors are the checkpoint's; {size_text(needed)}")
         computed = _computed_buffers(self.model, source)
         frozen_dtype = PRECISIONS[self.config.train.precision].frozen
 
         def rows(name: str, dtype: torch.dtype) -> Iterator[torch.Tensor]:
             if name in trained.tensors:
-                return (block.to(dtype) for block in _blocks(trained, name))
+                return (block.to(dtype) for block in blocks(trained, name))
             if name in computed:
                 return iter([computed[name].to(dtype)])
             # Frozen weights as the trained ones have known them, buffers as the model holds them.
             held = frozen_dtype if name in keys else tensors[name].dtype
-            return (_floats_to(held, block).to(dtype) for block in _blocks(source, keys.get(name, name)))
+            return (_floats_to(held, block).to(dtype) for block in blocks(source, keys.get(name, name)))
 
         with written_aside(folder, NOTHING_LEFT) as aside:
             write_weights(aside, groups, tensors, dtypes, max_shard_bytes, rows, enabled=True)
@@ -171,7 +175,7 @@ class Exporter:
     def write_adapter(self, folder: Path, save_dtype: torch.dtype | None) -> None:
         """Write a peft folder; arguments as of write_model, None for fp32 or what else was trained."""
         weights = self.checkpoint.weights()
-        check_space(folder, sum(_nbytes(header) for header in weights.tensors.values()))
+        check_space(folder, sum(header.nbytes for header in weights.tensors.values()))
         with written_aside(folder, NOTHING_LEFT) as aside:
             self._write_peft_files(aside, save_dtype)
             write_model_card(aside, self.base_name, self.checkpoint.trainer)
@@ -199,7 +203,7 @@ class Exporter:
         }
 
         def rows(key: str, dtype: torch.dtype) -> Iterator[torch.Tensor]:
-            return (block.to(dtype) for block in _blocks(weights, names[key]))
+            return (block.to(dtype) for block in blocks(weights, names[key]))
 
         write_adapter(folder, self.adapter, tensors, save_dtype, rows, self.tokenizer, enabled=True)
 
@@ -228,9 +232,6 @@ def _find_base(checkpoint: Checkpoint, config: Config, override: str | None, nee
         base = data.build_demo(data.cache_dir()).model_dir
     else:
         base = models.local_folder(named, place, weights=needs_weights)
-    weights_then = checkpoint.trainer.get("contents", {}).get("model_name")
-    if needs_weights and override is None and weights_then not in (None, models.fingerprint(base)):
-        log.warning(f"{base} holds other weights than when {checkpoint.folder} was written.")
     return base, named
 
 
@@ -288,20 +289,5 @@ def _computed_buffers(model: PreTrainedModel, source: WeightSource) -> dict[str,
     return {name: buffer for name, buffer in model.named_buffers() if name in absent}
 
 
-def _blocks(source: WeightSource, name: str) -> Iterator[torch.Tensor]:
-    """A tensor's rows in order, BLOCK_ELEMENTS or one row at a time."""
-    shape = source.tensors[name].shape
-    if not shape:
-        yield source.read(name)
-        return
-    size = max(1, BLOCK_ELEMENTS // max(1, torch.Size(shape[1:]).numel()))
-    for start in range(0, shape[0], size):
-        yield source.read_rows(name, start, min(start + size, shape[0]))
-
-
 def _floats_to(dtype: torch.dtype, rows: torch.Tensor) -> torch.Tensor:
     return rows.to(dtype) if rows.is_floating_point() else rows
-
-
-def _nbytes(header: StoredTensor) -> int:
-    return torch.Size(header.shape).numel() * header.dtype.itemsize

@@ -23,14 +23,14 @@ from transformers import PretrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from llama_ft.checkpoint.export import CARRIED_OVER, check_space, written_aside
+from llama_ft.checkpoint.export import CARRIED_OVER, check_space, saved_dtypes, write_weights, written_aside
 from llama_ft.checkpoint.model_card import write_model_card
-from llama_ft.checkpoint.safetensors_file import SafetensorsFile, TensorHeader, split_into_files, write_index
 from llama_ft.config import ModelConfig
 from llama_ft.config.output_dir import TOKENIZER_PATTERNS
+from llama_ft.config.wording import size_text
 from llama_ft.errors import UserError
 from llama_ft.models import Adapter, build_skeleton, load_model_config
-from llama_ft.models.conversion import ConvertedSource
+from llama_ft.models.conversion import ConvertedSource, SavedGroup
 from llama_ft.models.lora import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
@@ -42,7 +42,7 @@ from llama_ft.models.lora import (
     saved_config,
 )
 from llama_ft.models.materialize import account_for
-from llama_ft.models.source import SafetensorsSource, StoredTensor, WeightSource, open_weights
+from llama_ft.models.source import SafetensorsSource, StoredTensor, WeightSource, blocks, open_weights
 from llama_ft.runtime import log
 
 # What an adapter_config.json may set. Anything else that is not left at its default is not merged here.
@@ -52,7 +52,6 @@ UNDERSTOOD = {
     "modules_to_save", "peft_type", "peft_version", "r", "rank_pattern", "revision", "runtime_config",
     "target_modules", "task_type", "use_dora", "use_rslora",
 }  # fmt: skip
-BLOCK_ELEMENTS = 2**20  # merged at once, in a handful of fp32 temporaries of 4 MiB
 LEAVES_THE_BASE_ALONE = (True, False, None, "gaussian", "eva", "orthogonal")  # of init_lora_weights
 
 
@@ -112,20 +111,16 @@ class _Merge:
     changes: dict[str, _Change]
     is_untied: bool
 
-    def rows(self, name: str) -> Iterator[torch.Tensor]:
+    def rows(self, name: str, dtype: torch.dtype) -> Iterator[torch.Tensor]:
         """A tensor of the merged model, a block of rows at a time."""
         change = self.changes.get(name, _Change())
         source: WeightSource = self.base if change.replaced_by is None else self.adapter
         stored = self.made_of[name] if change.replaced_by is None else change.replaced_by
-        shape = source.tensors[stored].shape
-        if not shape:
-            yield source.read(stored)
-            return
         low_rank = self._low_rank(*change.layer) if change.layer else None
-        block = max(1, BLOCK_ELEMENTS // max(1, torch.Size(shape[1:]).numel()))
-        for start in range(0, shape[0], block):
-            rows = source.read_rows(stored, start, min(start + block, shape[0]))
-            yield rows if low_rank is None else low_rank.merge(rows, start)
+        start = 0
+        for rows in blocks(source, stored):
+            yield (low_rank.merge(rows, start) if low_rank else rows).to(dtype)
+            start += rows.shape[0] if rows.dim() else 1
 
     def _low_rank(self, name: str, layer: LoraLayer) -> _LowRank:
         def read(part: str) -> torch.Tensor:
@@ -168,23 +163,17 @@ def merge_adapter(
         RunFailure: the disk is full.
     """
     merge = _plan(adapter, base, trust_remote_code)
-    entries = [{name: _header(merge, name, save_dtype)} for name in merge.made_of]
-    files = split_into_files(entries, max_shard_bytes)
-    needed = sum(header.nbytes for entry in entries for header in entry.values())
+    stored = {name: merge.base.tensors[source] for name, source in merge.made_of.items()}
+    tensors = {name: torch.empty(it.shape, dtype=it.dtype, device="meta") for name, it in stored.items()}
+    dtypes = saved_dtypes(tensors, {}, save_dtype)
+    needed = sum(tensor.numel() * dtypes[name].itemsize for name, tensor in tensors.items())
     check_space(folder, needed)
-    changed = f"{len(merge.changes)} of {len(entries)} tensors change"
-    size = f"{needed / 2**20:,.1f} MiB in {len(files)} file{'s' if len(files) > 1 else ''}"
-    log.info(f"Merging into {base}: {changed}, {size}")
+    log.info(f"Merging into {base}: {len(merge.changes)} of {len(tensors)} tensors change, {size_text(needed)}")
     if merge.is_untied:
         log.info("Embedding and head, which were one tensor, are two now: tie_word_embeddings becomes false.")
     with written_aside(folder, "Nothing is left of it.") as aside:
-        for file_name, members in files.items():
-            headers = {name: header for member in members for name, header in entries[member].items()}
-            with SafetensorsFile(aside / file_name, headers, enabled=True) as file:
-                for name, header in headers.items():
-                    for rows in merge.rows(name):
-                        file.append(rows.to(header.dtype))
-        write_index(aside, files, entries)
+        groups = [SavedGroup([name], {name: tuple(tensor.shape)}) for name, tensor in tensors.items()]
+        write_weights(aside, groups, tensors, dtypes, max_shard_bytes, merge.rows, enabled=True)
         _write_settings(aside, base, adapter, save_dtype, merge.is_untied)
         write_model_card(aside, base_name, trainer)
 
@@ -228,18 +217,13 @@ def _plan(adapter: Path, base: Path, trust_remote_code: bool) -> _Merge:
     return _Merge(stored, weights, injected.keys, made_of, by_stored_name, is_untied)
 
 
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        settings: dict[str, Any] = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
-        raise UserError(f"{file}: cannot be read ({error}).") from error
-    return settings
-
-
 def _read_settings(adapter: Path) -> LoraConfig:
     """The adapter's settings, if all of them are understood here."""
     file = adapter / ADAPTER_CONFIG
-    settings, defaults = _read_json(file), LoraConfig()
+    try:
+        settings, defaults = json.loads(file.read_text()), LoraConfig()
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file}: cannot be read ({error}).") from error
     if settings.get("peft_type") != "LORA":
         raise UserError(f"{file}: a {settings.get('peft_type')} adapter; only LORA ones are merged here.")
     others = [
@@ -259,14 +243,12 @@ def _read_settings(adapter: Path) -> LoraConfig:
 
 
 def _check_not_quantized(model_config: PretrainedConfig, base: Path) -> None:
-    note = getattr(model_config, "quantization_config", None)
-    if note is None:
-        return
-    method = (note if isinstance(note, dict) else note.to_dict()).get("quant_method", "bitsandbytes")
-    raise UserError(
-        f"{base}: quantized with {method}, and an adapter is merged into the original weights.\n--base_model names "
-        "the unquantized model that it was made from."
-    )
+    if (note := getattr(model_config, "quantization_config", None)) is not None:
+        method = (note if isinstance(note, dict) else note.to_dict()).get("quant_method", "bitsandbytes")
+        raise UserError(
+            f"{base}: quantized with {method}, and an adapter is merged into the original weights.\n--base_model names "
+            "the unquantized model that it was made from."
+        )
 
 
 def _ties(model: PreTrainedModel) -> list[list[str]]:
@@ -303,14 +285,9 @@ def _changes(
     return {name: _Change(replaced.get(name), layers.get(name)) for name in {**replaced, **layers}}
 
 
-def _header(merge: _Merge, name: str, save_dtype: torch.dtype | None) -> TensorHeader:
-    stored = merge.base.tensors[merge.made_of[name]]
-    return TensorHeader(stored.shape, save_dtype if save_dtype and stored.dtype.is_floating_point else stored.dtype)
-
-
 def _write_settings(folder: Path, base: Path, adapter: Path, save_dtype: torch.dtype | None, is_untied: bool) -> None:
     """config.json as the base has it, with what is new; the tokenizer trained with, or else the base's."""
-    settings = _read_json(base / "config.json")
+    settings = json.loads((base / "config.json").read_text())
     if save_dtype is not None:
         for key in {"dtype", "torch_dtype"} & settings.keys() or {"dtype"}:
             settings[key] = str(save_dtype).removeprefix("torch.")

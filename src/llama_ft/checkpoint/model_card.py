@@ -1,20 +1,19 @@
 """README.md of a result: what it was made from and how, and how to load it, as the Hugging Face hub shows it."""
 
 from collections.abc import Iterator, Mapping
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import yaml
 from huggingface_hub import ModelCardData
 
+from llama_ft.checkpoint.resume import versions
 from llama_ft.config.fields import SETTINGS
 from llama_ft.config.paths import INPUTS, looks_local
 from llama_ft.config.resolved import ONE_RUN_ONLY
 
-LIBRARIES = ("torch", "transformers", "peft", "safetensors", "bitsandbytes")
 # What of a run's settings is no part of its recipe, beside what is one run's only.
-NOT_IN_RECIPE = (*ONE_RUN_ONLY, "resume_allow_changes", "device")
+NOT_IN_RECIPE = (*ONE_RUN_ONLY, "device")
 METRICS = {
     "epoch": "epochs",
     "tokens": "target tokens trained on",
@@ -68,7 +67,7 @@ def write_model_card(folder: Path, base_model: str, trainer: Mapping[str, Any] |
         f"{what}{trained_on} with llama_ft.",
         f"```python\n{load.format(base=base if is_on_hub else f'path/to/{base}', place=place)}\n```",
         *_training(run),
-        f"Versions: {', '.join(f'{name} {number}' for name, number in _versions(run).items())}.",
+        f"Versions: {', '.join(f'{name} {number}' for name, number in (run.get('versions') or versions()).items())}.",
     ]
     (folder / "README.md").write_text("\n\n".join(sections) + "\n")
 
@@ -104,15 +103,3 @@ def _recipe(sections: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, An
 def _without_folder(value: str) -> str:
     """A hub name or a relative path as it is; of an absolute path the last part."""
     return Path(value).name if value.startswith(("/", "~")) else value
-
-
-def _versions(run: Mapping[str, Any]) -> dict[str, str]:
-    if "versions" in run:
-        return dict(run["versions"])
-    found = {}
-    for name in LIBRARIES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found

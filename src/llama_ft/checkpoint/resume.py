@@ -2,7 +2,7 @@
 
 import dataclasses
 import platform
-from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -10,11 +10,20 @@ from typing import Any
 import torch.distributed as dist
 
 from llama_ft import __version__
-from llama_ft.checkpoint.reader import TRAINER_FILE, Checkpoint, complete_checkpoints, damage
+from llama_ft.checkpoint.reader import (
+    CHECKSUMS_FILE,
+    TRAINER_FILE,
+    Checkpoint,
+    complete_checkpoints,
+    damage,
+    step_folder,
+)
 from llama_ft.config import CheckpointConfig, Config, TrainConfig
 from llama_ft.errors import RunFailure, UserError
 from llama_ft.runtime import Runtime, log
 
+SECONDS_BETWEEN_MEETINGS = 30.0
+EXACT_WITH = ("llama_ft", "torch", "transformers", "peft", "bitsandbytes")
 LIBRARIES = ("torch", "transformers", "peft", "bitsandbytes", "datasets", "safetensors")
 
 
@@ -39,6 +48,7 @@ def find_checkpoint(settings: CheckpointConfig, runtime: Runtime) -> Checkpoint 
         if not complaints:
             checkpoint = Checkpoint(folder)
             log.info(f"Going on from {folder}, after step {checkpoint.step}")
+            _tell_versions(checkpoint)
             return checkpoint
         listed = "\n".join(complaints)
         if not may_fall_back:
@@ -60,7 +70,7 @@ def _candidates(settings: CheckpointConfig, earlier_run: Path | None) -> tuple[l
     if settings.resume == "auto":
         return complete_checkpoints(Path(str(settings.output_dir)).expanduser()), True
     folder = Path(settings.resume).expanduser()
-    if (folder / TRAINER_FILE).exists():
+    if (folder / TRAINER_FILE).exists() or (folder / CHECKSUMS_FILE).exists():
         return [folder], False
     if not complete_checkpoints(folder):
         raise UserError(f"--resume {folder}: no checkpoint there; expected output/<run>/checkpoints/step-..., or auto.")
@@ -68,47 +78,85 @@ def _candidates(settings: CheckpointConfig, earlier_run: Path | None) -> tuple[l
 
 
 def _damage(folder: Path, runtime: Runtime) -> list[str]:
-    """What is wrong with a checkpoint, known to all ranks."""
+    """What is wrong with a checkpoint, known to all ranks. They meet every half minute: with fewer files than ranks, or
+    a slow disk, nobody is to be taken for one that hangs."""
+    with ThreadPoolExecutor(1) as pool:
+        mine = pool.submit(damage, folder, runtime.rank, runtime.world_size)
+        while True:
+            wait([mine], timeout=SECONDS_BETWEEN_MEETINGS)
+            if runtime.gather_numbers(mine.done()).all():
+                break
     everyone: list[list[str]] = [[] for _ in range(runtime.world_size)]
-    dist.all_gather_object(everyone, damage(folder, runtime.rank, runtime.world_size))
+    dist.all_gather_object(everyone, mine.result())
     return [line for lines in everyone for line in lines]
+
+
+def _tell_versions(checkpoint: Checkpoint) -> None:
+    """Bit for bit is promised with the same libraries only."""
+    now, then = versions(), checkpoint.trainer["versions"]
+    changed = [f"{name} {then[name]} -> {now[name]}" for name in EXACT_WITH if then.get(name) != now[name]]
+    if changed:
+        log.warning(
+            f"{checkpoint.folder} was written with other versions ({', '.join(changed)}): the last digits may differ."
+        )
+
+
+def open_best(step: int, run: Path, runtime: Runtime) -> Checkpoint | None:
+    """The checkpoint with the best validation loss, if it is there and sound; a warning if not.
+
+    Args:
+        step: its step.
+        run: the run's directory.
+        runtime: all ranks call it together.
+    """
+    folder = step_folder(run, step)
+    complaints = _damage(folder, runtime)
+    if complaints:
+        log.warning(
+            f"{folder}, the best checkpoint, cannot be used: {'; '.join(complaints)}. The last weights are taken."
+        )
+        return None
+    return Checkpoint(folder)
 
 
 def finished_result(resumed: Checkpoint, settings: CheckpointConfig) -> Path | None:
     """Where the result of the run is that is to be resumed, if it came to its end and nothing is to be changed."""
     own_run = settings.output_dir is None or Path(settings.output_dir).expanduser().resolve() == resumed.run.resolve()
     result = resumed.run / "model"
-    if resumed.trainer["ends_run"] and own_run and not settings.resume_allow_changes and result.is_dir():
+    newest = complete_checkpoints(resumed.run)[0].name == resumed.folder.name
+    if resumed.trainer["ends_run"] and newest and own_run and not settings.resume_allow_changes and result.is_dir():
         return result
     return None
 
 
-def describe_run(
-    config: Config, contents: Mapping[str, str], resumed: Checkpoint | None, world_size: int
-) -> dict[str, Any]:
+def describe_run(config: Config, batch: int) -> dict[str, Any]:
     """What every trainer.json says about the run: what tells it from another one, and what it was made with.
 
     Args:
         config: the resolved configuration.
-        contents: model_name, dataset -> a checksum of what they hold.
+        batch: rows of an optimizer step.
+    """
+    return {"global_batch": batch, "versions": versions(), "config": dataclasses.asdict(config)}
+
+
+def versions() -> dict[str, str]:
+    """Of this program, Python and the libraries that compute."""
+    own = {"llama_ft": __version__, "python": platform.python_version()}
+    return own | {name: version(name) for name in LIBRARIES}
+
+
+def global_batch(settings: TrainConfig, resumed: Checkpoint | None, world_size: int) -> int:
+    """Rows of an optimizer step. A resumed run keeps its own on any number of ranks, which then have smaller, or more,
+    micro-batches.
+
+    Args:
+        settings: batch_size_training and gradient_accumulation_steps.
         resumed: the checkpoint the run goes on from.
         world_size: number of ranks.
 
     Raises:
         UserError: the settings were changed and ask for another global batch than the resumed run's.
     """
-    return {
-        "global_batch": _global_batch(config.train, resumed, world_size),
-        "contents": dict(contents),
-        "versions": {"llama_ft": __version__, "python": platform.python_version()}
-        | {name: version(name) for name in LIBRARIES},
-        "config": dataclasses.asdict(config),
-    }
-
-
-def _global_batch(settings: TrainConfig, resumed: Checkpoint | None, world_size: int) -> int:
-    """Rows of an optimizer step. A resumed run keeps its own on any number of ranks, which then have smaller, or more,
-    micro-batches."""
     asked = settings.batch_size_training * settings.gradient_accumulation_steps * world_size
     if resumed is None:
         return asked
@@ -121,6 +169,4 @@ def _global_batch(settings: TrainConfig, resumed: Checkpoint | None, world_size:
             f"{asked} rows a step, and the run has had {kept}.\nLeave both as they were ({before[names[0]]} and "
             f"{before[names[1]]}): the {kept} rows are then shared out over the ranks there are."
         )
-    if asked != kept:
-        log.info(f"The global batch stays at {kept} rows, shared out over {world_size} ranks")
     return kept

@@ -1,12 +1,13 @@
 """The directory of a run, made as late as possible: a run that is refused writes nothing."""
 
 import itertools
+import os
 import re
 import shutil
 from datetime import datetime
 from pathlib import Path
 
-from llama_ft.checkpoint.reader import Checkpoint, complete_checkpoints
+from llama_ft.checkpoint.reader import TRAINER_FILE, Checkpoint, complete_checkpoints, step_folder
 from llama_ft.config import CheckpointConfig, run_entries
 from llama_ft.errors import UserError
 from llama_ft.runtime import Runtime, log
@@ -42,8 +43,8 @@ def _create(settings: CheckpointConfig, model_name: str, resumed: Checkpoint | N
         folder = Path(settings.output_dir).expanduser()
     else:
         folder = own_run or _default(model_name)
-    if own_run is not None and folder.resolve() == own_run.resolve():
-        _set_newer_aside(folder, resumed.step if resumed else 0)
+    if resumed is not None and folder.resolve() == resumed.run.resolve():
+        _set_newer_aside(resumed)
         return folder
     held = run_entries(folder)  # looked at before anything slow began, but another run may have begun there since
     if held and not settings.overwrite and earlier is None:
@@ -58,6 +59,8 @@ def _create(settings: CheckpointConfig, model_name: str, resumed: Checkpoint | N
         probe = folder / ".writable"
         probe.touch()
         probe.unlink()
+        if resumed is not None:
+            _branch_off(resumed, folder)
     except OSError as error:
         raise UserError(f"--output_dir {folder}: cannot be written ({error.strerror}).") from error
     return folder
@@ -74,14 +77,36 @@ def _check_nothing_is_lost(folder: Path, settings: CheckpointConfig) -> None:
         )
 
 
-def _set_newer_aside(run: Path, step: int) -> None:
-    """Give checkpoints that the resumed run will write again another name; nothing is deleted."""
-    for folder in complete_checkpoints(run):
-        if int(folder.name.removeprefix("step-")) > step:
-            names = (folder.with_name(f"set-aside-{n}-{folder.name}") for n in itertools.count(1))
+def _set_newer_aside(resumed: Checkpoint) -> None:
+    """Give what the resumed run will write again another name; nothing is deleted."""
+    newer = [it for it in complete_checkpoints(resumed.run) if int(it.name.removeprefix("step-")) > resumed.step]
+    for path in (*newer, resumed.run / "model"):
+        if path.exists():
+            names = (path.with_name(f"set-aside-{n}-{path.name}") for n in itertools.count(1))
             target = next(name for name in names if not name.exists())
-            folder.rename(target)
-            log.warning(f"{folder} is newer than the checkpoint the run goes on from; it is kept as {target.name}.")
+            path.rename(target)
+            log.warning(f"{path} is newer than the checkpoint the run goes on from; it is kept as {target.name}.")
+
+
+def _branch_off(resumed: Checkpoint, folder: Path) -> None:
+    """Make another directory a run of its own from the first moment: it gets what was logged, the best checkpoint and
+    the one that is resumed, without copying what can be linked."""
+    if (resumed.run / "metrics.jsonl").exists():
+        shutil.copy(resumed.run / "metrics.jsonl", folder / "metrics.jsonl")
+    best = step_folder(resumed.run, int(resumed.trainer["progress"]["best"]["step"]))
+    for source in dict.fromkeys((best, resumed.folder)):
+        if (source / TRAINER_FILE).exists():
+            target = step_folder(folder, int(source.name.removeprefix("step-")))
+            aside = target.with_name(f".writing-{target.name}")
+            shutil.copytree(source, aside, copy_function=_link)
+            aside.rename(target)
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # another file system, or one without links
+        shutil.copy2(source, target)
 
 
 def _default(model_name: str) -> Path:

@@ -8,10 +8,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from llama_ft.checkpoint.reader import Checkpoint
+from llama_ft.config import TrainConfig
 from llama_ft.errors import UserError
 from llama_ft.models import ShardGroup
 from llama_ft.models.shards import local_shard
-from llama_ft.runtime import Runtime
+from llama_ft.runtime import Runtime, log
 from llama_ft.training.sharded_optimizer import zeros_for
 
 
@@ -74,13 +75,16 @@ def _generator_states(device: torch.device) -> dict[str, torch.Tensor]:
     return states
 
 
-def restore(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer, runtime: Runtime) -> None:
+def restore(
+    checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer, train: TrainConfig, runtime: Runtime
+) -> None:
     """Go on where a checkpoint was written: parameters, optimizer, random numbers; each rank reads its rows.
 
     Args:
         checkpoint: written by any number of ranks, however they shared the model.
         model: sharded; its trained parameters are overwritten.
-        optimizer: of the same kind as the one that was saved, without states.
+        optimizer: without states. One of another kind than was saved begins without them.
+        train: what made the optimizer.
         runtime: a rank that the checkpoint knows goes on with the random numbers of the rank of its number, any other
             with some of its own.
 
@@ -88,6 +92,11 @@ def restore(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Opt
         UserError: the checkpoint's trained parameters are not the model's.
     """
     restore_weights(checkpoint, model, runtime)
+    _restore_generators(checkpoint, runtime)
+    saved = checkpoint.trainer["config"]["train"]
+    if any(saved[name] != getattr(train, name) for name in ("optimizer", "use_kahan_summation")):
+        log.warning(f"{train.optimizer} begins without states: those of {saved['optimizer']} are left behind.")
+        return
     shards = ShardGroup(runtime.mesh)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     states: dict[str, dict[str, torch.Tensor]] = {name: {} for name in trained}
@@ -105,7 +114,6 @@ def restore(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Opt
         local_shard(state).copy_(checkpoint.read_rows(full_name, start, stop))
         states[name][key] = state
     _give_states(optimizer, {trained[name]: state for name, state in states.items() if state})
-    _restore_generators(checkpoint, runtime)
 
 
 def restore_weights(checkpoint: Checkpoint, model: nn.Module, runtime: Runtime) -> None:

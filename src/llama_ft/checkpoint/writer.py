@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -26,7 +27,6 @@ from llama_ft.checkpoint.reader import (
     CHECKSUMS_FILE,
     FORMAT,
     TRAINER_FILE,
-    Checkpoint,
     complete_checkpoints,
     file_digest,
     rank_file,
@@ -86,7 +86,8 @@ class CheckpointWriter:
     ) -> None:
         self.run, self._settings, self.about, self._runtime = output_dir, settings, about, runtime
         self._folder = output_dir / "checkpoints"
-        self._group = dist.new_group(backend="gloo")  # never the one training uses
+        # Never the one training uses. Its ranks wait for the slowest disk, however long that takes.
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(hours=6))
         self._in_flight: Future[None] | None = None
         self._timings: dict[str, float] = {}
         self._grace_told = False
@@ -164,11 +165,6 @@ class CheckpointWriter:
         if in_flight is not None:
             in_flight.result()
 
-    def open(self, step: int) -> Checkpoint:
-        """This run's checkpoint of a step, complete by then."""
-        self.finish()
-        return Checkpoint(step_folder(self.run, step))
-
     def __enter__(self) -> Self:
         return self
 
@@ -221,7 +217,7 @@ class CheckpointWriter:
         if self._runtime.is_main and not complaints:
             try:
                 digests = {rank_file(rank): digest for rank, (digest, _) in enumerate(everyone)}
-                self._complete(save, aside, final, digests)
+                self._complete(save, aside, final, digests)  # the checkpoint is there
             except Exception as error:
                 complaints.append(f"rank 0: {_reason(error)}")
         outcome = [complaints]
@@ -231,6 +227,8 @@ class CheckpointWriter:
                 shutil.rmtree(aside, ignore_errors=True)
             raise self._failure(save.step, outcome[0][0])
         self.last = final
+        if self._runtime.is_main:
+            self._tidy(final)
         seconds = time.perf_counter() - save.started
         self._timings["perf/save_seconds"] = seconds
         log.info(
@@ -243,6 +241,8 @@ class CheckpointWriter:
 
     def _complete(self, save: _Save, aside: Path, final: Path, digests: dict[str, str]) -> None:
         """On rank 0, when all ranks have written: the two small files, then the name that says it is complete."""
+        if absent := [name for name in digests if not (aside / name).is_file()]:
+            raise FileNotFoundError(None, f"{absent[0]} is not there: all nodes must see the same output_dir")
         _write_synced(aside / TRAINER_FILE, json.dumps(save.trainer, indent=1) + "\n")
         digests[TRAINER_FILE] = file_digest(aside / TRAINER_FILE)
         _write_synced(aside / CHECKSUMS_FILE, "".join(f"{value}  {file}\n" for file, value in digests.items()))
@@ -251,11 +251,13 @@ class CheckpointWriter:
             _sync(self.run / METRICS_FILE)  # it must not know less than a checkpoint that is there
         os.replace(aside, final)
         _sync(self._folder)
-        best = self._name_best()
+
+    def _tidy(self, newest: Path) -> None:
+        """What is left to do when a checkpoint is complete; should it fail, the checkpoint is there all the same."""
         try:
-            self._remove_old(final, best)
+            self._remove_old(newest, self._name_best())
         except OSError as error:
-            log.warning(f"An old checkpoint in {self._folder} could not be removed: {_reason(error)}")
+            log.warning(f"{self._folder} could not be tidied up after {newest.name}: {_reason(error)}")
 
     def _name_best(self) -> Path | None:
         """Have best.json name the best checkpoint: the newest of those that were the best when they were written."""
@@ -266,6 +268,7 @@ class CheckpointWriter:
                 _write_synced(self._folder / f".{BEST_FILE}", json.dumps(best) + "\n")
                 os.replace(self._folder / f".{BEST_FILE}", self._folder / BEST_FILE)
                 return folder
+        (self._folder / BEST_FILE).unlink(missing_ok=True)
         return None
 
     def _remove_old(self, newest: Path, best: Path | None) -> None:
@@ -289,7 +292,7 @@ def _to_host(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     for name, tensor in tensors.items():
         copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
         copies[name] = copy.copy_(tensor, non_blocking=True)
-    if torch.cuda.is_available():
+    if any(tensor.is_cuda for tensor in tensors.values()):
         torch.cuda.current_stream().synchronize()
     return copies
 

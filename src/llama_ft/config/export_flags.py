@@ -4,18 +4,20 @@ import json
 import re
 from argparse import Namespace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from huggingface_hub import constants, get_token
 
 from llama_ft.config.output_dir import model_dir_complaint
-from llama_ft.config.paths import adapter_complaint, base_model_of, model_complaint
+from llama_ft.config.paths import adapter_complaint, base_model_of, looks_local, model_complaint
 from llama_ft.config.rules import parse_size
 from llama_ft.config.script_flags import ScriptFlags
 from llama_ft.config.wording import nearest_file
 from llama_ft.errors import UserError
 
 Kind = Literal["checkpoint", "run", "adapter"]
+Settings = dict[str, dict[str, Any]]  # section -> field -> value
+RUN_READS = ("model_name", "tokenizer_name", "from_peft_checkpoint")
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
@@ -68,18 +70,20 @@ def _mistakes(options: Namespace) -> list[str]:
     """Also settle `checkpoint`, `out`, `kind` and `base_model`."""
     mistakes = _name_both(options)
     where = "--adapter " if options.adapter else ""
-    options.kind = None
+    options.kind, settings = None, Settings()
     if options.checkpoint and not mistakes:
         complaint = adapter_complaint(options.adapter) if options.adapter else _checkpoint_complaint(options.checkpoint)
         if complaint:
             mistakes.append(f"{where}{options.checkpoint}: {complaint}")
         else:
             options.kind = export_kind(Path(options.checkpoint).expanduser())
-            mistakes += _base_mistakes(options)
+            settings = _recorded(Path(options.checkpoint).expanduser(), options.kind)
+            mistakes += _base_mistakes(options, settings)
     if options.out:
         inputs = {
             "--adapter" if options.adapter else "CHECKPOINT": options.checkpoint,
             "--base_model": options.base_model,
+            **_read_by_run(settings),
         }
         if complaint := model_dir_complaint(options.out, options.overwrite, inputs):
             mistakes.append(f"{'--output_dir ' if options.output_dir else ''}{options.out}: {complaint}")
@@ -133,7 +137,14 @@ def _checkpoint_complaint(name: str) -> str | None:
     return None
 
 
-def _base_mistakes(options: Namespace) -> list[str]:
+def _read_by_run(settings: Settings) -> dict[str, str]:
+    """What is needed of other folders whenever something is made of the run's checkpoints."""
+    held = {**settings.get("model", {}), **settings.get("peft", {})}
+    given = {name: held[name] for name in RUN_READS if held.get(name)}
+    return {f"CHECKPOINT's run ({name})": value for name, value in given.items() if looks_local(value)}
+
+
+def _base_mistakes(options: Namespace, settings: Settings) -> list[str]:
     place, way_out, mistakes = "--base_model", "", list[str]()
     named = options.base_model
     if options.kind == "adapter":
@@ -145,7 +156,7 @@ def _base_mistakes(options: Namespace) -> list[str]:
             except UserError as error:
                 return list(error.messages)
         options.base_place = place
-    elif settings := _recorded(Path(options.checkpoint).expanduser(), options.kind):
+    elif settings:
         if named is None:
             place = f"{options.checkpoint}: its run's model_name (--base_model overrides it)"
             way_out = "\n--base_model says where it is now."
@@ -156,7 +167,7 @@ def _base_mistakes(options: Namespace) -> list[str]:
     return [*mistakes, *([f"{place} {named}: {complaint}{way_out}"] if complaint else [])]
 
 
-def _recorded(folder: Path, kind: Kind) -> dict[str, dict[str, str]]:
+def _recorded(folder: Path, kind: Kind | None) -> Settings:
     """The settings of the run, if trainer.json can be read; where it is damaged, its checksum will tell."""
     checkpoints = [folder] if kind == "checkpoint" else sorted((folder / "checkpoints").glob("step-*"), reverse=True)
     for checkpoint in checkpoints:

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from fnmatch import fnmatch
 from pathlib import Path
 
+from llama_ft.restarts import attempt
+
 # What a run writes into its directory, and so all that --overwrite may delete.
 RUN_ENTRIES = (
     "status.json",
@@ -73,14 +75,14 @@ def output_dir_complaint(
     if not run_entries(path):
         names = ", ".join(held)
         return f"holds {names}, but is not a run's directory, so --overwrite does not help. Choose another output_dir."
-    if goes_on:
+    if goes_on and not overwrite:
         return None
     if not overwrite:
         return (
             "already holds a run. Choose another output_dir, go on with that run by --resume auto, or replace it with "
             "--overwrite."
         )
-    return _deleted_input(run_entries(path), inputs)
+    return None if attempt() else _deleted_input(run_entries(path), inputs)
 
 
 def model_dir_complaint(directory: str, overwrite: bool, inputs: Mapping[str, str | None]) -> str | None:

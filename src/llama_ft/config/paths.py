@@ -38,7 +38,7 @@ def check_paths(values: Mapping[str, Any], places: Mapping[str, str], invalid: s
         "output_dir": lambda directory: output_dir_complaint(
             directory,
             values["overwrite"],
-            {name: values[name] for name in INPUTS},
+            {name: values[name] for name in (*INPUTS, *(["resume"] if values["overwrite"] else []))},
             _goes_on(values["resume"], directory),
         ),
     }
@@ -76,7 +76,8 @@ def checkpoint_complaint(resume: str) -> str | None:
     """Say why `resume` is neither auto nor a checkpoint nor a run with one. An attempt that torchrun may have started
     again need not find it: it goes on from the one before it, which may have pruned it."""
     folder = Path(resume).expanduser()
-    if resume == "auto" or may_be_restarted() or (folder / "trainer.json").is_file() or any(folder.glob("checkpoints/step-*")):
+    signs = ("trainer.json", "checksums.txt", "checkpoints/step-*")
+    if resume == "auto" or may_be_restarted() or any(any(folder.glob(sign)) for sign in signs):
         return None
     if not folder.exists():
         return f"no such folder.{nearest_file(folder)}"

@@ -188,7 +188,8 @@ def _resume_auto_looks_into_output_dir(resume: str | None, output_dir: str | Non
 
 
 def _resuming_overwrites_nothing(resume: str | None, overwrite: bool) -> str | None:
-    return "goes on with a run, and overwrite deletes it. Leave one of them out." if resume and overwrite else None
+    wrong = resume == "auto" and overwrite
+    return "is auto, which goes on with the run that overwrite deletes. Leave one of them out." if wrong else None
 
 
 def _changes_are_settings(resume_allow_changes: list[str]) -> str | None:

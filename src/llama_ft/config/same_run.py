@@ -10,8 +10,8 @@ from llama_ft.errors import UserError
 # Where and how fast the same thing is computed, and what is written down about it. Everything else that differs makes
 # another run. The rows of a step are kept apart from this: see checkpoint/resume.py.
 MAY_DIFFER = {
-    "model_name", "dataset",  # the same if they hold the same
-    "tokenizer_name", "trust_remote_code", "validation",
+    "model_name", "dataset", "validation",  # the same if they hold the same
+    "tokenizer_name", "trust_remote_code",
     "attn_implementation", "use_liger", "compile", "device", "device_memory_fraction", "accumulate_unsharded",
     "activation_checkpointing", "activation_checkpointing_k", "activation_offload", "stop_after", "collective_timeout",
     "batch_size_training", "gradient_accumulation_steps",
@@ -19,7 +19,6 @@ MAY_DIFFER = {
     "early_stopping_patience", "early_stopping_min_delta", "skip_bad_rows",
     "enable_fsdp", "low_cpu_fsdp", "sharding_strategy", "sharding_group_size", "fsdp_wrap_policy", "min_num_params",
     "fsdp_cpu_offload",
-    "from_peft_checkpoint",  # what it brought is in the checkpoint
     "output_dir", "overwrite", "resume", "resume_allow_changes", "save_model", "save_steps", "save_every_epoch",
     "save_async", "keep_last", "save_dtype", "max_shard_size",
     "use_wandb", "wandb_project", "wandb_entity", "wandb_name", "wandb_tags", "wandb_mode", "use_tensorboard",
@@ -33,8 +32,8 @@ def check_same_run(
 
     Args:
         saved: what trainer.json says about the run: `config`, the resolved configuration as dicts by section, and
-            `contents`, model_name and dataset -> a checksum of what they hold.
-        now: the same of the run that is to go on.
+            `contents`, model_name, dataset, validation -> a checksum of what they hold.
+        now: the same of the run that is to go on; what they hold may not be known yet.
         allowed: settings that may differ all the same.
         places: dotted name -> where it was set.
 
@@ -42,11 +41,12 @@ def check_same_run(
         UserError: naming all that differ, old and new.
     """
     before, after = _flat(saved["config"]), _flat(now["config"])
+    then, contents = saved["contents"], now.get("contents", {})
     by_field = {name: places[setting.dotted] for name, setting in SETTINGS.items() if setting.dotted in places}
     changed = {}
     for name, value in after.items():
         what = f"{subject(name, by_field)} is {show(value)}"
-        if now["contents"].get(name) != saved["contents"].get(name):
+        if contents.get(name, then.get(name)) != then.get(name, contents.get(name)):
             was = "and holds something else now" if before.get(name) == value else f"was {show(before.get(name))}"
             changed[name] = f"{what}, {was}"
         elif name not in MAY_DIFFER and before.get(name, SETTINGS[name].default) != value:
@@ -68,8 +68,9 @@ def _flat(config: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
 def unknown_changes(names: list[str]) -> str | None:
     """Say which of `--resume_allow_changes` are no settings."""
-    for name in names:
-        if name not in SETTINGS:
-            match = nearest(name, SETTINGS)
-            return f"names {name}, which is not a setting.{f' Did you mean {match}?' if match else ''}"
-    return None
+    unknown = {name: nearest(name, SETTINGS) for name in names if name not in SETTINGS}
+    if not unknown:
+        return None
+    meant = [match for match in unknown.values() if match]
+    hint = f" Did you mean {','.join(meant)}?" if meant else ""
+    return f"names {', '.join(unknown)}, not {'a setting' if len(unknown) == 1 else 'settings'}.{hint}"

@@ -57,6 +57,11 @@ def expected(setting: Setting) -> str:
     return kinds.get(setting.kind, "a list of names, or all-linear")
 
 
+def size_text(size_bytes: float) -> str:
+    """Show a size in memory or on disk: `1.22 GiB`, `48.5 MiB`."""
+    return f"{size_bytes / 2**30:,.2f} GiB" if size_bytes >= 2**30 else f"{size_bytes / 2**20:,.1f} MiB"
+
+
 def one_of(words: Iterable[str]) -> str:
     """Join words as `a, b or c`."""
     *others, last = words

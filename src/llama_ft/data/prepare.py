@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from datasets import Dataset
 
 from llama_ft.config import DataConfig, as_fraction
+from llama_ft.data.batches import fingerprint
 from llama_ft.data.build import BadRows, BuildReport, SplitStatistics, SplitWriter, good_rows, in_validation
 from llama_ft.data.cache import build_once
 from llama_ft.data.chat_template import ensure_chat_template
@@ -41,6 +42,11 @@ class TokenizedData:
     validation: Dataset | None
     chat_sample: list[Message] | None
     summary: list[str]
+
+    def fingerprints(self) -> dict[str, str]:
+        """dataset, and validation where there is any -> a checksum of its tokens and labels."""
+        parts = {"dataset": self.train, "validation": self.validation}
+        return {name: fingerprint(rows) for name, rows in parts.items() if rows is not None}
 
 
 @dataclass(frozen=True)

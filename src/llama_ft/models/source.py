@@ -1,9 +1,9 @@
 """Reading a Hugging Face folder's weights a few rows at a time."""
 
 import json
-import os
 import pickle
 import zipfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,12 +12,15 @@ import torch
 import xxhash
 from safetensors import SafetensorError, safe_open
 
+from llama_ft.config.wording import size_text
 from llama_ft.errors import UserError
 from llama_ft.runtime.console import log
 
 INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
 BIN_INDEX_FILE, BIN_FILE = "pytorch_model.bin.index.json", "pytorch_model.bin"
-FINGERPRINT_BYTES = 2**20
+SAMPLES, SAMPLE_BYTES = 64, 2**14  # of each file, for its fingerprint: one in about 80 MiB of a file of 5 GB
+INCIDENTAL = ("_name_or_path", "transformers_version", "torch_dtype", "dtype")  # in config.json
+BLOCK_ELEMENTS = 2**20  # of a tensor that is exported, at once: temporaries in fp32 are of 4 MiB
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -41,6 +44,10 @@ class StoredTensor:
     file: Path
     shape: tuple[int, ...]
     dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
 class WeightSource(Protocol):
@@ -118,10 +125,10 @@ class BinSource:
         self._values: dict[str, torch.Tensor] = {}
         copied = [file for file in files if file.exists() and not zipfile.is_zipfile(file)]
         if copied:
-            size = sum(file.stat().st_size for file in copied) / 2**30
+            size = size_text(sum(file.stat().st_size for file in copied))
             log.warning(
                 f"{copied[0].parent}: .bin files from before PyTorch 1.6 cannot be read in parts: a full copy "
-                f"({size:.2f} GiB) in the memory of each rank\nthat reads, which with --low_cpu_fsdp is one. Saving "
+                f"({size}) in the memory of each rank\nthat reads, which with --low_cpu_fsdp is one. Saving "
                 "the model once with save_pretrained makes safetensors of it."
             )
         for file in files:
@@ -158,14 +165,30 @@ def open_weights(folder: Path) -> WeightSource:
 
 
 def fingerprint(folder: Path) -> str:
-    """Tell models of the same shapes apart without reading them whole: sizes and ends of all weight files."""
-    digest = xxhash.xxh3_128()
+    """Tell models apart without reading them whole: what config.json says of the model, and of every file of weights
+    its size and samples from its first to its last byte. Fine-tuning moves all of a tensor, so that they see it."""
+    settings = json.loads((folder / "config.json").read_text())
+    lasting = {name: value for name, value in settings.items() if name not in INCIDENTAL}
+    digest = xxhash.xxh3_128(json.dumps(lasting, sort_keys=True).encode())
     for file in weight_files(folder, INDEX_FILE, SINGLE_FILE) or weight_files(folder, BIN_INDEX_FILE, BIN_FILE):
-        with open(file, "rb") as opened:
-            size = opened.seek(0, os.SEEK_END)
-            opened.seek(max(0, size - FINGERPRINT_BYTES))
-            digest.update(f"{file.name} {size} ".encode() + opened.read())
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size} ".encode())
+        with open(file, "rb", buffering=0) as opened:
+            for sample in range(SAMPLES):
+                opened.seek(max(0, size - SAMPLE_BYTES) * sample // (SAMPLES - 1))
+                digest.update(opened.read(SAMPLE_BYTES))
     return digest.hexdigest()
+
+
+def blocks(source: WeightSource, name: str) -> Iterator[torch.Tensor]:
+    """A tensor's rows in order, BLOCK_ELEMENTS or one row at a time."""
+    shape = source.tensors[name].shape
+    if not shape:
+        yield source.read(name)
+        return
+    size = max(1, BLOCK_ELEMENTS // max(1, torch.Size(shape[1:]).numel()))
+    for start in range(0, shape[0], size):
+        yield source.read_rows(name, start, min(start + size, shape[0]))
 
 
 def weight_files(folder: Path, index_name: str, single_name: str) -> list[Path]:

@@ -98,10 +98,11 @@ class Runtime:
         """The run directory of an earlier attempt at this job; rank 0 knows."""
         return elastic.earlier_run(self.job_store)
 
-    def begin_run(self, output_dir: Path) -> None:
+    def begin_run(self, output_dir: Path, step: int = 0) -> None:
         """From now on status.json in `output_dir` says how the run stands, whichever rank ends it, and an attempt after
         this one goes on there."""
         self.status = RunStatus(output_dir)
+        self.status.step = step
         if self.is_main:
             elastic.remember_run(self.job_store, output_dir)
             self.status.write("running")
@@ -116,12 +117,13 @@ class Runtime:
             self.status.write("running")
             self._status_written = time.monotonic()
 
-    def describe(self, rows: int, micro_batches: int) -> str:
+    def describe(self, rows: int, micro_batches: int, global_batch: int) -> str:
         """Which device each rank has, and how parameters and batches lie over them; all ranks call it.
 
         Args:
             rows: of one micro-batch of one rank.
             micro_batches: per optimizer step.
+            global_batch: rows of an optimizer step.
         """
         notes: list[Any] = [None] * self.world_size
         dist.all_gather_object(notes, self.device_note)
@@ -129,7 +131,7 @@ class Runtime:
         layout = layout_line(sizes.get("replicate", 1), sizes["shard"])
         if self.storage_device != self.device:
             layout += f"; parameters and optimizer in host memory, stepped by {torch.get_num_threads()} threads a rank"
-        lines = [*device_lines(notes), layout, batch_line(self.world_size, rows, micro_batches)]
+        lines = [*device_lines(notes), layout, batch_line(self.world_size, rows, micro_batches, global_batch)]
         return "\n  ".join(["1 process" if self.world_size == 1 else f"{self.world_size} processes", *lines])
 
 

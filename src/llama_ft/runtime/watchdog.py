@@ -109,7 +109,7 @@ class Watchdog(threading.Thread):
         With CUDA collectives are queued, and waited for at any line that needs a number on the host: so there it is the
         line, and that no memory has been allocated meanwhile, which all computing does.
         """
-        if self._device.type == "cuda":
+        if self._device.type == "cuda" and frame.f_code.co_filename != threading.__file__:  # waiting for a thread
             allocations = torch.cuda.memory_stats(self._device).get("allocation.all.allocated", 0)
             return self._collectives(), allocations, id(frame), frame.f_lasti
         return self._collectives() if _is_in_collective(frame) else object()
