@@ -272,6 +272,7 @@ def test_wandb_online_sends_metrics_and_nothing_about_the_machine(tmp_path: Path
     assert not [path for path, _ in wandb_server.requests if "otel" in path]
 
 
+@pytest.mark.slow
 def test_a_server_that_falls_silent_does_not_hold_the_run(tmp_path: Path, wandb_server: WandbServer) -> None:
     wandb_server.silent_after_start = True
     done, seconds = run_online(tmp_path, WANDB_BASE_URL=wandb_server.url, WANDB_API_KEY="a" * 40)

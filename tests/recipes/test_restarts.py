@@ -78,6 +78,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, rows70: Pa
     return output_dir
 
 
+@pytest.mark.slow
 def test_a_run_that_is_stopped_and_killed_comes_to_the_same_end(
     whole: Path, tmp_path: Path, tiny_model: Path, rows70: Path
 ) -> None:

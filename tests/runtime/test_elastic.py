@@ -47,6 +47,7 @@ def test_a_mistake_in_the_settings_is_told_once_and_not_tried_again_from_within_
     assert output.count("error: mine.yaml:3: this is not right.\n       That would be.") == 1
 
 
+@pytest.mark.slow
 def test_a_mistake_found_later_by_a_rank_of_one_node_ends_both(tmp_path: Path) -> None:
     nodes = two_nodes("--nproc_per_node", "1", *RESTARTS, JOB, "late mistake", str(tmp_path))
     output = nodes[0].output + nodes[1].output

@@ -35,6 +35,7 @@ from llama_ft.checkpoint.reader import (
 from llama_ft.checkpoint.safetensors_file import SafetensorsFile, TensorHeader
 from llama_ft.checkpoint.state import OwnState, own_state
 from llama_ft.config import CheckpointConfig
+from llama_ft.config.wording import size_text
 from llama_ft.errors import RunFailure, UserError
 from llama_ft.runtime import Runtime, grace_warning, log
 
@@ -185,7 +186,9 @@ class CheckpointWriter:
         needed = total + SPACE_FOR_THE_REST
         free = self._runtime.from_main(lambda: shutil.disk_usage(self.run).free)
         if free < needed:
-            raise self._failure(step, f"it needs {_size(needed)}, and {_size(free)} are free on the disk of {self.run}")
+            raise self._failure(
+                step, f"it needs {size_text(needed)}, and {size_text(free)} are free on the disk of {self.run}"
+            )
         return total
 
     def _failure(self, step: int, cause: str) -> RunFailure:
@@ -232,7 +235,7 @@ class CheckpointWriter:
         seconds = time.perf_counter() - save.started
         self._timings["perf/save_seconds"] = seconds
         log.info(
-            f"Checkpoint {final.name}: {_size(save.nbytes)}, training waited {save.stall_seconds:.2f} s, written after "
+            f"Checkpoint {final.name}: {size_text(save.nbytes)}, training waited {save.stall_seconds:.2f} s, written after "
             f"{seconds:.2f} s"
         )
         if not self._grace_told and (warning := grace_warning(seconds)):
@@ -333,7 +336,3 @@ def _trainer_record(checkpoint: Path) -> dict[str, Any]:
 
 def _reason(error: Exception) -> str:
     return (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
-
-
-def _size(nbytes: int) -> str:
-    return f"{nbytes / 2**30:,.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:,.1f} MiB"

@@ -171,6 +171,8 @@ def fingerprint(folder: Path) -> str:
     lasting = {name: value for name, value in settings.items() if name not in INCIDENTAL}
     digest = xxhash.xxh3_128(json.dumps(lasting, sort_keys=True).encode())
     for file in weight_files(folder, INDEX_FILE, SINGLE_FILE) or weight_files(folder, BIN_INDEX_FILE, BIN_FILE):
+        if not file.exists():
+            continue  # whoever loads it will say so
         size = file.stat().st_size
         digest.update(f"{file.name} {size} ".encode())
         with open(file, "rb", buffering=0) as opened:
