@@ -235,8 +235,8 @@ class CheckpointWriter:
         seconds = time.perf_counter() - save.started
         self._timings["perf/save_seconds"] = seconds
         log.info(
-            f"Checkpoint {final.name}: {size_text(save.nbytes)}, training waited {save.stall_seconds:.2f} s, written after "
-            f"{seconds:.2f} s"
+            f"Checkpoint {final.name}: {size_text(save.nbytes)}, training waited {save.stall_seconds:.2f} s, "
+            f"written after {seconds:.2f} s"
         )
         if not self._grace_told and (warning := grace_warning(seconds)):
             log.warning(warning)
