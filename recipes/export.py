@@ -5,6 +5,7 @@ no GPU and hardly any memory is needed. What comes out is what a run leaves in o
 adapter into the model it was trained beside, in its original precision, also after --quantization.
 """
 
+import signal
 import sys
 from argparse import Namespace
 from pathlib import Path
@@ -63,8 +64,12 @@ def export_checkpoint(place: Path, folder: Path, options: Namespace) -> str:
 
 if __name__ == "__main__":
     configure_console(rank=0)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was begun is cleared away
     try:
         main(OPTIONS)
+    except KeyboardInterrupt:
+        print(f"stopped by Ctrl-C; nothing was written to {OPTIONS.out}", file=sys.stderr)
+        sys.exit(130)
     except RunFailure as error:
         print(error, file=sys.stderr)
         sys.exit(1)

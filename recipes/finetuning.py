@@ -47,15 +47,15 @@ def main(config: Config, places: dict[str, str]) -> None:
         resumed = checkpoint.find_checkpoint(config.checkpoint, job)
         config = settle(config, places, job, resumed)
         log.info("\n  ".join(["Settings that differ from the defaults:", *differences(config)]))
-        settings, batch = config.train, checkpoint.global_batch(config.train, resumed, job.world_size)
-        log.info(job.describe(settings.batch_size_training, settings.gradient_accumulation_steps, batch))
-        about = checkpoint.describe_run(config, batch)
+        settings, about = config.train, checkpoint.describe_run(config)
         if resumed is not None:
             check_same_run(resumed.trainer, about, may_change, places)
             if result := checkpoint.finished_result(resumed, config.checkpoint):
-                log.info(f"This run is finished; its result is {result}")
+                log.info(f"This run was finished after step {resumed.step}; its result is {result}")
                 job.begin_run(resumed.run, resumed.step)
                 return
+        about["global_batch"] = batch = checkpoint.global_batch(settings, resumed, job.world_size)
+        log.info(job.describe(settings.batch_size_training, settings.gradient_accumulation_steps, batch))
         if job.is_main:
             observe.check_wandb_login(config.tracking)
 
@@ -76,6 +76,7 @@ def main(config: Config, places: dict[str, str]) -> None:
         about["contents"] = {"model_name": models.fingerprint(folder), **rows.fingerprints()}
         if resumed is not None:
             check_same_run(resumed.trainer, about, may_change, places)
+            checkpoint.check_steps_left(resumed, settings, len(rows.train), batch)
 
         model, adapter, stored_dtypes = build_model(config, folder, model_config, job)
 

@@ -181,7 +181,7 @@ def test_another_run_is_refused_and_named(two_ranks: Path, one_rank: Finished) -
     assert "this would be another run" in one_rank.output
     assert "--seed is 8, was 42" in one_rank.output
     assert "--resume_allow_changes seed" in one_rank.output
-    assert "This run is finished" not in one_rank.output
+    assert "This run was finished" not in one_rank.output
 
 
 @pytest.mark.slow

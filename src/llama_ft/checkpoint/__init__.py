@@ -6,7 +6,14 @@ from llama_ft.checkpoint.hub_upload import upload
 from llama_ft.checkpoint.merge import merge_adapter
 from llama_ft.checkpoint.model_card import write_model_card
 from llama_ft.checkpoint.reader import Checkpoint, complete_checkpoints, damage
-from llama_ft.checkpoint.resume import describe_run, find_checkpoint, finished_result, global_batch, open_best
+from llama_ft.checkpoint.resume import (
+    check_steps_left,
+    describe_run,
+    find_checkpoint,
+    finished_result,
+    global_batch,
+    open_best,
+)
 from llama_ft.checkpoint.run_directory import create_run_directory
 from llama_ft.checkpoint.state import restore, restore_weights
 from llama_ft.checkpoint.writer import CheckpointWriter
@@ -15,6 +22,7 @@ __all__ = [
     "Checkpoint",
     "CheckpointWriter",
     "Exporter",
+    "check_steps_left",
     "complete_checkpoints",
     "create_run_directory",
     "damage",

@@ -36,6 +36,6 @@ def upload(folder: Path, repository: str, private: bool) -> str:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise RunFailure(
             f"--push_to_hub {repository}: the upload to {constants.ENDPOINT} failed ({reason}).\n{folder} is complete; "
-            f"`hf upload {repository} {folder}` uploads it later."
+            f"`hf upload {repository} {folder}{' --private' if private else ''}` uploads it later."
         ) from error
     return str(address)

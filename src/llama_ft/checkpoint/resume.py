@@ -129,14 +129,31 @@ def finished_result(resumed: Checkpoint, settings: CheckpointConfig) -> Path | N
     return None
 
 
-def describe_run(config: Config, batch: int) -> dict[str, Any]:
+def check_steps_left(resumed: Checkpoint, settings: TrainConfig, rows: int, batch: int) -> None:
+    """Refuse to go on from a step beyond the run's end, which may have been moved.
+
+    Args:
+        resumed: the checkpoint.
+        settings: num_epochs and max_train_step.
+        rows: of the training data.
+        batch: rows of an optimizer step.
+    """
+    total = -(-rows // batch) * settings.num_epochs
+    total = min(total, settings.max_train_step or total)
+    if resumed.step > total:
+        raise UserError(
+            f"--resume {resumed.folder}: {resumed.step} steps are done, and the run is to have {total}.\nGo on from an "
+            "earlier checkpoint, or make a model of this one with recipes/export.py."
+        )
+
+
+def describe_run(config: Config) -> dict[str, Any]:
     """What every trainer.json says about the run: what tells it from another one, and what it was made with.
 
     Args:
         config: the resolved configuration.
-        batch: rows of an optimizer step.
     """
-    return {"global_batch": batch, "versions": versions(), "config": dataclasses.asdict(config)}
+    return {"versions": versions(), "config": dataclasses.asdict(config)}
 
 
 def versions() -> dict[str, str]:

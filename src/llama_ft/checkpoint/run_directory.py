@@ -1,16 +1,23 @@
 """The directory of a run, made as late as possible: a run that is refused writes nothing."""
 
+import fcntl
 import itertools
 import os
 import re
 import shutil
+import socket
+import time
 from datetime import datetime
 from pathlib import Path
+from typing import IO
 
 from llama_ft.checkpoint.reader import TRAINER_FILE, Checkpoint, complete_checkpoints, step_folder
 from llama_ft.config import CheckpointConfig, run_entries
 from llama_ft.errors import UserError
 from llama_ft.runtime import Runtime, log
+
+LOCK_FILE = ".lock"
+SECONDS_FOR_ANOTHER_TO_END = 10.0  # the ranks of a run that was stopped a moment ago
 
 
 def create_run_directory(
@@ -32,20 +39,57 @@ def create_run_directory(
     Raises:
         UserError: it holds a run, or cannot be created.
     """
-    return runtime.from_main(lambda: _create(checkpoint, model_name, resumed, runtime.earlier_run))
+
+    def create() -> Path:
+        folder = _folder(checkpoint, model_name, resumed, runtime.earlier_run)
+        runtime.lock = _lock(folder)
+        _prepare(folder, checkpoint, resumed, runtime.earlier_run)
+        return folder
+
+    return runtime.from_main(create)
 
 
-def _create(settings: CheckpointConfig, model_name: str, resumed: Checkpoint | None, earlier: Path | None) -> Path:
-    own_run = resumed.run if resumed else None
+def _folder(settings: CheckpointConfig, model_name: str, resumed: Checkpoint | None, earlier: Path | None) -> Path:
     if earlier is not None:
-        folder = earlier
-    elif settings.output_dir:
-        folder = Path(settings.output_dir).expanduser()
-    else:
-        folder = own_run or _default(model_name)
+        return earlier
+    if settings.output_dir:
+        return Path(settings.output_dir).expanduser()
+    return resumed.run if resumed else _default(model_name)
+
+
+def _lock(folder: Path) -> IO[str] | None:
+    """Keep other processes out of a run's directory for as long as this one lives, whatever ends it. Ranks outlive a
+    torchrun that is killed with -9, and would go on writing there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = open(folder / LOCK_FILE, "a+")
+    except OSError as error:
+        raise UserError(f"--output_dir {folder}: cannot be written ({error.strerror}).") from error
+    deadline = time.monotonic() + SECONDS_FOR_ANOTHER_TO_END
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError as error:
+            if time.monotonic() > deadline:
+                file.seek(0)
+                raise UserError(
+                    f"--output_dir {folder}: another process is at work there ({file.read().strip()}).\nEnd it first, "
+                    "or choose another output_dir. The ranks of a torchrun that was killed with -9 live on."
+                ) from error
+            time.sleep(0.2)
+        except OSError:  # a file system without locks
+            return None
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+    file.flush()
+    return file
+
+
+def _prepare(folder: Path, settings: CheckpointConfig, resumed: Checkpoint | None, earlier: Path | None) -> None:
     if resumed is not None and folder.resolve() == resumed.run.resolve():
         _set_newer_aside(resumed)
-        return folder
+        return
     held = run_entries(folder)  # looked at before anything slow began, but another run may have begun there since
     if held and not settings.overwrite and earlier is None:
         _check_nothing_is_lost(folder, settings)
@@ -53,17 +97,12 @@ def _create(settings: CheckpointConfig, model_name: str, resumed: Checkpoint | N
         reason = "--overwrite" if settings.overwrite and earlier is None else "No checkpoint to go on from"
         log.info(f"{reason}: removing {', '.join(path.name for path in held)} of the earlier run in {folder}")
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         for path in held:
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-        probe = folder / ".writable"
-        probe.touch()
-        probe.unlink()
         if resumed is not None:
             _branch_off(resumed, folder)
     except OSError as error:
         raise UserError(f"--output_dir {folder}: cannot be written ({error.strerror}).") from error
-    return folder
 
 
 def _check_nothing_is_lost(folder: Path, settings: CheckpointConfig) -> None:

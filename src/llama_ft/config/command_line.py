@@ -1,6 +1,7 @@
 """What a recipe's main function calls first: the command line in, a checked configuration out."""
 
 import os
+import signal
 import socket
 import sys
 import time
@@ -31,6 +32,7 @@ def parse_command_line(argv: list[str], *, description: str, demo_recipe: Path) 
     Raises:
         SystemExit: 0 after --help, 2 after the user's mistakes.
     """
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback out of an import; runtime.start takes it over
     if "--help" in argv or "-h" in argv:
         if _rank() == 0:
             print(help_text(description, script=sys.argv[0]), end="")

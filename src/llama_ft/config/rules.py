@@ -208,7 +208,7 @@ def _time_complaint(text: str) -> str | None:
     try:
         parse_duration(text)
     except ValueError:
-        return f"is {text}; expected a time such as 3h50m, 45m or 90s."
+        return f"is {text}; expected a time longer than 0 such as 3h50m, 45m or 90s."
     return None
 
 

@@ -6,6 +6,7 @@ rendezvous store speaks, the others wait to be ended. A rank whose peer has died
 lets the rank that knows the cause go first.
 """
 
+import errno
 import os
 import re
 import sys
@@ -79,7 +80,9 @@ def leave(
         message = _message(error, rank)
         if status is not None:
             stopped = isinstance(error, KeyboardInterrupt | Stopped)
-            _write_status(status, "stopped" if stopped else "failed", exit_code, message)
+            if stopped and "after step" not in message and status.step:
+                message += f" after step {status.step}. To go on: --output_dir {status.path.parent} --resume auto"
+            write_status(status, "stopped" if stopped else "failed", exit_code, message)
         print(message, file=sys.stderr, flush=True)
         if _would_come_again(error):
             restarts.end_restarts()
@@ -149,17 +152,25 @@ def _message(error: BaseException, rank: int) -> str:
         return "stopped by Ctrl-C"
     if _is_communication_error(error):
         # Without the build paths and asides that gloo puts around it.
-        what = re.search(r"connection [\w ]+|broken pipe|timed? ?out", str(error), re.IGNORECASE)
+        found = re.search(r"connection [\w ]+|broken pipe|timed? ?out", str(error), re.IGNORECASE)
+        what = found[0].strip() if found else type(error).__name__
         return (
-            f"error: rank {rank} lost contact with another rank ({what[0] if what else type(error).__name__}).\n"
+            f"error: rank {rank} lost contact with another rank ({what}).\n"
             "       Which one ended first, and how, stands in torchrun's report; exit code -9 there usually\n"
             "       means that the machine ran out of host memory."
+        )
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        where = f": {error.filename}" if error.filename else ""
+        return (
+            f"error: rank {rank}: {error.strerror}{where}.\n"
+            "       With room there, --resume auto goes on from the last complete checkpoint."
         )
     trace = "".join(traceback.format_exception(error))
     return f"{trace}error: rank {rank} failed: {type(error).__name__}: {error}"
 
 
-def _write_status(status: RunStatus, state: State, exit_code: int, message: str) -> None:
+def write_status(status: RunStatus, state: State, exit_code: int, message: str) -> None:
+    """Write status.json, or a warning where that is not possible."""
     try:
         status.write(state, exit_code, message)
     except OSError as error:  # a full disk must not hide the message itself

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal, NoReturn, TypeVar, cast
+from typing import IO, Any, Literal, NoReturn, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,7 @@ from llama_ft.errors import UserError
 from llama_ft.runtime import elastic
 from llama_ft.runtime.console import configure_console
 from llama_ft.runtime.devices import DeviceNote, batch_line, device_lines, layout_line, take_device
-from llama_ft.runtime.failures import leave
+from llama_ft.runtime.failures import leave, write_status
 from llama_ft.runtime.status import RunStatus
 from llama_ft.runtime.stopping import Peers, Stopping
 from llama_ft.runtime.watchdog import Watchdog
@@ -51,6 +51,7 @@ class Runtime:
         job_store: the part that outlives an attempt, for runtime.elastic.
         status: the run's status.json on rank 0 and on any rank that fails; None until the run has a directory.
         stopping: whether the run is asked to stop.
+        lock: on rank 0 the open file that keeps others out of the run's directory.
     """
 
     rank: int
@@ -65,6 +66,7 @@ class Runtime:
     job_store: dist.Store | None = None
     status: RunStatus | None = None
     stopping: Stopping = field(default_factory=Stopping)
+    lock: IO[str] | None = None
     _status_written: float = -math.inf
 
     @property
@@ -181,7 +183,9 @@ def start(
                 yield runtime
                 dist.barrier()
             if runtime.is_main and runtime.status is not None:
-                runtime.status.write("finished", 0)
+                write_status(runtime.status, "finished", 0, "")
+            if runtime.lock is not None:
+                runtime.lock.close()
             dist.destroy_process_group()
         except BaseException as error:
             end(stopping.closing(error))

@@ -23,5 +23,9 @@ class RunStatus:
         """Replace the file in one move, so that a reader never sees half of it."""
         aside = self.path.with_suffix(".json.tmp")
         record = {"state": state, "step": self.step, "exit_code": exit_code, "message": message}
-        aside.write_text(json.dumps(record) + "\n")
-        os.replace(aside, self.path)
+        try:
+            aside.write_text(json.dumps(record) + "\n")
+            os.replace(aside, self.path)
+        except OSError:
+            aside.unlink(missing_ok=True)
+            raise
