@@ -109,7 +109,8 @@ def test_a_second_ctrl_c_at_torchrun_ends_all_ranks_without_waiting_for_the_save
         running.end()
     assert time.monotonic() - started < 5
     assert not list(tmp_path.glob("saved-*"))
-    assert re.findall("stopped by .*", running.output) == ["stopped by a second Ctrl-C, without saving"]
+    way_on = f"To go on: --output_dir {tmp_path} --resume auto"
+    assert re.findall("stopped by .*", running.output) == [f"stopped by a second Ctrl-C, without saving. {way_on}"]
     assert running.status["state"] == "stopped" and running.status["exit_code"] == 130
 
 

@@ -81,7 +81,7 @@ def leave(
         if status is not None:
             stopped = isinstance(error, KeyboardInterrupt | Stopped)
             if stopped and "after step" not in message and status.step:
-                message += f" after step {status.step}. To go on: --output_dir {status.path.parent} --resume auto"
+                message += f". To go on: --output_dir {status.path.parent} --resume auto"
             write_status(status, "stopped" if stopped else "failed", exit_code, message)
         print(message, file=sys.stderr, flush=True)
         if _would_come_again(error):
