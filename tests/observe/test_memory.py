@@ -39,16 +39,17 @@ def test_the_host_peak_is_the_one_getrusage_reports() -> None:
 
 def test_mapped_files_do_not_count_as_anonymous(tmp_path: Path) -> None:
     path = tmp_path / "weights.bin"
-    path.write_bytes(b"\1" * (100 * MIB))
+    path.write_bytes(b"\1" * (400 * MIB))
     before = host_anonymous_bytes()
-    mapped = torch.from_file(str(path), shared=True, size=100 * MIB, dtype=torch.uint8)
-    assert int(mapped.sum()) == 100 * MIB  # reads every page
+    mapped = torch.from_file(str(path), shared=True, size=400 * MIB, dtype=torch.uint8)
+    assert int(mapped.sum()) == 400 * MIB  # reads every page
     with_map = host_anonymous_bytes()
-    big = touched(100 * MIB)
+    big = touched(400 * MIB)
     with_tensor = host_anonymous_bytes()
     assert before is not None and with_map is not None and with_tensor is not None
-    assert with_map - before < 30 * MIB
-    assert 90 * MIB < with_tensor - with_map and len(big) == 100 * MIB
+    # Wide bounds: libraries give memory of earlier tests back at any time.
+    assert with_map - before < 200 * MIB
+    assert 300 * MIB < with_tensor - with_map and len(big) == 400 * MIB
 
 
 def test_the_cpu_has_no_device_peak() -> None:
