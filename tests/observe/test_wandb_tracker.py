@@ -247,6 +247,7 @@ def test_wandb_with_a_refused_key_is_told(tmp_path: Path, wandb_server: WandbSer
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_an_unreachable_wandb_server_is_told_within_30_seconds(tmp_path: Path) -> None:
     with socket.socket() as nobody_listens:
         nobody_listens.bind(("127.0.0.1", 0))

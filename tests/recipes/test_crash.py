@@ -13,7 +13,7 @@ from conftest import REPOSITORY, run
 SCRIPT = REPOSITORY / "benchmarks" / "crash.py"
 
 
-@pytest.mark.parametrize("kills", [2, pytest.param(12, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [1, pytest.param(12, marks=pytest.mark.slow)])
 def test_a_run_killed_at_random_moments_ends_as_if_it_had_not_been(tmp_path: Path, kills: int) -> None:
     command = [sys.executable, str(SCRIPT), "--kills", str(kills), "--folder", str(tmp_path)]
     finished = run([*command, "--methods", "full" if kills < 10 else "lora,full"], timeout=900)

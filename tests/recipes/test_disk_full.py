@@ -148,6 +148,7 @@ def test_too_little_room_ends_the_run_with_the_size_that_is_needed(
     check_what_is_left(disk, finished)
 
 
+@pytest.mark.slow
 def test_a_disk_that_fills_up_meanwhile_ends_the_run_and_with_room_it_goes_on(
     disk: Disk, model: Path, rows16: Path, checkpoint_bytes: int
 ) -> None:

@@ -70,6 +70,7 @@ def merged(runs: Path) -> tuple[Path, Finished]:
     return folder, export("--adapter", runs / "4bit" / "model", "--output_dir", folder)
 
 
+@pytest.mark.slow
 def test_a_quantized_runs_adapter_is_merged_into_the_original_weights(
     runs: Path, merged: tuple[Path, Finished]
 ) -> None:
@@ -134,6 +135,7 @@ def test_a_merged_checkpoint_replaces_a_model_only_with_overwrite(runs: Path, me
     assert "optimizer steps | 2" in (copy / "README.md").read_text()
 
 
+@pytest.mark.slow
 def test_training_starts_from_every_export(runs: Path, merged: tuple[Path, Finished], tmp_path: Path) -> None:
     import torch
     from peft import PeftModel
@@ -256,6 +258,7 @@ else:
 """
 
 
+@pytest.mark.slow
 def test_exporting_takes_a_fraction_of_the_models_size(tiny_model: Path, tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(textwrap.dedent(MEMORY))
     path = f"{REPOSITORY / 'src'}:{REPOSITORY / 'tests'}"

@@ -26,6 +26,7 @@ def two_nodes(*arguments: str) -> list[Finished]:
         return list(nodes.map(lambda _: run(command), range(2)))
 
 
+@pytest.mark.slow
 def test_a_new_attempt_finds_the_directory_of_the_one_before_for_each_run_of_the_launch(tmp_path: Path) -> None:
     nodes = two_nodes("--nproc_per_node", "1", *RESTARTS, JOB, "killed once", str(tmp_path))
     assert [node.exit_code for node in nodes] == [0, 0], nodes[0].output + nodes[1].output
