@@ -65,7 +65,7 @@ def test_quantization_has_a_short_form(recipe, text: str) -> None:
                                          "Did you mean quantization: 4bit?"),
         ("model:\n  zzzzz: 1", "mine.yaml:2: model.zzzzz is not a setting. model has model_name, tokenizer_name, "
                                "trust_remote_code, attn_implementation, freeze_layers, num_freeze_layers, use_liger, "
-                               "compile."),
+                               "compile, resize_embeddings."),
         ("train:\n  one_gpu: true", "mine.yaml:2: train.one_gpu, known from llama-recipes, is not used here: a run "
                                     "without torchrun is one process on one device. Leave it out."),
         ("lr: 1", "mine.yaml:1: lr stands outside its section; write it as lr below train:"),

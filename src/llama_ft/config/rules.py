@@ -24,6 +24,8 @@ NOT_BUILT: dict[str, tuple[Callable[[Any], bool], str]] = {
     "truncation": (lambda it: it != "right", "Use right, and context_length to make room"),
     "batching_strategy": (lambda it: it == "packing", "Use padding"),
     "compile": (bool, "Leave it out"),
+    "resize_embeddings": (bool, "Use a tokenizer whose tokens the model has"),
+    "streaming": (bool, "Leave it out: rows are memory-mapped from the cache"),
 }
 SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(KB|MB|GB|TB)", re.IGNORECASE)
 SIZE_BYTES = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}

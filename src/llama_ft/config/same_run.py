@@ -11,7 +11,8 @@ from llama_ft.errors import UserError
 # another run. The rows of a step are kept apart from this: see checkpoint/resume.py.
 MAY_DIFFER = {
     "model_name", "dataset", "validation",  # the same if they hold the same
-    "tokenizer_name", "trust_remote_code",
+    "tokenizer_name", "trust_remote_code", "chat_template", "dataset_split", "dataset_format",
+    "show_samples", "tokenize_processes",
     "attn_implementation", "use_liger", "compile", "device", "device_memory_fraction", "accumulate_unsharded",
     "activation_checkpointing", "activation_checkpointing_k", "activation_offload", "stop_after", "collective_timeout",
     "batch_size_training", "gradient_accumulation_steps",

@@ -54,6 +54,10 @@ class ModelConfig:
     compile: bool = False
     """torch.compile on every decoder layer."""
 
+    resize_embeddings: bool = False
+    """Add rows to the embeddings for tokens that the tokenizer or the chat template has and the model lacks; they are
+    trained, with LoRA too, and saved with the result."""
+
 
 @dataclass(config=STRICT, kw_only=True)
 class TrainConfig:
@@ -265,21 +269,47 @@ class DataConfig:
     """A .jsonl, .json, .parquet or .csv file; path/to/file.py:function returning a datasets.Dataset; or demo: questions
     about Python's standard library, answered by its docstrings."""
 
-    dataset_format: Literal["auto", "alpaca", "messages", "tokenized"] = "auto"
-    """alpaca: columns instruction, input, output. messages: chat turns of role and content. auto: told by the
-    columns."""
+    dataset_format: Literal["auto", "alpaca", "messages", "sharegpt", "prompt_completion", "text", "tokenized"] = "auto"
+    """alpaca: columns instruction, input, output. messages: chat turns of role and content. sharegpt: conversations,
+    turns of from and value. prompt_completion. text: continued pre-training. tokenized: input_ids and labels. auto:
+    told by the columns."""
+
+    dataset_split: str = "train"
+    """Split of a hub dataset that is trained on."""
 
     validation: str | None = None
     """A file like dataset, or a fraction such as 0.05 of its rows, chosen by a hash of the row."""
+
+    chat_template: str | None = None
+    """How a chat is written: a file with a Jinja template, or llama3, chatml, alpaca or mistral; the tokenizer's own
+    when not given."""
+
+    labels: Literal["auto", "assistant", "completion", "all"] = "auto"
+    """What is trained on. assistant: every assistant turn with its end-of-turn token. completion: the last one only.
+    all: every token. auto: assistant for chats, completion for prompts, all for plain text; weight 0 on a message
+    leaves it out."""
+
+    show_samples: CountOrZero = 0
+    """Show so many training rows token by token before training, coloured by what is trained on."""
 
     context_length: Annotated[int, Field(ge=2)] | None = None
     """Longest row in tokens; the model's maximum, but at most 4096, when not given."""
 
     truncation: Literal["right", "left", "drop", "split"] = "right"
-    """What happens to a longer row. right: its end is cut off."""
+    """What happens to a longer row. right: its end is cut off, left: its beginning; drop: it is left out; split: it
+    becomes several rows."""
 
     batching_strategy: Literal["padding", "packing"] = "padding"
     """padding: rows of a micro-batch are padded to the longest."""
+
+    streaming: bool = False
+    """Read and tokenize while training instead of before it: for data larger than the disk. Needs max_train_step."""
+
+    shuffle_buffer: Count = 10_000
+    """streaming: rows read ahead, among which they are shuffled and packed."""
+
+    tokenize_processes: CountOrZero = 0
+    """Processes that tokenize; 0 = as many as there are cores."""
 
     skip_bad_rows: bool = False
     """Leave rows out that cannot be used, and count them, instead of stopping."""
