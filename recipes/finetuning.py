@@ -55,7 +55,8 @@ def main(config: Config, places: dict[str, str]) -> None:
                 job.begin_run(resumed.run, resumed.step)
                 return
         about["global_batch"] = batch = checkpoint.global_batch(settings, resumed, job.world_size)
-        log.info(job.describe(settings.batch_size_training, settings.gradient_accumulation_steps, batch))
+        unit = "pack" if config.data.batching_strategy == "packing" else "row"
+        log.info(job.describe(settings.batch_size_training, settings.gradient_accumulation_steps, batch, unit))
         if job.is_main:
             observe.check_wandb_login(config.tracking)
 
@@ -63,22 +64,34 @@ def main(config: Config, places: dict[str, str]) -> None:
         with job.node_leader_first():
             folder, tokenizer = find_model(config, ask_hub=job.local_rank == 0)
         model_config = models.load_model_config(folder, config.model.trust_remote_code)
+        context_length = models.resolve_context_length(config.data.context_length, model_config)
         with job.node_leader_first():
             rows = data.prepare(
                 config.data,
                 tokenizer,
-                context_length=models.resolve_context_length(config.data.context_length, model_config),
+                context_length=context_length,
                 cache=data.cache_dir(),
                 want_validation=settings.run_validation,
-                vocabulary_size=models.vocabulary_size(model_config),
+                vocabulary_size=None if config.model.resize_embeddings else models.vocabulary_size(model_config),
             )
         log.info("\n".join(rows.summary))
+        new_tokens = models.find_new_tokens(tokenizer, folder, model_config, config.model)
         about["contents"] = {"model_name": models.fingerprint(folder), **rows.fingerprints()}
+        about["new_tokens"] = new_tokens and dataclasses.asdict(new_tokens)
         if resumed is not None:
             check_same_run(resumed.trainer, about, may_change, places)
-            checkpoint.check_steps_left(resumed, settings, len(rows.train), batch)
+        # Which rows this rank sees at which step: a function of (seed, epoch, step) and of nothing else.
+        vocabulary = models.vocabulary_size(model_config)
+        pad = data.pad_token_id(tokenizer, vocabulary)
+        steps = data.plan_training(config, rows, context_length, batch, pad, vocabulary, job)
+        log.info(steps.describe())
+        if resumed is not None:
+            checkpoint.check_steps_left(resumed, steps.total_steps)
 
-        model, adapter, stored_dtypes = build_model(config, folder, model_config, job)
+        model, adapter, stored_dtypes = build_model(config, folder, model_config, new_tokens, job)
+        if steps.capacity is not None:
+            dtype = runtime.PRECISIONS[settings.precision].compute
+            training.check_rows_stay_apart(model, steps.first_rows(), dtype, job)
 
         # From here on something is written: until now a mistake has left nothing behind.
         output_dir = checkpoint.create_run_directory(config.checkpoint, config.model.model_name, job, resumed)
@@ -88,7 +101,7 @@ def main(config: Config, places: dict[str, str]) -> None:
             repeat = f"--config {output_dir}/config.yaml repeats this run"
             (output_dir / "config.yaml").write_text(to_yaml(config, repeat))
         writer = checkpoint.CheckpointWriter(output_dir, config.checkpoint, about, job)
-        outcome = train(config, model, tokenizer, rows, writer, resumed, job)
+        outcome = train(config, model, tokenizer, rows, steps, pad, writer, resumed, job)
         if config.checkpoint.save_model:
             result = output_dir / "model"
             save_dtype = checkpoint.save_dtype(config.checkpoint.save_dtype)
@@ -134,19 +147,21 @@ def find_model(config: Config, ask_hub: bool) -> tuple[Path, PreTrainedTokenizer
 
 
 def build_model(
-    config: Config, folder: Path, model_config: PretrainedConfig, job: Runtime
+    config: Config, folder: Path, model_config: PretrainedConfig, new_tokens: models.NewTokens | None, job: Runtime
 ) -> tuple[PreTrainedModel, models.Adapter | None, dict[str, torch.dtype]]:
     """A skeleton without storage, adapters, shards; only then weights, each rank its own rows."""
     precision = runtime.PRECISIONS[config.train.precision]
     quantization = models.choose_quantization(config.quantization, model_config, config.peft.use_peft)
-    model = models.build_skeleton(model_config, config.model)
+    model = models.build_skeleton(model_config, config.model, new_tokens)
     if quantization is not None:
         log.info(models.quantize_linears(model, quantization))
     if config.model.use_liger:
         models.apply_liger(model, config.train)
+    if config.data.batching_strategy == "packing":
+        models.use_packed_attention(model)
     models.checkpoint_activations(model, config.train)
     base_name = models.lasting_name(config.model.model_name, folder)
-    adapter = models.inject_lora(model, config.peft, base_name) if config.peft.use_peft else None
+    adapter = models.inject_lora(model, config.peft, base_name, new_tokens) if config.peft.use_peft else None
     if config.model.freeze_layers:
         models.freeze_first_layers(model, config.model.num_freeze_layers)
     models.set_storage_dtypes(model, precision)
@@ -178,21 +193,18 @@ def train(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     rows: data.TokenizedData,
+    steps: data.TrainingRows,
+    pad: int,
     writer: checkpoint.CheckpointWriter,
     resumed: checkpoint.Checkpoint | None,
     job: Runtime,
 ) -> dict[str, Any]:
     """The training loop. Every rank runs it in step; rank 0 keeps the log. Returns the last step and its metrics."""
     settings = config.train
-    # Which rows this rank sees at which step: a function of (seed, epoch, step) and of nothing else.
-    micro_batch = settings.batch_size_training
-    plan = data.plan_batches(rows.train, writer.about["global_batch"], micro_batch, settings.seed, job)
-    total_steps = min(plan.steps_per_epoch * settings.num_epochs, settings.max_train_step or sys.maxsize)
     optimizer = training.build_optimizer(model, settings)
     log.info(training.describe_optimizer(optimizer))
-    log.info(f"{total_steps} optimizer steps of {plan.global_batch} rows, {plan.steps_per_epoch} to the epoch")
     reduce_last_only = config.peft.use_peft or settings.accumulate_unsharded
-    pad = data.pad_token_id(tokenizer, models.vocabulary_size(model.config))
+    total_steps = steps.total_steps
     torch.manual_seed(settings.seed + job.rank)  # dropout differs between ranks
     progress, metrics, earlier_log = training.Progress(settings), dict[str, Any](), dict[str, Any]()
     if resumed is not None:
@@ -206,27 +218,26 @@ def train(
     # metrics.jsonl, progress bar, W&B, TensorBoard; on the other ranks it does nothing.
     resolved = dataclasses.asdict(config)
     run_log = observe.RunLog(writer.run, config.tracking, resolved, total_steps, job.is_main, **earlier_log)
-    with run_log, writer, job.stopping.between_steps(settings.stop_after):
+    last = progress.step if best.should_stop else total_steps
+    feed = data.Ahead(steps.steps(progress.step + 1, last, progress.position))
+    with run_log, writer, job.stopping.between_steps(settings.stop_after), feed:
         if resumed is None:
             training.show_answer("Before", model, tokenizer, rows.chat_sample, settings.sample_tokens, pad, job)
             if rows.validation is not None:
-                run_log.log_step(0, training.evaluate(model, rows.validation, settings, pad, job))
+                run_log.log_step(0, training.evaluate(model, rows.validation, settings, pad, steps.capacity, job))
         model.train()
-        last = progress.step if best.should_stop else total_steps
-        for step in range(progress.step + 1, last + 1):
-            epoch, step_in_epoch = divmod(step - 1, plan.steps_per_epoch)
-            started = time.perf_counter()
+        for todo in feed:
+            step, batches = todo.step, todo.batches
+            started = time.perf_counter() - feed.waited_seconds
 
             # This rank's micro-batches: forward and backward, then a few numbers from each rank.
-            todo = plan.step(epoch, step_in_epoch)
-            batches = [data.collate(rows.train, indices, pad) for indices in todo.micro_batches]
             losses = training.accumulate_gradients(
                 model, batches, todo.target_tokens, reduce_last_only, job.device, scale.factor
             )
             norm = training.gradient_norm(model, settings, scale.factor)
             ranks = job.gather_numbers(
                 sum(loss.item() for loss in losses),
-                sum(int(batch.attention_mask.sum()) for batch in batches),
+                sum(batch.tokens for batch in batches),
                 observe.host_peak_bytes() or 0,
                 observe.device_peak_bytes(job.device) or 0,
                 job.stopping.asked(),
@@ -234,29 +245,30 @@ def train(
             )  # [ranks, 6]
             loss = ranks[:, 0].sum().item() / todo.target_tokens
             skip = training.stop_if_not_finite(loss, norm, scale, step, losses, batches, writer.last, job)
-            lr = training.learning_rate(settings, step - 1, total_steps, epoch)
+            lr = training.learning_rate(settings, step - 1, total_steps, todo.epoch)
             training.update_weights(optimizer, lr, skip)
             if step == scale.skipped_steps + 1:  # the first that was not skipped has made the states
                 log.info(training.describe_state(optimizer, job))
 
             seconds = time.perf_counter() - started
-            progress.step, progress.target_tokens = step, progress.target_tokens + todo.target_tokens
+            progress.step, progress.position = step, todo.position
+            progress.target_tokens += todo.target_tokens
             metrics = {
-                "epoch": step / plan.steps_per_epoch,
+                "epoch": todo.epochs_seen,
                 "tokens": progress.target_tokens,
                 "train/loss": loss,
                 "train/lr": lr,
                 "train/grad_norm": norm,
                 "perf/tokens_per_second": ranks[:, 1].sum().item() / seconds,
                 "perf/step_seconds": seconds,
+                "perf/data_wait_seconds": feed.waited_seconds,
                 **observe.memory_metrics(ranks[:, 2:4]),
                 **scale.metrics(),
             }
             is_last = step == total_steps
-            ends_epoch = step_in_epoch == plan.steps_per_epoch - 1
             is_best = False
-            if rows.validation is not None and training.is_due(step, settings.eval_steps, ends_epoch or is_last):
-                metrics |= training.evaluate(model, rows.validation, settings, pad, job)
+            if rows.validation is not None and training.is_due(step, settings.eval_steps, todo.ends_epoch or is_last):
+                metrics |= training.evaluate(model, rows.validation, settings, pad, steps.capacity, job)
                 is_best = best.update(metrics["eval/loss"], step)
             if training.is_due(step, settings.log_steps, is_last or "eval/loss" in metrics):
                 run_log.log_step(step, metrics | writer.timings())
@@ -266,7 +278,7 @@ def train(
             if ranks[:, 5].any():
                 writer.finish()  # tells what has failed
             ends_run = is_last or best.should_stop
-            asked = writer.is_due(step, ends_epoch, ends_run or stop is not None)
+            asked = writer.is_due(step, todo.ends_epoch, ends_run or stop is not None)
             if asked or (is_best and config.checkpoint.save_model):
                 state: dict[str, Any] = {"progress": progress.state_dict(), "ends_run": ends_run, "metrics": metrics}
                 state["trackers"] = run_log.tracker_ids

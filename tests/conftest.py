@@ -1,18 +1,26 @@
-"""Small real things to train on, and real torchrun launches. A launch costs 8 to 15 s: `runs` shares one between all
-cases of a world size."""
+"""Small real things to train on, and processes: new interpreters, torchrun's, and (forked.py) cheaper ones.
+
+A new process that imports torch costs 5 to 8 s of a core, and torchrun 2 s more. So many cases share one launch, and
+`forked` begins where the imports have ended; `run`, `torchrun` and `recipe` are for what depends on the interpreter's
+start, on variables that libraries read when they are imported, or on torchrun's agent."""
 
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
+from forked import ENVIRONMENT, REPOSITORY, Finished
 
-REPOSITORY = Path(__file__).resolve().parent.parent
+if TYPE_CHECKING:
+    from llama_ft.runtime import Runtime
+
+# Before torch is imported: the tests' tensors are tiny, and threads that wait for a busy core spin.
+os.environ["OMP_NUM_THREADS"] = "1"
+
 RECIPE = REPOSITORY / "recipes" / "finetuning.py"
 QUESTIONS = ["What is a shard", "Who reads the checkpoint", "Why is the loss a sum", "Where do adapters live"]
 ANSWERS = [
@@ -23,21 +31,11 @@ ANSWERS = [
 ]
 
 
-@dataclass(frozen=True)
-class Finished:
-    """A process that has ended."""
-
-    exit_code: int
-    output: str  # stdout and stderr as they came
-    seconds: float
-
-
 def run(command: list[str], timeout: float = 240, **environment: str) -> Finished:
     """Run a command as a user would, with this checkout's package and one thread a process."""
     import time
 
     started = time.monotonic()
-    known = {"PYTHONPATH": str(REPOSITORY / "src"), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     finished = subprocess.run(
         command,
         stdout=subprocess.PIPE,
@@ -46,7 +44,7 @@ def run(command: list[str], timeout: float = 240, **environment: str) -> Finishe
         text=True,
         timeout=timeout,
         cwd=REPOSITORY,
-        env={**os.environ, **known, **environment},
+        env={**os.environ, **ENVIRONMENT, **environment},
     )
     return Finished(finished.returncode, finished.stdout, time.monotonic() - started)
 
@@ -142,6 +140,23 @@ def tiny_model(save_model: Callable[..., Path], tmp_path_factory: pytest.TempPat
 def tied_model(save_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a tiny Llama whose head is its embedding."""
     return save_model(tmp_path_factory.mktemp("models") / "tied", tied=True)
+
+
+@pytest.fixture(scope="module")
+def runtime() -> Iterator["Runtime"]:
+    """A process group of one, for what needs no launch."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from llama_ft.runtime import Runtime
+    from llama_ft.runtime.devices import DeviceNote
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("shard",))
+    cpu = torch.device("cpu")
+    yield Runtime(0, 1, 0, 1, cpu, cpu, DeviceNote("node1", "CPU", "1 thread"), mesh, None)
+    dist.destroy_process_group()
 
 
 def write_rows(file: Path, count: int) -> Path:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import torchrun
+from forked import forked
 
 SCRIPT = Path(__file__).with_name("export_and_dump.py")
 LORA = {"use_peft": True, "r": 6, "target_modules": "all-linear", "lora_dropout": 0}
@@ -35,7 +35,7 @@ def results(tiny_model: Path, tied_model: Path, tmp_path_factory: pytest.TempPat
     }
     out = tmp_path_factory.mktemp("results")
     (out / "cases.json").write_text(json.dumps(cases))
-    finished = torchrun(WORLD_SIZE, str(SCRIPT), str(out / "cases.json"), str(out))
+    finished = forked(SCRIPT, out / "cases.json", out, ranks=WORLD_SIZE)
     assert finished.exit_code == 0, finished.output
     return out
 

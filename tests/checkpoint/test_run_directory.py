@@ -4,6 +4,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -36,18 +37,16 @@ def busy(tmp_path: Path) -> Iterator[tuple[Path, subprocess.Popen[str]]]:
     other.communicate()
 
 
-@pytest.mark.parametrize("settings", [{"overwrite": True}, {"resume": "auto"}])
 def test_a_directory_in_which_another_process_works_is_refused_and_left_alone(
-    busy: tuple[Path, subprocess.Popen[str]],
-    settings: dict[str, object],
-    runtime: Runtime,
-    monkeypatch: pytest.MonkeyPatch,
+    busy: tuple[Path, subprocess.Popen[str]], runtime: Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run_directory, "SECONDS_FOR_ANOTHER_TO_END", 0.0)
     folder, other = busy
-    with pytest.raises(UserError, match=f"another process is at work there .process {other.pid} on "):
-        create_run_directory(CheckpointConfig(output_dir=str(folder), **settings), "m", runtime)
-    assert (folder / "metrics.jsonl").read_text() == '{"step": 1}\n'
+    settings: list[dict[str, Any]] = [{"overwrite": True}, {"resume": "auto"}]
+    for way in settings:
+        with pytest.raises(UserError, match=f"another process is at work there .process {other.pid} on "):
+            create_run_directory(CheckpointConfig(output_dir=str(folder), **way), "m", runtime)
+        assert (folder / "metrics.jsonl").read_text() == '{"step": 1}\n'
 
 
 def test_a_process_that_was_killed_holds_no_directory(

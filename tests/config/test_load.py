@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from llama_ft.config import Config, load
+from llama_ft.config.resolved import to_yaml
 
 
 @pytest.mark.parametrize(
@@ -103,3 +104,67 @@ def test_the_home_directory_may_be_written_as_a_tilde() -> None:
 
 def test_defaults_are_a_valid_configuration() -> None:
     assert load([])[0] == Config()
+
+
+MIX = [{"path": "a.jsonl", "weight": 2.5}, {"path": "b.jsonl", "split": "test"}, {"path": "c.jsonl"}]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '[{"path": "a.jsonl", "weight": 2.5}, {"path": "b.jsonl", "split": "test"}, {"path": "c.jsonl"}]',
+        "[{path: a.jsonl, weight: 2.5}, {path: b.jsonl, split: test}, c.jsonl]",
+    ],
+)
+def test_a_mix_is_read_from_flag_and_file_and_written_back(recipe, text: str) -> None:
+    config, _ = load(["--dataset", text], paths=False)
+    assert config.data.dataset == MIX
+    below = "    - path: a.jsonl\n      weight: 2.5\n    - {path: b.jsonl, split: test}\n    - c.jsonl\n"
+    assert load([recipe(f"data:\n  dataset:\n{below}")], paths=False)[0] == config
+    assert load([recipe(to_yaml(config))], paths=False)[0].data == config.data
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "[{path: a.jsonl, weight: 0}]",
+            "--dataset[0].weight is 0; expected a number greater than 0 and at most 1000.",
+        ),
+        (
+            "[a.jsonl, {path: b.jsonl, weight: x}]",
+            "--dataset[1].weight is x; expected a number greater than 0 and at most 1000.",
+        ),
+        (
+            "[{path: a.jsonl, weight: .inf}]",
+            "--dataset[0].weight is .inf; expected a number greater than 0 and at most 1000.",
+        ),
+        ("[{path: a, weight: 1e9}]", "--dataset[0].weight is 1e9; expected a number greater than 0 and at most 1000."),
+        ("[{path: }]", "--dataset[0].path is empty; expected text."),
+        ("[{path: [a, b]}]", "--dataset[0].path is a mapping; expected text."),
+        ("[{path: a, wieght: 2}]", "--dataset[0].wieght is not known; a part has path, weight and split."),
+        ("[{weight: 2}]", "--dataset[0].path is missing; a part has path, weight and split."),
+        ("[]", "--dataset has no value; expected a name, or a list of parts with path, weight and split."),
+    ],
+)
+def test_what_is_wrong_in_a_mix_is_told_with_its_part(mistakes, text: str, message: str) -> None:
+    assert mistakes("--dataset", text) == [message]
+
+
+def test_a_name_that_begins_with_a_bracket_stays_a_name() -> None:
+    assert load(["--dataset", "[ab]*.jsonl"], paths=False)[0].data.dataset == "[ab]*.jsonl"
+
+
+def test_a_split_of_data_without_splits_is_refused(mistakes) -> None:
+    assert mistakes("--dataset", "a.jsonl", "--dataset_split", "test") == [
+        "--dataset_split is test, and a.jsonl has no splits. Leave it out."
+    ]
+    assert mistakes("--dataset", "org/name", "--dataset_split", "test") == []
+
+
+def test_eval_steps_need_data_that_may_bring_validation(mistakes) -> None:
+    for dataset in ("a.jsonl.gz", "*.csv", "[a.jsonl, b.jsonl]"):
+        (message,) = mistakes("--dataset", dataset, "--eval_steps", "5")
+        assert message == "--eval_steps has no effect without validation data. Add validation 0.05, or a file."
+    for dataset in ("org/name", "samsum", "code.py:build", "demo"):
+        assert mistakes("--dataset", dataset, "--eval_steps", "5") == []

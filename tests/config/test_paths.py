@@ -56,6 +56,7 @@ def test_a_hub_name_is_not_looked_for_on_this_machine(mistakes, name: str) -> No
         ("--use_peft --from_peft_checkpoint empty", "--from_peft_checkpoint empty: holds no adapter_config.json, so no "
                                                     "adapter."),
         ("--use_peft --from_peft_checkpoint lora", "--from_peft_checkpoint lora: holds no adapter_model.safetensors."),
+        ("--chat_template chatlm", "--chat_template chatlm: no such file. Built in are llama3, chatml, alpaca, mistral."),
     ],
 )  # fmt: skip
 def test_each_wrong_folder_has_its_message(mistakes, files: Files, line: str, message: str) -> None:
@@ -64,7 +65,11 @@ def test_each_wrong_folder_has_its_message(mistakes, files: Files, line: str, me
     assert mistakes(*line.split(), paths=True) == [message]
 
 
-FORMS = ".jsonl, .json, .parquet, .csv, or path/to/file.py:function"
+FORMS = (
+    "Data are .jsonl, .json, .csv (also .gz, .zst), .parquet and .arrow, folders and globs of them, hub names "
+    "(org/name), and path/to/file.py:function."
+)
+BUILT_IN = "is neither data nor a built-in dataset (demo, samsum, grammar, alpaca)."
 
 
 @pytest.mark.parametrize(
@@ -72,11 +77,15 @@ FORMS = ".jsonl, .json, .parquet, .csv, or path/to/file.py:function"
     [
         ("data/my_dta.jsonl", "no such file. Did you mean data/my_data.jsonl?"),
         ("other.jsonl", "no such file."),
-        ("data", f"is a folder; expected a file: {FORMS}."),
+        ("empty", f"is a folder without data files. {FORMS}"),
+        ("data/*.csv", "no file matches."),
+        ("n*s.xlsx", f"what notes.xlsx holds is not known. {FORMS}"),
+        ("s3://bucket/rows", "is no URL of a data file; that of a folder ends in /."),
+        ("a.jsonl,b.jsonl", "no such file. Several are written '[a.jsonl, b.jsonl]'."),
         ("empty.jsonl", "is empty."),
-        ("notes.xlsx", f"what a .xlsx holds is not known. Files are {FORMS}."),
-        ("samsum_dataset", f"is neither a file nor a built-in dataset (demo). Files are {FORMS}."),
-        ("org/dataset", f"is neither a file nor a built-in dataset (demo). Files are {FORMS}."),
+        ("notes.xlsx", f"what a .xlsx holds is not known. {FORMS}"),
+        ("samsun", f"{BUILT_IN} Did you mean samsum? {FORMS}"),
+        ("dolly15", f"{BUILT_IN} {FORMS}"),
         ("code.py", "which function? Write code.py:function. It defines build, helper."),
         ("code.py:biuld", "code.py defines no biuld. Did you mean build?"),
         ("code.py:zzz", "code.py defines no zzz. It defines build, helper."),
@@ -86,11 +95,44 @@ FORMS = ".jsonl, .json, .parquet, .csv, or path/to/file.py:function"
     ],
 )
 def test_each_wrong_dataset_has_its_message(mistakes, files: Files, name: str, complaint: str) -> None:
-    files("data/my_data.jsonl", "notes.xlsx")
+    files("data/my_data.jsonl", "notes.xlsx", "empty/")
     files("empty.jsonl", text="")
     files("code.py", text="def build():\n    def inner(): ...\n\n\ndef helper(): ...\n")
     files("broken.py", text="import os\nprint(\n")
     assert mistakes("--dataset", name, paths=True) == [f"--dataset {name}: {complaint}"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["data", "data/*.jsonl", "my.jsonl.gz", "org/dataset", "org/dataset:main", "samsum_dataset", "s3://bucket/x.jsonl"],
+)
+def test_what_may_be_a_dataset_is_not_refused(mistakes, files: Files, name: str) -> None:
+    files("data/my_data.jsonl", "my.jsonl.gz")
+    assert mistakes("--dataset", name, paths=True) == []
+
+
+def test_every_part_of_a_mix_must_be_there(mistakes, files: Files) -> None:
+    files("my.jsonl")
+    assert mistakes("--dataset", "[my.jsonl, {path: yours.jsonl, weight: 2}]", paths=True) == [
+        "--dataset: yours.jsonl: no such file."
+    ]
+    assert mistakes("--dataset", "[{path: my.jsonl, weight: 2}, org/name]", paths=True) == []
+
+
+def test_overwriting_a_run_does_not_delete_a_part_of_a_mix(mistakes, files: Files) -> None:
+    files("run/status.json", "run/model/rows.jsonl", "my.jsonl")
+    line = ["--dataset", "[my.jsonl, run/model/rows.jsonl]", "--output_dir", "run", "--overwrite"]
+    (message,) = mistakes(*line, paths=True)
+    assert "--overwrite would delete run/model, which dataset[1].path reads." in message
+
+
+def test_validation_may_be_a_split_of_data_that_have_splits(mistakes, files: Files) -> None:
+    files("my.jsonl", "data/train.jsonl")
+    for dataset in ("org/name", "data", "samsum"):
+        assert mistakes("--dataset", dataset, "--validation", "test", paths=True) == []
+    for dataset in ("my.jsonl", "[data]"):
+        (message,) = mistakes("--dataset", dataset, "--validation", "test", paths=True)
+        assert message.endswith("As the name of a split it needs one dataset that has splits.")
 
 
 @pytest.mark.parametrize("function", ["build", "imported", "assigned", "guarded", "Builder"])
@@ -114,6 +156,8 @@ def test_a_recipe_names_the_line_of_a_wrong_path(mistakes, recipe) -> None:
 def test_a_path_that_cannot_even_be_asked_for_is_a_mistake_and_no_crash(mistakes) -> None:
     (message,) = mistakes("--dataset", "a" * 5000 + ".jsonl", paths=True)
     assert message.endswith("cannot be looked at: File name too long.")
+    messages = mistakes("--dataset", "a" * 5000 + ".jsonl", "--eval_steps", "5", paths=True)
+    assert messages[1] == message and messages[0].startswith("--eval_steps has no effect without validation data.")
 
 
 def test_a_pipe_and_a_link_to_nowhere_are_no_data_files(mistakes, tmp_path: Path) -> None:

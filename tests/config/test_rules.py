@@ -20,9 +20,6 @@ from llama_ft.errors import UserError
     "line",
     [
         "--activation_checkpointing auto",
-        "--truncation left",
-        "--truncation drop",
-        "--truncation split",
         "--batching_strategy packing",
         "--compile",
     ],

@@ -1,12 +1,13 @@
 """The cache folder, and folders that appear whole or not at all."""
 
+import os
 from pathlib import Path
 
 import pytest
 
 from llama_ft.data import cache_dir
 from llama_ft.data.cache import build_once
-from llama_ft.errors import UserError
+from llama_ft.errors import RunFailure, UserError
 
 
 def test_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -57,3 +58,25 @@ def test_cache_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="LLAMA_FT_CACHE names another place"):
         build_once(tmp_path / "file" / "a", "done", lambda folder: None)
+
+
+def test_full_disk_is_told_and_nothing_is_left(tmp_path: Path) -> None:
+    def build(folder: Path) -> None:
+        (folder / "half").write_text("half")
+        Path("/dev/full").write_text("more")
+
+    with pytest.raises(RunFailure, match="the disk is full; 0 MiB were written, and are removed.\n.* LLAMA_FT_CACHE"):
+        build_once(tmp_path / "a", "done", build)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_builder_that_still_works_keeps_its_folder(tmp_path: Path) -> None:
+    def build(folder: Path) -> None:
+        (folder / "done").write_text("")
+        os.utime(folder / "done", (0, 0))
+        os.utime(folder, (0, 0))
+        build_once(tmp_path / "b", "done", lambda other: (other / "done").write_text(""))
+        assert folder.exists()
+
+    build_once(tmp_path / "a", "done", build)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]

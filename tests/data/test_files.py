@@ -1,13 +1,19 @@
 """Reading files, and the places that messages name."""
 
+import gzip
 import json
+import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 
+import datasets
+import fsspec
 import pyarrow
+import pyarrow.feather
 import pyarrow.parquet
 import pytest
 
-from llama_ft.data.files import rows_of_file
+from llama_ft.data.files import WINDOW, rows_of_file
 from llama_ft.data.formats import BadRow
 from llama_ft.errors import UserError
 
@@ -112,5 +118,178 @@ def test_parquet_gives_chats_as_lists_and_counts_rows(tmp_path: Path) -> None:
 
 
 def test_file_that_is_no_parquet_is_told(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="not a readable parquet file"):
+    with pytest.raises(UserError, match="my.parquet: not a readable parquet file"):
         list(rows_of_file(written(tmp_path / "my.parquet", "PAR1 is not enough")))
+
+
+ROWS = [{"instruction": f"Hi {number}", "output": "é"} for number in range(5)]
+LINES = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
+CSV = b"instruction,output\n" + b"".join(f"Hi {number},é\n".encode() for number in range(5))
+
+
+def zstd(data: bytes) -> bytes:
+    return pyarrow.compress(data, codec="zstd", asbytes=True)
+
+
+def write_arrow_stream(path: Path) -> None:
+    table = pyarrow.Table.from_pylist(ROWS)
+    with pyarrow.OSFile(str(path), "wb") as file, pyarrow.ipc.new_stream(file, table.schema) as writer:
+        writer.write_table(table)
+
+
+KINDS: dict[str, Callable[[Path], object]] = {
+    "my.jsonl": lambda path: path.write_bytes(LINES),
+    "my.jsonl.gz": lambda path: path.write_bytes(gzip.compress(LINES[:60]) + gzip.compress(LINES[60:])),  # two members
+    "my.jsonl.zst": lambda path: path.write_bytes(zstd(LINES[:60]) + zstd(LINES[60:])),
+    "my.json": lambda path: path.write_text(json.dumps(ROWS, indent=2, ensure_ascii=False)),
+    "my.json.gz": lambda path: path.write_bytes(gzip.compress(json.dumps(ROWS).encode())),
+    "array.jsonl": lambda path: path.write_text(json.dumps(ROWS)),
+    "MY.CSV": lambda path: path.write_bytes(CSV),
+    "my.csv.gz": lambda path: path.write_bytes(gzip.compress(CSV)),
+    "my.csv.zst": lambda path: path.write_bytes(zstd(CSV)),
+    "my.parquet": lambda path: pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), path),
+    "stream.arrow": write_arrow_stream,
+    "file.arrow": lambda path: pyarrow.feather.write_feather(pyarrow.Table.from_pylist(ROWS), str(path)),
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_every_kind_of_file_holds_the_same_rows_here_and_behind_a_url(tmp_path: Path, name: str) -> None:
+    KINDS[name](tmp_path / name)
+    assert [row for _, row in rows_of_file(tmp_path / name)] == ROWS
+    url = f"memory://{tmp_path.name}/{name}"
+    with fsspec.open(url, "wb") as file:
+        file.write((tmp_path / name).read_bytes())
+    remote = list(rows_of_file(url))
+    assert [row for _, row in remote] == ROWS
+    assert remote[0][0].startswith(url)
+
+
+def test_arrow_file_of_datasets_cache_is_read(tmp_path: Path) -> None:
+    datasets.Dataset.from_list(ROWS).save_to_disk(tmp_path / "saved")
+    (path,) = (tmp_path / "saved").glob("*.arrow")
+    assert [row for _, row in rows_of_file(path)] == ROWS
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".arrow"])
+def test_keys_that_only_other_objects_have_are_no_nulls_in_columnar_files(tmp_path: Path, suffix: str) -> None:
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "yes", "weight": 0}]
+    table = pyarrow.Table.from_pylist([{"messages": turns, "id": None, "labels": [1, 2]}])
+    path = tmp_path / f"my{suffix}"
+    write: Callable = pyarrow.parquet.write_table if suffix == ".parquet" else pyarrow.feather.write_feather
+    write(table, str(path))
+    assert [row for _, row in rows_of_file(path)] == [{"messages": turns, "id": None, "labels": [1, 2]}]
+
+
+@pytest.mark.parametrize(
+    "name", ["my.jsonl.gz", "my.jsonl.zst", "my.csv.gz", "my.parquet", "stream.arrow", "file.arrow"]
+)
+def test_file_that_is_cut_off_is_told_wherever_it_ends(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    KINDS[name](path)
+    whole = path.read_bytes()
+    told = 0
+    for end in range(1, len(whole), max(1, len(whole) // 40)):
+        path.write_bytes(whole[:end])
+        try:
+            rows = [row for _, row in rows_of_file(path)]
+        except UserError as error:
+            told += 1
+            assert error.messages[0].startswith(str(path))
+        else:  # between two members, or in what follows the last row
+            assert rows == ROWS[: len(rows)] or isinstance(rows[-1], BadRow)
+    assert told > 20
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "text"),
+    [
+        ("my.jsonl.gz", b"not zipped", "cannot be read: Not a gzipped file (b'no')."),
+        ("my.jsonl.zst", b"not zipped", "cannot be read: ZSTD decompress failed"),
+        ("my.arrow", b"no arrow at all", "not a readable arrow file: "),
+        ("my.arrow", b"", "not a readable arrow file: "),
+        ("my.parquet", b"", "not a readable parquet file: "),
+        ("my.csv", b"a,b\n1,2\n3,\xff\n", ":3: byte 0xff is not UTF-8.\nExpected a file of UTF-8 text."),
+        ("my.csv", b'a,b\n"1\n2,3\n', " row 1: malformed CSV: unexpected end of data"),
+        ("my.json", b'[{"a": 1},\n{"a": NaN}]', ":2: malformed JSON: NaN is no JSON value.\nExpected an array"),
+        ("my.json", b'[{"a": 1},\n\n' + b"[" * 100_000, ":3: malformed JSON: "),
+        ("my.json", b'[{"a": 1},\n{"a": "never ends', ":2: malformed JSON: Unterminated string"),
+        ("my.json", b'[{"a": 1},\n{"a": "\xc3', ":2: byte 0xc3 is not UTF-8."),
+    ],
+)
+def test_file_that_cannot_be_read_on_is_told(tmp_path: Path, name: str, content: bytes, text: str) -> None:
+    path = written(tmp_path / name, content)
+    with pytest.raises(UserError) as caught:
+        list(rows_of_file(path))
+    assert caught.value.messages[0].removeprefix(str(path)).removeprefix(": ").startswith(text)
+
+
+@pytest.mark.parametrize("name", ["my.jsonl", "my.jsonl.gz", "my.jsonl.zst", "my.csv", "my.json"])
+def test_file_of_no_bytes_has_no_rows(tmp_path: Path, name: str) -> None:
+    assert list(rows_of_file(written(tmp_path / name, b""))) == []
+
+
+def test_url_that_cannot_be_opened_is_told() -> None:
+    with pytest.raises(UserError, match="memory://nowhere/my.jsonl: cannot be read: "):
+        list(rows_of_file("memory://nowhere/my.jsonl"))
+    with pytest.raises(UserError, match="no-such-protocol://a/my.jsonl: cannot be read: Protocol not known"):
+        list(rows_of_file("no-such-protocol://a/my.jsonl"))
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+def test_array_longer_than_the_window_is_read_with_the_right_lines(tmp_path: Path, indent: int | None) -> None:
+    rows = [{"n": number, "text": '\U0001f600\\"' * (number % 700)} for number in range(1500)]
+    rows[700]["text"] = "x" * (3 * WINDOW)  # a row that several windows make
+    text = json.dumps(rows, indent=indent, ensure_ascii=True)
+    path = written(tmp_path / "my.json", text)
+    read = list(rows_of_file(path))
+    assert [row for _, row in read] == rows
+    for number in (0, 1, 699, 701, 1499):
+        line = 1 if indent is None else 2 + 4 * number
+        assert read[number][0] == f"{path}:{line} (row {number + 1})"
+
+
+@pytest.mark.parametrize("cut", range(24))
+def test_window_may_end_anywhere_in_a_row(tmp_path: Path, cut: int) -> None:
+    row = {"a": [-1.5e3, True, None], "é": "\U0001f600\n"}
+    text = "[" + " " * (WINDOW - cut) + json.dumps(row) + " , 12 ,\n" + json.dumps(row) + "]"
+    read = [row for _, row in rows_of_file(written(tmp_path / "my.json", text))]
+    assert (read[0], read[2]) == (row, row)
+    assert str(read[1]) == "the row is a number; expected a JSON object."
+
+
+@pytest.mark.parametrize("name", ["my.json", "my.jsonl", "my.jsonl.gz"])
+def test_memory_does_not_grow_with_the_file(tmp_path: Path, name: str) -> None:
+    row = json.dumps({"text": "x" * 1000})
+    text = f"[{','.join([row] * 30_000)}]" if name == "my.json" else "\n".join([row] * 30_000)
+    path = written(tmp_path / name, gzip.compress(text.encode(), 1) if name.endswith(".gz") else text)
+    tracemalloc.start()
+    assert sum(1 for _ in rows_of_file(path)) == 30_000
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 10 * WINDOW < 30_000 * 1000
+
+
+@pytest.mark.parametrize("name", ["my.json", "my.jsonl"])
+def test_row_of_30_mb_takes_a_few_times_its_size(tmp_path: Path, name: str) -> None:
+    size = 30_000_000
+    text = json.dumps({"text": "x" * size})
+    path = written(tmp_path / name, f"[{text}]" if name == "my.json" else text + "\n" + '{"text": "y"}')
+    del text
+    tracemalloc.start()
+    first = next(rows_of_file(path))[1]
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert not isinstance(first, BadRow) and len(first["text"]) == size
+    assert peak < 7 * size
+
+
+def test_big_rows_of_parquet_are_turned_into_objects_few_at_a_time(tmp_path: Path) -> None:
+    path = tmp_path / "my.parquet"
+    rows = pyarrow.Table.from_pylist([{"text": str(number) * 2_000_000} for number in range(10, 50)])
+    pyarrow.parquet.write_table(rows, path, row_group_size=1)
+    tracemalloc.start()
+    assert [row["text"][:2] for _, row in rows_of_file(path)] == [str(number) for number in range(10, 50)]
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 60_000_000 < 40 * 4_000_000

@@ -43,7 +43,7 @@ def test_rows_come_out_as_tokens_labels_counts_and_places(llama3: PreTrainedToke
     assert data.train.features["input_ids"].feature.dtype == "int32"
     assert data.validation is None
     assert "no validation data: --validation FILE or --validation 0.05" in data.summary
-    assert data.summary[0].startswith("training: 3 rows, ")
+    assert data.summary[1].split()[:4] == ["training", "3", "45", "6"]
 
 
 def test_demo_brings_its_own_validation_rows(demo: Demo, demo_cache: Path) -> None:
@@ -55,7 +55,7 @@ def test_demo_brings_its_own_validation_rows(demo: Demo, demo_cache: Path) -> No
     assert data.chat_sample is not None
     assert [turn["role"] for turn in data.chat_sample] == ["user", "assistant"]
     assert max(map(len, data.train["input_ids"])) == 512
-    assert any("were cut at --context_length 512" in line for line in data.summary)
+    assert any("are cut at --context_length 512" in line for line in data.summary)
 
 
 def test_first_bad_rows_are_reported_together(llama3: PreTrainedTokenizerFast, tmp_path: Path) -> None:
@@ -83,10 +83,9 @@ def test_skipped_rows_are_counted_and_named(llama3: PreTrainedTokenizerFast, tmp
     path = write_rows(tmp_path / "my.jsonl", [*pairs(3), {"instruction": "Hi", "output": ""}, "{"])
     data = prepared(path, llama3, tmp_path / "cache", skip_bad_rows=True)
     assert len(data.train) == 3
-    assert data.summary[-1].startswith(
-        f'2 bad rows left out: {path}:4: "output" is empty; expected the answer as text.'
-    )
-    assert f"{path}:5: malformed JSON" in data.summary[-1]
+    (line,) = (line for line in data.summary if "bad rows" in line)
+    assert line.startswith(f'2 bad rows left out: {path}:4: "output" is empty; expected the answer as text.')
+    assert f"{path}:5: malformed JSON" in line
 
 
 def test_a_file_of_bad_rows_only_is_refused_though_they_may_be_skipped(
@@ -101,7 +100,9 @@ def test_row_without_an_answer_in_the_context_is_left_out(llama3: PreTrainedToke
     path = write_rows(tmp_path / "my.jsonl", [*pairs(2), {"instruction": "Hi" * 100, "output": "yes"}])
     data = prepared(path, llama3, tmp_path / "cache")
     assert len(data.train) == 2
-    assert "training: 1 rows left out: no answer token in the first 64" in data.summary
+    assert "training: 1 row is cut at --context_length 64" in data.summary
+    line = f"training: 1 row is left out, nothing to train on within --context_length 64: {path}:3"
+    assert line in data.summary
     with pytest.raises(UserError, match="longer than --context_length 8"):
         prepared(path, llama3, tmp_path / "cache", context_length=8)
 
@@ -182,7 +183,7 @@ def test_cache_is_used_until_something_changes(
     (first,) = cached(cache)
     written = (cache / "tokenized" / first / "train.arrow").stat().st_mtime_ns
     llama3("Hi", truncation=True, max_length=3)  # leaves its mark in the tokenizer's backend
-    prepared(path, llama3, cache)
+    prepared(path, llama3, cache, tokenize_processes=3)
     assert cached(cache) == {first}
     assert (cache / "tokenized" / first / "train.arrow").stat().st_mtime_ns == written
     variants: list[dict[str, Any]] = [
@@ -190,6 +191,9 @@ def test_cache_is_used_until_something_changes(
         {"skip_bad_rows": True},
         {"validation": "0.2"},
         {"tokenizer": chatml},
+        {"truncation": "split"},
+        {"labels": "completion"},
+        {"dataset_format": "alpaca"},
     ]
     for number, variant in enumerate(variants, start=2):
         prepared(path, variant.pop("tokenizer", llama3), cache, **variant)

@@ -1,12 +1,27 @@
 """What --dataset may name."""
 
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
+import datasets
+import fsspec
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from llama_ft.config.sections import DataConfig
+from llama_ft.config.sections import DataConfig, DatasetPart
 from llama_ft.data import open_source, read_rows
+from llama_ft.data.formats import BadRow
+from llama_ft.data.parallel import content_hash
+from llama_ft.data.sources import Source, brings_validation, times_taken
 from llama_ft.errors import UserError
 
 CUSTOM = """
@@ -103,15 +118,20 @@ def test_function_of_a_formatted_dataset_gives_plain_lists(llama3: PreTrainedTok
     [
         ("my_dta.jsonl", "my_dta.jsonl: no such file. Did you mean {folder}/my_data.jsonl?"),
         ("nothing/my.jsonl", "nothing/my.jsonl: no such file."),
-        ("my.txt", "my.txt: not a dataset.\nExpected demo, a file (.jsonl, .json, .csv, .parquet) or"),
-        ("my_data.py", "my_data.py: which function of this file? Expected {folder}/my_data.py:function."),
+        ("my.txt", "my.txt: is neither data nor a built-in dataset (demo, samsum, grammar, alpaca). Data are .jsonl,"),
+        ("notes.xlsx", "notes.xlsx: what a .xlsx holds is not known. Data are .jsonl,"),
+        ("my_code.py", "my_code.py: which function? Write {folder}/my_code.py:function. It defines f."),
         ("missing.py:f", "missing.py: no such file."),
-        ("folder.csv", "folder.csv: is a folder; expected a file."),
+        ("folder.csv", "folder.csv: is a folder without data files. Data are .jsonl,"),
+        ("*.parquet", "*.parquet: no file matches."),
+        ("notes.*", "notes.*: what {folder}/notes.xlsx holds is not known. Data are .jsonl,"),
     ],
 )
 def test_dataset_that_is_none_is_told(llama3: PreTrainedTokenizerFast, tmp_path: Path, name: str, text: str) -> None:
     (tmp_path / "my_data.jsonl").write_text("{}")
     (tmp_path / "folder.csv").mkdir()
+    (tmp_path / "notes.xlsx").write_text("x")
+    (tmp_path / "my_code.py").write_text("def f(config, tokenizer, split): ...")
     with pytest.raises(UserError) as caught:
         opened(str(tmp_path / name), llama3, tmp_path)
     assert text.format(folder=tmp_path) in caught.value.messages[0]
@@ -130,3 +150,339 @@ def test_empty_file_is_told(llama3: PreTrainedTokenizerFast, tmp_path: Path) -> 
     source = open_source(str(path), "train", config=DataConfig(), tokenizer=llama3, cache=tmp_path)
     with pytest.raises(UserError, match="holds no rows"):
         source.row_format("auto")
+
+
+# What is read from where: every file has rows that name it.
+
+Opener = Callable[..., Source]
+
+
+@pytest.fixture
+def source_of(llama3: PreTrainedTokenizerFast, tmp_path: Path) -> Opener:
+    def open_it(dataset: Any, split: str = "train", **settings: Any) -> Source:
+        config = DataConfig(**{"dataset": dataset, **settings})
+        return open_source(dataset, split, config=config, tokenizer=llama3, cache=tmp_path)  # type: ignore[arg-type]
+
+    return open_it
+
+
+def write(path: Path, *texts: str, column: str = "text") -> str:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps({column: text}) + "\n" for text in texts))
+    return str(path)
+
+
+def texts(source: Source) -> list[str]:
+    return [row["text"] for _, row in source.read() if not isinstance(row, BadRow)]
+
+
+def test_folder_is_all_data_files_in_it_in_order_of_their_names(source_of: Opener, tmp_path: Path) -> None:
+    write(tmp_path / "data/b.jsonl", "b")
+    write(tmp_path / "data/a/z.jsonl", "a/z")
+    (tmp_path / "data/c.csv").write_text("text\nc\n")
+    (tmp_path / "data/LICENSE").write_text("no data")
+    write(tmp_path / "data/.cache/x.jsonl", "hidden")
+    source = source_of(str(tmp_path / "data"))
+    assert texts(source) == ["a/z", "b", "c"]
+    assert [place for place, _ in source.read()][2] == f"{tmp_path}/data/c.csv row 1"
+    assert not brings_validation(str(tmp_path / "data"))
+
+
+def test_glob_is_the_files_that_match_and_a_name_that_exists_is_no_glob(source_of: Opener, tmp_path: Path) -> None:
+    for name in ("b.jsonl", "a.jsonl", "a.json", "deep/c.jsonl", "d[1].jsonl"):
+        write(tmp_path / name, name)
+    assert texts(source_of(f"{tmp_path}/?.jsonl")) == ["a.jsonl", "b.jsonl"]
+    assert texts(source_of(f"{tmp_path}/**/*.jsonl")) == ["a.jsonl", "b.jsonl", "d[1].jsonl", "deep/c.jsonl"]
+    assert texts(source_of(f"{tmp_path}/d[1].jsonl")) == ["d[1].jsonl"]
+
+
+def test_urls_of_a_file_a_pattern_and_a_folder(source_of: Opener, tmp_path: Path) -> None:
+    base = f"memory://{tmp_path.name}"
+    for name in ("b.jsonl", "a.jsonl", "notes.txt"):
+        with fsspec.open(f"{base}/{name}", "w") as file:
+            file.write(json.dumps({"text": name}))
+    assert texts(source_of(f"{base}/b.jsonl")) == ["b.jsonl"]
+    assert texts(source_of(f"{base}/*.jsonl")) == texts(source_of(f"{base}/")) == ["a.jsonl", "b.jsonl"]
+    assert texts(source_of(f"file://{write(tmp_path / 'c.jsonl', 'c')}")) == ["c"]
+    with pytest.raises(UserError, match="nothing/: no data files there."):
+        source_of(f"{base}/nothing/")
+    with pytest.raises(UserError, match="s3://bucket/my.jsonl: cannot be read: Install s3fs"):
+        source_of("s3://bucket/my.jsonl")
+
+
+def test_files_named_by_split_are_splits(source_of: Opener, tmp_path: Path) -> None:
+    for name in ("train-0.jsonl", "train-1.jsonl", "my.valid.jsonl", "test/rows.jsonl", "contest.jsonl"):
+        write(tmp_path / "data" / name, name)
+    folder = str(tmp_path / "data")
+    assert texts(source_of(folder)) == ["contest.jsonl", "train-0.jsonl", "train-1.jsonl"]
+    assert brings_validation(folder)
+    assert texts(source_of(folder, "validation")) == ["my.valid.jsonl"]
+    assert texts(source_of(folder, dataset_split="test")) == ["test/rows.jsonl"]
+    config = DataConfig(dataset=folder, validation="test")
+    named = open_source("test", "validation", config=config, tokenizer=None, cache=tmp_path)  # type: ignore[arg-type]
+    assert texts(named) == ["test/rows.jsonl"]
+    with pytest.raises(UserError, match="data: has no split dev. It has train, validation, test."):
+        source_of(folder, dataset_split="dev")
+
+
+def test_validation_data_elsewhere_are_its_validation_split_or_all_of_it(source_of: Opener, tmp_path: Path) -> None:
+    write(tmp_path / "one/test.jsonl", "only")
+    write(tmp_path / "two/test.jsonl", "test")
+    write(tmp_path / "two/train.jsonl", "train")
+    assert texts(source_of(str(tmp_path / "one"), "validation")) == ["only"]
+    assert texts(source_of(str(tmp_path / "two"), "validation")) == ["test"]
+
+
+def test_folders_that_datasets_saved(source_of: Opener, tmp_path: Path) -> None:
+    train = datasets.Dataset.from_list([{"text": "a"}, {"text": "b"}])
+    train.save_to_disk(tmp_path / "one")
+    datasets.DatasetDict({"train": train, "validation": train.select([1])}).save_to_disk(tmp_path / "two")
+    assert texts(source_of(str(tmp_path / "one"))) == texts(source_of(str(tmp_path / "two"))) == ["a", "b"]
+    assert not brings_validation(str(tmp_path / "one"))
+    assert brings_validation(str(tmp_path / "two"))
+    assert texts(source_of(str(tmp_path / "two"), "validation")) == ["b"]
+    with pytest.raises(UserError, match="one: has no splits; test was asked for."):
+        source_of(str(tmp_path / "one"), dataset_split="test")
+    (tmp_path / "two/dataset_dict.json").write_text("{}")
+    with pytest.raises(UserError, match="two: cannot be read as a folder that datasets saved: "):
+        source_of(str(tmp_path / "two"))
+
+
+def test_identity_changes_with_what_is_in_the_files(source_of: Opener, tmp_path: Path) -> None:
+    datasets.Dataset.from_list([{"text": "a"}]).save_to_disk(tmp_path / "saved")
+    write(tmp_path / "data/a.jsonl", "a")
+    url = f"memory://{tmp_path.name}-identity/a.jsonl"
+
+    def put(text: str) -> None:
+        with fsspec.open(url, "w") as file:
+            file.write(json.dumps({"text": text}))
+
+    put("a")
+    names: list[Any] = [str(tmp_path / "saved"), str(tmp_path / "data"), url, [{"path": str(tmp_path / "data")}]]
+    before = [source_of(name).identity for name in names]
+    assert [source_of(name).identity for name in names] == before
+    write(tmp_path / "data/a.jsonl", "b")
+    (arrow,) = (tmp_path / "saved").glob("*.arrow")
+    arrow.write_bytes(arrow.read_bytes().replace(b"a", b"A", 1))
+    put("bb")
+    assert all(source_of(name).identity != old for name, old in zip(names, before, strict=True))
+    weighted = [source_of([{"path": names[1], "weight": weight}]).identity for weight in (1, 2)]
+    assert weighted[0] != weighted[1]
+
+
+# Mixes
+
+
+def taken(source: Source, wanted: str = "auto") -> Counter[str]:
+    return Counter(str(row["text"]) for _, row, _ in source.formatted_rows(wanted) if not isinstance(row, BadRow))
+
+
+@pytest.mark.parametrize("weight", [0.3, 1, 2, 2.5])
+def test_weight_is_how_often_each_row_is_taken(source_of: Opener, tmp_path: Path, weight: float) -> None:
+    rows = [f"row {number}" for number in range(4000)]
+    path = write(tmp_path / "a.jsonl", *rows)
+    counts = taken(source_of([{"path": path, "weight": weight}]))
+    assert set(counts.values()) <= {int(weight), int(weight) + 1} - {0}
+    assert weight >= 1 <= len(counts) == 4000 or len(counts) < 4000
+    assert counts.total() == pytest.approx(4000 * weight, rel=0.05)
+    assert weight % 1 or counts.total() == 4000 * weight
+    write(tmp_path / "a.jsonl", *reversed(rows))  # the same rows, whatever their order
+    assert taken(source_of([{"path": path, "weight": weight}])) == counts
+
+
+def test_rows_that_a_weight_takes_are_others_than_a_validation_fraction_takes() -> None:
+    rows = [{"text": str(number)} for number in range(10_000)]
+    both = sum(times_taken(row, 0.1) and content_hash(row) / 2**64 < 0.1 for row in rows)
+    assert both == pytest.approx(100, abs=40)
+
+
+def test_mix_has_rows_of_all_its_parts_in_turns_each_in_its_own_format(source_of: Opener, tmp_path: Path) -> None:
+    plain = write(tmp_path / "plain.jsonl", "a", "b", "c", "d")
+    alpaca = tmp_path / "alpaca.csv"
+    alpaca.write_text("instruction,output\nHi,yes\nHo,no\n")
+    parts: list[DatasetPart] = [{"path": plain}, {"path": str(alpaca), "weight": 2}]
+    source = source_of(parts)
+    assert source.name == f"{plain} + {alpaca}"
+    assert [(place, row_format) for place, _, row_format in source.formatted_rows("auto")] == [
+        (f"{plain}:1", "text"),
+        (f"{alpaca} row 1", "alpaca"),
+        (f"{alpaca} row 1", "alpaca"),
+        (f"{plain}:2", "text"),
+        (f"{alpaca} row 2", "alpaca"),
+        (f"{alpaca} row 2", "alpaca"),
+        (f"{plain}:3", "text"),
+        (f"{plain}:4", "text"),
+    ]
+    assert source.row_format("auto") == "alpaca"
+    with pytest.raises(UserError, match="alpaca.csv: --dataset_format text needs text, but its columns are"):
+        list(source.formatted_rows("text"))
+
+
+def test_part_of_a_mix_may_name_its_split(source_of: Opener, tmp_path: Path) -> None:
+    for name in ("train", "test"):
+        write(tmp_path / f"data/{name}.jsonl", name)
+    folder = str(tmp_path / "data")
+    assert texts(source_of([{"path": folder, "split": "test"}, {"path": folder}])) == ["test", "train"]
+    with pytest.raises(UserError, match="train.jsonl: has no splits; test was asked for."):
+        source_of([{"path": f"{folder}/train.jsonl", "split": "test"}])
+    assert not brings_validation([{"path": folder}])
+
+
+def test_bad_rows_of_a_weighted_part_come_once(source_of: Opener, tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "a"}\n{"text": \n')
+    rows = list(source_of([{"path": str(path), "weight": 3}]).formatted_rows("auto"))
+    assert [place for place, _, _ in rows] == [f"{path}:1"] * 3 + [f"{path}:2"]
+    assert isinstance(rows[3][1], BadRow)
+
+
+# The hub: `datasets` and its own cache, as an earlier download has left it.
+
+
+@pytest.fixture
+def downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """Puts splits into the cache of datasets under a hub name, and lets nothing be asked of the hub."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+
+    def put(hub_name: str, **splits: list[dict]) -> str:
+        owner, name = hub_name.split("/")
+        for split, rows in splits.items():
+            (tmp_path / name).mkdir(exist_ok=True)
+            (tmp_path / name / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        datasets.load_dataset(str(tmp_path / name), cache_dir=str(tmp_path / "cache"))
+        (tmp_path / "cache" / name).rename(tmp_path / "cache" / f"{owner}___{name}")
+        return hub_name
+
+    return put
+
+
+def test_hub_dataset_is_read_from_the_cache_split_by_split(source_of: Opener, downloaded: Callable[..., str]) -> None:
+    rows = [{"text": str(number)} for number in range(20)]
+    name = downloaded("org/first", train=rows, validation=rows[:2], test=rows[:1])
+    assert texts(source_of(name)) == [row["text"] for row in rows]
+    assert texts(source_of(name, dataset_split="train[:10%]")) == ["0", "1"]
+    assert texts(source_of(f"{name}:default", dataset_split="test")) == ["0"]
+    assert texts(source_of(name, "validation")) == ["0", "1"]
+    assert brings_validation(name)
+    assert list(source_of(name).read())[1] == ("org/first train row 2", {"text": "1"})
+    assert source_of(name).identity != source_of(name, dataset_split="train[:10%]").identity
+    with pytest.raises(
+        UserError, match=r'org/first: cannot be had from its copy in the cache: Unknown split "dev". Should be one of'
+    ):
+        source_of(name, dataset_split="dev")
+
+
+def test_datasets_of_llama_recipes_become_alpaca_rows(source_of: Opener, downloaded: Callable[..., str]) -> None:
+    talk = {"id": "1", "dialogue": "A: Hi\nB: Ho", "summary": "They meet."}
+    downloaded("knkarthick/samsum", train=[talk], validation=[{**talk, "id": "2", "summary": "Met."}], test=[talk])
+    (place, row), *none = source_of("samsum_dataset").read()
+    assert (row, none) == (
+        {"instruction": "Summarize this dialog.", "input": "A: Hi\nB: Ho", "output": "They meet."},
+        [],
+    )
+    assert source_of("samsum").row_format("auto") == "alpaca"
+    assert brings_validation("samsum")
+    assert [row["output"] for _, row in source_of("samsum", "validation").read()] == ["Met."]  # type: ignore[index]
+
+    jfleg = [{"sentence": "He go .", "corrections": ["He goes .", " ", "He went ."]}]
+    downloaded("jhu-clsp/jfleg", validation=jfleg, test=[{**jfleg[0], "corrections": ["He has gone ."]}])
+    grammar = list(source_of("grammar").read())
+    assert [row["output"] for _, row in grammar] == ["He goes .", "He went ."]  # type: ignore[index]
+    assert grammar[0][1]["input"] == "He go ."  # type: ignore[index]
+    assert [row["output"] for _, row in source_of("grammar", "validation").read()] == ["He has gone ."]  # type: ignore
+
+    downloaded("tatsu-lab/alpaca", train=[{"instruction": "Hi", "input": "", "output": "Ho", "text": "### ..."}])
+    assert source_of("alpaca").row_format("auto") == "alpaca"
+    assert not brings_validation("alpaca")
+
+
+class Hub(BaseHTTPRequestHandler):
+    """What the hub answers to `datasets` about org/name, a dataset of two files; it has no other."""
+
+    commit = "1" * 40
+    files = {"train.jsonl": b'{"text": "a"}\n{"text": "b"}\n', "validation.jsonl": b'{"text": "v"}\n'}
+    asked: list[str] = []
+
+    def do_GET(self) -> None:
+        path = self.path.partition("?")[0]
+        name = path.rpartition("/")[2]
+        self.asked.append(path)
+        if "/org/name" not in path:
+            self.answer(404, b"{}", "RepoNotFound")
+        elif "/resolve/" in path:
+            self.answer(200, self.files[name]) if name in self.files else self.answer(404, b"", "EntryNotFound")
+        elif "/tree/" in path:
+            entries = [
+                {"type": "file", "path": file, "size": len(data), "oid": "2" * 40} for file, data in self.files.items()
+            ]
+            self.answer(200, json.dumps(entries).encode())
+        else:
+            siblings = [{"rfilename": file} for file in self.files]
+            self.answer(200, json.dumps({"id": "org/name", "sha": self.commit, "siblings": siblings}).encode())
+
+    do_HEAD = do_GET
+
+    def answer(self, status: int, body: bytes, error: str = "") -> None:
+        self.send_response(status)
+        for header, value in {"X-Repo-Commit": self.commit, "ETag": f'"{len(body)}"', "X-Error-Code": error}.items():
+            if value:
+                self.send_header(header, value)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def log_message(self, *words: object) -> None:
+        pass
+
+
+ASK = """
+import os, sys
+from llama_ft.config.sections import DataConfig
+from llama_ft.data import open_source
+from llama_ft.data.hub_datasets import load_from_hub
+from llama_ft.data.sources import brings_validation
+for rank, name in (word.split() for word in sys.argv[1:]):
+    os.environ["LOCAL_RANK"] = rank
+    load_from_hub.cache_clear()
+    try:
+        source = open_source(name, "train", config=DataConfig(), tokenizer=None, cache=None)
+        print(rank, source.identity, [row["text"] for _, row in source.read()], brings_validation(name))
+    except Exception as error:
+        print(rank, type(error).__name__, error)
+"""
+
+
+def asked(endpoint: str, home: Path, *words: str) -> list[str]:
+    """Open hub datasets ("rank name") in one process; returns what was said about each."""
+    env = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(home), "HF_HUB_OFFLINE": "0"}
+    done = subprocess.run([sys.executable, "-c", ASK, *words], env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_the_hub_is_asked_by_one_rank_of_a_node_and_the_others_read_its_cache(tmp_path: Path) -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        endpoint = f"http://127.0.0.1:{server.server_port}"
+        first, absent = asked(endpoint, tmp_path, "0 org/name", "0 org/absent")
+        before = len(Hub.asked)
+        (second,) = asked(endpoint, tmp_path, "1 org/name")
+        assert not [path for path in Hub.asked[before:] if "org/name" in path]
+        server.shutdown()
+    assert first.endswith("name-train.arrow'] train 2 ['a', 'b'] True")
+    assert second == first.replace("0", "1", 1)
+    assert absent.startswith("0 UserError error: org/absent: cannot be had from the hub: Dataset 'org/absent' doesn't")
+    (later,) = asked(endpoint, tmp_path, "0 org/name")  # nobody listens there any more
+    assert later == first
+
+
+def test_a_hub_that_cannot_be_reached_is_told_soon(tmp_path: Path) -> None:
+    started = time.monotonic()
+    first, _, second, _ = asked("http://127.0.0.1:9", tmp_path, "0 org/name", "1 org/name")
+    told = "UserError error: org/name: no file or folder of this name here, and the hub could not be asked ("
+    assert first.startswith(f"0 {told}") and "refused" in first.lower()
+    assert second == f"1 {told}another rank has asked it)."
+    assert time.monotonic() - started < 20  # most of it imports; datasets alone tries for 25 s, twice

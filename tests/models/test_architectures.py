@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import torchrun
+from forked import forked
 
 SCRIPT = Path(__file__).with_name("architectures_job.py")
 SHAPE = {
@@ -107,7 +107,7 @@ def work(save_tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path:
     cases = {f"{name}/{method}": ["--model_name", str(work / "models" / name), *METHODS[method]]
              for name, method in CASES}  # fmt: skip
     (work / "cases.json").write_text(json.dumps(cases))
-    finished = torchrun(2, str(SCRIPT), str(work))
+    finished = forked(SCRIPT, work, ranks=2)
     assert finished.exit_code == 0, finished.output
     (work / "output.txt").write_text(finished.output)
     return work

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import torchrun
+from forked import forked
 
 SCRIPT = Path(__file__).with_name("count_gathered.py")
 HIDDEN, MIDDLE, KEYS, LAYERS, WORDS, RANK = 128, 192, 64, 3, 320, 4
@@ -43,7 +43,7 @@ def gathered(save_model: Callable[..., Path], tmp_path_factory: pytest.TempPathF
     folder, out = tmp_path_factory.mktemp("gathered") / "model", tmp_path_factory.mktemp("gathered") / "counts.json"
     shape = {"hidden_size": HIDDEN, "intermediate_size": MIDDLE, "num_hidden_layers": LAYERS, "vocab_size": WORDS}
     save_model(folder, **shape)
-    finished = torchrun(2, str(SCRIPT), str(folder), json.dumps(CASES), str(out))
+    finished = forked(SCRIPT, folder, json.dumps(CASES), out, ranks=2)
     assert finished.exit_code == 0, finished.output
     counted: dict[str, list[int]] = json.loads(out.read_text())
     return counted

@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from conftest import REPOSITORY
+from forked import REPOSITORY, start_server
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -52,8 +52,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def peaks(folder: Path, way: str, target: str) -> list[int]:
     """Peak of each rank's anonymous memory above its level before loading."""
+    start_server()
     loading = benchmark()
-    loading.preload()
     result = loading.Result()
     loading.measure(loading.Case(RANKS, way, target), folder, "cpu", result)
     return result.host_peaks

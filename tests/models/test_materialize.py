@@ -2,14 +2,13 @@
 
 import json
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import run, torchrun
+from forked import forked
 
 SCRIPT = Path(__file__).with_name("load_and_dump.py")
 LORA = {"use_peft": True, "r": 6, "target_modules": "all-linear"}
@@ -87,8 +86,7 @@ def held(
         out = tmp_path_factory.mktemp(f"held{world_size}")
         cases = cases_of(world_size, tiny_model, tied_model, odd_model, stored_models)
         (out / "cases.json").write_text(json.dumps(cases))
-        arguments = (str(SCRIPT), str(out / "cases.json"), str(out))
-        finished = torchrun(world_size, *arguments) if world_size > 1 else run([sys.executable, *arguments])
+        finished = forked(SCRIPT, out / "cases.json", out, ranks=world_size if world_size > 1 else 0)
         assert finished.exit_code == 0, finished.output
         everything[world_size] = {
             name: [torch.load(out / f"{name}-rank{rank}.pt", weights_only=True) for rank in range(world_size)]

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from conftest import REPOSITORY, Finished, losses, run
+from forked import forked
 
 EXPORT = REPOSITORY / "recipes" / "export.py"
 
@@ -20,6 +21,9 @@ RUN_CASES = REPOSITORY / "tests" / "run_cases.py"
 
 
 def export(*flags: str | Path, **environment: str) -> Finished:
+    """The command; with an environment as a new interpreter, for libraries to read it when they are imported."""
+    if not environment:
+        return forked(EXPORT, *flags)
     return run([sys.executable, str(EXPORT), *map(str, flags)], **environment)
 
 
@@ -28,7 +32,7 @@ def trained(folder: Path, cases: dict[str, list[str]]) -> Finished:
     common = ["--device", "cpu", "--max_train_step", "2", "--lr", "1e-2"]
     flags = [[*common, *case, "--output_dir", f"{folder}/{name}"] for name, case in cases.items()]
     (folder / "cases.json").write_text(json.dumps(flags))
-    finished = run([sys.executable, str(RUN_CASES), str(folder / "cases.json")])
+    finished = forked(RUN_CASES, folder / "cases.json")
     assert finished.exit_code == 0, finished.output
     return finished
 

@@ -4,7 +4,6 @@ import functools
 import json
 import math
 import re
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import losses, run, torchrun
+from conftest import losses
+from forked import forked
 
 STEPS, GLOBAL_BATCH = 20, 16
 WORLD_SIZES = [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)]
@@ -253,8 +253,7 @@ def launches(
         shuffled = ["--model_name", str(tiny_model), "--dataset", str(rows70), "--output_dir", str(folder / "shuffled")]
         flags.append([*shuffled, *batch, "--lr", str(LEARNING_RATE), "--save_model", "false", "--enable_fsdp"])
         (folder / "cases.json").write_text(json.dumps(flags))
-        arguments = (str(CASES), str(folder / "cases.json"))
-        launched = torchrun(world_size, *arguments) if world_size > 1 else run([sys.executable, *arguments])
+        launched = forked(CASES, folder / "cases.json", ranks=world_size if world_size > 1 else 0)
         assert launched.exit_code == 0, launched.output
         trained = {name: (reference, losses(folder / name)) for name, (reference, _) in cases.items()}
         return Launch(trained, launched.output, losses(folder / "shuffled"))

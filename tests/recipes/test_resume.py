@@ -1,13 +1,13 @@
 """A resumed run is the run that was never stopped: bit for bit on the same ranks, to 1e-4 on others."""
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Finished, losses, metrics, recipe, run, torchrun, write_rows
+from conftest import RECIPE, Finished, losses, metrics, write_rows
+from forked import forked
 
 SINGLE = "model.safetensors"
 CASES = Path(__file__).resolve().parent.parent / "run_cases.py"
@@ -68,9 +68,7 @@ def launch(folder: Path, cases: list[list[str]], ranks: int) -> Finished:
     """All cases in the processes of one launch."""
     file = folder / f"cases{ranks}-{len(cases)}.json"
     file.write_text(json.dumps(cases))
-    if ranks == 1:
-        return run([sys.executable, str(CASES), str(file)], timeout=400)
-    return torchrun(ranks, str(CASES), str(file), timeout=400)
+    return forked(CASES, file, ranks=ranks if ranks > 1 else 0, timeout=400)
 
 
 def facts(run_dir: Path) -> list[dict[str, Any]]:
@@ -214,7 +212,7 @@ def test_auto_takes_the_newest_sound_checkpoint(two_ranks: Path) -> None:
     content[-1] ^= 1
     newest.write_bytes(content)
     settings = flags(two_ranks, "SGD", "dropout", *EXACT["SGD"], "--resume", "auto")
-    finished = recipe(*settings, processes=2)
+    finished = forked(RECIPE, *settings, ranks=2)
     assert finished.exit_code == 0, finished.output
     assert "step-000004 is damaged and not used" in finished.output and "rank-00001.safetensors" in finished.output
     assert "Going on from" in finished.output and "after step 2" in finished.output

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from conftest import Finished, losses, metrics, recipe, torchrun, write_rows
+from conftest import RECIPE, Finished, losses, metrics, recipe, torchrun, write_rows
+from forked import forked
 
 CASES = Path(__file__).resolve().parent.parent / "run_cases.py"
 FSDP = ["--enable_fsdp", "--low_cpu_fsdp"]
@@ -251,7 +252,8 @@ def test_a_loss_that_is_no_number_ends_the_run_naming_step_rows_and_checkpoint(
     tmp_path: Path, tiny_model: Path
 ) -> None:
     rows = write_rows(tmp_path / "rows.jsonl", 8)
-    finished = recipe(
+    finished = forked(
+        RECIPE,
         *["--model_name", str(tiny_model), "--dataset", str(rows), "--precision", "fp32", "--save_steps", "1"],
         *["--lr", "1e38", "--lr_scheduler", "constant", "--output_dir", str(tmp_path / "run")],
     )

@@ -3,11 +3,11 @@
 import json
 import os
 import re
-import sys
 from pathlib import Path
 
 import pytest
-from conftest import Finished, run, torchrun
+from conftest import Finished, torchrun
+from forked import forked
 
 JOB = str(Path(__file__).with_name("failing_job.py"))
 
@@ -35,20 +35,17 @@ def test_an_exception_on_one_rank_is_told_once_with_its_traceback(tmp_path: Path
 
 
 def test_a_mistake_every_rank_sees_is_told_once_without_a_traceback(tmp_path: Path) -> None:
-    finished = torchrun(2, JOB, "every rank sees the same mistake", str(tmp_path))
-    assert finished.exit_code == 1  # torchrun's
+    finished = forked(JOB, "every rank sees the same mistake", tmp_path, ranks=2)
+    assert finished.exit_code == 2
     assert finished.output.count("error: mine.yaml:3: this is not right.\n       That would be.") == 1
-    said_by_the_job = finished.output.split("failed (exitcode")[
-        0
-    ]  # torchrun's closing report has a traceback of its own
-    assert "Traceback (most recent call last)" not in said_by_the_job
+    assert "Traceback (most recent call last)" not in finished.output
     assert status_of(tmp_path)["exit_code"] == 2
     assert_nothing_is_left(finished)
 
 
 def test_a_mistake_only_one_rank_sees_is_told_by_it(tmp_path: Path) -> None:
-    finished = torchrun(2, JOB, "one rank sees a mistake", str(tmp_path))
-    assert finished.exit_code == 1
+    finished = forked(JOB, "one rank sees a mistake", tmp_path, ranks=2)
+    assert finished.exit_code == 2
     assert finished.output.count("error: mine.jsonl:7: this row is not right.") == 1
     assert "lost contact" not in finished.output
     assert_nothing_is_left(finished)
@@ -65,12 +62,12 @@ def test_a_killed_rank_takes_the_job_down_within_30_seconds(tmp_path: Path) -> N
 
 
 def test_one_process_ends_with_exit_code_2_after_a_mistake(tmp_path: Path) -> None:
-    finished = run([sys.executable, JOB, "every rank sees the same mistake", str(tmp_path)])
+    finished = forked(JOB, "every rank sees the same mistake", tmp_path)
     assert finished.exit_code == 2
     assert finished.output.endswith("error: mine.yaml:3: this is not right.\n       That would be.\n")
 
 
 def test_one_process_that_finishes_says_so(tmp_path: Path) -> None:
-    finished = run([sys.executable, JOB, "nothing", str(tmp_path)])
+    finished = forked(JOB, "nothing", tmp_path)
     assert finished.exit_code == 0
     assert status_of(tmp_path) == {"state": "finished", "step": 3, "exit_code": 0, "message": ""}

@@ -142,7 +142,10 @@ def test_a_rank_that_hangs_while_another_is_killed_leaves_within_5_seconds_and_s
     assert running.status["state"] == "failed" and running.status["exit_code"] == 1
 
 
-@pytest.mark.parametrize(("number", "name", "code"), [(signal.SIGTERM, "SIGTERM", 143), (signal.SIGINT, "Ctrl-C", 130)])
+@pytest.mark.parametrize(
+    ("number", "name", "code"),
+    [(signal.SIGTERM, "SIGTERM", 143), pytest.param(signal.SIGINT, "Ctrl-C", 130, marks=pytest.mark.slow)],
+)
 def test_a_signal_stops_one_process_after_a_step(tmp_path: Path, number: int, name: str, code: int) -> None:
     with job(tmp_path, "") as running:
         running.wait_for("training-0")
@@ -153,8 +156,15 @@ def test_a_signal_stops_one_process_after_a_step(tmp_path: Path, number: int, na
     assert running.status["state"] == "stopped" and running.status["message"] == line
 
 
-@pytest.mark.parametrize("way", ["loads in Python", "loads in C++"])
-@pytest.mark.parametrize(("number", "name", "code"), [(signal.SIGTERM, "SIGTERM", 143), (signal.SIGINT, "Ctrl-C", 130)])
+@pytest.mark.parametrize(
+    ("way", "number", "name", "code"),
+    [
+        ("loads in Python", signal.SIGTERM, "SIGTERM", 143),
+        ("loads in C++", signal.SIGINT, "Ctrl-C", 130),
+        pytest.param("loads in C++", signal.SIGTERM, "SIGTERM", 143, marks=pytest.mark.slow),
+        pytest.param("loads in Python", signal.SIGINT, "Ctrl-C", 130, marks=pytest.mark.slow),
+    ],
+)
 def test_a_signal_before_the_loop_ends_the_process_at_once(
     tmp_path: Path, way: str, number: int, name: str, code: int
 ) -> None:

@@ -1,23 +1,17 @@
 """Steps of every optimizer on a sharded model, through a checkpoint in the middle; run by torchrun, case by case."""
 
+import dataclasses
 import sys
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from llama_ft import runtime, training
-from llama_ft.config import TrainConfig
+from llama_ft import checkpoint, runtime, training
+from llama_ft.config import CheckpointConfig, TrainConfig
 from llama_ft.training.step import update_weights
 
 STEPS = 6  # the checkpoint is after half of them
@@ -85,17 +79,17 @@ def whole(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-def state_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, object]:
-    return {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+def save(case: str, run: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, job: runtime.Runtime) -> None:
+    about = {"config": {"train": dataclasses.asdict(CASES[case])}}
+    with checkpoint.CheckpointWriter(run, CheckpointConfig(), about, job) as writer:
+        writer.save(STEPS // 2, model, optimizer, {})
 
 
-def go_on(case: str, checkpoint: Path, mesh: DeviceMesh) -> dict[str, torch.Tensor]:
+def go_on(case: str, run: Path, job: runtime.Runtime) -> dict[str, torch.Tensor]:
     """What a fresh model and optimizer become that load the checkpoint and take the other half of the steps."""
-    model, optimizer = build(case, mesh)
-    state = state_of(model, optimizer)
-    dcp.load(state, checkpoint_id=checkpoint)
-    set_model_state_dict(model, state["model"])
-    set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    model, optimizer = build(case, job.mesh)
+    saved = checkpoint.Checkpoint(run / "checkpoints" / f"step-{STEPS // 2:06d}")
+    checkpoint.restore(saved, model, optimizer, CASES[case], job)
     train(model, optimizer, range(STEPS // 2, STEPS))
     return whole(model)
 
@@ -107,10 +101,11 @@ if __name__ == "__main__":
         for case in CASES:
             model, optimizer = build(case, job.mesh)
             train(model, optimizer, range(STEPS // 2))
-            dcp.save(state_of(model, optimizer), checkpoint_id=out / case)
+            (out / case).mkdir(exist_ok=True)
+            save(case, out / case, model, optimizer, job)
             train(model, optimizer, range(STEPS // 2, STEPS))
             result = {"end": whole(model), "told": training.describe_state(optimizer, job)}
-            result["again"] = go_on(case, out / case, job.mesh)
+            result["again"] = go_on(case, out / case, job)
 
             model, optimizer = build(case, two_copies)
             train(model, optimizer, range(STEPS))

@@ -5,12 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import losses, metrics, torchrun
+from conftest import losses, metrics
+from forked import forked
 
 from llama_ft.training.loss_scale import INITIAL_FACTOR, STEPS_TO_GROWTH, LossScale
 
 STEPS, ROWS, LEARNING_RATE = 16, 8, 2e-3
-JOB = str(Path(__file__).with_name("train_in_fp16.py"))
+JOB = Path(__file__).with_name("train_in_fp16.py")
 TOO_MUCH, OVERFLOWS = 2.0**26, 2
 INFINITE, NAN = float("inf"), float("nan")
 
@@ -62,7 +63,7 @@ def runs(tiny_model: Path, rows: Path, tmp_path_factory: pytest.TempPathFactory)
         (TOO_MUCH, [*flags, "--output_dir", str(folder / "overflowing")]),
     ]
     (folder / "cases.json").write_text(json.dumps(cases))
-    launched = torchrun(2, JOB, str(folder / "cases.json"), CUDA_VISIBLE_DEVICES="")
+    launched = forked(JOB, folder / "cases.json", ranks=2)
     assert launched.exit_code == 0, launched.output
     assert launched.output.count("is skipped: its gradients overflowed fp16") >= OVERFLOWS
     return {name: folder / name for name in ("usual", "overflowing")}

@@ -2,17 +2,16 @@
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
-from conftest import torchrun
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from forked import forked
 from training.optimizers_and_dump import CASES, LR, STEPS, build, go_on, train, whole
 
 from llama_ft.config import TrainConfig
+from llama_ft.runtime import Runtime
 from llama_ft.training import build_optimizer, describe_optimizer, is_due, learning_rate
 from llama_ft.training.adafactor import Adafactor
 from llama_ft.training.adamw_8bit import AdamW8bit
@@ -78,17 +77,9 @@ def test_what_is_done_every_n_steps_is_due_at_multiples_of_n_only() -> None:
 def launch(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Every case of optimizers_and_dump.py on two ranks, in one launch."""
     folder = tmp_path_factory.mktemp("optimizers")
-    finished = torchrun(2, str(Path(__file__).parent / "optimizers_and_dump.py"), str(folder))
+    finished = forked(Path(__file__).parent / "optimizers_and_dump.py", folder, ranks=2)
     assert finished.exit_code == 0, finished.output
     return folder
-
-
-@pytest.fixture(scope="module")
-def mesh() -> Iterator[DeviceMesh]:
-    """A process group of one."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,), mesh_dim_names=("shard",))
-    dist.destroy_process_group()
 
 
 def reference(make: Callable[..., torch.optim.Optimizer], case: str, **settings: float) -> dict[str, torch.Tensor]:
@@ -148,10 +139,10 @@ def test_a_fresh_optimizer_goes_on_from_the_checkpoint_bit_for_bit(launch: Path,
     [("AdamW", 1e-5), ("AdamW8bit", 0), ("SGD", 0), ("momentum", 0), ("Adafactor", 1e-5), ("anyprecision", 0.05)],
 )
 def test_a_checkpoint_of_two_ranks_goes_on_in_one_process(
-    launch: Path, mesh: DeviceMesh, case: str, tolerance: float
+    launch: Path, runtime: Runtime, case: str, tolerance: float
 ) -> None:
     end = torch.load(launch / f"{case}.pt")["end"]
-    assert largest_error(go_on(case, launch / case, mesh), end, case) <= tolerance
+    assert largest_error(go_on(case, launch / case, runtime), end, case) <= tolerance
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -124,9 +124,10 @@ class Exporter:
         asked = dataclasses.replace(
             config.model, model_name=str(base), attn_implementation="auto", trust_remote_code=trust_remote_code
         )
-        model = models.build_skeleton(model_config, asked)
+        new = checkpoint.trainer.get("new_tokens") and models.NewTokens(**checkpoint.trainer["new_tokens"])
+        model = models.build_skeleton(model_config, asked, new)
         lasting_name = models.lasting_name(named, base)
-        adapter = _inject_adapter(checkpoint, config, model, lasting_name) if config.peft.use_peft else None
+        adapter = _inject_adapter(checkpoint, config, model, lasting_name, new) if config.peft.use_peft else None
         if config.model.freeze_layers:
             models.freeze_first_layers(model, config.model.num_freeze_layers)
         _check_fits(checkpoint, model, base)
@@ -235,14 +236,20 @@ def _find_base(checkpoint: Checkpoint, config: Config, override: str | None, nee
     return base, named
 
 
-def _inject_adapter(checkpoint: Checkpoint, config: Config, model: PreTrainedModel, base_name: str) -> models.Adapter:
+def _inject_adapter(
+    checkpoint: Checkpoint,
+    config: Config,
+    model: PreTrainedModel,
+    base_name: str,
+    new: models.NewTokens | None,
+) -> models.Adapter:
     earlier = config.peft.from_peft_checkpoint
     if earlier and (complaint := adapter_complaint(earlier)):
         raise UserError(
             f"{checkpoint.folder}: its run went on from an adapter, whose adapter_config.json is needed.\n"
             f"{earlier}: {complaint}"
         )
-    return models.inject_lora(model, config.peft, base_name)
+    return models.inject_lora(model, config.peft, base_name, new)
 
 
 def _check_fits(checkpoint: Checkpoint, model: PreTrainedModel, base: Path) -> None:
@@ -270,8 +277,8 @@ def _tokenizer(config: Config, base: Path, override: str | None, trust_remote_co
     if named is not None:
         folder = models.local_folder(named, "--tokenizer_name", weights=False)
     tokenizer = models.load_tokenizer(folder, trust_remote_code)
-    if config.data.dataset_format != "tokenized":
-        data.ensure_chat_template(tokenizer)
+    if config.data.chat_template or config.data.dataset_format != "tokenized":
+        data.ensure_chat_template(tokenizer, config.data.chat_template, config.model.resize_embeddings)
     return tokenizer
 
 

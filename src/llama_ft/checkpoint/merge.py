@@ -6,6 +6,7 @@ differ. W is its weight [out, in], B A the adapter's product, m DoRA's magnitude
     LoRA              W + scaling * B A
     DoRA              m * V / |V| by rows, where V = W + scaling * B A       https://arxiv.org/abs/2402.09353
     modules_to_save   the adapter's own tensor in place of W, as for biases that were trained
+    new tokens        the adapter's own rows in place of theirs; embedding and head get as many as are missing
 """
 
 import json
@@ -29,7 +30,7 @@ from llama_ft.config import ModelConfig
 from llama_ft.config.output_dir import TOKENIZER_PATTERNS
 from llama_ft.config.wording import size_text
 from llama_ft.errors import UserError
-from llama_ft.models import Adapter, build_skeleton, load_model_config
+from llama_ft.models import Adapter, NewTokens, build_skeleton, load_model_config, vocabulary_size
 from llama_ft.models.conversion import ConvertedSource, SavedGroup
 from llama_ft.models.lora import (
     ADAPTER_CONFIG,
@@ -39,10 +40,12 @@ from llama_ft.models.lora import (
     checkpoint_key,
     inject_adapter,
     is_adapter_weight,
+    rows_trained,
     saved_config,
 )
 from llama_ft.models.materialize import account_for
 from llama_ft.models.source import SafetensorsSource, StoredTensor, WeightSource, blocks, open_weights
+from llama_ft.models.token_rows import TokenRows, grow
 from llama_ft.runtime import log
 
 # What an adapter_config.json may set. Anything else that is not left at its default is not merged here.
@@ -50,7 +53,7 @@ UNDERSTOOD = {
     "alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "exclude_modules", "fan_in_fan_out",
     "inference_mode", "init_lora_weights", "layers_pattern", "layers_to_transform", "lora_alpha", "lora_dropout",
     "modules_to_save", "peft_type", "peft_version", "r", "rank_pattern", "revision", "runtime_config",
-    "target_modules", "task_type", "use_dora", "use_rslora",
+    "target_modules", "task_type", "trainable_token_indices", "use_dora", "use_rslora",
 }  # fmt: skip
 LEAVES_THE_BASE_ALONE = (True, False, None, "gaussian", "eva", "orthogonal")  # of init_lora_weights
 
@@ -85,10 +88,12 @@ class _Change:
     Attributes:
         replaced_by: the adapter's tensor that stands in its place, if any.
         layer: the peft layer around it, if any, and its name.
+        new_rows: the adapter's tensor of rows that stand in the place of some of its own, if any, and which these are.
     """
 
     replaced_by: str | None = None
     layer: tuple[str, LoraLayer] | None = None
+    new_rows: tuple[str, tuple[int, ...]] | None = None
 
 
 @dataclass(frozen=True)
@@ -102,6 +107,7 @@ class _Merge:
         made_of: name written -> name in the base that it is made of, in order.
         changes: name written -> what the adapter does to it.
         is_untied: embedding and head were one and are two now.
+        config: of the merged model.
     """
 
     base: WeightSource
@@ -110,6 +116,7 @@ class _Merge:
     made_of: dict[str, str]
     changes: dict[str, _Change]
     is_untied: bool
+    config: PretrainedConfig
 
     def rows(self, name: str, dtype: torch.dtype) -> Iterator[torch.Tensor]:
         """A tensor of the merged model, a block of rows at a time."""
@@ -117,9 +124,16 @@ class _Merge:
         source: WeightSource = self.base if change.replaced_by is None else self.adapter
         stored = self.made_of[name] if change.replaced_by is None else change.replaced_by
         low_rank = self._low_rank(*change.layer) if change.layer else None
+        new_rows, ids = (self.adapter.read(change.new_rows[0]), change.new_rows[1]) if change.new_rows else (None, ())
         start = 0
         for rows in blocks(source, stored):
-            yield (low_rank.merge(rows, start) if low_rank else rows).to(dtype)
+            merged = (low_rank.merge(rows, start) if low_rank else rows).to(dtype)
+            if new_rows is not None:
+                merged = merged.clone()  # it may be the mapped file
+                for place, id_ in enumerate(ids):
+                    if start <= id_ < start + len(rows):
+                        merged[id_ - start] = new_rows[place]
+            yield merged
             start += rows.shape[0] if rows.dim() else 1
 
     def _low_rank(self, name: str, layer: LoraLayer) -> _LowRank:
@@ -174,7 +188,7 @@ def merge_adapter(
     with written_aside(folder, "Nothing is left of it.") as aside:
         groups = [SavedGroup([name], {name: tuple(tensor.shape)}) for name, tensor in tensors.items()]
         write_weights(aside, groups, tensors, dtypes, max_shard_bytes, merge.rows, enabled=True)
-        _write_settings(aside, base, adapter, save_dtype, merge.is_untied)
+        _write_settings(aside, base, adapter, save_dtype, merge)
         write_model_card(aside, base_name, trainer)
 
 
@@ -182,11 +196,13 @@ def _plan(adapter: Path, base: Path, trust_remote_code: bool) -> _Merge:
     lora = _read_settings(adapter)
     model_config = load_model_config(base, trust_remote_code)
     _check_not_quantized(model_config, base)
-    model = build_skeleton(model_config, ModelConfig(model_name=str(base), trust_remote_code=trust_remote_code))
+    stored_rows, new_ids = vocabulary_size(model_config) or 0, sorted(rows_trained(lora))
+    new = NewTokens(new_ids, stored_rows, max([stored_rows, *(id_ + 1 for id_ in new_ids)])) if new_ids else None
+    model = build_skeleton(model_config, ModelConfig(model_name=str(base), trust_remote_code=trust_remote_code), new)
     ties = _ties(model)
-    stored = open_weights(base)
+    stored: WeightSource = open_weights(base)
     converted = ConvertedSource(stored, model)
-    account_for(model, converted.tensors, base)
+    account_for(model, grow(converted, model).tensors, base)
     weights = SafetensorsSource([adapter / ADAPTER_WEIGHTS])
     try:
         injected = inject_adapter(model, lora)
@@ -214,7 +230,8 @@ def _plan(adapter: Path, base: Path, trust_remote_code: bool) -> _Merge:
                 "Such an adapter is not merged here; use it with peft beside its base model."
             )
     by_stored_name = {str(names[name]): change for name, change in changes.items()}
-    return _Merge(stored, weights, injected.keys, made_of, by_stored_name, is_untied)
+    grown = grow(stored, model, converted.stored_name)
+    return _Merge(grown, weights, injected.keys, made_of, by_stored_name, is_untied, model_config)
 
 
 def _read_settings(adapter: Path) -> LoraConfig:
@@ -268,12 +285,23 @@ def _changes(
     # peft also saves the weight of an embedding that has an adapter.
     base_weights = {f"{PEFT_PREFIX}{name}": p for name, p in parameters.items() if id(p) not in own}
     saved_too = {key: p for key, p in base_weights.items() if key in headers and headers[key].shape == tuple(p.shape)}
-    check_saved_adapter({k: h for k, h in headers.items() if k not in saved_too}, model, adapter, file, str(base))
+    # And, beside a resized embedding, the trained rows of a tied head a second time.
+    rows = {name: layer for name, layer in model.named_modules() if isinstance(layer, TokenRows)}
+    copies = {f"{PEFT_PREFIX}{name}.trainable_tokens_delta" for name, layer in rows.items() if layer.tied_adapter}
+    own_headers = {key: header for key, header in headers.items() if key not in copies | saved_too.keys()}
+    check_saved_adapter(own_headers, model, adapter, file, str(base))
     replacing = own | {id(p): key for key, p in saved_too.items()}
     replaced = {
         checkpoint_key(name): replacing[id(p)]
         for name, p in parameters.items()
         if id(p) in replacing and not is_adapter_weight(name)
+    }
+    new_rows = {
+        checkpoint_key(f"{name}.base_layer.weight"): (
+            own[id(layer.trainable_tokens_delta["default"])],
+            tuple(layer.token_indices["default"]),
+        )
+        for name, layer in rows.items()
     }
     layers = {}
     for name, module in model.named_modules():
@@ -282,16 +310,19 @@ def _changes(
             if not isinstance(layer, (nn.Linear, Conv1D, nn.Embedding)):
                 raise UserError(f"{file}: {name} is a {type(layer).__name__}, whose adapters are not merged here.")
             layers[checkpoint_key(f"{name}.base_layer.weight")] = (name, module)
-    return {name: _Change(replaced.get(name), layers.get(name)) for name in {**replaced, **layers}}
+    every = {**replaced, **layers, **new_rows}
+    return {name: _Change(replaced.get(name), layers.get(name), new_rows.get(name)) for name in every}
 
 
-def _write_settings(folder: Path, base: Path, adapter: Path, save_dtype: torch.dtype | None, is_untied: bool) -> None:
+def _write_settings(folder: Path, base: Path, adapter: Path, save_dtype: torch.dtype | None, merge: _Merge) -> None:
     """config.json as the base has it, with what is new; the tokenizer trained with, or else the base's."""
     settings = json.loads((base / "config.json").read_text())
     if save_dtype is not None:
         for key in {"dtype", "torch_dtype"} & settings.keys() or {"dtype"}:
             settings[key] = str(save_dtype).removeprefix("torch.")
-    if is_untied:
+    if "vocab_size" in settings:
+        settings["vocab_size"] = vocabulary_size(merge.config)
+    if merge.is_untied:
         settings["tie_word_embeddings"] = False
     (folder / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
     tokenizer = adapter if any(adapter.glob("tokenizer*")) else base

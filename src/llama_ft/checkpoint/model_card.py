@@ -25,11 +25,12 @@ LOAD_MODEL = """from transformers import AutoModelForCausalLM, AutoTokenizer
 
 model = AutoModelForCausalLM.from_pretrained("{place}")
 tokenizer = AutoTokenizer.from_pretrained("{place}")"""
+RESIZE = "base.resize_token_embeddings({rows}, mean_resizing=False)\n"
 LOAD_ADAPTER = """from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 base = AutoModelForCausalLM.from_pretrained("{base}")
-model = PeftModel.from_pretrained(base, "{place}")
+{resize}model = PeftModel.from_pretrained(base, "{place}")
 tokenizer = AutoTokenizer.from_pretrained("{place}")"""
 
 
@@ -59,13 +60,17 @@ def write_model_card(folder: Path, base_model: str, trainer: Mapping[str, Any] |
     what = f"{base}, fine-tuned in full"
     if is_lora:
         what = f"A LoRA adapter for {base}" if is_adapter else f"{base} with a LoRA adapter merged into it"
-    trained_on = f", trained on {_without_folder(settings['dataset'])}" if settings else ""
+    data = settings.get("dataset", [])
+    parts = [_without_folder(part["path"]) for part in data] if isinstance(data, list) else [_without_folder(data)]
+    trained_on = f", trained on {', '.join(parts)}" if parts else ""
     load = LOAD_ADAPTER if is_adapter else LOAD_MODEL
+    new = run.get("new_tokens") or {"rows": 0, "stored_rows": 0}  # the base lacks their rows; the adapter fills them
+    resize = RESIZE.format(**new) if new["rows"] > new["stored_rows"] else ""
     sections = [
         f"---\n{front.to_yaml()}\n---",
         f"# {base}, tuned",
         f"{what}{trained_on} with llama_ft.",
-        f"```python\n{load.format(base=base if is_on_hub else f'path/to/{base}', place=place)}\n```",
+        f"```python\n{load.format(base=base if is_on_hub else f'path/to/{base}', place=place, resize=resize)}\n```",
         *_training(run),
         f"Versions: {', '.join(f'{name} {number}' for name, number in (run.get('versions') or versions()).items())}.",
     ]
@@ -100,6 +105,8 @@ def _recipe(sections: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, An
     return told
 
 
-def _without_folder(value: str) -> str:
-    """A hub name or a relative path as it is; of an absolute path the last part."""
+def _without_folder(value: Any) -> Any:
+    """A hub name or a relative path as it is; of an absolute path the last part; of a mix, each part so."""
+    if isinstance(value, list):
+        return [{**part, "path": _without_folder(part["path"])} for part in value]
     return Path(value).name if value.startswith(("/", "~")) else value

@@ -129,17 +129,13 @@ def finished_result(resumed: Checkpoint, settings: CheckpointConfig) -> Path | N
     return None
 
 
-def check_steps_left(resumed: Checkpoint, settings: TrainConfig, rows: int, batch: int) -> None:
+def check_steps_left(resumed: Checkpoint, total: int) -> None:
     """Refuse to go on from a step beyond the run's end, which may have been moved.
 
     Args:
         resumed: the checkpoint.
-        settings: num_epochs and max_train_step.
-        rows: of the training data.
-        batch: rows of an optimizer step.
+        total: optimizer steps of the run.
     """
-    total = -(-rows // batch) * settings.num_epochs
-    total = min(total, settings.max_train_step or total)
     if resumed.step > total:
         raise UserError(
             f"--resume {resumed.folder}: {resumed.step} steps are done, and the run is to have {total}.\nGo on from an "

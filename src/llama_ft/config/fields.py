@@ -4,9 +4,9 @@ import types
 from dataclasses import dataclass
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from llama_ft.config.sections import Config
+from llama_ft.config.sections import Config, DatasetPart
 
-Kind = Literal["switch", "whole number", "number", "choice", "text", "names", "names or pattern"]
+Kind = Literal["switch", "whole number", "number", "choice", "text", "data", "names", "names or pattern"]
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,8 @@ def _kind(annotation: Any) -> tuple[Kind, tuple[str, ...], bool]:
     members.discard(types.NoneType)
     if members == {list[str], str}:
         return "names or pattern", (), optional
+    if members == {str, list[DatasetPart]}:
+        return "data", (), optional
     (member,) = members
     if get_origin(member) is Literal:
         return "choice", get_args(member), optional

@@ -15,6 +15,7 @@ WORDS = {
     "number": " X",
     "choice": " WORD",
     "text": " TEXT",
+    "data": " TEXT",
     "names": " A,B",
     "names or pattern": " A,B",
 }

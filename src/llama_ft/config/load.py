@@ -84,9 +84,22 @@ def convert(values: Mapping[str, Any], places: Mapping[str, str]) -> tuple[Confi
             return Config(**nested), wrong  # type: ignore[arg-type]  # pydantic makes the sections from dicts
         except ValidationError as refusal:
             for error in refusal.errors(include_url=False, include_input=False):
-                name = str(error["loc"][1])
+                name, where = str(error["loc"][1]), error["loc"][3:]
                 context = error.get("ctx", {})
-                wrong.setdefault(name, _complaint(SETTINGS[name], values[name], error["type"], context, places))
+                if SETTINGS[name].kind != "data" or not isinstance(values[name], list):
+                    wrong.setdefault(name, _complaint(SETTINGS[name], values[name], error["type"], context, places))
+                elif where:  # in a part of a mix
+                    head = f"{subject(name, places)}[{'].'.join(map(str, where))}"
+                    wrong.setdefault(name, _part_complaint(head, values[name], where, error["type"]))
+
+
+def _part_complaint(head: str, parts: list[Any], where: tuple[int | str, ...], kind: str) -> str:
+    """Word a refusal about one part of a mix; where is its index and the key."""
+    if kind in ("extra_forbidden", "missing"):
+        return f"{head} is {'not known' if kind != 'missing' else 'missing'}; a part has path, weight and split."
+    value = parts[int(where[0])][where[1]]
+    wanted = "a number greater than 0 and at most 1000" if where[1] == "weight" else "text"
+    return f"{head} is {show(value) or 'empty'}; expected {wanted}."
 
 
 def _complaint(setting: Setting, value: Any, kind: str, context: Mapping[str, Any], places: Mapping[str, str]) -> str:

@@ -125,9 +125,9 @@ GONE: dict[str, str] = {
     "wandb_config.notes": "use wandb_tags",
 }
 GONE_PREFIXES: dict[str, str] = {
-    "samsum_dataset": "use dataset with a file, or path/to/file.py:function",
-    "grammar_dataset": "use dataset with a file, or path/to/file.py:function",
-    "alpaca_dataset": "use dataset with a file of columns instruction, input and output",
+    "samsum_dataset": "use dataset samsum, and dataset_split",
+    "grammar_dataset": "use dataset grammar, and dataset_split",
+    "alpaca_dataset": "use dataset alpaca, or a file of columns instruction, input and output",
     "llama_adapter_config": "peft_method lora is the one that exists",
     "prefix_config": "peft_method lora is the one that exists",
 }

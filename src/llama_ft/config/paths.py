@@ -5,18 +5,16 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from llama_ft.config.data_names import data_complaint, is_split_of, kind_of_data
 from llama_ft.config.output_dir import output_dir_complaint
-from llama_ft.config.python_file import python_function_complaint
 from llama_ft.config.rules import as_fraction
 from llama_ft.config.wording import nearest_file, subject
 from llama_ft.errors import UserError
 from llama_ft.restarts import may_be_restarted
 
 BUILT_IN_MODELS = ("demo",)
-BUILT_IN_DATASETS = ("demo",)
-DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
-DATA_FORMS = ".jsonl, .json, .parquet, .csv, or path/to/file.py:function"
-INPUTS = ("model_name", "tokenizer_name", "dataset", "validation", "from_peft_checkpoint")
+BUILT_IN_TEMPLATES = ("llama3", "chatml", "alpaca", "mistral")
+INPUTS = ("model_name", "tokenizer_name", "dataset", "validation", "from_peft_checkpoint", "chat_template")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
 
@@ -32,13 +30,14 @@ def check_paths(values: Mapping[str, Any], places: Mapping[str, str], invalid: s
         "model_name": model_complaint,
         "tokenizer_name": _tokenizer,
         "dataset": _data,
-        "validation": lambda validation: None if as_fraction(validation) is not None else _data(validation),
+        "validation": lambda validation: _validation(validation, values["dataset"]),
         "from_peft_checkpoint": adapter_complaint,
+        "chat_template": _chat_template,
         "resume": checkpoint_complaint,
         "output_dir": lambda directory: output_dir_complaint(
             directory,
             values["overwrite"],
-            {name: values[name] for name in (*INPUTS, *(["resume"] if values["overwrite"] else []))},
+            _inputs(values),
             _goes_on(values["resume"], directory),
         ),
     }
@@ -49,9 +48,25 @@ def check_paths(values: Mapping[str, Any], places: Mapping[str, str], invalid: s
             continue
         complaint = _told(complaint_of, value)
         if complaint:
-            shown = "" if value is None else f" {value}"
+            shown = "" if value is None or isinstance(value, list) else f" {value}"
             messages.append(f"{subject(name, places)}{shown}: {complaint}")
     return messages
+
+
+def _inputs(values: Mapping[str, Any]) -> dict[str, str | None]:
+    """Field name -> file or folder that the run reads; the parts of a mix one by one."""
+    inputs = {name: values[name] for name in (*INPUTS, *(["resume"] if values["overwrite"] else []))}
+    if isinstance(parts := inputs["dataset"], list):
+        del inputs["dataset"]
+        inputs.update({f"dataset[{index}].path": part["path"] for index, part in enumerate(parts)})
+    return inputs
+
+
+def _chat_template(name: str) -> str | None:
+    path = Path(name).expanduser()
+    if name in BUILT_IN_TEMPLATES or path.is_file():
+        return None
+    return f"no such file.{nearest_file(path)} Built in are {', '.join(BUILT_IN_TEMPLATES)}."
 
 
 def _told(complaint_of: Callable[[Any], str | None], value: Any) -> str | None:
@@ -178,27 +193,19 @@ def _folders(folder: Path) -> Iterator[Path]:
     return (child for child in sorted(folder.iterdir()) if child.is_dir())
 
 
-def _data(name: str) -> str | None:
-    """A built-in name, a data file that holds something, or a function in a Python file."""
-    if name in BUILT_IN_DATASETS:
+def _data(dataset: str | list[Any]) -> str | None:
+    if isinstance(dataset, str):
+        path = Path(dataset).expanduser()
+        is_empty = kind_of_data(dataset) == "file" and path.is_file() and path.stat().st_size == 0
+        return "is empty." if is_empty else data_complaint(dataset)
+    complaints = ((part["path"], _data(part["path"])) for part in dataset)
+    return next((f"{path}: {complaint}" for path, complaint in complaints if complaint), None)
+
+
+def _validation(validation: str, dataset: Any) -> str | None:
+    if as_fraction(validation) is not None or is_split_of(validation, dataset):
         return None
-    file_name, colon, function = name.rpartition(":")
-    if colon and file_name.endswith(".py"):
-        return python_function_complaint(Path(file_name).expanduser(), function)
-    path = Path(name).expanduser()
-    if path.is_dir():
-        return f"is a folder; expected a file: {DATA_FORMS}."
-    if path.suffix == ".py":
-        return python_function_complaint(path, "")
-    if path.is_symlink() and not path.exists():
-        return "is a symbolic link that leads nowhere."
-    if not path.exists():
-        if path.suffix.lower() not in DATA_SUFFIXES and not nearest_file(path):
-            built_in = ", ".join(BUILT_IN_DATASETS)
-            return f"is neither a file nor a built-in dataset ({built_in}). Files are {DATA_FORMS}."
-        return f"no such file.{nearest_file(path)}"
-    if path.suffix.lower() not in DATA_SUFFIXES:
-        return f"what a {path.suffix or 'file without suffix'} holds is not known. Files are {DATA_FORMS}."
-    if not path.is_file():  # data are read more than once: to know them again, and to tell their columns
-        return "is not a regular file, and a pipe can be read only once. Write it to a file first."
-    return "is empty." if path.stat().st_size == 0 else None
+    complaint = _data(validation)
+    if complaint and validation in ("validation", "test", "train") and kind_of_data(validation) == "file":
+        return f"{complaint}\nAs the name of a split it needs one dataset that has splits."
+    return complaint

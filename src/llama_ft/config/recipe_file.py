@@ -9,7 +9,7 @@ import yaml
 
 from llama_ft.config.fields import SECTIONS, SETTINGS, Setting
 from llama_ft.config.names import gone, guess, known
-from llama_ft.config.values import Given, from_text
+from llama_ft.config.values import Given, from_text, parts_of
 from llama_ft.config.wording import nearest, nearest_file, show
 
 NULL = "tag:yaml.org,2002:null"
@@ -129,6 +129,8 @@ def _value(setting: Setting, node: yaml.Node) -> Any:
             return None
         quoted = node.style in ("'", '"') and setting.kind == "text"
         return node.value if quoted else from_text(setting, node.value)
+    if setting.kind == "data":
+        return parts_of(node)
     if isinstance(node, yaml.SequenceNode) and all(isinstance(item, yaml.ScalarNode) for item in node.value):
         return [item.value for item in node.value]
     return {}

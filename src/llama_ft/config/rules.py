@@ -8,9 +8,9 @@ could not be read is left out.
 import inspect
 import re
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
+from llama_ft.config.data_names import has_splits, kind_of_data
 from llama_ft.config.effect import without_effect
 from llama_ft.config.fields import SETTINGS, values_of
 from llama_ft.config.same_run import unknown_changes
@@ -21,10 +21,7 @@ from llama_ft.errors import UserError
 # Values that a setting declares and no code serves yet -> what there is instead. Refused, never ignored.
 NOT_BUILT: dict[str, tuple[Callable[[Any], bool], str]] = {
     "activation_checkpointing": (lambda it: it == "auto", "Use off, full, every_k or selective"),
-    "truncation": (lambda it: it != "right", "Use right, and context_length to make room"),
-    "batching_strategy": (lambda it: it == "packing", "Use padding"),
     "compile": (bool, "Leave it out"),
-    "resize_embeddings": (bool, "Use a tokenizer whose tokens the model has"),
     "streaming": (bool, "Leave it out: rows are memory-mapped from the cache"),
 }
 SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(KB|MB|GB|TB)", re.IGNORECASE)
@@ -81,22 +78,30 @@ def _validation_is_a_fraction_of_one(validation: str | None) -> str | None:
 
 
 def _early_stopping_has_validation_data(
-    early_stopping_patience: int, dataset: str, validation: str | None, run_validation: bool
+    early_stopping_patience: int, dataset: str | list[Any], validation: str | None, run_validation: bool
 ) -> str | None:
     needless = early_stopping_patience == 0 or not run_validation
     return None if needless or _brings_validation(dataset, validation) else _no_validation_data()
 
 
 def _eval_steps_have_validation_data(
-    eval_steps: int, dataset: str, validation: str | None, run_validation: bool
+    eval_steps: int, dataset: str | list[Any], validation: str | None, run_validation: bool
 ) -> str | None:
     needless = eval_steps == 0 or not run_validation
     return None if needless or _brings_validation(dataset, validation) else _no_validation_data()
 
 
-def _brings_validation(dataset: str, validation: str | None) -> bool:
-    """A file is training data only; the built-in data and a Python function may bring a validation split."""
-    return validation is not None or Path(dataset).suffix not in (".jsonl", ".json", ".parquet", ".csv")
+def _brings_validation(dataset: str | list[Any], validation: str | None) -> bool:
+    """A file or a mix is training data only; the demo, a Python function and data with splits may bring more."""
+    return validation is not None or (
+        isinstance(dataset, str) and (has_splits(dataset) or kind_of_data(dataset) in ("demo", "function"))
+    )
+
+
+def _the_split_is_of_data_with_splits(dataset_split: str, dataset: str | list[Any]) -> str | None:
+    if dataset_split == "train" or not isinstance(dataset, str) or has_splits(dataset):
+        return None
+    return f"is {dataset_split}, and {dataset} has no splits. Leave it out."
 
 
 def _no_validation_data() -> str:
@@ -219,6 +224,7 @@ RULES: tuple[Callable[..., str | None], ...] = (
     _validation_is_a_fraction_of_one,
     _early_stopping_has_validation_data,
     _eval_steps_have_validation_data,
+    _the_split_is_of_data_with_splits,
     _whole_weights_are_not_needed,
     _adapters_go_somewhere,
     _saved_modules_get_no_adapter,

@@ -5,10 +5,11 @@ messages are made from it. A field is a flag by its own name (`--lr`) and by its
 names are therefore unique across sections.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NotRequired
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, with_config
 from pydantic.dataclasses import dataclass
+from typing_extensions import TypedDict  # typing's own is not enough for pydantic before Python 3.12
 
 STRICT = ConfigDict(
     extra="forbid",
@@ -74,7 +75,7 @@ class TrainConfig:
     fp16: as bf16_mixed, computed in fp16 with loss scaling, for GPUs without bf16."""
 
     batch_size_training: Count = 4
-    """Rows in one micro-batch of one rank."""
+    """Packs of context_length tokens, with padding rows, in one micro-batch of one rank."""
 
     gradient_accumulation_steps: Count = 1
     """Micro-batches per optimizer step. Global batch = this x batch_size_training x ranks."""
@@ -145,7 +146,7 @@ class TrainConfig:
     """Evaluate after every epoch when there is validation data."""
 
     val_batch_size: Count = 1
-    """Rows in one evaluation batch of one rank."""
+    """Packs, with padding rows, in one evaluation batch of one rank."""
 
     eval_steps: CountOrZero = 0
     """Evaluate every so many optimizer steps too; 0 = after each epoch only."""
@@ -261,24 +262,39 @@ class QuantizationConfig:
     """Linear layers that are not quantized, besides the output head: names, ends of names or patterns."""
 
 
+@with_config(ConfigDict(extra="forbid", allow_inf_nan=False))
+class DatasetPart(TypedDict):
+    """One part of a mix. Every row is taken weight times an epoch: of 2.5, each row twice and half of them, chosen by a
+    hash of the row, once more; of 0.3, three tenths of them."""
+
+    path: Annotated[str, Field(min_length=1)]
+    weight: NotRequired[Annotated[float, Field(gt=0, le=1000)]]
+    split: NotRequired[str]
+
+
 @dataclass(config=STRICT, kw_only=True)
 class DataConfig:
     """What is trained on."""
 
-    dataset: str = "demo"
-    """A .jsonl, .json, .parquet or .csv file; path/to/file.py:function returning a datasets.Dataset; or demo: questions
-    about Python's standard library, answered by its docstrings."""
+    dataset: str | list[DatasetPart] = "demo"
+    """A .jsonl, .json, .csv (also .gz, .zst), .parquet or .arrow file, a folder or a glob of them; a URL of such a file
+    (s3://, https://); a hub name (org/name or org/name:configuration); path/to/file.py:function returning a
+    datasets.Dataset; llama-recipes' samsum, grammar or alpaca; demo: questions about Python's standard library,
+    answered by its docstrings; or a mix, '[{path: a.jsonl, weight: 2}, {path: org/name, weight: 0.3, split: test}]': a
+    weight of 2.5 takes each row twice an epoch and half of them, chosen by a hash of the row, once more."""
 
     dataset_format: Literal["auto", "alpaca", "messages", "sharegpt", "prompt_completion", "text", "tokenized"] = "auto"
     """alpaca: columns instruction, input, output. messages: chat turns of role and content. sharegpt: conversations,
-    turns of from and value. prompt_completion. text: continued pre-training. tokenized: input_ids and labels. auto:
-    told by the columns."""
+    turns of from and value. prompt_completion: prompt, completion. text: continued pre-training. tokenized: input_ids
+    and perhaps labels. auto: told by the columns."""
 
     dataset_split: str = "train"
-    """Split of a hub dataset that is trained on."""
+    """Split that is trained on, of data that have splits: hub datasets (also train[:5%]), folders saved by datasets,
+    and folders whose files are named by train, validation or test."""
 
     validation: str | None = None
-    """A file like dataset, or a fraction such as 0.05 of its rows, chosen by a hash of the row."""
+    """Data like dataset, a fraction such as 0.05 of its rows, chosen by a hash of the row, or the name of one of its
+    splits, such as test; a split called validation is taken by itself."""
 
     chat_template: str | None = None
     """How a chat is written: a file with a Jinja template, or llama3, chatml, alpaca or mistral; the tokenizer's own
@@ -299,8 +315,9 @@ class DataConfig:
     """What happens to a longer row. right: its end is cut off, left: its beginning; drop: it is left out; split: it
     becomes several rows."""
 
-    batching_strategy: Literal["padding", "packing"] = "padding"
-    """padding: rows of a micro-batch are padded to the longest."""
+    batching_strategy: Literal["packing", "padding"] = "packing"
+    """packing: rows share sequences of context_length tokens without seeing each other, and a micro-batch is
+    batch_size_training such packs. padding: rows of a micro-batch are padded to the longest."""
 
     streaming: bool = False
     """Read and tokenize while training instead of before it: for data larger than the disk. Needs max_train_step."""

@@ -9,6 +9,8 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
+import yaml
+
 from llama_ft.config.fields import Setting
 
 PLAIN_NAME = re.compile(r"[\w.\-]+")
@@ -45,9 +47,30 @@ def from_text(setting: Setting, text: str) -> Any:
         # plain names become a list, patterns and the keyword all-linear stay as they are.
         items = _items(text)
         return items if text != "all-linear" and all(PLAIN_NAME.fullmatch(item) for item in items) else text
-    if setting.kind == "text" and text.startswith("~"):
+    if setting.kind == "data" and text.startswith("["):
+        try:
+            parts = parts_of(yaml.compose(text, Loader=yaml.SafeLoader))
+        except yaml.YAMLError:
+            parts = None
+        return text if parts in (None, {}) else parts  # [1]*.jsonl is a name
+    if setting.kind in ("text", "data") and text.startswith("~"):
         return os.path.expanduser(text)
     return text
+
+
+def parts_of(node: yaml.Node | None) -> Any:
+    """Return the parts of a mix as dicts of text, a plain name as a part with a path; {} for what is no such list."""
+    if not isinstance(node, yaml.SequenceNode):
+        return {}
+    return [_part(item) for item in node.value] or ""
+
+
+def _part(node: yaml.Node) -> Any:
+    pairs = node.value if isinstance(node, yaml.MappingNode) else [(yaml.ScalarNode("", "path"), node)]
+    texts = {str(key.value): value.value if isinstance(value, yaml.ScalarNode) else {} for key, value in pairs}
+    if isinstance(path := texts.get("path"), str):
+        texts["path"] = os.path.expanduser(path)
+    return texts
 
 
 def _items(text: str) -> list[str]:

@@ -1,6 +1,7 @@
 """How messages name a setting, show a value and guess what was meant."""
 
 import difflib
+import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,8 @@ def show(value: Any) -> str:
         return "none"
     if isinstance(value, bool):
         return str(value).lower()
+    if isinstance(value, list) and any(isinstance(item, dict) for item in value):
+        return json.dumps(value, ensure_ascii=False)
     if isinstance(value, list):
         return "[" + ",".join(map(str, value)) + "]"
     return "a mapping" if isinstance(value, dict) else str(value)
@@ -52,6 +55,7 @@ def expected(setting: Setting) -> str:
         "whole number": "a whole number",
         "number": "a number",
         "text": "text",
+        "data": "a name, or a list of parts with path, weight and split",
         "names": "a list of names",
     }
     return kinds.get(setting.kind, "a list of names, or all-linear")

@@ -7,35 +7,43 @@ from llama_ft.data.batches import (
     collate,
     evaluation_batches,
     pad_token_id,
-    plan_batches,
     row_lengths,
     target_token_counts,
 )
 from llama_ft.data.cache import cache_dir
 from llama_ft.data.chat_template import ensure_chat_template
 from llama_ft.data.demo import Demo, build_demo
+from llama_ft.data.feed import Ahead, PreparedRows, StepBatches
 from llama_ft.data.prepare import TokenizedData, prepare
+from llama_ft.data.samples import describe_first_batch, show_samples
 from llama_ft.data.sources import open_source, read_rows
 from llama_ft.data.tokenize import IGNORED, Encoder
+from llama_ft.data.training_rows import TrainingRows, plan_training
 
 __all__ = [
     "IGNORED",
+    "Ahead",
     "Batch",
     "BatchPlan",
     "Demo",
     "Encoder",
+    "PreparedRows",
+    "StepBatches",
     "StepPlan",
     "TokenizedData",
+    "TrainingRows",
     "build_demo",
     "cache_dir",
     "collate",
+    "describe_first_batch",
     "ensure_chat_template",
     "evaluation_batches",
     "open_source",
     "pad_token_id",
-    "plan_batches",
+    "plan_training",
     "prepare",
     "read_rows",
     "row_lengths",
+    "show_samples",
     "target_token_counts",
 ]

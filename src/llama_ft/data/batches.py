@@ -1,7 +1,8 @@
 """Which rows each rank sees at each step, and how they become tensors.
 
 The order is a pure function of (seed, epoch, step), and the rows of a global batch do not depend on how many ranks
-share it: a run resumed on other hardware goes on with the same batches.
+share it: a run resumed on other hardware goes on with the same batches. What is dealt are packs of rows, or with
+padding single rows:
 
     one permutation an epoch   7 2 9 4 | 0 5 1 8 | 3 6          | = global batches, the last one smaller
     one global batch           9 2 4 7                          longest first
@@ -17,16 +18,18 @@ from typing import TYPE_CHECKING
 import numpy
 import torch
 import xxhash
+from torch.nn.utils.rnn import pad_sequence
 
+from llama_ft.data.packing import pack_rows
 from llama_ft.data.tokenize import IGNORED
 
 if TYPE_CHECKING:
     from datasets import Dataset
+    from pyarrow import Table
     from transformers import PreTrainedTokenizerBase
 
-    from llama_ft.runtime import Runtime
-
 FILLER_TOKENS = 8
+BATCHES_PER_BUCKET = 50  # global batches whose rows are sorted by length together; transformers' group_by_length has 50
 
 
 @dataclass(frozen=True)
@@ -48,10 +51,11 @@ class BatchPlan:
     Args:
         lengths: tokens of each row.
         target_tokens: labels of each row that count in the loss.
-        global_batch: rows of one optimizer step over all ranks.
-        world_size: ranks that share the rows.
+        capacity: tokens of a pack; None: no packing, each row is dealt by itself.
+        global_batch: packs (or rows) of one optimizer step over all ranks.
+        world_size: ranks that share them.
         rank: the one this plan is for.
-        micro_batch: most rows of one micro-batch of one rank.
+        micro_batch: most packs (or rows) of one micro-batch of one rank.
         seed: of the order.
     """
 
@@ -60,6 +64,7 @@ class BatchPlan:
         lengths: Sequence[int] | numpy.ndarray,
         target_tokens: Sequence[int] | numpy.ndarray,
         *,
+        capacity: int | None = None,
         global_batch: int,
         world_size: int,
         rank: int,
@@ -68,124 +73,208 @@ class BatchPlan:
     ) -> None:
         self._lengths = numpy.asarray(lengths)
         self._target_tokens = numpy.asarray(target_tokens)
+        self._packs = None if capacity is None else pack_rows(self._lengths, capacity)
+        self.capacity = capacity
         self.global_batch = global_batch
         self._world_size = world_size
         self._rank = rank
         self._micro_batch = micro_batch
         self._seed = seed
-        self._order: tuple[int, numpy.ndarray] | None = None  # the epoch it is of, and its permutation
+        self._order: tuple[int, numpy.ndarray, numpy.ndarray] | None = None  # the epoch, and what _epoch makes of it
+
+    def __len__(self) -> int:
+        """Packs, or rows, of an epoch."""
+        return len(self._lengths) if self._packs is None else len(self._packs)
+
+    @property
+    def is_packed(self) -> bool:
+        return self._packs is not None
 
     @property
     def steps_per_epoch(self) -> int:
         """Optimizer steps in which every row is seen once; the last may be smaller."""
-        return math.ceil(len(self._lengths) / self.global_batch)
+        return math.ceil(len(self) / self.global_batch)
+
+    def describe(self) -> str:
+        """How rows are laid out, for people."""
+        if self._packs is None:
+            longest = int(self._lengths.max())
+            return f"rows of a micro-batch are padded to the longest (at most {longest:,} tokens)"
+        fill = self._packs.tokens.sum() / (len(self._packs) * self.capacity)  # type: ignore[operator]
+        return (
+            f"{len(self._lengths):,} rows fit into {len(self._packs):,} packs of at most {self.capacity:,} tokens, "
+            f"which are {fill:.1%} full"
+        )
 
     def step(self, epoch: int, step_in_epoch: int) -> StepPlan:
         """Return this rank's share of a step.
 
-        Within the global batch rows go longest first, and each micro-batch is dealt over the ranks like cards: the
-        ranks then compute on rows of like length at the same time, and none waits long for another.
+        Within the global batch they go longest first, and each micro-batch is dealt over the ranks like cards: the
+        ranks then compute on like numbers of tokens at the same time, and none waits long for another.
 
         Args:
             epoch: counted from 0.
             step_in_epoch: counted from 0, below steps_per_epoch.
         """
+        rows, order = self._epoch(epoch)
         first = step_in_epoch * self.global_batch
-        rows = self._permutation(epoch)[first : first + self.global_batch]
-        rows = rows[numpy.argsort(-self._lengths[rows], kind="stable")]
+        batch = order[first : first + self.global_batch]
+        batch = batch[numpy.argsort(-self._sizes()[batch], kind="stable")]
+        members = [self._members(rows, item) for item in batch]
         return StepPlan(
-            _deal(rows.tolist(), self._world_size, self._rank, self._micro_batch),
-            target_tokens=int(self._target_tokens[rows].sum()),
+            [_joined(share) for share in _deal(members, self._world_size, self._rank, self._micro_batch)],
+            target_tokens=int(self._target_tokens[_joined(members)].sum()),
         )
 
-    def _permutation(self, epoch: int) -> numpy.ndarray:
+    def _sizes(self) -> numpy.ndarray:
+        """Tokens of each pack, or row."""
+        return self._lengths if self._packs is None else self._packs.tokens
+
+    def _members(self, rows: numpy.ndarray, item: int) -> list[int]:
+        if self._packs is None:
+            return [int(item)]
+        slots = self._packs.slots[self._packs.offsets[item] : self._packs.offsets[item + 1]]
+        return rows[slots].tolist()
+
+    def _epoch(self, epoch: int) -> tuple[numpy.ndarray, numpy.ndarray]:
+        """The rows from longest to shortest, those of one length in the epoch's own order; and the order of packs, or
+        rows. So each epoch has other rows together in a pack, and as many packs."""
         if self._order is None or self._order[0] != epoch:
-            generator = torch.Generator().manual_seed(_mixed(self._seed, epoch))
-            self._order = epoch, torch.randperm(len(self._lengths), generator=generator).numpy()
-        return self._order[1]
+            generator = torch.Generator().manual_seed(mixed(self._seed, epoch))
+            shuffled = torch.randperm(len(self._lengths), generator=generator).numpy()
+            rows = shuffled[numpy.argsort(-self._lengths[shuffled], kind="stable")]
+            if self._packs is None:
+                order = self._bucketed(shuffled, generator)
+            else:
+                order = torch.randperm(len(self), generator=generator).numpy()
+            self._order = epoch, rows, order
+        return self._order[1:]
 
-
-def plan_batches(dataset: "Dataset", global_batch: int, micro_batch: int, seed: int, runtime: "Runtime") -> BatchPlan:
-    """This rank's plan over the tokenized rows of `dataset`. Arguments as of `BatchPlan`."""
-    return BatchPlan(
-        row_lengths(dataset),
-        target_token_counts(dataset),
-        global_batch=global_batch,
-        world_size=runtime.world_size,
-        rank=runtime.rank,
-        micro_batch=micro_batch,
-        seed=seed,
-    )
+    def _bucketed(self, shuffled: numpy.ndarray, generator: torch.Generator) -> numpy.ndarray:
+        """Rows of like length in one global batch, batches in random order, the smaller one last."""
+        full = len(shuffled) // self.global_batch * self.global_batch
+        batches = []
+        for first in range(0, full, BATCHES_PER_BUCKET * self.global_batch):
+            bucket = shuffled[first : min(first + BATCHES_PER_BUCKET * self.global_batch, full)]
+            bucket = bucket[numpy.argsort(-self._lengths[bucket], kind="stable")]
+            batches += numpy.split(bucket, len(bucket) // self.global_batch)
+        order = torch.randperm(len(batches), generator=generator).tolist()
+        return numpy.concatenate([*(batches[number] for number in order), shuffled[full:]])
 
 
 def evaluation_batches(
-    n_rows: int, world_size: int, rank: int, batch_size: int, max_batches: int = 0
+    lengths: numpy.ndarray,
+    world_size: int,
+    rank: int,
+    batch_size: int,
+    max_batches: int = 0,
+    capacity: int | None = None,
 ) -> list[list[int]]:
     """Return this rank's batches of an evaluation: every row on exactly one rank, as many batches on each.
 
     Args:
-        n_rows: rows of the validation data.
+        lengths: tokens of each row of the validation data.
         world_size: ranks that share them.
         rank: the one asked for.
-        batch_size: most rows in a batch of one rank.
+        batch_size: most rows, or packs, in a batch of one rank.
         max_batches: most batches of a rank; 0 = all rows.
+        capacity: tokens of a pack; None: no packing.
     """
-    batches = _deal(list(range(n_rows)), world_size, rank, batch_size)
+    members = [[row] for row in range(len(lengths))]
+    if capacity is not None:
+        packs = pack_rows(lengths, capacity)
+        rows = numpy.argsort(-lengths, kind="stable")
+        members = [rows[slots].tolist() for slots in numpy.split(packs.slots, packs.offsets[1:-1])]
+        # the first packs hold the longest rows: max_batches should see some of all
+        members = [members[pack] for pack in numpy.random.default_rng(0).permutation(len(members))]
+    batches = [_joined(share) for share in _deal(members, world_size, rank, batch_size)]
     return batches[:max_batches] if max_batches else batches
 
 
-def _deal(rows: list[int], world_size: int, rank: int, batch_size: int) -> list[list[int]]:
-    """This rank's part of each round of world_size x batch_size rows."""
+def _deal(items: list[list[int]], world_size: int, rank: int, batch_size: int) -> list[list[list[int]]]:
+    """This rank's part of each round of world_size x batch_size items."""
     share = world_size * batch_size
-    return [rows[first : first + share][rank::world_size] for first in range(0, len(rows), share)]
+    return [items[first : first + share][rank::world_size] for first in range(0, len(items), share)]
 
 
-def _mixed(seed: int, epoch: int) -> int:
-    """A seed for the epoch; seed + epoch would repeat the order of seed 43's first epoch in seed 42's second."""
-    return int.from_bytes(hashlib.sha256(f"{seed} {epoch}".encode()).digest()[:8], "big") >> 1
+def _joined(members: list[list[int]]) -> list[int]:
+    return [row for rows in members for row in rows]
+
+
+def mixed(*numbers: int) -> int:
+    """A seed made of several numbers; seed + epoch would repeat the order of seed 43's first epoch in seed 42's
+    second."""
+    return int.from_bytes(hashlib.sha256(" ".join(map(str, numbers)).encode()).digest()[:8], "big") >> 1
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows of a micro-batch, padded on the right to the longest.
+    """A micro-batch: packed rows one after another, or rows padded on the right to the longest.
 
+        packed   input_ids  a a a b b c c c c     padded   a a a .     row_lengths 3 2 4
+                 labels     - a a - b - c c c              b b . .
+                                                           c c c c
     Attributes:
-        input_ids: int64 [rows, length].
-        attention_mask: int64 [rows, length], 1 on tokens, 0 on padding.
-        labels: int64 [rows, length], -100 on padding and where not trained.
+        input_ids: int64 [1, tokens] packed, [rows, length] padded.
+        labels: int64, of the same shape, -100 on padding and where not trained. Not shifted; a packed row's first
+            label is -100, since what stands before it is another row.
+        row_lengths: tokens of each row.
+        is_packed: which of the two it is.
         sources: the place of each row, for messages.
     """
 
     input_ids: torch.Tensor
-    attention_mask: torch.Tensor
     labels: torch.Tensor
+    row_lengths: list[int]
+    is_packed: bool
     sources: list[str]
 
+    @property
+    def tokens(self) -> int:
+        """Input tokens without padding."""
+        return sum(self.row_lengths)
 
-def collate(dataset: "Dataset", indices: Sequence[int], pad_token_id: int, filler_index: int = 0) -> Batch:
+    @property
+    def target_tokens(self) -> int:
+        """Labels that count in the loss."""
+        return int((self.labels[:, 1:] != IGNORED).sum())
+
+    @property
+    def attention_mask(self) -> torch.Tensor:
+        """int64 [rows, length] of a padded batch, 1 on tokens, 0 on padding."""
+        positions = torch.arange(self.input_ids.shape[1])
+        return (positions < torch.tensor(self.row_lengths).unsqueeze(1)).long()
+
+
+def collate(
+    dataset: "Dataset", indices: Sequence[int], pad_token_id: int, is_packed: bool = False, filler_index: int = 0
+) -> Batch:
     """Make a batch of the rows at `indices`.
 
     For no indices it is the beginning of row `filler_index` with no label: a rank without rows still has to run
     forward and backward, because the others wait for it in the collectives. It adds nothing to loss or gradient.
     """
-    rows = dataset[list(indices) or [filler_index]]
-    input_ids, labels, sources = rows["input_ids"], rows["labels"], rows["source"]
+    table = dataset.with_format("arrow")[list(indices) or [filler_index]]
+    input_ids, labels = (_values(table, name) for name in ("input_ids", "labels"))
+    lengths, sources = table["input_ids"].combine_chunks().value_lengths().to_pylist(), table["source"].to_pylist()
     if not indices:
-        input_ids = [input_ids[0][:FILLER_TOKENS]]
-        labels, sources = [[IGNORED] * len(input_ids[0])], []
+        input_ids, sources = input_ids[:FILLER_TOKENS], []
+        lengths, labels = [len(input_ids)], torch.full((len(input_ids),), IGNORED)
+    if is_packed:
+        labels[torch.tensor([0, *lengths[:-1]]).cumsum(0)] = IGNORED
+        return Batch(input_ids.unsqueeze(0), labels.unsqueeze(0), lengths, is_packed, sources)
     return Batch(
-        input_ids=_padded(input_ids, pad_token_id),
-        attention_mask=_padded([[1] * len(row) for row in input_ids], 0),
-        labels=_padded(labels, IGNORED),
-        sources=sources,
+        pad_sequence(input_ids.split(lengths), batch_first=True, padding_value=pad_token_id),
+        pad_sequence(labels.split(lengths), batch_first=True, padding_value=IGNORED),
+        lengths,
+        is_packed,
+        sources,
     )
 
 
-def _padded(rows: list[list[int]], value: int) -> torch.Tensor:
-    batch = torch.full((len(rows), max(map(len, rows))), value, dtype=torch.int64)
-    for line, row in zip(batch, rows, strict=True):
-        line[: len(row)] = torch.tensor(row)
-    return batch
+def _values(table: "Table", column: str) -> torch.Tensor:
+    """The tokens of all rows of a table, one after another, int64."""
+    return torch.from_numpy(table[column].combine_chunks().flatten().to_numpy().astype(numpy.int64))
 
 
 def pad_token_id(tokenizer: "PreTrainedTokenizerBase", vocabulary_size: int | None = None) -> int:

@@ -1,18 +1,18 @@
-"""Tokenizing a dataset to disk: row by row, so that memory does not grow with the data."""
+"""Tokenizing a dataset to disk: chunk by chunk, so that memory does not grow with the data."""
 
-import hashlib
-import json
-from array import array
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+import pickle
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy
-from datasets import Features, List, Value
+import pyarrow
+import xxhash
+from datasets import Dataset, Features, List, Value
 from datasets.arrow_writer import ArrowWriter
 
 from llama_ft.data.formats import BadRow, Message, Row, RowFormat
-from llama_ft.data.sources import Source
+from llama_ft.data.parallel import Chunk, EncodedChunk
+from llama_ft.data.statistics import BuildReport, SplitStatistics, histogram_edges
 from llama_ft.data.tokenize import Encoded, Encoder
 from llama_ft.errors import UserError
 
@@ -24,108 +24,161 @@ FEATURES = Features(
         "source": Value("string"),
     }
 )
-ROWS_PER_WRITE = 500
+ROWS_PER_WRITE, TOKENS_PER_WRITE = 1000, 2**20
+PLACES_NAMED = 3
 BAD_ROWS_SHOWN = 5
 ROWS_SEARCHED_AFTER_A_BAD_ONE = 10_000  # for more bad rows to report at once; a big file must not take minutes
 SKIP_HINT = "(--skip_bad_rows leaves such rows out and counts them)"
 
 
-@dataclass
-class SplitStatistics:
-    """What became of the rows of a split.
-
-    Attributes:
-        rows: rows written.
-        tokens: their tokens.
-        target_tokens: those that count in the loss.
-        truncated: rows whose end was cut off, among those written and those without_target.
-        without_target: rows left out as no answer token remained in context_length.
-        lengths: tokens of a row: the median, the 95th percentile and the largest.
-        largest_id: the largest token id.
-        largest_id_at: the place of the first row that holds it.
-    """
-
-    rows: int = 0
-    tokens: int = 0
-    target_tokens: int = 0
-    truncated: int = 0
-    without_target: int = 0
-    lengths: list[int] = field(default_factory=list)
-    largest_id: int = -1
-    largest_id_at: str = ""
-
-
-@dataclass
-class BuildReport:
-    """What is written to meta.json.
-
-    Attributes:
-        train, validation: of each split; None where there is none.
-        bad_rows: rows left out by skip_bad_rows.
-        first_bad_rows: the first of them, place and reason.
-        chat_sample: a chat of the validation (else the training) split, its reference answer last.
-    """
-
-    train: SplitStatistics
-    validation: SplitStatistics | None = None
-    bad_rows: int = 0
-    first_bad_rows: list[str] = field(default_factory=list)
-    chat_sample: list[Message] | None = None
-
-    def save(self, path: Path) -> None:
-        """Write as JSON."""
-        path.write_text(json.dumps(asdict(self), indent=2, ensure_ascii=False), encoding="utf-8")
-
-    @classmethod
-    def load(cls, path: Path) -> "BuildReport":
-        """Read what `save` wrote."""
-        values = json.loads(path.read_text(encoding="utf-8"))
-        for split in ("train", "validation"):
-            values[split] = values[split] and SplitStatistics(**values[split])
-        return cls(**values)
-
-
 class SplitWriter:
-    """Streams tokenized rows into one Arrow file and counts them."""
+    """Streams tokenized rows into one Arrow file and counts them.
 
-    def __init__(self, path: Path) -> None:
+    Args:
+        path: of the file.
+        encoder: what tokenizes the rows.
+        parts: names of the parts that a mix has.
+
+    Attributes:
+        first_chat: the chat of the first row that is one.
+    """
+
+    def __init__(self, path: Path, encoder: Encoder, parts: Sequence[str] = ()) -> None:
         self.statistics = SplitStatistics()
         self.first_chat: list[Message] | None = None
-        self._lengths = array("i")
+        self._path = path
+        self._encoder = encoder
+        # Of every row 14 bytes: a million take 14 MB.
+        self._lengths: list[numpy.ndarray] = [numpy.zeros(0, numpy.int32)]
+        self._parts: list[numpy.ndarray] = [numpy.zeros(0, numpy.int16)]
+        self._part_names, self._targets_of_parts = parts, numpy.zeros(max(1, len(parts)))
+        self._repeats, self._last_place = 0, ""
+        self._digests: list[numpy.ndarray] = [numpy.zeros(0, numpy.uint64)]
+        self._checksums = {name: xxhash.xxh3_128() for name in ("lengths", "input_ids", "labels")}
         self._writer = ArrowWriter(path=str(path), features=FEATURES, writer_batch_size=ROWS_PER_WRITE)
+        self._unwritten: list[pyarrow.Table] = []
 
-    def add(self, place: str, encoded: Encoded, messages: list[Message] | None) -> None:
-        """Write a row, unless nothing of it would be trained on."""
-        statistics, target_tokens = self.statistics, encoded.target_tokens
-        statistics.truncated += encoded.truncated
-        if target_tokens == 0:
-            statistics.without_target += 1
+    def add(self, chunk: Chunk, encoded: EncodedChunk, mine: numpy.ndarray) -> None:
+        """Write what `chunk` became.
+
+        Args:
+            chunk: rows as they were read.
+            encoded: the same, tokenized.
+            mine: bool [rows], which of them belong to this split.
+        """
+        statistics, trained = self.statistics, numpy.zeros(len(mine), dtype=bool)
+        trained[encoded.row_of_piece] = True
+        statistics.truncated += int((encoded.truncated & mine).sum())
+        statistics.dropped += int(((encoded.pieces == 0) & mine).sum())
+        statistics.split += int(((encoded.pieces > 1) & mine).sum())
+        without = numpy.flatnonzero((encoded.pieces > 0) & ~trained & mine)
+        statistics.without_target += len(without)
+        room = PLACES_NAMED - len(statistics.first_without_target)
+        statistics.first_without_target += [chunk.places[row] for row in without[:room]]
+        kept = mine[encoded.row_of_piece]
+        if not kept.any():
             return
         if self.first_chat is None:
-            self.first_chat = messages
-        statistics.rows += 1
-        statistics.tokens += len(encoded.input_ids)
-        statistics.target_tokens += target_tokens
-        self._lengths.append(len(encoded.input_ids))
-        if (largest_id := max(encoded.input_ids)) > statistics.largest_id:
-            statistics.largest_id, statistics.largest_id_at = largest_id, place
-        self._writer.write(
-            {
-                # arrays: Arrow takes them as they are, lists it inspects element by element
-                "input_ids": numpy.asarray(encoded.input_ids, dtype=numpy.int32),
-                "labels": numpy.asarray(encoded.labels, dtype=numpy.int32),
-                "target_tokens": target_tokens,
-                "source": place,
-            }
-        )
+            row, row_format = pickle.loads(chunk.rows[encoded.row_of_piece[kept][0]])
+            self.first_chat = self._encoder.messages(row, row_format)
+        tokens = numpy.repeat(kept, encoded.lengths)
+        places = [chunk.places[row] for row in encoded.row_of_piece[kept]]
+        lengths, targets = encoded.lengths[kept], encoded.target_tokens[kept]
+        self._write(encoded.input_ids[tokens], encoded.labels[tokens], lengths, targets, places)
+        of_part = numpy.array(chunk.parts, dtype=numpy.int16)[encoded.row_of_piece[kept]]
+        self._lengths.append(lengths)
+        self._parts.append(of_part)
+        self._targets_of_parts += numpy.bincount(of_part, targets, len(self._targets_of_parts))
+        self._digests.append(encoded.digests[kept])
+        before = [self._last_place, *chunk.places[:-1]]  # a mix takes some rows several times, one after the other
+        again = numpy.array([place == last for place, last in zip(chunk.places, before, strict=True)])
+        self._repeats += int(again[encoded.row_of_piece[kept]].sum())
+        self._last_place = chunk.places[-1]
 
-    def close(self) -> SplitStatistics:
-        """Finish the file and return its counts."""
+    def _write(
+        self,
+        input_ids: numpy.ndarray,
+        labels: numpy.ndarray,
+        lengths: numpy.ndarray,
+        target_tokens: numpy.ndarray,
+        places: list[str],
+    ) -> None:
+        statistics = self.statistics
+        statistics.rows += len(lengths)
+        statistics.tokens += len(input_ids)
+        statistics.target_tokens += int(target_tokens.sum())
+        if (largest_id := int(input_ids.max())) > statistics.largest_id:
+            row = int(numpy.searchsorted(numpy.cumsum(lengths), input_ids.argmax(), side="right"))
+            statistics.largest_id, statistics.largest_id_at = largest_id, places[row]
+        for checksum, values in zip(self._checksums.values(), (lengths, input_ids, labels), strict=True):
+            checksum.update(numpy.ascontiguousarray(values).data)
+        offsets = numpy.concatenate([[0], numpy.cumsum(lengths)]).astype(numpy.int32)
+        columns = {
+            "input_ids": pyarrow.ListArray.from_arrays(offsets, input_ids),
+            "labels": pyarrow.ListArray.from_arrays(offsets, labels),
+            "target_tokens": pyarrow.array(target_tokens),
+            "source": pyarrow.array(places, pyarrow.string()),
+        }
+        self._unwritten.append(pyarrow.table(columns, schema=FEATURES.arrow_schema))
+        waiting = self._unwritten
+        if sum(map(len, waiting)) >= ROWS_PER_WRITE or sum(it.nbytes for it in waiting) >= 8 * TOKENS_PER_WRITE:
+            self._flush()
+
+    def _flush(self) -> None:
+        if self._unwritten:
+            self._writer.write_table(pyarrow.concat_tables(self._unwritten))
+            self._unwritten = []
+
+    @property
+    def lengths(self) -> numpy.ndarray:
+        """Tokens of each row written."""
+        return numpy.concatenate(self._lengths)
+
+    @property
+    def digests(self) -> numpy.ndarray:
+        """A hash of tokens and labels of each row written."""
+        return numpy.concatenate(self._digests)
+
+    def close(self) -> None:
+        """Finish the file."""
+        self._flush()
         self._writer.finalize()
-        if self._lengths:
-            lengths = numpy.frombuffer(self._lengths, dtype=numpy.int32)
-            self.statistics.lengths = [int(numpy.percentile(lengths, q, method="nearest")) for q in (50, 95, 100)]
-        return self.statistics
+        digests = self.digests
+        self.statistics.copies = len(digests) - len(numpy.unique(digests)) - self._repeats
+        checksums = "".join(checksum.hexdigest() for checksum in self._checksums.values())
+        self.statistics.fingerprint = xxhash.xxh3_128_hexdigest(checksums.encode())
+
+    def measure(self, edges: list[float]) -> None:
+        """Fill in the statistics of lengths, in all and by part."""
+        lengths, parts = self.lengths, numpy.concatenate(self._parts)
+        self.statistics.measure(lengths, edges)
+        for number, name in enumerate(self._part_names):
+            mine = lengths[parts == number]
+            part = SplitStatistics(len(mine), int(mine.sum()), int(self._targets_of_parts[number]))
+            part.measure(mine, edges)
+            self.statistics.parts[name if name not in self.statistics.parts else f"{name} ({number + 1})"] = part
+
+    def places(self, rows: numpy.ndarray) -> list[str]:
+        """Where rows of the finished file came from."""
+        return Dataset.from_file(str(self._path))[rows.tolist()]["source"] if len(rows) else []
+
+
+def report_on(train: SplitWriter, validation: SplitWriter | None) -> BuildReport:
+    """Close the files and say what is in them."""
+    writers = [train] if validation is None else [train, validation]
+    for writer in writers:
+        writer.close()
+    every = numpy.concatenate([writer.lengths for writer in writers])
+    edges = histogram_edges(int(every.min()), int(every.max())) if len(every) else []
+    for writer in writers:
+        writer.measure(edges)
+    report = BuildReport(train.statistics, validation.statistics if validation else None, edges)
+    if validation is not None:
+        twins = numpy.flatnonzero(numpy.isin(validation.digests, train.digests))
+        first = [numpy.flatnonzero(train.digests == validation.digests[row])[0] for row in twins[:PLACES_NAMED]]
+        pairs = zip(validation.places(twins[:PLACES_NAMED]), train.places(numpy.array(first)), strict=True)
+        report.shared, report.first_shared = len(twins), [f"{held_out} ({at})" for held_out, at in pairs]
+    return report
 
 
 class BadRows:
@@ -137,50 +190,48 @@ class BadRows:
         self.first: list[str] = []
         self._rows_since_first = 0
 
-    def add(self, place: str, problem: BadRow) -> None:
-        """Note a bad row."""
-        self.count += 1
-        if len(self.first) < BAD_ROWS_SHOWN:
-            self.first.append(f"{place}: {problem}")
+    def note(self, place: str, problem: str | None) -> None:
+        """Note a row and what is wrong with it, if anything.
 
-    @property
-    def stopping(self) -> bool:
-        """The run will stop: rows are only checked from now on."""
-        return self.count > 0 and not self.skip
+        Raises:
+            UserError: there are bad rows, they are not to be skipped, and there is enough to report.
+        """
+        if problem is not None:
+            self.count += 1
+            if len(self.first) < BAD_ROWS_SHOWN:
+                self.first.append(f"{place}: {problem}")
+        if self.count and not self.skip:
+            self._rows_since_first += 1
+            if self.count >= BAD_ROWS_SHOWN or self._rows_since_first > ROWS_SEARCHED_AFTER_A_BAD_ONE:
+                self.end()
 
-    def raise_if_enough(self, at_end: bool = False) -> None:
-        """Stop the run once there is enough to report. Called once a row while stopping, and at the end."""
-        if not self.stopping:
-            return
-        self._rows_since_first += 1
-        if at_end or self.count >= BAD_ROWS_SHOWN or self._rows_since_first > ROWS_SEARCHED_AFTER_A_BAD_ONE:
+    def note_chunk(self, chunk: Chunk, encoded: EncodedChunk) -> None:
+        """Note the rows of a chunk, in order; errors as of `note`."""
+        if encoded.problems or (self.count and not self.skip):
+            for number, place in enumerate(chunk.places):
+                self.note(place, encoded.problems.get(number))
+
+    def end(self) -> None:
+        """Stop the run if there are bad rows that are not to be skipped; called when all rows are read, too."""
+        if self.count and not self.skip:
             raise UserError(*self.first[:-1], f"{self.first[-1]}\n{SKIP_HINT}")
 
 
-def good_rows(
-    source: Source, row_format: RowFormat, encoder: Encoder, bad: BadRows
-) -> Iterator[tuple[str, Row, list[Message] | None, Encoded]]:
-    """Yield (place, row, its chat, its tokens) of the rows that can be used; the others go to `bad`.
+def encoded_rows(
+    rows: Iterable[tuple[str, Row | BadRow, RowFormat]], encoder: Encoder, bad: BadRows
+) -> Iterator[tuple[str, Encoded]]:
+    """Yield (place, tokens) of all that would be trained on, without a disk; the bad rows go to `bad`.
 
     Raises:
         UserError: there are bad rows and they are not to be skipped.
     """
-    for place, row in source.read():
+    for place, row, row_format in rows:
         try:
             if isinstance(row, BadRow):
                 raise row
-            messages = encoder.messages(row, row_format)
-            if not bad.stopping:
-                encoded = encoder.encode(row, row_format) if messages is None else encoder.encode_messages(messages)
-                yield place, row, messages, encoded
-        except BadRow as problem:
-            bad.add(place, problem)
-        bad.raise_if_enough()
-    bad.raise_if_enough(at_end=True)
-
-
-def in_validation(row: Row, fraction: float) -> bool:
-    """Choose rows by a hash of their content: independent of order, and twins always land on the same side."""
-    content = json.dumps(row, sort_keys=True, ensure_ascii=False, default=str)
-    digest = hashlib.sha256(content.encode("utf-8", "surrogatepass")).digest()
-    return int.from_bytes(digest[:8], "big") / 2**64 < fraction
+            pieces, problem = encoder.encode(row, row_format), None
+        except BadRow as error:
+            pieces, problem = [], str(error)
+        bad.note(place, problem)
+        yield from ((place, piece) for piece in pieces if piece.target_tokens)
+    bad.end()

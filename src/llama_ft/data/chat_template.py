@@ -1,11 +1,14 @@
-"""Chat templates: a built-in one for tokenizers without, and which characters of a rendered chat the model answers."""
+"""Chat templates: which one a run has, and the text it makes of a chat."""
 
 import re
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jinja2.exceptions import TemplateError
+from jinja2.exceptions import TemplateError, TemplateSyntaxError
+from tokenizers import AddedToken
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from llama_ft.data.built_in_templates import ALPACA, BUILT_IN
 from llama_ft.data.formats import BadRow, Message
 from llama_ft.errors import UserError
 
@@ -13,121 +16,154 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Span = tuple[int, int]  # characters [start, end)
+Tools = list[Any]  # of JSON schemas
 
-# The wording of Stanford Alpaca's headings; special tokens the tokenizer lacks render as nothing.
-ALPACA_TEMPLATE = (
-    "{{ bos_token or '' }}"
-    "{% for message in messages %}"
-    "{% if message['role'] == 'user' %}"
-    "{{ '### Instruction:\n' + message['content'] + '\n\n' }}"
-    "{% elif message['role'] == 'assistant' %}"
-    "{{ '### Response:\n' }}"
-    "{% generation %}{{ message['content'] + (eos_token or '') }}{% endgeneration %}"
-    "{% if not loop.last %}{{ '\n\n' }}{% endif %}"
-    "{% elif message['role'] == 'tool' %}"
-    "{{ '### Input:\n' + message['content'] + '\n\n' }}"
-    "{% else %}"
-    "{{ message['content'] + '\n\n' }}"
-    "{% endif %}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '### Response:\n' }}{% endif %}"
-)
-INPUT_HEADING = "### Input:\n"
-
-GENERATION_BLOCK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+INPUT_HEADING = "### Input:\n"  # of an alpaca row under the alpaca template
+PROBE = "\ue5a1\ue5a2"  # private-use characters: content that can be found again in what a template makes of it
+# Llama 3.2's template writes today's date unless it is given one: rows must not depend on the day. Its own default.
+DATE = "26 Jul 2024"
+# What looks like a special token: <|im_end|>, <｜User｜>, <end_of_turn>; after an answer also </s>, <eos>.
+MARKER = re.compile(r"<[|｜][^<>\s]+[|｜]>|<[a-z]+(?:_[a-z]+)+>")
+END_MARKER = re.compile(r"<[^<>\s]+>")
 
 
-def ensure_chat_template(tokenizer: "PreTrainedTokenizerBase") -> str:
-    """Give a tokenizer without a chat template the built-in one, so that it is used and saved with the result.
+def ensure_chat_template(
+    tokenizer: "PreTrainedTokenizerBase", wanted: str | None = None, add_tokens: bool = False
+) -> str:
+    """Give the tokenizer its chat template, in place, so that it is saved with the result.
+
+    Args:
+        tokenizer: of the run.
+        wanted: `--chat_template`, a built-in template's name or a file. None: the tokenizer's own, else alpaca.
+        add_tokens: the model's embeddings may grow: add special tokens that the tokenizer lacks.
 
     Returns:
-        A line about it for people; empty when the tokenizer has a template of its own.
+        A line about it for people; empty where it is the tokenizer's own.
+
+    Raises:
+        UserError: there is no such template, it has a mistake, or it writes special tokens that are no tokens.
     """
-    if tokenizer.chat_template:
-        return ""
-    tokenizer.chat_template = ALPACA_TEMPLATE
-    return "the tokenizer has no chat template: rows are written as ### Instruction: and ### Response:"
+    note, subject = "", "the tokenizer's chat template"
+    if wanted is not None:
+        subject = f"--chat_template {wanted}"
+        tokenizer.chat_template = _named_template(wanted, tokenizer)
+        note = f"chat template: {wanted}, saved with the result"
+    elif not tokenizer.chat_template:
+        tokenizer.chat_template = ALPACA
+        note = "the tokenizer has no chat template: rows are written as ### Instruction: and ### Response:"
+    template = own_template(tokenizer)
+    missing = missing_tokens(template, tokenizer, subject)
+    if missing and not add_tokens:
+        raise UserError(
+            f"{subject} writes {', '.join(missing)}: no tokens of this tokenizer, so the model could not end a turn.\n"
+            f"Expected another --chat_template ({', '.join(BUILT_IN)} or a file), or --resize_embeddings, which adds "
+            "them."
+        )
+    if missing:
+        add_missing_tokens(tokenizer, template)
+        note += f"{'; ' if note else ''}new tokens: {', '.join(missing)}"
+    before, after = _around_an_answer(template, tokenizer, subject)
+    if before and not any(token in after for token in tokenizer.get_added_vocab()):
+        note += f"{'; ' if note else ''}{subject} ends answers with no token: the model does not learn where to stop"
+    return note
 
 
-class ChatRenderer:
-    """Renders messages with the tokenizer's template and knows which characters are the assistant's.
+def own_template(tokenizer: "PreTrainedTokenizerBase") -> str:
+    """Return the template a tokenizer has.
 
-    With a `{% generation %}` block the template itself says so. Stock templates of Llama 3, Qwen and Gemma have none:
-    there an answer is what a chat gains over the prompt for it, that is the same chat up to the turn before, rendered
-    with `add_generation_prompt=True`. It reaches up to its end-of-turn token, without the line break that may follow.
+    Raises:
+        UserError: it has several, and none is called default.
     """
-
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
-        try:
-            self.template = tokenizer.get_chat_template()
-        except ValueError as error:  # several named templates, and none is called default
-            raise UserError(f"the tokenizer's chat template: {error}") from None
-        self.has_generation_block = bool(GENERATION_BLOCK.search(self.template))
-        self._opens_answers = "add_generation_prompt" in self.template
-        self._special_tokens = tokenizer.special_tokens_map
-        self._added_tokens = tuple(tokenizer.get_added_vocab())
-
-    def render(self, messages: list[Message]) -> tuple[str, list[Span]]:
-        """Return the text of a chat and the spans of it that are trained on.
-
-        Raises:
-            BadRow: the template refuses these messages, or it cannot be told where an answer stands.
-        """
-        if self.has_generation_block:
-            text, spans = self._render(messages)
-            if not spans:
-                raise BadRow("the {% generation %} block of the chat template marks no answer in this chat.")
-            return text, spans
-        text, _ = self._render(messages)
-        spans = []
-        for index, message in enumerate(messages):
-            if message["role"] == "assistant":
-                start = self._answer_start(messages, index, text)
-                spans.append((start, self._answer_end(messages, index, text, start)))
-        return text, spans
-
-    def _render(self, messages: list[Message], add_generation_prompt: bool = False) -> tuple[str, list[Span]]:
-        options: dict[str, Any] = {"add_generation_prompt": add_generation_prompt, **self._special_tokens}
-        options["return_assistant_tokens_mask"] = self.has_generation_block
-        rendered: Any  # its annotation says str; it is a list of texts and a list of lists of spans
-        try:
-            rendered = render_jinja_template(conversations=[messages], chat_template=self.template, **options)
-        except (TemplateError, TypeError, ValueError, KeyError) as error:
-            raise BadRow(f"the chat template refuses this chat: {error}") from None
-        texts, spans = rendered
-        return texts[0], spans[0] if spans else []
-
-    def _answer_start(self, messages: list[Message], index: int, text: str) -> int:
-        prompt, _ = self._render(messages[:index], add_generation_prompt=True)
-        if not text.startswith(prompt):
-            raise BadRow(_not_a_prefix(index))
-        if self._opens_answers:
-            return len(prompt)
-        # The prompt lacks whatever heading the template puts before an answer: the answer's own text tells.
-        start = text.find(messages[index]["content"].strip(), len(prompt))
-        if start < 0:
-            raise BadRow(_not_a_prefix(index))
-        return start
-
-    def _answer_end(self, messages: list[Message], index: int, text: str, start: int) -> int:
-        chat, _ = self._render(messages[: index + 1])
-        if text.startswith(chat):
-            end = len(chat)
-        else:
-            # Some templates show a turn otherwise once others follow (Qwen3 puts an empty thought before the last
-            # answer only): then the end is the answer's text with what follows it when it stands last.
-            answer = messages[index]["content"].strip()
-            at = text.find(answer, start)
-            ending = chat[chat.rfind(answer) + len(answer) :]
-            if not answer or at < 0 or answer not in chat or not text.startswith(ending, at + len(answer)):
-                raise BadRow(_not_a_prefix(index))
-            end = at + len(answer) + len(ending)
-        trimmed = text[start:end].rstrip()
-        return start + len(trimmed) if trimmed.endswith(self._added_tokens) else end
+    try:
+        return tokenizer.get_chat_template()
+    except ValueError as error:
+        raise UserError(f"the tokenizer's chat template: {error}") from None
 
 
-def _not_a_prefix(index: int) -> str:
-    return (
-        f'"messages[{index}]": the chat template changes earlier turns when later ones follow, so where this answer\n'
-        "stands cannot be told; expected a template with a {% generation %} block around answers."
-    )
+def _named_template(wanted: str, tokenizer: "PreTrainedTokenizerBase") -> str:
+    if wanted == "chatml" and _adds_bos(tokenizer):
+        return "{{ bos_token }}" + BUILT_IN[wanted]  # Qwen has no BOS, but a Llama should not do without
+    if wanted in BUILT_IN:
+        return BUILT_IN[wanted]
+    path = Path(wanted).expanduser()
+    if not path.is_file():
+        raise UserError(f"--chat_template {wanted}: no such file, nor one of {', '.join(BUILT_IN)}.")
+    try:
+        template = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--chat_template {wanted} cannot be read: {error}.") from None
+    if not template.strip():
+        raise UserError(f"--chat_template {wanted} is empty; expected a Jinja template.")
+    return template
+
+
+def _adds_bos(tokenizer: "PreTrainedTokenizerBase") -> bool:
+    ids: Any = tokenizer("")["input_ids"]
+    return bool(ids) and ids[0] == tokenizer.bos_token_id
+
+
+def missing_tokens(
+    template: str, tokenizer: "PreTrainedTokenizerBase", subject: str = "the chat template"
+) -> list[str]:
+    """Find special tokens that a template writes in a plain chat and that are no single tokens of the tokenizer.
+
+    What counts is the end of a turn: where it is a token, headings such as Zephyr's <|user|> or Mistral's [INST] are
+    taken for the plain text they are meant as.
+
+    Raises:
+        UserError: the template has a mistake.
+    """
+    before, after = _around_an_answer(template, tokenizer, subject)
+    known = tokenizer.get_added_vocab().keys() | tokenizer.all_special_tokens
+    ends = [marker for marker in END_MARKER.findall(after) if marker not in known]
+    if not ends:
+        return []
+    return list(dict.fromkeys(marker for marker in [*MARKER.findall(before), *ends] if marker not in known))
+
+
+def _around_an_answer(template: str, tokenizer: "PreTrainedTokenizerBase", subject: str) -> tuple[str, str]:
+    """What a template writes before and after an answer; nothing where it wants other chats than a plain one."""
+    chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": PROBE}]
+    try:
+        before, _, after = render_chat(template, tokenizer.special_tokens_map, chat)[0].partition(PROBE)
+    except TemplateSyntaxError as error:
+        raise UserError(f"{subject}, line {error.lineno}: {error.message}") from None
+    except BadRow:
+        return "", ""
+    return before, after
+
+
+def add_missing_tokens(tokenizer: "PreTrainedTokenizerBase", template: str) -> list[str]:
+    """Add what `missing_tokens` finds as special tokens; the end of a turn becomes the tokenizer's EOS."""
+    missing = missing_tokens(template, tokenizer)
+    tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in missing], special_tokens=True)
+    if missing:
+        tokenizer.eos_token = missing[-1]
+    return missing
+
+
+def render_chat(
+    template: str,
+    special_tokens: dict[str, Any],
+    messages: list[Message],
+    tools: Tools | None = None,
+    blocks: bool = False,
+    open_answer: bool = False,
+) -> tuple[str, list[Span]]:
+    """Return the text of a chat, and its `{% generation %}` blocks if wanted.
+
+    Raises:
+        BadRow: the template refuses it.
+    """
+    rendered: Any  # its annotation says str; it is a list of texts and a list of lists of spans
+    try:
+        rendered = render_jinja_template(
+            [messages], tools, chat_template=template, return_assistant_tokens_mask=blocks,
+            add_generation_prompt=open_answer, date_string=DATE, **special_tokens,
+        )  # fmt: skip
+    except TemplateSyntaxError:
+        raise
+    except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+        raise BadRow(f"the chat template refuses this chat: {error}") from None
+    texts, spans = rendered
+    return texts[0], spans[0] if spans else []

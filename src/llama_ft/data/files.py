@@ -1,47 +1,103 @@
-"""Rows of .jsonl, .json, .csv and .parquet files, each with the place that an error message names.
+"""Rows of data files, here or wherever fsspec reads, each with the place that an error message names.
 
 A line that holds no usable row comes out as a `BadRow` in the row's stead, so that several can be reported together
-or skipped; a file that cannot be read on at all raises UserError.
+or skipped; a file that cannot be read on at all raises UserError. Memory holds a few rows at a time.
 """
 
+import codecs
 import csv
+import gzip
+import io
 import json
+import re
+import zlib
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import fsspec
+import pyarrow
+import pyarrow.ipc
+import pyarrow.parquet
+
+from llama_ft.config.data_names import data_suffix, is_url
 from llama_ft.data.formats import BadRow, Row
 from llama_ft.errors import UserError
 
 Place = str
 Rows = Iterator[tuple[Place, Row | BadRow]]
 LARGEST_CSV_FIELD = 2**31 - 1  # bytes; Python's own limit of 131,072 is shorter than many chats
+WINDOW = 2**20  # characters of a JSON array read at a time, at least
+LONGEST_JSON_TOKEN = 16  # \ud83d\ude00 has 12 characters: an error nearer to the end may be what is cut off there
+BATCH_BYTES = 2**24  # of a columnar file turned into Python objects at a time
+BLANKS = re.compile(r"[ \t\r\n]*")
 
 
-def rows_of_file(path: Path) -> Rows:
+def rows_of_file(path: Path | str) -> Rows:
     """Yield (place, row) of a data file; the place is as in `my.jsonl:381`, `my.csv row 12` or `my.parquet row 3`.
+
+    Args:
+        path: a file, or a URL that fsspec reads.
 
     Raises:
         UserError: the file cannot be read, or is malformed beyond one row.
     """
+    name, place = str(path), ""
     try:
-        yield from READERS[path.suffix.lower()](path)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror or error}.") from None
+        for place, row in READERS[data_suffix(name)](name):
+            yield place, row
+    except UserError:
+        raise
+    except pyarrow.ArrowException as error:
+        kind = data_suffix(name).removeprefix(".")
+        raise UserError(f"{name}: not a readable {kind} file{_after(place)}: {_first_line(error)}") from None
+    except (OSError, EOFError, zlib.error) as error:  # missing, not allowed, or a .gz or .zst that is cut off
+        reason = getattr(error, "strerror", None) or _first_line(error)
+        raise UserError(f"{name}: cannot be read{_after(place)}: {reason.rstrip('.')}.") from None
+    except Exception as error:
+        if not is_url(name):
+            raise
+        raise UserError(
+            f"{name}: cannot be read{_after(place)}: {_first_line(error)}"
+        ) from error  # of any network library
 
 
-def _jsonl_rows(path: Path) -> Rows:
-    with open(path, "rb") as lines:
-        for number, line in enumerate(lines, start=1):
+def _after(place: str) -> str:
+    return f" after {place}" if place else ""
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+@contextmanager
+def _opened(name: str) -> Iterator[io.BufferedReader]:
+    """The bytes of a file, decompressed."""
+    with fsspec.open(name, "rb").open() if is_url(name) else open(name, "rb") as file:
+        if name.endswith(".gz"):
+            file = gzip.GzipFile(fileobj=file)
+        elif name.endswith(".zst"):
+            file = pyarrow.CompressedInputStream(file, "zstd")
+        yield file if isinstance(file, io.BufferedReader) else io.BufferedReader(file, WINDOW)
+
+
+def _json_rows(name: str) -> Rows:
+    """Rows of a JSON array where the file begins with [, else of one object a line, whatever the suffix says."""
+    with _opened(name) as file:
+        if file.peek(64).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
+            yield from _array_rows(_ArrayText(name, file))
+            return
+        for number, line in enumerate(file, start=1):
             if number == 1:
-                line = line.removeprefix(b"\xef\xbb\xbf")
+                line = line.removeprefix(codecs.BOM_UTF8)
             if line.strip():
-                yield f"{path}:{number}", _row_of_line(line)
+                yield f"{name}:{number}", _row_of_line(line)
 
 
 def _row_of_line(line: bytes) -> Row | BadRow:
     try:
-        value = json.loads(line.decode("utf-8").rstrip("\r\n"), parse_constant=_refuse_constant)
+        value = json.loads(line.rstrip(b"\r\n").decode("utf-8"), parse_constant=_refuse_constant)
     except UnicodeDecodeError as error:
         return BadRow(f"byte 0x{line[error.start]:02x} at column {error.start + 1} is not UTF-8; expected UTF-8 text.")
     except json.JSONDecodeError as error:
@@ -51,54 +107,88 @@ def _row_of_line(line: bytes) -> Row | BadRow:
     return _object_or_bad(value)
 
 
-def _json_rows(path: Path) -> Rows:
-    """Rows of a JSON array; a .json file that does not begin with [ is read as JSON lines."""
-    with open(path, "rb") as file:
-        beginning = file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()
-    if not beginning.startswith(b"["):
-        yield from _jsonl_rows(path)
-        return
-    text = _whole_text(path)
-    decoder = json.JSONDecoder(parse_constant=_refuse_constant)
-    position = _skip_blanks(text, text.index("[") + 1)
-    line, counted_to, row_number = 1, 0, 0
-    try:
-        while not text.startswith("]", position):
-            row_number += 1
-            line, counted_to = line + text.count("\n", counted_to, position), position
-            value, position = decoder.raw_decode(text, position)
-            yield f"{path}:{line} (row {row_number})", _object_or_bad(value)
-            position = _skip_blanks(text, position)
-            if text.startswith(",", position):
-                position = _skip_blanks(text, position + 1)
-            elif not text.startswith("]", position):
-                raise json.JSONDecodeError("Expecting ',' or ']'", text, position)
-        if (rest := _skip_blanks(text, position + 1)) < len(text):
-            raise json.JSONDecodeError("Extra data after the array", text, rest)
-    except json.JSONDecodeError as error:
-        raise UserError(
-            f"{path}:{error.lineno}: malformed JSON: {error.msg} (column {error.colno}).\nExpected an array of objects."
-        ) from None
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}:{line} (row {row_number}): malformed JSON: {error}.") from None
+class _ArrayText:
+    """The text of a JSON array, as a window that reads on as far as the next value needs it."""
+
+    def __init__(self, name: str, file: io.BufferedReader) -> None:
+        self.name = name
+        self._file = file
+        self._utf8 = codecs.getincrementaldecoder("utf-8-sig")()
+        self._json = json.JSONDecoder(parse_constant=_refuse_constant)
+        self._text = ""
+        self._position = self._counted_to = 0
+        self._line = 1
+
+    def line(self, position: int | None = None) -> int:
+        """The line of the file at a position of the window, or where it stands."""
+        position = self._position if position is None else position
+        self._line += self._text.count("\n", self._counted_to, position)
+        self._counted_to = position
+        return self._line
+
+    def peek(self) -> str:
+        """The next character that is no blank; none at the end of the file."""
+        while True:
+            match = BLANKS.match(self._text, self._position)
+            self._position = match.end() if match else self._position
+            if self._position < len(self._text) or not self._read_on():
+                return self._text[self._position : self._position + 1]
+
+    def take(self) -> str:
+        """The same, and step over it."""
+        character = self.peek()
+        self._position += len(character)
+        return character
+
+    def value(self) -> Any:
+        """The JSON value that begins here."""
+        while True:
+            try:
+                value, end = self._json.raw_decode(self._text, self._position)
+                if end < len(self._text) or not self._read_on():  # at the edge, 12 may be the beginning of 123
+                    self._position = end
+                    return value
+            except json.JSONDecodeError as error:
+                near_end = error.pos > len(self._text) - LONGEST_JSON_TOKEN
+                if not (near_end or error.msg.startswith("Unterminated string")) or not self._read_on():
+                    raise self.malformed(error.msg, error.pos) from None
+            except (ValueError, RecursionError) as error:
+                raise self.malformed(str(error)) from None
+
+    def malformed(self, what: str, position: int | None = None) -> UserError:
+        return UserError(f"{self.name}:{self.line(position)}: malformed JSON: {what}.\nExpected an array of objects.")
+
+    def _read_on(self) -> bool:
+        """Forget what is behind, and read as much again as is ahead; False at the end of the file."""
+        self.line()
+        ahead = self._text[self._position :]
+        data = self._file.read(max(WINDOW, len(ahead)))
+        try:
+            more = self._utf8.decode(data, final=not data)
+        except UnicodeDecodeError as error:
+            line = self._line + ahead.count("\n") + error.object.count(b"\n", 0, error.start)
+            raise UserError(
+                f"{self.name}:{line}: byte 0x{error.object[error.start]:02x} is not UTF-8.\n"
+                "Expected a file of UTF-8 text."
+            ) from None
+        self._text, self._position, self._counted_to = ahead + more, 0, 0
+        return bool(data)
 
 
-def _whole_text(path: Path) -> str:
-    """The file's text. An array is parsed row by row, but its text is held: large data are better kept as .jsonl."""
-    data = path.read_bytes()
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        raise UserError(
-            f"{path}:{line}: byte 0x{data[error.start]:02x} is not UTF-8.\nExpected a file of UTF-8 text."
-        ) from None
-
-
-def _skip_blanks(text: str, position: int) -> int:
-    while position < len(text) and text[position] in " \t\r\n":
-        position += 1
-    return position
+def _array_rows(text: _ArrayText) -> Rows:
+    text.take()
+    row_number = 0
+    while text.peek() != "]":
+        row_number += 1
+        line = text.line()
+        yield f"{text.name}:{line} (row {row_number})", _object_or_bad(text.value())
+        if text.peek() == ",":
+            text.take()
+        elif text.peek() != "]":
+            raise text.malformed("expecting ',' or ']'")
+    text.take()
+    if text.peek():
+        raise text.malformed("extra data after the array")
 
 
 def _object_or_bad(value: Any) -> Row | BadRow:
@@ -112,27 +202,32 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is no JSON value")
 
 
-def _csv_rows(path: Path) -> Rows:
+def _csv_rows(name: str) -> Rows:
     default_limit = csv.field_size_limit(LARGEST_CSV_FIELD)
     row_number = 0
     try:
-        with open(path, encoding="utf-8-sig", newline="") as file:
-            reader = csv.reader(file, strict=True)
+        with _opened(name) as file:
+            reader = csv.reader(_decoded_lines(name, file), strict=True)
             columns = next(reader, [])
             for values in reader:
                 if not values:
                     continue  # a blank line
                 row_number += 1
-                yield f"{path} row {row_number}", _csv_row(columns, values)
-    except UnicodeDecodeError as error:
-        raise UserError(
-            f"{path}: byte 0x{error.object[error.start]:02x} after row {row_number} is not UTF-8.\n"
-            "Expected a file of UTF-8 text."
-        ) from None
+                yield f"{name} row {row_number}", _csv_row(columns, values)
     except csv.Error as error:
-        raise UserError(f"{path} row {row_number + 1}: malformed CSV: {error}.") from None
+        raise UserError(f"{name} row {row_number + 1}: malformed CSV: {error}.") from None
     finally:
         csv.field_size_limit(default_limit)
+
+
+def _decoded_lines(name: str, file: io.BufferedReader) -> Iterator[str]:
+    for number, line in enumerate(file, start=1):
+        try:
+            yield line.decode("utf-8-sig" if number == 1 else "utf-8")
+        except UnicodeDecodeError as error:
+            raise UserError(
+                f"{name}:{number}: byte 0x{line[error.start]:02x} is not UTF-8.\nExpected a file of UTF-8 text."
+            ) from None
 
 
 def _csv_row(columns: list[str], values: list[str]) -> Row | BadRow:
@@ -141,25 +236,56 @@ def _csv_row(columns: list[str], values: list[str]) -> Row | BadRow:
     return dict(zip(columns, values, strict=True))
 
 
-def _parquet_rows(path: Path) -> Rows:
-    import pyarrow
-    import pyarrow.parquet
+def _parquet_rows(name: str) -> Rows:
+    with _arrow_file(name) as opened, pyarrow.parquet.ParquetFile(opened) as file:
+        groups = [file.metadata.row_group(index) for index in range(file.metadata.num_row_groups)]
+        row_bytes = max((group.total_byte_size // max(group.num_rows, 1) for group in groups), default=0)
+        yield from _batch_rows(name, file.iter_batches(batch_size=max(1, min(1000, BATCH_BYTES // (row_bytes + 1)))))
 
+
+def _arrow_rows(name: str) -> Rows:
+    """Rows of an Arrow file, or of the stream that `datasets` writes."""
+    with _arrow_file(name) as file:
+        begins = bytes(file.read(6))
+        file.seek(0)
+        if begins == b"ARROW1":
+            whole = pyarrow.ipc.open_file(file)
+            yield from _batch_rows(name, map(whole.get_batch, range(whole.num_record_batches)))
+        else:
+            yield from _batch_rows(name, pyarrow.ipc.open_stream(file))
+
+
+def _arrow_file(name: str) -> Any:
+    return pyarrow.PythonFile(fsspec.open(name, "rb").open(), "r") if is_url(name) else pyarrow.memory_map(name)
+
+
+def _batch_rows(name: str, batches: Iterator[Any]) -> Rows:
     row_number = 0
-    try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches(batch_size=1000):
-                for row in batch.to_pylist():
-                    row_number += 1
-                    yield f"{path} row {row_number}", row
-    except pyarrow.ArrowException as error:
-        reason = str(error).splitlines()[0]
-        raise UserError(f"{path}: not a readable parquet file after row {row_number}: {reason}") from None
+    for batch in batches:
+        at_once = max(1, min(1000, BATCH_BYTES * batch.num_rows // (batch.nbytes + 1)))
+        for start in range(0, batch.num_rows, at_once):
+            for row in batch.slice(start, at_once).to_pylist():
+                row_number += 1
+                yield f"{name} row {row_number}", without_nulls(row)
 
 
-READERS: dict[str, Callable[[Path], Rows]] = {
-    ".jsonl": _jsonl_rows,
+def without_nulls(row: Row) -> Row:
+    """Take nested nulls out of a row of a columnar file: there every object has the keys of all others too."""
+    return {column: _pruned(value) for column, value in row.items()}
+
+
+def _pruned(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _pruned(inner) for key, inner in value.items() if inner is not None}
+    if isinstance(value, list) and value and isinstance(value[0], dict | list):
+        return [_pruned(inner) for inner in value]
+    return value
+
+
+READERS: dict[str, Callable[[str], Rows]] = {
+    ".jsonl": _json_rows,
     ".json": _json_rows,
     ".csv": _csv_rows,
     ".parquet": _parquet_rows,
+    ".arrow": _arrow_rows,
 }

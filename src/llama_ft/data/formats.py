@@ -1,25 +1,34 @@
-"""What a row of data must look like: alpaca columns, chat messages, or tokens; and what is wrong with one that does
-not."""
+"""What a row of data must look like: alpaca columns, chat messages, prompt and completion, text or tokens; and what is
+wrong with one that does not."""
 
+import json
 from collections.abc import Collection, Mapping
 from typing import Any, Literal, cast
 
 from llama_ft.errors import UserError
 
-RowFormat = Literal["alpaca", "messages", "tokenized"]
+RowFormat = Literal["alpaca", "messages", "sharegpt", "prompt_completion", "text", "tokenized"]
 Row = Mapping[str, Any]
 Message = dict[str, Any]
 
 REQUIRED_COLUMNS: dict[RowFormat, tuple[str, ...]] = {
     "alpaca": ("instruction", "output"),
     "messages": ("messages",),
-    "tokenized": ("input_ids", "labels"),
+    "sharegpt": ("conversations",),
+    "prompt_completion": ("prompt", "completion"),
+    "text": ("text",),
+    "tokenized": ("input_ids",),
 }
 EXPECTED = (
-    "Expected are instruction, output and optionally input (alpaca), or messages, a list of turns of role and content,"
-    "\nor input_ids and labels (tokenized)."
+    "Expected are instruction, output and optionally input (alpaca); messages, a list of turns of role and content;"
+    "\nconversations, turns of from and value (sharegpt); prompt and completion; text; or input_ids and optionally "
+    "labels (tokenized)."
 )
 ROLES = ("system", "user", "assistant", "tool")
+SHAREGPT_ROLES = {
+    "human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant",
+    "function": "tool", "observation": "tool", "function_response": "tool", **{role: role for role in ROLES},
+}  # fmt: skip
 
 
 class BadRow(Exception):
@@ -29,10 +38,12 @@ class BadRow(Exception):
 def find_format(dataset: str, columns: Collection[str], wanted: str) -> RowFormat:
     """Tell the format of a dataset from its columns, or check that the format asked for fits them.
 
+    A column `text` decides only where nothing else fits: alpaca files often have the rendered row there too.
+
     Args:
         dataset: its name, for messages.
         columns: the column names found.
-        wanted: `auto`, `alpaca`, `messages` or `tokenized` (`--dataset_format`).
+        wanted: `auto` or a format (`--dataset_format`).
 
     Raises:
         UserError: the columns fit no format, several, or not the one asked for.
@@ -47,11 +58,12 @@ def find_format(dataset: str, columns: Collection[str], wanted: str) -> RowForma
         return row_format
     if not fitting:
         raise UserError(f"{dataset}: {found}.\n{EXPECTED}")
-    if len(fitting) > 1:
+    plainly = [name for name in fitting if name != "text"] or fitting
+    if len(plainly) > 1:
         raise UserError(
-            f"{dataset}: {found}, which fit {' and '.join(fitting)}.\n--dataset_format says which is meant."
+            f"{dataset}: {found}, which fit {' and '.join(plainly)}.\n--dataset_format says which is meant."
         )
-    return fitting[0]
+    return plainly[0]
 
 
 def alpaca_messages(row: Row, *, input_heading: str = "") -> list[Message]:
@@ -78,50 +90,138 @@ def chat_messages(row: Row) -> list[Message]:
     """Check the chat turns of a row and return them without their empty fields.
 
     Turns are an optional system turn, then user and assistant in alternation, with tool turns after an assistant; the
-    last is an assistant's. Parquet gives every turn all keys, so those that are null are taken out.
+    last is an assistant's. Parquet gives every turn all keys, so those that are null are taken out. Contents that are
+    lists of text parts become text, arguments of tool calls that are JSON text become objects, as templates have them.
 
     Raises:
         BadRow: naming the turn and the field.
     """
-    turns = row.get("messages")
+    return _checked_chat([(f"messages[{index}]", turn) for index, turn in enumerate(_turns(row, "messages"))])
+
+
+def sharegpt_messages(row: Row) -> list[Message]:
+    """Check the turns of `conversations` and return them as `chat_messages` does.
+
+    Raises:
+        BadRow: naming the turn and the field.
+    """
+    turns, keys = [], ("role", "content")
+    for index, turn in enumerate(_turns(row, "conversations", "from and value")):
+        place = f"conversations[{index}]"
+        if isinstance(turn, dict) and "from" in turn:
+            speaker = turn["from"]
+            role = SHAREGPT_ROLES.get(speaker) if isinstance(speaker, str) else None
+            if role is None:
+                raise BadRow(f'"{place}.from" is {_shown(speaker)}; expected system, human, gpt or tool.')
+            others = {key: value for key, value in turn.items() if key not in ("from", "value")}
+            turn, keys = {**others, "role": role, "content": turn.get("value")}, ("from", "value")
+        turns.append((place, turn))
+    return _checked_chat(turns, keys)
+
+
+def prompt_completion(row: Row) -> tuple[str, str] | list[Message]:
+    """Check a prompt and its completion.
+
+    Returns:
+        Both texts; or, where both are lists of turns, one chat in which the assistant turns of the prompt have weight
+        0, so that only the completion's are trained on.
+
+    Raises:
+        BadRow: a column is missing, empty, or not of the same kind as the other.
+    """
+    if not isinstance(row.get("prompt"), list):
+        return _text(row, "prompt", "the prompt"), _text(row, "completion", "the completion")
+    turns = [(f"prompt[{index}]", turn) for index, turn in enumerate(_turns(row, "prompt"))]
+    asked = len(turns)
+    turns += [(f"completion[{index}]", turn) for index, turn in enumerate(_turns(row, "completion"))]
+    messages = _checked_chat(turns)
+    if messages[asked]["role"] != "assistant":
+        raise BadRow(f'"completion[0].role" is "{messages[asked]["role"]}"; expected assistant.')
+    return [{**turn, "weight": 0} if turn["role"] == "assistant" else turn for turn in messages[:asked]] + messages[
+        asked:
+    ]
+
+
+def plain_text(row: Row) -> str:
+    """Return the text of a row for continued pre-training.
+
+    Raises:
+        BadRow: it is missing, empty or no text.
+    """
+    return _text(row, "text", "what is trained on")
+
+
+def tools_of(row: Row) -> list[dict[str, Any]] | None:
+    """Return the tools a chat may call, from the column `tools`: a list of objects, or its JSON text.
+
+    Raises:
+        BadRow: the column holds something else.
+    """
+    tools = row.get("tools")
+    if isinstance(tools, str):
+        tools = _parsed(tools, "tools", "a list of tools") if tools.strip() else None
+    if not tools and (tools is None or isinstance(tools, list)):
+        return None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise BadRow(f'"tools" is {_shown(tools)}; expected a list of objects, or one as JSON text.')
+    return tools
+
+
+def _parsed(text: str, place: str, wanted: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        raise BadRow(f'"{place}" is {_shown(text)}; expected {wanted} as JSON.') from None
+
+
+def _turns(row: Row, column: str, fields: str = "role and content") -> list[Any]:
+    turns = row.get(column)
     if not isinstance(turns, list):
         what = "missing" if turns is None else _shown(turns)
-        raise BadRow(f'"messages" is {what}; expected a list of turns of role and content.')
+        raise BadRow(f'"{column}" is {what}; expected a list of turns of {fields}.')
     if not turns:
-        raise BadRow('"messages" is empty; expected turns of role and content.')
+        raise BadRow(f'"{column}" is empty; expected turns of {fields}.')
+    return turns
+
+
+def _checked_chat(turns: list[tuple[str, Any]], keys: tuple[str, str] = ("role", "content")) -> list[Message]:
+    """Check (place, turn) one after another; keys are what the row calls role and content."""
     previous: str | None = None
     messages = []
-    for index, turn in enumerate(turns):
-        message = _checked_turn(turn, f"messages[{index}]", previous)
+    for place, turn in turns:
+        message = _checked_turn(turn, place, previous, *keys)
         messages.append(message)
         previous = message["role"]
     if previous != "assistant":
-        raise BadRow(f'"messages[{len(turns) - 1}].role", the last, is "{previous}"; expected assistant.')
+        raise BadRow(f'"{turns[-1][0]}.{keys[0]}", the last, is "{previous}"; expected assistant.')
     return messages
 
 
-def _checked_turn(turn: Any, place: str, previous: str | None) -> Message:
+def _checked_turn(turn: Any, place: str, previous: str | None, role_key: str, content_key: str) -> Message:
     if not isinstance(turn, dict):
         raise BadRow(f'"{place}" is {_shown(turn)}; expected an object of role and content.')
     message = {key: value for key, value in turn.items() if value is not None}
     if "role" not in message:
-        raise BadRow(f'"{place}.role" is missing; expected system, user, assistant or tool.')
+        raise BadRow(f'"{place}.{role_key}" is missing; expected system, user, assistant or tool.')
     role = message["role"]
     if role not in ROLES:
-        raise BadRow(f'"{place}.role" is {_shown(role)}; expected system, user, assistant or tool.')
+        raise BadRow(f'"{place}.{role_key}" is {_shown(role)}; expected system, user, assistant or tool.')
     allowed = _roles_after(previous)
     if role not in allowed:
         where = "the first" if previous is None else f'after "{previous}"'
-        raise BadRow(f'"{place}.role", {where}, is "{role}"; expected {" or ".join(allowed)}.')
+        raise BadRow(f'"{place}.{role_key}", {where}, is "{role}"; expected {" or ".join(allowed)}.')
+    if message.get("tool_calls"):
+        message["tool_calls"] = _tool_calls(message["tool_calls"], f"{place}.tool_calls")
     calls_tools = role == "assistant" and bool(message.get("tool_calls"))
     if calls_tools:
         message.setdefault("content", "")
     if "content" not in message:
-        raise BadRow(f'"{place}.content" is missing; expected text.')
-    if not isinstance(message["content"], str):
-        raise BadRow(f'"{place}.content" is {_shown(message["content"])}; expected text.')
+        raise BadRow(f'"{place}.{content_key}" is missing; expected text.')
+    message["content"] = _content(message["content"], f"{place}.{content_key}")
     if not message["content"].strip() and role in ("user", "assistant") and not calls_tools:
-        raise BadRow(f'"{place}.content" is empty; expected what the {role} says.')
+        raise BadRow(f'"{place}.{content_key}" is empty; expected what the {role} says.')
+    if message.get("weight", 1) not in (0, 1):
+        raise BadRow(f'"{place}.weight" is {_shown(message["weight"])}; expected 0 (not trained on) or 1.')
     return message
 
 
@@ -133,17 +233,48 @@ def _roles_after(previous: str | None) -> tuple[str, ...]:
     )
 
 
+def _content(content: Any, place: str) -> str:
+    """Text, or the text of a list of parts."""
+    if isinstance(content, list) and all(isinstance(part, dict) and "type" in part for part in content):
+        for index, part in enumerate(content):
+            if part["type"] != "text" or not isinstance(part.get("text"), str):
+                raise BadRow(f'"{place}[{index}]" is of type {_shown(part["type"])}; expected text parts only.')
+        return "".join(part["text"] for part in content)
+    if not isinstance(content, str):
+        raise BadRow(f'"{place}" is {_shown(content)}; expected text.')
+    return content
+
+
+def _tool_calls(calls: Any, place: str) -> list[dict[str, Any]]:
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        raise BadRow(f'"{place}" is {_shown(calls)}; expected a list of objects.')
+    return [_call(call, f"{place}[{index}]") for index, call in enumerate(calls)]
+
+
+def _call(call: dict[str, Any], place: str) -> dict[str, Any]:
+    """OpenAI's arguments are JSON text; templates write objects as JSON, and would quote text a second time."""
+    if isinstance(function := call.get("function"), dict):
+        return {**call, "function": _call(function, f"{place}.function")}
+    if not isinstance(arguments := call.get("arguments"), str):
+        return call
+    return {**call, "arguments": _parsed(arguments, f"{place}.arguments", "the arguments") if arguments.strip() else {}}
+
+
 def token_row(row: Row, vocabulary_size: int) -> tuple[list[int], list[int]]:
     """Check an already tokenized row; return input_ids and labels of the positions that the attention mask keeps.
 
     Args:
-        row: input_ids, labels (-100 where not trained; not shifted) and perhaps attention_mask, of one length.
+        row: input_ids, perhaps labels (-100 where not trained; not shifted; every token where missing) and perhaps
+            attention_mask, of one length.
         vocabulary_size: ids must be below it.
 
     Raises:
         BadRow: naming the column and the position.
     """
-    input_ids, labels = _integers(row, "input_ids"), _integers(row, "labels")
+    input_ids = _integers(row, "input_ids")
+    labels = list(input_ids) if row.get("labels") is None else _integers(row, "labels")
+    if not input_ids:
+        raise BadRow('"input_ids" is empty; expected tokens.')
     if len(input_ids) != len(labels):
         raise BadRow(f'"input_ids" has {len(input_ids)} entries and "labels" {len(labels)}; expected as many.')
     for index, token in enumerate(input_ids):
@@ -165,9 +296,9 @@ def _integers(row: Row, column: str) -> list[int]:
     values = row.get(column)
     if not isinstance(values, list):
         raise BadRow(f'"{column}" is {"missing" if values is None else _shown(values)}; expected a list of integers.')
-    for index, value in enumerate(values):
-        if type(value) is not int:  # not isinstance: True is an int
-            raise BadRow(f'"{column}[{index}]" is {_shown(value)}; expected an integer.')
+    if not set(map(type, values)) <= {int}:  # not isinstance: True is an int
+        index, value = next((index, value) for index, value in enumerate(values) if type(value) is not int)
+        raise BadRow(f'"{column}[{index}]" is {_shown(value)}; expected an integer.')
     return values
 
 

@@ -1,27 +1,35 @@
 """One call from `--dataset` to tokenized rows on disk, taken from the cache when nothing has changed."""
 
 import hashlib
+import itertools
 import json
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy
 from datasets import Dataset
 
 from llama_ft.config import DataConfig, as_fraction
-from llama_ft.data.batches import fingerprint
-from llama_ft.data.build import BadRows, BuildReport, SplitStatistics, SplitWriter, good_rows, in_validation
+from llama_ft.data.build import BadRows, SplitWriter, report_on
 from llama_ft.data.cache import build_once
 from llama_ft.data.chat_template import ensure_chat_template
-from llama_ft.data.formats import Message, RowFormat
+from llama_ft.data.formats import BadRow, Message
+from llama_ft.data.parallel import ChunkEncoder, chunks_of, cores
+from llama_ft.data.rate import Rate
 from llama_ft.data.sources import Source, brings_validation, open_source
+from llama_ft.data.statistics import BuildReport, SplitStatistics, describe
 from llama_ft.data.tokenize import Encoder
 from llama_ft.errors import UserError
+from llama_ft.runtime.console import console
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-CODE_VERSION = 2  # raise it when the same rows come out as other tokens, or meta.json changes
+CODE_VERSION = 3  # raise it when the same rows come out as other tokens, or meta.json changes
+CHATS = ("alpaca", "messages", "sharegpt")
+ROWS_LOOKED_AT = 100
 NO_VALIDATION = "no validation data: --validation FILE or --validation 0.05"
 HOW_TO_VALIDATE = "Expected a larger fraction (--validation 0.1), a file, or --run_validation False."
 
@@ -36,28 +44,32 @@ class TokenizedData:
         validation: the same, or None.
         chat_sample: a chat of the validation (else the training) rows whose last turn is the reference answer.
         summary: lines for people.
+        report: all that was counted.
     """
 
     train: Dataset
     validation: Dataset | None
     chat_sample: list[Message] | None
     summary: list[str]
+    report: BuildReport
+    stream: tuple[Source, Encoder] | None = None
 
     def fingerprints(self) -> dict[str, str]:
         """dataset, and validation where there is any -> a checksum of its tokens and labels."""
-        parts = {"dataset": self.train, "validation": self.validation}
-        return {name: fingerprint(rows) for name, rows in parts.items() if rows is not None}
+        prints = {"dataset": self.report.train.fingerprint}
+        if self.validation is not None and self.report.validation is not None:
+            prints["validation"] = self.report.validation.fingerprint
+        return prints
 
 
 @dataclass(frozen=True)
 class _Job:
-    """All that decides what the tokenized rows are."""
+    """All that decides what the tokenized rows are, beside the encoder."""
 
     source: Source
-    row_format: RowFormat
     fraction: float | None
     validation: Source | None
-    validation_format: RowFormat | None
+    wanted_format: str
     skip_bad_rows: bool
 
 
@@ -72,10 +84,11 @@ def prepare(
 ) -> TokenizedData:
     """Tokenize what `config` names, or take it from the cache.
 
-    A tokenizer without a chat template gets the built-in one, in place, so that it is saved with the result.
+    The tokenizer gets the chat template that is asked for, or the built-in one if it has none, in place, so that it is
+    saved with the result.
 
     Args:
-        config: dataset, dataset_format, validation, truncation and skip_bad_rows.
+        config: everything but batching_strategy and streaming.
         tokenizer: of the model to be trained.
         context_length: longest row in tokens.
         cache: folder of the demo and of tokenized data, see `cache_dir`.
@@ -86,38 +99,48 @@ def prepare(
         UserError: the data cannot be used; several bad rows are reported together.
     """
     job = _plan(config, tokenizer, cache, want_validation)
-    note = ensure_chat_template(tokenizer) if job.row_format != "tokenized" else ""
-    encoder = Encoder(tokenizer, context_length)
-    folder = cache / "tokenized" / _key(job, config, tokenizer, context_length)
-    build_once(folder, "meta.json", lambda temporary: _build(temporary, job, encoder))
+    note = ensure_chat_template(tokenizer, config.chat_template) if config.chat_template or _has_chats(job) else ""
+    encoder = Encoder(tokenizer, context_length, config.truncation, config.labels)
+    folder = cache / "tokenized" / _key(job, encoder)
+    processes = config.tokenize_processes or cores()
+    build_once(folder, "meta.json", lambda temporary: _build(temporary, job, encoder, processes))
     report = BuildReport.load(folder / "meta.json")
     _check_ids(report, tokenizer, vocabulary_size)
-    has_validation = report.validation is not None
+    is_plain = not console.encoding.startswith("utf")
+    summary = [*([note] if note else []), *describe(report, context_length, want_validation, is_plain)]
+    if want_validation and report.validation is None:
+        summary.append(NO_VALIDATION)
+    has_validation = report.validation is not None and want_validation
     return TokenizedData(
         train=Dataset.from_file(str(folder / "train.arrow")),
-        validation=Dataset.from_file(str(folder / "validation.arrow")) if has_validation and want_validation else None,
+        validation=Dataset.from_file(str(folder / "validation.arrow")) if has_validation else None,
         chat_sample=report.chat_sample,
-        summary=_summary(report, note, context_length, want_validation),
+        summary=summary,
+        report=report,
     )
 
 
 def _plan(config: DataConfig, tokenizer: "PreTrainedTokenizerBase", cache: Path, want_validation: bool) -> _Job:
     """Open the sources that `--dataset` and `--validation` name."""
     source = open_source(config.dataset, "train", config=config, tokenizer=tokenizer, cache=cache)
-    row_format = source.row_format(config.dataset_format)
     fraction = _fraction(config.validation)
     validation: Source | None = None
     if want_validation and fraction is None:
         if name := config.validation or (config.dataset if brings_validation(config.dataset) else None):
             validation = open_source(name, "validation", config=config, tokenizer=tokenizer, cache=cache)
-    return _Job(
-        source,
-        row_format,
-        fraction,
-        validation,
-        validation.row_format(config.dataset_format, if_empty=HOW_TO_VALIDATE) if validation else None,
-        config.skip_bad_rows,
-    )
+    return _Job(source, fraction, validation, config.dataset_format, config.skip_bad_rows)
+
+
+def _has_chats(job: _Job) -> bool:
+    """Whether any rows need a chat template: those of prompts and completions do where these are turns."""
+    for source in (job.source, job.validation):
+        for part in (source.parts or (source,)) if source else ():
+            row_format = part.row_format(job.wanted_format, if_empty=HOW_TO_VALIDATE if source is job.validation else "")
+            first = itertools.islice(part.read(), ROWS_LOOKED_AT) if row_format == "prompt_completion" else ()
+            has_turns = any(isinstance(row.get("prompt"), list) for _, row in first if not isinstance(row, BadRow))
+            if row_format in CHATS or has_turns:
+                return True
+    return False
 
 
 def _fraction(validation: str | None) -> float | None:
@@ -128,17 +151,18 @@ def _fraction(validation: str | None) -> float | None:
     return fraction
 
 
-def _key(job: _Job, config: DataConfig, tokenizer: "PreTrainedTokenizerBase", context_length: int) -> str:
+def _key(job: _Job, encoder: Encoder) -> str:
+    tokenizer = encoder.tokenizer
     tokenizer("")  # the backend's text holds its last truncation and padding, too: a plain call resets them
     parts = [
         str(CODE_VERSION),
         job.source.identity,
-        job.row_format,
         job.validation.identity if job.validation else str(job.fraction),
-        str(job.validation_format),
+        job.wanted_format,
         str(job.skip_bad_rows),
-        config.truncation,
-        str(context_length),
+        encoder.truncation,
+        encoder.labels,
+        str(encoder.context_length),
         tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else str(tokenizer.get_vocab()),
         json.dumps(tokenizer.special_tokens_map, default=str, sort_keys=True),
         json.dumps(tokenizer.chat_template, sort_keys=True),
@@ -150,21 +174,44 @@ def _key(job: _Job, config: DataConfig, tokenizer: "PreTrainedTokenizerBase", co
     return digest.hexdigest()[:32]
 
 
-def _build(folder: Path, job: _Job, encoder: Encoder) -> None:
+def _build(folder: Path, job: _Job, encoder: Encoder, processes: int) -> None:
     """Write train.arrow, validation.arrow where there is validation data, and meta.json."""
-    train = SplitWriter(folder / "train.arrow")
-    validation = SplitWriter(folder / "validation.arrow") if job.fraction or job.validation else None
+    started = time.monotonic()
+    names = [part.name for part in job.source.parts]
+    train = SplitWriter(folder / "train.arrow", encoder, names)
+    validation = None
+    if job.fraction or job.validation:
+        validation = SplitWriter(folder / "validation.arrow", encoder, names if job.fraction else [])
     bad = BadRows(job.skip_bad_rows)
-    for place, row, messages, encoded in good_rows(job.source, job.row_format, encoder, bad):
-        held_out = validation is not None and job.fraction is not None and in_validation(row, job.fraction)
-        (validation if held_out and validation else train).add(place, encoded, messages)
+    used = 1
+
+    def write(source: Source, train: SplitWriter | None, if_empty: str = "") -> None:
+        """Tokenize a source; what is not held out goes to `train`, all of it to validation where that is None."""
+        nonlocal used
+        spread = ChunkEncoder(chunks_of(source, job.wanted_format, if_empty), encoder, processes)
+        used = max(used, spread.used)
+        with spread, Rate(spread.used) as rate:
+            for chunk, encoded in spread:
+                bad.note_chunk(chunk, encoded)
+                held_out = numpy.full(len(chunk.rows), train is None)
+                if validation is not None and train is not None and job.fraction is not None:
+                    held_out = encoded.content / 2**64 < job.fraction
+                if validation is not None:
+                    validation.add(chunk, encoded, held_out)
+                if train is not None:
+                    train.add(chunk, encoded, ~held_out)
+                rate.update(len(chunk.rows), len(encoded.input_ids))
+        bad.end()
+
+    write(job.source, train)
     bad_in_train = bad.count
-    if validation is not None and job.validation is not None and job.validation_format is not None:
-        for place, _, messages, encoded in good_rows(job.validation, job.validation_format, encoder, bad):
-            validation.add(place, encoded, messages)
-    report = BuildReport(train.close(), validation.close() if validation else None, bad.count, bad.first)
+    if job.validation is not None:
+        write(job.validation, None, HOW_TO_VALIDATE)
+    report = report_on(train, validation)
+    report.bad_rows, report.first_bad_rows = bad.count, bad.first
     _check_rows_left(report, job, encoder.context_length, bad_in_train)
     report.chat_sample = validation.first_chat if validation else train.first_chat
+    report.seconds, report.processes = time.monotonic() - started, used
     report.save(folder / "meta.json")
 
 
@@ -183,10 +230,10 @@ def _check_rows_left(report: BuildReport, job: _Job, context_length: int, bad_in
     """Refuse an empty split, saying where its rows went."""
     held_out = report.validation
     if report.train.rows == 0:
-        if report.train.without_target == 0 and job.fraction and held_out and held_out.rows:
+        if not _left_out(report.train, 0) and job.fraction and held_out and held_out.rows:
             raise UserError(f"{job.source.name}: --validation {job.fraction} leaves no row to train on.")
         raise UserError(
-            f"{job.source.name}: no row can be trained on: {_left_out(report.train, bad_in_train)}."
+            f"{job.source.name}: no row can be trained on: {_left_out(report.train, bad_in_train) or 'it holds none'}."
             + _longer_hint(report.train, context_length)
         )
     if held_out is None or held_out.rows > 0:
@@ -198,7 +245,7 @@ def _check_rows_left(report: BuildReport, job: _Job, context_length: int, bad_in
         )
     raise UserError(
         f"{job.validation.name}: no row can be used for validation: "
-        f"{_left_out(held_out, report.bad_rows - bad_in_train)}.{_longer_hint(held_out, context_length)}"
+        f"{_left_out(held_out, report.bad_rows - bad_in_train) or 'it holds none'}.{_longer_hint(held_out, context_length)}"
     )
 
 
@@ -207,40 +254,13 @@ def _left_out(split: SplitStatistics, bad: int) -> str:
     if bad:
         reasons.append(f"{bad:,} bad rows were left out")
     if split.without_target:
-        reasons.append(f"{split.without_target:,} rows have no answer token to train on")
-    return " and ".join(reasons) or "it holds none"
+        reasons.append(f"{split.without_target:,} rows have nothing to train on")
+    if split.dropped:
+        reasons.append(f"{split.dropped:,} rows are too long")
+    return " and ".join(reasons)
 
 
 def _longer_hint(split: SplitStatistics, context_length: int) -> str:
-    if not split.truncated:
+    if not (longer := split.truncated + split.dropped):
         return ""
-    return f"\n{split.truncated:,} rows are longer than --context_length {context_length}, which cuts off their end."
-
-
-def _summary(report: BuildReport, note: str, context_length: int, want_validation: bool) -> list[str]:
-    lines = [note] if note else []
-    for name, split in (("training", report.train), ("validation", report.validation if want_validation else None)):
-        if split is not None:
-            lines += _split_lines(name, split, context_length)
-    if want_validation and report.validation is None:
-        lines.append(NO_VALIDATION)
-    if report.bad_rows:
-        shown = "; ".join(text.splitlines()[0] for text in report.first_bad_rows)
-        more = "; ..." if report.bad_rows > len(report.first_bad_rows) else ""
-        lines.append(f"{report.bad_rows:,} bad rows left out: {shown}{more}")
-    return lines
-
-
-def _split_lines(name: str, split: SplitStatistics, context_length: int) -> list[str]:
-    median, most, longest = split.lengths
-    lines = [
-        f"{name}: {split.rows:,} rows, {split.tokens:,} tokens, {split.target_tokens:,} of them trained on; "
-        f"tokens a row: median {median}, 95 % up to {most}, longest {longest}"
-    ]
-    if name == "validation":
-        lines[0] = lines[0].replace("trained on", "scored")
-    if split.truncated:
-        lines.append(f"{name}: {split.truncated:,} rows were cut at --context_length {context_length}")
-    if split.without_target:
-        lines.append(f"{name}: {split.without_target:,} rows left out: no answer token in the first {context_length}")
-    return lines
+    return f"\n{longer:,} rows are longer than --context_length {context_length}; --truncation says what becomes of them."

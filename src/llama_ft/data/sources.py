@@ -1,17 +1,24 @@
 """What `--dataset` and `--validation` may name, and the rows behind it."""
 
-import difflib
+import dataclasses
+import functools
 import hashlib
 import itertools
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from llama_ft.config.sections import DataConfig
+import xxhash
+
+from llama_ft.config.data_names import data_complaint, has_splits, is_split_of, kind_of_data
+from llama_ft.config.sections import DataConfig, DatasetPart
 from llama_ft.data.demo import build_demo
-from llama_ft.data.files import READERS, Rows, rows_of_file
-from llama_ft.data.formats import BadRow, RowFormat, find_format
+from llama_ft.data.files import BATCH_BYTES, Rows, rows_of_file, without_nulls
+from llama_ft.data.formats import BadRow, Row, RowFormat, find_format
+from llama_ft.data.hub_datasets import READY, load_from_hub
+from llama_ft.data.splits import best_for_validation, identity_of, splits_of
 from llama_ft.data.user_function import call_user_function
 from llama_ft.errors import UserError
 
@@ -32,19 +39,26 @@ class Source:
         name: what people call it.
         identity: changes whenever the rows may have changed.
         read: starts reading from the first row.
+        weight: how often each row is taken; of 2.3, every row twice and three tenths of them a third time.
+        parts: what it is mixed of; empty if it is no mix.
     """
 
     name: str
     identity: str
     read: Callable[[], Rows]
+    weight: float = 1.0
+    parts: tuple["Source", ...] = ()
 
     def row_format(self, wanted: str, *, if_empty: str = "") -> RowFormat:
-        """Tell the format of the rows from the columns of the first ones.
+        """Tell the format of the rows from the columns of the first ones; of a mix, the first that is a chat's.
 
         Args:
             wanted: `auto`, or the format that they must have.
             if_empty: what to do about it when there are no rows, for the message.
         """
+        if self.parts:
+            formats = [part.row_format(wanted, if_empty=if_empty) for part in self.parts]
+            return next((found for found in formats if found not in ("text", "tokenized")), formats[0])
         first = list(itertools.islice(self.read(), ROWS_LOOKED_AT))
         if not first:
             raise UserError(f"{self.name}: holds no rows." + (f"\n{if_empty}" if if_empty else ""))
@@ -54,44 +68,82 @@ class Source:
             raise UserError(*problems[:PROBLEMS_SHOWN])
         return find_format(self.name, columns, wanted)
 
+    def formatted_rows(self, wanted: str, *, if_empty: str = "") -> Iterator[tuple[str, Row | BadRow, RowFormat]]:
+        """Yield (place, row, its format), each row as often as its weight says; parts of a mix take turns.
+
+        Arguments as of `row_format`.
+        """
+        parts = self.parts or (self,)
+        formats = [part.row_format(wanted, if_empty=if_empty) for part in parts]
+        reading = [_weighted(part, row_format) for part, row_format in zip(parts, formats, strict=True)]
+        while reading:
+            for rows in reading.copy():
+                if (taken := next(rows, None)) is None:
+                    reading.remove(rows)
+                else:
+                    yield from taken
+
+
+def _weighted(source: Source, row_format: RowFormat) -> Iterator[list[tuple[str, Row | BadRow, RowFormat]]]:
+    """Yield every row as often as it is taken."""
+    for place, row in source.read():
+        times = 1 if isinstance(row, BadRow) or source.weight == 1 else times_taken(row, source.weight)
+        yield [(place, row, row_format)] * times
+
+
+def times_taken(row: Row, weight: float) -> int:
+    """How often a row is taken: the whole part of weight, and once more if a hash of the row says so.
+
+    The hash is another than the one that chooses validation rows, or a weight of 0.05 would choose just those.
+    """
+    whole = int(weight)
+    content = json.dumps(row, sort_keys=True, ensure_ascii=False, default=str).encode("utf-8", "surrogatepass")
+    return whole + (xxhash.xxh3_64_intdigest(content, seed=1) / 2**64 < weight - whole)
+
 
 def open_source(
-    dataset: str, split: Split, *, config: DataConfig, tokenizer: "PreTrainedTokenizerBase", cache: Path
+    dataset: str | list[DatasetPart],
+    split: Split,
+    *,
+    config: DataConfig,
+    tokenizer: "PreTrainedTokenizerBase",
+    cache: Path,
 ) -> Source:
     """Find what `dataset` names.
 
     Args:
-        dataset: `demo`, a data file, or `path/to/file.py:function`.
-        split: which part of the demo, and what a user's function is called with.
-        config: handed to a user's function.
+        dataset: the name of one dataset or of a split of config.dataset, or the parts of a mix (`path` and perhaps
+            `weight` and `split`).
+        split: what it is for: which part of the demo or of data with splits, and what a user's function is called with.
+        config: handed to a user's function; its dataset_split is what is trained on.
         tokenizer: handed to a user's function.
         cache: where the demo is built.
 
     Raises:
         UserError: there is no such thing, or it cannot be read.
     """
-    if dataset == "demo":
-        demo = build_demo(cache)
-        return _file_source(demo.train_file if split == "train" else demo.validation_file)
-    if found := _user_function(dataset):
-        file, function = found
-        rows = call_user_function(file, function, config, tokenizer, split)
-        code = hashlib.sha256(file.read_bytes()).hexdigest()
-        # _fingerprint is how datasets itself knows a table and all that was done to it
-        return Source(dataset, f"{code} {rows._fingerprint}", lambda: _dataset_rows(dataset, rows))
-    _check_is_data_file(dataset)
-    return _file_source(Path(dataset))
+    open_named = functools.partial(_open_named, use=split, config=config, tokenizer=tokenizer, cache=cache)
+    default = config.dataset_split if split == "train" else None
+    if isinstance(dataset, str):
+        if split == "validation" and is_split_of(dataset, config.dataset):
+            return open_named(str(config.dataset), dataset)
+        return open_named(dataset, default)
+    parts = tuple(
+        dataclasses.replace(open_named(part["path"], part.get("split") or default), weight=part.get("weight", 1.0))
+        for part in dataset
+    )
+    identity = " ".join(f"{part.identity} x {part.weight}" for part in parts)
+    name = " + ".join(part.name for part in parts)
+    return Source(name, identity, lambda: itertools.chain.from_iterable(part.read() for part in parts), parts=parts)
 
 
-def brings_validation(dataset: str) -> bool:
-    """Tell whether a dataset has a validation split of its own."""
-    return dataset == "demo" or _user_function(dataset) is not None
-
-
-def _user_function(dataset: str) -> tuple[Path, str] | None:
-    """The file and the function in `path/to/file.py:function`; None if `dataset` is something else."""
-    file, _, function = dataset.rpartition(":")
-    return (Path(file), function) if file.endswith(".py") else None
+def brings_validation(dataset: str | list[DatasetPart]) -> bool:
+    """Tell whether a dataset has a validation split of its own. A mix has none."""
+    if not isinstance(dataset, str) or not has_splits(dataset):
+        return isinstance(dataset, str) and kind_of_data(dataset) in ("demo", "function")
+    if kind_of_data(dataset) == "ready":
+        return READY[dataset.removesuffix("_dataset")].validation is not None
+    return "validation" in splits_of(dataset)
 
 
 def read_rows(
@@ -101,33 +153,80 @@ def read_rows(
     return open_source(dataset, split, config=config, tokenizer=tokenizer, cache=cache).read()
 
 
-def _file_source(path: Path) -> Source:
-    try:
-        with open(path, "rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror or error}.") from None
-    return Source(str(path), f"{path} {digest}", lambda: rows_of_file(path))
-
-
-def _dataset_rows(name: str, dataset: "Dataset") -> Iterator[tuple[str, dict]]:
-    plain = dataset.with_format(None)  # a user's set_format("torch") would give tensors instead of lists
-    for number, row in enumerate(plain, start=1):
-        yield f"{name} row {number}", row
-
-
-def _check_is_data_file(dataset: str) -> None:
-    path = Path(dataset)
-    if path.suffix == ".py":
-        raise UserError(f"{dataset}: which function of this file? Expected {dataset}:function.")
-    if path.suffix.lower() not in READERS:
-        raise UserError(
-            f"{dataset}: not a dataset.\nExpected demo, a file ({', '.join(READERS)}) or path/to/file.py:function."
+def _open_named(
+    name: str,
+    wanted: str | None,
+    *,
+    use: Split,
+    config: DataConfig,
+    tokenizer: "PreTrainedTokenizerBase",
+    cache: Path,
+) -> Source:
+    """Open one dataset; `wanted` is the split, None for the one that fits validation best."""
+    kind = kind_of_data(name)
+    if kind == "demo":
+        demo = build_demo(cache)
+        return _files_source(name, [str(demo.train_file if use == "train" else demo.validation_file)])
+    file, colon, function = name.rpartition(":")
+    if kind == "function" and colon:
+        rows = call_user_function(Path(file).expanduser(), function, config, tokenizer, use)
+        code = hashlib.sha256(Path(file).expanduser().read_bytes()).hexdigest()
+        # _fingerprint is how datasets itself knows a table and all that was done to it
+        return Source(name, f"{code} {rows._fingerprint}", lambda: _dataset_rows(name, rows))
+    if complaint := data_complaint(name):
+        raise UserError(f"{name}: {complaint}")
+    if kind == "ready":
+        ready = READY[name.removesuffix("_dataset")]
+        default = ready.train if use == "train" else ready.validation
+        raw = _hub_source(ready.hub_name, default if wanted in (None, "train") else wanted)
+        return dataclasses.replace(
+            raw, read=lambda: ((place, row) for place, given in raw.read() for row in ready.rows(given))
         )
-    if path.is_dir():
-        raise UserError(f"{dataset}: is a folder; expected a file.")
-    if not path.exists():
-        folder = path.parent
-        names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
-        near = difflib.get_close_matches(path.name, names, n=1)
-        raise UserError(f"{dataset}: no such file." + (f" Did you mean {folder / near[0]}?" if near else ""))
+    if kind == "hub":
+        return _hub_source(name, wanted)
+    return _split_source(name, wanted, use)
+
+
+def _hub_source(name: str, wanted: str | None) -> Source:
+    splits = splits_of(name)
+    split = wanted or best_for_validation(name, list(splits))
+    rows = splits[split] if split in splits else load_from_hub(name, split)
+    # in datasets' cache the folders say owner, name, configuration, version and a hash of the revision
+    files = ["/".join(Path(file["filename"]).parts[-5:]) for file in rows.cache_files]
+    return Source(f"{name} {split}", f"{files} {split} {len(rows)}", lambda: _dataset_rows(f"{name} {split}", rows))
+
+
+def _split_source(name: str, wanted: str | None, use: Split) -> Source:
+    """A file, or a folder or several files that may be split by their names."""
+    splits = splits_of(name)
+    if set(splits) == {""}:
+        if wanted not in (None, "train"):
+            raise UserError(f"{name}: has no splits; {wanted} was asked for.")
+        split = ""
+    else:
+        split = wanted or best_for_validation(name, list(splits))
+    if split not in splits:
+        raise UserError(f"{name}: has no split {split}. It has {', '.join(splits)}.")
+    rows = splits[split]
+    title = f"{name} {split}".strip()
+    if isinstance(rows, list):
+        return _files_source(title, rows)
+    files = [file["filename"] for file in rows.cache_files]
+    return Source(title, identity_of(files), lambda: _dataset_rows(title, rows))
+
+
+def _files_source(name: str, files: list[str]) -> Source:
+    shown = files[0] if len(files) == 1 else name
+    return Source(
+        shown, identity_of(files), lambda: itertools.chain.from_iterable(rows_of_file(file) for file in files)
+    )
+
+
+def _dataset_rows(name: str, dataset: "Dataset") -> Rows:
+    plain = dataset.with_format(None)  # a user's set_format("torch") would give tensors instead of lists
+    at_once = max(1, min(1000, BATCH_BYTES * len(plain) // (plain.data.nbytes + 1)))
+    number = 0
+    for columns in plain.iter(batch_size=at_once):
+        for values in zip(*columns.values(), strict=True):
+            number += 1
+            yield f"{name} row {number}", without_nulls(dict(zip(columns, values, strict=True)))

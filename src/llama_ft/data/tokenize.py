@@ -1,26 +1,34 @@
-"""From a chat to tokens and labels: what the model reads, and which of it it learns to say."""
+"""From a row to tokens and labels: what the model reads, and which of it it learns to say."""
 
+from bisect import bisect_left
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from llama_ft.data.chat_template import ALPACA_TEMPLATE, INPUT_HEADING, ChatRenderer, Span
-from llama_ft.data.formats import BadRow, Message, Row, RowFormat, alpaca_messages, chat_messages, token_row
+from llama_ft.data import formats
+from llama_ft.data.answers import ChatRenderer
+from llama_ft.data.built_in_templates import ALPACA
+from llama_ft.data.chat_template import INPUT_HEADING, Span
+from llama_ft.data.formats import BadRow, Message, Row, RowFormat
 from llama_ft.errors import UserError
 
 if TYPE_CHECKING:
+    import tokenizers
     from transformers import PreTrainedTokenizerBase
 
 IGNORED = -100  # torch's cross_entropy leaves such labels out
+Truncation = Literal["right", "left", "drop", "split"]
+Labels = Literal["auto", "assistant", "completion", "all"]
 
 
 class Encoded(NamedTuple):
-    """One row as tokens.
+    """One row as tokens, or a piece of one.
 
     Attributes:
         input_ids: tokens, at most context_length.
         labels: the same tokens where they are trained on, elsewhere -100. Not shifted: position i is predicted from
             the positions before it, as transformers' models have it.
-        truncated: the end was cut off.
+        truncated: a part of the row was cut off and is lost.
     """
 
     input_ids: list[int]
@@ -30,78 +38,161 @@ class Encoded(NamedTuple):
     @property
     def target_tokens(self) -> int:
         """Labels that count in the loss; nothing predicts position 0."""
-        return sum(label != IGNORED for label in self.labels[1:])
+        return len(self.labels) - 1 - self.labels[1:].count(IGNORED) if self.labels else 0
 
 
 class Encoder:
     """Turns rows into tokens and labels.
 
     Labels are a matter of position, never of the id: where the pad token is the end-of-turn token too, the end of a
-    turn is still trained on.
+    turn is still trained on. An encoder can be pickled and sent to another process.
 
     Args:
-        tokenizer: a fast tokenizer with a chat template (`ensure_chat_template`), unless rows are tokenized already.
-        context_length: longer rows lose their end.
+        tokenizer: a fast tokenizer; for chats with a chat template (`ensure_chat_template`).
+        context_length: tokens of the longest row.
+        truncation: what happens to a longer one, see `Encoder.fit`.
+        labels: what is trained on; auto: answers of chats, completions of prompts, all of plain text.
     """
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase", context_length: int) -> None:
+    def __init__(
+        self,
+        tokenizer: "PreTrainedTokenizerBase",
+        context_length: int,
+        truncation: Truncation = "right",
+        labels: Labels = "auto",
+    ) -> None:
         self.tokenizer = tokenizer
         self.context_length = context_length
-        self._input_heading = INPUT_HEADING if tokenizer.chat_template == ALPACA_TEMPLATE else ""
+        self.truncation = truncation
+        self.labels = labels
+        self._input_heading = INPUT_HEADING if tokenizer.chat_template == ALPACA else ""
         self._vocabulary_size = len(tokenizer)
+        tokenizer("")  # switches off whatever truncation and padding the tokenizer was saved with
 
     @cached_property
     def _renderer(self) -> ChatRenderer:
-        """Made when the first chat comes: rows that are tokenized already make no demands on the tokenizer."""
+        """Made when the first chat comes: other rows make no demands on the chat template."""
+        return ChatRenderer(self.tokenizer, "assistant" if self.labels == "auto" else self.labels)
+
+    @property
+    def _backend(self) -> "tokenizers.Tokenizer":
         if not self.tokenizer.is_fast:
             raise UserError(
                 f"the tokenizer ({type(self.tokenizer).__name__}) cannot tell which characters a token stands for.\n"
                 "Expected a fast tokenizer, one with a tokenizer.json."
             )
-        return ChatRenderer(self.tokenizer)
+        return self.tokenizer.backend_tokenizer
+
+    @cached_property
+    def _bos(self) -> list[int]:
+        """What the tokenizer puts before a text by itself."""
+        added: Any = self.tokenizer("")["input_ids"]
+        return [token for token in added[:1] if token == self.tokenizer.bos_token_id]
 
     def messages(self, row: Row, row_format: RowFormat) -> list[Message] | None:
-        """The chat in a row, None when it is tokenized already.
+        """The chat in a row, None where it is tokens or plain text.
 
         Raises:
             BadRow: the row is not as its format demands.
         """
-        if row_format == "tokenized":
-            return None
         if row_format == "alpaca":
-            return alpaca_messages(row, input_heading=self._input_heading)
-        return chat_messages(row)
+            return formats.alpaca_messages(row, input_heading=self._input_heading)
+        if row_format == "messages":
+            return formats.chat_messages(row)
+        if row_format == "sharegpt":
+            return formats.sharegpt_messages(row)
+        if row_format == "prompt_completion" and isinstance(pair := formats.prompt_completion(row), list):
+            return pair
+        return None
 
-    def encode(self, row: Row, row_format: RowFormat) -> Encoded:
+    def encode(self, row: Row, row_format: RowFormat) -> list[Encoded]:
         """Turn a row of data into tokens and labels.
+
+        Returns:
+            The row; several pieces of it with truncation split; [] where it is dropped.
 
         Raises:
             BadRow: the row is not as its format demands, or the chat template cannot take it.
+            UserError: such rows have no labels of the kind that was asked for.
         """
+        if row_format == "tokenized":
+            self._expect_labels(row_format, "auto")
+            return self.fit(*formats.token_row(row, self._vocabulary_size))
+        if row_format == "text":
+            self._expect_labels(row_format, "auto", "all")
+            return self.encode_text("", formats.plain_text(row))
+        if row_format == "prompt_completion" and not isinstance(pair := formats.prompt_completion(row), list):
+            return self.encode_text(*pair)
         messages = self.messages(row, row_format)
-        if messages is None:
-            return self._cut(*token_row(row, self._vocabulary_size))
-        return self.encode_messages(messages)
+        assert messages is not None
+        return self.encode_messages(messages, formats.tools_of(row))
 
-    def encode_messages(self, messages: list[Message]) -> Encoded:
-        """Turn a chat into tokens and labels.
+    def encode_messages(self, messages: list[Message], tools: list[dict[str, Any]] | None = None) -> list[Encoded]:
+        """Turn a chat into tokens and labels. The template writes all special tokens, BOS among them.
 
         Raises:
             BadRow: the chat template cannot take it, or it holds what is no Unicode text.
         """
-        text, spans = self._renderer.render(messages)
-        _check_is_unicode(text)
-        # The template writes the special tokens: adding them here would double BOS.
-        tokens: Any = self.tokenizer(
-            text, add_special_tokens=False, return_offsets_mapping=True, return_attention_mask=False, verbose=False
-        )
-        input_ids: list[int] = tokens["input_ids"]
-        mask = answer_mask(text, tokens["offset_mapping"], spans)
-        return self._cut(input_ids, [token if mine else IGNORED for token, mine in zip(input_ids, mask, strict=True)])
+        return self.fit(*self._tokenize(*self._renderer.render(messages, tools)))
 
-    def _cut(self, input_ids: list[int], labels: list[int]) -> Encoded:
-        length = self.context_length
-        return Encoded(input_ids[:length], labels[:length], truncated=len(input_ids) > length)
+    def encode_text(self, prompt: str, completion: str) -> list[Encoded]:
+        """Turn text without a chat into BOS (where the tokenizer adds one), prompt, completion and EOS.
+
+        Tokens are those of the joined text, so that the completion begins with the token it has in running text.
+
+        Raises:
+            BadRow: it holds what is no Unicode text.
+        """
+        start = 0 if self.labels == "all" else len(prompt)
+        text = prompt + completion
+        input_ids, labels = self._tokenize(text, [(start, len(text))])
+        if self._bos and input_ids[:1] != self._bos:
+            input_ids, labels = [*self._bos, *input_ids], [IGNORED, *labels]
+        end = self.tokenizer.eos_token_id
+        if isinstance(end, int) and input_ids[-1:] != [end]:
+            input_ids, labels = [*input_ids, end], [*labels, end]
+        return self.fit(input_ids, labels)
+
+    def fit(self, input_ids: list[int], labels: list[int]) -> list[Encoded]:
+        """Bring a row to context_length.
+
+        right keeps its beginning, left its end, drop none of it. split makes pieces that overlap by one token: a
+        piece's first token is context only, as nothing predicts it there, and the piece before has trained it. So
+        every label but the row's first is trained on exactly once.
+        """
+        length, whole = self.context_length, len(input_ids)
+        if whole <= length:
+            return [Encoded(input_ids, labels, truncated=False)]
+        if self.truncation == "right":
+            return [Encoded(input_ids[:length], labels[:length], truncated=True)]
+        if self.truncation == "left":
+            return [Encoded(input_ids[-length:], [IGNORED, *labels[1 - length :]], truncated=True)]
+        if self.truncation == "drop":
+            return []
+        pieces = []
+        for start in range(0, whole - 1, length - 1):
+            first = labels[0] if start == 0 else IGNORED
+            own = [first, *labels[start + 1 : start + length]]
+            pieces.append(Encoded(input_ids[start : start + length], own, truncated=False))
+        return pieces
+
+    def _tokenize(self, text: str, spans: list[Span]) -> tuple[list[int], list[int]]:
+        _check_is_unicode(text)
+        # The backend's own call: tokenizer(text) sets truncation and padding anew each time, a tenth of the time here.
+        encoding = self._backend.encode(text, add_special_tokens=False)
+        input_ids: list[int] = encoding.ids
+        labels = [IGNORED] * len(input_ids)
+        for first, last in answer_tokens(text, encoding.offsets, spans):
+            labels[first:last] = input_ids[first:last]
+        return input_ids, labels
+
+    def _expect_labels(self, row_format: RowFormat, *fitting: Labels) -> None:
+        if self.labels not in fitting:
+            raise UserError(
+                f"--labels {self.labels}: rows of the format {row_format} have no turns, so what is trained on is "
+                f"{'what their labels say' if row_format == 'tokenized' else 'all of them'}.\n"
+                f"Expected {' or '.join(fitting)}."
+            )
 
 
 def _check_is_unicode(text: str) -> None:
@@ -113,8 +204,8 @@ def _check_is_unicode(text: str) -> None:
         raise BadRow(f"{half} is half of a character (a lone surrogate); expected Unicode text.") from None
 
 
-def answer_mask(text: str, offsets: list[tuple[int, int]], spans: list[Span]) -> list[bool]:
-    """Tell for each token whether it belongs to an answer.
+def answer_tokens(text: str, offsets: list[tuple[int, int]], spans: list[Span]) -> list[tuple[int, int]]:
+    """Tell which tokens belong to an answer.
 
     A token inside a span does. One that reaches over the edge of a span does when more than white space of it lies
     inside: in `Answer: Yes` the token ` Yes` is the answer's, though its space is the prompt's; but the token of two
@@ -126,24 +217,22 @@ def answer_mask(text: str, offsets: list[tuple[int, int]], spans: list[Span]) ->
         spans: the answers, in order.
 
     Returns:
-        One bool a token.
+        Ranges [first, last) of tokens, one a span.
     """
-    mask = []
-    covered = 0  # characters accounted for so far
-    remaining = iter(spans)
-    span = next(remaining, None)
-    for token_start, token_end in offsets:
-        # Byte-level tokenizers may leave white space out of their offsets (trim_offsets): a token begins where the
-        # one before ended. The bytes of one character share its offsets, hence the minimum.
-        start = min(token_start, covered)
-        covered = end = max(token_end, covered)
-        while span is not None and start >= span[1]:
-            span = next(remaining, None)
-        mask.append(span is not None and _belongs(text, start, end, span))
-    return mask
+    # Byte-level tokenizers may leave white space out of their offsets (trim_offsets): a token begins where the one
+    # before ended. The bytes of one character share its offsets, hence the minimum.
+    ends = list(accumulate((end for _, end in offsets), max))
+    starts = [min(start, covered) for (start, _), covered in zip(offsets, [0, *ends], strict=False)]
 
+    def belongs(token: int, span: Span) -> bool:
+        return bool(text[max(starts[token], span[0]) : min(ends[token], span[1])].strip())
 
-def _belongs(text: str, start: int, end: int, span: Span) -> bool:
-    if span[0] <= start and end <= span[1]:
-        return True
-    return bool(text[max(start, span[0]) : min(end, span[1])].strip())
+    ranges = []
+    for span in spans:
+        first, last = bisect_left(starts, span[0]), bisect_left(starts, span[1])
+        while first > 0 and ends[first - 1] > span[0] and belongs(first - 1, span):
+            first -= 1
+        while last > first and ends[last - 1] > span[1] and not belongs(last - 1, span):
+            last -= 1
+        ranges.append((first, last))
+    return ranges

@@ -5,11 +5,13 @@ from llama_ft.models.hub import lasting_name, local_folder
 from llama_ft.models.liger import apply_liger
 from llama_ft.models.lora import Adapter, inject_lora
 from llama_ft.models.materialize import materialize
+from llama_ft.models.packed_attention import packed_arguments, use_packed_attention
 from llama_ft.models.quantization import Quantization, choose_quantization, quantize_linears
 from llama_ft.models.quantized import total_weights
 from llama_ft.models.shards import ShardGroup
 from llama_ft.models.skeleton import (
     build_skeleton,
+    find_new_tokens,
     freeze_first_layers,
     load_model_config,
     load_tokenizer,
@@ -18,16 +20,19 @@ from llama_ft.models.skeleton import (
     vocabulary_size,
 )
 from llama_ft.models.source import fingerprint
+from llama_ft.models.token_rows import NewTokens
 from llama_ft.models.units import shard, shard_degree, unit_table
 
 __all__ = [
     "Adapter",
+    "NewTokens",
     "Quantization",
     "ShardGroup",
     "apply_liger",
     "build_skeleton",
     "checkpoint_activations",
     "choose_quantization",
+    "find_new_tokens",
     "fingerprint",
     "freeze_first_layers",
     "inject_lora",
@@ -36,12 +41,14 @@ __all__ = [
     "load_tokenizer",
     "local_folder",
     "materialize",
+    "packed_arguments",
     "quantize_linears",
     "resolve_context_length",
     "set_storage_dtypes",
     "shard",
     "shard_degree",
     "unit_table",
+    "use_packed_attention",
     "total_weights",
     "vocabulary_size",
 ]

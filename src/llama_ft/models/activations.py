@@ -15,6 +15,7 @@ from llama_ft.errors import UserError
 EXPENSIVE = re.compile(
     r"aten::(mm|addmm|bmm|baddbmm|_int_mm|_scaled_mm|_grouped_mm|_scaled_dot_product_\w*attention\w*)"
     r"|bitsandbytes::(gemm_4bit|gemv_4bit|int8_linear_matmul|int8_scaled_mm|int8_mixed_scaled_mm)"
+    r"|torch_attn::_varlen_attn"
     r"|\w*flash_attn\w*::\w*(forward|fwd)\w*"
 )
 

@@ -39,6 +39,7 @@ from transformers.modeling_utils import PreTrainedModel
 from llama_ft.errors import UserError
 from llama_ft.models.lora import checkpoint_key, is_adapter_weight
 from llama_ft.models.source import StoredTensor, WeightSource, open_weights
+from llama_ft.models.token_rows import grow
 from llama_ft.runtime.console import log
 
 NAMED_AT_MOST = 8
@@ -65,7 +66,7 @@ def open_source(folder: Path, model: PreTrainedModel) -> WeightSource:
     if whole := converted.read_whole:
         more = f", ... and {len(whole) - NAMED_AT_MOST} more" if len(whole) > NAMED_AT_MOST else ""
         log.info(f"Converted while loading at the cost of a copy of each: {', '.join(whole[:NAMED_AT_MOST])}{more}")
-    return source if converted.changes_nothing else converted
+    return grow(source if converted.changes_nothing else converted, model)
 
 
 class ConvertedSource:

@@ -7,6 +7,7 @@ import re
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
@@ -18,6 +19,7 @@ from llama_ft.config import PeftConfig
 from llama_ft.errors import UserError
 from llama_ft.models.quantized import QuantizedLinear
 from llama_ft.models.source import StoredTensor
+from llama_ft.models.token_rows import NewTokens, use_token_rows
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PEFT_PREFIX = "base_model.model."  # what peft puts before every name of the model it wraps
@@ -37,21 +39,26 @@ class Adapter:
     keys: dict[str, str]
 
 
-def inject_lora(model: PreTrainedModel, peft: PeftConfig, base_name: str) -> Adapter:
+def inject_lora(model: PreTrainedModel, peft: PeftConfig, base_name: str, new: NewTokens | None = None) -> Adapter:
     """Freeze the model and put (meta) adapters beside the linear layers `peft` names, in place.
 
     Args:
         model: skeleton on the meta device.
         peft: rank, targets and the rest; taken from the adapter's own file with from_peft_checkpoint.
         base_name: model name or folder to record in adapter_config.json.
+        new: tokens whose rows of embedding and head are trained too.
 
     Raises:
         UserError: a target or a module to save that the model does not have, a saved adapter that cannot be continued,
-            DoRA on layers where its norms do not lie within a row.
+            DoRA on layers where its norms do not lie within a row, rows to train where peft cannot.
     """
     lora = saved_config(Path(peft.from_peft_checkpoint)) if peft.from_peft_checkpoint else _new_config(peft)
     lora.base_model_name_or_path = base_name
     _check_names(model, lora)
+    if peft.from_peft_checkpoint:
+        _check_saved_rows(model, lora, new)
+    elif new is not None:
+        lora.trainable_token_indices = _rows_to_train(model, lora, new.ids)
     if lora.target_modules == "all-linear":
         lora.exclude_modules = [name for name, module in model.named_modules() if _is_router(module)] or None
     return inject_adapter(model, lora)
@@ -66,7 +73,13 @@ def inject_adapter(model: PreTrainedModel, lora: LoraConfig) -> Adapter:
             adapted = get_peft_model(model, lora, low_cpu_mem_usage=True, autocast_adapter_dtype=False)
     except (ValueError, TypeError, NotImplementedError) as error:
         hint = "\n--lora_dropout 0 lets it." if "lora_dropout" in str(error) else ""
+        if "trainable_token_indices" in str(error):
+            hint = (
+                "\n--peft.target_modules has a layer whose rows --resize_embeddings trains. Name embedding or head in "
+                "--peft.modules_to_save instead."
+            )
         raise UserError(f"peft cannot put these adapters into this model: {error}{hint}") from error
+    use_token_rows(model)
     if lora.use_dora:
         _check_dora(model)
     assert isinstance(adapted, PeftModel)
@@ -104,6 +117,45 @@ def saved_config(folder: Path) -> LoraConfig:
     lora.inference_mode = False
     lora.init_lora_weights = True  # its weights are read from the file, whatever they first were
     return lora
+
+
+def _rows_to_train(model: PreTrainedModel, lora: LoraConfig, ids: list[int]) -> dict[str, list[int]] | None:
+    """peft's trainable_token_indices: of the embedding and, unless it is tied to it, of the head; not of one that is
+    trained in full."""
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    in_full = tuple(f".{name}" for name in lora.modules_to_save or ())
+    names = [name for name, module in model.named_modules() if module is embedding or module is head]
+    chosen = [name for name in names if not f".{name}".endswith(in_full)]
+    if head is not None and head.weight is embedding.weight:
+        if len(chosen) == 1:
+            raise UserError(
+                f"--peft.modules_to_save: embedding and head of this model are one, and both get new rows. Name "
+                f"{chosen[0].rsplit('.', 1)[-1]} too, or neither."
+            )
+        chosen = chosen[:1]
+    return {name: ids for name in chosen} or None
+
+
+def rows_trained(lora: LoraConfig) -> set[int]:
+    """Ids of the tokens whose rows an adapter trains by themselves."""
+    indices = lora.trainable_token_indices or {}
+    return {id_ for ids in (indices.values() if isinstance(indices, dict) else [indices]) for id_ in ids}
+
+
+def _check_saved_rows(model: PreTrainedModel, lora: LoraConfig, new: NewTokens | None) -> None:
+    """A saved adapter trains the rows its own run found new: these must be there, and no others be new."""
+    trained, rows = rows_trained(lora), cast(nn.Embedding, model.get_input_embeddings()).num_embeddings
+    if trained and max(trained) >= rows:
+        raise UserError(
+            f"--from_peft_checkpoint: this adapter trains the row of token {max(trained)}, and the model has {rows}.\n"
+            "--resize_embeddings adds rows for the tokens of --tokenizer_name, which can be the adapter's own folder."
+        )
+    if new is not None and (others := set(new.ids) - trained) and not lora.modules_to_save:
+        raise UserError(
+            f"--from_peft_checkpoint: {len(others)} tokens are new to the model, such as {min(others)}, and this "
+            "adapter does not train their rows.\nrecipes/export.py merges it into its model, beside which another can "
+            "begin."
+        )
 
 
 def linear_names(model: PreTrainedModel) -> list[str]:
@@ -181,12 +233,13 @@ def _check_dora(model: PreTrainedModel) -> None:
 
 def is_adapter_weight(name: str) -> bool:
     """Whether a parameter was added by peft, so that the model's own checkpoint does not hold it."""
-    return ".lora_" in name
+    return ".lora_" in name or ".trainable_tokens_delta." in name
 
 
 def checkpoint_key(name: str) -> str:
     """The name a parameter has in the model's own checkpoint, whatever peft has wrapped around it."""
-    key = name.replace("base_layer.", "")  # peft puts one into another around two parameters of one module
+    key = name.replace("token_adapter.", "")
+    key = key.replace("base_layer.", "")  # peft puts one into another around two parameters of one module
     return key.replace(".original_module.", ".").replace(".modules_to_save.default.", ".")
 
 
@@ -194,7 +247,7 @@ def _adapter_keys(adapted: PeftModel) -> dict[str, str]:
     """Adapter.keys. peft itself does the naming: it is handed every parameter, and what it returns is traced back."""
     parameters = dict(adapted.named_parameters(remove_duplicate=False))
     saved = get_peft_model_state_dict(adapted, state_dict=dict(parameters), save_embedding_layers=False)
-    names = {id(parameter): name.removeprefix(PEFT_PREFIX) for name, parameter in parameters.items()}
+    names = {id(parameter): name.removeprefix(PEFT_PREFIX) for name, parameter in adapted.named_parameters()}
     return {names[id(parameter)]: key for key, parameter in saved.items()}
 
 

@@ -38,6 +38,7 @@ from llama_ft.models.prequantized import (
 from llama_ft.models.quantized import FourBit, QuantizedLinear
 from llama_ft.models.shards import ShardGroup, local_shard
 from llama_ft.models.source import StoredTensor, WeightSource
+from llama_ft.models.token_rows import TokenRows
 
 NAMED_AT_MOST = 8
 QUANTIZED_AT_ONCE = 2**19  # weights; with it ranks held 11 to 54 MiB beside their shards at most
@@ -83,6 +84,7 @@ def materialize(
         saved_adapter = open_loader(file, model, group, scatter)
         check_saved_adapter(saved_adapter.headers, model, adapter, file)
     _allocate(model, device, storage_device)
+    tokens = _token_rows(model, keys)
     with torch.no_grad():
         for filling in _fillings(model, keys, loader.headers, frozen_dtype, device):
             loader.fill(filling)
@@ -90,6 +92,8 @@ def materialize(
             shard = local_shard(parameter)
             if saved_adapter is not None and adapter is not None and name in adapter.keys:
                 saved_adapter.fill(_as_stored(shard, parameter, adapter.keys[name], saved_adapter.headers))
+            elif name in tokens:
+                loader.fill(_rows_of(shard, parameter, *tokens[name], loader.headers))
             elif is_adapter_weight(name) and "lora_magnitude_vector" not in name:
                 rows = slice(*group.own_rows(parameter.shape[0]))
                 gaussian = peft.init_lora_weights == "gaussian"
@@ -130,6 +134,26 @@ def _as_stored(shard: torch.Tensor, parameter: nn.Parameter, key: str, headers: 
     return Filling(
         [shard], tuple(parameter.shape), [wire], lambda source, start, stop: [source.read_rows(key, start, stop)]
     )
+
+
+def _token_rows(model: nn.Module, keys: dict[str, str]) -> dict[str, tuple[str, list[int]]]:
+    """Rows that are trained by themselves: their name -> of which tensor of the checkpoint they are copies, and which
+    rows of it."""
+    copies = {}
+    for name, layer in model.named_modules():
+        if isinstance(layer, TokenRows) and layer.tied_adapter is None:
+            ids = layer.token_indices["default"]
+            copies[f"{name}.trainable_tokens_delta.default"] = (keys[f"{name}.base_layer.weight"], ids)
+    return copies
+
+
+def _rows_of(
+    shard: torch.Tensor, parameter: nn.Parameter, key: str, ids: list[int], headers: dict[str, StoredTensor]
+) -> Filling:
+    def make(source: WeightSource, start: int, stop: int) -> list[torch.Tensor]:
+        return [torch.cat([source.read_rows(key, id_, id_ + 1) for id_ in ids[start:stop]])]
+
+    return Filling([shard], tuple(parameter.shape), [headers[key].dtype], make)
 
 
 def _to_quantized(

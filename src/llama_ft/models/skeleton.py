@@ -10,7 +10,11 @@ from transformers.modeling_utils import PreTrainedModel
 from llama_ft.config import ModelConfig
 from llama_ft.errors import UserError
 from llama_ft.models.conversion import note_conversions
+from llama_ft.models.token_rows import NewTokens, note_growth
+from llama_ft.runtime.console import log
 from llama_ft.runtime.precision import Precision
+
+NAMED_AT_MOST = 8
 
 
 def load_tokenizer(folder: Path, trust_remote_code: bool) -> PreTrainedTokenizerBase:
@@ -43,13 +47,20 @@ def load_model_config(folder: Path, trust_remote_code: bool) -> PretrainedConfig
     return config
 
 
-def build_skeleton(config: PretrainedConfig, model: ModelConfig) -> PreTrainedModel:
+def build_skeleton(config: PretrainedConfig, model: ModelConfig, new: NewTokens | None = None) -> PreTrainedModel:
     """The causal language model of `config` on the meta device, tied weights tied.
+
+    Args:
+        config: of the model; its vocab_size becomes what the new tokens need.
+        model: settings.
+        new: tokens that embedding and head have to have rows for.
 
     Raises:
         UserError: transformers has no causal language model for this architecture, it is an encoder or also takes
             images or sound, or the attention implementation is not available for it on this machine.
     """
+    if new is not None:
+        config.get_text_config().vocab_size = new.rows
     try:
         with torch.device("meta"):
             skeleton: PreTrainedModel = AutoModelForCausalLM.from_config(
@@ -69,6 +80,8 @@ def build_skeleton(config: PretrainedConfig, model: ModelConfig) -> PreTrainedMo
     _check_is_text_only(skeleton, model.model_name)
     skeleton.tie_weights()
     note_conversions(skeleton)
+    if new is not None and new.rows > new.stored_rows:
+        note_growth(skeleton, new)
     return skeleton
 
 
@@ -126,6 +139,38 @@ def set_storage_dtypes(model: nn.Module, precision: Precision) -> None:
 def vocabulary_size(config: PretrainedConfig) -> int | None:
     """Rows of the model's embedding: token ids lie below. None where config.json does not say."""
     return getattr(config.get_text_config(), "vocab_size", None)
+
+
+def find_new_tokens(
+    tokenizer: PreTrainedTokenizerBase, folder: Path, model_config: PretrainedConfig, model: ModelConfig
+) -> NewTokens | None:
+    """What the run's tokenizer has and the model does not know: ids without a row, and tokens that the tokenizer in the
+    model's folder lacks or has under another id. Says so. None without --resize_embeddings, or where there are none.
+
+    Raises:
+        UserError: config.json does not say how many rows there are.
+    """
+    if not model.resize_embeddings:
+        return None
+    stored = vocabulary_size(model_config)
+    if stored is None:
+        raise UserError(f"--resize_embeddings: {folder}/config.json has no vocab_size.\nLeave the flag out.")
+    names = {id_: token for token, id_ in tokenizer.get_vocab().items()}
+    try:
+        known = load_tokenizer(folder, model.trust_remote_code).get_vocab()
+    except UserError:  # it has none, and --tokenizer_name names another
+        known = tokenizer.get_vocab()
+    ids = sorted(id_ for id_, token in names.items() if id_ >= stored or known.get(token) != id_)
+    if not ids:
+        log.info("--resize_embeddings: the model has all of the tokenizer's tokens already; nothing is added.")
+        return None
+    new = NewTokens(ids, stored, max(stored, ids[-1] + 1))
+    listed = ", ".join([names[id_] for id_ in ids[:NAMED_AT_MOST]] + ["..."] * (len(ids) > NAMED_AT_MOST))
+    what = f"the embedding grows from {stored:,} rows to {new.rows:,}, the new ones begin as the mean of the others"
+    if new.rows == stored:
+        what = f"they take spare rows of its {stored:,}, and begin as these are stored"
+    log.info(f"--resize_embeddings: {len(ids):,} tokens are new to the model ({listed}): {what}.")
+    return new
 
 
 def resolve_context_length(asked: int | None, config: PretrainedConfig) -> int:

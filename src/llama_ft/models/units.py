@@ -99,7 +99,8 @@ def _modules_by_size(model: nn.Module, least: int) -> list[nn.Module]:
     wrapped: list[nn.Module] = []
     held: set[int] = set()
     shared = _shared_parameters(model)
-    no_forward = (nn.ModuleList, nn.ModuleDict)  # fully_shard gathers around forward, which these do not have
+    # fully_shard gathers around forward, which these do not have.
+    no_forward = (nn.ModuleList, nn.ModuleDict, nn.ParameterDict)
 
     def visit(module: nn.Module) -> None:
         for child in module.children():

@@ -84,12 +84,12 @@ def layout_line(copies: int, shards: int) -> str:
     return f"{mesh}: {copies} copies of the model, the rows of every parameter split over {shards} ranks"
 
 
-def batch_line(ranks: int, rows: int, micro_batches: int, global_batch: int) -> str:
+def batch_line(ranks: int, rows: int, micro_batches: int, global_batch: int, unit: str = "row") -> str:
     """How a global batch is dealt: every rank, of whatever copy and shard, trains on rows of its own."""
     own = "every rank trains on rows of its own; " if ranks > 1 else ""
     if global_batch != ranks * rows * micro_batches:  # of a run that was begun on other ranks
-        return f"{own}global batch: {global_batch} rows as before, at most {rows} of them in a micro-batch of a rank"
-    product = f"{ranks} rank{'s' if ranks > 1 else ''} x {rows} row{'s' if rows > 1 else ''}"
+        return f"{own}global batch: {global_batch} {unit}s as before, at most {rows} of them in a micro-batch of a rank"
+    product = f"{ranks} rank{'s' if ranks > 1 else ''} x {rows} {unit}{'s' if rows > 1 else ''}"
     more = f" x {micro_batches} micro-batches" if micro_batches > 1 else ""
     return f"{own}global batch: {product}{more} = {global_batch}"
 

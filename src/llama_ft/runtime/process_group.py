@@ -29,6 +29,7 @@ from llama_ft.runtime.devices import DeviceNote, batch_line, device_lines, layou
 from llama_ft.runtime.failures import leave, write_status
 from llama_ft.runtime.status import RunStatus
 from llama_ft.runtime.stopping import Peers, Stopping
+from llama_ft.runtime.turns import await_leaders, leader_at_work
 from llama_ft.runtime.watchdog import Watchdog
 
 T = TypeVar("T")
@@ -52,6 +53,7 @@ class Runtime:
         status: the run's status.json on rank 0 and on any rank that fails; None until the run has a directory.
         stopping: whether the run is asked to stop.
         lock: on rank 0 the open file that keeps others out of the run's directory.
+        timeout_seconds: how long a rank waits for others.
     """
 
     rank: int
@@ -67,6 +69,8 @@ class Runtime:
     status: RunStatus | None = None
     stopping: Stopping = field(default_factory=Stopping)
     lock: IO[str] | None = None
+    timeout_seconds: float = 1800.0
+    _turns: int = 0
     _status_written: float = -math.inf
 
     @property
@@ -75,12 +79,20 @@ class Runtime:
 
     @contextmanager
     def node_leader_first(self) -> Iterator[None]:
-        """Run the block on each node's first process, then on the others: they find what it has cached."""
-        if self.local_rank != 0:
-            dist.barrier()
-        yield
+        """Run the block on each node's first process, then on the others: they find what it has cached. However long
+        that takes, it is no collective that they wait in."""
+        if self.store is None or self.world_size == 1:
+            yield
+            return
+        leaders = int(self.gather_numbers(self.local_rank == 0).sum())
+        self._turns += 1
+        turn = f"turn {self._turns}"
         if self.local_rank == 0:
-            dist.barrier()
+            with leader_at_work(self.store, turn, self.timeout_seconds):
+                yield
+        await_leaders(self.store, turn, leaders, self.timeout_seconds)
+        if self.local_rank != 0:
+            yield
 
     def from_main(self, make: Callable[[], T]) -> T:
         """What `make` returns on rank 0, where alone it runs, on every rank."""
@@ -119,13 +131,14 @@ class Runtime:
             self.status.write("running")
             self._status_written = time.monotonic()
 
-    def describe(self, rows: int, micro_batches: int, global_batch: int) -> str:
+    def describe(self, rows: int, micro_batches: int, global_batch: int, unit: str = "row") -> str:
         """Which device each rank has, and how parameters and batches lie over them; all ranks call it.
 
         Args:
-            rows: of one micro-batch of one rank.
+            rows: or packs, of one micro-batch of one rank.
             micro_batches: per optimizer step.
-            global_batch: rows of an optimizer step.
+            global_batch: rows, or packs, of an optimizer step.
+            unit: row or pack.
         """
         notes: list[Any] = [None] * self.world_size
         dist.all_gather_object(notes, self.device_note)
@@ -133,7 +146,7 @@ class Runtime:
         layout = layout_line(sizes.get("replicate", 1), sizes["shard"])
         if self.storage_device != self.device:
             layout += f"; parameters and optimizer in host memory, stepped by {torch.get_num_threads()} threads a rank"
-        lines = [*device_lines(notes), layout, batch_line(self.world_size, rows, micro_batches, global_batch)]
+        lines = [*device_lines(notes), layout, batch_line(self.world_size, rows, micro_batches, global_batch, unit)]
         return "\n  ".join(["1 process" if self.world_size == 1 else f"{self.world_size} processes", *lines])
 
 
@@ -152,7 +165,7 @@ def start(
         shard_degree: ranks that share one copy of the model; world: all, node: those of one node.
         cpu_offload: keep parameters and optimizer state in host memory.
         memory_fraction: largest share of its GPU's memory that each rank may allocate; None: all.
-        timeout_seconds: how long a rank waits for others; rank 0 may download or tokenize meanwhile.
+        timeout_seconds: how long a rank waits for others.
 
     Yields:
         The Runtime. NCCL carries CUDA tensors, gloo CPU tensors.
@@ -178,7 +191,7 @@ def start(
                 stopping.peers = Peers(rank, world_size, store)
             timeout = timedelta(seconds=timeout_seconds + SECONDS_AFTER_WATCHDOG)
             runtime = _join(rank, world_size, device, shard_degree, cpu_offload, memory_fraction, store, timeout)
-            runtime.job_store, runtime.stopping = job_store, stopping
+            runtime.job_store, runtime.stopping, runtime.timeout_seconds = job_store, stopping, timeout_seconds
             with _watched(runtime, timeout_seconds, end):
                 yield runtime
                 dist.barrier()

@@ -2,6 +2,7 @@
 
 from llama_ft.training.evaluation import evaluate
 from llama_ft.training.optimizer import build_optimizer, describe_optimizer, describe_state, learning_rate
+from llama_ft.training.packed_rows import check_rows_stay_apart
 from llama_ft.training.progress import Progress
 from llama_ft.training.sample import answer, show_answer
 from llama_ft.training.step import accumulate_gradients, gradient_norm, is_due, stop_if_not_finite, update_weights
@@ -11,6 +12,7 @@ __all__ = [
     "accumulate_gradients",
     "answer",
     "build_optimizer",
+    "check_rows_stay_apart",
     "describe_optimizer",
     "describe_state",
     "evaluate",

@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from torch import nn
+from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.config import TrainConfig
-from llama_ft.data import IGNORED, collate, evaluation_batches
+from llama_ft.data import collate, evaluation_batches, row_lengths
 from llama_ft.runtime import Runtime
 from llama_ft.training.loss import token_loss_sum
 from llama_ft.training.step import free_gathered
@@ -18,7 +18,12 @@ LARGEST_EXPONENT = 700.0  # math.exp overflows above 709
 
 @torch.no_grad()
 def evaluate(
-    model: nn.Module, validation: Dataset, settings: TrainConfig, pad_token_id: int, runtime: Runtime
+    model: PreTrainedModel,
+    validation: Dataset,
+    settings: TrainConfig,
+    pad_token_id: int,
+    capacity: int | None,
+    runtime: Runtime,
 ) -> dict[str, float]:
     """Mean loss over the target tokens of the validation rows, and its exponential, dropout off.
 
@@ -27,21 +32,27 @@ def evaluate(
         validation: tokenized rows, shared out over the ranks; each row counts once.
         settings: val_batch_size and max_eval_step.
         pad_token_id: fills rows of a batch up to the longest.
+        capacity: tokens of a pack; None: no packing.
         runtime: sums over its ranks.
 
     Returns:
         `eval/loss` and `eval/perplexity`.
     """
     plan = evaluation_batches(
-        len(validation), runtime.world_size, runtime.rank, settings.val_batch_size, settings.max_eval_step
+        row_lengths(validation),
+        runtime.world_size,
+        runtime.rank,
+        settings.val_batch_size,
+        settings.max_eval_step,
+        capacity,
     )
     model.eval()
     loss = torch.zeros((), dtype=torch.float64, device=runtime.device)
     tokens = 0
     for indices in plan:
-        batch = collate(validation, indices, pad_token_id)
+        batch = collate(validation, indices, pad_token_id, capacity is not None)
         loss += token_loss_sum(model, batch, runtime.device)
-        tokens += int((batch.labels[:, 1:] != IGNORED).sum())
+        tokens += batch.target_tokens
     free_gathered(model)
     model.train()
     loss_sum, token_count = runtime.gather_numbers(loss.item(), tokens).sum(dim=0).tolist()

@@ -1,32 +1,18 @@
 """The loss: a sum over target tokens, divided once by their number in the whole global batch."""
 
-from typing import Protocol
-
 import torch
-from torch import nn
 from torch.nn import functional as F
+from transformers.modeling_utils import PreTrainedModel
 
-from llama_ft.data import IGNORED
-
-
-class LabelledBatch(Protocol):
-    """A micro-batch, each tensor int64 [rows, length]; `sources` says where each row came from."""
-
-    @property
-    def input_ids(self) -> torch.Tensor: ...
-    @property
-    def attention_mask(self) -> torch.Tensor: ...
-    @property
-    def labels(self) -> torch.Tensor: ...
-    @property
-    def sources(self) -> list[str]: ...
+from llama_ft.data import IGNORED, Batch
+from llama_ft.models import packed_arguments
 
 
-def token_loss_sum(model: nn.Module, batch: LabelledBatch, device: torch.device) -> torch.Tensor:
+def token_loss_sum(model: PreTrainedModel, batch: Batch, device: torch.device) -> torch.Tensor:
     """Sum of the cross-entropies of a micro-batch's target tokens, fp32, on the device.
 
     Dividing the sum over all micro-batches and ranks by the global number of targets gives a loss that does not depend
-    on how rows were dealt; the mean of micro-batch means would.
+    on how rows were dealt, padded or packed; the mean of micro-batch means would.
 
     Args:
         model: causal language model; position t predicts token t + 1.
@@ -36,8 +22,11 @@ def token_loss_sum(model: nn.Module, batch: LabelledBatch, device: torch.device)
     """
     targets = batch.labels[:, 1:]
     positions = (targets != IGNORED).flatten().nonzero().squeeze(1)  # on the host: no device synchronisation
-    logits = model(
-        input_ids=batch.input_ids.to(device), attention_mask=batch.attention_mask.to(device), use_cache=False
-    ).logits  # [rows, length, vocab]
+    layout = (
+        packed_arguments(model, batch.row_lengths, device)
+        if batch.is_packed
+        else {"attention_mask": batch.attention_mask.to(device)}
+    )
+    logits = model(input_ids=batch.input_ids.to(device), use_cache=False, **layout).logits  # [rows, length, vocab]
     predicting = logits[:, :-1].flatten(0, 1)[positions.to(device)]  # [targets, vocab]: fp32 only where it counts
     return F.cross_entropy(predicting.float(), targets.flatten()[positions].to(device), reduction="sum")

@@ -17,6 +17,7 @@ class Progress:
     Attributes:
         step: optimizer steps done.
         target_tokens: tokens learned from so far, over all ranks.
+        position: where streamed rows stand; empty otherwise.
         best: the best validation loss.
         scale: fp16's loss scale.
     """
@@ -24,6 +25,7 @@ class Progress:
     def __init__(self, train: TrainConfig) -> None:
         self.step = 0
         self.target_tokens = 0
+        self.position: dict[str, int] = {}
         self.best = BestLoss(train)
         self.scale = LossScale.for_precision(train.precision)
 
@@ -32,6 +34,7 @@ class Progress:
         return {
             "step": self.step,
             "target_tokens": self.target_tokens,
+            "position": self.position,
             "best": self.best.state_dict(),
             "scale": self.scale.state_dict(),
         }
@@ -39,5 +42,6 @@ class Progress:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on as the run that saved `state` would have."""
         self.step, self.target_tokens = int(state["step"]), int(state["target_tokens"])
+        self.position = dict(state["position"])
         self.best.load_state_dict(state["best"])
         self.scale.load_state_dict(state["scale"])

@@ -11,19 +11,21 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.config import TrainConfig
+from llama_ft.data import Batch
 from llama_ft.errors import RunFailure
 from llama_ft.runtime import Runtime
-from llama_ft.training.loss import LabelledBatch, token_loss_sum
+from llama_ft.training.loss import token_loss_sum
 from llama_ft.training.loss_scale import LossScale
 
 MICRO_BATCHES_NAMED = 8
 
 
 def accumulate_gradients(
-    model: nn.Module,
-    micro_batches: Sequence[LabelledBatch],
+    model: PreTrainedModel,
+    micro_batches: Sequence[Batch],
     target_tokens: int,
     reduce_last_only: bool,
     device: torch.device,
@@ -44,7 +46,7 @@ def accumulate_gradients(
     Returns:
         The loss sum of each micro-batch, detached scalars on the device.
     """
-    sharded = cast(FSDPModule, model)
+    sharded = cast(FSDPModule, model)  # which fully_shard has made it too
     losses = []
     for number, batch in enumerate(micro_batches):
         is_last = number == len(micro_batches) - 1
@@ -100,7 +102,7 @@ def stop_if_not_finite(
     scale: LossScale,
     step: int,
     losses: Sequence[torch.Tensor],
-    micro_batches: Sequence[LabelledBatch],
+    micro_batches: Sequence[Batch],
     last_checkpoint: Path | None,
     runtime: Runtime,
 ) -> bool:

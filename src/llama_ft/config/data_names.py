@@ -1,0 +1,126 @@
+"""What `--dataset` and `--validation` may name, told from the name and from what is on disk; nothing is read yet."""
+
+import glob
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+from llama_ft.config.python_file import python_function_complaint
+from llama_ft.config.wording import nearest, nearest_file
+
+Kind = Literal["demo", "ready", "function", "url", "file", "folder", "glob", "hub"]
+READY_DATASETS = ("samsum", "grammar", "alpaca")  # by llama-recipes' names, also as samsum_dataset
+DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".arrow")
+COMPRESSED_SUFFIXES = tuple(kind + packed for kind in (".jsonl", ".json", ".csv") for packed in (".gz", ".zst"))
+DATA_FORMS = (
+    ".jsonl, .json, .csv (also .gz, .zst), .parquet and .arrow, folders and globs of them, hub names (org/name), and "
+    "path/to/file.py:function"
+)
+HUB_NAME = re.compile(r"[\w.\-]+/[\w.\-]+(:[\w.\-]+)?")
+SPLIT_NAME = re.compile(r"\w+(\[[^\]/]*\])?")  # train[:5%] is how datasets writes a part of one
+SAVED_BY_DATASETS = ("dataset_dict.json", "state.json")  # what Dataset.save_to_disk leaves in a folder
+
+
+def is_url(name: str) -> bool:
+    """Tell what fsspec is to open (`s3://bucket/my.jsonl`) from what is on this machine."""
+    return "://" in name
+
+
+def data_suffix(name: str) -> str:
+    """Return the suffix that says how a file is read, `.jsonl` of `my.jsonl.gz`; empty where it is no data file."""
+    path = Path(name.partition("?")[0] if is_url(name) else name)
+    suffixes = "".join(path.suffixes[-2:]).lower()
+    if suffixes.endswith(COMPRESSED_SUFFIXES):
+        return path.suffixes[-2].lower()
+    return path.suffix.lower() if path.suffix.lower() in DATA_SUFFIXES else ""
+
+
+def kind_of_data(name: str) -> Kind:
+    """Tell what a name stands for. What does not exist is a hub name where it looks like one, else a file."""
+    if name == "demo":
+        return "demo"
+    if name.removesuffix("_dataset") in READY_DATASETS:
+        return "ready"
+    if name.rpartition(":")[0].endswith(".py") or name.endswith(".py"):
+        return "function"
+    if is_url(name):
+        return "url"
+    path = Path(name).expanduser()
+    if os.path.lexists(path):  # unlike Path.exists, it raises nothing where it is not allowed to look
+        return "folder" if os.path.isdir(path) else "file"
+    if glob.has_magic(name):
+        return "glob"
+    return "hub" if HUB_NAME.fullmatch(name) and not name.startswith(".") and not data_suffix(name) else "file"
+
+
+def has_splits(name: str) -> bool:
+    """Tell whether rows of this dataset may come in splits, such as train and test."""
+    kind = kind_of_data(name)
+    return kind in ("ready", "folder", "hub") or (kind == "url" and not data_suffix(name))
+
+
+def is_split_of(validation: str, dataset: Any) -> bool:
+    """Tell whether validation is the name of a split of dataset and not of data."""
+    if not isinstance(dataset, str) or not has_splits(dataset) or not SPLIT_NAME.fullmatch(validation):
+        return False
+    return kind_of_data(validation) in ("file", "glob") and not os.path.exists(validation)
+
+
+def data_files(folder: Path) -> Iterator[Path]:
+    """Yield the data files in a folder and the folders in it, hidden ones left out, in order of their names."""
+    for path in sorted(folder.rglob("*")):
+        if data_suffix(path.name) and path.is_file():
+            if not any(part.startswith(".") for part in path.relative_to(folder).parts):
+                yield path
+
+
+def data_complaint(name: str) -> str | None:
+    """Say why `name` is no dataset, as far as can be seen from here; None where nothing is wrong."""
+    kind = kind_of_data(name)
+    path = Path(name).expanduser()
+    if kind == "function":
+        file_name, colon, function = name.rpartition(":")
+        return python_function_complaint(Path(file_name).expanduser() if colon else path, function if colon else "")
+    if kind == "url" and not data_suffix(name) and not glob.has_magic(name) and not name.endswith("/"):
+        return "is no URL of a data file; that of a folder ends in /."
+    if kind == "folder" and not any((path / sign).is_file() for sign in SAVED_BY_DATASETS):
+        return None if any(data_files(path)) else f"is a folder without data files. Data are {DATA_FORMS}."
+    if kind == "glob":
+        return _glob_complaint(name)
+    return _file_complaint(name, path) if kind == "file" else None
+
+
+def _glob_complaint(pattern: str) -> str | None:
+    found = globbed(pattern)
+    if not found:
+        return "no file matches."
+    unknown = [file for file in found if not data_suffix(file)]
+    return f"what {unknown[0]} holds is not known. Data are {DATA_FORMS}." if unknown else None
+
+
+def globbed(pattern: str) -> list[str]:
+    """Return the files that match, in order of their names."""
+    found = glob.glob(str(Path(pattern).expanduser()), recursive=True)
+    return sorted(file for file in found if Path(file).is_file())
+
+
+def _file_complaint(name: str, path: Path) -> str | None:
+    if path.is_symlink() and not path.exists():
+        return "is a symbolic link that leads nowhere."
+    if not path.exists():
+        near = nearest_file(path)
+        if (data_suffix(name) and "," not in name) or near:
+            return f"no such file.{near}"
+        built_in = ("demo", *READY_DATASETS)
+        if "," in name:
+            return f"no such file. Several are written '[{name.replace(',', ', ')}]'."
+        match = nearest(name, built_in)
+        hint = f" Did you mean {match}?" if match else ""
+        return f"is neither data nor a built-in dataset ({', '.join(built_in)}).{hint} Data are {DATA_FORMS}."
+    if not data_suffix(name):
+        return f"what a {path.suffix or 'file without suffix'} holds is not known. Data are {DATA_FORMS}."
+    if not path.is_file():  # data are read more than once: to know them again, and to tell their columns
+        return "is not a regular file, and a pipe can be read only once. Write it to a file first."
+    return None

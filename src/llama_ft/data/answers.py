@@ -1,0 +1,198 @@
+"""Which characters of a rendered chat are trained on: the answers, exactly."""
+
+import json
+import re
+from collections.abc import Callable
+from functools import partial
+from os.path import commonprefix
+from typing import TYPE_CHECKING, Any
+
+from llama_ft.data.chat_template import PROBE, Span, Tools, own_template, render_chat
+from llama_ft.data.formats import BadRow, Message
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+GENERATION_BLOCK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+# A template that asks for it writes a call of tools only where the content beside it is none (DeepSeek's).
+NO_CONTENT = re.compile(r"content\W{0,2}\s+is\s+(?:not\s+)?none")
+
+
+class ChatRenderer:
+    """Renders messages with the tokenizer's template and knows which characters are trained on.
+
+    With a `{% generation %}` block the template itself says what an answer is. Stock templates of Llama 3, Qwen and
+    Gemma have none: there an answer is what a chat gains over the prompt for it, that is the same chat up to the turn
+    before, rendered with `add_generation_prompt=True`. It reaches up to its end-of-turn token, without the line break
+    that may follow. Where a template shows a turn otherwise once others follow (Qwen3 drops thoughts, Mistral moves
+    the system prompt, Phi-3 and gpt-oss end the last turn otherwise), a probe in place of the answer tells where it
+    stands.
+
+    Args:
+        tokenizer: with a chat template.
+        labels: assistant, completion (the last assistant turn) or all. Turns of weight 0 are left out of each.
+    """
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", labels: str = "assistant") -> None:
+        self.template = own_template(tokenizer)
+        self.labels = labels
+        self.has_generation_block = bool(GENERATION_BLOCK.search(self.template))
+        self._opens_answers = "add_generation_prompt" in self.template
+        self._special_tokens = tokenizer.special_tokens_map
+        self._tokens = tuple(tokenizer.get_added_vocab())
+        self._token = re.compile("|".join(map(re.escape, sorted(self._tokens, key=len, reverse=True))) or "(?!)")
+
+    def render(self, messages: list[Message], tools: Tools | None = None) -> tuple[str, list[Span]]:
+        """Return the text of a chat and the spans of it that are trained on.
+
+        Raises:
+            BadRow: the template refuses these messages or loses tools, or it cannot be told where an answer stands.
+        """
+        calls = any(message.get("tool_calls") for message in messages)
+        for used, name in ((tools, "tools"), (calls, "tool_calls")):
+            if used and not re.search(rf"\b{name}\b", self.template):
+                raise BadRow(f"the chat template has no place for {name}; expected one that has (--chat_template).")
+        if calls and NO_CONTENT.search(self.template):
+            messages = [{**turn, "content": turn["content"] or None} for turn in messages]
+        try:
+            text, spans = self._render(messages, tools)
+        except BadRow as refusal:
+            if not calls:
+                raise
+            try:  # as DeepSeek's templates want them
+                text, spans = self._render([_with_arguments_as_text(message) for message in messages], tools)
+            except BadRow:
+                raise refusal from None
+        first, last = messages[0], messages[-1]["content"] or ""
+        if first["role"] == "system" and first["content"].strip() not in text:
+            raise BadRow("the chat template leaves the system turn out; expected one that has it (--chat_template).")
+        thought, ended, _ = last.partition("</think>")
+        if ended and thought.replace("<think>", "").strip() not in text:
+            raise BadRow(
+                "the chat template leaves out what the last answer has before </think>; expected one that has it."
+            )
+        return text, spans
+
+    def _render(self, messages: list[Message], tools: Tools | None) -> tuple[str, list[Span]]:
+        text, blocks = render_chat(self.template, self._special_tokens, messages, tools, self.has_generation_block)
+        spans = partial(self._answers, messages, tools, text, blocks)
+        answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+        unweighted = [index for index, message in enumerate(messages) if message.get("weight") == 0]
+        if self.labels == "all":
+            others = [self._content(messages, tools, index, text) for index in unweighted if index not in answers]
+            return text, _outside(others + spans([index for index in answers if index in unweighted]), len(text))
+        wanted = answers[-1:] if self.labels == "completion" else answers
+        return text, spans([index for index in wanted if index not in unweighted])
+
+    def _answers(
+        self, messages: list[Message], tools: Tools | None, text: str, blocks: list[Span], wanted: list[int]
+    ) -> list[Span]:
+        """Where the assistant turns `wanted` stand in the text."""
+        if not self.has_generation_block:
+            return [self._answer(messages, tools, index, text) for index in wanted]
+        answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+        if len(blocks) == len(answers):
+            return [block for index, block in zip(answers, blocks, strict=True) if index in wanted]
+        if not blocks:
+            raise BadRow("the {% generation %} block of the chat template marks no answer in this chat.")
+        if wanted != answers:
+            raise BadRow(
+                f"the chat template has {len(blocks)} {{% generation %}} blocks for {len(answers)} answers, so those "
+                "to be left out cannot be told; expected one block an answer."
+            )
+        return blocks
+
+    def _text(self, messages: list[Message], tools: Tools | None, open_answer: bool = False) -> str:
+        return render_chat(self.template, self._special_tokens, messages, tools, open_answer=open_answer)[0]
+
+    def _answer(self, messages: list[Message], tools: Tools | None, index: int, text: str) -> Span:
+        start = self._answer_start(messages, tools, index, text)
+        if start is not None:
+            so_far = messages[: index + 1]
+            alone = text if len(so_far) == len(messages) else self._text(so_far, tools)
+            if text.startswith(alone):
+                return start, self._turn_end(alone, start, partial(self._text, so_far, tools, True))
+        content_start, content_end = self._content(messages, tools, index, text)
+        probed = [*messages[:index], {**messages[index], "content": PROBE}]
+        end = content_end
+        for open_answer in (False, True):
+            ending = _after_probe(self._text(probed, tools, open_answer), messages[index])
+            common = commonprefix([ending, text[content_end:]])
+            tokens = [match.end() for match in self._token.finditer(common)]
+            if common == ending or tokens:
+                # Left open it shows the next answer's heading too: of that the first token only is the turn's.
+                length = tokens[0 if open_answer else -1] if tokens else len(common)
+                end = content_end + length
+                break
+        return (content_start if start is None else start), end
+
+    def _answer_start(self, messages: list[Message], tools: Tools | None, index: int, text: str) -> int | None:
+        """Where the prompt for an answer ends; None where the text does not begin with that prompt."""
+        prompt = self._text(messages[:index], tools, open_answer=True)
+        if not text.startswith(prompt):
+            return None
+        if self._opens_answers:
+            return len(prompt)
+        # The prompt lacks whatever heading the template puts before an answer: a probe tells.
+        probe = {"role": "assistant", "content": PROBE}
+        heading, found, _ = self._text([*messages[:index], probe], tools).partition(PROBE)
+        if found and text.startswith(heading):
+            return len(heading)
+        return len(prompt) if messages[index].get("tool_calls") else None
+
+    def _content(self, messages: list[Message], tools: Tools | None, index: int, text: str) -> Span:
+        """Where the content of a turn stands: what changes when it is another."""
+        probed = [{**turn, "content": PROBE} if at == index else turn for at, turn in enumerate(messages)]
+        probed_text = self._text(probed, tools)
+        before, found, _ = probed_text.partition(PROBE)
+        after = _after_probe(probed_text, messages[index])
+        end = len(text) - len(after)
+        if not (found and text.startswith(before) and text.endswith(after) and len(before) <= end):
+            raise BadRow(
+                f'"messages[{index}]": the chat template changes other turns with this one, so where it stands cannot '
+                "be told;\nexpected a template with a {% generation %} block around answers."
+            )
+        return len(before), end
+
+    def _turn_end(self, text: str, start: int, open_text: Callable[[], str] | None = None) -> int:
+        """The end of an answer that ends the text: its end-of-turn token, without the line break after it."""
+        trimmed = text.rstrip()
+        last = next((token for token in self._tokens if trimmed.endswith(token)), None)
+        if last is None or len(trimmed) <= start:
+            return len(text)
+        before = trimmed[: -len(last)].rstrip()
+        if open_text is not None and len(before) > start and before.endswith(self._tokens):
+            # Two tokens: of Phi-3's <|end|> <|endoftext|> the second ends the chat, not the turn, and is not there
+            # when the chat goes on; Qwen's </tool_call> <|im_end|> are.
+            common = commonprefix([trimmed, open_text()])
+            ends = [match.end() for match in self._token.finditer(common, start)]
+            return ends[-1] if ends else len(trimmed)
+        return len(trimmed)
+
+
+def _after_probe(text: str, message: Message) -> str:
+    """What follows the probe; where there was no content, calls of tools follow without the line break before them."""
+    after = text.partition(PROBE)[2]
+    return after if (message["content"] or "").strip() else after.lstrip()
+
+
+def _outside(spans: list[Span], length: int) -> list[Span]:
+    """What of [0, length) the spans leave."""
+    edges = [0, *(edge for span in sorted(spans) for edge in span), length]
+    return [(start, end) for start, end in zip(edges[::2], edges[1::2], strict=True) if start < end]
+
+
+def _with_arguments_as_text(message: Message) -> Message:
+    """As OpenAI has them: JSON text."""
+
+    def as_text(call: dict[str, Any]) -> dict[str, Any]:
+        if "function" in call:
+            return {**call, "function": as_text(call["function"])}
+        return {**call, "arguments": json.dumps(call.get("arguments"), ensure_ascii=False)}
+
+    if not message.get("tool_calls"):
+        return message
+    return {
+        **message,
+        "tool_calls": [as_text(call) for call in message["tool_calls"]],
+    }

@@ -1,0 +1,155 @@
+"""What the training loop is fed with: the batches of one step after another, made in a thread while it computes."""
+
+import math
+import queue
+import threading
+import time
+from collections.abc import Generator, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import TYPE_CHECKING, Generic, Self, TypeVar
+
+from llama_ft.data.batches import Batch, BatchPlan, collate
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+T = TypeVar("T")
+STEPS_AHEAD = 2
+SECONDS_FOR_THE_END = 5
+
+
+@dataclass(frozen=True)
+class StepBatches:
+    """One optimizer step of one rank, ready to compute.
+
+    Attributes:
+        step: counted from 1.
+        epoch: the one it is in, counted from 0.
+        epochs_seen: after it, with fractions.
+        ends_epoch: it is the last of its epoch.
+        target_tokens: labels that count in the loss, in the whole global batch over all ranks.
+        batches: this rank's micro-batches; as many on every rank.
+        position: where a stream stands after it, for the checkpoint.
+    """
+
+    step: int
+    epoch: int
+    epochs_seen: float
+    ends_epoch: bool
+    target_tokens: int
+    batches: list[Batch]
+    position: dict[str, int] = field(default_factory=dict)
+
+
+class PreparedRows:
+    """Tokenized rows on disk, and the plan by which they are trained on.
+
+    Args:
+        rows: columns input_ids, labels and source, memory-mapped.
+        plan: which of them each step has.
+        pad_token_id: fills padded rows.
+        num_epochs: passes over the rows.
+        max_train_step: most optimizer steps; 0 = no limit.
+    """
+
+    def __init__(
+        self, rows: "Dataset", plan: BatchPlan, pad_token_id: int, num_epochs: int, max_train_step: int
+    ) -> None:
+        self.rows = rows
+        self.plan = plan
+        self.capacity = plan.capacity
+        self.total_steps = plan.steps_per_epoch * num_epochs
+        self.total_steps = min(self.total_steps, max_train_step or self.total_steps)
+        self._pad_token_id = pad_token_id
+
+    def first_rows(self) -> "Dataset":
+        """Some rows, for showing."""
+        return self.rows
+
+    def describe(self) -> str:
+        """How rows are laid out and how many steps they are, for people."""
+        plan, unit = self.plan, "packs" if self.plan.is_packed else "rows"
+        return (
+            f"{plan.describe()}\n{self.total_steps} optimizer steps of {plan.global_batch} {unit}, "
+            f"{plan.steps_per_epoch} to the epoch"
+        )
+
+    def steps(self, first: int, last: int, _: dict[str, int]) -> Generator[StepBatches, None, None]:
+        """Yield the steps `first` to `last`, counted from 1, both included."""
+        per_epoch = self.plan.steps_per_epoch
+        for step in range(first, last + 1):
+            epoch, step_in_epoch = divmod(step - 1, per_epoch)
+            share = self.plan.step(epoch, step_in_epoch)
+            yield StepBatches(
+                step,
+                epoch,
+                step / per_epoch,
+                step_in_epoch == per_epoch - 1,
+                share.target_tokens,
+                [collate(self.rows, rows, self._pad_token_id, self.plan.is_packed) for rows in share.micro_batches],
+            )
+
+
+class Ahead(Generic[T]):
+    """Iterates over what a thread makes ahead of time. A context manager: leaving it ends the thread.
+
+    Args:
+        items: closed when they are no longer wanted.
+        count: how many are made ahead.
+
+    Attributes:
+        waited_seconds: how long the latest item was waited for.
+    """
+
+    def __init__(self, items: Generator[T, None, None], count: int = STEPS_AHEAD) -> None:
+        self.waited_seconds = 0.0
+        self._items = items
+        self._ready: queue.Queue[T | _End] = queue.Queue(count)
+        self._is_wanted = True
+        self._thread = threading.Thread(target=self._work, name="ahead", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._is_wanted = False
+        # After an error other ranks may be gone, and the thread may wait for them: the process then ends without it.
+        until = math.inf if kind in (None, GeneratorExit) else time.monotonic() + SECONDS_FOR_THE_END
+        while self._thread.is_alive() and time.monotonic() < until:
+            with suppress(queue.Empty):
+                self._ready.get(timeout=0.05)  # it may be waiting for room
+
+    def __iter__(self) -> Iterator[T]:
+        while True:
+            started = time.perf_counter()
+            item = self._ready.get()
+            self.waited_seconds = time.perf_counter() - started
+            if not isinstance(item, _End):
+                yield item
+            elif item.error is not None:
+                raise item.error
+            else:
+                return
+
+    def _work(self) -> None:
+        try:
+            for item in self._items:
+                self._ready.put(item)
+                if not self._is_wanted:
+                    self._items.close()
+                    return
+            self._ready.put(_End(None))
+        except BaseException as error:  # noqa: BLE001  # raised again where the next item is awaited
+            self._ready.put(_End(error))
+
+
+@dataclass(frozen=True)
+class _End:
+    """There is no further item."""
+
+    error: BaseException | None

@@ -1,0 +1,110 @@
+"""The splits of a dataset that is files, here or remote, and what says that files have changed."""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import fsspec
+import xxhash
+
+from llama_ft.config.data_names import SAVED_BY_DATASETS, data_files, data_suffix, globbed, is_url, kind_of_data
+from llama_ft.data.hub_datasets import load_from_hub
+from llama_ft.errors import UserError
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+# As `datasets` tells them: a word in a file's or folder's name, between marks or digits.
+SPLIT_WORDS = {"validation": "validation|valid|val|dev|eval|evaluation", "test": "test|testing"}
+FIRST_CHOICE = ("validation", "test")  # of the splits that a dataset named by --validation may have
+
+
+def splits_of(name: str) -> dict[str, Any]:
+    """Split -> its files or Dataset; the split of data without splits is called ""."""
+    kind, path = kind_of_data(name), Path(name).expanduser()
+    if kind == "hub":
+        return dict(load_from_hub(name, None))
+    if kind == "file":
+        return {"": [str(path)]}
+    if kind == "glob":
+        return {"": globbed(name)}
+    if kind == "folder" and any((path / sign).is_file() for sign in SAVED_BY_DATASETS):
+        return _saved_splits(name, path)
+    files = _remote_files(name) if is_url(name) else [str(file) for file in data_files(path)]
+    if len(files) == 1 and data_suffix(name):
+        return {"": files}
+    splits: dict[str, list[str]] = {}
+    for file in files:
+        inside = file.removeprefix(str(path)) if kind == "folder" else Path(file).name
+        splits.setdefault(_split_of(inside), []).append(file)
+    return {"": files} if set(splits) == {"train"} else splits
+
+
+def _split_of(file: str) -> str:
+    """The split that a file's path inside its folder speaks of."""
+    for split, words in SPLIT_WORDS.items():
+        if re.search(rf"(^|[-._ /0-9])({words})([-._ /0-9]|$)", file.lower()):
+            return split
+    return "train"
+
+
+def _saved_splits(name: str, folder: Path) -> dict[str, "Dataset"]:
+    import datasets
+
+    try:
+        saved = datasets.load_from_disk(str(folder))
+    except Exception as error:  # of json, pyarrow and datasets: whatever is wrong with its files
+        text = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UserError(f"{name}: cannot be read as a folder that datasets saved: {text}") from error
+    return dict(saved) if isinstance(saved, datasets.DatasetDict) else {"": saved}
+
+
+def _remote_files(name: str) -> list[str]:
+    """The files behind a URL, which may be a pattern or a folder."""
+    if data_suffix(name) and not any(mark in name for mark in "*["):
+        return [name]
+    try:
+        system, path = fsspec.core.url_to_fs(name)
+        found = system.find(path) if name.endswith("/") else system.glob(path)
+        files = [str(system.unstrip_protocol(file)) for file in sorted(found) if data_suffix(file)]
+    except Exception as error:  # of any network library, or that none is installed for this kind of URL
+        raise UserError(f"{name}: cannot be read: {str(error) or type(error).__name__}") from error
+    if not files:
+        raise UserError(f"{name}: no data files there.")
+    return files
+
+
+def best_for_validation(name: str, splits: list[str]) -> str:
+    """Return the split that is validated on where none is named: the only one, or validation, or test.
+
+    Raises:
+        UserError: there are several others.
+    """
+    if len(splits) == 1:
+        return splits[0]
+    if best := next((split for split in FIRST_CHOICE if split in splits), None):
+        return best
+    raise UserError(f"--validation {name}: has no validation split. It has {', '.join(splits)}.")
+
+
+def identity_of(files: Sequence[str]) -> str:
+    """Names and contents; of remote files what their server says about them: size, time, checksum."""
+    digest = xxhash.xxh3_128()
+    for name in files:
+        digest.update(f"{name}\n".encode("utf-8", "surrogateescape"))
+        try:
+            if is_url(name):
+                system, path = fsspec.core.url_to_fs(name)
+                digest.update(str(sorted(system.info(path).items(), key=str)).encode())
+                continue
+            with open(name, "rb") as file:
+                while data := file.read(2**22):
+                    digest.update(data)
+        except OSError as error:
+            raise UserError(f"{name}: cannot be read: {error.strerror or error}.") from None
+        except Exception as error:
+            if not is_url(name):
+                raise
+            raise UserError(f"{name}: cannot be read: {str(error) or type(error).__name__}") from error
+    return digest.hexdigest()

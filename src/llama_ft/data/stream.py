@@ -1,0 +1,266 @@
+"""Rows that are read and tokenized while training, for data larger than the disk.
+
+    rows of the source   | window 0: shuffle_buffer rows | window 1 ...     each is shuffled, packed and dealt
+    chunks of a window   0 1 2 3 4 5 ...                                    like a small data set
+    tokenized by rank    0 1 0 1 0 1                                        and exchanged, so that all know all
+
+What a window holds, and in which order its rows are trained on, does not depend on the number of ranks. A checkpoint
+notes where its window begins in the source and how many of its steps are done: a resumed run reads up to there without
+tokenizing.
+"""
+
+import itertools
+from collections.abc import Generator, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import numpy
+import pyarrow
+import torch.distributed as dist
+from datasets import Dataset
+from datasets.table import InMemoryTable
+
+from llama_ft.config import DataConfig, TrainConfig
+from llama_ft.data.batches import BatchPlan, collate, mixed, row_lengths, target_token_counts
+from llama_ft.data.build import FEATURES, BadRows
+from llama_ft.data.feed import Ahead, StepBatches
+from llama_ft.data.parallel import Chunk, ChunkEncoder, EncodedChunk, chunks_of, encode_chunk
+from llama_ft.data.sources import Source
+from llama_ft.data.tokenize import Encoder
+from llama_ft.errors import UserError
+from llama_ft.runtime.console import log
+
+if TYPE_CHECKING:
+    from llama_ft.runtime import Runtime
+
+START = {"epoch": 0, "chunk": 0, "window": 0, "step_in_window": 0}
+
+
+@dataclass(frozen=True)
+class Window:
+    """Rows that are shuffled and packed together.
+
+    Attributes:
+        epoch: the pass over the source, counted from 0.
+        first_chunk: where it begins in the source.
+        number: counted from 0 within the epoch.
+        ends_epoch: it is the last of its epoch.
+        rows: columns as of `build.FEATURES`, in memory.
+    """
+
+    epoch: int
+    first_chunk: int
+    number: int
+    ends_epoch: bool
+    rows: Dataset
+
+
+class StreamedRows:
+    """The training rows of a run with `streaming`. The same interface as `PreparedRows`; all ranks make one.
+
+    Args:
+        source: of the rows.
+        encoder: tokenizes them.
+        config: dataset_format, shuffle_buffer, skip_bad_rows, tokenize_processes.
+        settings: batch_size_training, max_train_step and seed.
+        capacity: tokens of a pack; None: no packing.
+        global_batch: packs (or rows) of an optimizer step.
+        pad_token_id: fills padded rows.
+        vocabulary_size: of the model, or None.
+        runtime: the ranks that share the work.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        encoder: Encoder,
+        config: DataConfig,
+        settings: TrainConfig,
+        capacity: int | None,
+        global_batch: int,
+        pad_token_id: int,
+        vocabulary_size: int | None,
+        runtime: "Runtime",
+    ) -> None:
+        self.total_steps = settings.max_train_step
+        self._source, self._encoder, self._config, self._settings = source, encoder, config, settings
+        self.capacity, self._global_batch, self._pad_token_id = capacity, global_batch, pad_token_id
+        self._vocabulary_size = vocabulary_size
+        self._rank, self._world_size = runtime.rank, runtime.world_size
+        self._bad = BadRows(config.skip_bad_rows)
+        # One of its own: its collectives run in a thread, in no fixed order with those of training.
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(hours=6))
+
+    def first_rows(self) -> Dataset:
+        """The first rows of the source, tokenized on every rank."""
+        chunk = next(chunks_of(self._source, self._config.dataset_format))
+        rows, bad = Gathered(), BadRows(self._config.skip_bad_rows)
+        encoded = encode_chunk(chunk.rows, self._encoder)
+        bad.note_chunk(chunk, encoded)
+        bad.end()
+        rows.add(chunk, encoded)
+        if not rows.count:
+            raise UserError(f"{self._source.name}: none of its first {len(chunk.rows)} rows can be trained on.")
+        return rows.dataset()
+
+    def describe(self) -> str:
+        """How rows are laid out and how many steps they are, for people."""
+        unit = "rows" if self.capacity is None else f"packs of {self.capacity:,} tokens"
+        return (
+            f"{self._source.name} is read while training, {self._config.shuffle_buffer:,} rows ahead, and from the "
+            f"beginning again where it ends\n{self.total_steps} optimizer steps of {self._global_batch} {unit}"
+        )
+
+    def steps(self, first: int, last: int, position: dict[str, int]) -> Generator[StepBatches, None, None]:
+        """Yield the steps `first` to `last`, counted from 1, both included.
+
+        Args:
+            first: one more than the step that `position` is of.
+            last: the last one wanted.
+            position: that of the StepBatches before, {} at the beginning.
+        """
+        position = position or START
+        step, skip = first, position["step_in_window"]
+        with Ahead(self._windows(position), 1) as ready:
+            for window in ready:
+                plan = self._plan(window)
+                for step_in_window in range(skip, plan.steps_per_epoch):
+                    if step > last:
+                        return
+                    share = plan.step(0, step_in_window)
+                    is_end = window.ends_epoch and step_in_window == plan.steps_per_epoch - 1
+                    yield StepBatches(
+                        step,
+                        window.epoch,
+                        float(window.epoch + is_end),
+                        is_end,
+                        share.target_tokens,
+                        [
+                            collate(window.rows, rows, self._pad_token_id, plan.is_packed)
+                            for rows in share.micro_batches
+                        ],
+                        {
+                            "epoch": window.epoch,
+                            "chunk": window.first_chunk,
+                            "window": window.number,
+                            "step_in_window": step_in_window + 1,
+                        },
+                    )
+                    step += 1
+                skip = 0
+
+    def _plan(self, window: Window) -> BatchPlan:
+        return BatchPlan(
+            row_lengths(window.rows),
+            target_token_counts(window.rows),
+            capacity=self.capacity,
+            global_batch=self._global_batch,
+            world_size=self._world_size,
+            rank=self._rank,
+            micro_batch=self._settings.batch_size_training,
+            seed=mixed(self._settings.seed, window.epoch, window.number),
+        )
+
+    def _windows(self, position: dict[str, int]) -> Generator[Window, None, None]:
+        """Yield windows without end, from the one that `position` is in."""
+        number, first_chunk = position["window"], position["chunk"]
+        for epoch in itertools.count(position["epoch"]):
+            bad, rows, at = BadRows(self._config.skip_bad_rows), Gathered(), first_chunk
+            with closing(self._exchanged(first_chunk)) as exchanged:
+                for item in exchanged:
+                    if item is None:
+                        return
+                    bad.note_chunk(*item)
+                    self._check_ids(item[1])
+                    if rows.count >= self._config.shuffle_buffer:
+                        yield Window(epoch, first_chunk, number, False, rows.dataset())
+                        rows, number, first_chunk = Gathered(), number + 1, at
+                    rows.add(*item)
+                    at += 1
+            bad.end()
+            if rows.count == 0 and number == 0:
+                raise UserError(f"{self._source.name}: no row can be trained on.")
+            if bad.count:
+                log.warning(f"{bad.count:,} bad rows left out, the first: {'; '.join(bad.first)}")
+            if rows.count:
+                yield Window(epoch, first_chunk, number, True, rows.dataset())
+            number = first_chunk = 0
+
+    def _check_ids(self, encoded: EncodedChunk) -> None:
+        largest = int(encoded.input_ids.max(initial=0))
+        if self._vocabulary_size is not None and largest >= self._vocabulary_size:
+            raise UserError(
+                f"{self._source.name}: token {largest} is beyond the model's {self._vocabulary_size} tokens.\nThe "
+                "tokenizer is not this model's: --tokenizer_name names another."
+            )
+
+    def _exchanged(self, first_chunk: int) -> Generator[tuple[Chunk, EncodedChunk] | None, None, None]:
+        """Yield the chunks of one pass in order, each tokenized by one rank; None when a rank wants no more.
+
+        All ranks exchange one chunk at a time, in step. One that is closed takes part in one more exchange, to say so.
+        """
+        chunks = chunks_of(self._source, self._config.dataset_format)
+        mine = itertools.islice(chunks, first_chunk + self._rank, None, self._world_size)
+        is_closed = True
+        try:
+            with ChunkEncoder(mine, self._encoder, self._config.tokenize_processes or 1) as encoder:
+                own = iter(encoder)
+                while True:
+                    for item in self._gather(_next(own)):
+                        if isinstance(item, tuple):
+                            yield item
+                            continue
+                        is_closed = False
+                        if isinstance(item, UserError):
+                            raise item
+                        if item == CLOSED:
+                            yield None
+                        return
+        finally:
+            if is_closed:
+                self._gather(CLOSED)
+
+    def _gather(self, item: Any) -> list[Any]:
+        everyone: list[Any] = [None] * self._world_size
+        dist.all_gather_object(everyone, item, group=self._group)
+        return everyone
+
+
+CLOSED, ENDED = "closed", "ended"
+
+
+def _next(own: Iterator[tuple[Chunk, EncodedChunk]]) -> Any:
+    """The next chunk of this rank, without its rows, or what there is instead."""
+    try:
+        chunk, encoded = next(own)
+    except StopIteration:
+        return ENDED
+    except UserError as error:  # every rank should hear of it, not wait
+        return error
+    return chunk._replace(rows=[]), encoded
+
+
+class Gathered:
+    """Tokenized rows in memory."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._tables: list[pyarrow.Table] = []
+
+    def add(self, chunk: Chunk, encoded: EncodedChunk) -> None:
+        """Put the rows of a chunk to the others."""
+        offsets = numpy.concatenate([[0], numpy.cumsum(encoded.lengths)]).astype(numpy.int32)
+        columns = {
+            "input_ids": pyarrow.ListArray.from_arrays(offsets, encoded.input_ids),
+            "labels": pyarrow.ListArray.from_arrays(offsets, encoded.labels),
+            "target_tokens": pyarrow.array(encoded.target_tokens),
+            "source": pyarrow.array([chunk.places[row] for row in encoded.row_of_piece], pyarrow.string()),
+        }
+        self._tables.append(pyarrow.table(columns, schema=FEATURES.arrow_schema))
+        self.count += len(encoded.lengths)
+
+    def dataset(self) -> Dataset:
+        """All of them."""
+        return Dataset(InMemoryTable(pyarrow.concat_tables(self._tables)))

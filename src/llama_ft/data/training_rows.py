@@ -1,0 +1,55 @@
+"""From tokenized rows, or a source that is streamed, to what the training loop iterates over."""
+
+from typing import TYPE_CHECKING
+
+from llama_ft.config import Config
+from llama_ft.data.batches import BatchPlan, row_lengths, target_token_counts
+from llama_ft.data.feed import PreparedRows
+from llama_ft.data.prepare import TokenizedData
+from llama_ft.data.stream import StreamedRows
+
+if TYPE_CHECKING:
+    from llama_ft.runtime import Runtime
+
+TrainingRows = PreparedRows | StreamedRows
+
+
+def plan_training(
+    config: Config,
+    data: TokenizedData,
+    context_length: int,
+    global_batch: int,
+    pad_token_id: int,
+    vocabulary_size: int | None,
+    runtime: "Runtime",
+) -> TrainingRows:
+    """Settle which rows this rank sees at which step: a function of (seed, epoch, step), and of nothing else.
+
+    Args:
+        config: the resolved configuration.
+        data: of `prepare`.
+        context_length: tokens of a pack.
+        global_batch: packs (or rows) of an optimizer step over all ranks.
+        pad_token_id: fills padded rows.
+        vocabulary_size: of the model, or None: ids of streamed rows are not checked.
+        runtime: the ranks; all of them call this.
+    """
+    settings = config.train
+    capacity = context_length if config.data.batching_strategy == "packing" else None
+    if data.stream is not None:
+        source, encoder = data.stream
+        return StreamedRows(
+            source, encoder, config.data, settings, capacity, global_batch, pad_token_id, vocabulary_size, runtime
+        )
+    assert data.train is not None  # one or the other
+    plan = BatchPlan(
+        row_lengths(data.train),
+        target_token_counts(data.train),
+        capacity=capacity,
+        global_batch=global_batch,
+        world_size=runtime.world_size,
+        rank=runtime.rank,
+        micro_batch=settings.batch_size_training,
+        seed=settings.seed,
+    )
+    return PreparedRows(data.train, plan, pad_token_id, settings.num_epochs, settings.max_train_step)

@@ -1,0 +1,195 @@
+"""Attention over rows packed into one sequence: each token sees its own row only, and no mask of tokens x tokens is
+made.
+
+transformers knows packed rows by position_ids that restart, and then builds a dense block mask for sdpa and eager. The
+attention functions here take the rows' lengths instead: on CUDA torch's variable-length kernel, elsewhere the model's
+own attention row by row, which costs what the rows cost alone. They are registered beside transformers' own, and calls
+without packed rows (padded batches, generation) go on to those.
+"""
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.attention.varlen import varlen_attn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import eager_mask, sdpa_mask
+from transformers.modeling_utils import PreTrainedModel
+
+from llama_ft.errors import UserError
+
+Attention = tuple[torch.Tensor, torch.Tensor | None]
+ROW_WISE_LAYERS = {"full_attention", "sliding_attention"}  # others (Mamba's, chunks) carry something over row ends
+LARGEST_KERNEL_HEAD = 256  # flash attention's
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """Where the rows of a sequence begin and end.
+
+    Attributes:
+        lengths: tokens of each row, on the host: reading them must not wait for the device.
+        offsets: int32 [rows + 1], on the device: 0 and the end of each row.
+    """
+
+    lengths: tuple[int, ...]
+    offsets: torch.Tensor
+
+
+def use_packed_attention(model: PreTrainedModel, flag: str = "--batching_strategy packing") -> None:
+    """Have a model keep packed rows apart. Its config says so; what is saved of the config does not.
+
+    Raises:
+        UserError: this architecture cannot: its attention is not called through transformers' interface, or some of
+            its layers carry a state from token to token.
+    """
+    kinds = set(getattr(model.config, "layer_types", None) or ()) - ROW_WISE_LAYERS
+    if kinds or not model._supports_attention_backend:
+        why = f"it has layers of {', '.join(sorted(kinds))}" if kinds else "its attention has no interface for it"
+        raise UserError(f"{flag}: {type(model).__name__} cannot keep the rows of a pack apart: {why}.\n{USE_PADDING}")
+    for name, attention, mask in (
+        ("packed_sdpa", _packed_sdpa, sdpa_mask),
+        ("packed_eager", _packed_eager, eager_mask),
+    ):
+        AttentionInterface.register(name, attention)
+        AttentionMaskInterface.register(name, _mask_where_given(mask))
+    chosen = model.config._attn_implementation
+    if chosen in ("sdpa", "eager"):
+        model.config._attn_implementation = f"packed_{chosen}"
+
+
+USE_PADDING = "Use --batching_strategy padding."
+
+
+def packed_arguments(model: PreTrainedModel, lengths: list[int], device: torch.device) -> dict[str, Any]:
+    """What a model is called with, besides input_ids, for rows of these lengths one after another.
+
+    Args:
+        model: prepared by `use_packed_attention`.
+        lengths: tokens of each row.
+        device: where the model computes.
+    """
+    ends = torch.tensor([0, *lengths]).cumsum(0)
+    positions = torch.arange(int(ends[-1])) - torch.repeat_interleave(ends[:-1], torch.tensor(lengths))
+    offsets = ends.to(device, torch.int32)
+    arguments: dict[str, Any] = {"position_ids": positions.unsqueeze(0).to(device), "attention_mask": None}
+    if model.config._attn_implementation in ("packed_sdpa", "packed_eager"):
+        return arguments | {"packed_rows": PackedRows(tuple(lengths), offsets)}
+    # flash_attention_2 and 3, as transformers hands them on
+    return arguments | {
+        "cu_seq_lens_q": offsets,
+        "cu_seq_lens_k": offsets,
+        "max_length_q": max(lengths),
+        "max_length_k": max(lengths),
+    }
+
+
+def _mask_where_given(make_mask: Callable[..., torch.Tensor | None]) -> Callable[..., torch.Tensor | None]:
+    """No mask for packed rows, which come without one and without a cache; else transformers' own."""
+
+    def mask(
+        *, attention_mask: torch.Tensor | None = None, q_length: int, kv_length: int, **arguments: Any
+    ) -> torch.Tensor | None:
+        if attention_mask is None and q_length == kv_length:
+            return None
+        return make_mask(attention_mask=attention_mask, q_length=q_length, kv_length=kv_length, **arguments)
+
+    return mask
+
+
+def _packed_sdpa(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    packed_rows: PackedRows | None = None,
+    **arguments: Any,
+) -> Attention:
+    """sdpa on packed rows. Shapes as transformers has them: [1, heads, tokens, head_dim] in, [1, tokens, heads,
+    head_dim] out."""
+    if attention_mask is not None or query.shape[2] != key.shape[2]:  # padded rows, or with a cache
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **arguments)
+    if packed_rows is not None and _kernel_takes(query, value, arguments):
+        window = arguments.get("sliding_window")
+        output = varlen_attn(
+            query[0].transpose(0, 1),  # [tokens, heads, head_dim]
+            key[0].transpose(0, 1),
+            value[0].transpose(0, 1),
+            packed_rows.offsets,
+            packed_rows.offsets,
+            max(packed_rows.lengths),
+            max(packed_rows.lengths),
+            scale=arguments.get("scaling"),
+            window_size=(-1, 0) if window is None else (window - 1, 0),
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        assert isinstance(output, torch.Tensor)
+        return output.unsqueeze(0), None
+    return _row_by_row(sdpa_attention_forward, module, query, key, value, packed_rows, arguments)
+
+
+def _packed_eager(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    packed_rows: PackedRows | None = None,
+    **arguments: Any,
+) -> Attention:
+    """The model's own eager attention, with its soft caps and sinks, on packed rows."""
+    eager = sys.modules[type(module).__module__].eager_attention_forward
+    if attention_mask is not None or query.shape[2] != key.shape[2]:
+        output: Attention = eager(module, query, key, value, attention_mask, **arguments)
+        return output
+    return _row_by_row(eager, module, query, key, value, packed_rows, arguments)
+
+
+def _kernel_takes(query: torch.Tensor, value: torch.Tensor, arguments: dict[str, Any]) -> bool:
+    """Whether torch's variable-length kernel computes this: 16 bits on CUDA, nothing but scale and window."""
+    return (
+        query.is_cuda
+        and query.dtype in (torch.bfloat16, torch.float16)
+        and query.shape[-1] == value.shape[-1] <= LARGEST_KERNEL_HEAD
+        and not arguments.get("dropout")
+        and all(arguments.get(name) is None for name in ("softcap", "s_aux", "position_bias"))
+    )
+
+
+def _row_by_row(
+    attention: Callable[..., Attention],
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    packed_rows: PackedRows | None,
+    arguments: dict[str, Any],
+) -> Attention:
+    lengths = packed_rows.lengths if packed_rows is not None else (query.shape[2],)
+    outputs, start = [], 0
+    for length in lengths:
+        row = (part[:, :, start : start + length] for part in (query, key, value))
+        mask = _row_mask(attention, length, arguments.get("sliding_window"), query)
+        outputs.append(attention(module, *row, mask, **arguments)[0])
+        start += length
+    return torch.cat(outputs, dim=1), None
+
+
+def _row_mask(
+    attention: Callable[..., Attention], length: int, window: int | None, query: torch.Tensor
+) -> torch.Tensor | None:
+    """The mask within one row [1, 1, length, length]: none where sdpa's own causal one does."""
+    if attention is sdpa_attention_forward and (window is None or length <= window):
+        return None
+    allowed = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
+    if window is not None:
+        allowed = allowed.triu(1 - window)
+    if attention is sdpa_attention_forward:
+        return allowed[None, None]
+    mask = torch.zeros(length, length, dtype=query.dtype, device=query.device)
+    return mask.masked_fill(~allowed, torch.finfo(query.dtype).min)[None, None]

@@ -1,0 +1,151 @@
+"""Rows of embedding and head for tokens the model lacks: where the first ones come from, and how LoRA trains them."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from peft.tuners.trainable_tokens import TrainableTokensLayer
+from torch import nn
+from torch.nn import functional as F
+from transformers.modeling_utils import PreTrainedModel
+
+from llama_ft.errors import UserError
+from llama_ft.models.quantized import QuantizedLinear
+from llama_ft.models.source import WeightSource, blocks
+
+
+@dataclass(frozen=True)
+class NewTokens:
+    """Tokens that a model is to learn.
+
+    Attributes:
+        ids: theirs, ascending.
+        stored_rows: rows of the model's embedding as it is stored.
+        rows: rows it needs: more, unless all of the tokens have one of the model's spare rows.
+    """
+
+    ids: list[int]
+    stored_rows: int
+    rows: int
+
+
+class GrownSource:
+    """Another source's tensors, some of them with more rows than are stored: each of these is the mean of the stored
+    ones, in their dtype. So new tokens begin with about the probability of an average one, and those of the others
+    hardly change. Source: https://nlp.stanford.edu/~johnhew/vocab-expansion.html
+
+    Args:
+        source: the checkpoint.
+        names: tensors that grow, by their names there.
+        stored_rows: what they have; those that have another number are left alone.
+        rows: what they get.
+    """
+
+    def __init__(self, source: WeightSource, names: Sequence[str], stored_rows: int, rows: int) -> None:
+        self._source, self._stored_rows = source, stored_rows
+        headers = {name: source.tensors[name] for name in names if name in source.tensors}
+        grown = {name: it for name, it in headers.items() if it.shape[:1] == (stored_rows,)}
+        self.tensors = source.tensors | {n: replace(it, shape=(rows, *it.shape[1:])) for n, it in grown.items()}
+        self._means: dict[str, torch.Tensor | None] = dict.fromkeys(grown)
+
+    def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Rows [start, stop) of dimension 0 in the stored dtype; only they are read, and the whole tensor once for the
+        mean, a block at a time, by whoever needs a new row."""
+        stored = self._stored_rows
+        if name not in self._means or stop <= stored:
+            return self._source.read_rows(name, start, stop)
+        added = self._mean(name).expand(stop - max(start, stored), *self.tensors[name].shape[1:])
+        return torch.cat([self._source.read_rows(name, start, stored), added]) if start < stored else added
+
+    def read(self, name: str) -> torch.Tensor:
+        """A whole tensor in the stored dtype."""
+        if name not in self._means:
+            return self._source.read(name)
+        return self.read_rows(name, 0, self.tensors[name].shape[0])
+
+    def _mean(self, name: str) -> torch.Tensor:
+        if (mean := self._means[name]) is None:
+            # fp64: neither the size of a block nor the number of threads shows in the result.
+            total = sum(block.sum(dim=0, dtype=torch.float64) for block in blocks(self._source, name))
+            mean = (torch.as_tensor(total) / self._stored_rows).to(self.tensors[name].dtype)
+            self._means[name] = mean
+        return mean
+
+
+def note_growth(model: PreTrainedModel, new: NewTokens) -> None:
+    """Leave on a skeleton that has rows for new tokens which of its parameters have fewer in the checkpoint."""
+    modules = {id(model.get_input_embeddings()), id(model.get_output_embeddings())}
+    names = [
+        f"{prefix}.{name}"
+        for prefix, module in model.named_modules()
+        if id(module) in modules
+        for name, _ in module.named_parameters()
+    ]
+    model._grown = (names, new.stored_rows, new.rows)  # type: ignore[assignment]
+
+
+def grow(
+    source: WeightSource, model: PreTrainedModel, rename: Callable[[str], str | None] = lambda name: name
+) -> WeightSource:
+    """A checkpoint as one of a grown skeleton; any other model's as it is.
+
+    Args:
+        source: the checkpoint's tensors.
+        model: the skeleton.
+        rename: the model's name of a tensor -> what `source` calls it.
+    """
+    growth: tuple[list[str], int, int] | None = getattr(model, "_grown", None)
+    if growth is None:
+        return source
+    names, stored_rows, rows = growth
+    return GrownSource(source, [renamed for name in names if (renamed := rename(name))], stored_rows, rows)
+
+
+class TokenRows(TrainableTokensLayer):
+    """peft's layer: an embedding or a head some of whose rows are replaced by trained ones. peft's forward copies the
+    whole weight to put the rows in, and so makes a gradient of the whole weight: of a head of 128,256 x 4,096 in bf16
+    1 GiB each. Here the base computes as it is, and what the trained rows give goes in the place of what theirs gave.
+    """
+
+    _slots: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        base, rows = self.base_layer, self.trainable_tokens_delta["default"]
+        ids = self.token_indices["default"]
+        if self._slots is None or self._slots.device != x.device:
+            # Of the embedding: token id -> place among the trained rows, or -1. Of the head: the ids.
+            slots = torch.tensor(ids)
+            if isinstance(base, nn.Embedding):
+                slots = torch.full((base.num_embeddings,), -1).index_copy_(0, slots, torch.arange(len(ids)))
+            self._slots = slots.to(x.device)
+        if not isinstance(base, nn.Embedding):
+            logits: torch.Tensor = base(x)  # [..., vocab]
+            return logits.index_copy_(-1, self._slots, F.linear(x, rows))
+        slot = self._slots[x]  # [batch, length]
+        trained = F.embedding(slot.clamp(min=0), rows)  # [batch, length, width]
+        if (scale := self._get_embed_scale()) is not None:
+            trained = trained * scale.to(trained.dtype)
+        return torch.where((slot < 0).unsqueeze(-1), base(x), trained)
+
+
+def use_token_rows(model: nn.Module) -> None:
+    """Give peft's layers the forward above.
+
+    Raises:
+        UserError: one of them stands around a head whose rows cannot be trained by themselves.
+    """
+    for name, layer in model.named_modules():
+        if type(layer) is TrainableTokensLayer:
+            head = name.removesuffix(".token_adapter")
+            if isinstance(layer.base_layer, QuantizedLinear):
+                raise UserError(
+                    f"--resize_embeddings: {head} is quantized in this checkpoint, and has no room for new tokens.\n"
+                    "Use the original model."
+                )
+            if getattr(layer.base_layer, "bias", None) is not None:
+                raise UserError(
+                    f"--resize_embeddings: {head} has a bias, which peft drops where it trains single rows.\n"
+                    f"--modules_to_save {head.rsplit('.', 1)[-1]} trains all of it instead."
+                )
+            layer.trainable_tokens_original.clear()  # for unmerging, which is not done here
+            layer.__class__ = TokenRows

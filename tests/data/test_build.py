@@ -1,0 +1,267 @@
+"""Tokenizing on several processes: the same files as on one, whatever the rows, and an end when something is killed."""
+
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+from datasets import Dataset
+from transformers import PreTrainedTokenizerFast
+
+from llama_ft.config.sections import DataConfig
+from llama_ft.data import Encoder, TokenizedData, prepare
+from llama_ft.data.build import BadRows, SplitWriter, encoded_rows
+from llama_ft.data.parallel import CHUNK_ROWS, CHUNKS_AHEAD, ROWS_INLINE, ChunkEncoder, chunks_of, encode_chunk
+from llama_ft.data.sources import Source
+from llama_ft.errors import RunFailure, UserError
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+def write(path: Path, rows: list[Any]) -> Path:
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return path
+
+
+def pairs(count: int, answer: str = "yes") -> list[Any]:
+    return [{"instruction": f"Hi {number}", "output": answer} for number in range(count)]
+
+
+def prepared(path: Path, tokenizer: Any, cache: Path, processes: int, length: int = 40, **settings: Any) -> TokenizedData:
+    config = DataConfig(dataset=str(path), tokenize_processes=processes, **settings)
+    return prepare(config, tokenizer, context_length=length, cache=cache, want_validation=True)
+
+
+def built(cache: Path) -> list[Path]:
+    return sorted((cache / "tokenized").iterdir())
+
+
+@pytest.fixture
+def odd_rows(tmp_path: Path) -> Path:
+    """Some are bad, some too long, some have no answer in the context, some are twins."""
+    rows = pairs(3 * CHUNK_ROWS + ROWS_INLINE)
+    for number in range(0, len(rows), 7):
+        rows[number] = {"instruction": "Hi", "output": f"no {number}" + " yes" * (number % 90)}
+    for number in range(5, len(rows), 500):
+        rows[number] = "{" if number % 2 else {"instruction": "Hi"}
+    for number in range(9, len(rows), 100):
+        rows[number] = {"instruction": "Hi" * 60, "output": "yes", "number": number}
+    return write(tmp_path / "odd.jsonl", rows)
+
+
+@pytest.mark.parametrize("truncation", ["right", "split", "drop"])
+def test_several_processes_write_the_same_files_as_one(
+    llama3: PreTrainedTokenizerFast, tmp_path: Path, odd_rows: Path, truncation: str
+) -> None:
+    settings: dict[str, Any] = {"truncation": truncation, "validation": "0.1", "skip_bad_rows": True}
+    one = prepared(odd_rows, llama3, tmp_path / "one", 1, **settings)
+    three = prepared(odd_rows, llama3, tmp_path / "three", 3, **settings)
+    assert (one.report.processes, three.report.processes) == (1, 3)
+    (first,), (second,) = built(tmp_path / "one"), built(tmp_path / "three")
+    for name in ("train.arrow", "validation.arrow"):
+        assert (first / name).read_bytes() == (second / name).read_bytes()
+    assert one.summary == three.summary
+    train = one.report.train
+    assert one.report.bad_rows == 6 and (train.without_target + train.dropped > 20 or truncation == "split")
+    assert (train.split > 0) == (truncation == "split") and (train.dropped > 0) == (truncation == "drop")
+    assert multiprocessing.active_children() == []
+
+
+def test_rows_on_disk_are_what_the_encoder_makes_of_each_row(
+    llama3: PreTrainedTokenizerFast, tmp_path: Path, odd_rows: Path
+) -> None:
+    data = prepared(odd_rows, llama3, tmp_path, 3, truncation="split", skip_bad_rows=True)
+    encoder, expected = Encoder(llama3, 40, "split"), []
+    for number, line in enumerate(odd_rows.read_text().splitlines(), start=1):
+        if line != "{" and "output" in (row := json.loads(line)):
+            expected += [(f"{odd_rows}:{number}", piece) for piece in encoder.encode(row, "alpaca")]
+    expected = [(place, it) for place, it in expected if any(label != -100 for label in it.labels[1:])]
+    assert data.train["source"][:] == [place for place, _ in expected]
+    assert data.train["input_ids"][:] == [piece.input_ids for _, piece in expected]
+    assert data.train["labels"][:] == [piece.labels for _, piece in expected]
+    counts = [sum(label != -100 for label in piece.labels[1:]) for _, piece in expected]
+    assert data.train["target_tokens"][:] == counts
+    assert data.report.train.tokens == sum(len(piece.input_ids) for _, piece in expected)
+    assert data.report.train.target_tokens == sum(counts)
+    assert data.report.train.rows == sum(data.report.train.histogram) == len(expected)
+    bad = BadRows(skip=True)
+    source = Source("x", "", lambda: iter([("1", {"instruction": "Hi", "output": "yes"}), ("2", {"instruction": ""})]))
+    streamed = list(encoded_rows(source.formatted_rows("alpaca"), encoder, bad))
+    assert [place for place, _ in streamed] == ["1"] and bad.first[0].startswith("2: ")
+
+
+def test_bad_rows_are_told_in_their_order(llama3: PreTrainedTokenizerFast, tmp_path: Path, odd_rows: Path) -> None:
+    with pytest.raises(UserError) as told:
+        prepared(odd_rows, llama3, tmp_path, 3)
+    assert [message.split(": ")[0] for message in told.value.messages] == [
+        f"{odd_rows}:{number}" for number in (6, 506, 1006, 1506, 2006)
+    ]
+    assert built(tmp_path) == [] and multiprocessing.active_children() == []
+
+
+def test_a_users_mistake_that_a_process_finds_is_told_as_such(llama3: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    rows = [{"text": f"yes {number}"} for number in range(2 * ROWS_INLINE)]
+    with pytest.raises(UserError, match="--labels completion"):
+        prepared(write(tmp_path / "my.jsonl", rows), llama3, tmp_path, 2, labels="completion")
+
+
+def test_what_is_read_ahead_is_bounded(llama3: PreTrainedTokenizerFast) -> None:
+    read = 0
+
+    def rows() -> Iterator[tuple[str, dict[str, Any]]]:
+        nonlocal read
+        for number in range(100 * CHUNK_ROWS):
+            read += 1
+            yield str(number), {"instruction": "Hi", "output": f"yes {number}"}
+
+    done, most = 0, 0
+    with ChunkEncoder(chunks_of(Source("x", "", rows), "alpaca"), Encoder(llama3, 40), 2) as results:
+        for chunk, encoded in results:
+            done += len(chunk.rows)
+            most = max(most, read - done)
+            assert encoded.pieces.tolist() == [1] * len(chunk.rows)
+    assert done == 100 * CHUNK_ROWS
+    assert most <= max(2 * CHUNKS_AHEAD * CHUNK_ROWS, ROWS_INLINE + CHUNK_ROWS)
+
+
+def when_tokenizing(act: Callable[[Any], None]) -> threading.Thread:
+    """Call `act` with a worker once there is one and it has had time to begin."""
+
+    def wait() -> None:
+        while not (workers := multiprocessing.active_children()):
+            time.sleep(0.005)
+        time.sleep(0.3)
+        act(workers[0])
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    return thread
+
+
+def test_a_killed_process_ends_the_run_with_a_message(llama3: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    path = write(tmp_path / "my.jsonl", pairs(60_000, "yes " * 20))
+    thread = when_tokenizing(lambda worker: os.kill(worker.pid, signal.SIGKILL))
+    with pytest.raises(RunFailure, match=r"was killed, most .*\n.*2 of them; .*my.jsonl:\d+, of \d+ bytes.\n *--tok.* 1 "):
+        prepared(path, llama3, tmp_path, 2)
+    thread.join()
+    assert multiprocessing.active_children() == [] and built(tmp_path) == []
+
+
+def test_ctrl_c_leaves_no_process_and_no_folder(llama3: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    path = write(tmp_path / "my.jsonl", pairs(60_000, "yes " * 20))
+    thread = when_tokenizing(lambda _: os.kill(os.getpid(), signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        prepared(path, llama3, tmp_path, 2)
+    thread.join()
+    assert multiprocessing.active_children() == [] and built(tmp_path) == []
+
+
+def test_a_killed_run_leaves_no_process_and_its_folder_is_removed_by_the_next(
+    llama3: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    path = write(tmp_path / "my.jsonl", pairs(100_000, "yes " * 20))
+    llama3.save_pretrained(tmp_path / "tokenizer")
+    script = (
+        "import sys\nfrom pathlib import Path\nfrom transformers import AutoTokenizer\n"
+        "from llama_ft.config.sections import DataConfig\nfrom llama_ft.data import prepare\n"
+        f"tokenizer = AutoTokenizer.from_pretrained({str(tmp_path / 'tokenizer')!r})\n"
+        f"config = DataConfig(dataset={str(path)!r}, tokenize_processes=2)\n"
+        f"cache = Path({str(tmp_path / 'cache')!r})\n"
+        "prepare(config, tokenizer, context_length=40, cache=cache, want_validation=True)\n"
+    )
+    run = subprocess.Popen([sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": str(REPOSITORY / "src")})
+    children = Path(f"/proc/{run.pid}/task/{run.pid}/children")
+    while len(workers := children.read_text().split()) < 2:
+        assert run.poll() is None
+        time.sleep(0.05)
+    time.sleep(0.3)
+    run.kill()
+    run.wait()
+    deadline = time.monotonic() + 20
+    while any(Path(f"/proc/{pid}").exists() and "Z" not in state_of(pid) for pid in workers):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    (left,) = built(tmp_path / "cache")
+    assert left.name.startswith(".building-")
+    small = write(tmp_path / "small.jsonl", pairs(3))
+    prepared(small, llama3, tmp_path / "cache", 1)
+    assert left in built(tmp_path / "cache"), "too young: its builder may not have its lock yet"
+    for path in (*left.iterdir(), left):
+        os.utime(path, (time.time() - 120,) * 2)
+    prepared(small, llama3, tmp_path / "cache", 1, skip_bad_rows=True)
+    assert left not in built(tmp_path / "cache") and len(built(tmp_path / "cache")) == 2
+
+
+def state_of(pid: str) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "Z"
+
+
+def test_table_of_a_mix(llama3: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(Path("a.jsonl"), [*pairs(3), {"instruction": "Hi" * 60, "output": "yes"}, *pairs(2, "yes" * 40)])
+    write(Path("b.jsonl"), [*pairs(2), *pairs(2, "no no yes"), "{"])
+    write(Path("held.jsonl"), [*pairs(1), *pairs(1, "no")])
+    mix: Any = [{"path": "a.jsonl", "weight": 2}, {"path": "b.jsonl"}]
+    config = DataConfig(dataset=mix, validation="held.jsonl", skip_bad_rows=True)
+    data = prepare(config, llama3, context_length=40, cache=tmp_path, want_validation=True)
+    assert data.summary == [
+        "            rows  tokens  trained on  median  95 %  longest  tokens a row, 15 to 40",
+        "training      14     314         132      15    40       40  █▂           ▄",
+        "  a.jsonl     10     260         116      15    40       40  █            █",
+        "  b.jsonl      4      64          17      15    18       18  █ █",
+        "validation     2      30           4      15    15       15  █",
+    ] or data.summary == []
+
+
+def test_rows_in_both_splits_are_told(llama3: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    train = write(tmp_path / "train.jsonl", [*pairs(5), *pairs(2), *pairs(4, "no")])
+    held = write(tmp_path / "held.jsonl", [{"instruction": "Hi", "output": "new"}, {**pairs(4)[3], "id": 7}])
+    data = prepared(train, llama3, tmp_path, 1, validation=str(held))
+    assert data.report.train.copies == 2 and data.report.shared == 1
+    assert "training: 2 rows are the same as an earlier one, token for token" in data.summary
+    line = f"validation: 1 row is in the training rows too, token for token: {held}:2 ({train}:4)"
+    assert line in data.summary
+
+
+def test_fingerprint_is_that_of_the_tokens_however_they_are_laid_out(
+    llama3: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    """Rows left out shift the boundaries of chunks, and another place of the file changes nothing."""
+    rows = pairs(600)
+    with_bad = [row for pair in zip(rows, ["{"] * 600, strict=True) for row in pair]
+    one = prepared(write(tmp_path / "a.jsonl", rows), llama3, tmp_path, 1).fingerprints()
+    two = prepared(write(tmp_path / "b.jsonl", with_bad), llama3, tmp_path, 1, skip_bad_rows=True).fingerprints()
+    swapped = prepared(write(tmp_path / "c.jsonl", [rows[1], rows[0], *rows[2:]]), llama3, tmp_path, 1).fingerprints()
+    assert one == two and one != swapped
+
+
+def test_a_full_disk_is_an_error_of_the_kind_that_the_cache_tells(llama3: PreTrainedTokenizerFast) -> None:
+    encoder = Encoder(llama3, 40)
+    source = Source("x", "", lambda: iter([("1", {"instruction": "Hi", "output": "yes"})]))
+    (chunk,) = chunks_of(source, "alpaca")
+    writer = SplitWriter(Path("/dev/full"), encoder)
+    writer.add(chunk, encode_chunk(chunk.rows, encoder), numpy.array([True]))
+    with pytest.raises(OSError) as full:
+        writer.close()
+    assert full.value.errno == 28
+
+
+def test_a_row_of_any_size_is_a_chunk_by_itself(llama3: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    rows = [*pairs(2), {"instruction": "Hi", "output": "yes " * 500_000}, *pairs(2)]
+    chunks = list(chunks_of(Source("x", "", lambda: ((str(n), row) for n, row in enumerate(rows))), "alpaca"))
+    assert [chunk.places for chunk in chunks] == [["0", "1", "2"], ["3", "4"]]
+    data = prepared(write(tmp_path / "my.jsonl", rows), llama3, tmp_path, 2)
+    assert data.train["source"][:] == [f"{tmp_path}/my.jsonl:{number}" for number in range(1, 6)]
+    assert isinstance(data.train, Dataset)

@@ -1,0 +1,447 @@
+"""Which characters of a chat are trained on, under templates as models have them; and which template a run has.
+
+In the expectations [a] is trained on and a is not.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from llama_ft.config.paths import BUILT_IN_TEMPLATES
+from llama_ft.data import Encoder, ensure_chat_template
+from llama_ft.data.answers import ChatRenderer
+from llama_ft.data.built_in_templates import BUILT_IN
+from llama_ft.data.chat_template import missing_tokens
+from llama_ft.data.formats import BadRow, Message
+from llama_ft.errors import UserError
+
+MakeTokenizer = Callable[..., PreTrainedTokenizerFast]
+
+
+def system(content: str) -> Message:
+    return {"role": "system", "content": content}
+
+
+def user(content: str, **more: Any) -> Message:
+    return {"role": "user", "content": content, **more}
+
+
+def assistant(content: str, **more: Any) -> Message:
+    return {"role": "assistant", "content": content, **more}
+
+
+def tool(content: str) -> Message:
+    return {"role": "tool", "content": content}
+
+
+CALL = [{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}]
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+ONE = [user("Hi"), assistant("yes")]
+TWO = [user("Hi"), assistant("yes"), user("Hi"), assistant("no")]
+WITH_SYSTEM = [system("no"), *TWO]
+WITH_TOOLS = [user("Hi"), assistant("", tool_calls=CALL), tool("no"), assistant("yes")]
+
+# Stock templates, cut down to what matters: none has a generation block.
+QWEN3 = """
+{%- set ns = namespace(last=0) %}
+{%- for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}
+{%- if tools %}{{- '<|im_start|>system\n' + tools | tojson + '<|im_end|>\n' }}{% endif %}
+{%- for m in messages %}
+    {%- set parts = m.content.split('</think>') %}
+    {%- set thought = parts[0].split('<think>')[-1].strip() if parts | length > 1 else '' %}
+    {%- set said = parts[-1].lstrip('\n') %}
+    {{- '<|im_start|>' + ('user' if m.role == 'tool' else m.role) + '\n' }}
+    {%- if m.role == 'assistant' and loop.index0 > ns.last and (loop.last or thought) %}
+        {{- '<think>\n' + thought + '\n</think>\n\n' }}
+    {%- endif %}
+    {{- said }}
+    {%- for c in m.tool_calls or [] %}
+        {{- '\n' if said else '' }}{{- '<tool_call>\n' + c.function | tojson + '\n</tool_call>' }}
+    {%- endfor %}
+    {{- '<|im_end|>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{% endif %}
+"""
+GEMMA = """
+{{- bos_token }}
+{%- if messages[0].role == 'system' %}{% set first = messages[0].content + '\n\n' %}{% set turns = messages[1:] %}
+{%- else %}{% set first = '' %}{% set turns = messages %}{% endif %}
+{%- for m in turns %}
+    {{- '<start_of_turn>' + ('model' if m.role == 'assistant' else m.role) + '\n' + (first if loop.first else '') }}
+    {{- m.content | trim + '<end_of_turn>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<start_of_turn>model\n' }}{% endif %}
+"""
+PHI3 = """
+{%- for m in messages %}{{- '<|' + m.role + '|>\n' + m.content + '<|end|>\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{- '<|assistant|>\n' }}{% else %}{{- eos_token }}{% endif %}
+"""
+# Version 3's: system prompt and tools stand before the last question, and nothing opens an answer.
+MISTRAL = """
+{%- if messages[0].role == 'system' %}{% set sys = messages[0].content %}{% set turns = messages[1:] %}
+{%- else %}{% set turns = messages %}{% endif %}
+{%- set questions = turns | selectattr('role', 'equalto', 'user') | list %}
+{{- bos_token }}
+{%- for m in turns %}
+    {%- if m.role == 'user' %}
+        {%- if tools and m == questions[-1] %}
+            {{- '[AVAILABLE_TOOLS] ' + tools | tojson + '[/AVAILABLE_TOOLS]' }}
+        {%- endif %}
+        {{- '[INST] ' + (sys + '\n\n' if sys and m == questions[-1] else '') + m.content + '[/INST]' }}
+    {%- elif m.tool_calls %}{{- '[TOOL_CALLS] ' + m.tool_calls[0].function | tojson + eos_token }}
+    {%- elif m.role == 'tool' %}{{- '[TOOL_RESULTS] ' + m.content + '[/TOOL_RESULTS]' }}
+    {%- else %}{{- ' ' + m.content | trim + eos_token }}
+    {%- endif %}
+{%- endfor %}
+"""
+# The thought is cut off wherever it stands, but an answer is opened with one.
+DEEPSEEK_R1 = """
+{{- bos_token }}
+{%- for m in messages %}
+    {%- if m.role == 'user' %}{{- '<|User|>' + m.content }}
+    {%- elif m.role == 'tool' %}{{- '<|tool|>' + m.content }}
+    {%- elif m.tool_calls and m.content is none %}
+        {{- '<|Assistant|><|call|>' + m.tool_calls[0].function.arguments + '</s>' }}
+    {%- else %}{{- '<|Assistant|>' + m.content.split('</think>')[-1] + '</s>' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|Assistant|><think>\n' }}{% endif %}
+"""
+# A turn that is answered ends with another token than the last one.
+GPT_OSS = """
+{%- for m in messages %}
+    {{- '<|start|>' + m.role + ('<|channel|>final' if m.role == 'assistant' else '') + '<|message|>' + m.content }}
+    {{- '<|return|>' if loop.last and m.role == 'assistant' and not add_generation_prompt else '<|end|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start|>assistant' }}{% endif %}
+"""
+TOKENS = {
+    QWEN3: ["<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>", "</tool_call>"],
+    GEMMA: ["<s>", "</s>", "<start_of_turn>", "<end_of_turn>"],
+    PHI3: ["</s>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"],
+    MISTRAL: ["<s>", "</s>"],
+    DEEPSEEK_R1: ["<s>", "</s>", "<|User|>", "<|Assistant|>", "<think>", "</think>", "<|call|>", "<|tool|>"],
+    GPT_OSS: ["<|start|>", "<|end|>", "<|return|>", "<|channel|>", "<|message|>"],
+    BUILT_IN["llama3"]: ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"],
+    BUILT_IN["chatml"]: ["<|im_start|>", "<|im_end|>"],
+    BUILT_IN["mistral"]: ["<s>", "</s>", "[INST]", "[/INST]"],
+    BUILT_IN["alpaca"]: ["<s>", "</s>"],
+}
+
+
+@pytest.fixture
+def tokens(make_tokenizer: MakeTokenizer) -> Callable[..., str]:
+    """The tokens of a chat under a template, those trained on in brackets."""
+
+    def shown(template: str, messages: list[Message], labels: str = "auto", tools: list[Any] | None = None) -> str:
+        special = TOKENS[template]
+        named = {"bos_token": "<s>", "eos_token": "</s>"}
+        tokenizer = make_tokenizer(special, template, **{key: it for key, it in named.items() if it in special})
+        [encoded] = Encoder(tokenizer, 10_000, labels=labels).encode_messages(messages, tools)
+        assert all(label in (-100, token) for token, label in zip(encoded.input_ids, encoded.labels, strict=True))
+        names = tokenizer.convert_ids_to_tokens(encoded.input_ids)
+        trained = [label != -100 for label in encoded.labels]
+        return " ".join(f"[{name}]" if mine else name for name, mine in zip(names, trained, strict=True))
+
+    return shown
+
+
+@pytest.fixture
+def text(make_tokenizer: MakeTokenizer) -> Callable[..., str]:
+    """The text of a chat under a template, what is trained on between [[ and ]]."""
+
+    def shown(template: str, messages: list[Message], labels: str = "assistant", tools: list[Any] | None = None) -> str:
+        tokenizer = make_tokenizer(TOKENS[template], template, bos_token="<s>", eos_token="</s>")
+        rendered, spans = ChatRenderer(tokenizer, labels).render(messages, tools)
+        for start, end in reversed(spans):
+            rendered = f"{rendered[:start]}[[{rendered[start:end]}]]{rendered[end:]}"
+        return rendered
+
+    return shown
+
+
+QWEN_START, QWEN_HI = "<|im_start|> assistant Ċ", "<|im_start|> user Ċ Hi <|im_end|> Ċ"
+QWEN_EMPTY = "[<think>] [ĊĊ] [</think>] [ĊĊ]"
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "expected"),
+    [
+        (QWEN3, ONE, f"{QWEN_HI} {QWEN_START} {QWEN_EMPTY} [yes] [<|im_end|>] Ċ"),
+        (
+            QWEN3,
+            WITH_SYSTEM,
+            f"<|im_start|> system Ċ no <|im_end|> Ċ {QWEN_HI} {QWEN_START} [yes] [<|im_end|>] Ċ "
+            f"{QWEN_HI} {QWEN_START} {QWEN_EMPTY} [no] [<|im_end|>] Ċ",
+        ),
+        (
+            GEMMA,
+            ONE,
+            "<s> <start_of_turn> user Ċ Hi <end_of_turn> Ċ <start_of_turn> m o d e l Ċ [yes] [<end_of_turn>] Ċ",
+        ),
+        (
+            GEMMA,
+            [system("no"), user("Hi"), assistant("  yes\n"), user("Hi"), assistant("no ")],
+            "<s> <start_of_turn> user Ċ no ĊĊ Hi <end_of_turn> Ċ <start_of_turn> m o d e l Ċ [yes] [<end_of_turn>] Ċ "
+            "<start_of_turn> user Ċ Hi <end_of_turn> Ċ <start_of_turn> m o d e l Ċ [no] [<end_of_turn>] Ċ",
+        ),
+        (PHI3, ONE, "<|user|> Ċ Hi <|end|> Ċ <|assistant|> Ċ [yes] [<|end|>] Ċ </s>"),
+        (
+            PHI3,
+            WITH_SYSTEM,
+            "<|system|> Ċ no <|end|> Ċ <|user|> Ċ Hi <|end|> Ċ <|assistant|> Ċ [yes] [<|end|>] Ċ "
+            "<|user|> Ċ Hi <|end|> Ċ <|assistant|> Ċ [no] [<|end|>] Ċ </s>",
+        ),
+        (MISTRAL, ONE, "<s> [ I N S T ] Ġ Hi [ / I N S T ] [Ġyes] [</s>]"),
+        (
+            MISTRAL,
+            [system("no"), user("Hi"), assistant("yes"), user("yes"), assistant("no")],
+            "<s> [ I N S T ] Ġ Hi [ / I N S T ] [Ġyes] [</s>] [ I N S T ] Ġno ĊĊ yes [ / I N S T ] [Ġno] [</s>]",
+        ),
+        (DEEPSEEK_R1, TWO, "<s> <|User|> Hi <|Assistant|> [yes] [</s>] <|User|> Hi <|Assistant|> [no] [</s>]"),
+        (
+            GPT_OSS,
+            TWO,
+            "<|start|> user <|message|> Hi <|end|> "
+            "<|start|> assistant [<|channel|>] [f] [i] [n] [a] [l] [<|message|>] [yes] [<|end|>] "
+            "<|start|> user <|message|> Hi <|end|> "
+            "<|start|> assistant [<|channel|>] [f] [i] [n] [a] [l] [<|message|>] [no] [<|return|>]",
+        ),
+        (
+            BUILT_IN["llama3"],
+            WITH_SYSTEM,
+            "<|begin_of_text|> <|start_header_id|> system <|end_header_id|> ĊĊ no <|eot_id|> "
+            "<|start_header_id|> user <|end_header_id|> ĊĊ Hi <|eot_id|> "
+            "<|start_header_id|> assistant <|end_header_id|> ĊĊ [yes] [<|eot_id|>] "
+            "<|start_header_id|> user <|end_header_id|> ĊĊ Hi <|eot_id|> "
+            "<|start_header_id|> assistant <|end_header_id|> ĊĊ [no] [<|eot_id|>]",
+        ),
+        (
+            BUILT_IN["chatml"],
+            WITH_SYSTEM,
+            "<|im_start|> system Ċ no <|im_end|> Ċ "
+            "<|im_start|> user Ċ Hi <|im_end|> Ċ <|im_start|> assistant Ċ [yes] [<|im_end|>] Ċ "
+            "<|im_start|> user Ċ Hi <|im_end|> Ċ <|im_start|> assistant Ċ [no] [<|im_end|>] Ċ",
+        ),
+        (
+            BUILT_IN["mistral"],
+            WITH_SYSTEM,
+            "<s> [INST] Ġno ĊĊ Hi [/INST] [Ġyes] [</s>] [INST] Ġ Hi [/INST] [Ġno] [</s>]",
+        ),
+    ],
+)
+def test_the_labels_of_chats_token_by_token(
+    tokens: Callable[..., str], template: str, messages: list[Message], expected: str
+) -> None:
+    assert tokens(template, messages) == expected
+
+
+CALLED = '{"name": "f", "arguments": {"x": 1}}'
+
+
+@pytest.mark.parametrize(
+    ("template", "tools", "expected"),
+    [
+        (
+            QWEN3,
+            None,
+            "<|im_start|>user\nHi<|im_end|>\n"
+            f"<|im_start|>assistant\n[[<tool_call>\n{CALLED}\n</tool_call><|im_end|>]]\n"
+            "<|im_start|>user\nno<|im_end|>\n<|im_start|>assistant\n[[<think>\n\n</think>\n\nyes<|im_end|>]]\n",
+        ),
+        (
+            MISTRAL,
+            TOOLS,
+            '<s>[AVAILABLE_TOOLS] [{"type": "function", "function": {"name": "f", "parameters": {}}}]'
+            f"[/AVAILABLE_TOOLS][INST] Hi[/INST][[[TOOL_CALLS] {CALLED}</s>]]"
+            "[TOOL_RESULTS] no[/TOOL_RESULTS] [[yes</s>]]",
+        ),
+        (DEEPSEEK_R1, None, '<s><|User|>Hi<|Assistant|>[[<|call|>{"x": 1}</s>]]<|tool|>no<|Assistant|>[[yes</s>]]'),
+        (
+            BUILT_IN["llama3"],
+            None,
+            "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|>"
+            "<|start_header_id|>assistant<|end_header_id|>\n\n"
+            '[[{"name": "f", "parameters": {"x": 1}}<|eot_id|>]]<|start_header_id|>ipython<|end_header_id|>\n\nno'
+            "<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n[[yes<|eot_id|>]]",
+        ),
+        (
+            BUILT_IN["chatml"],
+            None,
+            "<|im_start|>user\nHi<|im_end|>\n"
+            f"<|im_start|>assistant\n[[<tool_call>\n{CALLED}\n</tool_call><|im_end|>]]\n"
+            "<|im_start|>tool\n<tool_response>\nno\n</tool_response><|im_end|>\n"
+            "<|im_start|>assistant\n[[yes<|im_end|>]]\n",
+        ),
+        (
+            BUILT_IN["mistral"],
+            None,
+            f'<s>[INST] Hi[/INST][[[TOOL_CALLS] [{CALLED}]</s>]][TOOL_RESULTS] {{"content": "no"}}[/TOOL_RESULTS]'
+            "[[ yes</s>]]",
+        ),
+    ],
+)
+def test_calls_of_tools_are_answers(text: Callable[..., str], template: str, tools: Any, expected: str) -> None:
+    assert text(template, WITH_TOOLS, tools=tools) == expected
+
+
+@pytest.mark.parametrize("name", ["llama3", "chatml", "mistral"])
+def test_built_in_templates_show_the_tools(text: Callable[..., str], name: str) -> None:
+    before, _, _ = text(BUILT_IN[name], WITH_TOOLS, tools=TOOLS).partition("Hi")
+    assert '"f"' in before
+    both = text(BUILT_IN[name], [system("Be brief."), *WITH_TOOLS], tools=TOOLS)
+    assert both.count('"parameters": {}') == 1 and both.count("Be brief.") == 1
+
+
+def test_tools_that_a_template_would_lose_are_refused(text: Callable[..., str]) -> None:
+    with pytest.raises(BadRow, match="no place for tools; expected one that has"):
+        text(GEMMA, TWO, tools=TOOLS)
+    with pytest.raises(BadRow, match="no place for tool_calls; expected one that has"):
+        text(BUILT_IN["alpaca"], WITH_TOOLS)
+
+
+def test_a_system_turn_that_a_template_would_lose_is_refused(make_tokenizer: MakeTokenizer) -> None:
+    template = "{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}"
+    with pytest.raises(BadRow, match="leaves the system turn out"):
+        ChatRenderer(make_tokenizer([], template)).render([system("Be brief."), *ONE])
+
+
+def test_thoughts_are_trained_where_the_model_thinks_them(text: Callable[..., str]) -> None:
+    chat = [
+        user("Hi"), assistant("<think>\na\n</think>\n\nyes"), user("Hi"), assistant("<think>\nb\n</think>\n\nno"),
+    ]  # fmt: skip
+    assert text(QWEN3, chat) == (
+        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n[[yes<|im_end|>]]\n"
+        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n[[<think>\nb\n</think>\n\nno<|im_end|>]]\n"
+    )
+    with pytest.raises(BadRow, match="leaves out what the last answer has before </think>"):
+        text(DEEPSEEK_R1, [user("Hi"), assistant("<think>\nWell then.\n</think>\n\nyes")])
+
+
+@pytest.mark.parametrize("template", [GEMMA, MISTRAL, PHI3, BUILT_IN["chatml"], BUILT_IN["alpaca"]])
+def test_weights_and_labels_choose_among_the_answers(text: Callable[..., str], template: str) -> None:
+    def trained(messages: list[Message], labels: str) -> list[str]:
+        shown = text(template, messages, labels)
+        return [part.split("]]")[0].strip().split("<")[0] for part in shown.split("[[")[1:]]
+
+    chat = [system("S"), user("A"), assistant("B"), user("C"), assistant("D"), user("E"), assistant("F")]
+    weighted = [{**turn, "weight": 0} if turn["content"] in ("B", "D") else turn for turn in chat]
+    assert trained(chat, "assistant") == ["B", "D", "F"]
+    assert trained(chat, "completion") == ["F"]
+    assert trained(weighted, "assistant") == ["F"]
+    assert trained([*chat[:-1], {**chat[-1], "weight": 0}], "completion") == []
+    whole = text(template, chat, "all")
+    assert whole.startswith("[[") and whole.endswith("]]") and whole.count("[[") == 1
+    without = text(template, [{**turn, "weight": 0} if turn["content"] in ("S", "B") else turn for turn in chat], "all")
+    outside = [part.split("[[")[0] for part in without.split("]]")]
+    assert [part.strip().split("<")[0] for part in outside if part] == (
+        ["B", "S"] if template == MISTRAL else ["S", "B"]  # Mistral's system prompt stands before the last question
+    )
+
+
+def test_a_block_that_cannot_be_told_apart_by_answers_is_refused(make_tokenizer: MakeTokenizer) -> None:
+    template = (
+        "{% for m in messages %}{% generation %}a{% endgeneration %}{% generation %}{{ m.content }}{% endgeneration %}"
+        "{% endfor %}"
+    )
+    renderer = ChatRenderer(make_tokenizer([], template))
+    assert renderer.render(ONE)[1] == [(0, 1), (1, 3), (3, 4), (4, 7)]
+    with pytest.raises(BadRow, match="8 {% generation %} blocks for 2 answers"):
+        renderer.render([*TWO[:-1], {**TWO[-1], "weight": 0}])
+
+
+def test_the_settings_know_the_built_in_templates() -> None:
+    assert tuple(BUILT_IN) == BUILT_IN_TEMPLATES
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_a_built_in_template_is_taken_by_name(make_tokenizer: MakeTokenizer, name: str) -> None:
+    tokenizer = make_tokenizer(TOKENS[BUILT_IN[name]], PHI3, eos_token=TOKENS[BUILT_IN[name]][-1])
+    assert ensure_chat_template(tokenizer, name) == f"chat template: {name}, saved with the result"
+    assert tokenizer.chat_template == BUILT_IN[name]
+
+
+def test_chatml_begins_with_the_bos_that_the_tokenizer_adds(llama3: PreTrainedTokenizerFast) -> None:
+    ensure_chat_template(llama3, "chatml", add_tokens=True)
+    [encoded] = Encoder(llama3, 100).encode_messages(ONE)
+    assert encoded.input_ids.count(llama3.bos_token_id) == 1
+    assert encoded.input_ids[0] == llama3.bos_token_id
+
+
+def test_a_template_file_is_taken_and_saved_with_the_tokenizer(plain: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    file = tmp_path / "mine.jinja"
+    file.write_text("{% for m in messages %}{{ m.role + ':' + m.content + eos_token }}{% endfor %}")
+    assert str(file) in ensure_chat_template(plain, str(file))
+    plain.save_pretrained(tmp_path / "saved")
+    again = PreTrainedTokenizerFast.from_pretrained(tmp_path / "saved")
+    assert again.apply_chat_template(ONE, tokenize=False) == "user:Hi</s>assistant:yes</s>"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, r"mine.jinja: no such file, nor one of llama3, chatml, alpaca, mistral\."),
+        (b"", "mine.jinja is empty"),
+        (b"\xff", "mine.jinja cannot be read"),
+        (b"{% for m in messages %}\n\n{{ m.content + }}{% endfor %}", "mine.jinja, line 3: "),
+        (b"{{ messages | shorten }}", "mine.jinja, line 1: No filter named 'shorten'"),
+    ],
+)
+def test_a_template_file_that_cannot_be_used_is_refused(
+    plain: PreTrainedTokenizerFast, tmp_path: Path, content: bytes | None, message: str
+) -> None:
+    file = tmp_path / "mine.jinja"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        ensure_chat_template(plain, str(file))
+
+
+@pytest.mark.parametrize(
+    ("name", "missing"),
+    [
+        ("llama3", ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]),
+        ("chatml", ["<|im_start|>", "<|im_end|>"]),
+        ("mistral", []),
+        ("alpaca", []),
+    ],
+)
+def test_special_tokens_that_the_tokenizer_lacks_are_found(
+    plain: PreTrainedTokenizerFast, name: str, missing: list[str]
+) -> None:
+    assert missing_tokens(BUILT_IN[name], plain) == missing
+
+
+def test_headings_in_plain_text_are_no_missing_tokens(make_tokenizer: MakeTokenizer) -> None:
+    zephyr = (
+        "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + eos_token + '\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
+    )
+    assert missing_tokens(zephyr, make_tokenizer(["</s>"], None, eos_token="</s>")) == []
+
+
+def test_a_template_that_never_ends_an_answer_is_told(plain: PreTrainedTokenizerFast) -> None:
+    plain.chat_template = "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
+    assert ensure_chat_template(plain) == (
+        "the tokenizer's chat template ends answers with no token: the model does not learn where to stop"
+    )
+
+
+@pytest.mark.parametrize("wanted", [None, "chatml"])
+def test_a_template_without_its_tokens_is_refused_unless_they_may_be_added(
+    plain: PreTrainedTokenizerFast, wanted: str | None
+) -> None:
+    plain.chat_template = BUILT_IN["chatml"]
+    with pytest.raises(
+        UserError, match=r"(?s)writes <\|im_start\|>, <\|im_end\|>: no tokens of this .*resize_embeddings"
+    ):
+        ensure_chat_template(plain, wanted)
+    before = len(plain)
+    assert "new tokens: <|im_start|>, <|im_end|>" in ensure_chat_template(plain, wanted, add_tokens=True)
+    assert len(plain) == before + 2
+    assert plain.eos_token == "<|im_end|>"  # what ends an answer has to end generation
+    [encoded] = Encoder(plain, 100).encode_messages(ONE)
+    assert plain.convert_ids_to_tokens([label for label in encoded.labels if label != -100]) == ["yes", "<|im_end|>"]

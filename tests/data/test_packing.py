@@ -1,0 +1,72 @@
+"""Packs are full, hold whole rows, and are few."""
+
+import math
+from collections.abc import Callable
+
+import numpy
+import pytest
+from transformers import AutoTokenizer
+
+from llama_ft.config import DataConfig
+from llama_ft.data import Demo, prepare, row_lengths
+from llama_ft.data.packing import pack_rows
+
+CHANCE = numpy.random.default_rng(0)
+CAPACITY = 2048
+
+
+def natural(draw: Callable[[int], numpy.ndarray], rows: int = 20_000, longest: int = CAPACITY) -> numpy.ndarray:
+    return numpy.clip(draw(rows), 1, longest).astype(numpy.int64)
+
+
+LENGTHS = {
+    "log-normal": natural(lambda n: CHANCE.lognormal(5, 1, n)),
+    "exponential": natural(lambda n: CHANCE.exponential(300, n)),
+    "uniform": natural(lambda n: CHANCE.integers(1, CAPACITY + 1, n)),
+    "nearly equal": natural(lambda n: CHANCE.normal(480, 80, n)),
+    "few": natural(lambda n: CHANCE.lognormal(5, 1, n), 70),
+    "mostly long": natural(lambda n: CHANCE.normal(1500, 300, n)),
+}
+
+
+def least_number(lengths: numpy.ndarray, capacity: int) -> int:
+    """A bound no packing can go below (Martello and Toth's L2): for every size, rows that leave no room for rows of
+    that size count whole, and the small ones fill what the middle ones leave."""
+    best = math.ceil(lengths.sum() / capacity)
+    for small in numpy.unique(lengths[2 * lengths <= capacity]).tolist():
+        alone = lengths > capacity - small
+        middle = (2 * lengths > capacity) & ~alone
+        little = (2 * lengths <= capacity) & (lengths >= small)
+        over = lengths[little].sum() - (middle.sum() * capacity - lengths[middle].sum())
+        best = max(best, int(alone.sum() + middle.sum()) + max(0, math.ceil(over / capacity)))
+    return best
+
+
+@pytest.mark.parametrize("kind", LENGTHS)
+def test_packs_are_within_1_percent_of_the_least_number(kind: str) -> None:
+    least = least_number(LENGTHS[kind], CAPACITY)
+    assert len(pack_rows(LENGTHS[kind], CAPACITY)) <= max(1.01 * least, least + 1 if kind == "few" else 0)
+
+
+@pytest.mark.parametrize("kind", LENGTHS)
+def test_every_row_is_whole_and_in_one_pack(kind: str) -> None:
+    lengths = LENGTHS[kind]
+    packs = pack_rows(lengths, CAPACITY)
+    longest_first = numpy.sort(lengths)[::-1]
+    assert numpy.array_equal(numpy.sort(packs.slots), numpy.arange(len(lengths)))
+    filled = [longest_first[slots].sum() for slots in numpy.split(packs.slots, packs.offsets[1:-1])]
+    assert filled == packs.tokens.tolist() and max(filled) <= CAPACITY and packs.offsets[-1] == len(lengths)
+
+
+def test_equal_rows_are_packed_as_many_as_fit() -> None:
+    assert len(pack_rows(numpy.full(1000, 300), 2048)) == math.ceil(1000 / 6)
+    assert pack_rows(numpy.array([2048, 1, 2047]), 2048).tokens.tolist() == [2048, 2048]
+    assert pack_rows(numpy.array([5]), 2048).tokens.tolist() == [5]
+
+
+def test_the_demos_packs_of_2048_are_99_percent_full(demo: Demo, demo_cache: object) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(demo.model_dir)
+    rows = prepare(DataConfig(), tokenizer, context_length=2048, cache=demo_cache, want_validation=False)  # type: ignore[arg-type]
+    packs = pack_rows(row_lengths(rows.train), 2048)
+    full = numpy.sort(packs.tokens)[1:]  # the last pack aside
+    assert full.mean() >= 0.99 * 2048

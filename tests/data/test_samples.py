@@ -1,0 +1,59 @@
+"""How rows are shown to people."""
+
+import io
+
+import pytest
+import torch
+from datasets import Dataset
+from rich.text import Text
+from transformers import PreTrainedTokenizerFast
+
+from llama_ft.data import Encoder
+from llama_ft.data.samples import TRAINED, describe_first_batch, marked_text, show_samples
+from llama_ft.runtime import configure_console, console
+
+ROW = {"instruction": "Hi é", "output": "yes é no"}
+
+
+def test_what_is_trained_on_stands_between_marks(chatml: PreTrainedTokenizerFast) -> None:
+    [encoded] = Encoder(chatml, 100).encode(ROW, "alpaca")
+    text = marked_text(encoded.input_ids, encoded.labels, chatml, 100, colour=False).plain
+    assert text == "<|im_start|>user\nHi é<|im_end|>\n<|im_start|>assistant\n[[yes é no<|im_end|>]]\n"
+
+
+def test_in_colour_the_text_is_the_same_and_the_answer_alone_is_marked(chatml: PreTrainedTokenizerFast) -> None:
+    [encoded] = Encoder(chatml, 100).encode(ROW, "alpaca")
+    text: Text = marked_text(encoded.input_ids, encoded.labels, chatml, 100, colour=True)
+    assert text.plain == chatml.decode(encoded.input_ids)
+    assert "".join(text.plain[span.start : span.end] for span in text.spans if span.style in TRAINED) == (
+        "yes é no<|im_end|>"
+    )
+
+
+def test_of_a_long_row_beginning_and_end_are_shown_and_padding_is_counted(chatml: PreTrainedTokenizerFast) -> None:
+    ids = chatml("Hi" + " yes" * 98 + " no")["input_ids"]
+    text = marked_text([*ids, *[0] * 50], [-100] * 99 + ids[99:] + [-100] * 50, chatml, 8, colour=False).plain
+    assert text == "Hi yes yes yes yes yes ... 92 tokens ...  yes[[ no]] ... 50 x !"
+
+
+def test_samples_are_printed_with_their_place(chatml: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch) -> None:
+    [encoded] = Encoder(chatml, 100).encode(ROW, "alpaca")
+    row = {"input_ids": encoded.input_ids, "labels": encoded.labels, "source": "a.jsonl:3"}
+    monkeypatch.setattr(console, "file", io.StringIO())
+    configure_console(rank=1)
+    show_samples(Dataset.from_list([row]), chatml, 1)
+    assert console.file.getvalue() == ""  # it is rank 0 that people read
+    configure_console(rank=0)
+    show_samples(Dataset.from_list([row, row]), chatml, 1)
+    printed = console.file.getvalue()
+    assert printed.count("a.jsonl:3: 19 tokens, 6 of them trained on, between [[ and ]]\n") == 1
+    assert "\n[[yes é no<|im_end|>]]\n" in printed
+
+
+def test_the_first_batch_is_described_row_by_row(chatml: PreTrainedTokenizerFast) -> None:
+    ids = torch.tensor([chatml("Hi yes")["input_ids"], chatml("no yes")["input_ids"]])
+    labels = torch.where(torch.tensor([False, True]), ids, -100)
+    assert describe_first_batch(ids, labels, chatml).splitlines()[1:] == [
+        "  row 0 (2 tokens): Hi[[ yes]]",
+        "  row 1 (2 tokens): no[[ yes]]",
+    ]

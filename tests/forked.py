@@ -1,0 +1,128 @@
+"""Processes that have torch imported when they begin: forks of a server that has imported it once.
+
+Importing torch, transformers and what belongs to them takes every process 5 to 8 s of a core, mostly more than what a
+test then wants of it. What is forked here is a process of its own all the same: it runs a script from its first line,
+with a command line, an environment, an output and an exit code, and ranks meet over gloo as those of torchrun do. What
+depends on torchrun's agent, or on how a process begins, is tested with conftest's `torchrun` and `run`.
+"""
+
+import multiprocessing
+import os
+import runpy
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import dataclass
+from multiprocessing import connection, forkserver
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+# One thread each: a plain 1, which torchrun sets by itself, means a share of the cores to llama_ft.runtime. The tests'
+# tensors are tiny, and threads that wait for each other on busy cores are up to 100 times slower.
+ENVIRONMENT = {"PYTHONPATH": str(REPOSITORY / "src"), "OMP_NUM_THREADS": "01", "CUDA_VISIBLE_DEVICES": ""}
+PRELOADED = [f"llama_ft.{part}" for part in ("checkpoint", "data", "models", "observe", "runtime", "training")]
+PRELOADED += ["transformers.models.llama.modeling_llama", "accelerate.utils.fsdp_utils"]
+SECONDS_TO_LEAVE = 30.0  # what torchrun gives the other ranks when one has failed
+POLLING = threading.Lock()  # multiprocessing polls all of its processes whenever it starts one
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A process that has ended, or the ranks of a job."""
+
+    exit_code: int
+    output: str  # stdout and stderr as they came
+    seconds: float
+
+
+def start_server() -> None:
+    """Start the server, unless it runs; it ends with this process."""
+    before = {name: os.environ.get(name) for name in ENVIRONMENT}
+    os.environ.update(ENVIRONMENT)  # threads are counted when torch is imported
+    try:
+        multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
+        forkserver.ensure_running()
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+def forked(
+    script: Path | str, *arguments: str | Path, ranks: int = 0, timeout: float = 240, **environment: str
+) -> Finished:
+    """Run a script as `python script arguments`, or (ranks > 0) as so many ranks as torchrun starts them.
+
+    Variables that a library reads when it is imported have no effect in `environment`.
+
+    Raises:
+        subprocess.TimeoutExpired: with the output so far; nothing is left running.
+    """
+    started = time.monotonic()
+    start_server()
+    store, place = _meeting(ranks) if ranks else (None, {})
+    words = [str(script), *map(str, arguments)]
+    with tempfile.NamedTemporaryFile() as output:
+        processes = []
+        for rank in range(max(1, ranks)):
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks else {}
+            variables = {**os.environ, **ENVIRONMENT, **place, **own, **environment}
+            context = multiprocessing.get_context("forkserver")
+            processes.append(context.Process(target=_run_script, args=(words, variables, output.name)))
+            with POLLING:
+                processes[-1].start()
+        exit_code = _wait(processes, started + timeout)
+        text = Path(output.name).read_text(errors="replace")
+    del store
+    if exit_code is None:
+        raise subprocess.TimeoutExpired(words, timeout, text)
+    return Finished(exit_code, text, time.monotonic() - started)
+
+
+def _meeting(ranks: int) -> tuple[Any, dict[str, str]]:
+    """A store where the ranks meet, and the variables by which torchrun's agent would tell them of it."""
+    from torch.distributed import TCPStore
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
+    variables |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    variables |= {"TORCHELASTIC_RUN_ID": "forked", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    return store, {**variables, "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0"}
+
+
+def _run_script(words: list[str], variables: dict[str, str], output: str) -> None:
+    """What a forked process does: the script, as the interpreter would run it."""
+    os.environ.clear()
+    os.environ.update(variables)
+    file = os.open(output, os.O_WRONLY | os.O_APPEND)
+    for standard in (1, 2):
+        os.dup2(file, standard)
+    sys.argv, sys.path[0] = words, str(Path(words[0]).parent)
+    os.chdir(REPOSITORY)
+    runpy.run_path(words[0], run_name="__main__")
+
+
+def _wait(processes: list[ForkServerProcess], deadline: float) -> int | None:
+    """Wait for all; the exit code of the one that failed first, or None after the deadline. As under torchrun, a
+    failure ends the others."""
+    failed = 0
+    while running := [process for process in processes if _exit_code(process) is None]:
+        if time.monotonic() > deadline:
+            for process in running:
+                process.kill()
+            return failed or None
+        connection.wait([process.sentinel for process in running], deadline - time.monotonic())
+        codes = [code for process in processes if (code := _exit_code(process))]
+        if codes and not failed:
+            failed, deadline = codes[0], min(deadline, time.monotonic() + SECONDS_TO_LEAVE)
+            for process in running:
+                process.terminate()
+    return failed
+
+
+def _exit_code(process: ForkServerProcess) -> int | None:
+    with POLLING:
+        return process.exitcode
