@@ -73,6 +73,7 @@ def main(config: Config, places: dict[str, str]) -> None:
                 cache=data.cache_dir(),
                 want_validation=settings.run_validation,
                 vocabulary_size=None if config.model.resize_embeddings else models.vocabulary_size(model_config),
+                add_tokens=config.model.resize_embeddings,
             )
         log.info("\n".join(rows.summary))
         new_tokens = models.find_new_tokens(tokenizer, folder, model_config, config.model)
@@ -81,10 +82,12 @@ def main(config: Config, places: dict[str, str]) -> None:
         if resumed is not None:
             check_same_run(resumed.trainer, about, may_change, places)
         # Which rows this rank sees at which step: a function of (seed, epoch, step) and of nothing else.
-        vocabulary = models.vocabulary_size(model_config)
+        vocabulary = new_tokens.rows if new_tokens else models.vocabulary_size(model_config)
         pad = data.pad_token_id(tokenizer, vocabulary)
         steps = data.plan_training(config, rows, context_length, batch, pad, vocabulary, job)
         log.info(steps.describe())
+        if config.data.show_samples:
+            data.show_samples(steps.first_rows(), tokenizer, config.data.show_samples)
         if resumed is not None:
             checkpoint.check_steps_left(resumed, steps.total_steps)
 
@@ -229,6 +232,9 @@ def train(
         for todo in feed:
             step, batches = todo.step, todo.batches
             started = time.perf_counter() - feed.waited_seconds
+
+            if step == 1:
+                log.info(data.describe_first_batch(batches[0], tokenizer))
 
             # This rank's micro-batches: forward and backward, then a few numbers from each rank.
             losses = training.accumulate_gradients(

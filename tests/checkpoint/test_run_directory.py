@@ -1,5 +1,6 @@
 """A run's directory belongs to one process at a time, and nothing in it is lost."""
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -7,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forked import ENVIRONMENT
 
 from llama_ft.checkpoint import create_run_directory, run_directory
 from llama_ft.config import CheckpointConfig
@@ -28,7 +30,11 @@ def busy(tmp_path: Path) -> Iterator[tuple[Path, subprocess.Popen[str]]]:
     """A run's directory in which another process works."""
     folder = tmp_path / "run"
     other = subprocess.Popen(
-        [sys.executable, "-c", AT_WORK, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", AT_WORK, str(folder)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **ENVIRONMENT},
     )
     assert other.stdout is not None and other.stdout.readline() == "locked\n"
     (folder / "metrics.jsonl").write_text('{"step": 1}\n')

@@ -36,7 +36,9 @@ def pairs(count: int, answer: str = "yes") -> list[Any]:
     return [{"instruction": f"Hi {number}", "output": answer} for number in range(count)]
 
 
-def prepared(path: Path, tokenizer: Any, cache: Path, processes: int, length: int = 40, **settings: Any) -> TokenizedData:
+def prepared(
+    path: Path, tokenizer: Any, cache: Path, processes: int, length: int = 40, **settings: Any
+) -> TokenizedData:
     config = DataConfig(dataset=str(path), tokenize_processes=processes, **settings)
     return prepare(config, tokenizer, context_length=length, cache=cache, want_validation=True)
 
@@ -150,7 +152,9 @@ def when_tokenizing(act: Callable[[Any], None]) -> threading.Thread:
 def test_a_killed_process_ends_the_run_with_a_message(llama3: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     path = write(tmp_path / "my.jsonl", pairs(60_000, "yes " * 20))
     thread = when_tokenizing(lambda worker: os.kill(worker.pid, signal.SIGKILL))
-    with pytest.raises(RunFailure, match=r"was killed, most .*\n.*2 of them; .*my.jsonl:\d+, of \d+ bytes.\n *--tok.* 1 "):
+    with pytest.raises(
+        RunFailure, match=r"was killed, most .*\n.*2 of them; .*my.jsonl:\d+, of \d+ bytes.\n *--tok.* 1 "
+    ):
         prepared(path, llama3, tmp_path, 2)
     thread.join()
     assert multiprocessing.active_children() == [] and built(tmp_path) == []
@@ -219,10 +223,16 @@ def test_table_of_a_mix(llama3: PreTrainedTokenizerFast, tmp_path: Path, monkeyp
     assert data.summary == [
         "            rows  tokens  trained on  median  95 %  longest  tokens a row, 15 to 40",
         "training      14     314         132      15    40       40  █▂           ▄",
-        "  a.jsonl     10     260         116      15    40       40  █            █",
-        "  b.jsonl      4      64          17      15    18       18  █ █",
+        "  a.jsonl     10     250         120      15    40       40  █            ▆",
+        "  b.jsonl      4      64          12      17    17       17  ██",
         "validation     2      30           4      15    15       15  █",
-    ] or data.summary == []
+        "training: 6 rows are cut at --context_length 40",
+        "training: 2 rows are left out, nothing to train on within --context_length 40: a.jsonl:4; ...",
+        "training: 2 rows are the same as an earlier one, token for token",
+        "validation: 1 row is in the training rows too, token for token: held.jsonl:1 (a.jsonl:1)",
+        "1 bad rows left out: b.jsonl:5: malformed JSON: Expecting property name enclosed in double quotes (column 2); "
+        "expected one JSON object a line.",
+    ]
 
 
 def test_rows_in_both_splits_are_told(llama3: PreTrainedTokenizerFast, tmp_path: Path) -> None:

@@ -351,6 +351,8 @@ def test_a_block_that_cannot_be_told_apart_by_answers_is_refused(make_tokenizer:
     assert renderer.render(ONE)[1] == [(0, 1), (1, 3), (3, 4), (4, 7)]
     with pytest.raises(BadRow, match="8 {% generation %} blocks for 2 answers"):
         renderer.render([*TWO[:-1], {**TWO[-1], "weight": 0}])
+    rendered, spans = ChatRenderer(make_tokenizer([], template), "all").render(ONE)  # which asks for no answer
+    assert spans == [(0, len(rendered))]
 
 
 def test_the_settings_know_the_built_in_templates() -> None:

@@ -230,7 +230,7 @@ def test_file_of_no_bytes_has_no_rows(tmp_path: Path, name: str) -> None:
 
 
 def test_url_that_cannot_be_opened_is_told() -> None:
-    with pytest.raises(UserError, match="memory://nowhere/my.jsonl: cannot be read: "):
+    with pytest.raises(UserError, match="memory://nowhere/my.jsonl: cannot be read: no such file."):
         list(rows_of_file("memory://nowhere/my.jsonl"))
     with pytest.raises(UserError, match="no-such-protocol://a/my.jsonl: cannot be read: Protocol not known"):
         list(rows_of_file("no-such-protocol://a/my.jsonl"))

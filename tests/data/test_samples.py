@@ -3,7 +3,6 @@
 import io
 
 import pytest
-import torch
 from datasets import Dataset
 from rich.text import Text
 from transformers import PreTrainedTokenizerFast
@@ -51,9 +50,10 @@ def test_samples_are_printed_with_their_place(chatml: PreTrainedTokenizerFast, m
 
 
 def test_the_first_batch_is_described_row_by_row(chatml: PreTrainedTokenizerFast) -> None:
-    ids = torch.tensor([chatml("Hi yes")["input_ids"], chatml("no yes")["input_ids"]])
-    labels = torch.where(torch.tensor([False, True]), ids, -100)
-    assert describe_first_batch(ids, labels, chatml).splitlines()[1:] == [
-        "  row 0 (2 tokens): Hi[[ yes]]",
-        "  row 1 (2 tokens): no[[ yes]]",
-    ]
+    ids = [chatml(text)["input_ids"] for text in ("Hi yes no", "no yes", "yes yes")]
+    rows = Dataset.from_list([{"input_ids": it, "labels": [-100, *it[1:]], "source": "a.jsonl:1"} for it in ids])
+    pad = chatml.convert_tokens_to_ids("no")
+    shown = ["  3 tokens: Hi[[ yes no]]", "  2 tokens: no[[ yes]]"]  # the first two are enough
+    assert describe_first_batch(collate(rows, [0, 1, 2], pad, is_packed=True), chatml).splitlines()[1:] == shown
+    padded = describe_first_batch(collate(rows, [0, 1, 2], pad), chatml).splitlines()
+    assert padded[0].startswith("The first batch: 3 rows") and padded[1] == shown[0]

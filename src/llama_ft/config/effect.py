@@ -57,6 +57,8 @@ CONDITIONS = (
     Condition(
         ("activation_offload",), "activation_checkpointing", lambda it: it != "off", "without activation_checkpointing"
     ),
+    Condition(("shuffle_buffer",), "streaming", bool, "without streaming: all rows are shuffled"),
+    Condition(("num_epochs",), "streaming", lambda on: not on, "with streaming, which goes on until max_train_step"),
     Condition(("gradient_clipping_threshold",), "gradient_clipping", bool, "without gradient_clipping"),
     Condition(
         (

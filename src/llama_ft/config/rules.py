@@ -22,7 +22,6 @@ from llama_ft.errors import UserError
 NOT_BUILT: dict[str, tuple[Callable[[Any], bool], str]] = {
     "activation_checkpointing": (lambda it: it == "auto", "Use off, full, every_k or selective"),
     "compile": (bool, "Leave it out"),
-    "streaming": (bool, "Leave it out: rows are memory-mapped from the cache"),
 }
 SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(KB|MB|GB|TB)", re.IGNORECASE)
 SIZE_BYTES = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -211,6 +210,16 @@ def _collective_timeout_is_a_time(collective_timeout: str) -> str | None:
     return _time_complaint(collective_timeout)
 
 
+def _streams_have_no_end(streaming: bool, max_train_step: int) -> str | None:
+    wrong = streaming and max_train_step == 0
+    return "has no end that is known beforehand. Add --max_train_step, the optimizer steps to train." if wrong else None
+
+
+def _streams_have_no_fraction(validation: str | None, streaming: bool) -> str | None:
+    wrong = streaming and as_fraction(validation) is not None
+    return f"is {validation}: with streaming nobody knows all rows. Use a file, or a split." if wrong else None
+
+
 def _time_complaint(text: str) -> str | None:
     try:
         parse_duration(text)
@@ -243,6 +252,8 @@ RULES: tuple[Callable[..., str | None], ...] = (
     _changes_are_settings,
     _stop_after_is_a_time,
     _collective_timeout_is_a_time,
+    _streams_have_no_end,
+    _streams_have_no_fraction,
 )
 
 

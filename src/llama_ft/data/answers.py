@@ -53,7 +53,9 @@ class ChatRenderer:
             if used and not re.search(rf"\b{name}\b", self.template):
                 raise BadRow(f"the chat template has no place for {name}; expected one that has (--chat_template).")
         if calls and NO_CONTENT.search(self.template):
-            messages = [{**turn, "content": turn["content"] or None} for turn in messages]
+            messages = [
+                {**turn, "content": turn["content"] or None} if turn.get("tool_calls") else turn for turn in messages
+            ]
         try:
             text, spans = self._render(messages, tools)
         except BadRow as refusal:
@@ -88,7 +90,7 @@ class ChatRenderer:
         self, messages: list[Message], tools: Tools | None, text: str, blocks: list[Span], wanted: list[int]
     ) -> list[Span]:
         """Where the assistant turns `wanted` stand in the text."""
-        if not self.has_generation_block:
+        if not self.has_generation_block or not wanted:
             return [self._answer(messages, tools, index, text) for index in wanted]
         answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         if len(blocks) == len(answers):

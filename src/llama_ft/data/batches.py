@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 
 import numpy
 import torch
-import xxhash
 from torch.nn.utils.rnn import pad_sequence
 
 from llama_ft.data.packing import pack_rows
@@ -294,16 +293,6 @@ def row_lengths(dataset: "Dataset") -> numpy.ndarray:
     import pyarrow.compute
 
     return pyarrow.compute.list_value_length(dataset.with_format("arrow")[:]["input_ids"]).to_numpy()
-
-
-def fingerprint(dataset: "Dataset") -> str:
-    """A checksum of tokens and labels, row by row; where they came from does not matter."""
-    digest = xxhash.xxh3_128()
-    for name in ("input_ids", "labels"):
-        for chunk in dataset.with_format("arrow")[:][name].chunks:
-            digest.update(chunk.value_lengths().to_numpy(zero_copy_only=False))
-            digest.update(chunk.flatten().to_numpy(zero_copy_only=False))
-    return digest.hexdigest()
 
 
 def target_token_counts(dataset: "Dataset") -> numpy.ndarray:

@@ -1,7 +1,7 @@
 """Tokenizing a dataset to disk: chunk by chunk, so that memory does not grow with the data."""
 
 import pickle
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy
@@ -10,10 +10,10 @@ import xxhash
 from datasets import Dataset, Features, List, Value
 from datasets.arrow_writer import ArrowWriter
 
-from llama_ft.data.formats import BadRow, Message, Row, RowFormat
+from llama_ft.data.formats import Message
 from llama_ft.data.parallel import Chunk, EncodedChunk
 from llama_ft.data.statistics import BuildReport, SplitStatistics, histogram_edges
-from llama_ft.data.tokenize import Encoded, Encoder
+from llama_ft.data.tokenize import Encoder
 from llama_ft.errors import UserError
 
 FEATURES = Features(
@@ -73,8 +73,8 @@ class SplitWriter:
         statistics.split += int(((encoded.pieces > 1) & mine).sum())
         without = numpy.flatnonzero((encoded.pieces > 0) & ~trained & mine)
         statistics.without_target += len(without)
-        room = PLACES_NAMED - len(statistics.first_without_target)
-        statistics.first_without_target += [chunk.places[row] for row in without[:room]]
+        first = dict.fromkeys([*statistics.first_without_target, *(chunk.places[row] for row in without)])
+        statistics.first_without_target = list(first)[:PLACES_NAMED]
         kept = mine[encoded.row_of_piece]
         if not kept.any():
             return
@@ -215,23 +215,3 @@ class BadRows:
         """Stop the run if there are bad rows that are not to be skipped; called when all rows are read, too."""
         if self.count and not self.skip:
             raise UserError(*self.first[:-1], f"{self.first[-1]}\n{SKIP_HINT}")
-
-
-def encoded_rows(
-    rows: Iterable[tuple[str, Row | BadRow, RowFormat]], encoder: Encoder, bad: BadRows
-) -> Iterator[tuple[str, Encoded]]:
-    """Yield (place, tokens) of all that would be trained on, without a disk; the bad rows go to `bad`.
-
-    Raises:
-        UserError: there are bad rows and they are not to be skipped.
-    """
-    for place, row, row_format in rows:
-        try:
-            if isinstance(row, BadRow):
-                raise row
-            pieces, problem = encoder.encode(row, row_format), None
-        except BadRow as error:
-            pieces, problem = [], str(error)
-        bad.note(place, problem)
-        yield from ((place, piece) for piece in pieces if piece.target_tokens)
-    bad.end()

@@ -51,24 +51,25 @@ def rows_of_file(path: Path | str) -> Rows:
         raise
     except pyarrow.ArrowException as error:
         kind = data_suffix(name).removeprefix(".")
-        raise UserError(f"{name}: not a readable {kind} file{_after(place)}: {_first_line(error)}") from None
+        raise UserError(f"{name}: not a readable {kind} file{_after(place)}: {reason_of(error)}.") from None
     except (OSError, EOFError, zlib.error) as error:  # missing, not allowed, or a .gz or .zst that is cut off
-        reason = getattr(error, "strerror", None) or _first_line(error)
-        raise UserError(f"{name}: cannot be read{_after(place)}: {reason.rstrip('.')}.") from None
+        raise UserError(f"{name}: cannot be read{_after(place)}: {reason_of(error)}.") from None
     except Exception as error:
         if not is_url(name):
-            raise
-        raise UserError(
-            f"{name}: cannot be read{_after(place)}: {_first_line(error)}"
-        ) from error  # of any network library
+            raise  # only network libraries have errors of their own
+        raise UserError(f"{name}: cannot be read{_after(place)}: {reason_of(error)}.") from error
 
 
 def _after(place: str) -> str:
     return f" after {place}" if place else ""
 
 
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+def reason_of(error: BaseException) -> str:
+    """What an exception of any library says, on one line."""
+    if isinstance(error, FileNotFoundError):
+        return "no such file"  # fsspec says nothing but the name again
+    text = getattr(error, "strerror", None) or str(error).strip() or type(error).__name__
+    return str(text).splitlines()[0].rstrip(".")
 
 
 @contextmanager

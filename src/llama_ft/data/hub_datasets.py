@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from llama_ft.data.formats import BadRow, Row
-from llama_ft.errors import UserError
+from llama_ft.errors import RunFailure, UserError
 from llama_ft.runtime.console import log
 
 PROBE_SECONDS = 10.0
@@ -74,6 +74,40 @@ def load_from_hub(name: str, split: str | None) -> Any:
                 ) from error
             where = "its copy in the cache" if offline else "the hub"
             raise UserError(f"{name}: cannot be had from {where}: {reason}") from error
+
+
+def stream_from_hub(name: str, split: str) -> Any:
+    """A datasets.IterableDataset, whose rows come over the network as they are read; arguments and errors as of
+    `load_from_hub`. Every rank asks the hub for itself."""
+    import datasets
+
+    path, _, configuration = name.partition(":")
+    if reason := _unreachable(path):
+        raise UserError(
+            f"{name}: no file or folder of this name here, and the hub could not be asked ({reason}).\n"
+            "Give the path of local data, or try again when it can be reached."
+        )
+    try:
+        return datasets.load_dataset(path, configuration or None, split=split, streaming=True)
+    except Exception as error:  # as above
+        raise UserError(f"{name}: cannot be streamed from the hub: {str(error).splitlines()[0]}") from error
+
+
+def rows_over_the_network(name: str, dataset: Any) -> Iterator[tuple[str, Row]]:
+    """Yield (place, row) of what `stream_from_hub` returned.
+
+    Raises:
+        RunFailure: the connection was lost, and `datasets` has given up.
+    """
+    number = 0
+    try:
+        for number, row in enumerate(dataset, start=1):
+            yield f"{name} row {number}", row
+    except Exception as error:  # of any library between here and the hub
+        raise RunFailure(
+            f"{name}: cannot be read on after row {number}: {(str(error) or type(error).__name__).splitlines()[0]}\n"
+            "--resume auto goes on from the last checkpoint."
+        ) from error
 
 
 @contextmanager

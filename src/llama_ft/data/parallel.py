@@ -257,7 +257,9 @@ class ChunkEncoder:
             yield
         except (EOFError, OSError):
             chunks = in_work.values()
-            size, place = max((len(row), at) for chunk in chunks for at, row in zip(chunk.places, chunk.rows, strict=True))
+            size, place = max(
+                (len(row), at) for chunk in chunks for at, row in zip(chunk.places, chunk.rows, strict=True)
+            )
             raise RunFailure(
                 "a process that tokenized was killed, most likely by the kernel, for want of host memory.\n"
                 f"There were {self.used} of them; the largest row they had was {place}, of {size:,} bytes.\n"

@@ -1,5 +1,6 @@
 """One call from `--dataset` to tokenized rows on disk, taken from the cache when nothing has changed."""
 
+import dataclasses
 import hashlib
 import itertools
 import json
@@ -40,14 +41,15 @@ class TokenizedData:
 
     Attributes:
         train: columns input_ids and labels (int32 lists), target_tokens (int32: labels that count in the loss) and
-            source (the place of the row, for messages).
+            source (the place of the row, for messages). None with streaming.
         validation: the same, or None.
         chat_sample: a chat of the validation (else the training) rows whose last turn is the reference answer.
         summary: lines for people.
         report: all that was counted.
+        stream: with streaming, where the training rows come from and what tokenizes them.
     """
 
-    train: Dataset
+    train: Dataset | None
     validation: Dataset | None
     chat_sample: list[Message] | None
     summary: list[str]
@@ -57,6 +59,8 @@ class TokenizedData:
     def fingerprints(self) -> dict[str, str]:
         """dataset, and validation where there is any -> a checksum of its tokens and labels."""
         prints = {"dataset": self.report.train.fingerprint}
+        if self.stream is not None:
+            prints["dataset"] = hashlib.sha256(self.stream[0].identity.encode()).hexdigest()
         if self.validation is not None and self.report.validation is not None:
             prints["validation"] = self.report.validation.fingerprint
         return prints
@@ -81,6 +85,7 @@ def prepare(
     cache: Path,
     want_validation: bool,
     vocabulary_size: int | None = None,
+    add_tokens: bool = False,
 ) -> TokenizedData:
     """Tokenize what `config` names, or take it from the cache.
 
@@ -88,35 +93,48 @@ def prepare(
     saved with the result.
 
     Args:
-        config: everything but batching_strategy and streaming.
+        config: everything but batching_strategy. With streaming only validation rows are tokenized here.
         tokenizer: of the model to be trained.
         context_length: longest row in tokens.
         cache: folder of the demo and of tokenized data, see `cache_dir`.
         want_validation: False leaves `validation` None; a fraction of the rows is held out all the same.
         vocabulary_size: of the model; a tokenizer may have ids beyond it as long as no row does. None: not checked.
+        add_tokens: the model gets rows for special tokens that the chat template writes and the tokenizer lacks.
 
     Raises:
         UserError: the data cannot be used; several bad rows are reported together.
     """
     job = _plan(config, tokenizer, cache, want_validation)
-    note = ensure_chat_template(tokenizer, config.chat_template) if config.chat_template or _has_chats(job) else ""
+    has_template = config.chat_template or _has_chats(job)
+    note = ensure_chat_template(tokenizer, config.chat_template, add_tokens) if has_template else ""
     encoder = Encoder(tokenizer, context_length, config.truncation, config.labels)
-    folder = cache / "tokenized" / _key(job, encoder)
-    processes = config.tokenize_processes or cores()
-    build_once(folder, "meta.json", lambda temporary: _build(temporary, job, encoder, processes))
-    report = BuildReport.load(folder / "meta.json")
+    stream = (job.source, encoder) if config.streaming else None
+    report = BuildReport(SplitStatistics())
+    to_build: _Job | None = job
+    if stream is not None:
+        held_out_rows = job.validation
+        to_build = None if held_out_rows is None else dataclasses.replace(job, source=held_out_rows, validation=None)
+    folder = cache / "tokenized" / _key(to_build or job, encoder)
+    if to_build is not None:
+        processes = config.tokenize_processes or cores()
+        build_once(folder, "meta.json", lambda temporary: _build(temporary, to_build, encoder, processes))
+        report = BuildReport.load(folder / "meta.json")
+        if stream is not None:
+            report.train, report.validation = SplitStatistics(), report.train
     _check_ids(report, tokenizer, vocabulary_size)
     is_plain = not console.encoding.startswith("utf")
     summary = [*([note] if note else []), *describe(report, context_length, want_validation, is_plain)]
     if want_validation and report.validation is None:
         summary.append(NO_VALIDATION)
     has_validation = report.validation is not None and want_validation
+    held_out = "validation" if stream is None else "train"  # in a build of its own
     return TokenizedData(
-        train=Dataset.from_file(str(folder / "train.arrow")),
-        validation=Dataset.from_file(str(folder / "validation.arrow")) if has_validation else None,
+        train=Dataset.from_file(str(folder / "train.arrow")) if stream is None else None,
+        validation=Dataset.from_file(str(folder / f"{held_out}.arrow")) if has_validation else None,
         chat_sample=report.chat_sample,
         summary=summary,
         report=report,
+        stream=stream,
     )
 
 
@@ -135,7 +153,9 @@ def _has_chats(job: _Job) -> bool:
     """Whether any rows need a chat template: those of prompts and completions do where these are turns."""
     for source in (job.source, job.validation):
         for part in (source.parts or (source,)) if source else ():
-            row_format = part.row_format(job.wanted_format, if_empty=HOW_TO_VALIDATE if source is job.validation else "")
+            row_format = part.row_format(
+                job.wanted_format, if_empty=HOW_TO_VALIDATE if source is job.validation else ""
+            )
             first = itertools.islice(part.read(), ROWS_LOOKED_AT) if row_format == "prompt_completion" else ()
             has_turns = any(isinstance(row.get("prompt"), list) for _, row in first if not isinstance(row, BadRow))
             if row_format in CHATS or has_turns:
@@ -230,10 +250,10 @@ def _check_rows_left(report: BuildReport, job: _Job, context_length: int, bad_in
     """Refuse an empty split, saying where its rows went."""
     held_out = report.validation
     if report.train.rows == 0:
-        if not _left_out(report.train, 0) and job.fraction and held_out and held_out.rows:
+        if not (report.train.without_target or report.train.dropped) and job.fraction and held_out and held_out.rows:
             raise UserError(f"{job.source.name}: --validation {job.fraction} leaves no row to train on.")
         raise UserError(
-            f"{job.source.name}: no row can be trained on: {_left_out(report.train, bad_in_train) or 'it holds none'}."
+            f"{job.source.name}: no row can be trained on: {_left_out(report.train, bad_in_train)}."
             + _longer_hint(report.train, context_length)
         )
     if held_out is None or held_out.rows > 0:
@@ -245,7 +265,7 @@ def _check_rows_left(report: BuildReport, job: _Job, context_length: int, bad_in
         )
     raise UserError(
         f"{job.validation.name}: no row can be used for validation: "
-        f"{_left_out(held_out, report.bad_rows - bad_in_train) or 'it holds none'}.{_longer_hint(held_out, context_length)}"
+        f"{_left_out(held_out, report.bad_rows - bad_in_train)}.{_longer_hint(held_out, context_length)}"
     )
 
 
@@ -257,10 +277,12 @@ def _left_out(split: SplitStatistics, bad: int) -> str:
         reasons.append(f"{split.without_target:,} rows have nothing to train on")
     if split.dropped:
         reasons.append(f"{split.dropped:,} rows are too long")
-    return " and ".join(reasons)
+    return " and ".join(reasons) or "it holds none"
 
 
 def _longer_hint(split: SplitStatistics, context_length: int) -> str:
     if not (longer := split.truncated + split.dropped):
         return ""
-    return f"\n{longer:,} rows are longer than --context_length {context_length}; --truncation says what becomes of them."
+    return (
+        f"\n{longer:,} rows are longer than --context_length {context_length}; --truncation says what becomes of them."
+    )

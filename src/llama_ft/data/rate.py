@@ -46,7 +46,9 @@ class Rate:
         """So many more are done."""
         self._rows, self._tokens = self._rows + rows, self._tokens + tokens
         if self._bar is not None:
-            self._bar.update(self._task, description=f"tokenizing: {self._line()}")
+            per_second = self._tokens / (time.monotonic() - self._started)
+            brief = f"tokenizing: {self._rows:,} rows  {per_second:,.0f} tokens/s"
+            self._bar.update(self._task, description=brief)
         elif time.monotonic() - self._last_line > SECONDS_BETWEEN_LINES:
             self._last_line = time.monotonic()
             log.info(f"tokenizing: {self._line()}")

@@ -1,8 +1,9 @@
 """Rows as people read them: what is trained on in colour, or between [[ and ]] where there is no colour."""
 
+import itertools
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.text import Text
 
@@ -13,6 +14,9 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
 
+    from llama_ft.data.batches import Batch
+
+BATCH_ROWS = 2
 SAMPLE_TOKENS, BATCH_TOKENS = 2000, 300  # longest text of a row; of a longer one the middle is left out
 PADDING_RUN = 4
 # One token after the other in two shades, so that it can be seen where a token ends.
@@ -39,19 +43,17 @@ def show_samples(rows: "Dataset", tokenizer: "PreTrainedTokenizerBase", count: i
     console.print()
 
 
-def describe_first_batch(input_ids: Any, labels: Any, tokenizer: "PreTrainedTokenizerBase") -> str:
-    """The text of a batch for the log, what is trained on between [[ and ]].
-
-    Args:
-        input_ids: [rows, tokens], tensors or lists.
-        labels: [rows, tokens], -100 where not trained on.
-        tokenizer: theirs.
-    """
-    lines = ["The first batch; what is trained on is between [[ and ]]:"]
-    for index, (ids, row_labels) in enumerate(zip(input_ids, labels, strict=True)):
-        ids, row_labels = [int(token) for token in ids], [int(label) for label in row_labels]
-        text = marked_text(ids, row_labels, tokenizer, BATCH_TOKENS, colour=False)
-        lines.append(f"  row {index} ({len(ids):,} tokens): {text.plain}")
+def describe_first_batch(batch: "Batch", tokenizer: "PreTrainedTokenizerBase") -> str:
+    """The text of a batch's first rows for the log, what is trained on between [[ and ]]."""
+    if batch.is_packed:
+        rows = zip(*(part[0].split(batch.row_lengths) for part in (batch.input_ids, batch.labels)), strict=True)
+    else:
+        rows = zip(batch.input_ids, batch.labels, strict=True)
+    count = len(batch.row_lengths)
+    lines = [f"The first batch: {count:,} row{'s' if count > 1 else ''}; what is trained on is between [[ and ]]:"]
+    for (ids, labels), length in zip(itertools.islice(rows, BATCH_ROWS), batch.row_lengths, strict=False):
+        text = marked_text(ids.tolist(), labels.tolist(), tokenizer, BATCH_TOKENS, colour=False)
+        lines.append(f"  {length:,} tokens: {text.plain}")
     return "\n".join(lines)
 
 

@@ -17,7 +17,7 @@ from llama_ft.config.sections import DataConfig, DatasetPart
 from llama_ft.data.demo import build_demo
 from llama_ft.data.files import BATCH_BYTES, Rows, rows_of_file, without_nulls
 from llama_ft.data.formats import BadRow, Row, RowFormat, find_format
-from llama_ft.data.hub_datasets import READY, load_from_hub
+from llama_ft.data.hub_datasets import READY, load_from_hub, rows_over_the_network, stream_from_hub
 from llama_ft.data.splits import best_for_validation, identity_of, splits_of
 from llama_ft.data.user_function import call_user_function
 from llama_ft.errors import UserError
@@ -182,6 +182,9 @@ def _open_named(
         return dataclasses.replace(
             raw, read=lambda: ((place, row) for place, given in raw.read() for row in ready.rows(given))
         )
+    if kind == "hub" and config.streaming and use == "train":
+        title, streamed = f"{name} {wanted}", stream_from_hub(name, str(wanted))
+        return Source(title, title, lambda: rows_over_the_network(title, streamed))
     if kind == "hub":
         return _hub_source(name, wanted)
     return _split_source(name, wanted, use)

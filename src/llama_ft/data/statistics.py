@@ -123,8 +123,9 @@ def describe(report: BuildReport, context_length: int, want_validation: bool, pl
         plain: ASCII only.
     """
     validation = report.validation if want_validation else None
-    splits = {"training": report.train, **({"validation": validation} if validation else {})}
-    lines = _table(splits, report.edges, PLAIN_BARS if plain else BARS)
+    splits = {"training": report.train} if report.train.rows else {}  # streamed rows are not counted beforehand
+    splits |= {"validation": validation} if validation else {}
+    lines = _table(splits, report.edges, PLAIN_BARS if plain else BARS) if splits else []
     for name, split in splits.items():
         lines += [f"{name}: {line}" for line in _notes(split, context_length)]
     if validation is not None and report.shared:

@@ -1,0 +1,216 @@
+"""What data costs: tokenizing, how full packs are, packing against padding, and how long training waits for batches.
+
+    python benchmarks/data.py
+    python benchmarks/data.py --rows 1000000     # besides, that many short rows from a file of their own
+
+All on the embedded demo's rows and model, on one process. `packing` against `padding` is measured in turns at the same
+number of rows a step and the same tokens a micro-batch; the ratio is of target tokens a second, so padding and masks
+count as the waste they are. `dense mask` is how transformers computes the same packs by itself. Peak memory is the
+anonymous memory of this process and those that tokenize, what they share counted once (Pss_Anon), above its level
+before.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+SOURCES = str(Path(__file__).resolve().parent.parent / "src")
+sys.path.insert(0, SOURCES)
+
+import numpy  # noqa: E402
+import torch  # noqa: E402
+from transformers import AutoTokenizer, PreTrainedTokenizerBase  # noqa: E402
+from transformers.modeling_utils import PreTrainedModel  # noqa: E402
+
+from llama_ft import data, models, runtime, training  # noqa: E402
+from llama_ft.config import DataConfig, FSDPConfig, ModelConfig  # noqa: E402
+from llama_ft.data.batches import Batch  # noqa: E402
+from llama_ft.data.packing import pack_rows  # noqa: E402
+from llama_ft.runtime import Runtime  # noqa: E402
+
+GIB = 2**30
+CAPACITIES = (256, 1024, 2048)
+MICRO_BATCH_TOKENS = 2048
+WORDS = "shard rank gather token weight adapter scale mesh row block mask pack epoch step loss norm head layer".split()
+
+
+class Peak:
+    """Samples the anonymous memory of this process and its children; `bytes` is the most above the beginning."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self._start = self._now()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._sample, daemon=True)
+
+    def __enter__(self) -> "Peak":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _sample(self) -> None:
+        while not self._stop.wait(0.05):
+            self.bytes = max(self.bytes, self._now() - self._start)
+
+    def _now(self) -> int:
+        children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+        for task in Path("/proc/self/task").iterdir():
+            with contextlib.suppress(OSError):
+                children += (task / "children").read_text().split()
+        return sum(self._anonymous(pid) for pid in {"self", *children})
+
+    @staticmethod
+    def _anonymous(pid: str) -> int:
+        with contextlib.suppress(OSError):
+            for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+                if line.startswith("Pss_Anon:"):
+                    return int(line.split()[1]) * 1024
+        return 0
+
+
+def tokenize(config: DataConfig, tokenizer: PreTrainedTokenizerBase, length: int) -> tuple[data.TokenizedData, float]:
+    """Tokenize with an empty cache; seconds of it."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.symlink(data.build_demo(data.cache_dir()).model_dir.parent, Path(folder) / "demo")
+        started = time.perf_counter()
+        rows = data.prepare(config, tokenizer, context_length=length, cache=Path(folder), want_validation=False)
+        seconds = time.perf_counter() - started
+        train, name = rows.report.train, "demo" if config.dataset == "demo" else "generated"
+        counts = f"{train.rows:,} | {train.tokens:,} | {rows.report.processes} | {seconds:.1f} s"
+        print(f"| {name} | {counts} | {train.rows / seconds:,.0f} | {train.tokens / seconds:,.0f} |", end="")
+        return rows, seconds
+
+
+def packs_table(lengths: numpy.ndarray) -> None:
+    print("\n| tokens a pack | rows | packs | full, the last pack aside | least number (tokens / pack) | seconds |")
+    print("|---|---|---|---|---|---|")
+    for capacity in CAPACITIES:
+        short = numpy.minimum(lengths, capacity)
+        started = time.perf_counter()
+        packs = pack_rows(short, capacity)
+        seconds = time.perf_counter() - started
+        full = numpy.sort(packs.tokens)[1:].mean() / capacity
+        least = -(-int(short.sum()) // capacity)
+        print(f"| {capacity} | {len(short):,} | {len(packs):,} | {full:.2%} | {least:,} | {seconds:.2f} |")
+
+
+def build(folder: Path, job: Runtime, packed: bool) -> PreTrainedModel:
+    """The demo's model on a mesh of one, as recipes/finetuning.py makes it."""
+    precision = runtime.PRECISIONS["fp32"]
+    model = models.build_skeleton(models.load_model_config(folder, False), ModelConfig(model_name=str(folder)))
+    if packed:
+        models.use_packed_attention(model)
+    models.set_storage_dtypes(model, precision)
+    models.shard(model, job.mesh, FSDPConfig(), precision)
+    group = models.ShardGroup(job.mesh)
+    models.materialize(model, folder, group, job.device, job.storage_device, False, None, None, 0, precision.frozen)
+    return model
+
+
+def dense(model: PreTrainedModel, batch: Batch, device: torch.device) -> torch.Tensor:
+    """The loss of a pack as transformers computes it from positions alone."""
+    positions = torch.cat([torch.arange(length) for length in batch.row_lengths])[None]
+    logits = model(input_ids=batch.input_ids.to(device), position_ids=positions.to(device), use_cache=False).logits
+    targets = batch.labels[:, 1:].flatten().to(device)
+    return torch.nn.functional.cross_entropy(logits[0, :-1].float(), targets, ignore_index=-100, reduction="sum")
+
+
+def speed(rows: data.TokenizedData, folder: Path, job: Runtime, turns: int) -> None:
+    """Steps with packs and with padding in turns, and how long each feed was waited for."""
+    assert rows.train is not None
+    lengths, targets = data.row_lengths(rows.train), data.target_token_counts(rows.train)
+    rows_a_pack = round(MICRO_BATCH_TOKENS / lengths.mean())
+    shape = {"world_size": 1, "rank": 0, "micro_batch": 1, "seed": 1}
+    ways = {
+        "packing": (MICRO_BATCH_TOKENS, {**shape, "global_batch": 1}),
+        "padding": (None, {**shape, "global_batch": rows_a_pack, "micro_batch": rows_a_pack}),
+        "dense mask": (MICRO_BATCH_TOKENS, {**shape, "global_batch": 1}),
+    }
+    rates: dict[str, list[float]] = {way: [] for way in ways}
+    waited, stepped = dict.fromkeys(ways, 0.0), dict.fromkeys(ways, 0.0)
+    built = {way: build(folder, job, way == "packing") for way in ways}
+    with contextlib.ExitStack() as stack:
+        feeds: dict[str, Iterator[data.StepBatches]] = {}
+        ahead = {}
+        for way, (capacity, plan) in ways.items():
+            prepared = data.PreparedRows(
+                rows.train, data.BatchPlan(lengths, targets, capacity=capacity, **plan), 0, 1, 0
+            )
+            ahead[way] = stack.enter_context(data.Ahead(prepared.steps(1, turns + 1, {})))
+            feeds[way] = iter(ahead[way])
+        for turn in range(turns + 1):
+            for way, model in built.items():
+                todo = next(feeds[way])
+                started = time.perf_counter() - ahead[way].waited_seconds
+                if way == "dense mask":
+                    (dense(model, todo.batches[0], job.device) / todo.target_tokens).backward()
+                else:
+                    training.accumulate_gradients(model, todo.batches, todo.target_tokens, False, job.device)
+                model.zero_grad()
+                if job.device.type == "cuda":
+                    torch.cuda.synchronize()
+                if turn == 0:  # warm-up
+                    continue
+                seconds = time.perf_counter() - started
+                rates[way].append(todo.target_tokens / seconds)
+                waited[way] += ahead[way].waited_seconds
+                stepped[way] += seconds
+    print(f"\n| {MICRO_BATCH_TOKENS} tokens a micro-batch | target tokens/s | packing is faster by | waited for data |")
+    print("|---|---|---|---|")
+    for way, rate in rates.items():
+        ratio = statistics.median(ours / theirs for ours, theirs in zip(rates["packing"], rate, strict=True))
+        print(f"| {way} | {statistics.median(rate):,.0f} | {ratio:.2f} x | {waited[way] / stepped[way]:.2%} |")
+
+
+def generated(file: Path, count: int) -> Path:
+    """A .jsonl file of `count` short rows, no two alike."""
+    chance = random.Random(0)
+    with open(file, "w") as lines:
+        for number in range(count):
+            question = f"{number} {' '.join(chance.choices(WORDS, k=chance.randint(4, 20)))}?"
+            answer = " ".join(chance.choices(WORDS, k=chance.randint(1, 40)))
+            lines.write(json.dumps({"instruction": question, "output": answer}) + "\n")
+    return file
+
+
+def main() -> None:
+    """Print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=0, help="tokenize and pack so many generated rows too")
+    parser.add_argument("--turns", type=int, default=20)
+    parser.add_argument("--device", choices=["auto", "cuda", "cpu"], default="auto")
+    asked = parser.parse_args()
+    demo = data.build_demo(data.cache_dir())
+    tokenizer = AutoTokenizer.from_pretrained(demo.model_dir)
+    print("| rows of | rows | tokens | processes | seconds | rows/s | tokens/s | peak memory |\n" + "|---" * 8 + "|")
+    with Peak() as peak:
+        rows, _ = tokenize(DataConfig(dataset="demo"), tokenizer, MICRO_BATCH_TOKENS)
+    print(f" {peak.bytes / GIB:.2f} GiB |")
+    if asked.rows:
+        with tempfile.TemporaryDirectory() as folder:
+            file = generated(Path(folder) / "rows.jsonl", asked.rows)
+            with Peak() as peak:
+                many, _ = tokenize(DataConfig(dataset=str(file)), tokenizer, MICRO_BATCH_TOKENS)
+                lengths, started = data.row_lengths(many.train), time.perf_counter()
+                packs = pack_rows(lengths, MICRO_BATCH_TOKENS)
+                seconds = time.perf_counter() - started
+            print(f" {peak.bytes / GIB:.2f} GiB, packed into {len(packs):,} in {seconds:.1f} s |")
+    packs_table(data.row_lengths(rows.train))
+    with runtime.start(asked.device, 1, False, None, 1800) as job:
+        speed(rows, demo.model_dir, job, asked.turns)
+
+
+if __name__ == "__main__":
+    main()

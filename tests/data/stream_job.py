@@ -1,0 +1,53 @@
+"""Iterates over streamed rows as the training loop does, and writes down what each step had: folder, cases as JSON."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from llama_ft import data, runtime
+from llama_ft.config import DataConfig, TrainConfig
+from llama_ft.data.stream import StreamedRows
+from llama_ft.errors import UserError
+
+
+def main(folder: Path, cases: list[dict[str, Any]]) -> None:
+    """Run the cases, one after the other, on the ranks there are."""
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    data.ensure_chat_template(tokenizer)
+    with runtime.start("cpu", 1, False, None, 60) as job:
+        for case in cases:
+            config = DataConfig(dataset=str(folder / case["file"]), streaming=True, **case["config"])
+            settings = TrainConfig(max_train_step=case["last"], batch_size_training=case["micro_batch"])
+            encoder = data.Encoder(tokenizer, 200)
+            source = data.open_source(config.dataset, "train", config=config, tokenizer=tokenizer, cache=folder)
+            rows = StreamedRows(source, encoder, config, settings, case["capacity"], 8, 0, None, job)
+            steps, message = [], ""
+            try:
+                with data.Ahead(rows.steps(case["first"], case["last"], case["position"])) as feed:
+                    for todo in feed:
+                        own = [place.rpartition(":")[2] for batch in todo.batches for place in batch.sources]
+                        everyone: list[Any] = [None] * job.world_size
+                        runtime.process_group.dist.all_gather_object(everyone, own)
+                        steps.append(
+                            {
+                                "step": todo.step,
+                                "rows": sorted(int(place) for places in everyone for place in places),
+                                "targets": todo.target_tokens,
+                                "micro_batches": len(todo.batches),
+                                "ends_epoch": todo.ends_epoch,
+                                "epochs_seen": todo.epochs_seen,
+                                "position": todo.position,
+                            }
+                        )
+            except UserError as error:
+                message = str(error)
+            (folder / f"{case['name']}-{job.world_size}-{job.rank}.json").write_text(
+                json.dumps({"steps": steps, "message": message})
+            )
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), json.loads(Path(sys.argv[2]).read_text()))

@@ -1,0 +1,72 @@
+"""Batches made in a thread: in order, ahead of time, and gone when they are no longer wanted."""
+
+import threading
+import time
+from collections.abc import Generator
+
+import pytest
+
+from llama_ft.data import Ahead
+
+
+def numbers(made: list[int], closed: threading.Event, count: int = 1000) -> Generator[int, None, None]:
+    try:
+        for number in range(count):
+            made.append(number)
+            yield number
+    finally:
+        closed.set()
+
+
+def test_items_come_in_order_and_a_few_are_made_ahead() -> None:
+    made: list[int] = []
+    with Ahead(numbers(made, threading.Event(), 20), 2) as ahead:
+        items = iter(ahead)
+        assert next(items) == 0
+        until = time.monotonic() + 10
+        while len(made) < 4 and time.monotonic() < until:  # one taken, two waiting, one in the thread's hand
+            time.sleep(0.01)
+        assert made == [0, 1, 2, 3]
+        assert list(items) == list(range(1, 20))
+
+
+def test_leaving_early_closes_what_makes_them() -> None:
+    closed = threading.Event()
+    with Ahead(numbers([], closed)) as ahead:
+        for number in ahead:
+            if number == 3:
+                break
+    assert closed.is_set()
+    with pytest.raises(KeyError), Ahead(numbers([], closed := threading.Event())) as ahead:
+        next(iter(ahead))
+        raise KeyError
+    assert closed.wait(10)
+
+
+def test_an_error_is_raised_where_its_item_was_due() -> None:
+    def failing() -> Generator[int, None, None]:
+        yield 1
+        raise ValueError("no more")
+
+    taken = []
+    with pytest.raises(ValueError, match="no more"), Ahead(failing()) as ahead:
+        for number in ahead:
+            taken.append(number)
+    assert taken == [1]
+
+
+def test_waiting_is_measured() -> None:
+    def slow() -> Generator[int, None, None]:
+        for number in range(3):
+            threading.Event().wait(0.2)
+            yield number
+
+    with Ahead(slow()) as ahead:
+        waited = [ahead.waited_seconds for _ in ahead]
+    assert all(0.1 < seconds < 5 for seconds in waited)
+    with Ahead(numbers([], threading.Event(), 3)) as ahead:
+        items = iter(ahead)
+        next(items)
+        time.sleep(0.2)
+        next(items)
+        assert ahead.waited_seconds < 0.1

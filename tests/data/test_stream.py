@@ -1,0 +1,98 @@
+"""Streamed rows: all of them once a pass, the same on any number of ranks, and from any position on."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import write_rows
+from forked import forked
+
+JOB = Path(__file__).parent / "stream_job.py"
+ROWS, BUFFER, STEPS = 900, 300, 90
+CASE: dict[str, Any] = {"file": "rows.jsonl", "first": 1, "last": STEPS, "position": {}, "capacity": 200}
+
+
+def case(name: str, world_size: int, **changes: Any) -> dict[str, Any]:
+    config = {"shuffle_buffer": BUFFER, **changes.pop("config", {})}
+    return {**CASE, "name": name, "micro_batch": 8 // world_size, "config": config, **changes}
+
+
+@pytest.fixture(scope="module")
+def folder(save_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("stream")
+    save_model(folder / "model")
+    write_rows(folder / "rows.jsonl", ROWS)
+    lines = (folder / "rows.jsonl").read_text().splitlines()
+    (folder / "bad.jsonl").write_text("\n".join([*lines[:700], '{"instruction": 3, "output": "x"}', *lines[700:]]))
+    return folder
+
+
+def run(folder: Path, world_size: int, cases: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """What rank 0 has written down of each case; the other ranks must agree."""
+    file = folder / f"cases-{world_size}-{cases[0]['name']}.json"
+    file.write_text(json.dumps(cases))
+    finished = forked(JOB, folder, file, ranks=world_size, timeout=120)
+    assert finished.exit_code == 0, finished.output
+    results = {}
+    for name in (one["name"] for one in cases):
+        ranks = [json.loads((folder / f"{name}-{world_size}-{rank}.json").read_text()) for rank in range(world_size)]
+        assert all(rank == ranks[0] for rank in ranks)
+        results[name] = ranks[0]
+    return results
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> dict[str, dict[str, Any]]:
+    return run(
+        folder,
+        1,
+        [
+            case("packed", 1),
+            case("padded", 1, capacity=None, last=130),
+            case("bad", 1, file="bad.jsonl"),
+            case("skipped", 1, file="bad.jsonl", config={"skip_bad_rows": True}),
+        ],
+    )
+
+
+@pytest.mark.parametrize("way", ["packed", "padded"])
+def test_a_pass_has_every_row_once_in_shuffled_windows(alone: dict[str, dict[str, Any]], way: str) -> None:
+    steps = alone[way]["steps"]
+    end = next(number for number, step in enumerate(steps) if step["ends_epoch"]) + 1
+    seen = [row for step in steps[:end] for row in step["rows"]]
+    assert sorted(seen) == list(range(1, ROWS + 1)) and end < len(steps)
+    windows = {step["position"]["window"] for step in steps[:end]}
+    assert len(windows) >= 2
+    first = [row for step in steps[:end] if step["position"]["window"] == 0 for row in step["rows"]]
+    assert BUFFER <= len(first) < ROWS and max(first) == len(first)  # the first rows of the file...
+    assert first != sorted(first)  # ... in another order
+    again = [row for step in steps[end : 2 * end] for row in step["rows"]]
+    assert again and again[:20] != seen[:20]  # the second pass has an order of its own
+    assert steps[end - 1]["epochs_seen"] == 1.0
+
+
+def test_batches_do_not_depend_on_the_number_of_ranks(alone: dict[str, dict[str, Any]], folder: Path) -> None:
+    there = run(folder, 2, [case("packed", 2), case("padded", 2, capacity=None, last=130)])
+    for way, result in there.items():
+        assert [step["rows"] for step in result["steps"]] == [step["rows"] for step in alone[way]["steps"]]
+        assert [step["targets"] for step in result["steps"]] == [step["targets"] for step in alone[way]["steps"]]
+
+
+def test_from_any_position_on_the_steps_are_the_same(alone: dict[str, dict[str, Any]], folder: Path) -> None:
+    steps = alone["packed"]["steps"]
+    end = next(number for number, step in enumerate(steps) if step["ends_epoch"])
+    stops = [0, 7, end - 1, end, end + 3]  # in the first window, at the end of the pass, and in the next
+    cases = [case(f"from-{n}", 4, first=n + 2, position=steps[n]["position"]) for n in stops]
+    for name, result in run(folder, 4, cases).items():
+        rest = steps[int(name.partition("-")[2]) + 1 :]
+        assert [step["rows"] for step in result["steps"]] == [step["rows"] for step in rest]
+        assert [step["position"] for step in result["steps"]] == [step["position"] for step in rest]
+
+
+def test_a_bad_row_ends_it_on_all_ranks_or_is_left_out(alone: dict[str, dict[str, Any]], folder: Path) -> None:
+    assert "bad.jsonl:701" in alone["bad"]["message"] and "--skip_bad_rows" in alone["bad"]["message"]
+    assert alone["skipped"]["message"] == ""
+    assert 701 not in [row for step in alone["skipped"]["steps"] for row in step["rows"]]
+    assert "bad.jsonl:701" in run(folder, 2, [case("bad", 2, file="bad.jsonl")])["bad"]["message"]
