@@ -78,6 +78,7 @@ def main(config: Config, places: dict[str, str]) -> None:
         log.info("\n".join(rows.summary))
         new_tokens = models.find_new_tokens(tokenizer, folder, model_config, config.model)
         about["contents"] = {"model_name": models.fingerprint(folder), **rows.fingerprints()}
+        about["chat_template"] = tokenizer.chat_template
         about["new_tokens"] = new_tokens and dataclasses.asdict(new_tokens)
         if resumed is not None:
             check_same_run(resumed.trainer, about, may_change, places)

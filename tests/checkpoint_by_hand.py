@@ -30,7 +30,14 @@ def save_checkpoint(
         header = {"format": "pt", "shard": str(rank), "whole": "[]"}
         save_file({name: t.contiguous() for name, t in own.items()}, folder / f"rank-{rank:05d}.safetensors", header)
     sections = dataclasses.asdict(config)
-    trainer = {"format": 1, "step": step, "world_size": RANKS, "metrics": METRICS, "config": sections}
+    trainer = {
+        "format": 1,
+        "step": step,
+        "world_size": RANKS,
+        "metrics": METRICS,
+        "config": sections,
+        "chat_template": None,
+    }
     (folder / "trainer.json").write_text(json.dumps({**trainer, "versions": {"torch": "2.13.0"}, **more}))
     files = sorted(folder.iterdir())
     sums = [f"{xxhash.xxh3_128(file.read_bytes()).hexdigest()}  {file.name}\n" for file in files]

@@ -159,14 +159,17 @@ def test_what_stands_beside_the_weights_is_carried_over(bases: Path, tmp_path: P
     base = tmp_path / "base"
     shutil.copytree(bases / "llama", base)
     (base / "modeling_mine.py").write_text("# mine\n")
-    checkpoint = save_checkpoint(tmp_path, tuned(load(base)), settings_of(base))
+    template = "{% for turn in messages %}{{ turn.content }}</s>{% endfor %}"
+    checkpoint = save_checkpoint(tmp_path, tuned(load(base)), settings_of(base), chat_template=template)
     prepare(checkpoint).write_model(tmp_path / "out", torch.bfloat16, 10**9)
     held = {file.name for file in (tmp_path / "out").iterdir()}
     assert held >= {"model.safetensors", "config.json", "generation_config.json", "modeling_mine.py", "README.md"}
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
     assert {tensor.dtype for tensor in stored(tmp_path / "out").values()} == {torch.bfloat16}
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
-    assert "### Response:" in tokenizer.chat_template, "what a run gives a tokenizer that has none"
+    assert tokenizer.chat_template == template, "what the run wrote chats with"
+    stops_at = json.loads((tmp_path / "out" / "generation_config.json").read_text())["eos_token_id"]
+    assert stops_at == [2, tokenizer.convert_tokens_to_ids("</s>")] == [2, 1], "the base's own, and the end of a turn"
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 

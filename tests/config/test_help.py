@@ -26,4 +26,4 @@ def test_it_fits_a_hundred_columns() -> None:
 def test_what_is_not_built_yet_says_so() -> None:
     text = " ".join(TEXT.split())
     assert "torch.compile on every decoder layer. [default: off; not built yet]" in text
-    assert "[padding, packing; default: padding; not built yet: packing]" in text
+    assert "full, every_k, selective, auto; default: off; not built yet: auto]" in text

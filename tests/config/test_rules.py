@@ -20,7 +20,6 @@ from llama_ft.errors import UserError
     "line",
     [
         "--activation_checkpointing auto",
-        "--batching_strategy packing",
         "--compile",
     ],
 )

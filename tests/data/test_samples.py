@@ -7,7 +7,7 @@ from datasets import Dataset
 from rich.text import Text
 from transformers import PreTrainedTokenizerFast
 
-from llama_ft.data import Encoder
+from llama_ft.data import Encoder, collate
 from llama_ft.data.samples import TRAINED, describe_first_batch, marked_text, show_samples
 from llama_ft.runtime import configure_console, console
 

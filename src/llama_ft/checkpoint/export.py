@@ -2,6 +2,7 @@
 gathered from the ranks at the end of a run, or read from a checkpoint."""
 
 import copy
+import json
 import os
 import shutil
 from collections import Counter
@@ -18,6 +19,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.checkpoint.safetensors_file import SafetensorsFile, TensorHeader, split_into_files, write_index
 from llama_ft.config.wording import size_text
+from llama_ft.data import stop_token_ids
 from llama_ft.errors import RunFailure
 from llama_ft.models import Adapter, ShardGroup
 from llama_ft.models.conversion import SavedGroup, saved_layout
@@ -234,6 +236,26 @@ def write_model_settings(
     for pattern in CARRIED_OVER:
         for file in source.glob(pattern):
             shutil.copy(file, folder / file.name)
+    stop_at_turns(folder, tokenizer)
+
+
+def stop_at_turns(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Have `generate` stop where the model has learned to: a chat template may end turns with another token than the
+    one the base model stops at.
+
+    Args:
+        folder: holds config.json and perhaps generation_config.json.
+        tokenizer: with the chat template that was trained with.
+    """
+    file = folder / "generation_config.json"
+    settings = json.loads((file if file.exists() else folder / "config.json").read_text())
+    known = settings.get("eos_token_id")
+    stops = stop_token_ids(tokenizer, known)
+    if stops == (known if isinstance(known, list) else [known] if known is not None else []):
+        return
+    own = settings if file.exists() else {"bos_token_id": settings.get("bos_token_id")}
+    own = {key: value for key, value in own.items() if value is not None} | {"eos_token_id": stops}
+    file.write_text(json.dumps(own, indent=2) + "\n")
 
 
 def write_adapter(

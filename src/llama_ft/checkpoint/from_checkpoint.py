@@ -131,7 +131,7 @@ class Exporter:
         if config.model.freeze_layers:
             models.freeze_first_layers(model, config.model.num_freeze_layers)
         _check_fits(checkpoint, model, base)
-        tokenizer = _tokenizer(config, base, tokenizer_name, trust_remote_code)
+        tokenizer = _tokenizer(checkpoint, config, base, tokenizer_name, trust_remote_code)
         return cls(checkpoint, config, base, named, tokenizer, model, adapter, trust_remote_code)
 
     def write_model(self, folder: Path, save_dtype: torch.dtype | None, max_shard_bytes: int) -> None:
@@ -271,14 +271,17 @@ def _check_fits(checkpoint: Checkpoint, model: PreTrainedModel, base: Path) -> N
         )
 
 
-def _tokenizer(config: Config, base: Path, override: str | None, trust_remote_code: bool) -> PreTrainedTokenizerBase:
-    """The tokenizer the run had, with the chat template it had."""
+def _tokenizer(
+    checkpoint: Checkpoint, config: Config, base: Path, override: str | None, trust_remote_code: bool
+) -> PreTrainedTokenizerBase:
+    """The tokenizer the run had, with the chat template and the tokens it had."""
     named, folder = override or config.model.tokenizer_name, base
     if named is not None:
         folder = models.local_folder(named, "--tokenizer_name", weights=False)
     tokenizer = models.load_tokenizer(folder, trust_remote_code)
-    if config.data.chat_template or config.data.dataset_format != "tokenized":
-        data.ensure_chat_template(tokenizer, config.data.chat_template, config.model.resize_embeddings)
+    tokenizer.chat_template = checkpoint.trainer["chat_template"]
+    if tokenizer.chat_template and config.model.resize_embeddings:
+        data.add_missing_tokens(tokenizer, data.own_template(tokenizer))
     return tokenizer
 
 

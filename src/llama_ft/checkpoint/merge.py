@@ -24,13 +24,20 @@ from transformers import PretrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from llama_ft.checkpoint.export import CARRIED_OVER, check_space, saved_dtypes, write_weights, written_aside
+from llama_ft.checkpoint.export import (
+    CARRIED_OVER,
+    check_space,
+    saved_dtypes,
+    stop_at_turns,
+    write_weights,
+    written_aside,
+)
 from llama_ft.checkpoint.model_card import write_model_card
 from llama_ft.config import ModelConfig
 from llama_ft.config.output_dir import TOKENIZER_PATTERNS
 from llama_ft.config.wording import size_text
 from llama_ft.errors import UserError
-from llama_ft.models import Adapter, NewTokens, build_skeleton, load_model_config, vocabulary_size
+from llama_ft.models import Adapter, NewTokens, build_skeleton, load_model_config, load_tokenizer, vocabulary_size
 from llama_ft.models.conversion import ConvertedSource, SavedGroup
 from llama_ft.models.lora import (
     ADAPTER_CONFIG,
@@ -332,3 +339,5 @@ def _write_settings(folder: Path, base: Path, adapter: Path, save_dtype: torch.d
                 target = folder / file.relative_to(source)
                 target.parent.mkdir(exist_ok=True)
                 shutil.copy(file, target)
+    if any(folder.glob("tokenizer*")):
+        stop_at_turns(folder, load_tokenizer(folder, trust_remote_code=False))

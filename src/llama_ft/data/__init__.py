@@ -11,7 +11,7 @@ from llama_ft.data.batches import (
     target_token_counts,
 )
 from llama_ft.data.cache import cache_dir
-from llama_ft.data.chat_template import ensure_chat_template
+from llama_ft.data.chat_template import add_missing_tokens, ensure_chat_template, own_template, stop_token_ids
 from llama_ft.data.demo import Demo, build_demo
 from llama_ft.data.feed import Ahead, PreparedRows, StepBatches
 from llama_ft.data.prepare import TokenizedData, prepare
@@ -36,7 +36,10 @@ __all__ = [
     "cache_dir",
     "collate",
     "describe_first_batch",
+    "add_missing_tokens",
     "ensure_chat_template",
+    "own_template",
+    "stop_token_ids",
     "evaluation_batches",
     "open_source",
     "pad_token_id",

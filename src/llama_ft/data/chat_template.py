@@ -142,6 +142,22 @@ def add_missing_tokens(tokenizer: "PreTrainedTokenizerBase", template: str) -> l
     return missing
 
 
+def stop_token_ids(tokenizer: "PreTrainedTokenizerBase", known: int | list[int] | None) -> list[int]:
+    """Where an answer ends: at what the model stops at already, and at the token that ends a turn in the template.
+
+    Args:
+        tokenizer: with the chat template that was trained with, if any.
+        known: the model's eos_token_id.
+    """
+    stops = known if isinstance(known, list) else [known] if known is not None else []
+    if not tokenizer.chat_template:
+        return stops
+    _, after = _around_an_answer(own_template(tokenizer), tokenizer, "the chat template")
+    ids = {token: id_ for token, id_ in tokenizer.get_added_vocab().items() if token in after}
+    first = min(ids, key=after.index, default=None)
+    return stops if first is None or ids[first] in stops else [*stops, ids[first]]
+
+
 def render_chat(
     template: str,
     special_tokens: dict[str, Any],

@@ -6,6 +6,7 @@ import torch
 from transformers import BatchEncoding, PreTrainedTokenizerBase
 from transformers.modeling_utils import PreTrainedModel
 
+from llama_ft.data import stop_token_ids
 from llama_ft.runtime import Runtime, log
 from llama_ft.training.step import free_gathered
 
@@ -67,6 +68,7 @@ def answer(
         use_cache=True,
         synced_gpus=runtime.world_size > 1,
         pad_token_id=pad_token_id,
+        eos_token_id=stop_token_ids(tokenizer, model.config.eos_token_id) or None,
     )
     free_gathered(model)
     model.train()
