@@ -4,13 +4,13 @@ import json
 import sys
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
 
 from llama_ft import checkpoint, models, runtime, training
 from llama_ft.config import CheckpointConfig, FSDPConfig, ModelConfig, PeftConfig, TrainConfig
+from llama_ft.data import Batch
 from llama_ft.models.shards import local_shard
 from llama_ft.training.step import free_gathered
 
@@ -29,7 +29,7 @@ if __name__ == "__main__":
     cases = json.loads(Path(sys.argv[1]).read_text())
     out = Path(sys.argv[2])
     ids = torch.arange(60).view(2, 30) * 5
-    batch = SimpleNamespace(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids, sources=["a", "b"])
+    batch = Batch(ids, ids, [30, 30], False, ["a", "b"])
     for name, case in cases.items():
         with runtime.start("cpu", case.get("shards", "world")) as job:
             folder, precision = Path(case["model"]), runtime.PRECISIONS["fp32"]

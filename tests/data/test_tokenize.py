@@ -315,3 +315,8 @@ def length_policy() -> Callable[..., Encoder]:
     backend = Tokenizer(models.BPE({"a": 0}, []))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
     return lambda length, truncation: Encoder(tokenizer, length, truncation)
+
+
+def test_a_text_too_long_for_a_tokenizers_memory_is_a_bad_row(plain: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(BadRow, match="10,000,001 characters; expected at most 10,000,000"):
+        Encoder(plain, 16).encode({"text": "x" * 10_000_001}, "text")

@@ -5,21 +5,23 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
+from datasets import Dataset
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "recipes"))
 import finetuning
 
-from llama_ft import checkpoint, models, runtime, training
+from llama_ft import checkpoint, data, models, runtime, training
 from llama_ft.training.step import free_gathered
+
+LENGTHS = [24, 16]  # of the rows each rank has: one pack, or a padded batch
 
 if __name__ == "__main__":
     work = Path(sys.argv[1])
     tokenizer = models.load_tokenizer(work / "tokenizer", False)
-    rows = torch.load(work / "rows.pt", weights_only=True)  # [ranks, positions]
-    targets = rows.shape[0] * (rows.shape[1] - 1)
+    rows = torch.load(work / "rows.pt", weights_only=True)  # [ranks, positions]: LENGTHS rows each
+    targets = rows.numel() - rows.shape[0] * len(LENGTHS)
     for name, flags in json.loads((work / "cases.json").read_text()).items():
         started = time.monotonic()
         settings = ["--batch_size_training", "1", "--precision", "fp32", "--device", "cpu", "--enable_fsdp"]
@@ -28,9 +30,13 @@ if __name__ == "__main__":
         with runtime.start("cpu", models.shard_degree(config.fsdp)) as job:
             folder, result = Path(config.model.model_name), work / "results" / name
             model_config = models.load_model_config(folder, False)
-            model, adapter, stored = finetuning.build_model(config, folder, model_config, job)
-            own = rows[job.rank : job.rank + 1]
-            batch = SimpleNamespace(input_ids=own, attention_mask=torch.ones_like(own), labels=own, sources=[name])
+            model, adapter, stored = finetuning.build_model(config, folder, model_config, None, job)
+            parts = [part.tolist() for part in rows[job.rank].split(LENGTHS)]
+            own = Dataset.from_dict({"input_ids": parts, "labels": parts, "source": [name] * 2})
+            is_packed = config.data.batching_strategy == "packing"
+            batch = data.collate(own, range(len(LENGTHS)), 0, is_packed)
+            if is_packed and not config.peft.use_peft and config.fsdp.low_cpu_fsdp:  # each architecture once
+                training.check_rows_stay_apart(model, own, torch.float32, job)
             optimizer = training.build_optimizer(model, config.train)
             model.train()
             losses = training.accumulate_gradients(model, [batch], targets, False, job.device)

@@ -15,6 +15,8 @@ from conftest import losses
 from forked import forked
 
 STEPS, GLOBAL_BATCH = 20, 16
+LENGTHS = range(5, 37, 2)  # of the 16 rows; the longest fill a pack, the others share one with another
+CONTEXT_LENGTH, PACKS = 36, 9
 WORLD_SIZES = [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)]
 LEARNING_RATE, WEIGHT_DECAY = 1e-3, 0.1
 CASES = Path(__file__).resolve().parent.parent / "run_cases.py"
@@ -22,41 +24,53 @@ FSDP = ["--enable_fsdp", "--low_cpu_fsdp"]
 HYBRID = ["--sharding_strategy", "HYBRID_SHARD", "--sharding_group_size"]
 RECOMPUTED = ["--activation_checkpointing", "full"]
 SELECTIVE = ["--activation_checkpointing", "selective"]
+PADDED = ["--batching_strategy", "padding"]
+KEPT = ["--save_model", "true", "--save_every_epoch", "false"]
 FIRST_STEP = ["--max_train_step", "1"]
 FULL = ["--weight_decay", str(WEIGHT_DECAY), "--gradient_clipping", "--gradient_clipping_threshold", "0.5"]
 
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As many tokenized rows as a global batch holds, so that every step sees them all and their order is free."""
+    """As many tokenized rows as a padded global batch holds, and fewer packs than a packed one: so every step sees them
+    all, packed or padded, and their order is free."""
     generator = torch.Generator().manual_seed(1)
     file = tmp_path_factory.mktemp("parity") / "rows.jsonl"
     with open(file, "w") as lines:
-        for number in range(GLOBAL_BATCH):
-            ids = torch.randint(0, 301, (5 + 2 * number,), generator=generator).tolist()
+        for number, length in enumerate(LENGTHS):
+            ids = torch.randint(0, 301, (length,), generator=generator).tolist()
             lines.write(
                 json.dumps({"input_ids": ids, "labels": [-100] * (number % 4 + 1) + ids[number % 4 + 1 :]}) + "\n"
             )
     return file
 
 
+def examples_of(rows: Path) -> list[dict[str, list[int]]]:
+    return [json.loads(line) for line in rows.read_text().splitlines()]
+
+
+def row_loss(model: torch.nn.Module, example: dict[str, list[int]]) -> torch.Tensor:
+    """Sum over the target tokens of a row that is computed alone."""
+    logits = model(input_ids=torch.tensor([example["input_ids"]])).logits[0]
+    labels = torch.tensor(example["labels"])
+    return torch.nn.functional.cross_entropy(logits[:-1].float(), labels[1:], reduction="sum")
+
+
 def reference_losses(model: torch.nn.Module, rows: Path, full: bool, steps: int = STEPS) -> list[float]:
-    """What anyone would write: one process, row by row, the mean over all target tokens."""
+    """What anyone would write: one process, row by row, the mean over all target tokens. The model is trained."""
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in trained if p.ndim > 1], "weight_decay": WEIGHT_DECAY if full else 0.0},
         {"params": [p for p in trained if p.ndim == 1], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW([group for group in groups if group["params"]], lr=LEARNING_RATE)
-    examples = [json.loads(line) for line in rows.read_text().splitlines()]
+    examples = examples_of(rows)
     targets = sum(label != -100 for example in examples for label in example["labels"][1:])
     result = []
     for step in range(steps):
         total = 0.0
         for example in examples:
-            logits = model(input_ids=torch.tensor([example["input_ids"]])).logits[0]
-            labels = torch.tensor(example["labels"])
-            loss = torch.nn.functional.cross_entropy(logits[:-1].float(), labels[1:], reduction="sum") / targets
+            loss = row_loss(model, example) / targets
             loss.backward()
             total += loss.item()
         if full:
@@ -89,7 +103,23 @@ def stored_model(wide_model: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @pytest.fixture(scope="module")
+def tuned(tiny_model: Path, rows: Path) -> tuple[list[float], list[float]]:
+    """Full tuning in the plain loop: its losses, and those of each row after it."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    trained = reference_losses(model, rows, full=True)
+    return trained, losses_by_row(model, rows)
+
+
+@torch.no_grad()
+def losses_by_row(model: torch.nn.Module, rows: Path) -> list[float]:
+    return [row_loss(model, example).item() for example in examples_of(rows)]
+
+
+@pytest.fixture(scope="module")
 def references(
+    tuned: tuple[list[float], list[float]],
     tiny_model: Path,
     tied_model: Path,
     wide_model: Path,
@@ -113,7 +143,7 @@ def references(
     nf4: dict[str, Any] = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 
     return {
-        "full": reference_losses(base(tiny_model), rows, full=True),
+        "full": tuned[0],
         "tied": reference_losses(base(tied_model), rows, full=True),
         "lora": reference_losses(
             PeftModel.from_pretrained(base(tiny_model), lora_start, is_trainable=True), rows, full=False
@@ -155,15 +185,18 @@ def cases_of(world_size: int, lora_start: Path, wide_lora_start: Path) -> dict[s
     """Case name -> reference it must match, flags."""
 
     def batch(accumulation: int) -> list[str]:
-        rows = GLOBAL_BATCH // world_size // accumulation
-        return ["--batch_size_training", str(rows), "--gradient_accumulation_steps", str(accumulation)]
+        """Of the 9 packs the last micro-batches have fewer: on 4 ranks at 1 each, three have none of the last one."""
+        size = GLOBAL_BATCH // world_size // accumulation
+        return ["--batch_size_training", str(size), "--gradient_accumulation_steps", str(accumulation)]
 
     lora = ["--use_peft", "--from_peft_checkpoint", str(lora_start)]
     wide_lora = ["--use_peft", "--from_peft_checkpoint", str(wide_lora_start), "--quantization"]
     fp32, bf16 = ["--precision", "fp32"], ["--precision", "bf16_mixed"]
     cases = {
-        "full, 1 micro-batch": ("full", [*FSDP, *fp32, *FULL, *batch(1)]),
+        "full, 1 micro-batch": ("full", [*FSDP, *fp32, *FULL, *batch(1), *KEPT]),
         "full, 4 micro-batches": ("full", ["--enable_fsdp", *fp32, *FULL, *batch(4)]),
+        "full, padded": ("full", [*FSDP, *fp32, *FULL, *batch(4), *PADDED, *KEPT]),
+        "lora, padded": ("lora", [*FSDP, *fp32, *lora, *batch(1), *PADDED]),
         "lora, 1 micro-batch": ("lora", [*FSDP, *fp32, *lora, *batch(1)]),
         "lora, 4 micro-batches": ("lora", ["--enable_fsdp", *fp32, *lora, *batch(4)]),
         "without fsdp": ("full", [*fp32, *FULL, *batch(4)]),
@@ -178,6 +211,10 @@ def cases_of(world_size: int, lora_start: Path, wide_lora_start: Path) -> dict[s
     if world_size == 2:
         full = [*FSDP, *fp32, *FULL]
         cases |= {
+            "8 micro-batches": ("full", [*full, *batch(8)]),
+            "4bit, padded": ("nf4", [*FSDP, *fp32, *wide_lora, "4bit", *batch(4), *PADDED]),
+            "products kept, padded": ("full", [*full, *SELECTIVE, *batch(4), *PADDED]),
+            "eager attention": ("full", [*full, "--attn_implementation", "eager", *batch(4)]),
             "tied head": ("tied", [*full, *batch(4), "--min_num_params", "1000"]),
             "accumulated unsharded": ("full", [*full, "--accumulate_unsharded", *batch(4)]),
             "gathered until backward": ("full", [*full, "--sharding_strategy", "SHARD_GRAD_OP", *batch(4)]),
@@ -212,8 +249,9 @@ class Launch:
     """What one launch has trained."""
 
     cases: dict[str, tuple[str, list[float]]]  # name -> its reference, its losses
+    folder: Path  # case -> its run
     output: str
-    shuffled: list[float]  # losses over rows in random order, the last batch of an epoch smaller than the others
+    shuffled: dict[str, list[float]]  # losses over rows in random order, the last batch of an epoch being smaller
 
 
 @pytest.fixture(scope="module")
@@ -234,41 +272,56 @@ def launches(
     def launch(world_size: int) -> Launch:
         folder = tmp_path_factory.mktemp(f"parity{world_size}")
         cases = cases_of(world_size, lora_start, wide_lora_start)
-        common = [
-            "--dataset",
-            str(rows),
-            "--num_epochs",
-            str(STEPS),
-            "--lr",
-            str(LEARNING_RATE),
-            "--save_model",
-            "false",
-        ]
+        common = ["--dataset", str(rows), "--num_epochs", str(STEPS), "--lr", str(LEARNING_RATE)]
+        common += ["--context_length", str(CONTEXT_LENGTH)]
         flags = []
         for name, (reference, own) in cases.items():
             others = {"tied": tied_model, "stored": stored_model, "full": tiny_model, "lora": tiny_model}
             model = others.get(reference, wide_model)
-            flags.append([*common, "--model_name", str(model), "--output_dir", str(folder / name), *own])
-        batch = ["--batch_size_training", str(GLOBAL_BATCH // world_size), "--num_epochs", "2", "--precision", "fp32"]
-        shuffled = ["--model_name", str(tiny_model), "--dataset", str(rows70), "--output_dir", str(folder / "shuffled")]
-        flags.append([*shuffled, *batch, "--lr", str(LEARNING_RATE), "--save_model", "false", "--enable_fsdp"])
+            saved = [] if "--save_model" in own else ["--save_model", "false"]
+            flags.append([*common, *saved, "--model_name", str(model), "--output_dir", str(folder / name), *own])
+        shuffled = ["--model_name", str(tiny_model), "--dataset", str(rows70), "--precision", "fp32", "--enable_fsdp"]
+        shuffled += ["--num_epochs", "2", "--lr", str(LEARNING_RATE), "--save_model", "false"]
+        ways = {"packing": 8, "padding": 16}  # 26 packs, 70 rows
+        for way, batch in ways.items():
+            layout = ["--batching_strategy", way, "--batch_size_training", str(batch // world_size)]
+            flags.append([*shuffled, *layout, "--output_dir", str(folder / way)])
         (folder / "cases.json").write_text(json.dumps(flags))
         launched = forked(CASES, folder / "cases.json", ranks=world_size if world_size > 1 else 0)
         assert launched.exit_code == 0, launched.output
         trained = {name: (reference, losses(folder / name)) for name, (reference, _) in cases.items()}
-        return Launch(trained, launched.output, losses(folder / "shuffled"))
+        return Launch(trained, folder, launched.output, {way: losses(folder / way) for way in ways})
 
     return launch
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_every_layout_of_the_work_gives_the_losses_of_a_plain_loop(
+def test_packed_or_padded_every_layout_of_the_work_gives_the_losses_of_a_plain_loop(
     launches: Callable[[int], Launch], references: dict[str, list[float]], world_size: int
 ) -> None:
+    """Packing, unless the case says padded: 20 steps at equal global batches, and the same loss at each."""
+    assert f"16 rows fit into {PACKS} packs of at most {CONTEXT_LENGTH} tokens" in launches(world_size).output
     for name, (reference, found) in launches(world_size).cases.items():
         tolerance = 1e-2 if "bf16" in name else 1e-5
         assert found == pytest.approx(references[reference][: len(found)], rel=tolerance), name
         assert len(found) == (1 if "bit in bf16" in name else STEPS)
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_after_20_steps_packed_and_padded_every_row_has_the_loss_it_has_after_the_plain_loop(
+    launches: Callable[[int], Launch],
+    tuned: tuple[list[float], list[float]],
+    tiny_model: Path,
+    rows: Path,
+    world_size: int,
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    for name in ("full, 1 micro-batch", "full, padded"):
+        model = AutoModelForCausalLM.from_pretrained(launches(world_size).folder / name / "model")
+        assert losses_by_row(model, rows) == pytest.approx(tuned[1], rel=1e-4), name
+    before = losses_by_row(AutoModelForCausalLM.from_pretrained(tiny_model), rows)
+    assert all(after < 0.95 * first for after, first in zip(tuned[1], before, strict=True))
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
@@ -286,8 +339,10 @@ def test_the_same_seed_gives_the_same_losses_on_any_number_of_ranks(
     launches: Callable[[int], Launch], world_size: int
 ) -> None:
     alone = launches(1).shuffled
-    assert len(alone) == 10, "70 rows in batches of 16 are 5 steps an epoch: no row is dropped"
-    assert launches(world_size).shuffled == pytest.approx(alone, rel=1e-5)
+    assert len(alone["padding"]) == 10, "70 rows in batches of 16 are 5 steps an epoch: no row is dropped"
+    assert len(alone["packing"]) == 8, "26 packs in batches of 8 are 4"
+    for way, found in launches(world_size).shuffled.items():
+        assert found == pytest.approx(alone[way], rel=1e-5), way
 
 
 @pytest.mark.slow
@@ -296,7 +351,7 @@ def test_the_first_lines_tell_devices_layout_and_batches(launches: Callable[[int
     assert re.search(r"\n4 processes\n  ranks 0-3 on \S+: CPU, \d+ threads? each\n  mesh ", launches(4).output)
     for mesh in ("shard 4", "replicate 2 x shard 2", "replicate 4 x shard 1"):
         assert f"\n  mesh {mesh}: " in launches(4).output
-    assert "\n  every rank trains on rows of its own; global batch: 4 ranks x 2 rows x 2 micro-batches = 16\n" in (
+    assert "\n  every rank trains on rows of its own; global batch: 4 ranks x 2 packs x 2 micro-batches = 16\n" in (
         launches(4).output
     )
 

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import RECIPE, Finished, losses, metrics, write_rows
+import torch
+from conftest import RECIPE, Finished, losses, metrics
 from forked import forked
 
 SINGLE = "model.safetensors"
@@ -18,7 +19,7 @@ LORA = ["--use_peft", "--lora_dropout", "0.2", "--target_modules", "all-linear"]
 SHORT = ["--max_train_step", "4", "--save_steps", "2"]
 # No loss is 10 lower than the first: it stops after step 5, and takes the weights of step 1.
 EARLY = ["--eval_steps", "1", "--early_stopping_patience", "4", "--early_stopping_min_delta", "10"]
-# Each is run whole, and again from the middle of its first epoch.
+# Rows of 6 to 36 tokens in packs of 40. Each is run whole, and again from the middle of its first epoch.
 EXACT = {
     "full": [*FSDP, "--gradient_accumulation_steps", "2", "--gradient_clipping", "--eval_steps", "4", "--seed", "7"],
     "nf4": ["--enable_fsdp", *LORA, "--quantization", "4bit", "--use_tensorboard", *SHORT],
@@ -27,8 +28,15 @@ EXACT = {
     "SGD": ["--optimizer", "SGD", "--momentum", "0.9", "--lr", "0.1", *SHORT],
     "bf16": [*FSDP, "--precision", "bf16_pure", "--optimizer", "anyprecision", *SHORT],
     "early": [*FSDP, *EARLY],
+    "padded": [*FSDP, *LORA, "--batching_strategy", "padding", *SHORT],
     "kahan": [*FSDP, "--precision", "bf16_pure", "--optimizer", "anyprecision", "--use_kahan_summation", *SHORT],
 }
+# 32 packs a step: 256 rows are read ahead (a chunk, the least) and are 5 steps, the other 144 of a pass 3.
+STREAMING = ["--streaming", "--shuffle_buffer", "30", "--max_train_step", "10", "--gradient_accumulation_steps", "8"]
+STREAMING += ["--dataset", "@many.jsonl", "--validation", "@few.jsonl", "--eval_steps", "5"]
+# Weights that stay as they are: what a row adds to the loss does not depend on when it is seen.
+STILL = ["--optimizer", "SGD", "--lr", "1e-30", "--num_epochs", "1", "--validation", "@few.jsonl"]
+STILL += ["--gradient_accumulation_steps", "2"]
 # The same run on two ranks, laid out in another way.
 LAYOUTS = {
     "no_shard": PLAIN,
@@ -40,28 +48,33 @@ LAYOUTS = {
 
 @pytest.fixture(scope="module")
 def folder(save_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two models, one with dropout, and rows: 5 steps of 8 rows to the epoch, the last of 6."""
+    """Two models, one with dropout, and rows: 5 steps of 8 packs to the epoch, the last of fewer."""
     folder = tmp_path_factory.mktemp("resume")
     shape = {"hidden_size": 64, "intermediate_size": 130, "num_hidden_layers": 2}
     save_model(folder / "model", **shape)
     save_model(folder / "dropout", attention_dropout=0.2, **shape)
-    write_rows(folder / "rows.jsonl", 42)
+    write_tokens(folder / "rows.jsonl", 80)
+    write_tokens(folder / "many.jsonl", 400)
+    write_tokens(folder / "few.jsonl", 5)
     return folder
 
 
+def write_tokens(file: Path, count: int) -> None:
+    """Rows of uneven length, no two alike."""
+    generator = torch.Generator().manual_seed(count)
+    with open(file, "w") as lines:
+        for number in range(count):
+            ids = torch.randint(0, 301, (6 + 7 * number % 31,), generator=generator).tolist()
+            lines.write(json.dumps({"input_ids": ids, "labels": [-100, -100, *ids[2:]]}) + "\n")
+
+
 def flags(folder: Path, name: str, model: str, *more: str) -> list[str]:
-    own = ["--model_name", str(folder / model), "--dataset", str(folder / "rows.jsonl"), "--validation", "0.1"]
-    own += ["--output_dir", str(folder / name), "--num_epochs", "2", "--batch_size_training", "2", "--lr", "1e-3"]
-    given = {word for word in more if word.startswith("--")}
-    settings = {"--precision": "fp32", "--save_steps": "3"}
-    own += [word for pair in settings.items() if pair[0] not in given for word in pair]
-    return [word for n, word in enumerate(own) if not _is_given(own, n, given)] + list(more)
-
-
-def _is_given(words: list[str], number: int, given: set[str]) -> bool:
-    """Whether a flag, or its value, is set again: a flag may be given only once."""
-    flag = words[number] if words[number].startswith("--") else words[number - 1]
-    return flag in given
+    """Flags of a run; those of `more` replace others, and @ is the folder."""
+    own = {"--model_name": f"@{model}", "--dataset": "@rows.jsonl", "--validation": "0.1", "--context_length": "40"}
+    own |= {"--output_dir": f"@{name}", "--batch_size_training": "2", "--lr": "1e-3", "--precision": "fp32"}
+    own |= {"--save_steps": "3"} | ({} if "--streaming" in more else {"--num_epochs": "2"})
+    kept = [word for flag, value in own.items() if flag not in more for word in (flag, value)]
+    return [word.replace("@", f"{folder}/") for word in [*kept, *more]]
 
 
 def launch(folder: Path, cases: list[list[str]], ranks: int) -> Finished:
@@ -83,6 +96,10 @@ def checkpoint(folder: Path, name: str, step: int) -> list[str]:
     return ["--resume", str(folder / name / "checkpoints" / f"step-{step:06d}")]
 
 
+# A run from a step of "streaming": in the middle of its first window, and of its second.
+STREAMED = (("from-3", 3), ("from-6", 6))
+
+
 @pytest.fixture(scope="module")
 def two_ranks(folder: Path) -> Path:
     cases = []
@@ -97,6 +114,10 @@ def two_ranks(folder: Path) -> Path:
     cases.append(flags(folder, "plain", "model", *FSDP, *PLAIN))
     for name, settings in LAYOUTS.items():
         cases.append(flags(folder, name, "model", *settings, *checkpoint(folder, "plain", 3)))
+    cases.append(flags(folder, "streaming", "model", *FSDP, *STREAMING))
+    for name, step in STREAMED:
+        cases.append(flags(folder, name, "model", *FSDP, *STREAMING, *checkpoint(folder, "streaming", step)))
+    cases.append(flags(folder, "still", "model", *STILL))
     finished = launch(folder, cases, 2)
     assert finished.exit_code == 0, finished.output
     (folder / "output.txt").write_text(finished.output)
@@ -107,6 +128,15 @@ def two_ranks(folder: Path) -> Path:
 def test_resumed_mid_epoch_every_number_is_the_same(two_ranks: Path, name: str) -> None:
     whole, resumed = facts(two_ranks / name), facts(two_ranks / f"{name}-resumed")
     assert len(whole) >= 5 and whole == resumed
+
+
+@pytest.mark.parametrize("name", [name for name, _ in STREAMED])
+def test_a_stream_resumed_in_the_middle_of_a_window_goes_on_the_same(two_ranks: Path, name: str) -> None:
+    whole = facts(two_ranks / "streaming")
+    assert facts(two_ranks / name) == whole
+    assert len(losses(two_ranks / name)) == 10 and whole[-1]["epoch"] == 1.0 and "eval/loss" in whole[-1]
+    trainer = json.loads((two_ranks / "streaming" / "checkpoints" / "step-000006" / "trainer.json").read_text())
+    assert trainer["progress"]["position"] == {"epoch": 0, "chunk": 1, "window": 1, "step_in_window": 1}
 
 
 def test_a_resumed_run_learns_something(two_ranks: Path) -> None:
@@ -166,12 +196,38 @@ def test_the_best_checkpoint_of_before_is_known_after(two_ranks: Path) -> None:
 def one_rank(two_ranks: Path) -> Finished:
     """From two ranks to one; then, with a finished run, a setting that makes another one."""
     cases = [flags(two_ranks, "one", "model", *PLAIN, *checkpoint(two_ranks, "plain", 3))]
+    cases.append(flags(two_ranks, "one-streaming", "model", *STREAMING, *checkpoint(two_ranks, "streaming", 6)))
+    cases.append(flags(two_ranks, "one-still", "model", *STILL, *checkpoint(two_ranks, "still", 3)))
     cases.append(flags(two_ranks, "plain", "model", *PLAIN, "--seed", "8", "--resume", "auto"))
     return launch(two_ranks, cases, 1)
 
 
 def test_on_one_rank_the_losses_stay(two_ranks: Path, one_rank: Finished) -> None:
     assert losses(two_ranks / "one") == pytest.approx(losses(two_ranks / "plain"), rel=1e-4)
+    assert losses(two_ranks / "one-streaming") == pytest.approx(losses(two_ranks / "streaming"), rel=1e-4)
+
+
+def test_a_run_resumed_mid_epoch_sees_the_rows_that_remain_and_no_other(two_ranks: Path, one_rank: Finished) -> None:
+    """With weights that stay, the loss sums of an epoch, begun on two ranks and ended on one, are those of each of its
+    rows, once, in plain transformers. A row seen twice, or instead of another, would show as 1e-4 and more."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(two_ranks / "model", dtype=torch.float32)
+    alone, targets = 0.0, 0
+    for line in (two_ranks / "rows.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([row["input_ids"]])).logits[0, :-1]
+        labels = torch.tensor(row["labels"][1:])
+        alone += torch.nn.functional.cross_entropy(logits, labels, reduction="sum").item()
+        targets += int((labels != -100).sum())
+    lines = [line for line in metrics(two_ranks / "one-still") if "train/loss" in line]
+    seen, total = 0, 0.0
+    for line in lines:
+        total += line["train/loss"] * (line["tokens"] - seen)
+        seen = line["tokens"]
+    assert len(lines) > 4 and seen == targets
+    assert total == pytest.approx(alone, rel=1e-6)
 
 
 def test_another_run_is_refused_and_named(two_ranks: Path, one_rank: Finished) -> None:
@@ -188,9 +244,12 @@ def test_on_more_ranks_and_back_the_losses_stay(two_ranks: Path, one_rank: Finis
     more = checkpoint(two_ranks, "plain", 3)
     groups = "2" if ranks == 4 else "1"
     cases = {f"{ranks}": flags(two_ranks, f"{ranks}", "model", *FSDP, *PLAIN, *more)}
+    stream = checkpoint(two_ranks, "streaming", 3)
+    streamed = flags(two_ranks, f"{ranks}-streaming", "model", *FSDP, *STREAMING, *stream)
     cases[f"{ranks}-hybrid"] = flags(two_ranks, f"{ranks}-hybrid", "model", *HYBRID, groups, *PLAIN, *more)
-    finished = launch(two_ranks, list(cases.values()), ranks)
+    finished = launch(two_ranks, [*cases.values(), streamed], ranks)
     assert finished.exit_code == 0, finished.output
+    assert losses(two_ranks / f"{ranks}-streaming") == pytest.approx(losses(two_ranks / "streaming"), rel=1e-4)
     back = {
         f"{name}-back": flags(
             two_ranks, f"{name}-back", "model", "--enable_fsdp", *PLAIN, *checkpoint(two_ranks, name, 6)

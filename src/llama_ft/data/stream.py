@@ -10,6 +10,7 @@ tokenizing.
 """
 
 import itertools
+import traceback
 from collections.abc import Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass
@@ -89,20 +90,22 @@ class StreamedRows:
         self.capacity, self._global_batch, self._pad_token_id = capacity, global_batch, pad_token_id
         self._vocabulary_size = vocabulary_size
         self._rank, self._world_size = runtime.rank, runtime.world_size
-        self._bad = BadRows(config.skip_bad_rows)
+        self._is_wanted, self._is_over = True, False
         # One of its own: its collectives run in a thread, in no fixed order with those of training.
         self._group = dist.new_group(backend="gloo", timeout=timedelta(hours=6))
 
     def first_rows(self) -> Dataset:
         """The first rows of the source, tokenized on every rank."""
-        chunk = next(chunks_of(self._source, self._config.dataset_format))
         rows, bad = Gathered(), BadRows(self._config.skip_bad_rows)
-        encoded = encode_chunk(chunk.rows, self._encoder)
-        bad.note_chunk(chunk, encoded)
+        for chunk in chunks_of(self._source, self._config.dataset_format):
+            encoded = encode_chunk(chunk.rows, self._encoder)
+            bad.note_chunk(chunk, encoded)
+            rows.add(chunk, encoded)
+            if rows.count:
+                break
         bad.end()
-        rows.add(chunk, encoded)
         if not rows.count:
-            raise UserError(f"{self._source.name}: none of its first {len(chunk.rows)} rows can be trained on.")
+            raise UserError(f"{self._source.name}: no row can be trained on.")
         return rows.dataset()
 
     def describe(self) -> str:
@@ -121,13 +124,16 @@ class StreamedRows:
             last: the last one wanted.
             position: that of the StepBatches before, {} at the beginning.
         """
-        position = position or START
+        if first > last:
+            return
+        position, self._is_wanted = position or START, True
         step, skip = first, position["step_in_window"]
         with Ahead(self._windows(position), 1) as ready:
             for window in ready:
                 plan = self._plan(window)
                 for step_in_window in range(skip, plan.steps_per_epoch):
                     if step > last:
+                        self._is_wanted = False  # not only when the next window is full
                         return
                     share = plan.step(0, step_in_window)
                     is_end = window.ends_epoch and step_in_window == plan.steps_per_epoch - 1
@@ -164,29 +170,43 @@ class StreamedRows:
         )
 
     def _windows(self, position: dict[str, int]) -> Generator[Window, None, None]:
-        """Yield windows without end, from the one that `position` is in."""
-        number, first_chunk = position["window"], position["chunk"]
-        for epoch in itertools.count(position["epoch"]):
-            bad, rows, at = BadRows(self._config.skip_bad_rows), Gathered(), first_chunk
-            with closing(self._exchanged(first_chunk)) as exchanged:
-                for item in exchanged:
-                    if item is None:
-                        return
-                    bad.note_chunk(*item)
-                    self._check_ids(item[1])
-                    if rows.count >= self._config.shuffle_buffer:
-                        yield Window(epoch, first_chunk, number, False, rows.dataset())
-                        rows, number, first_chunk = Gathered(), number + 1, at
-                    rows.add(*item)
-                    at += 1
-            bad.end()
-            if rows.count == 0 and number == 0:
-                raise UserError(f"{self._source.name}: no row can be trained on.")
-            if bad.count:
-                log.warning(f"{bad.count:,} bad rows left out, the first: {'; '.join(bad.first)}")
-            if rows.count:
-                yield Window(epoch, first_chunk, number, True, rows.dataset())
-            number = first_chunk = 0
+        """Yield windows without end, from the one that `position` is in.
+
+        All ranks exchange one chunk at a time, in step. A rank that wants no more, wherever it stands, takes part in
+        one more exchange to say so, unless another has said so, or what is wrong, in the one before.
+        """
+        self._is_over = False
+        try:
+            number, first_chunk = position["window"], position["chunk"]
+            for epoch in itertools.count(position["epoch"]):
+                yield from self._pass(epoch, number, first_chunk)
+                if self._is_over:
+                    return
+                number = first_chunk = 0
+        finally:
+            if not self._is_over:
+                self._gather(CLOSED)
+
+    def _pass(self, epoch: int, number: int, first_chunk: int) -> Generator[Window, None, None]:
+        bad, rows, at = BadRows(self._config.skip_bad_rows), Gathered(), first_chunk
+        with closing(self._exchanged(first_chunk)) as exchanged:
+            for item in exchanged:
+                bad.note_chunk(*item)
+                self._check_ids(item[1])
+                if rows.count >= self._config.shuffle_buffer:
+                    yield Window(epoch, first_chunk, number, False, rows.dataset())
+                    rows, number, first_chunk = Gathered(), number + 1, at
+                rows.add(*item)
+                at += 1
+        if self._is_over:
+            return
+        bad.end()
+        if rows.count == 0 and number == 0:
+            raise UserError(f"{self._source.name}: no row can be trained on.")
+        if bad.count:
+            log.warning(f"{bad.count:,} bad rows left out, the first: {'; '.join(bad.first)}")
+        if rows.count:
+            yield Window(epoch, first_chunk, number, True, rows.dataset())
 
     def _check_ids(self, encoded: EncodedChunk) -> None:
         largest = int(encoded.input_ids.max(initial=0))
@@ -196,31 +216,22 @@ class StreamedRows:
                 "tokenizer is not this model's: --tokenizer_name names another."
             )
 
-    def _exchanged(self, first_chunk: int) -> Generator[tuple[Chunk, EncodedChunk] | None, None, None]:
-        """Yield the chunks of one pass in order, each tokenized by one rank; None when a rank wants no more.
-
-        All ranks exchange one chunk at a time, in step. One that is closed takes part in one more exchange, to say so.
-        """
+    def _exchanged(self, first_chunk: int) -> Generator[tuple[Chunk, EncodedChunk], None, None]:
+        """Yield the chunks of one pass in order, each tokenized by one rank, until the last or until it is over."""
         chunks = chunks_of(self._source, self._config.dataset_format)
         mine = itertools.islice(chunks, first_chunk + self._rank, None, self._world_size)
-        is_closed = True
-        try:
-            with ChunkEncoder(mine, self._encoder, self._config.tokenize_processes or 1) as encoder:
-                own = iter(encoder)
-                while True:
-                    for item in self._gather(_next(own)):
-                        if isinstance(item, tuple):
-                            yield item
-                            continue
-                        is_closed = False
-                        if isinstance(item, UserError):
-                            raise item
-                        if item == CLOSED:
-                            yield None
+        with ChunkEncoder(mine, self._encoder, self._config.tokenize_processes or 1) as encoder:
+            own = iter(encoder)
+            while True:
+                items = self._gather(_next(own) if self._is_wanted else CLOSED)
+                # Before any is yielded: who is closed there must not call the others once more.
+                self._is_over = any(item == CLOSED or isinstance(item, Exception) for item in items)
+                for item in items:
+                    if isinstance(item, Exception):
+                        raise item
+                    if not isinstance(item, tuple):
                         return
-        finally:
-            if is_closed:
-                self._gather(CLOSED)
+                    yield item
 
     def _gather(self, item: Any) -> list[Any]:
         everyone: list[Any] = [None] * self._world_size
@@ -239,6 +250,8 @@ def _next(own: Iterator[tuple[Chunk, EncodedChunk]]) -> Any:
         return ENDED
     except UserError as error:  # every rank should hear of it, not wait
         return error
+    except Exception:
+        return RuntimeError(f"while rows were read and tokenized\n{traceback.format_exc()}")
     return chunk._replace(rows=[]), encoded
 
 

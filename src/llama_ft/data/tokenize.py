@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import tokenizers
     from transformers import PreTrainedTokenizerBase
 
+LONGEST_TEXT = 10_000_000  # characters: a tokenizer takes up to 200 bytes for each, and 20 s for all
 IGNORED = -100  # torch's cross_entropy leaves such labels out
 Truncation = Literal["right", "left", "drop", "split"]
 Labels = Literal["auto", "assistant", "completion", "all"]
@@ -177,6 +178,11 @@ class Encoder:
         return pieces
 
     def _tokenize(self, text: str, spans: list[Span]) -> tuple[list[int], list[int]]:
+        if len(text) > LONGEST_TEXT:
+            raise BadRow(
+                f"its text has {len(text):,} characters; expected at most {LONGEST_TEXT:,}, which are tokenized at once. "
+                "Split it into several rows."
+            )
         _check_is_unicode(text)
         # The backend's own call: tokenizer(text) sets truncation and padding anew each time, a tenth of the time here.
         encoding = self._backend.encode(text, add_special_tokens=False)
