@@ -71,6 +71,19 @@ def _break_models(folder: Path, save_model: Callable[..., Path]) -> None:
     without("no_weights", "*.safetensors*")
     (without("old_weights", "*.safetensors*") / "pytorch_model.bin").write_bytes(b"PK")
     save_model(folder / "small_vocabulary", vocab_size=280)
+    _save_models_that_leak(folder)
+
+
+def _save_models_that_leak(folder: Path) -> None:
+    """Good models whose layers cannot keep the rows of a pack apart."""
+    from transformers import FalconConfig, FalconForCausalLM, MambaConfig, MambaForCausalLM
+
+    small = {"vocab_size": 301, "hidden_size": 16, "num_hidden_layers": 1}
+    FalconForCausalLM(FalconConfig(**small, num_attention_heads=2)).save_pretrained(folder / "falcon")
+    MambaForCausalLM(MambaConfig(**small, state_size=4)).save_pretrained(folder / "mamba")
+    for file in (folder / "model").glob("tokenizer*"):
+        shutil.copy(file, folder / "falcon")
+        shutil.copy(file, folder / "mamba")
 
 
 def _break_data(folder: Path) -> None:
@@ -86,6 +99,11 @@ def _break_data(folder: Path) -> None:
         folder / "role.jsonl", {"messages": CHAT}, {"messages": [{**CHAT[0]}, {**CHAT[1], "role": "asistant"}]}
     )
     write_json_lines(folder / "all_bad.jsonl", {**good, "output": ""}, {**good, "output": 3})
+    write_json_lines(folder / "late.jsonl", *[good] * 600, {**good, "output": 3}, *[good] * 300)
+    write_json_lines(folder / "tokenized.jsonl", *({"input_ids": [5, 6, 7 + n]} for n in range(9)))
+    (folder / "open.jinja").write_text("{% for message in messages %}{{ message.content }}")
+    (folder / "refuses.jinja").write_text("{{ raise_exception('no tools here') }}")
+    (folder / "blank.jinja").touch()
     (folder / "functions.py").write_text(FUNCTIONS)
     (folder / "syntax.py").write_text("def rows(:\n")
 

@@ -2,6 +2,7 @@
 code 2, nothing written. All commands run once, some at a time."""
 
 import hashlib
+import json
 import os
 import shlex
 import shutil
@@ -16,6 +17,7 @@ from forked import forked
 MODEL, ROWS = "--model_name @model", "--dataset @rows.jsonl"
 GOOD = f"{MODEL} {ROWS}"
 LORA = f"{GOOD} --use_peft"
+STREAMED = f"{GOOD} --streaming --max_train_step 3"
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ CASES = {
                             "rows.jsonl?"),
     "empty dataset": case(f"{MODEL} --dataset @empty.jsonl", "--dataset", "empty.jsonl: is empty"),
     "blank dataset": case(f"{MODEL} --dataset @blank.jsonl", "blank.jsonl: holds no rows"),
-    "dataset that is a folder": case(f"{MODEL} --dataset @folder.jsonl", "is a folder; expected a file"),
+    "dataset that is a folder": case(f"{MODEL} --dataset @folder.jsonl", "is a folder without data files"),
     "dataset that is a pipe": case(f"{MODEL} --dataset @pipe.jsonl", "pipe.jsonl", "regular file"),
     "dataset that links to itself": case(f"{MODEL} --dataset @loop.jsonl", "loop.jsonl", "symbolic link"),
     "malformed line": case(f"{MODEL} --dataset @malformed.jsonl", "malformed.jsonl:3: malformed JSON",
@@ -89,6 +91,44 @@ CASES = {
                                  "IndexError: list index out of range"),
     "function that returns a list": case(f"{MODEL} --dataset @functions.py:returns_a_list",
                                          "functions.py:returns_a_list returned a list", "from_list"),
+    "rows that a template refuses": case(f"{GOOD} --chat_template @refuses.jinja",
+                                         "rows.jsonl:1: the chat template refuses this chat: no tools here",
+                                         "--skip_bad_rows", errors=5),
+    "every row dropped": case(f"{GOOD} --context_length 40 --truncation drop", "rows.jsonl: no row can be trained on",
+                              "16 rows are too long", "--context_length 40", "--truncation"),
+    "rows of another format": case(f"{GOOD} --dataset_format messages", "--dataset_format messages needs messages",
+                                   "its columns are instruction, output"),
+    "a mix with a weight of 0": case(f"{MODEL} --dataset '[{{path: @rows.jsonl, weight: 0}}]'",
+                                     "--dataset[0].weight is 0", "greater than 0 and at most 1000"),
+    "a mix with a missing part": case(f"{MODEL} --dataset '[{{path: @rows.jsonl}}, {{path: @row.jsonl}}]'",
+                                      "--dataset", "row.jsonl: no such file", "Did you mean"),
+    "a mix with a slip": case(f"{MODEL} --dataset '[{{path: @rows.jsonl, wieght: 2}}]'",
+                              "--dataset[0].wieght is not known", "path, weight and split"),
+    # How chats are written, and what is learned of them.
+    "missing template": case(f"{GOOD} --chat_template @chat.jinja", "--chat_template", "chat.jinja: no such file",
+                             "llama3, chatml, alpaca, mistral"),
+    "template with a slip": case(f"{GOOD} --chat_template @open.jinja", "open.jinja, line 1:", "'endfor'"),
+    "template with a slip, tokens added": case(f"{GOOD} --chat_template @open.jinja --resize_embeddings",
+                                               "open.jinja, line 1:", "'endfor'"),
+    "blank template": case(f"{GOOD} --chat_template @blank.jinja", "blank.jinja is empty", "Jinja template"),
+    "template of tokens that are none": case(f"{GOOD} --chat_template chatml", "--chat_template chatml writes "
+                                             "<|im_start|>, <|im_end|>: no tokens of this tokenizer",
+                                             "--resize_embeddings"),
+    "labels of rows without turns": case(f"{MODEL} --dataset @tokenized.jsonl --labels completion",
+                                         "--labels completion", "format tokenized have no turns", "Expected auto"),
+    # Packing and streaming.
+    "attention that cannot pack": case(f"--model_name @falcon {ROWS}", "--batching_strategy packing: FalconForCausalLM "
+                                       "cannot keep the rows of a pack apart", "Use --batching_strategy padding"),
+    "states that cannot pack": case(f"--model_name @mamba {ROWS}", "MambaForCausalLM cannot keep", "linear_attention",
+                                    "Use --batching_strategy padding"),
+    "a stream without an end": case(f"{GOOD} --streaming", "--streaming has no end", "Add --max_train_step"),
+    "a fraction of a stream": case(f"{STREAMED} --validation 0.1", "--validation is 0.1: with streaming nobody knows",
+                                   "Use a file, or a split"),
+    "epochs of a stream": case(f"{STREAMED} --num_epochs 2", "--num_epochs has no effect with streaming",
+                               "max_train_step"),
+    "a buffer without a stream": case(f"{GOOD} --shuffle_buffer 5", "--shuffle_buffer has no effect without streaming"),
+    "a stream of rows that are all dropped": case(f"{STREAMED} --context_length 40 --truncation drop",
+                                                  "rows.jsonl: no", "row can be trained on"),
     # Settings.
     "longer than the model": case(f"{GOOD} --context_length 257", "--context_length 257", "256 positions"),
     "batch of 0": case(f"{GOOD} --batch_size_training 0", "--batch_size_training 0: must be at least 1"),
@@ -206,6 +246,20 @@ def test_two_ranks_tell_a_mistake_once(flags: str, says: str, by_torchrun: bool,
     told = finished.output.partition("failed (exitcode")[0]
     assert told.count("error: ") == told.count(says) == 1, finished.output
     assert finished.seconds < 60 and "Traceback" not in told and not (tmp_path / "run").exists()
+
+
+def test_a_bad_row_in_the_middle_of_a_stream_ends_the_run_on_all_ranks(broken: Path, tmp_path: Path) -> None:
+    """Rank 0 tokenizes it, while rank 1 trains; two windows of rows come before it."""
+    words = f"{MODEL} --dataset @late.jsonl --streaming --shuffle_buffer 10 --batch_size_training 4 --max_train_step 99"
+    words += " --context_length 128 --enable_fsdp --save_steps 5 --precision fp32"
+    finished = forked(RECIPE, *shlex.split(words.replace("@", f"{broken}/")), "--output_dir", tmp_path / "run", ranks=2)
+    assert finished.exit_code == 2 and finished.seconds < 60, finished.output
+    told = finished.output[finished.output.index("error: ") :]
+    assert told.count("error: ") == 1 and "Traceback" not in finished.output, told
+    assert 'late.jsonl:601: "output" is 3' in told and "--skip_bad_rows" in told
+    status = json.loads((tmp_path / "run" / "status.json").read_text())
+    assert (status["state"], status["exit_code"]) == ("failed", 2) and len(losses(tmp_path / "run")) >= 5
+    assert (tmp_path / "run" / "checkpoints" / "step-000005").is_dir()
 
 
 def test_overwrite_replaces_the_run_and_keeps_what_is_not_its_own(broken: Path, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from forked import forked
 
 CASES = Path(__file__).resolve().parent.parent / "run_cases.py"
 FSDP = ["--enable_fsdp", "--low_cpu_fsdp"]
+PADDED = ["--batching_strategy", "padding"]
 OPTIMIZERS = {  # name -> flags, and the bytes of state a parameter; narrow rows are few here
     "adamw": (["--precision", "bf16_pure"], 4.0),
     "stochastic": (["--optimizer", "anyprecision", "--precision", "bf16_pure"], 4.0),
@@ -65,15 +66,17 @@ def launch(folder: Path, tiny_model: Path, save_model: Any, rows16: Path, rows70
     runs = {
         "early_stopping": [*FSDP, *tiny, *files, "--precision", "fp32", "--lr", "0.05", "--lr_scheduler", "constant"]
         + ["--eval_steps", "1", "--early_stopping_patience", "3", "--save_steps", "2", "--use_tensorboard"]
-        + ["--use_wandb", "--wandb_mode", "offline", "--wandb_tags", "a,b", "--val_batch_size", "2"],
+        + ["--use_wandb", "--wandb_mode", "offline", "--wandb_tags", "a,b", "--val_batch_size", "2"]
+        + ["--context_length", "22"],
         "lora": [*FSDP, *tiny, "--dataset", str(rows70), "--validation", "0.2", *adapter, "--lr", "0.01"]
-        + ["--precision", "fp32", "--num_epochs", "1", "--lora_dropout", "0"],
+        + ["--precision", "fp32", "--num_epochs", "1", "--lora_dropout", "0", "--show_samples", "2"],
         "no_pad": [*FSDP, "--model_name", str(no_pad), "--dataset", str(rows16), *adapter, "--num_epochs", "1"]
         + ["--sample_tokens", "8", "--precision", "fp32", "--lora_dropout", "0", "--batch_size_training", "8"]
-        + ["--validation", str(rows16), "--val_batch_size", "4"],
-        "custom": [*tiny, "--dataset", f"{folder}/custom.py:rows", "--precision", "bf16_pure", "--num_epochs", "2"],
+        + ["--validation", str(rows16), "--val_batch_size", "4", *PADDED],
+        "custom": [*tiny, "--dataset", f"{folder}/custom.py:rows", "--precision", "bf16_pure", "--num_epochs", "2"]
+        + PADDED,
         "frozen": [*FSDP, *tiny, *files, "--freeze_layers", "--num_epochs", "1", "--precision", "fp32"]
-        + ["--activation_checkpointing", "full", "--gradient_accumulation_steps", "3"],
+        + ["--activation_checkpointing", "full", "--gradient_accumulation_steps", "3", *PADDED],
     }
     for name, (optimizer, _) in OPTIMIZERS.items():
         runs[name] = [*FSDP, "--model_name", str(wide), "--dataset", str(rows16), "--num_epochs", "4"]
@@ -141,6 +144,22 @@ def test_the_built_in_chat_template_is_saved_with_the_result(launch: Finished, f
     assert "### Response:" in text and text.count("<s>") == 1
 
 
+def test_samples_and_the_first_batch_are_shown_once_with_what_is_trained_on(
+    launch: Finished, folder: Path, rows70: Path
+) -> None:
+    output = launch.output[: launch.output.index(f"{folder}/lora\n")]  # of this run, two ranks, up to its directory
+    samples = re.findall(rf"^{re.escape(str(rows70))}:(\d+): (\d+) tokens, (\d+) of them trained on", output, re.MULTILINE)
+    lines = rows70.read_text().splitlines()
+    assert len(samples) == len(set(samples)) == 2
+    for number, tokens, trained in samples:
+        row = json.loads(lines[int(number) - 1])
+        assert f"{row['instruction']}\n\n### Response:\n[[{row['output']}</s>]]" in launch.output
+        assert 0 < int(trained) < int(tokens)
+    first = launch.output[launch.output.index("\n", launch.output.index(f"{folder}/lora\n")) :]
+    assert re.search(r"The first batch: \d+ rows; what is trained on is between \[\[ and \]\]:\n  \d+ tokens: ", first)
+    assert launch.output.count("The first batch: ") == launch.output.count("Run directory: ")
+
+
 def test_early_stopping_takes_the_best_weights_and_the_logged_loss_is_that_of_the_result(
     launch: Finished, folder: Path
 ) -> None:
@@ -148,7 +167,9 @@ def test_early_stopping_takes_the_best_weights_and_the_logged_loss_is_that_of_th
     evaluated = {line["step"]: line["eval/loss"] for line in metrics(output) if "eval/loss" in line}
     trained = {step: loss for step, loss in evaluated.items() if step > 0}
     best = min(trained, key=trained.__getitem__)
-    assert max(trained) == best + 3 < 24, "it stopped three evaluations after the best, before its 24 steps"
+    rows, packs, steps = re.search(r"(\d+) rows fit into (\d+) packs of at most 22 .*\n(\d+) opt", launch.output).groups()
+    assert int(rows) == 64 and 32 <= int(packs) < 48 and 12 <= int(steps) <= 18
+    assert max(trained) == best + 3 < int(steps), "it stopped three evaluations after the best"
     found = held_out_loss(load(output / "model"), folder / "validation.jsonl")
     assert found == pytest.approx(trained[best], rel=1e-5)
     assert json.loads((output / "checkpoints" / "best.json").read_text())["step"] == best
@@ -162,7 +183,7 @@ def test_metrics_have_one_line_a_step_and_the_keys_that_were_measured(launch: Fi
     assert [line["step"] for line in lines] == [0, 1, 2, 3]  # 64 rows in batches of 24
     assert set(lines[0]) == {"step", "eval/loss", "eval/perplexity"}
     training = {"epoch", "tokens", "train/loss", "train/lr", "train/grad_norm"}
-    measured = {"perf/tokens_per_second", "perf/step_seconds", "memory/host_peak_bytes"}
+    measured = {"perf/tokens_per_second", "perf/step_seconds", "perf/data_wait_seconds", "memory/host_peak_bytes"}
     assert set(lines[1]) == {"step"} | training | measured
     assert len(lines[1]["memory/host_peak_bytes"]) == 2
     assert lines[-1]["tokens"] == sum(
