@@ -40,10 +40,11 @@ from llama_ft.checkpoint import complete_checkpoints, damage  # noqa: E402
 
 FLAGS = (
     "--enable_fsdp --precision fp32 --lr 1e-2 --batch_size_training 2 --gradient_accumulation_steps 2 --num_epochs 3 "
-    "--validation 0.1 --eval_steps 4 --save_steps 2 --keep_last 2 --device cpu --resume auto"
+    "--validation 0.1 --eval_steps 4 --save_steps 2 --keep_last 2 --context_length 64 --device cpu "
+    "--resume auto"
 ).split()
 METHODS = {"full": [], "lora": ["--use_peft", "--lora_dropout", "0.1"]}
-ROWS = 100  # in 3 epochs of 12 steps, the last of them with fewer rows
+ROWS = 230  # in 3 epochs of 12 steps of 8 packs, the last of them with fewer
 MOMENTS = {"loading": 3, "step": 6, "save": 10, "result": 1}  # how often each is chosen
 SECONDS_TO_END = 60  # for torchrun, when one rank was killed
 POLL_SECONDS = 0.002

@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,16 @@ def main(folder: Path, cases: list[dict[str, Any]]) -> None:
         for case in cases:
             config = DataConfig(dataset=str(folder / case["file"]), streaming=True, **case["config"])
             settings = TrainConfig(max_train_step=case["last"], batch_size_training=case["micro_batch"])
-            encoder = data.Encoder(tokenizer, 200)
+            encoder = data.Encoder(tokenizer, 200, case.get("truncation", "right"))
             source = data.open_source(config.dataset, "train", config=config, tokenizer=tokenizer, cache=folder)
             rows = StreamedRows(source, encoder, config, settings, case["capacity"], 8, 0, None, job)
             steps, message = [], ""
             try:
+                if case.get("first_rows"):
+                    rows.first_rows()
                 with data.Ahead(rows.steps(case["first"], case["last"], case["position"])) as feed:
                     for todo in feed:
+                        time.sleep(case.get("pause", 0) * job.rank * (todo.step % 3))
                         own = [place.rpartition(":")[2] for batch in todo.batches for place in batch.sources]
                         everyone: list[Any] = [None] * job.world_size
                         runtime.process_group.dist.all_gather_object(everyone, own)

@@ -15,11 +15,12 @@ from typing import Any
 import numpy
 import pytest
 from datasets import Dataset
-from transformers import PreTrainedTokenizerFast
+from forked import forked
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from llama_ft.config.sections import DataConfig
 from llama_ft.data import Encoder, TokenizedData, prepare
-from llama_ft.data.build import BadRows, SplitWriter, encoded_rows
+from llama_ft.data.build import SplitWriter
 from llama_ft.data.parallel import CHUNK_ROWS, CHUNKS_AHEAD, ROWS_INLINE, ChunkEncoder, chunks_of, encode_chunk
 from llama_ft.data.sources import Source
 from llama_ft.errors import RunFailure, UserError
@@ -95,10 +96,6 @@ def test_rows_on_disk_are_what_the_encoder_makes_of_each_row(
     assert data.report.train.tokens == sum(len(piece.input_ids) for _, piece in expected)
     assert data.report.train.target_tokens == sum(counts)
     assert data.report.train.rows == sum(data.report.train.histogram) == len(expected)
-    bad = BadRows(skip=True)
-    source = Source("x", "", lambda: iter([("1", {"instruction": "Hi", "output": "yes"}), ("2", {"instruction": ""})]))
-    streamed = list(encoded_rows(source.formatted_rows("alpaca"), encoder, bad))
-    assert [place for place, _ in streamed] == ["1"] and bad.first[0].startswith("2: ")
 
 
 def test_bad_rows_are_told_in_their_order(llama3: PreTrainedTokenizerFast, tmp_path: Path, odd_rows: Path) -> None:
@@ -255,6 +252,69 @@ def test_fingerprint_is_that_of_the_tokens_however_they_are_laid_out(
     two = prepared(write(tmp_path / "b.jsonl", with_bad), llama3, tmp_path, 1, skip_bad_rows=True).fingerprints()
     swapped = prepared(write(tmp_path / "c.jsonl", [rows[1], rows[0], *rows[2:]]), llama3, tmp_path, 1).fingerprints()
     assert one == two and one != swapped
+
+
+def test_fingerprint_of_streamed_rows_is_of_all_that_decides_their_tokens_but_not_of_their_place(
+    save_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    save_model(tmp_path / "model")
+
+    def fingerprint(name: str, rows: list[Any], **settings: Any) -> str:
+        config = DataConfig(dataset=str(write(tmp_path / name, rows)), streaming=True, **settings)
+        tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+        data = prepare(config, tokenizer, context_length=40, cache=tmp_path, want_validation=False)
+        assert data.train is None
+        return data.fingerprints()["dataset"]
+
+    template = tmp_path / "t.jinja"
+    template.write_text("{% for m in messages %}{{ m.role + m.content + eos_token }}{% endfor %}")
+    first = fingerprint("a.jsonl", pairs(3))
+    assert fingerprint("moved.jsonl", pairs(3)) == fingerprint("a.jsonl", pairs(3), skip_bad_rows=True) == first
+    assert fingerprint("a.jsonl", pairs(4)) != first
+    assert fingerprint("a.jsonl", pairs(3), chat_template=str(template)) != first
+
+
+OTHER_ROWS = """
+import sys
+from datasets import Dataset
+from transformers import AutoTokenizer
+from llama_ft import data, runtime
+from llama_ft.config import Config, DataConfig
+from llama_ft.errors import UserError
+from pathlib import Path
+folder = Path(sys.argv[1])
+with runtime.start("cpu", 1, False, None, 60) as job:
+    for name in ("same.jsonl", f"other-{job.rank}.jsonl"):
+        config, tokenizer = DataConfig(dataset=str(folder / name)), AutoTokenizer.from_pretrained(folder / "model")
+        rows = data.prepare(config, tokenizer, context_length=40, cache=folder, want_validation=False)
+        try:
+            data.plan_training(Config(data=config), rows, 40, 2, 0, None, job)
+            print(job.rank, "planned", flush=True)
+        except UserError as error:
+            print(job.rank, error, flush=True)
+"""
+
+
+def test_ranks_with_other_rows_than_rank_0_end_the_run(save_model: Callable[..., Path], tmp_path: Path) -> None:
+    save_model(tmp_path / "model")
+    for name, rows in (("same", pairs(4)), ("other-0", pairs(4)), ("other-1", pairs(4)[::-1])):
+        write(tmp_path / f"{name}.jsonl", rows)
+    (tmp_path / "job.py").write_text(OTHER_ROWS)
+    finished = forked(tmp_path / "job.py", tmp_path, ranks=2, timeout=60)
+    assert finished.output.count("planned") == 2
+    assert finished.output.count("error: --dataset: rank 1 has other rows than rank 0.") == 2
+
+
+def test_several_rows_made_of_one_are_no_copies_and_no_repeats(llama3: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    """As of jfleg, whose rows have four corrections each; a part of weight 2 comes twice on purpose."""
+    rows = [("row 1", row) for row in pairs(3)] + [("row 2", row) for row in pairs(4)[3:]] * 2
+    encoder = Encoder(llama3, 40)
+    writer = SplitWriter(tmp_path / "rows.arrow", encoder)
+    for start in (0, 2, 4):  # over the edges of chunks too
+        for chunk in chunks_of(Source("x", "", lambda start=start: iter(rows[start : start + 2])), "alpaca"):
+            writer.add(chunk, encode_chunk(chunk.rows, encoder), numpy.full(len(chunk.rows), True))
+    writer.close()
+    assert writer.statistics.rows == 5 and writer.statistics.copies == 0
 
 
 def test_a_full_disk_is_an_error_of_the_kind_that_the_cache_tells(llama3: PreTrainedTokenizerFast) -> None:

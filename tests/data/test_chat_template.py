@@ -14,7 +14,7 @@ from llama_ft.config.paths import BUILT_IN_TEMPLATES
 from llama_ft.data import Encoder, ensure_chat_template
 from llama_ft.data.answers import ChatRenderer
 from llama_ft.data.built_in_templates import BUILT_IN
-from llama_ft.data.chat_template import missing_tokens
+from llama_ft.data.chat_template import missing_tokens, render_chat
 from llama_ft.data.formats import BadRow, Message
 from llama_ft.errors import UserError
 
@@ -447,3 +447,13 @@ def test_a_template_without_its_tokens_is_refused_unless_they_may_be_added(
     assert plain.eos_token == "<|im_end|>"  # what ends an answer has to end generation
     [encoded] = Encoder(plain, 100).encode_messages(ONE)
     assert plain.convert_ids_to_tokens([label for label in encoded.labels if label != -100]) == ["yes", "<|im_end|>"]
+
+
+def test_what_a_template_writes_does_not_depend_on_the_day() -> None:
+    template = "{{ strftime_now('%Y-%m-%d %H:%M:%S.%f') }} {{ date_string }}"
+    assert render_chat(template, {}, ONE)[0] == "2024-07-26 00:00:00.000000 26 Jul 2024"
+
+
+def test_an_answer_about_thoughts_is_no_thought_that_is_lost(chatml: PreTrainedTokenizerFast) -> None:
+    text, _ = ChatRenderer(chatml).render([user("Hi"), assistant("a <think>b</think> c")])
+    assert "a <think>b</think> c" in text

@@ -1,6 +1,7 @@
 """Packs are full, hold whole rows, and are few."""
 
 import math
+import time
 from collections.abc import Callable
 
 import numpy
@@ -56,6 +57,16 @@ def test_every_row_is_whole_and_in_one_pack(kind: str) -> None:
     assert numpy.array_equal(numpy.sort(packs.slots), numpy.arange(len(lengths)))
     filled = [longest_first[slots].sum() for slots in numpy.split(packs.slots, packs.offsets[1:-1])]
     assert filled == packs.tokens.tolist() and max(filled) <= CAPACITY and packs.offsets[-1] == len(lengths)
+
+
+def test_long_rows_of_thousands_of_lengths_are_packed_in_time() -> None:
+    """20 minutes of a core, where each length was its own."""
+    lengths = numpy.random.default_rng(1).integers(30_000, 60_001, 20_000)
+    started = time.process_time()
+    packs = pack_rows(lengths, 131_072)
+    assert time.process_time() - started < 60 and packs.tokens.max() <= 131_072
+    assert len(packs) <= 1.01 * len(pack_rows(lengths // 32, 4096))
+    assert sorted(pack_rows(numpy.array([131_071, 131_071, 1, 1]), 131_071).tokens) == [2, 131_071, 131_071]
 
 
 def test_equal_rows_are_packed_as_many_as_fit() -> None:

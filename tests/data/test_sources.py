@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast
 from llama_ft.config.sections import DataConfig, DatasetPart
 from llama_ft.data import open_source, read_rows
 from llama_ft.data.formats import BadRow
-from llama_ft.data.parallel import content_hash
+from llama_ft.data.parallel import chunks_of, content_hash
 from llama_ft.data.sources import Source, brings_validation, times_taken
 from llama_ft.errors import UserError
 
@@ -274,7 +274,7 @@ def test_identity_changes_with_what_is_in_the_files(source_of: Opener, tmp_path:
 
 
 def taken(source: Source, wanted: str = "auto") -> Counter[str]:
-    return Counter(str(row["text"]) for _, row, _ in source.formatted_rows(wanted) if not isinstance(row, BadRow))
+    return Counter(str(row["text"]) for _, row, *_ in source.formatted_rows(wanted) if not isinstance(row, BadRow))
 
 
 @pytest.mark.parametrize("weight", [0.3, 1, 2, 2.5])
@@ -303,7 +303,7 @@ def test_mix_has_rows_of_all_its_parts_in_turns_each_in_its_own_format(source_of
     parts: list[DatasetPart] = [{"path": plain}, {"path": str(alpaca), "weight": 2}]
     source = source_of(parts)
     assert source.name == f"{plain} + {alpaca}"
-    assert [(place, row_format) for place, _, row_format in source.formatted_rows("auto")] == [
+    assert [(place, row_format) for place, _, row_format, _ in source.formatted_rows("auto")] == [
         (f"{plain}:1", "text"),
         (f"{alpaca} row 1", "alpaca"),
         (f"{alpaca} row 1", "alpaca"),
@@ -332,8 +332,32 @@ def test_bad_rows_of_a_weighted_part_come_once(source_of: Opener, tmp_path: Path
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "a"}\n{"text": \n')
     rows = list(source_of([{"path": str(path), "weight": 3}]).formatted_rows("auto"))
-    assert [place for place, _, _ in rows] == [f"{path}:1"] * 3 + [f"{path}:2"]
+    assert [place for place, *_ in rows] == [f"{path}:1"] * 3 + [f"{path}:2"]
     assert isinstance(rows[3][1], BadRow)
+
+
+def test_a_part_of_a_mix_without_a_good_row_is_told_by_its_place(source_of: Opener, tmp_path: Path) -> None:
+    good, bad = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    good.write_text('{"text": "a"}\n')
+    bad.write_text("a\n")
+    with pytest.raises(UserError) as told:
+        next(chunks_of(source_of([{"path": str(good)}, {"path": str(bad)}]), "auto"))
+    assert told.value.messages[0].startswith(f"{bad}:1: malformed JSON")
+
+
+def test_a_mix_of_csv_files_takes_long_fields_after_the_first_file_has_ended(source_of: Opener, tmp_path: Path) -> None:
+    short, long = tmp_path / "a.csv", tmp_path / "b.csv"
+    short.write_text("text\na\n")
+    long.write_text("text\n" + "b\n" * 200 + "c" * 200_000 + "\n")
+    rows = list(source_of([{"path": str(short)}, {"path": str(long)}]).formatted_rows("auto"))
+    assert len(rows) == 202 and not any(isinstance(row, BadRow) for _, row, *_ in rows)
+
+
+def test_the_same_contents_elsewhere_have_the_same_identity(source_of: Opener, tmp_path: Path) -> None:
+    for name, text in (("a", "x"), ("b", "x"), ("c", "y")):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"text": text}))
+    one, same, other = (source_of(str(tmp_path / f"{name}.jsonl")).identity for name in "abc")
+    assert one == same != other
 
 
 # The hub: `datasets` and its own cache, as an earlier download has left it.
@@ -455,6 +479,19 @@ for rank, name in (word.split() for word in sys.argv[1:]):
 """
 
 
+STREAM = """
+import sys
+from llama_ft.config.sections import DataConfig
+from llama_ft.data import open_source
+from llama_ft.data.sources import brings_validation
+config = DataConfig(streaming=True)
+print(brings_validation("org/name", True))
+for use in ("train", "validation"):
+    source = open_source("org/name", use, config=config, tokenizer=None, cache=None)
+    print(source.name, source.identity.split()[-1], [row["text"] for _, row in source.read()])
+"""
+
+
 def asked(endpoint: str, home: Path, *words: str) -> list[str]:
     """Open hub datasets ("rank name") in one process; returns what was said about each."""
     env = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(home), "HF_HUB_OFFLINE": "0"}
@@ -477,6 +514,21 @@ def test_the_hub_is_asked_by_one_rank_of_a_node_and_the_others_read_its_cache(tm
     assert absent.startswith("0 UserError error: org/absent: cannot be had from the hub: Dataset 'org/absent' doesn't")
     (later,) = asked(endpoint, tmp_path, "0 org/name")  # nobody listens there any more
     assert later == first
+
+
+def test_nothing_is_downloaded_to_be_streamed(tmp_path: Path) -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        endpoint = f"http://127.0.0.1:{server.server_port}"
+        env = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
+        done = subprocess.run([sys.executable, "-c", STREAM], env=env, capture_output=True, text=True, timeout=120)
+        server.shutdown()
+    assert done.stdout.splitlines() == [
+        "True",
+        f"org/name train {Hub.commit} ['a', 'b']",
+        f"org/name validation {Hub.commit} ['v']",
+    ], done.stderr
+    assert not [*tmp_path.rglob("*.arrow"), *tmp_path.rglob("train.jsonl")]
 
 
 def test_a_hub_that_cannot_be_reached_is_told_soon(tmp_path: Path) -> None:

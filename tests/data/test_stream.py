@@ -91,6 +91,23 @@ def test_from_any_position_on_the_steps_are_the_same(alone: dict[str, dict[str, 
         assert [step["position"] for step in result["steps"]] == [step["position"] for step in rest]
 
 
+def test_it_ends_wherever_each_rank_is_with_the_next_window(folder: Path) -> None:
+    (folder / "few.jsonl").write_text("".join((folder / "rows.jsonl").read_text().splitlines(keepends=True)[:60]))
+    cases = [  # every window is a whole pass, and the ranks come to the end of one at different times
+        case(f"ends-{n}", 2, file="few.jsonl", last=n % 6 + 1, pause=0.01 * (1 + n % 4)) for n in range(24)
+    ]
+    for number, result in enumerate(run(folder, 2, cases).values()):
+        assert len(result["steps"]) == number % 6 + 1 and result["message"] == ""
+
+
+def test_rows_too_long_at_the_beginning_do_not_end_it(folder: Path) -> None:
+    good = (folder / "rows.jsonl").read_text()
+    long = json.dumps({"instruction": "a", "output": "word " * 400_000}) + "\n"
+    (folder / "long.jsonl").write_text(long + good)
+    result = run(folder, 1, [case("long", 1, file="long.jsonl", truncation="drop", first_rows=True, last=3)])["long"]
+    assert result["message"] == "" and len(result["steps"]) == 3
+
+
 def test_a_bad_row_ends_it_on_all_ranks_or_is_left_out(alone: dict[str, dict[str, Any]], folder: Path) -> None:
     assert "bad.jsonl:701" in alone["bad"]["message"] and "--skip_bad_rows" in alone["bad"]["message"]
     assert alone["skipped"]["message"] == ""

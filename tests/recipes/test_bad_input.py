@@ -128,7 +128,7 @@ CASES = {
                                "max_train_step"),
     "a buffer without a stream": case(f"{GOOD} --shuffle_buffer 5", "--shuffle_buffer has no effect without streaming"),
     "a stream of rows that are all dropped": case(f"{STREAMED} --context_length 40 --truncation drop",
-                                                  "rows.jsonl: no", "row can be trained on"),
+                                                  "rows.jsonl: no row can be trained on"),
     # Settings.
     "longer than the model": case(f"{GOOD} --context_length 257", "--context_length 257", "256 positions"),
     "batch of 0": case(f"{GOOD} --batch_size_training 0", "--batch_size_training 0: must be at least 1"),

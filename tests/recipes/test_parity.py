@@ -185,7 +185,7 @@ def cases_of(world_size: int, lora_start: Path, wide_lora_start: Path) -> dict[s
     """Case name -> reference it must match, flags."""
 
     def batch(accumulation: int) -> list[str]:
-        """Of the 9 packs the last micro-batches have fewer: on 4 ranks at 1 each, three have none of the last one."""
+        """Of 9 packs the last micro-batch has fewer: on 2 ranks at 4 each, or on 4 at 1, one rank has its only one."""
         size = GLOBAL_BATCH // world_size // accumulation
         return ["--batch_size_training", str(size), "--gradient_accumulation_steps", str(accumulation)]
 
@@ -211,24 +211,23 @@ def cases_of(world_size: int, lora_start: Path, wide_lora_start: Path) -> dict[s
     if world_size == 2:
         full = [*FSDP, *fp32, *FULL]
         cases |= {
-            "8 micro-batches": ("full", [*full, *batch(8)]),
-            "4bit, padded": ("nf4", [*FSDP, *fp32, *wide_lora, "4bit", *batch(4), *PADDED]),
-            "products kept, padded": ("full", [*full, *SELECTIVE, *batch(4), *PADDED]),
-            "eager attention": ("full", [*full, "--attn_implementation", "eager", *batch(4)]),
-            "tied head": ("tied", [*full, *batch(4), "--min_num_params", "1000"]),
-            "accumulated unsharded": ("full", [*full, "--accumulate_unsharded", *batch(4)]),
-            "gathered until backward": ("full", [*full, "--sharding_strategy", "SHARD_GRAD_OP", *batch(4)]),
-            "replicated": ("full", [*full, "--sharding_strategy", "NO_SHARD", *batch(4)]),
-            "groups of both": ("full", [*full, *HYBRID, "2", *batch(4)]),
+            "8 micro-batches": ("full", [*fp32, *FULL, *batch(8)]),
+            "4bit, padded": ("nf4", [*FSDP, *fp32, *wide_lora, "4bit", *batch(2), *PADDED]),
+            "eager attention": ("full", [*full, "--attn_implementation", "eager", *batch(2)]),
+            "tied head": ("tied", [*full, *batch(2), "--min_num_params", "1000"]),
+            "accumulated unsharded": ("full", [*full, "--accumulate_unsharded", *batch(2)]),
+            "gathered until backward": ("full", [*full, "--sharding_strategy", "SHARD_GRAD_OP", *batch(2)]),
+            "replicated": ("full", [*full, "--sharding_strategy", "NO_SHARD", *batch(2)]),
+            "groups of both": ("full", [*full, *HYBRID, "2", *batch(2)]),
             "layers only": ("full", [*full, "--fsdp_wrap_policy", "transformer", *batch(1)]),
             "units by size": ("full", [*full, "--fsdp_wrap_policy", "size", "--min_num_params", "2000", *batch(1)]),
-            "layers recomputed": ("full", [*full, *RECOMPUTED, *batch(4)]),
-            "products kept": ("full", [*full, *SELECTIVE, *batch(4)]),
-            "products kept, lora": ("lora", [*FSDP, *SELECTIVE, *fp32, *lora, *batch(4)]),
+            "layers recomputed": ("full", [*full, *RECOMPUTED, *batch(2)]),
+            "products kept": ("full", [*full, *SELECTIVE, *batch(2)]),
+            "products kept, lora": ("lora", [*FSDP, *SELECTIVE, *fp32, *lora, *batch(2)]),
             "stored in 4bit": ("stored", [*FSDP, *fp32, *wide_lora[:-1], *batch(1)]),
-            "8bit, whole model each": ("8bit", [*fp32, *wide_lora, "8bit", *batch(4)]),
-            "4bit, layers recomputed": ("nf4", [*FSDP, *RECOMPUTED, *fp32, *wide_lora, "4bit", *batch(4)]),
-            "8bit, products kept": ("8bit", [*FSDP, *SELECTIVE, *fp32, *wide_lora, "8bit", *batch(4)]),
+            "8bit, whole model each": ("8bit", [*fp32, *wide_lora, "8bit", *batch(2)]),
+            "4bit, layers recomputed": ("nf4", [*FSDP, *RECOMPUTED, *fp32, *wide_lora, "4bit", *batch(2)]),
+            "8bit, products kept": ("8bit", [*FSDP, *SELECTIVE, *fp32, *wide_lora, "8bit", *batch(2)]),
             "every 2nd recomputed": ("lora", [*FSDP, "--activation_checkpointing", "every_k", *fp32, *lora, *batch(1)]),
         }
     if world_size == 4:

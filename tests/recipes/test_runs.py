@@ -148,7 +148,9 @@ def test_samples_and_the_first_batch_are_shown_once_with_what_is_trained_on(
     launch: Finished, folder: Path, rows70: Path
 ) -> None:
     output = launch.output[: launch.output.index(f"{folder}/lora\n")]  # of this run, two ranks, up to its directory
-    samples = re.findall(rf"^{re.escape(str(rows70))}:(\d+): (\d+) tokens, (\d+) of them trained on", output, re.MULTILINE)
+    samples = re.findall(
+        rf"^{re.escape(str(rows70))}:(\d+): (\d+) tokens, (\d+) of them trained on", output, re.MULTILINE
+    )
     lines = rows70.read_text().splitlines()
     assert len(samples) == len(set(samples)) == 2
     for number, tokens, trained in samples:
@@ -167,7 +169,9 @@ def test_early_stopping_takes_the_best_weights_and_the_logged_loss_is_that_of_th
     evaluated = {line["step"]: line["eval/loss"] for line in metrics(output) if "eval/loss" in line}
     trained = {step: loss for step, loss in evaluated.items() if step > 0}
     best = min(trained, key=trained.__getitem__)
-    rows, packs, steps = re.search(r"(\d+) rows fit into (\d+) packs of at most 22 .*\n(\d+) opt", launch.output).groups()
+    rows, packs, steps = re.search(
+        r"(\d+) rows fit into (\d+) packs of at most 22 .*\n(\d+) opt", launch.output
+    ).groups()
     assert int(rows) == 64 and 32 <= int(packs) < 48 and 12 <= int(steps) <= 18
     assert max(trained) == best + 3 < int(steps), "it stopped three evaluations after the best"
     found = held_out_loss(load(output / "model"), folder / "validation.jsonl")

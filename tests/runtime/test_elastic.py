@@ -61,7 +61,7 @@ def test_a_mistake_found_later_by_a_rank_of_one_node_ends_both(tmp_path: Path) -
 
 @pytest.fixture
 def rows(tmp_path: Path) -> Path:
-    """16 tokenized rows: one step sees them all."""
+    """16 tokenized rows of at most 35 tokens: one step sees them all."""
     generator = torch.Generator().manual_seed(1)
     ids = [torch.randint(0, 301, (5 + 2 * n,), generator=generator).tolist() for n in range(16)]
     file = tmp_path / "rows.jsonl"
@@ -74,6 +74,7 @@ def test_two_nodes_train_as_a_plain_loop_does(tmp_path: Path, tiny_model: Path, 
     what = ["--model_name", str(tiny_model), "--dataset", str(rows), "--output_dir", str(output_dir)]
     how = ["--precision", "fp32", "--optimizer", "SGD", "--momentum", "0", "--weight_decay", "0", "--lr", "0.1"]
     steps = ["--lr_scheduler", "constant", "--batch_size_training", "8", "--num_epochs", "3", "--enable_fsdp"]
+    steps += ["--context_length", "36"]  # 9 packs, some on each node
     nodes = two_nodes("--nproc_per_node", "1", str(RECIPE), *what, *how, *steps, "--collective_timeout", "2m")
     assert [node.exit_code for node in nodes] == [0, 0], nodes[0].output + nodes[1].output
     assert losses(output_dir) == pytest.approx(plain_losses(tiny_model, rows), rel=1e-5)

@@ -44,7 +44,9 @@ def test_padding_adds_nothing_to_the_loss_or_the_gradient(model: LlamaForCausalL
 
 def test_a_pack_has_the_loss_and_the_gradient_of_its_rows_alone(model: LlamaForCausalLM) -> None:
     rows, labels = [[1, 5, 9, 30, 2], [7, 8, 3], [4, 4]], [[-100, 5, 9, 30, 2], [-100, -100, 3], [-100, 4]]
-    alone = sum(token_loss_sum(model, batch([row], [own], len(row)), CPU) for row, own in zip(rows, labels, strict=True))
+    alone = sum(
+        token_loss_sum(model, batch([row], [own], len(row)), CPU) for row, own in zip(rows, labels, strict=True)
+    )
     assert isinstance(alone, torch.Tensor)
     expected = torch.autograd.grad(alone, list(model.parameters()))
     packed_model = LlamaForCausalLM(model.config)

@@ -83,7 +83,8 @@ def _training(run: Mapping[str, Any]) -> Iterator[str]:
     metrics = run.get("metrics", {})
     known = {"optimizer steps": run["step"]}
     if "global_batch" in run:
-        known["rows an optimizer step"] = run["global_batch"]
+        unit = "packs" if run["config"]["data"]["batching_strategy"] == "packing" else "rows"
+        known[f"{unit} an optimizer step"] = run["global_batch"]
     known |= {title: metrics[key] for key, title in METRICS.items() if key in metrics}
     rows = [
         f"| {title} | {f'{value:.5g}' if isinstance(value, float) else f'{value:,}'} |"

@@ -159,7 +159,7 @@ def versions() -> dict[str, str]:
 
 
 def global_batch(settings: TrainConfig, resumed: Checkpoint | None, world_size: int) -> int:
-    """Rows of an optimizer step. A resumed run keeps its own on any number of ranks, which then have smaller, or more,
+    """Packs, or rows, of an optimizer step. A resumed run keeps its own on any number of ranks, which then have smaller, or more,
     micro-batches.
 
     Args:
@@ -176,10 +176,11 @@ def global_batch(settings: TrainConfig, resumed: Checkpoint | None, world_size: 
     kept = int(resumed.trainer["global_batch"])
     before = resumed.trainer["config"]["train"]
     names = ("batch_size_training", "gradient_accumulation_steps")
+    unit = "packs" if resumed.trainer["config"]["data"]["batching_strategy"] == "packing" else "rows"
     if asked != kept and any(before[name] != getattr(settings, name) for name in names):
         raise UserError(
             f"--resume: {' x '.join(f'{name} {getattr(settings, name)}' for name in names)} x {world_size} ranks are "
-            f"{asked} rows a step, and the run has had {kept}.\nLeave both as they were ({before[names[0]]} and "
-            f"{before[names[1]]}): the {kept} rows are then shared out over the ranks there are."
+            f"{asked} {unit} a step, and the run has had {kept}.\nLeave both as they were ({before[names[0]]} and "
+            f"{before[names[1]]}): the {kept} {unit} are then shared out over the ranks there are."
         )
     return kept

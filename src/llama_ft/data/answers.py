@@ -69,7 +69,7 @@ class ChatRenderer:
         if first["role"] == "system" and first["content"].strip() not in text:
             raise BadRow("the chat template leaves the system turn out; expected one that has it (--chat_template).")
         thought, ended, _ = last.partition("</think>")
-        if ended and thought.replace("<think>", "").strip() not in text:
+        if ended and thought.rpartition("<think>")[2].strip() not in text:
             raise BadRow(
                 "the chat template leaves out what the last answer has before </think>; expected one that has it."
             )

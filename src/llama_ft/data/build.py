@@ -52,7 +52,7 @@ class SplitWriter:
         self._lengths: list[numpy.ndarray] = [numpy.zeros(0, numpy.int32)]
         self._parts: list[numpy.ndarray] = [numpy.zeros(0, numpy.int16)]
         self._part_names, self._targets_of_parts = parts, numpy.zeros(max(1, len(parts)))
-        self._repeats, self._last_place = 0, ""
+        self._repeats, self._last_row = 0, ("", 0)
         self._digests: list[numpy.ndarray] = [numpy.zeros(0, numpy.uint64)]
         self._checksums = {name: xxhash.xxh3_128() for name in ("lengths", "input_ids", "labels")}
         self._writer = ArrowWriter(path=str(path), features=FEATURES, writer_batch_size=ROWS_PER_WRITE)
@@ -90,10 +90,11 @@ class SplitWriter:
         self._parts.append(of_part)
         self._targets_of_parts += numpy.bincount(of_part, targets, len(self._targets_of_parts))
         self._digests.append(encoded.digests[kept])
-        before = [self._last_place, *chunk.places[:-1]]  # a mix takes some rows several times, one after the other
-        again = numpy.array([place == last for place, last in zip(chunk.places, before, strict=True)])
+        rows = list(zip(chunk.places, encoded.content.tolist(), strict=True))
+        before = [self._last_row, *rows[:-1]]  # a mix takes some rows several times, one after the other
+        again = numpy.array([row == last for row, last in zip(rows, before, strict=True)])
         self._repeats += int(again[encoded.row_of_piece[kept]].sum())
-        self._last_place = chunk.places[-1]
+        self._last_row = rows[-1]
 
     def _write(
         self,

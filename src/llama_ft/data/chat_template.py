@@ -1,12 +1,13 @@
 """Chat templates: which one a run has, and the text it makes of a chat."""
 
 import re
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jinja2.exceptions import TemplateError, TemplateSyntaxError
 from tokenizers import AddedToken
-from transformers.utils.chat_template_utils import render_jinja_template
+from transformers.utils.chat_template_utils import _compile_jinja_template, render_jinja_template
 
 from llama_ft.data.built_in_templates import ALPACA, BUILT_IN
 from llama_ft.data.formats import BadRow, Message
@@ -22,6 +23,7 @@ INPUT_HEADING = "### Input:\n"  # of an alpaca row under the alpaca template
 PROBE = "\ue5a1\ue5a2"  # private-use characters: content that can be found again in what a template makes of it
 # Llama 3.2's template writes today's date unless it is given one: rows must not depend on the day. Its own default.
 DATE = "26 Jul 2024"
+DAY = datetime(2024, 7, 26)  # the same for templates that ask for the time by strftime_now, as gpt-oss's does
 # What looks like a special token: <|im_end|>, <｜User｜>, <end_of_turn>; after an answer also </s>, <eos>.
 MARKER = re.compile(r"<[|｜][^<>\s]+[|｜]>|<[a-z]+(?:_[a-z]+)+>")
 END_MARKER = re.compile(r"<[^<>\s]+>")
@@ -173,6 +175,7 @@ def render_chat(
     """
     rendered: Any  # its annotation says str; it is a list of texts and a list of lists of spans
     try:
+        _compile_jinja_template(template).globals["strftime_now"] = DAY.strftime  # it compiles once
         rendered = render_jinja_template(
             [messages], tools, chat_template=template, return_assistant_tokens_mask=blocks,
             add_generation_prompt=open_answer, date_string=DATE, **special_tokens,

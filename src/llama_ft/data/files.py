@@ -204,7 +204,7 @@ def _refuse_constant(name: str) -> None:
 
 
 def _csv_rows(name: str) -> Rows:
-    default_limit = csv.field_size_limit(LARGEST_CSV_FIELD)
+    csv.field_size_limit(LARGEST_CSV_FIELD)  # of the process: set back, it would hit another file that is being read
     row_number = 0
     try:
         with _opened(name) as file:
@@ -217,8 +217,6 @@ def _csv_rows(name: str) -> Rows:
                 yield f"{name} row {row_number}", _csv_row(columns, values)
     except csv.Error as error:
         raise UserError(f"{name} row {row_number + 1}: malformed CSV: {error}.") from None
-    finally:
-        csv.field_size_limit(default_limit)
 
 
 def _decoded_lines(name: str, file: io.BufferedReader) -> Iterator[str]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+from llama_ft.data.files import without_nulls
 from llama_ft.data.formats import BadRow, Row
 from llama_ft.errors import RunFailure, UserError
 from llama_ft.runtime.console import log
@@ -76,9 +77,9 @@ def load_from_hub(name: str, split: str | None) -> Any:
             raise UserError(f"{name}: cannot be had from {where}: {reason}") from error
 
 
-def stream_from_hub(name: str, split: str) -> Any:
-    """A datasets.IterableDataset, whose rows come over the network as they are read; arguments and errors as of
-    `load_from_hub`. Every rank asks the hub for itself."""
+def stream_from_hub(name: str, split: str | None) -> Any:
+    """A datasets.IterableDataset, whose rows come over the network as they are read; of all splits a dict of them.
+    Arguments and errors as of `load_from_hub`. Every rank asks the hub for itself."""
     import datasets
 
     path, _, configuration = name.partition(":")
@@ -93,6 +94,13 @@ def stream_from_hub(name: str, split: str) -> Any:
         raise UserError(f"{name}: cannot be streamed from the hub: {str(error).splitlines()[0]}") from error
 
 
+def revision_of(name: str) -> str:
+    """The commit that the hub has of a dataset; only where it can be reached."""
+    import huggingface_hub
+
+    return str(huggingface_hub.dataset_info(name.partition(":")[0], timeout=PROBE_SECONDS).sha)
+
+
 def rows_over_the_network(name: str, dataset: Any) -> Iterator[tuple[str, Row]]:
     """Yield (place, row) of what `stream_from_hub` returned.
 
@@ -102,7 +110,7 @@ def rows_over_the_network(name: str, dataset: Any) -> Iterator[tuple[str, Row]]:
     number = 0
     try:
         for number, row in enumerate(dataset, start=1):
-            yield f"{name} row {number}", row
+            yield f"{name} row {number}", without_nulls(row)
     except Exception as error:  # of any library between here and the hub
         raise RunFailure(
             f"{name}: cannot be read on after row {number}: {(str(error) or type(error).__name__).splitlines()[0]}\n"

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy
 
+UNITS = 4096  # to a pack: finer lengths only cost time, 50,000 rows of 30,000 to 60,000 tokens over 8 minutes
 NEARLY_FULL = 1.002  # of the tokens' own bound; best fit reaches it on most data, and is the quicker way
 
 
@@ -90,7 +91,10 @@ def _minimum_slack(longest_first: numpy.ndarray, capacity: int) -> numpy.ndarray
     best filling is found as a sum of a subset, with the reachable sums as the bits of one number.
     """
     pack_of_slot = numpy.empty(len(longest_first), dtype=numpy.int64)
-    lengths, first_slots, counts = numpy.unique(-longest_first, return_index=True, return_counts=True)
+    unit = -(-capacity // UNITS)
+    capacity //= unit
+    in_units = numpy.minimum(-(-longest_first // unit), capacity)  # rounded up; a row of that size is alone
+    lengths, first_slots, counts = numpy.unique(-in_units, return_index=True, return_counts=True)
     sizes = (-lengths).tolist()
     next_slot = dict(zip(sizes, first_slots.tolist(), strict=True))
     left = dict(zip(sizes, counts.tolist(), strict=True))

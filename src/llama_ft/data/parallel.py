@@ -19,15 +19,13 @@ import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
 
 import numpy
 import xxhash
 
-from llama_ft.data.files import Rows
 from llama_ft.data.formats import BadRow, Row
 from llama_ft.data.sources import Source
 from llama_ft.data.tokenize import IGNORED, Encoded, Encoder
@@ -37,7 +35,6 @@ CHUNK_ROWS, CHUNK_BYTES = 256, 2**20
 ROWS_INLINE, BYTES_INLINE = 2000, 2**22  # up to here one process is done before others have had their first chunk
 CHUNKS_AHEAD = 4  # of each process: read or tokenized, but not yet asked for
 PR_SET_PDEATHSIG = 1
-MARK = "\0"  # in no name of a file
 
 
 class Chunk(NamedTuple):
@@ -94,15 +91,13 @@ def chunks_of(source: Source, wanted: str, if_empty: str = "") -> Iterator[Chunk
     Arguments as of `Source.row_format`.
     """
     chunk, size = Chunk([], [], []), 0
-    parts = tuple(replace(part, read=partial(_marked, part, number)) for number, part in enumerate(source.parts))
-    for place, row, row_format in replace(source, parts=parts).formatted_rows(wanted, if_empty=if_empty):
+    for place, row, row_format, part in source.formatted_rows(wanted, if_empty=if_empty):
         try:
             packed = pickle.dumps((row, row_format), pickle.HIGHEST_PROTOCOL)
         except (RecursionError, TypeError, AttributeError, pickle.PicklingError) as error:
             packed = pickle.dumps((BadRow(f"holds what is no data: {error}."), row_format))
-        part, _, place = place.partition(MARK) if parts else ("0", "", place)
         chunk.places.append(place)
-        chunk.parts.append(int(part))
+        chunk.parts.append(part)
         chunk.rows.append(packed)
         size += len(packed)
         if len(chunk.rows) == CHUNK_ROWS or size >= CHUNK_BYTES:
@@ -110,10 +105,6 @@ def chunks_of(source: Source, wanted: str, if_empty: str = "") -> Iterator[Chunk
             chunk, size = Chunk([], [], []), 0
     if chunk.rows:
         yield chunk
-
-
-def _marked(part: Source, number: int) -> Rows:
-    return ((f"{number}{MARK}{place}", row) for place, row in part.read())
 
 
 def encode_chunk(rows: list[bytes], encoder: Encoder) -> EncodedChunk:

@@ -57,10 +57,9 @@ class TokenizedData:
     stream: tuple[Source, Encoder] | None = None
 
     def fingerprints(self) -> dict[str, str]:
-        """dataset, and validation where there is any -> a checksum of its tokens and labels."""
+        """dataset, and validation where there is any -> a checksum of its tokens and labels; of streamed rows, of all
+        that decides them."""
         prints = {"dataset": self.report.train.fingerprint}
-        if self.stream is not None:
-            prints["dataset"] = hashlib.sha256(self.stream[0].identity.encode()).hexdigest()
         if self.validation is not None and self.report.validation is not None:
             prints["validation"] = self.report.validation.fingerprint
         return prints
@@ -109,18 +108,21 @@ def prepare(
     note = ensure_chat_template(tokenizer, config.chat_template, add_tokens) if has_template else ""
     encoder = Encoder(tokenizer, context_length, config.truncation, config.labels)
     stream = (job.source, encoder) if config.streaming else None
-    report = BuildReport(SplitStatistics())
+    streamed = SplitStatistics()
     to_build: _Job | None = job
     if stream is not None:
+        nameless = dataclasses.replace(job.source, name="")
+        streamed.fingerprint = _key(_Job(nameless, None, None, job.wanted_format, skip_bad_rows=False), encoder)
         held_out_rows = job.validation
         to_build = None if held_out_rows is None else dataclasses.replace(job, source=held_out_rows, validation=None)
+    report = BuildReport(streamed)
     folder = cache / "tokenized" / _key(to_build or job, encoder)
     if to_build is not None:
         processes = config.tokenize_processes or cores()
         build_once(folder, "meta.json", lambda temporary: _build(temporary, to_build, encoder, processes))
         report = BuildReport.load(folder / "meta.json")
         if stream is not None:
-            report.train, report.validation = SplitStatistics(), report.train
+            report.train, report.validation = streamed, report.train
     _check_ids(report, tokenizer, vocabulary_size)
     is_plain = not console.encoding.startswith("utf")
     summary = [*([note] if note else []), *describe(report, context_length, want_validation, is_plain)]
@@ -144,7 +146,8 @@ def _plan(config: DataConfig, tokenizer: "PreTrainedTokenizerBase", cache: Path,
     fraction = _fraction(config.validation)
     validation: Source | None = None
     if want_validation and fraction is None:
-        if name := config.validation or (config.dataset if brings_validation(config.dataset) else None):
+        brings_one = not config.validation and brings_validation(config.dataset, config.streaming)
+        if name := config.dataset if brings_one else config.validation:
             validation = open_source(name, "validation", config=config, tokenizer=tokenizer, cache=cache)
     return _Job(source, fraction, validation, config.dataset_format, config.skip_bad_rows)
 
@@ -176,8 +179,8 @@ def _key(job: _Job, encoder: Encoder) -> str:
     tokenizer("")  # the backend's text holds its last truncation and padding, too: a plain call resets them
     parts = [
         str(CODE_VERSION),
-        job.source.identity,
-        job.validation.identity if job.validation else str(job.fraction),
+        *(job.source.name, job.source.identity),  # the name stands in the places of rows
+        *((job.validation.name, job.validation.identity) if job.validation else (str(job.fraction),)),
         job.wanted_format,
         str(job.skip_bad_rows),
         encoder.truncation,

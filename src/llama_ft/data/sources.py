@@ -17,7 +17,7 @@ from llama_ft.config.sections import DataConfig, DatasetPart
 from llama_ft.data.demo import build_demo
 from llama_ft.data.files import BATCH_BYTES, Rows, rows_of_file, without_nulls
 from llama_ft.data.formats import BadRow, Row, RowFormat, find_format
-from llama_ft.data.hub_datasets import READY, load_from_hub, rows_over_the_network, stream_from_hub
+from llama_ft.data.hub_datasets import READY, load_from_hub, revision_of, rows_over_the_network, stream_from_hub
 from llama_ft.data.splits import best_for_validation, identity_of, splits_of
 from llama_ft.data.user_function import call_user_function
 from llama_ft.errors import UserError
@@ -68,14 +68,14 @@ class Source:
             raise UserError(*problems[:PROBLEMS_SHOWN])
         return find_format(self.name, columns, wanted)
 
-    def formatted_rows(self, wanted: str, *, if_empty: str = "") -> Iterator[tuple[str, Row | BadRow, RowFormat]]:
-        """Yield (place, row, its format), each row as often as its weight says; parts of a mix take turns.
+    def formatted_rows(self, wanted: str, *, if_empty: str = "") -> Iterator[tuple[str, Row | BadRow, RowFormat, int]]:
+        """Yield (place, row, its format, number of its part), each row as often as its weight says; parts take turns.
 
         Arguments as of `row_format`.
         """
         parts = self.parts or (self,)
         formats = [part.row_format(wanted, if_empty=if_empty) for part in parts]
-        reading = [_weighted(part, row_format) for part, row_format in zip(parts, formats, strict=True)]
+        reading = [_weighted(part, formats[number], number) for number, part in enumerate(parts)]
         while reading:
             for rows in reading.copy():
                 if (taken := next(rows, None)) is None:
@@ -84,11 +84,13 @@ class Source:
                     yield from taken
 
 
-def _weighted(source: Source, row_format: RowFormat) -> Iterator[list[tuple[str, Row | BadRow, RowFormat]]]:
+def _weighted(
+    source: Source, row_format: RowFormat, number: int
+) -> Iterator[list[tuple[str, Row | BadRow, RowFormat, int]]]:
     """Yield every row as often as it is taken."""
     for place, row in source.read():
         times = 1 if isinstance(row, BadRow) or source.weight == 1 else times_taken(row, source.weight)
-        yield [(place, row, row_format)] * times
+        yield [(place, row, row_format, number)] * times
 
 
 def times_taken(row: Row, weight: float) -> int:
@@ -137,13 +139,14 @@ def open_source(
     return Source(name, identity, lambda: itertools.chain.from_iterable(part.read() for part in parts), parts=parts)
 
 
-def brings_validation(dataset: str | list[DatasetPart]) -> bool:
-    """Tell whether a dataset has a validation split of its own. A mix has none."""
+def brings_validation(dataset: str | list[DatasetPart], streaming: bool = False) -> bool:
+    """Tell whether a dataset has a validation split of its own. A mix has none. To stream, none is downloaded."""
     if not isinstance(dataset, str) or not has_splits(dataset):
         return isinstance(dataset, str) and kind_of_data(dataset) in ("demo", "function")
     if kind_of_data(dataset) == "ready":
         return READY[dataset.removesuffix("_dataset")].validation is not None
-    return "validation" in splits_of(dataset)
+    is_streamed = streaming and kind_of_data(dataset) == "hub"
+    return "validation" in (stream_from_hub(dataset, None) if is_streamed else splits_of(dataset))
 
 
 def read_rows(
@@ -182,9 +185,10 @@ def _open_named(
         return dataclasses.replace(
             raw, read=lambda: ((place, row) for place, given in raw.read() for row in ready.rows(given))
         )
-    if kind == "hub" and config.streaming and use == "train":
-        title, streamed = f"{name} {wanted}", stream_from_hub(name, str(wanted))
-        return Source(title, title, lambda: rows_over_the_network(title, streamed))
+    if kind == "hub" and config.streaming:  # the validation rows too: one split cannot be downloaded by itself
+        split = wanted or best_for_validation(name, list(stream_from_hub(name, None)))
+        title, streamed = f"{name} {split}", stream_from_hub(name, split)
+        return Source(title, f"{title} {revision_of(name)}", lambda: rows_over_the_network(title, streamed))
     if kind == "hub":
         return _hub_source(name, wanted)
     return _split_source(name, wanted, use)

@@ -2,11 +2,14 @@
 
 from typing import TYPE_CHECKING
 
+import torch.distributed as dist
+
 from llama_ft.config import Config
 from llama_ft.data.batches import BatchPlan, row_lengths, target_token_counts
 from llama_ft.data.feed import PreparedRows
 from llama_ft.data.prepare import TokenizedData
 from llama_ft.data.stream import StreamedRows
+from llama_ft.errors import UserError
 
 if TYPE_CHECKING:
     from llama_ft.runtime import Runtime
@@ -33,7 +36,17 @@ def plan_training(
         pad_token_id: fills padded rows.
         vocabulary_size: of the model, or None: ids of streamed rows are not checked.
         runtime: the ranks; all of them call this.
+
+    Raises:
+        UserError: they have other rows than rank 0, and would train on some twice and on others never.
     """
+    prints: list[dict[str, str]] = [{}] * runtime.world_size
+    dist.all_gather_object(prints, data.fingerprints())
+    if other := [str(rank) for rank, own in enumerate(prints) if own != prints[0]]:
+        raise UserError(
+            f"--dataset: rank {', '.join(other)} has other rows than rank 0.\nExpected the same files on every node, "
+            "and the same rows in the same order whenever a function is called: a shuffle in it needs a seed."
+        )
     settings = config.train
     capacity = context_length if config.data.batching_strategy == "packing" else None
     if data.stream is not None:

@@ -25,6 +25,7 @@ from llama_ft.errors import UserError
 Attention = tuple[torch.Tensor, torch.Tensor | None]
 ROW_WISE_LAYERS = {"full_attention", "sliding_attention"}  # others (Mamba's, chunks) carry something over row ends
 LARGEST_KERNEL_HEAD = 256  # flash attention's
+FIRST_KERNEL_CAPABILITY = (8, 0)  # Ampere; older GPUs (T4, V100), which precision fp16 is for, have no flash attention
 
 
 @dataclass(frozen=True)
@@ -154,8 +155,10 @@ def _kernel_takes(query: torch.Tensor, value: torch.Tensor, arguments: dict[str,
     """Whether torch's variable-length kernel computes this: 16 bits on CUDA, nothing but scale and window."""
     return (
         query.is_cuda
+        and torch.cuda.get_device_capability(query.device) >= FIRST_KERNEL_CAPABILITY
         and query.dtype in (torch.bfloat16, torch.float16)
         and query.shape[-1] == value.shape[-1] <= LARGEST_KERNEL_HEAD
+        and query.shape[-1] % 8 == 0  # sdpa pads other heads itself
         and not arguments.get("dropout")
         and all(arguments.get(name) is None for name in ("softcap", "s_aux", "position_bias"))
     )

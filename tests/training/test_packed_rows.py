@@ -1,0 +1,79 @@
+"""The check before training that a model's rows do not see each other in a pack."""
+
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+from datasets import Dataset
+from torch.distributed.fsdp import fully_shard
+from transformers import AttentionInterface, AttentionMaskInterface, LlamaConfig, LlamaForCausalLM
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import PreTrainedModel
+
+from llama_ft.errors import UserError
+from llama_ft.models import use_packed_attention
+from llama_ft.runtime import Runtime
+from llama_ft.training import check_rows_stay_apart
+
+DTYPES = [torch.float32, torch.bfloat16]
+SHAPE = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+def deaf_attention(module, query, key, value, attention_mask, **arguments):  # type: ignore[no-untyped-def]
+    """What an architecture's own code may be: causal over all it is given, whatever it is told of rows."""
+    return sdpa_attention_forward(module, query, key, value, None, is_causal=True)
+
+
+def no_mask(**arguments: object) -> None:
+    return None
+
+
+@pytest.fixture(scope="module")
+def deaf() -> Iterator[str]:
+    AttentionInterface.register("deaf", deaf_attention)
+    AttentionMaskInterface.register("deaf", no_mask)
+    yield "deaf"
+    for interface in (AttentionInterface, AttentionMaskInterface):
+        del interface._global_mapping["deaf"]
+
+
+def make(attention: str, dtype: torch.dtype, runtime: Runtime) -> PreTrainedModel:
+    """As the recipe makes one: its attention packed, sharded, in training mode."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=101, **SHAPE))  # initial weights: hardest to tell apart
+    model.config._attn_implementation = attention
+    use_packed_attention(model)
+    model.to(dtype)
+    fully_shard(model, mesh=runtime.mesh)
+    return model.train()
+
+
+def rows(*lengths: int) -> Dataset:
+    ids = [random.Random(n).choices(range(101), k=length) for n, length in enumerate(lengths)]
+    return Dataset.from_dict({"input_ids": ids, "labels": ids, "source": ["x"] * len(ids)})
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_a_model_that_keeps_rows_apart_passes_and_is_left_as_it_was(
+    attention: str, dtype: torch.dtype, runtime: Runtime
+) -> None:
+    model = make(attention, dtype, runtime)
+    before = [parameter.to_local().clone() for parameter in model.parameters()]
+    for lengths in ((40, 30, 20, 10), (3, 1, 2), (12, 12)):
+        check_rows_stay_apart(model, rows(*lengths), dtype, runtime)
+    assert model.training
+    for parameter, expected in zip(model.parameters(), before, strict=True):
+        assert parameter.grad is None and torch.equal(parameter.to_local(), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_model_whose_attention_takes_no_notice_of_rows_is_refused(
+    deaf: str, dtype: torch.dtype, runtime: Runtime
+) -> None:
+    with pytest.raises(UserError) as refused:
+        check_rows_stay_apart(make(deaf, dtype, runtime), rows(40, 30, 20, 10), dtype, runtime)
+    message = str(refused.value)
+    assert "LlamaForCausalLM does not keep the rows of a pack apart" in message
+    assert message.endswith("Use --batching_strategy padding.")
