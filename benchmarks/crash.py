@@ -44,7 +44,7 @@ FLAGS = (
     "--resume auto"
 ).split()
 METHODS = {"full": [], "lora": ["--use_peft", "--lora_dropout", "0.1"]}
-ROWS = 230  # in 3 epochs of 12 steps of 8 packs, the last of them with fewer
+ROWS = 150  # in 3 epochs of 8 steps of 8 packs, the last of them with fewer
 MOMENTS = {"loading": 3, "step": 6, "save": 10, "result": 1}  # how often each is chosen
 SECONDS_TO_END = 60  # for torchrun, when one rank was killed
 POLL_SECONDS = 0.002

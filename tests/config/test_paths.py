@@ -56,8 +56,8 @@ def test_a_hub_name_is_not_looked_for_on_this_machine(mistakes, name: str) -> No
         ("--use_peft --from_peft_checkpoint empty", "--from_peft_checkpoint empty: holds no adapter_config.json, so no "
                                                     "adapter."),
         ("--use_peft --from_peft_checkpoint lora", "--from_peft_checkpoint lora: holds no adapter_model.safetensors."),
-        ("--chat_template chatlm", "--chat_template chatlm: no such file. Built in are llama3, chatml, alpaca, "
-                                   "mistral."),
+        ("--chat_template chatlm", "--chat_template chatlm: no such file. Did you mean chatml? "
+                                   "Built in are llama3, chatml, alpaca, mistral."),
     ],
 )  # fmt: skip
 def test_each_wrong_folder_has_its_message(mistakes, files: Files, line: str, message: str) -> None:

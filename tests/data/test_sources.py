@@ -18,7 +18,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from llama_ft.config.sections import DataConfig, DatasetPart
-from llama_ft.data import open_source, read_rows
+from llama_ft.data import open_source
 from llama_ft.data.formats import BadRow
 from llama_ft.data.parallel import chunks_of, content_hash
 from llama_ft.data.sources import Source, brings_validation, times_taken
@@ -57,7 +57,7 @@ def custom(tmp_path: Path) -> Path:
 
 def opened(dataset: str, tokenizer: PreTrainedTokenizerFast, cache: Path, split: str = "train") -> list:
     config = DataConfig(dataset=dataset)
-    return list(read_rows(dataset, split, config=config, tokenizer=tokenizer, cache=cache))  # type: ignore[arg-type]
+    return list(open_source(dataset, split, config=config, tokenizer=tokenizer, cache=cache).read())  # type: ignore[arg-type]
 
 
 def test_function_is_called_with_config_tokenizer_and_split(

@@ -159,8 +159,8 @@ def versions() -> dict[str, str]:
 
 
 def global_batch(settings: TrainConfig, resumed: Checkpoint | None, world_size: int) -> int:
-    """Packs, or rows, of an optimizer step. A resumed run keeps its own on any number of ranks, which then have smaller, or more,
-    micro-batches.
+    """Packs, or rows, of an optimizer step. A resumed run keeps its own on any number of ranks, which then have
+    smaller, or more, micro-batches.
 
     Args:
         settings: batch_size_training and gradient_accumulation_steps.

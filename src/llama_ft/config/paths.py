@@ -8,7 +8,7 @@ from typing import Any
 from llama_ft.config.data_names import data_complaint, is_split_of, kind_of_data
 from llama_ft.config.output_dir import output_dir_complaint
 from llama_ft.config.rules import as_fraction
-from llama_ft.config.wording import nearest_file, subject
+from llama_ft.config.wording import nearest, nearest_file, subject
 from llama_ft.errors import UserError
 from llama_ft.restarts import may_be_restarted
 
@@ -66,7 +66,9 @@ def _chat_template(name: str) -> str | None:
     path = Path(name).expanduser()
     if name in BUILT_IN_TEMPLATES or path.is_file():
         return None
-    return f"no such file.{nearest_file(path)} Built in are {', '.join(BUILT_IN_TEMPLATES)}."
+    meant = nearest(name, BUILT_IN_TEMPLATES)
+    hint = f" Did you mean {meant}?" if meant else nearest_file(path)
+    return f"no such file.{hint} Built in are {', '.join(BUILT_IN_TEMPLATES)}."
 
 
 def _told(complaint_of: Callable[[Any], str | None], value: Any) -> str | None:

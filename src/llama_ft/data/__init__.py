@@ -16,7 +16,7 @@ from llama_ft.data.demo import Demo, build_demo
 from llama_ft.data.feed import Ahead, PreparedRows, StepBatches
 from llama_ft.data.prepare import TokenizedData, prepare
 from llama_ft.data.samples import describe_first_batch, show_samples
-from llama_ft.data.sources import open_source, read_rows
+from llama_ft.data.sources import open_source
 from llama_ft.data.tokenize import IGNORED, Encoder
 from llama_ft.data.training_rows import TrainingRows, plan_training
 
@@ -45,7 +45,6 @@ __all__ = [
     "pad_token_id",
     "plan_training",
     "prepare",
-    "read_rows",
     "row_lengths",
     "show_samples",
     "target_token_counts",

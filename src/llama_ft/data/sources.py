@@ -149,13 +149,6 @@ def brings_validation(dataset: str | list[DatasetPart], streaming: bool = False)
     return "validation" in (stream_from_hub(dataset, None) if is_streamed else splits_of(dataset))
 
 
-def read_rows(
-    dataset: str, split: Split, *, config: DataConfig, tokenizer: "PreTrainedTokenizerBase", cache: Path
-) -> Rows:
-    """Yield (place, row) of `dataset`; arguments and errors as of `open_source`."""
-    return open_source(dataset, split, config=config, tokenizer=tokenizer, cache=cache).read()
-
-
 def _open_named(
     name: str,
     wanted: str | None,

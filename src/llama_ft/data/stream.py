@@ -36,6 +36,10 @@ from llama_ft.runtime.console import log
 if TYPE_CHECKING:
     from llama_ft.runtime import Runtime
 
+NO_ROW = (
+    "no row can be trained on: all are bad, longer than --context_length (--truncation says what becomes of them), or "
+    "without\nan answer in it."
+)
 START = {"epoch": 0, "chunk": 0, "window": 0, "step_in_window": 0}
 
 
@@ -105,7 +109,7 @@ class StreamedRows:
                 break
         bad.end()
         if not rows.count:
-            raise UserError(f"{self._source.name}: no row can be trained on.")
+            raise UserError(f"{self._source.name}: {NO_ROW}")
         return rows.dataset()
 
     def describe(self) -> str:
@@ -202,7 +206,7 @@ class StreamedRows:
             return
         bad.end()
         if rows.count == 0 and number == 0:
-            raise UserError(f"{self._source.name}: no row can be trained on.")
+            raise UserError(f"{self._source.name}: {NO_ROW}")
         if bad.count:
             log.warning(f"{bad.count:,} bad rows left out, the first: {'; '.join(bad.first)}")
         if rows.count:

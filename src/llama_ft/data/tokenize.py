@@ -180,8 +180,8 @@ class Encoder:
     def _tokenize(self, text: str, spans: list[Span]) -> tuple[list[int], list[int]]:
         if len(text) > LONGEST_TEXT:
             raise BadRow(
-                f"its text has {len(text):,} characters; expected at most {LONGEST_TEXT:,}, which are tokenized at once."
-                " Split it into several rows."
+                f"its text has {len(text):,} characters; expected at most {LONGEST_TEXT:,}, which are tokenized "
+                "at once. Split it into several rows."
             )
         _check_is_unicode(text)
         # The backend's own call: tokenizer(text) sets truncation and padding anew each time, a tenth of the time here.
