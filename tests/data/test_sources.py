@@ -22,6 +22,7 @@ from llama_ft.data import open_source
 from llama_ft.data.formats import BadRow
 from llama_ft.data.parallel import chunks_of, content_hash
 from llama_ft.data.sources import Source, brings_validation, times_taken
+from llama_ft.data.splits import identity_of
 from llama_ft.errors import UserError
 
 CUSTOM = """
@@ -468,6 +469,7 @@ from llama_ft.config.sections import DataConfig
 from llama_ft.data import open_source
 from llama_ft.data.hub_datasets import load_from_hub
 from llama_ft.data.sources import brings_validation
+from llama_ft.data.splits import identity_of
 for rank, name in (word.split() for word in sys.argv[1:]):
     os.environ["LOCAL_RANK"] = rank
     load_from_hub.cache_clear()
@@ -484,6 +486,7 @@ import sys
 from llama_ft.config.sections import DataConfig
 from llama_ft.data import open_source
 from llama_ft.data.sources import brings_validation
+from llama_ft.data.splits import identity_of
 config = DataConfig(streaming=True)
 print(brings_validation("org/name", True))
 for use in ("train", "validation"):
@@ -538,3 +541,18 @@ def test_a_hub_that_cannot_be_reached_is_told_soon(tmp_path: Path) -> None:
     assert first.startswith(f"0 {told}") and "refused" in first.lower()
     assert second == f"1 {told}another rank has asked it)."
     assert time.monotonic() - started < 20  # most of it imports; datasets alone tries for 25 s, twice
+
+
+def test_a_file_of_gigabytes_is_known_by_size_time_and_samples(tmp_path: Path) -> None:
+    file = tmp_path / "big.jsonl"
+    with open(file, "wb") as big:
+        big.truncate(2**31 + 5)  # a hole: nothing is written
+    os.utime(file, ns=(1, 1))
+    before = identity_of([str(file)])
+    assert identity_of([str(file)]) == before
+    os.utime(file, ns=(2, 2))
+    touched = identity_of([str(file)])
+    with open(file, "r+b") as big:
+        big.write(b"{")
+    os.utime(file, ns=(2, 2))
+    assert len({before, touched, identity_of([str(file)])}) == 3

@@ -135,6 +135,11 @@ class StreamedRows:
         with Ahead(self._windows(position), 1) as ready:
             for window in ready:
                 plan = self._plan(window)
+                if step == first and len(plan) < self._global_batch and not window.ends_epoch:
+                    log.warning(
+                        f"--shuffle_buffer {self._config.shuffle_buffer}: these rows make {len(plan):,} of the "
+                        f"{self._global_batch:,} packs of a step, so steps are smaller. A larger one fills them."
+                    )
                 for step_in_window in range(skip, plan.steps_per_epoch):
                     if step > last:
                         self._is_wanted = False  # not only when the next window is full
