@@ -469,7 +469,6 @@ from llama_ft.config.sections import DataConfig
 from llama_ft.data import open_source
 from llama_ft.data.hub_datasets import load_from_hub
 from llama_ft.data.sources import brings_validation
-from llama_ft.data.splits import identity_of
 for rank, name in (word.split() for word in sys.argv[1:]):
     os.environ["LOCAL_RANK"] = rank
     load_from_hub.cache_clear()
@@ -486,7 +485,6 @@ import sys
 from llama_ft.config.sections import DataConfig
 from llama_ft.data import open_source
 from llama_ft.data.sources import brings_validation
-from llama_ft.data.splits import identity_of
 config = DataConfig(streaming=True)
 print(brings_validation("org/name", True))
 for use in ("train", "validation"):
