@@ -457,3 +457,19 @@ def test_what_a_template_writes_does_not_depend_on_the_day() -> None:
 def test_an_answer_about_thoughts_is_no_thought_that_is_lost(chatml: PreTrainedTokenizerFast) -> None:
     text, _ = ChatRenderer(chatml).render([user("Hi"), assistant("a <think>b</think> c")])
     assert "a <think>b</think> c" in text
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "thinking"])
+def test_a_thought_beside_the_last_answer_is_not_lost_unnoticed(chatml: PreTrainedTokenizerFast, key: str) -> None:
+    chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "yes", key: "hm"}]
+    with pytest.raises(BadRow, match=f"leaves out the last answer's \"{key}\""):
+        Encoder(chatml, 99).encode({"messages": chat}, "messages")
+    chatml.chat_template = chatml.chat_template.replace("m.content +", f"(m.{key} or '') + m.content +")
+    [kept] = Encoder(chatml, 99).encode({"messages": chat}, "messages")
+    assert "hmyes" in chatml.decode(kept.input_ids)
+
+
+def test_a_developer_turn_is_a_system_turn(chatml: PreTrainedTokenizerFast) -> None:
+    turns = [{"role": role, "content": "Hi"} for role in ("developer", "user", "assistant")]
+    [encoded] = Encoder(chatml, 99).encode({"messages": turns}, "messages")
+    assert chatml.decode(encoded.input_ids).startswith("<|im_start|>system\nHi<|im_end|>")

@@ -293,3 +293,9 @@ def test_big_rows_of_parquet_are_turned_into_objects_few_at_a_time(tmp_path: Pat
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 60_000_000 < 40 * 4_000_000
+
+
+def test_a_csv_header_with_a_name_twice_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "twice.csv").write_text("instruction,output,output\na,b,c\n")
+    with pytest.raises(UserError, match="twice.csv: its header has output twice"):
+        list(rows_of_file(str(tmp_path / "twice.csv")))

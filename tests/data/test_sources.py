@@ -90,6 +90,8 @@ def test_what_is_wrong_with_a_function_is_told(
     [
         ("x = 1\nraise RuntimeError('no luck')\n", ":2: cannot be imported: RuntimeError: no luck"),
         ("x = 1\n\ndef f(:\n", ":3: cannot be imported: SyntaxError: "),
+        ("import sys\nsys.exit(3)\n", ":2: cannot be imported: SystemExit: 3"),
+        ("def f(*_):\n    exit(0)\n", ":2: f raised SystemExit: 0 for the split train"),
         ("import no_such_library\n", ":1: cannot be imported: ModuleNotFoundError: No module named 'no_such_library'"),
     ],
 )

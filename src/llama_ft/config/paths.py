@@ -66,6 +66,8 @@ def _chat_template(name: str) -> str | None:
     path = Path(name).expanduser()
     if name in BUILT_IN_TEMPLATES or path.is_file():
         return None
+    if path.is_dir():
+        return f"is a folder; expected a file with a Jinja template, or {', '.join(BUILT_IN_TEMPLATES)}."
     meant = nearest(name, BUILT_IN_TEMPLATES)
     hint = f" Did you mean {meant}?" if meant else nearest_file(path)
     return f"no such file.{hint} Built in are {', '.join(BUILT_IN_TEMPLATES)}."

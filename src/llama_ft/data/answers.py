@@ -17,6 +17,8 @@ GENERATION_BLOCK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 # A template that asks for it writes a call of tools only where the content beside it is none (DeepSeek's).
 NO_CONTENT = re.compile(r"content\W{0,2}\s+is\s+(?:not\s+)?none")
 
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # where servers put what models think before they answer
+
 
 class ChatRenderer:
     """Renders messages with the tokenizer's template and knows which characters are trained on.
@@ -73,6 +75,10 @@ class ChatRenderer:
             raise BadRow(
                 "the chat template leaves out what the last answer has before </think>; expected one that has it."
             )
+        for key in THOUGHTS:
+            thought = messages[-1].get(key)
+            if isinstance(thought, str) and thought.strip() not in text:
+                raise BadRow(f'the chat template leaves out the last answer\'s "{key}"; expected one that has it.')
         return text, spans
 
     def _render(self, messages: list[Message], tools: Tools | None) -> tuple[str, list[Span]]:

@@ -210,6 +210,8 @@ def _csv_rows(name: str) -> Rows:
         with _opened(name) as file:
             reader = csv.reader(_decoded_lines(name, file), strict=True)
             columns = next(reader, [])
+            if twice := [column for column in dict.fromkeys(columns) if columns.count(column) > 1]:
+                raise UserError(f"{name}: its header has {', '.join(twice)} twice; expected a name for each column.")
             for values in reader:
                 if not values:
                     continue  # a blank line

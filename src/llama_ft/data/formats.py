@@ -203,7 +203,7 @@ def _checked_turn(turn: Any, place: str, previous: str | None, role_key: str, co
     message = {key: value for key, value in turn.items() if value is not None}
     if "role" not in message:
         raise BadRow(f'"{place}.{role_key}" is missing; expected system, user, assistant or tool.')
-    role = message["role"]
+    role = message["role"] = "system" if message["role"] == "developer" else message["role"]  # as OpenAI calls it now
     if role not in ROLES:
         raise BadRow(f'"{place}.{role_key}" is {_shown(role)}; expected system, user, assistant or tool.')
     allowed = _roles_after(previous)

@@ -32,7 +32,7 @@ CODE_VERSION = 3  # raise it when the same rows come out as other tokens, or met
 CHATS = ("alpaca", "messages", "sharegpt")
 ROWS_LOOKED_AT = 100
 NO_VALIDATION = "no validation data: --validation FILE or --validation 0.05"
-HOW_TO_VALIDATE = "Expected a larger fraction (--validation 0.1), a file, or --run_validation False."
+HOW_TO_VALIDATE = "Expected a larger fraction (equal rows go together), a file, or --run_validation False."
 
 
 @dataclass(frozen=True)
@@ -106,6 +106,8 @@ def prepare(
     job = _plan(config, tokenizer, cache, want_validation)
     has_template = config.chat_template or _has_chats(job)
     note = ensure_chat_template(tokenizer, config.chat_template, add_tokens) if has_template else ""
+    if not has_template and tokenizer.eos_token_id is None and not _is_tokenized(job):
+        note = "the tokenizer has no EOS token: the model does not learn where to stop"
     encoder = Encoder(tokenizer, context_length, config.truncation, config.labels)
     stream = (job.source, encoder) if config.streaming else None
     streamed = SplitStatistics()
@@ -164,6 +166,10 @@ def _has_chats(job: _Job) -> bool:
             if row_format in CHATS or has_turns:
                 return True
     return False
+
+
+def _is_tokenized(job: _Job) -> bool:
+    return job.source.row_format(job.wanted_format) == "tokenized"
 
 
 def _fraction(validation: str | None) -> float | None:

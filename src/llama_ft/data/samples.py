@@ -35,7 +35,7 @@ def show_samples(rows: "Dataset", tokenizer: "PreTrainedTokenizerBase", count: i
         return
     for index in range(min(count, len(rows))):
         row = rows[index]
-        ids, labels = row["input_ids"], row["labels"]
+        ids, labels = row["input_ids"], [IGNORED, *row["labels"][1:]]  # nothing predicts the first token
         trained = len(labels) - labels.count(IGNORED)
         legend = "in colour" if console.is_terminal else "between [[ and ]]"
         console.print(f"\n{row['source']}: {len(ids):,} tokens, {trained:,} of them trained on, {legend}")
@@ -52,7 +52,7 @@ def describe_first_batch(batch: "Batch", tokenizer: "PreTrainedTokenizerBase") -
     count = len(batch.row_lengths)
     lines = [f"The first batch: {count:,} row{'s' if count > 1 else ''}; what is trained on is between [[ and ]]:"]
     for (ids, labels), length in zip(itertools.islice(rows, BATCH_ROWS), batch.row_lengths, strict=False):
-        text = marked_text(ids.tolist(), labels.tolist(), tokenizer, BATCH_TOKENS, colour=False)
+        text = marked_text(ids.tolist(), [IGNORED, *labels.tolist()[1:]], tokenizer, BATCH_TOKENS, colour=False)
         lines.append(f"  {length:,} tokens: {text.plain}")
     return "\n".join(lines)
 

@@ -198,10 +198,14 @@ class StreamedRows:
 
     def _pass(self, epoch: int, number: int, first_chunk: int) -> Generator[Window, None, None]:
         bad, rows, at = BadRows(self._config.skip_bad_rows), Gathered(), first_chunk
+        cut = dropped = empty = 0
         with closing(self._exchanged(first_chunk)) as exchanged:
             for item in exchanged:
                 bad.note_chunk(*item)
-                self._check_ids(item[1])
+                encoded = item[1]
+                self._check_ids(encoded)
+                cut, dropped = cut + int(encoded.truncated.sum()), dropped + int((encoded.pieces == 0).sum())
+                empty += int((encoded.pieces > 0).sum()) - len(numpy.unique(encoded.row_of_piece))
                 if rows.count >= self._config.shuffle_buffer:
                     yield Window(epoch, first_chunk, number, False, rows.dataset())
                     rows, number, first_chunk = Gathered(), number + 1, at
@@ -212,8 +216,12 @@ class StreamedRows:
         bad.end()
         if rows.count == 0 and number == 0:
             raise UserError(f"{self._source.name}: {NO_ROW}")
-        if bad.count:
-            log.warning(f"{bad.count:,} bad rows left out, the first: {'; '.join(bad.first)}")
+        counts = {"cut": cut, "left out as too long": dropped, "without anything to train on": empty}
+        counts[f"left out as bad, the first: {'; '.join(bad.first)}"] = bad.count
+        if told := [f"{count:,} {what}" for what, count in counts.items() if count]:
+            log.warning(
+                f"rows of {self._source.name} at --context_length {self._encoder.context_length}: {'; '.join(told)}"
+            )
         if rows.count:
             yield Window(epoch, first_chunk, number, True, rows.dataset())
 

@@ -29,8 +29,9 @@ def call_user_function(file: Path, name: str, *arguments: Any) -> "Dataset":
         result = function(*arguments)
     except UserError:
         raise
-    except Exception as error:
-        raise UserError(f"{_place_of(error, file)}: {name} raised {_described(error)}") from error
+    except (Exception, SystemExit) as error:
+        split = f" for the split {arguments[-1]}" if arguments else ""
+        raise UserError(f"{_place_of(error, file)}: {name} raised {_described(error)}{split}") from error
     if not isinstance(result, datasets.Dataset):
         kind = type(result)
         raise UserError(
@@ -51,7 +52,7 @@ def _import_file(file: Path) -> ModuleType:
     sys.modules[module_name] = module  # dataclasses and pickle look classes up there
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[module_name]
         raise UserError(f"{_place_of(error, file)}: cannot be imported: {_described(error)}") from error
     return module
