@@ -462,7 +462,7 @@ def test_an_answer_about_thoughts_is_no_thought_that_is_lost(chatml: PreTrainedT
 @pytest.mark.parametrize("key", ["reasoning_content", "thinking"])
 def test_a_thought_beside_the_last_answer_is_not_lost_unnoticed(chatml: PreTrainedTokenizerFast, key: str) -> None:
     chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "yes", key: "hm"}]
-    with pytest.raises(BadRow, match=f"leaves out the last answer's \"{key}\""):
+    with pytest.raises(BadRow, match=f'leaves out the last answer\'s "{key}"'):
         Encoder(chatml, 99).encode({"messages": chat}, "messages")
     chatml.chat_template = chatml.chat_template.replace("m.content +", f"(m.{key} or '') + m.content +")
     [kept] = Encoder(chatml, 99).encode({"messages": chat}, "messages")
