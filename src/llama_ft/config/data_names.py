@@ -95,7 +95,8 @@ def data_complaint(name: str) -> str | None:
 def _glob_complaint(pattern: str) -> str | None:
     found = globbed(pattern)
     if not found:
-        return "no file matches."
+        mix = "\nA mix is written '[{path: a.jsonl, weight: 2}, {path: b.jsonl}]', and is for dataset only."
+        return "no file matches." + (mix if pattern.startswith("[") and "path" in pattern else "")
     unknown = [file for file in found if not data_suffix(file)]
     return f"what {unknown[0]} holds is not known. Data are {DATA_FORMS}." if unknown else None
 
