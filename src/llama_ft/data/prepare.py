@@ -286,7 +286,7 @@ def _left_out(split: SplitStatistics, bad: int) -> str:
         reasons.append(f"{split.without_target:,} rows have nothing to train on")
     if split.dropped:
         reasons.append(f"{split.dropped:,} rows are too long")
-    return " and ".join(reasons) or "it holds none"
+    return " and ".join(reasons) or "it holds none, or the weights of a mix take none"
 
 
 def _longer_hint(split: SplitStatistics, context_length: int) -> str:
