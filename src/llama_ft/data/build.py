@@ -31,6 +31,30 @@ ROWS_SEARCHED_AFTER_A_BAD_ONE = 10_000  # for more bad rows to report at once; a
 SKIP_HINT = "(--skip_bad_rows leaves such rows out and counts them)"
 
 
+def table_of(
+    input_ids: numpy.ndarray,
+    labels: numpy.ndarray,
+    lengths: numpy.ndarray,
+    target_tokens: numpy.ndarray,
+    places: list[str],
+) -> pyarrow.Table:
+    """Rows as FEATURES has them.
+
+    Args:
+        input_ids: int32, of all rows one after the other; labels: the same.
+        lengths: tokens of each row; target_tokens: labels of each that count in the loss.
+        places: of each row.
+    """
+    offsets = numpy.concatenate([[0], numpy.cumsum(lengths)]).astype(numpy.int32)
+    columns = {
+        "input_ids": pyarrow.ListArray.from_arrays(offsets, input_ids),
+        "labels": pyarrow.ListArray.from_arrays(offsets, labels),
+        "target_tokens": pyarrow.array(target_tokens),
+        "source": pyarrow.array(places, pyarrow.string()),
+    }
+    return pyarrow.table(columns, schema=FEATURES.arrow_schema)
+
+
 class SplitWriter:
     """Streams tokenized rows into one Arrow file and counts them.
 
@@ -113,14 +137,7 @@ class SplitWriter:
             statistics.largest_id, statistics.largest_id_at = largest_id, places[row]
         for checksum, values in zip(self._checksums.values(), (lengths, input_ids, labels), strict=True):
             checksum.update(numpy.ascontiguousarray(values).data)
-        offsets = numpy.concatenate([[0], numpy.cumsum(lengths)]).astype(numpy.int32)
-        columns = {
-            "input_ids": pyarrow.ListArray.from_arrays(offsets, input_ids),
-            "labels": pyarrow.ListArray.from_arrays(offsets, labels),
-            "target_tokens": pyarrow.array(target_tokens),
-            "source": pyarrow.array(places, pyarrow.string()),
-        }
-        self._unwritten.append(pyarrow.table(columns, schema=FEATURES.arrow_schema))
+        self._unwritten.append(table_of(input_ids, labels, lengths, target_tokens, places))
         waiting = self._unwritten
         if sum(map(len, waiting)) >= ROWS_PER_WRITE or sum(it.nbytes for it in waiting) >= 8 * TOKENS_PER_WRITE:
             self._flush()

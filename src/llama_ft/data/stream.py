@@ -25,7 +25,7 @@ from datasets.table import InMemoryTable
 
 from llama_ft.config import DataConfig, TrainConfig
 from llama_ft.data.batches import BatchPlan, collate, mixed, row_lengths, target_token_counts
-from llama_ft.data.build import FEATURES, BadRows
+from llama_ft.data.build import BadRows, table_of
 from llama_ft.data.feed import Ahead, StepBatches
 from llama_ft.data.parallel import Chunk, ChunkEncoder, EncodedChunk, chunks_of, encode_chunk
 from llama_ft.data.sources import Source
@@ -281,14 +281,8 @@ class Gathered:
 
     def add(self, chunk: Chunk, encoded: EncodedChunk) -> None:
         """Put the rows of a chunk to the others."""
-        offsets = numpy.concatenate([[0], numpy.cumsum(encoded.lengths)]).astype(numpy.int32)
-        columns = {
-            "input_ids": pyarrow.ListArray.from_arrays(offsets, encoded.input_ids),
-            "labels": pyarrow.ListArray.from_arrays(offsets, encoded.labels),
-            "target_tokens": pyarrow.array(encoded.target_tokens),
-            "source": pyarrow.array([chunk.places[row] for row in encoded.row_of_piece], pyarrow.string()),
-        }
-        self._tables.append(pyarrow.table(columns, schema=FEATURES.arrow_schema))
+        places = [chunk.places[row] for row in encoded.row_of_piece]
+        self._tables.append(table_of(encoded.input_ids, encoded.labels, encoded.lengths, encoded.target_tokens, places))
         self.count += len(encoded.lengths)
 
     def dataset(self) -> Dataset:
