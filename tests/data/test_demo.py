@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
@@ -39,6 +40,7 @@ def test_no_answer_and_no_question_of_the_validation_rows_is_trained_on(demo: De
         assert not {row[column].lower() for row in train} & {row[column].lower() for row in validation}
 
 
+@pytest.mark.slow
 def test_another_process_builds_the_same_bytes(demo: Demo, tmp_path: Path) -> None:
     code = "import sys; from pathlib import Path; from llama_ft.data import build_demo; build_demo(Path(sys.argv[1]))"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONHASHSEED": "7"}

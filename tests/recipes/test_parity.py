@@ -215,20 +215,12 @@ def cases_of(world_size: int, lora_start: Path, wide_lora_start: Path) -> dict[s
             "4bit, padded": ("nf4", [*FSDP, *fp32, *wide_lora, "4bit", *batch(2), *PADDED]),
             "eager attention": ("full", [*full, "--attn_implementation", "eager", *batch(2)]),
             "tied head": ("tied", [*full, *batch(2), "--min_num_params", "1000"]),
-            "accumulated unsharded": ("full", [*full, "--accumulate_unsharded", *batch(2)]),
-            "gathered until backward": ("full", [*full, "--sharding_strategy", "SHARD_GRAD_OP", *batch(2)]),
-            "replicated": ("full", [*full, "--sharding_strategy", "NO_SHARD", *batch(2)]),
             "groups of both": ("full", [*full, *HYBRID, "2", *batch(2)]),
             "layers only": ("full", [*full, "--fsdp_wrap_policy", "transformer", *batch(1)]),
-            "units by size": ("full", [*full, "--fsdp_wrap_policy", "size", "--min_num_params", "2000", *batch(1)]),
             "layers recomputed": ("full", [*full, *RECOMPUTED, *batch(2)]),
             "products kept": ("full", [*full, *SELECTIVE, *batch(2)]),
-            "products kept, lora": ("lora", [*FSDP, *SELECTIVE, *fp32, *lora, *batch(2)]),
             "stored in 4bit": ("stored", [*FSDP, *fp32, *wide_lora[:-1], *batch(1)]),
             "8bit, whole model each": ("8bit", [*fp32, *wide_lora, "8bit", *batch(2)]),
-            "4bit, layers recomputed": ("nf4", [*FSDP, *RECOMPUTED, *fp32, *wide_lora, "4bit", *batch(2)]),
-            "8bit, products kept": ("8bit", [*FSDP, *SELECTIVE, *fp32, *wide_lora, "8bit", *batch(2)]),
-            "every 2nd recomputed": ("lora", [*FSDP, "--activation_checkpointing", "every_k", *fp32, *lora, *batch(1)]),
         }
     if world_size == 4:
         full, gathered = [*FSDP, *fp32, *FULL], ["--sharding_strategy", "SHARD_GRAD_OP"]
@@ -238,6 +230,12 @@ def cases_of(world_size: int, lora_start: Path, wide_lora_start: Path) -> dict[s
             "one copy over one group": ("full", [*full, *HYBRID, "4", *batch(2)]),
             "replicated": ("full", [*full, "--sharding_strategy", "NO_SHARD", *batch(4)]),
             "gathered until backward": ("full", [*full, *gathered, *batch(4)]),
+            "accumulated unsharded": ("full", [*full, "--accumulate_unsharded", *batch(2)]),
+            "units by size": ("full", [*full, "--fsdp_wrap_policy", "size", "--min_num_params", "2000", *batch(1)]),
+            "products kept, lora": ("lora", [*FSDP, *SELECTIVE, *fp32, *lora, *batch(2)]),
+            "4bit, layers recomputed": ("nf4", [*FSDP, *RECOMPUTED, *fp32, *wide_lora, "4bit", *batch(2)]),
+            "8bit, products kept": ("8bit", [*FSDP, *SELECTIVE, *fp32, *wide_lora, "8bit", *batch(2)]),
+            "every 2nd recomputed": ("lora", [*FSDP, "--activation_checkpointing", "every_k", *fp32, *lora, *batch(1)]),
             "lora, two copies": ("lora", ["--enable_fsdp", *fp32, *HYBRID, "2", *lora, *batch(4)]),
         }
     return cases
