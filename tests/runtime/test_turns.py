@@ -7,11 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from conftest import REPOSITORY
 
 JOB = Path(__file__).with_name("turns_job.py")
 
 
+@pytest.mark.slow
 def test_others_wait_longer_than_the_time_out_for_a_leader_that_lives_but_not_for_one_that_is_stopped(
     tmp_path: Path,
 ) -> None:
