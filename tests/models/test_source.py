@@ -247,7 +247,7 @@ def test_bin_files_of_old_are_read_with_a_warning_that_they_cost_a_copy(
     monkeypatch.setattr(log, "propagate", True)
     folder = as_bin(save(tmp_path, "llama"), zipped=False)
     check_against_transformers(folder)
-    (warning,) = [record.getMessage() for record in caplog.records if record.name == log.name]
+    (warning,) = {record.getMessage() for record in caplog.records}
     assert f"{folder}: .bin files from before PyTorch 1.6" in warning and "full copy (0.1 MiB)" in warning
 
 
