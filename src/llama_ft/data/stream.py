@@ -138,7 +138,8 @@ class StreamedRows:
                 if step == first and len(plan) < self._global_batch and not window.ends_epoch:
                     log.warning(
                         f"--shuffle_buffer {self._config.shuffle_buffer}: these rows make {len(plan):,} of the "
-                        f"{self._global_batch:,} packs of a step, so steps are smaller. A larger one fills them."
+                        f"{self._global_batch:,} {'packs' if plan.is_packed else 'rows'} of a step, so steps are "
+                        "smaller. A larger one fills them."
                     )
                 for step_in_window in range(skip, plan.steps_per_epoch):
                     if step > last:
