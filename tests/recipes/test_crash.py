@@ -3,17 +3,21 @@
 import importlib.util
 import json
 import shutil
+import signal
 import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
-from conftest import REPOSITORY, run
+from conftest import RECIPE, REPOSITORY, run
+from forked import forked
 
 SCRIPT = REPOSITORY / "benchmarks" / "crash.py"
+KILLED = Path(__file__).with_name("killed_job.py")
 
 
-@pytest.mark.parametrize("kills", [1, pytest.param(12, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kills", [1, 12])
 def test_a_run_killed_at_random_moments_ends_as_if_it_had_not_been(tmp_path: Path, kills: int) -> None:
     command = [sys.executable, str(SCRIPT), "--kills", str(kills), "--folder", str(tmp_path)]
     finished = run([*command, "--methods", "full" if kills < 10 else "lora,full"], timeout=900)
@@ -29,6 +33,24 @@ def crash() -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def test_a_run_killed_in_a_save_goes_on_as_if_it_had_not_been(crash: ModuleType, tmp_path: Path) -> None:
+    """The benchmark's run, of one epoch, compared as it does; all ranks are killed at once."""
+    crash.write_inputs(tmp_path)
+    flags = [*crash.FLAGS, "--model_name", f"{tmp_path}/model", "--dataset", f"{tmp_path}/rows.jsonl"]
+    flags[flags.index("--num_epochs") + 1] = "1"
+    whole, run_dir = tmp_path / "whole", tmp_path / "run"
+    finished = forked(RECIPE, *flags, "--output_dir", whole, ranks=2)
+    assert finished.exit_code == 0, finished.output
+    moment = run_dir / "checkpoints" / ".writing-step-000004"
+    killed = forked(KILLED, moment, *flags, "--output_dir", run_dir, ranks=2)
+    assert killed.exit_code == -signal.SIGKILL, killed.output
+    assert crash.complete_checkpoints(run_dir) and crash.unsound(run_dir) == []
+    assert not (run_dir / "model").exists()
+    resumed = forked(RECIPE, *flags, "--output_dir", run_dir, ranks=2)
+    assert resumed.exit_code == 0 and "Going on from" in resumed.output, resumed.output
+    assert crash.differences(run_dir, whole) == []
 
 
 def write_run(folder: Path, lines: list[dict[str, float]], result: bytes) -> None:

@@ -399,6 +399,18 @@ class TrackingConfig:
 
 
 @dataclass(config=STRICT, kw_only=True)
+class MemoryConfig:
+    """Knowing what the run holds."""
+
+    no_plan: bool = False
+    """Do not plan the run's memory at its start, nor warn where it will not fit."""
+
+    memory_snapshot: bool = False
+    """Write torch's CUDA memory snapshot of the first steps, and of an out-of-memory error, to output_dir/memory; needs
+    CUDA. Open it at https://pytorch.org/memory_viz."""
+
+
+@dataclass(config=STRICT, kw_only=True)
 class Config:
     """A whole recipe."""
 
@@ -410,3 +422,4 @@ class Config:
     data: DataConfig = Field(default_factory=DataConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     tracking: TrackingConfig = Field(default_factory=TrackingConfig)
+    memory: MemoryConfig = Field(default_factory=MemoryConfig)

@@ -16,6 +16,7 @@ from transformers.modeling_utils import PreTrainedModel
 from llama_ft.config import TrainConfig
 from llama_ft.data import Batch
 from llama_ft.errors import RunFailure
+from llama_ft.phases import NOBODY, PhaseWatch
 from llama_ft.runtime import Runtime
 from llama_ft.training.loss import token_loss_sum
 from llama_ft.training.loss_scale import LossScale
@@ -30,6 +31,7 @@ def accumulate_gradients(
     reduce_last_only: bool,
     device: torch.device,
     loss_scale: float = 1.0,
+    watch: PhaseWatch = NOBODY,
 ) -> list[torch.Tensor]:
     """Forward and backward of this rank's micro-batches; gradients are those of the mean over all target tokens.
 
@@ -42,6 +44,7 @@ def accumulate_gradients(
             every micro-batch is reduced into the shards.
         device: where the model computes.
         loss_scale: gradients come out times this; see training/loss_scale.py.
+        watch: is told when a forward and when a backward pass begins.
 
     Returns:
         The loss sum of each micro-batch, detached scalars on the device.
@@ -52,7 +55,9 @@ def accumulate_gradients(
         is_last = number == len(micro_batches) - 1
         sharded.set_requires_gradient_sync(is_last or not reduce_last_only)
         sharded.set_requires_all_reduce(is_last)  # copies of the model (replicate) need the sum only once
+        watch.enter("forward")
         loss = token_loss_sum(model, batch, device)
+        watch.enter("backward")
         (loss / (target_tokens / loss_scale)).backward()
         losses.append(loss.detach())
     return losses
