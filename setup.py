@@ -23,6 +23,7 @@ setup(
     description="Fine-tune open language models with PyTorch FSDP",
     package_dir={"": "src"},
     packages=find_packages("src"),
+    package_data={"llama_ft.report": ["*.html", "*.css", "*.js"]},
     python_requires=">=3.11",
     install_requires=(ROOT / "requirements.txt").read_text().splitlines(),
     extras_require={"gpu": ["liger-kernel==0.8.5"]},

@@ -20,6 +20,7 @@ from llama_ft.config import (
     to_yaml,
 )
 
+PLANNER = Path(__file__).with_name("plan.py")
 DEMO_RECIPE = Path(__file__).resolve().parent.parent / "configs" / "quickstart.yaml"
 
 if __name__ == "__main__":
@@ -34,7 +35,8 @@ import torch  # noqa: E402
 from transformers import PretrainedConfig, PreTrainedTokenizerBase  # noqa: E402
 from transformers.modeling_utils import PreTrainedModel  # noqa: E402
 
-from llama_ft import checkpoint, data, models, observe, runtime, training  # noqa: E402
+from llama_ft import checkpoint, data, models, observe, plan, report, runtime, training  # noqa: E402
+from llama_ft.phases import PhaseWatch  # noqa: E402
 from llama_ft.runtime import Runtime, log  # noqa: E402
 
 
@@ -43,7 +45,11 @@ def main(config: Config, places: dict[str, str]) -> None:
     settings, may_change = config.train, config.checkpoint.resume_allow_changes
     degree, offload = models.shard_degree(config.fsdp), config.fsdp.fsdp_cpu_offload
     timeout = parse_duration(settings.collective_timeout)
-    with runtime.start(settings.device, degree, offload, settings.device_memory_fraction, timeout) as job:
+    with (
+        runtime.start(settings.device, degree, offload, settings.device_memory_fraction, timeout) as job,
+        observe.MemoryWatch(job) as watch,
+        plan.explaining(config, job, watch, PLANNER),
+    ):
         resumed = checkpoint.find_checkpoint(config.checkpoint, job)
         config = settle(config, places, job, resumed)
         log.info("\n  ".join(["Settings that differ from the defaults:", *differences(config)]))
@@ -56,7 +62,8 @@ def main(config: Config, places: dict[str, str]) -> None:
                 return
         about["global_batch"] = batch = checkpoint.global_batch(settings, resumed, job.world_size)
         unit = "pack" if config.data.batching_strategy == "packing" else "row"
-        log.info(job.describe(settings.batch_size_training, settings.gradient_accumulation_steps, batch, unit))
+        layout = job.describe(settings.batch_size_training, settings.gradient_accumulation_steps, batch, unit)
+        log.info(layout)
         if job.is_main:
             observe.check_wandb_login(config.tracking)
 
@@ -92,7 +99,8 @@ def main(config: Config, places: dict[str, str]) -> None:
         if resumed is not None:
             checkpoint.check_steps_left(resumed, steps.total_steps)
 
-        model, adapter, stored_dtypes = build_model(config, folder, model_config, new_tokens, job)
+        model, adapter, stored_dtypes, units = build_model(config, folder, model_config, new_tokens, watch, job)
+        watch.loaded(model)
         if steps.capacity is not None:
             dtype = runtime.PRECISIONS[settings.precision].compute
             training.check_rows_stay_apart(model, steps.first_rows(), dtype, job)
@@ -100,13 +108,17 @@ def main(config: Config, places: dict[str, str]) -> None:
         # From here on something is written: until now a mistake has left nothing behind.
         output_dir = checkpoint.create_run_directory(config.checkpoint, config.model.model_name, job, resumed)
         log.info(f"Run directory: {output_dir}")
-        job.begin_run(output_dir, resumed.step if resumed else 0)
+        job.begin_run(output_dir, resumed.step if resumed else 0, at_end=partial(report.write_or_warn, output_dir))
         if job.is_main:
             repeat = f"--config {output_dir}/config.yaml repeats this run"
             (output_dir / "config.yaml").write_text(to_yaml(config, repeat))
+        facts = observe.RunFacts(output_dir, job.is_main)
+        facts.add(environment=observe.environment(about["versions"], layout), data=rows.facts())
+        facts.add(units=[dataclasses.asdict(unit) for unit in units], total_steps=steps.total_steps)
         writer = checkpoint.CheckpointWriter(output_dir, config.checkpoint, about, job)
-        outcome = train(config, model, tokenizer, rows, steps, pad, writer, resumed, job)
+        outcome = train(config, model, tokenizer, rows, steps, pad, writer, facts, resumed, watch, job)
         if config.checkpoint.save_model:
+            watch.enter("save")
             result = output_dir / "model"
             save_dtype = checkpoint.save_dtype(config.checkpoint.save_dtype)
             base, trainer = config.model.model_name, {**outcome, **about}
@@ -151,8 +163,13 @@ def find_model(config: Config, ask_hub: bool) -> tuple[Path, PreTrainedTokenizer
 
 
 def build_model(
-    config: Config, folder: Path, model_config: PretrainedConfig, new_tokens: models.NewTokens | None, job: Runtime
-) -> tuple[PreTrainedModel, models.Adapter | None, dict[str, torch.dtype]]:
+    config: Config,
+    folder: Path,
+    model_config: PretrainedConfig,
+    new_tokens: models.NewTokens | None,
+    watch: PhaseWatch,
+    job: Runtime,
+) -> tuple[PreTrainedModel, models.Adapter | None, dict[str, torch.dtype], list[models.Unit]]:
     """A skeleton without storage, adapters, shards; only then weights, each rank its own rows."""
     precision = runtime.PRECISIONS[config.train.precision]
     quantization = models.choose_quantization(config.quantization, model_config, config.peft.use_peft)
@@ -169,8 +186,9 @@ def build_model(
     if config.model.freeze_layers:
         models.freeze_first_layers(model, config.model.num_freeze_layers)
     models.set_storage_dtypes(model, precision)
-    log.info(models.unit_table(models.shard(model, job.mesh, config.fsdp, precision)))
-    observe.reset_peaks(job.device)
+    units = models.shard(model, job.mesh, config.fsdp, precision)
+    log.info(models.unit_table(units))
+    watch.enter("load")
     started = time.perf_counter()
     stored_dtypes = models.materialize(
         model,
@@ -189,7 +207,7 @@ def build_model(
     log.info(
         f"Weights loaded in {seconds:.1f} s; {trained:,} of {models.total_weights(model):,} parameters are trained"
     )
-    return model, adapter, stored_dtypes
+    return model, adapter, stored_dtypes, units
 
 
 def train(
@@ -200,7 +218,9 @@ def train(
     steps: data.TrainingRows,
     pad: int,
     writer: checkpoint.CheckpointWriter,
+    facts: observe.RunFacts,
     resumed: checkpoint.Checkpoint | None,
+    watch: observe.MemoryWatch,
     job: Runtime,
 ) -> dict[str, Any]:
     """The training loop. Every rank runs it in step; rank 0 keeps the log. Returns the last step and its metrics."""
@@ -217,7 +237,8 @@ def train(
         metrics, ids = resumed.trainer["metrics"], resumed.trainer["trackers"]
         earlier_log = {"resume_step": resumed.step, "resumed_dir": resumed.run, "tracker_ids": ids}
     best, scale = progress.best, progress.scale
-    observe.reset_peaks(job.device)
+    started_after = progress.step
+    watch.begin_training(model, optimizer, facts)
 
     # metrics.jsonl, progress bar, W&B, TensorBoard; on the other ranks it does nothing.
     resolved = dataclasses.asdict(config)
@@ -226,7 +247,9 @@ def train(
     feed = data.Ahead(steps.steps(progress.step + 1, last, progress.position))
     with run_log, writer, job.stopping.between_steps(settings.stop_after), feed:
         if resumed is None:
-            training.show_answer("Before", model, tokenizer, rows.chat_sample, settings.sample_tokens, pad, job)
+            watch.enter("evaluation")
+            shown = training.show_answer("Before", model, tokenizer, rows.chat_sample, settings.sample_tokens, pad, job)
+            facts.add_sample("before", shown)
             if rows.validation is not None:
                 run_log.log_step(0, training.evaluate(model, rows.validation, settings, pad, steps.capacity, job))
         model.train()
@@ -239,23 +262,26 @@ def train(
 
             # This rank's micro-batches: forward and backward, then a few numbers from each rank.
             losses = training.accumulate_gradients(
-                model, batches, todo.target_tokens, reduce_last_only, job.device, scale.factor
+                model, batches, todo.target_tokens, reduce_last_only, job.device, scale.factor, watch
             )
+            watch.enter("optimizer step")
             norm = training.gradient_norm(model, settings, scale.factor)
             ranks = job.gather_numbers(
                 sum(loss.item() for loss in losses),
                 sum(batch.tokens for batch in batches),
-                observe.host_peak_bytes() or 0,
-                observe.device_peak_bytes(job.device) or 0,
+                watch.host_peak_bytes,
+                watch.device_peak_bytes,
                 job.stopping.asked(),
                 writer.has_failed,
-            )  # [ranks, 6]
+                *watch.growth(),
+            )  # [ranks, 9]
             loss = ranks[:, 0].sum().item() / todo.target_tokens
             skip = training.stop_if_not_finite(loss, norm, scale, step, losses, batches, writer.last, job)
             lr = training.learning_rate(settings, step - 1, total_steps, todo.epoch)
             training.update_weights(optimizer, lr, skip)
             if step == scale.skipped_steps + 1:  # the first that was not skipped has made the states
                 log.info(training.describe_state(optimizer, job))
+            watch.end_step(ranks[:, 6:])
 
             seconds = time.perf_counter() - started
             progress.step, progress.position = step, todo.position
@@ -275,6 +301,7 @@ def train(
             is_last = step == total_steps
             is_best = False
             if rows.validation is not None and training.is_due(step, settings.eval_steps, todo.ends_epoch or is_last):
+                watch.enter("evaluation")
                 metrics |= training.evaluate(model, rows.validation, settings, pad, steps.capacity, job)
                 is_best = best.update(metrics["eval/loss"], step)
             if training.is_due(step, settings.log_steps, is_last or "eval/loss" in metrics):
@@ -289,8 +316,11 @@ def train(
             if asked or (is_best and config.checkpoint.save_model):
                 state: dict[str, Any] = {"progress": progress.state_dict(), "ends_run": ends_run, "metrics": metrics}
                 state["trackers"] = run_log.tracker_ids
+                watch.enter("save")
                 writer.save(step, model, optimizer, state, asked, best.loss if is_best else None)
             job.note_step(step)
+            if config.memory.memory_snapshot and step == min(started_after + observe.SNAPSHOT_STEPS, total_steps):
+                log.info(f"Memory snapshot: {observe.write_snapshot(writer.run, job.rank, f'step-{step}')}")
             if best.should_stop:
                 log.info(f"Stopped early after step {step}: the validation loss was best at step {best.step}.")
                 break
@@ -302,7 +332,9 @@ def train(
             if (kept := checkpoint.open_best(best.step, writer.run, job)) is not None:
                 checkpoint.restore_weights(kept, model, job)
                 log.info(f"The weights of step {best.step}, with the best validation loss {best.loss:.4f}, are taken.")
-        training.show_answer("After", model, tokenizer, rows.chat_sample, settings.sample_tokens, pad, job)
+        watch.enter("evaluation")
+        shown = training.show_answer("After", model, tokenizer, rows.chat_sample, settings.sample_tokens, pad, job)
+        facts.add_sample("after", shown)
     return {"step": progress.step, "metrics": metrics}
 
 

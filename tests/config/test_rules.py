@@ -125,7 +125,8 @@ def test_the_defaults_break_no_rule() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "size"), [("5GB", 5 * 10**9), ("200 mb", 2 * 10**8), ("1.5KB", 1500), ("2TB", 2 * 10**12)]
+    ("text", "size"),
+    [("5GB", 5 * 10**9), ("200 mb", 2 * 10**8), ("1.5KB", 1500), ("2TB", 2 * 10**12), ("24GiB", 24 * 2**30), ("7B", 7)],
 )
-def test_sizes_are_read_in_decimal_units(text: str, size: int) -> None:
+def test_sizes_are_read_in_decimal_and_binary_units(text: str, size: int) -> None:
     assert parse_size(text) == size

@@ -30,7 +30,7 @@ if __name__ == "__main__":
         with runtime.start("cpu", models.shard_degree(config.fsdp)) as job:
             folder, result = Path(config.model.model_name), work / "results" / name
             model_config = models.load_model_config(folder, False)
-            model, adapter, stored = finetuning.build_model(config, folder, model_config, None, job)
+            model, adapter, stored, _ = finetuning.build_model(config, folder, model_config, None, job)
             parts = [part.tolist() for part in rows[job.rank].split(LENGTHS)]
             own = Dataset.from_dict({"input_ids": parts, "labels": parts, "source": [name] * 2})
             is_packed = config.data.batching_strategy == "packing"

@@ -1,7 +1,9 @@
 """Every architecture from its folder to the tuned result: loaded onto 2 ranks, trained a step, exported, and compared
 with what plain transformers and peft make of the same files on one process."""
 
+import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -81,18 +83,32 @@ FURTHER = ("Qwen3 MoE", "Phi-2", "Phi-3.5 MoE", "GPT-NeoX", "Falcon", "OPT", "BL
 PADDED = ("Falcon", "BLOOM")  # their attention cannot keep the rows of a pack apart, and packing is refused
 LENGTHS = [24, 16]  # of the two rows of each rank; the windows are of 16
 NOT_QUANTIZED = ("GPT-2", "Falcon")  # their layers are not nn.Linear; refused, see test_quantized.py
+TWO_WAYS = ("full, rank 0 reads", "LoRA 4bit")
+# The fast tests have all five ways of three (own head, tied head, experts), and two of the others; one of those whose
+# linear layers are those of another: what differs in them, attention and norms, is trained in full.
+ALL_WAYS = ("Llama 2", "Gemma 2", "Mixtral")
+LINEARS_OF_ANOTHER = ("Llama 3", "Llama 3.1", "Llama 3.2", "Mistral", "Qwen2.5", "Qwen3", "Gemma 3 text", "Phi-4",
+                      "OLMo 2", "SmolLM3")  # fmt: skip
 CASES = [
     (architecture, method)
     for architecture in ARCHITECTURES
     for method in METHODS
-    if not (architecture in NOT_QUANTIZED and "bit" in method)
-    and (architecture not in FURTHER or method in ("full, rank 0 reads", "LoRA 4bit"))
+    if not (architecture in NOT_QUANTIZED and "bit" in method) and (architecture not in FURTHER or method in TWO_WAYS)
 ]
 
 
+def is_fast(architecture: str, method: str) -> bool:
+    if architecture in ALL_WAYS or (architecture, method) == ("GPT-2", "LoRA"):
+        return True
+    return method in (TWO_WAYS[:1] if architecture in LINEARS_OF_ANOTHER else TWO_WAYS)
+
+
+PARAMETERS = [pytest.param(*case, marks=[] if is_fast(*case) else pytest.mark.slow) for case in CASES]
+
+
 @pytest.fixture(scope="module")
-def work(save_tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder in which every case has been run: models/, results/, and the batch in rows.pt."""
+def models(save_tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with models/, a tokenizer, and a batch in rows.pt."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     work = tmp_path_factory.mktemp("architectures")
@@ -106,15 +122,32 @@ def work(save_tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path:
                 buffer.uniform_(-0.5, 0.5)  # DeepSeek's correction of routing, which begins as zeros
         model.save_pretrained(work / "models" / name, max_shard_size="100KB")
     torch.save(torch.randint(3, 320, (2, 40), generator=torch.Generator().manual_seed(1)), work / "rows.pt")
-    cases = {}
-    for name, method in CASES:
-        layout = ["--batching_strategy", "padding"] if name in PADDED else []
-        cases[f"{name}/{method}"] = ["--model_name", str(work / "models" / name), *METHODS[method], *layout]
-    (work / "cases.json").write_text(json.dumps(cases))
-    finished = forked(SCRIPT, work, ranks=2)
-    assert finished.exit_code == 0, finished.output
-    (work / "output.txt").write_text(finished.output)
     return work
+
+
+@pytest.fixture(scope="module")
+def launches(models: Path) -> Callable[[bool], None]:
+    """Runs all fast cases, or all the others, into results/ of the folder."""
+
+    @functools.cache
+    def launch(fast: bool) -> None:
+        cases = {}
+        for name, method in CASES:
+            if is_fast(name, method) == fast:
+                layout = ["--batching_strategy", "padding"] if name in PADDED else []
+                cases[f"{name}/{method}"] = ["--model_name", str(models / "models" / name), *METHODS[method], *layout]
+        (models / "cases.json").write_text(json.dumps(cases))
+        finished = forked(SCRIPT, models, ranks=2)
+        assert finished.exit_code == 0, finished.output
+
+    return launch
+
+
+@pytest.fixture
+def work(models: Path, launches: Callable[[bool], None], architecture: str, method: str) -> Path:
+    """The folder, in which the case has been run."""
+    launches(is_fast(architecture, method))
+    return models
 
 
 def loaded(folder: Path, method: str = "", adapter: Path | None = None) -> torch.nn.Module:
@@ -144,7 +177,7 @@ def stored_names(folder: Path) -> set[str]:
     return {name for file in folder.glob("*.safetensors") for name in safe_open(file, "pt").keys()}
 
 
-@pytest.mark.parametrize(("architecture", "method"), CASES)
+@pytest.mark.parametrize(("architecture", "method"), PARAMETERS)
 def test_the_first_loss_and_gradient_are_those_of_plain_transformers(
     work: Path, architecture: str, method: str
 ) -> None:
@@ -164,7 +197,7 @@ def test_the_first_loss_and_gradient_are_those_of_plain_transformers(
     assert seen["norm"] == pytest.approx(torch.nn.utils.get_total_norm(gradients).item(), rel=1e-4)
 
 
-@pytest.mark.parametrize(("architecture", "method"), CASES)
+@pytest.mark.parametrize(("architecture", "method"), PARAMETERS)
 def test_the_result_reloads_with_the_trained_logits(work: Path, architecture: str, method: str) -> None:
     folder, result = work / "models" / architecture, work / "results" / architecture / method
     seen = torch.load(result / "seen.pt", weights_only=True)

@@ -1,5 +1,6 @@
 """Each rank holds exactly its rows of what transformers loads, whichever way they came."""
 
+import functools
 import json
 import shutil
 from collections.abc import Callable
@@ -20,7 +21,7 @@ MODES = {
 NESTED = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
 WORDS = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_quant_storage": torch.bfloat16}
 STORED = {"8bit": MODES["8bit"][1], "nf4": MODES["nf4"][1], "nested": NESTED, "words": WORDS}
-WORLD_SIZES = [1, 2, 4]
+WORLD_SIZES = [1, pytest.param(2, marks=pytest.mark.slow), 4]
 Held = dict[str, torch.Tensor]
 
 
@@ -79,20 +80,30 @@ def held(
     odd_model: Path,
     stored_models: dict[str, Path],
     tmp_path_factory: pytest.TempPathFactory,
-) -> dict[int, dict[str, list[Held]]]:
-    """World size -> case -> what each rank holds."""
-    everything = {}
-    for world_size in WORLD_SIZES:
+) -> Callable[[int], dict[str, list[Held]]]:
+    """World size -> case -> what each rank holds, of one launch."""
+
+    @functools.cache
+    def launch(world_size: int) -> dict[str, list[Held]]:
         out = tmp_path_factory.mktemp(f"held{world_size}")
         cases = cases_of(world_size, tiny_model, tied_model, odd_model, stored_models)
         (out / "cases.json").write_text(json.dumps(cases))
         finished = forked(SCRIPT, out / "cases.json", out, ranks=world_size if world_size > 1 else 0)
         assert finished.exit_code == 0, finished.output
-        everything[world_size] = {
+        return {
             name: [torch.load(out / f"{name}-rank{rank}.pt", weights_only=True) for rank in range(world_size)]
             for name in cases
         }
-    return everything
+
+    return launch
+
+
+@pytest.fixture(scope="module")
+def of_bitsandbytes(odd_model: Path) -> Callable[[str], Held]:
+    """Case -> what plain transformers and bitsandbytes hold."""
+    settings = {name: theirs for name, (_, theirs) in MODES.items()}
+    settings |= {f"stored-{name}": theirs for name, theirs in STORED.items()}
+    return functools.cache(lambda case: expected_of(quantized(odd_model, settings[case])))
 
 
 def reference(folder: Path, dtype: torch.dtype = torch.float32) -> Held:
@@ -110,11 +121,11 @@ def chunk(tensor: torch.Tensor, shards: int, index: int) -> torch.Tensor:
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("way", ["slices", "scatter"])
 def test_every_rank_holds_the_rows_torch_chunk_gives_it(
-    held: dict[int, dict[str, list[Held]]], tiny_model: Path, tied_model: Path, world_size: int, way: str
+    held: Callable[[int], dict[str, list[Held]]], tiny_model: Path, tied_model: Path, world_size: int, way: str
 ) -> None:
     for name, folder in (("untied", tiny_model), ("tied", tied_model)):
         expected = reference(folder)
-        for rank, shards in enumerate(held[world_size][f"{name}-{way}"]):
+        for rank, shards in enumerate(held(world_size)[f"{name}-{way}"]):
             assert shards.keys() == expected.keys()
             for key, tensor in expected.items():
                 whole = "inv_freq" in key
@@ -125,54 +136,54 @@ def test_every_rank_holds_the_rows_torch_chunk_gives_it(
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("way", ["slices", "scatter"])
 def test_copies_of_the_model_are_equal(
-    held: dict[int, dict[str, list[Held]]], tiny_model: Path, world_size: int, way: str
+    held: Callable[[int], dict[str, list[Held]]], tiny_model: Path, world_size: int, way: str
 ) -> None:
     expected, degree = reference(tiny_model), 2 if world_size == 4 else 1
-    for rank, shards in enumerate(held[world_size][f"copies-{way}"]):
+    for rank, shards in enumerate(held(world_size)[f"copies-{way}"]):
         for key, tensor in expected.items():
             rows = tensor if "inv_freq" in key else chunk(tensor, degree, rank % degree)
             assert torch.equal(shards[key], rows), (rank, key)
 
 
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("case", ["untied", "tied", "lora", "dora", "gaussian", "head"])
 def test_parameters_are_bit_identical_on_any_number_of_ranks_and_both_ways(
-    held: dict[int, dict[str, list[Held]]], case: str
+    held: Callable[[int], dict[str, list[Held]]], case: str, world_size: int
 ) -> None:
-    alone = held[1][f"{case}-slices"][0]
-    for world_size in WORLD_SIZES:
-        for way in ("slices", "scatter"):
-            ranks = held[world_size][f"{case}-{way}"]
-            for key, tensor in alone.items():
-                whole = ranks[0][key] if "inv_freq" in key else torch.cat([shards[key] for shards in ranks])
-                assert torch.equal(whole, tensor), (world_size, way, key)
+    alone = held(1)[f"{case}-slices"][0]
+    for way in ("slices", "scatter"):
+        ranks = held(world_size)[f"{case}-{way}"]
+        for key, tensor in alone.items():
+            whole = ranks[0][key] if "inv_freq" in key else torch.cat([shards[key] for shards in ranks])
+            assert torch.equal(whole, tensor), (way, key)
 
 
 def test_frozen_weights_are_stored_in_bf16_and_adapters_in_fp32_in_mixed_precision(
-    held: dict[int, dict[str, list[Held]]], tiny_model: Path
+    held: Callable[[int], dict[str, list[Held]]], tiny_model: Path
 ) -> None:
     expected = reference(tiny_model, torch.bfloat16)
-    for key, tensor in held[1]["lora-scatter"][0].items():
+    for key, tensor in held(1)["lora-scatter"][0].items():
         if ".lora_" in key:
             assert tensor.dtype == torch.float32
         elif "inv_freq" not in key:
             assert torch.equal(tensor, expected[key.replace(".base_layer.", ".")])
 
 
-def test_adapters_begin_as_peft_begins_them(held: dict[int, dict[str, list[Held]]]) -> None:
-    for key, tensor in held[1]["lora-slices"][0].items():
+def test_adapters_begin_as_peft_begins_them(held: Callable[[int], dict[str, list[Held]]]) -> None:
+    for key, tensor in held(1)["lora-slices"][0].items():
         if ".lora_A." in key:
             bound = tensor.shape[1] ** -0.5  # Kaiming uniform with a = sqrt(5)
             assert tensor.abs().max() <= bound and tensor.abs().max() > 0.8 * bound
         elif ".lora_B." in key:
             assert not tensor.any()
-    matrices = {k: t for k, t in held[1]["lora-slices"][0].items() if ".lora_A." in k}
+    matrices = {k: t for k, t in held(1)["lora-slices"][0].items() if ".lora_A." in k}
     assert len({tensor.flatten()[0].item() for tensor in matrices.values()}) == len(matrices), "all begin differently"
-    gaussian = torch.cat([t.flatten() for k, t in held[1]["gaussian-slices"][0].items() if ".lora_A." in k])
+    gaussian = torch.cat([t.flatten() for k, t in held(1)["gaussian-slices"][0].items() if ".lora_A." in k])
     assert gaussian.std().item() == pytest.approx(1 / 6, rel=0.1)
 
 
 def test_dora_magnitudes_are_those_of_peft_on_loaded_weights(
-    held: dict[int, dict[str, list[Held]]], tiny_model: Path
+    held: Callable[[int], dict[str, list[Held]]], tiny_model: Path
 ) -> None:
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
@@ -182,13 +193,13 @@ def test_dora_magnitudes_are_those_of_peft_on_loaded_weights(
     expected = {k: p for k, p in model.get_base_model().named_parameters() if "lora_magnitude_vector" in k}
     assert len(expected) == 14
     for key, magnitude in expected.items():
-        torch.testing.assert_close(held[4]["dora-scatter"][0][key], chunk(magnitude, 4, 0), rtol=1e-6, atol=0)
+        torch.testing.assert_close(held(4)["dora-scatter"][0][key], chunk(magnitude, 4, 0), rtol=1e-6, atol=0)
 
 
 def test_a_saved_copy_of_a_tied_head_begins_as_the_embedding(
-    held: dict[int, dict[str, list[Held]]], tied_model: Path
+    held: Callable[[int], dict[str, list[Held]]], tied_model: Path
 ) -> None:
-    copy = held[1]["head-scatter"][0]["lm_head.modules_to_save.default.weight"]
+    copy = held(1)["head-scatter"][0]["lm_head.modules_to_save.default.weight"]
     assert torch.equal(copy, reference(tied_model)["model.embed_tokens.weight"])
 
 
@@ -217,18 +228,17 @@ def expected_of(model: torch.nn.Module) -> Held:
 @pytest.mark.parametrize("way", ["slices", "scatter"])
 @pytest.mark.parametrize("case", [*MODES, *(f"stored-{name}" for name in STORED)])
 def test_every_rank_holds_its_rows_of_what_bitsandbytes_makes_of_the_whole_model(
-    held: dict[int, dict[str, list[Held]]],
+    held: Callable[[int], dict[str, list[Held]]],
+    of_bitsandbytes: Callable[[str], Held],
     odd_model: Path,
-    stored_models: dict[str, Path],
     world_size: int,
     way: str,
     case: str,
 ) -> None:
     is_stored = case.startswith("stored-")
-    settings = STORED[case.removeprefix("stored-")] if is_stored else MODES[case][1]
-    expected, plain = expected_of(quantized(odd_model, settings)), reference(odd_model, torch.bfloat16)
+    expected, plain = of_bitsandbytes(case), reference(odd_model, torch.bfloat16)
     assert len(expected) == (28 if "8bit" in case else 24)
-    for rank, shards in enumerate(held[world_size][f"{case}-{way}"]):
+    for rank, shards in enumerate(held(world_size)[f"{case}-{way}"]):
         found = {key.replace(".base_layer.", "."): tensor for key, tensor in shards.items() if ".lora_" not in key}
         assert found.keys() == plain.keys() | expected.keys()
         for key, tensor in found.items():

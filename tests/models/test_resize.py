@@ -50,7 +50,7 @@ CASES: dict[str, tuple[str, list[str]]] = {
     "going on, tied": ("tied", ["--use_peft", *TINY_UNITS, *SCATTER]),
 }
 ALONE = ["full", "lora, tied", "lora, 4bit", "going on"]  # those that one process runs, too
-WORLD_SIZES = [1, 2]
+WORLD_SIZES = [pytest.param(1, marks=pytest.mark.slow), 2]
 DEFAULTS = {"--precision": "fp32", "--min_num_params": "1000"}
 
 

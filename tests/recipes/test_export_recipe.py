@@ -193,9 +193,13 @@ def test_a_checkpoint_goes_to_the_hub_and_the_token_nowhere_else(runs: Path, tmp
 
 def test_a_full_disk_is_named_and_leaves_nothing(runs: Path) -> None:
     folder = runs / "full disk"
-    command = f'ulimit -f 100; exec "{sys.executable}" "{EXPORT}" "$@"'  # no file above 100 KiB
-    flags = ["--adapter", f"{runs}/4bit/model", "--output_dir", str(folder)]
-    finished = run(["bash", "-c", command, "export", *flags])
+    job = runs / "limited.py"
+    job.write_text(
+        "import resource, runpy, sys\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (100 * 2**10,) * 2)\n"  # no file above 100 KiB
+        f"runpy.run_path({str(EXPORT)!r}, run_name='__main__')\n"
+    )
+    finished = forked(job, "--adapter", runs / "4bit" / "model", "--output_dir", folder)
     assert finished.exit_code == 1 and f"{folder}: the model could not be written (File too large)" in finished.output
     assert "Traceback" not in finished.output
     assert not folder.exists() and not list(runs.glob(".writing*"))

@@ -93,6 +93,7 @@ def test_a_run_that_is_stopped_and_killed_comes_to_the_same_end(
     assert (status["state"], status["exit_code"]) == ("stopped", 143)
     assert status["message"] == f"stopped by SIGTERM after step {status['step']}. To go on: --resume {checkpoint}"
     assert 12 <= status["step"] < STEPS and checkpoint.is_dir()
+    assert status["message"] in (output_dir / "report.html").read_text()
 
     torchrun = start(output_dir, tiny_model, rows70, "--resume", str(checkpoint), restarts=2)
     wait_for_step(output_dir, max(status["step"] + 3, 33), torchrun)

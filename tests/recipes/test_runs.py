@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from conftest import RECIPE, Finished, losses, metrics, recipe, torchrun, write_rows
+from conftest import RECIPE, Finished, losses, metrics, recipe, write_rows
 from forked import forked
 
 CASES = Path(__file__).resolve().parent.parent / "run_cases.py"
@@ -55,13 +55,15 @@ def launch(folder: Path, tiny_model: Path, save_model: Any, rows16: Path, rows70
     no_pad = save_model(folder / "no_pad_model", pad=False)
     wide = save_model(folder / "wide_model", hidden_size=128, intermediate_size=194)
     train, validation = tokenized(folder / "train.jsonl", 64, 1), tokenized(folder / "validation.jsonl", 11, 2)
+    few = tokenized(folder / "few.jsonl", 16, 3)
     (folder / "custom.py").write_text(CUSTOM)
     tiny = ["--model_name", str(tiny_model)]
     files = ["--dataset", str(train), "--validation", str(validation)]
     adapter = ["--use_peft", "--target_modules", "all-linear"]
-    llama_recipes = (  # of the README, with a folder for the model and an end after three steps
+    llama_recipes = (  # of the README, with a folder for the model and an early end of training and evaluation
         f"--enable_fsdp --low_cpu_fsdp --use_peft --peft_method lora --model_name {tiny_model} "
-        f"--batch_size_training 1 --output_dir {folder}/llama_recipes --num_epochs 1 --save_model --max_train_step 3"
+        f"--batch_size_training 1 --output_dir {folder}/llama_recipes --num_epochs 1 --save_model --max_train_step 3 "
+        "--max_eval_step 2"
     )
     runs = {
         "early_stopping": [*FSDP, *tiny, *files, "--precision", "fp32", "--lr", "0.05", "--lr_scheduler", "constant"]
@@ -79,7 +81,7 @@ def launch(folder: Path, tiny_model: Path, save_model: Any, rows16: Path, rows70
         + ["--activation_checkpointing", "full", "--gradient_accumulation_steps", "3", *PADDED],
     }
     for name, (optimizer, _) in OPTIMIZERS.items():
-        runs[name] = [*FSDP, "--model_name", str(wide), "--dataset", str(rows16), "--num_epochs", "4"]
+        runs[name] = [*FSDP, "--model_name", str(wide), "--dataset", str(few), "--num_epochs", "4"]
         runs[name] += [*optimizer, "--lr_scheduler", "constant", *([] if "--lr" in optimizer else ["--lr", "0.01"])]
     flags = [llama_recipes.split()]
     flags += [[*own, "--output_dir", str(folder / name)] for name, own in runs.items()]
@@ -91,7 +93,7 @@ def launch(folder: Path, tiny_model: Path, save_model: Any, rows16: Path, rows70
         + ["--output_dir", str(folder / "continued")],
     ]
     (folder / "cases.json").write_text(json.dumps(flags))
-    finished = torchrun(2, str(CASES), str(folder / "cases.json"), timeout=400, HOME=str(folder))
+    finished = forked(CASES, folder / "cases.json", ranks=2, timeout=400, HOME=str(folder))
     assert finished.exit_code == 0, finished.output
     return finished
 
@@ -290,6 +292,23 @@ def test_a_loss_that_is_no_number_ends_the_run_naming_step_rows_and_checkpoint(
     status = json.loads((tmp_path / "run" / "status.json").read_text())
     assert (status["state"], status["step"], status["exit_code"]) == ("failed", 1, 1)
     assert not (tmp_path / "run" / "model").exists()
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert ">failed<" in page and "error: step 2: the loss is nan" in page
+
+
+def test_every_run_leaves_a_report(launch: Finished, folder: Path) -> None:
+    page = (folder / "no_pad" / "report.html").read_text()
+    facts = json.loads((folder / "no_pad" / "facts.json").read_text())
+    assert [sample["when"] for sample in facts["samples"]] == ["before", "after"]
+    assert {unit["kind"] for unit in facts["units"]} >= {"LlamaDecoderLayer"}
+    assert facts["data"]["train"]["rows"] == 16 and sum(facts["data"]["train"]["histogram"]) == 16
+    assert facts["total_steps"] == max(line["step"] for line in metrics(folder / "no_pad"))
+    for shown in (">finished<", "<b>Loss</b>", "LlamaDecoderLayer", "Training rows", "after tuning", "2 processes"):
+        assert shown in page
+    assert "was not written" not in launch.output
+    assert {path.parent.name for path in folder.glob("*/report.html")} == {
+        p.parent.name for p in folder.glob("*/facts.json")
+    }
 
 
 @pytest.mark.slow

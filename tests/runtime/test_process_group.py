@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from llama_ft.errors import UserError
-from llama_ft.runtime.process_group import _pick_device, _resolve_degree, _set_threads
+from llama_ft.runtime.process_group import _pick_device, resolve_degree, _set_threads
 
 
 def test_cuda_asked_for_without_a_gpu_is_refused_with_the_way_out() -> None:
@@ -27,13 +27,13 @@ def test_more_processes_than_gpus_are_refused_naming_both_and_the_way_out() -> N
 
 def test_ranks_that_do_not_divide_into_groups_are_refused_naming_what_would() -> None:
     with pytest.raises(UserError, match="6 ranks do not divide into groups of 4.*\n.*1, 2, 3, 6"):
-        _resolve_degree(4, 6, 2)
+        resolve_degree(4, 6, 2)
 
 
 def test_a_copy_of_the_model_is_shared_by_all_ranks_a_node_or_as_many_as_asked() -> None:
-    assert _resolve_degree("world", 8, 4) == 8
-    assert _resolve_degree("node", 8, 4) == 4
-    assert _resolve_degree(2, 8, 4) == 2
+    assert resolve_degree("world", 8, 4) == 8
+    assert resolve_degree("node", 8, 4) == 4
+    assert resolve_degree(2, 8, 4) == 2
 
 
 def test_cores_are_shared_out_unless_the_user_has_said_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -217,7 +217,7 @@ def test_a_dead_rank_counts_as_gone_before_it_is_reaped_and_one_of_another_node_
     finally:
         peer.kill()
     os.waitid(os.P_PID, peer.pid, os.WEXITED | os.WNOWAIT)
-    assert peers.gone() == f"rank 1 (process {peer.pid}) has ended"
+    assert peers.gone() == f"rank 1 (process {peer.pid}) was killed (exit code -9)"
     store.set("process/1", f"{os.getpid()} 0")
     peers = Peers(0, 3, store)
     assert peers.gone() == ""

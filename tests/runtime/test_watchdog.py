@@ -5,12 +5,12 @@ import os
 import re
 import signal
 import socket
-import subprocess
-import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from conftest import REPOSITORY
+from forked import forked
 
 from llama_ft.runtime.watchdog import Report, describe_hang
 
@@ -22,32 +22,31 @@ def line_of(text: str) -> int:
     return next(number for number, line in enumerate(JOB.read_text().splitlines(), 1) if text in line)
 
 
+def state_of(folder: Path) -> object:
+    file = folder / "status.json"
+    return json.loads(file.read_text())["state"] if file.exists() else None
+
+
 def test_a_stopped_rank_and_one_in_a_loop_are_named_and_the_job_ends(tmp_path: Path) -> None:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "3"]
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY / "src"), "OMP_NUM_THREADS": "1"}
-    job = subprocess.Popen(
-        [*launcher, str(JOB), str(tmp_path)],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment,
-    )  # fmt: skip
-    assert job.stdout is not None
-    lines, pids = [], {}
-    for line in job.stdout:
-        lines.append(line)
-        if told := re.match(r"rank (\d) has pid (\d+)$", line):
-            pids[int(told[1])] = int(told[2])
-        if line.startswith("error: "):  # torchrun would do it 30 s later
-            os.kill(pids[1], signal.SIGKILL)
-    assert job.wait() == 1
+    with ThreadPoolExecutor(1) as pool:
+        job = pool.submit(forked, JOB, tmp_path, ranks=3, timeout=120)
+        while not job.done() and state_of(tmp_path) != "failed":
+            time.sleep(0.02)
+        pids = {rank: int((tmp_path / f"process-{rank}").read_text()) for rank in range(3)}
+        os.kill(pids[1], signal.SIGKILL)  # a launcher would do it 30 s later
+        finished = job.result()
+    assert finished.exit_code == 1, finished.output
     here = socket.gethostname()
     message = (
         "error: rank 1, 2 did not arrive; the others have waited for 6 s (--collective_timeout).\n"
         f"       rank 0 waits at {JOB}:{line_of('gather_numbers(3.0)')} in <module>\n"
         f"       rank 1 ({here}, pid {pids[1]}) does not answer: it is stopped or gone\n"
     )
-    output = "".join(lines)
-    assert output.count("error: ") == 1 and message in output
+    assert finished.output.count("error: ") == 1 and message in finished.output
     loop = line_of("# here")
-    assert re.search(rf"rank 2 \({here}, pid {pids[2]}\) is at {JOB}:({loop}|{loop + 1}) in <module>\n", output)
+    assert re.search(
+        rf"rank 2 \({here}, pid {pids[2]}\) is at {JOB}:({loop}|{loop + 1}) in <module>\n", finished.output
+    )
     status = json.loads((tmp_path / "status.json").read_text())
     assert status["state"] == "failed" and status["message"].startswith("error: rank 1, 2 did not arrive")
     for pid in pids.values():

@@ -15,8 +15,8 @@ from llama_ft.checkpoint.resume import (
     open_best,
 )
 from llama_ft.checkpoint.run_directory import create_run_directory
-from llama_ft.checkpoint.state import restore, restore_weights
-from llama_ft.checkpoint.writer import CheckpointWriter
+from llama_ft.checkpoint.state import own_state, restore, restore_weights
+from llama_ft.checkpoint.writer import CheckpointWriter, to_host
 
 __all__ = [
     "Checkpoint",
@@ -35,9 +35,11 @@ __all__ = [
     "global_batch",
     "merge_adapter",
     "open_best",
+    "own_state",
     "restore",
     "restore_weights",
     "save_dtype",
+    "to_host",
     "upload",
     "write_model_card",
 ]

@@ -43,6 +43,8 @@ def create_run_directory(
     def create() -> Path:
         folder = _folder(checkpoint, model_name, resumed, runtime.earlier_run)
         runtime.lock = _lock(folder)
+        if runtime.explainer is not None and (end := runtime.explainer.last_end(folder)):
+            log.warning(end)
         _prepare(folder, checkpoint, resumed, runtime.earlier_run)
         return folder
 

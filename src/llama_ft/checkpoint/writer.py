@@ -129,7 +129,7 @@ class CheckpointWriter:
         self.finish()
         state = own_state(model, optimizer, self._runtime)
         nbytes = self._check_space(step, state.nbytes)
-        state = OwnState(_to_host(state.tensors), state.whole, state.shard)
+        state = OwnState(to_host(state.tensors), state.whole, state.shard)
         record = {
             "format": FORMAT,
             "step": step,
@@ -289,7 +289,7 @@ class CheckpointWriter:
                 shutil.rmtree(doomed)
 
 
-def _to_host(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def to_host(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Copies in host memory; from a GPU all of them at once, into pinned memory."""
     copies = {}
     for name, tensor in tensors.items():

@@ -4,6 +4,7 @@ Nothing here imports torch: `--help` and every mistake answer within a second.
 """
 
 from llama_ft.config.command_line import exit_with, parse_command_line
+from llama_ft.config.help import help_text
 from llama_ft.config.load import load, load_recipe
 from llama_ft.config.output_dir import model_dir_complaint, run_entries
 from llama_ft.config.paths import adapter_complaint, base_model_of, model_complaint
@@ -44,6 +45,7 @@ __all__ = [
     "check_same_run",
     "differences",
     "exit_with",
+    "help_text",
     "load",
     "load_recipe",
     "model_complaint",

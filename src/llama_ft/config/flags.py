@@ -60,6 +60,23 @@ def _words(argv: list[str]) -> Iterator[Word]:
         yield Word(flag, value, before)
 
 
+def split_words(argv: list[str], names: set[str]) -> tuple[list[tuple[str, str, str | None]], list[str]]:
+    """Take the flags of these names out of a command line.
+
+    Returns:
+        (name, flag as typed, value or None) of each of them, and the words of all others.
+    """
+    own, others = [], list[str]()
+    for word in _words(argv):
+        if word.flag.startswith("--") and word.name in names:
+            own.append((word.name, word.flag, word.value))
+        elif not word.flag:
+            others.append(word.value or "")
+        else:
+            others.append(word.flag if word.value is None else f"{word.flag}={word.value}")
+    return own, others
+
+
 def read_flags(argv: list[str]) -> tuple[Given, str | None]:
     """Read what the command line sets.
 

@@ -15,6 +15,7 @@ RUN_ENTRIES = (
     "metrics.jsonl",
     "checkpoints",
     "model",
+    "facts.json",
     "report.html",
     "tensorboard",
     "wandb",

@@ -23,19 +23,20 @@ NOT_BUILT: dict[str, tuple[Callable[[Any], bool], str]] = {
     "activation_checkpointing": (lambda it: it == "auto", "Use off, full, every_k or selective"),
     "compile": (bool, "Leave it out"),
 }
-SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(KB|MB|GB|TB)", re.IGNORECASE)
-SIZE_BYTES = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?B", re.IGNORECASE)
+SIZE_BYTES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+SIZE_BYTES |= {"KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 DURATION = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?", re.IGNORECASE)
 
 
 def parse_size(text: str) -> int:
-    """Return the bytes that `5GB`, `200MB` or `1.5 TB` stand for, decimal units as the hub counts them.
+    """Return the bytes that `5GB`, `200MB` or `1.5 TB` stand for, decimal units as the hub counts them, or `80GiB`.
 
     Raises:
         ValueError: the text is no such size, or is zero.
     """
     match = SIZE.fullmatch(text.strip())
-    size_bytes = int(float(match[1]) * SIZE_BYTES[match[2].upper()]) if match else 0
+    size_bytes = int(float(match[1]) * SIZE_BYTES[(match[2] or "").upper()]) if match else 0
     if size_bytes == 0:
         raise ValueError(f"{text} is not a size")
     return size_bytes
@@ -172,6 +173,11 @@ def _activations_are_offloaded_from_cuda(activation_offload: bool, device: str) 
     return "needs CUDA: on the CPU activations are in host memory already. Leave it out." if wrong else None
 
 
+def _snapshots_are_of_cuda(memory_snapshot: bool, device: str) -> str | None:
+    wrong = memory_snapshot and device == "cpu"
+    return "needs CUDA: it is the CUDA allocator's record. Leave it out on the CPU." if wrong else None
+
+
 def _selective_layers_are_gathered_whole(
     activation_checkpointing: str, fsdp_wrap_policy: str, enable_fsdp: bool
 ) -> str | None:
@@ -245,6 +251,7 @@ RULES: tuple[Callable[..., str | None], ...] = (
     _flash_attention_computes_in_16_bits,
     _liger_runs_on_cuda,
     _activations_are_offloaded_from_cuda,
+    _snapshots_are_of_cuda,
     _selective_layers_are_gathered_whole,
     _shard_size_is_a_size,
     _resume_auto_looks_into_output_dir,

@@ -7,7 +7,7 @@ import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy
 from datasets import Dataset
@@ -63,6 +63,17 @@ class TokenizedData:
         if self.validation is not None and self.report.validation is not None:
             prints["validation"] = self.report.validation.fingerprint
         return prints
+
+    def facts(self) -> dict[str, Any]:
+        """What was counted, as plain values, for the run's report."""
+        counted = dataclasses.asdict(self.report)
+        validation = counted["validation"] if self.validation is not None else None
+        return {
+            "summary": self.summary,
+            "train": counted["train"],
+            "validation": validation,
+            "edges": self.report.edges,
+        }
 
 
 @dataclass(frozen=True)

@@ -21,13 +21,14 @@ from llama_ft.models.skeleton import (
 )
 from llama_ft.models.source import fingerprint
 from llama_ft.models.token_rows import NewTokens
-from llama_ft.models.units import shard, shard_degree, unit_table
+from llama_ft.models.units import Unit, shard, shard_degree, unit_table
 
 __all__ = [
     "Adapter",
     "NewTokens",
     "Quantization",
     "ShardGroup",
+    "Unit",
     "apply_liger",
     "build_skeleton",
     "checkpoint_activations",

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 import xxhash
 from safetensors import SafetensorError, safe_open
+from torch._guards import detect_fake_mode
 
 from llama_ft.config.wording import size_text
 from llama_ft.errors import UserError
@@ -98,11 +99,16 @@ class SafetensorsSource:
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Rows [start, stop) of dimension 0 in the file's dtype; only they are read."""
+        if is_planning():
+            header = self.tensors[name]
+            return torch.empty((stop - start, *header.shape[1:]), dtype=header.dtype)
         rows: torch.Tensor = self._handles[self.tensors[name].file].get_slice(name)[start:stop]
         return rows
 
     def read(self, name: str) -> torch.Tensor:
         """A whole tensor in the file's dtype."""
+        if is_planning():
+            return torch.empty(self.tensors[name].shape, dtype=self.tensors[name].dtype)
         tensor: torch.Tensor = self._handles[self.tensors[name].file].get_tensor(name)
         return tensor
 
@@ -145,6 +151,11 @@ class BinSource:
     def read(self, name: str) -> torch.Tensor:
         """A whole tensor in the stored dtype."""
         return self._values[name]
+
+
+def is_planning() -> bool:
+    """Whether tensors are fake (llama_ft.plan): what would be read is then only as large as it."""
+    return detect_fake_mode() is not None
 
 
 def open_weights(folder: Path) -> WeightSource:

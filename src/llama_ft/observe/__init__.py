@@ -1,32 +1,44 @@
 """What a run measured: metrics.jsonl, the progress bar, W&B and TensorBoard, peaks of memory. RunLog ties the first
 ones together; nothing here calls back into training."""
 
+from llama_ft.observe.facts import RunFacts, environment
 from llama_ft.observe.memory import (
     device_peak_bytes,
     host_anonymous_bytes,
     host_peak_bytes,
     memory_metrics,
+    memory_use,
     reset_peaks,
 )
 from llama_ft.observe.metrics import Metrics, MetricsLog
+from llama_ft.observe.peaks import PhasePeaks
 from llama_ft.observe.progress import Progress
 from llama_ft.observe.runlog import RunLog
+from llama_ft.observe.snapshot import SNAPSHOT_STEPS, write_snapshot
 from llama_ft.observe.trackers import TensorboardTracker, Tracker, start_trackers
 from llama_ft.observe.wandb_tracker import WandbTracker, check_wandb_login
+from llama_ft.observe.watch import MemoryWatch
 
 __all__ = [
+    "SNAPSHOT_STEPS",
+    "MemoryWatch",
     "Metrics",
     "MetricsLog",
+    "PhasePeaks",
     "Progress",
+    "RunFacts",
     "RunLog",
     "TensorboardTracker",
     "Tracker",
     "WandbTracker",
     "check_wandb_login",
     "device_peak_bytes",
+    "environment",
     "host_anonymous_bytes",
     "host_peak_bytes",
     "memory_metrics",
+    "memory_use",
     "reset_peaks",
     "start_trackers",
+    "write_snapshot",
 ]

@@ -111,6 +111,23 @@ class Plan:
         (folder / PLAN_FILE).write_text(json.dumps(self.to_json()) + "\n")
 
 
+@dataclass(frozen=True)
+class Change:
+    """Settings that would make a run fit.
+
+    Attributes:
+        flags: what differs from the recipe, as on the command line.
+        gives_up: for people.
+        peak_bytes: what the device must have then.
+        relative_speed: beside the fastest that fits.
+    """
+
+    flags: list[str]
+    gives_up: str
+    peak_bytes: int
+    relative_speed: float
+
+
 def read_plan(folder: Path) -> Plan | None:
     """The plan in a run's directory; None where there is none."""
     try:

@@ -26,7 +26,7 @@ from llama_ft.errors import UserError
 from llama_ft.runtime import elastic
 from llama_ft.runtime.console import configure_console
 from llama_ft.runtime.devices import DeviceNote, batch_line, device_lines, layout_line, take_device
-from llama_ft.runtime.failures import leave, write_status
+from llama_ft.runtime.failures import Explainer, leave, write_status
 from llama_ft.runtime.status import RunStatus
 from llama_ft.runtime.stopping import Peers, Stopping
 from llama_ft.runtime.turns import await_leaders, leader_at_work
@@ -52,6 +52,7 @@ class Runtime:
         job_store: the part that outlives an attempt, for runtime.elastic.
         status: the run's status.json on rank 0 and on any rank that fails; None until the run has a directory.
         stopping: whether the run is asked to stop.
+        explainer: explains ends that have to do with memory; the recipe sets it.
         lock: on rank 0 the open file that keeps others out of the run's directory.
         timeout_seconds: how long a rank waits for others.
     """
@@ -68,6 +69,7 @@ class Runtime:
     job_store: dist.Store | None = None
     status: RunStatus | None = None
     stopping: Stopping = field(default_factory=Stopping)
+    explainer: Explainer | None = None
     lock: IO[str] | None = None
     timeout_seconds: float = 1800.0
     _turns: int = 0
@@ -112,10 +114,10 @@ class Runtime:
         """The run directory of an earlier attempt at this job; rank 0 knows."""
         return elastic.earlier_run(self.job_store)
 
-    def begin_run(self, output_dir: Path, step: int = 0) -> None:
-        """From now on status.json in `output_dir` says how the run stands, whichever rank ends it, and an attempt after
-        this one goes on there."""
-        self.status = RunStatus(output_dir)
+    def begin_run(self, output_dir: Path, step: int = 0, at_end: Callable[[], None] = lambda: None) -> None:
+        """From now on status.json in `output_dir` says how the run stands, whichever rank ends it (and then calls
+        `at_end`), and an attempt after this one goes on there."""
+        self.status = RunStatus(output_dir, at_end)
         self.status.step = step
         if self.is_main:
             elastic.remember_run(self.job_store, output_dir)
@@ -181,7 +183,8 @@ def start(
     store, job_store = None, None
 
     def end(error: BaseException) -> NoReturn:
-        leave(error, rank, store, runtime.status if runtime is not None else None, stopping.told_to_end)
+        status, explainer = (runtime.status, runtime.explainer) if runtime is not None else (None, None)
+        leave(error, rank, store, status, stopping.told_to_end, stopping.about_lost, explainer)
 
     with stopping.listening(end):
         try:
@@ -197,6 +200,7 @@ def start(
                 dist.barrier()
             if runtime.is_main and runtime.status is not None:
                 write_status(runtime.status, "finished", 0, "")
+                runtime.status.at_end()
             if runtime.lock is not None:
                 runtime.lock.close()
             dist.destroy_process_group()
@@ -231,7 +235,7 @@ def _join(
 ) -> Runtime:
     local_rank, local_world_size = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     place = _pick_device(device, torch.cuda.device_count(), local_rank, local_world_size)
-    degree = _resolve_degree(shard_degree, world_size, local_world_size)
+    degree = resolve_degree(shard_degree, world_size, local_world_size)
     if place.type == "cuda":
         torch.cuda.set_device(place)
     if place.type == "cpu" or cpu_offload:  # an optimizer in host memory steps on the CPU
@@ -246,15 +250,18 @@ def _join(
         timeout=timeout,
         device_id=place if place.type == "cuda" else None,
     )
-    if degree == world_size:
-        mesh = init_device_mesh(place.type, (world_size,), mesh_dim_names=("shard",))
-    else:
-        shape = (world_size // degree, degree)
-        mesh = init_device_mesh(place.type, shape, mesh_dim_names=("replicate", "shard"))
+    mesh = mesh_over(place.type, world_size, degree)
     for group in mesh.get_all_groups():
         _set_pg_timeout(timeout, group)  # init_device_mesh takes torch's: 10 min with NCCL
     storage = torch.device("cpu") if cpu_offload else place
     return Runtime(rank, world_size, local_rank, local_world_size, place, storage, note, mesh, store)
+
+
+def mesh_over(device_type: str, world_size: int, degree: int) -> DeviceMesh:
+    """All ranks as copies of the model x the `degree` ranks that share one."""
+    if degree == world_size:
+        return init_device_mesh(device_type, (world_size,), mesh_dim_names=("shard",))
+    return init_device_mesh(device_type, (world_size // degree, degree), mesh_dim_names=("replicate", "shard"))
 
 
 def _pick_device(device: str, gpus: int, local_rank: int, local_world_size: int) -> torch.device:
@@ -270,7 +277,8 @@ def _pick_device(device: str, gpus: int, local_rank: int, local_world_size: int)
     return torch.device("cuda", local_rank)
 
 
-def _resolve_degree(shard_degree: int | str, world_size: int, local_world_size: int) -> int:
+def resolve_degree(shard_degree: int | str, world_size: int, local_world_size: int) -> int:
+    """Ranks that share one copy of the model. Raises UserError where they do not divide into such groups."""
     if shard_degree == "world":
         return world_size
     degree = local_world_size if shard_degree == "node" else int(shard_degree)

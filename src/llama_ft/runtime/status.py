@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
@@ -13,11 +14,13 @@ class RunStatus:
 
     Args:
         output_dir: the run's directory, which must exist.
+        at_end: called once the run's last state is written and told; it must not raise.
     """
 
-    def __init__(self, output_dir: Path) -> None:
+    def __init__(self, output_dir: Path, at_end: Callable[[], None] = lambda: None) -> None:
         self.path = output_dir / "status.json"
         self.step = 0
+        self.at_end = at_end
 
     def write(self, state: State, exit_code: int | None = None, message: str = "") -> None:
         """Replace the file in one move, so that a reader never sees half of it."""

@@ -33,11 +33,13 @@ import torch.distributed as dist
 from llama_ft.config import parse_duration
 from llama_ft.errors import LostRank
 from llama_ft.runtime.failures import FAILURE_KEY, Stop, Stopped
+from llama_ft.runtime.out_of_memory import KILLED, KernelKills, explain_kill
 
 SIGNALS: dict[int, Stop] = {signal.SIGTERM: Stop(143, "SIGTERM"), signal.SIGINT: Stop(130, "Ctrl-C")}
 TIME_IS_UP = 1  # in the gathered column; smaller than the number of any signal, which goes first
 SECONDS_OF_ONE_CTRL_C = 0.5  # launchers may deliver the same Ctrl-C twice
 SECONDS_BETWEEN_LOOKS = 0.25
+SECONDS_TO_SEE_AN_END = 0.3  # torchrun reaps a rank, and its exit code with it, within 0.1 s of its end
 SECONDS_TO_REACT, SECONDS_TO_CLOSE = 2.0, 20.0  # outside the loop: to leave C++, and then to close trackers
 _IMPORTED = time.monotonic()
 
@@ -58,18 +60,36 @@ class Peers:
         self._others = [number for number in range(world_size) if number != rank]
         places = [text.decode().split(" ", 1) for text in store.multi_get([f"process/{n}" for n in self._others])]
         self._pids = {n: int(pid) for n, (pid, place) in zip(self._others, places, strict=True) if place == here}
+        self._ends: dict[int, str] = {}
+        threading.Thread(target=self._note_ends, name="peers", daemon=True).start()
         # A connection of its own: a main thread that waits in the store keeps the other one locked.
         self._store = store.clone() if len(self._pids) < world_size - 1 else None  # type: ignore[attr-defined]
 
     def gone(self) -> str:
         """Which rank has ended or failed, for people; "" if none is known to have."""
         for rank, pid in self._pids.items():
-            if _has_ended(pid):
-                return f"rank {rank} (process {pid}) has ended"
+            if end := self._ends.get(rank) or _end_of(pid):
+                return f"rank {rank} (process {pid}) {end}"
         with suppress(RuntimeError):  # the store goes with its host; that alone does not keep ranks from saving
             if self._store is not None and self._store.check([FAILURE_KEY]):
                 return "a rank on another node has failed"
         return ""
+
+    def _note_ends(self) -> None:
+        """Wait for the ends of the ranks here: how a process ended can be read until torchrun reaps it, 0.1 s later at
+        most, and the main thread may hear of it only when it comes to the next collective."""
+        ends, ranks = select.poll(), dict[int, int]()
+        for rank, pid in self._pids.items():
+            with suppress(OSError, AttributeError):  # gone already; another system than Linux
+                file = os.pidfd_open(pid)
+                ranks[file] = rank
+                ends.register(file, select.POLLIN)
+        while ranks:
+            for file, _ in ends.poll():
+                rank = ranks.pop(file)
+                self._ends[rank] = _end_of(self._pids[rank])
+                ends.unregister(file)
+                os.close(file)
 
 
 class Stopping:
@@ -83,6 +103,7 @@ class Stopping:
     def __init__(self) -> None:
         self.told_to_end = threading.Event()
         self.peers: Peers | None = None
+        self._kills = KernelKills()
         self._phase: Literal["at once", "between steps", "closing"] = "at once"
         self._error: BaseException | None = None  # what this process is ending with
         self._signal, self._signal_time = 0, math.inf
@@ -154,9 +175,30 @@ class Stopping:
         stopped_at_once = self._phase == "at once" and isinstance(error, Stopped)
         self._phase = "closing"
         if stopped_at_once and self.peers is not None and (gone := self.peers.gone()):
-            error = _lost(gone)  # SIGTERM is how torchrun says that another rank has failed
+            error = self._lost(gone)  # SIGTERM is how torchrun says that another rank has failed
         self._error = error
         return error
+
+    def about_lost(self) -> str:
+        """Which rank has ended and how, as far as this one can tell, after a connection broke; "" if it cannot."""
+        deadline = time.monotonic() + SECONDS_TO_SEE_AN_END
+        while self.peers is not None:
+            if gone := self.peers.gone():
+                return self._describe(gone)
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.01)
+        return ""
+
+    def _describe(self, gone: str) -> str:
+        if KILLED not in gone and self._kills.new():
+            gone += f", and the kernel has killed a process ({KILLED})"
+        if KILLED in gone:
+            return f"{gone}.\n{explain_kill(self._kills)}"
+        return f"{gone}.\nHow it ended stands in torchrun's report."
+
+    def _lost(self, gone: str) -> LostRank:
+        return LostRank(f"lost contact with another rank: {self._describe(gone)}")
 
     def _interrupt(self, number: int, _: FrameType | None) -> None:
         """The handler of both signals, in the main thread."""
@@ -181,7 +223,7 @@ class Stopping:
                 gone = self.peers.gone()
                 looks_without_peer = looks_without_peer + 1 if gone else 0
                 if looks_without_peer == 2:  # at one look, all may be leaving the loop
-                    end(_lost(gone))
+                    end(self._lost(gone))
 
     def _note(self, number: int, end: Callable[[BaseException], NoReturn]) -> None:
         if number not in SIGNALS:  # whatever else has a handler in Python comes here, too
@@ -225,20 +267,21 @@ def grace_warning(seconds: float) -> str | None:
     )
 
 
-def _lost(gone: str) -> LostRank:
-    return LostRank(f"lost contact with another rank: {gone}.\nHow it ended stands in torchrun's report.")
-
-
 def _stat(process: int) -> list[str]:
     """Fields of /proc/<process>/stat from the third, the state, on."""
     return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
 
 
-def _has_ended(process: int) -> bool:
+def _end_of(process: int) -> str:
+    """How a process has ended; "" if it has not."""
     try:
         os.kill(process, 0)
-        return _stat(process)[0] in "ZX"  # dead, and not yet reaped by torchrun
+        stat = _stat(process)
     except ProcessLookupError:
-        return True
+        return "has ended"
     except OSError:  # no /proc
-        return False
+        return ""
+    if stat[0] not in "ZX":
+        return ""
+    # Dead, and not yet reaped by torchrun. The last field is what wait() will say; 0 to other users.
+    return f"was killed ({KILLED})" if int(stat[-1]) & 0x7F == signal.SIGKILL else "has ended"

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from llama_ft import restarts
 from llama_ft.errors import LostRank
-from llama_ft.runtime.failures import FAILURE_KEY, SECONDS_TO_BE_ENDED, is_final_elsewhere
+from llama_ft.runtime.failures import FAILURE_KEY, is_final_elsewhere, seconds_to_be_ended
 
 SECONDS_BETWEEN_LOOKS = 2.0
 SECONDS_TO_ANSWER = 5.0
@@ -130,9 +130,10 @@ class Watchdog(threading.Thread):
 
     def _leave_after_others(self) -> None:
         """A rank that waits on its GPU for ranks of another node hears nothing of their end."""
-        if self._store.underlying_store.check([FAILURE_KEY]):
-            self._failure_seen = min(self._failure_seen, time.monotonic())
-        if time.monotonic() > self._failure_seen + SECONDS_TO_BE_ENDED:
+        if not self._store.underlying_store.check([FAILURE_KEY]):
+            return
+        self._failure_seen = min(self._failure_seen, time.monotonic())
+        if time.monotonic() > self._failure_seen + seconds_to_be_ended(self._store.underlying_store):
             if is_final_elsewhere(self._store.underlying_store):
                 restarts.end_restarts()
             os._exit(1)

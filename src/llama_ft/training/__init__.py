@@ -1,11 +1,12 @@
 """What the training loop calls: the loss, one step, the learning rate, evaluation."""
 
 from llama_ft.training.evaluation import evaluate
+from llama_ft.training.loss import token_loss_sum
 from llama_ft.training.optimizer import build_optimizer, describe_optimizer, describe_state, learning_rate
 from llama_ft.training.packed_rows import check_rows_stay_apart
 from llama_ft.training.progress import Progress
 from llama_ft.training.sample import answer, show_answer
-from llama_ft.training.step import accumulate_gradients, gradient_norm, is_due, stop_if_not_finite, update_weights
+from llama_ft.training.step import accumulate_gradients, free_gathered, gradient_norm, is_due, stop_if_not_finite, update_weights
 
 __all__ = [
     "Progress",
@@ -16,10 +17,12 @@ __all__ = [
     "describe_optimizer",
     "describe_state",
     "evaluate",
+    "free_gathered",
     "gradient_norm",
     "is_due",
     "learning_rate",
     "show_answer",
     "stop_if_not_finite",
+    "token_loss_sum",
     "update_weights",
 ]

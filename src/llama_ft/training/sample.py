@@ -21,16 +21,21 @@ def show_answer(
     new_tokens: int,
     pad_token_id: int,
     runtime: Runtime,
-) -> None:
-    """Print the model's answer to a conversation's last question beside the reference; `new_tokens` = 0: do nothing."""
+) -> dict[str, str] | None:
+    """Print the model's answer to a conversation's last question beside the reference; `new_tokens` = 0: do nothing.
+
+    Returns:
+        question, answer and reference; None where nothing was done.
+    """
     if conversation is None or new_tokens == 0:
-        return
+        return None
     *question, reference = conversation
     text = answer(model, tokenizer, question, new_tokens, pad_token_id, runtime)
     log.info(
         f"\n{when} tuning\n  question:  {_in_a_line(question[-1]['content'])}\n  answer:    {_in_a_line(text)}\n"
         f"  reference: {_in_a_line(reference['content'])}\n"
     )
+    return {"question": question[-1]["content"], "answer": text, "reference": reference["content"]}
 
 
 def _in_a_line(text: str) -> str:

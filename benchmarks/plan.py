@@ -1,0 +1,249 @@
+"""Predicted against measured memory: what recipes/plan.py says a run will hold, and what the run then held.
+
+    python benchmarks/plan.py
+
+A random Llama is tuned in full, with LoRA, and with LoRA beside 8-bit and 4-bit weights, with and without activation
+checkpointing, on 1, 2 and 4 ranks, in packs of two lengths: 48 runs of recipes/finetuning.py under torchrun, 2 steps
+and a checkpoint each. Packs are full and all of their tokens are trained on.
+
+Measured is the largest sum of tensors on the fullest rank, from the moment the model is begun to be built to the end:
+on CUDA torch.cuda.max_memory_allocated, on the CPU every byte that torch's allocator gives out, on any thread. (That
+takes a C++ compiler; see plan_job.py.) The limit is 5 % on CUDA and 10 % on the CPU. Ranks that the machine has no GPUs
+for are left out. --phases prints the same for every phase, --dump what was alive at each of the measured peaks.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(REPOSITORY / folder) for folder in ("src", "recipes", "benchmarks")]
+
+import finetuning  # noqa: E402
+import torch  # noqa: E402
+from plan_job import compile_counter  # noqa: E402
+from tokenizers import Tokenizer, pre_tokenizers  # noqa: E402
+from tokenizers.models import BPE  # noqa: E402
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast  # noqa: E402
+
+from llama_ft import plan  # noqa: E402
+from llama_ft.plan import Plan, PlanRequest  # noqa: E402
+
+METHODS = {
+    "full": [],
+    "lora": ["--use_peft"],
+    "8bit": ["--use_peft", "--quantization", "8bit"],
+    "4bit": ["--use_peft", "--quantization", "4bit"],
+}
+RANKS = (1, 2, 4)
+LENGTHS = (128, 512)
+MICRO_BATCH = 2
+STEPS = 2
+LIMITS = {"cpu": 0.10, "cuda": 0.05}
+MIB = 2**20
+LEFT_BYTES = 2**16  # that a case may find of the one before it in its processes
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run.
+
+    Attributes:
+        method: a key of METHODS.
+        checkpointing: off or full.
+        ranks: processes.
+        length: tokens of a pack.
+    """
+
+    method: str
+    checkpointing: str
+    ranks: int
+    length: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.method}-{self.checkpointing}-{self.ranks}-{self.length}"
+
+    def flags(self, folder: Path, device: str) -> list[str]:
+        """Of recipes/finetuning.py."""
+        flags = ["--model_name", folder / "model", "--dataset", folder / f"rows-{self.length}.jsonl"]
+        flags += ["--device", device, "--enable_fsdp", "--min_num_params", 100_000, *METHODS[self.method]]
+        flags += ["--precision", "bf16_mixed", "--activation_checkpointing", self.checkpointing, "--context_length", self.length]
+        flags += ["--batch_size_training", MICRO_BATCH, "--max_train_step", STEPS, "--log_steps", STEPS]
+        flags += ["--output_dir", folder / self.name, "--no_plan"]
+        return list(map(str, flags))
+
+
+CASES = [
+    Case(method, checkpointing, ranks, length)
+    for ranks in RANKS
+    for method in METHODS
+    for checkpointing in ("off", "full")
+    for length in LENGTHS
+]
+
+
+def write_inputs(folder: Path, hidden: int, layers: int, vocabulary: int) -> None:
+    """A random Llama in bf16, a tokenizer of single bytes, and rows that fill a pack each."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=hidden,
+        intermediate_size=hidden * 11 // 4,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 64,
+        num_key_value_heads=hidden // 128,
+        vocab_size=vocabulary,
+        max_position_embeddings=max(LENGTHS),
+    )
+    LlamaForCausalLM(config).bfloat16().save_pretrained(folder / "model")
+    tokens = {token: number for number, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(BPE(vocab=tokens, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder / "model")
+    for length in LENGTHS:
+        with open(folder / f"rows-{length}.jsonl", "w") as file:
+            for number in range(STEPS * MICRO_BATCH * max(RANKS)):
+                file.write(json.dumps({"input_ids": [(number + place) % 256 for place in range(length)]}) + "\n")
+
+
+def measure(cases: list[Case], folder: Path, device: str, dump: bool) -> dict[Case, list[dict[str, Any]]]:
+    """What each rank of each case held, as plan_job.py writes it; one launch for each number of ranks."""
+    library = str(compile_counter(folder)) if device == "cpu" else ""
+    for ranks in sorted({case.ranks for case in cases}):
+        runs = [{"name": case.name, "flags": case.flags(folder, device)} for case in cases if case.ranks == ranks]
+        job = folder / f"cases-{ranks}.json"
+        job.write_text(json.dumps({"device": device, "library": library, "dump": dump, "cases": runs}))
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+        environment = {**os.environ, "PYTHONPATH": str(REPOSITORY / "src"), "LLAMA_FT_CACHE": str(folder / "cache")}
+        started = time.perf_counter()
+        with open(folder / f"output-{ranks}.txt", "w") as output:
+            command = [*launcher, str(REPOSITORY / "benchmarks" / "plan_job.py"), str(job)]
+            ended = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
+        if ended.returncode:
+            sys.exit((folder / f"output-{ranks}.txt").read_text()[-6000:])
+        print(f"{len(runs)} runs on {ranks} ranks: {time.perf_counter() - started:.0f} s", file=sys.stderr)
+    return {
+        case: [json.loads((folder / f"{case.name}-{rank}.json").read_text()) for rank in range(case.ranks)]
+        for case in cases
+    }
+
+
+def predict(cases: list[Case], folder: Path, device: str) -> dict[Case, Plan]:
+    """What recipes/plan.py would say of each case."""
+    plans = {}
+    for case in cases:
+        words = case.flags(folder, device)
+        config, _ = finetuning.parse_command_line(words, description="", demo_recipe=finetuning.DEMO_RECIPE)
+        request = PlanRequest(config, folder / "model", case.ranks, case.ranks, "cuda" if device == "cuda" else "cpu")
+        plans[case] = plan.predict(request, finetuning.build_model)
+    return plans
+
+
+class Line:
+    """A case, what was predicted of it, and what each rank held: the most in every phase."""
+
+    def __init__(self, case: Case, plan: Plan, ranks: list[dict[str, Any]]) -> None:
+        self.case, self.plan, self.ranks = case, plan, ranks
+        if (left := max(rank["baseline_bytes"] for rank in ranks)) > LEFT_BYTES:
+            raise SystemExit(f"{case.name}: {left} bytes of the run before it were still there")
+        self.by_rank = [{phase: max(steps.values()) for phase, steps in rank["peaks"].items()} for rank in ranks]
+        self.fullest = max(self.by_rank, key=lambda phases: max(phases.values()))
+        self.measured = max(self.fullest.values())
+        self.ratio = plan.peak.bytes / self.measured
+
+    @property
+    def phase(self) -> str:
+        """The measured peak's."""
+        return max(self.fullest, key=lambda phase: self.fullest[phase])
+
+    def phases(self) -> list[tuple[str, float, int]]:
+        """Phase, bytes predicted, bytes measured, of phases that have both."""
+        both = [(peak.phase, peak.bytes, self.fullest.get(peak.phase, 0)) for peak in self.plan.peaks]
+        return [each for each in both if each[2]]
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self.case), "name": self.case.name, "plan": self.plan.to_json(), "ranks_measured": self.ranks}
+
+
+def print_table(lines: list[Line], limit: float) -> None:
+    titles = ["method", "checkpointing", "ranks", "length", "predicted MiB", "measured MiB", "of rank 0", "ratio"]
+    table = [[*titles, "peak predicted in", "measured in", ""]]
+    for line in lines:
+        found = [f"{nbytes / MIB:,.1f}" for nbytes in (line.plan.peak.bytes, line.measured)]
+        found += [f"{max(line.by_rank[0].values()) / MIB:,.1f}", f"{line.ratio:.3f}", line.plan.peak.phase, line.phase]
+        verdict = "" if abs(line.ratio - 1) <= limit else "outside"
+        table.append([*map(str, asdict(line.case).values()), *found, verdict])
+    print_columns(table)
+
+
+def print_phases(lines: list[Line]) -> None:
+    table = [["case", "phase", "predicted MiB", "measured MiB", "ratio"]]
+    for line in lines:
+        for phase, predicted, measured in line.phases():
+            figures = [f"{predicted / MIB:,.2f}", f"{measured / MIB:,.2f}", f"{predicted / measured:.3f}"]
+            table.append([line.case.name, phase, *figures])
+    print()
+    print_columns(table)
+
+
+def print_dumps(lines: list[Line]) -> None:
+    """Predicted holders, and what rank 0 had allocated, by place, at the peak of each phase."""
+    for line in lines:
+        for peak in line.plan.peaks:
+            print(f"\n{line.case.name}, {peak.phase}: {peak.bytes / MIB:,.2f} MiB predicted, in {peak.module or '-'}")
+            for holder, nbytes in peak.holders.items():
+                print(f"  {nbytes / MIB:10,.3f}  {holder}")
+            print(f"  {line.by_rank[0].get(peak.phase, 0) / MIB:,.2f} MiB measured:")
+            for place in line.ranks[0]["dump"].get(peak.phase, []):
+                print(f"  {place['bytes'] / MIB:10,.3f}  in {place['tensors']:3d}  {place['place']}")
+
+
+def print_columns(table: list[list[str]]) -> None:
+    widths = [max(len(line[column]) for line in table) for column in range(len(table[0]))]
+    for line in table:
+        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
+    parser.add_argument("--cases", type=int, help="only the first so many")
+    parser.add_argument("--only", default="", help="only cases with this in their name, such as lora-full-2")
+    parser.add_argument("--hidden", type=int, default=128, help="of the Llama")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--vocabulary", type=int, default=1024)
+    parser.add_argument("--phases", action="store_true", help="print every phase")
+    parser.add_argument("--dump", action="store_true", help="print what was alive at the peaks (CPU); slower")
+    parser.add_argument("--json", type=Path, help="write all that was found into this file")
+    asked = parser.parse_args()
+    device = asked.device if asked.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    machine_ranks = torch.cuda.device_count() if device == "cuda" else max(RANKS)
+    cases = [case for case in CASES if asked.only in case.name and case.ranks <= machine_ranks][: asked.cases]
+    with tempfile.TemporaryDirectory(prefix="plan-") as temporary:
+        folder = Path(temporary)
+        write_inputs(folder, asked.hidden, asked.layers, asked.vocabulary)
+        predicted = predict(cases, folder, device)
+        measured = measure(cases, folder, device, asked.dump)
+    lines = [Line(case, predicted[case], measured[case]) for case in cases]
+    if asked.json:
+        asked.json.write_text(json.dumps([line.to_json() for line in lines]))
+    print_table(lines, LIMITS[device])
+    if asked.phases:
+        print_phases(lines)
+    if asked.dump:
+        print_dumps(lines)
+    worst = max(lines, key=lambda line: abs(line.ratio - 1))
+    print(f"\nWorst: {worst.case.name}, {worst.ratio:.3f} of what was measured; the limit is {LIMITS[device]:.0%}")
+    sys.exit(int(abs(worst.ratio - 1) > LIMITS[device]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""The command line of recipes/plan.py: the training recipe's, and a few flags of its own."""
+
+from argparse import Namespace
+from pathlib import Path
+
+from llama_ft.config.flags import read_flags, split_words
+from llama_ft.config.gpus import device_for
+from llama_ft.config.load import load
+from llama_ft.config.paths import looks_local
+from llama_ft.config.sections import Config
+from llama_ft.config.wording import nearest_file
+from llama_ft.errors import UserError
+
+RANKS_OF_A_NODE = 8
+NUMBERS = {
+    "nproc": "Ranks to plan for; default 1.",
+    "nproc_per_node": "Ranks of a node; default nproc, but at most 8. HYBRID_SHARD shards within a node.",
+}
+TEXTS = {
+    "fit": "A device's memory, as 80GiB, or its name, as h100: search the settings that change memory, and print the "
+    "fastest few that fit.",
+    "fit_out": "With --fit: a folder to write them to, each as a recipe.",
+}
+SWITCHES = {
+    "quick": "Extrapolate from models of 3 and 5 layers: seconds also for the largest.",
+    "json": "Print the plan as JSON.",
+}
+OWN = NUMBERS | TEXTS | SWITCHES
+
+
+def read_plan_flags(argv: list[str], demo_recipe: Path) -> tuple[Config, dict[str, str], Namespace]:
+    """Returns the recipe's settings, where each was set, and the flags in `OWN`.
+
+    Neither weights nor data are needed: of files and folders only the model's has to be there.
+
+    Args:
+        argv: the words after the script's name.
+        demo_recipe: see `load`.
+
+    Raises:
+        UserError: with one message for every mistake.
+    """
+    own, others = split_words(argv, set(OWN))
+    options, mistakes = Namespace(nproc=1, nproc_per_node=None, fit=None, fit_out=None, quick=False, json=False), []
+    given = set[str]()
+    for name, flag, value in own:
+        if name in given:
+            mistakes.append(f"{flag}: given twice.")
+        given.add(name)
+        if name in SWITCHES:
+            if value is not None:
+                mistakes.append(f'"{value}" stands alone: a value follows its flag, and {flag} takes none.')
+            setattr(options, name, True)
+        elif value is None:
+            mistakes.append(f"{flag} needs {'a number' if name in NUMBERS else 'a value'}.")
+        elif name in TEXTS:
+            setattr(options, name, value)
+        elif not value.isascii() or not value.isdigit() or int(value) < 1:
+            mistakes.append(f"{flag} {value}: expected a whole number from 1 on.")
+        else:
+            setattr(options, name, int(value))
+    options.nproc_per_node = options.nproc_per_node or min(options.nproc, RANKS_OF_A_NODE)
+    if not mistakes and options.nproc % options.nproc_per_node:
+        mistakes.append(
+            f"--nproc_per_node {options.nproc_per_node}: {options.nproc} ranks do not make whole nodes of it."
+        )
+    if options.fit_out and not options.fit:
+        mistakes.append("--fit_out: nothing is searched without --fit.")
+    options.recipe = read_flags(others)[1]
+    try:
+        config, places = load(others, demo_recipe, paths=False)
+    except UserError as error:
+        raise UserError(*mistakes, *error.messages) from None
+    try:
+        options.fit = device_for(options.fit, "cpu" if config.train.device == "cpu" else "cuda") if options.fit else None
+    except UserError as error:
+        mistakes += error.messages
+    if complaint := _model_complaint(config.model.model_name):
+        mistakes.append(f"{places.get('model.model_name', '--model_name')} {config.model.model_name}: {complaint}")
+    if mistakes:
+        raise UserError(*mistakes)
+    return config, places, options
+
+
+def _model_complaint(name: str) -> str | None:
+    """A folder with config.json will do; a hub name is asked for later."""
+    folder = Path(name).expanduser()
+    if name == "demo" or (not looks_local(name) and not folder.exists()):
+        return None
+    if not folder.is_dir():
+        return f"no such folder.{nearest_file(folder)}"
+    return None if (folder / "config.json").is_file() else "holds no config.json."
+
+
+def plan_help(text: str) -> str:
+    """The training recipe's help with the flags of the plan before its own."""
+    head, usage, rest = text.partition("  --config FILE\n")
+    lines = []
+    for name, meaning in OWN.items():
+        word = " N" if name in NUMBERS else " TEXT" if name in TEXTS else ""
+        lines.append(f"  --{name}{word}\n      {meaning}")
+    return head + "\n".join(lines) + "\n\n" + usage + rest

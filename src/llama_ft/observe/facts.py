@@ -1,0 +1,109 @@
+"""output_dir/facts.json: what a run knows about itself beside its metrics, for report.html."""
+
+import json
+import os
+import shlex
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from llama_ft.masking import mask_secrets
+from llama_ft.runtime.console import log
+
+FACTS_FILE = "facts.json"
+CHECKOUT = Path(__file__).resolve().parents[3]
+DRIVER_VERSION = Path("/proc/driver/nvidia/version")
+
+
+class RunFacts:
+    """Keeps one facts.json current, in a directory that exists. Secrets do not get into it.
+
+    A run that goes on in its directory goes on with its file, so that the answer before tuning stays.
+
+    Args:
+        output_dir: the run's directory.
+        enabled: False on every rank but 0: nothing is written then.
+    """
+
+    def __init__(self, output_dir: Path, enabled: bool = True) -> None:
+        self.path = output_dir / FACTS_FILE
+        self._enabled = enabled
+        self._facts: dict[str, Any] = {}
+        if enabled and self.path.exists():
+            try:
+                self._facts = dict(json.loads(self.path.read_text()))
+            except (OSError, ValueError, TypeError):  # of an earlier attempt: what it knew is found out again
+                log.warning(f"{self.path} cannot be read; it begins anew.")
+
+    def add(self, **facts: Any) -> None:
+        """Merge `facts`, plain values, into the file: dicts key by key, anything else in place of what was there.
+
+        A file that cannot be written is told and does not end the run.
+        """
+        if not self._enabled:
+            return
+        _merge(self._facts, _masked(facts))
+        aside = self.path.with_suffix(".json.tmp")
+        try:
+            aside.write_text(json.dumps(self._facts, default=str) + "\n")  # ASCII: an answer may hold half a character
+            os.replace(aside, self.path)
+        except OSError as error:
+            aside.unlink(missing_ok=True)
+            log.warning(f"{self.path} could not be written, and report.html will lack what is in it: {error.strerror}")
+
+    def add_sample(self, when: str, sample: dict[str, str] | None) -> None:
+        """Add an answer: question, answer and reference, in place of an earlier one of the same moment."""
+        if sample is not None:
+            others = [old for old in self._facts.get("samples", []) if old.get("when") != when]
+            self.add(samples=[*others, {"when": when, **sample}])
+
+
+def _merge(into: dict[str, Any], new: dict[str, Any]) -> None:
+    for key, value in new.items():
+        if isinstance(value, dict) and isinstance(into.get(key), dict):
+            _merge(into[key], value)
+        else:
+            into[key] = value
+
+
+def _masked(value: Any) -> Any:
+    if isinstance(value, str):
+        return mask_secrets(value)
+    if isinstance(value, dict):
+        return {mask_secrets(str(key)): _masked(inner) for key, inner in value.items()}
+    return [_masked(inner) for inner in value] if isinstance(value, list | tuple) else value
+
+
+def environment(versions: dict[str, str], layout: str) -> dict[str, str]:
+    """What a run runs on and by what command, name -> text.
+
+    Args:
+        versions: of Python and the libraries that compute.
+        layout: ranks, devices and mesh, as the run prints them.
+    """
+    found = {"command": shlex.join(sys.argv), "ranks": layout, **versions}
+    found["host"] = f"{socket.gethostname()}, {os.cpu_count()} cores"
+    if torch.cuda.is_available():
+        gpus = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
+        found["GPUs"] = ", ".join(f"{gpus.count(name)} x {name}" for name in dict.fromkeys(gpus))
+        found["CUDA"] = str(torch.version.cuda)
+        if DRIVER_VERSION.exists():
+            found["driver"] = DRIVER_VERSION.read_text().partition("\n")[0].removeprefix("NVRM version: ")
+    if commit := _commit():
+        found["commit"] = commit
+    return found
+
+
+def _commit() -> str:
+    """Of this code, where it is a git checkout: the commit's first 12 digits, and whether files differ from it."""
+    if not (CHECKOUT / ".git").exists():
+        return ""
+    command = ["git", "-C", str(CHECKOUT), "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty=, changed"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""

@@ -1,0 +1,171 @@
+"""The check a run makes at its start: is what it will hold more than there is?
+
+The plan is made in a process of its own while the run prepares its data and loads its weights. It is forked before
+anything is started, since planning needs a process group that is not the run's: 3 s for a model of 8 B parameters,
+where a new interpreter would first take 10 s to import what it needs.
+"""
+
+import ctypes
+import multiprocessing
+import os
+import signal
+import sys
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from llama_ft.config.wording import size_text
+from llama_ft.errors import UserError
+from llama_ft.plan.fit import Change, advise
+from llama_ft.plan.predict import BuildModel, PlanRequest, predict
+from llama_ft.plan.record import Plan
+from llama_ft.runtime import Runtime, log
+from llama_ft.runtime.out_of_memory import host_memory
+
+PR_SET_PDEATHSIG = 1
+PYTHON_BYTES = 600 * 2**20  # a rank's libraries: torch, transformers and their like
+SECONDS_FOR_PLAN, SECONDS_FOR_ADVICE = 15.0, 60.0
+NICE = 10
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a rank may take.
+
+    Attributes:
+        device_bytes: of its GPU; None on the CPU.
+        host_bytes: of its node's memory, its share; None where that cannot be known.
+        device_name: for people.
+    """
+
+    device_bytes: int | None
+    host_bytes: int | None
+    device_name: str
+
+    @property
+    def bytes(self) -> int | None:
+        """Where tensors lie: of the GPU, or on the CPU of the host."""
+        return self.device_bytes if self.device_bytes is not None else self.host_bytes
+
+
+class StartPlan:
+    """Plans a run while it starts. On ranks other than 0, and where planning is off, its methods do nothing.
+
+    Args:
+        build_model: the recipe's.
+        off: whether not to plan.
+    """
+
+    def __init__(self, build_model: BuildModel, off: bool) -> None:
+        self._pipe: Connection | None = None
+        self._limits = Limits(None, None, "")
+        if off or os.environ.get("RANK", "0") != "0" or not hasattr(os, "fork"):
+            return
+        context = multiprocessing.get_context("fork")
+        self._pipe, theirs = context.Pipe()
+        context.Process(target=_serve, args=(theirs, self._pipe, build_model, os.getpid()), daemon=True).start()
+        theirs.close()
+
+    def ask(self, request: PlanRequest, job: Runtime) -> None:
+        """Begin to plan, and go on."""
+        if self._pipe is None:
+            return
+        self._limits = _limits(request, job)
+        with suppress(OSError):
+            self._pipe.send((request, self._limits.bytes))
+
+    def tell(self, output_dir: Path) -> None:
+        """Write plan.json, say what the run will hold, and warn where that is more than there is."""
+        if self._pipe is None:
+            return
+        answer = self._receive(SECONDS_FOR_PLAN)
+        if isinstance(answer, Plan):
+            answer.save(output_dir)
+            log.info(_summary(answer, self._limits))
+            if excess := excess_line(answer, self._limits):
+                changes = self._receive(SECONDS_FOR_ADVICE)
+                log.warning("\n".join([excess, *_advice(changes if isinstance(changes, list) else [])]))
+        elif answer is not None:
+            log.info(f"The run's memory could not be planned: {answer}")
+        self._pipe.close()
+        self._pipe = None
+
+    def _receive(self, seconds: float) -> Any:
+        assert self._pipe is not None
+        try:
+            return self._pipe.recv() if self._pipe.poll(seconds) else None
+        except (EOFError, OSError):
+            return None
+
+
+def _serve(pipe: Connection, parents: Connection, build_model: BuildModel, parent: int) -> None:
+    """The process that plans: one request, its plan, and where that is too much, what would fit."""
+    parents.close()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the run, which ends this
+    os.nice(NICE)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            return
+        with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+            file.write("1000")  # where memory runs out, it shall be this process
+    torch.set_num_threads(1)
+    with suppress(EOFError, OSError):
+        request, most_bytes = pipe.recv()
+        try:
+            plan = predict(request, build_model, quick=True)
+            pipe.send(plan)
+            if most_bytes is not None and plan.device_bytes > most_bytes:
+                pipe.send(advise(request, build_model, most_bytes))
+        except UserError as error:
+            pipe.send(str(error))
+        except Exception as error:  # what is wrong with the run, the run will say
+            pipe.send(f"{type(error).__name__}: {error}".partition("\n")[0])
+
+
+def _limits(request: PlanRequest, job: Runtime) -> Limits:
+    host = host_memory()
+    share = None if host is None else host.share(job.local_world_size) - PYTHON_BYTES
+    if job.device.type != "cuda":
+        return Limits(None, share, "this machine's memory")
+    _, total = torch.cuda.mem_get_info(job.device)
+    fraction = request.config.train.device_memory_fraction
+    return Limits(int(total * (fraction or 1.0)), share, torch.cuda.get_device_name(job.device))
+
+
+def _summary(plan: Plan, limits: Limits) -> str:
+    most = plan.peak
+    have = "" if limits.bytes is None else f" of {size_text(limits.bytes)}"
+    where = f"{most.phase}, {most.module}" if most.module else most.phase
+    return f"Planned: {size_text(plan.device_bytes)}{have} a rank at most ({where}); plan.json says what holds it"
+
+
+def excess_line(plan: Plan, limits: Limits) -> str:
+    """What a run will lack; "" if nothing."""
+    if limits.bytes is not None and plan.device_bytes > limits.bytes:
+        largest = max(plan.peak.holders.items(), key=lambda it: it[1])
+        return (
+            f"This run will most likely not fit: each rank needs {size_text(plan.device_bytes)}, and has "
+            f"{size_text(limits.bytes)} ({limits.device_name}). Most of it, in {plan.peak.phase}, are {largest[0]}: "
+            f"{size_text(largest[1])}."
+        )
+    host = max(plan.host_load_bytes, plan.host_save_bytes)
+    if plan.device == "cuda" and limits.host_bytes is not None and host > limits.host_bytes:
+        when = "saving" if host == plan.host_save_bytes else "loading"
+        return (
+            f"This run will most likely need more host memory than there is: {size_text(host)} a rank while {when}, and "
+            f"its share of this node's is {size_text(limits.host_bytes)}."
+        )
+    return ""
+
+
+def _advice(changes: list[Change]) -> list[str]:
+    return [
+        f"  {' '.join(change.flags)} would need {size_text(change.peak_bytes)} ({change.gives_up})"
+        for change in changes
+    ]

@@ -1,0 +1,87 @@
+"""Runs that the kernel ended for want of host memory: what their directories tell, and what would need less."""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+from llama_ft.config import Config
+from llama_ft.config.wording import size_text
+from llama_ft.plan.record import read_plan
+from llama_ft.runtime import Runtime
+from llama_ft.runtime.out_of_memory import KILLED, host_memory
+
+
+def last_end(run: Path) -> str:
+    """How the run in a directory ended whose lock this process has: where all ranks were killed with -9, status.json
+    still says that it runs. "" where the end is known, or there is no run."""
+    try:
+        status = json.loads((run / "status.json").read_text())
+        written = (run / "status.json").stat().st_mtime
+    except (OSError, ValueError):
+        return ""
+    if KILLED in str(status.get("message")):  # a rank that survived has said so
+        how = f"when one of its ranks was killed ({KILLED}), probably by the kernel for want of host memory."
+    elif status.get("state") != "running":
+        return ""
+    elif written < time.time() - time.clock_gettime(time.CLOCK_BOOTTIME):
+        how = "without a word, and this machine was started anew since: it may have lost power."
+    else:
+        how = f"without a word, as after kill -9 ({KILLED}): the kernel does that when host memory runs out."
+    return f"The run in {run} ended after step {status.get('step', 0)} {how}"
+
+
+def about_host(config: Config, run: Path, job: Runtime) -> str:
+    """What the files of a run say of host memory, and what would take less of it."""
+    lines = []
+    if (plan := read_plan(run)) is not None:
+        lines.append(
+            f"Planned on the host, a rank: {size_text(plan.host_load_bytes)} while loading, "
+            f"{size_text(plan.host_save_bytes)} while saving, beside Python and its libraries."
+        )
+    if peaks := _last_peaks(run):
+        lines.append(f"The ranks' peaks at the last logged step: {', '.join(map(size_text, peaks))}.")
+    device, host = job.device.type, host_memory()
+    if device == "cpu" and host is not None:
+        room = host.share(job.local_world_size)
+        lines.append(f"What would fit: {plan_command(run, job.world_size, device, room)}")
+    return "\n".join([*lines, host_changes(config, device)])
+
+
+def host_changes(config: Config, device: str) -> str:
+    """Settings of this recipe that cost host memory, each with its way out; what tensors cost is plan.py's to say."""
+    changes = []
+    if device == "cuda" and config.fsdp.fsdp_cpu_offload:
+        changes.append("without --fsdp_cpu_offload, parameters and optimizer states are on the GPUs")
+    if device == "cuda" and config.train.activation_offload:
+        changes.append("without --activation_offload, inputs of recomputed layers are on the GPUs")
+    if config.checkpoint.save_async:
+        changes.append("--save_async False keeps the copy of a checkpoint only while training waits")
+    if config.data.streaming:
+        changes.append(f"a --shuffle_buffer of fewer than {config.data.shuffle_buffer} rows")
+    elif config.data.tokenize_processes != 1:
+        changes.append("--tokenize_processes 1, if it happened while rows were tokenized")
+    changes.append("fewer ranks on this machine")
+    return f"What takes less host memory: {'; '.join(changes)}."
+
+
+def plan_command(run: Path | None, ranks: int, device: str, capacity_bytes: int) -> str:
+    """The command that says what fits; without a run directory for the flags of this process."""
+    recipe = f"--config {run}/config.yaml" if run is not None else " ".join(sys.argv[1:])
+    fit = f"{capacity_bytes / 2**30:.4g}GiB"
+    return " ".join(f"python recipes/plan.py {recipe} --nproc {ranks} --device {device} --fit {fit}".split())
+
+
+def _last_peaks(run: Path) -> list[int]:
+    """Every rank's host peak as it was logged last."""
+    try:
+        lines = (run / "metrics.jsonl").read_text().splitlines()
+    except OSError:
+        return []
+    for line in reversed(lines):
+        if '"memory/host_peak_bytes"' in line:
+            try:
+                return [int(peak) for peak in json.loads(line)["memory/host_peak_bytes"]]
+            except (ValueError, TypeError):  # cut short by the end
+                continue
+    return []

@@ -1,0 +1,110 @@
+"""Every tensor that is alive, by what holds it: the bookkeeping of a plan."""
+
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from llama_ft.phases import HOLDERS, Holder, Phase
+from llama_ft.plan.record import Moment, Peak
+
+
+class Ledger:
+    """Storages that are alive, their bytes and holders, and the peak of each phase.
+
+    Attributes:
+        now: bytes of all.
+        holders: the same by holder.
+        holder: who holds what is allocated from now on.
+        phase: which peak is being measured; None: none.
+        peaks: of each phase.
+        module: the module at work, for the peaks.
+        timeline: moments that were marked.
+        events: every change, (storage, bytes more or fewer), in order; see plan/cuda_allocator.py.
+    """
+
+    def __init__(self) -> None:
+        self.now = 0
+        self.holders: dict[Holder, int] = dict.fromkeys(HOLDERS, 0)
+        self.holder: Holder = "temporaries"
+        self.phase: Phase | None = None
+        self.peaks: dict[Phase, Peak] = {}
+        self.module = ""
+        self.timeline: list[Moment] = []
+        self.events: list[tuple[int, int]] = []
+        self._alive: dict[int, tuple[int, int, Holder]] = {}
+        self._numbered = 0
+
+    def begin(self, phase: Phase | None, holder: Holder) -> None:
+        """Measure the peak of a phase; what is allocated belongs to `holder`."""
+        self.phase, self.holder = phase, holder
+        self.note_peak(0)
+
+    def note(self, storage: torch.UntypedStorage) -> None:
+        """A storage that may be new or may have been resized."""
+        key, nbytes = storage._cdata, storage.nbytes()
+        number, before, holder = self._alive.get(key, (0, 0, self.holder))
+        if key not in self._alive:
+            self._numbered = number = self._numbered + 1
+            weakref.finalize(storage, self._drop, key)
+        if nbytes != before:
+            self._change(number, nbytes - before, holder)
+        self._alive[key] = (number, nbytes, holder)
+
+    def note_temporary(self, nbytes: int) -> None:
+        """Memory that an operator takes and gives back before it returns."""
+        if nbytes:
+            self._numbered += 1
+            self._change(self._numbered, nbytes, "temporaries")
+            self._change(self._numbered, -nbytes, "temporaries")
+
+    def assign(self, tensors: Iterable[torch.Tensor], holder: Holder) -> None:
+        """Say who holds tensors that are alive already; of DTensors this rank's part."""
+        for tensor in tensors:
+            local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+            key = local.untyped_storage()._cdata
+            if key in self._alive:
+                number, nbytes, before = self._alive[key]
+                self._alive[key] = (number, nbytes, holder)
+                self.holders[before] -= nbytes
+                self.holders[holder] += nbytes
+
+    def settle(self, phase: Phase, holder: Holder, others: Iterable[Holder]) -> None:
+        """At the peak of a phase, what `others` hold now was counted as `holder`'s: they had not been assigned yet."""
+        peak = self.peaks[phase]
+        moved = {other: self.holders[other] for other in others}
+        holders = {**peak.holders, **moved, holder: peak.holders[holder] - sum(moved.values())}
+        self.peaks[phase] = replace(peak, holders=holders)
+
+    @contextmanager
+    def held_by(self, holder: Holder) -> Iterator[None]:
+        """What is allocated in the block belongs to `holder`."""
+        before, self.holder = self.holder, holder
+        try:
+            yield
+        finally:
+            self.holder = before
+
+    def mark(self, label: str) -> None:
+        """Put a moment on the timeline."""
+        self.timeline.append(Moment(label, self.now, self.holders["gathered units"]))
+
+    def note_peak(self, more: int) -> None:
+        """Keep the present as its phase's peak if it is."""
+        if self.phase is not None and (self.phase not in self.peaks or self.now > self.peaks[self.phase].bytes):
+            self.peaks[self.phase] = Peak(self.phase, self.now, dict(self.holders), self.module)
+
+    def _change(self, number: int, more: int, holder: Holder) -> None:
+        self.now += more
+        self.holders[holder] += more
+        self.events.append((number, more))
+        if more > 0:
+            self.note_peak(more)
+
+    def _drop(self, key: int) -> None:
+        number, nbytes, holder = self._alive.pop(key)
+        if nbytes:
+            self._change(number, -nbytes, holder)

@@ -1,0 +1,142 @@
+"""A model folder as large as a plan needs it: the real one, or one with the same headers and nothing behind them.
+
+The files of a stand-in are sparse: a safetensors header, and a hole of the size it promises. So whatever reads headers
+reads them as ever, also of a checkpoint that is on the hub only, or that is cut down to a few of its layers.
+"""
+
+import json
+import re
+import struct
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from pathlib import Path
+
+import torch
+from huggingface_hub import get_safetensors_metadata
+from huggingface_hub.errors import HfHubHTTPError, NotASafetensorsRepoError
+from transformers import PretrainedConfig
+
+from llama_ft.config import ModelConfig
+from llama_ft.errors import UserError
+from llama_ft.models.lora import checkpoint_key
+from llama_ft.models.skeleton import build_skeleton, decoder_layers, load_model_config
+from llama_ft.models.source import (
+    BIN_FILE,
+    BIN_INDEX_FILE,
+    DTYPES,
+    INDEX_FILE,
+    SINGLE_FILE,
+    StoredTensor,
+    open_weights,
+    weight_files,
+)
+
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@contextmanager
+def stand_in(folder: Path, model: ModelConfig, layers: int | None) -> Iterator[Path]:
+    """A folder to plan with.
+
+    Args:
+        folder: config.json, and perhaps weights.
+        model: settings.
+        layers: how many decoder layers it is to have; None: all.
+
+    Yields:
+        `folder` itself where it has the weights and all layers are wanted.
+
+    Raises:
+        UserError: config.json or a header cannot be read.
+    """
+    has_weights = bool(weight_files(folder, INDEX_FILE, SINGLE_FILE) or weight_files(folder, BIN_INDEX_FILE, BIN_FILE))
+    if has_weights and layers is None:
+        yield folder
+        return
+    config = load_model_config(folder, model.trust_remote_code)
+    headers = open_weights(folder).tensors if has_weights else _headers_of(config, model)
+    if layers is not None:
+        headers = _first_layers(headers, config, model, layers)
+        config = with_layers(config, layers)
+    with tempfile.TemporaryDirectory(prefix="llama_ft-plan-") as name:
+        config.save_pretrained(name)
+        _write_sparse(Path(name) / SINGLE_FILE, headers)
+        yield Path(name)
+
+
+def with_layers(config: PretrainedConfig, count: int) -> PretrainedConfig:
+    """A model's config with only its first decoder layers."""
+    config = deepcopy(config)
+    text = config.get_text_config()
+    every = text.num_hidden_layers
+    for name, value in list(vars(text).items()):
+        if isinstance(value, list) and len(value) == every:
+            setattr(text, name, value[:count])
+    text.num_hidden_layers = count
+    return config
+
+
+def layers_are_alike(config: PretrainedConfig, model: ModelConfig) -> bool:
+    """Whether all decoder layers have parameters of the same shapes, and config.json can be cut down."""
+    if model.trust_remote_code:
+        return False
+    skeleton = build_skeleton(config, model)
+    layers = decoder_layers(skeleton)
+    shapes = {tuple((name, tuple(p.shape)) for name, p in layer.named_parameters()) for layer in layers}
+    return len(shapes) == 1 and len(layers) == config.get_text_config().num_hidden_layers
+
+
+def _headers_of(config: PretrainedConfig, model: ModelConfig) -> dict[str, StoredTensor]:
+    """From the hub, which tells them without the weights; else as a model of this config would be stored."""
+    nowhere = Path()
+    if not Path(model.model_name).expanduser().is_dir() and model.model_name != "demo":
+        try:
+            metadata = get_safetensors_metadata(model.model_name)
+        except (OSError, HfHubHTTPError, NotASafetensorsRepoError):
+            pass  # the hub cannot be reached, or has .bin files
+        else:
+            tensors = [item for file in metadata.files_metadata.values() for item in file.tensors.items()]
+            return {name: StoredTensor(nowhere, tuple(it.shape), DTYPES[it.dtype]) for name, it in tensors}
+    if getattr(config, "quantization_config", None):
+        raise UserError(
+            f"--model_name {model.model_name}: it is quantized, and what its files hold cannot be known without them."
+            "\nDownload it, or plan with the model it was made of and --quantization."
+        )
+    dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16
+    skeleton = build_skeleton(deepcopy(config), model)
+    return {
+        checkpoint_key(name): StoredTensor(nowhere, tuple(parameter.shape), dtype)
+        for name, parameter in skeleton.named_parameters()
+    }
+
+
+def _first_layers(
+    headers: dict[str, StoredTensor], config: PretrainedConfig, model: ModelConfig, count: int
+) -> dict[str, StoredTensor]:
+    """Without the tensors of later layers: names with a number from `count` on where the layers' numbers stand."""
+    skeleton = build_skeleton(deepcopy(config), model)
+    of_layer = {id(layer): name for name, layer in skeleton.named_modules()}
+    path = of_layer[id(decoder_layers(skeleton)[0])].split(".")
+    prefix = re.escape(path[-2])  # layers, h: a checkpoint may lack what stands before it
+    later = re.compile(rf"(?:^|\.){prefix}\.(\d+)\.")
+    kept = {}
+    for name, header in headers.items():
+        number = later.search(name)
+        if number is None or int(number[1]) < count:
+            kept[name] = header
+    return kept
+
+
+def _write_sparse(file: Path, headers: dict[str, StoredTensor]) -> None:
+    """A safetensors file with a hole for data. Format: https://huggingface.co/docs/safetensors"""
+    entries, end = dict[str, object](), 0
+    for name, header in headers.items():
+        begin, end = end, end + header.nbytes
+        entries[name] = {"dtype": NAMES[header.dtype], "shape": list(header.shape), "data_offsets": [begin, end]}
+    text = json.dumps(entries).encode()
+    text += b" " * (-len(text) % 8)
+    with open(file, "wb") as opened:
+        opened.write(struct.pack("<Q", len(text)) + text)
+        opened.truncate(8 + len(text) + end)

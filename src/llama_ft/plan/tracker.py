@@ -1,0 +1,225 @@
+"""Running the recipe's own functions on tensors without storage, and writing down what they would hold.
+
+Fake tensors (torch._subclasses.fake_tensor) have shapes, dtypes and storages of a size, and no bytes behind them. Below
+DTensor every operator of this rank passes here with local shapes: a mode that answers NotImplemented to DTensors is
+asked again for the operators that these are made of.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+from transformers.modeling_utils import PreTrainedModel
+
+from llama_ft.models.skeleton import decoder_layers
+from llama_ft.phases import Holder, Phase
+from llama_ft.plan.ledger import Ledger
+from llama_ft.plan.traffic import Traffic
+from llama_ft.plan.workspaces import workspace_bytes
+
+HELD_IN: dict[Phase, Holder] = {
+    "load": "temporaries",
+    "forward": "activations",
+    "backward": "logits and loss",  # until it has passed the head
+    "optimizer step": "temporaries",
+    "evaluation": "activations",
+    "save": "temporaries",
+}
+# What fully_shard allocates where.
+ALLOCATING: dict[tuple[Any, str], Holder] = {
+    (_fsdp_param_group, "foreach_all_gather"): "communication buffers",
+    (_fsdp_param_group, "foreach_all_gather_copy_out"): "gathered units",
+    (_fsdp_param_group, "foreach_reduce"): "communication buffers",
+    (FSDPParam, "to_accumulated_grad_if_needed"): "gradients",
+}
+
+
+class Tracker(TorchDispatchMode):
+    """Keeps a ledger of every operator's tensors; a PhaseWatch. Until the first phase begins, with loading, tensors are
+    real: the skeleton is on the meta device anyway.
+
+    Args:
+        device: cuda or cpu: what is planned for.
+
+    Attributes:
+        ledger: what is alive.
+        traffic: what collectives have sent.
+    """
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.ledger, self.traffic = Ledger(), Traffic()
+        self._device = device
+        self._module_names: dict[nn.Module, str] = {}
+        self._units: set[nn.Module] = set()
+        self._head: nn.Module | None = None
+        self._hooked: set[int] = set()
+
+    def enter(self, phase: Phase) -> None:
+        """See PhaseWatch."""
+        self.ledger.module = ""
+        self.ledger.begin(phase, HELD_IN[phase])
+        self.ledger.mark(phase)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
+        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # more than half of all calls
+        kwargs = kwargs or {}
+        if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
+            return True if args[0].dtype == torch.bool else 1.0 if args[0].is_floating_point() else 1
+        if self.ledger.phase is None or _computes_for_real(func, args, kwargs):
+            with unset_fake_temporarily():
+                return func(*args, **kwargs)
+        if func.namespace == "c10d":
+            self.traffic.note(func, args)
+            if self._device == "cpu":
+                self.ledger.note_temporary(self.traffic.gloo_buffer(func, args))
+        self.ledger.note_temporary(workspace_bytes(func, args, self._device))
+        result = func(*args, **kwargs)
+        for value in _tensors((result,)):
+            if not isinstance(value, DTensor):
+                self.ledger.note(value.untyped_storage())
+        return result
+
+    @contextmanager
+    def planning(self) -> Iterator[None]:
+        """In the block, tensors are fake and all of them are seen."""
+        resize = torch.UntypedStorage.resize_
+
+        def resize_and_note(storage: torch.UntypedStorage, nbytes: int) -> torch.UntypedStorage:
+            result = resize(storage, nbytes)
+            self.ledger.note(storage)
+            return result
+
+        propagate = ShardingPropagator._propagate_tensor_meta_non_cached
+
+        def propagate_unseen(*args: Any, **kwargs: Any) -> Any:  # on tensors of the global shape
+            with _disable_current_modes():
+                return propagate(*args, **kwargs)
+
+        with ExitStack() as stack:
+            stack.enter_context(patch.object(torch.UntypedStorage, "resize_", resize_and_note))
+            stack.enter_context(patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", propagate_unseen))
+            for (place, name), holder in ALLOCATING.items():
+                original = getattr(place, name)
+                stack.enter_context(patch.object(place, name, self._allocating(original, holder)))
+            stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+            stack.enter_context(self)
+            yield
+
+    def _allocating(self, function: Callable[..., Any], holder: Holder) -> Callable[..., Any]:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            with self.ledger.held_by(holder):
+                result = function(*args, **kwargs)
+            if function.__name__ == "foreach_reduce":
+                self._assign_sharded_gradients(args[0])
+            return result
+
+        return wrapped
+
+    def _assign_sharded_gradients(self, parameters: list[Any]) -> None:
+        gradients = [p.sharded_param.grad for p in parameters]
+        self.ledger.assign([gradient for gradient in gradients if gradient is not None], "gradients")
+
+    def forget_steps(self) -> None:
+        """Keep of what has been measured only the loading: the next step is the one to show."""
+        load = self.ledger.peaks["load"]
+        self.ledger.peaks = {"load": load}
+        self.ledger.timeline = []
+        self.traffic.sent.clear()
+
+    def note_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Assign the states that an optimizer has made."""
+        states = [value for state in optimizer.state.values() for value in state.values()]
+        self.ledger.assign([value for value in states if isinstance(value, torch.Tensor)], "optimizer state")
+
+    def watch(self, model: PreTrainedModel) -> None:
+        """Follow a model's forward and backward passes by module; assign its parameters."""
+        floats = [p for p in model.parameters() if p.is_floating_point()]
+        self.ledger.assign(floats, "sharded parameters")
+        self.ledger.assign([p for p in model.parameters() if not p.is_floating_point()], "quantized parts")
+        self.ledger.settle("load", "temporaries", ("sharded parameters", "quantized parts"))
+        self._module_names = {module: name for name, module in model.named_modules()}
+        layers = set(decoder_layers(model))
+        self._head = model.get_output_embeddings()
+        self._units = {m for m in model.modules() if m in layers or isinstance(m, FSDPModule)}
+        for module in model.modules():
+            module.register_forward_pre_hook(self._before_forward)
+            module.register_forward_hook(self._after_forward)
+
+    def _before_forward(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        self.ledger.module = self._module_names[module]
+        for parameter in module._parameters.values():
+            if parameter is not None and parameter.requires_grad and id(parameter) not in self._hooked:
+                self._hooked.add(id(parameter))  # fully_shard keeps its gathered parameters for good
+                parameter.register_post_accumulate_grad_hook(self._assign_gradient)
+        if self.ledger.phase == "backward":  # recomputed
+            return
+        if module is self._head:
+            self.ledger.holder = "logits and loss"
+            if args and isinstance(args[0], torch.Tensor) and args[0].requires_grad:
+                args[0].register_hook(self._leave_head)
+        if module in self._units:
+            self.ledger.mark(f"forward {self._module_names[module] or 'the model'}")
+
+    def _after_forward(self, module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
+        if self.ledger.phase == "backward":
+            return
+        if module is self._head:
+            self.ledger.module = "the loss"
+        if module not in self._units:
+            return
+        name = self._module_names[module] or "the model"
+        self.ledger.mark(f"forward {name} ends")
+        for value in tree_leaves(result):
+            if isinstance(value, torch.Tensor) and value.requires_grad:
+                value.register_hook(lambda _: self._begin_backward(name))
+                return
+
+    def _begin_backward(self, name: str) -> None:
+        self.ledger.module = name
+        self.ledger.mark(f"backward {name}")
+
+    def _leave_head(self, _: torch.Tensor) -> None:
+        self.ledger.holder = "activations"
+
+    def _assign_gradient(self, parameter: torch.Tensor) -> None:
+        if parameter.grad is not None:
+            self.ledger.assign([parameter.grad], "gradients")
+
+
+def _computes_for_real(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether an operator is of the host's bookkeeping (positions, labels), whose values steer the program, or of the
+    meta device. Weights and activations are fake, and so is all that is made of them."""
+    device = kwargs.get("device")
+    if device is not None and torch.device(device).type == "meta":
+        return True
+    tensors = [*_tensors(args), *_tensors(kwargs.values())]
+    if not tensors:
+        return func.namespace == "aten" and func._opname == "arange" and kwargs.get("dtype") in (None, torch.int64)
+    if any(isinstance(tensor, FakeTensor) for tensor in tensors):
+        return False
+    on_meta = [tensor.device.type == "meta" for tensor in tensors]
+    return all(on_meta) and device is None or not any(on_meta)
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """Those among an operator's arguments, or its results; 4 times faster than pytree, and operators know no dicts."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)

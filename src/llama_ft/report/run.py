@@ -1,0 +1,196 @@
+"""A run's directory as its report needs it: read without torch, while the run goes on, and whatever of it is there."""
+
+import json
+import math
+from array import array
+from collections import defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy
+import yaml
+
+from llama_ft.config.fields import SETTINGS
+
+MOST_DAMAGED_LINES = 3
+PARTS = {
+    "status.json": "how the run ended",
+    "config.yaml": "its settings",
+    "metrics.jsonl": "curves",
+    "plan.json": "predicted memory",
+    "facts.json": "units, data, samples, environment and memory by holder",
+}
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A metric over the steps where it was measured; values that are not finite are NaN."""
+
+    steps: numpy.ndarray
+    values: numpy.ndarray
+
+    @property
+    def last(self) -> float:
+        """The last finite value, NaN where there is none."""
+        finite = self.values[numpy.isfinite(self.values)]
+        return float(finite[-1]) if len(finite) else math.nan
+
+    @property
+    def lowest(self) -> tuple[int, float]:
+        """The step of the lowest value, and that value; (0, NaN) where there is none."""
+        if not numpy.isfinite(self.values).any():
+            return 0, math.nan
+        place = int(numpy.nanargmin(self.values))
+        return int(self.steps[place]), float(self.values[place])
+
+    @property
+    def median(self) -> float:
+        """Of the second half, where things have settled."""
+        half = self.values[len(self.values) // 2 :]
+        return float(numpy.nanmedian(half)) if numpy.isfinite(half).any() else math.nan
+
+
+@dataclass
+class Run:
+    """What is known of a run.
+
+    Attributes:
+        folder: its directory.
+        name: that directory's.
+        status: of status.json.
+        settings: by dotted name, as config.yaml has them.
+        config_text: config.yaml itself.
+        curves: by the keys of metrics.jsonl; of lists, the largest over the ranks.
+        rank_peaks: of those lists, the largest of each rank.
+        facts, plan: of facts.json and plan.json; empty where there are none.
+        missing: what is not there, for people.
+        damaged: one line for each file, or line of one, that cannot be read.
+    """
+
+    folder: Path
+    name: str
+    status: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+    config_text: str = ""
+    curves: dict[str, Curve] = field(default_factory=dict)
+    rank_peaks: dict[str, list[float]] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)
+    plan: dict[str, Any] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
+    damaged: list[str] = field(default_factory=list)
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps that are known to be done."""
+        steps = [int(curve.steps[-1]) for curve in self.curves.values() if len(curve.steps)]
+        return max([*steps, int(self.status.get("step", 0))])
+
+
+def read_run(folder: Path) -> Run:
+    """Read what is there. What is missing or damaged is named in the result and left out."""
+    run = Run(folder, folder.resolve().name)
+    run.missing = [f"{name} ({what})" for name, what in PARTS.items() if not (folder / name).exists()]
+    run.status = _read_object(run, "status.json")
+    run.facts = _read_object(run, "facts.json")
+    run.plan = _read_object(run, "plan.json")
+    run.config_text = _read_text(run, "config.yaml")
+    try:
+        sections = yaml.safe_load(run.config_text) or {}
+        run.settings = {
+            f"{section}.{name}": value for section, values in sections.items() for name, value in values.items()
+        }
+    except (yaml.YAMLError, AttributeError) as error:
+        run.damaged.append(f"{folder / 'config.yaml'}: {_first_line(error)}")
+    _read_metrics(run)
+    return run
+
+
+def differing_settings(runs: list[Run]) -> dict[str, list[Any]]:
+    """Settings that not all runs have alike, by dotted name; of one run, those that are not at their default, and the
+    default."""
+    names = list(dict.fromkeys(name for run in runs for name in run.settings))
+    defaults = {setting.dotted: setting.default for setting in SETTINGS.values()}
+    values = {name: [run.settings.get(name) for run in runs] for name in names}
+    if len(runs) == 1:
+        values = {name: [*own, defaults[name]] for name, own in values.items() if name in defaults}
+    return {name: row for name, row in values.items() if any(value != row[0] for value in row)}
+
+
+def _read_text(run: Run, name: str) -> str:
+    try:
+        return (run.folder / name).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return ""
+    except (OSError, UnicodeDecodeError) as error:
+        run.damaged.append(f"{run.folder / name}: {_first_line(error)}")
+        return ""
+
+
+def _read_object(run: Run, name: str) -> dict[str, Any]:
+    if not (text := _read_text(run, name)):
+        if (run.folder / name).exists() and not run.damaged:
+            run.damaged.append(f"{run.folder / name}: it is empty")
+        return {}
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        run.damaged.append(f"{run.folder / name}: {_first_line(error)}")
+        return {}
+    if not isinstance(value, dict):
+        run.damaged.append(f"{run.folder / name}: expected a JSON object")
+        return {}
+    return value
+
+
+def _read_metrics(run: Run) -> None:
+    """metrics.jsonl, line by line: of a million steps only the numbers are kept."""
+    path = run.folder / "metrics.jsonl"
+    pairs: dict[str, array[float]] = defaultdict(lambda: array("d"))  # step, value, step, value...
+    bad = list[str]()
+    try:
+        with path.open("rb") as lines:
+            for place, line in enumerate(lines, 1):
+                if not line.endswith(b"\n"):
+                    break  # it is being written, or a kill has cut it short
+                try:
+                    _take_line(run, json.loads(line), pairs)
+                except (ValueError, KeyError, TypeError, AttributeError) as error:
+                    bad.append(f"{path}:{place}: {_first_line(error)}")
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        bad.append(f"{path}: {_first_line(error)}")
+    run.damaged += bad[:MOST_DAMAGED_LINES]
+    if more := len(bad) - MOST_DAMAGED_LINES:
+        run.damaged += [f"{path}: {more} more lines like these"] if more > 0 else []
+    run.curves = {key: Curve(both[::2], both[1::2]) for key, both in ((k, numpy.array(v)) for k, v in pairs.items())}
+
+
+def _take_line(run: Run, record: dict[str, Any], pairs: "dict[str, array[float]]") -> None:
+    step = record.pop("step") + 0.0
+    for key, value in record.items():
+        if value is None:
+            value = math.nan
+        elif type(value) is list:
+            value = [math.nan if number is None else number for number in value]
+            if (before := run.rank_peaks.get(key)) != value:
+                before = before or value
+                run.rank_peaks[key] = [*map(max, before, value), *value[len(before) :]]
+            value = max(value, default=math.nan)
+        both = pairs[key]
+        both.append(step)
+        both.append(value)
+
+
+def _first_line(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    if isinstance(error, KeyError):
+        return f"{error} is missing"
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a run has written here."""
+    return any((folder / name).is_file() for name in ("status.json", "metrics.jsonl"))

@@ -1,0 +1,73 @@
+"""Runs recipes/finetuning.py for every case of a JSON file, some of them broken on purpose, and prints what it says."""
+
+import importlib.util
+import json
+import os
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from safetensors.torch import load_file
+
+from llama_ft import models, training
+from llama_ft.models import units
+
+RECIPE = Path(__file__).resolve().parent.parent.parent / "recipes" / "finetuning.py"
+RANK = int(os.environ["RANK"])
+KEPT: list[Any] = []
+
+
+def load_whole_model_too(*arguments: Any, **keywords: Any) -> Any:
+    """materialize, and rank 0 keeps everything that is in the files beside its shards."""
+    if RANK == 0:
+        tensors = [tensor for file in sorted(arguments[1].glob("*.safetensors")) for tensor in load_file(file).values()]
+        KEPT.extend(tensor.clone() for tensor in tensors)
+    return MATERIALIZE(*arguments, **keywords)
+
+
+def leak_four_mebibytes(*arguments: Any, **keywords: Any) -> Any:
+    """update_weights, and rank 1 forgets to let go of something."""
+    if RANK == 1:
+        KEPT.append(torch.ones(2**20))
+    return UPDATE_WEIGHTS(*arguments, **keywords)
+
+
+def keep_states_of_the_whole_model(optimizer: torch.optim.Optimizer, *arguments: Any, **keywords: Any) -> Any:
+    """update_weights, and rank 1 has one more state, which nobody has sharded."""
+    UPDATE_WEIGHTS(optimizer, *arguments, **keywords)
+    if RANK == 1:
+        for parameter, state in optimizer.state.items():
+            state.setdefault("whole", torch.ones(parameter.shape))
+
+
+MATERIALIZE, UPDATE_WEIGHTS = models.materialize, training.update_weights
+BROKEN = {
+    "nothing": [],
+    "loading": [patch.object(models, "materialize", load_whole_model_too)],
+    "wrapping and states": [
+        patch.object(units, "_modules_to_wrap", lambda *_: []),
+        patch.object(units, "_check_units", lambda *_: None),
+        patch.object(training, "update_weights", keep_states_of_the_whole_model),
+    ],
+    "step": [patch.object(training, "update_weights", leak_four_mebibytes)],
+}
+
+if __name__ == "__main__":
+    spec = importlib.util.spec_from_file_location("finetuning", RECIPE)
+    assert spec is not None and spec.loader is not None
+    finetuning = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(finetuning)
+    for case in json.loads(Path(sys.argv[1]).read_text()):
+        with ExitStack() as stack:
+            for change in BROKEN[case["broken"]]:
+                stack.enter_context(change)
+            if RANK == 0:
+                print(f"CASE {case['name']} {time.time()}", flush=True)
+            finetuning.main(
+                *finetuning.parse_command_line(case["flags"], description="", demo_recipe=finetuning.DEMO_RECIPE)
+            )
+        KEPT.clear()

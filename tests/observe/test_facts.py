@@ -1,0 +1,61 @@
+"""facts.json: what is merged, what is kept of an earlier attempt, and what a full disk does."""
+
+import io
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from llama_ft.observe import RunFacts, environment
+from llama_ft.observe.facts import FACTS_FILE
+
+
+def facts(folder: Path) -> dict:
+    return dict(json.loads((folder / FACTS_FILE).read_text()))
+
+
+def test_facts_are_merged_key_by_key_and_lists_replaced(tmp_path: Path) -> None:
+    kept = RunFacts(tmp_path)
+    kept.add(memory={"phases": {"load": [1]}, "unit": "device"}, units=[1, 2])
+    kept.add(memory={"phases": {"load": [2], "save": [3]}}, units=[4])
+    assert facts(tmp_path) == {"memory": {"phases": {"load": [2], "save": [3]}, "unit": "device"}, "units": [4]}
+
+
+def test_a_resumed_run_keeps_the_answer_before_tuning(tmp_path: Path) -> None:
+    RunFacts(tmp_path).add_sample("before", {"question": "?", "answer": "half a character \udc80", "reference": "r"})
+    resumed = RunFacts(tmp_path)
+    resumed.add_sample("after", {"question": "?", "answer": "1", "reference": "r"})
+    resumed.add_sample("after", {"question": "?", "answer": "2", "reference": "r"})
+    resumed.add_sample("after", None)
+    told = [(sample["when"], sample["answer"]) for sample in facts(tmp_path)["samples"]]
+    assert told == [("before", "half a character \udc80"), ("after", "2")]
+
+
+def test_other_ranks_write_nothing(tmp_path: Path) -> None:
+    silent = RunFacts(tmp_path, enabled=False)
+    silent.add(units=[1])
+    silent.add_sample("before", {"question": "?"})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_that_cannot_be_written_or_read_is_told_and_ends_nothing(tmp_path: Path, screen: io.StringIO) -> None:
+    (tmp_path / FACTS_FILE).write_text("{")
+    kept = RunFacts(tmp_path)
+    kept.add(units=[1])
+    assert facts(tmp_path) == {"units": [1]}
+    (tmp_path / FACTS_FILE).unlink()
+    (tmp_path / FACTS_FILE).mkdir()
+    kept.add(units=[2])
+    assert "cannot be read" in screen.getvalue() and "could not be written" in screen.getvalue()
+    assert [path.name for path in tmp_path.iterdir()] == [FACTS_FILE]
+
+
+def test_the_environment_tells_the_command_without_its_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["recipes/finetuning.py", "--dataset", "https://me:pass@host/rows of mine.jsonl"])
+    found = environment({"torch": "2.13.0"}, "2 processes")
+    assert found["command"].startswith("recipes/finetuning.py --dataset 'https://")
+    RunFacts(tmp_path).add(environment=found)
+    written = facts(tmp_path)["environment"]
+    assert written["command"] == "recipes/finetuning.py --dataset 'https://***@host/rows of mine.jsonl'"
+    assert (written["torch"], written["ranks"]) == ("2.13.0", "2 processes")

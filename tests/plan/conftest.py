@@ -1,0 +1,36 @@
+"""Plans are made in this process: there is no process group in it."""
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="session")
+def finetuning() -> ModuleType:
+    """The recipe."""
+    spec = importlib.util.spec_from_file_location("finetuning", REPOSITORY / "recipes" / "finetuning.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def plan(finetuning: ModuleType) -> Callable[..., Any]:
+    """Plan a run of a model folder with flags."""
+
+    def planned(folder: Path, world_size: int, *flags: str, device: str = "cpu", quick: bool = False) -> Any:
+        from llama_ft.config import load
+        from llama_ft.plan import PlanRequest, predict
+
+        config, _ = load(["--model_name", str(folder), "--dataset", "demo", *flags], paths=False)
+        request = PlanRequest(config, folder, world_size, min(8, world_size), device)  # type: ignore[arg-type]
+        return predict(request, finetuning.build_model, quick)
+
+    return planned

@@ -1,0 +1,187 @@
+"""What a plan says, beside what can be counted on paper. What real runs hold is in test_predicted.py."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+VOCABULARY, HIDDEN, INNER, LAYERS = 1000, 64, 160, 3
+HEADS, KEY_VALUE_HEADS, HEAD = 4, 2, 16
+LAYER = 2 * HIDDEN * HIDDEN + 2 * HIDDEN * KEY_VALUE_HEADS * HEAD + 3 * HIDDEN * INNER + 2 * HIDDEN
+PARAMETERS = 2 * VOCABULARY * HIDDEN + LAYERS * LAYER + HIDDEN
+LENGTH, MICRO_BATCH = 128, 2
+TOKENS = LENGTH * MICRO_BATCH
+FLAGS = ("--enable_fsdp", "--context_length", str(LENGTH), "--batch_size_training", str(MICRO_BATCH))
+LORA = ("--use_peft", "--peft.r", "4", "--peft.target_modules", "q_proj,v_proj")
+
+Plan = Callable[..., Any]
+
+
+def llama(folder: Path, **settings: Any) -> Path:
+    """config.json and no weights."""
+    folder.mkdir(exist_ok=True)
+    config = {
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": VOCABULARY, "hidden_size": HIDDEN,
+        "intermediate_size": INNER, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS,
+        "num_key_value_heads": KEY_VALUE_HEADS, "head_dim": HEAD, "max_position_embeddings": 256,
+        "tie_word_embeddings": False, "dtype": "bfloat16",
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config | settings))
+    return folder
+
+
+def held(plan: Any, phase: str) -> dict[str, int]:
+    holders: dict[str, int] = next(peak for peak in plan.peaks if peak.phase == phase).holders
+    return holders
+
+
+@pytest.mark.parametrize("ranks", [1, 4, 64])
+def test_full_tuning_holds_its_share_of_weights_gradients_and_states(plan: Plan, tmp_path: Path, ranks: int) -> None:
+    planned = plan(llama(tmp_path / "model"), ranks, *FLAGS)
+    rows = [VOCABULARY] * 2 + LAYERS * [HIDDEN] * 2 + LAYERS * [HEADS * HEAD, 32, 32] + LAYERS * [INNER] * 2
+    columns = [HIDDEN] * len(rows)
+    rows, columns = rows + LAYERS * [HIDDEN], columns + LAYERS * [INNER]  # down_proj; o_proj is among the squares
+    rows, columns = rows + LAYERS * [HIDDEN], columns + LAYERS * [1]  # one norm is counted with the squares below
+    del rows[2 : 2 + LAYERS], columns[2 : 2 + LAYERS]
+    rows, columns = rows + (LAYERS + 1) * [HIDDEN], columns + (LAYERS + 1) * [1]
+    assert sum(r * c for r, c in zip(rows, columns, strict=True)) == PARAMETERS
+    own = 4 * sum(-(-r // ranks) * c for r, c in zip(rows, columns, strict=True))  # fp32, as torch.chunk deals rows
+    step = held(planned, "optimizer step")
+    assert step["sharded parameters"] == own
+    assert step["gradients"] == own
+    assert step["optimizer state"] == pytest.approx(2 * own, abs=8 * len(rows))  # and a step counter each
+    assert held(planned, "load")["sharded parameters"] == own
+
+
+def test_lora_trains_its_matrices_only(plan: Plan, tmp_path: Path) -> None:
+    planned = plan(llama(tmp_path / "model"), 2, *FLAGS, *LORA)
+    adapters = LAYERS * 4 * (HIDDEN + HIDDEN + HIDDEN + KEY_VALUE_HEADS * HEAD) // 2  # this rank's
+    step = held(planned, "optimizer step")
+    assert step["sharded parameters"] == 2 * PARAMETERS // 2 + 4 * adapters  # bf16 frozen, fp32 trained
+    assert step["gradients"] == 4 * adapters
+    assert planned.checkpoint_bytes == pytest.approx(3 * 4 * 2 * adapters, rel=0.01)
+    assert planned.result_bytes == 4 * 2 * adapters
+
+
+@pytest.mark.parametrize(("mode", "bits"), [("8bit", 8), ("4bit", 4)])
+def test_quantized_layers_are_held_in_their_bits(plan: Plan, tmp_path: Path, mode: str, bits: int) -> None:
+    planned = plan(llama(tmp_path / "model"), 2, *FLAGS, *LORA, "--quantization", mode)
+    squares = LAYERS * (LAYER - 2 * HIDDEN)
+    scales = LAYERS * (2 * HIDDEN + 2 * 32 + 2 * INNER + HIDDEN)
+    if mode == "4bit":
+        scales = 0 * scales + LAYERS * (2 * HIDDEN * 1 + 2 * 32 * 1 + 2 * INNER * 1 + HIDDEN * (INNER // 64))
+    if INNER % 64:  # its blocks would cross rows, so it stays as it is
+        down = LAYERS * HIDDEN * INNER
+        squares, scales = (
+            (squares - down, scales - LAYERS * HIDDEN * (INNER // 64)) if mode == "4bit" else (squares, scales)
+        )
+    assert held(planned, "optimizer step")["quantized parts"] == (squares * bits // 8 + 4 * scales) // 2
+
+
+def test_ranks_send_what_rings_send(plan: Plan, tmp_path: Path) -> None:
+    planned = plan(llama(tmp_path / "model"), 4, *FLAGS)
+    # Weights travel in bf16 for the forward and again for the backward pass, gradients in fp32. The root unit stays
+    # gathered in between: the last norm, and embedding and head, of fewer than a million parameters.
+    root = 2 * VOCABULARY * HIDDEN + HIDDEN
+    assert planned.sent_bytes["all-gather"] == 2 * (2 * PARAMETERS - root) * 3 // 4
+    assert planned.sent_bytes["reduce-scatter"] == pytest.approx(4 * PARAMETERS * 3 / 4, rel=1e-3)
+
+
+def test_without_sharding_a_rank_holds_the_whole_model(plan: Plan, tmp_path: Path) -> None:
+    planned = plan(llama(tmp_path / "model"), 4, *FLAGS[1:])
+    assert held(planned, "optimizer step")["sharded parameters"] == 4 * PARAMETERS
+    assert planned.sent_bytes["all-reduce"] == pytest.approx(2 * 4 * PARAMETERS * 3 / 4, rel=0.01)
+
+
+def test_logits_are_there_at_the_peak_of_the_loss(plan: Plan, tmp_path: Path) -> None:
+    planned = plan(llama(tmp_path / "model", vocab_size=32_000), 2, *FLAGS)
+    forward = next(peak for peak in planned.peaks if peak.phase == "forward")
+    # bf16 logits, those of the targets, the same in fp32, and their logarithms.
+    assert forward.holders["logits and loss"] == pytest.approx(TOKENS * 32_000 * (2 + 2 + 4 + 4), rel=0.02)
+    assert forward.module == "the loss"
+
+
+def test_recomputation_keeps_a_layers_input_only(plan: Plan, tmp_path: Path) -> None:
+    folder = llama(tmp_path / "model", num_hidden_layers=5)
+    without, recomputed = (
+        held(plan(folder, 2, *FLAGS, "--activation_checkpointing", kind), "forward")["activations"]
+        for kind in ("off", "full")
+    )
+    inputs = 5 * TOKENS * HIDDEN * 2
+    assert inputs < recomputed < inputs + 5 * TOKENS * HIDDEN * 2  # embedding, last norm and rotary embedding
+    assert without > 4 * recomputed
+
+
+def test_micro_batches_beyond_the_second_cost_nothing(plan: Plan, tmp_path: Path) -> None:
+    folder = llama(tmp_path / "model")
+    two, nine = (plan(folder, 2, *FLAGS, *LORA, "--gradient_accumulation_steps", count) for count in ("2", "9"))
+    assert two.peaks == nine.peaks
+
+
+def test_accumulating_unsharded_holds_a_whole_models_gradients(plan: Plan, tmp_path: Path) -> None:
+    folder, accumulate = llama(tmp_path / "model"), ("--gradient_accumulation_steps", "2")
+    shards = held(plan(folder, 4, *FLAGS, *accumulate), "forward")["gradients"]
+    whole = held(plan(folder, 4, *FLAGS, *accumulate, "--accumulate_unsharded"), "forward")["gradients"]
+    assert shards == pytest.approx(4 * PARAMETERS / 4, rel=0.01)
+    assert whole == pytest.approx(4 * PARAMETERS, rel=0.01)  # in fp32, in which they are reduced
+
+
+def test_offloading_leaves_gathered_units_and_activations_on_the_device(plan: Plan, tmp_path: Path) -> None:
+    folder = llama(tmp_path / "model")
+    kept, gone = (plan(folder, 2, *FLAGS, *more, device="cuda") for more in ((), ("--fsdp_cpu_offload",)))
+    assert held(gone, "forward")["sharded parameters"] == held(gone, "forward")["optimizer state"] == 0
+    assert held(gone, "forward")["activations"] == held(kept, "forward")["activations"]
+    assert gone.host_save_bytes > kept.host_save_bytes
+
+
+def test_a_quick_plan_is_a_full_one(plan: Plan, tmp_path: Path) -> None:
+    folder = llama(tmp_path / "model", num_hidden_layers=7)
+    flags = (*FLAGS, *LORA, "--activation_checkpointing", "full", "--quantization", "4bit", "--low_cpu_fsdp")
+    full, quick = (plan(folder, 2, *flags, quick=quick) for quick in (False, True))
+    assert quick.is_quick and not full.is_quick
+    for exact, guess in zip(full.peaks, quick.peaks, strict=True):
+        assert guess.bytes == pytest.approx(exact.bytes, rel=0.01)
+    assert quick.checkpoint_bytes == full.checkpoint_bytes
+    assert quick.sent_bytes == pytest.approx(full.sent_bytes, rel=0.01)
+
+
+def test_planning_reads_no_weights_and_computes_nothing(plan: Plan, tmp_path: Path) -> None:
+    """8 B parameters on 1 rank: as numbers they would take 128 GB."""
+    folder = llama(
+        tmp_path / "model", hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
+        num_key_value_heads=8, head_dim=128, vocab_size=128_256,
+    )  # fmt: skip
+    planned = plan(folder, 1, *FLAGS, device="cuda", quick=True)
+    assert held(planned, "optimizer step")["optimizer state"] == pytest.approx(8 * 8_030_261_248, rel=0.01)
+    assert planned.device_bytes > 4 * 4 * 8_030_261_248
+
+
+def test_a_plan_leaves_nothing_behind(plan: Plan, tmp_path: Path) -> None:
+    import torch.distributed as dist
+
+    resize = torch.UntypedStorage.resize_
+    plan(llama(tmp_path / "model"), 2, *FLAGS)
+    assert not dist.is_initialized()
+    assert torch.UntypedStorage.resize_ is resize
+    assert nn.Linear(2, 2)(torch.ones(1, 2)).sum().item() != 0  # real numbers
+    assert [path.name for path in (tmp_path / "model").iterdir()] == ["config.json"]
+
+
+def test_a_plan_survives_being_written(plan: Plan, tmp_path: Path) -> None:
+    from llama_ft.plan import read_plan
+
+    planned = plan(llama(tmp_path / "model"), 2, *FLAGS)
+    planned.save(tmp_path)
+    assert read_plan(tmp_path) == planned
+    assert read_plan(tmp_path / "model") is None
+
+
+def test_impossible_combinations_are_told_as_the_run_would(plan: Plan, tmp_path: Path) -> None:
+    from llama_ft.errors import UserError
+
+    with pytest.raises(UserError, match="6 ranks do not divide into groups of 4"):
+        plan(llama(tmp_path / "model"), 6, *FLAGS, "--sharding_strategy", "HYBRID_SHARD", "--sharding_group_size", "4")

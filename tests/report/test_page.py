@@ -1,0 +1,147 @@
+"""The pages in a real browser, as people with light and dark screens and with phones see them."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from chromium import Page, chromium_page, find_chromium
+from report_run import MARKUP, SECRET, write_run
+
+from llama_ft.report import comparison_page, read_run, report_page, write_page
+
+CHROMIUM = find_chromium()
+READERS = [("light", 1280), ("dark", 1280), ("light", 390), ("dark", 390)]
+# Of each plot: its title, and how wide and high its lines and bars are drawn.
+DRAWN = """[...document.querySelectorAll('figure')].map(figure => [
+  figure.querySelector('b').textContent,
+  ...[...figure.querySelectorAll('path, rect.bar, i.bar')].map(shape => {
+    const box = shape.getBoundingClientRect(), style = getComputedStyle(shape);
+    const colours = {path: style.stroke === 'none' ? style.fill : style.stroke, rect: style.fill, i: style.backgroundColor};
+    return [box.width, box.height, colours[shape.localName]];
+  })])"""
+TITLES = [
+    "Loss", "Learning rate", "Gradient norm, before clipping", "Tokens per second, all ranks", "Seconds a step",
+    "Device memory, peak so far, fullest rank", "Host memory, peak so far, fullest rank",
+    "Peak of each phase, fullest rank", "What holds it at the peak of training (backward)",
+    "What stays for the optimizer step, tensor by tensor", "Memory over one step, predicted",
+    "Training rows", "Validation rows",
+]  # fmt: skip
+HEADINGS = ["Training", "Memory", "Each rank", "FSDP units", "Data", "Answers", "Environment", "Settings"]
+# Of each text on the page that is seen: how it stands out from what is behind it, as WCAG counts contrast.
+CONTRASTS = """(() => {
+  const light = (colour) => {
+    const [r, g, b] = colour.match(/[\\d.]+/g).slice(0, 3).map(Number).map(v => v / 255)
+      .map(v => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const behind = (element) => {
+    for (let e = element; e; e = e.parentElement) {
+      const colour = getComputedStyle(e).backgroundColor;
+      if (colour !== 'rgba(0, 0, 0, 0)' && colour !== 'transparent') return colour;
+    }
+  };
+  return [...document.querySelectorAll('main *')]
+    .filter(e => [...e.childNodes].some(n => n.nodeType === 3 && n.textContent.trim()) && e.getClientRects().length)
+    .map(e => {
+      const style = getComputedStyle(e), text = e.closest('svg') ? style.fill : style.color;
+      const [a, b] = [light(text), light(behind(e))].sort((x, y) => y - x);
+      return [e.textContent.trim().slice(0, 40), (a + 0.05) / (b + 0.05)];
+    });
+})()"""
+POINT = """((title, share) => {
+  const figure = [...document.querySelectorAll('figure')].find(f => f.querySelector('b').textContent === title);
+  const box = figure.querySelector('svg').getBoundingClientRect();
+  const at = {clientX: box.left + share * box.width, clientY: box.top + 50, bubbles: true};
+  figure.querySelector('svg').dispatchEvent(new PointerEvent('pointermove', at));
+  return [...figure.querySelectorAll('.note div')].map(line => line.textContent);
+})"""
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
+    if CHROMIUM is None:
+        pytest.skip("no Chromium on this machine; Debian's and Ubuntu's package is called chromium")
+    with chromium_page(CHROMIUM, tmp_path_factory.mktemp("profile")) as tab:
+        yield tab
+
+
+@pytest.fixture(scope="module")
+def report(run_dir: Path) -> Path:
+    write_page(run_dir / "report.html", report_page(read_run(run_dir)))
+    return run_dir / "report.html"
+
+
+@pytest.mark.parametrize(("theme", "width"), READERS)
+def test_every_plot_is_drawn_and_no_request_leaves_the_page(page: Page, report: Path, theme: str, width: int) -> None:
+    page.open(report, theme, width)
+    drawn = page.run(DRAWN)
+    assert [title for title, *_ in drawn] == TITLES
+    for title, *shapes in drawn:
+        assert shapes and all(colour not in ("none", "rgba(0, 0, 0, 0)") for *_, colour in shapes), title
+        least = any if title.endswith("rows") else all  # there is no row of some lengths
+        assert least(across > 10 and (high > 10 or across > 20) for across, high, _ in shapes), title
+    headings = page.run("[...document.querySelectorAll('h2')].map(h => h.childNodes[0].textContent.trim())")
+    assert [name for name in headings if name in HEADINGS] == HEADINGS
+    assert page.requests == [report.as_uri()]
+    assert page.complaints == []
+    assert page.run("document.documentElement.scrollWidth") <= width
+    background = page.run("getComputedStyle(document.body).backgroundColor")
+    assert (sum(map(int, background[4:-1].split(","))) > 380) == (theme == "light")
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_all_text_stands_out_from_what_is_behind_it(page: Page, report: Path, theme: str) -> None:
+    page.open(report, theme, 1280)
+    contrasts = page.run(CONTRASTS)
+    assert len(contrasts) > 100
+    assert [found for found in contrasts if found[1] < 4.5] == []
+
+
+def test_the_pointer_tells_the_values_under_it(page: Page, report: Path) -> None:
+    page.open(report, "light", 1280)
+    assert page.run(f"{POINT}('Loss', 0.999)") == ["step 60", "training: 1.825", "validation: 1.5", "each step: 1.6"]
+    step = page.run(f"{POINT}('Memory over one step, predicted', 0.999)")
+    assert step == ["optimizer step", "predicted: 120 MiB", "without gathered units: 120 MiB", "measured: 120 MiB"]
+
+
+def test_the_plots_of_a_comparison_are_drawn_with_a_line_a_run(page: Page, run_dir: Path, tmp_path: Path) -> None:
+    other = write_run(tmp_path / "other", "failed", steps=30, lr="1e-3", scale=0.9)
+    write_page(tmp_path / "both.html", comparison_page([read_run(run_dir), read_run(other)]))
+    for theme, width in READERS[1:3]:
+        page.open(tmp_path / "both.html", theme, width)
+        drawn = dict((title, shapes) for title, *shapes in page.run(DRAWN))
+        assert list(drawn) == ["Loss", "Validation loss", *TITLES[1:7]]
+        for title, shapes in drawn.items():
+            assert len(shapes) == 2 and shapes[0][2] != shapes[1][2], title
+            assert all(across > 20 for across, _, _ in shapes), title
+        assert len(page.requests) == 1 and page.complaints == []
+        assert page.run("document.documentElement.scrollWidth") <= width
+    rows = page.run(
+        "[...document.querySelectorAll('tr')].map(r => [...r.children].map(c => c.innerText.split('\\n')[0]))"
+    )
+    assert ["train.lr", "0.0003", "0.001"] in rows and ["state", "finished", "failed"] in rows
+    assert ["Loss", "1.6", "2.115"] in rows and ["Steps", "60", "30"] in rows
+    assert sum(row[0].startswith("train.") for row in rows) == 1
+
+
+def test_markup_from_data_settings_and_messages_is_text(page: Page, tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "evil <script>", "failed")
+    write_page(folder / "report.html", report_page(read_run(folder)))
+    page.open(folder / "report.html", "light", 1280)
+    assert page.run("document.querySelectorAll('img, iframe, link, a').length") == 0
+    assert page.run("document.querySelectorAll('script').length") == 1
+    assert len(page.requests) == 1 and page.complaints == []
+    text = page.run("document.body.textContent")
+    assert text.count(MARKUP) >= 6
+    assert "error: no good." in text and "exit code 1" in text
+
+
+def test_no_secret_is_in_facts_or_pages(run_dir: Path, report: Path) -> None:
+    for text in (report.read_text(), (run_dir / "facts.json").read_text(), comparison_page([read_run(run_dir)] * 2)):
+        assert SECRET not in text and "hunter2" not in text
+    assert "https://***@example.com/rows.jsonl" in report.read_text()
+    assert "HF_TOKEN=***" in report.read_text()
+
+
+def test_a_report_of_a_short_run_is_small(report: Path) -> None:
+    assert report.stat().st_size < 150_000

@@ -1,0 +1,131 @@
+"""Reading runs: what is there, what is missing, what is damaged; and recipes/report.py."""
+
+import json
+import math
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import REPOSITORY, run
+from forked import Finished
+from report_run import write_run
+
+from llama_ft.report import read_run, report_page, write_or_warn
+from llama_ft.report.run import differing_settings
+
+SCRIPT = REPOSITORY / "recipes" / "report.py"
+WITHOUT_TORCH = "import runpy, sys; sys.argv = sys.argv[1:]; sys.modules |= dict.fromkeys(['torch', 'transformers']); "
+WITHOUT_TORCH += "runpy.run_path(sys.argv[0], run_name='__main__')"
+
+
+def report(*arguments: object) -> Finished:
+    """recipes/report.py in an interpreter that cannot import torch."""
+    return run([sys.executable, "-c", WITHOUT_TORCH, str(SCRIPT), *map(str, arguments)])
+
+
+def copied(run_dir: Path, to: Path) -> Path:
+    shutil.copytree(run_dir, to)
+    (to / "report.html").unlink(missing_ok=True)
+    return to
+
+
+def test_curves_are_what_was_logged(run_dir: Path) -> None:
+    found = read_run(run_dir)
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    losses = {line["step"]: line["train/loss"] for line in lines if "train/loss" in line}
+    curve = found.curves["train/loss"]
+    assert dict(zip(curve.steps.tolist(), curve.values.tolist(), strict=True)) == losses
+    assert math.isnan(found.curves["train/grad_norm"].values[6])
+    assert found.curves["eval/loss"].lowest == (60, 1.5)
+    by_rank = zip(*(line["memory/device_peak_bytes"] for line in lines[1:]), strict=True)
+    assert found.rank_peaks["memory/device_peak_bytes"] == list(map(max, by_rank))
+    assert found.missing == found.damaged == []
+
+
+def test_a_run_that_is_being_written_is_read_up_to_its_last_whole_line(run_dir: Path, tmp_path: Path) -> None:
+    folder = copied(run_dir, tmp_path / "running")
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 61, "train/lo')
+    found = read_run(folder)
+    assert found.step == 60 and found.damaged == []
+
+
+def test_an_old_run_has_a_report_of_what_it_has(run_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "old").mkdir()
+    shutil.copy(run_dir / "metrics.jsonl", tmp_path / "old")
+    finished = report(tmp_path / "old")
+    assert finished.exit_code == 0, finished.output
+    assert "has no status.json (how the run ended); no config.yaml" in finished.output
+    page = (tmp_path / "old" / "report.html").read_text()
+    assert "<b>Loss</b>" in page and "FSDP units" not in page and "facts.json (units, data" in page
+
+
+def test_a_run_that_fails_early_has_a_report_of_why(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "early", "failed")
+    for name in ("metrics.jsonl", "plan.json", "facts.json"):
+        (folder / name).unlink()
+    assert "error: no good." in report_page(read_run(folder))
+
+
+def test_one_run_differs_from_the_defaults_and_several_from_each_other(run_dir: Path, tmp_path: Path) -> None:
+    other = write_run(tmp_path / "other", lr="1e-3")
+    assert differing_settings([read_run(run_dir)])["train.lr"] == [3e-4, 1e-4]
+    assert differing_settings([read_run(run_dir), read_run(other)]) == {"train.lr": [3e-4, 1e-3]}
+
+
+def test_the_script_writes_one_report_or_a_comparison(run_dir: Path, tmp_path: Path) -> None:
+    first, second = copied(run_dir, tmp_path / "first"), copied(run_dir, tmp_path / "second")
+    finished = report(first)
+    assert (finished.exit_code, finished.output) == (0, f"The report: {first}/report.html\n")
+    assert finished.seconds < 5
+    assert report(first, second, "--out", tmp_path / "both.html").exit_code == 0
+    assert "Settings that differ" in (tmp_path / "both.html").read_text()
+    assert not (second / "report.html").exists()
+
+
+def test_mistakes_are_told_together(run_dir: Path, tmp_path: Path) -> None:
+    copied(run_dir, tmp_path / "good")
+    (tmp_path / "file").touch()
+    finished = report(tmp_path / "goof", tmp_path, tmp_path / "file", "--out", tmp_path / "no" / "x.html")
+    assert finished.exit_code == 2
+    assert finished.output.splitlines() == [
+        f"error: {tmp_path}/goof: no such folder. Did you mean {tmp_path}/good?",
+        f"error: {tmp_path}: is not a run's directory: it has neither status.json nor metrics.jsonl. It holds runs: good.",
+        f"error: {tmp_path}/file: is a file. Expected a run's directory.",
+        f"error: --out {tmp_path}/no/x.html: there is no folder {tmp_path}/no.",
+    ]
+    finished = report(tmp_path / "good", "--outt", "x.html")
+    assert (finished.exit_code, finished.output) == (2, "error: --outt is not a flag. Did you mean --out?\n")
+    finished = report(tmp_path / "good", "--out", tmp_path / "good" / "config.yaml")
+    assert finished.exit_code == 2 and "ends in .html" in finished.output
+
+
+def test_damaged_files_are_named_and_a_run_still_ends_with_a_report(run_dir: Path, tmp_path: Path) -> None:
+    folder = copied(run_dir, tmp_path / "damaged")
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    lines[4] = lines[4][:30]
+    (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    (folder / "plan.json").write_text("{")
+    (folder / "config.yaml").write_text("a: [")
+    finished = report(folder)
+    assert finished.exit_code == 2
+    for place in ("metrics.jsonl:5: ", "plan.json: ", "config.yaml: "):
+        assert f"error: {folder}/{place}" in finished.output
+    assert not (folder / "report.html").exists()
+    write_or_warn(folder)
+    page = (folder / "report.html").read_text()
+    assert "metrics.jsonl:5: " in page and "<b>Loss</b>" in page
+
+
+def test_a_report_that_cannot_be_written_is_a_warning(
+    run_dir: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = copied(run_dir, tmp_path / "run")
+    (folder / "report.html").mkdir()
+    write_or_warn(folder)
+    assert f"warning: {folder}/report.html was not written: IsADirectoryError" in capfd.readouterr().err
+    (folder / "facts.json").write_text('{"data": 7, "units": "x", "samples": {"a": 1}}')
+    write_or_warn(folder)
+    assert "warning: " in capfd.readouterr().err
+    assert {path.name for path in folder.iterdir() if "report" in path.name} == {"report.html"}

@@ -1,0 +1,97 @@
+"""A run's directory, written by what runs write it with."""
+
+from pathlib import Path
+from typing import Any
+
+from llama_ft.config import load, to_yaml
+from llama_ft.observe.facts import RunFacts
+from llama_ft.observe.metrics import MetricsLog
+from llama_ft.plan import Moment, Peak, Plan
+from llama_ft.runtime.status import RunStatus
+
+MARKUP = '<script>alert("x")</script><img src=https://example.com/x.png>'
+SECRET = "hf_" + "kW3xT9" * 5
+LAYERS, MIB = 6, 2**20
+FLAGS = ["--model_name", "demo", "--dataset", "https://me:hunter2hunter2@example.com/rows.jsonl"]
+
+
+def timeline() -> list[tuple[str, int, int]]:
+    """Label, bytes, and those of gathered units, of a step over LAYERS layers."""
+    layers = [f"model.layers.{n}" for n in range(LAYERS)]
+    forward = [(f"forward {name}{end}", 100 + 20 * n, 40) for n, name in enumerate(layers) for end in ("", " ends")]
+    back = [(f"backward {name}", 230 - 20 * n, 40 + 40 * (n > 0)) for n, name in enumerate(reversed(layers))]
+    moments = [("forward", 60, 0), *forward, ("backward", 210, 0), *back, ("optimizer step", 120, 0)]
+    return [(label, size * MIB, gathered * MIB) for label, size, gathered in moments]
+
+
+def plan() -> Plan:
+    """For two GPUs."""
+    peaks = [
+        Peak("load", 60 * MIB, {"sharded parameters": 60 * MIB}, ""),
+        Peak("backward", 230 * MIB, {"sharded parameters": 60 * MIB, "activations": 130 * MIB, "gathered units": 40 * MIB}, ""),
+        Peak("optimizer step", 120 * MIB, {"sharded parameters": 60 * MIB, "optimizer state": 60 * MIB}, ""),
+    ]  # fmt: skip
+    sizes: dict[str, Any] = dict.fromkeys(
+        ("reserved_bytes", "outside_bytes", "host_load_bytes", "host_save_bytes"), MIB
+    )
+    sizes |= {"checkpoint_bytes": MIB, "result_bytes": MIB, "sent_bytes": {"all_gather": 9 * MIB}}
+    sizes |= {
+        "largest_unit": "lm_head",
+        "largest_unit_bytes": 40 * MIB,
+        "tokens": 4096,
+        "is_quick": False,
+        "seconds": 1,
+    }
+    return Plan("cuda", 2, 0, peaks, [Moment(*moment) for moment in timeline()], **sizes)
+
+
+def write_run(folder: Path, state: Any = "finished", steps: int = 60, lr: str = "3e-4", scale: float = 1.0) -> Path:
+    """Everything a report can show, with markup and secrets wherever text may come from outside."""
+    folder.mkdir()
+    config, _ = load([*FLAGS, "--lr", lr], paths=False)
+    (folder / "config.yaml").write_text(to_yaml(config))
+    log = MetricsLog(folder / "metrics.jsonl")
+    for step in range(steps + 1):
+        held_out = {"eval/loss": scale * (3 - step / 40), "eval/perplexity": 9.0} if step % 20 == 0 else {}
+        trained = {
+            "epoch": step / steps, "train/loss": scale * (3.1 - step / 40 + 0.2 * (step % 3)), "train/lr": 1e-3 / (step + 1),
+            "train/grad_norm": float("nan") if step == 7 else 1.0 + step % 5, "perf/tokens_per_second": 900.0 + step,
+            "perf/step_seconds": 0.5 + step % 2, "memory/host_peak_bytes": [900 * MIB, 880 * MIB],
+            "memory/device_peak_bytes": [235 * MIB, (236 if step > 30 else 230) * MIB],
+        }  # fmt: skip
+        log.write({"step": step, **(trained if step else {}), **held_out})
+    log.close()
+    status = RunStatus(folder)
+    status.step = steps
+    status.write(state, 1 if state == "failed" else 0, f"error: no good. {MARKUP}" if state == "failed" else "")
+    plan().save(folder)
+    write_facts(folder)
+    return folder
+
+
+def write_facts(folder: Path) -> None:
+    facts = RunFacts(folder)
+    histogram = [3, 0, 40, 12, 5]
+    split = {"rows": 60, "tokens": 6000, "target_tokens": 3000, "lengths": [40, 120, 200], "histogram": histogram}
+    split |= dict.fromkeys(("truncated", "dropped", "split", "without_target", "copies"), 0) | {"parts": {}}
+    edges = [8, 16, 32, 64, 128, 256]
+    facts.add(
+        data={"summary": [f"training {MARKUP}"], "train": split, "validation": {**split, "rows": 7}, "edges": edges}
+    )
+    facts.add(
+        environment={"command": f"recipes/finetuning.py --dataset {MARKUP} HF_TOKEN={SECRET}", "GPUs": "2 x H100"}
+    )
+    layers = [f"model.layers.{n}" for n in range(LAYERS)]
+    facts.add(
+        units=[{"name": n, "kind": "Layer", "parameters": 10**6, "bytes": 2 * 10**6, "layers": 1} for n in layers]
+    )
+    answer = {"question": f"What? {MARKUP}", "answer": f"{MARKUP} \udc80", "reference": SECRET}
+    facts.add_sample("before", answer)
+    facts.add_sample("after", {**answer, "answer": "That."})
+    peaks = {"backward": [{"device_peak_bytes": 235 * MIB, "device_reserved_bytes": 250 * MIB}] * 2}
+    step = [{"label": label, "bytes": size} for label, size, _ in timeline() if label not in ("forward", "backward")]
+    held = {"sharded parameters": 60 * MIB, "optimizer state": 60 * MIB}
+    facts.add(memory={"phases": peaks, "holders": [held, {**held, "optimizer state": 80 * MIB}], "step": step})
+    facts.add(
+        memory={"unit": "device", "largest_unit": "lm_head", "largest_unit_bytes": 40 * MIB, "warnings": [MARKUP]}
+    )

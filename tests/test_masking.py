@@ -1,0 +1,48 @@
+"""What is a secret and what only looks like one."""
+
+import pytest
+
+from llama_ft.masking import mask_secrets
+
+KEY = "a1B2c3D4e5F6g7H8i9J0"
+
+
+@pytest.mark.parametrize(
+    ("text", "masked"),
+    [
+        (f"HF_TOKEN=hf_{KEY}", "HF_TOKEN=***"),
+        (f"a token hf_{KEY}.", "a token hf_***."),
+        ("WANDB_API_KEY=" + "0123456789abcdef" * 2 + "01234567", "WANDB_API_KEY=***"),
+        ("wandb login " + "0123456789abcdef" * 2 + "01234567", "wandb login ***"),
+        ("https://me:pass@host.org/rows.jsonl?x=1", "https://***@host.org/rows.jsonl?x=1"),
+        ("s3://KEY:SECRET@bucket/rows.jsonl", "s3://***@bucket/rows.jsonl"),
+        (
+            f"https://b.s3.amazonaws.com/r.jsonl?X-Amz-Credential=AKIA%2F{KEY}&X-Amz-Date=2026&X-Amz-Signature={KEY}",
+            "https://b.s3.amazonaws.com/r.jsonl?X-Amz-Credential=***&X-Amz-Date=2026&X-Amz-Signature=***",
+        ),
+        (f"https://x.blob.core.windows.net/c/r?sv=2024&sig={KEY}%3D", "https://x.blob.core.windows.net/c/r?sv=2024&sig=***"),
+        (f"https://h/r.jsonl?access_token={KEY}", "https://h/r.jsonl?access_token=***"),
+        (f"AWS_SECRET_ACCESS_KEY={KEY}/{KEY}", "AWS_SECRET_ACCESS_KEY=***"),
+        (f"Authorization: Bearer {KEY}", "Authorization: Bearer ***"),
+        (f"ghp_{KEY}", "ghp_***"),
+        (f"sk-{KEY}", "sk-***"),
+        ("AKIA0123456789ABCDEF", "AKIA***"),
+    ],
+)  # fmt: skip
+def test_secrets_are_masked(text: str, masked: str) -> None:
+    assert mask_secrets(text) == masked
+    assert mask_secrets(masked) == masked  # facts are masked when written and when shown
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "recipes/finetuning.py --model_name meta-llama/Llama-3.1-8B --lr 1e-4 --tokenizer_name x --resize_embeddings",
+        "https://host.org/a?page=2&sort=key", "hf://datasets/org/name@main/rows.jsonl", "s3://bucket/rows.jsonl",
+        "~/.cache/huggingface/hub/models--a--b/snapshots/" + "0123456789abcdef" * 2 + "01234567",
+        "403,592 tokens", "getpass(prompt='Password: ', stream=None)", "key=value", "token=None", "hf_transfer", "sk-learn",
+        "pad_token=<pad>", "user@host: me@example.com",
+    ],
+)  # fmt: skip
+def test_what_is_no_secret_stays(text: str) -> None:
+    assert mask_secrets(text) == text
