@@ -18,7 +18,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -75,7 +74,14 @@ class Case:
         """Of recipes/finetuning.py."""
         flags = ["--model_name", folder / "model", "--dataset", folder / f"rows-{self.length}.jsonl"]
         flags += ["--device", device, "--enable_fsdp", "--min_num_params", 100_000, *METHODS[self.method]]
-        flags += ["--precision", "bf16_mixed", "--activation_checkpointing", self.checkpointing, "--context_length", self.length]
+        flags += [
+            "--precision",
+            "bf16_mixed",
+            "--activation_checkpointing",
+            self.checkpointing,
+            "--context_length",
+            self.length,
+        ]
         flags += ["--batch_size_training", MICRO_BATCH, "--max_train_step", STEPS, "--log_steps", STEPS]
         flags += ["--output_dir", folder / self.name, "--no_plan"]
         return list(map(str, flags))
@@ -114,26 +120,32 @@ def write_inputs(folder: Path, hidden: int, layers: int, vocabulary: int) -> Non
                 file.write(json.dumps({"input_ids": [(number + place) % 256 for place in range(length)]}) + "\n")
 
 
-def measure(cases: list[Case], folder: Path, device: str, dump: bool) -> dict[Case, list[dict[str, Any]]]:
-    """What each rank of each case held, as plan_job.py writes it; one launch for each number of ranks."""
-    library = str(compile_counter(folder)) if device == "cpu" else ""
+def write_job(cases: list[Case], folder: Path, device: str, dump: bool = False) -> Path:
+    """For plan_job.py: the cases of one launch, which have the same number of ranks."""
+    library = compile_counter(folder) if device == "cpu" else None
+    runs = [{"name": case.name, "flags": case.flags(folder, device)} for case in cases]
+    job = folder / f"cases-{cases[0].ranks}.json"
+    job.write_text(json.dumps({"device": device, "library": library and str(library), "dump": dump, "cases": runs}))
+    return job
+
+
+def read_found(case: Case, folder: Path) -> list[dict[str, Any]]:
+    """What plan_job.py has found, rank by rank."""
+    return [json.loads((folder / f"{case.name}-{rank}.json").read_text()) for rank in range(case.ranks)]
+
+
+def measure(cases: list[Case], folder: Path, device: str, dump: bool) -> None:
+    """Run the cases; one launch for each number of ranks."""
     for ranks in sorted({case.ranks for case in cases}):
-        runs = [{"name": case.name, "flags": case.flags(folder, device)} for case in cases if case.ranks == ranks]
-        job = folder / f"cases-{ranks}.json"
-        job.write_text(json.dumps({"device": device, "library": library, "dump": dump, "cases": runs}))
+        job = write_job([case for case in cases if case.ranks == ranks], folder, device, dump)
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
         environment = {**os.environ, "PYTHONPATH": str(REPOSITORY / "src"), "LLAMA_FT_CACHE": str(folder / "cache")}
-        started = time.perf_counter()
+        command = [*launcher, str(REPOSITORY / "benchmarks" / "plan_job.py"), str(job)]
+        print(f"measuring on {ranks} ranks", file=sys.stderr)
         with open(folder / f"output-{ranks}.txt", "w") as output:
-            command = [*launcher, str(REPOSITORY / "benchmarks" / "plan_job.py"), str(job)]
             ended = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
         if ended.returncode:
             sys.exit((folder / f"output-{ranks}.txt").read_text()[-6000:])
-        print(f"{len(runs)} runs on {ranks} ranks: {time.perf_counter() - started:.0f} s", file=sys.stderr)
-    return {
-        case: [json.loads((folder / f"{case.name}-{rank}.json").read_text()) for rank in range(case.ranks)]
-        for case in cases
-    }
 
 
 def predict(cases: list[Case], folder: Path, device: str) -> dict[Case, Plan]:
@@ -198,11 +210,12 @@ def print_dumps(lines: list[Line]) -> None:
     """Predicted holders, and what rank 0 had allocated, by place, at the peak of each phase."""
     for line in lines:
         for peak in line.plan.peaks:
+            places = line.ranks[0].get("dump", {}).get(peak.phase, [])
             print(f"\n{line.case.name}, {peak.phase}: {peak.bytes / MIB:,.2f} MiB predicted, in {peak.module or '-'}")
             for holder, nbytes in peak.holders.items():
                 print(f"  {nbytes / MIB:10,.3f}  {holder}")
             print(f"  {line.by_rank[0].get(peak.phase, 0) / MIB:,.2f} MiB measured:")
-            for place in line.ranks[0]["dump"].get(peak.phase, []):
+            for place in places:
                 print(f"  {place['bytes'] / MIB:10,.3f}  in {place['tensors']:3d}  {place['place']}")
 
 
@@ -231,8 +244,8 @@ def main() -> None:
         folder = Path(temporary)
         write_inputs(folder, asked.hidden, asked.layers, asked.vocabulary)
         predicted = predict(cases, folder, device)
-        measured = measure(cases, folder, device, asked.dump)
-    lines = [Line(case, predicted[case], measured[case]) for case in cases]
+        measure(cases, folder, device, asked.dump)
+        lines = [Line(case, predicted[case], read_found(case, folder)) for case in cases]
     if asked.json:
         asked.json.write_text(json.dumps([line.to_json() for line in lines]))
     print_table(lines, LIMITS[device])

@@ -45,6 +45,7 @@ def main(config: Config, places: dict[str, str]) -> None:
     settings, may_change = config.train, config.checkpoint.resume_allow_changes
     degree, offload = models.shard_degree(config.fsdp), config.fsdp.fsdp_cpu_offload
     timeout = parse_duration(settings.collective_timeout)
+    start_plan = plan.StartPlan(build_model, off=config.memory.no_plan)
     with (
         runtime.start(settings.device, degree, offload, settings.device_memory_fraction, timeout) as job,
         observe.MemoryWatch(job) as watch,
@@ -99,6 +100,7 @@ def main(config: Config, places: dict[str, str]) -> None:
         if resumed is not None:
             checkpoint.check_steps_left(resumed, steps.total_steps)
 
+        start_plan.ask(config, folder, new_tokens, rows, steps, job)  # and is answered while the weights are loaded
         model, adapter, stored_dtypes, units = build_model(config, folder, model_config, new_tokens, watch, job)
         watch.loaded(model)
         if steps.capacity is not None:
@@ -112,6 +114,7 @@ def main(config: Config, places: dict[str, str]) -> None:
         if job.is_main:
             repeat = f"--config {output_dir}/config.yaml repeats this run"
             (output_dir / "config.yaml").write_text(to_yaml(config, repeat))
+        start_plan.tell(output_dir)
         facts = observe.RunFacts(output_dir, job.is_main)
         facts.add(environment=observe.environment(about["versions"], layout), data=rows.facts())
         facts.add(units=[dataclasses.asdict(unit) for unit in units], total_steps=steps.total_steps)

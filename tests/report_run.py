@@ -26,11 +26,12 @@ def timeline() -> list[tuple[str, int, int]]:
 
 def plan() -> Plan:
     """For two GPUs."""
+    activations = {"activations": 130 * MIB, "gathered units": 40 * MIB}
     peaks = [
         Peak("load", 60 * MIB, {"sharded parameters": 60 * MIB}, ""),
-        Peak("backward", 230 * MIB, {"sharded parameters": 60 * MIB, "activations": 130 * MIB, "gathered units": 40 * MIB}, ""),
+        Peak("backward", 230 * MIB, {"sharded parameters": 60 * MIB, **activations}, "model"),
         Peak("optimizer step", 120 * MIB, {"sharded parameters": 60 * MIB, "optimizer state": 60 * MIB}, ""),
-    ]  # fmt: skip
+    ]
     sizes: dict[str, Any] = dict.fromkeys(
         ("reserved_bytes", "outside_bytes", "host_load_bytes", "host_save_bytes"), MIB
     )
@@ -54,7 +55,8 @@ def write_run(folder: Path, state: Any = "finished", steps: int = 60, lr: str = 
     for step in range(steps + 1):
         held_out = {"eval/loss": scale * (3 - step / 40), "eval/perplexity": 9.0} if step % 20 == 0 else {}
         trained = {
-            "epoch": step / steps, "train/loss": scale * (3.1 - step / 40 + 0.2 * (step % 3)), "train/lr": 1e-3 / (step + 1),
+            "epoch": step / steps, "train/loss": scale * (3.1 - step / 40 + 0.2 * (step % 3)),
+            "train/lr": 1e-3 / (step + 1),
             "train/grad_norm": float("nan") if step == 7 else 1.0 + step % 5, "perf/tokens_per_second": 900.0 + step,
             "perf/step_seconds": 0.5 + step % 2, "memory/host_peak_bytes": [900 * MIB, 880 * MIB],
             "memory/device_peak_bytes": [235 * MIB, (236 if step > 30 else 230) * MIB],

@@ -40,8 +40,8 @@ def test_secrets_are_masked(text: str, masked: str) -> None:
         "recipes/finetuning.py --model_name meta-llama/Llama-3.1-8B --lr 1e-4 --tokenizer_name x --resize_embeddings",
         "https://host.org/a?page=2&sort=key", "hf://datasets/org/name@main/rows.jsonl", "s3://bucket/rows.jsonl",
         "~/.cache/huggingface/hub/models--a--b/snapshots/" + "0123456789abcdef" * 2 + "01234567",
-        "403,592 tokens", "getpass(prompt='Password: ', stream=None)", "key=value", "token=None", "hf_transfer", "sk-learn",
-        "pad_token=<pad>", "user@host: me@example.com",
+        "403,592 tokens", "getpass(prompt='Password: ', stream=None)", "key=value", "token=None",
+        "hf_transfer", "sk-learn", "pad_token=<pad>", "user@host: me@example.com",
     ],
 )  # fmt: skip
 def test_what_is_no_secret_stays(text: str) -> None:

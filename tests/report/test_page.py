@@ -16,8 +16,8 @@ DRAWN = """[...document.querySelectorAll('figure')].map(figure => [
   figure.querySelector('b').textContent,
   ...[...figure.querySelectorAll('path, rect.bar, i.bar')].map(shape => {
     const box = shape.getBoundingClientRect(), style = getComputedStyle(shape);
-    const colours = {path: style.stroke === 'none' ? style.fill : style.stroke, rect: style.fill, i: style.backgroundColor};
-    return [box.width, box.height, colours[shape.localName]];
+    const line = style.stroke === 'none' ? style.fill : style.stroke;
+    return [box.width, box.height, {path: line, rect: style.fill, i: style.backgroundColor}[shape.localName]];
   })])"""
 TITLES = [
     "Loss", "Learning rate", "Gradient norm, before clipping", "Tokens per second, all ranks", "Seconds a step",

@@ -91,7 +91,8 @@ def test_mistakes_are_told_together(run_dir: Path, tmp_path: Path) -> None:
     assert finished.exit_code == 2
     assert finished.output.splitlines() == [
         f"error: {tmp_path}/goof: no such folder. Did you mean {tmp_path}/good?",
-        f"error: {tmp_path}: is not a run's directory: it has neither status.json nor metrics.jsonl. It holds runs: good.",
+        f"error: {tmp_path}: is not a run's directory: it has neither status.json nor metrics.jsonl. "
+        "It holds runs: good.",
         f"error: {tmp_path}/file: is a file. Expected a run's directory.",
         f"error: --out {tmp_path}/no/x.html: there is no folder {tmp_path}/no.",
     ]

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import REPOSITORY
+from forked import Finished, forked
 
 from llama_ft.runtime.failures import FAILURE_KEY, Stop
 from llama_ft.runtime.stopping import Peers, Stopping, grace_warning
@@ -27,7 +29,7 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "
 class Running:
     """A job that has been started; its files tell what it does."""
 
-    def __init__(self, folder: Path, process: subprocess.Popen[bytes]) -> None:
+    def __init__(self, folder: Path, process: "subprocess.Popen[bytes] | Forked") -> None:
         self.folder, self.process = folder, process
 
     def wait_for(self, *names: str) -> None:
@@ -53,12 +55,12 @@ class Running:
 
 
 @contextmanager
-def job(folder: Path, *arguments: str, launcher: list[str] | None = None) -> Iterator[Running]:
+def job(folder: Path, *arguments: str, launcher: list[str]) -> Iterator[Running]:
     """Start the job as a shell would: in a process group of its own."""
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY / "src"), "OMP_NUM_THREADS": "1"}
     with (folder / "output").open("wb") as output:
         process = subprocess.Popen(
-            [sys.executable, *(launcher or []), JOB, str(folder), *arguments],
+            [sys.executable, *launcher, JOB, str(folder), *arguments],
             stdout=output,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
@@ -72,6 +74,36 @@ def job(folder: Path, *arguments: str, launcher: list[str] | None = None) -> Ite
             end_group(int(rank.read_text()))
         end_group(process.pid)
         process.wait()
+
+
+class Forked:
+    """The job as one process from forked.py, with what is used here of a Popen."""
+
+    def __init__(self, folder: Path, ended: Future[Finished]) -> None:
+        self.folder, self.ended = folder, ended
+
+    def poll(self) -> int | None:
+        return self.wait(0) if self.ended.done() else None
+
+    def wait(self, timeout: float) -> int:
+        finished = self.ended.result(timeout)
+        (self.folder / "output").write_text(finished.output)
+        return finished.exit_code
+
+    def send_signal(self, number: int) -> None:
+        os.kill(int((self.folder / "process-0").read_text()), number)
+
+
+@contextmanager
+def one_process(folder: Path, way: str) -> Iterator[Running]:
+    """The job without a launcher."""
+    with ThreadPoolExecutor(1) as pool:
+        process = Forked(folder, pool.submit(forked, JOB, folder, way))
+        try:
+            yield Running(folder, process)
+        finally:
+            if process.poll() is None:
+                process.send_signal(signal.SIGKILL)
 
 
 def end_group(leader: int) -> None:
@@ -147,9 +179,9 @@ def test_a_rank_that_hangs_while_another_is_killed_leaves_within_5_seconds_and_s
     [(signal.SIGTERM, "SIGTERM", 143), pytest.param(signal.SIGINT, "Ctrl-C", 130, marks=pytest.mark.slow)],
 )
 def test_a_signal_stops_one_process_after_a_step(tmp_path: Path, number: int, name: str, code: int) -> None:
-    with job(tmp_path, "") as running:
+    with one_process(tmp_path, "") as running:
         running.wait_for("training-0")
-        os.killpg(running.process.pid, number)
+        running.process.send_signal(number)
         assert running.end() == code
     line = stopped_line(running, name, running.read("saved-0"))
     assert running.output.splitlines() == [line]
@@ -168,10 +200,10 @@ def test_a_signal_stops_one_process_after_a_step(tmp_path: Path, number: int, na
 def test_a_signal_before_the_loop_ends_the_process_at_once(
     tmp_path: Path, way: str, number: int, name: str, code: int
 ) -> None:
-    with job(tmp_path, way) as running:
+    with one_process(tmp_path, way) as running:
         running.wait_for("loading-0")
         started = time.monotonic()
-        os.killpg(running.process.pid, number)
+        running.process.send_signal(number)
         assert running.end() == code
     assert time.monotonic() - started < 5
     assert running.output == f"stopped by {name}\n"

@@ -29,8 +29,8 @@ class Device:
     network_gbs: float
 
 
-# GiB: the low end of the totals that torch's out-of-memory messages show (22.03 on an L4, 23.64 on an RTX 4090, 79.15 to
-# 79.25 on an A100): ECC, firmware and driver take the rest of what is on the box. Speeds: the vendors' data sheets,
+# GiB: the low end of the totals that torch's out-of-memory messages show (22.03 on an L4, 23.64 on an RTX 4090, 79.15
+# to 79.25 on an A100): ECC, firmware and driver take the rest of what is on the box. Speeds: the vendors' data sheets,
 # without sparsity; links in one direction, PCIe 4 where there is no NVLink; network: a 400 Gb/s adapter for each of the
 # newer GPUs, 100 Gb/s elsewhere.
 #                  GiB  TFLOPS memory link network

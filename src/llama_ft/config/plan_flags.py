@@ -71,8 +71,9 @@ def read_plan_flags(argv: list[str], demo_recipe: Path) -> tuple[Config, dict[st
         config, places = load(others, demo_recipe, paths=False)
     except UserError as error:
         raise UserError(*mistakes, *error.messages) from None
+    kind = "cpu" if config.train.device == "cpu" else "cuda"
     try:
-        options.fit = device_for(options.fit, "cpu" if config.train.device == "cpu" else "cuda") if options.fit else None
+        options.fit = device_for(options.fit, kind) if options.fit else None
     except UserError as error:
         mistakes += error.messages
     if complaint := _model_complaint(config.model.model_name):

@@ -64,6 +64,11 @@ class PreparedRows:
         self.total_steps = min(self.total_steps, max_train_step or self.total_steps)
         self._pad_token_id = pad_token_id
 
+    @property
+    def size(self) -> int | None:
+        """Packs, or rows, of an epoch."""
+        return len(self.plan)
+
     def first_rows(self) -> "Dataset":
         """Some rows, for showing."""
         return self.rows

@@ -64,6 +64,16 @@ class TokenizedData:
             prints["validation"] = self.report.validation.fingerprint
         return prints
 
+    @property
+    def longest_row(self) -> int | None:
+        """Tokens of the longest training row; None with streaming."""
+        return self.report.train.lengths[-1] if self.report.train.lengths else None
+
+    @property
+    def target_share(self) -> float:
+        """Training tokens that count in the loss, of all; 1 with streaming."""
+        return self.report.train.target_tokens / self.report.train.tokens if self.report.train.tokens else 1.0
+
     def facts(self) -> dict[str, Any]:
         """What was counted, as plain values, for the run's report."""
         counted = dataclasses.asdict(self.report)

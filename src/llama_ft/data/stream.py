@@ -98,6 +98,11 @@ class StreamedRows:
         # One of its own: its collectives run in a thread, in no fixed order with those of training.
         self._group = dist.new_group(backend="gloo", timeout=timedelta(hours=6))
 
+    @property
+    def size(self) -> int | None:
+        """Of an epoch: not known."""
+        return None
+
     def first_rows(self) -> Dataset:
         """The first rows of the source, tokenized on every rank."""
         rows, bad = Gathered(), BadRows(self._config.skip_bad_rows)

@@ -18,11 +18,14 @@ from typing import Any
 
 import torch
 
+from llama_ft.config import Config
 from llama_ft.config.wording import size_text
+from llama_ft.data import TokenizedData, TrainingRows
 from llama_ft.errors import UserError
-from llama_ft.plan.fit import Change, advise
+from llama_ft.models import NewTokens
+from llama_ft.plan.fit import advise
 from llama_ft.plan.predict import BuildModel, PlanRequest, predict
-from llama_ft.plan.record import Plan
+from llama_ft.plan.record import Change, Plan
 from llama_ft.runtime import Runtime, log
 from llama_ft.runtime.out_of_memory import host_memory
 
@@ -70,10 +73,29 @@ class StartPlan:
         context.Process(target=_serve, args=(theirs, self._pipe, build_model, os.getpid()), daemon=True).start()
         theirs.close()
 
-    def ask(self, request: PlanRequest, job: Runtime) -> None:
+    def ask(
+        self,
+        config: Config,
+        folder: Path,
+        new_tokens: NewTokens | None,
+        rows: TokenizedData,
+        steps: TrainingRows,
+        job: Runtime,
+    ) -> None:
         """Begin to plan, and go on."""
         if self._pipe is None:
             return
+        request = PlanRequest(
+            config,
+            folder,
+            job.world_size,
+            job.local_world_size,
+            "cuda" if job.device.type == "cuda" else "cpu",
+            rows.longest_row,
+            new_tokens,
+            rows.target_share,
+            steps.size,
+        )
         self._limits = _limits(request, job)
         with suppress(OSError):
             self._pipe.send((request, self._limits.bytes))
@@ -158,8 +180,8 @@ def excess_line(plan: Plan, limits: Limits) -> str:
     if plan.device == "cuda" and limits.host_bytes is not None and host > limits.host_bytes:
         when = "saving" if host == plan.host_save_bytes else "loading"
         return (
-            f"This run will most likely need more host memory than there is: {size_text(host)} a rank while {when}, and "
-            f"its share of this node's is {size_text(limits.host_bytes)}."
+            f"This run will most likely need more host memory than there is: {size_text(host)} a rank while {when}, of "
+            f"{size_text(limits.host_bytes)} that are its share of this node's."
         )
     return ""
 

@@ -191,8 +191,8 @@ def trains_the_same(changes: Mapping[str, Any], config: Config) -> bool:
 
 
 def gives_up(changes: Mapping[str, Any], config: Config, plan: Plan) -> str:
-    """What a recipe with these changes gives up, in words: first of the training, then of its speed."""
-    return "; ".join(_losses_of_training(changes, config)) or "; ".join(_losses_of_speed(changes, plan)) or "nothing"
+    """What a recipe with these changes gives up, in words: of the training, and of its speed."""
+    return "; ".join([*_losses_of_training(changes, config), *_losses_of_speed(changes, plan)]) or "nothing"
 
 
 def _losses_of_training(changes: Mapping[str, Any], config: Config) -> Iterator[str]:
@@ -211,12 +211,12 @@ def _losses_of_training(changes: Mapping[str, Any], config: Config) -> Iterator[
 
 def _losses_of_speed(changes: Mapping[str, Any], plan: Plan) -> Iterator[str]:
     if changes.get("activation_checkpointing") == "full":
-        yield "speed: decoder layers are computed twice"
+        yield "decoder layers are computed twice"
     elif changes.get("activation_checkpointing") in ("selective", "every_k"):
-        yield "speed: parts of the layers are computed twice"
+        yield "parts of the layers are computed twice"
     if changes.get("fsdp_cpu_offload"):
-        yield f"speed: weights come from the host at every use; {size_text(plan.host_load_bytes)} of it a rank"
+        yield f"weights come from the host at every use, which holds {size_text(plan.host_load_bytes)} a rank"
     if changes.get("sharding_strategy") in ("FULL_SHARD", "HYBRID_SHARD", "SHARD_GRAD_OP"):
-        yield "speed: ranks send each other their shards"
+        yield "ranks send each other their shards"
     if "gradient_accumulation_steps" in changes:
-        yield f"nothing but smaller micro-batches, {changes['gradient_accumulation_steps']} to a step"
+        yield f"a step is {changes['gradient_accumulation_steps']} micro-batches"

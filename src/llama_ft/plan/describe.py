@@ -45,7 +45,7 @@ def _table(peaks: list[Peak]) -> list[str]:
     heads = [peak.phase for peak in peaks]
     widths = [max(9, len(head)) for head in heads]
     held = [holder for holder in HOLDERS if any(peak.holders[holder] >= 2**19 for peak in peaks)]
-    rows = [(holder, [peak.holders[holder] for peak in peaks]) for holder in held]
+    rows: list[tuple[str, list[int]]] = [(holder, [peak.holders[holder] for peak in peaks]) for holder in held]
     rows.append(("all tensors", [peak.bytes for peak in peaks]))
     lines = ["  " + " " * 24 + "".join(f"  {head:>{width}}" for head, width in zip(heads, widths, strict=True))]
     for name, values in rows:

@@ -131,12 +131,15 @@ class MemoryExplainer:
 
     def describe_kill(self) -> str:
         """See Explainer."""
-        return about_host(self._config, self._run, self._job) if self._run is not None else ""
+        return self._about_host(self._run) if self._run is not None else ""
 
     def last_end(self, run: Path) -> str:
         """See Explainer."""
         end = last_end(run)
-        return f"{end}\n{about_host(self._config, run, self._job)}" if end else ""
+        return f"{end}\n{self._about_host(run)}" if end else ""
+
+    def _about_host(self, run: Path) -> str:
+        return about_host(self._config, run, self._job, self._before.anonymous)
 
     @property
     def _run(self) -> Path | None:

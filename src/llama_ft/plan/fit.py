@@ -21,6 +21,7 @@ import torch
 
 from llama_ft import models
 from llama_ft.config import Config
+from llama_ft.config.gpus import ANY_CPU, ANY_GPU, Device
 from llama_ft.config.plan_flags import RANKS_OF_A_NODE
 from llama_ft.errors import UserError
 from llama_ft.plan.changes import (
@@ -39,8 +40,7 @@ from llama_ft.plan.changes import (
     trains_the_same,
     wishes,
 )
-from llama_ft.plan.fit_answer import FitAnswer, Fitting
-from llama_ft.config.gpus import ANY_CPU, ANY_GPU, Device
+from llama_ft.plan.fit_answer import FitAnswer, Fitting, needed_bytes
 from llama_ft.plan.predict import MOST_MICRO_BATCHES, BuildModel, PlanRequest, predict
 from llama_ft.plan.record import Change, Plan
 from llama_ft.plan.speed import Ranks, Shape, seconds_a_token, shape_of
@@ -104,8 +104,7 @@ class Search:
                 break
             if any(layout.holds_no_less_than(it) for it in failed) or _is_like_one(layout, found):
                 continue
-            base = self._base(layout)
-            if base is not None and estimate(*base, layout, self._rows) > SURELY_TOO_MUCH * USABLE * self.device.bytes:
+            if self._is_too_much(first, layout) or self._is_too_much(self._base(layout), layout):
                 continue
             plan = self.plan(open_ones[layout])
             if plan is not None and self.fits(plan):
@@ -122,7 +121,7 @@ class Search:
 
     def fits(self, plan: Plan) -> bool:
         """Whether the device has room for it."""
-        return plan.device_bytes <= USABLE * self.device.bytes
+        return needed_bytes(plan) <= USABLE * self.device.bytes
 
     def plan(self, config: Config) -> Plan | None:
         """A quick plan; None where the run would refuse the recipe."""
@@ -138,6 +137,10 @@ class Search:
     def _config(self, layout: Layout) -> Config | None:
         settings = {**self.quality, **settings_of(layout, self.request)}
         return changed(self.request.config, settings, self.request.device)
+
+    def _is_too_much(self, base: tuple[Layout, Plan] | None, layout: Layout) -> bool:
+        usable = USABLE * self.device.bytes
+        return base is not None and estimate(*base, layout, self._rows) > SURELY_TOO_MUCH * usable
 
     def _base(self, layout: Layout) -> tuple[Layout, Plan] | None:
         """The leanest layout with the same checkpointing, planned."""
@@ -201,7 +204,7 @@ def estimate(base: Layout, plan: Plan, layout: Layout, micro_batches: int) -> fl
         rest = peak.bytes - states - by_token
         sharded = 0.0 if layout.offload else states * base.degree / layout.degree
         most = max(most, sharded + by_token * layout.micro_batch / base.micro_batch + rest + kept_gathered)
-    return most * plan.reserved_bytes / max(1, plan.peak.bytes) + plan.outside_bytes
+    return most * max(1.0, plan.reserved_bytes / plan.peak.bytes) + plan.outside_bytes
 
 
 def find_fits(

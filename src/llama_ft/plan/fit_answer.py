@@ -7,12 +7,17 @@ from typing import Any
 
 from llama_ft.config import Config, to_yaml
 from llama_ft.config.fields import SETTINGS, values_of
+from llama_ft.config.gpus import Device
 from llama_ft.config.wording import is_flag, size_text
 from llama_ft.errors import UserError
 from llama_ft.plan.changes import Layout, differing, flags_of
-from llama_ft.config.gpus import Device
 from llama_ft.plan.predict import PlanRequest
 from llama_ft.plan.record import Change, Plan
+
+
+def needed_bytes(plan: Plan) -> int:
+    """What the device must have; an extrapolated plan may put the allocator's share below the tensors'."""
+    return max(plan.device_bytes, plan.peak.bytes + plan.outside_bytes)
 
 
 @dataclass
@@ -46,7 +51,7 @@ class Fitting:
 
     def change(self, fastest: float) -> Change:
         """For messages; `fastest` is the speed of the fastest."""
-        return Change(self.flags, self.gives_up, self.plan.device_bytes, round(self.speed / fastest, 3))
+        return Change(self.flags, self.gives_up, needed_bytes(self.plan), round(self.speed / fastest, 3))
 
 
 @dataclass
@@ -85,7 +90,7 @@ class FitAnswer:
         Args:
             commands: one for each of `fits`, which runs it.
         """
-        needs, has = size_text(self.plan.device_bytes), f"{self.device.name}"
+        needs, has = size_text(needed_bytes(self.plan)), self.device.name
         if self.fits_as_it_is:
             lines = [f"It fits {has} as it is: {needs} a rank."]
             lines += ["Faster, by estimate, and fitting too:"] if self.fits else []

@@ -31,8 +31,15 @@ def last_end(run: Path) -> str:
     return f"The run in {run} ended after step {status.get('step', 0)} {how}"
 
 
-def about_host(config: Config, run: Path, job: Runtime) -> str:
-    """What the files of a run say of host memory, and what would take less of it."""
+def about_host(config: Config, run: Path, job: Runtime, library_bytes: int) -> str:
+    """What the files of a run say of host memory, and what would take less of it.
+
+    Args:
+        config: the run's settings.
+        run: its directory.
+        job: the ranks.
+        library_bytes: of its share of the host that a rank needs for other things than tensors.
+    """
     lines = []
     if (plan := read_plan(run)) is not None:
         lines.append(
@@ -43,7 +50,7 @@ def about_host(config: Config, run: Path, job: Runtime) -> str:
         lines.append(f"The ranks' peaks at the last logged step: {', '.join(map(size_text, peaks))}.")
     device, host = job.device.type, host_memory()
     if device == "cpu" and host is not None:
-        room = host.share(job.local_world_size)
+        room = max(0, host.share(job.local_world_size) - library_bytes)
         lines.append(f"What would fit: {plan_command(run, job.world_size, device, room)}")
     return "\n".join([*lines, host_changes(config, device)])
 
@@ -62,7 +69,7 @@ def host_changes(config: Config, device: str) -> str:
     elif config.data.tokenize_processes != 1:
         changes.append("--tokenize_processes 1, if it happened while rows were tokenized")
     changes.append("fewer ranks on this machine")
-    return f"What takes less host memory: {'; '.join(changes)}."
+    return "\n  ".join(["What takes less host memory:", *changes])
 
 
 def plan_command(run: Path | None, ranks: int, device: str, capacity_bytes: int) -> str:

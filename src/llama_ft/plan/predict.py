@@ -14,7 +14,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft import checkpoint, models, training
 from llama_ft.config import Config
-from llama_ft.data import Batch
+from llama_ft.data import IGNORED, Batch
 from llama_ft.phases import Holder, Phase
 from llama_ft.plan.cuda_allocator import reserved_bytes
 from llama_ft.plan.record import Peak, Plan
@@ -43,6 +43,8 @@ class PlanRequest:
         device: what they compute on.
         longest_row: tokens of the longest row, for padded batches; None: context_length.
         new_tokens: that the model gets rows for.
+        target_share: of the tokens, how many count in the loss.
+        size: packs, or rows, that there are; None: enough.
     """
 
     config: Config
@@ -52,6 +54,12 @@ class PlanRequest:
     device: Literal["cuda", "cpu"]
     longest_row: int | None = None
     new_tokens: models.NewTokens | None = None
+    target_share: float = 1.0
+    size: int | None = None
+
+    def micro_batch(self, packs: int) -> int:
+        """Of `packs` a micro-batch, how many a rank has."""
+        return packs if self.size is None else min(packs, max(1, -(-self.size // self.world_size)))
 
 
 def predict(request: PlanRequest, build_model: BuildModel, quick: bool = False) -> Plan:
@@ -88,7 +96,7 @@ def _plan_with(request: PlanRequest, build_model: BuildModel, layers: int | None
         tracker = Tracker(request.device)
         model_config = models.load_model_config(folder, config.model.trust_remote_code)
         context_length = models.resolve_context_length(config.data.context_length, model_config)
-        batch = _full_batch(request, config.train.batch_size_training, context_length)
+        batch = _full_batch(request, request.micro_batch(config.train.batch_size_training), context_length)
         validation = _full_batch(request, config.train.val_batch_size, context_length)
         with tracker.planning():
             model, _, stored_dtypes, units = build_model(config, folder, model_config, request.new_tokens, tracker, job)
@@ -133,7 +141,7 @@ def _one_step(
 
 
 def _full_batch(request: PlanRequest, rows: int, context_length: int) -> Batch:
-    """A micro-batch as large as one can be, all of it trained on."""
+    """A micro-batch as large as one can be."""
     data = request.config.data
     if data.batching_strategy == "packing":
         # On CUDA one kernel takes all rows; on the CPU attention goes row by row, here a row a pack.
@@ -142,7 +150,9 @@ def _full_batch(request: PlanRequest, rows: int, context_length: int) -> Batch:
     else:
         lengths = [min(context_length, request.longest_row or context_length)] * rows
         ids = torch.zeros(rows, lengths[0], dtype=torch.int64)
-    return Batch(ids, ids, lengths, data.batching_strategy == "packing", [""] * len(lengths))
+    labels = ids.clone()
+    labels[:, round(labels.shape[1] * request.target_share) :] = IGNORED
+    return Batch(ids, labels, lengths, data.batching_strategy == "packing", [""] * len(lengths))
 
 
 def _plan_of(
@@ -174,7 +184,9 @@ def _plan_of(
     )
     load = ledger.peaks["load"]
     offloaded = _offloaded_bytes(ledger.peaks["optimizer step"]) if request.config.fsdp.fsdp_cpu_offload else 0
-    tokens = request.config.train.batch_size_training * min(context_length, request.longest_row or context_length)
+    tokens = request.micro_batch(request.config.train.batch_size_training) * min(
+        context_length, request.longest_row or context_length
+    )
     return Plan(
         device=request.device,
         world_size=request.world_size,

@@ -22,9 +22,9 @@ from dataclasses import dataclass
 from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.config import Config
+from llama_ft.config.gpus import Device
 from llama_ft.models.skeleton import decoder_layers
 from llama_ft.plan.changes import Layout
-from llama_ft.config.gpus import Device
 from llama_ft.plan.predict import MOST_MICRO_BATCHES
 from llama_ft.plan.record import Plan
 

@@ -19,7 +19,13 @@ class Scale:
     """
 
     def __init__(
-        self, box: tuple[float, float, float, float], x: numpy.ndarray, y: numpy.ndarray, log: bool, from_zero: bool, unit: str
+        self,
+        box: tuple[float, float, float, float],
+        x: numpy.ndarray,
+        y: numpy.ndarray,
+        log: bool,
+        from_zero: bool,
+        unit: str,
     ) -> None:
         self.left, self.right, self.top, self.bottom = box
         self.x_low, self.x_high = float(x.min()), float(x.max())

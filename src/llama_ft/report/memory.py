@@ -64,7 +64,9 @@ def holder_bars(run: Run) -> tuple[str, list[Bar]]:
     """What holds memory at the largest peak of training, predicted: its phase, and a bar for each holder."""
     peaks = run.plan.get("peaks", [])
     peaks = [peak for peak in peaks if peak["phase"] in TRAINING_PHASES] or peaks
-    largest = max(peaks, key=lambda peak: peak["bytes"], default={"phase": "", "holders": {}})
+    if not peaks:
+        return "", []
+    largest: dict[str, Any] = max(peaks, key=lambda peak: peak["bytes"])
     return str(largest["phase"]), [bar for bar in _bars(HOLDERS, largest["holders"], {}) if bar.predicted]
 
 
@@ -73,7 +75,9 @@ def held_bars(run: Run) -> list[Bar]:
     measured: dict[str, float] = {}
     for rank in _memory(run).get("holders", []):
         measured |= {name: max(measured.get(name, 0.0), float(size)) for name, size in rank.items()}
-    held: dict[str, float] = next((p["holders"] for p in run.plan.get("peaks", []) if p["phase"] == "optimizer step"), {})
+    held: dict[str, float] = next(
+        (p["holders"] for p in run.plan.get("peaks", []) if p["phase"] == "optimizer step"), {}
+    )
     return _bars(HOLDERS, {name: held[name] for name in measured if held.get(name)}, measured)
 
 

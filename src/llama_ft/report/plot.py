@@ -100,9 +100,9 @@ class Plot:
         )
         return Markup(
             f'<figure class="plot" data-plot="{escape(json.dumps(self._data()))}"><figcaption>'
-            f'<b>{_text(self.title)}</b><span class="legend">{legend}</span></figcaption><div class="scroll"><svg viewBox="0 0 {self.width} '
-            f'{self.height}" role="img" aria-label="{_text(self._in_words())}"{self._least_width()}>{"".join(parts)}'
-            "</svg></div></figure>"
+            f'<b>{_text(self.title)}</b><span class="legend">{legend}</span></figcaption><div class="scroll">'
+            f'<svg viewBox="0 0 {self.width} {self.height}"{self._least_width()} role="img" aria-label="'
+            f'{_text(self._in_words())}">{"".join(parts)}</svg></div></figure>'
         )
 
     def _least_width(self) -> str:

@@ -1,0 +1,33 @@
+"""The recipe on ranks of which one may not take more memory from some step on: MIB more than it then has, in STEP."""
+
+import os
+import resource
+import runpy
+import sys
+from typing import Any
+
+from llama_ft import training
+from llama_ft.runtime import out_of_memory
+
+accumulate, steps = training.accumulate_gradients, 0
+
+
+def with_a_limit(*arguments: Any, **more: Any) -> Any:
+    global steps
+    steps += 1
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    if steps == int(os.environ["STEP"]) and int(os.environ.get("RANK", 0)) == int(os.environ["LIMITED_RANK"]):
+        taken = out_of_memory._kilobytes(out_of_memory.PROC / "self" / "status")["VmSize"]
+        resource.setrlimit(resource.RLIMIT_AS, (taken + int(os.environ["MIB"]) * 2**20, limits[1]))
+    try:
+        return accumulate(*arguments, **more)
+    finally:
+        if "LIFTED" in os.environ:  # what asks for advice, as another program, has all there is
+            resource.setrlimit(resource.RLIMIT_AS, limits)
+
+
+if __name__ == "__main__":
+    training.accumulate_gradients = with_a_limit
+    sys.argv = sys.argv[1:]
+    sys.path[0] = os.path.dirname(sys.argv[0])
+    runpy.run_path(sys.argv[0], run_name="__main__")
