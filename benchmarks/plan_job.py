@@ -2,8 +2,8 @@
 counted by phase.
 
 On the CPU torch's allocator is replaced by one that counts (tensor_bytes.cpp): exact bytes, on all threads, gloo's and
-autograd's too; without a C++ compiler it is the profiler's memory events. On CUDA it is torch.cuda.max_memory_allocated.
-Bytes count from the moment the model is begun to be built.
+autograd's too; without a C++ compiler it is the profiler's memory events. On CUDA it is
+torch.cuda.max_memory_allocated. Bytes count from the moment the model is begun to be built.
 """
 
 import ctypes
@@ -277,7 +277,7 @@ def main(cases_file: Path) -> None:
     rank = int(os.environ.get("RANK", 0))
     for case in asked["cases"]:
         gc.collect()
-        if asked["device"] == "cuda":
+        if torch.cuda.is_initialized():
             torch._C._cuda_clearCublasWorkspaces()  # a case must not find what the one before it has left
             torch.cuda.empty_cache()
         dump = Dump(phases)

@@ -20,8 +20,11 @@ SECONDS = 60.0
 
 
 def find_chromium() -> str | None:
-    """Where it is installed."""
-    return next((path for name in NAMES if (path := shutil.which(name))), None)
+    """Where it is installed and starts: Ubuntu's package may be a script that only names another way to install it."""
+    for path in filter(None, map(shutil.which, NAMES)):
+        if subprocess.run([path, "--version"], capture_output=True).returncode == 0:
+            return path
+    return None
 
 
 class Page:

@@ -54,6 +54,7 @@ def test_pure_bf16_is_built(mistakes) -> None:
             "--activation_checkpointing full --activation_offload --device cpu",
             "--activation_offload needs CUDA: on the",
         ),
+        ("--memory_snapshot --device cpu", "--memory_snapshot needs CUDA: it is the CUDA allocator's record."),
         (
             "--enable_fsdp --fsdp_wrap_policy size --activation_checkpointing selective",
             "--activation_checkpointing is selective, for which layers must be units.",

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -159,7 +160,7 @@ def test_the_first_changes_are_told_with_their_peaks() -> None:
     }
     more = [{**fit, "flags": [f"--batch_size_training {n}", "--use_peft"], "relative_speed": 1 / n} for n in (2, 3, 4)]
     text = describe_fits({"fits": [fit, *more]}, "", 2 * GIB)
-    assert "fit in 2.00 GiB" in text and "--activation_checkpointing full       1.00 GiB  1.00" in text
+    assert "fit in 2.00 GiB" in text and "--activation_checkpointing full     1.00 GiB  1.00" in text
     assert "gives up: 25 % speed" in text
     assert "--batch_size_training 3 --use_peft" in text and "--batch_size_training 4" not in text
     assert "on 8 ranks the same training does" in describe_fits({"fits": [], "fits_on_ranks": 8}, "", GIB)
@@ -199,7 +200,7 @@ def test_a_planner_without_answer_is_told_and_left(code: str, told: bool, proble
 @pytest.mark.parametrize(
     ("status", "age_seconds", "says"),
     [
-        ({"state": "running", "step": 7}, 0, "ended after step 7 without a word, as after kill -9"),
+        ({"state": "running", "step": 7}, 0, "ended after step 7 without a word, as when killed (exit code -9)"),
         ({"state": "running", "step": 7}, 10**9, "it may have lost power"),
         (
             {"state": "failed", "step": 3, "message": "rank 1 was killed (exit code -9)"},
@@ -222,29 +223,45 @@ def test_the_next_start_says_how_the_last_run_ended(
     assert says in end and bool(end) == bool(says)
 
 
-def out_of_memory(folder: Path, model: Path, rows: Path, ranks: int, **variables: str) -> Finished:
+# Answers as plan.py does, at once, with what it was asked.
+PLANNER = """
+import json, sys
+recipe = open(sys.argv[sys.argv.index("--config") + 1]).read()
+asked = " ".join(word for word in sys.argv[3:] if not word.endswith("B"))
+asked += " in fp32" if "precision: fp32" in recipe else ""
+fit = {"flags": ["--use_peft"], "gives_up": asked, "peak_bytes": 3 * 2**20, "relative_speed": 1.0}
+print(json.dumps({"plan": {}, "fits": [fit]}))
+"""
+
+
+def out_of_memory(recipe: Path, folder: Path, model: Path, rows: Path, ranks: int, **variables: str) -> Finished:
     flags = ["--model_name", model, "--dataset", rows, "--run_validation", "False", "--save_model", "False"]
     flags += ["--device", "cpu", "--precision", "fp32", "--batch_size_training", "16", "--max_train_step", "4"]
     flags += ["--enable_fsdp"] if ranks else []
-    return forked(JOB, RECIPE, *map(str, flags), "--output_dir", folder, ranks=ranks, **variables)
+    return forked(JOB, recipe, *map(str, flags), "--output_dir", folder, ranks=ranks, **variables)
 
 
 def test_a_rank_without_memory_ends_the_run_with_one_message(
     tmp_path: Path, save_model: Callable[..., Path], rows70: Path
 ) -> None:
-    """The allocator really fails. So does plan.py, which inherits the limit: the message says so and stands."""
+    """The allocator really fails, on one of two ranks."""
     model = save_model(tmp_path / "model", vocab_size=20_000)
-    finished = out_of_memory(tmp_path / "run", model, rows70, 2, STEP="2", MIB="4", LIMITED_RANK="1")
+    recipe = shutil.copy(RECIPE, tmp_path)
+    (tmp_path / "plan.py").write_text(PLANNER)
+    run = tmp_path / "run"
+    finished = out_of_memory(recipe, run, model, rows70, 2, STEP="2", MIB="4", LIMITED_RANK="1")
     assert finished.exit_code == 1
     assert "error: rank 1 ran out of host memory in the " in finished.output and " of step 2, in " in finished.output
     assert "more were asked for. Host memory: " in finished.output and "(ulimit -v of each process)" in finished.output
     for holder in ("sharded parameters", "optimizer state", "activations and the rest", "together"):
         assert f"\n         {holder}" in finished.output
-    assert finished.output.count("What would fit") == 1
+    assert "\n         --use_peft  3.0 MiB  1.00\n" in finished.output
+    assert "gives up: --nproc 2 --nproc_per_node 2 --device cpu --fit --quick --json in fp32\n" in finished.output
+    assert f"More: python recipes/plan.py --config {run}/config.yaml --nproc 2 --device cpu --fit " in finished.output
     assert "Traceback" not in finished.output and "lost contact" not in finished.output
-    status = json.loads((tmp_path / "run" / "status.json").read_text())
+    status = json.loads((run / "status.json").read_text())
     assert (status["state"], status["step"], status["exit_code"]) == ("failed", 1, 1)
-    assert "ran out of host memory" in status["message"] and "What would fit" in status["message"]
+    assert "ran out of host memory" in status["message"] and "--use_peft" in status["message"]
 
 
 @pytest.mark.slow
@@ -254,7 +271,9 @@ def test_the_message_ends_with_changes_that_fit(
 ) -> None:
     model = save_model(tmp_path / "model", vocab_size=20_000)
     limited = str(max(0, ranks - 1))
-    finished = out_of_memory(tmp_path / "run", model, rows70, ranks, STEP="1", MIB="4", LIMITED_RANK=limited, LIFTED="")
+    finished = out_of_memory(
+        RECIPE, tmp_path / "run", model, rows70, ranks, STEP="1", MIB="4", LIMITED_RANK=limited, LIFTED=""
+    )
     assert finished.exit_code == 1 and "ran out of host memory in the " in finished.output, finished.output
     assert "and the plan for the peak of its" in finished.output
     assert "What would fit in " in finished.output and "gives up: " in finished.output, finished.output

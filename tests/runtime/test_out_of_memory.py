@@ -22,8 +22,8 @@ MIB, GIB = 2**20, 2**30
 CUDA = (
     "CUDA out of memory. Tried to allocate 376.00 MiB. GPU 0 has a total capacity of 23.68 GiB of which 212.81 MiB is "
     "free. Process 81034 has 4.57 GiB memory in use. Including non-PyTorch memory, this process has 18.90 GiB "
-    "memory in use. Of the allocated memory 17.71 GiB is allocated by PyTorch, and 740.37 MiB is reserved by PyTorch but "
-    "unallocated. If reserved but unallocated memory is large try setting "
+    "memory in use. Of the allocated memory 17.71 GiB is allocated by PyTorch, and 740.37 MiB is reserved by PyTorch "
+    "but unallocated. If reserved but unallocated memory is large try setting "
     "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid fragmentation."
 )
 CPU = (

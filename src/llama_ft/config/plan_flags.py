@@ -6,15 +6,16 @@ from pathlib import Path
 from llama_ft.config.flags import read_flags, split_words
 from llama_ft.config.gpus import device_for
 from llama_ft.config.load import load
+from llama_ft.config.names import gone, known
 from llama_ft.config.paths import looks_local
 from llama_ft.config.sections import Config
-from llama_ft.config.wording import nearest_file
+from llama_ft.config.wording import nearest, nearest_file
 from llama_ft.errors import UserError
 
 RANKS_OF_A_NODE = 8
 NUMBERS = {
     "nproc": "Ranks to plan for; default 1.",
-    "nproc_per_node": "Ranks of a node; default nproc, but at most 8. HYBRID_SHARD shards within a node.",
+    "nproc_per_node": "Ranks of a node; default as many as divide nproc, at most 8. HYBRID_SHARD shards within a node.",
 }
 TEXTS = {
     "fit": "A device's memory, as 80GiB, or its name, as h100: search the settings that change memory, and print the "
@@ -59,13 +60,17 @@ def read_plan_flags(argv: list[str], demo_recipe: Path) -> tuple[Config, dict[st
             mistakes.append(f"{flag} {value}: expected a whole number from 1 on.")
         else:
             setattr(options, name, int(value))
-    options.nproc_per_node = options.nproc_per_node or min(options.nproc, RANKS_OF_A_NODE)
+    whole = [ranks for ranks in range(1, RANKS_OF_A_NODE + 1) if options.nproc % ranks == 0]
+    options.nproc_per_node = options.nproc_per_node or max(whole)
     if not mistakes and options.nproc % options.nproc_per_node:
         mistakes.append(
             f"--nproc_per_node {options.nproc_per_node}: {options.nproc} ranks do not make whole nodes of it."
         )
     if options.fit_out and not options.fit:
         mistakes.append("--fit_out: nothing is searched without --fit.")
+    slips = {word: _own_meant(word) for word in others}
+    mistakes += [f"{word.partition('=')[0]} is not a flag. Did you mean --{own}?" for word, own in slips.items() if own]
+    others = [word for word in others if not slips[word]]
     options.recipe = read_flags(others)[1]
     try:
         config, places = load(others, demo_recipe, paths=False)
@@ -81,6 +86,13 @@ def read_plan_flags(argv: list[str], demo_recipe: Path) -> tuple[Config, dict[st
     if mistakes:
         raise UserError(*mistakes)
     return config, places, options
+
+
+def _own_meant(word: str) -> str | None:
+    """Which of these flags an unknown one is a slip of."""
+    name = word.partition("=")[0].removeprefix("--").replace("-", "_")
+    is_other = not word.startswith("--") or name == "config" or known(name) or gone(name)
+    return None if is_other else nearest(name, OWN)
 
 
 def _model_complaint(name: str) -> str | None:

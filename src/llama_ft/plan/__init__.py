@@ -3,6 +3,7 @@
 from llama_ft.plan.at_start import StartPlan
 from llama_ft.plan.describe import describe
 from llama_ft.plan.explain import explaining
+from llama_ft.plan.fit import find_fits
 from llama_ft.plan.predict import PlanRequest, predict
 from llama_ft.plan.record import Change, Moment, Peak, Plan, read_plan
 
@@ -15,6 +16,7 @@ __all__ = [
     "StartPlan",
     "describe",
     "explaining",
+    "find_fits",
     "predict",
     "read_plan",
 ]

@@ -9,7 +9,7 @@ def describe(plan: Plan) -> str:
     """The plan as a table with what else there is to know below it."""
     ranks = f"{plan.world_size} ranks" if plan.world_size > 1 else "1 rank"
     lines = [
-        f"Rank 0 of {ranks} ({plan.device}), micro-batches of {plan.tokens:,} tokens, all of them trained on. MiB at the "
+        f"Rank 0 of {ranks} ({plan.device}), micro-batches of {plan.tokens:,} tokens, all trained on. MiB at the "
         "peak of each phase:",
         *_table(plan.peaks),
         "",

@@ -21,13 +21,13 @@ def last_end(run: Path) -> str:
     except (OSError, ValueError):
         return ""
     if KILLED in str(status.get("message")):  # a rank that survived has said so
-        how = f"when one of its ranks was killed ({KILLED}), probably by the kernel for want of host memory."
+        how = f"when one of its ranks was {KILLED}, probably by the kernel for want of host memory."
     elif status.get("state") != "running":
         return ""
     elif written < time.time() - time.clock_gettime(time.CLOCK_BOOTTIME):
         how = "without a word, and this machine was started anew since: it may have lost power."
     else:
-        how = f"without a word, as after kill -9 ({KILLED}): the kernel does that when host memory runs out."
+        how = f"without a word, as when {KILLED}: the kernel does that when host memory runs out."
     return f"The run in {run} ended after step {status.get('step', 0)} {how}"
 
 

@@ -145,8 +145,8 @@ def _about(run: Run) -> str:
     method = "full tuning"
     if run.settings.get("peft.use_peft"):
         method = "LoRA"
-        if mode := run.settings.get("quantization.mode"):
-            method += f" beside {mode} weights"
+        mode = run.settings.get("quantization.mode")
+        method += f" beside {mode} weights" if mode not in (None, "none") else ""
     return f"{method} of {model} on {rows}" if model else ""
 
 

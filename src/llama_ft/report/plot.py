@@ -110,17 +110,20 @@ class Plot:
 
     def _axes(self) -> str:
         at, parts = self._scale, []
+        named_up_to = -math.inf
         for first, last, name in self.bands:
             left, right = at.x(first), at.x(last)
             parts.append(
                 f'<rect class="band" x="{left:.1f}" y="{at.top:.1f}" width="{max(right - left, 1):.1f}" '
                 f'height="{at.bottom - at.top:.1f}"/>'
             )
-            is_narrow = right - left < 6 * len(name)
-            place, anchor = (right, "end") if is_narrow else ((left + right) / 2, "middle")
-            parts.append(
-                f'<text class="small" x="{place:.1f}" y="{at.top - 5:.1f}" text-anchor="{anchor}">{_text(name)}</text>'
-            )
+            across = 5.5 * len(name)  # about, in this font
+            end = right if right - left < across else (left + right + across) / 2
+            if end - across > named_up_to:
+                named_up_to = end + 8
+                parts.append(
+                    f'<text class="small" x="{end:.1f}" y="{at.top - 5:.1f}" text-anchor="end">{_text(name)}</text>'
+                )
         for value in at.y_ticks:
             parts.append(
                 f'<line class="grid" x1="{at.left}" x2="{at.right}" y1="{at.y(value):.1f}" y2="{at.y(value):.1f}"/>'

@@ -18,7 +18,7 @@ import torch
 from llama_ft.config.wording import size_text
 
 Shortage = Literal["device", "host"]
-KILLED = "exit code -9"  # as torchrun's report has it; in every message about a rank that SIGKILL has ended
+KILLED = "killed (exit code -9)"  # in every message about a rank that SIGKILL has ended
 PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 # c10/core/impl/alloc_cpu.cpp, the C++ library's, and the kernel's words for ENOMEM.
 HOST_SIGNS = re.compile(r"can't allocate memory|cannot allocate memory|bad_alloc|not enough memory", re.IGNORECASE)

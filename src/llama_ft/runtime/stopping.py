@@ -33,7 +33,7 @@ import torch.distributed as dist
 from llama_ft.config import parse_duration
 from llama_ft.errors import LostRank
 from llama_ft.runtime.failures import FAILURE_KEY, Stop, Stopped
-from llama_ft.runtime.out_of_memory import KILLED, KernelKills, explain_kill
+from llama_ft.runtime.out_of_memory import KILLED, KernelKills, explain_kill, host_memory
 
 SIGNALS: dict[int, Stop] = {signal.SIGTERM: Stop(143, "SIGTERM"), signal.SIGINT: Stop(130, "Ctrl-C")}
 TIME_IS_UP = 1  # in the gathered column; smaller than the number of any signal, which goes first
@@ -192,10 +192,13 @@ class Stopping:
 
     def _describe(self, gone: str) -> str:
         if KILLED not in gone and self._kills.new():
-            gone += f", and the kernel has killed a process ({KILLED})"
+            gone += f", most likely {KILLED}"
         if KILLED in gone:
             return f"{gone}.\n{explain_kill(self._kills)}"
-        return f"{gone}.\nHow it ended stands in torchrun's report."
+        return (
+            f"{gone}.\nHow it ended stands in torchrun's report; exit code -9 there usually means that host memory ran "
+            f"out.\n{host_memory() or ''}"
+        ).rstrip()
 
     def _lost(self, gone: str) -> LostRank:
         return LostRank(f"lost contact with another rank: {self._describe(gone)}")
@@ -284,4 +287,4 @@ def _end_of(process: int) -> str:
     if stat[0] not in "ZX":
         return ""
     # Dead, and not yet reaped by torchrun. The last field is what wait() will say; 0 to other users.
-    return f"was killed ({KILLED})" if int(stat[-1]) & 0x7F == signal.SIGKILL else "has ended"
+    return f"was {KILLED}" if int(stat[-1]) & 0x7F == signal.SIGKILL else "has ended"
