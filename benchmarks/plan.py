@@ -122,10 +122,10 @@ def write_inputs(folder: Path, hidden: int, layers: int, vocabulary: int) -> Non
 
 def write_job(cases: list[Case], folder: Path, device: str, dump: bool = False) -> Path:
     """For plan_job.py: the cases of one launch, which have the same number of ranks."""
-    library = compile_counter(folder) if device == "cpu" else None
+    library = str(compile_counter(folder)) if device == "cpu" else ""
     runs = [{"name": case.name, "flags": case.flags(folder, device)} for case in cases]
     job = folder / f"cases-{cases[0].ranks}.json"
-    job.write_text(json.dumps({"device": device, "library": library and str(library), "dump": dump, "cases": runs}))
+    job.write_text(json.dumps({"device": device, "library": library, "dump": dump, "cases": runs}))
     return job
 
 

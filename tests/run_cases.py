@@ -13,5 +13,6 @@ if __name__ == "__main__":
     finetuning = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(finetuning)
     for flags in json.loads(Path(sys.argv[1]).read_text()):
+        flags.append("--no_plan")  # a second of a core for each run; plans are tested by themselves
         settings = finetuning.parse_command_line(flags, description="", demo_recipe=finetuning.DEMO_RECIPE)
         finetuning.main(*settings)

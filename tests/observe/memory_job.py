@@ -4,7 +4,6 @@ import importlib.util
 import json
 import os
 import sys
-import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -66,7 +65,7 @@ if __name__ == "__main__":
             for change in BROKEN[case["broken"]]:
                 stack.enter_context(change)
             if RANK == 0:
-                print(f"CASE {case['name']} {time.time()}", flush=True)
+                print(f"CASE {case['name']}", flush=True)
             finetuning.main(
                 *finetuning.parse_command_line(case["flags"], description="", demo_recipe=finetuning.DEMO_RECIPE)
             )

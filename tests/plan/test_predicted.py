@@ -1,6 +1,7 @@
 """Plans beside runs of the recipe whose tensors are counted; benchmarks/plan.py does it for 48 cases."""
 
 import importlib.util
+import shutil
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -8,7 +9,7 @@ from types import ModuleType
 import pytest
 from forked import REPOSITORY, forked
 
-CASES = ["full-off-1-128", "4bit-full-1-512", "full-full-2-512", "8bit-off-2-128"]
+CASES = ["full-off-1-128", "4bit-full-1-128", "full-full-2-128", "8bit-off-2-128"]
 
 
 @pytest.fixture
@@ -22,6 +23,7 @@ def benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
+@pytest.mark.skipif(shutil.which("c++") is None, reason="torch's allocations are counted by C++ that has to be compiled")
 def test_a_runs_peak_is_the_predicted_one_within_a_tenth(benchmark: ModuleType, tmp_path: Path) -> None:
     benchmark.write_inputs(tmp_path, hidden=128, layers=2, vocabulary=512)
     cases = [case for case in benchmark.CASES if case.name in CASES]

@@ -23,7 +23,7 @@ TITLES = [
     "Loss", "Learning rate", "Gradient norm, before clipping", "Tokens per second, all ranks", "Seconds a step",
     "Device memory, peak so far, fullest rank", "Host memory, peak so far, fullest rank",
     "Peak of each phase, fullest rank", "What holds it at the peak of training (backward)",
-    "What stays for the optimizer step, tensor by tensor", "Memory over one step, predicted",
+    "What stays for the optimizer step, tensor by tensor", "Memory over one step",
     "Training rows", "Validation rows",
 ]  # fmt: skip
 HEADINGS = ["Training", "Memory", "Each rank", "FSDP units", "Data", "Answers", "Environment", "Settings"]
@@ -100,7 +100,7 @@ def test_all_text_stands_out_from_what_is_behind_it(page: Page, report: Path, th
 def test_the_pointer_tells_the_values_under_it(page: Page, report: Path) -> None:
     page.open(report, "light", 1280)
     assert page.run(f"{POINT}('Loss', 0.999)") == ["step 60", "training: 1.825", "validation: 1.5", "each step: 1.6"]
-    step = page.run(f"{POINT}('Memory over one step, predicted', 0.999)")
+    step = page.run(f"{POINT}('Memory over one step', 0.999)")
     assert step == ["optimizer step", "predicted: 120 MiB", "without gathered units: 120 MiB", "measured: 120 MiB"]
 
 

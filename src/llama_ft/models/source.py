@@ -100,15 +100,14 @@ class SafetensorsSource:
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Rows [start, stop) of dimension 0 in the file's dtype; only they are read."""
         if is_planning():
-            header = self.tensors[name]
-            return torch.empty((stop - start, *header.shape[1:]), dtype=header.dtype)
+            return _mapped((stop - start, *self.tensors[name].shape[1:]), self.tensors[name].dtype)
         rows: torch.Tensor = self._handles[self.tensors[name].file].get_slice(name)[start:stop]
         return rows
 
     def read(self, name: str) -> torch.Tensor:
         """A whole tensor in the file's dtype."""
         if is_planning():
-            return torch.empty(self.tensors[name].shape, dtype=self.tensors[name].dtype)
+            return _mapped(self.tensors[name].shape, self.tensors[name].dtype)
         tensor: torch.Tensor = self._handles[self.tensors[name].file].get_tensor(name)
         return tensor
 
@@ -156,6 +155,11 @@ class BinSource:
 def is_planning() -> bool:
     """Whether tensors are fake (llama_ft.plan): what would be read is then only as large as it."""
     return detect_fake_mode() is not None
+
+
+def _mapped(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """A (fake) tensor in memory that is a file's, and not allocated."""
+    return torch.empty((), dtype=dtype).expand(shape)
 
 
 def open_weights(folder: Path) -> WeightSource:

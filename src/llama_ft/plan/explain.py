@@ -30,7 +30,7 @@ from llama_ft.runtime.out_of_memory import asked_bytes, host_memory, shortage
 from llama_ft.runtime.watchdog import place
 
 MOST_CHANGES = 3
-SECONDS_TO_PLAN = 90.0
+SECONDS_TO_PLAN = 120.0
 NEEDS_LESS = 0.9
 LARGE_SHARE_IN_PIECES = 0.05  # of the device
 TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_", "PET_")
@@ -117,17 +117,27 @@ class MemoryExplainer:
             return host_changes(self._config, job.device.type)
         traceback.clear_frames(error.__traceback__)  # plan.py needs memory, too: activations and states go
         gc.collect()
+        fits = self._ask(told_to_end)
+        return f"{fits}\nMore: {plan_command(run, job.world_size, job.device.type, self._capacity)}"
+
+    def _ask(self, told_to_end: threading.Event) -> str:
+        """plan.py's answer, for people; what it finds to fit although it did not is asked for less."""
+        job, run, note, deadline = self._job, self._run, "", time.monotonic() + SECONDS_TO_PLAN
+        ranks = ["--nproc", str(job.world_size), "--nproc_per_node", str(job.local_world_size)]
+        wanted = [*ranks, "--device", job.device.type, "--quick", "--json", "--fit"]
         with tempfile.NamedTemporaryFile("w", suffix=".yaml") as recipe:
             resolved = run / "config.yaml" if run is not None else None  # with what the machine decided
             written = resolved is not None and resolved.exists()
             recipe.write(resolved.read_text() if resolved is not None and written else to_yaml(self._config))
             recipe.flush()
-            ranks = ["--nproc", str(job.world_size), "--nproc_per_node", str(job.local_world_size)]
-            wanted = ["--device", job.device.type, "--fit", f"{self._capacity}B", "--quick", "--json"]
-            command = [sys.executable, str(self._planner), "--config", recipe.name, *ranks, *wanted]
-            answer, problem = ask_planner(command, told_to_end)
-        fits = describe_fits(answer, problem, self._capacity)
-        return f"{fits}\nMore: {plan_command(run, job.world_size, job.device.type, self._capacity)}"
+            while True:
+                command = [sys.executable, str(self._planner), "--config", recipe.name, *wanted, f"{self._capacity}B"]
+                answer, problem = ask_planner(command, told_to_end, deadline - time.monotonic())
+                if answer is None or not answer.get("fits_as_it_is"):
+                    return note + describe_fits(answer, problem, self._capacity)
+                planned = Plan.from_json(answer["plan"]).device_bytes
+                note = f"By its plan it fits, with {size_text(planned)} a rank: something else takes the memory here.\n"
+                self._capacity = min(self._capacity - 1, int(NEEDS_LESS * planned))
 
     def describe_kill(self) -> str:
         """See Explainer."""
@@ -254,7 +264,7 @@ def ask_planner(
             if told_to_end.wait(0.1) or time.monotonic() > deadline:
                 process.kill()
                 process.wait()
-                return None, "this process was told to end" if told_to_end.is_set() else f"it took over {seconds:g} s"
+                return None, "this process was told to end" if told_to_end.is_set() else f"it took over {seconds:.3g} s"
         output.seek(0)
         complaints.seek(0)
         try:

@@ -13,8 +13,13 @@ def workspace_bytes(func: Any, args: Any, device: str) -> int:
         args: its arguments.
         device: cuda or cpu.
     """
-    name = f"{func.namespace}::{func._opname}"
-    if name == "bitsandbytes::gemm_4bit":  # the weight is dequantized into the inputs' dtype, then multiplied
-        inputs, shape = args[0], args[2]
-        return int(torch.Size(shape).numel()) * inputs.dtype.itemsize
+    if func.namespace != "bitsandbytes":
+        return 0
+    inputs: torch.Tensor = args[0]
+    if func._opname == "gemm_4bit":  # the weight is dequantized into the inputs' dtype, then multiplied
+        return int(torch.Size(args[2]).numel()) * inputs.dtype.itemsize
+    if func._opname == "quantize_4bit" and device == "cpu":  # an fp32 copy, scaled, clamped, and int32 codes
+        return inputs.numel() * 4 * 4
+    if func._opname == "int8_vectorwise_quant" and device == "cpu":
+        return inputs.numel() * 4
     return 0

@@ -130,7 +130,8 @@ def step_plots(run: Run) -> list[Plot]:
                 Series("measured", numpy.array([x for x, _ in places]), sizes[[n for _, n in places]], "line", 1)
             )
             measured = []
-        plots.append(_step_plot("Memory over one step, predicted", labels, series, from_zero=True))
+        title = "Memory over one step" + (", predicted" if not places else "")
+        plots.append(_step_plot(title, labels, series, from_zero=True))
     if measured:
         what = "tensors on the GPU" if unit == "device" else "anonymous host memory"
         series = [Series("measured", numpy.arange(len(sizes)), sizes, "line", 1)]

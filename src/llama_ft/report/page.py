@@ -165,8 +165,8 @@ def _cards(run: Run) -> list[Card]:
     peak, what = memory.measured_peak(run)
     predicted = memory.predicted_peak(run)
     if math.isfinite(predicted):
-        difference = f" ({peak / predicted - 1:+.0%})" if memory.is_like_for_like(run) else ""
-        what = f"plan: {number(predicted, 'bytes')} of tensors{difference}"
+        plan = f"plan: {number(predicted, 'bytes')} of tensors"
+        what = f"{plan} ({peak / predicted - 1:+.0%})" if memory.is_like_for_like(run) else f"with Python; {plan}"
     if math.isfinite(peak):
         cards.append(Card("Peak memory", number(peak, "bytes"), what))
     elif math.isfinite(predicted):

@@ -88,7 +88,7 @@ class Plot:
             if series.style == "area":
                 parts.append(_area(points, at.bottom, colour))
             parts.append(f'<path class="{series.style} {colour}" d="{_path(points)}"/>')
-            if series.style == "dots":
+            if series.style == "dots" or len(points) < 3:
                 circles = (f'<circle class="{colour}" cx="{x:.1f}" cy="{y:.1f}" r="3"/>' for x, y in points if y == y)
                 parts.append("".join(circles))
         parts.append('<line class="cross" y1="0" y2="0"/>')

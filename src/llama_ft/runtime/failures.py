@@ -31,7 +31,7 @@ FINAL = " would fail again, node "  # under FAILURE_KEY between the numbers of t
 EXPLAINS = " explains"  # as well: this rank finds out what would fit, for which it needs more time
 SECONDS_TO_LET_THE_CAUSE_SPEAK = 3.0
 SECONDS_TO_BE_ENDED = 20.0
-SECONDS_TO_EXPLAIN = 120.0
+SECONDS_TO_EXPLAIN = 150.0
 COMMUNICATION_SIGNS = ("gloo", "nccl", "connection closed", "connection reset", "broken pipe", "tcpstore")
 _LEAVING = threading.Lock()
 
@@ -116,8 +116,6 @@ def leave(
                 message += f". To go on: --output_dir {status.path.parent} --resume auto"
             write_status(status, "stopped" if stopped else "failed", exit_code, message)
         print(message, file=sys.stderr, flush=True)
-        if is_final:
-            restarts.end_restarts()
         if status is not None:
             status.at_end()
         if is_memory and explainer is not None:
@@ -126,6 +124,8 @@ def leave(
             if status is not None:
                 write_status(status, "failed", exit_code, f"{message}\n{advice}")
                 status.at_end()
+        if is_final:
+            restarts.end_restarts()  # which ends this process, too
     elif not isinstance(error, KeyboardInterrupt | Stopped):  # these reach every rank: nobody has to be waited for
         if os.environ.get("LOCAL_RANK") == "0" and is_final_elsewhere(store):
             restarts.end_restarts()
