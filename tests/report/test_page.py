@@ -143,5 +143,11 @@ def test_no_secret_is_in_facts_or_pages(run_dir: Path, report: Path) -> None:
     assert "HF_TOKEN=***" in report.read_text()
 
 
+def test_a_rank_that_holds_more_than_the_others_stands_out(page: Page, report: Path) -> None:
+    page.open(report, "light", 1280)
+    odd = "[...document.querySelectorAll('td.odd')].map(c => [c.parentElement.rowIndex - 1, c.textContent])"
+    assert page.run(odd) == [[1, "80 MiB"]]
+
+
 def test_a_report_of_a_short_run_is_small(report: Path) -> None:
     assert report.stat().st_size < 150_000

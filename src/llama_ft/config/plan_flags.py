@@ -23,7 +23,8 @@ TEXTS = {
     "fit_out": "With --fit: a folder to write them to, each as a recipe.",
 }
 SWITCHES = {
-    "quick": "Extrapolate from models of 3 and 5 layers: seconds also for the largest.",
+    "quick": "Extrapolate from models of 3 and 5 layers: seconds also for the largest. With --fit: only the smallest "
+    "changes, within half a minute.",
     "json": "Print the plan as JSON.",
 }
 OWN = NUMBERS | TEXTS | SWITCHES

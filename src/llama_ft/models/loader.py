@@ -17,7 +17,8 @@ from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.models.conversion import open_source
 from llama_ft.models.shards import ShardGroup, row_ranges, wait_for_device
-from llama_ft.models.source import SafetensorsSource, StoredTensor, WeightSource, is_planning
+from llama_ft.models.source import SafetensorsSource, StoredTensor, WeightSource
+from llama_ft.planning import planned_device
 
 BLOCK_ELEMENTS = 2**23  # copying 550 M weights took 0.1 s in blocks of 2**22 to 2**24, 0.1 to 1.1 s in 2**19
 BYTES_IN_FLIGHT = 2**25
@@ -73,7 +74,7 @@ class Loader:
     def fill(self, filling: Filling) -> None:
         """Put this rank's rows into the shards, converted to their dtypes. On rank 0 the last of what it sends may
         still be on its way: see `finish`."""
-        if is_planning():
+        if planned_device() is not None:
             kind = (filling.shape, *filling.wire, *(shard.dtype for shard in filling.shards))
             if kind in self.planned:
                 return

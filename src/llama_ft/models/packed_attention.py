@@ -174,6 +174,9 @@ def _row_by_row(
     arguments: dict[str, Any],
 ) -> Attention:
     lengths = packed_rows.lengths if packed_rows is not None else (query.shape[2],)
+    if len(lengths) == 1:  # nothing to cut, and no copy of the output
+        mask = _row_mask(attention, lengths[0], arguments.get("sliding_window"), query)
+        return attention(module, query, key, value, mask, **arguments)[0], None
     outputs, start = [], 0
     for length in lengths:
         row = (part[:, :, start : start + length] for part in (query, key, value))

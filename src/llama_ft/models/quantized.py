@@ -19,6 +19,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from llama_ft.planning import planned_device
+
 OPS = torch.ops.bitsandbytes
 
 
@@ -58,12 +60,13 @@ class Int8:
     def matmul(self, inputs: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         """inputs [..., in] x weight -> [..., out] of the inputs' dtype. On CUDA the inputs are quantized too; on the
         CPU, where bitsandbytes has no fast int8 product, the weight is dequantized."""
-        if inputs.device.type != "cuda":
+        if not inputs.is_cuda and planned_device() != "cuda":
             return functional.linear(inputs, self.dequantize(weight, scale, inputs.dtype))
         flat, scale = inputs.reshape(-1, inputs.shape[-1]), scale.view(torch.float32)
         halves = flat.to(torch.float16).contiguous()  # the CUDA kernel reads them as if they were
-        quantized, input_scale, outliers = OPS.int8_vectorwise_quant(halves, threshold=self.threshold)
-        if self.threshold > 0:
+        threshold = self.threshold if inputs.is_cuda else 0.0  # a plan cannot know how many outliers there will be
+        quantized, input_scale, outliers = OPS.int8_vectorwise_quant(halves, threshold=threshold)
+        if threshold > 0:
             output, _ = OPS.int8_mixed_scaled_mm(flat, quantized, weight, input_scale, scale, outliers)
         else:
             output = OPS.int8_scaled_mm(quantized, weight, input_scale, scale, dtype=inputs.dtype)

@@ -11,10 +11,10 @@ from typing import Any, Protocol
 import torch
 import xxhash
 from safetensors import SafetensorError, safe_open
-from torch._guards import detect_fake_mode
 
 from llama_ft.config.wording import size_text
 from llama_ft.errors import UserError
+from llama_ft.planning import planned_device
 from llama_ft.runtime.console import log
 
 INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
@@ -99,14 +99,14 @@ class SafetensorsSource:
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Rows [start, stop) of dimension 0 in the file's dtype; only they are read."""
-        if is_planning():
+        if planned_device() is not None:
             return _mapped((stop - start, *self.tensors[name].shape[1:]), self.tensors[name].dtype)
         rows: torch.Tensor = self._handles[self.tensors[name].file].get_slice(name)[start:stop]
         return rows
 
     def read(self, name: str) -> torch.Tensor:
         """A whole tensor in the file's dtype."""
-        if is_planning():
+        if planned_device() is not None:
             return _mapped(self.tensors[name].shape, self.tensors[name].dtype)
         tensor: torch.Tensor = self._handles[self.tensors[name].file].get_tensor(name)
         return tensor
@@ -150,11 +150,6 @@ class BinSource:
     def read(self, name: str) -> torch.Tensor:
         """A whole tensor in the stored dtype."""
         return self._values[name]
-
-
-def is_planning() -> bool:
-    """Whether tensors are fake (llama_ft.plan): what would be read is then only as large as it."""
-    return detect_fake_mode() is not None
 
 
 def _mapped(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -7,9 +7,12 @@ out all that surely need as much; one plan at a micro-batch of 1 for each way of
 """
 
 import bisect
+import ctypes
 import dataclasses
 import json
 import os
+import signal
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor
@@ -48,6 +51,7 @@ from llama_ft.plan.speed import Ranks, Shape, seconds_a_token, shape_of
 USABLE = 0.97  # plans are measured to be right within 3 % (benchmarks/plan.py)
 SURELY_TOO_MUCH = 1.05  # an estimate beyond this share of what may be used is not worth a plan
 MOST_RANKS = 1024
+PR_SET_PDEATHSIG = 1
 MOST_PROCESSES = 4  # each holds about 0.5 GiB of its own
 WORTH_A_CHANGE, WORTH_TELLING = 1.01, 1.05  # times as fast
 SECONDS_TO_ADVISE = 30.0
@@ -225,7 +229,7 @@ def find_fits(
         device: what it has to fit.
         places: dotted name -> where it was set.
         planned: the plan of the recipe as it is.
-        quick: whether quick plans are enough; otherwise the first answer is planned in full.
+        quick: look for the smallest changes, for SECONDS_TO_ADVISE at most, and plan none of them in full.
         tell: hears what is searched.
         most: answers.
     """
@@ -236,13 +240,15 @@ def find_fits(
         own = start.own_seconds()
         answer.fits = [it for it in start.run(most) if it.seconds * WORTH_TELLING < own and it.flags]
         return answer
+    if quick:
+        answer.fits = _smallest_changes(start, most)
+        return answer
     alone, together = (which(request.config, start.context_length) for which in (qualities, shorter))
     for changes, keeps_wishes in ((alone, True), (together, True), (alone, False), (together, False)):
         searches = [dataclasses.replace(start, quality=it, keeps_wishes=keeps_wishes) for it in changes]
         tell(f"{len(searches)} kinds of training" + ("" if keeps_wishes else ", whatever you have set"))
         answer.fits = _choose(_run_all(searches), most)
-        if not quick:
-            _verify(answer.fits, start)
+        _verify(answer.fits, start)
         if answer.fits:
             break
     if not any(it.keeps_training and not it.overridden for it in answer.fits):
@@ -260,16 +266,20 @@ def advise(request: PlanRequest, build_model: BuildModel, capacity_bytes: int, m
         capacity_bytes: of the device.
         most: changes.
     """
-    deadline = time.monotonic() + SECONDS_TO_ADVISE
     device = Device("", capacity_bytes, *(ANY_GPU if request.device == "cuda" else ANY_CPU))
-    start = _prepare(request, build_model, device, frozenset())
-    found = list[Fitting]()
+    found = _smallest_changes(_prepare(request, build_model, device, frozenset()), most)
+    return [it.change(max(other.speed for other in found)) for it in found]
+
+
+def _smallest_changes(start: Search, most: int) -> list[Fitting]:
+    deadline = time.monotonic() + SECONDS_TO_ADVISE
+    request, found = start.request, list[Fitting]()
     for quality in (*qualities(request.config, start.context_length), *shorter(request.config, start.context_length)):
         if len(found) >= most or time.monotonic() > deadline:
             break
         search = dataclasses.replace(start, quality=quality, keeps_wishes=False, fewest_first=True)
         found += search.run(most - 1 if not quality else 1, deadline)
-    return [it.change(max(other.speed for other in found)) for it in found]
+    return found
 
 
 def _prepare(request: PlanRequest, build_model: BuildModel, device: Device, set_by_user: frozenset[str]) -> Search:
@@ -284,7 +294,7 @@ def _run_all(searches: list[Search]) -> list[list[Fitting]]:
     """Each in a process of its own, as many at a time as there are cores."""
     processes = min(len(searches), MOST_PROCESSES, len(os.sched_getaffinity(0)))
     context = get_context("fork")  # what is imported need not be imported again, which takes 10 s
-    with ProcessPoolExecutor(processes, context, initializer=_one_thread) as pool:
+    with ProcessPoolExecutor(processes, context, initializer=_begin_process) as pool:
         return list(pool.map(_run, searches))
 
 
@@ -292,8 +302,10 @@ def _run(search: Search) -> list[Fitting]:
     return search.run(2 if not search.quality else 1)
 
 
-def _one_thread() -> None:
+def _begin_process() -> None:
     torch.set_num_threads(1)  # a forked process has none of OpenMP's threads, and would wait for them
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # whoever asks may be killed
 
 
 def _choose(found: list[list[Fitting]], most: int) -> list[Fitting]:

@@ -105,7 +105,7 @@ class FitAnswer:
 
     def _verdict(self) -> list[str]:
         lines, ranks = [], self.request.world_size
-        if not self.fits or not self.fits[0].keeps_training:
+        if self.enough_ranks or self.blocker:
             same = f"The same training does not fit on {_ranks(ranks)}, however it is divided"
             lines.append(f"{same}; fits on {self.enough_ranks}." if self.enough_ranks else f"{same}.")
             if self.blocker:

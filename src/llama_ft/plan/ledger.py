@@ -37,6 +37,7 @@ class Ledger:
         self.events: list[tuple[int, int]] = []
         self._alive: dict[int, tuple[int, int, Holder]] = {}
         self._numbered = 0
+        self._has_workspace = False
 
     def begin(self, phase: Phase | None, holder: Holder) -> None:
         """Measure the peak of a phase; what is allocated belongs to `holder`."""
@@ -60,6 +61,13 @@ class Ledger:
             self._numbered += 1
             self._change(self._numbered, nbytes, "temporaries")
             self._change(self._numbered, -nbytes, "temporaries")
+
+    def keep_workspace(self, nbytes: int) -> None:
+        """Memory that a library takes once and keeps."""
+        if not self._has_workspace:
+            self._has_workspace = True
+            self._numbered += 1
+            self._change(self._numbered, nbytes, "temporaries")
 
     def assign(self, tensors: Iterable[torch.Tensor], holder: Holder) -> None:
         """Say who holds tensors that are alive already; of DTensors this rank's part."""

@@ -36,6 +36,9 @@ HELD_IN: dict[Phase, Holder] = {
     "evaluation": "activations",
     "save": "temporaries",
 }
+# cuBLAS' workspace, which torch allocates with the first matrix product and keeps (Hopper's; others take 8 MiB).
+# Source: aten/src/ATen/cuda/CublasHandlePool.cpp
+CUBLAS_BYTES = 32 * 2**20
 # What fully_shard allocates where.
 ALLOCATING: dict[tuple[Any, str], Holder] = {
     (_fsdp_param_group, "foreach_all_gather"): "communication buffers",
@@ -53,6 +56,7 @@ class Tracker(TorchDispatchMode):
         device: cuda or cpu: what is planned for.
 
     Attributes:
+        planned_device: the same; see llama_ft.planning.
         ledger: what is alive.
         traffic: what collectives have sent.
     """
@@ -60,7 +64,7 @@ class Tracker(TorchDispatchMode):
     def __init__(self, device: str) -> None:
         super().__init__()
         self.ledger, self.traffic = Ledger(), Traffic()
-        self._device = device
+        self.planned_device = device
         self._module_names: dict[nn.Module, str] = {}
         self._units: set[nn.Module] = set()
         self._head: nn.Module | None = None
@@ -85,9 +89,11 @@ class Tracker(TorchDispatchMode):
                 return func(*args, **kwargs)
         if func.namespace == "c10d":
             self.traffic.note(func, args)
-            if self._device == "cpu":
+            if self.planned_device == "cpu":
                 self.ledger.note_temporary(self.traffic.gloo_buffer(func, args))
-        self.ledger.note_temporary(workspace_bytes(func, args, self._device))
+        self.ledger.note_temporary(workspace_bytes(func, args, self.planned_device))
+        if self.planned_device == "cuda" and func._opname in ("mm", "addmm", "bmm"):
+            self.ledger.keep_workspace(CUBLAS_BYTES)
         result = func(*args, **kwargs)
         for value in _tensors((result,)):
             if not isinstance(value, DTensor):

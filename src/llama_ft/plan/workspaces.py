@@ -22,4 +22,6 @@ def workspace_bytes(func: Any, args: Any, device: str) -> int:
         return inputs.numel() * 4 * 4
     if func._opname == "int8_vectorwise_quant" and device == "cpu":
         return inputs.numel() * 4
+    if func._opname == "int8_scaled_mm" and device == "cuda":  # int32 sums, then fp16
+        return int(inputs.shape[0] * args[1].shape[0] * (4 + 2))
     return 0

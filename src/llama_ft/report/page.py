@@ -21,6 +21,7 @@ from llama_ft.report.plot import Plot, Series, histogram, smoothed
 from llama_ft.report.run import Run, differing_settings
 
 HERE = Path(__file__).parent
+MIB = 2**20
 ENDINGS = {"finished": "good", "failed": "bad", "stopped": "warn", "running": "info"}
 METRIC_PLOTS = (  # key, title, unit, whether a logarithmic axis may be better, whether it begins at zero
     ("train/lr", "Learning rate", "", False, True),
@@ -66,7 +67,7 @@ def report_page(run: Run) -> str:
         like_for_like=memory.is_like_for_like(run),
         measured=run.facts.get("memory", {}),
         rank_columns=rank_columns,
-        rank_cells=_rank_cells(ranks),
+        rank_cells=_rank_cells(rank_columns, ranks),
         units=unit_groups(run.facts.get("units", [])),
         data_rows=_data_rows(run),
         histograms=_histograms(run),
@@ -186,16 +187,18 @@ def _device(run: Run) -> Card:
     return Card("Device", "GPU" if on_gpu else "CPU", f"{count}; {more}" if more else count)
 
 
-def _rank_cells(ranks: list[list[float | None]]) -> list[list[dict[str, Any]]]:
+def _rank_cells(names: list[str], ranks: list[list[float | None]]) -> list[list[dict[str, Any]]]:
     """Each rank's numbers with their share of the largest, and whether they are over 5 % more than is usual."""
     columns = [[size or 0 for size in column] for column in zip(*ranks, strict=True)]
     usual = [median_low(column) for column in columns]
+    # Tensors are counted exactly; of host memory Python and its libraries take what they like.
+    least = [MIB if name.startswith(("holds", "device")) else 128 * MIB for name in names]
     return [
         [
             {
                 "size": size,
                 "share": (size or 0) / (max(columns[n]) or 1),
-                "is_odd": bool(size and size > 1.05 * usual[n]),
+                "is_odd": (size or 0) > max(1.05 * usual[n], usual[n] + least[n]),
             }
             for n, size in enumerate(row)
         ]

@@ -6,7 +6,14 @@ from llama_ft.training.optimizer import build_optimizer, describe_optimizer, des
 from llama_ft.training.packed_rows import check_rows_stay_apart
 from llama_ft.training.progress import Progress
 from llama_ft.training.sample import answer, show_answer
-from llama_ft.training.step import accumulate_gradients, free_gathered, gradient_norm, is_due, stop_if_not_finite, update_weights
+from llama_ft.training.step import (
+    accumulate_gradients,
+    free_gathered,
+    gradient_norm,
+    is_due,
+    stop_if_not_finite,
+    update_weights,
+)
 
 __all__ = [
     "Progress",
