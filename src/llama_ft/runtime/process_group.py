@@ -130,7 +130,7 @@ class Runtime:
             return
         self.status.step = step
         if self.is_main and time.monotonic() - self._status_written > SECONDS_BETWEEN_STATUS:
-            self.status.write("running")
+            self.status.write_step()
             self._status_written = time.monotonic()
 
     def describe(self, rows: int, micro_batches: int, global_batch: int, unit: str = "row") -> str:

@@ -24,7 +24,7 @@ class RunStatus:
 
     def write(self, state: State, exit_code: int | None = None, message: str = "") -> None:
         """Replace the file in one move, so that a reader never sees half of it."""
-        aside = self.path.with_suffix(".json.tmp")
+        aside = self.path.with_suffix(f".json.{os.getpid()}.tmp")  # ranks may write at once
         record = {"state": state, "step": self.step, "exit_code": exit_code, "message": message}
         try:
             aside.write_text(json.dumps(record) + "\n")
@@ -32,3 +32,12 @@ class RunStatus:
         except OSError:
             aside.unlink(missing_ok=True)
             raise
+
+    def write_step(self) -> None:
+        """Say how far the run is, unless another rank has said how it ended."""
+        try:
+            is_over = json.loads(self.path.read_text())["state"] != "running"
+        except (OSError, ValueError, KeyError):
+            is_over = False
+        if not is_over:
+            self.write("running")
