@@ -35,7 +35,7 @@ def test_a_stopped_rank_and_one_in_a_loop_are_named_and_the_job_ends(tmp_path: P
         pids = {rank: int((tmp_path / f"process-{rank}").read_text()) for rank in range(3)}
         os.kill(pids[1], signal.SIGKILL)  # a launcher would do it 30 s later
         finished = job.result()
-    assert finished.exit_code == 1, finished.output
+    assert finished.exit_code in (1, -signal.SIGKILL), finished.output  # rank 0's, or of the one killed: who ends first
     here = socket.gethostname()
     message = (
         "error: rank 1, 2 did not arrive; the others have waited for 6 s (--collective_timeout).\n"

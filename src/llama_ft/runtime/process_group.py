@@ -122,6 +122,7 @@ class Runtime:
         if self.is_main:
             elastic.remember_run(self.job_store, output_dir)
             self.status.write("running")
+            self._status_written = time.monotonic()
         dist.barrier()  # a rank that fails at once must not have its "failed" overwritten
 
     def note_step(self, step: int) -> None:
