@@ -1,7 +1,6 @@
 """Settings that fit: what is searched, and that the answers are recipes which do."""
 
 import dataclasses
-import importlib.util
 import json
 import sys
 from collections.abc import Callable
@@ -9,27 +8,14 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from conftest import RECIPE, torchrun
+from conftest import torchrun
 from forked import REPOSITORY
 
-from llama_ft.config import Config, load, load_recipe
+from llama_ft.config import Config, load, load_recipe, to_yaml
 from llama_ft.config.gpus import device_for
 from llama_ft.plan.changes import changed, differing, layouts, qualities, settings_of, wishes
-from llama_ft.plan.fit import Search, _prepare, advise, find_fits
+from llama_ft.plan.fit import _prepare, advise, find_fits
 from llama_ft.plan.predict import PlanRequest, predict
-
-LAYERS = {"num_hidden_layers": 2}
-
-
-@pytest.fixture(scope="module")
-def finetuning() -> ModuleType:
-    """The recipe; forked processes find its functions by its name."""
-    spec = importlib.util.spec_from_file_location("finetuning", RECIPE)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["finetuning"] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +39,11 @@ def global_batch(config: Config) -> int:
     [
         ("--batch_size_training 4 --gradient_accumulation_steps 3", 16, "cuda"),
         ("--enable_fsdp --sharding_strategy HYBRID_SHARD --sharding_group_size 4 --use_peft", 16, "cuda"),
-        ("--enable_fsdp --fsdp_cpu_offload --activation_checkpointing every_k --activation_checkpointing_k 3", 8, "cuda"),
+        (
+            "--enable_fsdp --fsdp_cpu_offload --activation_checkpointing every_k --activation_checkpointing_k 3",
+            8,
+            "cuda",
+        ),
         ("--use_peft --quantization 8bit --int8_threshold 3 --val_batch_size 8", 1, "cuda"),
         ("--device cpu --freeze_layers --num_freeze_layers 2", 2, "cpu"),
     ],
@@ -61,8 +51,6 @@ def global_batch(config: Config) -> int:
 def test_every_layout_is_a_recipe_that_loads_with_the_same_global_batch(
     line: str, world: int, device: str, tmp_path: Path
 ) -> None:
-    from llama_ft.config import to_yaml
-
     request = request_for(line, world, device)
     seen = set()
     for quality in qualities(request.config, 4096):
@@ -139,7 +127,10 @@ def peaks_measured(folder: Path, recipes: dict[str, Path], ranks: int) -> dict[s
 
 
 @pytest.mark.slow
-def test_answers_are_run_and_do_fit(finetuning: ModuleType, shallow_model: Path, tmp_path: Path) -> None:
+def test_answers_are_run_and_do_fit(
+    finetuning: ModuleType, shallow_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "finetuning", finetuning)  # forked processes find its functions by their names
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"input_ids": [1 + n % 250 for n in range(512)]}) + "\n" for _ in range(32)))
     line = ["--model_name", str(shallow_model), "--dataset", str(rows), "--device", "cpu", "--precision", "bf16_mixed"]
@@ -151,8 +142,6 @@ def test_answers_are_run_and_do_fit(finetuning: ModuleType, shallow_model: Path,
     assert not answer.fits_as_it_is and len(answer.fits) == 3 and answer.fits[0].keeps_training
     commands = answer.write(tmp_path / "fits")
     assert commands[0] == f"torchrun --nproc_per_node 2 recipes/finetuning.py --config {tmp_path}/fits/fit-1.yaml"
-    from llama_ft.config import to_yaml
-
     (tmp_path / "asked.yaml").write_text(to_yaml(config))
     recipes = {f"fit-{number}": tmp_path / "fits" / f"fit-{number}.yaml" for number in (1, 2, 3)}
     peaks = peaks_measured(tmp_path, {"asked": tmp_path / "asked.yaml", **recipes}, 2)

@@ -208,7 +208,7 @@ def estimate(base: Layout, plan: Plan, layout: Layout, micro_batches: int) -> fl
         rest = peak.bytes - states - by_token
         sharded = 0.0 if layout.offload else states * base.degree / layout.degree
         most = max(most, sharded + by_token * layout.micro_batch / base.micro_batch + rest + kept_gathered)
-    return most * max(1.0, plan.reserved_bytes / plan.peak.bytes) + plan.outside_bytes
+    return most * (needed_bytes(plan) - plan.outside_bytes) / plan.peak.bytes + plan.outside_bytes
 
 
 def find_fits(

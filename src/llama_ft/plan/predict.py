@@ -97,16 +97,18 @@ def _plan_with(request: PlanRequest, build_model: BuildModel, layers: int | None
         model_config = models.load_model_config(folder, config.model.trust_remote_code)
         context_length = models.resolve_context_length(config.data.context_length, model_config)
         batch = _full_batch(request, request.micro_batch(config.train.batch_size_training), context_length)
-        validation = _full_batch(request, config.train.val_batch_size, context_length)
+        validation = None
+        if config.train.run_validation and config.data.validation is not None:
+            validation = _full_batch(request, config.train.val_batch_size, context_length)
         with tracker.planning():
             model, _, stored_dtypes, units = build_model(config, folder, model_config, request.new_tokens, tracker, job)
             tracker.watch(model)
             optimizer = training.build_optimizer(model, config.train)
             model.train()
-            for step in (1, 2):
-                if step == 2:
-                    tracker.forget_steps()
-                _one_step(config, model, optimizer, batch, validation, tracker, job)
+            _one_step(config, model, optimizer, [batch], None, tracker, job)  # which makes the optimizer's states
+            tracker.forget_steps()
+            count = min(config.train.gradient_accumulation_steps, MOST_MICRO_BATCHES)
+            _one_step(config, model, optimizer, [batch] * count, validation, tracker, job)
             tracker.enter("save")
             saved = checkpoint.to_host(checkpoint.own_state(model, optimizer, job).tensors)
         return _plan_of(request, config, model, optimizer, stored_dtypes, units, saved, context_length, tracker)
@@ -116,14 +118,13 @@ def _one_step(
     config: Config,
     model: PreTrainedModel,
     optimizer: torch.optim.Optimizer,
-    batch: Batch,
-    validation: Batch,
+    micro_batches: list[Batch],
+    validation: Batch | None,
     tracker: Tracker,
     job: Runtime,
 ) -> None:
     """The recipe's step and an evaluation, as its training loop makes them."""
     settings = config.train
-    micro_batches = [batch] * min(settings.gradient_accumulation_steps, MOST_MICRO_BATCHES)
     reduce_last_only = config.peft.use_peft or settings.accumulate_unsharded
     scale = training.Progress(settings).scale.factor
     training.accumulate_gradients(model, micro_batches, 1, reduce_last_only, job.device, scale, tracker)
@@ -131,7 +132,7 @@ def _one_step(
     training.gradient_norm(model, settings, scale)
     training.update_weights(optimizer, settings.lr)
     tracker.note_optimizer(optimizer)
-    if settings.run_validation and config.data.validation is not None:
+    if validation is not None:
         tracker.enter("evaluation")
         model.eval()
         with torch.no_grad():

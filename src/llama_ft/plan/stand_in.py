@@ -1,12 +1,10 @@
-"""A model folder as large as a plan needs it: the real one, or one with the same headers and nothing behind them.
+"""A model folder as a plan needs it: the real one, or one with the headers of its weights and nothing behind them.
 
-The files of a stand-in are sparse: a safetensors header, and a hole of the size it promises. So whatever reads headers
-reads them as ever, also of a checkpoint that is on the hub only, or that is cut down to a few of its layers.
+So a checkpoint that is on the hub only, or that is cut down to a few of its layers, is loaded as any other is.
 """
 
 import json
 import re
-import struct
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -62,7 +60,7 @@ def stand_in(folder: Path, model: ModelConfig, layers: int | None) -> Iterator[P
         config = with_layers(config, layers)
     with tempfile.TemporaryDirectory(prefix="llama_ft-plan-") as name:
         config.save_pretrained(name)
-        _write_sparse(Path(name) / SINGLE_FILE, headers)
+        _write_headers(Path(name) / SINGLE_FILE, headers)
         yield Path(name)
 
 
@@ -129,14 +127,11 @@ def _first_layers(
     return kept
 
 
-def _write_sparse(file: Path, headers: dict[str, StoredTensor]) -> None:
-    """A safetensors file with a hole for data. Format: https://huggingface.co/docs/safetensors"""
+def _write_headers(file: Path, headers: dict[str, StoredTensor]) -> None:
+    """A safetensors file that ends after its header; see models.source.read_headers."""
     entries, end = dict[str, object](), 0
     for name, header in headers.items():
         begin, end = end, end + header.nbytes
         entries[name] = {"dtype": NAMES[header.dtype], "shape": list(header.shape), "data_offsets": [begin, end]}
     text = json.dumps(entries).encode()
-    text += b" " * (-len(text) % 8)
-    with open(file, "wb") as opened:
-        opened.write(struct.pack("<Q", len(text)) + text)
-        opened.truncate(8 + len(text) + end)
+    file.write_bytes(len(text).to_bytes(8, "little") + text)
