@@ -6,7 +6,6 @@ and hold 9 MiB each of their own; with a fork server it is 9 s and 245 MiB, and 
 the console, and are forked before the progress bar has its thread. (torch's DataLoader forks in the same place.)
 """
 
-import ctypes
 import gc
 import hashlib
 import itertools
@@ -18,7 +17,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
@@ -30,11 +29,11 @@ from llama_ft.data.formats import BadRow, Row
 from llama_ft.data.sources import Source
 from llama_ft.data.tokenize import IGNORED, Encoded, Encoder
 from llama_ft.errors import RunFailure, UserError
+from llama_ft.processes import end_with
 
 CHUNK_ROWS, CHUNK_BYTES = 256, 2**20
 ROWS_INLINE, BYTES_INLINE = 2000, 2**22  # up to here one process is done before others have had their first chunk
 CHUNKS_AHEAD = 4  # of each process: read or tokenized, but not yet asked for
-PR_SET_PDEATHSIG = 1
 
 
 class Chunk(NamedTuple):
@@ -159,11 +158,6 @@ def encode_chunk(rows: list[bytes], encoder: Encoder) -> EncodedChunk:
     )
 
 
-def cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 class ChunkEncoder:
     """Tokenizes chunks, on other processes once there is enough to do; iterate over it inside `with`.
 
@@ -262,12 +256,7 @@ def _work(pipe: Connection, encoder: Encoder, parent: int) -> None:
     """What a worker does until it is killed."""
     for number in (signal.SIGINT, signal.SIGTERM):  # which a terminal or a batch system sends to all processes
         signal.signal(number, signal.SIG_IGN)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # it shall not outlive the run, however that ends
-        if os.getppid() != parent:
-            return
-        with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-            file.write("500")  # where memory runs out, the kernel shall take this process: the run can then say why
+    end_with(parent, oom_score=500)  # where memory runs out, the kernel shall take this one: the run can then say why
     gc.freeze()  # the collector would touch, and so copy, all that is shared with the parent
     while True:
         try:

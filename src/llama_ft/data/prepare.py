@@ -17,12 +17,13 @@ from llama_ft.data.build import BadRows, SplitWriter, report_on
 from llama_ft.data.cache import build_once
 from llama_ft.data.chat_template import ensure_chat_template
 from llama_ft.data.formats import BadRow, Message
-from llama_ft.data.parallel import ChunkEncoder, chunks_of, cores
+from llama_ft.data.parallel import ChunkEncoder, chunks_of
 from llama_ft.data.rate import Rate
 from llama_ft.data.sources import Source, brings_validation, open_source
 from llama_ft.data.statistics import BuildReport, SplitStatistics, describe
 from llama_ft.data.tokenize import Encoder
 from llama_ft.errors import UserError
+from llama_ft.processes import cores
 from llama_ft.runtime.console import console
 
 if TYPE_CHECKING:

@@ -69,8 +69,7 @@ class MemoryWatch:
     def __exit__(
         self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._peaks.phase is not None:
-            self._peaks.enter(self._peaks.phase)  # and stay in it, for whoever explains an error
+        self._peaks.leave()
         if self._facts is None:
             return
         if error is None:

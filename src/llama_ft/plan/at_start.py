@@ -5,11 +5,9 @@ anything is started, since planning needs a process group that is not the run's:
 where a new interpreter would first take 10 s to import what it needs.
 """
 
-import ctypes
 import multiprocessing
 import os
 import signal
-import sys
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -26,10 +24,10 @@ from llama_ft.models import NewTokens
 from llama_ft.plan.fit import advise
 from llama_ft.plan.predict import BuildModel, PlanRequest, predict
 from llama_ft.plan.record import Change, Plan
+from llama_ft.processes import end_with
 from llama_ft.runtime import Runtime, log
 from llama_ft.runtime.out_of_memory import host_memory
 
-PR_SET_PDEATHSIG = 1
 PYTHON_BYTES = 600 * 2**20  # a rank's libraries: torch, transformers and their like
 SECONDS_FOR_PLAN, SECONDS_FOR_ADVICE = 15.0, 60.0
 NICE = 10
@@ -70,7 +68,9 @@ class StartPlan:
             return
         context = multiprocessing.get_context("fork")
         self._pipe, theirs = context.Pipe()
-        context.Process(target=_serve, args=(theirs, self._pipe, build_model, os.getpid()), daemon=True).start()
+        ends = theirs, self._pipe
+        self._process = context.Process(target=_serve, args=(*ends, build_model, os.getpid()), daemon=True)
+        self._process.start()
         theirs.close()
 
     def ask(
@@ -115,6 +115,8 @@ class StartPlan:
             log.info(f"The run's memory could not be planned: {answer}")
         self._pipe.close()
         self._pipe = None
+        self._process.kill()  # it may still be planning, on a core that the run needs
+        self._process.join()
 
     def _receive(self, seconds: float) -> Any:
         assert self._pipe is not None
@@ -130,12 +132,7 @@ def _serve(pipe: Connection, parents: Connection, build_model: BuildModel, paren
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the run, which ends this
     os.nice(NICE)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            return
-        with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-            file.write("1000")  # where memory runs out, it shall be this process
+    end_with(parent, oom_score=1000)
     torch.set_num_threads(1)
     with suppress(EOFError, OSError):
         request, most_bytes = pipe.recv()

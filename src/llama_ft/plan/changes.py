@@ -216,7 +216,7 @@ def _losses_of_speed(changes: Mapping[str, Any], plan: Plan) -> Iterator[str]:
         yield "parts of the layers are computed twice"
     if changes.get("fsdp_cpu_offload"):
         yield f"weights come from the host at every use, which holds {size_text(plan.host_load_bytes)} a rank"
-    if "enable_fsdp" in changes or changes.get("sharding_strategy") == "FULL_SHARD":
+    if plan.world_size > 1 and ("enable_fsdp" in changes or changes.get("sharding_strategy") == "FULL_SHARD"):
         yield "ranks send each other their shards"
     if "gradient_accumulation_steps" in changes:
         yield f"a step is {changes['gradient_accumulation_steps']} micro-batches"

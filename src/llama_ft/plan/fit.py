@@ -7,12 +7,9 @@ out all that surely need as much; one plan at a micro-batch of 1 for each way of
 """
 
 import bisect
-import ctypes
 import dataclasses
 import json
 import os
-import signal
-import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor
@@ -43,15 +40,15 @@ from llama_ft.plan.changes import (
     trains_the_same,
     wishes,
 )
-from llama_ft.plan.fit_answer import FitAnswer, Fitting, needed_bytes
+from llama_ft.plan.fit_answer import FitAnswer, Fitting
 from llama_ft.plan.predict import MOST_MICRO_BATCHES, BuildModel, PlanRequest, predict
 from llama_ft.plan.record import Change, Plan
 from llama_ft.plan.speed import Ranks, Shape, seconds_a_token, shape_of
+from llama_ft.processes import cores, end_with
 
 USABLE = 0.97  # plans are measured to be right within 3 % (benchmarks/plan.py)
 SURELY_TOO_MUCH = 1.05  # an estimate beyond this share of what may be used is not worth a plan
 MOST_RANKS = 1024
-PR_SET_PDEATHSIG = 1
 MOST_PROCESSES = 4  # each holds about 0.5 GiB of its own
 WORTH_A_CHANGE, WORTH_TELLING = 1.01, 1.05  # times as fast
 SECONDS_TO_ADVISE = 30.0
@@ -125,7 +122,7 @@ class Search:
 
     def fits(self, plan: Plan) -> bool:
         """Whether the device has room for it."""
-        return needed_bytes(plan) <= USABLE * self.device.bytes
+        return plan.device_bytes <= USABLE * self.device.bytes
 
     def plan(self, config: Config) -> Plan | None:
         """A quick plan; None where the run would refuse the recipe."""
@@ -208,7 +205,7 @@ def estimate(base: Layout, plan: Plan, layout: Layout, micro_batches: int) -> fl
         rest = peak.bytes - states - by_token
         sharded = 0.0 if layout.offload else states * base.degree / layout.degree
         most = max(most, sharded + by_token * layout.micro_batch / base.micro_batch + rest + kept_gathered)
-    return most * (needed_bytes(plan) - plan.outside_bytes) / plan.peak.bytes + plan.outside_bytes
+    return most * (plan.device_bytes - plan.outside_bytes) / plan.peak.bytes + plan.outside_bytes
 
 
 def find_fits(
@@ -292,9 +289,9 @@ def _prepare(request: PlanRequest, build_model: BuildModel, device: Device, set_
 
 def _run_all(searches: list[Search]) -> list[list[Fitting]]:
     """Each in a process of its own, as many at a time as there are cores."""
-    processes = min(len(searches), MOST_PROCESSES, len(os.sched_getaffinity(0)))
+    processes = min(len(searches), MOST_PROCESSES, cores())
     context = get_context("fork")  # what is imported need not be imported again, which takes 10 s
-    with ProcessPoolExecutor(processes, context, initializer=_begin_process) as pool:
+    with ProcessPoolExecutor(processes, context, initializer=_begin_process, initargs=(os.getpid(),)) as pool:
         return list(pool.map(_run, searches))
 
 
@@ -302,10 +299,9 @@ def _run(search: Search) -> list[Fitting]:
     return search.run(2 if not search.quality else 1)
 
 
-def _begin_process() -> None:
+def _begin_process(parent: int) -> None:
     torch.set_num_threads(1)  # a forked process has none of OpenMP's threads, and would wait for them
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # whoever asks may be killed
+    end_with(parent)
 
 
 def _choose(found: list[list[Fitting]], most: int) -> list[Fitting]:

@@ -15,19 +15,6 @@ from llama_ft.plan.predict import PlanRequest
 from llama_ft.plan.record import Change, Plan
 
 
-# Of what CUDA's allocator takes, to its tensors. It was 1.02 to 1.07 in full plans of 8 B parameters; what it was for 3
-# and 5 layers says little of 32 (1.9 was extrapolated where it is 1.06).
-LEAST_RESERVED, MOST_RESERVED = 1.06, 1.1
-
-
-def needed_bytes(plan: Plan) -> int:
-    """What the device must have."""
-    if not plan.is_quick or plan.device == "cpu":
-        return plan.device_bytes
-    reserved = min(max(plan.reserved_bytes / plan.peak.bytes, LEAST_RESERVED), MOST_RESERVED)
-    return round(plan.peak.bytes * reserved) + plan.outside_bytes
-
-
 @dataclass
 class Fitting:
     """Settings that fit.
@@ -59,7 +46,7 @@ class Fitting:
 
     def change(self, fastest: float) -> Change:
         """For messages; `fastest` is the speed of the fastest."""
-        return Change(self.flags, self.gives_up, needed_bytes(self.plan), round(self.speed / fastest, 3))
+        return Change(self.flags, self.gives_up, self.plan.device_bytes, round(self.speed / fastest, 3))
 
 
 @dataclass
@@ -98,7 +85,7 @@ class FitAnswer:
         Args:
             commands: one for each of `fits`, which runs it.
         """
-        needs, has = size_text(needed_bytes(self.plan)), self.device.name
+        needs, has = size_text(self.plan.device_bytes), self.device.name
         if self.fits_as_it_is:
             lines = [f"It fits {has} as it is: {needs} a rank."]
             lines += ["Faster, by estimate, and fitting too:"] if self.fits else []

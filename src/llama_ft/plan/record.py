@@ -30,7 +30,7 @@ class Peak:
 
 @dataclass(frozen=True)
 class Moment:
-    """A point of the second step (the first has no optimizer state yet), where a module begins or ends.
+    """A point of a step (not of the first, which has no optimizer state yet), where a module begins or ends.
 
     Attributes:
         label: `forward model.layers.3`, `backward lm_head`, `optimizer step`.
@@ -52,7 +52,7 @@ class Plan:
         world_size: ranks.
         rank: the one planned, which holds the most (the first: rows are dealt like torch.chunk).
         peaks: one for each phase the run has, in order.
-        timeline: the second step, moment by moment.
+        timeline: a step, moment by moment; empty in a quick plan.
         reserved_bytes: what torch's CUDA allocator takes from the device for it, from a simulation of the allocator; on
             the CPU the largest peak.
         outside_bytes: on the device, beside torch: CUDA context and NCCL's buffers (an assumption); 0 on the CPU.

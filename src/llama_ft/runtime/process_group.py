@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from llama_ft.errors import UserError
+from llama_ft.processes import cores
 from llama_ft.runtime import elastic
 from llama_ft.runtime.console import configure_console
 from llama_ft.runtime.devices import DeviceNote, batch_line, device_lines, layout_line, take_device
@@ -295,8 +296,7 @@ def _set_threads(local_world_size: int) -> None:
     """Share the cores out among several processes: for those, torchrun sets OMP_NUM_THREADS=1 where the user has set
     nothing, which would leave cores idle."""
     if local_world_size > 1 and os.environ.get("OMP_NUM_THREADS", "1") == "1":
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        torch.set_num_threads(max(1, cores // local_world_size))
+        torch.set_num_threads(max(1, cores() // local_world_size))
 
 
 def _silence_libraries(rank: int) -> None:

@@ -1,0 +1,92 @@
+"""The process that plans a run while it starts."""
+
+import logging
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+FLAGS = ("--enable_fsdp", "--context_length", "128", "--batch_size_training", "2")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """config.json and no weights."""
+    from transformers import LlamaConfig
+
+    sizes = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2, "vocab_size": 1000}
+    config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, architectures=["LlamaForCausalLM"])
+    config.save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def tell_plan(finetuning: ModuleType, folder: Path, run: Path) -> int:
+    """What a run of two ranks on the CPU does between its start and its first step; the planner's process id."""
+    import torch
+
+    from llama_ft.config import load
+    from llama_ft.plan import StartPlan
+
+    config, _ = load(["--model_name", str(folder), "--dataset", "demo", *FLAGS], paths=False)
+    start = StartPlan(finetuning.build_model, off=False)
+    (planner,) = multiprocessing.active_children()
+    rows, steps = SimpleNamespace(longest_row=None, target_share=1.0), SimpleNamespace(size=None)
+    job = SimpleNamespace(world_size=2, local_world_size=2, device=torch.device("cpu"))
+    start.ask(config, folder, None, rows, steps, job)  # type: ignore[arg-type]
+    start.tell(run)
+    assert planner.pid is not None
+    return planner.pid
+
+
+def test_a_run_gets_its_plan_and_the_planner_is_gone(
+    finetuning: ModuleType, plan: Callable[..., Any], folder: Path, tmp_path: Path
+) -> None:
+    from llama_ft.plan import read_plan
+
+    planner = tell_plan(finetuning, folder, tmp_path)
+    written = read_plan(tmp_path)
+    assert written is not None and written.peaks == plan(folder, 2, *FLAGS).peaks
+    assert not Path(f"/proc/{planner}").exists()
+
+
+def test_a_run_that_will_not_fit_is_told_what_would(
+    finetuning: ModuleType,
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    from llama_ft.plan import at_start
+
+    little = at_start.Limits(None, 5 * 2**20, "a small machine")  # and it takes 5.9 MiB
+    monkeypatch.setattr(at_start, "_limits", lambda *_: little)
+    monkeypatch.setattr(logging.getLogger("llama_ft"), "propagate", True)  # to caplog
+    planner = tell_plan(finetuning, folder, tmp_path)
+    (warning,) = [it.getMessage() for it in caplog.records if it.levelno == logging.WARNING]
+    first, change, *_ = warning.splitlines()
+    assert "will most likely not fit" in first and "a small machine" in first
+    assert change.split()[0].startswith("--") and " would need " in change
+    assert not Path(f"/proc/{planner}").exists()
+
+
+def test_the_planner_ends_with_a_run_that_is_killed(finetuning: ModuleType) -> None:
+    from llama_ft.plan import StartPlan
+
+    heard, told = os.pipe()
+    run = os.fork()
+    if run == 0:
+        StartPlan(finetuning.build_model, off=False)
+        (planner,) = multiprocessing.active_children()
+        os.write(told, str(planner.pid).encode())
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(run, 0)
+    stat, deadline = Path(f"/proc/{int(os.read(heard, 32))}/stat"), time.monotonic() + 30
+    while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z" and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"

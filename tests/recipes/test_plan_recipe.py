@@ -1,0 +1,51 @@
+"""recipes/plan.py as users run it, and the plan that a run makes of itself."""
+
+import json
+import sys
+from pathlib import Path
+
+from conftest import run
+from forked import REPOSITORY, forked
+
+PLAN, RECIPE = REPOSITORY / "recipes" / "plan.py", REPOSITORY / "recipes" / "finetuning.py"
+SHAPE = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 500, "hidden_size": 64,
+    "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 16, "max_position_embeddings": 256, "dtype": "bfloat16",
+}  # fmt: skip
+
+
+def test_a_plan_is_made_of_a_config_json_alone(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE))
+    flags = ["--model_name", str(tmp_path), "--enable_fsdp", "--context_length", "64", "--nproc", "64"]
+    finished = forked(PLAN, *flags)
+    assert finished.exit_code == 0, finished.output
+    assert "Rank 0 of 64 ranks (cuda)" in finished.output
+    for said in ("logits and loss", "A GPU needs", "Sent by each rank in a step: all-gather"):
+        assert said in finished.output
+    finished = forked(PLAN, *flags, "--json")
+    plan = json.loads(finished.output)["plan"]
+    assert plan["world_size"] == 64
+    assert [peak["phase"] for peak in plan["peaks"]] == ["load", "forward", "backward", "optimizer step"]
+    labels = [moment["label"] for moment in plan["timeline"]]
+    assert "forward model.layers.1" in labels and "backward model.layers.0" in labels
+
+
+def test_mistakes_end_before_torch_is_imported(tmp_path: Path) -> None:
+    finished = run([sys.executable, "-X", "importtime", str(PLAN), "--nproc", "none", "--model_name", str(tmp_path)])
+    assert finished.exit_code == 2
+    assert "error: --nproc none: expected a whole number from 1 on." in finished.output
+    assert f"--model_name {tmp_path}: holds no config.json." in finished.output
+    assert "Traceback" not in finished.output and " torch\n" not in finished.output
+
+
+def test_a_run_plans_itself_and_leaves_the_plan(tmp_path: Path) -> None:
+    flags = ["--max_train_step", "1", "--warmup_steps", "0", "--run_validation", "False", "--save_model", "False", "--device", "cpu"]
+    finished = forked(RECIPE, "--enable_fsdp", *flags, "--output_dir", tmp_path / "run", ranks=2)
+    assert finished.exit_code == 0, finished.output
+    assert finished.output.count("Planned: ") == 1
+    plan = json.loads((tmp_path / "run" / "plan.json").read_text())
+    assert (plan["world_size"], plan["device"]) == (2, "cpu")
+    finished = forked(RECIPE, *flags, "--output_dir", tmp_path / "other", "--no_plan")
+    assert finished.exit_code == 0, finished.output
+    assert "Planned: " not in finished.output and not (tmp_path / "other" / "plan.json").exists()
