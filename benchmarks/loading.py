@@ -161,7 +161,7 @@ def worker(rank: int, case: Case, folder: Path, device: Device, port: int, pipe:
         shards = [local_shard(parameter) for parameter in model.parameters()]
         whole = [parameter.numel() * parameter.itemsize for parameter in model.parameters()]
         sizes = [shard.nbytes for shard in shards]
-        peak = observe.device_peak_bytes(job.device)
+        peak = observe.memory_use(job.device).device_peak or None
         pipe.send(Loaded(seconds, sum(sizes), max(whole), max(sizes), peak))
         pipe.recv()
 

@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "recipes"))
 import finetuning
 
 from llama_ft import checkpoint, data, models, runtime, training
+from llama_ft.phases import NOBODY
 from llama_ft.training.step import free_gathered
 
 LENGTHS = [24, 16]  # of the rows each rank has: one pack, or a padded batch
@@ -30,7 +31,7 @@ if __name__ == "__main__":
         with runtime.start("cpu", models.shard_degree(config.fsdp)) as job:
             folder, result = Path(config.model.model_name), work / "results" / name
             model_config = models.load_model_config(folder, False)
-            model, adapter, stored, _ = finetuning.build_model(config, folder, model_config, None, job)
+            model, adapter, stored, _ = finetuning.build_model(config, folder, model_config, None, NOBODY, job)
             parts = [part.tolist() for part in rows[job.rank].split(LENGTHS)]
             own = Dataset.from_dict({"input_ids": parts, "labels": parts, "source": [name] * 2})
             is_packed = config.data.batching_strategy == "packing"

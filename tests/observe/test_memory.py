@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from llama_ft.observe import device_peak_bytes, host_anonymous_bytes, host_peak_bytes, memory_metrics, reset_peaks
+from llama_ft.observe import memory_metrics, memory_use, reset_peaks
 from llama_ft.observe.memory import _kernel_bytes
 
 CPU = torch.device("cpu")
@@ -18,21 +18,20 @@ def touched(size_bytes: int) -> torch.Tensor:
 
 def test_the_host_peak_outlives_the_allocation_until_it_is_reset() -> None:
     reset_peaks(CPU)
-    before = host_peak_bytes()
+    before = memory_use(CPU).resident_peak
     big = touched(300 * MIB)
     del big
-    after = host_peak_bytes()
+    after = memory_use(CPU).resident_peak
     reset_peaks(CPU)
-    fresh = host_peak_bytes()
-    assert before is not None and after is not None and fresh is not None
+    fresh = memory_use(CPU).resident_peak
     assert 290 * MIB < after - before < 330 * MIB
     assert fresh < after - 250 * MIB
 
 
 def test_the_host_peak_is_the_one_getrusage_reports() -> None:
     big = touched(64 * MIB)
-    peak = host_peak_bytes()
-    assert peak is not None and len(big) == 64 * MIB
+    peak = memory_use(CPU).resident_peak
+    assert peak > 0 and len(big) == 64 * MIB
     # ru_maxrss is the larger of the peak before and after a reset, so it can only be above.
     assert peak <= resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 + MIB
 
@@ -40,20 +39,20 @@ def test_the_host_peak_is_the_one_getrusage_reports() -> None:
 def test_mapped_files_do_not_count_as_anonymous(tmp_path: Path) -> None:
     path = tmp_path / "weights.bin"
     path.write_bytes(b"\1" * (400 * MIB))
-    before = host_anonymous_bytes()
+    before = memory_use(CPU).anonymous
     mapped = torch.from_file(str(path), shared=True, size=400 * MIB, dtype=torch.uint8)
     assert int(mapped.max()) == 1  # reads every page (a sum would need 8 bytes for each)
-    with_map = host_anonymous_bytes()
+    with_map = memory_use(CPU).anonymous
     big = touched(400 * MIB)
-    with_tensor = host_anonymous_bytes()
-    assert before is not None and with_map is not None and with_tensor is not None
+    with_tensor = memory_use(CPU).anonymous
     # Wide bounds: libraries give memory of earlier tests back at any time.
     assert with_map - before < 200 * MIB
     assert 300 * MIB < with_tensor - with_map and len(big) == 400 * MIB
 
 
 def test_the_cpu_has_no_device_peak() -> None:
-    assert device_peak_bytes(CPU) is None
+    touched(MIB)
+    assert memory_use(CPU).device == memory_use(CPU).device_peak == memory_use(CPU).device_reserved_peak == 0
 
 
 def test_a_system_without_proc_tells_nothing(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ def folder(tmp_path: Path) -> Path:
     """config.json and no weights."""
     from transformers import LlamaConfig
 
-    sizes = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2, "vocab_size": 1000}
+    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2, "vocab_size": 1000}
     config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, architectures=["LlamaForCausalLM"])
     config.save_pretrained(tmp_path / "model")
     return tmp_path / "model"

@@ -116,6 +116,13 @@ def test_recomputation_keeps_a_layers_input_only(plan: Plan, tmp_path: Path) -> 
     assert without > 4 * recomputed
 
 
+def test_8bit_adam_takes_fp32_copies_of_a_weight_on_the_cpu(plan: Plan, tmp_path: Path) -> None:
+    planned = plan(llama(tmp_path / "model"), 2, *FLAGS, "--optimizer", "AdamW8bit")
+    # Of the embedding's rows, filled up to a block of 256: gradient, weight and codes, and then five times fp32.
+    padded = VOCABULARY // 2 * 256
+    assert held(planned, "optimizer step")["temporaries"] == pytest.approx(padded * (4 + 4 + 1 + 1 + 5 * 4), rel=0.02)
+
+
 def test_micro_batches_beyond_the_second_cost_nothing(plan: Plan, tmp_path: Path) -> None:
     folder = llama(tmp_path / "model")
     two, nine = (plan(folder, 2, *FLAGS, *LORA, "--gradient_accumulation_steps", count) for count in ("2", "9"))

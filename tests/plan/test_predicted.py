@@ -23,7 +23,9 @@ def benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
-@pytest.mark.skipif(shutil.which("c++") is None, reason="torch's allocations are counted by C++ that has to be compiled")
+@pytest.mark.skipif(
+    shutil.which("c++") is None, reason="torch's allocations are counted by C++ that has to be compiled"
+)
 def test_a_runs_peak_is_the_predicted_one_within_a_tenth(benchmark: ModuleType, tmp_path: Path) -> None:
     benchmark.write_inputs(tmp_path, hidden=128, layers=2, vocabulary=512)
     cases = [case for case in benchmark.CASES if case.name in CASES]

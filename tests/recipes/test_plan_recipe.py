@@ -40,7 +40,18 @@ def test_mistakes_end_before_torch_is_imported(tmp_path: Path) -> None:
 
 
 def test_a_run_plans_itself_and_leaves_the_plan(tmp_path: Path) -> None:
-    flags = ["--max_train_step", "1", "--warmup_steps", "0", "--run_validation", "False", "--save_model", "False", "--device", "cpu"]
+    flags = [
+        "--max_train_step",
+        "1",
+        "--warmup_steps",
+        "0",
+        "--run_validation",
+        "False",
+        "--save_model",
+        "False",
+        "--device",
+        "cpu",
+    ]
     finished = forked(RECIPE, "--enable_fsdp", *flags, "--output_dir", tmp_path / "run", ranks=2)
     assert finished.exit_code == 0, finished.output
     assert finished.output.count("Planned: ") == 1

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from llama_ft.errors import UserError
-from llama_ft.runtime.process_group import _pick_device, resolve_degree, _set_threads
+from llama_ft.runtime.process_group import _pick_device, _set_threads, resolve_degree
 
 
 def test_cuda_asked_for_without_a_gpu_is_refused_with_the_way_out() -> None:

@@ -2,14 +2,7 @@
 ones together; nothing here calls back into training."""
 
 from llama_ft.observe.facts import RunFacts, environment
-from llama_ft.observe.memory import (
-    device_peak_bytes,
-    host_anonymous_bytes,
-    host_peak_bytes,
-    memory_metrics,
-    memory_use,
-    reset_peaks,
-)
+from llama_ft.observe.memory import memory_metrics, memory_use, reset_peaks
 from llama_ft.observe.metrics import Metrics, MetricsLog
 from llama_ft.observe.peaks import PhasePeaks
 from llama_ft.observe.progress import Progress
@@ -32,10 +25,7 @@ __all__ = [
     "Tracker",
     "WandbTracker",
     "check_wandb_login",
-    "device_peak_bytes",
     "environment",
-    "host_anonymous_bytes",
-    "host_peak_bytes",
     "memory_metrics",
     "memory_use",
     "reset_peaks",

@@ -75,21 +75,6 @@ def free_unused_heap() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def host_peak_bytes() -> int | None:
-    """Largest resident size of this process since `reset_peaks`; None where the kernel does not tell."""
-    return _kernel_bytes(PROC_STATUS).get("VmHWM")
-
-
-def host_anonymous_bytes() -> int | None:
-    """Resident memory no file stands behind: tensors, but not memory-mapped checkpoints; None where not told."""
-    return _kernel_bytes(PROC_STATUS).get("RssAnon")
-
-
-def device_peak_bytes(device: torch.device) -> int | None:
-    """Largest sum of tensors on a CUDA device since `reset_peaks`; None on the CPU."""
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
-
-
 def host_available_bytes() -> int | None:
     """What the host could still give to processes; None where the kernel does not tell."""
     return _kernel_bytes(PROC_MEMINFO).get("MemAvailable")

@@ -5,13 +5,14 @@ from typing import Self
 
 import torch
 
-from llama_ft.observe.memory import MemoryUse, host_anonymous_bytes, memory_use, reset_peaks
+from llama_ft.observe.memory import MemoryUse, memory_use, reset_peaks
 from llama_ft.phases import Phase
 
 # These map checkpoints into memory or write them. The kernel keeps the peak of all resident pages only, in which pages
 # of files that are long unmapped at the phase's end cannot be told from tensors.
 MAPS_FILES: tuple[Phase, ...] = ("load", "save")
 SECONDS_BETWEEN_SAMPLES = 0.01
+HOST = torch.device("cpu")
 
 
 class PhasePeaks:
@@ -88,7 +89,7 @@ class _Sampler(threading.Thread):
 
     def run(self) -> None:
         while not self._done.wait(SECONDS_BETWEEN_SAMPLES):
-            self._peak = max(self._peak, host_anonymous_bytes() or 0)
+            self._peak = max(self._peak, memory_use(HOST).anonymous)
 
     def stop(self) -> int:
         """The largest it saw."""

@@ -22,6 +22,9 @@ def workspace_bytes(func: Any, args: Any, device: str) -> int:
         return inputs.numel() * 4 * 4
     if func._opname == "int8_vectorwise_quant" and device == "cpu":
         return inputs.numel() * 4
+    if func._opname == "optimizer_update_8bit_blockwise" and device == "cpu":
+        # In fp32: both states, the gradient, the second state's root before and after a division, narrower weights.
+        return int(args[2].numel() * 4 * (5 if args[2].dtype == torch.float32 else 6))
     if func._opname == "int8_scaled_mm" and device == "cuda":  # int32 sums, then fp16
         return int(inputs.shape[0] * args[1].shape[0] * (4 + 2))
     return 0
