@@ -240,6 +240,8 @@ def main() -> None:
     device = asked.device if asked.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     machine_ranks = torch.cuda.device_count() if device == "cuda" else max(RANKS)
     cases = [case for case in CASES if asked.only in case.name and case.ranks <= machine_ranks][: asked.cases]
+    if not cases:
+        parser.error(f"--only {asked.only}: no case has this in its name. They are named {CASES[0].name}, ...")
     with tempfile.TemporaryDirectory(prefix="plan-") as temporary:
         folder = Path(temporary)
         write_inputs(folder, asked.hidden, asked.layers, asked.vocabulary)

@@ -6,6 +6,7 @@ data: the recipe's own functions run on tensors without storage, as rank 0 of as
 
 import dataclasses
 import json
+import signal
 import sys
 from argparse import Namespace
 from functools import partial
@@ -19,6 +20,7 @@ DEMO_RECIPE = Path(__file__).resolve().parent.parent / "configs" / "quickstart.y
 
 if __name__ == "__main__":
     # Before the imports below, which take 10 s: --help and most mistakes are answered at once.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback out of an import
     if {"--help", "-h"} & set(sys.argv):
         print(plan_help(help_text(str(__doc__), script=sys.argv[0])), end="")
         sys.exit(0)
@@ -44,7 +46,10 @@ def main(config: Config, places: dict[str, str], options: Namespace) -> None:
     )
     if config.model.resize_embeddings:
         request = with_new_tokens(request)
-    planned = plan.predict(request, build_model, options.quick)
+    try:
+        planned = plan.predict(request, build_model, options.quick)
+    except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:  # of the model's own code, mostly
+        raise RunFailure(f"This model could not be planned: {type(error).__name__}: {error}") from error
     if not options.json:
         print(plan.describe(planned))
     answer = None
@@ -80,6 +85,7 @@ def with_new_tokens(request: plan.PlanRequest) -> plan.PlanRequest:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     configure_console(rank=1 if OPTIONS.json else 0)
     try:
         main(CONFIG, PLACES, OPTIONS)

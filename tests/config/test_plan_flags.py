@@ -40,7 +40,7 @@ def test_neither_weights_nor_data_have_to_be_there(tmp_path: Path) -> None:
 
 def test_all_mistakes_are_told_at_once(tmp_path: Path) -> None:
     told = mistakes("--nproc", "0", "--nproc_per_node", "x", "--lr", "fast", "--quick", "--quick", "--fit_out", "here")
-    assert "--nproc 0: expected a whole number from 1 on." in told
+    assert "--nproc 0: expected a whole number from 1 to 4096." in told
     assert "--nproc_per_node x: expected a whole number" in told
     assert "--quick: given twice." in told
     assert "--fit_out: nothing is searched without --fit." in told
@@ -51,6 +51,7 @@ def test_all_mistakes_are_told_at_once(tmp_path: Path) -> None:
     ("words", "said"),
     [
         (["--nproc"], "--nproc needs a number."),
+        (["--nproc", "4097"], "from 1 to 4096"),
         (["--json", "now"], '"now" stands alone'),
         (["--nproc", "8", "--nproc_per_node", "3"], "8 ranks do not make whole nodes of it"),
         (["--nprocs=8"], "--nprocs is not a flag. Did you mean --nproc?"),

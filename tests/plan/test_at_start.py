@@ -36,7 +36,8 @@ def tell_plan(finetuning: ModuleType, folder: Path, run: Path) -> int:
     config, _ = load(["--model_name", str(folder), "--dataset", "demo", *FLAGS], paths=False)
     start = StartPlan(finetuning.build_model, off=False)
     (planner,) = multiprocessing.active_children()
-    rows, steps = SimpleNamespace(longest_row=None, target_share=1.0), SimpleNamespace(size=None)
+    rows = SimpleNamespace(longest_row=None, target_share=1.0, validation=[])
+    steps = SimpleNamespace(size=None)
     job = SimpleNamespace(world_size=2, local_world_size=2, device=torch.device("cpu"))
     start.ask(config, folder, None, rows, steps, job)  # type: ignore[arg-type]
     start.tell(run)
@@ -81,10 +82,12 @@ def test_the_planner_ends_with_a_run_that_is_killed(finetuning: ModuleType) -> N
     heard, told = os.pipe()
     run = os.fork()
     if run == 0:
-        StartPlan(finetuning.build_model, off=False)
-        (planner,) = multiprocessing.active_children()
-        os.write(told, str(planner.pid).encode())
-        os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            start = StartPlan(finetuning.build_model, off=False)
+            os.write(told, str(start._process.pid).encode())
+        finally:
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.close(told)
     os.waitpid(run, 0)
     stat, deadline = Path(f"/proc/{int(os.read(heard, 32))}/stat"), time.monotonic() + 30
     while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z" and time.monotonic() < deadline:

@@ -16,6 +16,7 @@ RUN_ENTRIES = (
     "checkpoints",
     "model",
     "facts.json",
+    "plan.json",
     "report.html",
     "tensorboard",
     "wandb",

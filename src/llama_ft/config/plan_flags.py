@@ -1,5 +1,7 @@
 """The command line of recipes/plan.py: the training recipe's, and a few flags of its own."""
 
+import os
+import re
 from argparse import Namespace
 from pathlib import Path
 
@@ -12,7 +14,7 @@ from llama_ft.config.sections import Config
 from llama_ft.config.wording import nearest, nearest_file
 from llama_ft.errors import UserError
 
-RANKS_OF_A_NODE = 8
+RANKS_OF_A_NODE, MOST_RANKS = 8, 4096
 NUMBERS = {
     "nproc": "Ranks to plan for; default 1.",
     "nproc_per_node": "Ranks of a node; default as many as divide nproc, at most 8. HYBRID_SHARD shards within a node.",
@@ -57,8 +59,8 @@ def read_plan_flags(argv: list[str], demo_recipe: Path) -> tuple[Config, dict[st
             mistakes.append(f"{flag} needs {'a number' if name in NUMBERS else 'a value'}.")
         elif name in TEXTS:
             setattr(options, name, value)
-        elif not value.isascii() or not value.isdigit() or int(value) < 1:
-            mistakes.append(f"{flag} {value}: expected a whole number from 1 on.")
+        elif not value.isascii() or not value.isdigit() or not 1 <= int(value) <= MOST_RANKS:
+            mistakes.append(f"{flag} {value}: expected a whole number from 1 to {MOST_RANKS}.")
         else:
             setattr(options, name, int(value))
     whole = [ranks for ranks in range(1, RANKS_OF_A_NODE + 1) if options.nproc % ranks == 0]
@@ -67,6 +69,8 @@ def read_plan_flags(argv: list[str], demo_recipe: Path) -> tuple[Config, dict[st
         mistakes.append(
             f"--nproc_per_node {options.nproc_per_node}: {options.nproc} ranks do not make whole nodes of it."
         )
+    if int(os.environ.get("WORLD_SIZE") or 1) > 1:
+        mistakes.append("plan.py is one process, without torchrun; --nproc says how many ranks to plan for.")
     if options.fit_out and not options.fit:
         mistakes.append("--fit_out: nothing is searched without --fit.")
     slips = {word: _own_meant(word) for word in others}
@@ -107,7 +111,14 @@ def _model_complaint(name: str) -> str | None:
 
 
 def plan_help(text: str) -> str:
-    """The training recipe's help with the flags of the plan before its own."""
+    """The training recipe's help with the flags of the plan before its own, and without its last line of usage: one
+    process plans for all ranks."""
+    text = re.sub(
+        r"^  torchrun .* --enable_fsdp \[flags\]$",
+        "  python recipes/plan.py --nproc 8 --enable_fsdp --fit h100 [flags]",
+        text,
+        flags=re.MULTILINE,
+    )
     head, usage, rest = text.partition("  --config FILE\n")
     lines = []
     for name, meaning in OWN.items():

@@ -22,7 +22,7 @@ from llama_ft.data import TokenizedData, TrainingRows
 from llama_ft.errors import UserError
 from llama_ft.models import NewTokens
 from llama_ft.plan.fit import advise
-from llama_ft.plan.predict import BuildModel, PlanRequest, predict
+from llama_ft.plan.predict import CUDA_CONTEXT_BYTES, NCCL_BYTES, BuildModel, PlanRequest, predict
 from llama_ft.plan.record import Change, Plan
 from llama_ft.processes import end_with
 from llama_ft.runtime import Runtime, log
@@ -95,6 +95,7 @@ class StartPlan:
             new_tokens,
             rows.target_share,
             steps.size,
+            rows.validation is not None,
         )
         self._limits = _limits(request, job)
         with suppress(OSError):
@@ -113,6 +114,8 @@ class StartPlan:
                 log.warning("\n".join([excess, *_advice(changes if isinstance(changes, list) else [])]))
         elif answer is not None:
             log.info(f"The run's memory could not be planned: {answer}")
+        else:
+            log.info("The run's memory was not planned: that takes too long for this model; recipes/plan.py can do it.")
         self._pipe.close()
         self._pipe = None
         self._process.kill()  # it may still be planning, on a core that the run needs
@@ -154,7 +157,9 @@ def _limits(request: PlanRequest, job: Runtime) -> Limits:
         return Limits(None, share, "this machine's memory")
     _, total = torch.cuda.mem_get_info(job.device)
     fraction = request.config.train.device_memory_fraction
-    return Limits(int(total * (fraction or 1.0)), share, torch.cuda.get_device_name(job.device))
+    # What CUDA and NCCL take is in a plan, and no part of the fraction.
+    most = total if fraction is None else min(total, int(total * fraction) + CUDA_CONTEXT_BYTES + NCCL_BYTES)
+    return Limits(most, share, torch.cuda.get_device_name(job.device))
 
 
 def _summary(plan: Plan, limits: Limits) -> str:

@@ -8,8 +8,9 @@ from llama_ft.plan.record import Peak, Plan
 def describe(plan: Plan) -> str:
     """The plan as a table with what else there is to know below it."""
     ranks = f"{plan.world_size} ranks" if plan.world_size > 1 else "1 rank"
+    kind = "CUDA" if plan.device == "cuda" else "CPU"
     lines = [
-        f"Rank 0 of {ranks} ({plan.device}), micro-batches of {plan.tokens:,} tokens, all trained on. MiB at the "
+        f"Rank 0 of {ranks} ({kind}), micro-batches of {plan.tokens:,} tokens, all trained on. MiB at the "
         "peak of each phase:",
         *_table(plan.peaks),
         "",

@@ -233,7 +233,7 @@ def find_fits(
     start = _prepare(request, build_model, device, wishes(request.config, places))
     answer = FitAnswer(request, device, planned, start.fits(planned), [])
     if answer.fits_as_it_is:
-        tell("faster settings")
+        tell("Looking for faster settings that fit too ...")
         own = start.own_seconds()
         answer.fits = [it for it in start.run(most) if it.seconds * WORTH_TELLING < own and it.flags]
         return answer
@@ -243,13 +243,14 @@ def find_fits(
     alone, together = (which(request.config, start.context_length) for which in (qualities, shorter))
     for changes, keeps_wishes in ((alone, True), (together, True), (alone, False), (together, False)):
         searches = [dataclasses.replace(start, quality=it, keeps_wishes=keeps_wishes) for it in changes]
-        tell(f"{len(searches)} kinds of training" + ("" if keeps_wishes else ", whatever you have set"))
+        whose = "" if keeps_wishes else ", whatever you have set"
+        tell(f"Trying {len(searches)} kinds of training{whose}: a minute or more ...")
         answer.fits = _choose(_run_all(searches), most)
         _verify(answer.fits, start)
         if answer.fits:
             break
     if not any(it.keeps_training and not it.overridden for it in answer.fits):
-        tell("more ranks")
+        tell("Trying more ranks ...")
         answer.enough_ranks, answer.blocker = _more_ranks(start)
     return answer
 

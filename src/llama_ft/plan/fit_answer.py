@@ -108,6 +108,8 @@ class FitAnswer:
         if self.fits and self.fits[0].overridden:
             names = ", ".join(SETTINGS[name].name for name in self.fits[0].overridden)
             lines.append(f"Nothing fits with all that you have set. The least that would have to change: {names}.")
+        if not self.fits and not lines:
+            lines.append("No small change makes it fit. Without --quick everything is searched, and more ranks.")
         if self.fits:
             lines.append("What fits; speed is an estimate, beside the fastest of these:")
         return lines

@@ -11,6 +11,8 @@ from llama_ft.plan.record import read_plan
 from llama_ft.runtime import Runtime
 from llama_ft.runtime.out_of_memory import KILLED, host_memory
 
+AMPLE = 0.5  # of the host's memory: runs that had used less were hardly killed for want of it
+
 
 def last_end(run: Path) -> str:
     """How the run in a directory ended whose lock this process has: where all ranks were killed with -9, status.json
@@ -46,9 +48,14 @@ def about_host(config: Config, run: Path, job: Runtime, library_bytes: int) -> s
             f"Planned on the host, a rank: {size_text(plan.host_load_bytes)} while loading, "
             f"{size_text(plan.host_save_bytes)} while saving, beside Python and its libraries."
         )
+    device, host = job.device.type, host_memory()
     if peaks := _last_peaks(run):
         lines.append(f"The ranks' peaks at the last logged step: {', '.join(map(size_text, peaks))}.")
-    device, host = job.device.type, host_memory()
+        if host is not None and sum(peaks) < AMPLE * host.bytes:
+            lines.append(
+                f"That is far from the {size_text(host.bytes)} there are: more likely it was somebody's kill -9."
+            )
+            return "\n".join(lines)
     if device == "cpu" and host is not None:
         room = max(0, host.share(job.local_world_size) - library_bytes)
         lines.append(f"What would fit: {plan_command(run, job.world_size, device, room)}")

@@ -15,6 +15,7 @@ from transformers.modeling_utils import PreTrainedModel
 from llama_ft import checkpoint, models, training
 from llama_ft.config import Config
 from llama_ft.data import IGNORED, Batch
+from llama_ft.errors import UserError
 from llama_ft.phases import Holder, Phase
 from llama_ft.plan.cuda_allocator import reserved_bytes
 from llama_ft.plan.record import Peak, Plan
@@ -27,6 +28,7 @@ from llama_ft.runtime import Runtime, log
 CUDA_CONTEXT_BYTES, NCCL_BYTES = 600 * 2**20, 500 * 2**20
 QUICK_LAYERS = (3, 5)
 SLACK = 1.07  # of CUDA's allocator where it is not simulated; full plans of 8 B parameters took 1.01 to 1.07
+MOST_TOKENS = 2**24  # of a micro-batch: its ids and positions are real
 MOST_MICRO_BATCHES = 2  # every further one is like the second
 
 BuildModel = Callable[..., tuple[PreTrainedModel, models.Adapter | None, dict[str, torch.dtype], list[models.Unit]]]
@@ -46,6 +48,7 @@ class PlanRequest:
         new_tokens: that the model gets rows for.
         target_share: of the tokens, how many count in the loss.
         size: packs, or rows, that there are; None: enough.
+        has_validation: whether there are rows to evaluate on.
     """
 
     config: Config
@@ -57,6 +60,7 @@ class PlanRequest:
     new_tokens: models.NewTokens | None = None
     target_share: float = 1.0
     size: int | None = None
+    has_validation: bool = True
 
     def micro_batch(self, packs: int) -> int:
         """Of `packs` a micro-batch, how many a rank has."""
@@ -99,7 +103,7 @@ def _plan_with(request: PlanRequest, build_model: BuildModel, layers: int | None
         context_length = models.resolve_context_length(config.data.context_length, model_config)
         batch = _full_batch(request, request.micro_batch(config.train.batch_size_training), context_length)
         validation = None
-        if config.train.run_validation and config.data.validation is not None:
+        if config.train.run_validation and request.has_validation:
             validation = _full_batch(request, config.train.val_batch_size, context_length)
         with tracker.planning():
             model, _, stored_dtypes, units = build_model(config, folder, model_config, request.new_tokens, tracker, job)
@@ -156,6 +160,11 @@ def _one_step(
 def _full_batch(request: PlanRequest, rows: int, context_length: int) -> Batch:
     """A micro-batch as large as one can be."""
     data = request.config.data
+    if (tokens := rows * context_length) > MOST_TOKENS:
+        raise UserError(
+            f"--batch_size_training, --val_batch_size: a micro-batch of {tokens:,} tokens is not planned; at most "
+            f"{MOST_TOKENS:,} are."
+        )
     if data.batching_strategy == "packing":
         # On CUDA one kernel takes all rows; on the CPU attention goes row by row, here a row a pack.
         lengths = [context_length * rows] if request.device == "cuda" else [context_length] * rows
@@ -187,7 +196,6 @@ def _plan_of(
         by_phase.pop("save", None)  # copies lie on the host
     unit = max(units, key=lambda unit: unit.bytes)
     peaks = list(by_phase.values())
-    largest = max(peak.bytes for peak in peaks)
     saved_bytes = sum(tensor.nbytes for tensor in saved.values())
     staged = sum(_global_bytes(p) for p in model.parameters() if p.requires_grad) + sum(
         _global_bytes(value)
@@ -206,7 +214,7 @@ def _plan_of(
         rank=0,
         peaks=peaks,
         timeline=ledger.timeline,
-        reserved_bytes=_reserved(request, largest, ledger.events),
+        reserved_bytes=_reserved(request, by_phase, saved_bytes, ledger.events),
         outside_bytes=CUDA_CONTEXT_BYTES + (NCCL_BYTES if request.world_size > 1 else 0) if is_cuda else 0,
         host_load_bytes=load.holders["temporaries"] + offloaded if is_cuda else load.bytes,
         host_save_bytes=saved_bytes + offloaded if is_cuda else by_phase["save"].bytes,
@@ -221,20 +229,28 @@ def _plan_of(
     )
 
 
-def _reserved(request: PlanRequest, largest: int, events: list[tuple[int, int]]) -> int:
+def _reserved(request: PlanRequest, peaks: dict[Phase, Peak], saved_bytes: int, events: list[tuple[int, int]]) -> int:
+    largest = max(peak.bytes for peak in peaks.values())
     if request.device == "cpu":
-        return largest
+        # The copy that is written in the background is there during the next step.
+        is_beside = request.config.checkpoint.save_async and request.config.checkpoint.save_steps > 0
+        beside = max(peak.bytes for phase, peak in peaks.items() if phase not in ("load", "save"))
+        return max(largest, beside + saved_bytes if is_beside else 0)
     if request.config.fsdp.fsdp_cpu_offload:  # the events are of all tensors, wherever they are
         return round(SLACK * largest)
     return max(largest, reserved_bytes(events))
 
 
 def _plannable(config: Config) -> Config:
-    """What the plan does apart: offloading needs a GPU, and is a matter of where the same tensors are."""
+    """What the plan does apart: offloading needs a GPU, and is a matter of where the same tensors are; flash attention
+    and Liger's kernels are packages that may not be here: sdpa holds as much as the one, and more than the other."""
+    wanted = config.model.attn_implementation
+    attention = "sdpa" if wanted.startswith("flash") else wanted
     return dataclasses.replace(
         config,
         fsdp=dataclasses.replace(config.fsdp, fsdp_cpu_offload=False),
         train=dataclasses.replace(config.train, activation_offload=False),
+        model=dataclasses.replace(config.model, attn_implementation=attention, use_liger=False),
     )
 
 
@@ -250,8 +266,7 @@ def _on_device(peak: Peak, request: PlanRequest) -> Peak:
     if not request.config.fsdp.fsdp_cpu_offload:
         return peak
     holders: dict[Holder, int] = {**peak.holders, **dict.fromkeys(OFFLOADED, 0)}
-    if peak.phase == "optimizer step":
-        holders["gradients"] = 0
+    holders["gradients"] = 0  # they go to the host as soon as they are reduced; a unit's own, before that, are few
     return dataclasses.replace(peak, holders=holders, bytes=sum(holders.values()))
 
 
@@ -288,7 +303,9 @@ def _extrapolate(few: Plan, more: Plan, layers: int, request: PlanRequest) -> Pl
         for name in ("host_load_bytes", "host_save_bytes", "checkpoint_bytes", "result_bytes")
     }
     sent = {name: at(few.sent_bytes[name], more.sent_bytes[name]) for name in few.sent_bytes}
-    numbers["reserved_bytes"] = round((SLACK if request.device == "cuda" else 1) * max(peak.bytes for peak in peaks))
+    largest = max(peak.bytes for peak in peaks)
+    on_cpu = at(few.reserved_bytes, more.reserved_bytes)  # and more than the peaks where a copy is being written
+    numbers["reserved_bytes"] = round(SLACK * largest) if request.device == "cuda" else max(largest, on_cpu)
     return dataclasses.replace(more, peaks=peaks, timeline=[], sent_bytes=sent, **numbers)
 
 

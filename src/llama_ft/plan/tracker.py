@@ -39,6 +39,7 @@ HELD_IN: dict[Phase, Holder] = {
 # cuBLAS' workspace, which torch allocates with the first matrix product and keeps (Hopper's; others take 8 MiB).
 # Source: aten/src/ATen/cuda/CublasHandlePool.cpp
 CUBLAS_BYTES = 32 * 2**20
+OF_A_STEP: tuple[Phase, ...] = ("forward", "backward", "optimizer step")
 # What fully_shard allocates where.
 ALLOCATING: dict[tuple[Any, str], Holder] = {
     (_fsdp_param_group, "foreach_all_gather"): "communication buffers",
@@ -88,7 +89,8 @@ class Tracker(TorchDispatchMode):
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
         if func.namespace == "c10d":
-            self.traffic.note(func, args)
+            if self.ledger.phase in OF_A_STEP:
+                self.traffic.note(func, args)
             if self.planned_device == "cpu":
                 self.ledger.note_temporary(self.traffic.gloo_buffer(func, args))
         self.ledger.note_temporary(workspace_bytes(func, args, self.planned_device))

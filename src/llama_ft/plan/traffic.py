@@ -30,8 +30,9 @@ class Traffic:
         self.sent[kind] = self.sent.get(kind, 0) + int(largest * share)
 
     def gloo_buffer(self, func: Any, args: Any) -> int:
-        """What gloo takes beside its arguments: reduce-scatter is an all-reduce of a copy of the input."""
-        if _kind(func) != "reduce-scatter":
+        """What gloo takes beside its arguments: reduce-scatter is an all-reduce of a copy of the input, and all-gather
+        receives into memory of its own. Source: AsyncAllgatherWork in torch's ProcessGroupGloo.cpp."""
+        if _kind(func) not in ("all-gather", "reduce-scatter"):
             return 0
         tensors = [value for value in tree_leaves(args) if isinstance(value, torch.Tensor)]
         return max(tensor.nbytes for tensor in tensors)
