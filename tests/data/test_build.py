@@ -159,6 +159,7 @@ def test_a_killed_process_ends_the_run_with_a_message(llama3: PreTrainedTokenize
 
 def test_ctrl_c_leaves_no_process_and_no_folder(llama3: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     path = write(tmp_path / "my.jsonl", pairs(60_000, "yes " * 20))
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has background jobs ignore it
     thread = when_tokenizing(lambda _: os.kill(os.getpid(), signal.SIGINT))
     with pytest.raises(KeyboardInterrupt):
         prepared(path, llama3, tmp_path, 2)

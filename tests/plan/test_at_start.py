@@ -1,7 +1,6 @@
 """The process that plans a run while it starts."""
 
 import logging
-import multiprocessing
 import os
 import signal
 import time
@@ -35,7 +34,7 @@ def tell_plan(finetuning: ModuleType, folder: Path, run: Path) -> int:
 
     config, _ = load(["--model_name", str(folder), "--dataset", "demo", *FLAGS], paths=False)
     start = StartPlan(finetuning.build_model, off=False)
-    (planner,) = multiprocessing.active_children()
+    planner = start._process
     rows = SimpleNamespace(longest_row=None, target_share=1.0, validation=[])
     steps = SimpleNamespace(size=None)
     job = SimpleNamespace(world_size=2, local_world_size=2, device=torch.device("cpu"))
