@@ -1,9 +1,9 @@
 """The phases of a run and what holds memory in them: the words that plans, measurements and reports share."""
 
-from typing import Literal, Protocol
+from typing import Literal, Protocol, get_args
 
 Phase = Literal["load", "forward", "backward", "optimizer step", "evaluation", "save"]
-PHASES: tuple[Phase, ...] = ("load", "forward", "backward", "optimizer step", "evaluation", "save")
+PHASES: tuple[Phase, ...] = get_args(Phase)
 
 Holder = Literal[
     "sharded parameters",
@@ -16,17 +16,7 @@ Holder = Literal[
     "communication buffers",
     "temporaries",
 ]
-HOLDERS: tuple[Holder, ...] = (
-    "sharded parameters",
-    "quantized parts",
-    "gathered units",
-    "gradients",
-    "optimizer state",
-    "activations",
-    "logits and loss",
-    "communication buffers",
-    "temporaries",
-)
+HOLDERS: tuple[Holder, ...] = get_args(Holder)
 
 
 class PhaseWatch(Protocol):

@@ -18,7 +18,7 @@ HOST = torch.device("cpu")
 class PhasePeaks:
     """A PhaseWatch: at each `enter` it reads the peaks since the last one, keeps the largest by phase, and resets them.
 
-    Entering takes 0.1 ms at most on the CPU (40 us on an idle core), and waits for nothing on the device.
+    Entering took about 0.1 ms on busy cores, and waits for nothing on the device.
 
     The kernel has a peak of resident memory (VmHWM), not of its anonymous part. That is taken as VmHWM less the mapped
     pages at the phase's end, and at least what was anonymous at both ends. While files are mapped and unmapped that

@@ -1,8 +1,8 @@
 """The check a run makes at its start: is what it will hold more than there is?
 
 The plan is made in a process of its own while the run prepares its data and loads its weights. It is forked before
-anything is started, since planning needs a process group that is not the run's: 3 s for a model of 8 B parameters,
-where a new interpreter would first take 10 s to import what it needs.
+anything is started, since planning needs a process group that is not the run's; a new interpreter would first take 10 s
+to import what it needs.
 """
 
 import multiprocessing

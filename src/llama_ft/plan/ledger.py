@@ -42,7 +42,7 @@ class Ledger:
     def begin(self, phase: Phase | None, holder: Holder) -> None:
         """Measure the peak of a phase; what is allocated belongs to `holder`."""
         self.phase, self.holder = phase, holder
-        self.note_peak(0)
+        self.note_peak()
 
     def note(self, storage: torch.UntypedStorage) -> None:
         """A storage that may be new or may have been resized."""
@@ -100,7 +100,7 @@ class Ledger:
         """Put a moment on the timeline."""
         self.timeline.append(Moment(label, self.now, self.holders["gathered units"]))
 
-    def note_peak(self, more: int) -> None:
+    def note_peak(self) -> None:
         """Keep the present as its phase's peak if it is."""
         if self.phase is not None and (self.phase not in self.peaks or self.now > self.peaks[self.phase].bytes):
             self.peaks[self.phase] = Peak(self.phase, self.now, dict(self.holders), self.module)
@@ -110,7 +110,7 @@ class Ledger:
         self.holders[holder] += more
         self.events.append((number, more))
         if more > 0:
-            self.note_peak(more)
+            self.note_peak()
 
     def _drop(self, key: int) -> None:
         number, nbytes, holder = self._alive.pop(key)
