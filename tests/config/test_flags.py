@@ -146,8 +146,6 @@ def test_each_slip_on_the_command_line_has_its_message(mistakes, line: str, mess
         ("--dist_checkpoint_root_folder model_checkpoints", "output_dir"),
         ("--hsdp", "HYBRID_SHARD"),
         ("--fsdp_activation_checkpointing", "activation_checkpointing full"),
-        ("--use_profiler", "not built yet"),
-        ("--flop_counter", "not built yet"),
         ("--use_double_quant", "scales are kept in fp32"),
         ("--custom_dataset.file mine.py", "path/to/file.py:function"),
     ],

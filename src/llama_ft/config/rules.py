@@ -22,6 +22,8 @@ from llama_ft.errors import UserError
 NOT_BUILT: dict[str, tuple[Callable[[Any], bool], str]] = {
     "activation_checkpointing": (lambda it: it == "auto", "Use off, full, every_k or selective"),
     "compile": (bool, "Leave it out"),
+    "use_profiler": (bool, "Leave it out"),
+    "flop_counter": (bool, "Leave it out"),
 }
 SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?B", re.IGNORECASE)
 SIZE_BYTES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}

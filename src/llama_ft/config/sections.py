@@ -411,6 +411,24 @@ class MemoryConfig:
 
 
 @dataclass(config=STRICT, kw_only=True)
+class ProfileConfig:
+    """Knowing where the time goes."""
+
+    use_profiler: bool = False
+    """Run torch.profiler over a few steps, print the operators that take longest, and write each rank's trace to
+    profiler_dir."""
+
+    profiler_dir: str | None = None
+    """Where the traces go; output_dir/profile when not given."""
+
+    flop_counter: bool = False
+    """Count the floating-point operations of one step as torch sees them, and print them by kind beside the formula's."""
+
+    flop_counter_start: Count = 3
+    """The step flop_counter counts."""
+
+
+@dataclass(config=STRICT, kw_only=True)
 class Config:
     """A whole recipe."""
 
@@ -423,3 +441,4 @@ class Config:
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     tracking: TrackingConfig = Field(default_factory=TrackingConfig)
     memory: MemoryConfig = Field(default_factory=MemoryConfig)
+    profile: ProfileConfig = Field(default_factory=ProfileConfig)
