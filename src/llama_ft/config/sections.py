@@ -422,7 +422,7 @@ class ProfileConfig:
     """Where the traces go; output_dir/profile when not given."""
 
     flop_counter: bool = False
-    """Count the floating-point operations of one step as torch sees them, and print them by kind beside the formula's."""
+    """Count the floating-point operations of one step as torch sees them, and print them beside the formula's."""
 
     flop_counter_start: Count = 3
     """The step flop_counter counts."""

@@ -1,6 +1,10 @@
 """From a checkpoint folder to a model whose every rank holds just its shard: skeleton, adapters, units, weights."""
 
+import llama_ft.models.plain_bitsandbytes  # noqa: F401  # first
+
+# isort: split
 from llama_ft.models.activations import checkpoint_activations
+from llama_ft.models.head_loss import has_head_loss, use_head_loss
 from llama_ft.models.hub import lasting_name, local_folder
 from llama_ft.models.liger import apply_liger
 from llama_ft.models.lora import Adapter, inject_lora
@@ -36,6 +40,7 @@ __all__ = [
     "find_new_tokens",
     "fingerprint",
     "freeze_first_layers",
+    "has_head_loss",
     "inject_lora",
     "lasting_name",
     "load_model_config",
@@ -49,6 +54,7 @@ __all__ = [
     "shard",
     "shard_degree",
     "unit_table",
+    "use_head_loss",
     "use_packed_attention",
     "total_weights",
     "vocabulary_size",

@@ -21,6 +21,7 @@ from transformers.masking_utils import eager_mask, sdpa_mask
 from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.errors import UserError
+from llama_ft.runtime.devices import sent
 
 Attention = tuple[torch.Tensor, torch.Tensor | None]
 ROW_WISE_LAYERS = {"full_attention", "sliding_attention"}  # others (Mamba's, chunks) carry something over row ends
@@ -76,8 +77,8 @@ def packed_arguments(model: PreTrainedModel, lengths: list[int], device: torch.d
     """
     ends = torch.tensor([0, *lengths]).cumsum(0)
     positions = torch.arange(int(ends[-1])) - torch.repeat_interleave(ends[:-1], torch.tensor(lengths))
-    offsets = ends.to(device, torch.int32)
-    arguments: dict[str, Any] = {"position_ids": positions.unsqueeze(0).to(device), "attention_mask": None}
+    offsets = sent(ends.to(torch.int32), device)
+    arguments: dict[str, Any] = {"position_ids": sent(positions.unsqueeze(0), device), "attention_mask": None}
     if model.config._attn_implementation in ("packed_sdpa", "packed_eager"):
         return arguments | {"packed_rows": PackedRows(tuple(lengths), offsets)}
     # flash_attention_2 and 3, as transformers hands them on

@@ -1,6 +1,7 @@
 """Processes and devices: the process group, the device mesh, what rank 0 says, and how a run ends when it fails."""
 
 from llama_ft.runtime.console import configure_console, console, log
+from llama_ft.runtime.devices import sent
 from llama_ft.runtime.failures import Stopped
 from llama_ft.runtime.precision import PRECISIONS, Precision, advise_precision
 from llama_ft.runtime.process_group import Runtime, start
@@ -16,5 +17,6 @@ __all__ = [
     "console",
     "grace_warning",
     "log",
+    "sent",
     "start",
 ]

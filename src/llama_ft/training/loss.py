@@ -5,7 +5,8 @@ from torch.nn import functional as F
 from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.data import IGNORED, Batch
-from llama_ft.models import packed_arguments
+from llama_ft.models import has_head_loss, packed_arguments
+from llama_ft.runtime import sent
 
 
 def token_loss_sum(model: PreTrainedModel, batch: Batch, device: torch.device) -> torch.Tensor:
@@ -15,18 +16,24 @@ def token_loss_sum(model: PreTrainedModel, batch: Batch, device: torch.device) -
     on how rows were dealt, padded or packed; the mean of micro-batch means would.
 
     Args:
-        model: causal language model; position t predicts token t + 1.
+        model: causal language model; position t predicts token t + 1. Prepared by `use_head_loss` it makes logits of a
+            few hundred positions at a time; otherwise those of all positions with a target.
         batch: labels are not shifted; IGNORED positions are no targets. A batch without targets gives 0, with
             gradients of 0, so that a rank without rows takes part in the collectives.
         device: where the model computes.
     """
-    targets = batch.labels[:, 1:]
-    positions = (targets != IGNORED).flatten().nonzero().squeeze(1)  # on the host: no device synchronisation
+    aims = F.pad(batch.labels[:, 1:], (0, 1), value=IGNORED).flatten()  # what each position is to predict
+    on_host = (aims != IGNORED).nonzero().squeeze(1)  # computed there: the device is not waited for
+    positions, targets = sent(on_host, device), sent(aims[on_host], device)  # [targets]
     layout = (
         packed_arguments(model, batch.row_lengths, device)
         if batch.is_packed
-        else {"attention_mask": batch.attention_mask.to(device)}
+        else {"attention_mask": sent(batch.attention_mask, device)}
     )
-    logits = model(input_ids=batch.input_ids.to(device), use_cache=False, **layout).logits  # [rows, length, vocab]
-    predicting = logits[:, :-1].flatten(0, 1)[positions.to(device)]  # [targets, vocab]: fp32 only where it counts
-    return F.cross_entropy(predicting.float(), targets.flatten()[positions].to(device), reduction="sum")
+    inputs = {"input_ids": sent(batch.input_ids, device), "use_cache": False, **layout}
+    if has_head_loss(model):
+        loss: torch.Tensor = model(**inputs, positions=positions, targets=targets)
+        return loss
+    logits = model(**inputs).logits  # [rows, length, vocab]
+    predicting = logits.flatten(0, 1).index_select(0, positions)  # [targets, vocab]: fp32 only where it counts
+    return F.cross_entropy(predicting.float(), targets, reduction="sum")

@@ -1,0 +1,212 @@
+"""The loss without the logits: head and cross-entropy over a few hundred targets at a time.
+
+The logits of a micro-batch are its largest tensor by far: 8,192 tokens x 128,256 words are 2 GiB in bf16, and the loss
+makes three more of them in fp32. Only positions that predict something need logits, and a position's loss and gradient
+need nobody else's. So the head is applied to a piece of the positions, the gradient of that piece is computed at once,
+and its logits are freed; what is kept for the backward pass is the gradient of the hidden states, and of the head's
+weights where they are trained.
+
+    positions    hidden [targets, width]  --piece-->  logits [piece, vocab]  -->  loss, and softmax - one-hot
+                                                       gradient [piece, width]  <--
+
+Source: the idea is Liger's fused linear cross-entropy, https://arxiv.org/abs/2410.10989. Here the model's own head
+runs, with its adapter, soft cap or scale, sharded or not.
+"""
+
+import copy
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers.modeling_utils import PreTrainedModel
+
+from llama_ft.planning import planned_device
+
+# Logits that are there at a time. On a GPU a product wants some hundred rows to be fast: 512 of Llama 3's 128,256
+# logits are 0.8 GiB in their three forms (16 bits, fp32, and their gradient in 16 bits). On the CPU the pieces should
+# stay in its caches.
+LOGITS_AT_ONCE = {"cuda": 2**26, "cpu": 2**21}
+FEWEST_POSITIONS = 64
+
+
+def use_head_loss(model: PreTrainedModel) -> bool:
+    """Teach a model's forward to return the summed loss instead of logits when it is called with `positions` and
+    `targets`.
+
+    Both run inside `forward`, of the model and of the head, and so within the hooks by which fully_shard gathers the
+    weights: once for all pieces.
+
+    Args:
+        model: skeleton on the meta device, adapters injected, not sharded yet.
+
+    Returns:
+        Whether it could be taught: its forward must be a decoder followed by a head. Otherwise it is left as it is.
+    """
+    names = {id(module): name for name, module in model.named_children()}
+    decoder, head = model.base_model, model.get_output_embeddings()
+    if id(decoder) not in names or id(head) not in names or decoder is model:
+        return False
+    logits_of = _head_function(model, names[id(decoder)], names[id(head)])
+    width = getattr(head, "in_features", None) or model.config.get_text_config().hidden_size
+    try:
+        on_meta = logits_of(torch.empty(2, width, device="meta", dtype=model.dtype))
+    except (RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError):
+        return False  # forward does more between decoder and head than can be seen from outside
+    if on_meta.shape[:-1] != (2,):
+        return False
+    vocabulary = on_meta.shape[-1]
+    plain_forward, plain_head = model.forward, head.forward
+
+    def forward(
+        *args: Any, positions: torch.Tensor | None = None, targets: torch.Tensor | None = None, **kwargs: Any
+    ) -> Any:
+        if positions is None or targets is None:
+            return plain_forward(*args, **kwargs)
+        hidden = decoder(*args, **kwargs).last_hidden_state  # [rows, length, width]
+        return head(hidden.flatten(0, 1).index_select(0, positions), targets=targets)
+
+    def head_forward(hidden: torch.Tensor, *args: Any, targets: torch.Tensor | None = None, **kwargs: Any) -> Any:
+        if targets is None:
+            return plain_head(hidden, *args, **kwargs)
+        trained = [parameter for parameter in head.parameters() if parameter.requires_grad]
+        size = max(FEWEST_POSITIONS, LOGITS_AT_ONCE[planned_device() or hidden.device.type] // vocabulary)
+        if not torch.is_grad_enabled():
+            return _loss_in_pieces(hidden, targets, logits_of, size, [], for_hidden=False)[0]
+        return _HeadLoss.apply(hidden, targets, logits_of, size, *trained)
+
+    model.forward = forward
+    head.forward = head_forward
+    model._has_head_loss = True  # type: ignore[assignment]
+    return True
+
+
+def has_head_loss(model: nn.Module) -> bool:
+    """Whether `use_head_loss` has taught this model."""
+    return bool(getattr(model, "_has_head_loss", False))
+
+
+class _Known:
+    """What a decoder returns, but for what nobody asked for."""
+
+    def __init__(self, last_hidden_state: torch.Tensor) -> None:
+        self.last_hidden_state = last_hidden_state
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.last_hidden_state if index == 0 else ()
+
+
+class _Decoded(nn.Module):
+    """Stands where the decoder stood and gives back what it had computed."""
+
+    def forward(self, *_: Any, inputs_embeds: torch.Tensor, **__: Any) -> _Known:
+        return _Known(inputs_embeds)
+
+    @property
+    def decoder(self) -> "_Decoded":
+        """OPT's head asks the decoder inside the model."""
+        return self
+
+
+class _Plain(nn.Module):
+    """The head without its hooks, which would gather its weights for every piece."""
+
+    def __init__(self, forward: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.forward = forward
+
+
+def _head_function(model: PreTrainedModel, decoder: str, head: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Hidden states [n, width] -> logits [n, vocab] as the model's own forward makes them: it is run with a decoder
+    that has computed already, so that soft caps and scales before and after the head are where they belong."""
+    view = copy.copy(model)  # shares all parameters
+    view._modules = dict(model._modules)
+    view._modules[decoder] = _Decoded()
+    view._modules[head] = _Plain(getattr(model, head).forward)
+    forward = type(model).forward
+
+    def logits_of(hidden: torch.Tensor) -> torch.Tensor:
+        return cast(torch.Tensor, forward(view, inputs_embeds=hidden.unsqueeze(0), use_cache=False).logits[0])
+
+    return logits_of
+
+
+def _loss_in_pieces(
+    hidden: torch.Tensor,
+    targets: torch.Tensor,
+    logits_of: Callable[[torch.Tensor], torch.Tensor],
+    size: int,
+    wanted: list[torch.Tensor],
+    for_hidden: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None, list[torch.Tensor]]:
+    """The summed loss, its gradient by `hidden` and by the parameters `wanted`, `size` positions at a time."""
+    loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
+    gradient = torch.empty_like(hidden) if for_hidden else None
+    sums: list[torch.Tensor] = []
+    for start in range(0, max(1, len(targets)), size):  # at least once: without targets gradients are zero, but there
+        piece = hidden[start : start + size].detach().requires_grad_(for_hidden)
+        with torch.set_grad_enabled(for_hidden or bool(wanted)):
+            logits = logits_of(piece)  # [piece, vocab]
+        aims = targets[start : start + size]
+        if logits.requires_grad:
+            piece_loss, by_logits = _cross_entropy(logits.detach(), aims)
+            inputs = [piece, *wanted] if for_hidden else wanted
+            found = list(torch.autograd.grad(logits, inputs, by_logits, materialize_grads=True))
+            del by_logits  # not beside the next piece's
+            if gradient is not None:
+                gradient[start : start + size] = found.pop(0)
+            if start == 0:
+                sums = found
+            else:
+                # In fp32: many roundings to 16 bits would add up.
+                sums = [total.float().add_(part) for total, part in zip(sums, found, strict=True)]
+        else:
+            piece_loss = F.cross_entropy(logits.float(), aims, reduction="sum")
+        loss += piece_loss
+    return loss, gradient, [total.to(parameter.dtype) for total, parameter in zip(sums, wanted, strict=bool(sums))]
+
+
+def _cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Summed cross-entropy in fp32, and its gradient by the logits, in their dtype: softmax - one-hot.
+
+    The largest probability is 1 / sum(exp(logits - largest)), and so the loss comes out of softmax's own numbers.
+    """
+    probabilities = torch.softmax(logits, dim=-1, dtype=torch.float32)
+    aims = targets.unsqueeze(1)
+    log_sum = logits.amax(dim=-1).float() - probabilities.amax(dim=-1).log()
+    loss = (log_sum - logits.gather(1, aims).squeeze(1).float()).sum()
+    probabilities.scatter_add_(1, aims, torch.full_like(aims, -1, dtype=torch.float32))
+    return loss, probabilities.to(logits.dtype)
+
+
+class _HeadLoss(torch.autograd.Function):
+    """Summed loss of hidden states [targets, width]; the gradients are made in the forward pass, and scaled in the
+    backward pass by what the loss is divided by."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        targets: torch.Tensor,
+        logits_of: Callable[[torch.Tensor], torch.Tensor],
+        size: int,
+        *trained: torch.Tensor,
+    ) -> torch.Tensor:
+        loss, ctx.by_hidden, ctx.by_trained = _loss_in_pieces(
+            hidden, targets, logits_of, size, list(trained), ctx.needs_input_grad[0]
+        )
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, factor: torch.Tensor) -> Any:
+        by_hidden, by_trained = ctx.by_hidden, ctx.by_trained
+        ctx.by_hidden = ctx.by_trained = None
+        for gradient in (by_hidden, *by_trained):
+            if gradient is not None:
+                gradient.mul_(factor)
+        return by_hidden, None, None, None, *by_trained

@@ -1,0 +1,160 @@
+"""The loss in pieces is that of all logits at once: the reference is the same model's logits and torch's loss."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from models.test_architectures import ARCHITECTURES, SHAPE
+from peft import LoraConfig, get_peft_model
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers.modeling_utils import PreTrainedModel
+
+from llama_ft.models import head_loss, use_head_loss
+
+VOCABULARY = 320
+ROWS = torch.randint(3, VOCABULARY, (2, 50), generator=torch.Generator().manual_seed(1))
+POSITIONS = torch.randperm(100, generator=torch.Generator().manual_seed(2))[:83].sort().values
+TARGETS = torch.randint(0, VOCABULARY, (83,), generator=torch.Generator().manual_seed(3))
+LORA = {"r": 4, "lora_alpha": 8, "lora_dropout": 0.0}
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "beside the head": {"target_modules": ["q_proj", "lm_head"]},
+    "not on the head": {"target_modules": ["q_proj"]},
+    "the head in full": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+    "some rows of the head": {"target_modules": ["q_proj"], "trainable_token_indices": {"lm_head": [3, 7]}},
+}
+
+
+@pytest.fixture(autouse=True)
+def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """83 positions in pieces of 16."""
+    monkeypatch.setattr(head_loss, "FEWEST_POSITIONS", 16)
+    monkeypatch.setattr(head_loss, "LOGITS_AT_ONCE", {"cpu": VOCABULARY * 16})
+
+
+def taught(model: PreTrainedModel) -> PreTrainedModel:
+    """The model with its weights, made ready on the meta device as the recipe does."""
+    weights = dict(model.state_dict())
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    model.to("meta")
+    assert use_head_loss(model)
+    model.to_empty(device="cpu")
+    model.tie_weights()
+    model.load_state_dict(weights)
+    for name, buffer in model.named_buffers():
+        buffer.copy_(buffers[name])
+    return model
+
+
+def loss_and_gradients(model: PreTrainedModel, in_pieces: bool) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    if in_pieces:
+        loss = model(input_ids=ROWS, use_cache=False, positions=POSITIONS, targets=TARGETS)
+    else:
+        logits = model(input_ids=ROWS, use_cache=False).logits.flatten(0, 1)[POSITIONS]
+        loss = torch.nn.functional.cross_entropy(logits.float(), TARGETS, reduction="sum")
+    (loss / 83).backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return loss.detach(), gradients
+
+
+def check(model: PreTrainedModel, **tolerance: float) -> None:
+    expected, theirs = loss_and_gradients(model, in_pieces=False)
+    loss, ours = loss_and_gradients(model, in_pieces=True)
+    torch.testing.assert_close(loss, expected, **tolerance)
+    assert ours.keys() == theirs.keys()
+    for name in theirs:
+        torch.testing.assert_close(ours[name], theirs[name], msg=lambda text, n=name: f"{n}: {text}", **tolerance)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_every_architecture_has_the_loss_and_gradients_of_all_its_logits(name: str) -> None:
+    model_type, settings = ARCHITECTURES[name]
+    caps = {"final_logit_softcapping": 0.5, "logits_scaling": 3.0}  # where they are known; strong enough to show
+    known = AutoConfig.for_model(model_type).to_dict()
+    settings = {**SHAPE, **settings, **{key: caps[key] for key in caps if key in known}}
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(model_type, **{key: value for key, value in settings.items() if value is not None})
+    check(taught(AutoModelForCausalLM.from_config(config).eval()), rtol=1e-5, atol=1e-5)
+
+
+@pytest.fixture
+def llama() -> Iterator[LlamaForCausalLM]:
+    torch.manual_seed(0)
+    yield LlamaForCausalLM(LlamaConfig(**{**SHAPE, "num_hidden_layers": 1}))
+
+
+@pytest.mark.parametrize("adapter", ADAPTERS)
+def test_adapters_on_and_beside_the_head(llama: LlamaForCausalLM, adapter: str) -> None:
+    get_peft_model(llama, LoraConfig(**LORA, **ADAPTERS[adapter]))
+    for name, parameter in llama.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter)
+    check(taught(llama), rtol=1e-5, atol=1e-5)
+
+
+def test_a_frozen_model_under_a_trained_head(llama: LlamaForCausalLM) -> None:
+    llama.model.requires_grad_(False)
+    check(taught(llama), rtol=1e-5, atol=1e-5)
+
+
+def test_in_16_bits_it_is_as_near_to_fp32_as_all_logits_at_once(llama: LlamaForCausalLM) -> None:
+    exact = loss_and_gradients(llama, in_pieces=False)[1]
+    llama = taught(llama.bfloat16())
+    theirs, ours = (loss_and_gradients(llama, in_pieces)[1] for in_pieces in (False, True))
+    for name, gradient in exact.items():
+        error, their_error = ((it[name].float() - gradient).norm() / gradient.norm() for it in (ours, theirs))
+        assert error < 1.2 * their_error + 1e-3, name
+
+
+def test_without_gradients_it_is_the_same_loss(llama: LlamaForCausalLM) -> None:
+    llama = taught(llama)
+    expected = loss_and_gradients(llama, in_pieces=False)[0]
+    with torch.no_grad():
+        loss = llama(input_ids=ROWS, use_cache=False, positions=POSITIONS, targets=TARGETS)
+    assert not loss.requires_grad
+    torch.testing.assert_close(loss, expected)
+
+
+def test_without_targets_loss_and_gradients_are_zero_but_there(llama: LlamaForCausalLM) -> None:
+    nothing = torch.empty(0, dtype=torch.int64)
+    loss = taught(llama)(input_ids=ROWS, use_cache=False, positions=nothing, targets=nothing)
+    loss.backward()
+    assert loss.item() == 0
+    assert all(p.grad is not None and not p.grad.any() for p in llama.parameters())
+
+
+def test_logits_are_still_to_be_had_and_the_head_is_called_as_ever(llama: LlamaForCausalLM) -> None:
+    expected = llama(input_ids=ROWS).logits
+    torch.testing.assert_close(taught(llama)(input_ids=ROWS).logits, expected)
+
+
+def test_a_score_far_below_the_others_keeps_a_finite_loss() -> None:
+    logits = torch.tensor([[0.0, 500.0, -500.0]])
+    loss, gradient = head_loss._cross_entropy(logits, torch.tensor([2]))
+    assert loss.item() == pytest.approx(1000.0)
+    torch.testing.assert_close(gradient, torch.tensor([[0.0, 1.0, -1.0]]))
+
+
+class Largest(TorchDispatchMode):
+    """Notes the elements of the largest tensor an operator makes."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            self.elements = max(self.elements, result.numel())
+        return result
+
+
+def test_no_tensor_is_as_large_as_the_logits(llama: LlamaForCausalLM) -> None:
+    weights = max(parameter.numel() for parameter in llama.parameters())
+    llama = taught(llama)
+    with Largest() as at_once:
+        loss_and_gradients(llama, in_pieces=False)
+    with Largest() as in_pieces:
+        loss_and_gradients(llama, in_pieces=True)
+    assert at_once.elements >= 83 * VOCABULARY > 1.2 * weights
+    assert in_pieces.elements <= weights
