@@ -139,14 +139,17 @@ def main(config: Config, places: dict[str, str]) -> None:
 
 
 def settle(config: Config, places: dict[str, str], job: Runtime, resumed: checkpoint.Checkpoint | None) -> Config:
-    """Choose what only the machine can tell, the demo's precision. Rank 0 decides for all; a resumed run keeps it."""
+    """Choose what only the machine can tell: the demo's precision, and how the CPU multiplies 16 bits. Rank 0 decides
+    for all; a resumed run keeps its precision."""
     check_device(config, places, job.device.type)
     is_free = config.model.model_name == "demo" and "train.precision" not in places
     wanted = resumed.trainer["config"]["train"]["precision"] if resumed and is_free else config.train.precision
     is_free = is_free and resumed is None
-    precision, note = job.from_main(lambda: runtime.advise_precision(wanted, is_free, job.device))
+    precision, note, widen = job.from_main(lambda: runtime.advise_precision(wanted, is_free, job.device))
     if note:
-        log.info(note) if is_free else log.warning(note)
+        log.info(note)
+    if widen:
+        runtime.use_fp32_products()
     return dataclasses.replace(config, train=dataclasses.replace(config.train, precision=precision))
 
 

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.errors import UserError
-from llama_ft.models import packed_arguments, use_packed_attention
+from llama_ft.models import packed_arguments, packed_attention, use_packed_attention
 
 CPU = torch.device("cpu")
 LENGTHS = [3, 11, 1, 7, 4]  # longer and shorter than the windows of 4 and 5 below
@@ -111,7 +111,7 @@ class Seen(TorchDispatchMode):
         made = result if isinstance(result, tuple) else (result,)
         self.largest = max([self.largest, *(one.numel() for one in made if isinstance(one, torch.Tensor))])
         if "scaled_dot_product" in func.name() and "backward" not in func.name():
-            self.attended.append(args[0].shape[2])
+            self.attended += [args[0].shape[2]] * args[0].shape[0]
         return result
 
 
@@ -131,6 +131,25 @@ def test_a_pack_costs_its_rows_own_attention_and_no_mask_over_all_of_it(name: st
         positions = torch.cat([torch.arange(length) for length in lengths])[None]
         dense(input_ids=torch.cat(rows(lengths))[None], position_ids=positions, use_cache=False)
     assert plain.largest >= sum(lengths) ** 2
+
+
+@pytest.mark.parametrize("lengths", [[64] * 4 + [5, 1, 1], [7, 19, 3]])
+@pytest.mark.parametrize("window", [None, 6])
+def test_the_cpu_kernel_has_the_gradients_of_attention_with_a_dense_mask(lengths: list[int], window: int | None) -> None:
+    total, generator = sum(lengths), torch.Generator().manual_seed(0)
+    query, key, value, wanted = (torch.randn(1, heads, total, 8, generator=generator) for heads in (4, 2, 2, 4))
+    row = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    place = torch.arange(total)
+    seen = (row[:, None] == row) & (place[:, None] >= place)
+    if window is not None:
+        seen &= place[:, None] - place < window
+    inputs = [query.requires_grad_(), key.requires_grad_(), value.requires_grad_()]
+    dense = torch.nn.functional.scaled_dot_product_attention(*inputs, attn_mask=seen, scale=0.3, enable_gqa=True)
+    expected = torch.autograd.grad(dense, inputs, wanted)
+    ours = packed_attention._CpuAttention.apply(*inputs, tuple(lengths), 0.3, window)
+    torch.testing.assert_close(ours, dense)
+    for gradient, theirs in zip(torch.autograd.grad(ours, inputs, wanted), expected, strict=True):
+        torch.testing.assert_close(gradient, theirs)
 
 
 def test_a_saved_config_does_not_know_of_packing(tmp_path: Any) -> None:

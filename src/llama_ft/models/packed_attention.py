@@ -7,6 +7,7 @@ own attention row by row, which costs what the rows cost alone. They are registe
 without packed rows (padded batches, generation) go on to those.
 """
 
+import itertools
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,8 +22,11 @@ from transformers.masking_utils import eager_mask, sdpa_mask
 from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.errors import UserError
+from llama_ft.planning import planned_device
+from llama_ft.runtime import cpu_kernels
 from llama_ft.runtime.devices import sent
 
+ATEN = torch.ops.aten
 Attention = tuple[torch.Tensor, torch.Tensor | None]
 ROW_WISE_LAYERS = {"full_attention", "sliding_attention"}  # others (Mamba's, chunks) carry something over row ends
 LARGEST_KERNEL_HEAD = 256  # flash attention's
@@ -36,10 +40,12 @@ class PackedRows:
     Attributes:
         lengths: tokens of each row, on the host: reading them must not wait for the device.
         offsets: int32 [rows + 1], on the device: 0 and the end of each row.
+        longest: tokens of the longest row. Compiled layers read this one number: of `lengths` each would be a guard.
     """
 
     lengths: tuple[int, ...]
     offsets: torch.Tensor
+    longest: int
 
 
 def use_packed_attention(model: PreTrainedModel, flag: str = "--batching_strategy packing") -> None:
@@ -80,7 +86,7 @@ def packed_arguments(model: PreTrainedModel, lengths: list[int], device: torch.d
     offsets = sent(ends.to(torch.int32), device)
     arguments: dict[str, Any] = {"position_ids": sent(positions.unsqueeze(0), device), "attention_mask": None}
     if model.config._attn_implementation in ("packed_sdpa", "packed_eager"):
-        return arguments | {"packed_rows": PackedRows(tuple(lengths), offsets)}
+        return arguments | {"packed_rows": PackedRows(tuple(lengths), offsets, max(lengths))}
     # flash_attention_2 and 3, as transformers hands them on
     return arguments | {
         "cu_seq_lens_q": offsets,
@@ -124,14 +130,19 @@ def _packed_sdpa(
             value[0].transpose(0, 1),
             packed_rows.offsets,
             packed_rows.offsets,
-            max(packed_rows.lengths),
-            max(packed_rows.lengths),
+            packed_rows.longest,
+            packed_rows.longest,
             scale=arguments.get("scaling"),
             window_size=(-1, 0) if window is None else (window - 1, 0),
             enable_gqa=query.shape[1] != key.shape[1],
         )
         assert isinstance(output, torch.Tensor)
         return output.unsqueeze(0), None
+    if _cpu_kernel_takes(query, value, arguments):
+        lengths = packed_rows.lengths if packed_rows is not None else (query.shape[2],)
+        window = arguments.get("sliding_window")
+        output = _CpuAttention.apply(query, key, value, lengths, arguments.get("scaling"), window)
+        return output.transpose(1, 2), None
     return _row_by_row(sdpa_attention_forward, module, query, key, value, packed_rows, arguments)
 
 
@@ -165,6 +176,92 @@ def _kernel_takes(query: torch.Tensor, value: torch.Tensor, arguments: dict[str,
     )
 
 
+def _cpu_kernel_takes(query: torch.Tensor, value: torch.Tensor, arguments: dict[str, Any]) -> bool:
+    """Whether torch's flash attention for CPUs computes this: nothing but scale and window."""
+    return (
+        query.device.type == "cpu"
+        and planned_device() != "cuda"
+        and query.shape[-1] == value.shape[-1]
+        and not arguments.get("dropout")
+        and all(arguments.get(name) is None for name in ("softcap", "s_aux", "position_bias"))
+    )
+
+
+class _CpuAttention(torch.autograd.Function):
+    """Causal attention within each row of a sequence: [1, heads, tokens, head_dim] in and out.
+
+    Autograd's own way through slices makes a gradient of the whole sequence for every row of it, mostly zeros, and adds
+    them up. Here each row's gradient is written to its place. Heads that share keys and values share them in the kernel.
+    On CPUs without 16-bit products of their own the kernel is given a row in fp32 (see runtime.cpu_kernels).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        lengths: tuple[int, ...],
+        scale: float | None,
+        window: int | None,
+    ) -> torch.Tensor:
+        ctx.lengths, ctx.scale, ctx.window = lengths, scale, window
+        output, sums = torch.empty_like(query), []
+        for rows in _rows_at(lengths):
+            parts = [_widened(_rows_of(whole, rows)) for whole in (query, key, value)]
+            mask = _window_mask(rows[1], window, parts[0])
+            row, log_sums = ATEN._scaled_dot_product_flash_attention_for_cpu(
+                *parts, 0.0, mask is None, attn_mask=mask, scale=scale
+            )
+            _rows_of(output, rows).copy_(row)
+            sums.append(log_sums)
+        ctx.save_for_backward(query, key, value, output, *sums)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        query, key, value, output, *sums = ctx.saved_tensors
+        gradients = [torch.empty_like(whole) for whole in (query, key, value)]
+        for rows, log_sums in zip(_rows_at(ctx.lengths), sums, strict=True):
+            parts = [_widened(_rows_of(whole, rows)) for whole in (gradient, query, key, value, output)]
+            mask = _window_mask(rows[1], ctx.window, parts[0])
+            found = ATEN._scaled_dot_product_flash_attention_for_cpu_backward(
+                *parts, log_sums, 0.0, mask is None, attn_mask=mask, scale=ctx.scale
+            )
+            for whole, part in zip(gradients, found, strict=True):
+                _rows_of(whole, rows).copy_(part)
+        return *gradients, None, None, None
+
+
+def _rows_at(lengths: tuple[int, ...]) -> list[tuple[int, int, int]]:
+    """Start, length and number of neighbouring rows that the kernel takes at once: those of one length."""
+    groups, start = [], 0
+    for length, group in itertools.groupby(lengths):
+        count = len(list(group))
+        groups.append((start, length, count))
+        start += length * count
+    return groups
+
+
+def _rows_of(whole: torch.Tensor, rows: tuple[int, int, int]) -> torch.Tensor:
+    """[1, heads, tokens, width] -> a view of some rows [rows, heads, length, width]."""
+    start, length, count = rows
+    return whole[0, :, start : start + length * count].unflatten(1, (count, length)).transpose(0, 1)
+
+
+def _widened(rows: torch.Tensor) -> torch.Tensor:
+    return rows.float() if cpu_kernels.is_installed() and rows.dtype in cpu_kernels.NARROW else rows
+
+
+def _window_mask(length: int, window: int | None, query: torch.Tensor) -> torch.Tensor | None:
+    """What is added to the scores [length, length] of a row longer than the window; None: it is causal only."""
+    if window is None or length <= window:
+        return None
+    allowed = torch.ones(length, length, dtype=torch.bool).tril().triu(1 - window)
+    return torch.zeros(length, length, dtype=query.dtype).masked_fill(~allowed, -torch.inf)
+
+
+@torch.compiler.disable(reason="a graph would hold for one tuple of lengths")
 def _row_by_row(
     attention: Callable[..., Attention],
     module: nn.Module,

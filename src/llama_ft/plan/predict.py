@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from transformers.modeling_utils import PreTrainedModel
 
-from llama_ft import checkpoint, models, training
+from llama_ft import checkpoint, models, runtime, training
 from llama_ft.config import Config
 from llama_ft.data import IGNORED, Batch
 from llama_ft.errors import UserError
@@ -22,7 +22,7 @@ from llama_ft.plan.record import Peak, Plan
 from llama_ft.plan.stand_in import layers_are_alike, stand_in
 from llama_ft.plan.tracker import Tracker
 from llama_ft.plan.world import fake_world
-from llama_ft.runtime import Runtime, log
+from llama_ft.runtime import Runtime, cpu_kernels, log
 
 # CUDA's context with the libraries' kernels, and NCCL's buffers for a few communicators: not torch's to count.
 CUDA_CONTEXT_BYTES, NCCL_BYTES = 600 * 2**20, 500 * 2**20
@@ -79,7 +79,7 @@ def predict(request: PlanRequest, build_model: BuildModel, quick: bool = False) 
         UserError: as the run itself would.
     """
     started = time.perf_counter()
-    with _quiet():
+    with _quiet(), _products_as_in(request):
         model_config = models.load_model_config(request.folder, request.config.model.trust_remote_code)
         layers = getattr(model_config.get_text_config(), "num_hidden_layers", 0)
         is_quick = quick and layers > QUICK_LAYERS[1] and layers_are_alike(model_config, request.config.model)
@@ -89,6 +89,21 @@ def predict(request: PlanRequest, build_model: BuildModel, quick: bool = False) 
         else:
             plan = _plan_with(request, build_model, None)
     return dataclasses.replace(plan, is_quick=is_quick, seconds=time.perf_counter() - started)
+
+
+@contextmanager
+def _products_as_in(request: PlanRequest) -> Iterator[None]:
+    """Compute 16-bit products as the run would, since that takes memory too."""
+    device = torch.device(request.device)
+    _, _, widen = runtime.advise_precision(request.config.train.precision, False, device, has_bf16=lambda: True)
+    if not widen or cpu_kernels.is_installed():
+        yield
+        return
+    cpu_kernels.use_fp32_products()
+    try:
+        yield
+    finally:
+        cpu_kernels.use_own_products()
 
 
 def _plan_with(request: PlanRequest, build_model: BuildModel, layers: int | None) -> Plan:

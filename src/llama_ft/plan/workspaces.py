@@ -4,6 +4,8 @@ from typing import Any
 
 import torch
 
+from llama_ft.runtime import cpu_kernels
+
 
 def workspace_bytes(func: Any, args: Any, device: str) -> int:
     """Bytes that an operator allocates and frees before it returns.
@@ -13,6 +15,8 @@ def workspace_bytes(func: Any, args: Any, device: str) -> int:
         args: its arguments.
         device: cuda or cpu.
     """
+    if device == "cpu" and func.namespace == "aten" and cpu_kernels.is_installed():
+        return cpu_kernels.workspace_bytes(func, args)
     if func.namespace != "bitsandbytes":
         return 0
     inputs: torch.Tensor = args[0]

@@ -37,13 +37,16 @@ PRECISIONS = {
 }
 
 
-def bf16_slowdown(size: int = 512, repeats: int = 3) -> float:
-    """Time of a bf16 matrix product over an fp32 one on this CPU; takes about 20 ms.
+SLOW = 1.5  # from this factor on the CPU is taken to have no 16-bit products of its own
+
+
+def product_slowdown(dtype: torch.dtype, size: int = 512, repeats: int = 3) -> float:
+    """Time of a matrix product in `dtype` over an fp32 one on this CPU; takes about 20 ms.
 
     CPUs without AVX512-BF16 or AMX emulate bf16: 8 times slower than fp32 on AMD Zen 3, where AMX makes it 9 times
     faster. Measured rather than read from CPU flags, which differ by vendor.
     """
-    return _seconds(torch.bfloat16, size, repeats) / _seconds(torch.float32, size, repeats)
+    return _seconds(dtype, size, repeats) / _seconds(torch.float32, size, repeats)
 
 
 def _seconds(dtype: torch.dtype, size: int, repeats: int) -> float:
@@ -66,8 +69,9 @@ def advise_precision(
     free_to_choose: bool,
     device: torch.device,
     has_bf16: Callable[[], bool] = card_has_bf16,
-) -> tuple[PrecisionName, str]:
-    """The precision to use on this device and what to tell the user about it ("" for nothing).
+) -> tuple[PrecisionName, str, bool]:
+    """The precision to use on this device, what to tell the user about it ("" for nothing), and whether 16-bit products
+    are to be computed in fp32 (see cpu_kernels).
 
     Args:
         asked: a key of PRECISIONS.
@@ -78,22 +82,21 @@ def advise_precision(
     Raises:
         UserError: bf16 on a GPU without it.
     """
-    if not asked.startswith("bf16"):
-        return asked, ""
+    dtype = PRECISIONS[asked].compute
     if device.type == "cuda":
-        if has_bf16():
-            return asked, ""
+        if dtype != torch.bfloat16 or has_bf16():
+            return asked, "", False
         lacking = f"{torch.cuda.get_device_name(device) if torch.cuda.is_available() else device} does not compute bf16"
         if free_to_choose:
-            return "fp32", f"precision=fp32: {lacking}."
+            return "fp32", f"precision=fp32: {lacking}.", False
         raise UserError(
             f"--precision {asked}: {lacking}.\n--precision fp16 computes in fp16 with loss scaling and keeps fp32 "
             "weights as bf16_mixed does; fp32 is exact and slower."
         )
-    slowdown = bf16_slowdown()
-    if slowdown < 1.5:
-        return asked, ""
-    measured = f"this CPU computes bf16 matrix products {slowdown:.0f} times slower than fp32 ones"
+    if dtype == torch.float32 or (slowdown := product_slowdown(dtype)) < SLOW:
+        return asked, "", False
+    name = "bf16" if dtype == torch.bfloat16 else "fp16"
+    measured = f"this CPU only emulates {name} matrix products, {slowdown:.0f} times slower than fp32 ones"
     if free_to_choose:
-        return "fp32", f"precision=fp32: {measured}."
-    return asked, f"{measured}: --precision fp32 would train faster, in up to twice the memory."
+        return "fp32", f"precision=fp32: {measured}.", False
+    return asked, f"{measured}: they are computed in fp32, and only their results rounded to {name}.", True
