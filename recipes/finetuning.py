@@ -102,7 +102,9 @@ def main(config: Config, places: dict[str, str]) -> None:
         if resumed is not None:
             checkpoint.check_steps_left(resumed, steps.total_steps)
 
-        start_plan.ask(config, folder, new_tokens, rows, steps, job)  # and is answered while the weights are loaded
+        # Answered while the weights are loaded; and here, where it is to choose what is recomputed.
+        config = start_plan.ask(config, folder, new_tokens, rows, steps, job)
+        about["config"] = dataclasses.asdict(config)
         model, adapter, stored_dtypes, units = build_model(config, folder, model_config, new_tokens, watch, job)
         watch.loaded(model)
         if steps.capacity is not None:
@@ -195,6 +197,8 @@ def build_model(
         models.freeze_first_layers(model, config.model.num_freeze_layers)
     if not models.use_head_loss(model):
         log.info("The loss is computed from all logits at once: this model is not a decoder and a head.")
+    if config.model.compile:
+        models.compile_layers(model)
     models.set_storage_dtypes(model, precision)
     units = models.shard(model, job.mesh, config.fsdp, precision)
     log.info(models.unit_table(units))
@@ -246,8 +250,10 @@ def train(
         checkpoint.restore(resumed, model, optimizer, settings, job)
         metrics, ids = resumed.trainer["metrics"], resumed.trainer["trackers"]
         earlier_log = {"resume_step": resumed.step, "resumed_dir": resumed.run, "tracker_ids": ids}
-    best, scale = progress.best, progress.scale
+    best, scale, unread = progress.best, progress.scale, training.Unread(job.device)
     started_after = progress.step
+    dtype, steps_left = runtime.PRECISIONS[settings.precision].compute, total_steps - progress.step
+    speed = observe.SpeedWatch(model, config.profile, dtype, steps_left, writer.run, facts, job)
     watch.begin_training(model, optimizer, facts)
 
     # metrics.jsonl, progress bar, W&B, TensorBoard; on the other ranks it does nothing.
@@ -255,7 +261,7 @@ def train(
     run_log = observe.RunLog(writer.run, config.tracking, resolved, total_steps, job.is_main, **earlier_log)
     last = progress.step if best.should_stop else total_steps
     feed = data.Ahead(steps.steps(progress.step + 1, last, progress.position))
-    with run_log, writer, job.stopping.between_steps(settings.stop_after), feed:
+    with run_log, writer, job.stopping.between_steps(settings.stop_after), feed, speed:
         if resumed is None:
             watch.enter("evaluation")
             shown = training.show_answer("Before", model, tokenizer, rows.chat_sample, settings.sample_tokens, pad, job)
@@ -265,8 +271,7 @@ def train(
         model.train()
         for todo in feed:
             step, batches = todo.step, todo.batches
-            started = time.perf_counter() - feed.waited_seconds
-
+            speed.begin_step(step, batches, feed.waited_seconds)
             if step == 1:
                 log.info(data.describe_first_batch(batches[0], tokenizer))
 
@@ -275,59 +280,63 @@ def train(
                 model, batches, todo.target_tokens, reduce_last_only, job.device, scale.factor, watch
             )
             watch.enter("optimizer step")
-            norm = training.gradient_norm(model, settings, scale.factor)
+            numbers = training.finish_gradients(model, losses, todo.target_tokens, settings, scale.factor, job)
             ranks = job.gather_numbers(
-                sum(loss.item() for loss in losses),
                 sum(batch.tokens for batch in batches),
                 watch.host_peak_bytes,
                 watch.device_peak_bytes,
                 job.stopping.asked(),
                 writer.has_failed,
                 *watch.growth(),
+                speed.flops,
             )  # [ranks, 9]
-            loss = ranks[:, 0].sum().item() / todo.target_tokens
-            skip = training.stop_if_not_finite(loss, norm, scale, step, losses, batches, writer.last, job)
+            skipped = scale.is_used and scale.note(step, *numbers.read())  # fp16 has to know at once
             lr = training.learning_rate(settings, step - 1, total_steps, todo.epoch)
-            training.update_weights(optimizer, lr, skip)
+            training.update_weights(optimizer, lr, numbers.failed if skipped else unread.failed_with(numbers))
             if step == scale.skipped_steps + 1:  # the first that was not skipped has made the states
                 log.info(training.describe_state(optimizer, job))
-            watch.end_step(ranks[:, 6:])
+            watch.end_step(ranks[:, 5:8])
+            speed.end_step(step)
 
-            seconds = time.perf_counter() - started
             progress.step, progress.position = step, todo.position
             progress.target_tokens += todo.target_tokens
             metrics = {
                 "epoch": todo.epochs_seen,
                 "tokens": progress.target_tokens,
-                "train/loss": loss,
                 "train/lr": lr,
-                "train/grad_norm": norm,
-                "perf/tokens_per_second": ranks[:, 1].sum().item() / seconds,
-                "perf/step_seconds": seconds,
-                "perf/data_wait_seconds": feed.waited_seconds,
-                **observe.memory_metrics(ranks[:, 2:4]),
+                **speed.metrics(ranks[:, 0].sum().item(), ranks[:, 8].sum().item()),
+                **observe.memory_metrics(ranks[:, 1:3]),
                 **scale.metrics(),
             }
             is_last = step == total_steps
             is_best = False
-            if rows.validation is not None and training.is_due(step, settings.eval_steps, todo.ends_epoch or is_last):
-                watch.enter("evaluation")
-                metrics |= training.evaluate(model, rows.validation, settings, pad, steps.capacity, job)
-                is_best = best.update(metrics["eval/loss"], step)
-            if training.is_due(step, settings.log_steps, is_last or "eval/loss" in metrics):
-                run_log.log_step(step, metrics | writer.timings())
+            stop = job.stopping.agreed(ranks[:, 3])
+            evaluates = rows.validation is not None
+            evaluates &= training.is_due(step, settings.eval_steps, todo.ends_epoch or is_last)
+            saves = writer.is_due(step, todo.ends_epoch, is_last or stop is not None)
+
+            # A GPU is still at this step; its loss is read when the next one has been sent, or where it is needed now.
+            newest = training.Step(step, numbers, losses, batches, metrics, skipped)
+            for read in unread.take(newest, needed=evaluates or saves or is_last or stop is not None):
+                training.stop_if_not_finite(read, writer.last, job)
+                if evaluates and read is newest:
+                    watch.enter("evaluation")
+                    metrics |= training.evaluate(model, rows.validation, settings, pad, steps.capacity, job)
+                    is_best = best.update(metrics["eval/loss"], step)
+                ends = read is newest and (evaluates or is_last)
+                if training.is_due(read.step, settings.log_steps, ends):
+                    run_log.log_step(read.step, read.metrics | writer.timings())
 
             # Saving, and stopping: the ranks agree, since what is asked for has been gathered above.
-            stop = job.stopping.agreed(ranks[:, 4])
-            if ranks[:, 5].any():
+            if ranks[:, 4].any():
                 writer.finish()  # tells what has failed
             ends_run = is_last or best.should_stop
-            asked = writer.is_due(step, todo.ends_epoch, ends_run or stop is not None)
-            if asked or (is_best and config.checkpoint.save_model):
+            saves |= writer.is_due(step, todo.ends_epoch, ends_run)
+            if saves or (is_best and config.checkpoint.save_model):
                 state: dict[str, Any] = {"progress": progress.state_dict(), "ends_run": ends_run, "metrics": metrics}
                 state["trackers"] = run_log.tracker_ids
                 watch.enter("save")
-                writer.save(step, model, optimizer, state, asked, best.loss if is_best else None)
+                writer.save(step, model, optimizer, state, saves, best.loss if is_best else None)
             job.note_step(step)
             if config.memory.memory_snapshot and step == min(started_after + observe.SNAPSHOT_STEPS, total_steps):
                 log.info(f"Memory snapshot: {observe.write_snapshot(writer.run, job.rank, f'step-{step}')}")

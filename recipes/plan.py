@@ -5,6 +5,7 @@ data: the recipe's own functions run on tensors without storage, as rank 0 of as
 """
 
 import dataclasses
+import gc
 import json
 import signal
 import sys
@@ -19,7 +20,7 @@ from llama_ft.errors import RunFailure, UserError
 DEMO_RECIPE = Path(__file__).resolve().parent.parent / "configs" / "quickstart.yaml"
 
 if __name__ == "__main__":
-    # Before the imports below, which take 10 s: --help and most mistakes are answered at once.
+    # Before the imports below, which take 6 s: --help and most mistakes are answered at once.
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback out of an import
     if {"--help", "-h"} & set(sys.argv):
         print(plan_help(help_text(str(__doc__), script=sys.argv[0])), end="")
@@ -28,7 +29,9 @@ if __name__ == "__main__":
         CONFIG, PLACES, OPTIONS = read_plan_flags(sys.argv[1:], DEMO_RECIPE)
     except UserError as error:
         exit_with(error)
+    gc.disable()  # see finetuning.py
 
+import torch  # noqa: E402
 from finetuning import build_model  # noqa: E402
 
 from llama_ft import data, models, plan  # noqa: E402
@@ -47,6 +50,8 @@ def main(config: Config, places: dict[str, str], options: Namespace) -> None:
     if config.model.resize_embeddings:
         request = with_new_tokens(request)
     try:
+        if plan.is_open(config):
+            request, places = with_checkpointing(request, places, options)
         planned = plan.predict(request, build_model, options.quick)
     except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:  # of the model's own code, mostly
         raise RunFailure(f"This model could not be planned: {type(error).__name__}: {error}") from error
@@ -63,6 +68,19 @@ def main(config: Config, places: dict[str, str], options: Namespace) -> None:
             print("\n" + answer.describe(commands))
     if options.json:
         print(json.dumps({"plan": planned.to_json(), **(answer.to_json() if answer else {})}))
+
+
+def with_checkpointing(
+    request: plan.PlanRequest, places: dict[str, str], options: Namespace
+) -> tuple[plan.PlanRequest, dict[str, str]]:
+    """With what `activation_checkpointing auto` comes to be on the device that is asked about, or on this machine's;
+    nobody has set that."""
+    here = torch.device(request.device)
+    room = options.fit.bytes if options.fit else plan.free_bytes(here, request.local_world_size)
+    choice = plan.choose_checkpointing(request, build_model, room)
+    print(choice.why, file=sys.stderr)
+    others = {name: place for name, place in places.items() if name != "train.activation_checkpointing"}
+    return dataclasses.replace(request, config=choice.config), others
 
 
 def find_folder(model: ModelConfig) -> Path:
@@ -85,6 +103,8 @@ def with_new_tokens(request: plan.PlanRequest) -> plan.PlanRequest:
 
 
 if __name__ == "__main__":
+    gc.freeze()
+    gc.enable()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     configure_console(rank=1 if OPTIONS.json else 0)
     try:

@@ -58,7 +58,7 @@ def write_run(folder: Path, state: Any = "finished", steps: int = 60, lr: str = 
             "epoch": step / steps, "train/loss": scale * (3.1 - step / 40 + 0.2 * (step % 3)),
             "train/lr": 1e-3 / (step + 1),
             "train/grad_norm": float("nan") if step == 7 else 1.0 + step % 5, "perf/tokens_per_second": 900.0 + step,
-            "perf/step_seconds": 0.5 + step % 2, "memory/host_peak_bytes": [900 * MIB, 880 * MIB],
+            "perf/mfu": 0.4 + step / 1000, "perf/step_seconds": 0.5 + step % 2, "memory/host_peak_bytes": [900 * MIB, 880 * MIB],
             "memory/device_peak_bytes": [235 * MIB, (236 if step > 30 else 230) * MIB],
         }  # fmt: skip
         log.write({"step": step, **(trained if step else {}), **held_out})
@@ -83,6 +83,10 @@ def write_facts(folder: Path) -> None:
     facts.add(
         environment={"command": f"recipes/finetuning.py --dataset {MARKUP} HF_TOKEN={SECRET}", "GPUs": "2 x H100"}
     )
+    parts = {"matrix products": 1.0, "recomputation": 0.0, "between steps": 1.0}
+    at_rate = {"matrix products": 0.75, "attention": 0.0}
+    facts.add(speed={"product_flops_per_second": [4e14, 4e14], "step": 4, "seconds": 2.0, "parts": parts})
+    facts.add(speed={"at_measured_rate": at_rate})
     layers = [f"model.layers.{n}" for n in range(LAYERS)]
     facts.add(
         units=[{"name": n, "kind": "Layer", "parameters": 10**6, "bytes": 2 * 10**6, "layers": 1} for n in layers]

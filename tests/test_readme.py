@@ -13,11 +13,9 @@ import pytest
 from conftest import REPOSITORY
 
 from llama_ft.config import load, load_recipe
-from llama_ft.config.fields import SETTINGS
 from llama_ft.config.names import known
 from llama_ft.config.output_dir import RUN_ENTRIES
 from llama_ft.config.plan_flags import OWN
-from llama_ft.config.rules import NOT_BUILT
 from llama_ft.config.sections import DataConfig
 from llama_ft.errors import UserError
 
@@ -26,7 +24,6 @@ OTHERS_FLAGS = re.compile(
     r"nnodes|nproc_per_node|rdzv_|shutdown$|max_restarts$|logdir|help$|config$|no_|quantization$|adapter$|base_model$|"
     r"merge$|push_to_hub$"
 )
-ALL_REFUSED = README.partition("| not built yet: refused with a message")[2].partition("\n\n")[0]
 EXAMPLE_OF_MISTAKES = "$ python recipes/finetuning.py "
 MINE, BAD = Path("configs/mine.yaml"), Path("configs/bad.yaml")
 
@@ -95,22 +92,6 @@ def test_flags_of_the_methods_table_load() -> None:
     assert len(shown) > 10
     for code in shown:
         load(["--model_name", "m", "--dataset", "rows.jsonl", *shlex.split(code)], paths=False)
-
-
-def test_what_is_said_not_to_be_built_is_refused_and_nothing_else_is() -> None:
-    refused = [shlex.split(code) for code in re.findall(r"`(--[^`]+)`", ALL_REFUSED)]
-    refused = [words for words in refused if words[0] not in ("--enable_fsdp", "--from_peft_checkpoint")]
-    reported = set()
-    for words in refused:
-        with pytest.raises(UserError, match="is not built yet"):
-            load(["--enable_fsdp", *words], paths=False)
-        setting = known(words[0].removeprefix("--"))
-        assert setting is not None
-        reported.add(setting.name)
-    assert reported == NOT_BUILT.keys()
-    for name, (is_refused, _) in NOT_BUILT.items():
-        for choice in filter(is_refused, SETTINGS[name].choices):
-            assert any(words[-1] == choice for words in refused), f"--{name} {choice} is refused, and not in the table"
 
 
 def test_the_recipe_shown_loads(mine: None) -> None:

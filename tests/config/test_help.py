@@ -21,9 +21,3 @@ def test_flags_are_grouped_by_section() -> None:
 
 def test_it_fits_a_hundred_columns() -> None:
     assert max(map(len, TEXT.splitlines())) <= 100
-
-
-def test_what_is_not_built_yet_says_so() -> None:
-    text = " ".join(TEXT.split())
-    assert "torch.compile on every decoder layer. [default: off; not built yet]" in text
-    assert "full, every_k, selective, auto; default: off; not built yet: auto]" in text

@@ -44,15 +44,15 @@ def test_a_wrong_choice_in_a_recipe_names_its_line_and_the_nearest_choice(mistak
 def test_mistakes_of_every_kind_are_told_together(mistakes, recipe) -> None:
     found = mistakes(
         recipe("train:\n  lrr: 1\n  num_epochs: 0\n  warmup_steps: 9\n"),
-        "--seed", "x", "--typo_of_mine", "--max_train_step", "5", "--compile", "--dataset", "nope.jsonl", paths=True,
+        "--seed", "x", "--typo_of_mine", "--max_train_step", "5", "--compile", "--use_liger", "--dataset", "nope.jsonl", paths=True,
     )  # fmt: skip
     assert found == [
         "mine.yaml:2: train.lrr is not a setting. Did you mean train.lr?",
         "--typo_of_mine is not a flag. --help lists them all.",
         "mine.yaml:3: train.num_epochs is 0; it must be at least 1.",
         '--seed x: "x" is not a whole number.',
-        "--compile is not built yet. Leave it out.",
         "mine.yaml:4: train.warmup_steps is 9, but training ends after 5 steps (max_train_step): lower --warmup_steps.",
+        "--compile makes one kernel of what use_liger has kernels for. Leave one of them out.",
         "--dataset nope.jsonl: no such file.",
     ]
 

@@ -16,20 +16,6 @@ from llama_ft.config import (
 from llama_ft.errors import UserError
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "--activation_checkpointing auto",
-        "--compile",
-    ],
-)
-def test_what_is_not_built_is_refused_with_what_to_use(mistakes, line: str) -> None:
-    (message,) = mistakes(*line.split())
-    flag = line.removeprefix("--enable_fsdp ")
-    assert message.startswith(f"{flag} is not built yet. ")
-    assert message.split("not built yet. ")[1].startswith(("Use ", "Leave ", "Start "))
-
-
 def test_pure_bf16_is_built(mistakes) -> None:
     assert mistakes("--precision", "bf16_pure") == []
 
@@ -54,6 +40,16 @@ def test_pure_bf16_is_built(mistakes) -> None:
             "--activation_checkpointing full --activation_offload --device cpu",
             "--activation_offload needs CUDA: on the",
         ),
+        ("--use_profiler --max_train_step 5", "--use_profiler profiles steps 4 to 6, and max_train_step is 5. Use 6."),
+        ("--flop_counter --max_train_step 2", "train.flop_counter_start is 3, but training ends after 2 steps"),
+        ("--compile --device cpu", "--compile needs CUDA: on the CPU compiling took 47 s for a model of 4 M parameters"),
+        ("--compile --use_liger", "--compile makes one kernel of what use_liger has kernels for. Leave one of them"),
+        (
+            "--compile --activation_checkpointing full --activation_offload",
+            "--compile does not go with activation_offload",
+        ),
+        ("--compile --precision fp32", "--compile with precision fp32 needs padding: packed rows are then computed one"),
+        ("--activation_checkpointing auto --no_plan", "--activation_checkpointing is auto, which goes by the plan that"),
         ("--memory_snapshot --device cpu", "--memory_snapshot needs CUDA: it is the CUDA allocator's record."),
         (
             "--enable_fsdp --fsdp_wrap_policy size --activation_checkpointing selective",
@@ -84,6 +80,9 @@ def test_combinations_that_cannot_be_are_refused(mistakes, line: str, start: str
         "--use_liger --activation_checkpointing selective --activation_offload",
         "--use_peft --quantization 4bit --quant_type fp4 --block_size 128 --compute_dtype float32",
         "--use_peft --quantization --int8_threshold 0 --skip_modules lm_head,down_proj",
+        "--compile --precision fp32 --batching_strategy padding",
+        "--compile --activation_checkpointing selective --use_peft --quantization 4bit",
+        "--activation_checkpointing auto --activation_offload",
         "--max_shard_size 1.5GB",
         "--max_shard_size 10KB",
     ],
@@ -94,15 +93,15 @@ def test_combinations_that_can_be_are_accepted(mistakes, line: str) -> None:
 
 def test_a_configuration_built_in_python_is_checked_too() -> None:
     config = Config(
-        model=ModelConfig(compile=True),
+        model=ModelConfig(compile=True, use_liger=True),
         train=TrainConfig(warmup_steps=5, max_train_step=5, gamma=0.5),
         peft=PeftConfig(r=4),
         data=DataConfig(validation="2"),
     )
     assert check_rules(config) == [
-        "model.compile is not built yet. Leave it out.",
         "train.warmup_steps is 5, but training ends after 5 steps (max_train_step): lower --warmup_steps.",
         "data.validation is 2; a fraction lies between 0 and 1, such as 0.05.",
+        "model.compile makes one kernel of what use_liger has kernels for. Leave one of them out.",
         "train.gamma has no effect unless lr_scheduler is step.",
         "peft.r has no effect without use_peft.",
     ]

@@ -41,8 +41,7 @@ if __name__ == "__main__":
             optimizer = training.build_optimizer(model, config.train)
             model.train()
             losses = training.accumulate_gradients(model, [batch], targets, False, job.device)
-            norm = training.gradient_norm(model, config.train)
-            loss = job.gather_numbers(losses[0].item()).sum().item() / targets
+            loss, norm = training.finish_gradients(model, losses, targets, config.train, 1.0, job).read()
             training.update_weights(optimizer, 1e-2)
             model.eval()
             with torch.no_grad():

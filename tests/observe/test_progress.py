@@ -15,6 +15,7 @@ STEP = {
     "train/lr": 1.2e-3,
     "train/grad_norm": 1.3189,
     "perf/tokens_per_second": 8412.4,
+    "perf/mfu": 0.384,
     "perf/step_seconds": 1.312,
     "memory/host_peak_bytes": [1, 2],
 }
@@ -39,7 +40,7 @@ def test_a_log_file_gets_plain_lines() -> None:
     console, printed = file_console()
     with Progress(100, console=console) as progress:
         progress.update(12, STEP)
-    expected = "step 12/100  loss 6.213  lr 1.2e-03  grad_norm 1.32  8,412 tokens/s  1.3 s/step\n"
+    expected = "step 12/100  loss 6.213  lr 1.2e-03  grad_norm 1.32  8,412 tokens/s  MFU 38%  1.3 s/step\n"
     assert printed.getvalue() == expected
 
 

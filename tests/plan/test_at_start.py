@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from llama_ft.config import Config
+
 FLAGS = ("--enable_fsdp", "--context_length", "128", "--batch_size_training", "2")
 
 
@@ -25,23 +27,26 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-def tell_plan(finetuning: ModuleType, folder: Path, run: Path) -> int:
-    """What a run of two ranks on the CPU does between its start and its first step; the planner's process id."""
+def tell_plan(finetuning: ModuleType, folder: Path, run: Path, *flags: str) -> tuple[int, Config]:
+    """What a run of two ranks on the CPU does between its start and its first step; the planner's process id, and the
+    settings it goes on with."""
     import torch
 
     from llama_ft.config import load
     from llama_ft.plan import StartPlan
 
-    config, _ = load(["--model_name", str(folder), "--dataset", "demo", *FLAGS], paths=False)
+    config, _ = load(["--model_name", str(folder), "--dataset", "demo", *FLAGS, *flags], paths=False)
     start = StartPlan(finetuning.build_model, off=False)
     planner = start._process
     rows = SimpleNamespace(longest_row=None, target_share=1.0, validation=[])
     steps = SimpleNamespace(size=None)
     job = SimpleNamespace(world_size=2, local_world_size=2, device=torch.device("cpu"))
-    start.ask(config, folder, None, rows, steps, job)  # type: ignore[arg-type]
+    job.gather_numbers = lambda *mine: torch.tensor([mine, mine], dtype=torch.float64)
+    job.from_main = lambda make: make()
+    config = start.ask(config, folder, None, rows, steps, job)  # type: ignore[arg-type]
     start.tell(run)
     assert planner.pid is not None
-    return planner.pid
+    return planner.pid, config
 
 
 def test_a_run_gets_its_plan_and_the_planner_is_gone(
@@ -49,7 +54,7 @@ def test_a_run_gets_its_plan_and_the_planner_is_gone(
 ) -> None:
     from llama_ft.plan import read_plan
 
-    planner = tell_plan(finetuning, folder, tmp_path)
+    planner, _ = tell_plan(finetuning, folder, tmp_path)
     written = read_plan(tmp_path)
     assert written is not None and written.peaks == plan(folder, 2, *FLAGS).peaks
     assert not Path(f"/proc/{planner}").exists()
@@ -67,12 +72,34 @@ def test_a_run_that_will_not_fit_is_told_what_would(
     little = at_start.Limits(None, 5 * 2**20, "a small machine")  # and it takes 5.9 MiB
     monkeypatch.setattr(at_start, "_limits", lambda *_: little)
     monkeypatch.setattr(logging.getLogger("llama_ft"), "propagate", True)  # to caplog
-    planner = tell_plan(finetuning, folder, tmp_path)
+    planner, _ = tell_plan(finetuning, folder, tmp_path)
     told = {it.getMessage() for it in caplog.records if it.levelno == logging.WARNING and it.name == "llama_ft"}
     (warning,) = told  # a set: the logger may have caplog's handler twice, after tests of the console
     first, change, *_ = warning.splitlines()
     assert "will most likely not fit" in first and "a small machine" in first
     assert change.split()[0].startswith("--") and " would need " in change
+    assert not Path(f"/proc/{planner}").exists()
+
+
+def test_a_run_goes_on_with_what_auto_came_to_be_on_the_rank_with_the_least(
+    finetuning: ModuleType,
+    plan: Callable[..., Any],
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    from llama_ft.plan import at_start, read_plan
+
+    selective = plan(folder, 2, *FLAGS, "--activation_checkpointing", "selective")
+    monkeypatch.setattr(at_start, "free_bytes", lambda *_: int(selective.device_bytes / 0.97) + 1)
+    monkeypatch.setattr(logging.getLogger("llama_ft"), "propagate", True)
+    caplog.set_level(logging.INFO, logger="llama_ft")
+    planner, config = tell_plan(finetuning, folder, tmp_path, "--activation_checkpointing", "auto")
+    assert config.train.activation_checkpointing == "selective"
+    written = read_plan(tmp_path)
+    assert written is not None and written.peaks == selective.peaks
+    assert any("auto: selective (planned" in it.getMessage() for it in caplog.records)
     assert not Path(f"/proc/{planner}").exists()
 
 
@@ -93,3 +120,36 @@ def test_the_planner_ends_with_a_run_that_is_killed(finetuning: ModuleType) -> N
     while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z" and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def chosen(finetuning: ModuleType, folder: Path, room: int | None, *flags: str) -> Any:
+    """What `activation_checkpointing auto` comes to be where a rank has so much room, in this process."""
+    from llama_ft.config import load
+    from llama_ft.plan import PlanRequest, choose_checkpointing
+
+    line = ["--model_name", str(folder), "--dataset", "demo", "--activation_checkpointing", "auto", *FLAGS, *flags]
+    config, _ = load(line, paths=False)
+    return choose_checkpointing(PlanRequest(config, folder, 2, 2, "cpu"), finetuning.build_model, room)
+
+
+def test_auto_recomputes_no_more_than_memory_asks_for(
+    finetuning: ModuleType, plan: Callable[..., Any], folder: Path
+) -> None:
+    ways = ("off", "selective", "full")
+    needs = {how: plan(folder, 2, *FLAGS, "--activation_checkpointing", how).device_bytes for how in ways}
+    assert needs["off"] > needs["selective"] > needs["full"]
+    for how in ways:
+        choice = chosen(finetuning, folder, int(needs[how] / 0.97) + 1)
+        assert choice.config.train.activation_checkpointing == how
+        assert choice.why.startswith(f"activation_checkpointing auto: {how} (planned ")
+        assert choice.why.count(" would take ") == ways.index(how)
+        assert choice.plan.device_bytes == needs[how]
+    nothing_fits = chosen(finetuning, folder, 2**20)
+    assert nothing_fits.config.train.activation_checkpointing == "full" and "too much" in nothing_fits.why
+
+
+def test_auto_leaves_out_what_cannot_be_and_sets_nothing_without_effect(finetuning: ModuleType, folder: Path) -> None:
+    by_size = chosen(finetuning, folder, 2**20, "--fsdp_wrap_policy", "size", "--min_num_params", "1000")
+    assert by_size.config.train.activation_checkpointing == "full" and "selective" not in by_size.why
+    unknown = chosen(finetuning, folder, None)
+    assert unknown.config.train.activation_checkpointing == "off" and "not known" in unknown.why

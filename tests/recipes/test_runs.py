@@ -1,5 +1,6 @@
 """Whole runs of the recipe on two ranks, as users start them, and what they leave behind."""
 
+import gzip
 import json
 import re
 from pathlib import Path
@@ -76,7 +77,7 @@ def launch(folder: Path, tiny_model: Path, save_model: Any, rows16: Path, rows70
         + ["--sample_tokens", "8", "--precision", "fp32", "--lora_dropout", "0", "--batch_size_training", "8"]
         + ["--validation", str(rows16), "--val_batch_size", "4", *PADDED],
         "custom": [*tiny, "--dataset", f"{folder}/custom.py:rows", "--precision", "bf16_pure", "--num_epochs", "2"]
-        + PADDED,
+        + [*PADDED, "--use_profiler", "--flop_counter", "--flop_counter_start", "2"],
         "frozen": [*FSDP, *tiny, *files, "--freeze_layers", "--num_epochs", "1", "--precision", "fp32"]
         + ["--activation_checkpointing", "full", "--gradient_accumulation_steps", "3", *PADDED],
     }
@@ -189,8 +190,8 @@ def test_metrics_have_one_line_a_step_and_the_keys_that_were_measured(launch: Fi
     assert [line["step"] for line in lines] == [0, 1, 2, 3]  # 64 rows in batches of 24
     assert set(lines[0]) == {"step", "eval/loss", "eval/perplexity"}
     training = {"epoch", "tokens", "train/loss", "train/lr", "train/grad_norm"}
-    measured = {"perf/tokens_per_second", "perf/step_seconds", "perf/data_wait_seconds", "memory/host_peak_bytes"}
-    assert set(lines[1]) == {"step"} | training | measured
+    measured = {f"perf/{key}" for key in ("tokens_per_second", "step_seconds", "data_wait_seconds", "mfu")}
+    assert set(lines[1]) == {"step", "memory/host_peak_bytes"} | training | measured
     assert len(lines[1]["memory/host_peak_bytes"]) == 2
     assert lines[-1]["tokens"] == sum(
         label != -100
@@ -273,6 +274,46 @@ def test_a_function_of_the_user_gives_the_rows(launch: Finished, folder: Path) -
     assert len(losses(folder / "custom")) == 6  # 24 rows in batches of 8, twice
     assert sum("eval/loss" in line for line in lines) == 3  # its validation split, before and after each epoch
     assert lines[-1]["train/loss"] < lines[1]["train/loss"]
+
+
+def test_utilization_is_six_flops_a_weight_and_token_and_attention_over_what_was_measured(
+    launch: Finished, folder: Path, tiny_model: Path
+) -> None:
+    speed = json.loads((folder / "early_stopping" / "facts.json").read_text())["speed"]
+    model = load(tiny_model)
+    weights = sum(p.numel() for name, p in model.named_parameters() if p.ndim == 2 and "embed_tokens" not in name)
+    assert speed["flops_per_token"] == 6 * weights and len(speed["product_flops_per_second"]) == 2
+    for line in metrics(folder / "early_stopping")[1:]:
+        done = line["perf/mfu"] * sum(speed["product_flops_per_second"]) / line["perf/tokens_per_second"]
+        pairs = (done - 6 * weights) / (12 * 2 * 32)  # a token sees: 2 layers, heads x head_dim = 32
+        assert 4 < pairs < 11.5  # rows of 8 to 14 tokens, or 22 at most
+
+
+def test_every_run_tells_once_where_its_fourth_step_went(launch: Finished, folder: Path) -> None:
+    runs = [path.parent for path in folder.glob("*/facts.json")]
+    long = [run for run in runs if len(losses(run)) >= 4]
+    assert 0 < len(long) < len(runs)
+    assert launch.output.count("Where step 4 went on rank 0, ") == len(long)
+    for run in runs:
+        speed = json.loads((run / "facts.json").read_text())["speed"]
+        assert ("parts" in speed) == (run in long)
+        if run in long:
+            assert sum(speed["parts"].values()) == pytest.approx(speed["seconds"])
+            assert min(speed["parts"][part] for part in ("matrix products", "communication", "optimizer")) > 0
+
+
+def test_the_profiler_leaves_a_trace_of_each_rank_and_the_counter_its_table(launch: Finished, folder: Path) -> None:
+    for rank in range(2):
+        with gzip.open(folder / "custom" / "profile" / f"rank-{rank}.json.gz") as trace:
+            events = [event["name"] for event in json.load(trace)["traceEvents"]]
+        assert [events.count(f"step {number}") for number in range(3, 8)] == [0, 1, 1, 1, 0]
+        assert "aten::mm" in events
+    counted = re.findall(
+        r"FLOPs of step 2 on rank 0: (\S+) MFLOP as torch counts them, (\S+) MFLOP by the", launch.output
+    )
+    assert len(counted) == 1
+    assert 0.7 < float(counted[0][0]) / float(counted[0][1]) < 1.5  # the head without labels; all pairs of attention
+    assert launch.output.count("Traces of all ranks: ") == 1
 
 
 def test_a_loss_that_is_no_number_ends_the_run_naming_step_rows_and_checkpoint(

@@ -20,13 +20,14 @@ DRAWN = """[...document.querySelectorAll('figure')].map(figure => [
     return [box.width, box.height, {path: line, rect: style.fill, i: style.backgroundColor}[shape.localName]];
   })])"""
 TITLES = [
-    "Loss", "Learning rate", "Gradient norm, before clipping", "Tokens per second, all ranks", "Seconds a step",
+    "Loss", "Learning rate", "Gradient norm, before clipping", "Tokens per second, all ranks",
+    "Model FLOPs utilization (MFU), of the measured rate", "Seconds a step",
     "Device memory, peak so far, fullest rank", "Host memory, peak so far, fullest rank",
     "Peak of each phase, fullest rank", "What holds it at the peak of training (backward)",
     "What stays for the optimizer step, tensor by tensor", "Memory over one step",
     "Training rows", "Validation rows",
 ]  # fmt: skip
-HEADINGS = ["Training", "Memory", "Each rank", "FSDP units", "Data", "Answers", "Environment", "Settings"]
+HEADINGS = ["Training", "A step's seconds", "Memory", "Each rank", "FSDP units", "Data", "Answers", "Environment", "Settings"]
 # Of each text on the page that is seen: how it stands out from what is behind it, as WCAG counts contrast.
 CONTRASTS = """(() => {
   const light = (colour) => {

@@ -39,14 +39,16 @@ def own_state(model: nn.Module, optimizer: torch.optim.Optimizer, runtime: Runti
     """This rank's part of a checkpoint: where ranks hold copies of the same rows, each writes its share of them."""
     names = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
     everything: dict[str, torch.Tensor] = {f"model/{name}": parameter for parameter, name in names.items()}
+    whole = []
     for parameter, name in names.items():
         for key, value in sorted(optimizer.state.get(parameter, {}).items()):  # loading them changes their order
             if isinstance(value, torch.Tensor):
                 everything[f"optimizer/{name}/{key}"] = value
+                if not _goes_by_rows(value, parameter):
+                    whole.append(f"optimizer/{name}/{key}")
     shards = ShardGroup(runtime.mesh)
     copy, copies = _which_copy(runtime.mesh)
     written, loads = dict[str, torch.Tensor](), [0] * copies
-    whole = [name for name, tensor in everything.items() if not _is_sharded(tensor)]
     for name, tensor in everything.items():
         rows = local_shard(tensor)
         writer = loads.index(min(loads))
@@ -64,8 +66,11 @@ def _which_copy(mesh: DeviceMesh) -> tuple[int, int]:
     return mesh["replicate"].get_local_rank(), mesh["replicate"].size()
 
 
-def _is_sharded(tensor: torch.Tensor) -> bool:
-    return isinstance(tensor, DTensor) and any(placement.is_shard() for placement in tensor.placements)
+def _goes_by_rows(state: torch.Tensor, parameter: torch.Tensor) -> bool:
+    """Whether ranks share a state out by rows, as they do the parameter; one that holds all of it may be plain."""
+    if isinstance(state, DTensor):
+        return any(placement.is_shard() for placement in state.placements)
+    return state.ndim > 0 and len(state) == len(parameter)
 
 
 def _generator_states(device: torch.device) -> dict[str, torch.Tensor]:

@@ -119,6 +119,8 @@ CONDITIONS = (
     Condition(("overwrite",), "output_dir", bool, "without output_dir: a new directory is made"),
     Condition(("resume_allow_changes",), "resume", bool, "without resume"),
     Condition(("save_dtype", "max_shard_size"), "save_model", bool, "with save_model off"),
+    Condition(("profiler_dir",), "use_profiler", bool, "without use_profiler"),
+    Condition(("flop_counter_start",), "flop_counter", bool, "without flop_counter"),
     Condition(WANDB_FIELDS, "use_wandb", bool, "without use_wandb"),
 )
 

@@ -4,7 +4,6 @@ import inspect
 import textwrap
 
 from llama_ft.config.fields import SECTIONS, SETTINGS, Setting
-from llama_ft.config.rules import NOT_BUILT
 from llama_ft.config.wording import show
 
 WIDTH = 100
@@ -73,15 +72,11 @@ def _flag(setting: Setting) -> str:
 
 
 def _facts(setting: Setting) -> str:
-    """Tell default, choices and which of them are only planned."""
+    """Tell default and choices."""
     default = setting.default
     facts = f"default: {('on' if default else 'off') if setting.kind == 'switch' else show(default).strip('[]')}"
     if setting.default == []:
         facts = "default: empty"
     if setting.choices:
         facts = f"{', '.join(setting.choices)}; {facts}"
-    if setting.name in NOT_BUILT:
-        refused = NOT_BUILT[setting.name][0]
-        planned = [choice for choice in setting.choices if refused(choice)]
-        facts += f"; not built yet: {', '.join(planned)}" if planned else "; not built yet"
     return f"[{facts}]"

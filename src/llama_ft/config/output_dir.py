@@ -18,6 +18,7 @@ RUN_ENTRIES = (
     "facts.json",
     "plan.json",
     "report.html",
+    "profile",
     "tensorboard",
     "wandb",
 )

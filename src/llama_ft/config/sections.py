@@ -53,7 +53,8 @@ class ModelConfig:
     """Liger's fused kernels for norms, MLPs and rotary embedding; needs CUDA and the liger-kernel package."""
 
     compile: bool = False
-    """torch.compile on every decoder layer."""
+    """torch.compile on every decoder layer; needs CUDA. The first step and the first evaluation compile, and say for
+    how long."""
 
     resize_embeddings: bool = False
     """Add rows to the embeddings for tokens that the tokenizer or the chat template has and the model lacks; they are
@@ -131,7 +132,8 @@ class TrainConfig:
 
     activation_checkpointing: Literal["off", "full", "every_k", "selective", "auto"] = "off"
     """Recompute decoder layers in the backward pass instead of keeping their activations: all of them, every k-th, or
-    selective: all but their matrix products and attention, whose outputs are kept."""
+    selective: all but their matrix products and attention, whose outputs are kept. auto: off if that fits the memory
+    there is, by the run's plan, else selective, else full."""
 
     activation_checkpointing_k: Count = 2
     """With every_k: layer 0, k, 2k, ... are recomputed."""
@@ -415,17 +417,17 @@ class ProfileConfig:
     """Knowing where the time goes."""
 
     use_profiler: bool = False
-    """Run torch.profiler over a few steps, print the operators that take longest, and write each rank's trace to
-    profiler_dir."""
+    """Run torch.profiler over the run's steps 4 to 6, print the operators that take longest, and write each rank's
+    trace to profiler_dir."""
 
     profiler_dir: str | None = None
-    """Where the traces go; output_dir/profile when not given."""
+    """Where the traces rank-0.json.gz, ... go; output_dir/profile when not given."""
 
     flop_counter: bool = False
     """Count the floating-point operations of one step as torch sees them, and print them beside the formula's."""
 
     flop_counter_start: Count = 3
-    """The step flop_counter counts."""
+    """The step flop_counter counts; of a resumed run the first that is not before it."""
 
 
 @dataclass(config=STRICT, kw_only=True)

@@ -4,6 +4,7 @@ import llama_ft.models.plain_bitsandbytes  # noqa: F401  # first
 
 # isort: split
 from llama_ft.models.activations import checkpoint_activations
+from llama_ft.models.compiled import compile_layers
 from llama_ft.models.head_loss import has_head_loss, use_head_loss
 from llama_ft.models.hub import lasting_name, local_folder
 from llama_ft.models.liger import apply_liger
@@ -37,6 +38,7 @@ __all__ = [
     "build_skeleton",
     "checkpoint_activations",
     "choose_quantization",
+    "compile_layers",
     "find_new_tokens",
     "fingerprint",
     "freeze_first_layers",

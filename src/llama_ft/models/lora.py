@@ -17,6 +17,7 @@ from transformers.pytorch_utils import Conv1D
 
 from llama_ft.config import PeftConfig
 from llama_ft.errors import UserError
+from llama_ft.models.lora_linear import use_fused_lora
 from llama_ft.models.quantized import QuantizedLinear
 from llama_ft.models.source import StoredTensor
 from llama_ft.models.token_rows import NewTokens, use_token_rows
@@ -80,6 +81,7 @@ def inject_adapter(model: PreTrainedModel, lora: LoraConfig) -> Adapter:
             )
         raise UserError(f"peft cannot put these adapters into this model: {error}{hint}") from error
     use_token_rows(model)
+    use_fused_lora(model)
     if lora.use_dora:
         _check_dora(model)
     assert isinstance(adapted, PeftModel)

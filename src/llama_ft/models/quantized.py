@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from llama_ft.models.wide import is_wide, wide_product
 from llama_ft.planning import planned_device
 
 OPS = torch.ops.bitsandbytes
@@ -56,6 +57,11 @@ class Int8:
     def dequantize(self, weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Weight and scale -> rows [n, in] of `dtype`."""
         return weight.to(dtype).mul_(scale.view(torch.float32).unsqueeze(1).mul(1 / 127))
+
+    @property
+    def code(self) -> str:
+        """For scheme_of."""
+        return f"8bit {self.threshold}"
 
     def matmul(self, inputs: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         """inputs [..., in] x weight -> [..., out] of the inputs' dtype. On CUDA the inputs are quantized too; on the
@@ -115,6 +121,11 @@ class FourBit:
             OPS.dequantize_4bit(weight.view(-1, 1), absmax, self.block_size, self.quant_type, shape, dtype),
         )
 
+    @property
+    def code(self) -> str:
+        """For scheme_of."""
+        return f"{self.quant_type} {self.block_size} {str(self.compute_dtype or '').removeprefix('torch.')}"
+
     def matmul(self, inputs: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         """inputs [..., in] x weight -> [..., out] of the inputs' dtype."""
         shape = (weight.shape[0], weight.shape[1] * 2)
@@ -132,6 +143,33 @@ class FourBit:
 Scheme = Int8 | FourBit
 
 
+def scheme_of(code: str) -> Scheme:
+    """The scheme whose `code` it is: operators take text and no objects."""
+    kind, number, *compute = code.split(" ")
+    if kind == "8bit":
+        return Int8(float(number))
+    quant_type: Literal["nf4", "fp4"] = "nf4" if kind == "nf4" else "fp4"
+    return FourBit(quant_type, int(number), getattr(torch, compute[0]) if compute[0] else None)
+
+
+def frozen_product(inputs: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, scheme: Scheme) -> torch.Tensor:
+    """inputs [..., in] x a quantized weight -> [..., out]."""
+    if inputs.numel() == 0:  # an expert without tokens; the CUDA kernels refuse it
+        return inputs.new_empty(*inputs.shape[:-1], weight.shape[0])
+    if is_wide(inputs, weight.numel() * scheme.weights_per_byte):
+        return wide_product(inputs, scheme.dequantize(weight, scale, torch.float32).t())
+    return scheme.matmul(inputs, weight, scale)
+
+
+def frozen_product_backward(
+    gradient: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, scheme: Scheme
+) -> torch.Tensor:
+    """The gradient [..., out] of its output -> that of its inputs [..., in]."""
+    if is_wide(gradient, weight.numel() * scheme.weights_per_byte):
+        return wide_product(gradient, scheme.dequantize(weight, scale, torch.float32))
+    return gradient @ scheme.dequantize(weight, scale, gradient.dtype)
+
+
 class _FrozenMatmul(torch.autograd.Function):
     """inputs x weight, with a gradient for the inputs only.
 
@@ -143,14 +181,12 @@ class _FrozenMatmul(torch.autograd.Function):
     def forward(ctx: Any, inputs: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, scheme: Scheme) -> Any:
         ctx.save_for_backward(weight, scale)
         ctx.scheme = scheme
-        if inputs.numel() == 0:  # an expert without tokens; the CUDA kernels refuse it
-            return inputs.new_empty(*inputs.shape[:-1], weight.shape[0])
-        return scheme.matmul(inputs, weight, scale)
+        return frozen_product(inputs, weight, scale, scheme)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         weight, scale = ctx.saved_tensors
-        return gradient @ ctx.scheme.dequantize(weight, scale, gradient.dtype), None, None, None
+        return frozen_product_backward(gradient, weight, scale, ctx.scheme), None, None, None
 
 
 class QuantizedLinear(nn.Linear):

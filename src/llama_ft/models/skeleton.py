@@ -110,9 +110,14 @@ def _check_is_text_only(skeleton: PreTrainedModel, name: str) -> None:
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
     """The model's decoder layers from input to output, found by the class names transformers keeps in
-    `_no_split_modules`; empty when it names none. Of those within one another (Mamba's) the outermost."""
+    `_no_split_modules`; empty when it names none. Of those within one another (Mamba's) the outermost. fully_shard
+    derives a class of its own from theirs."""
     kinds = set(getattr(model, "_no_split_modules", None) or ())
-    found = {name: module for name, module in model.named_modules() if type(module).__name__ in kinds}
+    found = {
+        name: module
+        for name, module in model.named_modules()
+        if not kinds.isdisjoint(kind.__name__ for kind in type(module).__mro__)
+    }
     return [m for name, m in found.items() if not any(name.startswith(f"{outer}.") for outer in found)]
 
 

@@ -8,6 +8,7 @@ from llama_ft.observe.peaks import PhasePeaks
 from llama_ft.observe.progress import Progress
 from llama_ft.observe.runlog import RunLog
 from llama_ft.observe.snapshot import SNAPSHOT_STEPS, write_snapshot
+from llama_ft.observe.speed import SpeedWatch
 from llama_ft.observe.trackers import TensorboardTracker, Tracker, start_trackers
 from llama_ft.observe.wandb_tracker import WandbTracker, check_wandb_login
 from llama_ft.observe.watch import MemoryWatch
@@ -21,6 +22,7 @@ __all__ = [
     "Progress",
     "RunFacts",
     "RunLog",
+    "SpeedWatch",
     "TensorboardTracker",
     "Tracker",
     "WandbTracker",

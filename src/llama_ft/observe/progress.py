@@ -126,6 +126,8 @@ def _describe(metrics: Metrics, brief: bool = False) -> list[str]:
         parts.append(f"grad_norm {_number(values['train/grad_norm'], 2)}")
     if "perf/tokens_per_second" in values:
         parts.append(f"{values['perf/tokens_per_second']:,.0f} {'tok/s' if brief else 'tokens/s'}")
+    if "perf/mfu" in values and not brief:
+        parts.append(f"MFU {values['perf/mfu']:.0%}")
     if "perf/step_seconds" in values and not brief:
         seconds = values["perf/step_seconds"]
         parts.append(f"{seconds:.1f} s/step" if seconds >= 1 else f"{seconds * 1000:.0f} ms/step")

@@ -33,6 +33,7 @@ class StepTrace:
         self.moments: list[dict[str, str | int]] = []
         self._phase, self._read = phase, read
         self._layers = decoder_layers(model)
+        self._used_as_stored = {id(p) for p in model.parameters() if not isinstance(p, DTensor)}  # no unit is gathered
         self._hooks = []
         units = {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
         for name, module in cast(dict[str, nn.Module], units).items():
@@ -58,10 +59,10 @@ class StepTrace:
         if self._phase() != "forward":  # an answer or an evaluation
             return
         self.note(f"forward {name or 'model'}")
-        self.gathered[name] = max(self.gathered.get(name, 0), sum(map(_gathered_bytes, module.parameters())))
+        self.gathered[name] = max(self.gathered.get(name, 0), sum(map(self._gathered_bytes, module.parameters())))
         within = set(module.modules())
         self.layers[name] = sum(
-            any(_gathered_bytes(p) for p in layer.parameters()) for layer in self._layers if layer in within
+            any(self._gathered_bytes(p) for p in layer.parameters()) for layer in self._layers if layer in within
         )
         # What its gradient arrives at last, while the unit is still gathered. (Module backward hooks would put an
         # operator around every unit, and do not take transformers' output classes.)
@@ -78,7 +79,8 @@ class StepTrace:
                 tensor.register_hook(lambda gradient: self.note(label))
                 return
 
-
-def _gathered_bytes(parameter: torch.Tensor) -> int:
-    """Of a parameter that is there whole; 0 of a shard, and where its storage is freed."""
-    return 0 if isinstance(parameter, DTensor) else min(parameter.nbytes, parameter.untyped_storage().nbytes())
+    def _gathered_bytes(self, parameter: torch.Tensor) -> int:
+        """Of a parameter that is there whole; 0 of a shard, where its storage is freed, and where it always is."""
+        if isinstance(parameter, DTensor) or id(parameter) in self._used_as_stored:
+            return 0
+        return min(parameter.nbytes, parameter.untyped_storage().nbytes())

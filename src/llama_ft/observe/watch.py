@@ -156,11 +156,12 @@ class MemoryWatch:
         held = held_tensors(self._model, self._optimizer, self._gradients)
         everyone = self._compare(held, "the second step", {})
         largest = max(trace.gathered, key=lambda name: trace.gathered[name])
-        share = trace.gathered[largest] / sum(trace.gathered.values())
-        log.info(
-            f"Largest unit gathered: {largest or 'the rest of the model'}, {trace.gathered[largest] / MIB:,.1f} MiB, "
-            f"{share:.0%} of the model"
-        )
+        share = trace.gathered[largest] / (sum(trace.gathered.values()) or 1)
+        if share:  # else one process uses all weights as they are stored
+            log.info(
+                f"Largest unit gathered: {largest or 'the rest of the model'}, "
+                f"{trace.gathered[largest] / MIB:,.1f} MiB, {share:.0%} of the model"
+            )
         if share > MOST_OF_THE_MODEL and trace.layers[largest] > 1 and self._job.mesh["shard"].size() > 1:
             self._warn(
                 f"the unit {largest or 'at the root'} gathers {trace.gathered[largest] / MIB:,.0f} MiB on every rank, "

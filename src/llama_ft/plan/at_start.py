@@ -1,18 +1,22 @@
 """The check a run makes at its start: is what it will hold more than there is?
 
 The plan is made in a process of its own while the run prepares its data and loads its weights. It is forked before
-anything is started, since planning needs a process group that is not the run's; a new interpreter would first take 10 s
+anything is started, since planning needs a process group that is not the run's; a new interpreter would first take 6 s
 to import what it needs.
 """
 
+import dataclasses
+import math
 import multiprocessing
 import os
 import signal
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -21,6 +25,7 @@ from llama_ft.config.wording import size_text
 from llama_ft.data import TokenizedData, TrainingRows
 from llama_ft.errors import UserError
 from llama_ft.models import NewTokens
+from llama_ft.plan.choose import PYTHON_BYTES, Choice, choose_checkpointing, free_bytes, is_open, settled
 from llama_ft.plan.fit import advise
 from llama_ft.plan.predict import CUDA_CONTEXT_BYTES, NCCL_BYTES, BuildModel, PlanRequest, predict
 from llama_ft.plan.record import Change, Plan
@@ -28,9 +33,10 @@ from llama_ft.processes import end_with
 from llama_ft.runtime import Runtime, log
 from llama_ft.runtime.out_of_memory import host_memory
 
-PYTHON_BYTES = 600 * 2**20  # a rank's libraries: torch, transformers and their like
-SECONDS_FOR_PLAN, SECONDS_FOR_ADVICE = 15.0, 60.0
+SECONDS_FOR_PLAN, SECONDS_FOR_ADVICE, SECONDS_FOR_CHOICE = 15.0, 60.0, 120.0
 NICE = 10
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -81,10 +87,14 @@ class StartPlan:
         rows: TokenizedData,
         steps: TrainingRows,
         job: Runtime,
-    ) -> None:
-        """Begin to plan, and go on."""
-        if self._pipe is None:
-            return
+    ) -> Config:
+        """Begin to plan, and go on; with activation_checkpointing auto wait until that is chosen, on all ranks.
+
+        Returns:
+            The settings with what was chosen.
+        """
+        if self._pipe is None and not is_open(config):
+            return config
         request = PlanRequest(
             config,
             folder,
@@ -98,8 +108,27 @@ class StartPlan:
             rows.validation is not None,
         )
         self._limits = _limits(request, job)
-        with suppress(OSError):
-            self._pipe.send((request, self._limits.bytes))
+        most_bytes = self._limits.bytes
+        if is_open(config):
+            limits = (most_bytes, free_bytes(job.device, job.local_world_size))
+            mine = min(limit if limit is not None else math.inf for limit in limits)
+            fewest = job.gather_numbers(mine).min().item()
+            most_bytes = None if math.isinf(fewest) else int(fewest)
+        if self._pipe is not None:
+            with suppress(OSError):
+                self._pipe.send((request, most_bytes))
+        if not is_open(config):
+            return config
+        choice = job.from_main(partial(self._chosen, request))
+        log.info(choice.why)
+        return choice.config
+
+    def _chosen(self, request: PlanRequest) -> Choice:
+        answer = self._receive(SECONDS_FOR_CHOICE)
+        if isinstance(answer, Choice):
+            return dataclasses.replace(answer, plan=None)
+        self._end()
+        return settled(request.config, "full", request.device, f"not planned: {answer or 'that takes too long'}")
 
     def tell(self, output_dir: Path) -> None:
         """Write plan.json, say what the run will hold, and warn where that is more than there is."""
@@ -116,13 +145,18 @@ class StartPlan:
             log.info(f"The run's memory could not be planned: {answer}")
         else:
             log.info("The run's memory was not planned: that takes too long for this model; recipes/plan.py can do it.")
-        self._pipe.close()
-        self._pipe = None
-        self._process.kill()  # it may still be planning, on a core that the run needs
-        self._process.join()
+        self._end()
+
+    def _end(self) -> None:
+        if self._pipe is not None:
+            self._pipe.close()
+            self._pipe = None
+            self._process.kill()  # it may still be planning, on a core that the run needs
+            self._process.join()
 
     def _receive(self, seconds: float) -> Any:
-        assert self._pipe is not None
+        if self._pipe is None:
+            return None
         try:
             return self._pipe.recv() if self._pipe.poll(seconds) else None
         except (EOFError, OSError):
@@ -139,15 +173,26 @@ def _serve(pipe: Connection, parents: Connection, build_model: BuildModel, paren
     torch.set_num_threads(1)
     with suppress(EOFError, OSError):
         request, most_bytes = pipe.recv()
-        try:
-            plan = predict(request, build_model, quick=True)
-            pipe.send(plan)
-            if most_bytes is not None and plan.device_bytes > most_bytes:
-                pipe.send(advise(request, build_model, most_bytes))
-        except UserError as error:
-            pipe.send(str(error))
-        except Exception as error:  # what is wrong with the run, the run will say
-            pipe.send(f"{type(error).__name__}: {error}".partition("\n")[0])
+        plan: Plan | str | None = None
+        if is_open(request.config):
+            choice = _or_problem(partial(choose_checkpointing, request, build_model, most_bytes))
+            pipe.send(choice)
+            if not isinstance(choice, Choice):
+                return
+            request, plan = dataclasses.replace(request, config=choice.config), choice.plan
+        plan = plan or _or_problem(partial(predict, request, build_model, quick=True))
+        pipe.send(plan)
+        if isinstance(plan, Plan) and most_bytes is not None and plan.device_bytes > most_bytes:
+            pipe.send(_or_problem(partial(advise, request, build_model, most_bytes)))
+
+
+def _or_problem(make: Callable[[], T]) -> T | str:
+    try:
+        return make()
+    except UserError as error:
+        return str(error)
+    except Exception as error:  # what is wrong with the run, the run will say
+        return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
 def _limits(request: PlanRequest, job: Runtime) -> Limits:

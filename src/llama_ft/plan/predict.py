@@ -158,9 +158,9 @@ def _one_step(
     settings = config.train
     reduce_last_only = config.peft.use_peft or settings.accumulate_unsharded
     scale = training.Progress(settings).scale.factor
-    training.accumulate_gradients(model, micro_batches, 1, reduce_last_only, job.device, scale, tracker)
+    losses = training.accumulate_gradients(model, micro_batches, 1, reduce_last_only, job.device, scale, tracker)
     tracker.enter("optimizer step")
-    training.gradient_norm(model, settings, scale)
+    training.finish_gradients(model, losses, 1, settings, scale, job)
     training.update_weights(optimizer, settings.lr)
     tracker.note_optimizer(optimizer)
     if validation is not None:

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 from transformers.modeling_utils import PreTrainedModel
 
+from llama_ft.models.lora_linear import FusedLora
 from llama_ft.models.skeleton import decoder_layers
 from llama_ft.phases import Holder, Phase
 from llama_ft.plan.ledger import Ledger
@@ -170,7 +171,9 @@ class Tracker(TorchDispatchMode):
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         self.ledger.module = self._module_names[module]
-        for parameter in module._parameters.values():
+        # FusedLora uses the parameters of its modules without calling them.
+        own = module.parameters() if isinstance(module, FusedLora) else module._parameters.values()
+        for parameter in own:
             if parameter is not None and parameter.requires_grad and id(parameter) not in self._hooked:
                 self._hooked.add(id(parameter))  # fully_shard keeps its gathered parameters for good
                 parameter.register_post_accumulate_grad_hook(self._assign_gradient)

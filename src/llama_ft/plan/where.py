@@ -51,10 +51,11 @@ def module_at_work(frames: list[FrameType], model: nn.Module | None) -> str:
 def held_now(model: nn.Module, optimizer: torch.optim.Optimizer | None, device: torch.device) -> dict[Holder, int]:
     """Bytes on `device` of what can be told by its owner, at any moment: also where units are gathered."""
     parameters = [parameter for group in _groups(model) for parameter in group.fsdp_params]
-    # FSDP hears only at the first step that loading has given the modules other tensors.
-    loaded = [parameter for parameter in model.parameters() if isinstance(parameter, DTensor)]
-    sharded = [*(parameter.sharded_param for parameter in parameters), *loaded]
     gathered = [getattr(parameter, "_unsharded_param", None) for parameter in parameters]
+    # FSDP hears only at the first step that loading has given the modules other tensors, and of some it never knows.
+    is_gathered = {id(parameter) for parameter in gathered}
+    loaded = [parameter for parameter in model.parameters() if id(parameter) not in is_gathered]
+    sharded = [*(parameter.sharded_param for parameter in parameters), *loaded]
     states = optimizer.state.values() if optimizer is not None else []
     members: dict[Holder, Iterable[Any]] = {
         "sharded parameters": [tensor for tensor in sharded if tensor.is_floating_point()],

@@ -4,6 +4,8 @@ from typing import Any
 
 import torch
 
+from llama_ft.models import lora_linear
+
 from llama_ft.runtime import cpu_kernels
 
 
@@ -17,6 +19,8 @@ def workspace_bytes(func: Any, args: Any, device: str) -> int:
     """
     if device == "cpu" and func.namespace == "aten" and cpu_kernels.is_installed():
         return cpu_kernels.workspace_bytes(func, args)
+    if func.namespace == "llama_ft" and func._opname == "lora_linear":
+        return lora_linear.workspace_bytes(args)
     if func.namespace != "bitsandbytes":
         return 0
     inputs: torch.Tensor = args[0]

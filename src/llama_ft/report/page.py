@@ -27,12 +27,13 @@ METRIC_PLOTS = (  # key, title, unit, whether a logarithmic axis may be better, 
     ("train/lr", "Learning rate", "", False, True),
     ("train/grad_norm", "Gradient norm, before clipping", "", True, False),
     ("perf/tokens_per_second", "Tokens per second, all ranks", "", False, True),
+    ("perf/mfu", "Model FLOPs utilization (MFU), of the measured rate", "", False, True),
     ("perf/step_seconds", "Seconds a step", "s", True, True),
     ("memory/device_peak_bytes", "Device memory, peak so far, fullest rank", "bytes", False, True),
     ("memory/host_peak_bytes", "Host memory, peak so far, fullest rank", "bytes", False, True),
     ("train/loss_scale", "Loss scale", "", True, False),
 )
-NOISY = ("train/loss", "train/grad_norm", "perf/tokens_per_second", "perf/step_seconds")
+NOISY = ("train/loss", "train/grad_norm", "perf/tokens_per_second", "perf/mfu", "perf/step_seconds")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +69,7 @@ def report_page(run: Run) -> str:
         measured=run.facts.get("memory", {}),
         rank_columns=rank_columns,
         rank_cells=_rank_cells(rank_columns, ranks),
+        seconds=_seconds_of_a_step(run),
         units=unit_groups(run.facts.get("units", [])),
         data_rows=_data_rows(run),
         histograms=_histograms(run),
@@ -163,6 +165,9 @@ def _cards(run: Run) -> list[Card]:
         cards.append(Card("Validation loss", number(held_out.last, digits=4), f"best {lowest:.4g} at step {step:,}"))
     if speed := curves.get("perf/tokens_per_second"):
         cards.append(Card("Tokens per second", f"{speed.median:,.0f}", "median of the second half"))
+    if utilization := curves.get("perf/mfu"):
+        rate = sum(run.facts.get("speed", {}).get("product_flops_per_second", [])) / 1e12
+        cards.append(Card("MFU", f"{utilization.median:.0%}", f"of {rate:.3g} TFLOP/s, measured" if rate else ""))
     peak, what = memory.measured_peak(run)
     predicted = memory.predicted_peak(run)
     if math.isfinite(predicted):
@@ -233,6 +238,21 @@ def _overlaid(runs: Sequence[Run], key: str, style: str = "") -> list[Series]:
     """One line of each run: the mean where there is one."""
     lines = [_lines(run, key, run.name, n)[-1:] for n, run in enumerate(runs)]
     return [dataclasses.replace(line, style=style or line.style) for found in lines for line in found]
+
+
+def _seconds_of_a_step(run: Run) -> list[dict[str, Any]]:
+    """Where they went: what took any, its share, and how long it would take at the measured rate."""
+    speed = run.facts.get("speed", {})
+    parts = {name: seconds for name, seconds in speed.get("parts", {}).items() if seconds}
+    return [
+        {
+            "name": name,
+            "seconds": number(seconds),
+            "share": seconds / speed["seconds"],
+            "least": number(speed["at_measured_rate"][name]) if name in speed["at_measured_rate"] else "",
+        }
+        for name, seconds in parts.items()
+    ]
 
 
 def _data_rows(run: Run) -> list[tuple[str, dict[str, Any]]]:

@@ -104,11 +104,14 @@ class Runtime:
         return cast(T, box[0])
 
     def gather_numbers(self, *numbers: float) -> torch.Tensor:
-        """Every rank's numbers as float64 [world_size, len(numbers)] on the host; one collective."""
-        mine = torch.tensor(numbers, dtype=torch.float64, device=self.device)
+        """Every rank's numbers as float64 [world_size, len(numbers)]; one collective between hosts, which waits for no
+        device. One rank alone has none."""
+        mine = torch.tensor(numbers, dtype=torch.float64)
         everyone = [torch.empty_like(mine) for _ in range(self.world_size)]
+        if self.world_size == 1:
+            return mine[None]
         dist.all_gather(everyone, mine)
-        return torch.stack(everyone).cpu()
+        return torch.stack(everyone)
 
     @property
     def earlier_run(self) -> Path | None:

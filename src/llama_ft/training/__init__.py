@@ -7,9 +7,11 @@ from llama_ft.training.packed_rows import check_rows_stay_apart
 from llama_ft.training.progress import Progress
 from llama_ft.training.sample import answer, show_answer
 from llama_ft.training.step import (
+    Step,
+    Unread,
     accumulate_gradients,
+    finish_gradients,
     free_gathered,
-    gradient_norm,
     is_due,
     stop_if_not_finite,
     update_weights,
@@ -17,6 +19,8 @@ from llama_ft.training.step import (
 
 __all__ = [
     "Progress",
+    "Step",
+    "Unread",
     "accumulate_gradients",
     "answer",
     "build_optimizer",
@@ -24,8 +28,8 @@ __all__ = [
     "describe_optimizer",
     "describe_state",
     "evaluate",
+    "finish_gradients",
     "free_gathered",
-    "gradient_norm",
     "is_due",
     "learning_rate",
     "show_answer",

@@ -2,15 +2,14 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.config import TrainConfig
@@ -19,7 +18,7 @@ from llama_ft.errors import RunFailure
 from llama_ft.phases import NOBODY, PhaseWatch
 from llama_ft.runtime import Runtime
 from llama_ft.training.loss import token_loss_sum
-from llama_ft.training.loss_scale import LossScale
+from llama_ft.training.sharded_optimizer import local_tensor
 
 MICRO_BATCHES_NAMED = 8
 
@@ -63,30 +62,139 @@ def accumulate_gradients(
     return losses
 
 
-def gradient_norm(model: nn.Module, settings: TrainConfig, loss_scale: float = 1.0) -> float:
-    """Divide all gradients by `loss_scale`; return their L2 norm over all ranks, from before they are clipped.
+class StepNumbers:
+    """The loss and the gradient norm of one step, over all ranks: on the device at once, on the host when it asks.
 
-    As torch.nn.utils.clip_grad_norm_ does, but with gradient_clipping off they are left at that.
+    Asking waits for the device, which then has nothing to do until the host has sent it more. So a training loop asks
+    for them when the next step is under way, and what depends on them before that stays on the device.
+
+    Args:
+        numbers: float64 [2]: sum of the losses of all target tokens, and L2 norm of the gradients.
+        target_tokens: of the global batch.
+
+    Attributes:
+        failed: float32 scalar on the device: 1 where one of them is not a number.
     """
-    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+    def __init__(self, numbers: torch.Tensor, target_tokens: int) -> None:
+        self.failed = numbers.isfinite().all().logical_not().float()
+        self._target_tokens, self._numbers, self._event = target_tokens, numbers, None
+        if numbers.is_cuda:
+            self._numbers = torch.empty_like(numbers, device="cpu", pin_memory=True)
+            self._numbers.copy_(numbers, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def read(self) -> tuple[float, float]:
+        """The mean loss and the norm; waits until the device has computed them."""
+        if self._event is not None:
+            self._event.synchronize()
+        loss_sum, norm = self._numbers.tolist()
+        return loss_sum / self._target_tokens, norm
+
+
+def finish_gradients(
+    model: nn.Module,
+    losses: Sequence[torch.Tensor],
+    target_tokens: int,
+    settings: TrainConfig,
+    loss_scale: float,
+    runtime: Runtime,
+) -> StepNumbers:
+    """Divide all gradients by `loss_scale`, and clip them where gradient_clipping says so, as
+    torch.nn.utils.clip_grad_norm_ does. The norm is that from before. One small all-reduce, and no wait for the device.
+
+    Args:
+        model: sharded, after its backward passes.
+        losses: what `accumulate_gradients` has returned.
+        target_tokens: of the global batch.
+        settings: gradient_clipping and its threshold.
+        loss_scale: see training/loss_scale.py.
+        runtime: the ranks.
+    """
+    gradients = [local_tensor(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
     if loss_scale != 1.0:
-        for gradient in gradients:
-            gradient.div_(loss_scale)
-    norm = get_total_norm(gradients)
-    if isinstance(norm, DTensor):
-        norm = norm.full_tensor()
+        torch._foreach_div_(gradients, loss_scale)
+    norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)
+    squares = torch.stack(list(norms)).double().square().sum()
+    copies = runtime.mesh.size() // runtime.mesh["shard"].size()  # each of which adds the whole norm
+    numbers = torch.stack([torch.stack(list(losses)).double().sum(), squares.to(runtime.device) / copies])
+    if runtime.world_size > 1:
+        dist.all_reduce(numbers)
+    numbers[1].sqrt_()
     if settings.gradient_clipping:
-        clip_grads_with_norm_(model.parameters(), settings.gradient_clipping_threshold, norm)
-    return norm.item()
+        factor = (settings.gradient_clipping_threshold / (numbers[1] + 1e-6)).clamp(max=1.0)
+        torch._foreach_mul_(gradients, factor.float().to(gradients[0].device))
+    return StepNumbers(numbers, target_tokens)
 
 
-def update_weights(optimizer: torch.optim.Optimizer, lr: float, skip: bool = False) -> None:
-    """One optimizer step at learning rate `lr`, or none with `skip`; gradients are freed."""
-    if not skip:
-        for group in optimizer.param_groups:
-            group["lr"] = lr
+def update_weights(optimizer: torch.optim.Optimizer, lr: float, failed: torch.Tensor | None = None) -> None:
+    """One optimizer step at learning rate `lr`; gradients are freed.
+
+    Args:
+        optimizer: changed in place.
+        lr: learning rate.
+        failed: scalar: where it is not 0, weights and states stay as they are. The fused optimizers look at it on the
+            device; for others the host waits for it.
+    """
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    if optimizer.defaults.get("fused"):
+        optimizer.found_inf = failed  # type: ignore[attr-defined]  # what torch.amp.GradScaler hands it
+        optimizer.step()
+    elif failed is None or not failed.item():
         optimizer.step()
     optimizer.zero_grad()
+
+
+@dataclass
+class Step:
+    """A step that has been sent to the device.
+
+    Attributes:
+        step: its number.
+        numbers: what it comes to.
+        losses: of this rank's micro-batches.
+        batches: these.
+        metrics: what is known of it; `stop_if_not_finite` adds what it reads.
+        skipped: its gradients have overflowed fp16, and the weights stayed as they were.
+    """
+
+    step: int
+    numbers: StepNumbers
+    losses: Sequence[torch.Tensor]
+    batches: Sequence[Batch]
+    metrics: dict[str, Any]
+    skipped: bool = False
+
+
+class Unread:
+    """Steps whose loss nobody has read yet: on a GPU the newest one, at which it may still be.
+
+    Once a step has failed, no later one changes the weights, whenever that is read.
+
+    Args:
+        device: where the model computes.
+    """
+
+    LAGGING = ("cuda",)
+
+    def __init__(self, device: torch.device) -> None:
+        self._steps: list[Step] = []
+        self._lags = device.type in self.LAGGING
+        self._failed = torch.zeros((), device=device)
+
+    def failed_with(self, numbers: StepNumbers) -> torch.Tensor:
+        """For update_weights: whether this step or one before it has failed."""
+        self._failed = torch.maximum(self._failed, numbers.failed)
+        return self._failed
+
+    def take(self, newest: Step, needed: bool) -> list[Step]:
+        """Add a step; return those to read now: all before it, and itself where it is needed or known anyway."""
+        self._steps.append(newest)
+        count = len(self._steps) if needed or not self._lags else len(self._steps) - 1
+        taken, self._steps = self._steps[:count], self._steps[count:]
+        return taken
 
 
 def is_due(step: int, every: int, otherwise: bool) -> bool:
@@ -101,41 +209,25 @@ def free_gathered(model: nn.Module) -> None:
             module.reshard()
 
 
-def stop_if_not_finite(
-    loss: float,
-    norm: float,
-    scale: LossScale,
-    step: int,
-    losses: Sequence[torch.Tensor],
-    micro_batches: Sequence[Batch],
-    last_checkpoint: Path | None,
-    runtime: Runtime,
-) -> bool:
-    """End the run, before the weights are touched, when the loss or the gradient norm is no longer a number, unless
-    gradients have only overflowed fp16.
+def stop_if_not_finite(step: Step, last_checkpoint: Path | None, runtime: Runtime) -> None:
+    """Add a step's loss and gradient norm to its metrics, or end the run where they are no longer numbers: the weights
+    are then those from before it.
 
     Args:
-        loss: of the global batch, known to all ranks.
-        norm: of the gradients, known to all ranks.
-        scale: is adapted to the outcome.
-        step: the optimizer step this would have been.
-        losses: of this rank's micro-batches.
-        micro_batches: to name the rows of the first that is not finite.
+        step: the step.
         last_checkpoint: to name it.
         runtime: the ranks.
-
-    Returns:
-        Whether the step is to be skipped; all ranks agree.
 
     Raises:
         RunFailure: on every rank, with the rows of whichever rank had them.
     """
-    skip = scale.note(step, loss, norm)
-    if skip or (math.isfinite(loss) and math.isfinite(norm)):
-        return skip
+    loss, norm = step.numbers.read()
+    step.metrics |= {"train/loss": loss, "train/grad_norm": norm}
+    if step.skipped or (math.isfinite(loss) and math.isfinite(norm)):
+        return
     mine = [
         f"rank {runtime.rank}, micro-batch {number + 1} (loss {value.item():g}): {', '.join(batch.sources)}"
-        for number, (value, batch) in enumerate(zip(losses, micro_batches, strict=True))
+        for number, (value, batch) in enumerate(zip(step.losses, step.batches, strict=True))
         if not math.isfinite(value.item()) or math.isfinite(loss)
     ]
     everyone: list[list[str]] = [[] for _ in range(runtime.world_size)]
@@ -145,7 +237,7 @@ def stop_if_not_finite(
         rows[MICRO_BATCHES_NAMED:] = [f"... and {len(rows) - MICRO_BATCHES_NAMED} more"]
     kept = f"The last good checkpoint is {last_checkpoint}." if last_checkpoint else "No checkpoint was written yet."
     raise RunFailure(
-        f"step {step}: the loss is {loss:g} and the gradient norm {norm:g}; the run cannot go on.\n"
+        f"step {step.step}: the loss is {loss:g} and the gradient norm {norm:g}; the run cannot go on.\n"
         + "The rows of this step:\n"
         + "\n".join(rows)
         + f"\n{kept} A lower --lr, --warmup_steps, --gradient_clipping or --precision fp32 help most often."

@@ -1,0 +1,177 @@
+"""What torchrun starts for benchmarks/throughput.py, in TRL's environment: one run of TRL's SFTTrainer.
+
+Ways of sharding it: `accelerate` is accelerate's FSDP2, `transformers` is the one transformers loads a model into by
+itself (DistributedConfig), `ddp` keeps a whole model on every rank. On the CPU, accelerate takes no FSDP plugin and
+runs DDP without a word: there its FSDP2 is switched on by hand, as it is on a GPU.
+"""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import FullyShardedDataParallelPlugin
+from accelerate.state import PartialState
+from accelerate.utils import DistributedType
+from datasets import Dataset
+from peft import LoraConfig
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, TrainerCallback
+from transformers.distributed import DistributedConfig
+from trl import SFTConfig, SFTTrainer
+
+LAYER_POLICY = "TRANSFORMER_BASED_WRAP"
+
+
+def load_model(job: dict[str, Any]) -> Any:
+    """fp32 where it is trained; else as the frozen weights of the other side: bf16, or quantized."""
+    bf16, quantized = job["precision"] != "fp32", job["method"] in ("8bit", "nf4")
+    compute = torch.bfloat16 if bf16 else torch.float32
+    settings: dict[str, Any] = {"dtype": torch.float32 if job["method"] == "full" or not bf16 else torch.bfloat16}
+    if job["way"] == "transformers":
+        size = int(os.environ["WORLD_SIZE"])
+        settings["distributed_config"] = DistributedConfig(fsdp_size=size, fsdp_mixed_precision=bf16)
+    if job["method"] == "nf4":
+        # Stored as floats, the only kind of 4-bit weights that accelerate can shard.
+        storage = compute if job["way"] == "accelerate" else torch.uint8
+        settings["quantization_config"] = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_compute_dtype=compute,
+            bnb_4bit_quant_storage=storage,
+        )
+    elif job["method"] == "8bit":
+        settings["quantization_config"] = BitsAndBytesConfig(load_in_8bit=True)
+    if quantized:
+        device = f"cuda:{os.environ['LOCAL_RANK']}" if job["device"] == "cuda" else "cpu"
+        settings["device_map"] = {"": device}
+    return AutoModelForCausalLM.from_pretrained(job["model"], attn_implementation="sdpa", **settings)
+
+
+def settings_of(job: dict[str, Any]) -> SFTConfig:
+    on_cpu = job["device"] == "cpu"
+    sharding: dict[str, Any] = {}
+    if job["way"] == "accelerate" and not on_cpu:
+        sharding = {"fsdp": True, "fsdp_config": {"version": 2, "auto_wrap_policy": LAYER_POLICY}}
+    return SFTConfig(
+        output_dir=job["output"],
+        use_cpu=on_cpu,
+        # With transformers' own FSDP2 the model casts for itself; bf16 would add autocast, which is slower.
+        bf16=job["precision"] != "fp32" and job["way"] != "transformers",
+        max_length=job["length"],
+        packing=job["layout"] == "packing",
+        train_sampling_strategy="group_by_length" if job["layout"] == "by_length" else "sequential",
+        per_device_train_batch_size=job["micro_batch"],
+        gradient_accumulation_steps=1,
+        max_steps=job["steps"],
+        learning_rate=job["lr"],
+        lr_scheduler_type="constant",
+        max_grad_norm=1.0,
+        weight_decay=0.0,
+        adam_beta2=0.999,
+        optim="adamw_torch_fused",
+        gradient_checkpointing=job["checkpointing"],
+        logging_steps=1,
+        logging_nan_inf_filter=False,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        dataloader_drop_last=True,
+        ddp_find_unused_parameters=False,
+        seed=0,
+        **sharding,
+    )
+
+
+def shard_with_accelerate(trainer: SFTTrainer, bf16: bool) -> None:
+    """Have accelerate prepare the model with FSDP2 on the CPU."""
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy=LAYER_POLICY)
+    state = trainer.accelerator.state
+    if bf16:
+        plugin.set_mixed_precision("bf16")
+    state.fsdp_plugin = plugin
+    state.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+    trainer.is_fsdp_enabled = True
+
+
+class Clock(TrainerCallback):
+    """Notes when each step ends, its loss and its tokens."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self.ends: list[float] = []
+        self.losses: list[float] = []
+        self.tokens: list[float] = []  # so far, of all ranks, without padding
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+        self.ends.append(time.time())
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
+        if "loss" in logs:
+            self.losses.append(float(logs["loss"]))
+            self.tokens.append(float(logs["num_tokens"]))
+
+
+def untuned_loss(trainer: SFTTrainer, rows: Dataset) -> float:
+    """The loss over all rows of the model as it is, through this run's own batches: the mean over target tokens."""
+    model, sums = trainer.model, torch.zeros(2, dtype=torch.float64)
+    prepared = trainer._prepare_dataset(
+        rows, trainer.processing_class, trainer.args, trainer.args.packing, None, "check"
+    )
+    model.eval()
+    with torch.no_grad():
+        for batch in trainer.get_eval_dataloader(prepared):
+            targets = (batch["labels"] != -100).sum()
+            # Trainer counts the labels before they are shifted; a packed row's first label has no target.
+            sums += torch.tensor([float(trainer.compute_loss(model, batch, num_items_in_batch=targets)), 0.0])
+    dist.all_reduce(sums)
+    return float(sums[0])
+
+
+def what_it_is(model: Any) -> str:
+    """How the model that is trained is really distributed."""
+    if isinstance(model, DistributedDataParallel):
+        return "DDP"
+    units = sum(isinstance(module, FSDPModule) for module in model.modules())
+    return f"FSDP2, {units} units" if units else "one process" if dist.get_world_size() == 1 else "not distributed"
+
+
+def main(job: dict[str, Any]) -> None:
+    rows = Dataset.from_list([json.loads(line) for line in Path(job["rows"]).read_text().splitlines()])
+    peft = None
+    if job["method"] != "full":
+        peft = LoraConfig(
+            r=job["r"], lora_alpha=32, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM"
+        )
+    clock = Clock(job["device"])
+    trainer = SFTTrainer(
+        load_model(job),
+        args=settings_of(job),
+        train_dataset=rows,
+        processing_class=AutoTokenizer.from_pretrained(job["model"]),
+        peft_config=peft,
+        callbacks=[clock],
+    )
+    if job["way"] == "accelerate" and job["device"] == "cpu":
+        shard_with_accelerate(trainer, job["precision"] != "fp32")
+    trainer.train()
+    found = {
+        "is": what_it_is(trainer.model_wrapped),
+        "ends": clock.ends,
+        "losses": clock.losses,
+        "tokens": clock.tokens,
+        "device_peak": torch.cuda.max_memory_allocated() if job["device"] == "cuda" else 0,
+    }
+    Path(job["output"], f"rank-{dist.get_rank()}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(json.loads(Path(sys.argv[1]).read_text()))

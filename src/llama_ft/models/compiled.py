@@ -1,0 +1,71 @@
+"""Decoder layers compiled by torch.compile: layers of a kind share one graph, which is made at the first step."""
+
+import time
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from llama_ft.models.skeleton import decoder_layers
+from llama_ft.planning import planned_device
+from llama_ft.runtime.console import log
+
+# Graphs of one model: for training and for evaluation, of each kind of layer, and where a pack has one row only. torch's
+# own limit is 8, beyond which it computes without a graph.
+MOST_GRAPHS = 32
+# What a layer is called with, and what varies from step to step: tokens, rows of a pack, the longest of them. torch would
+# compile once for the first step's numbers and then, at each that changes, again; weights' sizes are not among them.
+SECONDS_WORTH_TELLING = 0.5
+VARIES = r"L\['(args|keywords)'\].*"
+
+
+def compile_layers(model: nn.Module, backend: str = "inductor") -> None:
+    """Have decoder layers compute by graphs, recomputation included, in training and evaluation; not with a cache of
+    keys and values, which grows with every token of an answer.
+
+    It is `forward` that is compiled, below the hooks by which fully_shard gathers the layer's weights. Parameters keep
+    their names. Nothing is done in a plan, which is then that of layers that are not compiled.
+
+    Args:
+        model: its layers as they are to be computed, checkpointed and with adapters; sharded before or after.
+        backend: of torch.compile.
+    """
+    if planned_device() is not None:
+        return
+    torch._dynamo.config.recompile_limit = MOST_GRAPHS
+    torch.compiler.config.dynamic_sources = VARIES
+    _tell_of_compiling()
+    compiled = torch.compile(_forward, backend=backend)
+    layers = decoder_layers(model)
+    for layer in layers:
+        layer.forward = partial(_forward_or_graph, layer, compiled)
+    log.info(f"{len(layers)} decoder layers will be compiled at the first step.")
+
+
+def _forward(layer: nn.Module, *args: Any, **keywords: Any) -> Any:
+    # By its class, which fully_shard replaces: transformers checkpoints in the forward of the last one only.
+    return type(layer).forward(layer, *args, **keywords)
+
+
+def _forward_or_graph(layer: nn.Module, compiled: Any, *args: Any, **keywords: Any) -> Any:
+    return (compiled if keywords.get("past_key_values") is None else _forward)(layer, *args, **keywords)
+
+
+@cache
+def _tell_of_compiling() -> None:
+    """Say how long it takes, each time: it is the first steps' time, and should be nobody else's."""
+    from torch._dynamo.callback import CallbackArgs, callback_handler
+
+    begun = 0.0
+
+    def begin(_: CallbackArgs) -> None:
+        nonlocal begun
+        begun = time.perf_counter()
+
+    def end(_: CallbackArgs) -> None:
+        if (seconds := time.perf_counter() - begun) > SECONDS_WORTH_TELLING:
+            log.info(f"torch.compile: {seconds:.1f} s for a graph of a decoder layer")
+
+    callback_handler.register_start_callback(begin)
+    callback_handler.register_end_callback(end)

@@ -1,0 +1,177 @@
+"""Model FLOPs: what a step's mathematics needs at least, whatever a run computes beside it; and how fast matrix
+products are here.
+
+FLOPs of a token, counting a multiplication and an addition as two:
+
+- Each weight of a matrix product costs 2 forward, 2 for its gradient where it is trained, and 2 for the gradient of its
+  input where something below is trained. In full tuning that is 6 N, beside frozen weights 4 N and 6 for each weight of
+  an adapter, below the first trained layer 2 N. N has no embeddings, no norms and no biases. It has the output head for
+  every token, as is usual, though the loss needs it only where there is a label. Of experts it has those that a token
+  is sent to.
+- Attention costs 2 x heads x (key width + value width) forward for each pair of tokens that see each other, which is
+  4 x heads x head_dim, and twice that backward. A row of n tokens has n (n + 1) / 2 such pairs, fewer with a sliding
+  window; packed rows have their own. (The usual 12 x layers x heads x head_dim x n a token counts pairs that causal
+  attention does not compute: twice as many.)
+
+What activation checkpointing computes again is not counted (model FLOPs, MFU; not hardware FLOPs), nor what the
+backward pass of fused attention does. Whether something below is trained is asked layer by layer: in the first one with
+adapters, the projections whose input needs no gradient after all are counted as if it did.
+
+Source: Kaplan et al. 2020, arXiv:2001.08361, section 2.1; Chowdhery et al. 2022 (PaLM), arXiv:2204.02311, appendix B.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.functional import linear
+from transformers import PretrainedConfig
+from transformers.modeling_utils import PreTrainedModel
+
+SECONDS_MEASURED = 0.1
+# Of the product that is measured: from here on more tokens or rows of weights hardly change the rate.
+MOST_TOKENS = {"cpu": 512, "cuda": 8192}
+MOST_WEIGHTS = {"cpu": 2**22, "cuda": 2**26}
+
+
+class Flops(NamedTuple):
+    """Of some tokens."""
+
+    products: float
+    attention: float
+
+
+@dataclass(frozen=True)
+class FlopFormula:
+    """The model FLOPs of any rows.
+
+    Attributes:
+        per_token: of matrix products with weights.
+        per_pair: window (None: no limit) -> of attention, over all layers with that window.
+        weights: N, of which `trained`.
+        product: rows and columns of the largest weight matrix of a layer.
+    """
+
+    per_token: float
+    per_pair: dict[int | None, float]
+    weights: int
+    trained: int
+    product: tuple[int, int]
+
+    def of(self, row_lengths: Iterable[int]) -> Flops:
+        """Forward and backward of rows with so many tokens."""
+        lengths = list(row_lengths)
+        attention = sum(
+            each * sum(visible_pairs(length, window) for length in lengths) for window, each in self.per_pair.items()
+        )
+        return Flops(self.per_token * sum(lengths), attention)
+
+
+def visible_pairs(length: int, window: int | None = None) -> int:
+    """Pairs of tokens of a row of which one sees the other or itself; at most `window` each."""
+    seen = length if window is None else min(length, window)
+    return seen * (seen + 1) // 2 + (length - seen) * seen
+
+
+def flop_formula(model: PreTrainedModel) -> FlopFormula:
+    """Of a model as it is trained: adapters in it, frozen what is frozen; sharded or not."""
+    from llama_ft.models.quantized import weight_counts
+    from llama_ft.models.skeleton import decoder_layers
+
+    layers, quantized = decoder_layers(model), weight_counts(model)
+    layer_of = {id(p): number for number, layer in enumerate(layers) for p in layer.parameters()}
+    head = model.get_output_embeddings()
+    of_head = {id(p) for p in head.parameters()} if head is not None else set()
+    tables = [model.get_input_embeddings(), *(module for module in model.modules() if isinstance(module, nn.Embedding))]
+    embedded = {id(p) for module in tables for p in module.parameters()}
+    trained = {id(p) for p in model.parameters() if p.requires_grad}
+    first = min((-1 if p in embedded else layer_of.get(p, len(layers)) for p in trained), default=len(layers) + 1)
+
+    share = _share_of_experts(model.config.get_text_config())
+    per_token, weights, of_trained, product = 0.0, 0.0, 0.0, (1, 1)
+    for name, parameter in model.named_parameters():
+        key = id(parameter)
+        if parameter.ndim < 2 or name.endswith("bias") or ".original_module." in name:
+            continue
+        if (key in embedded and key not in of_head) or quantized.get(key) == 0:
+            continue
+        count = quantized.get(key, parameter.numel())
+        if key in layer_of and count > product[0] * product[1] and parameter.ndim == 2:
+            product = (parameter.shape[0], count // parameter.shape[0])
+        active = count * (share if parameter.ndim == 3 or ".experts." in name else 1.0)
+        is_above = layer_of.get(key, len(layers)) >= first
+        per_token += active * (2 + 2 * is_above + 2 * (key in trained))
+        weights += active
+        of_trained += active * (key in trained)
+
+    forward = _attention_flops(model.config.get_text_config())
+    per_pair = Counter[int | None]()
+    for number, window in enumerate(_windows(model.config.get_text_config(), len(layers))):
+        if window != 0:
+            per_pair[window] += forward * (3 if number >= first else 1)
+    return FlopFormula(per_token, dict(per_pair), round(weights), round(of_trained), product)
+
+
+def _share_of_experts(config: PretrainedConfig) -> float:
+    experts = next((n for name in ("num_local_experts", "num_experts") if (n := getattr(config, name, None))), 1)
+    return (getattr(config, "num_experts_per_tok", None) or 1) / experts
+
+
+def _attention_flops(config: PretrainedConfig) -> int:
+    """Forward, for a pair of tokens in one layer."""
+    heads = config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    key, value = getattr(config, "qk_head_dim", None) or width, getattr(config, "v_head_dim", None) or width
+    return int(2 * heads * (key + value))
+
+
+def _windows(config: PretrainedConfig, layers: int) -> list[int | None]:
+    """How many tokens one sees in each layer; None: all before it, 0: it has no attention."""
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:
+        return [window if getattr(config, "use_sliding_window", None) is not False else None] * layers
+    limits = {"full_attention": None, "sliding_attention": window}
+    limits["chunked_attention"] = getattr(config, "attention_chunk_size", None)
+    return [limits.get(kind, 0) for kind in kinds]
+
+
+def product_rate(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> float:
+    """FLOP/s of a matrix product such as a model's layers compute, the fastest of those in a tenth of a second.
+
+    All ranks call it at the same time, since those of a machine share its cores, caches and power. A random state is
+    left as it is, and device memory is given back.
+
+    Args:
+        shape: of the weight; fewer rows of it are taken where it is very large.
+        dtype: that the model computes in.
+        device: where.
+    """
+    rows = max(1, min(shape[0], MOST_WEIGHTS[device.type] // shape[1]))
+    tokens = MOST_TOKENS[device.type]
+    generator = torch.Generator(device).manual_seed(0)  # on GPUs constant numbers are multiplied faster
+    x = torch.randn(tokens, shape[1], generator=generator, device=device).to(dtype)
+    weight = torch.randn(rows, shape[1], generator=generator, device=device).to(dtype)
+    repeats = 10 if device.type == "cuda" else 1  # a GPU is waited for once in ten
+    linear(x, weight)  # warms up
+    best, ends = float("inf"), time.perf_counter() + SECONDS_MEASURED
+    while best == float("inf") or time.perf_counter() < ends:
+        _wait_for(device)
+        started = time.perf_counter()
+        for _ in range(repeats):
+            linear(x, weight)
+        _wait_for(device)
+        best = min(best, (time.perf_counter() - started) / repeats)
+    del x, weight
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return 2.0 * tokens * rows * shape[1] / best
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,130 @@
+"""Compiled layers: the same numbers, few graphs. With aot_eager, the backend that makes the graphs and runs them
+operator by operator, on the CPU; what inductor makes of them is torch's."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from forked import forked
+from torch._dynamo.utils import counters
+from torch.nn import functional as F
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from llama_ft.config import TrainConfig
+from llama_ft.models import checkpoint_activations, compile_layers, packed_arguments, packed_attention
+from llama_ft.models.packed_attention import use_packed_attention
+
+SCRIPT = Path(__file__).with_name("compiled_job.py")
+CASES = {  # what is trained, what is recomputed
+    "full": ("full", "off"),
+    "full recomputed": ("full", "full"),
+    "lora recomputed in part": ("lora", "selective"),
+    "8bit": ("8bit", "off"),
+    "4bit recomputed": ("4bit", "full"),
+}
+PACKS = [[10, 6], [16], [4, 4, 8], [3, 3, 3, 3, 3], [1, 14], [24], [12, 12]]  # tokens of their rows
+
+
+@pytest.fixture(scope="module")
+def found(save_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
+    """Number of ranks -> case -> what compiled_job.py saves; not compiled on 1 rank, compiled on 1 and 2."""
+    folder = save_model(tmp_path_factory.mktemp("compiled") / "model", hidden_size=64, intermediate_size=128)
+    results = {}
+    for key, ranks, compile in ((0, 1, False), (1, 1, True), (2, 2, True)):
+        out = folder.parent / f"{key}.pt"
+        cases = {name: (*case, compile) for name, case in CASES.items()}
+        finished = forked(SCRIPT, folder, json.dumps(cases), out, ranks=ranks)
+        assert finished.exit_code == 0, finished.output
+        results[key] = torch.load(out)
+    return results
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("case", CASES)
+def test_loss_and_gradients_are_those_of_layers_that_are_not_compiled(
+    found: dict[int, dict[str, Any]], case: str, ranks: int
+) -> None:
+    losses, gradients, graphs, _ = found[0][case]
+    compiled_losses, compiled_gradients, compiled_graphs, breaks = found[ranks][case]
+    assert graphs == 0 and 1 <= compiled_graphs <= 2 and breaks == 0
+    torch.testing.assert_close(compiled_losses, losses, rtol=1e-5, atol=1e-6)
+    assert gradients.keys() == compiled_gradients.keys() and len(gradients) > 10
+    for name, expected in gradients.items():
+        torch.testing.assert_close(compiled_gradients[name], expected, rtol=1e-4, atol=1e-5, msg=name)
+
+
+@pytest.fixture
+def varlen_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """torch's variable-length kernel, which is CUDA's, computed row by row on the CPU: compiled layers see the operator
+    and its arguments as they do on a GPU."""
+
+    def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ends: torch.Tensor, *rest: Any, **_: Any) -> Any:
+        output = torch.empty_like(q)
+        for start, end in zip(ends.tolist(), ends[1:].tolist(), strict=False):
+            row = [it[start:end].transpose(0, 1)[None] for it in (q, k, v)]
+            attended = F.scaled_dot_product_attention(*row, is_causal=True, enable_gqa=True)
+            output[start:end] = attended[0].transpose(0, 1)
+        return output, torch.zeros(q.shape[1], q.shape[0]), torch.zeros(2, dtype=torch.uint64)
+
+    def backward(gradient: Any, q: Any, k: Any, v: Any, output: Any, sums: Any, ends: Any, *_: Any, **__: Any) -> Any:
+        groups, scale = q.shape[1] // k.shape[1], q.shape[2] ** -0.5
+        gradients = tuple(map(torch.zeros_like, (q, k, v)))
+        for start, end in zip(ends.tolist(), ends[1:].tolist(), strict=False):
+            whole = (q, k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1), gradient)
+            rows = [it[start:end].transpose(0, 1) for it in whole]  # [heads, length, width]
+            later = torch.ones(end - start, end - start, dtype=torch.bool).triu(1)
+            shares = (rows[0] @ rows[1].mT * scale).masked_fill(later, -torch.inf).softmax(-1)
+            pulls = rows[3] @ rows[2].mT
+            scores = shares * (pulls - (pulls * shares).sum(-1, keepdim=True)) * scale
+            found = (scores @ rows[1], scores.mT @ rows[0], shares.mT @ rows[3])
+            for target, part in zip(gradients, found, strict=True):
+                target[start:end] = part.unflatten(0, (target.shape[1], -1)).sum(1).transpose(0, 1)
+        return gradients
+
+    library = torch.library.Library("torch_attn", "IMPL")
+    library.impl("_varlen_attn", forward, "CPU", allow_override=True)
+    library.impl("_varlen_attn_backward", backward, "CPU", allow_override=True)
+    monkeypatch.setattr(packed_attention, "_kernel_takes", lambda *_: True)
+    yield
+    library._destroy()
+
+
+def llama(how: str) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(**shape, num_hidden_layers=3, vocab_size=100))
+    use_packed_attention(model)
+    checkpoint_activations(model, TrainConfig(activation_checkpointing=how))
+    return model.train()
+
+
+def forward(model: LlamaForCausalLM, lengths: list[int]) -> torch.Tensor:
+    ids = torch.arange(sum(lengths)).unsqueeze(0)
+    arguments = packed_arguments(model, lengths, torch.device("cpu"))
+    return model(input_ids=ids, use_cache=False, **arguments).logits.logsumexp(-1).sum()
+
+
+@pytest.mark.parametrize("how", ["off", "full"])
+def test_one_graph_trains_on_packs_of_any_rows_and_one_evaluates(how: str, varlen_on_the_cpu: None) -> None:
+    torch._dynamo.reset()
+    counters.clear()
+    plain, compiled = llama(how), llama(how)
+    compile_layers(compiled, backend="aot_eager")
+    assert list(compiled.state_dict()) == list(plain.state_dict())
+    for lengths in PACKS:
+        losses = [forward(model, lengths) for model in (plain, compiled)]
+        for loss in losses:
+            loss.backward()
+        torch.testing.assert_close(*losses)
+    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
+    for (name, parameter), other in zip(plain.named_parameters(), compiled.parameters(), strict=True):
+        torch.testing.assert_close(other.grad, parameter.grad, rtol=1e-4, atol=1e-5, msg=name)
+    with torch.no_grad():
+        for model in (plain.eval(), compiled.eval()):
+            losses = [forward(model, lengths) for lengths in PACKS]
+    assert counters["stats"]["unique_graphs"] == 2 and len(losses) == len(PACKS)
+    answers = [model.generate(torch.arange(5)[None], max_new_tokens=4, do_sample=False) for model in (plain, compiled)]
+    assert torch.equal(*answers) and counters["stats"]["unique_graphs"] == 2

@@ -1,0 +1,158 @@
+"""The formula of model FLOPs against torch's own count, and the rate of matrix products."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch.distributed.fsdp import fully_shard
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    PretrainedConfig,
+    Qwen2Config,
+)
+from transformers.modeling_utils import PreTrainedModel
+
+from llama_ft.models.quantization import Quantization, quantize_linears
+from llama_ft.models.quantized import FourBit
+from llama_ft.models.skeleton import decoder_layers, freeze_first_layers
+from llama_ft.observe.flop_counter import counter
+from llama_ft.observe.flops import flop_formula, product_rate, visible_pairs
+from llama_ft.runtime import Runtime
+
+ROWS, LENGTH = 2, 24
+TOKENS = ROWS * LENGTH
+SHAPE: dict[str, Any] = {
+    "vocab_size": 120, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "attn_implementation": "eager",
+}  # fmt: skip
+CONFIGS: dict[str, PretrainedConfig] = {
+    "llama": LlamaConfig(**SHAPE),
+    "llama, tied": LlamaConfig(**SHAPE, tie_word_embeddings=True),
+    "qwen2": Qwen2Config(**SHAPE),
+    "gpt-2": GPT2Config(vocab_size=120, n_embd=32, n_layer=3, n_head=4, attn_implementation="eager"),
+    "mixtral": MixtralConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2),
+}
+
+
+def model_of(name: str) -> PreTrainedModel:
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS[name]), dtype=torch.float32)
+
+
+def counted(model: torch.nn.Module) -> int:
+    """What torch counts of a forward and a backward pass with logits of all positions."""
+    ids = torch.randint(120, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0))
+    with counter() as flops:
+        model(input_ids=ids, use_cache=False).logits.sum().backward()
+    return flops.get_total_flops()
+
+
+def expected(model: PreTrainedModel) -> float:
+    """The formula, with the pairs of tokens that eager attention computes and masks."""
+    products, attention = flop_formula(model).of([LENGTH] * ROWS)
+    return products + attention * LENGTH**2 / visible_pairs(LENGTH)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_in_full_tuning_torch_counts_as_many(name: str) -> None:
+    model = model_of(name)
+    assert counted(model) == expected(model)
+
+
+def test_full_tuning_takes_six_for_each_weight_but_the_embeddings() -> None:
+    model = model_of("llama")
+    weights = sum(p.numel() for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name)
+    formula = flop_formula(model)
+    assert (formula.weights, formula.per_token) == (weights, 6 * weights)
+    # 12 x layers x heads x head_dim x length for each token where each sees all, half of it where each sees those before
+    assert formula.of([1000]).attention == 12 * 3 * 32 * 1000 * 1001 / 2
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_beside_frozen_weights_torch_counts_as_many_but_for_the_first_layers_inputs(name: str) -> None:
+    model = model_of(name)
+    rank, targets = 4, ["c_attn"] if name == "gpt-2" else ["q_proj", "k_proj", "v_proj", "o_proj"]
+    adapted = get_peft_model(model, LoraConfig(r=rank, target_modules=targets, fan_in_fan_out=name == "gpt-2"))
+    at_input = ("q_proj", "k_proj", "v_proj", "c_attn")  # of the first layer: neither they nor what is below is trained
+    first = [m for n, m in decoder_layers(model)[0].named_modules() if n.endswith(at_input)]
+    unneeded = sum(m.base_layer.weight.numel() + rank * 32 for m in first)
+    assert expected(model) - counted(adapted) == 2 * TOKENS * unneeded
+    own = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    formula = flop_formula(model)
+    assert formula.trained == own
+    assert formula.per_token == 4 * (formula.weights - own) + 6 * own
+
+
+def test_frozen_first_layers_still_pass_gradients_to_a_trained_embedding() -> None:
+    model = model_of("llama")
+    freeze_first_layers(model, 2)
+    assert counted(model) == expected(model)
+    whole = flop_formula(model).per_token
+    model.get_input_embeddings().requires_grad_(False)
+    frozen = sum(p.numel() for layer in decoder_layers(model)[:2] for p in layer.parameters() if p.ndim == 2)
+    assert whole - flop_formula(model).per_token == 2 * frozen
+    assert counted(model) == expected(model)
+
+
+def test_sharding_changes_nothing(runtime: Runtime) -> None:
+    model = model_of("mixtral")
+    before = flop_formula(model)
+    for layer in decoder_layers(model):
+        fully_shard(layer, mesh=runtime.mesh)
+    fully_shard(model, mesh=runtime.mesh)
+    assert flop_formula(model) == before
+
+
+def test_quantized_weights_count_as_what_they_stand_for() -> None:
+    plain, quantized = model_of("llama"), model_of("llama").to("meta")
+    quantize_linears(quantized, Quantization(FourBit("nf4", 32, None), None, False))
+    for model in (plain, quantized):
+        get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"]), low_cpu_mem_usage=True)
+    assert flop_formula(quantized) == flop_formula(plain)
+
+
+def test_the_counter_knows_4_bit_products_and_attention_on_the_cpu() -> None:
+    scheme = FourBit("nf4", 64, None)
+    with counter() as flops:
+        scheme.matmul(torch.ones(5, 128), *scheme.quantize(torch.ones(96, 128)))
+    assert flops.get_total_flops() == 2 * 5 * 128 * 96
+    query = torch.ones(2, 4, 24, 8, requires_grad=True)  # rows, heads, tokens, width
+    with counter() as flops:
+        torch.nn.functional.scaled_dot_product_attention(query, query, query, is_causal=True).sum().backward()
+    assert flops.get_total_flops() == 7 * 2 * 2 * 4 * 24 * 24 * 8  # scores, values; scores again, and 4 gradients
+
+
+def test_windows_are_those_of_the_layers() -> None:
+    with torch.device("meta"):
+        gemma = AutoModelForCausalLM.from_config(Gemma3TextConfig(num_hidden_layers=6, sliding_window=512))
+        mistral = AutoModelForCausalLM.from_config(MistralConfig(num_hidden_layers=2, sliding_window=64))
+    each = 12 * 8 * 256
+    assert flop_formula(gemma).per_pair == {512: 5 * each, None: each}
+    assert flop_formula(mistral).per_pair == {64: 2 * 12 * 4096}
+
+
+@pytest.mark.parametrize(("length", "window"), [(1, None), (9, None), (9, 4), (9, 9), (3, 100), (50, 1)])
+def test_pairs_are_those_of_the_mask(length: int, window: int | None) -> None:
+    mask = torch.ones(length, length).tril()
+    assert visible_pairs(length, window) == (mask if window is None else mask.triu(1 - window)).sum()
+
+
+def test_packed_rows_cost_what_they_cost_alone() -> None:
+    formula = flop_formula(model_of("llama"))
+    alone = [formula.of([length]) for length in (30, 2, 100)]
+    assert formula.of([30, 2, 100]) == tuple(map(sum, zip(*alone, strict=True)))
+
+
+def test_the_rate_is_measured_without_touching_random_numbers() -> None:
+    torch.manual_seed(3)
+    expected_next = torch.Generator().manual_seed(3)
+    rate = product_rate((256, 512), torch.float32, torch.device("cpu"))
+    assert torch.equal(torch.rand(4), torch.rand(4, generator=expected_next))
+    assert 1e8 < rate < 1e15
