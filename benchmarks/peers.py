@@ -1,4 +1,4 @@
-"""Other trainers for benchmarks/throughput.py: their environments, and launches whose memory is watched from outside."""
+"""Other trainers for benchmarks/throughput.py: their environments, and launches watched from outside."""
 
 import hashlib
 import os
@@ -15,7 +15,6 @@ from pathlib import Path
 import torch
 
 BENCHMARKS = Path(__file__).resolve().parent
-CPU_WHEELS = "https://download.pytorch.org/whl/cpu"
 SAMPLE_SECONDS = 0.05
 SECONDS_TO_END = 20
 ERROR = re.compile(r"^(?:\[rank\d+\]: ?)?((?:\w+\.)*\w*(?:Error|Exception)\b.*|error: .*)$", re.MULTILINE)
@@ -53,7 +52,7 @@ PEERS = {
     ),
     "torchtune": Peer(
         "torchtune",
-        (TORCH, "torchtune==0.6.1", "torchao==0.12.0"),  # nf4tensor, which torchtune imports, left torchao later
+        (TORCH, "torchtune==0.6.1", "torchao==0.11.0"),  # nf4tensor, which torchtune imports, left torchao later
         ("fsdp2",),
         frozenset({("full", "dense"), ("lora", "dense")}),
     ),
@@ -77,10 +76,9 @@ def make_environment(peer: Peer, cache: Path) -> Path:
     python, finished = folder / "bin" / "python", folder / "finished"
     if not finished.exists():
         print(f"{peer.title}: making its environment in {folder}", file=sys.stderr)
-        index = [] if torch.cuda.is_available() else ["--extra-index-url", CPU_WHEELS]
         for command in (
             [sys.executable, "-m", "venv", "--clear", str(folder)],
-            [str(python), "-m", "pip", "install", "--quiet", *index, *peer.requirements],
+            [str(python), "-m", "pip", "install", "--quiet", *peer.requirements],
         ):
             ended = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
             if ended.returncode:

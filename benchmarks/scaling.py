@@ -184,7 +184,7 @@ def table(title: str, column: str, cases: dict[str, Case], amounts: list[float],
     print(
         f"\nseconds ~ FLOPs^{exponent(work, seconds):.2f}, between the last two "
         f"^{exponent(work[-2:], seconds[-2:]):.2f}; peak = {line.intercept / GIB:.2f} GiB + "
-        f"{line.slope / KIB:,.2f} KiB a {unit}",
+        f"{line.slope / KIB:,.1f} KiB a {unit}",
         flush=True,
     )
 

@@ -65,7 +65,7 @@ def settings_of(job: dict[str, Any]) -> SFTConfig:
         bf16=job["precision"] != "fp32" and job["way"] != "transformers",
         max_length=job["length"],
         packing=job["layout"] == "packing",
-        train_sampling_strategy="group_by_length" if job["layout"] == "by_length" else "sequential",
+        train_sampling_strategy="sequential",
         per_device_train_batch_size=job["micro_batch"],
         gradient_accumulation_steps=1,
         max_steps=job["steps"],
@@ -73,7 +73,6 @@ def settings_of(job: dict[str, Any]) -> SFTConfig:
         lr_scheduler_type="constant",
         max_grad_norm=1.0,
         weight_decay=0.0,
-        adam_beta2=0.999,
         optim="adamw_torch_fused",
         gradient_checkpointing=job["checkpointing"],
         logging_steps=1,
@@ -119,20 +118,24 @@ class Clock(TrainerCallback):
             self.tokens.append(float(logs["num_tokens"]))
 
 
-def untuned_loss(trainer: SFTTrainer, rows: Dataset) -> float:
-    """The loss over all rows of the model as it is, through this run's own batches: the mean over target tokens."""
-    model, sums = trainer.model, torch.zeros(2, dtype=torch.float64)
-    prepared = trainer._prepare_dataset(
-        rows, trainer.processing_class, trainer.args, trainer.args.packing, None, "check"
-    )
-    model.eval()
+def untuned_loss(trainer: SFTTrainer, file: Path) -> float:
+    """The mean loss over all target tokens of a file's rows, through this run's own preparation and batches; on every
+    rank the same rows."""
+    args, sums = trainer.args, torch.zeros(2, dtype=torch.float64)
+    rows = trainer._prepare_dataset(read(file), trainer.processing_class, args, args.packing, None, "check")
+    trainer.model.eval()
     with torch.no_grad():
-        for batch in trainer.get_eval_dataloader(prepared):
-            targets = (batch["labels"] != -100).sum()
-            # Trainer counts the labels before they are shifted; a packed row's first label has no target.
-            sums += torch.tensor([float(trainer.compute_loss(model, batch, num_items_in_batch=targets)), 0.0])
-    dist.all_reduce(sums)
-    return float(sums[0])
+        for first in range(0, len(rows), args.per_device_train_batch_size):
+            batch = trainer.data_collator(
+                [rows[number] for number in range(first, min(first + args.per_device_train_batch_size, len(rows)))]
+            )
+            outputs = trainer.model(**trainer._prepare_inputs(batch), use_cache=False, fused_lm_head=True)
+            sums -= torch.tensor([float(outputs.log_probs.float().sum()), -float(outputs.label_mask.sum())])
+    return float(sums[0] / sums[1])
+
+
+def read(file: Path) -> Dataset:
+    return Dataset.from_list([json.loads(line) for line in file.read_text().splitlines()])
 
 
 def what_it_is(model: Any) -> str:
@@ -144,7 +147,6 @@ def what_it_is(model: Any) -> str:
 
 
 def main(job: dict[str, Any]) -> None:
-    rows = Dataset.from_list([json.loads(line) for line in Path(job["rows"]).read_text().splitlines()])
     peft = None
     if job["method"] != "full":
         peft = LoraConfig(
@@ -154,15 +156,17 @@ def main(job: dict[str, Any]) -> None:
     trainer = SFTTrainer(
         load_model(job),
         args=settings_of(job),
-        train_dataset=rows,
+        train_dataset=read(Path(job["rows"])),
         processing_class=AutoTokenizer.from_pretrained(job["model"]),
         peft_config=peft,
         callbacks=[clock],
     )
     if job["way"] == "accelerate" and job["device"] == "cpu":
         shard_with_accelerate(trainer, job["precision"] != "fp32")
+    untuned = untuned_loss(trainer, Path(job["check"])) if job["check"] else None
     trainer.train()
     found = {
+        "untuned_loss": untuned,
         "is": what_it_is(trainer.model_wrapped),
         "ends": clock.ends,
         "losses": clock.losses,
@@ -170,7 +174,9 @@ def main(job: dict[str, Any]) -> None:
         "device_peak": torch.cuda.max_memory_allocated() if job["device"] == "cuda" else 0,
     }
     Path(job["output"], f"rank-{dist.get_rank()}.json").write_text(json.dumps(found))
-    dist.destroy_process_group()
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)  # Python's own way out was seen to wait for gloo's threads without end
 
 
 if __name__ == "__main__":

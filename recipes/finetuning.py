@@ -296,7 +296,7 @@ def train(
             if step == scale.skipped_steps + 1:  # the first that was not skipped has made the states
                 log.info(training.describe_state(optimizer, job))
             watch.end_step(ranks[:, 5:8])
-            speed.end_step(step)
+            speed.end_step(step, ranks[:, 0].sum().item(), ranks[:, 8].sum().item())
 
             progress.step, progress.position = step, todo.position
             progress.target_tokens += todo.target_tokens
@@ -304,7 +304,6 @@ def train(
                 "epoch": todo.epochs_seen,
                 "tokens": progress.target_tokens,
                 "train/lr": lr,
-                **speed.metrics(ranks[:, 0].sum().item(), ranks[:, 8].sum().item()),
                 **observe.memory_metrics(ranks[:, 1:3]),
                 **scale.metrics(),
             }
@@ -319,6 +318,7 @@ def train(
             newest = training.Step(step, numbers, losses, batches, metrics, skipped)
             for read in unread.take(newest, needed=evaluates or saves or is_last or stop is not None):
                 training.stop_if_not_finite(read, writer.last, job)
+                read.metrics.update(speed.metrics(read.step))
                 if evaluates and read is newest:
                     watch.enter("evaluation")
                     metrics |= training.evaluate(model, rows.validation, settings, pad, steps.capacity, job)

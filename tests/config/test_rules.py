@@ -41,7 +41,7 @@ def test_pure_bf16_is_built(mistakes) -> None:
             "--activation_offload needs CUDA: on the",
         ),
         ("--use_profiler --max_train_step 5", "--use_profiler profiles steps 4 to 6, and max_train_step is 5. Use 6."),
-        ("--flop_counter --max_train_step 2", "train.flop_counter_start is 3, but training ends after 2 steps"),
+        ("--flop_counter --max_train_step 2", "profile.flop_counter_start is 3, but training ends after 2 steps"),
         ("--compile --device cpu", "--compile needs CUDA: on the CPU compiling took 47 s for a model of 4 M parameters"),
         ("--compile --use_liger", "--compile makes one kernel of what use_liger has kernels for. Leave one of them"),
         (

@@ -17,6 +17,7 @@ from transformers import modeling_utils as transformers_modeling
 from llama_ft.config import TrainConfig
 from llama_ft.errors import UserError
 from llama_ft.models import checkpoint_activations
+from llama_ft.models.lora_linear import use_fused_lora
 
 LAYERS, HIDDEN, TOKENS = 4, 64, 48
 WAYS = [("full", 2), ("every_k", 2), ("every_k", 3), ("selective", 2)]
@@ -32,6 +33,7 @@ def llama(how: str, k: int = 2, offload: bool = False, lora: bool = False) -> Ll
     if lora:
         adapters = LoraConfig(r=4, lora_dropout=0.2, target_modules="all-linear", init_lora_weights=False)
         inject_adapter_in_model(adapters, model)
+        use_fused_lora(model)
     return model.train()
 
 
@@ -116,6 +118,16 @@ def test_selective_keeps_less_than_everything_and_more_than_the_layers_inputs() 
     # q, k, v, attention and its log-sum-exp of 4 heads, o, gate, up, down: what selective has more than full.
     widths = HIDDEN + 2 * HIDDEN // 2 + HIDDEN + 4 + HIDDEN + 2 * 128 + HIDDEN
     assert held["selective"] - held["full"] == pytest.approx(4 * TOKENS * LAYERS * widths, rel=0.1)
+
+
+def test_selective_keeps_what_layers_with_an_adapter_put_out_and_nothing_within() -> None:
+    ran = {how: measure(llama(how, lora=True)) for how in ("off", "full", "selective")}
+    assert ran["off"][0]["llama_ft::lora_linear"] == 7 * LAYERS
+    again = {how: ran[how][1]["llama_ft::lora_linear"] for how in ran}
+    assert again == {"off": 0, "full": 6 * LAYERS, "selective": 0}
+    adapters = 7 * 4  # of rank 4
+    widths = HIDDEN + 2 * HIDDEN // 2 + HIDDEN + 4 + HIDDEN + 2 * 128 + HIDDEN + adapters
+    assert ran["selective"][2] - ran["full"][2] == pytest.approx(4 * TOKENS * LAYERS * widths, rel=0.1)
 
 
 def quantize_8bit(linear: nn.Linear) -> nn.Module:

@@ -1,18 +1,21 @@
 """Quantized layers compute what bitsandbytes' own do, keep no activations, and say what they leave out."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import bitsandbytes
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, GPT2Config, PretrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.config import ModelConfig, QuantizationConfig
 from llama_ft.errors import UserError
 from llama_ft.models import build_skeleton, choose_quantization, quantize_linears, total_weights
-from llama_ft.models.quantized import FourBit, Int8, QuantizedLinear, Scheme
+from llama_ft.models.quantized import FourBit, Int8, QuantizedLinear, Scheme, scheme_of
+from llama_ft.runtime import cpu_kernels
 
 SCHEMES: dict[str, Scheme] = {
     "8bit": Int8(6.0),
@@ -50,6 +53,62 @@ def bitsandbytes_layer(scheme: Scheme, weight: torch.Tensor, bias: torch.Tensor)
         )
     layer.bias = torch.nn.Parameter(bias.clone())
     return layer.to("cpu").train()
+
+
+@pytest.fixture
+def fp32_products() -> Iterator[None]:
+    cpu_kernels.use_fp32_products()
+    yield
+    cpu_kernels.use_own_products()
+
+
+@pytest.mark.usefixtures("fp32_products")
+@pytest.mark.parametrize("name", SCHEMES)
+def test_where_the_cpu_has_no_bf16_products_values_and_gradients_are_nearer_to_those_in_fp32(name: str) -> None:
+    torch.manual_seed(0)
+    weight, inputs = torch.randn(40, 256).bfloat16(), torch.randn(2, 5, 256).bfloat16()
+    layer, seen = layer_of(SCHEMES[name], weight), {}
+    for dtype in (torch.float32, torch.bfloat16):
+        own = inputs.to(dtype).requires_grad_()
+        output = layer(own)
+        output.backward(torch.ones_like(output))
+        assert own.grad is not None and output.dtype == own.grad.dtype == dtype
+        seen[dtype] = (output, own.grad)
+    for wide, narrow in zip(*seen.values(), strict=True):
+        torch.testing.assert_close(narrow, wide.bfloat16(), rtol=2**-7, atol=0)  # at most the last bit
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", SCHEMES)
+def test_weights_are_dequantized_as_bitsandbytes_does(name: str, dtype: torch.dtype) -> None:
+    scheme, weight = SCHEMES[name], torch.randn(40, 256)
+    packed, scale = scheme.quantize(weight)
+    if isinstance(scheme, Int8):
+        expected = bitsandbytes.functional.int8_vectorwise_dequant(packed, scale.view(torch.float32))
+    else:
+        state = bitsandbytes.functional.quantize_4bit(weight, None, None, scheme.block_size, False, scheme.quant_type)
+        expected = bitsandbytes.functional.dequantize_4bit(*state)
+    torch.testing.assert_close(scheme.dequantize(packed, scale, dtype), expected.to(dtype))
+    assert scheme_of(scheme.code) == scheme
+
+
+def test_a_threshold_of_0_rounds_inputs_too_on_a_gpu() -> None:
+    """What the kernels there are asked for, computed by bitsandbytes' operators of the CPU."""
+
+    class StandsForCuda(TorchDispatchMode):
+        planned_device = "cuda"
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    weight, inputs = torch.randn(40, 256).half().float(), torch.randn(2, 5, 256).half().float()
+    with StandsForCuda():
+        rounded, kept = (layer_of(Int8(threshold), weight)(inputs) for threshold in (0.0, 6.0))
+    steps = [127 / value.abs().amax(-1, keepdim=True) for value in (inputs, weight)]
+    of_inputs, of_weight = ((value * step).round() / step for value, step in zip((inputs, weight), steps, strict=True))
+    torch.testing.assert_close(rounded, of_inputs @ of_weight.T, rtol=5e-3, atol=5e-2)
+    torch.testing.assert_close(kept, inputs @ of_weight.T, rtol=1e-5, atol=1e-5)
+    assert (rounded - kept).norm() > 1e-3 * kept.norm()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -1,16 +1,22 @@
 """Which modules become units, on the meta device: nothing here has storage."""
 
+from typing import Any
+
 import pytest
 import torch
+from peft import LoraConfig, inject_adapter_in_model
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from llama_ft.config import FSDPConfig
+from llama_ft.config import FSDPConfig, TrainConfig
 from llama_ft.errors import UserError
-from llama_ft.models import shard, shard_degree, unit_table
+from llama_ft.models import set_storage_dtypes, shard, shard_degree, unit_table
 from llama_ft.models.units import Unit, _describe_units, _modules_to_wrap
 from llama_ft.runtime import PRECISIONS
+from llama_ft.training import build_optimizer
 
 
 def llama(layers: int = 4, tied: bool = False) -> LlamaForCausalLM:
@@ -49,6 +55,13 @@ def test_the_transformer_policy_wraps_the_decoder_layers_and_the_root_has_the_re
 def test_the_hybrid_policy_gives_big_embeddings_and_heads_units_of_their_own() -> None:
     assert names(units_of(llama(), min_num_params=60_000)) == [*LAYERS, "model.embed_tokens", "lm_head", ""]
     assert names(units_of(llama(), min_num_params=70_000)) == [*LAYERS, ""]
+
+
+def test_the_final_norm_goes_with_the_head_where_that_leaves_nothing_to_the_root() -> None:
+    *_, head, root = units_of(llama(), min_num_params=60_000)
+    assert (head.name, head.parameters, root.parameters) == ("lm_head", 64 * 1000 + 64, 0)
+    *_, root = units_of(llama(), min_num_params=70_000)
+    assert root.parameters == 2 * 64 * 1000 + 64
 
 
 def test_tied_embeddings_stay_in_one_unit_under_every_policy() -> None:
@@ -121,6 +134,45 @@ def test_gradients_are_the_same_with_parameters_offloaded() -> None:
             model(input_ids=ids, labels=ids).loss.backward()
     for (name, expected), found in zip(plain.named_parameters(), offloaded.parameters(), strict=True):
         torch.testing.assert_close(found.grad.full_tensor(), expected.grad, msg=name)
+
+
+class Collectives(TorchDispatchMode):
+    """Counts what goes to a process group, and fully_shard's copies for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional", "fsdp"):
+            self.found.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("precision", "plain"), [("fp32", 1.0), ("bf16_pure", 1.0), ("bf16_mixed", 0.9)])
+def test_one_process_trains_adapters_without_a_collective_and_copies_no_frozen_weight(
+    precision: str, plain: float
+) -> None:
+    dtypes, model = PRECISIONS[precision], llama().to_empty(device="cpu")
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+    inject_adapter_in_model(LoraConfig(r=2, target_modules="all-linear"), model)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora_" in name)
+    set_storage_dtypes(model, dtypes)
+    shard(model, mesh_of_one(), FSDPConfig(enable_fsdp=True), dtypes)
+    stored = [parameter for parameter in model.parameters() if not isinstance(parameter, DTensor)]
+    assert sum(p.numel() for p in stored) >= plain * sum(p.numel() for p in model.parameters())
+    assert all(isinstance(p, DTensor) == (precision == "bf16_mixed") for p in model.parameters() if p.requires_grad)
+    train = TrainConfig(precision=precision)
+    optimizer = build_optimizer(model, train)
+    ids = torch.arange(20).view(2, 10)
+    with Collectives() as collectives:
+        for _ in range(2):
+            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert [name for name in collectives.found if "chunk_cat" not in name] == []
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -12,6 +12,7 @@ from transformers import (
     Gemma3TextConfig,
     GPT2Config,
     LlamaConfig,
+    MambaConfig,
     MistralConfig,
     MixtralConfig,
     PretrainedConfig,
@@ -71,7 +72,7 @@ def test_full_tuning_takes_six_for_each_weight_but_the_embeddings() -> None:
     weights = sum(p.numel() for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name)
     formula = flop_formula(model)
     assert (formula.weights, formula.per_token) == (weights, 6 * weights)
-    # 12 x layers x heads x head_dim x length for each token where each sees all, half of it where each sees those before
+    # 12 x layers x heads x head_dim x length for each token where it sees all; half of it where it sees those before
     assert formula.of([1000]).attention == 12 * 3 * 32 * 1000 * 1001 / 2
 
 
@@ -136,6 +137,14 @@ def test_windows_are_those_of_the_layers() -> None:
     each = 12 * 8 * 256
     assert flop_formula(gemma).per_pair == {512: 5 * each, None: each}
     assert flop_formula(mistral).per_pair == {64: 2 * 12 * 4096}
+
+
+def test_a_model_without_attention_has_its_products() -> None:
+    mamba = AutoModelForCausalLM.from_config(MambaConfig(vocab_size=120, hidden_size=32, num_hidden_layers=2))
+    formula = flop_formula(mamba)
+    assert formula.of([100]).attention == 0
+    linear = sum(m.weight.numel() for m in mamba.modules() if isinstance(m, torch.nn.Linear))
+    assert 6 * linear < formula.per_token < 6 * 1.3 * linear  # convolutions and states beside
 
 
 @pytest.mark.parametrize(("length", "window"), [(1, None), (9, None), (9, 4), (9, 9), (3, 100), (50, 1)])

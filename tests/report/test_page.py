@@ -111,7 +111,7 @@ def test_the_plots_of_a_comparison_are_drawn_with_a_line_a_run(page: Page, run_d
     for theme, width in READERS[1:3]:
         page.open(tmp_path / "both.html", theme, width)
         drawn = dict((title, shapes) for title, *shapes in page.run(DRAWN))
-        assert list(drawn) == ["Loss", "Validation loss", *TITLES[1:7]]
+        assert list(drawn) == ["Loss", "Validation loss", *TITLES[1:8]]
         for title, shapes in drawn.items():
             assert len(shapes) == 2 and shapes[0][2] != shapes[1][2], title
             assert all(across > 20 for across, _, _ in shapes), title

@@ -1,6 +1,6 @@
 """recipes/finetuning.py with losses that are read a step late, as on a GPU, and one step that goes wrong on rank 1.
 
-    lagging_job.py LAGS BAD_STEP FILE FLAGS...      FILE gets a line with the weights' sum at the beginning of each step
+lagging_job.py LAGS BAD_STEP FILE FLAGS...      FILE gets a line with the weights' sum at the beginning of each step
 """
 
 import os

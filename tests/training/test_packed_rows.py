@@ -12,7 +12,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.errors import UserError
-from llama_ft.models import use_packed_attention
+from llama_ft.models import has_head_loss, use_head_loss, use_packed_attention
 from llama_ft.runtime import Runtime
 from llama_ft.training import check_rows_stay_apart
 
@@ -77,3 +77,32 @@ def test_a_model_whose_attention_takes_no_notice_of_rows_is_refused(
     message = str(refused.value)
     assert "LlamaForCausalLM does not keep the rows of a pack apart" in message
     assert message.endswith("Use --batching_strategy padding.")
+
+
+class Sharper(LlamaForCausalLM):
+    """An architecture whose head does something that only shows where tokens are given."""
+
+    def forward(self, input_ids=None, **arguments):  # type: ignore[no-untyped-def,override]
+        output = super().forward(input_ids=input_ids, **arguments)
+        output.logits = output.logits * (3 if input_ids is not None else 1)
+        return output
+
+
+@pytest.mark.parametrize(("kind", "is_kept"), [(LlamaForCausalLM, True), (Sharper, False)])
+def test_a_loss_in_pieces_that_is_not_that_of_the_logits_is_given_up(
+    kind: type[LlamaForCausalLM], is_kept: bool, runtime: Runtime, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        model = kind(LlamaConfig(vocab_size=101, **SHAPE))
+    use_packed_attention(model)
+    assert use_head_loss(model)
+    model.to_empty(device="cpu")
+    model.init_weights()
+    torch.nn.init.normal_(model.lm_head.weight)
+    model.model.rotary_emb.__init__(model.config)  # type: ignore[misc]  # its buffers are not among the weights
+    fully_shard(model, mesh=runtime.mesh)
+    with caplog.at_level("WARNING", logger="llama_ft"):
+        check_rows_stay_apart(model.train(), rows(40, 30), torch.float32, runtime)
+    assert has_head_loss(model) == is_kept
+    assert ("in pieces Sharper has another" in caplog.text.replace("FSDP", "")) != is_kept

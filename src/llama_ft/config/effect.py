@@ -108,7 +108,7 @@ CONDITIONS = (
         ("int8_threshold",),
         "device",
         lambda it: it != "cpu",
-        "on the CPU: bitsandbytes dequantizes the weights there and rounds no input",
+        "on the CPU: the weights are dequantized there and no input is rounded",
     ),
     Condition(
         ADAPTER_FIELDS,

@@ -257,8 +257,8 @@ class QuantizationConfig:
     """4bit: what the quantized layers compute in; auto: as the others, which precision says."""
 
     int8_threshold: Annotated[float, Field(ge=0)] = 6.0
-    """8bit on CUDA: inputs from this size on are multiplied in 16 bits; 0: all in int8. On the CPU the weights are
-    dequantized and no input is rounded."""
+    """8bit on CUDA: 0 rounds the inputs to int8 too and multiplies in int8. Otherwise, and on the CPU, the weights are
+    dequantized and no input is rounded, whatever its size."""
 
     skip_modules: list[str] | None = None
     """Linear layers that are not quantized, besides the output head: names, ends of names or patterns."""

@@ -5,7 +5,7 @@ import llama_ft.models.plain_bitsandbytes  # noqa: F401  # first
 # isort: split
 from llama_ft.models.activations import checkpoint_activations
 from llama_ft.models.compiled import compile_layers
-from llama_ft.models.head_loss import has_head_loss, use_head_loss
+from llama_ft.models.head_loss import forget_head_loss, has_head_loss, use_head_loss
 from llama_ft.models.hub import lasting_name, local_folder
 from llama_ft.models.liger import apply_liger
 from llama_ft.models.lora import Adapter, inject_lora
@@ -41,6 +41,7 @@ __all__ = [
     "compile_layers",
     "find_new_tokens",
     "fingerprint",
+    "forget_head_loss",
     "freeze_first_layers",
     "has_head_loss",
     "inject_lora",

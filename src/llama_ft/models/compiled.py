@@ -14,10 +14,15 @@ from llama_ft.runtime.console import log
 # Graphs of one model: for training and for evaluation, of each kind of layer, and where a pack has one row only. torch's
 # own limit is 8, beyond which it computes without a graph.
 MOST_GRAPHS = 32
-# What a layer is called with, and what varies from step to step: tokens, rows of a pack, the longest of them. torch would
-# compile once for the first step's numbers and then, at each that changes, again; weights' sizes are not among them.
+# Of what a layer is called with, what varies from step to step: rows, tokens, the rows of a pack and the longest of them.
+# torch would compile for the first step's numbers and then, for each that changes, again.
+VARIES = (
+    r"L\['args'\]\[0\]:0, L\['args'\]\[0\]:1",
+    r"L\['keywords'\]\['(position_embeddings|position_ids)'\].*:0, L\['keywords'\]\['(position_embeddings|position_ids)'\].*:1",
+    r"L\['keywords'\]\['attention_mask'\]:0, L\['keywords'\]\['attention_mask'\]:2, L\['keywords'\]\['attention_mask'\]:3",
+    r"L\['keywords'\]\['packed_rows'\].*",
+)
 SECONDS_WORTH_TELLING = 0.5
-VARIES = r"L\['(args|keywords)'\].*"
 
 
 def compile_layers(model: nn.Module, backend: str = "inductor") -> None:
@@ -34,7 +39,7 @@ def compile_layers(model: nn.Module, backend: str = "inductor") -> None:
     if planned_device() is not None:
         return
     torch._dynamo.config.recompile_limit = MOST_GRAPHS
-    torch.compiler.config.dynamic_sources = VARIES
+    torch.compiler.config.dynamic_sources = ",".join(VARIES)
     _tell_of_compiling()
     compiled = torch.compile(_forward, backend=backend)
     layers = decoder_layers(model)

@@ -87,6 +87,11 @@ def has_head_loss(model: nn.Module) -> bool:
     return bool(getattr(model, "_has_head_loss", False))
 
 
+def forget_head_loss(model: nn.Module) -> None:
+    """Have the loss computed from all logits."""
+    model._has_head_loss = False  # type: ignore[assignment]
+
+
 class _Known:
     """What a decoder returns, but for what nobody asked for."""
 

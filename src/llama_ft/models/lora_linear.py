@@ -6,8 +6,8 @@ product itself, and kept are x (which q, k and v share), u = d(x) A^T [tokens, r
 
     dB = s g^T u        t = s g B        dA = t^T d(x)        dx = g W + d'(t A)
 
-The forward pass is one operator, so that selective checkpointing keeps y and u and nothing in between. Random numbers
-are those that peft's dropout would draw.
+The product is one operator, so that selective checkpointing keeps y and u and nothing in between. Random numbers are
+those that peft's dropout would draw.
 """
 
 from typing import Any, cast
@@ -23,125 +23,132 @@ from llama_ft.models.wide import is_wide, row_blocks
 
 _LIBRARY = torch.library.Library("llama_ft", "DEF")
 _LIBRARY.define(
-    "lora_linear(Tensor x, Tensor? dropped, Tensor? mask, Tensor weight, Tensor? scale, Tensor? bias, Tensor a, "
-    "Tensor b, float scaling, float keep, str scheme) -> (Tensor, Tensor)"
+    "lora_linear(Tensor x, Tensor u, Tensor weight, Tensor? scale, Tensor? bias, Tensor b, float scaling, str scheme) "
+    "-> Tensor"
 )
 
 
 def _lora_linear(
     x: torch.Tensor,
-    dropped: torch.Tensor | None,
-    mask: torch.Tensor | None,
+    u: torch.Tensor,
     weight: torch.Tensor,
     scale: torch.Tensor | None,
     bias: torch.Tensor | None,
-    a: torch.Tensor,
     b: torch.Tensor,
     scaling: float,
-    keep: float,
     scheme: str,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [n, in] -> y [n, out] and u [n, r]. What is kept of x is `keep` of it, as 1 / keep; d(x) is `dropped`, or x
-    where `mask` is."""
-    if not is_wide(x, a.shape[1] * b.shape[0]):
-        if scale is None:
-            y = functional.linear(x, weight, bias)
-        else:
-            y = frozen_product(x, weight, scale, scheme_of(scheme))
-            y = y if bias is None else y.add_(bias)
-        u = (x if dropped is None else dropped) @ a.t()
-        return y.addmm_(u, b.t(), alpha=scaling), u
-    y, u = x.new_empty(len(x), len(b)), x.new_empty(len(x), len(a))
-    w, a, b = _dense(weight, scale, scheme, torch.float32).t(), a.float().t(), b.float().t()
-    for rows in row_blocks(len(x), max(w.shape)):
-        wide = x[rows].float()
-        block = wide @ w if bias is None else torch.addmm(bias.float(), wide, w)
-        low = (wide if mask is None else _drop(wide, mask[rows], keep)) @ a
-        u[rows], y[rows] = low, block.addmm_(low, b, alpha=scaling)
-    return y, u
+) -> torch.Tensor:
+    """x [n, in] and u [n, r] -> y [n, out]."""
+    if is_wide(x, x.shape[1] * len(b)):
+        y = x.new_empty(len(x), len(b))
+        w, b = _dense(weight, scale, scheme, torch.float32).t(), b.float().t()
+        for rows in row_blocks(len(x), max(w.shape)):
+            wide = x[rows].float()
+            block = wide @ w if bias is None else torch.addmm(bias.float(), wide, w)
+            y[rows] = block.addmm_(u[rows].float(), b, alpha=scaling)
+        return y
+    if scale is None:
+        y = functional.linear(x, weight, bias)
+    else:
+        y = frozen_product(x, weight, scale, scheme_of(scheme))
+        y = y if bias is None else y.add_(bias)
+    return y.addmm_(u, b.t(), alpha=scaling)
 
 
 def _dense(weight: torch.Tensor, scale: torch.Tensor | None, scheme: str, dtype: torch.dtype) -> torch.Tensor:
     return weight.to(dtype) if scale is None else scheme_of(scheme).dequantize(weight, scale, dtype)
 
 
-def _drop(values: torch.Tensor, mask: torch.Tensor, keep: float) -> torch.Tensor:
-    return torch.ops.aten.native_dropout_backward(values, mask, 1 / keep)
-
-
-def _shapes(x: torch.Tensor, *others: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    a, b = others[5:7]
-    return x.new_empty(len(x), len(b)), x.new_empty(len(x), len(a))
-
-
 _LIBRARY.impl("lora_linear", _lora_linear, "CompositeExplicitAutograd")
-torch.library.register_fake("llama_ft::lora_linear", _shapes, lib=_LIBRARY)
+
+
+@torch.library.register_fake("llama_ft::lora_linear", lib=_LIBRARY)
+def _output(x: torch.Tensor, *others: Any) -> torch.Tensor:
+    return x.new_empty(len(x), len(others[4]))
 
 
 @register_flop_formula(torch.ops.llama_ft.lora_linear)
 def _flops(x: torch.Size, *others: Any, **_: Any) -> int:
-    a, b = others[5:7]
-    return 2 * x[0] * (a[1] * b[0] + a.numel() + b.numel())
+    b: torch.Size = others[4]
+    return 2 * x[0] * b[0] * (x[1] + b[1])
 
 
 def workspace_bytes(arguments: tuple[Any, ...]) -> int:
     """Bytes that the operator allocates and frees."""
-    x, weight, scale, a, b = (arguments[place] for place in (0, 3, 4, 6, 7))
-    weights = a.shape[1] * b.shape[0]
+    x, scale, b = arguments[0], arguments[3], arguments[5]
+    weights = x.shape[1] * len(b)
     if is_wide(x, weights):
-        block = next(row_blocks(len(x), max(a.shape[1], b.shape[0])))
-        return 4 * (weights + min(block.stop, len(x)) * (a.shape[1] + b.shape[0]))
+        rows = min(next(row_blocks(len(x), max(x.shape[1], len(b)))).stop, len(x))
+        return 4 * (weights + rows * (x.shape[1] + len(b)))
     return 0 if scale is None else weights * x.dtype.itemsize
 
 
-class _Lora(torch.autograd.Function):
+class _LowRank(torch.autograd.Function):
+    """Everything but y, which `_Product` computes: the backward pass, and what it needs. This one has all of it before
+    the product runs, so that a checkpointed layer, which computes again until everything is there, ends before its last
+    product, down_proj's: a quarter of a Llama layer."""
+
     @staticmethod
     def forward(
         ctx: Any,
         x: torch.Tensor,
         weight: torch.Tensor,
         scale: torch.Tensor | None,
-        bias: torch.Tensor | None,
         a: torch.Tensor,
         b: torch.Tensor,
         scaling: float,
         dropout: float,
         scheme: str,
-    ) -> torch.Tensor:
-        ctx.scaling, ctx.keep, ctx.scheme = scaling, 1 - dropout, scheme
-        flat, dropped, mask = x.reshape(-1, x.shape[-1]), None, None
-        if dropout > 0:
-            if is_wide(x, a.shape[1] * b.shape[0]):
-                mask = torch.empty_like(flat, dtype=torch.bool).bernoulli_(1 - dropout)
-            else:
-                dropped, mask = torch.native_dropout(flat, dropout, True)
-        y, u = torch.ops.llama_ft.lora_linear(
-            flat, dropped, mask, weight, scale, bias, a, b, scaling, 1 - dropout, scheme
-        )
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """x [..., in] -> zeros [..., out], without storage, to hand the gradient of y through, and u [n, r]."""
+        ctx.factors, ctx.scheme = (scaling, 1 - dropout), scheme
+        flat, mask = x.reshape(-1, x.shape[-1]), None
+        if dropout == 0 or x.numel() == 0:
+            u = flat @ a.t()
+        elif x.is_cuda:
+            dropped, mask = torch.native_dropout(flat, dropout, True)
+            u, mask = dropped @ a.t(), mask.view(torch.uint8)
+        else:  # where products with bool take three times as long
+            mask = torch.empty_like(flat, dtype=torch.uint8).bernoulli_(1 - dropout)
+            u = ((flat * mask) @ a.t()).mul_(1 / (1 - dropout))
         ctx.save_for_backward(x, mask, u, weight, scale, a, b)
-        return cast(torch.Tensor, y.view(*x.shape[:-1], -1))
+        ctx.mark_non_differentiable(u)
+        return x.new_zeros(()).expand(*x.shape[:-1], len(b)), u
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+    def backward(ctx: Any, gradient: torch.Tensor, _: Any) -> Any:
         x, mask, u, weight, scale, a, b = ctx.saved_tensors
         g, flat = gradient.reshape(-1, gradient.shape[-1]), x.reshape(-1, x.shape[-1])
         wide = is_wide(x, a.shape[1] * b.shape[0])
         dtype = torch.float32 if wide else x.dtype
         w = _dense(weight, scale, ctx.scheme, dtype) if ctx.needs_input_grad[0] else None
-        dx: torch.Tensor | None
+        dx: Any
         if wide:
             dx, da, db = torch.empty_like(flat), torch.zeros_like(a, dtype=dtype), torch.zeros_like(b, dtype=dtype)
             a, b = a.float(), b.float()
             for rows in row_blocks(len(flat), max(a.shape[1], len(b))):
-                part = g[rows].float(), flat[rows].float(), None if mask is None else mask[rows], u[rows].float()
-                of_x, of_a, of_b = _gradients(*part, w, a, b, ctx.scaling, ctx.keep)
-                da, db = da.add_(of_a), db.add_(of_b)
-                if of_x is not None:
-                    dx[rows] = of_x
+                some = None if mask is None else mask[rows]
+                parts = _gradients(g[rows].float(), flat[rows].float(), some, u[rows].float(), w, a, b, *ctx.factors)
+                if w is not None:
+                    dx[rows] = parts[0]
+                da, db = da.add_(parts[1]), db.add_(parts[2])
             da, db = da.to(x.dtype), db.to(x.dtype)
         else:
-            dx, da, db = _gradients(g, flat, mask, u, w, a, b, ctx.scaling, ctx.keep)
-        return None if w is None else dx.view(x.shape), None, None, None, da, db, None, None, None
+            dx, da, db = _gradients(g, flat, mask, u, w, a, b, *ctx.factors)
+        return None if w is None else dx.view(x.shape), None, None, da, db, None, None, None
+
+
+class _Product(torch.autograd.Function):
+    """y, whose gradient is that of `zeros`."""
+
+    @staticmethod
+    def forward(ctx: Any, zeros: torch.Tensor, x: torch.Tensor, *others: Any) -> torch.Tensor:
+        y: torch.Tensor = torch.ops.llama_ft.lora_linear(x.reshape(-1, x.shape[-1]), *others)
+        return y.view(zeros.shape)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient, *[None] * 8
 
 
 def _gradients(
@@ -157,15 +164,15 @@ def _gradients(
 ) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
     """Those of x (unless w is None), A and B, from that of y, g [n, out]."""
     t = g @ b
-    da = t.t() @ (x if mask is None else _drop(x, mask, keep))
+    da = t.t() @ (x if mask is None else x * mask)
     db = g.t() @ u
     if w is None:
         dx = None
     elif mask is None:
         dx = (g @ w).addmm_(t, a, alpha=scaling)
     else:
-        dx = (g @ w).add_(_drop(t @ a, mask, keep), alpha=scaling)
-    return dx, da.mul_(scaling), db.mul_(scaling)
+        dx = (g @ w).addcmul_(t @ a, mask, value=scaling / keep)
+    return dx, da.mul_(scaling / keep), db.mul_(scaling)
 
 
 class FusedLora(LoraLinear):
@@ -175,23 +182,26 @@ class FusedLora(LoraLinear):
         """x [..., in] -> [..., out]."""
         names = [name for name in self.active_adapters if name in self.lora_A]
         if args or kwargs or self.disable_adapters or self.merged or len(names) != 1 or not self._is_plain(names[0], x):
-            return cast(torch.Tensor, super().forward(x, *args, **kwargs))
+            return super().forward(x, *args, **kwargs)
         name, base, dropout = names[0], self.base_layer, self.lora_dropout[names[0]]
         scale, scheme = (base.scale, base.scheme.code) if isinstance(base, QuantizedLinear) else (None, "")
         p = dropout.p if isinstance(dropout, nn.Dropout) and dropout.training else 0.0
         a, b = self.lora_A[name].weight, self.lora_B[name].weight
-        return cast(torch.Tensor, _Lora.apply(x, base.weight, scale, base.bias, a, b, self.scaling[name], p, scheme))
+        scaling = self.scaling[name]
+        zeros, u = _LowRank.apply(x, base.weight, scale, a, b, scaling, p, scheme)
+        return _Product.apply(zeros, x.detach(), u, base.weight, scale, base.bias, b.detach(), scaling, scheme)
 
     def _is_plain(self, name: str, x: torch.Tensor) -> bool:
         """Whether an adapter is a plain LoRA that is trained beside a frozen linear layer, all of one dtype, with no
         module that is gathered by itself (fully_shard gives those classes of their own)."""
-        base, a, b, dropout = self.base_layer, self.lora_A[name], self.lora_B[name], self.lora_dropout[name]
-        if name in self.lora_variant or type(a) is not nn.Linear or type(b) is not nn.Linear or b.bias is not None:
+        base, dropout = self.base_layer, self.lora_dropout[name]
+        a, b = cast(tuple[Any, Any], (self.lora_A[name], self.lora_B[name]))
+        if name in self.lora_variant or type(a) is not nn.Linear or type(b) is not nn.Linear or self.lora_bias[name]:
             return False
         if type(base) not in (nn.Linear, QuantizedLinear) or type(dropout) not in (nn.Identity, nn.Dropout):
             return False
         is_trained = a.weight.requires_grad and b.weight.requires_grad
-        is_frozen = not (base.weight.requires_grad or (base.bias is not None and base.bias.requires_grad))
+        is_frozen = not (base.weight.requires_grad or getattr(base.bias, "requires_grad", False))
         floats = [x, a.weight, b.weight, *([] if isinstance(base, QuantizedLinear) else [base.weight])]
         return (
             (is_trained or not torch.is_grad_enabled())

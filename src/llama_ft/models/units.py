@@ -64,8 +64,11 @@ def shard(model: PreTrainedModel, mesh: DeviceMesh, fsdp: FSDPConfig, precision:
     offload = CPUOffloadPolicy(pin_memory=pin) if fsdp.fsdp_cpu_offload else OffloadPolicy()
     free_after_forward = fsdp.sharding_strategy != "SHARD_GRAD_OP"
     shard_one = partial(fully_shard, mesh=mesh, mp_policy=policy, offload_policy=offload, ignored_params=ready)
+    head, norm = model.get_output_embeddings(), _final_norm(model, modules)
     for module in modules:
-        shard_one(module, reshard_after_forward=free_after_forward)
+        # The head's backward pass follows its forward pass at once: freed in between it would be gathered twice.
+        together = [norm, module] if module is head and norm is not None else module
+        shard_one(together, reshard_after_forward=free_after_forward and module is not head)
     shard_one(model, reshard_after_forward=False)
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -109,6 +112,16 @@ def _modules_to_wrap(model: PreTrainedModel, fsdp: FSDPConfig) -> list[nn.Module
     return layers + [m for m in _embedding_and_head(model) if _parameter_count(m.parameters()) >= fsdp.min_num_params]
 
 
+def _final_norm(model: PreTrainedModel, modules: list[nn.Module]) -> nn.Module | None:
+    """What goes into the unit of the head, if that is one: the only module left for the root beside it, which would
+    take collectives of its own for a few thousand numbers."""
+    if model.get_output_embeddings() not in modules:
+        return None
+    held = {id(parameter) for module in modules for parameter in module.parameters()}
+    left = [m for m in model.modules() if any(id(p) not in held for p in m.parameters(recurse=False))]
+    return left[0] if len(left) == 1 and left[0] is not model and type(left[0]).__name__.endswith("Norm") else None
+
+
 def _embedding_and_head(model: PreTrainedModel) -> list[nn.Module]:
     """Input embedding and output head, unless they are one tied weight: that has to stay in the root unit."""
     modules = [module for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module is not None]
@@ -116,16 +129,17 @@ def _embedding_and_head(model: PreTrainedModel) -> list[nn.Module]:
     return [] if len({id(weight) for weight in weights}) < len(weights) else modules
 
 
-def _modules_by_size(model: nn.Module, least: int) -> list[nn.Module]:
-    """Innermost first, every module whose parameters that no unit holds yet number at least `least`."""
+def _modules_by_size(model: PreTrainedModel, least: int) -> list[nn.Module]:
+    """Innermost first, every module whose parameters that no unit holds yet number at least `least`. The head, which is
+    called for a piece of the positions at a time (see head_loss), is not looked into."""
     wrapped: list[nn.Module] = []
     held: set[int] = set()
-    shared = _shared_parameters(model)
+    shared, head = _shared_parameters(model), model.get_output_embeddings()
     # fully_shard gathers around forward, which these do not have.
     no_forward = (nn.ModuleList, nn.ModuleDict, nn.ParameterDict)
 
     def visit(module: nn.Module) -> None:
-        for child in module.children():
+        for child in module.children() if module is not head else ():
             visit(child)
         own = {id(p): p for p in module.parameters() if id(p) not in held}
         if module is model or isinstance(module, no_forward) or shared & own.keys():
@@ -147,15 +161,17 @@ def _shared_parameters(model: nn.Module) -> set[int]:
 
 
 def _describe_units(
-    model: nn.Module, modules: list[nn.Module], compute: torch.dtype, ready: Set[nn.Parameter] = frozenset()
+    model: PreTrainedModel, modules: list[nn.Module], compute: torch.dtype, ready: Set[nn.Parameter] = frozenset()
 ) -> list[Unit]:
     names = {module: name for name, module in model.named_modules()}
+    norm, head = _final_norm(model, modules), model.get_output_embeddings()
     layer_of = {id(p): number for number, layer in enumerate(decoder_layers(model)) for p in layer.parameters()}
     quantized = weight_counts(model)
     held: set[int] = set()
     units = []
     for module in [*modules, model]:
-        own = {id(p): p for p in module.parameters() if id(p) not in held}
+        beside = norm.parameters() if norm is not None and module is head else ()
+        own = {id(p): p for p in (*beside, *module.parameters()) if id(p) not in held}
         held.update(own)
         count = sum(quantized.get(key, p.numel()) for key, p in own.items())
         gathered = sum(

@@ -12,7 +12,7 @@ from llama_ft.planning import planned_device
 from llama_ft.runtime import cpu_kernels
 
 MOST_WEIGHTS = 2**24  # of a weight held in fp32 as a whole, 64 MiB; the kernels take larger ones a block at a time
-BLOCK = 2**21  # elements of a block of rows in fp32, 8 MiB: within a CPU's last cache
+BLOCK = 2**22  # elements of a block of rows in fp32, 16 MiB
 
 
 def is_wide(inputs: torch.Tensor, weights: int) -> bool:
@@ -38,4 +38,4 @@ def wide_product(inputs: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     output = flat.new_empty(len(flat), weight.shape[1])
     for rows in row_blocks(len(flat), max(weight.shape)):
         output[rows] = flat[rows].float() @ weight
-    return output.view(*inputs.shape[:-1], -1)
+    return output.view(*inputs.shape[:-1], weight.shape[1])

@@ -91,7 +91,7 @@ def flop_formula(model: PreTrainedModel) -> FlopFormula:
     trained = {id(p) for p in model.parameters() if p.requires_grad}
     first = min((-1 if p in embedded else layer_of.get(p, len(layers)) for p in trained), default=len(layers) + 1)
 
-    share = _share_of_experts(model.config.get_text_config())
+    chosen, experts = _experts(model.config.get_text_config())
     per_token, weights, of_trained, product = 0.0, 0.0, 0.0, (1, 1)
     for name, parameter in model.named_parameters():
         key = id(parameter)
@@ -102,7 +102,9 @@ def flop_formula(model: PreTrainedModel) -> FlopFormula:
         count = quantized.get(key, parameter.numel())
         if key in layer_of and count > product[0] * product[1] and parameter.ndim == 2:
             product = (parameter.shape[0], count // parameter.shape[0])
-        active = count * (share if parameter.ndim == 3 or ".experts." in name else 1.0)
+        active = float(count)
+        if chosen and (parameter.ndim == 3 or ".experts." in name):
+            active *= chosen / (parameter.shape[0] if parameter.ndim == 3 else experts)
         is_above = layer_of.get(key, len(layers)) >= first
         per_token += active * (2 + 2 * is_above + 2 * (key in trained))
         weights += active
@@ -116,14 +118,17 @@ def flop_formula(model: PreTrainedModel) -> FlopFormula:
     return FlopFormula(per_token, dict(per_pair), round(weights), round(of_trained), product)
 
 
-def _share_of_experts(config: PretrainedConfig) -> float:
-    experts = next((n for name in ("num_local_experts", "num_experts") if (n := getattr(config, name, None))), 1)
-    return (getattr(config, "num_experts_per_tok", None) or 1) / experts
+def _experts(config: PretrainedConfig) -> tuple[int, int]:
+    """How many of how many a token goes to; 0 where there are none."""
+    experts = next((n for name in ("num_local_experts", "num_experts") if (n := getattr(config, name, None))), 0)
+    return (getattr(config, "num_experts_per_tok", None) or 0) if experts else 0, experts
 
 
 def _attention_flops(config: PretrainedConfig) -> int:
-    """Forward, for a pair of tokens in one layer."""
-    heads = config.num_attention_heads
+    """Forward, for a pair of tokens in one layer; 0 where the config does not have heads as most have them."""
+    heads = getattr(config, "num_attention_heads", None)
+    if not isinstance(heads, int):
+        return 0
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
     key, value = getattr(config, "qk_head_dim", None) or width, getattr(config, "v_head_dim", None) or width
     return int(2 * heads * (key + value))

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 from types import TracebackType
-from typing import Protocol, Self
+from typing import NamedTuple, Protocol, Self
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -30,7 +30,19 @@ PRODUCTS, ATTENTION = "matrix products", "attention"
 class Rows(Protocol):
     """A micro-batch, as far as it is looked at here."""
 
-    row_lengths: list[int]
+    @property
+    def row_lengths(self) -> list[int]: ...
+
+
+class _Ended(NamedTuple):
+    """A step. Its seconds are the host's; on a GPU those between the two events count."""
+
+    tokens: float
+    flops: float
+    waited_seconds: float
+    seconds: float
+    begun: torch.cuda.Event | None
+    done: torch.cuda.Event | None
 
 
 class SpeedWatch:
@@ -70,7 +82,9 @@ class SpeedWatch:
         self._rates = job.gather_numbers(self._rate)[:, 0].tolist()
         self._tell_rates(dtype)
         self._steps = 0
-        self._started = self._ended = self._seconds = self._waited = 0.0
+        self._started = self._ended = self._waited = 0.0
+        self._begun: torch.cuda.Event | None = None
+        self._untold: dict[int, _Ended] = {}
         self._flops = Flops(0, 0)
         self._profiled = (0, self._flops, 0.0)  # step, FLOPs and seconds of waiting of the one that is broken down
         self._between: list[float] = []
@@ -94,8 +108,10 @@ class SpeedWatch:
         self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._in_step.close()
-        if self._profile is not None:  # the run ends before the last profiled step
-            self._profile.stop()
+        if self._profile is not None and error is None:  # the run ends before the last profiled step
+            if self._steps < self._first:
+                self._profile.start_trace()  # what is only prepared cannot be stopped
+            self._profile.stop_trace()
             self._profile = None
 
     @property
@@ -109,18 +125,26 @@ class SpeedWatch:
         self._waited = waited_seconds
         self._flops = self._formula.of(length for batch in batches for length in batch.row_lengths)
         if self._steps <= self._last:
-            if self._ended:
+            if self._ended and self._job.device.type == "cpu":  # on a GPU it computes meanwhile
                 self._between.append(time.perf_counter() - self._ended - waited_seconds)
             self._begin_profile(step)
         if self._is_to_count and step >= self._settings.flop_counter_start:
             self._is_to_count = False
             self._counter = self._in_step.enter_context(flop_counter.counter())
         self._started = time.perf_counter() - waited_seconds
+        self._begun = self._mark()
 
-    def end_step(self, step: int) -> None:
-        """Its weights are updated."""
+    def end_step(self, step: int, tokens: float, flops: float) -> None:
+        """Its weights are updated, or on a GPU will be.
+
+        Args:
+            step: the present one.
+            tokens: input tokens that are not padding, of all ranks.
+            flops: `flops` of all ranks.
+        """
         self._wait_for_device()
-        self._seconds = time.perf_counter() - self._started
+        seconds = time.perf_counter() - self._started
+        self._untold[step] = _Ended(tokens, flops, self._waited, seconds, self._begun, self._mark())
         self._in_step.close()
         if self._counter is not None:
             log.info(flop_counter.describe(self._counter, self._flops, step))
@@ -129,19 +153,27 @@ class SpeedWatch:
             self._end_profile(step)
         self._ended = time.perf_counter()
 
-    def metrics(self, tokens: float, flops: float) -> dict[str, float]:
-        """Of the step that has ended.
-
-        Args:
-            tokens: input tokens that are not padding, of all ranks.
-            flops: `flops` of all ranks.
-        """
+    def metrics(self, step: int) -> dict[str, float]:
+        """Of a step that has ended, once. On a GPU this waits until it really has, and its seconds are the device's."""
+        ended = self._untold.pop(step)
+        seconds = ended.seconds
+        if ended.begun is not None and ended.done is not None:
+            ended.done.synchronize()
+            seconds = ended.begun.elapsed_time(ended.done) / 1000 + ended.waited_seconds
         return {
-            "perf/tokens_per_second": tokens / self._seconds,
-            "perf/step_seconds": self._seconds,
-            "perf/data_wait_seconds": self._waited,
-            "perf/mfu": flops / self._seconds / sum(self._rates),
+            "perf/tokens_per_second": ended.tokens / seconds,
+            "perf/step_seconds": seconds,
+            "perf/data_wait_seconds": ended.waited_seconds,
+            "perf/mfu": ended.flops / seconds / sum(self._rates),
         }
+
+    def _mark(self) -> torch.cuda.Event | None:
+        """This moment in what the GPU has been sent."""
+        if self._job.device.type != "cuda":
+            return None
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
     def _tell_rates(self, dtype: torch.dtype) -> None:
         name, text = str(dtype).removeprefix("torch."), flop_counter.flops_text

@@ -29,7 +29,8 @@ from llama_ft.plan.predict import MOST_MICRO_BATCHES
 from llama_ft.plan.record import Plan
 
 UTILIZATION, OVERLAPPED = 0.45, 0.9
-SELECTIVE_SHARE, EIGHT_BIT_SLOWDOWN, DEQUANTIZED_BYTES = 0.15, 2.0, 2.6  # read 0.6, write 2
+SELECTIVE_SHARE = 0.15
+DEQUANTIZED_BYTES = {"8bit": 7.0, "4bit": 2.6}  # read 1, write, read and write 2; read 0.6, write 2
 LAYER_SECONDS = {"cuda": 0.5e-3, "cpu": 0.2e-3}
 PCIE_GBS, HOST_GBS, HOST_ADAMW_BYTES = 20.0, 10.0, 28
 
@@ -116,17 +117,14 @@ def _operations(config: Config, shape: Shape, context: int) -> float:
     forward = 2.0 * shape.weights + attention
     layers = forward - 2.0 * shape.head
     backward = forward + attention + (0.0 if config.peft.use_peft else 2.0 * shape.weights)
-    if config.quantization.mode == "8bit":
-        layers *= EIGHT_BIT_SLOWDOWN
-        forward = layers + 2.0 * shape.head
     return forward + backward + _recomputed(config) * layers
 
 
 def _dequantizing(config: Config, shape: Shape, passes: float, device: Device) -> float:
     if config.quantization.mode == "none":
         return 0.0
-    times = 1.0 if config.quantization.mode == "8bit" and device.teraflops > 1 else passes  # GPUs: int8 forward
-    return times * (shape.weights - shape.head) * DEQUANTIZED_BYTES / (device.memory_gbs * 1e9 / 2)
+    moved = (shape.weights - shape.head) * DEQUANTIZED_BYTES[config.quantization.mode]
+    return passes * moved / (device.memory_gbs * 1e9 / 2)
 
 
 def _sent(

@@ -1,6 +1,7 @@
 """The optimizer and its learning rate."""
 
 import math
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,6 +14,20 @@ from llama_ft.training.anyprecision import AnyPrecisionAdamW
 from llama_ft.training.sharded_optimizer import local_tensor
 
 
+class AdamW(torch.optim.AdamW):
+    """torch's, computing on each rank's own rows; its states are DTensors placed like the parameters.
+
+    Its steps on DTensors are the same, by way of DTensor's dispatch: for 300 small parameters 3 to 5 times as long, and
+    3 s more for the first.
+    """
+
+    def _init_group(self, group: Any, params: Any, gradients: Any, *states: Any) -> Any:
+        is_complex = super()._init_group(group, params, gradients, *states)
+        for tensors in (params, gradients, *states):
+            tensors[:] = map(local_tensor, tensors)
+        return is_complex
+
+
 def build_optimizer(model: nn.Module, train: TrainConfig) -> torch.optim.Optimizer:
     """The optimizer of the trained parameters; no weight decay on parameters of one dimension."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -23,7 +38,7 @@ def build_optimizer(model: nn.Module, train: TrainConfig) -> torch.optim.Optimiz
     groups = [group for group in groups if group["params"]]
     match train.optimizer:
         case "AdamW":
-            return torch.optim.AdamW(groups, lr=train.lr, fused=True)
+            return AdamW(groups, lr=train.lr, fused=True)
         case "anyprecision":
             return AnyPrecisionAdamW(groups, lr=train.lr, use_kahan_summation=train.use_kahan_summation)
         case "AdamW8bit":

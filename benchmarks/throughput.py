@@ -1,0 +1,555 @@
+"""Tokens a second of recipes/finetuning.py beside what people would use instead, in turns on the same files and rows.
+
+    python benchmarks/throughput.py                                    # beside TRL, whose environment it makes
+    python benchmarks/throughput.py --peers trl,torchtune,llama-recipes
+    python benchmarks/throughput.py --trl_python ~/trl/bin/python --only full,lora --turns 5
+
+On CPUs: a random Llama of 110 M parameters, 2 ranks, 4 x 512 tokens a micro-batch; in full, LoRA (all-linear, r=16)
+beside bf16, 8-bit and nf4 weights, and in full on rows of natural lengths, the embedded demo's, which the peer pads or
+packs by itself. On CUDA: Llama-3.1-8B's shapes with random weights, packs of 4096 tokens, every GPU.
+
+Before anything is timed each side does two steps, and a peer that can distribute the model in several ways does them
+in each: the losses must agree (of natural rows, which each side packs otherwise, those of the untuned model over the
+same rows), or there is no table. The way that was fastest is measured, and the others are listed below the table.
+
+Tokens are what is not padding; the clock runs from the end of the last warm-up step to the end of the last one, as each
+step's record appears (ours: the longer of that and of its own step_seconds). Both sides clip gradients at 1, use fused
+AdamW at one learning rate, log every step and neither evaluate nor save. The peers get OMP_NUM_THREADS = cores / ranks,
+as accelerate's launcher sets it. MFU is ours, and a peer's is ours by the ratio of tokens a second. Memory is the
+fullest rank's most anonymous memory, read from outside; on CUDA torch.cuda.max_memory_allocated.
+"""
+
+import argparse
+import json
+import math
+import os
+import random
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(REPOSITORY / folder) for folder in ("src", "benchmarks")]
+
+import torch  # noqa: E402
+from peers import PEERS, RunFailed, launch, make_environment  # noqa: E402
+from tokenizers import Tokenizer, pre_tokenizers  # noqa: E402
+from tokenizers.models import WordLevel  # noqa: E402
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast  # noqa: E402
+
+from llama_ft.data import build_demo, cache_dir  # noqa: E402
+from llama_ft.data.batches import BatchPlan  # noqa: E402
+
+MIB = 2**20
+LR, LORA_RANK, SEED = 1e-4, 16, 42
+CHECKED_STEPS, CHECKED_ROWS = 2, 64
+# Relative: bf16 has 8 bits, and accelerate's FSDP2 returns the model's outputs, log-probabilities, in it.
+LOSS_TOLERANCE = {"fp32": 1e-4, "bf16": 6e-3}
+QUANTIZED_TOLERANCE = 1e-2
+PATIENCE = 3  # a way of distributing that takes so many times the best one's time for the checked steps is given up
+SECONDS_A_RUN = 1500.0
+SMALL_LLAMA = dict(hidden_size=1024, intermediate_size=2432, num_hidden_layers=8, num_attention_heads=8)
+SMALL_LLAMA |= dict(num_key_value_heads=8, vocab_size=8000, max_position_embeddings=2048)
+LLAMA_8B = dict(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32)
+LLAMA_8B |= dict(num_key_value_heads=8, vocab_size=128256, max_position_embeddings=131072, rms_norm_eps=1e-5)
+METHODS = {"full": [], "lora": [], "8bit": ["--quantization", "8bit"], "nf4": ["--quantization", "4bit"]}
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is trained, by both sides.
+
+    Attributes:
+        name: for --only.
+        method: full, lora, or lora beside 8bit or nf4 weights.
+        micro_batch: packs, or rows of `length` tokens, on a rank.
+        length: tokens of a pack.
+        natural: rows have lengths of their own.
+        checkpointing: recompute every decoder layer.
+        pure: all in bf16, for what would not fit otherwise.
+        targets: ratios to reach, by the peer's layout of rows.
+    """
+
+    name: str
+    method: str
+    micro_batch: int
+    length: int
+    natural: bool = False
+    checkpointing: bool = False
+    pure: bool = False
+    targets: dict[str, float] = field(default_factory=dict, hash=False)
+
+    @property
+    def layouts(self) -> tuple[str, ...]:
+        return ("padding", "packing") if self.natural else ("dense",)
+
+
+CASES = {
+    "cpu": [
+        Case("full", "full", 4, 512, targets={"dense": 2.5}),
+        Case("lora", "lora", 4, 512, targets={"dense": 2.5}),
+        Case("nf4", "nf4", 4, 512, targets={"dense": 2.0}),
+        Case("8bit", "8bit", 4, 512),
+        Case("natural", "full", 4, 512, natural=True, targets={"padding": 4.0, "packing": 2.0}),
+    ],
+    "cuda": [
+        Case("lora", "lora", 1, 4096),
+        Case("lora-2", "lora", 2, 4096, checkpointing=True),
+        Case("full", "full", 1, 4096, checkpointing=True, pure=True),
+        Case("8bit", "8bit", 1, 4096),
+        Case("nf4", "nf4", 1, 4096),
+    ],
+}
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A side: ours, or a peer with one layout of rows and one way of distributing the model."""
+
+    trainer: str
+    layout: str
+    way: str = ""
+
+    def __str__(self) -> str:
+        words = (self.trainer, "" if self.layout == "dense" else self.layout, self.way)
+        return " ".join(word for word in words if word)
+
+
+OURS = Contender("ours", "ours")
+
+
+@dataclass
+class Run:
+    """What one run showed.
+
+    Attributes:
+        ends: wall clock at the end of each step.
+        tokens: of each step, over all ranks, without padding.
+        losses: of each step.
+        step_seconds: by the trainer's own count; empty where it has none.
+        started: wall clock at the launch.
+        peak_bytes: of the fullest rank.
+        untuned_loss: over the checked rows, where it was asked for.
+        mfu: of each step, where it is known.
+        distributed: how the trainer says that the model is.
+    """
+
+    ends: list[float]
+    tokens: list[float]
+    losses: list[float]
+    step_seconds: list[float]
+    started: float
+    peak_bytes: int
+    untuned_loss: float | None = None
+    mfu: list[float] = field(default_factory=list)
+    distributed: str = ""
+
+    def tokens_per_second(self, warmup: int) -> float:
+        """Over the steps after the warm-up."""
+        seconds = max(self.ends[-1] - self.ends[warmup - 1], sum(self.step_seconds[warmup:]))
+        return sum(self.tokens[warmup:]) / seconds
+
+    @property
+    def first_step_seconds(self) -> float:
+        """From the launch to the end of the first step."""
+        return self.ends[0] - self.started
+
+
+class Bench:
+    """Runs the contenders of one device and precision, in folders of their own.
+
+    Args:
+        asked: the command line.
+        device: cpu or cuda.
+        folder: for model, rows and runs.
+        pythons: interpreter of each peer.
+    """
+
+    def __init__(self, asked: argparse.Namespace, device: str, folder: Path, pythons: dict[str, Path]) -> None:
+        self.asked, self.device, self.folder, self.pythons = asked, device, folder, pythons
+        self.launches = 0
+
+    def precision(self, case: Case) -> str:
+        return "bf16_pure" if case.pure and self.asked.precision != "fp32" else str(self.asked.precision)
+
+    def run(self, case: Case, who: Contender, steps: int, check: bool = False, seconds: float = SECONDS_A_RUN) -> Run:
+        """One launch. With `check` the loss of the untuned model on natural rows is asked for too."""
+        self.launches += 1
+        output = self.folder / f"run-{self.launches:03d}"
+        output.mkdir()
+        try:
+            if who == OURS:
+                return self._run_ours(case, steps, output, check and case.natural, seconds)
+            return self._run_peer(case, who, steps, output, check and case.natural, seconds)
+        finally:
+            if not self.asked.keep:
+                shutil.rmtree(output / "run", ignore_errors=True)
+
+    def _run_ours(self, case: Case, steps: int, output: Path, check: bool, seconds: float) -> Run:
+        flags: list[Any] = ["--model_name", self.model(case), "--dataset", self.rows(case, "ours")]
+        flags += METHODS[case.method]
+        if case.method != "full":
+            flags += ["--use_peft", "--peft.r", LORA_RANK, "--target_modules", "all-linear", "--lora_dropout", 0]
+        flags += ["--enable_fsdp"] if self.asked.nproc > 1 else []
+        flags += ["--activation_checkpointing", "full"] if case.checkpointing else []
+        flags += ["--validation", self.rows(case, "check")] if check else ["--run_validation", False]
+        flags += ["--context_length", case.length, "--batch_size_training", case.micro_batch, "--seed", SEED]
+        flags += ["--lr", LR, "--lr_scheduler", "constant", "--gradient_clipping", "--precision", self.precision(case)]
+        flags += ["--max_train_step", steps, "--save_model", False, "--device", self.device]
+        metrics = output / "run" / "metrics.jsonl"
+        ends: list[float] = []
+
+        def look() -> None:
+            lines = metrics.read_bytes().splitlines(keepends=True) if metrics.exists() else []
+            done = sum(line.endswith(b"\n") and b'"train/loss"' in line for line in lines)
+            ends.extend([time.time()] * (done - len(ends)))
+
+        environment = {"PYTHONPATH": str(REPOSITORY / "src"), "LLAMA_FT_CACHE": str(self.folder / "cache")}
+        script, arguments = REPOSITORY / "recipes" / "finetuning.py", [*map(str, flags), *self.asked.ours.split()]
+        arguments += ["--output_dir", str(output / "run")]
+        python, log = Path(sys.executable), output / "log.txt"
+        watched = launch(python, script, arguments, self.asked.nproc, log, seconds, environment, look)
+        records = [json.loads(line) for line in metrics.read_text().splitlines()]
+        found = [record for record in records if "train/loss" in record]
+        device_peaks = [max(record.get("memory/device_peak_bytes", [0])) for record in found]
+        own = [record["perf/step_seconds"] for record in found]
+        return Run(
+            ends=ends,
+            tokens=[record["perf/tokens_per_second"] * record["perf/step_seconds"] for record in found],
+            losses=[record["train/loss"] for record in found],
+            step_seconds=own,
+            started=watched.started,
+            peak_bytes=max(device_peaks) if self.device == "cuda" else max(watched.peaks.values()),
+            untuned_loss=next((record["eval/loss"] for record in records if record["step"] == 0), None),
+            mfu=[record["perf/mfu"] for record in found if "perf/mfu" in record],
+        )
+
+    def _run_peer(self, case: Case, who: Contender, steps: int, output: Path, check: bool, seconds: float) -> Run:
+        job = {
+            **asdict(case),
+            "model": str(self.model(case)),
+            "rows": str(self.rows(case, who.trainer)),
+            "check": str(self.rows(case, "check")) if check else None,
+            "output": str(output),
+            "layout": who.layout,
+            "way": who.way,
+            "device": self.device,
+            "precision": self.precision(case),
+            "steps": steps,
+            "lr": LR,
+            "r": LORA_RANK,
+        }
+        if who.layout == "padding":  # as many rows a step as ours has on average
+            job["micro_batch"] = max(1, round(case.micro_batch * case.length / self.mean_length(case)))
+        (output / "job.json").write_text(json.dumps(job))
+        environment = {"HF_HOME": str(self.folder / "cache" / "hf"), "TOKENIZERS_PARALLELISM": "false"}
+        if self.device == "cpu":
+            environment["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // self.asked.nproc))
+        script, arguments = PEERS[who.trainer].job, [str(output / "job.json")]
+        python, log = self.pythons[who.trainer], output / "log.txt"
+        watched = launch(python, script, arguments, self.asked.nproc, log, seconds, environment)
+        ranks = [json.loads((output / f"rank-{rank}.json").read_text()) for rank in range(self.asked.nproc)]
+        told = ranks[0]
+        return Run(
+            ends=told["ends"],
+            tokens=[now - before for before, now in zip([0, *told["tokens"]], told["tokens"], strict=False)],
+            losses=told["losses"],
+            step_seconds=[],
+            started=watched.started,
+            peak_bytes=max(rank["device_peak"] for rank in ranks) or max(watched.peaks.values()),
+            untuned_loss=told.get("untuned_loss"),
+            distributed=told["is"],
+        )
+
+    def model(self, case: Case) -> Path:
+        """Its folder, made when first asked for. Natural rows are the demo tokenizer's, and so is their vocabulary."""
+        if self.asked.model:
+            return Path(self.asked.model)
+        folder = self.folder / ("model-natural" if case.natural else "model")
+        if not folder.exists():
+            print(f"writing a random Llama to {folder}", file=sys.stderr)
+            shapes = LLAMA_8B if self.device == "cuda" else SMALL_LLAMA
+            if case.natural:
+                tokenizer = AutoTokenizer.from_pretrained(build_demo(cache_dir()).model_dir)
+                shapes = {**shapes, "vocab_size": len(tokenizer)}
+            else:
+                tokenizer = word_tokenizer(shapes["vocab_size"])
+            ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
+            torch.manual_seed(0)
+            with torch.device(self.device):
+                model = LlamaForCausalLM(LlamaConfig(**shapes, **ids, dtype="bfloat16")).bfloat16()
+            model.save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
+            del model
+        return folder
+
+    def rows(self, case: Case, reader: str) -> Path:
+        """A file of tokenized rows: dense ones for a peer are in the order in which ours takes them; `check` is for the
+        untuned model's loss."""
+        kind = "natural" if case.natural else f"{case.length}x{case.micro_batch}"
+        order = reader if reader in ("ours", "check") or case.natural else "peers"
+        file = self.folder / f"rows-{kind}-{order if not case.natural or reader == 'check' else 'all'}.jsonl"
+        if not file.exists():
+            steps = self.asked.warmup + self.asked.steps
+            batch = case.micro_batch * self.asked.nproc
+            if case.natural:
+                rows = natural_rows(self.model(case), case.length, (steps + 2) * batch * case.length)
+            else:
+                vocabulary = len(AutoTokenizer.from_pretrained(self.model(case)))
+                rows = dense_rows(vocabulary, case.length, max(steps, CHECKED_STEPS) * batch)
+            if reader == "check":
+                rows = rows[:CHECKED_ROWS]
+            elif order == "peers":
+                rows = [rows[number] for number in our_order(rows, case.length, batch)]
+            file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return file
+
+    def mean_length(self, case: Case) -> float:
+        lines = self.rows(case, "ours").read_text().splitlines()
+        return statistics.mean(len(json.loads(line)["input_ids"]) for line in lines)
+
+
+def word_tokenizer(size: int) -> PreTrainedTokenizerFast:
+    """A tokenizer of so many tokens, which nothing is tokenized with."""
+    special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
+    words = [*special.values(), *(f"t{number}" for number in range(size - len(special)))]
+    tokenizer = Tokenizer(WordLevel({word: number for number, word in enumerate(words)}, unk_token=words[-1]))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+
+
+def dense_rows(vocabulary: int, length: int, count: int) -> list[dict[str, list[int]]]:
+    """Rows that fill a pack each. Small ids are frequent, so that there is something to learn: losses that agree after
+    a step say that the weights were changed alike. No label before the first token, whoever shifts them."""
+    chance = random.Random(0)
+    rows = [[3 + int((vocabulary - 3) * chance.random() ** 3) for _ in range(length)] for _ in range(count)]
+    return [{"input_ids": ids, "labels": [-100, *ids[1:]]} for ids in rows]
+
+
+def natural_rows(model: Path, longest: int, tokens: int) -> list[dict[str, list[int]]]:
+    """The demo's rows with the chat template, of at least so many tokens, in a random order; all is trained on."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    lines = build_demo(cache_dir()).train_file.read_text(encoding="utf-8").splitlines()
+    random.Random(0).shuffle(lines)
+    rows = list[dict[str, list[int]]]()
+    while tokens > 0:
+        row = json.loads(lines[len(rows) % len(lines)])
+        question = "\n".join(row[name] for name in ("instruction", "input") if row.get(name))
+        chat = [{"role": "user", "content": question}, {"role": "assistant", "content": row["output"]}]
+        ids = tokenizer.apply_chat_template(chat, tokenize=True, return_dict=False)[:longest]
+        rows.append({"input_ids": ids, "labels": [-100, *ids[1:]]})
+        tokens -= len(ids)
+    return rows
+
+
+def our_order(rows: list[dict[str, list[int]]], length: int, batch: int) -> list[int]:
+    """Numbers of the rows in the order of our steps."""
+    counts, targets = [len(row["input_ids"]) for row in rows], [len(row["labels"]) - 1 for row in rows]
+    plan = BatchPlan(
+        counts, targets, capacity=length, global_batch=batch, world_size=1, rank=0, micro_batch=batch, seed=SEED
+    )
+    steps = [plan.step(0, step) for step in range(plan.steps_per_epoch)]
+    return [row for step in steps for share in step.micro_batches for row in share]
+
+
+def disagreement(ours: Run, theirs: Run, tolerance: float, natural: bool) -> str:
+    """What is wrong with a peer's losses, in words; nothing if they agree."""
+    pairs = list(zip(ours.losses[:CHECKED_STEPS], theirs.losses[:CHECKED_STEPS], strict=True))
+    named = [(f"step {number + 1}", *pair) for number, pair in enumerate(pairs)]
+    if natural:
+        if ours.untuned_loss is None or theirs.untuned_loss is None:
+            return "the loss of the untuned model is missing"
+        named = [("the untuned model", ours.untuned_loss, theirs.untuned_loss)]
+    wrong = [
+        f"{what}: {own:.5f} and {other:.5f}"
+        for what, own, other in named
+        if not math.isclose(own, other, rel_tol=tolerance)
+    ]
+    return "; ".join(wrong)
+
+
+def tolerance_of(case: Case, precision: str) -> float:
+    return QUANTIZED_TOLERANCE if case.method in ("nf4", "8bit") else LOSS_TOLERANCE[precision.split("_")[0]]
+
+
+def choose_ways(bench: Bench, case: Case, ours: Run) -> tuple[dict[Contender, Run], list[str]]:
+    """Two steps of every peer in every way that it has; the losses are compared with ours.
+
+    Returns:
+        The fastest way of each peer and layout with its run, and a line about each of the other ways.
+
+    Raises:
+        SystemExit: losses do not agree.
+    """
+    chosen, lines = dict[Contender, Run](), list[str]()
+    for name in bench.pythons:
+        for layout in case.layouts:
+            peer = PEERS[name]
+            if (case.method, layout) not in peer.can:
+                lines.append(f"{case.name}: {name} has no {case.method} on {layout} rows here")
+                continue
+            ways = [way for way in peer.ways if bench.asked.nproc > 1 or way == peer.ways[-1]]
+            ways = [way for way in ways if not bench.asked.ways or way in bench.asked.ways.split(",")]
+            runs = dict[Contender, Run]()
+            patience = SECONDS_A_RUN
+            for way in ways:
+                who = Contender(name, layout, way)
+                started = time.time()
+                try:
+                    run = bench.run(case, who, CHECKED_STEPS, check=True, seconds=patience)
+                except RunFailed as error:
+                    lines.append(f"{case.name}: {who} did not run: {error}")
+                    print(lines[-1], file=sys.stderr)
+                    continue
+                if wrong := disagreement(ours, run, tolerance_of(case, bench.precision(case)), case.natural):
+                    raise SystemExit(f"{case.name}: the losses of ours and of {who} do not agree: {wrong}")
+                runs[who] = run
+                patience = min(patience, PATIENCE * (time.time() - started))
+                seconds = run.ends[-1] - run.ends[0]
+                print(f"{case.name}: {who} ({run.distributed}): losses agree, {seconds:.1f} s a step", file=sys.stderr)
+            if runs:
+                best = min(runs, key=lambda who: runs[who].ends[-1] - runs[who].ends[0])
+                chosen[best] = runs[best]
+                for who in runs.keys() - {best}:
+                    rate = runs[who].tokens[-1] / (runs[who].ends[-1] - runs[who].ends[0])
+                    lines.append(f"{case.name}: {who} ({runs[who].distributed}): {rate:,.0f} tokens/s in one step")
+    return chosen, lines
+
+
+def measure(bench: Bench, case: Case) -> tuple[dict[Contender, list[Run]], list[str]]:
+    """Check one case, then run its contenders in turns."""
+    checked = bench.run(case, OURS, CHECKED_STEPS, check=True)
+    chosen, lines = choose_ways(bench, case, checked)
+    runs: dict[Contender, list[Run]] = {who: [] for who in (OURS, *chosen)}
+    warmup, steps = bench.asked.warmup, bench.asked.warmup + bench.asked.steps
+    for turn in range(bench.asked.turns):
+        for who, done in runs.items():
+            done.append(bench.run(case, who, steps))
+            rate = done[-1].tokens_per_second(warmup)
+            about = f"{case.name}, turn {turn + 1} of {bench.asked.turns}: {who}"
+            print(f"{about}: {rate:,.0f} tokens/s", file=sys.stderr)
+    for who, run in chosen.items():
+        shown = [f"{value:.4f}" for value in (checked.untuned_loss, run.untuned_loss) if value is not None]
+        shown = shown or [f"{pair[0]:.4f}/{pair[1]:.4f}" for pair in zip(checked.losses, run.losses, strict=False)]
+        lines.append(f"{case.name}: {who} is {run.distributed}; losses checked (ours/theirs): {' '.join(shown)}")
+    return runs, lines
+
+
+def table_lines(case: Case, runs: dict[Contender, list[Run]], warmup: int) -> list[list[str]]:
+    """The table's lines of one case. The ratio is the median over the turns of ours by the peer's."""
+    rates = {who: [run.tokens_per_second(warmup) for run in done] for who, done in runs.items()}
+    mfu = [value for run in runs[OURS] for value in run.mfu[warmup:]]
+    lines = []
+    for who, done in runs.items():
+        ratio = statistics.median(own / rate for own, rate in zip(rates[OURS], rates[who], strict=True))
+        target = case.targets.get(who.layout)
+        verdict = "" if target is None else f"{target:g} {'reached' if ratio >= target else 'missed'}"
+        lines.append(
+            [
+                case.name,
+                str(who),
+                *(f"{pick(rates[who]):,.0f}" for pick in (statistics.median, min, max)),
+                "" if who == OURS else f"{ratio:.2f}",
+                verdict,
+                f"{statistics.median(mfu) / ratio:.1%}" if mfu else "-",
+                f"{max(run.peak_bytes for run in done) / MIB:,.0f}",
+                f"{statistics.median(run.first_step_seconds for run in done):.1f}",
+            ]
+        )
+    return lines
+
+
+def print_table(lines: list[list[str]]) -> None:
+    titles = ["case", "trainer", "tokens/s", "min", "max", "ours/its", "target", "MFU", "peak MiB", "1st step s"]
+    widths = [max(len(line[column]) for line in [titles, *lines]) for column in range(len(titles))]
+    for line in [titles, *lines]:
+        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--peers", default="trl", help=f"of {', '.join(PEERS)}; each in an environment made for it")
+    parser.add_argument("--trl_python", type=Path, help="an interpreter that has TRL, instead of making one")
+    parser.add_argument("--ways", default="", help="only these of a peer's ways to distribute the model")
+    parser.add_argument("--only", default="", help="only these cases")
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--warmup", type=int, default=2, help="steps that are not measured")
+    parser.add_argument("--steps", type=int, default=4, help="measured steps of a turn")
+    parser.add_argument("--precision", choices=("bf16_mixed", "fp32"), default="bf16_mixed", help="of both sides")
+    parser.add_argument("--nproc", type=int, help="ranks; by default 2 on the CPU, all GPUs on CUDA")
+    parser.add_argument("--model", help="a model's folder instead of a random Llama")
+    parser.add_argument("--ours", default="", help="further flags for recipes/finetuning.py")
+    parser.add_argument("--folder", type=Path, help="for model, rows and logs; a temporary one by default")
+    parser.add_argument("--keep", action="store_true", help="keep the run directories in --folder")
+    parser.add_argument("--json", type=Path, help="write every run's figures into this file")
+    asked = parser.parse_args()
+    if asked.turns < 1 or asked.warmup < 1 or asked.steps < 1:
+        parser.error("--turns, --warmup and --steps are 1 or more")
+    if unknown := set(asked.peers.split(",")) - PEERS.keys():
+        parser.error(f"--peers {','.join(sorted(unknown))}: there are {', '.join(PEERS)}")
+    return asked
+
+
+def find_pythons(asked: argparse.Namespace) -> dict[str, Path]:
+    """Interpreter of each peer; one whose environment cannot be made is left out, and said so."""
+    pythons = {}
+    for name in asked.peers.split(","):
+        try:
+            given = asked.trl_python if name == "trl" else None
+            pythons[name] = given or make_environment(PEERS[name], cache_dir())
+        except OSError as error:
+            print(f"{name} cannot be installed: {error}")
+    return pythons
+
+
+def describe_machine(asked: argparse.Namespace, device: str) -> str:
+    """A line about what it was measured on."""
+    if device == "cuda":
+        return f"{asked.nproc} x {torch.cuda.get_device_name()}, torch {torch.__version__}, {asked.precision}"
+    models = subprocess.run(["lscpu"], capture_output=True, text=True).stdout if shutil.which("lscpu") else ""
+    name = next((line.split(":")[1].strip() for line in models.splitlines() if line.startswith("Model name")), "CPU")
+    load = os.getloadavg()[0]
+    about = f"{len(os.sched_getaffinity(0))} cores of {name}, {asked.nproc} ranks, torch {torch.__version__}, {asked.precision}"
+    return f"{about}; load average {load:.1f} at the start"
+
+
+def main() -> None:
+    asked = parse()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # so that what was launched is ended too
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    asked.nproc = asked.nproc or (torch.cuda.device_count() if device == "cuda" else 2)
+    wanted = asked.only.split(",") if asked.only else [case.name for case in CASES[device]]
+    if unknown := set(wanted) - {case.name for case in CASES[device]}:
+        raise SystemExit(f"--only {','.join(unknown)}: there are {', '.join(case.name for case in CASES[device])}")
+    pythons, about = find_pythons(asked), describe_machine(asked, device)
+    if asked.folder:
+        asked.folder.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix="throughput-", dir=asked.folder))
+    bench = Bench(asked, device, folder, pythons)
+    lines, notes, found = list[list[str]](), list[str](), dict[str, Any]()
+    try:
+        for case in (case for case in CASES[device] if case.name in wanted):
+            runs, said = measure(bench, case)
+            notes += said
+            lines += table_lines(case, runs, asked.warmup)
+            found[case.name] = {str(who): [asdict(run) for run in done] for who, done in runs.items()}
+            if asked.json:
+                asked.json.write_text(json.dumps(found))
+    except RunFailed as error:
+        raise SystemExit(f"a run failed: {error}\nIts log is the last in {folder}") from None
+    if not asked.folder:
+        shutil.rmtree(folder)
+    print(about)
+    print_table(lines)
+    print("\n".join(["", *notes]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,231 @@
+"""LoRA in one product: what peft's own layer computes, with less kept, and peft's own where it is something else."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora.layer import Linear as LoraLinear
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from llama_ft.models.lora_linear import FusedLora, use_fused_lora
+from llama_ft.models.quantized import FourBit, Int8, QuantizedLinear, Scheme
+from llama_ft.runtime import cpu_kernels
+
+IN, OUT, RANK, ROWS = 128, 96, 4, (3, 50)
+TOKENS = ROWS[0] * ROWS[1]
+SCHEMES: dict[str, Scheme | None] = {"plain": None, "8bit": Int8(6.0), "nf4": FourBit("nf4", 64, None)}
+
+
+@pytest.fixture(params=[False, True], ids=["own products", "products in fp32"])
+def products(request: pytest.FixtureRequest) -> Iterator[None]:
+    """On CPUs that have 16-bit products, and on those that compute them in fp32."""
+    if request.param:
+        cpu_kernels.use_fp32_products()
+    yield
+    cpu_kernels.use_own_products()
+
+
+def model_of(scheme: Scheme | None = None, bias: bool = False, dtype: torch.dtype = torch.float32, **lora: Any) -> Any:
+    """One layer with peft's adapter; equal for equal arguments."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(IN, OUT, bias=bias, dtype=dtype))
+    if scheme is not None:
+        with torch.device("meta"):
+            layer = QuantizedLinear(nn.Linear(IN, OUT, bias=False), scheme)
+        packed = scheme.quantize(model[0].weight.data)
+        layer.weight, layer.scale = (nn.Parameter(tensor, requires_grad=False) for tensor in packed)
+        layer.bias, model[0] = model[0].bias, layer
+    settings = {"r": RANK, "lora_alpha": 12, "target_modules": ["0"], "init_lora_weights": False, **lora}
+    adapted = get_peft_model(model, LoraConfig(**settings), autocast_adapter_dtype=False)
+    for name, parameter in adapted.named_parameters():
+        if "lora_" in name:
+            parameter.data = parameter.data.to(dtype)
+    return adapted.train()
+
+
+def layer_of(model: PeftModel) -> Any:
+    return model.base_model.model[0]
+
+
+def passes(run: Callable[[torch.Tensor], torch.Tensor], model: nn.Module, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Output, gradient of the input and gradients of what is trained."""
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(*ROWS, IN, generator=generator).to(dtype).requires_grad_()
+    torch.manual_seed(2)  # of dropout
+    output = run(inputs)
+    output.backward(torch.randn(*ROWS, OUT, generator=generator).to(output.dtype))
+    trained = [p.grad for p in model.parameters() if p.grad is not None]
+    assert inputs.grad is not None
+    return [output.detach(), inputs.grad, *trained]
+
+
+class Calls(TorchDispatchMode):
+    """Counts runs of the operator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.forward = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.forward += func.name() == "llama_ft::lora_linear"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.usefixtures("products")
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 8e-3), (torch.float16, 1e-3)])
+def test_outputs_and_gradients_are_those_of_peft(
+    dtype: torch.dtype, tolerance: float, scheme: str, bias: bool, dropout: float
+) -> None:
+    seen = []
+    for is_fused in (True, False):
+        model = model_of(SCHEMES[scheme], bias, dtype, lora_dropout=dropout)
+        if is_fused:
+            use_fused_lora(model)
+        with Calls() as calls:
+            seen.append(passes(model, model, dtype))
+        assert calls.forward == is_fused
+    assert len(seen[0]) == len(seen[1]) == 4
+    for ours, theirs in zip(*seen, strict=True):
+        assert ours.dtype == theirs.dtype == dtype and ours.shape == theirs.shape
+        assert (ours - theirs).norm() <= tolerance * theirs.norm()
+
+
+@pytest.mark.usefixtures("products")
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_kept_are_the_input_the_small_product_and_a_byte_an_element_for_the_mask(scheme: str, dropout: float) -> None:
+    model, kept = model_of(SCHEMES[scheme], dtype=torch.bfloat16, lora_dropout=dropout), {}
+    use_fused_lora(model)
+    inputs = torch.randn(*ROWS, IN, dtype=torch.bfloat16, requires_grad=True) * 1
+    own = {p.data_ptr() for p in model.parameters()} | {inputs.data_ptr()}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.data_ptr()] = tensor.nbytes
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model(inputs)
+    more = sum(size for place, size in kept.items() if place not in own)
+    assert inputs.data_ptr() in kept
+    assert more == 2 * TOKENS * RANK + (TOKENS * IN if dropout else 0)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_compiled_it_is_one_graph_with_the_same_results(scheme: str, dropout: float) -> None:
+    model = model_of(SCHEMES[scheme], True, lora_dropout=dropout)
+    use_fused_lora(model)
+    expected = passes(model, model, torch.float32)
+    model.zero_grad()
+    torch._dynamo.reset()
+    compiled = torch.compile(layer_of(model), backend="aot_eager", fullgraph=True)
+    assert all(map(torch.equal, passes(compiled, model, torch.float32), expected))
+
+
+@pytest.mark.usefixtures("products")
+def test_checkpointed_it_runs_again_and_gives_the_same_gradients() -> None:
+    model = model_of(dtype=torch.bfloat16, lora_dropout=0.3)
+    use_fused_lora(model)
+    expected = passes(model, model, torch.bfloat16)
+    model.zero_grad()
+    with Calls() as calls:
+        found = passes(lambda x: checkpoint(model, x, use_reentrant=False), model, torch.bfloat16)
+    assert calls.forward == 2 and all(map(torch.equal, found, expected))
+
+
+def test_without_a_gradient_for_the_input_and_without_tokens_it_works_too() -> None:
+    model = model_of(lora_dropout=0.3)
+    use_fused_lora(model)
+    inputs = torch.randn(*ROWS, IN)
+    model(inputs).sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters() if p.requires_grad)
+    model.zero_grad()
+    model(inputs[:0].requires_grad_()).sum().backward()
+    assert all(not p.grad.any() for p in model.parameters() if p.requires_grad)
+
+
+def test_its_operations_are_counted() -> None:
+    model = model_of(lora_dropout=0.3)
+    use_fused_lora(model)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(torch.randn(*ROWS, IN))
+    assert counter.get_total_flops() == 2 * TOKENS * (IN * OUT + RANK * (IN + OUT))
+
+
+def two_adapters(model: PeftModel) -> None:
+    model.add_adapter("other", LoraConfig(r=2, target_modules=["0"], init_lora_weights=False))
+    model.base_model.set_adapter(["default", "other"])
+
+
+def freeze_adapter(model: PeftModel) -> None:
+    model.requires_grad_(False)
+    layer_of(model).lora_A["default"].weight.requires_grad_()
+
+
+def train_bias(model: PeftModel) -> None:
+    layer_of(model).base_layer.bias.requires_grad_()
+
+
+ELSEWHERE: dict[str, tuple[dict[str, Any], Callable[[PeftModel], Any]]] = {
+    "DoRA": ({"use_dora": True}, lambda model: None),
+    "a bias of the adapter": ({"lora_bias": True}, lambda model: None),
+    "two adapters": ({}, two_adapters),
+    "no adapter": ({}, lambda model: model.base_model.disable_adapter_layers()),
+    "merged": ({}, lambda model: model.merge_adapter()),
+    "a trained bias": ({}, train_bias),
+    "half an adapter": ({}, freeze_adapter),
+    "adapters in fp32": ({"dtype": torch.bfloat16}, lambda model: layer_of(model).lora_A.float()),
+}
+
+
+@pytest.mark.parametrize("case", ELSEWHERE)
+def test_elsewhere_it_is_pefts_own(case: str) -> None:
+    settings, change = ELSEWHERE[case]
+    seen = []
+    for is_fused in (True, False):
+        model = model_of(bias=True, **settings)
+        change(model)
+        layer_of(model).lora_B.to(layer_of(model).lora_A["default"].weight.dtype)
+        if is_fused:
+            use_fused_lora(model)
+            assert type(layer_of(model)) is FusedLora
+        with Calls() as calls:
+            seen.append(passes(model, model, settings.get("dtype", torch.float32)))
+        assert calls.forward == 0
+    assert all(map(torch.equal, *seen))
+
+
+@pytest.mark.parametrize("mixed", [{"adapter_names": ["default", "__base__", "default"]}, {}], ids=["rows", "autocast"])
+def test_rows_with_adapters_of_their_own_and_autocast_are_pefts(mixed: dict[str, Any]) -> None:
+    inputs, layer = torch.randn(*ROWS, IN), layer_of(model_of().eval())
+    around: AbstractContextManager[Any] = nullcontext() if mixed else torch.autocast("cpu", torch.bfloat16)
+    with around:
+        expected = layer(inputs, **mixed)
+        layer.__class__ = FusedLora
+        assert torch.equal(layer(inputs, **mixed), expected)
+
+
+def test_what_peft_does_with_a_layer_still_works() -> None:
+    model = model_of(SCHEMES["plain"], True)
+    assert type(layer_of(model)) is LoraLinear
+    use_fused_lora(model)
+    inputs = torch.randn(*ROWS, IN)
+    fused = model(inputs)
+    with model.disable_adapter():
+        plain = model(inputs)
+    assert not torch.allclose(plain, fused, atol=1e-3)
+    torch.testing.assert_close(model(inputs), fused, rtol=0, atol=0)
+    model.merge_adapter()
+    torch.testing.assert_close(model(inputs), fused, rtol=1e-5, atol=1e-5)
+    model.unmerge_adapter()
+    torch.testing.assert_close(model(inputs), fused, rtol=1e-5, atol=1e-5)
+    assert type(model.merge_and_unload()[0]) is nn.Linear

@@ -1,0 +1,68 @@
+"""What a run says of its speed, step by step."""
+
+import io
+import json
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from llama_ft.config import ProfileConfig
+from llama_ft.observe import RunFacts, SpeedWatch
+from llama_ft.observe.flops import flop_formula
+from llama_ft.runtime import Runtime
+
+BATCHES = [SimpleNamespace(row_lengths=[5, 9]), SimpleNamespace(row_lengths=[7])]
+TOKENS = 21
+
+
+@pytest.fixture(scope="module")
+def model() -> LlamaForCausalLM:
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=120, **shape))
+
+
+def watch(model: LlamaForCausalLM, steps: int, folder: Path, runtime: Runtime, **settings: bool) -> SpeedWatch:
+    return SpeedWatch(model, ProfileConfig(**settings), torch.float32, steps, folder, RunFacts(folder), runtime)
+
+
+def test_a_steps_numbers_are_its_own_when_they_are_read_later(
+    model: LlamaForCausalLM, runtime: Runtime, tmp_path: Path
+) -> None:
+    with watch(model, 3, tmp_path, runtime) as speed:
+        for step, seconds in ((1, 0.05), (2, 0.0)):
+            speed.begin_step(step, BATCHES, waited_seconds=0.02)
+            time.sleep(seconds)
+            speed.end_step(step, TOKENS, speed.flops)
+        first, second = speed.metrics(1), speed.metrics(2)
+    assert 0.07 <= first["perf/step_seconds"] and second["perf/step_seconds"] >= 0.02
+    assert first["perf/data_wait_seconds"] == 0.02
+    assert first["perf/tokens_per_second"] == pytest.approx(TOKENS / first["perf/step_seconds"])
+    rate = sum(json.loads((tmp_path / "facts.json").read_text())["speed"]["product_flops_per_second"])
+    flops = sum(flop_formula(model).of([5, 9, 7]))
+    assert first["perf/mfu"] == pytest.approx(flops / rate / first["perf/step_seconds"])
+
+
+@pytest.mark.parametrize("done", [3, 4])  # the profiler is prepared, or at work
+def test_a_run_that_ends_before_its_profile_leaves_no_profiler_behind(
+    model: LlamaForCausalLM, runtime: Runtime, tmp_path: Path, done: int
+) -> None:
+    with watch(model, 9, tmp_path, runtime, use_profiler=True) as speed:
+        for step in range(1, done + 1):
+            speed.begin_step(step, BATCHES, 0.0)
+            speed.end_step(step, TOKENS, speed.flops)
+    assert not (tmp_path / "profile").exists()
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        torch.ones(3).add(1)
+    assert "aten::add" in {event.key for event in profiler.key_averages()}
+
+
+def test_too_few_steps_for_a_profile_are_told(
+    model: LlamaForCausalLM, runtime: Runtime, tmp_path: Path, screen: io.StringIO
+) -> None:
+    watch(model, 5, tmp_path, runtime, use_profiler=True)
+    assert "--use_profiler: nothing is profiled: it takes 6 steps, and 5 are left." in screen.getvalue()
