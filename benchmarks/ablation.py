@@ -132,10 +132,11 @@ class Row:
     Args:
         name: of the part it adds.
         feed: of its batches.
+        off: parts it is without.
     """
 
-    def __init__(self, name: str, feed: Feed) -> None:
-        self.name, self.feed = name, feed
+    def __init__(self, name: str, feed: Feed, off: set[str]) -> None:
+        self.name, self.feed, self.off = name, feed, off
         self.losses: list[float] = []
         self.rates: list[float] = []
         self.peak_bytes = 0
@@ -149,12 +150,13 @@ class Row:
     def measured(self, count: int, job: Runtime) -> tuple[float, float]:
         """Take `count` steps; seconds of one, and all ranks' tokens of one, without padding."""
         self.tokens = 0
-        dist.barrier()
-        started = time.perf_counter()
-        self.steps(count)
-        if job.device.type == "cuda":
-            torch.cuda.synchronize()
-        seconds = time.perf_counter() - started
+        with switched_off(self.off):
+            dist.barrier()
+            started = time.perf_counter()
+            self.steps(count)
+            if job.device.type == "cuda":
+                torch.cuda.synchronize()
+            seconds = time.perf_counter() - started
         everyone = torch.tensor([seconds, self.tokens], dtype=torch.float64, device=job.device)
         both = [torch.empty_like(everyone) for _ in range(job.world_size)]
         dist.all_gather(both, everyone)
@@ -170,7 +172,7 @@ class Loop(Row):
     """What people write with transformers, peft and FSDP2."""
 
     def __init__(self, name: str, feed: Feed, config: Config, folder: Path, job: Runtime) -> None:
-        super().__init__(name, feed)
+        super().__init__(name, feed, set(PARTS))
         precision = runtime.PRECISIONS[config.train.precision]
         dtype = precision.compute if config.peft.use_peft else torch.float32
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
@@ -204,8 +206,8 @@ class Recipe(Row):
     """recipes/finetuning.py's model and step, without some of its parts."""
 
     def __init__(self, name: str, feed: Feed, off: set[str], config: Config, folder: Path, job: Runtime) -> None:
-        super().__init__(name, feed)
-        self.off, self.config, self.job = off, config, job
+        super().__init__(name, feed, off)
+        self.config, self.job = config, job
         model_config = models.load_model_config(folder, False)
         with switched_off(off):
             self.model, *_ = finetuning.build_model(config, folder, model_config, None, NOBODY, job)
@@ -214,18 +216,17 @@ class Recipe(Row):
 
     def steps(self, count: int) -> None:
         unread = []
-        with switched_off(self.off):
-            for _ in range(count):
-                batches, targets = self.next_batches()
-                losses = training.accumulate_gradients(
-                    self.model, batches, targets, self.config.peft.use_peft, self.job.device
-                )
-                numbers = training.finish_gradients(self.model, losses, targets, self.config.train, 1.0, self.job)
-                training.update_weights(self.optimizer, LR, numbers.failed)
-                unread.append(numbers)
-                while len(unread) > ("late" not in self.off):
-                    self.losses.append(unread.pop(0).read()[0])
-            self.losses += [numbers.read()[0] for numbers in unread]
+        for _ in range(count):
+            batches, targets = self.next_batches()
+            losses = training.accumulate_gradients(
+                self.model, batches, targets, self.config.peft.use_peft, self.job.device
+            )
+            numbers = training.finish_gradients(self.model, losses, targets, self.config.train, 1.0, self.job)
+            training.update_weights(self.optimizer, LR, numbers.failed)
+            unread.append(numbers)
+            while len(unread) > ("late" not in self.off):
+                self.losses.append(unread.pop(0).read()[0])
+        self.losses += [numbers.read()[0] for numbers in unread]
 
 
 def own_bytes(row: Row) -> int:

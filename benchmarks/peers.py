@@ -58,7 +58,8 @@ PEERS = {
     ),
     "llama-recipes": Peer(
         "llama-recipes",
-        (TORCH, "llama-cookbook==0.0.5.post1", "transformers<5", "accelerate<1.8"),  # is_ccl_available left it later
+        # is_ccl_available, which it imports, left accelerate later
+        (TORCH, "llama-cookbook==0.0.5.post1", "transformers<5", "accelerate<1.8", "datasets<4"),
         ("fsdp",),
         frozenset({("full", "dense"), ("lora", "dense")}),
     ),

@@ -10,13 +10,15 @@ packs by itself. On CUDA: Llama-3.1-8B's shapes with random weights, packs of 40
 
 Before anything is timed each side does two steps, and a peer that can distribute the model in several ways does them
 in each: the losses must agree (of natural rows, which each side packs otherwise, those of the untuned model over the
-same rows), or there is no table. The way that was fastest is measured, and the others are listed below the table.
+same rows), or there is no table. The way that was fastest is measured, and the others are listed below the table. Of a
+peer whose step takes longer than --longest_step, the second of these two steps is all that is measured.
 
 Tokens are what is not padding; the clock runs from the end of the last warm-up step to the end of the last one, as each
 step's record appears (ours: the longer of that and of its own step_seconds). Both sides clip gradients at 1, use fused
 AdamW at one learning rate, log every step and neither evaluate nor save. The peers get OMP_NUM_THREADS = cores / ranks,
-as accelerate's launcher sets it. MFU is ours, and a peer's is ours by the ratio of tokens a second. Memory is the
-fullest rank's most anonymous memory, read from outside; on CUDA torch.cuda.max_memory_allocated.
+as accelerate's launcher sets it. On a CPU that only emulates bf16, which slows the peers down many times,
+--peer_precision fp32 compares with what they do best there. MFU is ours, and a peer's is ours by the ratio of tokens a
+second. Memory is the fullest rank's most anonymous memory, read from outside; on CUDA torch.cuda.max_memory_allocated.
 """
 
 import argparse
@@ -53,7 +55,7 @@ CHECKED_STEPS, CHECKED_ROWS = 2, 64
 # Relative: bf16 has 8 bits, and accelerate's FSDP2 returns the model's outputs, log-probabilities, in it.
 LOSS_TOLERANCE = {"fp32": 1e-4, "bf16": 6e-3}
 QUANTIZED_TOLERANCE = 1e-2
-PATIENCE = 3  # a way of distributing that takes so many times the best one's time for the checked steps is given up
+PATIENCE = 1.5  # a way of distributing that takes so many times the best one's time for the checked steps is given up
 SECONDS_A_RUN = 1500.0
 SMALL_LLAMA = dict(hidden_size=1024, intermediate_size=2432, num_hidden_layers=8, num_attention_heads=8)
 SMALL_LLAMA |= dict(num_key_value_heads=8, vocab_size=8000, max_position_embeddings=2048)
@@ -122,7 +124,7 @@ class Contender:
         return " ".join(word for word in words if word)
 
 
-OURS = Contender("ours", "ours")
+OURS = Contender("ours", "")
 
 
 @dataclass
@@ -241,7 +243,7 @@ class Bench:
             "layout": who.layout,
             "way": who.way,
             "device": self.device,
-            "precision": self.precision(case),
+            "precision": self.asked.peer_precision or self.precision(case),
             "steps": steps,
             "lr": LR,
             "r": LORA_RANK,
@@ -429,8 +431,12 @@ def measure(bench: Bench, case: Case) -> tuple[dict[Contender, list[Run]], list[
     chosen, lines = choose_ways(bench, case, checked)
     runs: dict[Contender, list[Run]] = {who: [] for who in (OURS, *chosen)}
     warmup, steps = bench.asked.warmup, bench.asked.warmup + bench.asked.steps
+    slow = {who: run for who, run in chosen.items() if run.ends[-1] - run.ends[0] > bench.asked.longest_step}
     for turn in range(bench.asked.turns):
         for who, done in runs.items():
+            if who in slow:
+                runs[who] = [slow[who]]
+                continue
             done.append(bench.run(case, who, steps))
             rate = done[-1].tokens_per_second(warmup)
             about = f"{case.name}, turn {turn + 1} of {bench.asked.turns}: {who}"
@@ -439,16 +445,18 @@ def measure(bench: Bench, case: Case) -> tuple[dict[Contender, list[Run]], list[
         shown = [f"{value:.4f}" for value in (checked.untuned_loss, run.untuned_loss) if value is not None]
         shown = shown or [f"{pair[0]:.4f}/{pair[1]:.4f}" for pair in zip(checked.losses, run.losses, strict=False)]
         lines.append(f"{case.name}: {who} is {run.distributed}; losses checked (ours/theirs): {' '.join(shown)}")
+        lines[-1] += "; one step, measured once" if who in slow else ""
     return runs, lines
 
 
 def table_lines(case: Case, runs: dict[Contender, list[Run]], warmup: int) -> list[list[str]]:
     """The table's lines of one case. The ratio is the median over the turns of ours by the peer's."""
-    rates = {who: [run.tokens_per_second(warmup) for run in done] for who, done in runs.items()}
+    rates = {who: [run.tokens_per_second(min(warmup, len(run.ends) - 1)) for run in done] for who, done in runs.items()}
     mfu = [value for run in runs[OURS] for value in run.mfu[warmup:]]
     lines = []
     for who, done in runs.items():
-        ratio = statistics.median(own / rate for own, rate in zip(rates[OURS], rates[who], strict=True))
+        theirs = rates[who] if len(rates[who]) > 1 else rates[who] * len(rates[OURS])
+        ratio = statistics.median(own / rate for own, rate in zip(rates[OURS], theirs, strict=True))
         target = case.targets.get(who.layout)
         verdict = "" if target is None else f"{target:g} {'reached' if ratio >= target else 'missed'}"
         lines.append(
@@ -482,7 +490,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--warmup", type=int, default=2, help="steps that are not measured")
     parser.add_argument("--steps", type=int, default=4, help="measured steps of a turn")
+    parser.add_argument("--longest_step", type=float, default=60.0, help="seconds; see above")
     parser.add_argument("--precision", choices=("bf16_mixed", "fp32"), default="bf16_mixed", help="of both sides")
+    parser.add_argument("--peer_precision", choices=("bf16_mixed", "fp32"), help="of the peers, where it is another")
     parser.add_argument("--nproc", type=int, help="ranks; by default 2 on the CPU, all GPUs on CUDA")
     parser.add_argument("--model", help="a model's folder instead of a random Llama")
     parser.add_argument("--ours", default="", help="further flags for recipes/finetuning.py")
@@ -516,8 +526,9 @@ def describe_machine(asked: argparse.Namespace, device: str) -> str:
     models = subprocess.run(["lscpu"], capture_output=True, text=True).stdout if shutil.which("lscpu") else ""
     name = next((line.split(":")[1].strip() for line in models.splitlines() if line.startswith("Model name")), "CPU")
     load = os.getloadavg()[0]
-    about = f"{len(os.sched_getaffinity(0))} cores of {name}, {asked.nproc} ranks, torch {torch.__version__}, {asked.precision}"
-    return f"{about}; load average {load:.1f} at the start"
+    about = f"{len(os.sched_getaffinity(0))} cores of {name}, {asked.nproc} ranks, torch {torch.__version__}"
+    precision = asked.precision + (f" (peers {asked.peer_precision})" if asked.peer_precision else "")
+    return f"{about}, {precision}; load average {load:.1f} at the start"
 
 
 def main() -> None:

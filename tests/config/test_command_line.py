@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -75,10 +74,11 @@ def test_another_rank_says_nothing_and_waits_for_rank_0_to_have_spoken(start: St
 
 @pytest.mark.parametrize("flag", ["--help", "-h"])
 def test_help_lists_every_flag_in_no_time(start: Start, flag: str) -> None:
-    began = time.monotonic()
+    before = os.times()  # of the processor: other load on the machine is not its fault
     process = start("--use_peft", flag, "--nonsense")
     out, err = process.communicate()
-    assert time.monotonic() - began < 2
+    after = os.times()
+    assert after.children_user + after.children_system - before.children_user - before.children_system < 2
     assert (process.returncode, err) == (0, "")
     assert out.startswith("What it does.\n\nUsage:\n  python recipe.py [flags]\n")
     assert "  --lr X                            Peak learning rate. [default: 0.0001]\n" in out

@@ -44,7 +44,8 @@ def test_a_wrong_choice_in_a_recipe_names_its_line_and_the_nearest_choice(mistak
 def test_mistakes_of_every_kind_are_told_together(mistakes, recipe) -> None:
     found = mistakes(
         recipe("train:\n  lrr: 1\n  num_epochs: 0\n  warmup_steps: 9\n"),
-        "--seed", "x", "--typo_of_mine", "--max_train_step", "5", "--compile", "--use_liger", "--dataset", "nope.jsonl", paths=True,
+        "--seed", "x", "--typo_of_mine", "--max_train_step", "5", "--compile", "--use_liger",
+        "--dataset", "nope.jsonl", paths=True,
     )  # fmt: skip
     assert found == [
         "mine.yaml:2: train.lrr is not a setting. Did you mean train.lr?",

@@ -41,15 +41,24 @@ def test_pure_bf16_is_built(mistakes) -> None:
             "--activation_offload needs CUDA: on the",
         ),
         ("--use_profiler --max_train_step 5", "--use_profiler profiles steps 4 to 6, and max_train_step is 5. Use 6."),
-        ("--flop_counter --max_train_step 2", "profile.flop_counter_start is 3, but training ends after 2 steps"),
-        ("--compile --device cpu", "--compile needs CUDA: on the CPU compiling took 47 s for a model of 4 M parameters"),
+        ("--flop_counter --max_train_step 2", "profile.flop_counter_start is 3; training ends after 2 steps"),
+        (
+            "--compile --device cpu",
+            "--compile needs CUDA: on the CPU compiling took 47 s for a model of 4 M parameters",
+        ),
         ("--compile --use_liger", "--compile makes one kernel of what use_liger has kernels for. Leave one of them"),
         (
             "--compile --activation_checkpointing full --activation_offload",
             "--compile does not go with activation_offload",
         ),
-        ("--compile --precision fp32", "--compile with precision fp32 needs padding: packed rows are then computed one"),
-        ("--activation_checkpointing auto --no_plan", "--activation_checkpointing is auto, which goes by the plan that"),
+        (
+            "--compile --precision fp32",
+            "--compile with precision fp32 needs padding: packed rows are then computed one",
+        ),
+        (
+            "--activation_checkpointing auto --no_plan",
+            "--activation_checkpointing is auto, which goes by the plan that",
+        ),
         ("--memory_snapshot --device cpu", "--memory_snapshot needs CUDA: it is the CUDA allocator's record."),
         (
             "--enable_fsdp --fsdp_wrap_policy size --activation_checkpointing selective",

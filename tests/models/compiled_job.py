@@ -18,7 +18,7 @@ if __name__ == "__main__":
         for name, (mode, how, compile) in cases.items():
             torch._dynamo.reset()
             counters.clear()
-            peft = PeftConfig(use_peft=mode != "full", r=4, target_modules="all-linear")
+            peft = PeftConfig(use_peft=mode != "full", r=4, target_modules="all-linear", lora_dropout=0.0)
             model = models.build_skeleton(models.load_model_config(folder, False), ModelConfig(model_name=str(folder)))
             quantization = QuantizationConfig(mode=mode if mode in ("8bit", "4bit") else "none")
             if chosen := models.choose_quantization(quantization, model.config, peft.use_peft):

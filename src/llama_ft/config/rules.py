@@ -204,7 +204,7 @@ def _the_profile_fits_into_the_run(use_profiler: bool, max_train_step: int) -> s
 
 def _the_counted_step_is_reached(flop_counter_start: int, flop_counter: bool, max_train_step: int) -> str | None:
     wrong = flop_counter and 0 < max_train_step < flop_counter_start
-    return f"is {flop_counter_start}, but training ends after {max_train_step} steps (max_train_step)." if wrong else None
+    return f"is {flop_counter_start}; training ends after {max_train_step} steps (max_train_step)." if wrong else None
 
 
 def _compiled_layers_are_not_counted(flop_counter: bool, compile: bool) -> str | None:

@@ -11,17 +11,18 @@ from llama_ft.models.skeleton import decoder_layers
 from llama_ft.planning import planned_device
 from llama_ft.runtime.console import log
 
-# Graphs of one model: for training and for evaluation, of each kind of layer, and where a pack has one row only. torch's
-# own limit is 8, beyond which it computes without a graph.
+# Graphs of one model: for training and for evaluation, of each kind of layer, of the first where its input needs no
+# gradient. torch's own limit is 8, beyond which it computes without a graph.
 MOST_GRAPHS = 32
-# Of what a layer is called with, what varies from step to step: rows, tokens, the rows of a pack and the longest of them.
-# torch would compile for the first step's numbers and then, for each that changes, again.
-VARIES = (
-    r"L\['args'\]\[0\]:0, L\['args'\]\[0\]:1",
-    r"L\['keywords'\]\['(position_embeddings|position_ids)'\].*:0, L\['keywords'\]\['(position_embeddings|position_ids)'\].*:1",
-    r"L\['keywords'\]\['attention_mask'\]:0, L\['keywords'\]\['attention_mask'\]:2, L\['keywords'\]\['attention_mask'\]:3",
-    r"L\['keywords'\]\['packed_rows'\].*",
-)
+# Of what a layer is called with, the dimensions that vary from step to step: rows and tokens; and of a pack the number
+# of rows and the longest. torch would compile for the first step's numbers and then, for each that changes, again.
+VARIES: dict[str, tuple[int, ...]] = {
+    r"L\['args'\]\[0\]": (0, 1),  # [rows, tokens, width]
+    r"L\['keywords'\]\['(position_embeddings|position_ids)'\].*": (0, 1),
+    r"L\['keywords'\]\['attention_mask'\]": (0, 2, 3),  # [rows, 1, tokens, tokens]
+    r"L\['keywords'\]\['packed_rows'\].offsets": (0,),
+}
+VARYING_NUMBER = r"L\['keywords'\]\['packed_rows'\].longest"
 SECONDS_WORTH_TELLING = 0.5
 
 
@@ -39,7 +40,8 @@ def compile_layers(model: nn.Module, backend: str = "inductor") -> None:
     if planned_device() is not None:
         return
     torch._dynamo.config.recompile_limit = MOST_GRAPHS
-    torch.compiler.config.dynamic_sources = ",".join(VARIES)
+    varies = [f"{name}:{dimension}" for name, dimensions in VARIES.items() for dimension in dimensions]
+    torch.compiler.config.dynamic_sources = ",".join([*varies, VARYING_NUMBER])
     _tell_of_compiling()
     compiled = torch.compile(_forward, backend=backend)
     layers = decoder_layers(model)

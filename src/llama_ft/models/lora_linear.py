@@ -110,7 +110,7 @@ class _LowRank(torch.autograd.Function):
             u, mask = dropped @ a.t(), mask.view(torch.uint8)
         else:  # where products with bool take three times as long
             mask = torch.empty_like(flat, dtype=torch.uint8).bernoulli_(1 - dropout)
-            u = ((flat * mask) @ a.t()).mul_(1 / (1 - dropout))
+            u = (flat * mask) @ a.t() * (1 / (1 - dropout))
         ctx.save_for_backward(x, mask, u, weight, scale, a, b)
         ctx.mark_non_differentiable(u)
         return x.new_zeros(()).expand(*x.shape[:-1], len(b)), u
@@ -186,7 +186,7 @@ class FusedLora(LoraLinear):
         name, base, dropout = names[0], self.base_layer, self.lora_dropout[names[0]]
         scale, scheme = (base.scale, base.scheme.code) if isinstance(base, QuantizedLinear) else (None, "")
         p = dropout.p if isinstance(dropout, nn.Dropout) and dropout.training else 0.0
-        a, b = self.lora_A[name].weight, self.lora_B[name].weight
+        a, b = cast(tuple[torch.Tensor, torch.Tensor], (self.lora_A[name].weight, self.lora_B[name].weight))
         scaling = self.scaling[name]
         zeros, u = _LowRank.apply(x, base.weight, scale, a, b, scaling, p, scheme)
         return _Product.apply(zeros, x.detach(), u, base.weight, scale, base.bias, b.detach(), scaling, scheme)

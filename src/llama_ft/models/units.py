@@ -79,9 +79,7 @@ def shard(model: PreTrainedModel, mesh: DeviceMesh, fsdp: FSDPConfig, precision:
     return units
 
 
-def _used_as_stored(
-    model: nn.Module, mesh: DeviceMesh, fsdp: FSDPConfig, precision: Precision
-) -> set[nn.Parameter]:
+def _used_as_stored(model: nn.Module, mesh: DeviceMesh, fsdp: FSDPConfig, precision: Precision) -> set[nn.Parameter]:
     """Parameters that a rank holds whole and in the dtype it computes in, and whose gradients no other rank adds to.
 
     fully_shard leaves them alone: it would copy each into a gathered one before every use, and its gradient twice. On
@@ -175,9 +173,7 @@ def _describe_units(
         held.update(own)
         count = sum(quantized.get(key, p.numel()) for key, p in own.items())
         gathered = sum(
-            p.numel() * (compute if p.is_floating_point() else p.dtype).itemsize
-            for p in own.values()
-            if p not in ready
+            p.numel() * (compute if p.is_floating_point() else p.dtype).itemsize for p in own.values() if p not in ready
         )
         layers = len({layer_of[key] for key in own if key in layer_of})
         units.append(Unit(names[module], type(module).__name__, count, gathered, layers))

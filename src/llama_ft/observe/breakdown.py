@@ -25,7 +25,7 @@ PARTS = {
     "attention": re.compile(r"(?i).*(attention|attn|ScaledDotProduct).*"),
     "matrix products": re.compile(
         r"aten::(linear|matmul|mm|addmm_?|bmm|baddbmm|_int_mm|_scaled_mm|_grouped_mm)"
-        r"|(bitsandbytes|llama_ft)::.*|_FrozenMatmul(Backward)?|_Lora(Backward)?|transformers::grouped_mm\w*"
+        r"|(bitsandbytes|llama_ft)::.*|_(FrozenMatmul|LowRank|Product)(Backward)?|transformers::grouped_mm\w*"
     ),
     OTHER: re.compile(r".*"),
 }
