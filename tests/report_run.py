@@ -58,7 +58,8 @@ def write_run(folder: Path, state: Any = "finished", steps: int = 60, lr: str = 
             "epoch": step / steps, "train/loss": scale * (3.1 - step / 40 + 0.2 * (step % 3)),
             "train/lr": 1e-3 / (step + 1),
             "train/grad_norm": float("nan") if step == 7 else 1.0 + step % 5, "perf/tokens_per_second": 900.0 + step,
-            "perf/mfu": 0.4 + step / 1000, "perf/step_seconds": 0.5 + step % 2, "memory/host_peak_bytes": [900 * MIB, 880 * MIB],
+            "perf/mfu": 0.4 + step / 1000, "perf/step_seconds": 0.5 + step % 2,
+            "memory/host_peak_bytes": [900 * MIB, 880 * MIB],
             "memory/device_peak_bytes": [235 * MIB, (236 if step > 30 else 230) * MIB],
         }  # fmt: skip
         log.write({"step": step, **(trained if step else {}), **held_out})

@@ -135,7 +135,9 @@ def test_a_pack_costs_its_rows_own_attention_and_no_mask_over_all_of_it(name: st
 
 @pytest.mark.parametrize("lengths", [[64] * 4 + [5, 1, 1], [7, 19, 3]])
 @pytest.mark.parametrize("window", [None, 6])
-def test_the_cpu_kernel_has_the_gradients_of_attention_with_a_dense_mask(lengths: list[int], window: int | None) -> None:
+def test_the_cpu_kernel_has_the_gradients_of_attention_with_a_dense_mask(
+    lengths: list[int], window: int | None
+) -> None:
     total, generator = sum(lengths), torch.Generator().manual_seed(0)
     query, key, value, wanted = (torch.randn(1, heads, total, 8, generator=generator) for heads in (4, 2, 2, 4))
     row = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))

@@ -27,7 +27,17 @@ TITLES = [
     "What stays for the optimizer step, tensor by tensor", "Memory over one step",
     "Training rows", "Validation rows",
 ]  # fmt: skip
-HEADINGS = ["Training", "A step's seconds", "Memory", "Each rank", "FSDP units", "Data", "Answers", "Environment", "Settings"]
+HEADINGS = [
+    "Training",
+    "A step's seconds",
+    "Memory",
+    "Each rank",
+    "FSDP units",
+    "Data",
+    "Answers",
+    "Environment",
+    "Settings",
+]
 # Of each text on the page that is seen: how it stands out from what is behind it, as WCAG counts contrast.
 CONTRASTS = """(() => {
   const light = (colour) => {

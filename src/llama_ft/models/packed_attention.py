@@ -191,8 +191,8 @@ class _CpuAttention(torch.autograd.Function):
     """Causal attention within each row of a sequence: [1, heads, tokens, head_dim] in and out.
 
     Autograd's own way through slices makes a gradient of the whole sequence for every row of it, mostly zeros, and adds
-    them up. Here each row's gradient is written to its place. Heads that share keys and values share them in the kernel.
-    On CPUs without 16-bit products of their own the kernel is given a row in fp32 (see runtime.cpu_kernels).
+    them up. Here each row's gradient is written to its place. Heads that share keys and values do so in the kernel. On
+    CPUs without 16-bit products of their own the kernel is given a row in fp32 (see runtime.cpu_kernels).
     """
 
     @staticmethod

@@ -5,7 +5,6 @@ from typing import Any
 import torch
 
 from llama_ft.models import lora_linear
-
 from llama_ft.runtime import cpu_kernels
 
 

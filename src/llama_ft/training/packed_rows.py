@@ -26,8 +26,8 @@ TOLERANCE_LOSS = 0.01  # of a sum over some fifty targets, where logits are roun
 
 @torch.no_grad()
 def check_rows_stay_apart(model: PreTrainedModel, rows: Dataset, dtype: torch.dtype, runtime: Runtime) -> None:
-    """Compare the logits of a few rows in one pack with those of each row alone, and the loss made in pieces with that of
-    the logits; where that differs, it is not made in pieces. All ranks take part.
+    """Compare the logits of a few rows in one pack with those of each row alone, and the loss made in pieces with that
+    of the logits; where that differs, it is not made in pieces. All ranks take part.
 
     Args:
         model: sharded and loaded, in training mode.
