@@ -69,6 +69,7 @@ def main(config: Config, places: dict[str, str]) -> None:
         log.info(layout)
         if job.is_main:
             observe.check_wandb_login(config.tracking)
+            observe.make_profiler_dir(config.profile)
 
         # What is trained on what. The demo stands in for a model and for data that were not given.
         with job.node_leader_first():

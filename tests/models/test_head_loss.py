@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.models import head_loss, use_head_loss
+from llama_ft.models.lora_linear import use_fused_lora
 
 VOCABULARY = 320
 ROWS = torch.randint(3, VOCABULARY, (2, 50), generator=torch.Generator().manual_seed(1))
@@ -88,6 +89,7 @@ def llama() -> Iterator[LlamaForCausalLM]:
 @pytest.mark.parametrize("adapter", ADAPTERS)
 def test_adapters_on_and_beside_the_head(llama: LlamaForCausalLM, adapter: str) -> None:
     get_peft_model(llama, LoraConfig(**LORA, **ADAPTERS[adapter]))
+    use_fused_lora(llama)
     for name, parameter in llama.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter)
@@ -127,7 +129,9 @@ def test_without_targets_loss_and_gradients_are_zero_but_there(llama: LlamaForCa
 
 def test_logits_are_still_to_be_had_and_the_head_is_called_as_ever(llama: LlamaForCausalLM) -> None:
     expected = llama(input_ids=ROWS).logits
-    torch.testing.assert_close(taught(llama)(input_ids=ROWS).logits, expected)
+    model = taught(llama)
+    torch.testing.assert_close(model(input_ids=ROWS).logits, expected)
+    assert model._supports_logits_to_keep()  # generate() looks at the parameters of forward
 
 
 def test_a_score_far_below_the_others_keeps_a_finite_loss() -> None:

@@ -93,9 +93,11 @@ def test_padded_batches_and_generation_still_go_through_transformers_own(attenti
     mask = torch.tensor([[1] * 9, [1] * 7 + [0] * 2])
     wanted = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
     before = model(input_ids=padded, attention_mask=mask).logits, model.generate(**prompt, **wanted)  # type: ignore[operator]
+    dense = model(input_ids=padded).logits
     use_packed_attention(model)
     after = model(input_ids=padded, attention_mask=mask).logits, model.generate(**prompt, **wanted)  # type: ignore[operator]
     torch.testing.assert_close(after[0], before[0])
+    torch.testing.assert_close(model(input_ids=padded).logits, dense)
     assert after[1].tolist() == before[1].tolist()
 
 

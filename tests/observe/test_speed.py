@@ -12,7 +12,8 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from llama_ft.config import ProfileConfig
-from llama_ft.observe import RunFacts, SpeedWatch
+from llama_ft.errors import UserError
+from llama_ft.observe import RunFacts, SpeedWatch, make_profiler_dir
 from llama_ft.observe.flops import flop_formula
 from llama_ft.runtime import Runtime
 
@@ -66,3 +67,20 @@ def test_too_few_steps_for_a_profile_are_told(
 ) -> None:
     watch(model, 5, tmp_path, runtime, use_profiler=True)
     assert "--use_profiler: nothing is profiled: it takes 6 steps, and 5 are left." in screen.getvalue()
+
+
+def test_a_step_to_count_that_never_comes_is_told(
+    model: LlamaForCausalLM, runtime: Runtime, tmp_path: Path, screen: io.StringIO
+) -> None:
+    with watch(model, 2, tmp_path, runtime, flop_counter=True) as speed:
+        speed.begin_step(1, BATCHES, 0.0)
+        speed.end_step(1, TOKENS, speed.flops)
+    assert "--flop_counter: nothing is counted: training ended before step 3." in screen.getvalue()
+
+
+def test_a_place_for_traces_that_cannot_be_is_told_at_once(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=f"--profiler_dir {tmp_path}/file: File exists"):
+        make_profiler_dir(ProfileConfig(use_profiler=True, profiler_dir=f"{tmp_path}/file"))
+    make_profiler_dir(ProfileConfig(use_profiler=True, profiler_dir=f"{tmp_path}/new"))
+    assert list((tmp_path / "new").iterdir()) == []

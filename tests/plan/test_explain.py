@@ -245,7 +245,7 @@ def test_a_rank_without_memory_ends_the_run_with_one_message(
     tmp_path: Path, save_model: Callable[..., Path], rows70: Path
 ) -> None:
     """The allocator really fails, on one of two ranks."""
-    model = save_model(tmp_path / "model", vocab_size=20_000)
+    model = save_model(tmp_path / "model", vocab_size=150_000)
     recipe = shutil.copy(RECIPE, tmp_path)
     (tmp_path / "plan.py").write_text(PLANNER)
     run = tmp_path / "run"

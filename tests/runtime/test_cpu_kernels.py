@@ -57,6 +57,11 @@ def test_fp32_goes_on_to_torchs_own_kernels(name: str) -> None:
     assert torch.equal(ours, product(*operands))
 
 
+def test_operands_of_two_dtypes_are_refused_as_by_torch() -> None:
+    with pytest.raises(RuntimeError, match="same dtype"):
+        torch.mm(A.bfloat16(), B)
+
+
 def test_gradients_of_a_layer_are_those_of_fp32_within_rounding() -> None:
     inputs, weight = A.bfloat16().requires_grad_(), B.t().bfloat16().contiguous().requires_grad_()
     wide_inputs, wide_weight = (tensor.detach().float().requires_grad_() for tensor in (inputs, weight))

@@ -15,6 +15,7 @@ runs, with its adapter, soft cap or scale, sharded or not.
 
 import copy
 from collections.abc import Callable
+from functools import wraps
 from typing import Any, cast
 
 import torch
@@ -59,6 +60,7 @@ def use_head_loss(model: PreTrainedModel) -> bool:
     vocabulary = on_meta.shape[-1]
     plain_forward, plain_head = model.forward, head.forward
 
+    @wraps(plain_forward)  # generate() asks for its parameters, by name
     def forward(
         *args: Any, positions: torch.Tensor | None = None, targets: torch.Tensor | None = None, **kwargs: Any
     ) -> Any:
@@ -136,7 +138,7 @@ def _head_function(model: PreTrainedModel, decoder: str, head: str) -> Callable[
     forward = type(model).forward
 
     def logits_of(hidden: torch.Tensor) -> torch.Tensor:
-        return cast(torch.Tensor, forward(view, inputs_embeds=hidden.unsqueeze(0), use_cache=False).logits[0])
+        return cast(torch.Tensor, forward(view, inputs_embeds=hidden.unsqueeze(0), use_cache=False).logits.squeeze(0))
 
     return logits_of
 

@@ -207,7 +207,7 @@ class FusedLora(LoraLinear):
             (is_trained or not torch.is_grad_enabled())
             and is_frozen
             and len({tensor.dtype for tensor in floats}) == 1
-            and not torch.is_autocast_enabled(x.device.type)
+            and (x.is_meta or not torch.is_autocast_enabled(x.device.type))  # which knows no meta device
         )
 
 

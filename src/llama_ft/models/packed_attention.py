@@ -138,10 +138,9 @@ def _packed_sdpa(
         )
         assert isinstance(output, torch.Tensor)
         return output.unsqueeze(0), None
-    if _cpu_kernel_takes(query, value, arguments):
-        lengths = packed_rows.lengths if packed_rows is not None else (query.shape[2],)
+    if packed_rows is not None and _cpu_kernel_takes(query, value, arguments):
         window = arguments.get("sliding_window")
-        output = _CpuAttention.apply(query, key, value, lengths, arguments.get("scaling"), window)
+        output = _CpuAttention.apply(query, key, value, packed_rows.lengths, arguments.get("scaling"), window)
         return output.transpose(1, 2), None
     return _row_by_row(sdpa_attention_forward, module, query, key, value, packed_rows, arguments)
 
@@ -177,9 +176,10 @@ def _kernel_takes(query: torch.Tensor, value: torch.Tensor, arguments: dict[str,
 
 
 def _cpu_kernel_takes(query: torch.Tensor, value: torch.Tensor, arguments: dict[str, Any]) -> bool:
-    """Whether torch's flash attention for CPUs computes this: nothing but scale and window."""
+    """Whether torch's flash attention for CPUs computes this: one sequence, nothing but scale and window."""
     return (
         query.device.type == "cpu"
+        and len(query) == 1
         and planned_device() != "cuda"
         and query.shape[-1] == value.shape[-1]
         and not arguments.get("dropout")

@@ -8,7 +8,7 @@ from llama_ft.observe.peaks import PhasePeaks
 from llama_ft.observe.progress import Progress
 from llama_ft.observe.runlog import RunLog
 from llama_ft.observe.snapshot import SNAPSHOT_STEPS, write_snapshot
-from llama_ft.observe.speed import SpeedWatch
+from llama_ft.observe.speed import SpeedWatch, make_profiler_dir
 from llama_ft.observe.trackers import TensorboardTracker, Tracker, start_trackers
 from llama_ft.observe.wandb_tracker import WandbTracker, check_wandb_login
 from llama_ft.observe.watch import MemoryWatch
@@ -28,6 +28,7 @@ __all__ = [
     "WandbTracker",
     "check_wandb_login",
     "environment",
+    "make_profiler_dir",
     "memory_metrics",
     "memory_use",
     "reset_peaks",

@@ -2,6 +2,7 @@
 step went, and on request torch's profiler and FLOP counter."""
 
 import os
+import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -17,6 +18,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.config import ProfileConfig
 from llama_ft.config.rules import PROFILED_STEPS, STEPS_BEFORE_PROFILE
+from llama_ft.errors import UserError
 from llama_ft.observe import flop_counter
 from llama_ft.observe.breakdown import break_down
 from llama_ft.observe.facts import RunFacts
@@ -25,6 +27,22 @@ from llama_ft.runtime import Runtime, log
 
 OPERATORS_SHOWN = 12
 PRODUCTS, ATTENTION = "matrix products", "attention"
+
+
+def make_profiler_dir(settings: ProfileConfig) -> None:
+    """Make --profiler_dir, so that a mistake in it is told before training.
+
+    Raises:
+        UserError: it cannot be made or written to.
+    """
+    if settings.profiler_dir is None:
+        return
+    folder = Path(settings.profiler_dir).expanduser()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise UserError(f"--profiler_dir {folder}: {error.strerror}. Name a folder that can be written to.") from error
 
 
 class Rows(Protocol):
@@ -113,6 +131,11 @@ class SpeedWatch:
                 self._profile.start_trace()  # what is only prepared cannot be stopped
             self._profile.stop_trace()
             self._profile = None
+            if self._settings.use_profiler:
+                log.warning("--use_profiler: nothing is profiled: training ended before that.")
+        if self._is_to_count and error is None:
+            start = self._settings.flop_counter_start
+            log.warning(f"--flop_counter: nothing is counted: training ended before step {start}.")
 
     @property
     def flops(self) -> float:
@@ -220,10 +243,17 @@ class SpeedWatch:
         if self._job.is_main:
             self._tell_breakdown(finished)
         if self._settings.use_profiler:
+            log.info(_top_operators(finished, self._job.device))
+            self._write_trace(finished)
+
+    def _write_trace(self, finished: profile) -> None:
+        try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            file = self._folder / f"rank-{self._job.rank}.json.gz"
-            finished.export_chrome_trace(str(file))
-            log.info(f"{_top_operators(finished, self._job.device)}\nTraces of all ranks: {self._folder}")
+            finished.export_chrome_trace(str(self._folder / f"rank-{self._job.rank}.json.gz"))
+        except OSError as error:  # a full disk, which the run may not need
+            log.warning(f"--use_profiler: the trace of rank {self._job.rank} could not be written: {error}")
+        else:
+            log.info(f"Traces of all ranks: {self._folder}")
 
     def _tell_breakdown(self, finished: profile) -> None:
         step, flops, waited = self._profiled

@@ -86,27 +86,32 @@ def _multiply(
     return out
 
 
+def _are_narrow(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether to widen them; of operands of two dtypes torch's kernels say that they are."""
+    return a.dtype in NARROW and a.dtype == b.dtype
+
+
 def _mm(a: torch.Tensor, b: torch.Tensor) -> Any:
     out = a.new_empty(a.shape[0], b.shape[1])
-    return _multiply(out, a, b, None, 0, 1) if a.dtype in NARROW else ATEN.mm.out(a, b, out=out)
+    return _multiply(out, a, b, None, 0, 1) if _are_narrow(a, b) else ATEN.mm.out(a, b, out=out)
 
 
 def _addmm(add: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: float = 1, alpha: float = 1) -> Any:
     out = a.new_empty(a.shape[0], b.shape[1])
-    if a.dtype not in NARROW:
+    if not _are_narrow(a, b):
         return ATEN.addmm.out(add, a, b, beta=beta, alpha=alpha, out=out)
     return _multiply(out, a, b, add.expand(out.shape), beta, alpha)
 
 
 def _addmm_(add: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: float = 1, alpha: float = 1) -> Any:
-    if a.dtype not in NARROW:
+    if not _are_narrow(a, b):
         return ATEN.addmm.out(add, a, b, beta=beta, alpha=alpha, out=add)
     return _multiply(add, a, b, add, beta, alpha)
 
 
 def _bmm(a: torch.Tensor, b: torch.Tensor) -> Any:
     out = a.new_empty(a.shape[0], a.shape[1], b.shape[2])
-    if a.dtype not in NARROW:
+    if not _are_narrow(a, b):
         return ATEN.bmm.out(a, b, out=out)
     for item, left, right in zip(out, a, b, strict=True):
         _multiply(item, left, right, None, 0, 1)
@@ -115,7 +120,7 @@ def _bmm(a: torch.Tensor, b: torch.Tensor) -> Any:
 
 def _baddbmm(add: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: float = 1, alpha: float = 1) -> Any:
     out = a.new_empty(a.shape[0], a.shape[1], b.shape[2])
-    if a.dtype not in NARROW:
+    if not _are_narrow(a, b):
         return ATEN.baddbmm.out(add, a, b, beta=beta, alpha=alpha, out=out)
     for item, added, left, right in zip(out, add.expand(out.shape), a, b, strict=True):
         _multiply(item, left, right, added, beta, alpha)

@@ -140,6 +140,8 @@ def update_weights(optimizer: torch.optim.Optimizer, lr: float, failed: torch.Te
     for group in optimizer.param_groups:
         group["lr"] = lr
     if optimizer.defaults.get("fused"):
+        if failed is not None:  # torch would not wait for its copy to the host, where offloaded weights are
+            failed = failed.to(local_tensor(optimizer.param_groups[0]["params"][0]).device)
         optimizer.found_inf = failed  # type: ignore[attr-defined]  # what torch.amp.GradScaler hands it
         optimizer.step()
     elif failed is None or not failed.item():
