@@ -269,7 +269,7 @@ def test_a_rank_without_memory_ends_the_run_with_one_message(
 def test_the_message_ends_with_changes_that_fit(
     tmp_path: Path, save_model: Callable[..., Path], rows70: Path, ranks: int
 ) -> None:
-    model = save_model(tmp_path / "model", vocab_size=20_000)
+    model = save_model(tmp_path / "model", vocab_size=150_000)
     limited = str(max(0, ranks - 1))
     finished = out_of_memory(
         RECIPE, tmp_path / "run", model, rows70, ranks, STEP="1", MIB="4", LIMITED_RANK=limited, LIFTED=""

@@ -25,10 +25,9 @@ from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.planning import planned_device
 
-# Logits that are there at a time. On a GPU a product wants some hundred rows to be fast: 512 of Llama 3's 128,256
-# logits are 0.8 GiB in their three forms (16 bits, fp32, and their gradient in 16 bits). On the CPU the pieces should
-# stay in its caches.
-LOGITS_AT_ONCE = {"cuda": 2**26, "cpu": 2**21}
+# Logits that are there at a time. A product wants some hundred rows to be fast, and with each piece the gradient of a
+# trained head is added up once more: 512 of Llama 3's 128,256 logits, 0.6 GiB in bf16 and fp32, or 32 on the CPU.
+LOGITS_AT_ONCE = {"cuda": 2**26, "cpu": 2**22}
 FEWEST_POSITIONS = 64
 
 
