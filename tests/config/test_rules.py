@@ -44,7 +44,7 @@ def test_pure_bf16_is_built(mistakes) -> None:
         ("--flop_counter --max_train_step 2", "profile.flop_counter_start is 3; training ends after 2 steps"),
         (
             "--compile --device cpu",
-            "--compile needs CUDA: on the CPU compiling took 47 s for a model of 4 M parameters",
+            "--compile needs CUDA: on the CPU steps are no faster for it, and compiling a model of 4 M parameters",
         ),
         ("--compile --use_liger", "--compile makes one kernel of what use_liger has kernels for. Leave one of them"),
         (

@@ -61,6 +61,13 @@ def expected(model: PreTrainedModel) -> float:
     return products + attention * LENGTH**2 / visible_pairs(LENGTH)
 
 
+def test_the_head_counts_where_there_is_a_label() -> None:
+    model = model_of("llama")
+    formula = flop_formula(model)
+    skipped = formula.of([LENGTH]).products - formula.of([LENGTH], targets=3).products
+    assert skipped == 6 * model.lm_head.weight.numel() * (LENGTH - 3)
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_in_full_tuning_torch_counts_as_many(name: str) -> None:
     model = model_of(name)

@@ -17,7 +17,7 @@ from llama_ft.observe import RunFacts, SpeedWatch, make_profiler_dir
 from llama_ft.observe.flops import flop_formula
 from llama_ft.runtime import Runtime
 
-BATCHES = [SimpleNamespace(row_lengths=[5, 9]), SimpleNamespace(row_lengths=[7])]
+BATCHES = [SimpleNamespace(row_lengths=[5, 9], target_tokens=4), SimpleNamespace(row_lengths=[7], target_tokens=2)]
 TOKENS = 21
 
 
@@ -44,7 +44,7 @@ def test_a_steps_numbers_are_its_own_when_they_are_read_later(
     assert first["perf/data_wait_seconds"] == 0.02
     assert first["perf/tokens_per_second"] == pytest.approx(TOKENS / first["perf/step_seconds"])
     rate = sum(json.loads((tmp_path / "facts.json").read_text())["speed"]["product_flops_per_second"])
-    flops = sum(flop_formula(model).of([5, 9, 7]))
+    flops = sum(flop_formula(model).of([5, 9, 7], 6))
     assert first["perf/mfu"] == pytest.approx(flops / rate / first["perf/step_seconds"])
 
 

@@ -5,9 +5,9 @@ FLOPs of a token, counting a multiplication and an addition as two:
 
 - Each weight of a matrix product costs 2 forward, 2 for its gradient where it is trained, and 2 for the gradient of its
   input where something below is trained. In full tuning that is 6 N, beside frozen weights 4 N and 6 for each weight of
-  an adapter, below the first trained layer 2 N. N has no embeddings, no norms and no biases. It has the output head for
-  every token, as is usual, though the loss needs it only where there is a label. Of experts it has those that a token
-  is sent to.
+  an adapter, below the first trained layer 2 N. N has no embeddings, no norms and no biases. The
+  output head counts where there is a label: the loss needs it nowhere else. Of experts N has those that a token is sent
+  to.
 - Attention costs 2 x heads x (key width + value width) forward for each pair of tokens that see each other, which is
   4 x heads x head_dim, and twice that backward. A row of n tokens has n (n + 1) / 2 such pairs, fewer with a sliding
   window; packed rows have their own. (The usual 12 x layers x heads x head_dim x n a token counts pairs that causal
@@ -50,7 +50,8 @@ class FlopFormula:
     """The model FLOPs of any rows.
 
     Attributes:
-        per_token: of matrix products with weights.
+        per_token: of matrix products with weights, the output head's included.
+        per_target: the output head's part of that.
         per_pair: window (None: no limit) -> of attention, over all layers with that window.
         weights: N, of which `trained`.
         product: rows and columns of the largest weight matrix of a layer.
@@ -61,14 +62,16 @@ class FlopFormula:
     weights: int
     trained: int
     product: tuple[int, int]
+    per_target: float = 0.0
 
-    def of(self, row_lengths: Iterable[int]) -> Flops:
-        """Forward and backward of rows with so many tokens."""
+    def of(self, row_lengths: Iterable[int], targets: int | None = None) -> Flops:
+        """Forward and backward of rows with so many tokens, of which so many have a label (None: all)."""
         lengths = list(row_lengths)
         attention = sum(
             each * sum(visible_pairs(length, window) for length in lengths) for window, each in self.per_pair.items()
         )
-        return Flops(self.per_token * sum(lengths), attention)
+        unlabelled = 0 if targets is None else sum(lengths) - targets
+        return Flops(self.per_token * sum(lengths) - self.per_target * unlabelled, attention)
 
 
 def visible_pairs(length: int, window: int | None = None) -> int:
@@ -92,7 +95,7 @@ def flop_formula(model: PreTrainedModel) -> FlopFormula:
     first = min((-1 if p in embedded else layer_of.get(p, len(layers)) for p in trained), default=len(layers) + 1)
 
     chosen, experts = _experts(model.config.get_text_config())
-    per_token, weights, of_trained, product = 0.0, 0.0, 0.0, (1, 1)
+    per_token, per_target, weights, of_trained, product = 0.0, 0.0, 0.0, 0.0, (1, 1)
     for name, parameter in model.named_parameters():
         key = id(parameter)
         if parameter.ndim < 2 or name.endswith("bias") or ".original_module." in name:
@@ -106,7 +109,9 @@ def flop_formula(model: PreTrainedModel) -> FlopFormula:
         if chosen and (parameter.ndim == 3 or ".experts." in name):
             active *= chosen / (parameter.shape[0] if parameter.ndim == 3 else experts)
         is_above = layer_of.get(key, len(layers)) >= first
-        per_token += active * (2 + 2 * is_above + 2 * (key in trained))
+        flops = active * (2 + 2 * is_above + 2 * (key in trained))
+        per_token += flops
+        per_target += flops * (key in of_head)
         weights += active
         of_trained += active * (key in trained)
 
@@ -115,7 +120,7 @@ def flop_formula(model: PreTrainedModel) -> FlopFormula:
     for number, window in enumerate(_windows(model.config.get_text_config(), len(layers))):
         if window != 0:
             per_pair[window] += forward * (3 if number >= first else 1)
-    return FlopFormula(per_token, dict(per_pair), round(weights), round(of_trained), product)
+    return FlopFormula(per_token, dict(per_pair), round(weights), round(of_trained), product, per_target)
 
 
 def _experts(config: PretrainedConfig) -> tuple[int, int]:

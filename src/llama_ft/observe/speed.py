@@ -23,7 +23,7 @@ from llama_ft.observe import flop_counter
 from llama_ft.observe.breakdown import break_down
 from llama_ft.observe.facts import RunFacts
 from llama_ft.observe.flops import Flops, flop_formula, product_rate
-from llama_ft.runtime import Runtime, log
+from llama_ft.runtime import Runtime, cpu_kernels, log
 
 OPERATORS_SHOWN = 12
 PRODUCTS, ATTENTION = "matrix products", "attention"
@@ -50,6 +50,9 @@ class Rows(Protocol):
 
     @property
     def row_lengths(self) -> list[int]: ...
+
+    @property
+    def target_tokens(self) -> int: ...
 
 
 class _Ended(NamedTuple):
@@ -95,6 +98,8 @@ class SpeedWatch:
         self._settings, self._facts, self._job = settings, facts, job
         self._folder = Path(settings.profiler_dir).expanduser() if settings.profiler_dir else run / "profile"
         self._formula = flop_formula(model)
+        if cpu_kernels.is_installed():
+            dtype = torch.float32  # in which it multiplies
         job.gather_numbers(0)  # begin together
         self._rate = product_rate(self._formula.product, dtype, job.device)
         self._rates = job.gather_numbers(self._rate)[:, 0].tolist()
@@ -146,7 +151,8 @@ class SpeedWatch:
         """A step begins, for whose rows this rank has waited so long."""
         self._steps += 1
         self._waited = waited_seconds
-        self._flops = self._formula.of(length for batch in batches for length in batch.row_lengths)
+        targets = sum(batch.target_tokens for batch in batches)
+        self._flops = self._formula.of((length for batch in batches for length in batch.row_lengths), targets)
         if self._steps <= self._last:
             if self._ended and self._job.device.type == "cpu":  # on a GPU it computes meanwhile
                 self._between.append(time.perf_counter() - self._ended - waited_seconds)
