@@ -283,9 +283,13 @@ def test_utilization_is_six_flops_a_weight_and_token_and_attention_over_what_was
     model = load(tiny_model)
     weights = sum(p.numel() for name, p in model.named_parameters() if p.ndim == 2 and "embed_tokens" not in name)
     assert speed["flops_per_token"] == 6 * weights and len(speed["product_flops_per_second"]) == 2
+    head, learned = model.lm_head.weight.numel(), 0
     for line in metrics(folder / "early_stopping")[1:]:
-        done = line["perf/mfu"] * sum(speed["product_flops_per_second"]) / line["perf/tokens_per_second"]
-        pairs = (done - 6 * weights) / (12 * 2 * 32)  # a token sees: 2 layers, heads x head_dim = 32
+        tokens = line["perf/tokens_per_second"] * line["perf/step_seconds"]
+        unlabelled, learned = tokens - (line["tokens"] - learned), line["tokens"]  # these the head is not needed for
+        done = line["perf/mfu"] * sum(speed["product_flops_per_second"]) * line["perf/step_seconds"]
+        attention = done - 6 * weights * tokens + 6 * head * unlabelled
+        pairs = attention / tokens / (12 * 2 * 32)  # a token sees: 2 layers, heads x head_dim = 32
         assert 4 < pairs < 11.5  # rows of 8 to 14 tokens, or 22 at most
 
 
