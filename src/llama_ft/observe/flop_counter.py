@@ -9,10 +9,10 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 from llama_ft.observe.flops import Flops
 
 SHARES_SHOWN = 0.001
-# Counted and not in the formula, and the other way round.
+# Counted and not in the formula.
 DIFFERENCES = (
     "Counted are also what is recomputed, the pairs of tokens that fused attention masks, and the scores that its "
-    "backward pass computes again; not counted is the output head where there is no label."
+    "backward pass computes again."
 )
 
 
