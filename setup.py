@@ -1,11 +1,55 @@
-"""Packaging: what is in src/, with the pinned requirements of requirements.txt."""
+"""Packaging: what is in src/, the recipes as commands, and which versions it works with."""
 
 import re
+import shutil
 from pathlib import Path
 
 from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parent
+COPIED = {"recipes": "*.py", "configs": "*.*"}
+
+# requirements.txt pins the set that is tested daily; these are the versions that it may be installed beside, tried at
+# both ends. Upper ends are those of packages whose insides are used.
+REQUIREMENTS = [
+    "torch>=2.11,<2.14",
+    "transformers>=5.20,<5.24",
+    "peft>=0.19,<0.22",
+    "bitsandbytes>=0.50,<0.51",
+    "datasets>=5.1,<6",
+    "tokenizers>=0.23.1,<0.24",
+    "safetensors>=0.8,<0.9",
+    "xxhash>=3.5",
+    "huggingface_hub>=2,<3",
+    "numpy>=2",
+    "pyarrow>=24",
+    "fsspec>=2025.3",
+    "typing_extensions>=4.12",
+    "Jinja2>=3.1",
+    "MarkupSafe>=2.1",
+    "pydantic>=2.11,<3",
+    "PyYAML>=6.0.1",
+    "fire>=0.7,<0.8",
+    "rich>=13.9",
+    "wandb>=0.26",
+    "tensorboard>=2.18",
+]
+
+
+class BuildWithRecipes(build_py):
+    """A wheel carries recipes/ and configs/ inside the package; `pip install -e .` uses them where they are."""
+
+    def run(self) -> None:
+        super().run()
+        if self.editable_mode:
+            return
+        for folder, pattern in COPIED.items():
+            copy = Path(self.build_lib) / "llama_ft" / folder
+            shutil.rmtree(copy, ignore_errors=True)  # of an earlier build: what is gone here goes there
+            copy.mkdir(parents=True)
+            for file in (ROOT / folder).glob(pattern):
+                shutil.copy2(file, copy)
 
 
 def read_version() -> str:
@@ -21,10 +65,37 @@ setup(
     name="llama_ft",
     version=read_version(),
     description="Fine-tune open language models with PyTorch FSDP",
+    long_description=(ROOT / "README.md").read_text(),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    license_files=["LICENSE", "NOTICE", "THIRD_PARTY_NOTICES.md"],
+    classifiers=[
+        "Development Status :: 4 - Beta",
+        "Environment :: Console",
+        "Environment :: GPU :: NVIDIA CUDA",
+        "Intended Audience :: Developers",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3 :: Only",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    ],
     package_dir={"": "src"},
     packages=find_packages("src"),
     package_data={"llama_ft.report": ["*.html", "*.css", "*.js"]},
+    cmdclass={"build_py": BuildWithRecipes},
+    entry_points={
+        "console_scripts": [
+            f"llama-ft-{name} = llama_ft.commands:{name}"
+            for name in ("finetune", "plan", "export", "inference", "evaluate", "report")
+        ]
+    },
     python_requires=">=3.11",
-    install_requires=(ROOT / "requirements.txt").read_text().splitlines(),
-    extras_require={"gpu": ["liger-kernel==0.8.5"]},
+    install_requires=REQUIREMENTS,
+    extras_require={
+        "gpu": ["liger-kernel>=0.8,<0.9"],
+        "dev": (ROOT / "requirements-dev.txt").read_text().splitlines(),
+    },
 )

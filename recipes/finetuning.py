@@ -68,7 +68,7 @@ def main(config: Config, places: dict[str, str]) -> None:
         layout = job.describe(settings.batch_size_training, settings.gradient_accumulation_steps, batch, unit)
         log.info(layout)
         if job.is_main:
-            observe.check_wandb_login(config.tracking)
+            observe.check_trackers(config.tracking, config.checkpoint.output_dir)
             observe.make_profiler_dir(config.profile)
 
         # What is trained on what. The demo stands in for a model and for data that were not given.
@@ -124,21 +124,29 @@ def main(config: Config, places: dict[str, str]) -> None:
         facts.add(environment=observe.environment(about["versions"], layout), data=rows.facts())
         facts.add(units=[dataclasses.asdict(unit) for unit in units], total_steps=steps.total_steps)
         writer = checkpoint.CheckpointWriter(output_dir, config.checkpoint, about, job)
-        outcome = train(config, model, tokenizer, rows, steps, pad, writer, facts, resumed, watch, job)
-        if config.checkpoint.save_model:
-            watch.enter("save")
-            result = output_dir / "model"
-            save_dtype = checkpoint.save_dtype(config.checkpoint.save_dtype)
-            base, trainer = config.model.model_name, {**outcome, **about}
-            write_card = partial(checkpoint.write_model_card, base_model=base, trainer=trainer)
-            if adapter is not None:
-                checkpoint.export_adapter(model, adapter, result, save_dtype, tokenizer, write_card, job)
-            else:
-                largest_file = parse_size(config.checkpoint.max_shard_size)
-                checkpoint.export_model(
-                    model, result, folder, stored_dtypes, save_dtype, largest_file, tokenizer, write_card, job
-                )
-            log.info(f"The tuned {'adapter' if adapter else 'model'}: {result}")
+
+        # metrics.jsonl, progress bar, W&B, TensorBoard, MLflow, of rank 0.
+        resolved, earlier = dataclasses.asdict(config), dict[str, Any]()
+        if resumed is not None:
+            ids = resumed.trainer["trackers"]
+            earlier = {"resume_step": resumed.step, "resumed_dir": resumed.run, "tracker_ids": ids}
+        with observe.RunLog(output_dir, config.tracking, resolved, steps.total_steps, job.rank, **earlier) as run_log:
+            outcome = train(config, model, tokenizer, rows, steps, pad, writer, facts, run_log, resumed, watch, job)
+            if config.checkpoint.save_model:
+                watch.enter("save")
+                result = output_dir / "model"
+                save_dtype = checkpoint.save_dtype(config.checkpoint.save_dtype)
+                base, trainer = config.model.model_name, {**outcome, **about}
+                write_card = partial(checkpoint.write_model_card, base_model=base, trainer=trainer)
+                if adapter is not None:
+                    checkpoint.export_adapter(model, adapter, result, save_dtype, tokenizer, write_card, job)
+                else:
+                    largest_file = parse_size(config.checkpoint.max_shard_size)
+                    checkpoint.export_model(
+                        model, result, folder, stored_dtypes, save_dtype, largest_file, tokenizer, write_card, job
+                    )
+                log.info(f"The tuned {'adapter' if adapter else 'model'}: {result}")
+                run_log.log_result(result, outcome, base, seconds=timeout / 2)  # the other ranks wait for it
 
 
 def settle(config: Config, places: dict[str, str], job: Runtime, resumed: checkpoint.Checkpoint | None) -> Config:
@@ -234,35 +242,33 @@ def train(
     pad: int,
     writer: checkpoint.CheckpointWriter,
     facts: observe.RunFacts,
+    run_log: observe.RunLog,
     resumed: checkpoint.Checkpoint | None,
     watch: observe.MemoryWatch,
     job: Runtime,
 ) -> dict[str, Any]:
-    """The training loop. Every rank runs it in step; rank 0 keeps the log. Returns the last step and its metrics."""
+    """The training loop. Every rank runs it in step; rank 0 keeps the log. Returns the last step and its metrics, and
+    the steps of the weights and of the best validation loss."""
     settings = config.train
     optimizer = training.build_optimizer(model, settings)
     log.info(training.describe_optimizer(optimizer))
     reduce_last_only = config.peft.use_peft or settings.accumulate_unsharded
     total_steps = steps.total_steps
     torch.manual_seed(settings.seed + job.rank)  # dropout differs between ranks
-    progress, metrics, earlier_log = training.Progress(settings), dict[str, Any](), dict[str, Any]()
+    progress, metrics = training.Progress(settings), dict[str, Any]()
     if resumed is not None:
         progress.load_state_dict(resumed.trainer["progress"])
         checkpoint.restore(resumed, model, optimizer, settings, job)
-        metrics, ids = resumed.trainer["metrics"], resumed.trainer["trackers"]
-        earlier_log = {"resume_step": resumed.step, "resumed_dir": resumed.run, "tracker_ids": ids}
+        metrics = resumed.trainer["metrics"]
     best, scale, unread = progress.best, progress.scale, training.Unread(job.device)
     started_after = progress.step
     dtype, steps_left = runtime.PRECISIONS[settings.precision].compute, total_steps - progress.step
     speed = observe.SpeedWatch(model, config.profile, dtype, steps_left, writer.run, facts, job)
     watch.begin_training(model, optimizer, facts)
 
-    # metrics.jsonl, progress bar, W&B, TensorBoard; on the other ranks it does nothing.
-    resolved = dataclasses.asdict(config)
-    run_log = observe.RunLog(writer.run, config.tracking, resolved, total_steps, job.is_main, **earlier_log)
     last = progress.step if best.should_stop else total_steps
     feed = data.Ahead(steps.steps(progress.step + 1, last, progress.position))
-    with run_log, writer, job.stopping.between_steps(settings.stop_after), feed, speed:
+    with run_log.training(), writer, job.stopping.between_steps(settings.stop_after), feed, speed:
         if resumed is None:
             watch.enter("evaluation")
             shown = training.show_answer("Before", model, tokenizer, rows.chat_sample, settings.sample_tokens, pad, job)
@@ -348,14 +354,17 @@ def train(
                 writer.finish()
                 raise runtime.Stopped(stop, step, writer.last)
         writer.finish()
+        weights_of = progress.step
         if settings.early_stopping_patience and config.checkpoint.save_model and best.step not in (0, progress.step):
             if (kept := checkpoint.open_best(best.step, writer.run, job)) is not None:
                 checkpoint.restore_weights(kept, model, job)
+                weights_of = best.step
                 log.info(f"The weights of step {best.step}, with the best validation loss {best.loss:.4f}, are taken.")
         watch.enter("evaluation")
         shown = training.show_answer("After", model, tokenizer, rows.chat_sample, settings.sample_tokens, pad, job)
         facts.add_sample("after", shown)
-    return {"step": progress.step, "metrics": metrics}
+        run_log.log_samples(facts.samples)
+    return {"step": progress.step, "metrics": metrics, "weights_of": weights_of, "best_step": best.step}
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """README.md keeps its word: what it shows parses, loads and works, and what it names is there."""
 
 import ast
-import csv
 import json
 import re
 import shlex
@@ -11,42 +10,35 @@ from typing import Any
 
 import pytest
 from conftest import REPOSITORY
+from pages import MINE, Page, make_targets, write_tickets
 
 from llama_ft.config import load, load_recipe
-from llama_ft.config.names import known
 from llama_ft.config.output_dir import RUN_ENTRIES
-from llama_ft.config.plan_flags import OWN
 from llama_ft.config.sections import DataConfig
 from llama_ft.errors import UserError
 
-README = (REPOSITORY / "README.md").read_text()
-OTHERS_FLAGS = re.compile(
-    r"nnodes|nproc_per_node|rdzv_|shutdown$|max_restarts$|logdir|help$|config$|no_|quantization$|adapter$|base_model$|"
-    r"merge$|push_to_hub$"
-)
+PAGE = Page("README.md")
+README = PAGE.text
 EXAMPLE_OF_MISTAKES = "$ python recipes/finetuning.py "
-MINE, BAD = Path("configs/mine.yaml"), Path("configs/bad.yaml")
+BAD = Path("configs/bad.yaml")
 
 
 def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+    return PAGE.blocks(language)
 
 
 def commands() -> list[list[str]]:
     """Every command line in a bash block, without its comment."""
-    lines = [shlex.split(line, comments=True) for block in blocks("bash") for line in block.splitlines()]
-    return [words for words in lines if words]
+    return [command.words for command in PAGE.commands()]
 
 
 def recipe_flags() -> list[list[str]]:
-    return [
-        words[words.index("recipes/finetuning.py") + 1 :] for words in commands() if "recipes/finetuning.py" in words
-    ]
+    called = [command.script() for command in PAGE.commands()]
+    return [found[1] for found in called if found is not None and found[0] == "finetuning"]
 
 
 def inline_code() -> list[str]:
-    outside = re.sub(r"^```.*?^```$", "", README, flags=re.MULTILINE | re.DOTALL)
-    return re.findall(r"`([^`\n]+)`", outside)
+    return PAGE.inline_code()
 
 
 @pytest.fixture
@@ -67,10 +59,9 @@ def test_the_two_commands_come_first() -> None:
 
 
 def test_every_make_target_exists() -> None:
-    targets = re.findall(r"^([\w-]+):", (REPOSITORY / "Makefile").read_text(), re.MULTILINE)
     named = re.findall(r"\bmake ([a-z-]+)", " ".join(inline_code() + [shlex.join(words) for words in commands()]))
     assert len(set(named)) >= 4
-    assert set(named) <= set(targets)
+    assert set(named) <= make_targets()
 
 
 @pytest.mark.parametrize("flags", recipe_flags(), ids=" ".join)
@@ -80,10 +71,8 @@ def test_every_command_of_the_recipe_loads(flags: list[str], mine: None) -> None
 
 def test_every_flag_named_is_one() -> None:
     named = {flag for code in inline_code() for flag in re.findall(r"--([A-Za-z0-9_.]+)", code)}
-    others = [flag for flag in sorted(named - OWN.keys()) if known(flag) is None]
-    unknown = [flag for flag in others if not OTHERS_FLAGS.match(flag)]
     assert len(named) > 40
-    assert not unknown
+    assert not PAGE.unknown_flags()
 
 
 def test_flags_of_the_methods_table_load() -> None:
@@ -125,13 +114,8 @@ def prepared(dataset: str, save_tokenizer: Callable[..., Path], tmp_path: Path) 
 def test_the_custom_dataset_works(
     save_tokenizer: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    [snippet] = [snippet for snippet in blocks("python") if "def tickets" in snippet]
     monkeypatch.chdir(tmp_path)
-    Path("my_dataset.py").write_text(snippet)
-    with open("tickets.csv", "w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["question", "answer", "state"])
-        writer.writerows([[f"Question {n}?", f"Answer {n}.", "open" if n == 5 else "solved"] for n in range(21)])
+    write_tickets(tmp_path)
     data = prepared("my_dataset.py:tickets", save_tokenizer, tmp_path)
     assert (len(data.train), len(data.validation)) == (18, 2)
     assert data.chat_sample[0]["content"] == "Question 0?"

@@ -58,11 +58,12 @@ def test_quantization_has_a_short_form(recipe, text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("train:\n  learning_rate: 1", "mine.yaml:2: train.learning_rate is not a setting. Did you mean train.lr?"),
+        ("train:\n  learning_rate: 1", "mine.yaml:2: train.learning_rate is TRL's and axolotl's name; here it is "
+                                      "train.lr."),
         ("train:\n\n  lrr: 1", "mine.yaml:3: train.lrr is not a setting. Did you mean train.lr?"),
         ("data:\n  lr: 1", "mine.yaml:2: data.lr is not a setting. Did you mean train.lr?"),
-        ("train:\n  load_in_4bit: true", "mine.yaml:2: train.load_in_4bit is not a setting. "
-                                         "Did you mean quantization: 4bit?"),
+        ("train:\n  load_in_4bit: true", "mine.yaml:2: train.load_in_4bit is TRL's and axolotl's name; here "
+                                         "it is quantization: 4bit."),
         ("model:\n  zzzzz: 1", "mine.yaml:2: model.zzzzz is not a setting. model has model_name, tokenizer_name, "
                                "trust_remote_code, attn_implementation, freeze_layers, num_freeze_layers, use_liger, "
                                "compile, resize_embeddings."),
@@ -71,7 +72,7 @@ def test_quantization_has_a_short_form(recipe, text: str) -> None:
         ("lr: 1", "mine.yaml:1: lr stands outside its section; write it as lr below train:"),
         ("trian:\n  lr: 1", "mine.yaml:1: trian is not a section. Did you mean train?"),
         ("lora_config:\n  r: 1", "mine.yaml:1: lora_config is not a section. Did you mean peft?"),
-        ("epochs: 3", "mine.yaml:1: epochs is not a section. Did you mean train.num_epochs?"),
+        ("epochs: 3", "mine.yaml:1: epochs is torchtune's name; here it is train.num_epochs."),
         ("train: 5", "mine.yaml:1: train is a section; its settings stand indented below, as device: ..."),
         ("train:\n  lr: 1\n  lr: 2", "mine.yaml:3: train.lr is set twice, first in line 2."),
         ("train:\n  lr: 1\ndata:\ntrain:\n  seed: 2", "mine.yaml:4: train is set twice, first in line 1."),

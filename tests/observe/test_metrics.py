@@ -145,4 +145,5 @@ def test_records_are_read_back_as_they_were_logged(tmp_path: Path) -> None:
 
 def test_lists_become_one_series_per_rank() -> None:
     flat = one_series_per_rank({"train/loss": 2.0, "memory/host_peak_bytes": [10, 20]})
-    assert flat == {"train/loss": 2.0, "memory/host_peak_bytes/rank0": 10, "memory/host_peak_bytes/rank1": 20}
+    ranks = {"memory/host_peak_bytes/rank0": 10, "memory/host_peak_bytes/rank1": 20, "memory/host_peak_bytes/max": 20}
+    assert flat == {"train/loss": 2.0} | ranks

@@ -54,7 +54,7 @@ def test_a_step_with_its_evaluation_is_one_line(tmp_path: Path, screen: io.Strin
 
 
 def test_ranks_other_than_0_log_nothing(tmp_path: Path, screen: io.StringIO) -> None:
-    with RunLog(tmp_path, OFFLINE, {}, total_steps=2, enabled=False) as run_log:
+    with RunLog(tmp_path, OFFLINE, {}, total_steps=2, rank=1) as run_log:
         run_log.log_step(1, {"train/loss": 8.0})
     assert list(tmp_path.iterdir()) == []
     assert screen.getvalue() == ""

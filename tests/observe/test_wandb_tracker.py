@@ -20,9 +20,10 @@ from typing import Any
 
 import pytest
 from wandb.proto.wandb_internal_pb2 import Record
+from wandb_artifacts import Artifacts
 
 from llama_ft.config.sections import TrackingConfig
-from llama_ft.observe import RunLog, WandbTracker
+from llama_ft.observe import RunLog, WandbTracker, start_trackers
 
 RESOLVED = {"train": {"lr": 0.001, "num_epochs": 2}, "model": {"model_name": "demo"}}
 SOURCE = Path(__file__).parents[2] / "src"
@@ -62,6 +63,8 @@ class WandbServer:
     refuses_keys: bool = False
     silent_after_start: bool = False
     closing: threading.Event = field(default_factory=threading.Event)
+    summary: dict[str, Any] = field(default_factory=dict)
+    artifacts: Artifacts = field(default_factory=Artifacts)
 
     def answer(self, path: str, body: bytes) -> tuple[int, dict[str, object]]:
         self.requests.append((path, body))
@@ -77,6 +80,8 @@ class WandbServer:
             return 200, {"data": {"upsertBucket": {"bucket": bucket, "inserted": True}}}
         if self.silent_after_start:
             self.closing.wait()
+        if (about_artifact := self.artifacts.answer(body)) is not None:
+            return 200, about_artifact
         if b"mutation CreateRunFiles" in body:
             return 200, {"data": {"createRunFiles": {"runID": "b", "uploadHeaders": [], "files": []}}}
         if b"query RunResumeStatus" in body:
@@ -95,6 +100,8 @@ class WandbServer:
         return {"id": "b", "name": run_id, "displayName": "run", "historyTail": tail, "tags": []} | counts | texts
 
     def take(self, run_id: str, stream: dict[str, Any]) -> None:
+        for line in stream.get("files", {}).get("wandb-summary.json", {"content": []})["content"]:
+            self.summary = json.loads(line)
         lines = stream.get("files", {}).get("wandb-history.jsonl", {"offset": 0, "content": []})
         self.history[run_id] |= dict(enumerate(lines["content"], lines["offset"]))
         self.ends += [{key: stream[key] for key in ("preempting", "exitcode") if key in stream}]
@@ -117,6 +124,11 @@ def wandb_server() -> Iterator[WandbServer]:
             self.end_headers()
             self.wfile.write(json.dumps(reply).encode())
 
+        def do_PUT(self) -> None:
+            body = self.rfile.read(int(self.headers.get("content-length", 0)))
+            self.send_response(fake.artifacts.take(self.path, body))
+            self.end_headers()
+
         def log_message(self, *_: object) -> None:
             pass
 
@@ -124,7 +136,7 @@ def wandb_server() -> Iterator[WandbServer]:
     server.daemon_threads = True
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
-    fake.url = f"http://127.0.0.1:{server.server_port}"
+    fake.url = fake.artifacts.url = f"http://127.0.0.1:{server.server_port}"
     yield fake
     fake.closing.set()
     server.shutdown()
@@ -186,8 +198,11 @@ def test_wandb_offline_keeps_everything_and_says_how_to_sync(
         wandb_entity="my-team",
         wandb_name="first",
         wandb_tags=["lora", "8b"],
+        wandb_group="sweep",
+        wandb_job_type="train",
+        wandb_notes="the first of three",
     )
-    tracker = WandbTracker(config, tmp_path, RESOLVED)
+    (tracker,) = start_trackers(config, tmp_path, RESOLVED)
     for step in (1, 2):
         tracker.log({"train/loss": 6.0 / step, "memory/host_peak_bytes": [10, 20]}, step)
     tracker.finish(0)
@@ -197,11 +212,110 @@ def test_wandb_offline_keeps_everything_and_says_how_to_sync(
     (run, *_) = [record.run for record in offline_records(run_dir) if record.HasField("run")]
     assert (run.project, run.entity, run.display_name) == ("docstrings", "my-team", "first")
     assert list(run.tags) == ["lora", "8b"]
+    assert (run.run_group, run.job_type, run.notes) == ("sweep", "train", "the first of three")
+    settings = {item.key or "/".join(item.nested_key): item.value_json for item in run.config.update}
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=SOURCE, capture_output=True, text=True).stdout.strip()
+    if head:  # the tests may run from an archive
+        assert json.loads(settings["git"])["commit"] == head
     assert '{"lr":0.001,"num_epochs":2}' in [item.value_json for item in run.config.update]
     history = offline_history(run_dir)
     assert [float(row["train/loss"]) for row in history] == [6.0, 3.0]
     assert [float(row["memory/host_peak_bytes/rank1"]) for row in history] == [20.0, 20.0]
     assert [row["_step"] for row in history] == ["1", "2"]
+
+
+SAMPLES = [
+    {"when": "before", "question": "2 + 2?", "answer": "half a letter \udc80", "reference": "4"},
+    {"when": "after", "question": "2 + 2?", "answer": "4", "reference": "4"},
+]
+TABLE = ["2 + 2?", "4", "half a letter ?", "4"]
+OUTCOME = {"weights_of": 2, "best_step": 2}
+
+
+def run_with_result(output_dir: Path, mode: str, seconds: float = 60) -> Path:
+    """A run of two steps with samples and a result to upload; its directory in output_dir/wandb."""
+    (output_dir / "model").mkdir(parents=True)
+    (output_dir / "model" / "adapter_model.safetensors").write_bytes(b"weights")
+    tracking = TrackingConfig(use_wandb=True, wandb_mode=mode, wandb_log_model=True)  # type: ignore[arg-type]
+    with RunLog(output_dir, tracking, {}, 2) as run_log:
+        with run_log.training():
+            for step in (1, 2):
+                memory = [10 * step, 40 - 10 * step]
+                losses = {"train/loss": 1.0 / step, "eval/loss": 1.0 * step, "eval/perplexity": 9.0}
+                run_log.log_step(step, losses | {"memory/host_peak_bytes": memory})
+            run_log.log_samples(SAMPLES)
+        run_log.log_result(output_dir / "model", OUTCOME, "my_models/base", seconds)
+    (run_dir,) = (path for path in (output_dir / "wandb").glob("*run-*") if path.is_dir() and not path.is_symlink())
+    return run_dir
+
+
+def check_uploaded(server: WandbServer) -> None:
+    (model,) = server.artifacts.of_type("model")
+    aliases = {alias["alias"] for alias in model["aliases"]}
+    assert model["committed"] and aliases == {"latest", "step-2", "best"}
+    assert json.loads(model["metadata"]) == {"base_model": "my_models/base", "step": 2}
+    name = model["artifactCollectionName"]
+    assert server.artifacts.uploaded[f"{name}/adapter_model.safetensors"] == b"weights"
+    (table,) = server.artifacts.of_type("run_table")
+    rows = json.loads(server.artifacts.uploaded[f"{table['artifactCollectionName']}/samples.table.json"])
+    assert rows["columns"] == ["question", "reference", "before tuning", "after tuning"]
+    assert rows["data"] == [TABLE]
+    summary = server.summary
+    assert (summary["train/loss"], summary["eval/loss"]) == (0.5, {"min": 1.0, "last": 2.0})
+    largest = [summary[f"memory/host_peak_bytes/{which}"] for which in ("rank0", "rank1", "max")]
+    assert largest == [{"max": 20}, {"max": 30}, {"max": 30}]
+
+
+def test_wandb_online_takes_the_result_and_the_samples(
+    tmp_path: Path, wandb_server: WandbServer, login: None, screen: io.StringIO
+) -> None:
+    run_with_result(tmp_path / "run", "online")
+    check_uploaded(wandb_server)
+    assert ":v0, latest, step-2, best." in screen.getvalue()
+    assert wandb_server.ends[-1] == {"exitcode": 0}
+    copies = [path for path in tmp_path.rglob("*") if path.is_file() and path.read_bytes() == b"weights"]
+    assert copies == [tmp_path / "run" / "model" / "adapter_model.safetensors"], "the result is not copied for it"
+
+
+def test_an_offline_run_is_uploaded_with_its_result(
+    tmp_path: Path, wandb_server: WandbServer, login: None, screen: io.StringIO
+) -> None:
+    run_with_result(tmp_path / "run", "offline")
+    assert wandb_server.requests == []
+    upload(screen)
+    check_uploaded(wandb_server)
+
+
+@pytest.mark.slow
+def test_a_result_that_is_not_taken_ends_in_time_and_fails_nothing(
+    tmp_path: Path, wandb_server: WandbServer, login: None, screen: io.StringIO
+) -> None:
+    wandb_server.artifacts.refuses_uploads = True
+    start = time.monotonic()
+    run_dir = run_with_result(tmp_path / "run", "online", seconds=3)
+    assert time.monotonic() - start < 40
+    assert f"warning: W&B did not take the result, which is in {tmp_path}/run/model." in screen.getvalue()
+    assert wandb_server.losses(run_dir.name.rpartition("-")[2]) == [(1, 1.0), (2, 0.5)]
+    assert (tmp_path / "run" / "model" / "adapter_model.safetensors").read_bytes() == b"weights"
+
+
+def test_wandb_per_rank_gives_each_rank_a_run_of_one_group(tmp_path: Path, screen: io.StringIO) -> None:
+    output_dir = tmp_path / "run"
+    output_dir.mkdir()
+    tracking = TrackingConfig(use_wandb=True, wandb_mode="offline", wandb_per_rank=True)
+    for rank, first, resume_step in ((0, 1, None), (1, 1, None), (1, 3, 2)):
+        with RunLog(output_dir, tracking, {}, 2, rank, resume_step, tracker_ids={"wandb": "abc"}) as run_log:
+            for step in (first, first + 1):
+                run_log.log_step(step, {"train/loss": 1.0, "memory/host_peak_bytes": [10 * step, 20 * step]})
+    found = {}
+    for run_dir in sorted((output_dir / "wandb").glob("offline-run-*"), key=os.path.getmtime):
+        run = next(record.run for record in offline_records(run_dir) if record.HasField("run"))
+        history = offline_history(run_dir)
+        assert run.run_group == "run"
+        found[run.display_name] = run.run_id, [float(row["memory/host_peak_bytes"]) for row in history]
+        assert ("train/loss" in history[0]) == (run.run_id == "abc"), "what is of all ranks is rank 0's"
+    assert found == {"run-rank0": ("abc", [10.0, 20.0]), "run-rank1": ("abc-rank1", [20.0, 40.0, 60.0, 80.0])}
+    assert len((output_dir / "metrics.jsonl").read_text().splitlines()) == 2, "written by rank 0 only"
 
 
 def test_wandb_offline_keeps_machine_user_and_code_to_itself(tmp_path: Path, screen: io.StringIO) -> None:

@@ -3,7 +3,7 @@
 from llama_ft.checkpoint.export import export_adapter, export_model, save_dtype
 from llama_ft.checkpoint.from_checkpoint import Exporter, find_sound
 from llama_ft.checkpoint.hub_upload import upload
-from llama_ft.checkpoint.merge import merge_adapter
+from llama_ft.checkpoint.merge import merge_adapter, understood_adapter
 from llama_ft.checkpoint.model_card import write_model_card
 from llama_ft.checkpoint.reader import Checkpoint, complete_checkpoints, damage
 from llama_ft.checkpoint.resume import (
@@ -40,6 +40,7 @@ __all__ = [
     "restore_weights",
     "save_dtype",
     "to_host",
+    "understood_adapter",
     "upload",
     "write_model_card",
 ]

@@ -200,7 +200,7 @@ def merge_adapter(
 
 
 def _plan(adapter: Path, base: Path, trust_remote_code: bool) -> _Merge:
-    lora = _read_settings(adapter)
+    lora = understood_adapter(adapter)
     model_config = load_model_config(base, trust_remote_code)
     _check_not_quantized(model_config, base)
     stored_rows, new_ids = vocabulary_size(model_config) or 0, sorted(rows_trained(lora))
@@ -241,15 +241,19 @@ def _plan(adapter: Path, base: Path, trust_remote_code: bool) -> _Merge:
     return _Merge(grown, weights, injected.keys, made_of, by_stored_name, is_untied, model_config)
 
 
-def _read_settings(adapter: Path) -> LoraConfig:
-    """The adapter's settings, if all of them are understood here."""
+def understood_adapter(adapter: Path) -> LoraConfig:
+    """A saved adapter's settings.
+
+    Raises:
+        UserError: not all of them are understood here, so that what came out would be another model.
+    """
     file = adapter / ADAPTER_CONFIG
     try:
         settings, defaults = json.loads(file.read_text()), LoraConfig()
     except (OSError, ValueError) as error:
         raise UserError(f"{file}: cannot be read ({error}).") from error
     if settings.get("peft_type") != "LORA":
-        raise UserError(f"{file}: a {settings.get('peft_type')} adapter; only LORA ones are merged here.")
+        raise UserError(f"{file}: a {settings.get('peft_type')} adapter; only LORA ones are read here.")
     others = [
         f"{name} = {value}"
         for name, value in settings.items()
@@ -261,7 +265,7 @@ def _read_settings(adapter: Path) -> LoraConfig:
         others.append(f"task_type = {settings['task_type']}")
     if others:
         raise UserError(
-            f"{file}: {'; '.join(others)}.\nSuch an adapter is not merged here; use it with peft beside its base model."
+            f"{file}: {'; '.join(others)}.\nSuch an adapter is not read here; use it with peft beside its base model."
         )
     return saved_config(adapter)
 

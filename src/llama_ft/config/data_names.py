@@ -115,6 +115,8 @@ def _file_complaint(name: str, path: Path) -> str | None:
         if (data_suffix(name) and "," not in name) or near:
             return f"no such file.{near}"
         built_in = ("demo", *READY_DATASETS)
+        if name in ("custom_dataset", "llamaguard_toxicchat_dataset"):
+            return "is llama-recipes' name. Here it is path/to/file.py:function, which makes the rows."
         if "," in name:
             return f"no such file. Several are written '[{name.replace(',', ', ')}]'."
         match = nearest(name, built_in)

@@ -10,6 +10,7 @@ from llama_ft.config.wording import NO_PLACES, is_flag, subject
 PEFT_FIELDS = tuple(name for name, setting in SETTINGS.items() if setting.section == "peft" and name != "use_peft")
 ADAPTER_FIELDS = tuple(name for name in PEFT_FIELDS if name not in ("peft_method", "from_peft_checkpoint"))
 WANDB_FIELDS = tuple(name for name in SETTINGS if name.startswith("wandb_"))
+MLFLOW_FIELDS = tuple(name for name in SETTINGS if name.startswith("mlflow_"))
 
 
 @dataclass(frozen=True)
@@ -122,6 +123,8 @@ CONDITIONS = (
     Condition(("profiler_dir",), "use_profiler", bool, "without use_profiler"),
     Condition(("flop_counter_start",), "flop_counter", bool, "without flop_counter"),
     Condition(WANDB_FIELDS, "use_wandb", bool, "without use_wandb"),
+    Condition(MLFLOW_FIELDS, "use_mlflow", bool, "without use_mlflow"),
+    Condition(("wandb_log_model", "mlflow_log_model"), "save_model", bool, "with save_model off"),
 )
 
 

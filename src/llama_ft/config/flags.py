@@ -14,7 +14,7 @@ import fire
 from fire.decorators import SetParseFn
 
 from llama_ft.config.fields import Setting
-from llama_ft.config.names import gone, guess, known
+from llama_ft.config.names import guess, known, told_apart
 from llama_ft.config.values import Given, from_text
 from llama_ft.config.wording import expected, nearest
 
@@ -181,9 +181,9 @@ def _text(word: Word, setting: Setting, negated: bool) -> tuple[str, str | None]
 
 def _unknown(word: Word) -> str:
     """Say what an unknown flag may have meant."""
-    replacement = gone(word.name)
-    if replacement:
-        return f"{word.flag}, known from llama-recipes, is not used here: {replacement}."
+    said = told_apart(word.name)
+    if said:
+        return word.flag + said
     if _like_config(word.name):
         return f"{word.flag} is not a flag. Did you mean --config?"
     meant = guess(word.name)
@@ -205,6 +205,8 @@ def _stray(word: Word) -> str:
     name = text.partition("=")[0]
     if "=" in text and _setting(name.replace("-", "_"))[0]:
         return f'"{text}" is not a flag. Did you mean --{text}?'
+    if "=" in text and (said := told_apart(name)):  # torchtune's way of writing them
+        return f'"{text}" is not a flag. {name}{said}'
     if text.endswith((".yaml", ".yml")):
         return f'"{text}" stands alone. Did you mean --config {text}?'
     if word.before:

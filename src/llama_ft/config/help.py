@@ -2,8 +2,12 @@
 
 import inspect
 import textwrap
+from collections.abc import Mapping
+from pathlib import Path
 
+from llama_ft.commands import is_console_script
 from llama_ft.config.fields import SECTIONS, SETTINGS, Setting
+from llama_ft.config.trainers import LLAMA_RECIPES
 from llama_ft.config.wording import show
 
 WIDTH = 100
@@ -25,14 +29,16 @@ def help_text(description: str, script: str) -> str:
 
     Args:
         description: what the recipe does; its first paragraph is printed.
-        script: the recipe as it was called, such as recipes/finetuning.py.
+        script: the recipe as it was called, such as recipes/finetuning.py or /some/where/llama-ft-finetune.
     """
+    name = Path(script).name
+    python, torchrun = (name, f"--no-python {name}") if is_console_script(script) else (f"python {script}", script)
     parts = [
         _paragraph(inspect.cleandoc(description).partition("\n\n")[0]),
         f"Usage:\n"
-        f"  python {script} [flags]\n"
-        f"  python {script} --config configs/quickstart.yaml [flags]\n"
-        f"  torchrun --nproc_per_node 2 {script} --enable_fsdp [flags]",
+        f"  {python} [flags]\n"
+        f"  {python} --config configs/quickstart.yaml [flags]\n"
+        f"  torchrun --nproc_per_node 2 {torchrun} --enable_fsdp [flags]",
         _paragraph(
             "Flags are written --lr 1e-4 or --lr=1e-4, or with their section: --train.lr 1e-4. Switches stand alone "
             "(--use_peft) or take true or false, and --no_save_model turns one off. Lists are written a,b,c, and none "
@@ -40,15 +46,23 @@ def help_text(description: str, script: str) -> str:
         ),
         _paragraph(
             "Coming from llama-recipes: its flags work by their names here, also with their prefixes "
-            "(--lora_config.r 8); one whose meaning is gone is refused with a line saying what to use."
+            "(--lora_config.r 8); one whose meaning is gone is refused with a line saying what to use. Names of "
+            "torchtune, TRL and axolotl are answered with ours. The pages docs/from-*.md have them all."
         ),
         "  --config FILE\n" + _indented("A YAML recipe to read first.") + "\n  --help, -h\n" + _indented("Print this."),
     ]
-    return "\n\n".join(parts + [_section(section) for section in SECTIONS]) + "\n"
+    parts += [_section(section) for section in SECTIONS]
+    parts.append("\n".join(["Names of llama-recipes that are others here:", *_renamed(LLAMA_RECIPES)]))
+    return "\n\n".join(parts) + "\n"
 
 
 def _paragraph(text: str) -> str:
     return textwrap.fill(text, WIDTH)
+
+
+def _renamed(names: Mapping[str, str]) -> list[str]:
+    """Names that something takes the place of, and what that is."""
+    return [_entry(f"  {name}", here.removeprefix("use ")) for name, here in names.items() if here.startswith("use ")]
 
 
 def _indented(text: str) -> str:
@@ -65,7 +79,11 @@ def _flag(setting: Setting) -> str:
     head = f"  --{setting.name}{WORDS[setting.kind]}"
     if setting.name == "mode":
         head = "  --quantization [WORD]"
-    lines = textwrap.wrap(f"{setting.meaning} {_facts(setting)}", WIDTH - COLUMN, break_on_hyphens=False)
+    return _entry(head, f"{setting.meaning} {_facts(setting)}")
+
+
+def _entry(head: str, text: str) -> str:
+    lines = textwrap.wrap(text, WIDTH - COLUMN, break_on_hyphens=False)
     if len(head) < COLUMN - 1:
         head, lines = head.ljust(COLUMN) + lines[0], lines[1:]
     return "\n".join([head, *(" " * COLUMN + line for line in lines)])

@@ -66,7 +66,7 @@ def output_dir_complaint(
     if os.environ.get("RANK", "0") != "0":
         return None
     path = DEFAULT_PARENT if directory is None else Path(directory).expanduser()
-    obstacle = _not_writable(path)
+    obstacle = not_writable(path)
     if obstacle or directory is None or not path.exists():
         return obstacle
     for name, value in inputs.items():
@@ -91,7 +91,7 @@ def output_dir_complaint(
 def model_dir_complaint(directory: str, overwrite: bool, inputs: Mapping[str, str | None]) -> str | None:
     """Say why a model cannot be written into directory, a folder of its own. Arguments and result as above."""
     path = Path(directory).expanduser()
-    obstacle = _not_writable(path)
+    obstacle = not_writable(path)
     if obstacle or not path.exists() or not any(path.iterdir()):
         return obstacle
     others = [e.name for e in sorted(path.iterdir()) if not any(fnmatch(e.name, known) for known in MODEL_PATTERNS)]
@@ -111,7 +111,7 @@ def _deleted_input(entries: list[Path], inputs: Mapping[str, str | None]) -> str
     return None
 
 
-def _not_writable(path: Path) -> str | None:
+def not_writable(path: Path) -> str | None:
     """Say why nothing can be written to path.
 
     Tries the nearest folder that exists: permission bits say yes to root even where nothing can be written.

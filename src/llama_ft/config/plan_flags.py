@@ -5,10 +5,11 @@ import re
 from argparse import Namespace
 from pathlib import Path
 
+from llama_ft import commands
 from llama_ft.config.flags import read_flags, split_words
 from llama_ft.config.gpus import device_for
 from llama_ft.config.load import load
-from llama_ft.config.names import gone, known
+from llama_ft.config.names import known, told_apart
 from llama_ft.config.paths import looks_local
 from llama_ft.config.sections import Config
 from llama_ft.config.wording import nearest, nearest_file
@@ -96,7 +97,7 @@ def read_plan_flags(argv: list[str], demo_recipe: Path) -> tuple[Config, dict[st
 def _own_meant(word: str) -> str | None:
     """Which of these flags an unknown one is a slip of."""
     name = word.partition("=")[0].removeprefix("--").replace("-", "_")
-    is_other = not word.startswith("--") or name == "config" or known(name) or gone(name)
+    is_other = not word.startswith("--") or name == "config" or known(name) or told_apart(name)
     return None if is_other else nearest(name, OWN)
 
 
@@ -115,7 +116,7 @@ def plan_help(text: str) -> str:
     process plans for all ranks."""
     text = re.sub(
         r"^  torchrun .* --enable_fsdp \[flags\]$",
-        "  python recipes/plan.py --nproc 8 --enable_fsdp --fit h100 [flags]",
+        f"  {commands.shown('plan')} --nproc 8 --enable_fsdp --fit h100 [flags]",
         text,
         flags=re.MULTILINE,
     )

@@ -8,13 +8,21 @@ from typing import Any
 import yaml
 
 from llama_ft.config.fields import SECTIONS, SETTINGS, Setting
-from llama_ft.config.names import gone, guess, known
+from llama_ft.config.names import guess, known, told_apart
+from llama_ft.config.trainers import TRAINERS
 from llama_ft.config.values import Given, from_text, parts_of
 from llama_ft.config.wording import nearest, nearest_file, show
 
 NULL = "tag:yaml.org,2002:null"
 # llama-recipes' configuration classes, and the sections that took their place.
 CLASSES = {"train_config": "train", "fsdp_config": "fsdp", "lora_config": "peft", "wandb_config": "tracking"}
+# Keys at the top of a whole recipe for another program: which, and whose page is about it.
+MARKS = {
+    "base_model": ("axolotl", "axolotl"),
+    "model_name_or_path": ("TRL, or for another that takes transformers' arguments", "TRL"),
+    "distributed_type": ("accelerate", "TRL"),
+}
+OURS = {"train", "data", "checkpoint"}  # of our sections those that no such recipe has
 BAREWORD_MODES = {"true": "8bit", "false": "none"}
 
 
@@ -36,6 +44,10 @@ def read_recipe(path: Path) -> Given:
     if not isinstance(root, yaml.MappingNode):
         given.readable = False
         given.mistakes.append(f"{_at(shown, root)}: a recipe is sections with settings, such as\ntrain:\n  lr: 1e-4")
+        return given
+    if someone_elses := _someone_elses(root, shown):
+        given.readable = False
+        given.mistakes.append(someone_elses)
         return given
     for key, place, node in _pairs(root, "", shown, given):
         _read_section(key, place, node, shown, given)
@@ -90,6 +102,23 @@ def _pairs(node: yaml.MappingNode, inside: str, shown: str, given: Given) -> Ite
         yield key, f"{shown}:{line}", value_node
 
 
+def _someone_elses(root: yaml.MappingNode, shown: str) -> str | None:
+    """Tell a whole recipe for another trainer by its keys, so that it is one mistake and not one a line."""
+    below = [key for _, value in root.value if isinstance(value, yaml.MappingNode) for key, _ in value.value]
+    found = [(key, "torchtune", "torchtune") for key in below if key.value == "_component_"]
+    keys = {str(key.value): key for key, _ in root.value}
+    if not OURS & keys.keys():
+        found += [(keys[mark], *owner) for mark, owner in MARKS.items() if mark in keys]
+    if not found:
+        return None
+    key, program, trainer = found[0]
+    page = next(other.page for other in TRAINERS if other.name == trainer)
+    return (
+        f"{_at(shown, key)}: {key.value} tells that this is a recipe for {program}.\n"
+        f"{page} has its keys with what they are here, and a command to begin with."
+    )
+
+
 def _read_section(section: str, place: str, node: yaml.Node, shown: str, given: Given) -> None:
     if section == "quantization" and isinstance(node, yaml.ScalarNode) and node.tag != NULL:
         _set(SETTINGS["mode"], BAREWORD_MODES.get(node.value.lower(), node.value), place, given)
@@ -140,9 +169,9 @@ def _not_a_section(name: str, place: str, node: yaml.Node) -> str:
     setting = known(name)
     if setting is not None:
         return f"{place}: {name} stands outside its section; write it as {setting.name} below {setting.section}:"
-    replacement = gone(name)
-    if replacement:
-        return f"{place}: {name}, known from llama-recipes, is not used here: {replacement}."
+    said = told_apart(name, as_key=True)
+    if said:
+        return f"{place}: {name}{said}"
     match = CLASSES.get(name) or nearest(name, SECTIONS)
     if match and isinstance(node, yaml.MappingNode):
         return f"{place}: {name} is not a section. Did you mean {match}?"
@@ -152,9 +181,9 @@ def _not_a_section(name: str, place: str, node: yaml.Node) -> str:
 
 
 def _not_a_setting(section: str, name: str, place: str) -> str:
-    replacement = gone(name)
-    if replacement:
-        return f"{place}: {section}.{name}, known from llama-recipes, is not used here: {replacement}."
+    said = told_apart(name, as_key=True)
+    if said:
+        return f"{place}: {section}.{name}{said}"
     meant = guess(name)
     if meant:
         return f"{place}: {section}.{name} is not a setting. Did you mean {meant.as_key}?"

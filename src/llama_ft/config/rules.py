@@ -15,6 +15,15 @@ from llama_ft.config.effect import without_effect
 from llama_ft.config.fields import SETTINGS, values_of
 from llama_ft.config.same_run import unknown_changes
 from llama_ft.config.sections import Config
+from llama_ft.config.tracking_names import (
+    experiment_complaint,
+    mlflow_tags_complaint,
+    project_complaint,
+    store_complaint,
+    wandb_group_complaint,
+    wandb_name_complaint,
+    wandb_tags_complaint,
+)
 from llama_ft.config.wording import NO_PLACES, one_of, subject
 from llama_ft.errors import UserError
 
@@ -308,6 +317,13 @@ RULES: tuple[Callable[..., str | None], ...] = (
     _collective_timeout_is_a_time,
     _streams_have_no_end,
     _streams_have_no_fraction,
+    project_complaint,
+    wandb_tags_complaint,
+    wandb_name_complaint,
+    wandb_group_complaint,
+    experiment_complaint,
+    mlflow_tags_complaint,
+    store_complaint,
 )
 
 

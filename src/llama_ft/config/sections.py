@@ -396,8 +396,43 @@ class TrackingConfig:
     wandb_mode: Literal["online", "offline"] = "online"
     """offline needs neither network nor key, and the run ends with the command that uploads it."""
 
+    wandb_group: str | None = None
+    """Group of the W&B run, for runs that belong together."""
+
+    wandb_job_type: str | None = None
+    """Job type of the W&B run, such as train."""
+
+    wandb_notes: str | None = None
+    """Notes on the W&B run."""
+
+    wandb_per_rank: bool = False
+    """A W&B run for every rank, in one group, each with its own memory and machine load; else one run, rank 0's."""
+
+    wandb_log_model: bool = False
+    """Upload output_dir/model to W&B at the end, as an artifact with the aliases latest, step-N and, where it has the
+    lowest validation loss, best."""
+
     use_tensorboard: bool = False
     """Write TensorBoard event files to output_dir/tensorboard."""
+
+    use_mlflow: bool = False
+    """Log to MLflow; needs the package (pip install -e .[mlflow])."""
+
+    mlflow_tracking_uri: str | None = None
+    """MLflow server (https://...), folder, or sqlite:///file; when not given MLFLOW_TRACKING_URI, else the folder
+    mlruns beside output_dir."""
+
+    mlflow_experiment: str = "llama_ft"
+    """MLflow experiment; made when there is none of that name."""
+
+    mlflow_name: str | None = None
+    """Name of the MLflow run; the name of output_dir when not given."""
+
+    mlflow_tags: list[str] = Field(default_factory=list)
+    """Tags of the MLflow run, as name=value."""
+
+    mlflow_log_model: bool = False
+    """Copy output_dir/model to the MLflow run's artifacts at the end."""
 
 
 @dataclass(config=STRICT, kw_only=True)

@@ -133,6 +133,8 @@ def _save_model(folder: Path, tokenizer: "PreTrainedTokenizerFast") -> int:
         torch.manual_seed(SEED)
         model = LlamaForCausalLM(config)
     model.generation_config = GenerationConfig(**token_ids)
+    # transformers saves on rank 0 only, but every node with a disk of its own needs the files.
+    model.should_save_on_this_rank = lambda is_main_process: is_main_process  # type: ignore[method-assign]
     with _no_progress_bars():
         model.save_pretrained(folder, max_shard_size="8MB")  # 26 MB in all: several shards, as big models have
     return sum(parameter.numel() for parameter in model.parameters())

@@ -19,7 +19,7 @@ from llama_ft.data.chat_template import ensure_chat_template
 from llama_ft.data.formats import BadRow, Message
 from llama_ft.data.parallel import ChunkEncoder, chunks_of
 from llama_ft.data.rate import Rate
-from llama_ft.data.sources import Source, brings_validation, open_source
+from llama_ft.data.sources import Source, Split, brings_validation, open_source
 from llama_ft.data.statistics import BuildReport, SplitStatistics, describe
 from llama_ft.data.tokenize import Encoder
 from llama_ft.errors import UserError
@@ -107,6 +107,7 @@ def prepare(
     want_validation: bool,
     vocabulary_size: int | None = None,
     add_tokens: bool = False,
+    use: Split = "train",
 ) -> TokenizedData:
     """Tokenize what `config` names, or take it from the cache.
 
@@ -121,11 +122,12 @@ def prepare(
         want_validation: False leaves `validation` None; a fraction of the rows is held out all the same.
         vocabulary_size: of the model; a tokenizer may have ids beyond it as long as no row does. None: not checked.
         add_tokens: the model gets rows for special tokens that the chat template writes and the tokenizer lacks.
+        use: what the rows of config.dataset, which come as `train`, are for: validation takes the split meant for it.
 
     Raises:
         UserError: the data cannot be used; several bad rows are reported together.
     """
-    job = _plan(config, tokenizer, cache, want_validation)
+    job = _plan(config, tokenizer, cache, want_validation, use)
     has_template = config.chat_template or _has_chats(job)
     note = ensure_chat_template(tokenizer, config.chat_template, add_tokens) if has_template else ""
     if not has_template and tokenizer.eos_token_id is None and not _is_tokenized(job):
@@ -164,9 +166,11 @@ def prepare(
     )
 
 
-def _plan(config: DataConfig, tokenizer: "PreTrainedTokenizerBase", cache: Path, want_validation: bool) -> _Job:
+def _plan(
+    config: DataConfig, tokenizer: "PreTrainedTokenizerBase", cache: Path, want_validation: bool, use: Split
+) -> _Job:
     """Open the sources that `--dataset` and `--validation` name."""
-    source = open_source(config.dataset, "train", config=config, tokenizer=tokenizer, cache=cache)
+    source = open_source(config.dataset, use, config=config, tokenizer=tokenizer, cache=cache)
     fraction = _fraction(config.validation)
     validation: Source | None = None
     if want_validation and fraction is None:

@@ -17,7 +17,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.models.conversion import open_source
 from llama_ft.models.shards import ShardGroup, row_ranges, wait_for_device
-from llama_ft.models.source import SafetensorsSource, StoredTensor, WeightSource
+from llama_ft.models.source import OverlaidSource, SafetensorsSource, StoredTensor, WeightSource
 from llama_ft.planning import planned_device
 
 BLOCK_ELEMENTS = 2**23  # copying 550 M weights took 0.1 s in blocks of 2**22 to 2**24, 0.1 to 1.1 s in 2**19
@@ -134,11 +134,15 @@ class Loader:
                     rows.copy_(received)
 
 
-def open_loader(files: Path, model: PreTrainedModel, group: ShardGroup, scatter: bool) -> Loader:
-    """Read the headers of a model folder, or of one safetensors file: on rank 0 and sent, or on every rank."""
+def open_loader(
+    files: Path, model: PreTrainedModel, group: ShardGroup, scatter: bool, tuned: WeightSource | None = None
+) -> Loader:
+    """Read the headers of a model folder, or of one safetensors file: on rank 0 and sent, or on every rank. What
+    `tuned` holds takes the place of what has the same name there."""
 
     def opened() -> WeightSource:
-        return open_source(files, model) if files.is_dir() else SafetensorsSource([files])
+        source = open_source(files, model) if files.is_dir() else SafetensorsSource([files])
+        return OverlaidSource(source, tuned) if tuned is not None else source
 
     if not scatter:
         source = opened()

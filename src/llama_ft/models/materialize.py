@@ -55,6 +55,7 @@ def materialize(
     peft: PeftConfig,
     seed: int,
     frozen_dtype: torch.dtype,
+    tuned: WeightSource | None = None,
 ) -> dict[str, torch.dtype]:
     """Allocate every rank's shards on its device and fill them.
 
@@ -69,6 +70,7 @@ def materialize(
         peft: where the adapter's first values come from.
         seed: for the adapter's first values.
         frozen_dtype: what weights are quantized from.
+        tuned: weights to take in the place of the folder's of the same names; without scatter.
 
     Returns:
         Parameter name -> dtype in the checkpoint, for the model's own parameters.
@@ -76,7 +78,7 @@ def materialize(
     Raises:
         UserError: tensors are missing, unexpected or of another shape, or a file cannot be read.
     """
-    loader = open_loader(folder, model, group, scatter)
+    loader = open_loader(folder, model, group, scatter, tuned)
     keys = account_for(model, loader.headers, folder)
     saved_adapter = None
     if adapter is not None and peft.from_peft_checkpoint:

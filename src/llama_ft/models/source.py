@@ -155,6 +155,22 @@ class BinSource:
         return self._values[name]
 
 
+class OverlaidSource:
+    """The tensors of one source, and those of another in the place of what has the same names there."""
+
+    def __init__(self, under: WeightSource, over: WeightSource) -> None:
+        self._under, self._over = under, over
+        self.tensors = under.tensors | over.tensors
+
+    def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """See `WeightSource`."""
+        return (self._over if name in self._over.tensors else self._under).read_rows(name, start, stop)
+
+    def read(self, name: str) -> torch.Tensor:
+        """See `WeightSource`."""
+        return (self._over if name in self._over.tensors else self._under).read(name)
+
+
 def read_headers(file: Path) -> dict[str, StoredTensor]:
     """The tensors that a safetensors file's header promises; nothing else of it has to be there.
 

@@ -15,6 +15,7 @@ from llama_ft.config import FSDPConfig
 from llama_ft.errors import UserError
 from llama_ft.models.quantized import weight_counts
 from llama_ft.models.skeleton import decoder_layers
+from llama_ft.models.torch_2_11 import allow_integers
 from llama_ft.runtime.precision import Precision
 
 
@@ -63,6 +64,7 @@ def shard(model: PreTrainedModel, mesh: DeviceMesh, fsdp: FSDPConfig, precision:
     pin = mesh.device_type != "cpu"
     offload = CPUOffloadPolicy(pin_memory=pin) if fsdp.fsdp_cpu_offload else OffloadPolicy()
     free_after_forward = fsdp.sharding_strategy != "SHARD_GRAD_OP"
+    allow_integers()
     shard_one = partial(fully_shard, mesh=mesh, mp_policy=policy, offload_policy=offload, ignored_params=ready)
     head, norm = model.get_output_embeddings(), _final_norm(model, modules)
     for module in modules:

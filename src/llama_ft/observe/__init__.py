@@ -1,16 +1,17 @@
-"""What a run measured: metrics.jsonl, the progress bar, W&B and TensorBoard, peaks of memory. RunLog ties the first
-ones together; nothing here calls back into training."""
+"""What a run measured: metrics.jsonl, the progress bar, W&B, TensorBoard and MLflow, peaks of memory. RunLog ties the
+first ones together; nothing here calls back into training."""
 
 from llama_ft.observe.facts import RunFacts, environment
 from llama_ft.observe.memory import memory_metrics, memory_use, reset_peaks
 from llama_ft.observe.metrics import Metrics, MetricsLog
+from llama_ft.observe.mlflow_tracker import MlflowTracker
 from llama_ft.observe.peaks import PhasePeaks
 from llama_ft.observe.progress import Progress
 from llama_ft.observe.runlog import RunLog
 from llama_ft.observe.snapshot import SNAPSHOT_STEPS, write_snapshot
 from llama_ft.observe.speed import SpeedWatch, make_profiler_dir
-from llama_ft.observe.trackers import TensorboardTracker, Tracker, start_trackers
-from llama_ft.observe.wandb_tracker import WandbTracker, check_wandb_login
+from llama_ft.observe.trackers import Result, TensorboardTracker, Tracker, check_trackers, start_trackers
+from llama_ft.observe.wandb_tracker import WandbTracker
 from llama_ft.observe.watch import MemoryWatch
 
 __all__ = [
@@ -18,15 +19,17 @@ __all__ = [
     "MemoryWatch",
     "Metrics",
     "MetricsLog",
+    "MlflowTracker",
     "PhasePeaks",
     "Progress",
+    "Result",
     "RunFacts",
     "RunLog",
     "SpeedWatch",
     "TensorboardTracker",
     "Tracker",
     "WandbTracker",
-    "check_wandb_login",
+    "check_trackers",
     "environment",
     "make_profiler_dir",
     "memory_metrics",

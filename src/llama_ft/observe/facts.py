@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 
@@ -46,7 +46,7 @@ class RunFacts:
         """
         if not self._enabled:
             return
-        _merge(self._facts, _masked(facts))
+        _merge(self._facts, masked(facts))
         aside = self.path.with_suffix(".json.tmp")
         try:
             aside.write_text(json.dumps(self._facts, default=str) + "\n")  # ASCII: an answer may hold half a character
@@ -61,6 +61,11 @@ class RunFacts:
             others = [old for old in self._facts.get("samples", []) if old.get("when") != when]
             self.add(samples=[*others, {"when": when, **sample}])
 
+    @property
+    def samples(self) -> list[dict[str, str]]:
+        """The answers so far: when (before or after), question, answer and reference."""
+        return list(self._facts.get("samples", []))
+
 
 def _merge(into: dict[str, Any], new: dict[str, Any]) -> None:
     for key, value in new.items():
@@ -70,12 +75,13 @@ def _merge(into: dict[str, Any], new: dict[str, Any]) -> None:
             into[key] = value
 
 
-def _masked(value: Any) -> Any:
+def masked(value: Any) -> Any:
+    """Plain values, dicts and lists, with what looks like a secret in their texts replaced by ***."""
     if isinstance(value, str):
         return mask_secrets(value)
     if isinstance(value, dict):
-        return {mask_secrets(str(key)): _masked(inner) for key, inner in value.items()}
-    return [_masked(inner) for inner in value] if isinstance(value, list | tuple) else value
+        return {mask_secrets(str(key)): masked(inner) for key, inner in value.items()}
+    return [masked(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def environment(versions: dict[str, str], layout: str) -> dict[str, str]:
@@ -93,17 +99,28 @@ def environment(versions: dict[str, str], layout: str) -> dict[str, str]:
         found["CUDA"] = str(torch.version.cuda)
         if DRIVER_VERSION.exists():
             found["driver"] = DRIVER_VERSION.read_text().partition("\n")[0].removeprefix("NVRM version: ")
-    if commit := _commit():
-        found["commit"] = commit
+    if state := git_state():
+        found["commit"] = state["commit"][:12] + (", changed" if state["dirty"] else "")
     return found
 
 
-def _commit() -> str:
-    """Of this code, where it is a git checkout: the commit's first 12 digits, and whether files differ from it."""
-    if not (CHECKOUT / ".git").exists():
-        return ""
-    command = ["git", "-C", str(CHECKOUT), "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty=, changed"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return ""
+class GitState(TypedDict):
+    """Which code runs: the commit that is checked out, and whether tracked files differ from it."""
+
+    commit: str
+    dirty: bool
+
+
+def git_state() -> GitState | None:
+    """The state of the checkout that the script lies in, else of this package's; None where neither is in one.
+
+    Nothing of what git knows beside these two, such as remotes, is asked for.
+    """
+    for folder in (Path(sys.argv[0]).resolve().parent, CHECKOUT):
+        command = ["git", "-C", str(folder), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"]
+        try:
+            found = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout.strip()
+        except (OSError, subprocess.SubprocessError):
+            continue
+        return {"commit": found.removesuffix("+"), "dirty": found.endswith("+")}
+    return None

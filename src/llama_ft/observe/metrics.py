@@ -44,8 +44,7 @@ class MetricsLog:
         """Each line's step and metrics; null is read as NaN."""
         with self.path.open() as lines:
             for line in lines:
-                record = json.loads(line)
-                yield record.pop("step"), {key: _number(value) for key, value in record.items()}
+                yield _as_record(line)
 
     def close(self) -> None:
         """Close the file; closing twice is fine."""
@@ -65,15 +64,35 @@ def _lines_up_to(path: Path, last_step: int) -> Iterator[bytes]:
             yield line
 
 
+def records_up_to(path: Path, last_step: int) -> Iterator[tuple[int, Metrics]]:
+    """Step and metrics of a metrics.jsonl that another rank keeps; nothing where it is not there."""
+    for line in _lines_up_to(path, last_step) if path.exists() else ():
+        yield _as_record(line)
+
+
 def one_series_per_rank(metrics: Metrics) -> dict[str, float]:
-    """`metrics` with each list spread out: memory/host_peak_bytes/rank0, .../rank1 and so on."""
+    """`metrics` with each list spread out: memory/host_peak_bytes/rank0, .../rank1 and so on, and .../max of them."""
     series: dict[str, float] = {}
     for name, value in metrics.items():
         if isinstance(value, Sequence):
             series.update({f"{name}/rank{rank}": number for rank, number in enumerate(value)})
+            if len(value) > 1:
+                series[f"{name}/max"] = max(value)
         else:
             series[name] = value
     return series
+
+
+def series_of_rank(metrics: Metrics, rank: int) -> dict[str, float]:
+    """`metrics` as one rank's run shows them: its own value of each list; what is of all ranks, rank 0 alone has."""
+    own = {name: value[rank] for name, value in metrics.items() if isinstance(value, Sequence)}
+    shared = {name: value for name, value in metrics.items() if not isinstance(value, Sequence)}
+    return (shared if rank == 0 else {}) | own
+
+
+def _as_record(line: str | bytes) -> tuple[int, Metrics]:
+    record = json.loads(line)
+    return record.pop("step"), {key: _number(value) for key, value in record.items()}
 
 
 def _finite(value: float | Sequence[float]) -> float | list[float | None] | None:

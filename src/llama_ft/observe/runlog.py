@@ -1,16 +1,22 @@
 """Everything a run says about itself while it trains, behind one call per logged step."""
 
 import contextlib
+import secrets
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import torch.distributed as dist
+
 from llama_ft.config.sections import TrackingConfig
 from llama_ft.errors import RunFailure, UserError
-from llama_ft.observe.metrics import Metrics, MetricsLog
+from llama_ft.masking import mask_secrets
+from llama_ft.observe.deadline import within
+from llama_ft.observe.metrics import Metrics, MetricsLog, records_up_to
 from llama_ft.observe.progress import Progress
-from llama_ft.observe.trackers import Tracker, start_trackers
+from llama_ft.observe.trackers import Result, Samples, Tracker, start_trackers
 from llama_ft.runtime.console import log
 
 METRICS_FILE = "metrics.jsonl"
@@ -29,7 +35,7 @@ class RunLog:
         tracking: which trackers to start.
         resolved: the run's configuration as plain values, for the trackers.
         total_steps: the last step of the run.
-        enabled: False on every rank but 0: the log then does nothing.
+        rank: on every rank but 0 the log does nothing, except for a W&B run of the rank's own with wandb_per_rank.
         resume_step: optimizer steps of the checkpoint that is resumed from; None for a new run.
         resumed_dir: the directory of the run that is resumed, where it is another one.
         tracker_ids: `tracker_ids` of the run that is resumed, as its checkpoint has them. Without them, or in another
@@ -45,23 +51,28 @@ class RunLog:
         tracking: TrackingConfig,
         resolved: dict[str, Any],
         total_steps: int,
-        enabled: bool = True,
+        rank: int = 0,
         resume_step: int | None = None,
         resumed_dir: Path | None = None,
         tracker_ids: Mapping[str, str] | None = None,
     ) -> None:
         branches_off = resumed_dir is not None and resumed_dir.resolve() != output_dir.resolve()
         self.tracker_ids = {} if branches_off else dict(tracker_ids or {})
-        self._enabled = enabled
+        self._is_main = rank == 0
         self._open = contextlib.ExitStack()
-        self._trackers: list[Tracker] = []
         self._failed_trackers: list[Tracker] = []
-        if not enabled:
+        if tracking.use_wandb and tracking.wandb_per_rank:
+            self.tracker_ids["wandb"] = _agreed(self.tracker_ids.get("wandb") or secrets.token_hex(4))
+        self._trackers = start_trackers(tracking, output_dir, resolved, resume_step, self.tracker_ids, rank)
+        earlier = None if resumed_dir is None else resumed_dir / METRICS_FILE
+        self._last_step = resume_step or 0
+        if not self._is_main:
+            if self._trackers and resume_step is not None:
+                for step, metrics in records_up_to(earlier or output_dir / METRICS_FILE, resume_step):
+                    self._tell_trackers(step, metrics)
             return
-        self._trackers = start_trackers(tracking, output_dir, resolved, resume_step, self.tracker_ids)
         for tracker in self._trackers:
             self.tracker_ids |= tracker.ids
-        earlier = None if resumed_dir is None else resumed_dir / METRICS_FILE
         self._metrics_log = MetricsLog(output_dir / METRICS_FILE, resume_step, earlier)
         self._open.callback(self._metrics_log.close)
         if self._trackers:
@@ -79,6 +90,10 @@ class RunLog:
         self._open.close()  # the bar first, so that what trackers have to say comes below it
         self._finish_trackers(_exit_code(error), stopped=_is_stop(error))
 
+    def training(self) -> contextlib.ExitStack:
+        """The block in which steps are logged: its end closes the progress bar and metrics.jsonl, not the trackers."""
+        return self._open
+
     def log_step(self, step: int, metrics: Metrics) -> None:
         """Write one line of metrics.jsonl and tell the trackers and the screen.
 
@@ -87,10 +102,11 @@ class RunLog:
             metrics: keys of metrics.jsonl, without `step`. When the step ended with an evaluation, eval/loss and
                 eval/perplexity belong in the same call: a step has one line.
         """
-        if not self._enabled:
-            return
-        self._metrics_log.write({"step": step, **metrics})
+        if self._is_main:
+            self._metrics_log.write({"step": step, **metrics})
         self._tell_trackers(step, metrics)
+        if not self._is_main:
+            return
         if not self._progress_shown:  # not earlier: its clock is the training's, not the loading's
             self._open.enter_context(self._progress)
             self._progress_shown = True
@@ -100,7 +116,35 @@ class RunLog:
         if isinstance(loss, float) and isinstance(perplexity, float):
             self._progress.note_evaluation(step, loss, perplexity)
 
+    def log_samples(self, samples: Samples) -> None:
+        """Show the answers before and after tuning in the trackers."""
+        for tracker in self._trackers if samples and self._is_main else ():
+            try:
+                tracker.log_samples([_whole(sample) for sample in samples], self._last_step)
+            except Exception as error:
+                log.warning(f"{tracker.name} has no samples; facts.json has them. ({_text(error)})")
+
+    def log_result(self, folder: Path, outcome: Mapping[str, Any], base_model: str, seconds: float) -> None:
+        """Give the result to the trackers that were asked to take it. What fails is told, and the run goes on.
+
+        Args:
+            folder: the model or adapter.
+            outcome: of training: `weights_of`, whose step's weights these are, and `best_step`, where the validation
+                loss was lowest; 0 where there was none.
+            base_model: what was tuned.
+            seconds: how long this may take for all.
+        """
+        takers = [tracker for tracker in self._trackers if tracker.takes_result]
+        step, best_step = outcome["weights_of"], outcome["best_step"]
+        result = Result(folder, step, step == best_step > 0, {"base_model": mask_secrets(base_model), "step": step})
+        for tracker in takers:
+            try:
+                within(seconds / len(takers), partial(tracker.log_result, result))
+            except Exception as error:
+                log.warning(f"{tracker.name} did not take the result, which is in {result.folder}. ({_text(error)})")
+
     def _tell_trackers(self, step: int, metrics: Metrics) -> None:
+        self._last_step = step
         for tracker in list(self._trackers):
             try:
                 tracker.log(metrics, step)
@@ -109,7 +153,7 @@ class RunLog:
                 self._failed_trackers.append(tracker)
                 log.warning(
                     f"{tracker.name} failed at step {step} and gets no more metrics; metrics.jsonl goes on. "
-                    f"({type(error).__name__}: {error})"
+                    f"({_text(error)})"
                 )
 
     def _finish_trackers(self, exit_code: int, stopped: bool) -> None:
@@ -117,10 +161,27 @@ class RunLog:
             try:
                 tracker.finish(exit_code, stopped)
             except Exception as error:
-                log.warning(f"{tracker.name} could not be closed: {type(error).__name__}: {error}")
+                log.warning(f"{tracker.name} could not be closed: {_text(error)}")
         for tracker in self._failed_trackers:
             with contextlib.suppress(Exception):  # it has been told that this one is broken
                 tracker.finish(exit_code, stopped)
+
+
+def _agreed(text: str) -> str:
+    """Rank 0's text, on every rank."""
+    box = [text]
+    if dist.is_initialized():
+        dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def _text(error: Exception) -> str:
+    return mask_secrets(f"{type(error).__name__}: {error}").splitlines()[0]
+
+
+def _whole(sample: dict[str, str]) -> dict[str, str]:
+    """Without halves of characters, which an answer cut short may end with and UTF-8 does not have."""
+    return {key: value.encode("utf-8", "replace").decode() for key, value in sample.items()}
 
 
 def _exit_code(error: BaseException | None) -> int:

@@ -1,14 +1,36 @@
-"""Where metrics go besides metrics.jsonl: Weights & Biases and TensorBoard, behind one small interface."""
+"""Where metrics go besides metrics.jsonl: Weights & Biases, TensorBoard and MLflow, behind one small interface."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import yaml
 
 from llama_ft.config.sections import TrackingConfig
+from llama_ft.observe.facts import git_state, masked
 from llama_ft.observe.metrics import Metrics, one_series_per_rank
-from llama_ft.observe.wandb_tracker import WandbTracker
+from llama_ft.observe.mlflow_tracker import MlflowTracker, check_mlflow
+from llama_ft.observe.wandb_tracker import WandbTracker, check_wandb_login
+
+Samples = list[dict[str, str]]  # when (before, after), question, answer, reference
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run leaves.
+
+    Attributes:
+        folder: the model in Hugging Face format, or the adapter.
+        step: whose weights they are.
+        is_best: whether the validation loss was lowest at that step.
+        about: a few facts, for people.
+    """
+
+    folder: Path
+    step: int
+    is_best: bool
+    about: Mapping[str, Any]
 
 
 class Tracker(Protocol):
@@ -16,9 +38,16 @@ class Tracker(Protocol):
 
     name: str
     ids: dict[str, str]  # by which a resumed run finds what it goes on with
+    takes_result: bool  # whether it was asked for a copy of the result
 
     def log(self, metrics: Metrics, step: int) -> None:
         """Take what was measured at `step`, unless it is there already; a list holds one value per rank."""
+
+    def log_samples(self, samples: Samples, step: int) -> None:
+        """Take the answers before and after tuning; `step` is the last one that was logged."""
+
+    def log_result(self, result: Result) -> None:
+        """Take a copy of the result, and return when it has arrived. Called in a thread of its own."""
 
     def finish(self, exit_code: int, stopped: bool = False) -> None:
         """Write out what is left; exit_code is not 0 when the run failed, stopped is true when it can be resumed."""
@@ -35,6 +64,7 @@ class TensorboardTracker:
 
     name = "TensorBoard"
     ids: dict[str, str] = {}
+    takes_result = False
 
     def __init__(self, output_dir: Path, resolved: dict[str, Any], resume_step: int | None = None) -> None:
         from torch.utils.tensorboard import SummaryWriter  # 0.5 s that only its users pay
@@ -46,6 +76,9 @@ class TensorboardTracker:
         as_yaml = yaml.safe_dump(resolved, sort_keys=False)
         markdown = "    " + as_yaml.replace("\n", "\n    ")  # a code block
         self._writer.add_text("config", markdown, self._first_step)
+        peaks = ("host_peak_bytes", "device_peak_bytes")  # on the page Custom Scalars: all ranks in one chart
+        charts = {peak: ["Multiline", [f"memory/{peak}/rank\\d+"]] for peak in peaks}
+        self._writer.add_custom_scalars({"memory": charts})
 
     def log(self, metrics: Metrics, step: int) -> None:
         if step < self._first_step:
@@ -54,8 +87,34 @@ class TensorboardTracker:
             self._writer.add_scalar(series, value, step)
         self._writer.flush()  # what a kill takes away would be missing after a resume
 
+    def log_samples(self, samples: Samples, step: int) -> None:
+        for sample in samples:
+            text = "\n\n".join(f"**{part}**\n\n{sample[part]}" for part in ("question", "answer", "reference"))
+            self._writer.add_text(f"sample/{sample['when']}", text, step)
+
+    def log_result(self, result: Result) -> None:
+        """TensorBoard keeps no files."""
+
     def finish(self, exit_code: int, stopped: bool = False) -> None:
         self._writer.close()
+
+
+def check_trackers(config: TrackingConfig, output_dir: str | None) -> None:
+    """Find out whether W&B and MLflow will take this run, so that what is missing is told before a model is loaded.
+
+    Asks nothing and imports nothing unless they are to be used, and writes nothing.
+
+    Args:
+        config: which trackers.
+        output_dir: the run's directory as it was set.
+
+    Raises:
+        UserError: no key, no package, no server that answers within seconds, or no place to write to.
+    """
+    if config.use_wandb:
+        check_wandb_login(config)
+    if config.use_mlflow:
+        check_mlflow(config, Path(output_dir or "output/run"))
 
 
 def start_trackers(
@@ -64,22 +123,28 @@ def start_trackers(
     resolved: dict[str, Any],
     resume_step: int | None = None,
     ids: Mapping[str, str] | None = None,
+    rank: int = 0,
 ) -> list[Tracker]:
     """Start what the configuration asks for.
 
     Args:
-        config: which trackers, and the settings of W&B.
+        config: which trackers, and their settings.
         output_dir: the run's directory, which must exist.
-        resolved: the run's configuration as plain values, logged with the run.
+        resolved: the run's configuration as plain values, logged with the run; secrets in it are not.
         resume_step: the step that is resumed from; None for a new run.
         ids: the `Tracker.ids` to go on with.
+        rank: ranks other than 0 have trackers with wandb_per_rank only.
 
     Raises:
-        UserError: W&B is to be used online and there is no key, or its server refuses or does not answer.
+        UserError: W&B or MLflow cannot be used, or its server refuses or does not answer.
     """
-    trackers: list[Tracker] = []
-    if config.use_wandb:
-        trackers.append(WandbTracker(config, output_dir, resolved, resume_step, (ids or {}).get("wandb")))
-    if config.use_tensorboard:
-        trackers.append(TensorboardTracker(output_dir, resolved, resume_step))
+    known, trackers = ids or {}, list[Tracker]()
+    settings, code = masked(resolved), git_state() if config.use_wandb or config.use_mlflow else None
+    if config.use_wandb and (rank == 0 or config.wandb_per_rank):
+        settings_and_code = settings | ({"git": code} if code else {})
+        trackers.append(WandbTracker(config, output_dir, settings_and_code, resume_step, known.get("wandb"), rank))
+    if config.use_tensorboard and rank == 0:
+        trackers.append(TensorboardTracker(output_dir, settings, resume_step))
+    if config.use_mlflow and rank == 0:
+        trackers.append(MlflowTracker(config, output_dir, settings, code, known.get("mlflow")))
     return trackers

@@ -1,4 +1,5 @@
-"""Weights & Biases: nothing printed but where the run is, nothing sent but configuration, metrics and machine load.
+"""Weights & Biases: nothing printed but where the run is, and nothing sent but configuration, commit, metrics, the
+sample's answers, machine load and, where it is asked for, the result.
 
 wandb is imported inside the functions: it takes a second and starts a process of its own.
 """
@@ -11,11 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from llama_ft.config.sections import TrackingConfig
 from llama_ft.errors import UserError
-from llama_ft.observe.metrics import Metrics, one_series_per_rank
+from llama_ft.observe.metrics import Metrics, one_series_per_rank, series_of_rank
 from llama_ft.runtime.console import log
 
 if TYPE_CHECKING:
     import wandb
+
+    from llama_ft.observe.trackers import Result, Samples
 
 INIT_TIMEOUT_SECONDS = 15.0  # after a login that was answered, or took 10 s to fail: under 30 s in all
 # Metrics are sent as they come, so little is left at the end; and a rank that failed must end within 30 s.
@@ -23,6 +26,16 @@ FINISH_TIMEOUT_SECONDS = 10.0
 # A run that ends as preempting with another code than 0 is shown as preempted, not as failed or finished.
 STOPPED_EXIT_CODE = 143
 OFFLINE_HINT = "--wandb_mode offline needs neither key nor network."
+# What the table of runs shows of a metric; of the others their last value. The step axis is W&B's own: the optimizer
+# step is what metrics are logged at.
+SUMMARIES = {
+    "eval/loss": "min,last",
+    "eval/perplexity": "min,last",
+    "perf/tokens_per_second": "mean",
+    "perf/step_seconds": "mean",
+    "perf/mfu": "mean",
+    "memory/*": "max",
+}
 
 
 def check_wandb_login(config: TrackingConfig) -> None:
@@ -62,11 +75,12 @@ class WandbTracker:
     and uploading the last one replaces what was uploaded before.
 
     Args:
-        config: project, entity, name, tags and mode.
+        config: project, entity, name, tags, mode and the like.
         output_dir: the run's directory; its name is the run's name when none is given.
         resolved: the run's configuration as plain values.
         resume_step: the step that is resumed from; None for a new run.
-        run_id: the W&B run to go on with.
+        run_id: the W&B run to go on with; for a new run with wandb_per_rank, the id that rank 0's run is to have.
+        rank: with wandb_per_rank this rank's run shows its own memory, and rank 0's all that is of all ranks.
 
     Raises:
         UserError: the run is online and W&B does not take it.
@@ -81,7 +95,14 @@ class WandbTracker:
         resolved: dict[str, Any],
         resume_step: int | None = None,
         run_id: str | None = None,
+        rank: int = 0,
     ) -> None:
+        self._rank = rank if config.wandb_per_rank else None
+        self.takes_result = config.wandb_log_model and rank == 0
+        name, group = config.wandb_name or output_dir.resolve().name, config.wandb_group
+        if config.wandb_per_rank:
+            name, group = f"{name}-rank{rank}", group or name
+            run_id = f"{run_id}-rank{rank}" if rank else run_id
         self._offline = config.wandb_mode == "offline"
         check_wandb_login(config)
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
@@ -91,12 +112,15 @@ class WandbTracker:
             self._run = wandb.init(
                 project=config.wandb_project,
                 entity=config.wandb_entity,
-                name=config.wandb_name or output_dir.resolve().name,
+                name=name,
+                group=group,
+                job_type=config.wandb_job_type,
+                notes=config.wandb_notes,
                 tags=config.wandb_tags,
                 dir=str(output_dir),
                 config=resolved,
                 id=run_id,
-                resume="allow" if run_id and not self._offline else None,
+                resume="allow" if run_id and resume_step is not None and not self._offline else None,
                 settings=_private_settings(config),
             )
         except wandb.Error as error:
@@ -108,6 +132,8 @@ class WandbTracker:
         self.ids = {"wandb": self._run.id}
         self._first_step = self._run.starting_step
         self._run_dir = Path(self._run.settings.sync_dir)
+        for metric, summary in SUMMARIES.items():
+            self._run.define_metric(metric, summary=summary)
         if not self._offline:
             log.info(f"W&B: {self._run.url}{self._what_goes_on(resume_step, run_id)}")
 
@@ -121,7 +147,36 @@ class WandbTracker:
 
     def log(self, metrics: Metrics, step: int) -> None:
         if step >= self._first_step:  # W&B would drop the others, with a warning each
-            self._run.log(one_series_per_rank(metrics), step=step)
+            series = one_series_per_rank(metrics) if self._rank is None else series_of_rank(metrics, self._rank)
+            self._run.log(series, step=step)
+
+    def log_samples(self, samples: "Samples", step: int) -> None:
+        """A table of the question, the reference and the answers before and after tuning."""
+        import wandb
+
+        answers = {sample["when"]: sample["answer"] for sample in samples}
+        row = [samples[-1]["question"], samples[-1]["reference"], answers.get("before", ""), answers.get("after", "")]
+        table = wandb.Table(columns=["question", "reference", "before tuning", "after tuning"], data=[row])
+        self._run.log({"samples": table}, step=step)
+
+    def log_result(self, result: "Result") -> None:
+        """Upload the folder as the artifact model-<run id>; offline it stays where it is until `wandb sync` takes it.
+
+        Neither way copies it: W&B's staging folder would need the model's size once more in the user's home.
+        """
+        import wandb
+
+        artifact = wandb.Artifact(f"model-{self._run.id}", "model", metadata=dict(result.about))
+        for file in sorted(path for path in result.folder.rglob("*") if path.is_file()):  # add_dir would print
+            name = str(file.relative_to(result.folder))
+            artifact.add_file(str(file), name, skip_cache=True, policy="immutable")
+        aliases = ["latest", f"step-{result.step}", *(["best"] if result.is_best else [])]
+        logged = self._run.log_artifact(artifact, aliases=aliases)
+        if self._offline:
+            log.info(f"W&B: {result.folder} is uploaded with the run, as long as it stays there.")
+        else:
+            logged.wait()
+            log.info(f"W&B: {result.folder} is {artifact.name}, {', '.join(aliases)}.")
 
     def finish(self, exit_code: int, stopped: bool = False) -> None:
         """Send what is left, for 10 s at most, and say how to send what could not be."""

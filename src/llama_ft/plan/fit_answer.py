@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from llama_ft import commands
 from llama_ft.config import Config, to_yaml
 from llama_ft.config.fields import SETTINGS, values_of
 from llama_ft.config.gpus import Device
@@ -163,6 +164,6 @@ def _ranks(count: int) -> str:
 def _launcher(request: PlanRequest) -> str:
     nodes = request.world_size // request.local_world_size
     if request.world_size == 1:
-        return "python recipes/finetuning.py"
+        return commands.shown("finetuning")
     several = f"--nnodes {nodes} " if nodes > 1 else ""
-    return f"torchrun {several}--nproc_per_node {request.local_world_size} recipes/finetuning.py"
+    return commands.shown("finetuning", f"torchrun {several}--nproc_per_node {request.local_world_size}")

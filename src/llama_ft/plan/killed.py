@@ -5,6 +5,7 @@ import sys
 import time
 from pathlib import Path
 
+from llama_ft import commands
 from llama_ft.config import Config
 from llama_ft.config.wording import size_text
 from llama_ft.plan.record import read_plan
@@ -83,7 +84,7 @@ def plan_command(run: Path | None, ranks: int, device: str, capacity_bytes: int)
     """The command that says what fits; without a run directory for the flags of this process."""
     recipe = f"--config {run}/config.yaml" if run is not None else " ".join(sys.argv[1:])
     fit = f"{capacity_bytes / 2**30:.4g}GiB"
-    return " ".join(f"python recipes/plan.py {recipe} --nproc {ranks} --device {device} --fit {fit}".split())
+    return " ".join(f"{commands.shown('plan')} {recipe} --nproc {ranks} --device {device} --fit {fit}".split())
 
 
 def _last_peaks(run: Path) -> list[int]:

@@ -84,4 +84,10 @@ def held_now(model: nn.Module, optimizer: torch.optim.Optimizer | None, device: 
 def _groups(model: nn.Module) -> list[Any]:
     """torch's own record of each unit (FSDPParamGroup)."""
     states: list[Callable[[], Any]] = [m._get_fsdp_state for m in model.modules() if isinstance(m, FSDPModule)]
-    return [group for state in states for group in state()._fsdp_param_groups]
+    return [group for state in states for group in _groups_of(state())]
+
+
+def _groups_of(state: Any) -> list[Any]:
+    if hasattr(state, "_fsdp_param_group"):  # torch 2.11
+        return [state._fsdp_param_group] if state._fsdp_param_group else []
+    return list(state._fsdp_param_groups)

@@ -1,0 +1,55 @@
+#!/usr/bin/env bash
+# Runs a training command and says by its exit code whether the same command should be started again:
+#
+#   launch/run.sh OUTPUT_DIR torchrun ... recipes/finetuning.py ... --output_dir OUTPUT_DIR --resume auto
+#
+#   0     the run is finished
+#   138   it is not, but has left a newer checkpoint than it found: start it again
+#   143   it was told to stop, by SIGTERM or Ctrl-C: whoever did so knows what comes next
+#   else  it would fail again: 2 is a mistake in settings or data, 1 anything else
+#
+# torchrun ends with 1 in most cases, so the answer comes out of OUTPUT_DIR: status.json and the checkpoints. That an
+# attempt must have left a checkpoint keeps a job from being started again for ever. SIGUSR1 says that time is up: the
+# answer is then given at once, whatever the command is doing.
+set -uo pipefail
+
+output_dir=${1:?usage: launch/run.sh OUTPUT_DIR COMMAND...}
+shift
+
+newest_checkpoint() {
+  find "$output_dir/checkpoints" -mindepth 1 -maxdepth 1 -name 'step-*' 2>/dev/null | sort -V | tail -n 1
+}
+status() { cat "$output_dir/status.json" 2>/dev/null; }
+
+status_before=$(status)
+checkpoint_before=$(newest_checkpoint)
+told_to_stop=
+time_is_up=
+
+"$@" &
+command=$!
+trap 'told_to_stop=yes; kill -TERM "$command" 2>/dev/null' TERM INT
+trap 'time_is_up=yes' USR1
+code=0
+while [[ -z $time_is_up ]]; do
+  wait "$command" # which a signal interrupts
+  code=$?
+  kill -0 "$command" 2>/dev/null || break
+done
+
+status_now=$(status)
+if [[ $code == 0 && $status_now != *'"state": "stopped"'* ]]; then # --stop_after ends with 0, too
+  exit 0
+fi
+[[ $status_now == "$status_before" ]] && status_now= # of an earlier attempt: this one has not come so far
+if [[ -n $told_to_stop || $status_now =~ \"exit_code\":\ (130|143), ]]; then
+  exit 143
+elif [[ $(newest_checkpoint) != "$checkpoint_before" ]]; then
+  exit 138
+elif [[ -n $time_is_up ]]; then
+  echo "launch/run.sh: time is up, and this attempt has left no checkpoint. Allow more time, or save more often." >&2
+  exit 1
+elif [[ $status_now =~ \"exit_code\":\ ([1-9][0-9]*), ]]; then
+  exit "${BASH_REMATCH[1]}"
+fi
+exit $((code == 0 ? 1 : code))

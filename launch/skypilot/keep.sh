@@ -1,0 +1,63 @@
+#!/usr/bin/env bash
+# Runs a command that writes a run's directory to a disk which may be lost, and keeps in a bucket what another machine
+# needs to go on:
+#
+#   launch/skypilot/keep.sh OUTPUT_DIR KEPT launch/run.sh OUTPUT_DIR torchrun ...
+#
+# The run itself cannot write into a mounted bucket: renaming a folder, on which it relies for a checkpoint to be there
+# in whole or not at all, is no single step there. So checkpoints are copied when they are complete, every minute; one
+# counts when its name is in KEPT/complete. An OUTPUT_DIR that is not there is made of KEPT first. For one node only:
+# every node writes its part of a checkpoint. Exit code: the command's.
+set -euo pipefail
+shopt -s nullglob
+
+output_dir=${1:?usage: launch/skypilot/keep.sh OUTPUT_DIR KEPT COMMAND...} kept=$2
+shift 2
+
+restore() {
+  mkdir -p "$output_dir/checkpoints"
+  for mark in "$kept"/complete/*; do
+    cp -r "$kept/checkpoints/$(basename "$mark")" "$output_dir/checkpoints/"
+  done
+  for file in "$kept"/{config.yaml,metrics.jsonl,facts.json,checkpoints/best.json}; do
+    [[ ! -e $file ]] || cp "$file" "$output_dir/${file#"$kept"/}"
+  done
+}
+
+keep() {
+  mkdir -p "$kept/checkpoints" "$kept/complete"
+  for folder in "$output_dir"/checkpoints/step-*; do
+    name=$(basename "$folder")
+    [[ ! -e $kept/complete/$name ]] || continue
+    rm -rf "$kept/checkpoints/$name"
+    # --keep_last may delete it meanwhile
+    if cp -r "$folder" "$kept/checkpoints/$name"; then touch "$kept/complete/$name"; else rm -rf "$kept/checkpoints/$name"; fi
+  done
+  for mark in "$kept"/complete/*; do
+    name=$(basename "$mark")
+    [[ -e $output_dir/checkpoints/$name ]] || rm -rf "$mark" "$kept/checkpoints/$name"
+  done
+  for file in "$output_dir"/{*.yaml,*.json,*.jsonl,*.html,checkpoints/best.json}; do
+    [[ ! -e $file ]] || cp "$file" "$kept/${file#"$output_dir"/}"
+  done
+}
+
+[[ -d $output_dir || ! -d $kept/complete ]] || restore
+"$@" &
+command=$!
+trap 'kill -TERM "$command" 2>/dev/null || true' TERM INT
+next=0
+while kill -0 "$command" 2>/dev/null; do
+  sleep 1
+  if ((SECONDS >= next)); then
+    keep
+    next=$((SECONDS + 60))
+  fi
+done
+code=0
+wait "$command" || code=$?
+keep
+for folder in "$output_dir"/{model,tensorboard,wandb}; do
+  [[ ! -d $folder ]] || cp -r "$folder" "$kept/"
+done
+exit "$code"

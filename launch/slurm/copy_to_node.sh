@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# Copies a folder to a node's own disk, once: launch/slurm/copy_to_node.sh FOLDER PARENT
+# Jobs that share a node wait for each other, and a copy that was cut off is made again.
+set -euo pipefail
+
+folder=${1%/} parent=$2
+copy=$parent/$(basename "$folder")
+mkdir -p "$parent"
+exec 9>"$parent/.lock"
+flock 9
+if [[ ! -d $copy ]]; then
+  rm -rf "$copy.part"
+  cp -rL "$folder" "$copy.part"
+  mv "$copy.part" "$copy"
+fi

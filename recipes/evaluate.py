@@ -1,0 +1,127 @@
+"""Say how good a model is: its loss and perplexity on held-out rows, and tasks of lm-evaluation-harness.
+
+MODEL is a run's directory, a checkpoint, a saved adapter, or the folder or hub name of a model; several become lines of
+one table, and --base adds the model that each was tuned from. Without --dataset the rows are those that the run held
+out, and the loss is the one that the run itself had after that step.
+"""
+
+import dataclasses
+import gc
+import json
+import os
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+from llama_ft.config import FSDPConfig, exit_with
+from llama_ft.config.evaluate_flags import TASK_FLAGS, Asked, read_evaluate_flags
+from llama_ft.errors import RunFailure, UserError
+
+if __name__ == "__main__":
+    # Before the imports below, which take 6 s: --help and most mistakes are answered at once.
+    try:
+        OPTIONS = read_evaluate_flags(sys.argv[1:], str(__doc__))
+    except UserError as error:
+        exit_with(error)
+    gc.disable()  # see finetuning.py
+
+import torch  # noqa: E402
+from transformers import PreTrainedTokenizerBase  # noqa: E402
+
+from llama_ft import data, evaluation, models, runtime  # noqa: E402
+from llama_ft.inference import open_model  # noqa: E402
+from llama_ft.runtime import Runtime, log  # noqa: E402
+
+
+def main(options: Namespace) -> None:
+    """From the flags to the tables on the screen."""
+    degree = models.shard_degree(FSDPConfig(enable_fsdp=options.enable_fsdp))
+    with runtime.start(options.device, degree) as job:
+        tasks = evaluation.find_tasks(options, job) if options.tasks else None
+        tuned, bases = list[evaluation.Evaluated](), dict[Asked, evaluation.Evaluated]()
+        for asked, base in options.asked:
+            result, tokenizer = evaluate(asked, None, tasks, options, job)
+            if base is not None and base not in bases:
+                # On the very tokens that the tuned model was asked about: with its tokenizer and chat template.
+                bases[base], _ = evaluate(base, tokenizer, tasks, options, job)
+            other = list(bases).index(base) if base is not None else 0 if tuned else None
+            tuned.append(dataclasses.replace(result, compared_with=other))
+        results, rows = [*bases.values(), *tuned], what_rows(options)
+        if job.is_main:
+            log.info(f"\n{evaluation.describe(results, rows, options.limit)}")
+            if options.output_file:
+                settings = {name: getattr(options, name) for name in (*TASK_FLAGS, "batch_size")}
+                write(Path(options.output_file).expanduser(), evaluation.to_json(results, rows, settings))
+
+
+def evaluate(
+    asked: Asked,
+    tokenizer: PreTrainedTokenizerBase | None,
+    tasks: evaluation.Tasks | None,
+    options: Namespace,
+    job: Runtime,
+) -> tuple[evaluation.Evaluated, PreTrainedTokenizerBase]:
+    """Load a model and ask it all that is to be known; returns that, and the tokenizer that was used.
+
+    Args:
+        asked: the model.
+        tokenizer: to use in place of its own.
+        tasks: to ask, or None.
+        options: which rows, and how models are loaded.
+        job: the ranks.
+    """
+    opened = open_model(
+        str(data.build_demo(data.cache_dir()).model_dir) if asked.place == "demo" else asked.place,
+        base_model=options.base_model,
+        tokenizer_name=options.tokenizer_name,
+        quantization=asked.quantization,
+        precision=asked.precision,
+        trust_remote_code=options.trust_remote_code,
+        enable_fsdp=options.enable_fsdp,
+        job=job,
+    )
+    log.info(opened.about)
+    tokenizer = tokenizer or opened.tokenizer
+    held_out, answers = None, None
+    if options.rows != "none":
+        all_rows = options.rows == "all"
+        held_out = evaluation.measure(
+            opened.model, tokenizer, options.config, all_rows, asked.resized, asked.place, job
+        )
+    if tasks is not None:
+        answers = tasks.ask(opened.model, tokenizer, options.enable_fsdp, job)
+    result = evaluation.Evaluated(asked.name, opened.about, held_out, answers)
+    del opened
+    gc.collect()  # before the next one is loaded
+    if job.device.type == "cuda":
+        torch.cuda.empty_cache()
+    return result, tokenizer
+
+
+def what_rows(options: Namespace) -> str:
+    """What the loss was measured on, in words."""
+    settings = options.config.data
+    named = settings.dataset if isinstance(settings.dataset, str) else "a mix"
+    if options.rows == "all":
+        return f"all rows of {named}"
+    run = next(iter(options.runs), None) if options.dataset is None else None
+    which = f"the rows that {run} held out" if run else f"the rows that a run on {named} holds out"
+    return f"{which} (--validation {settings.validation})" if settings.validation else which
+
+
+def write(file: Path, results: dict[str, object]) -> None:
+    """Write the results, whole or not at all."""
+    aside = file.with_name(f".{file.name}.writing")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        aside.write_text(json.dumps(results, indent=2) + "\n")
+        os.replace(aside, file)
+    except OSError as error:
+        raise RunFailure(f"--output_file {file}: cannot be written ({error.strerror}).") from error
+    log.info(f"\nResults: {file}")
+
+
+if __name__ == "__main__":
+    gc.freeze()
+    gc.enable()
+    main(OPTIONS)

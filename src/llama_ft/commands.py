@@ -1,0 +1,66 @@
+"""The console scripts llama-ft-finetune, llama-ft-plan and so on: each runs the recipe that it is named after.
+
+After `pip install -e .` that is the repository's own recipes/*.py, which people edit; a plain install has a copy of
+recipes/ and configs/ inside the package. Nothing heavy may be imported here: --help and mistakes are answered at once.
+"""
+
+import sys
+from pathlib import Path
+from types import ModuleType
+
+PACKAGE = Path(__file__).resolve().parent
+PREFIX = "llama-ft-"
+COPIED = PACKAGE / "recipes"  # in a wheel; see setup.py
+RECIPES = COPIED if COPIED.is_dir() else PACKAGE.parents[1] / "recipes"
+
+
+def finetune() -> None:
+    _run("finetuning")
+
+
+def plan() -> None:
+    _run("plan")
+
+
+def export() -> None:
+    _run("export")
+
+
+def inference() -> None:
+    _run("inference")
+
+
+def evaluate() -> None:
+    _run("evaluate")
+
+
+def report() -> None:
+    _run("report")
+
+
+def shown(recipe: str, torchrun: str = "") -> str:
+    """How a message names a command: by the console script where this process is one or recipes/ is in no repository.
+
+    Args:
+        recipe: the file's name in recipes/, without .py.
+        torchrun: "torchrun" and its own flags; "": one process.
+    """
+    if not is_console_script(sys.argv[0]) and RECIPES != COPIED:
+        return f"{torchrun or 'python'} recipes/{recipe}.py"
+    name = PREFIX + {"finetuning": "finetune"}.get(recipe, recipe)
+    return f"{torchrun} --no-python {name}" if torchrun else name
+
+
+def is_console_script(program: str) -> bool:
+    """Whether sys.argv[0] is one of these scripts, and not a file that Python runs."""
+    return Path(program).name.startswith(PREFIX)
+
+
+def _run(recipe: str) -> None:
+    """As `python recipes/<recipe>.py` would, beside whose folder's modules it is; sys.argv stays as it is."""
+    file = RECIPES / f"{recipe}.py"
+    sys.path.insert(0, str(RECIPES))
+    main = ModuleType("__main__")
+    main.__file__ = str(file)
+    sys.modules["__main__"] = main
+    exec(compile(file.read_text(), str(file), "exec"), vars(main))

@@ -1,0 +1,312 @@
+"""The command line of recipes/evaluate.py, with every mistake in it told at once and before torch is imported."""
+
+import dataclasses
+import importlib.util
+import json
+from argparse import Namespace
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from llama_ft.config.data_names import has_splits, kind_of_data
+from llama_ft.config.fields import SETTINGS, values_of
+from llama_ft.config.inference_flags import GONE, PRECISIONS, find_result, result_complaint
+from llama_ft.config.load import convert
+from llama_ft.config.paths import BUILT_IN_MODELS, base_model_of, check_paths, looks_local, model_complaint
+from llama_ft.config.script_flags import ScriptFlags
+from llama_ft.config.sections import Config
+from llama_ft.config.values import from_text
+from llama_ft.config.wording import nearest_file
+from llama_ft.errors import UserError
+
+NEEDS_LM_EVAL = "--tasks: lm-evaluation-harness is not installed.\npip install -e '.[eval]' installs it."
+# Settings of the training recipe that say which rows there are, and how they are shared out.
+ROWS = ("dataset", "dataset_split", "dataset_format", "validation", "labels", "truncation", "context_length")
+HOW = ("chat_template", "skip_bad_rows", "batching_strategy", "val_batch_size", "max_eval_step", "tokenize_processes")
+READ = ("dataset", "validation", "chat_template")
+TASK_FLAGS = ("limit", "num_fewshot", "apply_chat_template")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A model that is to be evaluated.
+
+    Attributes:
+        place: what open_model takes.
+        name: what it is called in the tables.
+        quantization: bits of its weights; None: as its run had it.
+        precision: what is computed in.
+        resized: its run may have added rows to the embeddings.
+    """
+
+    place: str
+    name: str
+    quantization: str | None
+    precision: str
+    resized: bool = False
+
+
+def read_evaluate_flags(argv: list[str], description: str) -> Namespace:
+    """Returns the flags; in `asked` the models, each with the one to compare it with or None, in `config` the settings
+    that say which rows they are asked about, and in `rows` which of those: all, held_out, or none.
+
+    Args:
+        argv: the words after the script's name.
+        description: what the script does, for --help.
+
+    Raises:
+        UserError: with one message for every mistake.
+    """
+    flags = ScriptFlags(description, GONE)
+    _add_model_flags(flags)
+    _add_data_flags(flags)
+    _add_task_flags(flags)
+    options = flags.read(argv)
+    mistakes = _model_mistakes(options)
+    mistakes += _task_mistakes(options) + _output_mistakes(options.output_file)
+    if options.asked or options.dataset:
+        mistakes += _row_mistakes(options)
+    if mistakes:
+        raise UserError(*mistakes)
+    return options
+
+
+def _add_model_flags(flags: ScriptFlags) -> None:
+    flags.add_argument(
+        "places", nargs="*", metavar="MODEL", help="a run's directory, a checkpoint, a saved adapter, or the folder or "
+        "hub name of a model; several are compared"
+    )  # fmt: skip
+    flags.add_argument(
+        "--base", "--compare_base", action="store_true", help="evaluate the model it was tuned from too, and show the "
+        "difference"
+    )  # fmt: skip
+    flags.add_argument(
+        "--base_model", metavar="NAME", help="folder or hub name of that model; default: where the run or the adapter "
+        "found it"
+    )  # fmt: skip
+    flags.add_argument("--model_name", metavar="NAME", help="another way to name MODEL; with --peft_model its base")
+    flags.add_argument("--peft_model", metavar="FOLDER", help="another way to name a saved adapter")
+    flags.add_argument("--tokenizer_name", metavar="NAME", help="folder or hub name of the tokenizer; default: MODEL's")
+    flags.add_argument(
+        "--quantization", choices=["none", "8bit", "4bit"], help="bits of the weights; default: as the run had it"
+    )
+    flags.add_argument("--precision", choices=PRECISIONS, help="what is computed in; default: as in the run, else auto")
+    flags.add_argument(
+        "--device", default="auto", choices=["auto", "cuda", "cpu"], help="default: a GPU if there is one"
+    )
+    flags.add_argument("--enable_fsdp", action="store_true", help="under torchrun: share the weights out over ranks")
+    flags.add_argument("--trust_remote_code", action="store_true", help="let the model bring Python code")
+    flags.add_argument("--output_file", "--output_path", metavar="FILE", help="write the results as JSON")
+
+
+def _add_data_flags(flags: ScriptFlags) -> None:
+    """The training recipe's own, by its own descriptions."""
+    meanings = {
+        "dataset": "rows to evaluate, all of them, as the training recipe's --dataset names them; of data with splits "
+        "the one for validation. Default: the rows that the run of MODEL held out",
+        "validation": "which rows of --dataset are held out, as a run that is given the same holds them out: a "
+        "fraction, a split, or other data",
+    }
+    for name in (*ROWS, *HOW):
+        setting = SETTINGS[name]
+        switch: dict[str, Any] = {"nargs": "?", "const": "true"} if setting.kind == "switch" else {}
+        text = (meanings.get(name) or setting.meaning).replace("%", "%%")
+        # choices and limits are checked with the run's settings, whose place these take
+        flags.add_argument(f"--{name}", metavar="|".join(setting.choices) or "VALUE", help=text, **switch)
+
+
+def _add_task_flags(flags: ScriptFlags) -> None:
+    flags.add_argument(
+        "--tasks", metavar="A,B", help="tasks of lm-evaluation-harness by name, or YAML files of your own: "
+        "hellaswag,my_tasks/arithmetic.yaml"
+    )  # fmt: skip
+    flags.add_argument("--limit", type=_limit, metavar="N", help="only the first N questions of a task, or a share < 1")
+    flags.add_argument("--num_fewshot", type=_count, metavar="N", help="solved examples before each question")
+    flags.add_argument("--batch_size", type=_batch_size, metavar="N", help="questions at a time, or auto (default 8)")
+    flags.add_argument(
+        "--apply_chat_template", action="store_true", help="ask the questions as a user's turn of the chat template"
+    )
+
+
+def _model_mistakes(options: Namespace) -> list[str]:
+    """Also settle `asked`."""
+    if options.peft_model and options.model_name and not options.base_model:
+        options.base_model, options.model_name = options.model_name, None
+    options.asked, options.runs = [], {}
+    places = [*options.places, *filter(None, (options.model_name, options.peft_model))]
+    if not places:
+        return ["MODEL is needed: evaluate.py output/<run>, or the folder or hub name of a model."]
+    mistakes = [f"{place}: given twice." for n, place in enumerate(places) if place in places[:n]]
+    for place in places:
+        complaint = None if place in BUILT_IN_MODELS else result_complaint(place)
+        if complaint:
+            mistakes.append(f"{place}: {complaint}")
+            continue
+        run = _settings_of_run(place)
+        if run is not None:
+            options.runs[place] = run
+        precision = options.precision or (run.train.precision if run else "auto")
+        resized = run is not None and run.model.resize_embeddings
+        base = None
+        if options.base:
+            named = options.base_model or _base_of(place, run)
+            quantization = options.quantization or (run.quantization.mode if run else None)
+            base = Asked(str(named), f"base: {named}", quantization, precision)
+            if named is None:
+                mistakes.append(f"--base: {place} does not say what it was tuned from.\n--base_model names that model.")
+            elif not options.base_model and (complaint := model_complaint(named)):
+                mistakes.append(f"{place}: its base model {named}: {complaint}\n--base_model says where it is now.")
+        options.asked.append((Asked(place, place, options.quantization, precision, resized), base))
+    if options.base_model and (complaint := model_complaint(options.base_model)):
+        mistakes.append(f"--base_model {options.base_model}: {complaint}")
+    return mistakes
+
+
+def _settings_of_run(place: str) -> Config | None:
+    """As its config.yaml, or the checkpoint, has them; None where it is of no run, or of another version's."""
+    found = find_result(Path(place).expanduser()) if looks_local(place) else None
+    if found is None:
+        return None
+    kind, held = found
+    try:
+        if kind == "checkpoint":
+            return Config(**json.loads((held / "trainer.json").read_text())["config"])
+        file = (held if kind == "run" else held.parent) / "config.yaml"
+        return Config(**yaml.safe_load(file.read_text()))
+    except (OSError, ValueError, yaml.YAMLError, ValidationError, LookupError, TypeError):
+        return None
+
+
+def _base_of(place: str, run: Config | None) -> str | None:
+    if run is not None:
+        return run.model.model_name
+    found = find_result(Path(place).expanduser()) if looks_local(place) else None
+    return base_model_of(str(found[1])) if found and found[0] == "adapter" else None
+
+
+def _row_mistakes(options: Namespace) -> list[str]:
+    """Also settle `config` and `rows`."""
+    given = {name: getattr(options, name) for name in (*ROWS, *HOW) if getattr(options, name) is not None}
+    runs: list[tuple[str, Config]] = list(options.runs.items())
+    settings = runs[0][1] if runs else Config()
+    if "dataset" not in given:
+        for place, other in runs[1:]:
+            if differing := _differing(settings, other):
+                return [
+                    f"{runs[0][0]} and {place} held out other rows ({', '.join(differing)}).\n--dataset names rows to "
+                    "compare them on."
+                ]
+    values: dict[str, Any] = {name: getattr(settings.data, name, None) for name in (*ROWS, *HOW)}
+    values |= {"val_batch_size": settings.train.val_batch_size, "max_eval_step": settings.train.max_eval_step}
+    values["chat_template"] = None  # it was saved with the result
+    if "dataset" in given:
+        values |= {"validation": None, "dataset_split": SETTINGS["dataset_split"].default, "dataset_format": "auto"}
+    streams = settings.data.streaming and not {"dataset", "validation"} & given.keys()
+    values |= {"streaming": streams, "show_samples": 0}
+    values |= {name: from_text(SETTINGS[name], text) for name, text in given.items()}
+    places = {name: f"--{name}" for name in given}
+    options.config, wrong = convert(values, places)
+    options.rows = "all" if "dataset" in given and "validation" not in given else "held_out"
+    if wrong:
+        return list(wrong.values())
+    if options.rows == "held_out" and not runs and "dataset" not in given:
+        options.rows = "none"
+        if "validation" in given:
+            return ["--validation: --dataset says of which rows."]
+        if not options.tasks:
+            return [
+                f"{options.asked[0][0].place}: is of no run, so it says nothing of held-out rows.\nExpected --dataset "
+                "FILE, with the rows to evaluate, or --tasks."
+            ]
+        return []
+    if options.rows == "held_out" and _holds_none_out(options.config):
+        if options.tasks and "dataset" not in given:
+            options.rows = "none"
+            return []
+        return [
+            f"{runs[0][0] if runs else '--dataset'}: no rows were held out: the run had no --validation.\n--dataset "
+            "FILE names rows that it was not trained on."
+        ]
+    others = set(SETTINGS) - set(READ)
+    shown = {name: places.get(name, f"{runs[0][0]}: its run" if runs else "") for name in READ}
+    return check_paths(values_of(options.config), shown, others)
+
+
+def _differing(one: Config, other: Config) -> list[str]:
+    """Settings in which the held-out rows of two runs differ."""
+    ours, theirs = dataclasses.asdict(one.data), dataclasses.asdict(other.data)
+    return [name for name in ROWS if ours[name] != theirs[name]]
+
+
+def _holds_none_out(config: Config) -> bool:
+    """As far as can be told from the name: a file has no split of its own."""
+    dataset = config.data.dataset
+    if config.data.validation:
+        return False
+    return not isinstance(dataset, str) or (kind_of_data(dataset) not in ("demo", "function") and not has_splits(dataset))
+
+
+def _task_mistakes(options: Namespace) -> list[str]:
+    """Also make a list of `tasks`."""
+    if options.tasks is None:
+        mistakes = [f"--{name}: there are no --tasks." for name in TASK_FLAGS if getattr(options, name) not in (None, False)]
+        if options.batch_size is not None:
+            mistakes.append("--batch_size: there are no --tasks. --val_batch_size is for rows.")
+        return mistakes
+    options.batch_size = options.batch_size or 8
+    options.tasks = [name.strip() for name in options.tasks.split(",") if name.strip()]
+    mistakes = ["--tasks: names no task."] if not options.tasks else []
+    if importlib.util.find_spec("lm_eval") is None:
+        mistakes.append(NEEDS_LM_EVAL)
+    for name in options.tasks:
+        file = Path(name).expanduser()
+        if is_task_file(name) and not file.is_file():
+            mistakes.append(f"--tasks {name}: no such file.{nearest_file(file)}")
+    return mistakes
+
+
+def is_task_file(name: str) -> bool:
+    """Whether a task is named by its YAML file."""
+    return name.endswith((".yaml", ".yml"))
+
+
+def _output_mistakes(name: str | None) -> list[str]:
+    if name is None:
+        return []
+    file = Path(name).expanduser()
+    if file.is_dir():
+        return [f"--output_file {name}: is a folder; expected a file such as {file / 'results.json'}."]
+    if file.suffix != ".json":
+        return [f"--output_file {name}: JSON is written; expected a name that ends in .json."]
+    return []
+
+
+def _count(text: str) -> int:
+    if not text.isascii() or not text.isdigit():
+        raise ValueError
+    return int(text)
+
+
+def _limit(text: str) -> int | float:
+    if text.isdigit() and int(text) > 0:
+        return int(text)
+    share = float(text)
+    if not 0 < share < 1:
+        raise ValueError
+    return share
+
+
+def _batch_size(text: str) -> int | str:
+    if text == "auto":
+        return text
+    if not _count(text):
+        raise ValueError
+    return int(text)
+
+
+_count.__name__ = "whole number"  # argparse names them in its messages
+_limit.__name__ = "whole number, or a share below 1"
+_batch_size.__name__ = "whole number, or auto"

@@ -1,0 +1,251 @@
+"""What recipes/inference.py and recipes/evaluate.py can load, told without torch, and the flags of the first."""
+
+import math
+import os
+import sys
+from argparse import ArgumentTypeError, Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+from llama_ft.config.export_flags import export_kind
+from llama_ft.config.paths import adapter_complaint, looks_local, model_complaint
+from llama_ft.config.script_flags import ScriptFlags
+from llama_ft.config.wording import nearest_file
+from llama_ft.errors import UserError
+
+Result = Literal["checkpoint", "run", "adapter", "model"]  # run: one without a result, but with checkpoints
+PRECISIONS = ("auto", "bf16", "fp16", "fp32", "bf16_mixed", "bf16_pure")
+SAFETY = "answers are not judged here. Leave it out"
+# llama-recipes' flags whose meaning is gone, with what to do instead.
+GONE = {
+    "use_auditnlg": SAFETY,
+    "enable_azure_content_safety": SAFETY,
+    "enable_sensitive_topics": SAFETY,
+    "enable_salesforce_content_safety": SAFETY,
+    "enable_llamaguard_content_safety": SAFETY,
+    "share_gradio": "there is no web page. --chat is a conversation in the terminal",
+    "min_length": "an answer ends where the model ends it. Leave it out",
+    "length_penalty": "only beam search has one, and answers are sampled or greedy. Leave it out",
+    "use_cache": "what was computed of earlier tokens is always kept. Leave it out",
+    "max_padding_length": "prompts are padded to the longest of their batch. Leave it out",
+    "use_fast_kernels": "torch's fastest attention is taken by itself. Leave it out",
+    "low_cpu_fsdp": "each rank reads its own rows. Leave it out",
+}
+
+
+def find_result(folder: Path) -> tuple[Result, Path] | None:
+    """What there is to load in a folder, and where: of a run's directory the result in model/, else its checkpoints.
+    None where it holds nothing of the kind."""
+    kind = export_kind(folder)
+    if kind == "checkpoint":
+        return "checkpoint", folder
+    for place in (folder, folder / "model"):
+        if (place / "adapter_config.json").is_file() and not any(place.glob("model*.safetensors")):
+            return "adapter", place
+        if (place / "config.json").is_file():
+            return "model", place
+    return ("run", folder) if kind == "run" else None
+
+
+def result_complaint(name: str) -> str | None:
+    """Say why `name` is nothing that can be loaded: a run's directory, a checkpoint, an adapter, a model's folder or
+    hub name."""
+    if not looks_local(name):
+        return None
+    folder = Path(name).expanduser()
+    if not folder.exists():
+        return f"no such folder.{nearest_file(folder)}"
+    if not folder.is_dir():
+        return "is a file; expected the directory of a run, a checkpoint, or the folder of a model or an adapter."
+    found = find_result(folder)
+    if found is None:
+        if any(folder.glob("step-*")):
+            return f"holds checkpoints. Name one of them, or the run: {folder.parent}."
+        return "is neither the directory of a run with a result or a checkpoint, nor a checkpoint, model or adapter."
+    kind, place = found
+    if kind == "adapter":
+        return adapter_complaint(str(place))
+    return model_complaint(str(place)) if kind == "model" else None
+
+
+def read_inference_flags(argv: list[str], description: str) -> Namespace:
+    """The flags, with `place` settled, and in `mode` what is asked for: one, many or chat.
+
+    Args:
+        argv: the words after the script's name.
+        description: what the script does, for --help.
+
+    Raises:
+        UserError: with one message for every mistake.
+    """
+    flags = ScriptFlags(description, GONE)
+    _add_model_flags(flags)
+    _add_prompt_flags(flags)
+    _add_sampling_flags(flags)
+    options = flags.read(argv)
+    mistakes = [*_place_mistakes(options), *_prompt_mistakes(options)]
+    if options.do_sample is False and options.temperature:
+        mistakes.append(f"--do_sample False: --temperature {options.temperature:g} asks for sampling.")
+    if options.do_sample and options.temperature == 0:
+        mistakes.append("--do_sample: --temperature 0 asks for the likeliest token each time.")
+    if mistakes:
+        raise UserError(*mistakes)
+    if options.do_sample is False:
+        options.temperature = 0.0
+    return options
+
+
+def _add_model_flags(flags: ScriptFlags) -> None:
+    flags.add_argument(
+        "place", nargs="?", metavar="MODEL", help="a run's directory (its model/, or without one its newest sound "
+        "checkpoint), a checkpoint, a saved adapter, or the folder or hub name of a model"
+    )  # fmt: skip
+    flags.add_argument("--model_name", metavar="NAME", help="another way to name MODEL; with --peft_model its base")
+    flags.add_argument("--peft_model", metavar="FOLDER", help="another way to name a saved adapter")
+    flags.add_argument(
+        "--base_model", metavar="NAME", help="folder or hub name of the model that was tuned; default: where the run "
+        "or the adapter found it"
+    )  # fmt: skip
+    flags.add_argument("--tokenizer_name", metavar="NAME", help="folder or hub name of the tokenizer; default: MODEL's")
+    flags.add_argument(
+        "--quantization", choices=["none", "8bit", "4bit"], help="of frozen weights; default: as the run had it"
+    )
+    flags.add_argument(
+        "--precision", default="auto", choices=PRECISIONS, help="what is computed in; auto (default): bf16 where the "
+        "device computes that itself, else fp32"
+    )  # fmt: skip
+    flags.add_argument(
+        "--device", default="auto", choices=["auto", "cuda", "cpu"], help="auto (default): a GPU, if any"
+    )
+    flags.add_argument("--enable_fsdp", action="store_true", help="under torchrun: share weights out over the ranks")
+    flags.add_argument("--trust_remote_code", action="store_true", help="let the model bring Python code")
+
+
+def _add_prompt_flags(flags: ScriptFlags) -> None:
+    flags.add_argument("--prompt", metavar="TEXT", help="one prompt; the answer alone goes to stdout")
+    flags.add_argument("--prompt_file", metavar="FILE", help="one prompt, from a file")
+    flags.add_argument(
+        "--prompts", metavar="FILE", help='many prompts: a line each in .txt; in .jsonl rows with "prompt" or '
+        '"messages"'
+    )  # fmt: skip
+    flags.add_argument(
+        "--output_file", metavar="FILE", help="with --prompts: answers as JSON lines; the same command goes on after "
+        "those that are there. Default: stdout"
+    )  # fmt: skip
+    flags.add_argument("--output_key", default="answer", metavar="NAME", help="its key there (default answer)")
+    flags.add_argument("--overwrite", action="store_true", help="with --output_file: begin anew")
+    flags.add_argument(
+        "--batch_size", default=8, type=whole_number(1), metavar="N", help="prompts at once, a rank (default 8)"
+    )
+    flags.add_argument(
+        "--chat", action="store_true", help="a conversation; also what happens in a terminal when no prompt is given"
+    )
+    flags.add_argument("--system_prompt", metavar="TEXT", help="the first turn of every conversation")
+    flags.add_argument(
+        "--no_chat_template", action="store_true", help="prompts are text to go on with, for models that do not chat"
+    )
+
+
+def _add_sampling_flags(flags: ScriptFlags) -> None:
+    flags.add_argument(
+        "--max_new_tokens", default=256, type=whole_number(1), metavar="N", help="of an answer (default 256)"
+    )
+    flags.add_argument(
+        "--temperature", type=number(), metavar="T", help="0: the likeliest token each time. Default of this and of "
+        "the next three: what generation_config.json of the model says, else 0"
+    )  # fmt: skip
+    flags.add_argument("--top_p", type=number(1), metavar="P", help="sample from the likeliest that make up P")
+    flags.add_argument("--top_k", type=whole_number(0), metavar="K", help="sample from the K likeliest; 0: from all")
+    flags.add_argument("--repetition_penalty", type=number(), metavar="R", help="above 1: repeat less")
+    flags.add_argument(
+        "--do_sample", nargs="?", const=True, type=_boolean, metavar="True|False", help="False is --temperature 0"
+    )
+    flags.add_argument(
+        "--seed", default=42, type=whole_number(0), metavar="N", help="of sampling, beside the row's number"
+    )
+    flags.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="end answers before this text; may be given again"
+    )
+
+
+def _place_mistakes(options: Namespace) -> list[str]:
+    """Also settle `place` and `base_model`."""
+    mistakes = []
+    named = {"MODEL": options.place, "--peft_model": options.peft_model, "--model_name": options.model_name}
+    if options.peft_model and options.model_name and not options.base_model:
+        options.base_model = named["--model_name"]
+        del named["--model_name"]
+    given = {name: value for name, value in named.items() if value}
+    if len(given) != 1:
+        if given:
+            return [f"{' and '.join(given)}: one of them names what is loaded. --base_model names the model beside it."]
+        return ["MODEL is needed: inference.py output/<run>, or the folder or hub name of a model."]
+    [(flag, options.place)] = given.items()
+    where = "" if flag == "MODEL" else f"{flag} "
+    if complaint := result_complaint(options.place):
+        mistakes.append(f"{where}{options.place}: {complaint}")
+    if options.base_model and (complaint := model_complaint(options.base_model)):
+        mistakes.append(f"--base_model {options.base_model}: {complaint}")
+    return mistakes
+
+
+def _prompt_mistakes(options: Namespace) -> list[str]:
+    """Also settle `mode`."""
+    ways = {"--prompt": options.prompt, "--prompt_file": options.prompt_file, "--prompts": options.prompts}
+    given = [flag for flag, value in ways.items() if value is not None] + ["--chat"] * options.chat
+    if len(given) > 1:
+        return [f"{' and '.join(given)}: one of them says what is answered."]
+    options.mode = "many" if options.prompts else "chat" if options.chat else "one"
+    ranks = int(os.environ.get("WORLD_SIZE") or 1)
+    if not given and ranks == 1 and sys.stdin.isatty():
+        options.mode = "chat"
+    mistakes = []
+    for flag in ("--prompt_file", "--prompts"):
+        if ways[flag] is not None and not Path(ways[flag]).expanduser().is_file():
+            mistakes.append(f"{flag} {ways[flag]}: no such file.{nearest_file(Path(ways[flag]).expanduser())}")
+    if options.prompt_file and options.prompt_file.endswith(".jsonl"):
+        mistakes.append("--prompt_file: is one prompt. --prompts takes a file of many.")
+    if options.prompts and not options.prompts.endswith((".txt", ".jsonl")):
+        mistakes.append(f"--prompts {options.prompts}: expected .txt, a prompt a line, or .jsonl.")
+    if options.output_file and options.mode != "many":
+        mistakes.append("--output_file: is for the answers to --prompts. One answer goes to stdout.")
+    if options.overwrite and not options.output_file:
+        mistakes.append("--overwrite: nothing is written without --output_file.")
+    if options.no_chat_template and options.system_prompt:
+        mistakes.append("--system_prompt: without a chat template there is no place for it.")
+    if options.no_chat_template and options.mode == "chat":
+        mistakes.append("--no_chat_template: a chat needs one. --prompt takes plain text.")
+    if ranks > 1 and options.mode != "many" and not options.enable_fsdp:
+        mistakes.append(f"{ranks} processes: each would answer. --enable_fsdp shares the model out over them.")
+    return mistakes
+
+
+def whole_number(least: int) -> Callable[[str], int]:
+    def read(text: str) -> int:
+        if not text.isascii() or not text.isdigit() or int(text) < least:
+            raise ArgumentTypeError(f"expected a whole number from {least}, not {text}")
+        return int(text)
+
+    return read
+
+
+def number(most: float = math.inf) -> Callable[[str], float]:
+    def read(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not 0 <= value <= most or value == math.inf:
+            raise ArgumentTypeError(
+                f"expected a number from 0{'' if most == math.inf else f' to {most:g}'}, not {text}"
+            )
+        return value
+
+    return read
+
+
+def _boolean(text: str) -> bool:
+    if text.lower() not in ("true", "false"):
+        raise ArgumentTypeError(f"expected True or False, not {text}")
+    return text.lower() == "true"

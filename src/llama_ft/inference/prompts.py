@@ -1,0 +1,402 @@
+"""A file of prompts, and the file of their answers, which a second start goes on with."""
+
+import fcntl
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from itertools import groupby
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+import torch.distributed as dist
+from jinja2.exceptions import TemplateError
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import _compile_jinja_template
+
+from llama_ft.checkpoint.reader import file_digest
+from llama_ft.data import own_template
+from llama_ft.errors import RunFailure, UserError
+from llama_ft.inference.generate import Answerer, Sampling
+from llama_ft.inference.load import Opened
+from llama_ft.models import fingerprint
+from llama_ft.runtime import Runtime, log
+
+Messages = list[dict[str, Any]]
+ROLES = ("system", "developer", "user", "assistant", "tool")
+NAMED_AT_MOST = 10
+BATCHES_SORTED = 8  # prompts of so many batches are sorted by length: padding is less, and a kill loses no more
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt of a file.
+
+    Attributes:
+        number: of the prompt in the file, from 0.
+        line: of the file, from 1.
+        asked: a conversation up to the answer, or plain text.
+        row: what the answer is put into.
+    """
+
+    number: int
+    line: int
+    asked: Messages | str
+    row: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """How prompts become tokens.
+
+    Attributes:
+        tokenizer: with or without a chat template.
+        is_chat: prompts are turns of a conversation, written by the chat template; else text to go on with.
+        system: the first turn of conversations that do not bring their own.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    is_chat: bool
+    system: str | None
+
+    def tokens(self, asked: Messages | str) -> list[int]:
+        """Token ids of a prompt.
+
+        Raises:
+            UserError: the chat template refuses it, or it has no tokens.
+        """
+        if isinstance(asked, str) and not self.is_chat:
+            ids: Any = self.tokenizer(asked)["input_ids"]
+        else:
+            messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
+            if self.system and messages[0]["role"] not in ("system", "developer"):
+                messages = [{"role": "system", "content": self.system}, *messages]
+            # Training's rows do not depend on the day, for which it sets this; an answer's date is today's.
+            template = _compile_jinja_template(own_template(self.tokenizer))
+            template.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
+            try:
+                ids = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+            except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+                raise UserError(f"the chat template refuses it ({error}).") from error
+        if not ids:
+            raise UserError("has no tokens.")
+        return list(ids)
+
+
+def choose_encoding(tokenizer: PreTrainedTokenizerBase, no_chat_template: bool, system: str | None) -> Encoding:
+    """Chat where the tokenizer has a template, unless plain text is asked for; says where it has none.
+
+    Raises:
+        UserError: a system prompt without a template.
+    """
+    if not no_chat_template and not tokenizer.chat_template:
+        if system:
+            raise UserError("--system_prompt: this model's tokenizer has no chat template, and so no place for it.")
+        log.info("The tokenizer has no chat template: prompts are taken as text to go on with.")
+    return Encoding(tokenizer, bool(tokenizer.chat_template) and not no_chat_template, system)
+
+
+def read_prompts(file: Path, is_chat: bool, output_key: str) -> list[Prompt]:
+    """The prompts of a file.
+
+    Args:
+        file: .txt, a prompt a line; or .jsonl, rows with `prompt` or `messages`. Blank lines are left out.
+        is_chat: whether conversations can be asked.
+        output_key: where the answer will be put.
+
+    Raises:
+        UserError: rows that are none, each with its line; or there are no prompts.
+    """
+    prompts, mistakes = list[Prompt](), list[str]()
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--prompts {file}: cannot be read ({error}).") from error
+    for line, content in enumerate(text.split("\n"), start=1):
+        if not content.strip():
+            continue
+        try:
+            row = {"prompt": content.rstrip("\r")} if file.suffix == ".txt" else _json_object(content)
+            asked = _asked(row, is_chat)
+            if output_key in row:
+                raise ValueError(f'has a key "{output_key}" already. --output_key names another one for the answer')
+            prompts.append(Prompt(len(prompts), line, asked, row))
+        except ValueError as error:
+            mistakes.append(f"{file}:{line}: {error}.")
+    more = [f"... and {len(mistakes) - NAMED_AT_MOST} more lines of {file}."]
+    if mistakes:
+        raise UserError(*mistakes[:NAMED_AT_MOST], *(more if len(mistakes) > NAMED_AT_MOST else []))
+    if not prompts:
+        raise UserError(f"--prompts {file}: holds no prompts.")
+    return prompts
+
+
+def _json_object(line: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"not JSON ({error})") from None
+    if not isinstance(row, dict):
+        raise ValueError('expected an object with "prompt" or "messages"')
+    return row
+
+
+def _asked(row: Mapping[str, Any], is_chat: bool) -> Messages | str:
+    """The prompt of a row. The answer that a row of training data ends in is left off."""
+    held = [key for key in ("prompt", "messages") if key in row]
+    if len(held) != 1:
+        raise ValueError('expected one of the keys "prompt" and "messages"' + (", not both" if held else ""))
+    value = row[held[0]]
+    if isinstance(value, str) and held == ["prompt"]:
+        if not value.strip():
+            raise ValueError('"prompt" is empty')
+        return value
+    check_turns(value, held[0])
+    if not is_chat:
+        raise ValueError(f'"{held[0]}" is a conversation, for which a chat template is needed; expected text')
+    asked = value[:-1] if value[-1]["role"] == "assistant" else value
+    if not asked or asked[-1]["role"] not in ("user", "tool"):
+        raise ValueError(f'"{held[0]}" holds no user\'s turn to answer')
+    return list(asked)
+
+
+def check_turns(value: Any, key: str) -> None:
+    """See that `value` is turns of a conversation.
+
+    Raises:
+        ValueError: it is not; the message says what is wrong.
+    """
+    if not isinstance(value, list) or not value:
+        raise ValueError(f'"{key}" is {json.dumps(value)[:40]}; expected a list of turns')
+    for place, turn in enumerate(value):
+        if not isinstance(turn, dict) or turn.get("role") not in ROLES:
+            said = json.dumps(turn.get("role") if isinstance(turn, dict) else turn)[:40]
+            raise ValueError(f'"{key}[{place}].role" is {said}; expected {", ".join(ROLES)}')
+        if not isinstance(turn.get("content"), str | list) and not turn.get("tool_calls"):
+            raise ValueError(f'"{key}[{place}].content" is {json.dumps(turn.get("content"))[:40]}; expected text')
+
+
+def describe_job(options: Any, sampling: Sampling, opened: Opened, prompts: Path) -> dict[str, Any]:
+    """What answers depend on, as it stands beside them."""
+    tuned = [opened.place / name for name in ("adapter_model.safetensors", "checksums.txt")]
+    return {
+        "prompts": file_digest(prompts),
+        "model": options.place,
+        "weights": [fingerprint(opened.folder), *(file_digest(file) for file in tuned if file.is_file())],
+        "quantization": opened.quantization,
+        "precision": str(opened.model.dtype).removeprefix("torch."),
+        "tokenizer_name": options.tokenizer_name,
+        "system_prompt": options.system_prompt,
+        "no_chat_template": options.no_chat_template,
+        "output_key": options.output_key,
+        **vars(sampling),
+    }
+
+
+class AnswersFile:
+    """A .jsonl file of answers in the order of their prompts, written batch by batch.
+
+    What they depend on stands beside it, in <name>.settings.json: a second start with the same goes on after the
+    answers that are there.
+
+    Args:
+        file: None: stdout, from the beginning.
+        settings: see describe_job.
+        overwrite: begin anew.
+
+    Attributes:
+        held: answers that are there.
+
+    Raises:
+        UserError: it holds answers of other settings, or something else; or another process writes it.
+        RunFailure: it cannot be written.
+    """
+
+    def __init__(self, file: Path | None, settings: Mapping[str, Any], overwrite: bool) -> None:
+        self.held, self._name = 0, file
+        self._file: IO[str] | None = None
+        if file is None:
+            return
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            self._file = open(file, "r+" if file.exists() else "x+", encoding="utf-8", newline="\n")
+            self._begin(file, settings, overwrite)
+        except OSError as error:
+            raise RunFailure(f"--output_file {file}: cannot be written ({error.strerror or error}).") from error
+        except UserError:
+            self._file.close()
+            raise
+
+    def _begin(self, file: Path, settings: Mapping[str, Any], overwrite: bool) -> None:
+        assert self._file is not None
+        self._lock(file)
+        beside = file.with_name(f"{file.name}.settings.json")
+        if overwrite:
+            self._file.truncate(0)
+        if os.fstat(self._file.fileno()).st_size:
+            _check_same(file, beside, settings)
+            self._go_on()
+        else:
+            beside.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
+
+    def _lock(self, file: Path) -> None:
+        assert self._file is not None
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserError(f"--output_file {file}: another process is writing it.") from error
+        except OSError:  # a file system without locks
+            pass
+
+    def _go_on(self) -> None:
+        """Count the answers, and cut off what a killed process has left half written."""
+        assert self._file is not None
+        whole = 0
+        with open(self._file.fileno(), "rb", closefd=False) as lines:
+            lines.seek(0)
+            for line in lines:
+                if not line.endswith(b"\n"):
+                    break
+                whole += len(line)
+                self.held += 1
+        self._file.truncate(whole)
+        self._file.seek(whole)
+
+    def write(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Add answers; they are on the disk when this returns.
+
+        Raises:
+            RunFailure: the disk is full, or something else is wrong with it.
+        """
+        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        if self._file is None:
+            sys.stdout.write(text)
+            sys.stdout.flush()
+            return
+        try:
+            self._file.write(text)
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise RunFailure(
+                f"--output_file {self._name}: could not be written ({error.strerror}).\nThe same command goes on after "
+                "the answers that are there."
+            ) from error
+
+    def __enter__(self) -> "AnswersFile":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+def _check_same(file: Path, beside: Path, settings: Mapping[str, Any]) -> None:
+    try:
+        then = json.loads(beside.read_text())
+        changed = {name for name in {*then, *settings} if then.get(name) != json.loads(json.dumps(settings)).get(name)}
+    except (OSError, ValueError, TypeError) as error:
+        raise UserError(
+            f"--output_file {file}: is not empty, and {beside.name}, which would say what is in it, cannot be read.\n"
+            "Choose another file, or --overwrite it."
+        ) from error
+    if changed:
+        told = "\n".join(
+            f"{name}: {then.get(name)} then, {settings.get(name)} now"
+            if name not in ("prompts", "weights")
+            else {"prompts": "the prompts are others", "weights": "the model's weights are others"}[name]
+            for name in sorted(changed)
+        )
+        raise UserError(
+            f"--output_file {file}: holds answers that were made in another way.\n{told}\nChoose another file, or "
+            "--overwrite it."
+        )
+
+
+def answer_prompts(
+    prompts: Sequence[Prompt],
+    lengths: Sequence[int],
+    answerer: Answerer,
+    encoding: Encoding,
+    sampling: Sampling,
+    batch_size: int,
+    output_key: str,
+    file: AnswersFile | None,
+    job: Runtime,
+) -> int:
+    """Answer prompts and write the rows in their order; the ranks share each turn's prompts.
+
+    Args:
+        prompts: those that have no answer yet.
+        lengths: tokens of each.
+        answerer: the model.
+        encoding: how prompts become tokens.
+        sampling: how tokens are chosen.
+        batch_size: of a rank.
+        output_key: where answers are put.
+        file: on rank 0.
+        job: the ranks.
+
+    Returns:
+        How many answers were cut at max_new_tokens or the end of the context.
+    """
+    cut, turn_size = 0, batch_size * job.world_size
+    for first in range(0, len(prompts), turn_size * BATCHES_SORTED):
+        window = range(first, min(first + turn_size * BATCHES_SORTED, len(prompts)))
+        done: dict[int, dict[str, Any]] = {}
+        written = first
+        for turn in _turns(window, lengths, answerer, sampling, turn_size):
+            mine = [prompts[place] for place in turn[job.rank :: job.world_size]]
+            answers = answerer.answer(
+                [encoding.tokens(prompt.asked) for prompt in mine], [prompt.number for prompt in mine], sampling
+            )
+            everyone: list[Any] = [None] * job.world_size
+            dist.all_gather_object(everyone, answers)
+            for rank, theirs in enumerate(everyone):
+                for place, answer in zip(turn[rank :: job.world_size], theirs, strict=True):
+                    done[place] = {**prompts[place].row, output_key: answer.text}
+                    cut += answer.is_cut
+            ready = []
+            while written in done:
+                ready.append(done.pop(written))
+                written += 1
+            if file is not None and ready:
+                file.write(ready)
+        log.info(f"{prompts[window[-1]].number + 1} of {prompts[-1].number + 1} prompts answered")
+    return cut
+
+
+def _turns(
+    window: range, lengths: Sequence[int], answerer: Answerer, sampling: Sampling, turn_size: int
+) -> Iterator[list[int]]:
+    """Prompts to answer together: of like length, and whose answers may be equally long."""
+
+    def longest(place: int) -> int:
+        return answerer.longest_answer(lengths[place], sampling)
+
+    for _, alike in groupby(sorted(window, key=lambda place: (lengths[place], place)), key=longest):
+        places = list(alike)
+        yield from (places[start : start + turn_size] for start in range(0, len(places), turn_size))
+
+
+def count_tokens(prompts: Sequence[Prompt], encoding: Encoding, answerer: Answerer, file: Path) -> list[int]:
+    """Tokens of every prompt.
+
+    Raises:
+        UserError: those the chat template refuses or that leave no room for an answer, each with its line.
+    """
+    lengths, mistakes = [], []
+    for prompt in prompts:
+        try:
+            lengths.append(len(encoding.tokens(prompt.asked)))
+            if answerer.context is not None and lengths[-1] >= answerer.context:
+                raise UserError(f"{lengths[-1]} tokens, and the model has {answerer.context} positions.")
+        except UserError as error:
+            mistakes.append(f"{file}:{prompt.line}: {error.messages[0]}")
+    if mistakes:
+        more = [f"... and {len(mistakes) - NAMED_AT_MOST} more lines of {file}."]
+        raise UserError(*mistakes[:NAMED_AT_MOST], *(more if len(mistakes) > NAMED_AT_MOST else []))
+    return lengths

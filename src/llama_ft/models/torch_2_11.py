@@ -1,0 +1,27 @@
+"""What torch 2.11's fully_shard lacks for parameters of integers, those of quantized layers; 2.12 and later have it."""
+
+from types import SimpleNamespace
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp._fully_shard import _fsdp_param
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+
+_init_dtypes = FSDPParam.init_dtype_attrs
+
+
+def allow_integers() -> None:
+    """Let fully_shard shard integers, and gather them as they are: torch 2.11 asks a gradient of every parameter while
+    it makes its shard, and casts all to the compute dtype, which would lose the bits of a scale."""
+    if torch.__version__ < (2, 12):
+        FSDPParam.init_dtype_attrs = _init_dtypes_of_floats  # type: ignore[method-assign]
+        _fsdp_param.nn = SimpleNamespace(Parameter=_parameter, Module=nn.Module)  # type: ignore[assignment]
+
+
+def _parameter(data: torch.Tensor, requires_grad: bool = True) -> nn.Parameter:
+    return nn.Parameter(data, requires_grad=requires_grad and data.is_floating_point())
+
+
+def _init_dtypes_of_floats(parameter: FSDPParam, policy: MixedPrecisionPolicy) -> None:
+    _init_dtypes(parameter, policy if parameter.sharded_param.is_floating_point() else MixedPrecisionPolicy())

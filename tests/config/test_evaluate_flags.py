@@ -1,0 +1,130 @@
+"""The command line of recipes/evaluate.py: what it settles, and its mistakes, all told at once."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import write_rows
+
+from llama_ft.config import Config, to_yaml
+from llama_ft.config.evaluate_flags import read_evaluate_flags
+from llama_ft.errors import UserError
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with a model, rows, and directories of runs with a result each."""
+    monkeypatch.chdir(tmp_path)
+    for folder in ("base", "plain", "kept/model", "none/model", "other/model"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "config.json").write_text("{}")
+        (tmp_path / folder / "model.safetensors").touch()
+    write_rows(tmp_path / "rows.jsonl", 8)
+    for run, validation in {"kept": "0.25", "none": None, "other": "0.5"}.items():
+        config = Config()
+        config.model.model_name, config.data.dataset, config.data.validation = "base", "rows.jsonl", validation
+        config.data.labels, config.train.precision, config.train.val_batch_size = "all", "fp32", 3
+        (tmp_path / run / "config.yaml").write_text(to_yaml(config))
+    return tmp_path
+
+
+def mistakes(*flags: str) -> list[str]:
+    with pytest.raises(UserError) as refusal:
+        read_evaluate_flags(list(flags), "")
+    return list(refusal.value.messages)
+
+
+def test_a_run_says_which_rows_it_held_out_and_how_it_computed(place: Path) -> None:
+    options = read_evaluate_flags(["kept", "--base"], "")
+    [(asked, base)] = options.asked
+    assert (options.rows, options.config.data.dataset, options.config.data.validation) == (
+        "held_out",
+        "rows.jsonl",
+        "0.25",
+    )
+    assert (options.config.data.labels, options.config.train.val_batch_size) == ("all", 3)
+    assert (asked.place, asked.precision, base.place, base.precision) == ("kept", "fp32", "base", "fp32")
+
+
+def test_flags_win_over_the_run(place: Path) -> None:
+    options = read_evaluate_flags(["kept", "--labels", "completion", "--val_batch_size", "5", "--precision=bf16"], "")
+    assert (options.config.data.labels, options.config.train.val_batch_size) == ("completion", 5)
+    assert options.asked[0][0].precision == "bf16"
+
+
+def test_a_dataset_is_taken_whole_unless_validation_says_otherwise(place: Path) -> None:
+    whole = read_evaluate_flags(["kept", "--dataset", "rows.jsonl"], "")
+    assert (whole.rows, whole.config.data.validation, whole.config.data.labels) == ("all", None, "all")
+    part = read_evaluate_flags(["plain", "--dataset", "rows.jsonl", "--validation", "0.5"], "")
+    assert (part.rows, part.config.data.validation) == ("held_out", "0.5")
+
+
+def test_tasks_alone_need_no_rows(place: Path) -> None:
+    (place / "mine.yaml").write_text("task: mine\n")
+    for model in ("plain", "none"):
+        options = read_evaluate_flags([model, "--tasks", "mine.yaml, hellaswag"], "")
+        assert (options.rows, options.tasks, options.batch_size) == ("none", ["mine.yaml", "hellaswag"], 8)
+    assert read_evaluate_flags(["kept", "--tasks", "mine.yaml"], "").rows == "held_out"
+
+
+def test_llama_recipes_names_of_model_and_adapter_work(place: Path) -> None:
+    (place / "adapter").mkdir()
+    (place / "adapter" / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "gone/base/model"}))
+    (place / "adapter" / "adapter_model.safetensors").touch()
+    flags = ["--peft_model", "adapter", "--base", "--dataset", "rows.jsonl"]
+    options = read_evaluate_flags([*flags, "--model_name", "base"], "")
+    assert [(asked.place, base.place) for asked, base in options.asked] == [("adapter", "base")]
+    [message] = mistakes(*flags)
+    assert message.startswith("adapter: its base model gone/base/model: no such folder.")
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ([], ["MODEL is needed: evaluate.py output/<run>"]),
+        (["kapt"], ["kapt: is of no run, so it says nothing of held-out rows.\nExpected --dataset FILE"]),
+        (["./kapt"], ["./kapt: no such folder. Did you mean kept?"]),
+        (["kept", "kept"], ["kept: given twice."]),
+        (["kept", "--lables", "all"], ["--lables is not a flag. Did you mean --labels?"]),
+        (["plain"], ["plain: is of no run, so it says nothing of held-out rows.\nExpected --dataset FILE"]),
+        (["plain", "--validation", "0.5"], ["--validation: --dataset says of which rows."]),
+        (["none"], ["none: no rows were held out: the run had no --validation.\n--dataset FILE"]),
+        (["kept", "other"], ["kept and other held out other rows (validation).\n--dataset names rows"]),
+        (["plain", "--base", "--dataset", "rows.jsonl"], ["--base: plain does not say what it was tuned from."]),
+        (["kept", "--base_model", "./bsae"], ["--base_model ./bsae: no such folder. Did you mean base?"]),
+        (["kept", "--dataset", "row.jsonl"], ["--dataset row.jsonl: no such file. Did you mean rows.jsonl?"]),
+        (["kept", "--labels", "some"], ["--labels some: expected auto, assistant, completion or all."]),
+        (["kept", "--limit", "3"], ["--limit: there are no --tasks."]),
+        (["kept", "--batch_size", "3"], ["--batch_size: there are no --tasks. --val_batch_size is for rows."]),
+        (["kept", "--tasks", "tsk.yaml"], ["--tasks tsk.yaml: no such file."]),
+        (["kept", "--tasks", "a", "--limit", "2.5"], ["--limit: invalid whole number, or a share below 1 value: '2.5'"]),
+        (["kept", "--output_file", "base"], ["--output_file base: is a folder; expected a file"]),
+        (["kept", "--output_path", "found.csv"], ["--output_file found.csv: JSON is written"]),
+        (
+            ["./kapt", "--limit", "3", "--output_file", "x.txt"],
+            ["./kapt: no such folder.", "--limit: there are no --tasks.", "--output_file x.txt: JSON is written"],
+        ),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_mistakes_are_told_together(place: Path, flags: list[str], expected: list[str]) -> None:
+    told = mistakes(*flags)
+    assert len(told) == len(expected)
+    for message, beginning in zip(told, expected, strict=True):
+        assert message.startswith(beginning)
+
+
+def test_a_run_whose_rows_are_gone_names_itself_and_the_file(place: Path) -> None:
+    (place / "rows.jsonl").rename(place / "rows2.jsonl")
+    [message] = mistakes("kept")
+    assert message == "kept: its run: data.dataset rows.jsonl: no such file. Did you mean rows2.jsonl?"
+
+
+def test_without_the_extra_the_command_that_installs_it_is_named(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "lm_eval", None)  # as if it were not installed
+    assert mistakes("kept", "--tasks", "hellaswag") == [
+        "--tasks: lm-evaluation-harness is not installed.\npip install -e '.[eval]' installs it."
+    ]

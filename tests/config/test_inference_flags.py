@@ -1,0 +1,87 @@
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llama_ft.config.inference_flags import find_result, read_inference_flags, result_complaint
+from llama_ft.errors import UserError
+
+
+def read(*words: str | Path) -> Any:
+    return read_inference_flags([str(word) for word in words], "Ask a model.")
+
+
+def mistakes(*words: str | Path) -> str:
+    with pytest.raises(UserError) as told:
+        read(*words)
+    return str(told.value)
+
+
+def make(folder: Path, *files: str) -> Path:
+    for file in files:
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        (folder / file).touch()
+    return folder
+
+
+MODEL, ADAPTER = ("config.json", "model.safetensors"), ("adapter_config.json", "adapter_model.safetensors")
+
+
+def test_a_run_gives_its_result_and_without_one_its_checkpoints(tmp_path: Path) -> None:
+    checkpoint = "checkpoints/step-000010/trainer.json"
+    run = make(tmp_path / "run", checkpoint, "config.yaml")
+    assert find_result(run) == ("run", run)
+    assert find_result(run / "checkpoints" / "step-000010") == ("checkpoint", run / "checkpoints" / "step-000010")
+    make(run / "model", *ADAPTER)
+    assert find_result(run) == ("adapter", run / "model") == find_result(run / "model")
+    other = make(tmp_path / "other", checkpoint, *(f"model/{file}" for file in MODEL))
+    assert find_result(other) == ("model", other / "model")
+    assert not result_complaint(str(run)) and not result_complaint(str(other)) and not result_complaint("org/model")
+
+
+def test_what_is_no_result_is_told(tmp_path: Path) -> None:
+    make(tmp_path / "run", "checkpoints/step-000010/trainer.json")
+    make(tmp_path / "bare", "adapter_config.json")
+    make(tmp_path / "light", "config.json")
+    make(tmp_path / "empty", "notes.txt")
+    assert f"Name one of them, or the run: {tmp_path}/run." in str(result_complaint(f"{tmp_path}/run/checkpoints"))
+    assert "no adapter_model.safetensors" in str(result_complaint(f"{tmp_path}/bare"))
+    assert "no weights" in str(result_complaint(f"{tmp_path}/light"))
+    assert "is neither" in str(result_complaint(f"{tmp_path}/empty"))
+    assert "is a file" in str(result_complaint(f"{tmp_path}/empty/notes.txt"))
+    assert f"Did you mean {tmp_path}/light?" in str(result_complaint(f"{tmp_path}/ligth"))
+
+
+def test_llama_recipes_names_say_what_is_loaded(tmp_path: Path) -> None:
+    base, adapter = make(tmp_path / "base", *MODEL), make(tmp_path / "adapter", *ADAPTER)
+    options = read("--model_name", base, "--peft_model", adapter, "--prompt", "Hi")
+    assert (options.place, options.base_model) == (str(adapter), str(base))
+    assert read("--model-name", base, "--prompt=Hi").place == str(base)
+    options = read(base, "--prompt", "Hi", "--do_sample", "False", "--stop", "#", "--stop", "User:")
+    assert options.temperature == 0 and options.stop == ["#", "User:"] and options.mode == "one"
+    told = mistakes(base, "--prompt", "Hi", "--use_auditnlg", "True", "--length_penalty", "1", "--promt", "Hi")
+    assert "--use_auditnlg is not a flag here: answers are not judged here." in told
+    assert "only beam search" in told and "Did you mean --prompt?" in told
+
+
+def test_every_mistake_is_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = make(tmp_path / "base", *MODEL, "prompts.csv", "rows.jsonl")
+    told = mistakes(
+        base, "--prompts", base / "prompts.csv", "--no_chat_template", "--system_prompt", "x", "--overwrite",
+        "--do_sample", "True", "--temperature", "0", "--base_model", "/gone",
+    )  # fmt: skip
+    for part in (
+        "expected .txt", "--system_prompt: without", "--overwrite: nothing", "--do_sample: --temp", "/gone: no such",
+    ):  # fmt: skip
+        assert part in told
+    assert told.count("error: ") == 5
+    assert "MODEL is needed" in mistakes("--prompt", "Hi")
+    assert "--prompt and --chat: one of them" in mistakes(base, "--prompt", "Hi", "--chat")
+    assert "--peft_model and MODEL" in mistakes(base, "--peft_model", base) or "MODEL and --peft_model" in mistakes(
+        base, "--peft_model", base
+    )
+    assert "--prompts takes a file of many" in mistakes(base, "--prompt_file", base / "rows.jsonl")
+    assert "--top_p: expected a number from 0 to 1, not 2." in mistakes(base, "--top_p", "2")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "--enable_fsdp shares the model" in mistakes(base, "--prompt", "Hi")
+    assert read(base, "--prompts", base / "rows.jsonl").mode == "many"

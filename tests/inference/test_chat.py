@@ -1,0 +1,105 @@
+"""The conversation with its commands, typed into stdin; in place of a model stands what answers by counting."""
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from llama_ft.inference import Chat, Encoding, Sampling
+from llama_ft.inference.generate import Answer
+
+TEMPLATE = "{% for turn in messages %}[{{ turn.role }}]{{ turn.content }}{% endfor %}"
+GREEDY = Sampling(0.0, 1.0, 50, 0.0, 1.0, 20, 42, ())
+
+
+class Typed:
+    """What a person has typed, and what came of it."""
+
+    def __init__(self, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+        self.tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+        self.tokenizer.chat_template = TEMPLATE
+        self._patch, self._capsys = monkeypatch, capsys
+        self.asked: list[str] = []
+        self.numbers: list[int] = []
+        self.samplings: list[Sampling] = []
+
+    def __call__(self, *lines: str, system: str | None = None, context: int | None = None) -> tuple[str, str]:
+        def ask(ids: list[int], number: int, sampling: Sampling, show: Any, stopped: Any) -> Answer:
+            self.asked.append(str(self.tokenizer.decode(ids)))
+            self.numbers.append(number)
+            self.samplings.append(sampling)
+            show(f"answer {len(self.asked)}")
+            return Answer(f"answer {len(self.asked)}", is_cut=False)
+
+        self.asked.clear()
+        self.numbers.clear()
+        self._patch.setattr("sys.stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+        Chat(ask, Encoding(self.tokenizer, is_chat=True, system=system), GREEDY, context).run()
+        captured = self._capsys.readouterr()
+        return captured.out, captured.err
+
+
+@pytest.fixture
+def typed(tiny_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> Typed:
+    return Typed(tiny_model, monkeypatch, capsys)
+
+
+def test_answers_alone_go_to_stdout_and_each_question_has_the_earlier_turns(typed: Typed) -> None:
+    out, err = typed("one", "", "two", "//three", system="Be brief.")
+    assert out == "answer 1\nanswer 2\nanswer 3\n" and err == ""
+    assert typed.asked[0] == "[system]Be brief.[user]one"
+    assert typed.asked[1] == "[system]Be brief.[user]one[assistant]answer 1[user]two"
+    assert typed.asked[2].endswith("[user]/three")
+
+
+def test_a_message_may_have_several_lines(typed: Typed) -> None:
+    typed("one\\", "more", '"""', "a", "", 'b"""', '"""in one"""')
+    assert [asked.rpartition("[user]")[2] for asked in typed.asked] == ["one\nmore", "a\n\nb", "in one"]
+
+
+def test_turns_are_forgotten_and_asked_again(typed: Typed) -> None:
+    typed("one", "two", "/retry", "/undo", "three", "/reset", "four", "/system Be odd.", "five", "/exit", "six")
+    assert typed.asked[2] == typed.asked[1] and typed.numbers == [0, 1, 2, 3, 4, 5], "another answer is drawn"
+    assert typed.asked[3:] == ["[user]one[assistant]answer 1[user]three", "[user]four", "[system]Be odd.[user]five"]
+    _, err = typed("/undo", "/retry", "/nope", "/sett x", "/save", "/help")
+    assert err.count("There is no question yet.") == 2
+    assert "/nope is not a command. /help lists them" in err and "Did you mean /set?" in err
+    assert "/save needs the name of a file." in err and "/retry                answer the last" in err
+    assert not typed.asked
+
+
+def test_a_conversation_is_saved_as_a_row_of_data_and_loaded_again(typed: Typed, tmp_path: Path) -> None:
+    file = tmp_path / "talk.json"
+    typed("one", f"/save {file}", "two", f"/save {file}")
+    saved = json.loads(file.read_text())
+    assert [turn["content"] for turn in saved["messages"]] == ["one", "answer 1", "two", "answer 2"]
+    _, err = typed(f"/save {file}", f"/load {file}", "three", f"/load {tmp_path}", "/load /gone")
+    assert typed.asked == ["[user]one[assistant]answer 1[user]two[assistant]answer 2[user]three"]
+    assert "is there already" in err and "Is a directory" in err and "No such file" in err
+    file.write_text('{"messages": [{"role": "cat"}]}')
+    assert "holds no conversation" in typed(f"/load {file}")[1]
+
+
+def test_settings_change_what_comes_after(typed: Typed) -> None:
+    _, err = typed(
+        "/set temperature 0.7", "/set stop ###", "/set top_k many", "/set heat 1", "/set", "one", "/set stop", "two"
+    )
+    first, second = typed.samplings[-2:]
+    assert (first.temperature, first.stop, second.stop) == (0.7, ("###",), ())
+    assert "/set top_k: expected a whole number from 0, not many." in err and "/set heat: it is one of" in err
+    assert "max_new_tokens 20" in err
+
+
+def test_the_oldest_turns_are_dropped_where_they_no_longer_fit(typed: Typed) -> None:
+    system = "Be brief."
+    _, err = typed(*["a question of some length"] * 5, system=system, context=150)
+    lengths = [len(typed.tokenizer(asked)["input_ids"]) for asked in typed.asked]
+    assert max(lengths) + 20 <= 150 and lengths[0] < lengths[1] < lengths[2] == lengths[4]
+    assert all(asked.startswith("[system]Be brief.[user]a question") for asked in typed.asked)
+    assert "turns are dropped: the model has 150 positions" in err
+    _, err = typed("word " * 100, "short", context=150)
+    assert "tokens, and the model has 150 positions" in err
+    assert typed.asked == ["[user]short"], "what cannot be asked is forgotten"

@@ -1,0 +1,130 @@
+"""Answers against transformers' generate on the same model, alone; what is drawn against the probabilities."""
+
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers.modeling_utils import PreTrainedModel
+
+from llama_ft.inference import Answerer, Sampling, open_model, settle_sampling
+from llama_ft.runtime import Runtime
+
+PROMPTS = [[5, 99, 250, 3, 17], [42], [7, 7, 8, 100, 2, 33, 64, 12, 290], [60, 61]]
+GREEDY = Sampling(0.0, 1.0, 50, 0.0, 1.0, 20, 42, ())
+
+
+@pytest.fixture(scope="module")
+def answerer(tiny_model: Path, runtime: Runtime) -> Answerer:
+    opened = open_model(
+        str(tiny_model), base_model=None, tokenizer_name=None, quantization=None, precision="fp32",
+        trust_remote_code=False, enable_fsdp=False, job=runtime,
+    )  # fmt: skip
+    return Answerer(opened, runtime, is_sharded=False)
+
+
+@pytest.fixture(scope="module")
+def plain(tiny_model: Path) -> Iterator[PreTrainedModel]:
+    yield AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
+
+
+def sampled(**changes: Any) -> Sampling:
+    return Sampling(**{**vars(GREEDY), "temperature": 1.0, **changes})
+
+
+def texts(answerer: Answerer, prompts: list[list[int]], rows: list[int], sampling: Sampling) -> list[str]:
+    return [answer.text for answer in answerer.answer(prompts, rows, sampling)]
+
+
+def by_transformers(plain: Any, answerer: Answerer, prompt: list[int], **settings: Any) -> str:
+    tokens = plain.generate(torch.tensor([prompt]), do_sample=False, pad_token_id=0, **settings)
+    return str(answerer.tokenizer.decode(tokens[0, len(prompt) :], skip_special_tokens=True))
+
+
+@pytest.mark.parametrize("penalty", [1.0, 1.3])
+def test_a_greedy_answer_is_transformers_own_whatever_stands_beside_it(
+    penalty: float, answerer: Answerer, plain: Any
+) -> None:
+    sampling = Sampling(**{**vars(GREEDY), "repetition_penalty": penalty})
+    expected = [
+        by_transformers(plain, answerer, prompt, max_new_tokens=20, repetition_penalty=penalty) for prompt in PROMPTS
+    ]
+    assert len(set(expected)) == 4
+    assert texts(answerer, PROMPTS, [0, 1, 2, 3], sampling) == expected
+    assert [texts(answerer, [prompt], [0], sampling)[0] for prompt in PROMPTS] == expected
+
+
+def test_what_is_drawn_depends_on_seed_and_row_alone(answerer: Answerer) -> None:
+    together = texts(answerer, PROMPTS, [0, 1, 2, 3], sampled())
+    alone = [texts(answerer, [prompt], [row], sampled())[0] for row, prompt in enumerate(PROMPTS)]
+    assert together == alone == texts(answerer, PROMPTS, [0, 1, 2, 3], sampled())
+    assert together[3] != texts(answerer, PROMPTS[3:], [4], sampled())[0]
+    assert together[3] != texts(answerer, PROMPTS[3:], [3], sampled(seed=43))[0]
+    same = texts(answerer, [PROMPTS[0]] * 4, [0, 1, 2, 3], sampled(seed=1))
+    assert len(set(same)) == 4, "rows draw for themselves"
+
+
+def test_tokens_are_drawn_with_their_probabilities(answerer: Answerer, plain: Any) -> None:
+    prompt, draws, tokens = PROMPTS[0], 4000, list[str]()
+    for first in range(0, draws, 1000):
+        rows = list(range(first, first + 1000))
+        tokens += texts(answerer, [prompt] * 1000, rows, sampled(temperature=0.5, top_k=6, max_new_tokens=1))
+    with torch.no_grad():
+        logits, ids = plain(torch.tensor([prompt])).logits[0, -1].topk(6)
+    expected: dict[str, float] = {}  # tokens of single bytes look alike
+    for id_, probability in zip(ids.tolist(), (logits / 0.5).softmax(0).tolist(), strict=True):
+        text = str(answerer.tokenizer.decode([id_], skip_special_tokens=True))
+        expected[text] = expected.get(text, 0.0) + probability
+    assert len(expected) > 2 and set(tokens) <= expected.keys()
+    for text, probability in expected.items():
+        deviation = (probability * (1 - probability) / draws) ** 0.5
+        assert abs(tokens.count(text) / draws - probability) < 4 * deviation
+    likeliest = texts(answerer, [prompt] * 50, list(range(50)), sampled(top_k=0, top_p=1e-6, max_new_tokens=1))
+    assert set(likeliest) == {answerer.tokenizer.decode([int(ids[0])])}
+
+
+def test_an_answer_ends_before_a_stop_text_and_what_is_shown_is_the_answer(answerer: Answerer) -> None:
+    [whole] = texts(answerer, [PROMPTS[0]], [0], GREEDY)
+    word = whole[6:9]
+    stopping = Sampling(**{**vars(GREEDY), "stop": (word, "never said")})
+    shown: list[str] = []
+    [answer] = answerer.answer([PROMPTS[0]], [0], stopping, show=shown.append)
+    assert "".join(shown) == answer.text == whole[: whole.index(word)] and not answer.is_cut
+    batch = answerer.answer([PROMPTS[1], PROMPTS[0]], [0, 1], stopping)
+    assert batch[1] == answer
+
+    shown.clear()
+    [answer] = answerer.answer([PROMPTS[0]], [0], GREEDY, show=shown.append)
+    assert "".join(shown) == answer.text == whole and answer.is_cut
+
+
+def test_an_answer_can_be_stopped_after_any_token(answerer: Answerer) -> None:
+    [whole] = texts(answerer, [PROMPTS[0]], [0], GREEDY)
+    asked = iter([False, False, True])
+    [answer] = answerer.answer([PROMPTS[0]], [0], GREEDY, stopped=lambda: next(asked))
+    assert whole.startswith(answer.text) and 0 < len(answer.text) < len(whole) and not answer.is_cut
+
+
+def test_an_answer_leaves_the_models_positions_for_its_prompt(answerer: Answerer) -> None:
+    assert answerer.context == 256
+    assert [answerer.longest_answer(length, GREEDY) for length in (10, 236, 250, 256)] == [20, 20, 6, 0]
+    [answer] = answerer.answer([[9] * 253], [0], GREEDY)
+    assert answer.is_cut
+
+
+def asked(**given: Any) -> Namespace:
+    names = ("temperature", "top_p", "top_k", "repetition_penalty", "do_sample")
+    return Namespace(**{**dict.fromkeys(names), "max_new_tokens": 9, "seed": 1, "stop": [], **given})
+
+
+def test_what_is_not_asked_for_is_as_the_model_says() -> None:
+    quiet, own = GenerationConfig(), GenerationConfig(do_sample=True, temperature=0.6, top_p=0.9, min_p=0.05)
+    assert settle_sampling(asked(), quiet) == Sampling(0.0, 1.0, 50, 0.0, 1.0, 9, 1, ())
+    assert settle_sampling(asked(), own) == Sampling(0.6, 0.9, 50, 0.05, 1.0, 9, 1, ())
+    assert settle_sampling(asked(temperature=0.0), own).temperature == 0
+    assert settle_sampling(asked(do_sample=True), quiet).temperature == 1
+    told = settle_sampling(asked(temperature=1.2, top_k=0, stop=["#"]), own)
+    assert (told.temperature, told.top_p, told.top_k, told.stop) == (1.2, 0.9, 0, ("#",))

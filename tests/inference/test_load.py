@@ -1,0 +1,181 @@
+"""What open_model makes of what a run leaves, against transformers' and peft's own loading of the same weights."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoint_by_hand import save_checkpoint
+
+from llama_ft.config import Config, ModelConfig, PeftConfig, QuantizationConfig, TrainConfig, to_yaml
+from llama_ft.errors import RunFailure, UserError
+from llama_ft.inference import Opened, open_model
+from llama_ft.runtime import Runtime
+
+IDS = torch.tensor([[1, 17, 42, 5, 99, 250, 3]])
+LORA = {"target_modules": ["q_proj", "down_proj"], "r": 4, "lora_alpha": 6, "lora_dropout": 0}
+TEMPLATE = "{% for turn in messages %}{{ turn.content }}</s>{% endfor %}"
+
+
+def opened(place: Path, runtime: Runtime, **settings: Any) -> Opened:
+    given = {"base_model": None, "tokenizer_name": None, "quantization": None, "precision": "fp32"}
+    given |= {"trust_remote_code": False, "enable_fsdp": False}
+    return open_model(str(place), **{**given, **settings}, job=runtime)
+
+
+def load(folder: Path, **settings: Any) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **settings).eval()
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=IDS).logits
+
+
+def tuned(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Move every parameter that is trained, and return those by the names the project gives them."""
+    torch.manual_seed(3)
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    with torch.no_grad():
+        for parameter in trained.values():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    return {name.removeprefix("base_model.model."): parameter for name, parameter in trained.items()}
+
+
+def settings(base: Path, **sections: Any) -> Config:
+    return Config(model=ModelConfig(model_name=str(base)), train=TrainConfig(precision="fp32"), **sections)
+
+
+@pytest.fixture
+def full(tiny_model: Path, tmp_path: Path) -> tuple[Path, Any]:
+    """A run of full tuning with a checkpoint and no result, and its model as transformers holds it."""
+    model = load(tiny_model)
+    save_checkpoint(tmp_path / "full", tuned(model), settings(tiny_model), chat_template=TEMPLATE)
+    return tmp_path / "full", model
+
+
+@pytest.fixture
+def adapted(tiny_model: Path, tmp_path: Path) -> tuple[Path, Any]:
+    """A finished run with LoRA, and its model as peft holds it."""
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(load(tiny_model), LoraConfig(task_type="CAUSAL_LM", **LORA))
+    config = settings(tiny_model, peft=PeftConfig(use_peft=True, **LORA))
+    save_checkpoint(tmp_path / "lora", tuned(model), config)
+    model.peft_config["default"].base_model_name_or_path = str(tiny_model)
+    model.save_pretrained(tmp_path / "lora" / "model", save_embedding_layers=False)
+    (tmp_path / "lora" / "config.yaml").write_text(to_yaml(config))
+    return tmp_path / "lora", model.eval()
+
+
+def test_a_folder_is_loaded_as_transformers_loads_it(tied_model: Path, runtime: Runtime) -> None:
+    found = opened(tied_model, runtime)
+    assert torch.equal(logits(found.model), logits(load(tied_model)))
+    assert (found.folder, found.adapter) == (tied_model, None) and not found.model.training
+    assert found.about == f"{tied_model}, fp32, cpu"
+
+
+def test_a_run_without_a_result_gives_its_newest_sound_checkpoint(
+    full: tuple[Path, Any], tiny_model: Path, runtime: Runtime
+) -> None:
+    run, reference = full
+    found = opened(run, runtime)
+    assert torch.equal(logits(found.model), logits(reference))
+    assert found.folder == tiny_model and found.tokenizer.chat_template == TEMPLATE
+    assert found.model.generation_config.eos_token_id == [2, 1], "config.json's, and the end of the template's turns"
+
+    newer = save_checkpoint(run, tuned(load(tiny_model)), settings(tiny_model), step=20)
+    with open(newer / "rank-00000.safetensors", "r+b") as file:
+        file.seek(-5, 2)
+        file.write(b"bad")
+    assert torch.equal(logits(opened(run, runtime).model), logits(reference)), "the newest is damaged"
+    with pytest.raises(RunFailure, match="damaged"):
+        opened(newer, runtime)
+
+
+def test_a_checkpoint_of_stacked_experts_is_what_was_trained(
+    save_tokenizer: Callable[..., Path], tmp_path: Path, runtime: Runtime
+) -> None:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    torch.manual_seed(0)
+    experts = MixtralConfig(**shape, num_local_experts=3, num_key_value_heads=2, vocab_size=301)
+    MixtralForCausalLM(experts).save_pretrained(save_tokenizer(tmp_path / "base"))
+    model = load(tmp_path / "base")
+    checkpoint = save_checkpoint(tmp_path / "run", tuned(model), settings(tmp_path / "base"))
+    assert torch.equal(logits(opened(checkpoint, runtime).model), logits(model))
+
+
+def test_an_adapter_stands_beside_its_base_wherever_it_is_taken_from(
+    adapted: tuple[Path, Any], tiny_model: Path, tmp_path: Path, runtime: Runtime
+) -> None:
+    run, reference = adapted
+    moved = shutil.copytree(run / "model", tmp_path / "moved")
+    places = {"run": run, "result": run / "model", "checkpoint": run / "checkpoints" / "step-000012", "moved": moved}
+    for name, place in places.items():
+        found = opened(place, runtime)
+        torch.testing.assert_close(logits(found.model), logits(reference), rtol=1e-5, atol=1e-5, msg=name)
+        assert found.folder == tiny_model
+        assert found.adapter == (run / "model" if name == "run" else place)
+    assert not torch.allclose(logits(reference), logits(load(tiny_model)), atol=1e-2)
+
+    elsewhere = shutil.copytree(tiny_model, tmp_path / "elsewhere")
+    settings_file = moved / "adapter_config.json"
+    lost = json.loads(settings_file.read_text()) | {"base_model_name_or_path": "/gone/model"}
+    settings_file.write_text(json.dumps(lost))
+    found = opened(moved, runtime, base_model=str(elsewhere))
+    torch.testing.assert_close(logits(found.model), logits(reference), rtol=1e-5, atol=1e-5)
+
+
+def test_an_adapter_is_used_with_the_quantization_of_its_run(
+    adapted: tuple[Path, Any], tiny_model: Path, runtime: Runtime
+) -> None:
+    run, _ = adapted
+    config = settings(tiny_model, peft=PeftConfig(use_peft=True, **LORA), quantization=QuantizationConfig(mode="8bit"))
+    (run / "config.yaml").write_text(to_yaml(config))
+    as_trained, plain, asked = (opened(run, runtime, quantization=mode) for mode in (None, "none", "8bit"))
+    assert torch.equal(logits(as_trained.model), logits(asked.model))
+    assert not torch.equal(logits(as_trained.model), logits(plain.model))
+    assert ", 8bit, " in as_trained.about and "bit" not in plain.about.removeprefix(str(run))
+
+
+def test_a_fully_tuned_checkpoint_is_quantized_from_its_own_weights(
+    full: tuple[Path, Any], tiny_model: Path, runtime: Runtime
+) -> None:
+    run, reference = full
+    reference.save_pretrained(run / "other")
+    found = opened(run, runtime, quantization="8bit")
+    by_transformers = load(run / "other", quantization_config=_eight_bits(), device_map="cpu")
+    torch.testing.assert_close(logits(found.model), logits(by_transformers).float(), rtol=0, atol=0.15)
+    exported = opened(run / "other", runtime, quantization="8bit", tokenizer_name=str(tiny_model))
+    assert torch.equal(logits(found.model), logits(exported.model))
+    assert not torch.equal(logits(found.model), logits(reference))
+
+
+def _eight_bits() -> Any:
+    from transformers import BitsAndBytesConfig
+
+    return BitsAndBytesConfig(load_in_8bit=True)
+
+
+def test_what_cannot_be_loaded_is_told(adapted: tuple[Path, Any], tiny_model: Path, runtime: Runtime) -> None:
+    run, _ = adapted
+    file = run / "model" / "adapter_config.json"
+    good = json.loads(file.read_text())
+    for changed, message in {"peft_type": "only LORA", "init_lora_weights": "changes the base model"}.items():
+        file.write_text(json.dumps(good | {changed: "PISSA"}))
+        with pytest.raises(UserError, match=message):
+            opened(run, runtime)
+    file.write_text(json.dumps(good | {"base_model_name_or_path": "/gone"}))
+    with pytest.raises(UserError, match=r"--base_model overrides it"):
+        opened(run, runtime)
+    with pytest.raises(UserError, match="no run, checkpoint, adapter or model"):
+        opened(run / "checkpoints", runtime)
+    with pytest.raises(UserError, match="^error: --tokenizer_name /gone: "):
+        opened(tiny_model, runtime, tokenizer_name="/gone")

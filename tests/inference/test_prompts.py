@@ -1,0 +1,123 @@
+"""Files of prompts and of their answers: what is read, what is refused and where, what a second start goes on with."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from llama_ft.errors import UserError
+from llama_ft.inference import AnswersFile, Encoding, choose_encoding, read_prompts
+
+TURN = {"role": "user", "content": "Hi"}
+REPLY = {"role": "assistant", "content": "Hello."}
+TEMPLATE = (
+    "{% for turn in messages %}{% if turn.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
+    "[{{ turn.role }}]{{ turn.content }}{% endfor %}{% if add_generation_prompt %}[answer]{% endif %}"
+)
+SETTINGS = {"model": "output/run", "temperature": 0.5, "prompts": "1a", "stop": ("#",)}
+
+
+@pytest.fixture
+def tokenizer(tiny_model: Path) -> PreTrainedTokenizerBase:
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(tiny_model)
+    return tokenizer
+
+
+def write(file: Path, *rows: Any) -> Path:
+    file.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return file
+
+
+def mistakes(*given: Any, **settings: Any) -> str:
+    with pytest.raises(UserError) as told:
+        read_prompts(*given, **settings)
+    return str(told.value)
+
+
+def test_prompts_are_lines_or_rows_whose_other_keys_are_kept(tmp_path: Path) -> None:
+    lines = read_prompts(write(tmp_path / "a.txt", "one", "", "  two \r"), True, "answer")
+    assert [(it.number, it.line, it.asked) for it in lines] == [(0, 1, "one"), (1, 3, "  two ")]
+    rows = [{"prompt": "Hi", "id": 7}, {"messages": [TURN, REPLY, TURN]}, {"messages": [TURN, REPLY], "weight": 2}]
+    read = read_prompts(write(tmp_path / "b.jsonl", *rows), True, "answer")
+    assert [it.asked for it in read] == ["Hi", [TURN, REPLY, TURN], [TURN]], "training data end in an answer"
+    assert [it.row for it in read] == rows
+
+
+def test_rows_that_are_no_prompts_are_told_by_their_lines(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": "good"}, "{", [1], {"question": "Hi"}, {"prompt": " "}, {"prompt": "a", "messages": [TURN]},
+        {"messages": []}, {"messages": [{"role": "asker", "content": "Hi"}]}, {"messages": [{"role": "user"}]},
+        {"messages": [REPLY]}, {"prompt": "a", "answer": "b"}, "}", "}",
+    ]  # fmt: skip
+    file = write(tmp_path / "rows.jsonl", *rows)
+    told = mistakes(file, True, "answer").splitlines()
+    assert [line.split(": ")[1] for line in told[:10]] == [f"{file}:{line}" for line in range(2, 12)]
+    parts = (
+        "not JSON", "expected an object", 'one of the keys "prompt" and "messages".', '"prompt" is empty', "not both",
+        "expected a list of turns", '"messages[0].role" is "asker"; expected system', "content", "no user's turn",
+        "--output_key names another",
+    )  # fmt: skip
+    for line, part in zip(told, parts, strict=False):
+        assert part in line
+    assert told[10] == f"error: ... and 2 more lines of {file}."
+    assert "a chat template is needed" in mistakes(
+        write(tmp_path / "chat.jsonl", {"messages": [TURN]}), False, "answer"
+    )
+    assert "holds no prompts" in mistakes(write(tmp_path / "none.txt", "", " "), True, "answer")
+    (tmp_path / "bytes.txt").write_bytes(b"\xff\xfe")
+    assert "cannot be read" in mistakes(tmp_path / "bytes.txt", True, "answer")
+
+
+def test_a_prompt_is_written_by_the_chat_template_or_taken_as_it_is(tokenizer: PreTrainedTokenizerBase) -> None:
+    def text(encoding: Encoding, asked: Any) -> str:
+        return str(tokenizer.decode(encoding.tokens(asked)))
+
+    plain = choose_encoding(tokenizer, no_chat_template=False, system=None)
+    assert not plain.is_chat and text(plain, "Once upon") == "Once upon"
+    with pytest.raises(UserError, match="no chat template"):
+        choose_encoding(tokenizer, no_chat_template=False, system="Be brief.")
+    tokenizer.chat_template = TEMPLATE
+    chat = choose_encoding(tokenizer, no_chat_template=False, system="Be brief.")
+    assert text(chat, "Hi") == "[system]Be brief.[user]Hi[answer]"
+    assert text(chat, [{"role": "system", "content": "Be long."}, TURN]) == "[system]Be long.[user]Hi[answer]"
+    assert text(choose_encoding(tokenizer, True, None), "Hi") == "Hi"
+    with pytest.raises(UserError, match="refuses it .no tools"):
+        chat.tokens([TURN, {"role": "tool", "content": "3"}])
+
+
+def test_a_second_start_goes_on_after_whole_lines_of_the_same_settings(tmp_path: Path) -> None:
+    file = tmp_path / "new" / "answers.jsonl"
+    with AnswersFile(file, SETTINGS, overwrite=False) as first:
+        assert first.held == 0
+        first.write([{"answer": "Lima \u2028 é"}, {"answer": "two"}])
+        with pytest.raises(UserError, match="another process"):
+            AnswersFile(file, SETTINGS, overwrite=False)
+    whole = file.read_bytes()
+    with open(file, "ab") as torn:
+        torn.write(b'{"answer": "thr')
+    with AnswersFile(file, SETTINGS, overwrite=False) as second:
+        assert second.held == 2 and file.read_bytes() == whole
+        second.write([{"answer": "three"}])
+    assert [json.loads(line)["answer"] for line in file.read_text().split("\n")[:-1]] == [
+        "Lima \u2028 é",
+        "two",
+        "three",
+    ]
+
+    changed = {**SETTINGS, "temperature": 0.7, "prompts": "2b"}
+    with pytest.raises(UserError) as told:
+        AnswersFile(file, changed, overwrite=False)
+    assert "temperature: 0.5 then, 0.7 now" in str(told.value) and "the prompts are others" in str(told.value)
+    assert "model" not in str(told.value)
+    with AnswersFile(file, changed, overwrite=True) as third:
+        assert third.held == 0
+    assert file.read_text() == ""
+
+
+def test_a_file_that_holds_something_else_is_left_alone(tmp_path: Path) -> None:
+    file = write(tmp_path / "mine.jsonl", {"answer": "mine"})
+    with pytest.raises(UserError, match=r"mine\.jsonl\.settings\.json, which would say what is in it"):
+        AnswersFile(file, SETTINGS, overwrite=False)
+    assert json.loads(file.read_text()) == {"answer": "mine"} and len(list(tmp_path.iterdir())) == 1

@@ -1,0 +1,60 @@
+"""config.json of the models that configs/ names, with what has a shape in it, as published on the hub."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 128_256, "num_key_value_heads": 8,
+    "max_position_embeddings": 131_072, "tie_word_embeddings": False,
+}  # fmt: skip
+CONFIGS: dict[str, dict[str, Any]] = {
+    "meta-llama/Llama-3.2-1B-Instruct": LLAMA | {
+        "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
+        "head_dim": 64, "tie_word_embeddings": True,
+    },
+    "meta-llama/Llama-3.2-3B-Instruct": LLAMA | {
+        "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 28, "num_attention_heads": 24,
+        "head_dim": 128, "tie_word_embeddings": True,
+    },
+    "meta-llama/Llama-3.1-8B-Instruct": LLAMA | {
+        "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32, "num_attention_heads": 32,
+    },
+    "meta-llama/Llama-3.3-70B-Instruct": LLAMA | {
+        "hidden_size": 8192, "intermediate_size": 28_672, "num_hidden_layers": 80, "num_attention_heads": 64,
+    },
+    "Qwen/Qwen3-8B": {
+        "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "vocab_size": 151_936, "hidden_size": 4096,
+        "intermediate_size": 12_288, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "head_dim": 128, "max_position_embeddings": 40_960, "tie_word_embeddings": False,
+    },
+    "mistralai/Mistral-7B-Instruct-v0.3": {
+        "model_type": "mistral", "architectures": ["MistralForCausalLM"], "vocab_size": 32_768, "hidden_size": 4096,
+        "intermediate_size": 14_336, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "max_position_embeddings": 32_768, "sliding_window": None, "tie_word_embeddings": False,
+    },
+    # The text part of google/gemma-3-4b-it, which is a model for images and text.
+    "models/gemma-3-4b-it-text": {
+        "model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"], "vocab_size": 262_208,
+        "hidden_size": 2560, "intermediate_size": 10_240, "num_hidden_layers": 34, "num_attention_heads": 8,
+        "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131_072, "sliding_window": 1024,
+    },
+}  # fmt: skip
+# As the models' pages count them. Of Gemma's 4,300,079,472 the vision tower has 416,866,032 (27 layers of 15,239,504,
+# patches, positions, a norm) and the projector 2,950,272.
+PARAMETERS = {
+    "meta-llama/Llama-3.2-1B-Instruct": 1_235_814_400,
+    "meta-llama/Llama-3.2-3B-Instruct": 3_212_749_824,
+    "meta-llama/Llama-3.1-8B-Instruct": 8_030_261_248,
+    "meta-llama/Llama-3.3-70B-Instruct": 70_553_706_496,
+    "Qwen/Qwen3-8B": 8_190_735_360,
+    "mistralai/Mistral-7B-Instruct-v0.3": 7_248_023_552,
+    "models/gemma-3-4b-it-text": 3_880_263_168,
+}
+
+
+def write_config(folder: Path, model_name: str) -> Path:
+    """A model's folder with config.json and no weights."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(CONFIGS[model_name] | {"dtype": "bfloat16"}))
+    return folder

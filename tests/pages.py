@@ -1,0 +1,264 @@
+"""Markdown pages taken apart: the commands, flags, files and links that they name, and a copy to run commands in."""
+
+import csv
+import importlib
+import importlib.util
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+from forked import ENVIRONMENT, REPOSITORY, Finished
+
+from llama_ft.config import load
+from llama_ft.config.names import known
+from llama_ft.config.plan_flags import OWN, read_plan_flags
+from llama_ft.errors import UserError
+
+DEMO_RECIPE = REPOSITORY / "configs" / "quickstart.yaml"
+FOLDERS = ("recipes/", "src/", "configs/", "docs/", "tests/", "launch/", "benchmarks/")
+MINE = Path("configs/mine.yaml")  # the recipe that the README's reader writes
+SCRIPTS = ("finetuning", "plan", "export", "report", "inference", "evaluate")
+CONSOLE = {f"llama-ft-{script}": script for script in SCRIPTS[1:]} | {"llama-ft-finetune": "finetuning"}
+OTHERS_FLAGS = re.compile(  # torchrun's, and what stands for any flag
+    r"(nnodes|nproc_per_node|rdzv_\w*|node_rank|shutdown-timeout|max_restarts|no[_-]\w*|logdir|key|help|config)$"
+    r"|(requeue|signal|export|time|nodes|ntasks\S*|gpus\S*|mem\S*|array|begin|kill-on-bad-exit|chdir)$"  # SLURM's
+    r"|(enable-lora|lora-modules|max-lora-rank|chat-template|served-model-name|max-model-len|tool-call-parser"
+    r"|enable-auto-tool-choice)$"  # vLLM's
+    r"|(outfile|outtype|base|lora|jinja|chat-template-file)$"  # llama.cpp's
+)
+MISSING = ("no such folder", "no such file", "there is no folder", "no token for")
+ROWS = 400  # a few packs of 4,096 tokens
+
+
+@dataclass(frozen=True)
+class Command:
+    """One line of a bash block, its continuations joined.
+
+    Attributes:
+        text: as it is printed, without comment.
+        words: as bash splits them; operators are words of their own.
+        needs: what it needs that a laptop without network lacks; empty where it is to be run.
+    """
+
+    text: str
+    words: list[str]
+    needs: str
+
+    def script(self) -> tuple[str, list[str]] | None:
+        """Which of the recipes it calls, and with which words."""
+        for number, word in enumerate(self.words):
+            name = CONSOLE.get(word) or (Path(word).stem if re.search(r"(^|/)recipes/\w+\.py$", word) else None)
+            if name in SCRIPTS:
+                rest = self.words[number + 1 :]
+                ends = [n for n, other in enumerate(rest) if not other.strip("();<>|&")]
+                return name, rest[: ends[0]] if ends else rest
+        return None
+
+
+class Page:
+    """A page of the repository.
+
+    Args:
+        name: its path from the root.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name, self.path = name, REPOSITORY / name
+        self.text = self.path.read_text()
+        self.prose = re.sub(r"^ *```.*?^ *```$", "", self.text, flags=re.MULTILINE | re.DOTALL)
+
+    def blocks(self, language: str) -> list[str]:
+        return re.findall(rf"^```{language}\n(.*?)^```$", self.text, re.MULTILINE | re.DOTALL)
+
+    def commands(self) -> list[Command]:
+        return [command for block in self.blocks("bash") for command in read_commands(block)]
+
+    def inline_code(self) -> list[str]:
+        return re.findall(r"`([^`\n]+)`", self.prose)
+
+    def links(self) -> list[str]:
+        """Targets within the repository, with their anchors."""
+        return re.findall(r"\]\((?![a-z]+:)([^)\s]+)\)", self.prose)
+
+    def anchors(self) -> set[str]:
+        """As GitHub makes them of headings."""
+        headings = re.findall(r"^#+ (.*)$", self.prose, re.MULTILINE)
+        return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+    def missing_files(self) -> list[str]:
+        """What it names in one of our folders, or links to, and what is not there."""
+        named = {code for code in self.inline_code() if code.startswith(FOLDERS) and not re.search(r"[\s<>{]", code)}
+        lost = [name for name in sorted(named - {str(MINE)}) if not any(REPOSITORY.glob(name.rstrip("/")))]
+        return lost + [link for link in self.links() if not self._leads_somewhere(link)]
+
+    def _leads_somewhere(self, link: str) -> bool:
+        file, _, anchor = link.partition("#")
+        target = (self.path.parent / file).resolve() if file else self.path
+        if not target.exists() or not target.is_relative_to(REPOSITORY):
+            return False
+        return not anchor or anchor in Page(str(target.relative_to(REPOSITORY))).anchors()
+
+    def unknown_flags(self) -> list[str]:
+        """Flags named in the text that neither a recipe of ours nor a program we name has. On pages about other
+        trainers the first column of a table has theirs."""
+        text = re.sub(r"^\|[^|]*\|", "|", self.prose, flags=re.MULTILINE) if "/from-" in self.name else self.prose
+        codes = re.findall(r"`([^`\n]+)`", text)
+        named = {flag for code in codes for flag in re.findall(r"(?<![\w-])--([A-Za-z][\w.-]*)", code)}
+        ours = named & (OWN.keys() | script_flag_names())
+        return [flag for flag in sorted(named - ours) if known(flag) is None and not OTHERS_FLAGS.match(flag)]
+
+
+def read_commands(block: str) -> list[Command]:
+    """The commands of a bash block."""
+    commands = []
+    for line in block.replace("\\\n", " ").splitlines():
+        lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
+        lexer.whitespace_split = True
+        if words := list(lexer):
+            text, _, needs = re.sub(r"\s+#\s(?!needs).*$", "", line).partition(" # needs ")
+            commands.append(Command(text.strip(), words, needs.strip()))
+    return commands
+
+
+def flag_reader(script: str) -> Callable[[list[str]], Any] | None:
+    """What reads a recipe's command line; None where there is no such recipe."""
+    if not (REPOSITORY / "recipes" / f"{script}.py").exists():
+        return None
+    if script == "finetuning":
+        return lambda words: load(words, DEMO_RECIPE, paths=False)
+    if script == "plan":
+        return lambda words: read_plan_flags(words, DEMO_RECIPE)
+    if script == "report":
+        spec = importlib.util.spec_from_file_location("report_recipe", REPOSITORY / "recipes" / "report.py")
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module.read_flags
+    name = {"evaluate": "evaluate", "inference": "inference", "export": "export"}[script]
+    reader = getattr(importlib.import_module(f"llama_ft.config.{name}_flags"), f"read_{name}_flags")
+    return lambda words: reader(words, "")
+
+
+def script_flag_names() -> set[str]:
+    """Flags of the recipes that have a few of their own, out of their --help."""
+    names = set[str]()
+    for script in ("export", "report", "inference", "evaluate"):
+        if (reader := flag_reader(script)) is not None:
+            printed = StringIO()
+            try:
+                with redirect_stdout(printed):
+                    reader(["--help"])
+            except SystemExit:
+                names |= set(re.findall(r"--(\w+)", printed.getvalue()))
+    return names
+
+
+def flag_mistakes(command: Command) -> list[str]:
+    """What a recipe of ours finds wrong in the command, files that an earlier one would write aside. Called in a
+    directory made by `lay_out`."""
+    if command.words[0] == "make":
+        unknown = set(command.words[1:2]) - make_targets()
+        return [f"there is no make {target}" for target in unknown]
+    found = command.script()
+    if found is None or "--help" in found[1]:
+        return []
+    script, words = found
+    for recipe in re.findall(r"--config[ =](output/\S+)", " ".join(words)):
+        Path(recipe).parent.mkdir(parents=True, exist_ok=True)  # as if the run before had written it
+        Path(recipe).write_text("model: {model_name: my_models/Llama-3.1-8B}\ndata: {dataset: my_data.jsonl}\n")
+    reader = flag_reader(script)
+    if reader is None:
+        return [f"there is no recipes/{script}.py"]
+    try:
+        reader(words)
+    except UserError as error:
+        return [line for line in error.messages if not any(words in line for words in MISSING)]
+    return []
+
+
+def make_targets() -> set[str]:
+    return set(re.findall(r"^([\w-]+):", (REPOSITORY / "Makefile").read_text(), re.MULTILINE))
+
+
+def lay_out(folder: Path, save_model: Callable[..., Path]) -> Path:
+    """A copy of the repository in which a page's commands can be run: two tiny models with a tokenizer and the chat
+    template of Llama 3.1, and data."""
+    from transformers import AutoTokenizer
+
+    from llama_ft.data.built_in_templates import LLAMA3
+
+    for name in ("recipes", "src", "configs", "launch", "docs"):
+        if (REPOSITORY / name).exists():
+            ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
+            shutil.copytree(REPOSITORY / name, folder / name, ignore=ignored)
+    for name in ("tests", "benchmarks", "pyproject.toml", "setup.py", "README.md", "Makefile"):
+        (folder / name).symlink_to(REPOSITORY / name)
+    for name in ("output", "bin"):
+        (folder / name).mkdir()
+    for name in CONSOLE:  # as pip makes them
+        script = folder / "bin" / name
+        script.write_text(f"#!{sys.executable}\nfrom llama_ft import commands\n\ncommands.{name[9:]}()\n")
+        script.chmod(0o755)
+    [text] = Page("README.md").blocks("yaml")
+    (folder / MINE).write_text(text)
+    special = ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
+    for number, name in enumerate(("Llama-3.1-8B", "Llama-3.1-8B-Instruct")):
+        place = save_model(folder / "my_models" / name, seed=number, vocab_size=305, max_position_embeddings=4096)
+        tokenizer = AutoTokenizer.from_pretrained(place)
+        tokenizer.add_special_tokens(
+            {"bos_token": special[0], "eos_token": special[3], "additional_special_tokens": special}
+        )
+        tokenizer.chat_template = LLAMA3
+        tokenizer.save_pretrained(place)
+        config = json.loads((place / "config.json").read_text())
+        ids = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+        (place / "config.json").write_text(json.dumps(config | ids))
+        (place / "generation_config.json").write_text(json.dumps(ids))
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": f"What is {n} times {n + 1}?"},
+                {"role": "assistant", "content": f"It is {n * (n + 1)}."},
+            ]
+        }
+        for n in range(ROWS)
+    ]
+    (folder / "my_data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def write_tickets(folder: Path) -> None:
+    """The README's own dataset: its function, and a table for it."""
+    [snippet] = [snippet for snippet in Page("README.md").blocks("python") if "def tickets" in snippet]
+    (folder / "my_dataset.py").write_text(snippet)
+    with (folder / "tickets.csv").open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["question", "answer", "state"])
+        writer.writerows([[f"Question {n}?", f"Answer {n}.", "open" if n == 5 else "solved"] for n in range(21)])
+
+
+def run_commands(commands: list[Command], folder: Path, timeout: float) -> Finished:
+    """Run commands as they are printed, by one bash that stops at the first that fails, in a directory of `lay_out`."""
+    path = [str(folder / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]]
+    own = {"PYTHONPATH": str(folder / "src"), "PATH": os.pathsep.join(path), "HF_HUB_OFFLINE": "1"}
+    finished = subprocess.run(
+        ["bash", "-exc", "\n".join(command.text for command in commands)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        stdin=subprocess.DEVNULL,
+        text=True,
+        timeout=timeout,
+        cwd=folder,
+        env={**os.environ, **ENVIRONMENT, **own},
+    )
+    return Finished(finished.returncode, finished.stdout, 0.0)

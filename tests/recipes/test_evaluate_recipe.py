@@ -1,0 +1,239 @@
+"""recipes/evaluate.py as users run it: losses beside those of the runs themselves and of plain transformers, tasks beside
+those of lm-evaluation-harness' own loading, on one process and on two."""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import ANSWERS, QUESTIONS, REPOSITORY, metrics
+from forked import Finished, forked
+
+CASES = REPOSITORY / "tests" / "evaluate_cases.py"
+RUN_CASES = REPOSITORY / "tests" / "run_cases.py"
+Results = dict[str, dict[str, Any]]  # name of a model -> what was found
+
+
+def evaluated(folder: Path, cases: dict[str, list[str]], ranks: int = 0) -> dict[str, Results]:
+    """Cases of the recipe in one launch: case -> model -> results."""
+    folder.mkdir()
+    flags = [[*case, "--device", "cpu", "--output_file", f"{folder}/{name}.json"] for name, case in cases.items()]
+    (folder / "cases.json").write_text(json.dumps(flags))
+    finished = forked(CASES, folder / "cases.json", ranks=ranks)
+    assert finished.exit_code == 0, finished.output
+    (folder / "output.txt").write_text(finished.output)
+    found = {name: json.loads((folder / f"{name}.json").read_text())["models"] for name in cases}
+    return {name: {model["name"]: model for model in models} for name, models in found.items()}
+
+
+@pytest.fixture(scope="module")
+def place(
+    save_model: Callable[..., Path], rows70: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """A folder with a model, rows that are tokens, tasks, and two runs that have evaluated after each of two steps."""
+    folder = tmp_path_factory.mktemp("evaluated")
+    save_model(folder / "base", hidden_size=64, intermediate_size=128, tied=True)
+    common = ["--model_name", f"{folder}/base", "--dataset", str(rows70), "--validation", "0.3", "--precision", "fp32"]
+    common += ["--device", "cpu", "--max_train_step", "2", "--save_steps", "1", "--eval_steps", "1", "--lr", "1e-2"]
+    common += ["--context_length", "96", "--batch_size_training", "2"]
+    lora = ["--use_peft", "--target_modules", "all-linear", "--quantization", "4bit"]
+    flags = [[*common, "--output_dir", f"{folder}/full"], [*common, *lora, "--output_dir", f"{folder}/lora"]]
+    (folder / "cases.json").write_text(json.dumps(flags))
+    finished = forked(RUN_CASES, folder / "cases.json")
+    assert finished.exit_code == 0, finished.output
+    rows = [{"input_ids": ids, "labels": [-100, *ids[1 : 4 + n], *ids[4 + n :]]} for n, ids in enumerate(token_rows())]
+    (folder / "tokens.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_tasks(folder)
+    return folder
+
+
+def token_rows() -> list[list[int]]:
+    return [[(7 * n + 3 * k) % 290 + 5 for k in range(6 + 5 * n)] for n in range(5)]
+
+
+def greedy(folder: Path, questions: list[str]) -> list[str]:
+    """What plain transformers goes on with, to the end of five tokens."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    answers = []
+    for question in questions:
+        tokens = tokenizer(question, return_tensors="pt")["input_ids"]
+        with torch.no_grad():
+            new = model.generate(tokens, max_new_tokens=5, do_sample=False, pad_token_id=0)[0, tokens.shape[1] :]
+        answers.append(tokenizer.decode(new, skip_special_tokens=True))
+    return answers
+
+
+def write_tasks(folder: Path) -> None:
+    """One task of each kind, on the same rows; half of the answers asked for are what the base model says."""
+    said = greedy(folder / "base", QUESTIONS)
+    rows = [
+        {"question": question, "choices": ANSWERS, "right": n, "said": said[n] if n % 2 else "something else"}
+        for n, question in enumerate(QUESTIONS)
+    ]
+    (folder / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = {"data_files": {"test": str(folder / "questions.jsonl")}, "cache_dir": str(folder / "cache")}
+    common = {"dataset_path": "json", "dataset_kwargs": data, "test_split": "test", "doc_to_text": "{{question}}"}
+    choose = {"output_type": "multiple_choice", "doc_to_choice": "choices", "doc_to_target": "right"}
+    say = {"output_type": "generate_until", "doc_to_target": "said", "metric_list": [metric("exact_match", "mean")]}
+    say["generation_kwargs"] = {"until": ["</s>"], "max_gen_toks": 5}
+    read = {"output_type": "loglikelihood_rolling", "doc_to_target": "{{question}}", "doc_to_text": ""}
+    read["metric_list"] = [metric("byte_perplexity", "weighted_perplexity")]
+    choose["metric_list"] = [metric("acc", "mean"), metric("acc_norm", "mean")]
+    for name, task in {"choose": choose, "say": say, "read": read}.items():
+        (folder / f"{name}.yaml").write_text(json.dumps({"task": name, **common, **task}))  # JSON is YAML
+
+
+def metric(name: str, aggregation: str) -> dict[str, Any]:
+    return {"metric": name, "aggregation": aggregation, "higher_is_better": True}
+
+
+def tasks_of(folder: Path) -> list[str]:
+    return ["--tasks", ",".join(f"{folder}/{name}.yaml" for name in ("choose", "say", "read")), "--batch_size", "2"]
+
+
+@pytest.fixture(scope="module")
+def alone(place: Path) -> dict[str, Results]:
+    """Cases on one process."""
+    full, lora = f"{place}/full", f"{place}/lora"
+    places = [full, f"{full}/checkpoints/step-000001", lora, f"{lora}/checkpoints/step-000001"]
+    tokens = ["--dataset", f"{place}/tokens.jsonl", "--precision", "fp32", "--val_batch_size", "2"]
+    return evaluated(
+        place / "alone",
+        {
+            "runs": [*places, "--base"],
+            "packed": [f"{place}/base", *tokens],
+            "padded": [f"{place}/base", *tokens, "--batching_strategy", "padding"],
+            "tasks": [f"{place}/base", *tasks_of(place), "--precision", "fp32"],
+        },
+    )
+
+
+@pytest.fixture(scope="module")
+def together(place: Path) -> dict[str, Results]:
+    """Cases on two ranks: sharing one model, and each with a whole one."""
+    base = [f"{place}/base", "--precision", "fp32", *tasks_of(place)]
+    cases = {
+        "sharded": [f"{place}/full", "--base", "--enable_fsdp", *tasks_of(place)],
+        "copies": base,
+    }
+    return evaluated(place / "together", cases, ranks=2)
+
+
+def own(run: Path) -> list[float]:
+    """What a run has logged after 0, 1 and 2 steps."""
+    return [line["eval/loss"] for line in metrics(run) if "eval/loss" in line]
+
+
+def test_the_loss_is_that_of_the_run_itself_after_the_same_step(place: Path, alone: dict[str, Results]) -> None:
+    for run in ("full", "lora"):
+        before, after_one, after_two = own(place / run)
+        assert len({round(loss, 4) for loss in (before, after_one, after_two)}) == 3
+        checkpoint = alone["runs"][f"{place}/{run}/checkpoints/step-000001"]["held_out"]
+        result = alone["runs"][f"{place}/{run}"]["held_out"]
+        assert checkpoint["loss"] == pytest.approx(after_one, rel=1e-6)
+        assert result["loss"] == pytest.approx(after_two, rel=1e-6)
+        assert result["perplexity"] == pytest.approx(math.exp(after_two), rel=1e-5)
+
+
+def test_the_base_model_stands_beside_it_in_the_bits_that_the_run_had_it_in(
+    place: Path, alone: dict[str, Results]
+) -> None:
+    found = json.loads((place / "alone" / "runs.json").read_text())["models"]
+    bases = [model for model in found if model["name"] == f"base: {place}/base"]
+    assert [base["held_out"]["loss"] for base in bases] == pytest.approx(
+        [own(place / "full")[0], own(place / "lora")[0]], rel=1e-6
+    )
+    assert "4bit" in bases[1]["about"] and "4bit" not in bases[0]["about"]
+    tuned = alone["runs"][f"{place}/lora"]["held_out"]
+    assert tuned["difference"] == pytest.approx(own(place / "lora")[2] - own(place / "lora")[0], rel=1e-5)
+
+
+def test_the_loss_of_a_plain_folder_is_that_of_plain_transformers(place: Path, alone: dict[str, Results]) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(place / "base", dtype=torch.float32)
+    total, count = 0.0, 0
+    for line in (place / "tokens.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        with torch.no_grad():
+            logits = model(torch.tensor([row["input_ids"]])).logits[0, :-1]
+        labels = torch.tensor(row["labels"][1:])
+        total += torch.nn.functional.cross_entropy(logits, labels, reduction="sum").item()
+        count += int((labels != -100).sum())
+    for case in ("packed", "padded"):
+        found = alone[case][f"{place}/base"]["held_out"]
+        assert found["target_tokens"] == count
+        assert found["loss"] == pytest.approx(total / count, rel=1e-6)
+
+
+def test_tasks_have_the_numbers_of_lm_evaluation_harness(place: Path, alone: dict[str, Results]) -> None:
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    arguments = {"pretrained": str(place / "base"), "dtype": "float32", "device": "cpu", "batch_size": 1}
+    files: list[Any] = [f"{place}/{name}.yaml" for name in ("choose", "say", "read")]
+    manager = TaskManager(include_defaults=False)
+    theirs = simple_evaluate(model="hf", model_args=arguments, tasks=files, task_manager=manager, log_samples=False)
+    assert theirs is not None
+    ours = alone["tasks"][f"{place}/base"]["tasks"]
+    assert ours["say"]["exact_match"]["value"] == 0.5  # as the rows were made
+    compared = 0
+    for task, found in ours.items():
+        for name, values in found.items():
+            assert values["value"] == pytest.approx(theirs["results"][task][f"{name},none"], rel=1e-5)
+            compared += 1
+    assert compared == 4
+    assert ours["choose"]["acc"]["stderr"] == pytest.approx(theirs["results"]["choose"]["acc_stderr,none"])
+
+
+def test_two_ranks_find_what_one_finds(place: Path, alone: dict[str, Results], together: dict[str, Results]) -> None:
+    sharded, base = together["sharded"], alone["tasks"][f"{place}/base"]["tasks"]
+    for name in (f"{place}/full", f"base: {place}/base"):
+        assert sharded[name]["held_out"]["loss"] == pytest.approx(
+            alone["runs"][name]["held_out"]["loss"] if name.endswith("full") else own(place / "full")[0], rel=1e-6
+        )
+        assert "sharded over 2 ranks" in sharded[name]["about"]
+    for found in (sharded[f"base: {place}/base"]["tasks"], together["copies"][f"{place}/base"]["tasks"]):
+        assert found.keys() == base.keys()
+        for task, values in base.items():
+            for name, value in values.items():
+                assert found[task][name]["value"] == pytest.approx(value["value"], rel=1e-5)
+
+
+def test_what_is_printed_is_a_table_with_the_difference(place: Path, alone: dict[str, Results]) -> None:
+    output = (place / "alone" / "output.txt").read_text()
+    assert f"Loss on the rows that {place}/full held out (--validation 0.3)" in output
+    [line] = [line.split() for line in output.splitlines() if line.strip().startswith(f"{place}/full  ")]
+    found = alone["runs"][f"{place}/full"]["held_out"]
+    assert line[1:] == [
+        str(found["target_tokens"]),
+        f"{found['loss']:.4f}",
+        f"{found['perplexity']:,.2f}",
+        f"{found['difference']:+.4f}",
+    ]
+
+
+def test_the_task_that_comes_with_the_recipes_can_be_asked_without_a_network(place: Path) -> None:
+    from datasets import Dataset
+    from lm_eval.tasks import TaskManager
+
+    loaded = TaskManager(include_defaults=False).load([str(REPOSITORY / "configs" / "tasks" / "python_docs.yaml")])
+    task = loaded["tasks"]["python_docs"]
+    docs = task.eval_docs
+    assert isinstance(docs, Dataset) and len(docs) > 200
+    assert {len(set(doc["choices"])) for doc in docs} == {4}
+    assert {doc["answer"] for doc in docs} == {0, 1, 2, 3}
+
+
+def test_mistakes_end_with_exit_code_2(place: Path) -> None:
+    finished: Finished = forked(
+        REPOSITORY / "recipes" / "evaluate.py", place / "base", "--dataset", place / "tokens.jsonl", "--labels", "nome"
+    )
+    assert finished.exit_code == 2
+    assert "error: --labels nome: expected auto, assistant, completion or all." in finished.output

@@ -1,0 +1,257 @@
+"""recipes/inference.py as users run it: what a run has left answers as in plain transformers, on one process and on
+two, also after a kill; and the conversation, in a terminal."""
+
+import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import QUESTIONS, REPOSITORY
+from forked import ENVIRONMENT, Finished, forked
+
+INFERENCE, EXPORT = REPOSITORY / "recipes" / "inference.py", REPOSITORY / "recipes" / "export.py"
+RUN_CASES = REPOSITORY / "tests" / "run_cases.py"
+LONGEST = 24
+PROMPTS = [f"{QUESTIONS[n % 4]}{' really' * (n % 5)}, number {n}?" for n in range(11)]
+
+
+def inference(*flags: str | Path, ranks: int = 0) -> Finished:
+    return forked(INFERENCE, *flags, "--device", "cpu", "--precision", "fp32", ranks=ranks)
+
+
+@pytest.fixture(scope="module")
+def runs(save_model: Callable[..., Path], rows16: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a base model, a fully tuned run with a checkpoint, a run with LoRA, the same merged, prompts."""
+    folder = tmp_path_factory.mktemp("inference")
+    save_model(folder / "base", hidden_size=64, intermediate_size=128)
+    common = ["--device", "cpu", "--precision", "fp32", "--max_train_step", "3", "--lr", "1e-2"]
+    common += ["--model_name", f"{folder}/base", "--dataset", str(rows16)]
+    lora = ["--use_peft", "--lora_dropout", "0", "--target_modules", "all-linear"]
+    cases = [
+        [*common, "--save_steps", "3", "--output_dir", f"{folder}/full"],
+        [*common, *lora, "--output_dir", f"{folder}/lora"],
+    ]
+    (folder / "cases.json").write_text(json.dumps(cases))
+    for finished in (
+        forked(RUN_CASES, folder / "cases.json"),
+        forked(EXPORT, folder / "lora" / "model", folder / "merged"),
+    ):
+        assert finished.exit_code == 0, finished.output
+    rows = [{"prompt": prompt, "id": f"row {n}"} for n, prompt in enumerate(PROMPTS)]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def answers(runs: Path, place: Path, *flags: str, ranks: int = 0) -> list[str]:
+    """What the recipe writes for the prompts, whose rows it must have kept."""
+    file = runs / f"answers-{time.monotonic_ns()}.jsonl"
+    common = ["--prompts", runs / "prompts.jsonl", "--output_file", file, "--max_new_tokens", str(LONGEST)]
+    finished = inference(place, *common, *flags, ranks=ranks)
+    assert finished.exit_code == 0, finished.output
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [(row["prompt"], row["id"]) for row in rows] == [(p, f"row {n}") for n, p in enumerate(PROMPTS)]
+    return [row["answer"] for row in rows]
+
+
+def by_transformers(model: Any, folder: Path) -> list[str]:
+    """Greedy answers of a model to the prompts, one by one, by transformers alone."""
+    import torch
+    from transformers import AutoTokenizer
+
+    tokenizer, texts = AutoTokenizer.from_pretrained(folder), []
+    for prompt in PROMPTS:
+        chat = [{"role": "user", "content": prompt}]
+        ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        with torch.no_grad():
+            tokens = model.generate(**ids, max_new_tokens=LONGEST, do_sample=False, pad_token_id=0)
+        texts.append(tokenizer.decode(tokens[0, ids["input_ids"].shape[1] :], skip_special_tokens=True))
+    assert len(set(texts)) > 5
+    return texts
+
+
+def load(folder: Path) -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def full_answers(runs: Path) -> list[str]:
+    return by_transformers(load(runs / "full" / "model"), runs / "full" / "model")
+
+
+def held(folder: Path) -> dict[str, int]:
+    return {str(path): path.stat().st_mtime_ns for path in folder.rglob("*")}
+
+
+def test_a_fully_tuned_run_answers_as_in_transformers_and_its_folder_is_left_alone(
+    runs: Path, full_answers: list[str]
+) -> None:
+    before = held(runs / "full") | held(runs / "base")
+    assert answers(runs, runs / "full", "--batch_size", "4") == full_answers
+    assert answers(runs, runs / "full" / "checkpoints" / "step-000003", "--batch_size", "1") == full_answers
+    assert held(runs / "full") | held(runs / "base") == before
+
+
+def test_an_adapter_answers_as_with_peft_and_merged_as_in_transformers(runs: Path) -> None:
+    from peft import PeftModel
+
+    beside = PeftModel.from_pretrained(load(runs / "base"), runs / "lora" / "model").eval()
+    expected = by_transformers(beside, runs / "lora" / "model")
+    assert answers(runs, runs / "lora") == expected
+    assert answers(runs, runs / "merged") == expected == by_transformers(load(runs / "merged"), runs / "merged")
+
+
+@pytest.mark.parametrize("flags", [["--enable_fsdp"], []], ids=["sharded", "whole on each"])
+def test_two_ranks_answer_as_one_process(flags: list[str], runs: Path, full_answers: list[str]) -> None:
+    assert answers(runs, runs / "full", "--batch_size", "2", *flags, ranks=2) == full_answers
+
+
+def test_sampled_answers_of_a_quantized_model_are_the_same_sharded(runs: Path) -> None:
+    flags = ["--quantization", "8bit", "--temperature", "0.8", "--seed", "7"]
+    alone = answers(runs, runs / "lora", *flags)
+    assert answers(runs, runs / "lora", *flags, "--batch_size", "3", "--enable_fsdp", ranks=2) == alone
+    assert answers(runs, runs / "lora", *flags[:-1], "8") != alone
+
+
+def command(*flags: str | Path) -> list[str]:
+    return [sys.executable, str(INFERENCE), *map(str, flags), "--device", "cpu", "--precision", "fp32"]
+
+
+def test_answers_go_on_after_a_kill(runs: Path, tmp_path: Path) -> None:
+    (tmp_path / "many.txt").write_text("".join(f"{PROMPTS[n % 11]} {n}\n" for n in range(40)))
+    common = [runs / "full", "--prompts", tmp_path / "many.txt", "--temperature", "1", "--max_new_tokens", "100"]
+    file = tmp_path / "answers.jsonl"
+    process = subprocess.Popen(
+        command(*common, "--batch_size", "1", "--output_file", file), env={**os.environ, **ENVIRONMENT},
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    deadline = time.monotonic() + 200
+    while not (file.exists() and file.read_bytes().count(b"\n")) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.kill()
+    process.wait()
+    begun = file.read_bytes()
+    assert 0 < begun.count(b"\n") < 40
+    file.write_bytes(begun + b'{"prompt": "Wha')
+    finished = inference(*common, "--output_file", file)
+    assert finished.exit_code == 0, finished.output
+    count = begun.count(b"\n")
+    assert f"goes on after the {count} answers that are there" in finished.output
+    assert inference(*common, "--output_file", tmp_path / "whole.jsonl").exit_code == 0
+    assert file.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+
+    refused = inference(*common, "--seed", "1", "--output_file", file)
+    assert refused.exit_code == 2 and "seed: 42 then, 1 now" in refused.output
+    assert file.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+
+
+def test_one_prompt_comes_through_a_pipe_and_only_its_answer_goes_on(runs: Path, full_answers: list[str]) -> None:
+    finished = subprocess.run(
+        command(runs / "full", "--max_new_tokens", str(LONGEST)), input=f"{PROMPTS[0]}\n", text=True,
+        capture_output=True, timeout=240, env={**os.environ, **ENVIRONMENT},
+    )  # fmt: skip
+    assert (finished.returncode, finished.stdout) == (0, f"{full_answers[0]}\n"), finished.stderr
+    assert f"{runs}/full/model, fp32, cpu" in finished.stderr
+
+
+def test_mistakes_are_told_in_a_line(runs: Path, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "Hi"}\n{"prompt": "' + "long " * 300 + '"}\n')
+    for flags, told in {
+        (runs / "full", "--prompts", tmp_path / "rows.jsonl"): "rows.jsonl:2: ",
+        (runs / "base", "--chat"): "--chat: this model's tokenizer has no chat template.",
+        (runs / "lora", "--prompt", "Hi", "--base_model", runs / "merged", "--quantization", "2bit"): "invalid choice",
+        (runs / "full", "--prompt_file", runs / "prompts.jsonl"): "--prompts takes a file of many.",
+    }.items():
+        finished = inference(*flags)
+        assert finished.exit_code == 2 and told in finished.output, finished.output
+        assert "Traceback" not in finished.output
+
+
+class Terminal:
+    """A terminal of a process's own: what a person types and sees."""
+
+    def __init__(self, *flags: str | Path) -> None:
+        words = command(*flags)
+        self.pid, self._file = pty.fork()
+        if self.pid == 0:
+            os.execve(words[0], words, {**os.environ, **ENVIRONMENT, "TERM": "dumb"})
+        self.seen = ""
+
+    def read_until(self, pattern: str, seconds: float = 120) -> str:
+        """Read until what has come since the last time matches, and return it."""
+        new, deadline = "", time.monotonic() + seconds
+        while not re.search(pattern, new):
+            assert time.monotonic() < deadline, f"{pattern!r} did not come:\n{self.seen}"
+            if select.select([self._file], [], [], 0.1)[0]:
+                try:
+                    part = os.read(self._file, 65536).decode(errors="replace").replace("\r\n", "\n")
+                except OSError:  # how Linux says that the other side is closed
+                    break
+                new, self.seen = new + part, self.seen + part
+        return new
+
+    def type(self, keys: str) -> None:
+        os.write(self._file, keys.encode())
+
+    def exit_code(self) -> int:
+        self.read_until("\\Z\\A\\b", seconds=60)
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+    def close(self) -> None:
+        os.close(self._file)
+
+
+@pytest.fixture
+def terminal(runs: Path) -> Iterator[Terminal]:
+    terminal = Terminal(runs / "full", "--max_new_tokens", str(LONGEST))
+    yield terminal
+    terminal.close()
+
+
+PROMPT = r"(?s)\n> \Z"
+
+
+def test_a_conversation_in_a_terminal(terminal: Terminal, runs: Path, full_answers: list[str], tmp_path: Path) -> None:
+    terminal.read_until(r"/help lists the commands, Ctrl-D ends.\n> ")
+    terminal.type(f"{PROMPTS[0]}\n")
+    shown = terminal.read_until(PROMPT)
+    printable = re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "�", full_answers[0])
+    assert printable.splitlines()[0] in shown and "(cut: " in shown
+
+    terminal.type("/set max_new_tokens 150\n")
+    terminal.read_until(PROMPT)
+    terminal.type("/reset\n")
+    terminal.read_until(PROMPT)
+    terminal.type(f"{PROMPTS[1]}\n")
+    terminal.read_until(re.escape(PROMPTS[1]) + r"\n.*\S.* ")  # some words of the answer
+    terminal.type("\x03")
+    assert "(stopped)" in terminal.read_until(PROMPT)
+    terminal.type("half a line\x03")
+    assert "(Ctrl-D or /exit ends)" in terminal.read_until(PROMPT)
+
+    terminal.type("\x1b[A\x1b[A\n")  # twice up: the questions typed before, which readline keeps
+    terminal.read_until(PROMPT)
+    terminal.type(f"/save {tmp_path}/talk.json\n")
+    terminal.read_until(PROMPT)
+    turns = json.loads((tmp_path / "talk.json").read_text())["messages"]
+    assert [turn["role"] for turn in turns] == ["user", "assistant"] * (len(turns) // 2)
+    assert turns[0]["content"] == PROMPTS[1] and turns[1]["content"], "what was said before Ctrl-C is kept"
+    terminal.type("\x04")
+    assert terminal.exit_code() == 0
+
+
+def test_a_conversation_ends_at_sigterm(terminal: Terminal) -> None:
+    terminal.read_until(r"Ctrl-D ends.\n> ")
+    os.kill(terminal.pid, signal.SIGTERM)
+    assert terminal.exit_code() == 143 and "Traceback" not in terminal.seen

@@ -1,0 +1,196 @@
+"""configs/: every ready recipe is in the table, its command loads, and its plan is what is said of it and fits."""
+
+import dataclasses
+import gc
+import importlib.util
+import re
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from conftest import REPOSITORY
+from model_shapes import CONFIGS, PARAMETERS, write_config
+
+from llama_ft.config import Config, ModelConfig, load, load_recipe
+from llama_ft.config.gpus import TABLE
+from llama_ft.plan import PlanRequest, predict
+from llama_ft.plan.fit import USABLE
+
+FOLDER = REPOSITORY / "configs"
+README = (FOLDER / "README.md").read_text()
+QUICKSTART = "quickstart"
+RECIPES = {file.stem: file for file in sorted(FOLDER.glob("*.yaml")) if file.stem != QUICKSTART}
+# The least that torch sees of a card so called: an L4's or A10G's 21.9 GiB, an A100's or H100's 79.1.
+CARDS = {"24gb": min(TABLE["l4"][0], TABLE["a10g"][0], TABLE["rtx4090"][0]), "80gb": TABLE["h100"][0]}
+# One for each hardware; the others take as long, and are marked slow.
+PLANNED_ALWAYS = {
+    "llama3.1_8b_lora_24gb", "llama3.2_3b_full_80gb", "llama3.1_8b_full_8x80gb", "llama3.1_8b_full_2x8x80gb",
+}  # fmt: skip
+ROW = re.compile(r"^\| \[`([^`]+)`\]\(([^)]+)\) \|(.*)\|$", re.MULTILINE)
+
+
+class Hardware(NamedTuple):
+    """What a recipe's name ends in: 2x8x80gb are two nodes of eight cards of 80 GB."""
+
+    nodes: int
+    ranks_of_node: int
+    card: str
+
+    @property
+    def ranks(self) -> int:
+        return self.nodes * self.ranks_of_node
+
+    @property
+    def usable_bytes(self) -> float:
+        return USABLE * CARDS[self.card] * 2**30
+
+
+def hardware_of(stem: str) -> Hardware:
+    *counts, card = stem.rpartition("_")[2].split("x")
+    nodes, ranks = [1, 1, *map(int, counts)][-2:]
+    return Hardware(nodes, ranks, card)
+
+
+def head_of(stem: str) -> str:
+    """A recipe's head comment, without its signs."""
+    lines = RECIPES[stem].read_text().partition("\nmodel:")[0].splitlines()
+    return "\n".join(line.removeprefix("#").removeprefix(" ") for line in lines)
+
+
+def command_of(stem: str) -> list[str]:
+    """The head comment's command for training."""
+    text = re.sub(r"\\\n\s*", "", head_of(stem))
+    [command] = re.findall(r"^ +((?:python|torchrun) .*recipes/finetuning\.py .*)$", text, re.MULTILINE)
+    return shlex.split(command)
+
+
+def planned_of(stem: str) -> tuple[str, tuple[float, ...]]:
+    """The head comment's command for planning, and what it says comes out: GiB a rank on the GPU and on the host, of a
+    checkpoint, and of the result."""
+    command, numbers = re.findall(r"^Planned by (python .*):\n +(.*)$", head_of(stem), re.MULTILINE)[0]
+    return command, tuple(float(number) for number in re.findall(r"([\d.]+) GiB", numbers))
+
+
+def rows() -> dict[str, list[str]]:
+    """The tables' rows by recipe."""
+    found = ROW.findall(README)
+    assert all(name + ".yaml" == link for name, link, _ in found)
+    assert len({name for name, _, _ in found}) == len(found)
+    return {name: [cell.strip() for cell in cells.split("|")] for name, _, cells in found}
+
+
+@pytest.fixture(scope="module")
+def finetuning() -> ModuleType:
+    """The recipe."""
+    spec = importlib.util.spec_from_file_location("finetuning", REPOSITORY / "recipes" / "finetuning.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_tables_are_of_the_recipes_that_there_are() -> None:
+    assert rows().keys() == RECIPES.keys()
+    assert len(RECIPES) >= 14
+    assert f"]({QUICKSTART}.yaml)" in README
+
+
+@pytest.mark.parametrize("stem", RECIPES)
+def test_the_table_says_what_the_recipe_sets(stem: str) -> None:
+    config, _ = load_recipe(RECIPES[stem], paths=False)
+    method, context_length, planned, tokens = rows()[stem][-4:]
+    bits = config.quantization.mode
+    assert ("LoRA" in method) == config.peft.use_peft
+    assert [kind for kind in ("8-bit", "4-bit") if kind in method] == ([bits[0] + "-bit"] if bits != "none" else [])
+    assert stem.split("_")[-2] == (bits if bits != "none" else "lora" if config.peft.use_peft else "full")
+    train, length = config.train, config.data.context_length
+    assert length is not None and context_length == f"{length:,}"
+    step = train.batch_size_training * train.gradient_accumulation_steps * length * hardware_of(stem).ranks
+    assert tokens == f"{step:,}"
+    assert 16_000 <= step <= 200_000
+    assert float(planned) == planned_of(stem)[1][0]
+    assert config.model.model_name in head_of(stem) or config.model.model_name in CONFIGS
+
+
+@pytest.mark.parametrize("stem", RECIPES)
+def test_the_commands_load_and_start_the_ranks_that_the_hardware_has(stem: str) -> None:
+    command, hardware = command_of(stem), hardware_of(stem)
+    script = command.index("recipes/finetuning.py")
+    config, _ = load(command[script + 1 :], paths=False)
+    assert config.data.dataset == "my_data.jsonl"
+    launcher = command[:script]
+    counts = dict(zip(launcher[1::2], launcher[2::2], strict=True))
+    assert launcher[0] == ("python" if hardware.ranks == 1 else "torchrun")
+    assert int(counts.get("--nproc_per_node", 1)) == hardware.ranks_of_node
+    assert int(counts.get("--nnodes", 1)) == hardware.nodes
+    assert config.fsdp.enable_fsdp == (hardware.ranks > 1)
+    ranks = f" --nproc {hardware.ranks}" if hardware.ranks > 1 else ""
+    assert planned_of(stem)[0] == f"python recipes/plan.py --config configs/{stem}.yaml{ranks} --quick"
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_shapes_are_those_of_the_models_on_the_hub(name: str, tmp_path: Path) -> None:
+    from llama_ft.models import build_skeleton, load_model_config
+
+    skeleton = build_skeleton(load_model_config(write_config(tmp_path, name), False), ModelConfig(model_name=name))
+    assert sum(parameter.numel() for parameter in skeleton.parameters()) == PARAMETERS[name]
+
+
+def request_for(config: Config, hardware: Hardware, folder: Path) -> PlanRequest:
+    write_config(folder, config.model.model_name)
+    local = dataclasses.replace(config.model, model_name=str(folder))
+    config = dataclasses.replace(config, model=local)
+    return PlanRequest(config, folder, hardware.ranks, hardware.ranks_of_node, "cuda")
+
+
+@pytest.mark.parametrize(
+    "stem", [pytest.param(it, marks=[] if it in PLANNED_ALWAYS else pytest.mark.slow) for it in RECIPES]
+)
+def test_the_plan_is_what_the_head_says_and_fits(stem: str, finetuning: ModuleType, tmp_path: Path) -> None:
+    config, _ = load_recipe(RECIPES[stem], paths=False)
+    hardware = hardware_of(stem)
+    plan = predict(request_for(config, hardware, tmp_path / "model"), finetuning.build_model, quick=True)
+    gc.collect()
+    host_bytes = max(plan.host_load_bytes, plan.host_save_bytes)
+    planned = (plan.device_bytes, host_bytes, plan.checkpoint_bytes, plan.result_bytes)
+    assert [nbytes / 2**30 for nbytes in planned] == pytest.approx(planned_of(stem)[1], abs=0.051)
+    assert plan.device_bytes <= hardware.usable_bytes
+
+
+def test_the_snippet_makes_a_model_of_gemmas_text_part(
+    save_tokenizer: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+
+    text: dict[str, Any] = {
+        "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "head_dim": 16, "vocab_size": 320, "sliding_window": 8,
+    }  # fmt: skip
+    vision = {
+        "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
+        "patch_size": 14,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    whole = Gemma3ForConditionalGeneration(
+        Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=1)
+    ).eval()
+    monkeypatch.chdir(tmp_path)
+    whole.save_pretrained("google/gemma-3-4b-it")
+    save_tokenizer(Path("google/gemma-3-4b-it"))
+    snippet = re.search(r"^  (import torch\n(?:  .*\n)+)", head_of("gemma3_4b_lora_24gb") + "\n", re.MULTILINE)
+    assert snippet is not None
+    exec(snippet[1].replace("\n  ", "\n"), {})
+
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    config, _ = load_recipe(RECIPES["gemma3_4b_lora_24gb"], paths=False)
+    alone = AutoModelForCausalLM.from_pretrained(config.model.model_name).eval()
+    AutoTokenizer.from_pretrained(config.model.model_name)
+    ids = torch.arange(3, 23)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(alone(input_ids=ids).logits, whole(input_ids=ids).logits)
+    assert alone.config.model_type == CONFIGS[config.model.model_name]["model_type"]

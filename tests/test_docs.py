@@ -1,0 +1,198 @@
+"""The pages keep their word: what they name is there, and each command is run, or says what it needs and loads."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import REPOSITORY
+from pages import Command, Page, flag_mistakes, lay_out, run_commands, write_tickets
+
+OTHERS = ("configs/README.md", "launch/README.md", "CONTRIBUTING.md")
+NAMES = [str(path.relative_to(REPOSITORY)) for path in sorted((REPOSITORY / "docs").glob("*.md"))]
+NAMES += [name for name in OTHERS if (REPOSITORY / name).exists()]
+PAGES = [Page(name) for name in NAMES]
+README = Page("README.md")
+LONGEST_PAGE, LONGEST_TABLE = 130, 200  # lines; of pages that go through flag after flag
+SECONDS_A_COMMAND = 180  # of a machine whose cores are busy
+# Commands of the README that are not run set up an environment, or ask for a hub, nodes or a checkpoint by its step, or
+# train on the whole demo.
+NOT_RUN = re.compile(r"pip install|org/name|--push_to_hub|--nnodes|70b|step-000100")
+
+
+def to_run(page: Page) -> list[Command]:
+    """All but what needs more than this machine, and make, which sets up an environment of its own."""
+    return [command for command in page.commands() if not command.needs and command.words[0] != "make"]
+
+
+def helps() -> list[str]:
+    """Commands that answer at once: asked for their help."""
+    return sorted({c.text for page in [*PAGES, README] for c in to_run(page) if c.words[-1] == "--help"})
+
+
+def plain(text: str) -> str:
+    """Without what differs from machine to machine: numbers and how wide a column is."""
+    return re.sub(r"\s+", " ", re.sub(r"\d[\d.,]*", "0", text))
+
+
+def not_printed(page: Page, output: str) -> list[str]:
+    """Lines that the page shows right under commands that were run, and that were not printed."""
+    shown = re.findall(r"^```bash\n([^`]*?)^```\n+```text\n(.*?)^```$", page.text, re.MULTILINE | re.DOTALL)
+    lines = [line for block, text in shown if "# needs" not in block for line in text.splitlines()]
+    parts = [plain(part).strip() for line in lines for part in line.split("...")]
+    printed = plain(output)
+    return [part for part in parts if part not in printed]
+
+
+@pytest.fixture(scope="module")
+def laid_out(save_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return lay_out(tmp_path_factory.mktemp("pages") / "copy", save_model)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_a_page_has_one_title_and_is_short(page: Page) -> None:
+    first, *rest = page.prose.splitlines()
+    assert first.startswith("# ")
+    assert not [line for line in rest if line.startswith("# ")]
+    assert len(page.text.splitlines()) <= (LONGEST_TABLE if "/from-" in page.name else LONGEST_PAGE)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_what_a_page_names_is_there(page: Page) -> None:
+    assert not page.missing_files()
+    assert not page.unknown_flags()
+
+
+@pytest.mark.parametrize("page", [*PAGES, README], ids=[*NAMES, "README.md"])
+def test_flags_of_every_command_load(page: Page, laid_out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(laid_out)
+    wrong = {command.text: mistakes for command in page.commands() if (mistakes := flag_mistakes(command))}
+    assert not wrong
+
+
+@pytest.mark.parametrize("command", helps())
+def test_help_answers(command: str, laid_out: Path) -> None:
+    finished = run_commands([Command(command, [], "")], laid_out, timeout=60)
+    assert finished.exit_code == 0, finished.output
+    assert "--" in finished.output
+
+
+def check_files_for_servers(copy: Path) -> None:
+    """What vLLM's PEFTHelper, llama.cpp's conversions and Ollama read of a result, as their sources say."""
+    from safetensors import safe_open
+
+    merged, adapter = copy / "output" / "merged", copy / "output" / "lora" / "model"
+    base = read_json(copy / "my_models" / "Llama-3.1-8B" / "config.json")
+    config = read_json(merged / "config.json")
+    assert config["architectures"] == ["LlamaForCausalLM"] and config["dtype"] == "bfloat16"
+    assert {key: config[key] for key in ("vocab_size", "hidden_size")} == {
+        key: base[key] for key in ("vocab_size", "hidden_size")
+    }
+    for folder in (merged, adapter):
+        added = {token["content"]: token["id"] for token in read_json(folder / "tokenizer.json")["added_tokens"]}
+        assert "<|eot_id|>" in (folder / "chat_template.jinja").read_text()
+        assert read_json(folder / "tokenizer_config.json")["eos_token"] in added
+    assert read_json(merged / "generation_config.json")["eos_token_id"] == added["<|eot_id|>"]
+    with safe_open(merged / "model.safetensors", "pt") as file:
+        names = set(file.keys())
+        assert {str(file.get_slice(name).get_dtype()) for name in names} == {"BF16"}
+    settings = read_json(adapter / "adapter_config.json")
+    assert settings["peft_type"] == "LORA" and settings["bias"] == "none"
+    assert not settings["modules_to_save"] and not settings["use_dora"] and not settings["use_rslora"]
+    with safe_open(adapter / "adapter_model.safetensors", "pt") as file:
+        ranks = {name: file.get_slice(name).get_shape()[0 if "lora_A" in name else 1] for name in file.keys()}
+    assert set(ranks.values()) == {settings["r"]} and settings["r"] <= 16
+    adapted = {
+        name.removeprefix("base_model.model.").replace(".lora_A.", ".").replace(".lora_B.", ".") for name in ranks
+    }
+    assert adapted <= names and len(ranks) == 2 * len(adapted)
+    assert {name.split(".")[-2] for name in adapted} == set(settings["target_modules"])
+
+
+def read_json(file: Path) -> Any:
+    return json.loads(file.read_text())
+
+
+CHECKS: dict[str, Callable[[Path], None]] = {"docs/serving.md": check_files_for_servers}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [page for page in PAGES if to_run(page)], ids=lambda page: page.name)
+def test_commands_of_a_page_work(page: Page, save_model: Callable[..., Path], tmp_path: Path) -> None:
+    commands, copy = to_run(page), lay_out(tmp_path / "copy", save_model)
+    finished = run_commands(commands, copy, SECONDS_A_COMMAND * len(commands))
+    assert finished.exit_code == 0, finished.output
+    assert not not_printed(page, finished.output)
+    if page.name in CHECKS:
+        CHECKS[page.name](copy)
+
+
+# Gradients and losses of a model beside the formulas; argv: its folder, and which formula.
+CHECK_LOSS = """
+import sys
+import torch
+from transformers import AutoModelForCausalLM
+from llama_ft.data import Batch
+from llama_ft.models import use_head_loss
+from llama_ft.training import token_loss_sum
+
+ids = torch.arange(20).view(2, 10)
+labels = ids.clone()
+labels[0, :4] = -100
+batch = Batch(ids, labels, [10, 10], False, ["a", "b"])
+extra = {
+    "smoothing": lambda logits, aims, plain: 0.1 * (-logits.log_softmax(-1).mean(-1).sum() - plain),
+    "z-loss": lambda logits, aims, plain: 1e-4 * logits.exp().sum(-1).log().square().sum(),
+}[sys.argv[2]]
+for in_pieces in (True, False):
+    model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+    logits, aims = model(ids).logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    logits, aims = logits[aims >= 0], aims[aims >= 0]
+    plain = -logits.log_softmax(-1)[range(len(aims)), aims].sum()
+    wanted = plain + extra(logits, aims, plain)
+    gradients = torch.autograd.grad(wanted, list(model.parameters()))
+    if in_pieces:
+        assert use_head_loss(model)
+    loss = token_loss_sum(model, batch, torch.device("cpu"))
+    loss.backward()
+    torch.testing.assert_close(loss, wanted)
+    assert abs(wanted - plain) > 1e-4 * plain
+    for parameter, gradient in zip(model.parameters(), gradients):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-5)
+    with torch.no_grad():
+        torch.testing.assert_close(token_loss_sum(model, batch, torch.device("cpu")), plain)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "formula"), [(0, "smoothing"), (1, "z-loss")])
+def test_the_changed_losses_are_what_their_formulas_say(
+    number: int, formula: str, save_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    page, copy = Page("docs/adding-a-loss.md"), lay_out(tmp_path / "copy", save_model)
+    (copy / "check.py").write_text(CHECK_LOSS)
+    (copy / "change.diff").write_text(page.blocks("diff")[number])
+    place = "my_models/Llama-3.1-8B"
+    commands = ["git apply change.diff", f"python check.py {place} {formula}"]
+    commands += [f"python recipes/finetuning.py --model_name {place} --dataset my_data.jsonl --max_train_step 2"]
+    finished = run_commands([Command(text, [], "") for text in commands], copy, 3 * SECONDS_A_COMMAND)
+    assert finished.exit_code == 0, finished.output
+    assert "warning" not in finished.output
+
+
+@pytest.mark.slow
+def test_commands_of_the_readme_work(save_model: Callable[..., Path], tmp_path: Path) -> None:
+    commands = [command for command in to_run(README) if not NOT_RUN.search(command.text)]
+    assert len(commands) > 10
+    write_tickets(lay_out(tmp_path / "copy", save_model))
+    finished = run_commands(commands, tmp_path / "copy", SECONDS_A_COMMAND * len(commands))
+    assert finished.exit_code == 0, finished.output
+
+
+def test_the_index_names_every_page_once() -> None:
+    index = Page("docs/README.md")
+    pages = {name.removeprefix("docs/") for name in NAMES if name.startswith("docs/")} - {"README.md"}
+    listed = [link for link in index.links() if re.fullmatch(r"[\w-]+\.md", link)]
+    assert sorted(listed) == sorted(pages)

@@ -1,0 +1,272 @@
+"""What is in launch/: checked by the tools of those it is for, and run as far as one machine can."""
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jsonschema
+import kubernetes.client.models
+import kubernetes_validate
+import pytest
+import yaml
+from conftest import RECIPE, REPOSITORY, run
+from kubeflow.training import models as kubeflow_models
+from kubernetes.client import ApiClient
+from torch.distributed.run import get_args_parser
+
+from llama_ft.config import load
+
+LAUNCH = REPOSITORY / "launch"
+RUN, KEEP = LAUNCH / "run.sh", LAUNCH / "skypilot" / "keep.sh"
+SBATCH = LAUNCH / "slurm" / "finetune.sbatch"
+SCRIPTS = sorted([*LAUNCH.rglob("*.sh"), SBATCH])
+SKYPILOT = yaml.safe_load((LAUNCH / "skypilot" / "finetune.yaml").read_text())
+CLAIM, JOB = yaml.safe_load_all((LAUNCH / "kubernetes" / "finetune.yaml").read_text())
+TEMPLATE = JOB["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]
+[CONTAINER] = TEMPLATE["spec"]["containers"]
+KUBERNETES = "1.34"
+SECRET = re.compile(r"hf_[A-Za-z0-9]{8}|\b[0-9a-f]{32,}\b|AKIA[0-9A-Z]{16}|-----BEGIN")
+
+
+def tool(name: str) -> str:
+    """A program that was installed beside this Python."""
+    return str(Path(sys.executable).with_name(name))
+
+
+def checked(*command: str | Path, text: str | None = None) -> str:
+    """What a linter says."""
+    finished = subprocess.run([*map(str, command)], input=text, capture_output=True, text=True, timeout=60)
+    return f"exit code {finished.returncode}\n{finished.stdout}{finished.stderr}".strip()
+
+
+def in_shell(text: str, **variables: str) -> list[str]:
+    """The words of a command that a shell would make of `text`."""
+    listed = "printf '%s\\0' " + text.replace("\\\n", " ")
+    words = subprocess.run(["bash", "-uc", listed], env=variables, capture_output=True, text=True, check=True).stdout
+    return words.split("\0")[:-1]
+
+
+def slurm_command() -> list[str]:
+    found = re.search(r"^launch/run\.sh.*?(?= &$)", SBATCH.read_text(), re.MULTILINE | re.DOTALL)
+    assert found is not None
+    text = found[0].replace('"$@"', "--config configs/quickstart.yaml --lr 1e-4")
+    text = text.replace('"${model[@]}"', "--model_name /tmp/models/m").replace('"${stop_after[@]}"', "--stop_after 90s")
+    text = text.replace("$((20000 + SLURM_JOB_ID % 10000))", "20001")
+    return in_shell(
+        text, OUTPUT_DIR="output/x", SLURM_JOB_NUM_NODES="2", processes="8", first_node="n1", SLURM_JOB_ID="1", logs="l"
+    )
+
+
+def skypilot_command() -> list[str]:
+    text = SKYPILOT["run"]
+    variables = {"SKYPILOT_NUM_NODES": "1", "SKYPILOT_NUM_GPUS_PER_NODE": "8", "first_node": "10.0.0.1"}
+    return in_shell(
+        text[text.index("launch/skypilot/keep.sh") :], PATH=os.environ["PATH"], **SKYPILOT["envs"], **variables
+    )
+
+
+COMMANDS = {"slurm": slurm_command, "kubernetes": lambda: CONTAINER["args"], "skypilot": skypilot_command}
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_shellcheck_finds_nothing_in_the_scripts(script: Path) -> None:
+    assert checked(tool("shellcheck"), "--external-sources", script) == "exit code 0"
+    assert os.access(script, os.X_OK)
+
+
+@pytest.mark.parametrize("part", ["setup", "run"])
+def test_shellcheck_finds_nothing_in_skypilots_commands(part: str) -> None:
+    assert (
+        checked(tool("shellcheck"), "--shell", "bash", "--exclude", "SC1091", "-", text=SKYPILOT[part]) == "exit code 0"
+    )
+
+
+def test_hadolint_finds_nothing_in_the_dockerfile() -> None:
+    assert checked(tool("hadolint"), REPOSITORY / "Dockerfile") == "exit code 0"
+
+
+def test_the_image_gets_all_that_the_recipes_need_and_nothing_else() -> None:
+    patterns = (REPOSITORY / ".dockerignore").read_text().splitlines()
+    taken = {pattern[1:] for pattern in patterns if pattern.startswith("!")}
+    assert "*" in patterns
+    assert {"configs", "launch", "recipes", "src", "setup.py", "requirements*.txt", "README.md"} <= taken
+    assert not taken & {"output", "wandb", ".git", ".venv", "tests"}
+
+
+def test_kubernetes_knows_what_the_job_asks_for() -> None:
+    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "worker"}, "spec": TEMPLATE["spec"]}
+    assert TEMPLATE.keys() == {"spec"}
+    for resource in (CLAIM, pod):
+        kubernetes_validate.validate(resource, KUBERNETES, strict=True)
+
+
+def as_kubeflow_reads(job: dict[str, Any]) -> dict[str, Any]:
+    """A PyTorchJob through the operator's own client, which drops what it does not know."""
+    for name in vars(kubeflow_models):
+        if name.startswith("KubeflowOrg"):  # where the client looks for the types of fields
+            setattr(kubernetes.client.models, name, getattr(kubeflow_models, name))
+    client = ApiClient()
+    answer = SimpleNamespace(data=json.dumps(job))
+    read: dict[str, Any] = client.sanitize_for_serialization(
+        client.deserialize(answer, kubeflow_models.KubeflowOrgV1PyTorchJob)
+    )
+    return read
+
+
+def test_the_training_operator_knows_every_field_of_the_job() -> None:
+    assert as_kubeflow_reads(JOB) == JOB
+    wrong = {**JOB, "spec": {**JOB["spec"], "elasticPolicies": JOB["spec"]["elasticPolicy"]}}
+    assert as_kubeflow_reads(wrong) != wrong
+
+
+def test_the_job_leaves_time_for_a_checkpoint_and_has_as_many_nodes_everywhere() -> None:
+    [shutdown] = [word for word in CONTAINER["args"] if word.startswith("--shutdown-timeout=")]
+    assert TEMPLATE["spec"]["terminationGracePeriodSeconds"] > int(shutdown.partition("=")[2]) + 30
+    policy, worker = JOB["spec"]["elasticPolicy"], JOB["spec"]["pytorchReplicaSpecs"]["Worker"]
+    assert policy["minReplicas"] == policy["maxReplicas"] == worker["replicas"]
+    assert f"--nproc_per_node={CONTAINER['resources']['limits']['nvidia.com/gpu']}" in CONTAINER["args"]
+    assert {volume["name"] for volume in TEMPLATE["spec"]["volumes"]} == {v["name"] for v in CONTAINER["volumeMounts"]}
+    assert worker["restartPolicy"] == "ExitCode"
+
+
+def test_skypilot_knows_every_field_of_the_task() -> None:
+    schemas = json.loads((REPOSITORY / "tests" / "launch" / "skypilot_schemas.json").read_text())
+    jsonschema.validate(SKYPILOT, schemas["task"])
+    jsonschema.validate(SKYPILOT["resources"], schemas["resources"])
+    for mount in SKYPILOT["file_mounts"].values():
+        jsonschema.validate(mount, schemas["storage"])
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({**SKYPILOT, "nodes": 2}, schemas["task"])
+    assert SKYPILOT["resources"]["job_recovery"]["recover_on_exit_codes"] == [138, 143]
+
+
+@pytest.mark.parametrize("where", COMMANDS)
+def test_torchrun_and_the_recipe_know_every_flag_and_the_run_is_resumed(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(REPOSITORY)
+    for name in [name for name in os.environ if name.startswith("PET_")]:
+        monkeypatch.delenv(name)
+    command = COMMANDS[where]()
+    launch = get_args_parser().parse_args(command[command.index("torchrun") + 1 :])
+    assert launch.training_script == "recipes/finetuning.py"
+    config, _ = load(launch.training_script_args, paths=False)
+    assert config.checkpoint.resume == "auto"
+    assert config.checkpoint.output_dir == command[command.index("launch/run.sh") + 1]
+    assert config.checkpoint.save_model
+
+
+def test_no_secret_is_in_the_files() -> None:
+    files = [path for path in LAUNCH.rglob("*") if path.is_file()]
+    assert len(files) >= 6
+    assert not [path for path in [*files, REPOSITORY / "Dockerfile"] if SECRET.search(path.read_text())]
+    secrets = [entry for entry in CONTAINER["env"] if re.search("TOKEN|KEY", entry["name"])]
+    assert [entry["name"] for entry in secrets] == ["HF_TOKEN", "WANDB_API_KEY"]
+    assert all(entry.keys() == {"name", "valueFrom"} for entry in secrets)
+    assert not any(SKYPILOT["secrets"].values())
+
+
+def status(state: str, exit_code: int | None, step: int = 1) -> str:
+    record = json.dumps({"state": state, "step": step, "exit_code": exit_code, "message": ""})
+    return f"echo {shlex.quote(record)} > status.json"
+
+
+ATTEMPTS = {
+    "finished": (f"{status('finished', 0)}", 0),
+    "a mistake in a setting": (f"{status('failed', 2)}; exit 1", 2),
+    "a mistake, told before the run has begun": ("exit 1", 1),
+    "a command that is not there": ("exit 127", 127),
+    "stopped by --stop_after": (f"mkdir -p checkpoints/step-000020; {status('stopped', 0)}", 138),
+    "stopped by --stop_after, nothing saved": (status("stopped", 0, step=30), 1),
+    "a rank was lost after a checkpoint": (f"mkdir -p checkpoints/step-000020; {status('failed', 1)}; exit 1", 138),
+    "a rank was lost, and no checkpoint is newer": (f"{status('failed', 1)}; exit 1", 1),
+    "stopped by SIGTERM": (f"mkdir -p checkpoints/step-000020; {status('stopped', 143)}; exit 1", 143),
+    "stopped by Ctrl-C": (f"{status('stopped', 130)}; exit 1", 143),
+    "killed without a word": ("kill -KILL $$", 137),
+}
+
+
+@pytest.mark.parametrize("end", ATTEMPTS)
+def test_the_exit_code_says_whether_to_start_again(end: str, tmp_path: Path) -> None:
+    (tmp_path / "checkpoints" / "step-000010").mkdir(parents=True)
+    subprocess.run(["bash", "-c", status("stopped", 0)], cwd=tmp_path, check=True)  # an earlier attempt's
+    command, expected = ATTEMPTS[end]
+    finished = subprocess.run([RUN, tmp_path, "bash", "-c", command], cwd=tmp_path, timeout=60)
+    assert finished.returncode == expected
+
+
+def test_a_run_that_was_finished_before_is_finished(tmp_path: Path) -> None:
+    subprocess.run(["bash", "-c", status("finished", 0)], cwd=tmp_path, check=True)
+    assert subprocess.run([RUN, tmp_path, "true"], timeout=60).returncode == 0
+    assert subprocess.run([RUN, tmp_path, "false"], timeout=60).returncode == 1
+
+
+def signalled(number: int, command: str, folder: Path) -> tuple[int, float]:
+    """Exit code of launch/run.sh that gets a signal when its command has written `begun`, and how long it took then."""
+    process = subprocess.Popen([RUN, folder, "bash", "-c", command], cwd=folder)
+    while not (folder / "begun").exists():
+        time.sleep(0.02)
+    sent = time.monotonic()
+    process.send_signal(number)
+    return process.wait(60), time.monotonic() - sent
+
+
+def test_sigterm_is_passed_on_and_waited_for(tmp_path: Path) -> None:
+    command = "trap 'sleep 0.5; touch saved; exit 1' TERM; touch begun; while true; do sleep 0.05; done"
+    exit_code, _ = signalled(signal.SIGTERM, command, tmp_path)
+    assert (exit_code, (tmp_path / "saved").exists()) == (143, True)
+
+
+@pytest.mark.parametrize(("command", "expected"), [("mkdir -p checkpoints/step-000001; ", 138), ("", 1)])
+def test_when_time_is_up_a_checkpoint_decides(command: str, expected: int, tmp_path: Path) -> None:
+    exit_code, seconds = signalled(signal.SIGUSR1, f"{command}touch begun; exec sleep 20", tmp_path)
+    assert exit_code == expected
+    assert seconds < 10
+
+
+def test_a_real_run_is_stopped_goes_on_and_ends(save_model: Callable[..., Path], tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": f"{n}?", "completion": f"{n}."}) + "\n" for n in range(8)))
+    folder = tmp_path / "run"
+    flags = f"--model_name {save_model(tmp_path / 'model')} --dataset {rows} --output_dir {folder} --resume auto"
+    flags += " --device cpu --batch_size_training 1 --context_length 16 --batching_strategy padding --num_epochs 1"
+    command = [str(RUN), str(folder), sys.executable, str(RECIPE), *flags.split(), "--no_plan"]
+    assert run([*command, "--lr=-1"]).exit_code == 2
+    stopped = run([*command, "--stop_after", "1s"])  # which is over before the first step is
+    assert (stopped.exit_code, "stopped by --stop_after 1s after step 1" in stopped.output) == (138, True)
+    went_on = run(command)
+    assert (went_on.exit_code, (folder / "model" / "config.json").exists()) == (0, True)
+    assert json.loads((folder / "status.json").read_text())["state"] == "finished"
+
+
+def test_what_is_kept_of_a_lost_machine_is_enough_to_go_on(tmp_path: Path) -> None:
+    first, kept, second = tmp_path / "first", tmp_path / "kept", tmp_path / "second"
+    lines = f"mkdir -p {first}/checkpoints/step-000010 && cd {first} && echo 1 > checkpoints/step-000010/trainer.json"
+    lines += "; echo 1 > metrics.jsonl; mkdir -p checkpoints/.step-000020; sleep 3; mkdir checkpoints/step-000020"
+    lines += "; rm -r checkpoints/step-000010; exit 138"
+    assert subprocess.run([KEEP, first, kept, "bash", "-c", lines], timeout=60).returncode == 138
+    assert sorted(path.name for path in (kept / "checkpoints").iterdir()) == ["step-000020"]
+    (kept / "checkpoints" / "step-000030").mkdir()  # a copy that was cut off
+    assert subprocess.run([KEEP, second, kept, "ls", second / "checkpoints"], timeout=60).returncode == 0
+    assert [path.name for path in (second / "checkpoints").iterdir()] == ["step-000020"]
+    assert (second / "metrics.jsonl").read_text() == "1\n"
+
+
+def test_a_model_is_copied_to_a_node_once_and_in_whole(tmp_path: Path) -> None:
+    script, model, disk = LAUNCH / "slurm" / "copy_to_node.sh", tmp_path / "m", tmp_path / "disk"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    (disk / "m.part").mkdir(parents=True)  # of a copy that was cut off
+    (disk / "m.part" / "half").touch()
+    copies = [subprocess.Popen([script, f"{model}/", disk]) for _ in range(3)]
+    assert [copy.wait(60) for copy in copies] == [0, 0, 0]
+    assert [path.name for path in (disk / "m").iterdir()] == ["config.json"]

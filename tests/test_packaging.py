@@ -1,0 +1,321 @@
+"""What pip makes of the repository: a source archive, a wheel and an editable install, in environments of their own."""
+
+import ast
+import functools
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+from importlib.metadata import Distribution, PackageMetadata, distribution
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from forked import REPOSITORY
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+import llama_ft
+from llama_ft import commands
+
+COMMANDS = {
+    "finetune": "finetuning",
+    "plan": "plan",
+    "export": "export",
+    "inference": "inference",
+    "evaluate": "evaluate",
+    "report": "report",
+}
+PACKAGED = ["setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE",
+            "NOTICE", "THIRD_PARTY_NOTICES.md", "requirements.txt", "requirements-dev.txt", "src", "recipes",
+            "configs"]  # fmt: skip
+
+
+def run(*words: object, cwd: Path, check: bool = True, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A command without this session's PYTHONPATH: only what is installed can be imported."""
+    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [str(word) for word in words],
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        env={**inherited, **environment},
+        timeout=300,
+    )
+    assert not check or done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return done
+
+
+def pip(*words: object, cwd: Path) -> None:
+    run(sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", *words, cwd=cwd)
+
+
+def environment(folder: Path, *what: object) -> Path:
+    """An environment with `what` installed into it, beside the packages of this interpreter; its bin."""
+    venv.create(folder, symlinks=True)
+    packages = Path(sysconfig.get_path("purelib", "venv", {"base": str(folder), "platbase": str(folder)}))
+    (packages / "this_interpreter.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
+    pip("--python", folder / "bin" / "python", "install", "--no-deps", "--no-build-isolation", "--no-index", *what,
+        cwd=folder)  # fmt: skip
+    return folder / "bin"
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of what is packaged: building leaves folders behind, and a test edits a recipe."""
+    folder = tmp_path_factory.mktemp("checkout")
+    for name in PACKAGED:
+        if (REPOSITORY / name).is_dir():
+            ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
+            shutil.copytree(REPOSITORY / name, folder / name, ignore=ignored)
+        else:
+            shutil.copy(REPOSITORY / name, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def archive(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The source archive."""
+    folder = tmp_path_factory.mktemp("archive")
+    build = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
+    run(sys.executable, "-c", build, folder, cwd=checkout)
+    [file] = folder.iterdir()
+    return file
+
+
+@pytest.fixture(scope="module")
+def wheel(archive: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from the source archive, which so has everything that is needed."""
+    folder = tmp_path_factory.mktemp("wheel")
+    pip("wheel", "--no-deps", "--no-build-isolation", "--no-index", "-w", folder, archive, cwd=folder)
+    [file] = folder.iterdir()
+    return file
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """bin of an environment with the wheel: no checkout is near."""
+    return environment(tmp_path_factory.mktemp("installed"), wheel)
+
+
+@pytest.fixture(scope="module")
+def editable(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """bin of an environment with `pip install -e` of the copy."""
+    return environment(tmp_path_factory.mktemp("editable"), "-e", checkout)
+
+
+@pytest.fixture(scope="module")
+def metadata(installed: Path) -> Distribution:
+    [folder] = installed.parent.glob("lib/python3.*/site-packages/llama_ft-*.dist-info")
+    return Distribution.at(folder)
+
+
+def as_script(text: str, command: str, script: Path) -> str:
+    """What a console script prints, as the script would print it about itself; line breaks aside."""
+    text = text.replace(f"torchrun --nproc_per_node 2 --no-python {command}", f"torchrun --nproc_per_node 2 {script}")
+    text = text.replace("llama-ft-plan --nproc", "python recipes/plan.py --nproc")
+    text = text.replace(f"usage: {command}", f"usage: {script.name}").replace(f"  {command} ", f"  python {script} ")
+    return " ".join(text.split())
+
+
+@functools.cache
+def of_script(recipe: str, flag: str) -> subprocess.CompletedProcess[str]:
+    """What `python recipes/<recipe>.py <flag>` answers."""
+    script = REPOSITORY / "recipes" / f"{recipe}.py"
+    return run(sys.executable, script, flag, cwd=REPOSITORY, check=False, PYTHONPATH=str(REPOSITORY / "src"))
+
+
+@pytest.mark.parametrize("kind", ["installed", "editable"])
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize(("flag", "exit_code"), [("--help", 0), ("--no_such_flag=1", 2)])
+def test_a_command_answers_as_its_script_does_and_before_torch_is_imported(
+    kind: str, command: str, flag: str, exit_code: int, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    script = REPOSITORY / "recipes" / f"{COMMANDS[command]}.py"
+    expected = of_script(COMMANDS[command], flag)
+    name = f"llama-ft-{command}"
+    program = request.getfixturevalue(kind) / name
+    found = run(program, flag, cwd=tmp_path, check=False, PYTHONPROFILEIMPORTTIME="1")
+    imports = [line for line in found.stderr.splitlines() if line.startswith("import time:")]
+    told = "\n".join(line for line in found.stderr.splitlines() if not line.startswith("import time:"))
+    assert (found.returncode, expected.returncode) == (exit_code, exit_code), told
+    assert as_script(found.stdout, name, script) == " ".join(expected.stdout.split())
+    assert told.strip() == expected.stderr.strip()
+    assert len(imports) > 100
+    assert not [line for line in imports if line.rpartition("|")[2].strip() in ("torch", "transformers")]
+
+
+def test_an_edited_recipe_is_what_its_command_runs(editable: Path, checkout: Path, tmp_path: Path) -> None:
+    recipe = checkout / "recipes" / "report.py"
+    text = recipe.read_text()
+    recipe.write_text(text.replace('"""Write the report', '"""My own: write the report', 1))
+    try:
+        assert "My own: write the report" in run(editable / "llama-ft-report", "--help", cwd=tmp_path).stdout
+    finally:
+        recipe.write_text(text)
+
+
+def test_a_wheel_has_the_recipes_the_configs_and_the_licenses(installed: Path, checkout: Path) -> None:
+    [package] = installed.parent.glob("lib/python3.*/site-packages/llama_ft")
+    for folder, pattern in (("recipes", "*.py"), ("configs", "*.yaml"), ("configs", "schema.json")):
+        names = {file.name for file in (checkout / folder).glob(pattern)}
+        assert names
+        assert {file.name for file in (package / folder).glob(pattern)} == names
+    [licenses] = package.parent.glob("llama_ft-*.dist-info/licenses")
+    assert {"LICENSE", "NOTICE", "THIRD_PARTY_NOTICES.md"} <= {file.name for file in licenses.iterdir()}
+
+
+@pytest.mark.slow
+def test_the_demo_trains_out_of_a_wheel_on_two_ranks(installed: Path, tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "--no-python"]
+    done = run(*torchrun, installed / "llama-ft-finetune", "--device", "cpu", "--enable_fsdp", "--max_train_step", "2",
+               "--no_run_validation", "--output_dir", tmp_path / "run", cwd=tmp_path, OMP_NUM_THREADS="1")  # fmt: skip
+    assert "step 2/2  loss" in done.stdout + done.stderr
+    assert (tmp_path / "run" / "model" / "config.json").is_file()
+    plan = run(installed / "llama-ft-plan", "--config", tmp_path / "run" / "config.yaml", "--nproc", "2", "--device",
+               "cpu", "--quick", "--fit", "2GiB", cwd=tmp_path)  # fmt: skip
+    assert "torchrun --nproc_per_node 2 --no-python llama-ft-finetune --config" in plan.stdout
+
+
+def test_messages_name_the_command_that_was_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["recipes/finetuning.py"])
+    assert commands.shown("plan") == "python recipes/plan.py"
+    assert commands.shown("finetuning", "torchrun --nnodes 2") == "torchrun --nnodes 2 recipes/finetuning.py"
+    monkeypatch.setattr(sys, "argv", ["/some/where/bin/llama-ft-finetune"])
+    assert commands.shown("plan") == "llama-ft-plan"
+    assert commands.shown("finetuning", "torchrun --nnodes 2") == "torchrun --nnodes 2 --no-python llama-ft-finetune"
+
+
+def read_requirements(text: str) -> dict[str, Requirement]:
+    found = [Requirement(line) for line in text.splitlines() if line and not line.startswith("#")]
+    return {canonicalize_name(each.name): each for each in found}
+
+
+def pins() -> dict[str, Requirement]:
+    return read_requirements((REPOSITORY / "requirements.txt").read_text())
+
+
+def pinned(requirement: Requirement) -> str:
+    [specifier] = requirement.specifier
+    assert specifier.operator == "==", requirement
+    return specifier.version
+
+
+@pytest.fixture(scope="module")
+def ranges(metadata: Distribution) -> dict[str, Requirement]:
+    """What a plain install asks for."""
+    return read_requirements("\n".join(line for line in metadata.requires or [] if "extra ==" not in line))
+
+
+def extra(metadata: Distribution, name: str) -> dict[str, Requirement]:
+    lines = [line.partition(";")[0] for line in metadata.requires or [] if f'extra == "{name}"' in line]
+    return read_requirements("\n".join(lines))
+
+
+def test_the_tested_versions_lie_within_the_ranges(ranges: dict[str, Requirement]) -> None:
+    assert pins().keys() == ranges.keys()
+    for name, requirement in pins().items():
+        assert ranges[name].specifier.contains(pinned(requirement)), ranges[name]
+
+
+def test_torch_2_11_to_2_13_and_python_3_11_to_3_13(ranges: dict[str, Requirement], metadata: Distribution) -> None:
+    allowed = ["2.10.0", "2.11.0", "2.12.1", "2.13.0", "2.14.0"]
+    assert [version for version in allowed if ranges["torch"].specifier.contains(version)] == allowed[1:4]
+    assert minor_pythons(metadata.metadata) == ["3.11", "3.12", "3.13"]
+    assert metadata.metadata["Requires-Python"] == ">=3.11"
+
+
+def minor_pythons(metadata: PackageMetadata) -> list[str]:
+    classifiers = metadata.get_all("Classifier") or []
+    return [found[1] for line in classifiers if (found := re.fullmatch(r".*:: Python :: (3\.\d+)", line))]
+
+
+def test_the_dev_extra_is_requirements_dev(metadata: Distribution) -> None:
+    assert extra(metadata, "dev") == read_requirements((REPOSITORY / "requirements-dev.txt").read_text())
+
+
+def test_what_is_imported_is_required(metadata: Distribution, ranges: dict[str, Requirement]) -> None:
+    own = {"llama_ft", *(file.stem for file in (REPOSITORY / "recipes").glob("*.py"))}
+    extras = metadata.metadata.get_all("Provides-Extra") or []
+    optional = {name for each in extras if each != "dev" for name in extra(metadata, each)}
+    called = {"yaml": "pyyaml", "liger_kernel": "liger-kernel", "lm_eval": "lm-eval"}
+    imported: dict[str, Path] = {}
+    for file in [*(REPOSITORY / "src").rglob("*.py"), *(REPOSITORY / "recipes").glob("*.py")]:
+        for node in ast.walk(ast.parse(file.read_text())):
+            modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and node.level == 0:
+                modules = [str(node.module)]
+            imported |= {module.partition(".")[0]: file for module in modules}
+    missing = {
+        name: file
+        for name, file in imported.items()
+        if name not in own | sys.stdlib_module_names
+        and not {canonicalize_name(called.get(name, name))} & {*ranges, *optional}
+    }
+    assert len(imported) > 30
+    assert not missing
+
+
+def test_the_notices_name_every_requirement_with_its_license(metadata: Distribution) -> None:
+    notices = (REPOSITORY / "THIRD_PARTY_NOTICES.md").read_text()
+    table = dict(re.findall(r"^\| ([\w-]+) \| (.+) \|$", notices, re.MULTILINE))
+    del table["package"]
+    assert {canonicalize_name(name) for name in table} == pins().keys()
+    compared = 0
+    for name, stated in table.items():
+        package = distribution(name)
+        if package.version.partition("+")[0] == pinned(pins()[canonicalize_name(name)]):
+            assert stated == stated_license(package.metadata), name
+            compared += 1
+    assert compared > 10
+    for name in set(metadata.metadata.get_all("Provides-Extra") or []) - {"dev"}:
+        assert f"\n- {name}: " in notices
+
+
+def stated_license(metadata: PackageMetadata) -> str:
+    """As an SPDX expression, as a word, or as a classifier."""
+    stated = metadata.get_all("License-Expression") or metadata.get_all("License")
+    classifiers = [line for line in metadata.get_all("Classifier") or [] if line.startswith("License ::")]
+    return str(stated[0]).partition("\n")[0] if stated else ", ".join(line.rpartition(" :: ")[2] for line in classifiers)
+
+
+def test_the_changelog_has_this_version() -> None:
+    assert f"\n## [{llama_ft.__version__}] - " in (REPOSITORY / "CHANGELOG.md").read_text()
+
+
+def workflow() -> dict[str, Any]:
+    return dict(yaml.safe_load((REPOSITORY / ".github" / "workflows" / "ci.yml").read_text())["jobs"])
+
+
+def test_the_workflow_is_one_that_github_reads() -> None:
+    file = REPOSITORY / ".github" / "workflows" / "ci.yml"
+    run(sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.github-workflows", file, cwd=REPOSITORY)
+
+
+def test_the_matrix_is_what_is_promised(metadata: Distribution, ranges: dict[str, Requirement]) -> None:
+    axes = workflow()["matrix"]["strategy"]["matrix"]
+    assert axes["python"] == minor_pythons(metadata.metadata)
+    versions = [f"2.{minor}" for minor in range(30) if ranges["torch"].specifier.contains(f"2.{minor}.0")]
+    assert axes["torch"] == versions
+
+
+def test_what_ci_runs_is_there() -> None:
+    steps = [step["run"] for job in workflow().values() for step in job["steps"] if "run" in step]
+    assert ".ci/run" in steps
+    assert os.access(REPOSITORY / ".ci" / "run", os.X_OK)
+    makefile = (REPOSITORY / "Makefile").read_text()
+    for target in re.findall(r"^make (\S+)$", (REPOSITORY / ".ci" / "run").read_text(), re.MULTILINE):
+        assert f"\n{target}:" in makefile
+    assert "ruff check ." in makefile and "ruff format --check ." in makefile and "mypy src recipes" in makefile
+
+
+def test_pre_commit_runs_the_tools_of_requirements_dev() -> None:
+    [local] = yaml.safe_load((REPOSITORY / ".pre-commit-config.yaml").read_text())["repos"]
+    tools = {hook["entry"].removeprefix("sh -c '").split()[0].rpartition("/")[2] for hook in local["hooks"]}
+    assert {hook["language"] for hook in local["hooks"]} == {"system"}
+    named = read_requirements((REPOSITORY / "requirements-dev.txt").read_text())
+    assert tools - {"python"} == {"ruff", "mypy"} <= named.keys()
