@@ -3,12 +3,12 @@
 #
 #   docker build -t llama-ft .
 #   docker run --rm --gpus all --ipc host -v "$PWD/output:/workspace/output" -v llama-ft-cache:/cache llama-ft \
-#     torchrun --nproc_per_node 8 recipes/finetuning.py --config configs/llama3_70b_lora_fsdp.yaml
+#     torchrun --nproc_per_node 8 recipes/finetuning.py --config configs/llama3.3_70b_lora_8x80gb.yaml
 #
 # torch's wheels bring CUDA with them; of the host only the driver and the NVIDIA Container Toolkit are needed.
 FROM python:3.12-slim-bookworm
 
-# A compiler for Triton, which torch.compile and Liger's kernels make code with. tini passes signals on and ends zombies.
+# A compiler for Triton, which makes the kernels of torch.compile and Liger; tini passes signals on and reaps processes.
 # hadolint ignore=DL3008
 RUN apt-get update \
  && apt-get install --yes --no-install-recommends g++ tini \

@@ -8,7 +8,7 @@ from setuptools import find_packages, setup
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parent
-COPIED = {"recipes": "*.py", "configs": "*.*"}
+COPIED = ("recipes", "configs")
 
 # requirements.txt pins the set that is tested daily; these are the versions that it may be installed beside, tried at
 # both ends. Upper ends are those of packages whose insides are used.
@@ -44,12 +44,10 @@ class BuildWithRecipes(build_py):
         super().run()
         if self.editable_mode:
             return
-        for folder, pattern in COPIED.items():
+        for folder in COPIED:
             copy = Path(self.build_lib) / "llama_ft" / folder
             shutil.rmtree(copy, ignore_errors=True)  # of an earlier build: what is gone here goes there
-            copy.mkdir(parents=True)
-            for file in (ROOT / folder).glob(pattern):
-                shutil.copy2(file, copy)
+            shutil.copytree(ROOT / folder, copy, ignore=shutil.ignore_patterns("__pycache__"))
 
 
 def read_version() -> str:
@@ -96,6 +94,8 @@ setup(
     install_requires=REQUIREMENTS,
     extras_require={
         "gpu": ["liger-kernel>=0.8,<0.9"],
+        "eval": ["lm_eval==0.4.13"],
+        "mlflow": ["mlflow-skinny>=3.17,<4"],
         "dev": (ROOT / "requirements-dev.txt").read_text().splitlines(),
     },
 )

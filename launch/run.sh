@@ -52,4 +52,4 @@ elif [[ -n $time_is_up ]]; then
 elif [[ $status_now =~ \"exit_code\":\ ([1-9][0-9]*), ]]; then
   exit "${BASH_REMATCH[1]}"
 fi
-exit $((code == 0 ? 1 : code))
+exit $((code == 0 || code > 127 ? 1 : code)) # Kubernetes would take a code above for "again"

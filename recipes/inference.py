@@ -10,7 +10,7 @@ import sys
 from argparse import Namespace
 from pathlib import Path
 
-from llama_ft.config import exit_with
+from llama_ft.config import FSDPConfig, exit_with
 from llama_ft.config.inference_flags import read_inference_flags
 from llama_ft.errors import UserError
 
@@ -24,7 +24,7 @@ if __name__ == "__main__":
 
 import signal  # noqa: E402
 
-from llama_ft import inference, runtime  # noqa: E402
+from llama_ft import inference, models, runtime  # noqa: E402
 from llama_ft.inference import Answerer, Encoding, Opened, Sampling  # noqa: E402
 from llama_ft.runtime import Runtime, log  # noqa: E402
 
@@ -34,7 +34,7 @@ SECONDS_TO_WAIT = 7 * 24 * 3600.0  # ranks wait for each other as long as someon
 def main(options: Namespace) -> None:
     """From whatever holds a model to its answers."""
     runtime.console.file = sys.stderr  # stdout is for answers
-    degree = "world" if options.enable_fsdp else 1
+    degree = models.shard_degree(FSDPConfig(enable_fsdp=options.enable_fsdp))
     with runtime.start(options.device, degree, timeout_seconds=SECONDS_TO_WAIT) as job:
         if job.world_size == 1:
             signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # whoever reads the answers may stop reading

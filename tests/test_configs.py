@@ -127,7 +127,7 @@ def test_the_commands_load_and_start_the_ranks_that_the_hardware_has(stem: str) 
     assert launcher[0] == ("python" if hardware.ranks == 1 else "torchrun")
     assert int(counts.get("--nproc_per_node", 1)) == hardware.ranks_of_node
     assert int(counts.get("--nnodes", 1)) == hardware.nodes
-    assert config.fsdp.enable_fsdp == (hardware.ranks > 1)
+    assert config.fsdp.enable_fsdp == (hardware.ranks > 1 or config.fsdp.fsdp_cpu_offload)
     ranks = f" --nproc {hardware.ranks}" if hardware.ranks > 1 else ""
     assert planned_of(stem)[0] == f"python recipes/plan.py --config configs/{stem}.yaml{ranks} --quick"
 

@@ -108,7 +108,7 @@ def check_files_for_servers(copy: Path) -> None:
         name.removeprefix("base_model.model.").replace(".lora_A.", ".").replace(".lora_B.", ".") for name in ranks
     }
     assert adapted <= names and len(ranks) == 2 * len(adapted)
-    assert {name.split(".")[-2] for name in adapted} == set(settings["target_modules"])
+    assert {name.split(".")[-2] for name in adapted} == {name.split(".")[-1] for name in settings["target_modules"]}
 
 
 def read_json(file: Path) -> Any:

@@ -135,8 +135,7 @@ def test_files_named_exist() -> None:
     assert len(named) > 8
     assert {"docs/run.svg", "recipes/finetuning.py"} <= links
     assert not [name for name in named | links if not (REPOSITORY / name).exists()]
-    shown = {str(path.relative_to(REPOSITORY)) for path in (REPOSITORY / "configs").glob("*.yaml")} - {str(MINE)}
-    assert shown <= named
+    assert "configs/README.md" in links  # where every recipe is named: tests/test_configs.py
 
 
 def test_every_folder_of_the_package_is_described() -> None:

@@ -21,5 +21,7 @@ def load(**_: object) -> dict[str, Dataset]:
     for number, question in enumerate(questions):
         wrong = chance.sample([answer for other, answer in enumerate(answers) if other != number], 3)
         place = chance.randrange(4)
-        found.append({"question": question, "choices": [*wrong[:place], answers[number], *wrong[place:]], "answer": place})
+        found.append(
+            {"question": question, "choices": [*wrong[:place], answers[number], *wrong[place:]], "answer": place}
+        )
     return {"test": Dataset.from_list(found)}

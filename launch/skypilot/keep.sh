@@ -31,7 +31,11 @@ keep() {
     [[ ! -e $kept/complete/$name ]] || continue
     rm -rf "$kept/checkpoints/$name"
     # --keep_last may delete it meanwhile
-    if cp -r "$folder" "$kept/checkpoints/$name"; then touch "$kept/complete/$name"; else rm -rf "$kept/checkpoints/$name"; fi
+    if cp -r "$folder" "$kept/checkpoints/$name"; then
+      touch "$kept/complete/$name"
+    else
+      rm -rf "$kept/checkpoints/$name"
+    fi
   done
   for mark in "$kept"/complete/*; do
     name=$(basename "$mark")

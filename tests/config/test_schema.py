@@ -66,7 +66,7 @@ def test_every_recipe_names_the_schema_fits_it_and_loads(file: Path) -> None:
 
 def test_there_are_recipes() -> None:
     names = {file.stem for file in RECIPES}
-    assert names >= {"quickstart", "llama3_8b_lora", "llama3_8b_full", "llama3_70b_lora_fsdp", "llama3.2_1b_full"}
+    assert names >= {"quickstart", "llama3.1_8b_lora_24gb", "llama3.3_70b_lora_8x80gb", "llama3.2_1b_full_24gb"}
 
 
 def test_a_written_configuration_fits_the_schema() -> None:

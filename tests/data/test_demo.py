@@ -41,8 +41,11 @@ def test_no_answer_and_no_question_of_the_validation_rows_is_trained_on(demo: De
 
 
 @pytest.mark.slow
-def test_another_process_builds_the_same_bytes(demo: Demo, tmp_path: Path) -> None:
-    code = "import sys; from pathlib import Path; from llama_ft.data import build_demo; build_demo(Path(sys.argv[1]))"
+def test_another_process_builds_the_same_bytes_whatever_its_rank(demo: Demo, tmp_path: Path) -> None:
+    """As the first rank of a second node does, whose cache is its own."""
+    code = "import sys; from pathlib import Path; from llama_ft.data import build_demo;"
+    code += "import torch.distributed as dist; from torch.testing._internal.distributed.fake_pg import FakeStore;"
+    code += "dist.init_process_group('fake', store=FakeStore(), rank=1, world_size=2); build_demo(Path(sys.argv[1]))"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONHASHSEED": "7"}
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, env=environment)
     first, (second,) = demo.train_file.parent, tmp_path.iterdir()

@@ -9,6 +9,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from llama_ft.config.sections import DataConfig
 from llama_ft.data import Demo, TokenizedData, prepare
+from llama_ft.data.sources import Split
 from llama_ft.errors import UserError
 
 
@@ -133,6 +134,19 @@ def test_validation_file_may_be_of_another_format(llama3: PreTrainedTokenizerFas
     data = prepared(train, llama3, tmp_path / "cache", validation=str(held_out))
     assert data.validation is not None and data.validation["source"][:] == [f"{held_out}:1"]
     assert data.chat_sample == chat["messages"]
+
+
+@pytest.mark.parametrize(("use", "rows"), [("train", 3), ("validation", 2)])
+def test_the_split_meant_for_a_use_is_taken_whole(
+    llama3: PreTrainedTokenizerFast, tmp_path: Path, use: Split, rows: int
+) -> None:
+    (tmp_path / "data").mkdir()
+    write_rows(tmp_path / "data" / "train.jsonl", pairs(3))
+    write_rows(tmp_path / "data" / "test.jsonl", pairs(2))
+    config = DataConfig(dataset=str(tmp_path / "data"))
+    cache = tmp_path / "cache"
+    data = prepare(config, llama3, context_length=64, cache=cache, want_validation=False, use=use)
+    assert len(data.train) == rows and data.validation is None
 
 
 @pytest.mark.parametrize("fraction", ["0", "1", "1.5", "-0.1", "nan"])

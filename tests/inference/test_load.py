@@ -158,6 +158,17 @@ def test_a_fully_tuned_checkpoint_is_quantized_from_its_own_weights(
     assert not torch.equal(logits(found.model), logits(reference))
 
 
+def test_a_folder_that_transformers_has_quantized_is_read_as_it_is(
+    tiny_model: Path, tmp_path: Path, runtime: Runtime
+) -> None:
+    by_transformers = load(tiny_model, quantization_config=_eight_bits(), device_map="cpu")
+    by_transformers.save_pretrained(tmp_path / "eight")
+    found = opened(tmp_path / "eight", runtime, tokenizer_name=str(tiny_model))
+    torch.testing.assert_close(logits(found.model), logits(by_transformers).float(), rtol=0, atol=0.15)
+    assert found.quantization == "8bit"
+    assert torch.equal(logits(found.model), logits(opened(tiny_model, runtime, quantization="8bit").model))
+
+
 def _eight_bits() -> Any:
     from transformers import BitsAndBytesConfig
 

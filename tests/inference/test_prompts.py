@@ -1,4 +1,4 @@
-"""Files of prompts and of their answers: what is read, what is refused and where, what a second start goes on with."""
+"""Files of prompts: what is read, what is refused and where, and which tokens come of it."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from llama_ft.errors import UserError
-from llama_ft.inference import AnswersFile, Encoding, choose_encoding, read_prompts
+from llama_ft.inference import Encoding, choose_encoding, read_prompts
 
 TURN = {"role": "user", "content": "Hi"}
 REPLY = {"role": "assistant", "content": "Hello."}
@@ -16,7 +16,6 @@ TEMPLATE = (
     "{% for turn in messages %}{% if turn.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
     "[{{ turn.role }}]{{ turn.content }}{% endfor %}{% if add_generation_prompt %}[answer]{% endif %}"
 )
-SETTINGS = {"model": "output/run", "temperature": 0.5, "prompts": "1a", "stop": ("#",)}
 
 
 @pytest.fixture
@@ -85,39 +84,3 @@ def test_a_prompt_is_written_by_the_chat_template_or_taken_as_it_is(tokenizer: P
     assert text(choose_encoding(tokenizer, True, None), "Hi") == "Hi"
     with pytest.raises(UserError, match="refuses it .no tools"):
         chat.tokens([TURN, {"role": "tool", "content": "3"}])
-
-
-def test_a_second_start_goes_on_after_whole_lines_of_the_same_settings(tmp_path: Path) -> None:
-    file = tmp_path / "new" / "answers.jsonl"
-    with AnswersFile(file, SETTINGS, overwrite=False) as first:
-        assert first.held == 0
-        first.write([{"answer": "Lima \u2028 é"}, {"answer": "two"}])
-        with pytest.raises(UserError, match="another process"):
-            AnswersFile(file, SETTINGS, overwrite=False)
-    whole = file.read_bytes()
-    with open(file, "ab") as torn:
-        torn.write(b'{"answer": "thr')
-    with AnswersFile(file, SETTINGS, overwrite=False) as second:
-        assert second.held == 2 and file.read_bytes() == whole
-        second.write([{"answer": "three"}])
-    assert [json.loads(line)["answer"] for line in file.read_text().split("\n")[:-1]] == [
-        "Lima \u2028 é",
-        "two",
-        "three",
-    ]
-
-    changed = {**SETTINGS, "temperature": 0.7, "prompts": "2b"}
-    with pytest.raises(UserError) as told:
-        AnswersFile(file, changed, overwrite=False)
-    assert "temperature: 0.5 then, 0.7 now" in str(told.value) and "the prompts are others" in str(told.value)
-    assert "model" not in str(told.value)
-    with AnswersFile(file, changed, overwrite=True) as third:
-        assert third.held == 0
-    assert file.read_text() == ""
-
-
-def test_a_file_that_holds_something_else_is_left_alone(tmp_path: Path) -> None:
-    file = write(tmp_path / "mine.jsonl", {"answer": "mine"})
-    with pytest.raises(UserError, match=r"mine\.jsonl\.settings\.json, which would say what is in it"):
-        AnswersFile(file, SETTINGS, overwrite=False)
-    assert json.loads(file.read_text()) == {"answer": "mine"} and len(list(tmp_path.iterdir())) == 1

@@ -2,13 +2,14 @@
 
 import io
 import json
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from llama_ft.observe import RunFacts, environment
-from llama_ft.observe.facts import FACTS_FILE
+from llama_ft.observe.facts import FACTS_FILE, git_state
 
 
 def facts(folder: Path) -> dict:
@@ -49,6 +50,25 @@ def test_a_file_that_cannot_be_written_or_read_is_told_and_ends_nothing(tmp_path
     kept.add(units=[2])
     assert "cannot be read" in screen.getvalue() and "could not be written" in screen.getvalue()
     assert [path.name for path in tmp_path.iterdir()] == [FACTS_FILE]
+
+
+def test_the_commit_is_of_the_folder_that_the_recipe_lies_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def git(*arguments: str) -> str:
+        command = ["git", "-c", "user.name=me", "-c", "user.email=me@host", "-C", str(tmp_path), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    recipe = tmp_path / "recipes" / "mine.py"
+    recipe.parent.mkdir()
+    recipe.write_text("1")
+    git("init")
+    git("add", ".")
+    git("commit", "-m", "first")
+    git("tag", "v1")
+    monkeypatch.setattr(sys, "argv", [str(recipe), "--lr", "1e-4"])
+    assert git_state() == {"commit": git("rev-parse", "HEAD"), "dirty": False}
+    recipe.write_text("2")
+    assert git_state() == {"commit": git("rev-parse", "HEAD"), "dirty": True}
+    assert environment({}, "")["commit"] == f"{git('rev-parse', 'HEAD')[:12]}, changed"
 
 
 def test_the_environment_tells_the_command_without_its_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

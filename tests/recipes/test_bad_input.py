@@ -158,6 +158,8 @@ CASES = {
     "compile": case(f"{GOOD} --compile", "--compile needs CUDA: on the CPU steps are no faster"),
     "W&B without a key": case(f"{GOOD} --use_wandb", "--use_wandb", "no W&B key", "wandb login",
                               "--wandb_mode offline", WANDB_API_KEY="", NETRC="/nowhere"),
+    "MLflow without a server": case(f"{GOOD} --use_mlflow --mlflow_tracking_uri http://127.0.0.1:9",
+                                    "--use_mlflow: http://127.0.0.1:9 did not take the run", "--mlflow_tracking_uri"),
     # Where to write.
     "output below a file": case(f"{GOOD} --output_dir @a_file/run", "--output_dir", "a_file is not a folder"),
     "output that holds a run": case(f"{GOOD} --output_dir @a_run", "--output_dir", "already holds a run",

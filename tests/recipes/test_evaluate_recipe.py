@@ -1,5 +1,5 @@
-"""recipes/evaluate.py as users run it: losses beside those of the runs themselves and of plain transformers, tasks beside
-those of lm-evaluation-harness' own loading, on one process and on two."""
+"""recipes/evaluate.py as users run it: losses beside those of the runs themselves and of plain transformers, tasks
+beside those of lm-evaluation-harness' own loading, on one process and on two."""
 
 import json
 import math
@@ -29,9 +29,7 @@ def evaluated(folder: Path, cases: dict[str, list[str]], ranks: int = 0) -> dict
 
 
 @pytest.fixture(scope="module")
-def place(
-    save_model: Callable[..., Path], rows70: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Path:
+def place(save_model: Callable[..., Path], rows70: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a model, rows that are tokens, tasks, and two runs that have evaluated after each of two steps."""
     folder = tmp_path_factory.mktemp("evaluated")
     save_model(folder / "base", hidden_size=64, intermediate_size=128, tied=True)

@@ -15,6 +15,7 @@ from forked import forked
 CASES = Path(__file__).resolve().parent.parent / "run_cases.py"
 FSDP = ["--enable_fsdp", "--low_cpu_fsdp"]
 PADDED = ["--batching_strategy", "padding"]
+SECRETS = {"WANDB_API_KEY": "5ecre7" * 6 + "abcd", "MLFLOW_TRACKING_PASSWORD": "hunter2-hunter2"}
 OPTIMIZERS = {  # name -> flags, and the bytes of state a parameter; narrow rows are few here
     "adamw": (["--precision", "bf16_pure"], 4.0),
     "stochastic": (["--optimizer", "anyprecision", "--precision", "bf16_pure"], 4.0),
@@ -70,14 +71,15 @@ def launch(folder: Path, tiny_model: Path, save_model: Any, rows16: Path, rows70
         "early_stopping": [*FSDP, *tiny, *files, "--precision", "fp32", "--lr", "0.05", "--lr_scheduler", "constant"]
         + ["--eval_steps", "1", "--early_stopping_patience", "3", "--save_steps", "2", "--use_tensorboard"]
         + ["--use_wandb", "--wandb_mode", "offline", "--wandb_tags", "a,b", "--val_batch_size", "2"]
-        + ["--context_length", "22"],
+        + ["--context_length", "22", "--use_mlflow", "--mlflow_log_model", "--sample_tokens", "4"],
         "lora": [*FSDP, *tiny, "--dataset", str(rows70), "--validation", "0.2", *adapter, "--lr", "0.01"]
         + ["--precision", "fp32", "--num_epochs", "1", "--lora_dropout", "0", "--show_samples", "2"],
         "no_pad": [*FSDP, "--model_name", str(no_pad), "--dataset", str(rows16), *adapter, "--num_epochs", "1"]
         + ["--sample_tokens", "8", "--precision", "fp32", "--lora_dropout", "0", "--batch_size_training", "8"]
         + ["--validation", str(rows16), "--val_batch_size", "4", *PADDED],
         "custom": [*tiny, "--dataset", f"{folder}/custom.py:rows", "--precision", "bf16_pure", "--num_epochs", "2"]
-        + [*PADDED, "--use_profiler", "--flop_counter", "--flop_counter_start", "2"],
+        + [*PADDED, "--use_profiler", "--flop_counter", "--flop_counter_start", "2"]
+        + ["--use_wandb", "--wandb_mode", "offline", "--wandb_per_rank"],
         "frozen": [*FSDP, *tiny, *files, "--freeze_layers", "--num_epochs", "1", "--precision", "fp32"]
         + ["--activation_checkpointing", "full", "--gradient_accumulation_steps", "3", *PADDED],
     }
@@ -88,13 +90,13 @@ def launch(folder: Path, tiny_model: Path, save_model: Any, rows16: Path, rows70
     flags += [[*own, "--output_dir", str(folder / name)] for name, own in runs.items()]
     flags += [
         ["--config", str(folder / "early_stopping" / "config.yaml"), "--output_dir", str(folder / "repeated")]
-        + ["--use_wandb", "False"],
+        + ["--use_wandb", "False", "--use_mlflow", "False"],
         [*FSDP, *tiny, "--dataset", str(rows70), "--validation", "0.2", "--use_peft", "--num_epochs", "1"]
         + ["--from_peft_checkpoint", str(folder / "lora" / "model"), "--precision", "fp32"]
         + ["--output_dir", str(folder / "continued")],
     ]
     (folder / "cases.json").write_text(json.dumps(flags))
-    finished = forked(CASES, folder / "cases.json", ranks=2, timeout=400, HOME=str(folder))
+    finished = forked(CASES, folder / "cases.json", ranks=2, timeout=400, HOME=str(folder), **SECRETS)
     assert finished.exit_code == 0, finished.output
     return finished
 
@@ -212,6 +214,38 @@ def test_trackers_hold_the_metrics(launch: Finished, folder: Path) -> None:
     assert [round(event.value, 4) for event in events.Scalars("train/loss")] == [round(x, 4) for x in losses(output)]
     assert len(list((output / "wandb").glob("offline-run-*/*.wandb"))) == 1, "one run a job"
     assert f"wandb sync {output}/wandb/offline-run-" in launch.output
+    first, second = sorted(path.stem for path in (folder / "custom" / "wandb").glob("offline-run-*/*.wandb"))
+    assert second == f"{first}-rank1", "one run a rank"
+
+
+def test_mlflow_holds_the_metrics_and_the_best_weights(
+    launch: Finished, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mlflow import MlflowClient
+
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    output, client = folder / "early_stopping", MlflowClient((folder / "mlruns").as_uri())
+    experiment = client.get_experiment_by_name("llama_ft")
+    assert experiment is not None
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert (run.info.run_name, run.info.status) == ("early_stopping", "FINISHED")
+    logged = client.get_metric_history(run.info.run_id, "train/loss")
+    assert [metric.value for metric in logged] == losses(output)
+    evaluated = {line["step"]: line["eval/loss"] for line in metrics(output)[1:] if "eval/loss" in line}
+    best = min(evaluated, key=lambda step: evaluated[step])
+    assert (run.data.tags["model.step"], run.data.tags["model.best"]) == (str(best), "true")
+    names = {file.path for file in client.list_artifacts(run.info.run_id, "model")}
+    assert names == {f"model/{path.name}" for path in (output / "model").iterdir()}
+
+
+def test_no_run_writes_a_secret_of_its_environment(launch: Finished, folder: Path) -> None:
+    """Settings, metrics, facts, report, model card, checkpoints, and what trackers keep, their own logs included."""
+    assert not [value for value in SECRETS.values() if value in launch.output]
+    written = [path for path in folder.rglob("*") if path.is_file() and path.suffix not in (".safetensors", ".pyc")]
+    assert {"config.yaml", "facts.json", "report.html", "trainer.json", "README.md", "debug.log"} <= {
+        path.name for path in written
+    }
+    assert not [path for path in written for value in SECRETS.values() if value.encode() in path.read_bytes()]
 
 
 def test_a_model_without_a_pad_token_trains_without_loss_on_padding(

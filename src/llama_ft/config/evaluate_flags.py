@@ -103,12 +103,14 @@ def _add_model_flags(flags: ScriptFlags) -> None:
 
 
 def _add_data_flags(flags: ScriptFlags) -> None:
-    """The training recipe's own, by its own descriptions."""
+    """The training recipe's own, most by its own descriptions; where they are not given, they are as in the run."""
     meanings = {
         "dataset": "rows to evaluate, all of them, as the training recipe's --dataset names them; of data with splits "
         "the one for validation. Default: the rows that the run of MODEL held out",
         "validation": "which rows of --dataset are held out, as a run that is given the same holds them out: a "
         "fraction, a split, or other data",
+        "dataset_split": "split of --dataset to evaluate; default: the one for validation",
+        "chat_template": "how chats are written, as in training; default: as the result has it",
     }
     for name in (*ROWS, *HOW):
         setting = SETTINGS[name]
@@ -191,48 +193,48 @@ def _row_mistakes(options: Namespace) -> list[str]:
     """Also settle `config` and `rows`."""
     given = {name: getattr(options, name) for name in (*ROWS, *HOW) if getattr(options, name) is not None}
     runs: list[tuple[str, Config]] = list(options.runs.items())
-    settings = runs[0][1] if runs else Config()
+    places = {name: f"--{name}" for name in given}
+    options.config, wrong = convert(_values(runs[0][1] if runs else Config(), given), places)
+    options.rows = "all" if "dataset" in given and "validation" not in given else "held_out"
+    if wrong:
+        return list(wrong.values())
     if "dataset" not in given:
         for place, other in runs[1:]:
-            if differing := _differing(settings, other):
+            if differing := _differing(runs[0][1], other):
                 return [
                     f"{runs[0][0]} and {place} held out other rows ({', '.join(differing)}).\n--dataset names rows to "
                     "compare them on."
                 ]
-    values: dict[str, Any] = {name: getattr(settings.data, name, None) for name in (*ROWS, *HOW)}
-    values |= {"val_batch_size": settings.train.val_batch_size, "max_eval_step": settings.train.max_eval_step}
-    values["chat_template"] = None  # it was saved with the result
-    if "dataset" in given:
-        values |= {"validation": None, "dataset_split": SETTINGS["dataset_split"].default, "dataset_format": "auto"}
-    streams = settings.data.streaming and not {"dataset", "validation"} & given.keys()
-    values |= {"streaming": streams, "show_samples": 0}
-    values |= {name: from_text(SETTINGS[name], text) for name, text in given.items()}
-    places = {name: f"--{name}" for name in given}
-    options.config, wrong = convert(values, places)
-    options.rows = "all" if "dataset" in given and "validation" not in given else "held_out"
-    if wrong:
-        return list(wrong.values())
-    if options.rows == "held_out" and not runs and "dataset" not in given:
-        options.rows = "none"
-        if "validation" in given:
+        if not runs and "validation" in given:
             return ["--validation: --dataset says of which rows."]
-        if not options.tasks:
-            return [
-                f"{options.asked[0][0].place}: is of no run, so it says nothing of held-out rows.\nExpected --dataset "
-                "FILE, with the rows to evaluate, or --tasks."
-            ]
-        return []
-    if options.rows == "held_out" and _holds_none_out(options.config):
-        if options.tasks and "dataset" not in given:
+        if not runs or _holds_none_out(options.config):
             options.rows = "none"
-            return []
-        return [
-            f"{runs[0][0] if runs else '--dataset'}: no rows were held out: the run had no --validation.\n--dataset "
-            "FILE names rows that it was not trained on."
-        ]
-    others = set(SETTINGS) - set(READ)
+            return [] if options.tasks else [_no_rows(options.asked[0][0].place, bool(runs))]
     shown = {name: places.get(name, f"{runs[0][0]}: its run" if runs else "") for name in READ}
-    return check_paths(values_of(options.config), shown, others)
+    return check_paths(values_of(options.config), shown, set(SETTINGS) - set(READ))
+
+
+def _values(run: Config, given: dict[str, str]) -> dict[str, Any]:
+    """The run's settings that say which rows there are, with what was given in their place."""
+    values = {name: getattr(run.data, name) for name in (*ROWS, *HOW) if hasattr(run.data, name)}
+    values |= {"val_batch_size": run.train.val_batch_size, "max_eval_step": run.train.max_eval_step}
+    values["chat_template"] = None  # it was saved with the result
+    values["streaming"] = run.data.streaming and not {"dataset", "validation"} & given.keys()
+    if "dataset" in given:
+        values |= {"validation": None, "dataset_split": "train", "dataset_format": "auto"}
+    return values | {name: from_text(SETTINGS[name], text) for name, text in given.items()}
+
+
+def _no_rows(place: str, is_run: bool) -> str:
+    if is_run:
+        return (
+            f"{place}: no rows were held out: the run had no --validation.\n--dataset FILE names rows that it was not "
+            "trained on."
+        )
+    return (
+        f"{place}: is of no run, so it says nothing of held-out rows.\nExpected --dataset FILE, with the rows to "
+        "evaluate, or --tasks."
+    )
 
 
 def _differing(one: Config, other: Config) -> list[str]:
@@ -246,13 +248,17 @@ def _holds_none_out(config: Config) -> bool:
     dataset = config.data.dataset
     if config.data.validation:
         return False
-    return not isinstance(dataset, str) or (kind_of_data(dataset) not in ("demo", "function") and not has_splits(dataset))
+    return not isinstance(dataset, str) or (
+        kind_of_data(dataset) not in ("demo", "function") and not has_splits(dataset)
+    )
 
 
 def _task_mistakes(options: Namespace) -> list[str]:
     """Also make a list of `tasks`."""
     if options.tasks is None:
-        mistakes = [f"--{name}: there are no --tasks." for name in TASK_FLAGS if getattr(options, name) not in (None, False)]
+        mistakes = [
+            f"--{name}: there are no --tasks." for name in TASK_FLAGS if getattr(options, name) not in (None, False)
+        ]
         if options.batch_size is not None:
             mistakes.append("--batch_size: there are no --tasks. --val_batch_size is for rows.")
         return mistakes

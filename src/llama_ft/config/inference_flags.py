@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
+from llama_ft.commands import shown
 from llama_ft.config.export_flags import export_kind
 from llama_ft.config.paths import adapter_complaint, looks_local, model_complaint
 from llama_ft.config.script_flags import ScriptFlags
@@ -180,7 +181,7 @@ def _place_mistakes(options: Namespace) -> list[str]:
     if len(given) != 1:
         if given:
             return [f"{' and '.join(given)}: one of them names what is loaded. --base_model names the model beside it."]
-        return ["MODEL is needed: inference.py output/<run>, or the folder or hub name of a model."]
+        return [f"MODEL is needed: {shown('inference')} output/<run>, or the folder or hub name of a model."]
     [(flag, options.place)] = given.items()
     where = "" if flag == "MODEL" else f"{flag} "
     if complaint := result_complaint(options.place):

@@ -8,6 +8,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft import data, models, training
 from llama_ft.config import Config
+from llama_ft.data.sources import Split
 from llama_ft.data.statistics import SplitStatistics
 from llama_ft.errors import UserError
 from llama_ft.runtime import Runtime, log
@@ -34,7 +35,7 @@ def measure(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     config: Config,
-    all_rows: bool,
+    split: Split | None,
     may_grow: bool,
     name: str,
     job: Runtime,
@@ -45,7 +46,7 @@ def measure(
         model: in eval mode, and left in it.
         tokenizer: with which the rows are written.
         config: its data section, and val_batch_size and max_eval_step.
-        all_rows: the data are all of `dataset`, and not what is held out of it.
+        split: which split of `dataset` is taken whole, or all of it where it has none; None: what is held out of it.
         may_grow: the model has rows of its own for tokens that the base's config.json does not count.
         name: of the model, for messages.
         job: the ranks.
@@ -61,13 +62,13 @@ def measure(
             tokenizer,
             context_length=context_length,
             cache=data.cache_dir(),
-            want_validation=not all_rows,
+            want_validation=split is None,
             vocabulary_size=None if may_grow else vocabulary,
             add_tokens=may_grow,
-            use="validation" if all_rows and config.data.dataset_split == "train" else "train",
+            use=split or "train",
         )
-    rows = tokenized.train if all_rows else tokenized.validation
-    counted = tokenized.report.train if all_rows else tokenized.report.validation
+    rows = tokenized.train if split else tokenized.validation
+    counted = tokenized.report.train if split else tokenized.report.validation
     if rows is None or counted is None:
         raise UserError(
             f"{name}: no rows were held out: the run had no --validation.\n--dataset FILE names rows that it was not "

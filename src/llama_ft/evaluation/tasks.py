@@ -3,6 +3,7 @@ already. lm_eval is an extra: only this file imports it, and only when tasks are
 
 import contextlib
 import difflib
+import fnmatch
 import logging
 import os
 import random
@@ -109,19 +110,13 @@ def check_names(names: Iterable[str], known: list[str]) -> None:
     """
     mistakes = []
     for name in names:
-        if name in known or ("*" in name and any(_matches(task, name) for task in known)):
+        if name in known or ("*" in name and fnmatch.filter(known, name)):
             continue
         near = difflib.get_close_matches(name, known, NAMES_SHOWN)
         hint = f"Did you mean {', '.join(near)}?" if near else "A task of your own is named by its .yaml file."
         mistakes.append(f"--tasks {name}: lm-evaluation-harness has no such task. {hint}")
     if mistakes:
         raise UserError(*mistakes)
-
-
-def _matches(task: str, pattern: str) -> bool:
-    import fnmatch
-
-    return fnmatch.fnmatch(task, pattern)
 
 
 def _wrapped(

@@ -62,9 +62,14 @@ def lead(answerer: Answerer, job: Runtime) -> Ask:
 
 def follow(answerer: Answerer, job: Runtime) -> None:
     """On the other ranks: answer what rank 0 asks until it has no more questions."""
-    while (asked := job.from_main(lambda: None)) is not None:
+    while (asked := _asked(job)) is not None:
         ids, number, sampling = asked
         answerer.answer([ids], [number], sampling)
+
+
+def _asked(job: Runtime) -> tuple[list[int], int, Sampling] | None:
+    """What rank 0 asks next; None: nothing more."""
+    return job.from_main(lambda: None)
 
 
 class Chat:

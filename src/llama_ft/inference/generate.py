@@ -10,7 +10,7 @@ import hashlib
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from transformers import (
@@ -134,7 +134,7 @@ class Answerer:
         text_config = self.model.config.get_text_config()
         self.context: int | None = getattr(text_config, "max_position_embeddings", None)
         self._pad = pad_token_id(self.tokenizer, vocabulary_size(self.model.config))
-        config = copy.deepcopy(cast(GenerationConfig, self.model.generation_config))
+        config = copy.deepcopy(self.model.generation_config)
         known = config.eos_token_id
         self._ends = set(known if isinstance(known, list) else [known] if known is not None else [])
         for name in SAMPLING:  # done here, so that each row draws from its own generator
@@ -219,9 +219,9 @@ class _Drawing(LogitsProcessor):
         if sampling.min_p:
             self._warpers.append(MinPLogitsWarper(sampling.min_p))
 
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         for warper in self._warpers:
-            scores = warper(input_ids, scores)  # type: ignore[arg-type]
+            scores = warper(input_ids, scores)
         sums = scores.softmax(dim=-1, dtype=torch.float64).cumsum(dim=-1)  # [rows, vocab]
         numbers = [torch.rand((), generator=generator, dtype=torch.float64) for generator in self._generators]
         drawn = torch.stack(numbers).to(sums.device)[:, None] * sums[:, -1:]
@@ -235,7 +235,7 @@ class _Asked(StoppingCriteria):
     def __init__(self, stopped: Callable[[], bool]) -> None:
         self._stopped = stopped
 
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:  # type: ignore[override]
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
         return torch.full((len(input_ids),), self._stopped(), dtype=torch.bool, device=input_ids.device)
 
 

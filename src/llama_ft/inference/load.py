@@ -8,6 +8,7 @@ model             as it is, also one that bitsandbytes has quantized
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 import yaml
@@ -151,9 +152,11 @@ def choose_dtype(precision: str, job: Runtime) -> tuple[torch.dtype, str]:
         UserError: bf16 on a GPU without it.
     """
     name = precision.partition("_")[0]  # training's bf16_mixed and bf16_pure compute in the same
-    training = {"auto": "bf16_pure", "bf16": "bf16_pure"}.get(name, name)
+    asked: Literal["bf16_pure", "fp16", "fp32"] = "bf16_pure"
+    if name in ("fp16", "fp32"):
+        asked = "fp16" if name == "fp16" else "fp32"
     try:
-        chosen, note, widen = job.from_main(lambda: advise_precision(training, name == "auto", job.device))
+        chosen, note, widen = job.from_main(lambda: advise_precision(asked, name == "auto", job.device))
     except UserError as error:
         lacking = error.messages[0].partition(": ")[2].partition("\n")[0]
         raise UserError(f"--precision {precision}: {lacking}\nUse --precision fp16 or fp32.") from error
@@ -165,7 +168,7 @@ def choose_dtype(precision: str, job: Runtime) -> tuple[torch.dtype, str]:
 def _find(
     place: str, base_model: str | None, tokenizer_name: str | None, trust_remote_code: bool, job: Runtime
 ) -> _Found:
-    folder = models.local_folder(place, "", ask_hub=job.local_rank == 0)
+    folder = models.local_folder(place, "MODEL", ask_hub=job.local_rank == 0)
     result = find_result(folder)
     if result is None:
         raise UserError(f"{place}: no run, checkpoint, adapter or model is here.")

@@ -1,28 +1,22 @@
-"""A file of prompts, and the file of their answers, which a second start goes on with."""
+"""A file of prompts: read, turned into tokens, and answered by all ranks."""
 
-import fcntl
 import json
-import os
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import groupby
 from pathlib import Path
-from types import TracebackType
-from typing import IO, Any
+from typing import Any
 
 import torch.distributed as dist
 from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
-from llama_ft.checkpoint.reader import file_digest
 from llama_ft.data import own_template
-from llama_ft.errors import RunFailure, UserError
+from llama_ft.errors import UserError
+from llama_ft.inference.answers_file import AnswersFile
 from llama_ft.inference.generate import Answerer, Sampling
-from llama_ft.inference.load import Opened
-from llama_ft.models import fingerprint
 from llama_ft.runtime import Runtime, log
 
 Messages = list[dict[str, Any]]
@@ -177,143 +171,6 @@ def check_turns(value: Any, key: str) -> None:
             raise ValueError(f'"{key}[{place}].role" is {said}; expected {", ".join(ROLES)}')
         if not isinstance(turn.get("content"), str | list) and not turn.get("tool_calls"):
             raise ValueError(f'"{key}[{place}].content" is {json.dumps(turn.get("content"))[:40]}; expected text')
-
-
-def describe_job(options: Any, sampling: Sampling, opened: Opened, prompts: Path) -> dict[str, Any]:
-    """What answers depend on, as it stands beside them."""
-    tuned = [opened.place / name for name in ("adapter_model.safetensors", "checksums.txt")]
-    return {
-        "prompts": file_digest(prompts),
-        "model": options.place,
-        "weights": [fingerprint(opened.folder), *(file_digest(file) for file in tuned if file.is_file())],
-        "quantization": opened.quantization,
-        "precision": str(opened.model.dtype).removeprefix("torch."),
-        "tokenizer_name": options.tokenizer_name,
-        "system_prompt": options.system_prompt,
-        "no_chat_template": options.no_chat_template,
-        "output_key": options.output_key,
-        **vars(sampling),
-    }
-
-
-class AnswersFile:
-    """A .jsonl file of answers in the order of their prompts, written batch by batch.
-
-    What they depend on stands beside it, in <name>.settings.json: a second start with the same goes on after the
-    answers that are there.
-
-    Args:
-        file: None: stdout, from the beginning.
-        settings: see describe_job.
-        overwrite: begin anew.
-
-    Attributes:
-        held: answers that are there.
-
-    Raises:
-        UserError: it holds answers of other settings, or something else; or another process writes it.
-        RunFailure: it cannot be written.
-    """
-
-    def __init__(self, file: Path | None, settings: Mapping[str, Any], overwrite: bool) -> None:
-        self.held, self._name = 0, file
-        self._file: IO[str] | None = None
-        if file is None:
-            return
-        try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            self._file = open(file, "r+" if file.exists() else "x+", encoding="utf-8", newline="\n")
-            self._begin(file, settings, overwrite)
-        except OSError as error:
-            raise RunFailure(f"--output_file {file}: cannot be written ({error.strerror or error}).") from error
-        except UserError:
-            self._file.close()
-            raise
-
-    def _begin(self, file: Path, settings: Mapping[str, Any], overwrite: bool) -> None:
-        assert self._file is not None
-        self._lock(file)
-        beside = file.with_name(f"{file.name}.settings.json")
-        if overwrite:
-            self._file.truncate(0)
-        if os.fstat(self._file.fileno()).st_size:
-            _check_same(file, beside, settings)
-            self._go_on()
-        else:
-            beside.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
-
-    def _lock(self, file: Path) -> None:
-        assert self._file is not None
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise UserError(f"--output_file {file}: another process is writing it.") from error
-        except OSError:  # a file system without locks
-            pass
-
-    def _go_on(self) -> None:
-        """Count the answers, and cut off what a killed process has left half written."""
-        assert self._file is not None
-        whole = 0
-        with open(self._file.fileno(), "rb", closefd=False) as lines:
-            lines.seek(0)
-            for line in lines:
-                if not line.endswith(b"\n"):
-                    break
-                whole += len(line)
-                self.held += 1
-        self._file.truncate(whole)
-        self._file.seek(whole)
-
-    def write(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Add answers; they are on the disk when this returns.
-
-        Raises:
-            RunFailure: the disk is full, or something else is wrong with it.
-        """
-        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-        if self._file is None:
-            sys.stdout.write(text)
-            sys.stdout.flush()
-            return
-        try:
-            self._file.write(text)
-            self._file.flush()
-            os.fsync(self._file.fileno())
-        except OSError as error:
-            raise RunFailure(
-                f"--output_file {self._name}: could not be written ({error.strerror}).\nThe same command goes on after "
-                "the answers that are there."
-            ) from error
-
-    def __enter__(self) -> "AnswersFile":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        if self._file is not None:
-            self._file.close()
-
-
-def _check_same(file: Path, beside: Path, settings: Mapping[str, Any]) -> None:
-    try:
-        then = json.loads(beside.read_text())
-        changed = {name for name in {*then, *settings} if then.get(name) != json.loads(json.dumps(settings)).get(name)}
-    except (OSError, ValueError, TypeError) as error:
-        raise UserError(
-            f"--output_file {file}: is not empty, and {beside.name}, which would say what is in it, cannot be read.\n"
-            "Choose another file, or --overwrite it."
-        ) from error
-    if changed:
-        told = "\n".join(
-            f"{name}: {then.get(name)} then, {settings.get(name)} now"
-            if name not in ("prompts", "weights")
-            else {"prompts": "the prompts are others", "weights": "the model's weights are others"}[name]
-            for name in sorted(changed)
-        )
-        raise UserError(
-            f"--output_file {file}: holds answers that were made in another way.\n{told}\nChoose another file, or "
-            "--overwrite it."
-        )
 
 
 def answer_prompts(

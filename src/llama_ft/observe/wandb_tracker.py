@@ -157,7 +157,7 @@ class WandbTracker:
         answers = {sample["when"]: sample["answer"] for sample in samples}
         row = [samples[-1]["question"], samples[-1]["reference"], answers.get("before", ""), answers.get("after", "")]
         table = wandb.Table(columns=["question", "reference", "before tuning", "after tuning"], data=[row])
-        self._run.log({"samples": table}, step=step)
+        self._run.log({"samples": table}, step=max(step, self._first_step))
 
     def log_result(self, result: "Result") -> None:
         """Upload the folder as the artifact model-<run id>; offline it stays where it is until `wandb sync` takes it.

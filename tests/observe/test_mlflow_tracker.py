@@ -1,0 +1,258 @@
+"""MLflow with a real local store, read back by MLflow; and a small local server for what goes over the network."""
+
+import contextlib
+import http.server
+import io
+import json
+import math
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mlflow import MlflowClient
+
+from llama_ft.config.sections import TrackingConfig
+from llama_ft.errors import UserError
+from llama_ft.observe import RunLog, check_trackers
+
+SOURCE = Path(__file__).parents[2] / "src"
+SETTINGS = {"train": {"lr": 0.001, "seed": None}, "data": {"dataset": "https://me:hunter2@host/rows", "mix": "x" * 900}}
+SAMPLES = [
+    {"when": "before", "question": "2 + 2?", "answer": "5", "reference": "4"},
+    {"when": "after", "question": "2 + 2?", "answer": "4", "reference": "4"},
+]
+
+
+class Stopped(BaseException):
+    exit_code = 143
+
+
+@pytest.fixture(autouse=True)
+def no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("MLFLOW_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # for reading it back
+
+
+def log_run(
+    output_dir: Path,
+    steps: range,
+    loss: float = 1.0,
+    tracking: TrackingConfig | None = None,
+    error: BaseException | None = None,
+    settings: dict[str, Any] = SETTINGS,
+    **resumed: Any,
+) -> dict[str, str]:
+    """One attempt of a run; the ids that a later one goes on with."""
+    output_dir.mkdir(parents=True, exist_ok=True)
+    tracking = tracking or TrackingConfig(use_mlflow=True)
+    with contextlib.suppress(Stopped, ValueError), RunLog(output_dir, tracking, settings, 9, **resumed) as run_log:
+        with run_log.training():
+            for step in steps:
+                run_log.log_step(step, {"epoch": step / 9, "train/loss": loss, "memory/host_peak_bytes": [1.0, 2.0]})
+            if error is not None:
+                raise error
+            run_log.log_samples(SAMPLES)
+        run_log.log_result(output_dir / "model", {"weights_of": steps[-1], "best_step": 0}, "base", 60)
+    return run_log.tracker_ids
+
+
+def history(client: MlflowClient, run_id: str, key: str) -> list[tuple[int, float]]:
+    return [(metric.step, metric.value) for metric in client.get_metric_history(run_id, key)]
+
+
+def test_mlflow_reads_back_the_whole_run(tmp_path: Path, screen: io.StringIO) -> None:
+    output_dir = tmp_path / "output" / "lora"
+    (output_dir / "model").mkdir(parents=True)
+    (output_dir / "model" / "adapter_model.safetensors").write_bytes(b"weights")
+    tracking = TrackingConfig(
+        use_mlflow=True, mlflow_experiment="my tuning", mlflow_tags=["team=a=b"], mlflow_log_model=True
+    )
+    ids = log_run(output_dir, range(1, 4), 0.5, tracking)
+
+    client = MlflowClient((tmp_path / "output" / "mlruns").as_uri())
+    run = client.get_run(ids["mlflow"])
+    assert client.get_experiment(run.info.experiment_id).name == "my tuning"
+    assert (run.info.run_name, run.info.status) == ("lora", "FINISHED")
+    assert history(client, ids["mlflow"], "train/loss") == [(1, 0.5), (2, 0.5), (3, 0.5)]
+    assert history(client, ids["mlflow"], "memory/host_peak_bytes/rank1") == [(1, 2.0), (2, 2.0), (3, 2.0)]
+    parameters = {"train.lr": "0.001", "train.seed": "None", "data.dataset": "https://***@host/rows"}
+    assert run.data.params == parameters | {"data.mix": "x" * 500}
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=SOURCE, capture_output=True, text=True).stdout.strip()
+    assert run.data.tags.get("mlflow.source.git.commit", "") == head  # neither, where the tests run from an archive
+    assert {name: run.data.tags[name] for name in ("team", "model.step", "model.best")} == {
+        "team": "a=b", "model.step": "3", "model.best": "false",
+    }  # fmt: skip
+    copy = client.download_artifacts(ids["mlflow"], "model/adapter_model.safetensors", str(tmp_path))
+    assert Path(copy).read_bytes() == b"weights"
+    table = json.loads(Path(client.download_artifacts(ids["mlflow"], "samples.json", str(tmp_path))).read_text())
+    assert table["data"] == [["before", "2 + 2?", "5", "4"], ["after", "2 + 2?", "4", "4"]]
+    assert f"mlflow ui --backend-store-uri {tmp_path}/output/mlruns shows it." in screen.getvalue()
+
+
+def test_mlflow_gets_no_copy_of_the_result_unasked(tmp_path: Path, screen: io.StringIO) -> None:
+    ids = log_run(tmp_path / "run", range(1, 2))
+    client = MlflowClient((tmp_path / "mlruns").as_uri())
+    assert [file.path for file in client.list_artifacts(ids["mlflow"])] == ["samples.json"]
+
+
+def test_a_resumed_run_goes_on_in_mlflow_each_step_once(tmp_path: Path, screen: io.StringIO) -> None:
+    client, output_dir = MlflowClient((tmp_path / "mlruns").as_uri()), tmp_path / "run"
+    ids = log_run(output_dir, range(1, 5), 1.0, error=Stopped())
+    assert client.get_run(ids["mlflow"]).info.status == "KILLED"
+    changed = {"train": {"lr": 0.001, "seed": 7}}
+    again = log_run(output_dir, range(3, 7), 2.0, settings=changed, error=ValueError(), resume_step=2, tracker_ids=ids)
+    assert again == ids
+    run = client.get_run(ids["mlflow"])
+    assert run.info.status == "FAILED"
+    assert history(client, ids["mlflow"], "train/loss") == [(1, 1.0), (2, 1.0), (3, 1.0), (4, 1.0), (5, 2.0), (6, 2.0)]
+    assert (run.data.params["train.seed"], run.data.tags["resumed.train.seed"]) == ("None", "7")
+
+    other = TrackingConfig(use_mlflow=True, mlflow_tracking_uri=str(tmp_path / "another store"))
+    anew = log_run(output_dir, range(7, 8), 3.0, other, resume_step=6, tracker_ids=ids)
+    assert anew != ids
+    client = MlflowClient((tmp_path / "another store").as_uri())
+    expected = [(1, 1.0), (2, 1.0), *((step, 2.0) for step in range(3, 7)), (7, 3.0)]
+    assert history(client, anew["mlflow"], "train/loss") == expected, "it gets the steps it lacks from metrics.jsonl"
+
+
+def test_losses_that_are_no_numbers_arrive(tmp_path: Path, screen: io.StringIO) -> None:
+    ids = log_run(tmp_path / "run", range(1, 2), math.inf)
+    ((_, value),) = history(MlflowClient((tmp_path / "mlruns").as_uri()), ids["mlflow"], "train/loss")
+    assert value > 1e300
+
+
+def test_a_store_that_breaks_is_told_once_and_training_goes_on(tmp_path: Path, screen: io.StringIO) -> None:
+    output_dir = tmp_path / "run"
+    output_dir.mkdir()
+    with RunLog(output_dir, TrackingConfig(use_mlflow=True), SETTINGS, 400) as run_log:
+        shutil.rmtree(tmp_path / "mlruns")
+        (tmp_path / "mlruns").write_text("no folder any more")
+        for step in range(1, 100):
+            run_log.log_step(step, {"train/loss": 1.0})
+            time.sleep(0.01)
+    assert len((output_dir / "metrics.jsonl").read_text().splitlines()) == 99
+    assert screen.getvalue().count("gets no more metrics; metrics.jsonl goes on.") == 1
+
+
+def test_without_the_package_the_command_that_installs_it_is_told(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import importlib.util\nfind = importlib.util.find_spec\n"
+        "importlib.util.find_spec = lambda name, *rest: None if name == 'mlflow' else find(name, *rest)\n"
+    )
+    code = (
+        "from llama_ft.config.sections import TrackingConfig as T; from llama_ft.observe import check_trackers as c\n"
+    )
+    code += "try: c(T(use_mlflow=True), None)\nexcept Exception as error: print(error)"
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{SOURCE}"}
+    told = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True).stdout
+    assert told == (
+        "error: --use_mlflow: the package mlflow is not installed.\n       pip install -e .[mlflow] installs it.\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("place", "said"),
+    [
+        ("file", "{tmp}/file is not a folder"),
+        ("http://127.0.0.1:{port}", "http://127.0.0.1:{port} did not take the run"),
+        ("http://me:hunter2@127.0.0.1:{port}", "http://127.0.0.1:{port} did not take the run"),
+        ("postgresql://me:hunter2@host/db", "MLFLOW_TRACKING_URI is 'postgresql://host/db'; expected a server"),
+        ("http//host:5000", "MLFLOW_TRACKING_URI is 'http//host:5000'; expected a server"),
+        ("sqlite:///{tmp}/file/runs.db", "{tmp}/file is not a folder"),
+    ],
+)
+def test_a_store_that_cannot_be_used_is_told_within_seconds(
+    place: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()  # takes connections and never answers
+        known = {"port": silent.getsockname()[1], "tmp": tmp_path}
+        place = str(tmp_path / "file") if place == "file" else place.format(**known)
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", place)
+        start = time.monotonic()
+        with pytest.raises(UserError) as told:
+            check_trackers(TrackingConfig(use_mlflow=True), str(tmp_path / "run"))
+    assert time.monotonic() - start < 30
+    assert said.format(**known) in str(told.value)
+    assert "hunter2" not in str(told.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"], "nothing is written"
+
+
+@dataclass
+class MlflowServer:
+    """What a tracking server answers to a run's requests, and what it was sent."""
+
+    url: str = ""
+    sent: list[tuple[str, str, dict[str, Any]]] = field(default_factory=list)  # path, authorization, body
+
+    def answer(self, path: str) -> dict[str, Any]:
+        info = {
+            "run_id": "r1",
+            "run_uuid": "r1",
+            "experiment_id": "1",
+            "status": "RUNNING",
+            "lifecycle_stage": "active",
+        }
+        run = {"run": {"info": info, "data": {}}}
+        experiment = {"experiment_id": "1", "name": "llama_ft", "lifecycle_stage": "active"}
+        return {"experiments/get-by-name": {"experiment": experiment}, "runs/create": run, "runs/get": run}.get(
+            path, {}
+        )
+
+
+@pytest.fixture
+def server() -> Iterator[MlflowServer]:
+    fake = MlflowServer()
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers.get("content-length", 0))) or b"{}")
+            path = self.path.partition("/api/2.0/mlflow/")[2].partition("?")[0]
+            fake.sent.append((path, self.headers.get("Authorization", ""), body))
+            reply = json.dumps(fake.answer(path)).encode()
+            self.send_response(200)
+            self.send_header("content-length", str(len(reply)))
+            self.end_headers()
+            self.wfile.write(reply)
+
+        do_GET = do_PATCH = do_POST
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    listening = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    listening.daemon_threads = True
+    thread = threading.Thread(target=listening.serve_forever)
+    thread.start()
+    fake.url = f"http://127.0.0.1:{listening.server_port}"
+    yield fake
+    listening.shutdown()
+    thread.join()
+    listening.server_close()
+
+
+def test_a_server_gets_the_run_and_nobody_else_the_password(
+    tmp_path: Path, server: MlflowServer, screen: io.StringIO, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", server.url.replace("://", "://me:hunter2@"))
+    (tmp_path / "run").mkdir()
+    log_run(tmp_path / "run", range(1, 4), 0.5)
+    sent = [metric for path, _, body in server.sent if path == "runs/log-batch" for metric in body.get("metrics", [])]
+    assert [(m["step"], m["value"]) for m in sent if m["key"] == "train/loss"] == [(1, 0.5), (2, 0.5), (3, 0.5)]
+    assert [body["status"] for path, _, body in server.sent if path == "runs/update"] == ["FINISHED"]
+    assert all(authorization.startswith("Basic ") for _, authorization, _ in server.sent)
+    assert "hunter2" not in screen.getvalue() + json.dumps([body for _, _, body in server.sent])
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and b"hunter2" in path.read_bytes()]
+    assert f"MLflow: run r1. {server.url}" in screen.getvalue()
