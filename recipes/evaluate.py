@@ -84,9 +84,8 @@ def evaluate(
     tokenizer = tokenizer or opened.tokenizer
     held_out, answers = None, None
     if options.rows != "none":
-        named = "train" if options.dataset_split else "validation"  # the one for validation, unless one is named
-        split = named if options.rows == "all" else None
-        held_out = evaluation.measure(opened.model, tokenizer, options.config, split, asked.resized, asked.place, job)
+        config, split = options.config, options.split
+        held_out = evaluation.measure(opened.model, tokenizer, config, split, asked.resized, asked.place, job)
     if tasks is not None:
         answers = tasks.ask(opened.model, tokenizer, options.enable_fsdp, job)
     result = evaluation.Evaluated(asked.name, opened.about, held_out, answers)

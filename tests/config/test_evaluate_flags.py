@@ -56,6 +56,8 @@ def test_flags_win_over_the_run(place: Path) -> None:
 def test_a_dataset_is_taken_whole_unless_validation_says_otherwise(place: Path) -> None:
     whole = read_evaluate_flags(["kept", "--dataset", "rows.jsonl"], "")
     assert (whole.rows, whole.config.data.validation, whole.config.data.labels) == ("all", None, "all")
+    named = read_evaluate_flags(["kept", "--dataset", "rows.jsonl", "--dataset_split", "train"], "")
+    assert (whole.split, named.split) == ("validation", "train")
     part = read_evaluate_flags(["plain", "--dataset", "rows.jsonl", "--validation", "0.5"], "")
     assert (part.rows, part.config.data.validation) == ("held_out", "0.5")
 

