@@ -10,8 +10,8 @@ from setuptools.command.build_py import build_py
 ROOT = Path(__file__).parent
 COPIED = ("recipes", "configs")
 
-# requirements.txt pins the set that is tested daily; these are the versions that it may be installed beside, tried at
-# both ends. Upper ends are those of packages whose insides are used.
+# requirements.txt pins the set that is tested; these are the versions beside which it may be installed. CI's job
+# `oldest` takes the lower ends, which pip can resolve together. Upper ends are of packages whose insides are used.
 REQUIREMENTS = [
     "torch>=2.11,<2.14",
     "transformers>=5.20,<5.24",

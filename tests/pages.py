@@ -215,7 +215,7 @@ def lay_out(folder: Path, save_model: Callable[..., Path]) -> Path:
     [text] = Page("README.md").blocks("yaml")
     (folder / MINE).write_text(text)
     special = ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
-    shape = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 305, "max_position_embeddings": 4096}
+    shape = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 305, "max_position_embeddings": 131_072}
     for number, name in enumerate(("Llama-3.1-8B", "Llama-3.1-8B-Instruct")):
         place = save_model(folder / "my_models" / name, seed=number, **shape)
         tokenizer = AutoTokenizer.from_pretrained(place)

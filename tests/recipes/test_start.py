@@ -7,9 +7,9 @@ from conftest import RECIPE, run
 
 AND_LIST_MODULES = "import runpy, sys; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__'); "
 AND_LIST_MODULES += "print('modules:', *sys.modules)"
-# For plots, trackers, other frameworks; and torch's compiler, which only --compile needs.
-NOT_NEEDED = {"matplotlib", "tensorboard", "wandb", "mlflow", "sklearn", "scipy", "tensorflow", "jax", "IPython"}
-NOT_NEEDED |= {"torchvision"}
+# For plots, trackers, other frameworks; and torch's compiler, which only --compile needs. Not here: scipy, which no
+# requirement brings but transformers' models import where something else has (loss/loss_for_object_detection.py).
+NOT_NEEDED = {"matplotlib", "tensorboard", "wandb", "mlflow", "sklearn", "tensorflow", "jax", "IPython", "torchvision"}
 COMPILER = {"torch._inductor.compile_fx", "torch._inductor.lowering", "torch._functorch.aot_autograd"}
 
 
