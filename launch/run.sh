@@ -6,14 +6,19 @@
 #   0     the run is finished
 #   138   it is not, but has left a newer checkpoint than it found: start it again
 #   143   it was told to stop, by SIGTERM or Ctrl-C: whoever did so knows what comes next
-#   else  it would fail again: 2 is a mistake in settings or data, 1 anything else
+#   else  it would fail again: 2 is a mistake in settings or data, 1 anything else, and under torchrun also a mistake
+#         that is found before there is a directory
 #
 # torchrun ends with 1 in most cases, so the answer comes out of OUTPUT_DIR: status.json and the checkpoints. That an
 # attempt must have left a checkpoint keeps a job from being started again for ever. SIGUSR1 says that time is up: the
 # answer is then given at once, whatever the command is doing.
 set -uo pipefail
 
-output_dir=${1:?usage: launch/run.sh OUTPUT_DIR COMMAND...}
+if (($# < 2)); then
+  echo "usage: launch/run.sh OUTPUT_DIR COMMAND..." >&2
+  exit 2
+fi
+output_dir=$1
 shift
 
 newest_checkpoint() {

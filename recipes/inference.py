@@ -36,8 +36,6 @@ def main(options: Namespace) -> None:
     runtime.console.file = sys.stderr  # stdout is for answers
     degree = models.shard_degree(FSDPConfig(enable_fsdp=options.enable_fsdp))
     with runtime.start(options.device, degree, timeout_seconds=SECONDS_TO_WAIT) as job:
-        if job.world_size == 1:
-            signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # whoever reads the answers may stop reading
         asked = job.from_main(lambda: one_prompt(options))
         opened = inference.open_model(
             options.place,
@@ -49,6 +47,8 @@ def main(options: Namespace) -> None:
             enable_fsdp=options.enable_fsdp,
             job=job,
         )
+        if job.world_size == 1:
+            signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # whoever reads the answers may stop reading
         log.info(opened.about)
         sampling = inference.settle_sampling(options, opened.model.generation_config)
         answerer = Answerer(opened, job, is_sharded=options.enable_fsdp and job.world_size > 1)
@@ -121,7 +121,7 @@ def chat(answerer: Answerer, encoding: Encoding, sampling: Sampling, job: Runtim
     if not job.is_main:
         inference.follow(answerer, job)
         return
-    inference.Chat(inference.lead(answerer, job), encoding, sampling, answerer.context).run()
+    inference.Chat(inference.lead(answerer, job), encoding, sampling, answerer.context, job.world_size == 1).run()
     if job.world_size > 1:
         job.from_main(lambda: None)
 

@@ -14,17 +14,34 @@ shopt -s nullglob
 output_dir=${1:?usage: launch/skypilot/keep.sh OUTPUT_DIR KEPT COMMAND...} kept=$2
 shift 2
 
+# Under another name until all is there: what is half restored is not to be taken for a run.
 restore() {
-  mkdir -p "$output_dir/checkpoints"
+  part=$output_dir.part
+  rm -rf "$part"
+  mkdir -p "$part/checkpoints"
   for mark in "$kept"/complete/*; do
-    cp -r "$kept/checkpoints/$(basename "$mark")" "$output_dir/checkpoints/"
+    cp -r "$kept/checkpoints/$(basename "$mark")" "$part/checkpoints/"
   done
   for file in "$kept"/{config.yaml,metrics.jsonl,facts.json,checkpoints/best.json}; do
-    [[ ! -e $file ]] || cp "$file" "$output_dir/${file#"$kept"/}"
+    [[ ! -e $file ]] || cp "$file" "$part/${file#"$kept"/}"
   done
+  mv "$part" "$output_dir"
 }
 
+# In a subshell that ends at its first error (with || it would not): a mount that fails for a moment is not to end the
+# training.
 keep() {
+  set +e
+  (
+    set -e
+    copy
+  )
+  local failed=$?
+  ((failed == 0)) || echo "keep.sh: not everything could be copied to $kept" >&2
+  set -e
+}
+
+copy() {
   mkdir -p "$kept/checkpoints" "$kept/complete"
   for folder in "$output_dir"/checkpoints/step-*; do
     name=$(basename "$folder")

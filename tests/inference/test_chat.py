@@ -55,6 +55,15 @@ def test_answers_alone_go_to_stdout_and_each_question_has_the_earlier_turns(type
     assert typed.asked[2].endswith("[user]/three")
 
 
+def test_a_developers_turn_stays_as_a_system_prompt_does(typed: Typed, tmp_path: Path) -> None:
+    turns = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "one"}]
+    (tmp_path / "chat.json").write_text(json.dumps({"messages": turns}))
+    typed(f"/load {tmp_path / 'chat.json'}", *["a question of some length"] * 5, context=150)
+    assert all(asked.startswith("[developer]Be brief.") for asked in typed.asked)
+    typed(f"/load {tmp_path / 'chat.json'}", "/reset", "two")
+    assert typed.asked == ["[developer]Be brief.[user]two"]
+
+
 def test_a_message_may_have_several_lines(typed: Typed) -> None:
     typed("one\\", "more", '"""', "a", "", 'b"""', '"""in one"""')
     assert [asked.rpartition("[user]")[2] for asked in typed.asked] == ["one\nmore", "a\n\nb", "in one"]

@@ -1,9 +1,11 @@
 """Answers against transformers' generate on the same model, alone; what is drawn against the probabilities."""
 
+import copy
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -99,6 +101,22 @@ def test_an_answer_ends_before_a_stop_text_and_what_is_shown_is_the_answer(answe
     shown.clear()
     [answer] = answerer.answer([PROMPTS[0]], [0], GREEDY, show=shown.append)
     assert "".join(shown) == answer.text == whole and answer.is_cut
+
+
+def test_a_turn_may_end_with_a_token_that_is_no_special_one(
+    answerer: Answerer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [whole] = texts(answerer, [PROMPTS[0]], [0], GREEDY)
+    tokens: list[int] = answerer.tokenizer(whole, add_special_tokens=False)["input_ids"]
+    end = next(token for token in tokens[3:] if token not in tokens[:3])
+    config = copy.deepcopy(answerer.model.generation_config)
+    config.eos_token_id = [end]
+    monkeypatch.setattr(answerer.model, "generation_config", config)
+    ending = Answerer(cast(Any, SimpleNamespace(model=answerer.model, tokenizer=answerer.tokenizer)), answerer._job, False)
+    shown: list[str] = []
+    [answer] = ending.answer([PROMPTS[0]], [0], GREEDY, show=shown.append)
+    assert "".join(shown) == answer.text and whole.startswith(answer.text) and 0 < len(answer.text) < len(whole)
+    assert not answer.is_cut
 
 
 def test_an_answer_can_be_stopped_after_any_token(answerer: Answerer) -> None:

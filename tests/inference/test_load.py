@@ -76,7 +76,7 @@ def adapted(tiny_model: Path, tmp_path: Path) -> tuple[Path, Any]:
 def test_a_folder_is_loaded_as_transformers_loads_it(tied_model: Path, runtime: Runtime) -> None:
     found = opened(tied_model, runtime)
     assert torch.equal(logits(found.model), logits(load(tied_model)))
-    assert (found.folder, found.adapter) == (tied_model, None) and not found.model.training
+    assert (found.folder, found.place) == (tied_model, tied_model) and not found.model.training
     assert found.about == f"{tied_model}, fp32, cpu"
 
 
@@ -122,7 +122,7 @@ def test_an_adapter_stands_beside_its_base_wherever_it_is_taken_from(
         found = opened(place, runtime)
         torch.testing.assert_close(logits(found.model), logits(reference), rtol=1e-5, atol=1e-5, msg=name)
         assert found.folder == tiny_model
-        assert found.adapter == (run / "model" if name == "run" else place)
+        assert found.place == (run / "model" if name == "run" else place)
     assert not torch.allclose(logits(reference), logits(load(tiny_model)), atol=1e-2)
 
     elsewhere = shutil.copytree(tiny_model, tmp_path / "elsewhere")

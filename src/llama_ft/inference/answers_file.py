@@ -15,6 +15,8 @@ from llama_ft.inference.generate import Sampling
 from llama_ft.inference.load import Opened
 from llama_ft.models import fingerprint
 
+DRAWN = ("top_p", "top_k", "min_p", "seed")  # say nothing of greedy answers
+
 
 def describe_job(options: Any, sampling: Sampling, opened: Opened, prompts: Path) -> dict[str, Any]:
     """What answers depend on, as it stands beside them."""
@@ -29,7 +31,7 @@ def describe_job(options: Any, sampling: Sampling, opened: Opened, prompts: Path
         "system_prompt": options.system_prompt,
         "no_chat_template": options.no_chat_template,
         "output_key": options.output_key,
-        **vars(sampling),
+        **{name: value for name, value in vars(sampling).items() if sampling.temperature or name not in DRAWN},
     }
 
 
@@ -136,7 +138,7 @@ def _check_same(file: Path, beside: Path, settings: Mapping[str, Any]) -> None:
     try:
         then = json.loads(beside.read_text())
         changed = {name for name in {*then, *settings} if then.get(name) != json.loads(json.dumps(settings)).get(name)}
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(
             f"--output_file {file}: is not empty, and {beside.name}, which would say what is in it, cannot be read.\n"
             "Choose another file, or --overwrite it."

@@ -6,16 +6,17 @@ import signal
 import sys
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import fields, replace
 from pathlib import Path
 from types import FrameType
 
-from llama_ft.config.inference_flags import number, whole_number
-from llama_ft.config.wording import nearest
+from llama_ft.config.inference_flags import is_utf8, number, whole_number
+from llama_ft.config.paths import failing
+from llama_ft.config.wording import brief, nearest
 from llama_ft.errors import UserError
 from llama_ft.inference.generate import Answer, Answerer, Sampling, Show
-from llama_ft.inference.prompts import Encoding, Messages, check_turns
+from llama_ft.inference.prompts import SYSTEM_ROLES, Encoding, Messages, check_turns
 from llama_ft.runtime import Runtime
 
 with suppress(ImportError):  # not every Python has it; input() then has no history
@@ -39,7 +40,7 @@ READERS: dict[str, Callable[[str], float]] = {
     "top_p": number(1),
     "top_k": whole_number(0),
     "min_p": number(1),
-    "repetition_penalty": number(),
+    "repetition_penalty": number(above_zero=True),
     "max_new_tokens": whole_number(1),
     "seed": whole_number(0),
 }
@@ -80,9 +81,13 @@ class Chat:
         encoding: with the chat template and the system prompt.
         sampling: how it answers, until /set.
         context: tokens it has positions for; None: unknown.
+        can_stop: Ctrl-C stops an answer. Not with several ranks: torchrun ends them all.
     """
 
-    def __init__(self, ask: Ask, encoding: Encoding, sampling: Sampling, context: int | None) -> None:
+    def __init__(
+        self, ask: Ask, encoding: Encoding, sampling: Sampling, context: int | None, can_stop: bool = True
+    ) -> None:
+        self._can_stop = can_stop
         self._ask, self._sampling, self._context = ask, sampling, context
         self._encoding = replace(encoding, system=None)
         self._messages: Messages = []
@@ -96,10 +101,12 @@ class Chat:
         """Talk until the input ends."""
         if self._in_terminal:
             _tell("/help lists the commands, Ctrl-D ends.")
-        with self._own_ctrl_c():
+        with self._own_ctrl_c() if self._can_stop else nullcontext():
             while True:
                 try:
                     message = self._read()
+                    if not is_utf8(message):
+                        raise UserError("This is not UTF-8.")
                     if message.startswith("/") and not message.startswith("//"):
                         if not self._command(message):
                             return
@@ -194,7 +201,7 @@ class Chat:
             room = min(self._sampling.max_new_tokens, (self._context or 0) // ROOM)
             if self._context is None or len(ids) + room <= self._context:
                 break
-            first = 1 if self._messages[0]["role"] == "system" else 0
+            first = int(self._messages[0]["role"] in SYSTEM_ROLES)
             questions = [n for n, turn in enumerate(self._messages) if n > first and turn["role"] == "user"]
             if not questions:
                 if len(ids) < self._context:
@@ -218,15 +225,17 @@ class Chat:
             self._begin(rest or None)
             _tell("(system prompt set; the conversation begins anew)" if rest else "(no system prompt)")
         elif name == "reset":
-            system = self._messages[0]["content"] if self._messages and self._messages[0]["role"] == "system" else None
-            self._begin(system)
+            self._messages = [turn for turn in self._messages[:1] if turn["role"] in SYSTEM_ROLES]
             _tell("(the conversation begins anew)")
         elif name in ("undo", "retry"):
             self._back(name == "retry")
         elif name in ("save", "load"):
             if not rest:
                 raise UserError(f"/{name} needs the name of a file.")
-            (self._save if name == "save" else self._load)(Path(rest).expanduser())
+            try:
+                (self._save if name == "save" else self._load)(Path(rest).expanduser())
+            except (OSError, ValueError, RuntimeError) as error:  # also a name too long, and the ~ of nobody
+                raise UserError(f"/{name} {brief(rest)}: not possible ({failing(error)}).") from error
         elif name == "set":
             self._set(rest)
         else:
@@ -248,20 +257,15 @@ class Chat:
     def _save(self, file: Path) -> None:
         if file.exists() and file.resolve() not in self._saved:
             raise UserError(f"{file}: is there already. Choose another name.")
-        try:
-            file.write_text(json.dumps({"messages": self._messages}, ensure_ascii=False) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise UserError(f"{file}: cannot be written ({error.strerror}).") from error
+        text = json.dumps({"messages": self._messages}, ensure_ascii=False)
+        file.write_bytes(f"{text}\n".encode())  # encoded before the file is opened
         self._saved.add(file.resolve())
         _tell(f"({len(self._messages)} turns are in {file})")
 
     def _load(self, file: Path) -> None:
         try:
-            messages = json.loads(file.read_text(encoding="utf-8"))["messages"]
-            check_turns(messages, "messages")
-        except OSError as error:
-            raise UserError(f"{file}: cannot be read ({error.strerror}).") from error
-        except (ValueError, LookupError, TypeError) as error:
+            messages = check_turns(json.loads(file.read_text(encoding="utf-8"))["messages"], "messages")
+        except (ValueError, LookupError, TypeError, RecursionError) as error:
             raise UserError(f"{file}: holds no conversation as /save writes it ({error}).") from error
         self._messages = messages
         _tell(f"({len(messages)} turns; the last is the {messages[-1]['role']}'s)")

@@ -28,7 +28,9 @@ from transformers import (
 )
 from transformers.modeling_utils import PreTrainedModel
 
+from llama_ft.config.inference_flags import unused_sampling
 from llama_ft.data import pad_token_id
+from llama_ft.errors import UserError
 from llama_ft.inference.load import Opened
 from llama_ft.models import vocabulary_size
 from llama_ft.runtime import Runtime
@@ -80,11 +82,16 @@ def settle_sampling(options: Namespace, config: GenerationConfig) -> Sampling:
     Args:
         options: flags of the recipe.
         config: the model's.
+
+    Raises:
+        UserError: a flag about sampling, where nothing is sampled.
     """
     own = config.do_sample or options.do_sample
     temperature = options.temperature
     if temperature is None:
         temperature = (config.temperature if config.temperature is not None else 1.0) if own else 0.0
+    if temperature == 0 and (unused := unused_sampling(options)):
+        raise UserError(*unused)
 
     def settled(name: str, otherwise: float) -> Any:
         asked, known = getattr(options, name, None), getattr(config, name, None)
@@ -140,6 +147,7 @@ class Answerer:
         for name in SAMPLING:  # done here, so that each row draws from its own generator
             setattr(config, name, None)
         config.do_sample, config.num_beams, config.max_length = False, 1, None
+        config.num_return_sequences, config.return_dict_in_generate = 1, False
         self.model.generation_config = config
 
     def longest_answer(self, prompt_tokens: int, sampling: Sampling) -> int:
@@ -173,7 +181,7 @@ class Answerer:
         # Padding repeats the row's first token: a penalty on repetition then sees no token that is not there.
         ids = torch.tensor([[prompt[0]] * (width - len(prompt)) + prompt for prompt in asked])
         mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in asked])
-        streamer = _Shown(self.tokenizer, show, sampling.stop) if show is not None else None
+        streamer = _Shown(self.tokenizer, show, sampling.stop, self._ends) if show is not None else None
         drawn = [_Drawing(sampling, rows or [0])] if sampling.temperature > 0 else []
         criteria = [_Asked(stopped)] if stopped is not None else []
         sequences = self.model.generate(  # type: ignore[operator]  # a mixin's method
@@ -240,12 +248,17 @@ class _Asked(StoppingCriteria):
 
 
 class _Shown(TextStreamer):
-    """Hands on the text of an answer as its words end, up to a text that it stops at."""
+    """Hands on the text of an answer as its words end, up to a text or a token that it stops at."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, show: Show, stop: tuple[str, ...]) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, show: Show, stop: tuple[str, ...], ends: set[int]) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        self._show, self._stop = show, stop
+        self._show, self._stop, self._ends = show, stop, ends
         self._text, self._shown = "", 0
+
+    def put(self, value: torch.Tensor) -> None:
+        """Take the prompt, then a token at a time. What ends a turn may be a token that is not a special one."""
+        if self.next_tokens_are_prompt or int(value) not in self._ends:
+            super().put(value)
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         """What TextStreamer prints."""

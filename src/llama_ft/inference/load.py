@@ -6,7 +6,7 @@ peft adapter      beside the base model it names
 model             as it is, also one that bitsandbytes has quantized
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -37,7 +37,6 @@ class Opened:
         tokenizer: with the chat template the model was trained with.
         folder: of the weights the model is made of, but for what was trained.
         about: what was loaded and how, in a line.
-        adapter: folder of the adapter or checkpoint, where there is an adapter.
         place: what was tuned: folder of the model, adapter or checkpoint.
         quantization: none, 8bit or 4bit.
     """
@@ -46,7 +45,6 @@ class Opened:
     tokenizer: PreTrainedTokenizerBase
     folder: Path
     about: str
-    adapter: Path | None
     place: Path
     quantization: str
 
@@ -79,11 +77,12 @@ def open_model(
     *,
     base_model: str | None,
     tokenizer_name: str | None,
-    quantization: str | None,
+    quantization: str | QuantizationConfig | None,
     precision: str,
     trust_remote_code: bool,
     enable_fsdp: bool,
     job: Runtime,
+    rows: int | None = None,
 ) -> Opened:
     """Load what `place` names; all ranks call it together.
 
@@ -91,12 +90,13 @@ def open_model(
         place: directory of a run, checkpoint, adapter, or a model's folder or hub name.
         base_model: where the model is that was tuned; None: where the run or the adapter says.
         tokenizer_name: where to take the tokenizer from; None: the result's own.
-        quantization: none, 8bit or 4bit; None: as the run had it.
+        quantization: none, 8bit or 4bit, or all of its settings; None: as the run had it.
         precision: what is computed in: bf16, fp16, fp32, one of training's, or auto: bf16 where the device computes
             that itself, else fp32.
         trust_remote_code: whether the model may bring code of its own.
         enable_fsdp: share the weights out over the ranks of the job's mesh; otherwise each rank holds all.
         job: the ranks, started with a mesh that shards if enable_fsdp.
+        rows: that the embedding gets, where it has fewer: as a run with --resize_embeddings begins.
 
     Raises:
         UserError: there is nothing to load, it does not fit together, or it is of a kind that is not read here.
@@ -104,10 +104,17 @@ def open_model(
     """
     dtype, note = choose_dtype(precision, job)
     if (checked := find_result(Path(place).expanduser())) and checked[0] in ("checkpoint", "run"):
-        place = str(job.from_main(lambda: checkpoint.find_sound(checked[1]).folder))  # reads every byte: one rank does
+        sound = None
+        with job.node_leader_first():  # every byte is read: longer than a collective may take
+            if job.is_main:
+                sound = checkpoint.find_sound(checked[1]).folder
+        place = str(job.from_main(lambda: sound))
     with job.node_leader_first():
         found = _find(place, base_model, tokenizer_name, trust_remote_code, job)
         model_config = models.load_model_config(found.folder, trust_remote_code)
+    stored = models.vocabulary_size(model_config)
+    if rows is not None and stored is not None and found.new is None and stored < rows:
+        found = replace(found, new=models.NewTokens(list(range(stored, rows)), stored, rows))
     asked = _quantization(quantization, found.run)
     kind = models.choose_quantization(asked, model_config, use_peft=True)  # nothing is trained here
     named = ModelConfig(model_name=str(found.folder), trust_remote_code=trust_remote_code)
@@ -141,8 +148,7 @@ def open_model(
     model.generation_config = _generation_config(found, model_config)
     about = ", ".join(_about(found, dtype, kind, enable_fsdp, job)) + note
     bits = "none" if kind is None else kind.scheme.name.partition(" ")[0]
-    held = found.place if adapter is not None else None
-    return Opened(model.eval(), found.tokenizer, found.folder, about, held, found.place, bits)
+    return Opened(model.eval(), found.tokenizer, found.folder, about, found.place, bits)
 
 
 def choose_dtype(precision: str, job: Runtime) -> tuple[torch.dtype, str]:
@@ -220,8 +226,10 @@ def _tokenizer(result: Path, base: Path, override: str | None, trust_remote_code
     return models.load_tokenizer(folder, trust_remote_code)
 
 
-def _quantization(asked: str | None, run: Config | None) -> QuantizationConfig:
+def _quantization(asked: str | QuantizationConfig | None, run: Config | None) -> QuantizationConfig:
     """What was asked for; with all its settings as in the run, if that had the same."""
+    if isinstance(asked, QuantizationConfig):
+        return asked
     if run is not None and asked in (None, run.quantization.mode):
         return run.quantization
     return QuantizationConfig(mode=asked or "none")  # type: ignore[arg-type]  # pydantic looks at it

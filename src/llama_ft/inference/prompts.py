@@ -13,14 +13,17 @@ from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
+from llama_ft.config.inference_flags import is_utf8
 from llama_ft.data import own_template
+from llama_ft.data.formats import BadRow, content_text
 from llama_ft.errors import UserError
 from llama_ft.inference.answers_file import AnswersFile
 from llama_ft.inference.generate import Answerer, Sampling
 from llama_ft.runtime import Runtime, log
 
 Messages = list[dict[str, Any]]
-ROLES = ("system", "developer", "user", "assistant", "tool")
+SYSTEM_ROLES = ("system", "developer")
+ROLES = (*SYSTEM_ROLES, "user", "assistant", "tool")
 NAMED_AT_MOST = 10
 BATCHES_SORTED = 8  # prompts of so many batches are sorted by length: padding is less, and a kill loses no more
 
@@ -60,19 +63,23 @@ class Encoding:
         """Token ids of a prompt.
 
         Raises:
-            UserError: the chat template refuses it, or it has no tokens.
+            UserError: the chat template refuses it, there is none for a conversation, or it has no tokens.
         """
-        if isinstance(asked, str) and not self.is_chat:
-            ids: Any = self.tokenizer(asked)["input_ids"]
+        if not self.is_chat:
+            if not isinstance(asked, str):
+                raise UserError("a conversation, for which a chat template is needed; expected text.")
+            ids: Any = self.tokenizer(asked, verbose=False)["input_ids"]  # its length is looked at here
         else:
             messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
-            if self.system and messages[0]["role"] not in ("system", "developer"):
+            if self.system and messages[0]["role"] not in SYSTEM_ROLES:
                 messages = [{"role": "system", "content": self.system}, *messages]
             # Training's rows do not depend on the day, for which it sets this; an answer's date is today's.
             template = _compile_jinja_template(own_template(self.tokenizer))
             template.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
             try:
-                ids = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+                ids = self.tokenizer.apply_chat_template(
+                    messages, add_generation_prompt=True, return_dict=False, tokenizer_kwargs={"verbose": False}
+                )
             except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
                 raise UserError(f"the chat template refuses it ({error}).") from error
         if not ids:
@@ -93,12 +100,11 @@ def choose_encoding(tokenizer: PreTrainedTokenizerBase, no_chat_template: bool, 
     return Encoding(tokenizer, bool(tokenizer.chat_template) and not no_chat_template, system)
 
 
-def read_prompts(file: Path, is_chat: bool, output_key: str) -> list[Prompt]:
+def read_prompts(file: Path, output_key: str) -> list[Prompt]:
     """The prompts of a file.
 
     Args:
         file: .txt, a prompt a line; or .jsonl, rows with `prompt` or `messages`. Blank lines are left out.
-        is_chat: whether conversations can be asked.
         output_key: where the answer will be put.
 
     Raises:
@@ -114,7 +120,7 @@ def read_prompts(file: Path, is_chat: bool, output_key: str) -> list[Prompt]:
             continue
         try:
             row = {"prompt": content.rstrip("\r")} if file.suffix == ".txt" else _json_object(content)
-            asked = _asked(row, is_chat)
+            asked = _asked(row)
             if output_key in row:
                 raise ValueError(f'has a key "{output_key}" already. --output_key names another one for the answer')
             prompts.append(Prompt(len(prompts), line, asked, row))
@@ -131,14 +137,16 @@ def read_prompts(file: Path, is_chat: bool, output_key: str) -> list[Prompt]:
 def _json_object(line: str) -> dict[str, Any]:
     try:
         row = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"not JSON ({error})") from None
     if not isinstance(row, dict):
         raise ValueError('expected an object with "prompt" or "messages"')
+    if not is_utf8(json.dumps(row, ensure_ascii=False)):
+        raise ValueError("holds half of a surrogate pair (\\ud800 to \\udfff), which no file of answers can hold")
     return row
 
 
-def _asked(row: Mapping[str, Any], is_chat: bool) -> Messages | str:
+def _asked(row: Mapping[str, Any]) -> Messages | str:
     """The prompt of a row. The answer that a row of training data ends in is left off."""
     held = [key for key in ("prompt", "messages") if key in row]
     if len(held) != 1:
@@ -148,29 +156,34 @@ def _asked(row: Mapping[str, Any], is_chat: bool) -> Messages | str:
         if not value.strip():
             raise ValueError('"prompt" is empty')
         return value
-    check_turns(value, held[0])
-    if not is_chat:
-        raise ValueError(f'"{held[0]}" is a conversation, for which a chat template is needed; expected text')
-    asked = value[:-1] if value[-1]["role"] == "assistant" else value
+    turns = check_turns(value, held[0])
+    asked = turns[:-1] if turns[-1]["role"] == "assistant" else turns
     if not asked or asked[-1]["role"] not in ("user", "tool"):
         raise ValueError(f'"{held[0]}" holds no user\'s turn to answer')
-    return list(asked)
+    return asked
 
 
-def check_turns(value: Any, key: str) -> None:
-    """See that `value` is turns of a conversation.
+def check_turns(value: Any, key: str) -> Messages:
+    """The turns of a conversation; contents that are lists of text parts become text, as for training.
 
     Raises:
         ValueError: it is not; the message says what is wrong.
     """
     if not isinstance(value, list) or not value:
         raise ValueError(f'"{key}" is {json.dumps(value)[:40]}; expected a list of turns')
+    turns = []
     for place, turn in enumerate(value):
         if not isinstance(turn, dict) or turn.get("role") not in ROLES:
             said = json.dumps(turn.get("role") if isinstance(turn, dict) else turn)[:40]
             raise ValueError(f'"{key}[{place}].role" is {said}; expected {", ".join(ROLES)}')
-        if not isinstance(turn.get("content"), str | list) and not turn.get("tool_calls"):
-            raise ValueError(f'"{key}[{place}].content" is {json.dumps(turn.get("content"))[:40]}; expected text')
+        if turn.get("content") is None and turn.get("tool_calls"):
+            turns.append(turn)
+            continue
+        try:
+            turns.append({**turn, "content": content_text(turn.get("content"), f"{key}[{place}].content")})
+        except BadRow as error:
+            raise ValueError(str(error).removesuffix(".")) from None
+    return turns
 
 
 def answer_prompts(

@@ -1,5 +1,6 @@
 """Where metrics go besides metrics.jsonl: Weights & Biases, TensorBoard and MLflow, behind one small interface."""
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -140,11 +141,17 @@ def start_trackers(
     """
     known, trackers = ids or {}, list[Tracker]()
     settings, code = masked(resolved), git_state() if config.use_wandb or config.use_mlflow else None
-    if config.use_wandb and (rank == 0 or config.wandb_per_rank):
-        settings_and_code = settings | ({"git": code} if code else {})
-        trackers.append(WandbTracker(config, output_dir, settings_and_code, resume_step, known.get("wandb"), rank))
-    if config.use_tensorboard and rank == 0:
-        trackers.append(TensorboardTracker(output_dir, settings, resume_step))
-    if config.use_mlflow and rank == 0:
-        trackers.append(MlflowTracker(config, output_dir, settings, code, known.get("mlflow")))
+    try:
+        if config.use_wandb and (rank == 0 or config.wandb_per_rank):
+            settings_and_code = settings | ({"git": code} if code else {})
+            trackers.append(WandbTracker(config, output_dir, settings_and_code, resume_step, known.get("wandb"), rank))
+        if config.use_tensorboard and rank == 0:
+            trackers.append(TensorboardTracker(output_dir, settings, resume_step))
+        if config.use_mlflow and rank == 0:
+            trackers.append(MlflowTracker(config, output_dir, settings, code, known.get("mlflow")))
+    except BaseException:
+        for tracker in trackers:  # or its run would be shown as running
+            with contextlib.suppress(Exception):
+                tracker.finish(1)
+        raise
     return trackers
