@@ -9,13 +9,18 @@ import dataclasses
 import gc
 import json
 import os
+import signal
 import sys
 from argparse import Namespace
 from pathlib import Path
 
-from llama_ft.config import FSDPConfig, exit_with
-from llama_ft.config.evaluate_flags import TASK_FLAGS, Asked, read_evaluate_flags
-from llama_ft.errors import RunFailure, UserError
+if __name__ == "__main__":  # no traceback out of an import; runtime.start takes it over
+    signal.signal(signal.SIGINT, lambda *_: os.write(2, b"stopped by Ctrl-C\n") and os._exit(130))
+
+from llama_ft.config import FSDPConfig, exit_with  # noqa: E402
+from llama_ft.config.evaluate_flags import TASK_FLAGS, Asked, read_evaluate_flags  # noqa: E402
+from llama_ft.config.paths import BUILT_IN_MODELS  # noqa: E402
+from llama_ft.errors import RunFailure, UserError  # noqa: E402
 
 if __name__ == "__main__":
     # Before the imports below, which take 6 s: --help and most mistakes are answered at once.
@@ -37,35 +42,49 @@ def main(options: Namespace) -> None:
     """From the flags to the tables on the screen."""
     degree = models.shard_degree(FSDPConfig(enable_fsdp=options.enable_fsdp))
     with runtime.start(options.device, degree) as job:
+        look_up(options, job)
         tasks = evaluation.find_tasks(options, job) if options.tasks else None
         tuned, bases = list[evaluation.Evaluated](), dict[Asked, evaluation.Evaluated]()
         for asked, base in options.asked:
-            result, tokenizer = evaluate(asked, None, tasks, options, job)
+            result, tokenizer, rows = evaluate(asked, None, None, tasks, options, job)
             if base is not None and base not in bases:
                 # On the very tokens that the tuned model was asked about: with its tokenizer and chat template.
-                bases[base], _ = evaluate(base, tokenizer, tasks, options, job)
+                bases[base], *_ = evaluate(base, tokenizer, rows, tasks, options, job)
             other = list(bases).index(base) if base is not None else 0 if tuned else None
             tuned.append(dataclasses.replace(result, compared_with=other))
-        results, rows = [*bases.values(), *tuned], what_rows(options)
+        results, of_what = [*bases.values(), *tuned], what_rows(options)
         if job.is_main:
-            log.info(f"\n{evaluation.describe(results, rows, options.limit)}")
+            log.info(f"\n{evaluation.describe(results, of_what, options.limit)}")
             if options.output_file:
                 settings = {name: getattr(options, name) for name in (*TASK_FLAGS, "batch_size")}
-                write(Path(options.output_file).expanduser(), evaluation.to_json(results, rows, settings))
+                write(Path(options.output_file).expanduser(), evaluation.to_json(results, of_what, settings))
+
+
+def look_up(options: Namespace, job: Runtime) -> None:
+    """Find all models before the first one is loaded; those of the hub come to its cache."""
+    names = {"--base_model": {options.base_model} - {None}, "MODEL": {asked.place for asked, _ in options.asked}}
+    names["base model"] = {base.place for _, base in options.asked if base} - names["--base_model"]
+    with job.node_leader_first():
+        for flag, places in names.items():
+            for place in sorted(places.difference(BUILT_IN_MODELS)):
+                models.local_folder(place, flag, ask_hub=job.local_rank == 0)
 
 
 def evaluate(
     asked: Asked,
     tokenizer: PreTrainedTokenizerBase | None,
+    rows: int | None,
     tasks: evaluation.Tasks | None,
     options: Namespace,
     job: Runtime,
-) -> tuple[evaluation.Evaluated, PreTrainedTokenizerBase]:
-    """Load a model and ask it all that is to be known; returns that, and the tokenizer that was used.
+) -> tuple[evaluation.Evaluated, PreTrainedTokenizerBase, int | None]:
+    """Load a model and ask it all that is to be known; returns that, the tokenizer that was used, and how many rows
+    the model's embedding has.
 
     Args:
         asked: the model.
         tokenizer: to use in place of its own.
+        rows: that its embedding gets, where it has fewer.
         tasks: to ask, or None.
         options: which rows, and how models are loaded.
         job: the ranks.
@@ -79,9 +98,10 @@ def evaluate(
         trust_remote_code=options.trust_remote_code,
         enable_fsdp=options.enable_fsdp,
         job=job,
+        rows=rows,
     )
     log.info(opened.about)
-    tokenizer = tokenizer or opened.tokenizer
+    tokenizer, rows = tokenizer or opened.tokenizer, models.vocabulary_size(opened.model.config)
     held_out, answers = None, None
     if options.rows != "none":
         config, split = options.config, options.split
@@ -93,7 +113,7 @@ def evaluate(
     gc.collect()  # before the next one is loaded
     if job.device.type == "cuda":
         torch.cuda.empty_cache()
-    return result, tokenizer
+    return result, tokenizer, rows
 
 
 def what_rows(options: Namespace) -> str:

@@ -6,26 +6,34 @@ model that is too large for one. Nothing is ever written into its folder.
 """
 
 import gc
+import io
+import os
+import signal
 import sys
 from argparse import Namespace
 from pathlib import Path
 
-from llama_ft.config import FSDPConfig, exit_with
-from llama_ft.config.inference_flags import read_inference_flags
-from llama_ft.errors import UserError
+if __name__ == "__main__":  # no traceback out of an import; runtime.start takes it over
+    signal.signal(signal.SIGINT, lambda *_: os.write(2, b"stopped by Ctrl-C\n") and os._exit(130))
+
+from llama_ft.config import FSDPConfig, exit_with  # noqa: E402
+from llama_ft.config.inference_flags import is_utf8, read_inference_flags  # noqa: E402
+from llama_ft.errors import UserError  # noqa: E402
 
 if __name__ == "__main__":
     # Before the imports below, which take 6 s: --help and most mistakes are answered at once.
     try:
+        if sys.stdin is None:  # closed by <&-
+            sys.stdin = open(os.devnull)
+        if isinstance(sys.stdin, io.TextIOWrapper):
+            sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")  # what is not UTF-8 is told of later
         OPTIONS = read_inference_flags(sys.argv[1:], str(__doc__))
     except UserError as error:
         exit_with(error)
     gc.disable()  # see finetuning.py
 
-import signal  # noqa: E402
-
 from llama_ft import inference, models, runtime  # noqa: E402
-from llama_ft.inference import Answerer, Encoding, Opened, Sampling  # noqa: E402
+from llama_ft.inference import Answerer, Encoding, Opened, Prompt, Sampling  # noqa: E402
 from llama_ft.runtime import Runtime, log  # noqa: E402
 
 SECONDS_TO_WAIT = 7 * 24 * 3600.0  # ranks wait for each other as long as someone thinks about the next question
@@ -37,6 +45,7 @@ def main(options: Namespace) -> None:
     degree = models.shard_degree(FSDPConfig(enable_fsdp=options.enable_fsdp))
     with runtime.start(options.device, degree, timeout_seconds=SECONDS_TO_WAIT) as job:
         asked = job.from_main(lambda: one_prompt(options))
+        many = inference.read_prompts(Path(options.prompts).expanduser(), options.output_key) if options.prompts else []
         opened = inference.open_model(
             options.place,
             base_model=options.base_model,
@@ -55,7 +64,7 @@ def main(options: Namespace) -> None:
         encoding = inference.choose_encoding(opened.tokenizer, options.no_chat_template, options.system_prompt)
         log.info(sampling.describe)
         if options.mode == "many":
-            answer_file(options, opened, answerer, encoding, sampling, job)
+            answer_file(many, options, opened, answerer, encoding, sampling, job)
         elif options.mode == "one":
             answer_one(asked, answerer, encoding, sampling, job)
         else:
@@ -66,14 +75,17 @@ def one_prompt(options: Namespace) -> str:
     """The prompt that is to be answered, where it is one: given, in a file, or what comes through stdin."""
     if options.mode != "one":
         return ""
-    text = options.prompt
+    text, where = options.prompt, "--prompt"
     if options.prompt_file:
+        where = f"--prompt_file {options.prompt_file}"
         try:
-            text = Path(options.prompt_file).expanduser().read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"--prompt_file {options.prompt_file}: cannot be read ({error}).") from error
+            text = Path(options.prompt_file).expanduser().read_text(encoding="utf-8", errors="surrogateescape")
+        except OSError as error:
+            raise UserError(f"{where}: cannot be read ({error.strerror}).") from error
     elif text is None:
-        text = sys.stdin.read()
+        text, where = sys.stdin.read(), "The prompt from stdin"
+    if not is_utf8(text):
+        raise UserError(f"{where}: is not UTF-8.")
     if not text.strip():
         raise UserError(
             "There is no prompt: --prompt, --prompt_file, --prompts or stdin gives one, --chat asks for it."
@@ -94,11 +106,16 @@ def answer_one(prompt: str, answerer: Answerer, encoding: Encoding, sampling: Sa
 
 
 def answer_file(
-    options: Namespace, opened: Opened, answerer: Answerer, encoding: Encoding, sampling: Sampling, job: Runtime
+    prompts: list[Prompt],
+    options: Namespace,
+    opened: Opened,
+    answerer: Answerer,
+    encoding: Encoding,
+    sampling: Sampling,
+    job: Runtime,
 ) -> None:
     """Answer a file of prompts, going on after the answers that are there."""
     source = Path(options.prompts).expanduser()
-    prompts = inference.read_prompts(source, encoding.is_chat, options.output_key)
     lengths = inference.count_tokens(prompts, encoding, answerer, source)
     target = Path(options.output_file).expanduser() if options.output_file else None
     about = inference.describe_job(options, sampling, opened, source)

@@ -16,6 +16,8 @@ KEY = "a1B2c3D4e5F6g7H8i9J0"
         ("wandb login " + "0123456789abcdef" * 2 + "01234567", "wandb login ***"),
         ("https://me:pass@host.org/rows.jsonl?x=1", "https://***@host.org/rows.jsonl?x=1"),
         ("s3://KEY:SECRET@bucket/rows.jsonl", "s3://***@bucket/rows.jsonl"),
+        ("s3://KEY:SE/CR@ET@bucket/rows.jsonl", "s3://***@bucket/rows.jsonl"),
+        ("https://h/r.jsonl?key=short&x=1", "https://h/r.jsonl?key=***&x=1"),
         (
             f"https://b.s3.amazonaws.com/r.jsonl?X-Amz-Credential=AKIA%2F{KEY}&X-Amz-Date=2026&X-Amz-Signature={KEY}",
             "https://b.s3.amazonaws.com/r.jsonl?X-Amz-Credential=***&X-Amz-Date=2026&X-Amz-Signature=***",
@@ -38,7 +40,8 @@ def test_secrets_are_masked(text: str, masked: str) -> None:
     "text",
     [
         "recipes/finetuning.py --model_name meta-llama/Llama-3.1-8B --lr 1e-4 --tokenizer_name x --resize_embeddings",
-        "https://host.org/a?page=2&sort=key", "hf://datasets/org/name@main/rows.jsonl", "s3://bucket/rows.jsonl",
+        "https://host.org/a?page=2&sort=key", "http://host:8080/org@v1/a.jsonl",
+        "hf://datasets/org/name@main/rows.jsonl", "s3://bucket/rows.jsonl",
         "~/.cache/huggingface/hub/models--a--b/snapshots/" + "0123456789abcdef" * 2 + "01234567",
         "403,592 tokens", "getpass(prompt='Password: ', stream=None)", "key=value", "token=None",
         "hf_transfer", "sk-learn", "pad_token=<pad>", "user@host: me@example.com",

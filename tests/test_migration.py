@@ -161,6 +161,12 @@ def test_names_of_a_page_are_answered_as_the_page_says(trainer: Trainer) -> None
 
 
 @each_trainer
+def test_every_name_of_a_page_is_accepted_or_answered_as_that_trainers(trainer: Trainer) -> None:
+    for name in [entry.name for row in table(trainer.page) for entry in row.theirs]:
+        assert known(name) or trainer.name in (told_apart(name) or "").partition("; here")[0], name
+
+
+@each_trainer
 def test_every_answer_is_on_the_page_of_its_trainer(trainer: Trainer) -> None:
     rows = {entry.name: row for row in table(trainer.page) for entry in row.theirs}
     for name, answer in trainer.names.items():
@@ -248,6 +254,22 @@ def test_one_foreign_key_in_a_recipe_of_ours_is_answered_by_name(tmp_path: Path)
         ("--train.gradient_checkpointing", "is TRL's and axolotl's name; here it is --activation_checkpointing full."),
         ("--fsdp_config.fsdp_offload_params true", "is TRL's and axolotl's name; here it is --fsdp_cpu_offload."),
         ("--model.lora_attn_modules q_proj", "is torchtune's name; here it is --target_modules."),
+        ("--packing false", "is TRL's name; here it is --batching_strategy padding."),
+        ("--packed=False", "is torchtune's name; here it is --batching_strategy padding."),
+        ("--no_packing", "is TRL's name; here it is --batching_strategy padding."),
+        ("--load_in_8bit false", "is TRL's and axolotl's name; for false leave it out."),
+        ("--no_gradient_checkpointing", "is TRL's and axolotl's name; for false leave it out."),
+        ("--train_on_inputs no", "is axolotl's name; for no leave it out."),
+        ("--bf16 false", "is TRL's and axolotl's name; here it is --precision fp32."),
+        ("--assistant_only_loss false", "is TRL's name; here it is --labels all."),
+        ("--hsdp False", "is llama-recipes' name; for False leave it out."),
+        ("--fsdp_reshard_after_forward false", ", known from torchtune, is not used here: use sharding_strategy "
+                                               "FULL_SHARD for true, SHARD_GRAD_OP for false."),
+        ("--torch_compile false", "is TRL's and axolotl's name; here it is --compile."),
+        ("--local_rank 0", ", known from TRL, is not used here: nothing takes its place, as docs/from-trl.md says. "
+                           "Leave it out."),
+        ("--tf32 false", ", known from TRL and axolotl, is not used here: nothing takes its place, as docs/from-trl.md "
+                         "says. Leave it out."),
         ("--report_to wandb", ", known from TRL, is not used here: use_wandb, use_tensorboard and use_mlflow say where "
                               "to; output_dir/metrics.jsonl is always written."),
         ("--enable_activation_checkpointing", "is llama-recipes' and torchtune's name; here it is "
@@ -258,4 +280,48 @@ def test_a_flag_of_another_trainer_is_answered_with_ours(flags: str, answer: str
     with pytest.raises(UserError) as refusal:
         load(shlex.split(flags), paths=False)
     [message] = refusal.value.messages
-    assert message in (f"{flags.split()[0]} {answer}", f"{flags.split()[0]}{answer}")
+    flag = flags.split()[0].partition("=")[0]
+    assert message in (f"{flag} {answer}", f"{flag}{answer}")
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("packing: false", "packing is TRL's name; here it is data.batching_strategy: padding."),
+        ("train:\n  load_in_4bit: off", "train.load_in_4bit is TRL's and axolotl's name; for off leave it out."),
+        ("fsdp_config:\n  hsdp: true", "fsdp_config is not a section. Did you mean fsdp?"),
+    ],
+)
+def test_a_false_of_another_trainer_in_a_recipe_is_not_answered_with_true(
+    tmp_path: Path, text: str, answer: str
+) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(text)
+    with pytest.raises(UserError) as refusal:
+        load(["--config", str(file)], paths=False)
+    [message] = refusal.value.messages
+    assert message.endswith(f": {answer}")
+
+
+@pytest.mark.parametrize(
+    ("flags", "end"),
+    [
+        ("--attn_implementation None", "Leave it out for auto."),
+        ("--optimizer adamw_torch_fused", "Did you mean AdamW?"),
+        ("model.lora_alpha=16", "Did you mean --lora_alpha 16?"),
+    ],
+)
+def test_a_value_of_another_trainer_is_answered_with_ours(flags: str, end: str) -> None:
+    with pytest.raises(UserError) as refusal:
+        load(flags.split(), paths=False)
+    assert refusal.value.messages[0].endswith(end)
+
+
+def test_a_deepspeed_file_is_one_mistake_that_names_fsdp(tmp_path: Path) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text('{\n  "bf16": {"enabled": true},\n  "zero_optimization": {"stage": 3}\n}\n')
+    with pytest.raises(UserError) as refusal:
+        load(["--config", str(file)], paths=False)
+    [message] = refusal.value.messages
+    assert ":3: zero_optimization tells that this is a configuration for DeepSpeed" in message
+    assert "--enable_fsdp" in message

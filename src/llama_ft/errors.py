@@ -1,5 +1,7 @@
 """The one exception for a user's mistake. Everything that knows what the user should do differently raises it."""
 
+from llama_ft.masking import mask_urls
+
 
 class UserError(Exception):
     """A mistake the user can mend: printed as `error: ...` without a traceback, exit code 2.
@@ -11,8 +13,8 @@ class UserError(Exception):
     """
 
     def __init__(self, *messages: str) -> None:
-        super().__init__(*messages)
-        self.messages = messages
+        self.messages = tuple(mask_urls(message) for message in messages)  # terminals are logged and shared
+        super().__init__(*self.messages)
 
     def __str__(self) -> str:
         return "\n".join("error: " + message.replace("\n", "\n       ") for message in self.messages)

@@ -311,6 +311,17 @@ def test_the_card_tells_recipe_data_metrics_and_versions_and_no_local_folders(tm
     assert 'from_pretrained("meta-llama/Llama-3.1-8B")' in front_and_body(tmp_path)[1]
 
 
+def test_the_card_of_an_older_run_with_a_secret_in_a_url_tells_none(tmp_path: Path) -> None:
+    config = dataclasses.asdict(settings_of(Path("/models/base"), {"use_peft": True}))
+    trainer = {"step": 12, "metrics": METRICS, "versions": {"torch": "2.13.0"}, "config": config}
+    urls = ["http://me:hunter2@host/a.jsonl", "https://host/b.jsonl?X-Amz-Signature=hunter2&x=1"]
+    for config["data"]["dataset"] in (urls[0], [{"path": url} for url in urls]):
+        config["data"]["validation"] = urls[1]
+        write_model_card(tmp_path, "/models/base", trainer)
+        card = (tmp_path / "README.md").read_text()
+        assert "hunter2" not in card and "http://***@host/a.jsonl" in card and "X-Amz-Signature=***&x=1" in card
+
+
 def test_the_demos_model_is_built_again_where_it_is_missing(cache: Path, tmp_path: Path) -> None:
     from llama_ft.data import build_demo
 

@@ -21,6 +21,8 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / folder / "config.json").write_text("{}")
         (tmp_path / folder / "model.safetensors").touch()
     write_rows(tmp_path / "rows.jsonl", 8)
+    write_rows(tmp_path / "rows.json", 8)
+    (tmp_path / "found.json").write_text("{}")
     for run, validation in {"kept": "0.25", "none": None, "other": "0.5"}.items():
         config = Config()
         config.model.model_name, config.data.dataset, config.data.validation = "base", "rows.jsonl", validation
@@ -47,6 +49,18 @@ def test_a_run_says_which_rows_it_held_out_and_how_it_computed(place: Path) -> N
     assert (asked.place, asked.precision, base.place, base.precision) == ("kept", "fp32", "base", "fp32")
 
 
+def test_the_base_has_all_settings_of_the_quantization_and_a_name_that_tells_them(place: Path) -> None:
+    config = Config()
+    config.model.model_name, config.model.resize_embeddings, config.data.dataset = "base", True, "rows.jsonl"
+    config.quantization.mode, config.quantization.quant_type, config.quantization.block_size = "4bit", "fp4", 128
+    (place / "kept" / "config.yaml").write_text(to_yaml(config))
+    flags = ["kept", "--base", "--dataset", "rows.jsonl"]
+    [(_, base)] = read_evaluate_flags(flags, "").asked
+    assert (base.quantization, base.name, base.resized) == (config.quantization, "base: base (4bit fp4, grown)", True)
+    [(_, base)] = read_evaluate_flags([*flags, "--quantization", "8bit"], "").asked
+    assert (base.quantization, base.name) == ("8bit", "base: base (8bit, grown)")
+
+
 def test_flags_win_over_the_run(place: Path) -> None:
     options = read_evaluate_flags(["kept", "--labels", "completion", "--val_batch_size", "5", "--precision=bf16"], "")
     assert (options.config.data.labels, options.config.train.val_batch_size) == ("completion", 5)
@@ -60,6 +74,11 @@ def test_a_dataset_is_taken_whole_unless_validation_says_otherwise(place: Path) 
     assert (whole.split, named.split) == ("validation", "train")
     part = read_evaluate_flags(["plain", "--dataset", "rows.jsonl", "--validation", "0.5"], "")
     assert (part.rows, part.config.data.validation) == ("held_out", "0.5")
+
+
+def test_the_validation_of_the_run_itself_may_be_given_again(place: Path) -> None:
+    options = read_evaluate_flags(["kept", "--validation", "0.25", "--output_file", "found.json", "--overwrite"], "")
+    assert (options.rows, options.config.data.validation) == ("held_out", "0.25")
 
 
 def test_tasks_alone_need_no_rows(place: Path) -> None:
@@ -85,12 +104,17 @@ def test_llama_recipes_names_of_model_and_adapter_work(place: Path) -> None:
     ("flags", "expected"),
     [
         ([], ["MODEL is needed: evaluate.py output/<run>"]),
-        (["kapt"], ["kapt: is of no run, so it says nothing of held-out rows.\nExpected --dataset FILE"]),
+        ([""], ["MODEL is needed: evaluate.py output/<run>"]),
+        (["kapt"], ["kapt: no such folder. Did you mean kept? A model of the hub says nothing of held-out rows.\n"]),
         (["./kapt"], ["./kapt: no such folder. Did you mean kept?"]),
         (["kept", "kept"], ["kept: given twice."]),
         (["kept", "--lables", "all"], ["--lables is not a flag. Did you mean --labels?"]),
         (["plain"], ["plain: is of no run, so it says nothing of held-out rows.\nExpected --dataset FILE"]),
-        (["plain", "--validation", "0.5"], ["--validation: --dataset says of which rows."]),
+        (["plain", "--validation", "0.5"], ["plain: is of no run, so it says nothing of held-out rows.\n"]),
+        (["plain", "--tasks", "a", "--labels", "all"], ["--labels: --dataset says of which rows."]),
+        (["kept", "--validation", "0.5"], ["--validation 0.5: the run of kept had 0.25. Without --dataset"]),
+        (["none", "--validation", "0.5"], ["--validation 0.5: the run of none had none. Without --dataset"]),
+        (["kept", "--dataset_split", "test"], ["--dataset_split test: the run of kept had train. Without"]),
         (["none"], ["none: no rows were held out: the run had no --validation.\n--dataset FILE"]),
         (["kept", "other"], ["kept and other held out other rows (validation).\n--dataset names rows"]),
         (["plain", "--base", "--dataset", "rows.jsonl"], ["--base: plain does not say what it was tuned from."]),
@@ -102,7 +126,20 @@ def test_llama_recipes_names_of_model_and_adapter_work(place: Path) -> None:
         (["kept", "--tasks", "tsk.yaml"], ["--tasks tsk.yaml: no such file."]),
         (
             ["kept", "--tasks", "a", "--limit", "2.5"],
-            ["--limit: invalid whole number, or a share below 1 value"],
+            ["--limit: expected a whole number from 1, or a share between 0 and 1, not 2.5."],
+        ),
+        (["kept", "--tasks", "a", "--batch_size", "0"], ["--batch_size: expected a whole number from 1, or auto, not"]),
+        (["kept", "--output_file", "found.json"], ["--output_file found.json: is there already. --overwrite replaces"]),
+        (["kept", "--tasks", "a", "--batch_size", "auto", "--enable_fsdp"], ["--batch_size auto: each rank would try"]),
+        (["kept", "--output_file", "~nobody_/x.json"], ["--output_file ~nobody_/x.json: cannot be looked at: "]),
+        (["kept", "--tasks", "~nobody_/x.yaml"], ["--tasks ~nobody_/x.yaml: cannot be looked at: "]),
+        (["~nobody_/kept"], ["~nobody_/kept: cannot be looked at: "]),
+        (["kept", "--dataset", "~nobody_/rows.jsonl", "--output_file", "x.json"], ["--dataset ~nobody_/rows.jsonl: "]),
+        (["kept", "--base_model", "~nobody_/base"], ["--base_model ~nobody_/base: cannot be looked at: "]),
+        (["kept", "--overwrite"], ["--overwrite: nothing is written without --output_file."]),
+        (
+            ["plain", "--dataset", "rows.json", "--output_file", "./rows.json", "--overwrite"],
+            ["--output_file ./rows.json: holds the rows, which results would replace."],
         ),
         (["kept", "--output_file", "base"], ["--output_file base: is a folder; expected a file"]),
         (["kept", "--output_path", "found.csv"], ["--output_file found.csv: JSON is written"]),

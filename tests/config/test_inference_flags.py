@@ -1,3 +1,4 @@
+import json
 from pathlib import Path
 from typing import Any
 
@@ -85,3 +86,52 @@ def test_every_mistake_is_told_at_once(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert "--enable_fsdp shares the model" in mistakes(base, "--prompt", "Hi")
     assert read(base, "--prompts", base / "rows.jsonl").mode == "many"
+
+
+LONG = "n" * 5000
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--repetition_penalty", "0"], "--repetition_penalty: expected a number above 0, not 0."),
+        (["--max_new_tokens", "9" * 5000], "--max_new_tokens: expected at most 18 digits, not 5000."),
+        (["--temperature", "0", "--top_p", "0.5"], "--top_p: nothing is sampled"),
+        (["--do_sample", "False", "--top_k", "5"], "--top_k: nothing is sampled"),
+        (["--stop", "#", "--stop", ""], "--stop: is empty"),
+        (["--prompt", "a\udcff"], "--prompt: is not UTF-8."),
+        (["--system_prompt", "\ud800"], "--system_prompt: is not UTF-8."),
+        (["second"], '"second" stands alone: there is one MODEL, and a value follows its flag.'),
+        (["--prompts", "~nosuchuser/a.txt"], "--prompts ~nosuchuser/a.txt: cannot be looked at: "),
+        (["--prompts", f"{LONG}.txt"], "nnn... (5004 characters): cannot be looked at: File name too long."),
+        (["--prompts", "folder.txt"], "--prompts folder.txt: is a folder; expected a file."),
+        (["--prompts", "a.jsonl", "--output_file", "a.jsonl", "--overwrite"], "a.jsonl: is what --prompts reads"),
+        (["--prompts", "a.jsonl", "--output_file", "./link.jsonl"], "link.jsonl: is what --prompts reads"),
+        (["--prompts", "a.jsonl", "--output_file", "folder.txt"], "--output_file folder.txt: is a folder"),
+        (["--prompts", "a.jsonl", "--output_file", "a.jsonl/b.jsonl"], "--output_file a.jsonl/b.jsonl: "),
+        (["--prompts", "a.jsonl", "--output_file", "~nosuchuser/b"], "--output_file ~nosuchuser/b: cannot be looked"),
+    ],
+)
+def test_values_that_cannot_be_are_told_with_their_flag(
+    flags: list[str], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(make(tmp_path, *MODEL, "a.jsonl", "folder.txt/b"))
+    Path("link.jsonl").symlink_to("a.jsonl")
+    prompt = [] if {"--prompts", "--prompt"} & set(flags) else ["--prompt", "Hi"]
+    message = mistakes(".", *flags, *prompt)
+    assert told in message and message.count("error: ") == 1 and len(message) < 400
+
+
+@pytest.mark.parametrize("place", [LONG, "~nosuchuser/run"])
+def test_a_model_that_cannot_be_looked_at_is_told(place: str) -> None:
+    message = mistakes(place, "--prompt", "Hi", "--base_model", place)
+    assert message.count(": cannot be looked at: ") == 2 and len(message) < 600
+
+
+def test_an_adapter_whose_base_is_gone_says_so(tmp_path: Path) -> None:
+    run = make(tmp_path / "run" / "model", *ADAPTER).parent
+    make(tmp_path / "base1", *MODEL)
+    (run / "model" / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": f"{tmp_path}/base"}))
+    message = mistakes(run, "--prompt", "Hi")
+    assert f"error: {run}: its base model {tmp_path}/base: no such folder. Did you mean {tmp_path}/base1?" in message
+    assert read(run, "--prompt", "Hi", "--base_model", tmp_path / "base1").place == str(run)

@@ -120,6 +120,14 @@ def test_every_part_of_a_mix_must_be_there(mistakes, files: Files) -> None:
     assert mistakes("--dataset", "[{path: my.jsonl, weight: 2}, org/name]", paths=True) == []
 
 
+def test_a_secret_in_a_url_is_told_once_and_not_repeated(mistakes, files: Files) -> None:
+    for url in ("http://me:hunter2@host/a.jsonl", "https://h/a?token=hunter2", "s3://me:hunter/2@bucket/a.jsonl"):
+        (message,) = mistakes("--model_name", "demo", "--dataset", url, paths=True)
+        assert message.startswith("--dataset has a password, key or signature in its URL") and "hunter" not in message
+    (message,) = mistakes("--model_name", "demo", "--datset=http://me:hunter2@host/a.jsonl", "--dataset", "demo")
+    assert "hunter2" not in message
+
+
 def test_overwriting_a_run_does_not_delete_a_part_of_a_mix(mistakes, files: Files) -> None:
     files("run/status.json", "run/model/rows.jsonl", "my.jsonl")
     line = ["--dataset", "[my.jsonl, run/model/rows.jsonl]", "--output_dir", "run", "--overwrite"]

@@ -236,6 +236,15 @@ def test_url_that_cannot_be_opened_is_told() -> None:
         list(rows_of_file("no-such-protocol://a/my.jsonl"))
 
 
+@pytest.mark.parametrize(
+    ("host", "why"), [("127.0.0.1:9", "connection refused"), ("no-such-host.invalid", "host not found")]
+)
+def test_a_host_that_does_not_answer_is_no_missing_file(host: str, why: str) -> None:
+    with pytest.raises(UserError) as told:
+        list(rows_of_file(f"http://me:hunter2@{host}/my.jsonl"))
+    assert str(told.value) == f"error: http://***@{host}/my.jsonl: cannot be read: the host does not answer ({why})."
+
+
 @pytest.mark.parametrize("indent", [None, 1])
 def test_array_longer_than_the_window_is_read_with_the_right_lines(tmp_path: Path, indent: int | None) -> None:
     rows = [{"n": number, "text": '\U0001f600\\"' * (number % 700)} for number in range(1500)]

@@ -46,3 +46,7 @@ def test_a_file_that_holds_something_else_is_left_alone(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"mine\.jsonl\.settings\.json, which would say what is in it"):
         AnswersFile(file, SETTINGS, overwrite=False)
     assert json.loads(file.read_text()) == {"answer": "mine"} and len(list(tmp_path.iterdir())) == 1
+    for beside in ("[]", "7", "[" * 100_000):
+        (tmp_path / "mine.jsonl.settings.json").write_text(beside)
+        with pytest.raises(UserError, match="cannot be read"):
+            AnswersFile(file, SETTINGS, overwrite=False)

@@ -88,8 +88,23 @@ def test_a_conversation_is_saved_as_a_row_of_data_and_loaded_again(typed: Typed,
     _, err = typed(f"/save {file}", f"/load {file}", "three", f"/load {tmp_path}", "/load /gone")
     assert typed.asked == ["[user]one[assistant]answer 1[user]two[assistant]answer 2[user]three"]
     assert "is there already" in err and "Is a directory" in err and "No such file" in err
-    file.write_text('{"messages": [{"role": "cat"}]}')
-    assert "holds no conversation" in typed(f"/load {file}")[1]
+    for text in ('{"messages": [{"role": "cat"}]}', "[" * 100_000):
+        file.write_text(text)
+        assert "holds no conversation" in typed(f"/load {file}")[1]
+    file.write_text(json.dumps({"messages": [{"role": "user", "content": [{"type": "text", "text": "parts"}]}]}))
+    typed(f"/load {file}", "/retry")
+    assert typed.asked == ["[user]parts"]
+
+
+def test_what_cannot_be_is_told_and_the_conversation_goes_on(typed: Typed) -> None:
+    _, err = typed(
+        "one", "/save ~nosuchuser/x", f"/save {'n' * 5000}", "/load ~nosuchuser/x", "/set repetition_penalty 0",
+        "/set temperature", "half \udcff", "two",
+    )  # fmt: skip
+    assert typed.asked == ["[user]one", "[user]one[assistant]answer 1[user]two"] and len(err) < 1000
+    assert err.count("not possible (") == 3 and "File name too long" in err
+    assert "/set repetition_penalty: expected a number above 0, not 0." in err
+    assert "/set temperature: expected a number from 0, not nothing." in err and "This is not UTF-8." in err
 
 
 def test_settings_change_what_comes_after(typed: Typed) -> None:

@@ -12,7 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.modeling_utils import PreTrainedModel
 
-from llama_ft.inference import Answerer, Sampling, open_model, settle_sampling
+from llama_ft.errors import UserError
+from llama_ft.inference import Answerer, Opened, Sampling, describe_job, open_model, settle_sampling
 from llama_ft.runtime import Runtime
 
 PROMPTS = [[5, 99, 250, 3, 17], [42], [7, 7, 8, 100, 2, 33, 64, 12, 290], [60, 61]]
@@ -20,11 +21,18 @@ GREEDY = Sampling(0.0, 1.0, 50, 0.0, 1.0, 20, 42, ())
 
 
 @pytest.fixture(scope="module")
-def answerer(tiny_model: Path, runtime: Runtime) -> Answerer:
+def opened(tiny_model: Path, runtime: Runtime) -> Opened:
     opened = open_model(
         str(tiny_model), base_model=None, tokenizer_name=None, quantization=None, precision="fp32",
         trust_remote_code=False, enable_fsdp=False, job=runtime,
     )  # fmt: skip
+    own = opened.model.generation_config
+    own.return_dict_in_generate, own.num_return_sequences = True, 2  # as a generation_config.json may wish
+    return opened
+
+
+@pytest.fixture(scope="module")
+def answerer(opened: Opened, runtime: Runtime) -> Answerer:
     return Answerer(opened, runtime, is_sharded=False)
 
 
@@ -112,7 +120,9 @@ def test_a_turn_may_end_with_a_token_that_is_no_special_one(
     config = copy.deepcopy(answerer.model.generation_config)
     config.eos_token_id = [end]
     monkeypatch.setattr(answerer.model, "generation_config", config)
-    ending = Answerer(cast(Any, SimpleNamespace(model=answerer.model, tokenizer=answerer.tokenizer)), answerer._job, False)
+    ending = Answerer(
+        cast(Any, SimpleNamespace(model=answerer.model, tokenizer=answerer.tokenizer)), answerer._job, False
+    )
     shown: list[str] = []
     [answer] = ending.answer([PROMPTS[0]], [0], GREEDY, show=shown.append)
     assert "".join(shown) == answer.text and whole.startswith(answer.text) and 0 < len(answer.text) < len(whole)
@@ -144,5 +154,19 @@ def test_what_is_not_asked_for_is_as_the_model_says() -> None:
     assert settle_sampling(asked(), own) == Sampling(0.6, 0.9, 50, 0.05, 1.0, 9, 1, ())
     assert settle_sampling(asked(temperature=0.0), own).temperature == 0
     assert settle_sampling(asked(do_sample=True), quiet).temperature == 1
+    with pytest.raises(UserError, match="--top_p: nothing is sampled"):
+        settle_sampling(asked(top_p=0.5), quiet)
     told = settle_sampling(asked(temperature=1.2, top_k=0, stop=["#"]), own)
     assert (told.temperature, told.top_p, told.top_k, told.stop) == (1.2, 0.9, 0, ("#",))
+
+
+def test_a_file_of_greedy_answers_goes_on_with_any_seed(opened: Opened, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("Hi\n")
+    options = Namespace(tokenizer_name=None, system_prompt=None, no_chat_template=False, output_key="answer")
+
+    def about(sampling: Sampling) -> dict[str, Any]:
+        return describe_job(options, sampling, opened, tmp_path / "a.txt")
+
+    assert about(GREEDY) == about(Sampling(**{**vars(GREEDY), "seed": 3, "top_k": 7}))
+    assert about(sampled()) != about(sampled(seed=3)) and about(sampled()) != about(sampled(top_k=7))
+    assert about(GREEDY) != about(sampled()) and about(GREEDY) != about(sampled(temperature=0.0, max_new_tokens=9))

@@ -36,10 +36,10 @@ def mistakes(*given: Any, **settings: Any) -> str:
 
 
 def test_prompts_are_lines_or_rows_whose_other_keys_are_kept(tmp_path: Path) -> None:
-    lines = read_prompts(write(tmp_path / "a.txt", "one", "", "  two \r"), True, "answer")
+    lines = read_prompts(write(tmp_path / "a.txt", "one", "", "  two \r"), "answer")
     assert [(it.number, it.line, it.asked) for it in lines] == [(0, 1, "one"), (1, 3, "  two ")]
     rows = [{"prompt": "Hi", "id": 7}, {"messages": [TURN, REPLY, TURN]}, {"messages": [TURN, REPLY], "weight": 2}]
-    read = read_prompts(write(tmp_path / "b.jsonl", *rows), True, "answer")
+    read = read_prompts(write(tmp_path / "b.jsonl", *rows), "answer")
     assert [it.asked for it in read] == ["Hi", [TURN, REPLY, TURN], [TURN]], "training data end in an answer"
     assert [it.row for it in read] == rows
 
@@ -51,7 +51,7 @@ def test_rows_that_are_no_prompts_are_told_by_their_lines(tmp_path: Path) -> Non
         {"messages": [REPLY]}, {"prompt": "a", "answer": "b"}, "}", "}",
     ]  # fmt: skip
     file = write(tmp_path / "rows.jsonl", *rows)
-    told = mistakes(file, True, "answer").splitlines()
+    told = mistakes(file, "answer").splitlines()
     assert [line.split(": ")[1] for line in told[:10]] == [f"{file}:{line}" for line in range(2, 12)]
     parts = (
         "not JSON", "expected an object", 'one of the keys "prompt" and "messages".', '"prompt" is empty', "not both",
@@ -61,12 +61,9 @@ def test_rows_that_are_no_prompts_are_told_by_their_lines(tmp_path: Path) -> Non
     for line, part in zip(told, parts, strict=False):
         assert part in line
     assert told[10] == f"error: ... and 2 more lines of {file}."
-    assert "a chat template is needed" in mistakes(
-        write(tmp_path / "chat.jsonl", {"messages": [TURN]}), False, "answer"
-    )
-    assert "holds no prompts" in mistakes(write(tmp_path / "none.txt", "", " "), True, "answer")
+    assert "holds no prompts" in mistakes(write(tmp_path / "none.txt", "", " "), "answer")
     (tmp_path / "bytes.txt").write_bytes(b"\xff\xfe")
-    assert "cannot be read" in mistakes(tmp_path / "bytes.txt", True, "answer")
+    assert "cannot be read" in mistakes(tmp_path / "bytes.txt", "answer")
 
 
 def test_a_prompt_is_written_by_the_chat_template_or_taken_as_it_is(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -82,5 +79,25 @@ def test_a_prompt_is_written_by_the_chat_template_or_taken_as_it_is(tokenizer: P
     assert text(chat, "Hi") == "[system]Be brief.[user]Hi[answer]"
     assert text(chat, [{"role": "system", "content": "Be long."}, TURN]) == "[system]Be long.[user]Hi[answer]"
     assert text(choose_encoding(tokenizer, True, None), "Hi") == "Hi"
+    with pytest.raises(UserError, match="a chat template is needed"):
+        plain.tokens([TURN])
     with pytest.raises(UserError, match="refuses it .no tools"):
         chat.tokens([TURN, {"role": "tool", "content": "3"}])
+
+
+def test_contents_of_text_parts_become_text_and_other_parts_are_told(tmp_path: Path) -> None:
+    parts = [{"type": "text", "text": "Hi"}, {"type": "text", "text": " there"}]
+    row = {"messages": [{"role": "user", "content": parts}], "id": 1}
+    [prompt] = read_prompts(write(tmp_path / "parts.jsonl", row), "answer")
+    assert prompt.asked == [{"role": "user", "content": "Hi there"}] and prompt.row == row
+    row["messages"][0]["content"] = [{"type": "image_url"}]
+    told = mistakes(write(tmp_path / "image.jsonl", row), "answer")
+    assert '"messages[0].content[0]" is of type "image_url"; expected text parts only.' in told
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [("[" * 100_000, "not JSON"), ('{"prompt": "Hi", "id": "\\ud800"}', "holds half of a surrogate pair")],
+)
+def test_lines_that_no_answer_can_stand_in_are_told(line: str, told: str, tmp_path: Path) -> None:
+    assert f"rows.jsonl:2: {told}" in mistakes(write(tmp_path / "rows.jsonl", {"prompt": "Hi"}, line), "answer")

@@ -23,7 +23,9 @@ from wandb.proto.wandb_internal_pb2 import Record
 from wandb_artifacts import Artifacts
 
 from llama_ft.config.sections import TrackingConfig
+from llama_ft.errors import UserError
 from llama_ft.observe import RunLog, WandbTracker, start_trackers
+from llama_ft.observe.wandb_tracker import check_wandb_login, wandb_mode
 
 RESOLVED = {"train": {"lr": 0.001, "num_epochs": 2}, "model": {"model_name": "demo"}}
 SOURCE = Path(__file__).parents[2] / "src"
@@ -222,6 +224,42 @@ def test_wandb_offline_keeps_everything_and_says_how_to_sync(
     assert [float(row["train/loss"]) for row in history] == [6.0, 3.0]
     assert [float(row["memory/host_peak_bytes/rank1"]) for row in history] == [20.0, 20.0]
     assert [row["_step"] for row in history] == ["1", "2"]
+
+
+@pytest.mark.parametrize(
+    ("setting", "environment", "mode"),
+    [
+        (None, "", "online"),
+        (None, "offline", "offline"),
+        (None, "dryrun", "offline"),
+        (None, "disabled", "disabled"),
+        ("online", "offline", "online"),
+        ("offline", "disabled", "offline"),
+    ],
+)
+def test_the_environments_mode_counts_where_none_is_set(
+    setting: Any, environment: str, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", environment)
+    assert wandb_mode(TrackingConfig(use_wandb=True, wandb_mode=setting)) == mode
+
+
+def test_a_mode_that_wandb_does_not_have_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "of")
+    with pytest.raises(UserError, match="WANDB_MODE is of; expected online, offline or disabled"):
+        check_wandb_login(TrackingConfig(use_wandb=True))
+
+
+def test_wandb_mode_of_the_environment_decides_what_is_written(
+    tmp_path: Path, screen: io.StringIO, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    assert start_trackers(TrackingConfig(use_wandb=True), tmp_path, RESOLVED) == []
+    assert "WANDB_MODE is disabled" in screen.getvalue() and not list(tmp_path.iterdir())
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    (tracker,) = start_trackers(TrackingConfig(use_wandb=True), tmp_path, RESOLVED)
+    tracker.finish(0)
+    assert len(list((tmp_path / "wandb").glob("offline-run-*"))) == 1
 
 
 SAMPLES = [

@@ -30,14 +30,16 @@ def evaluated(folder: Path, cases: dict[str, list[str]], ranks: int = 0) -> dict
 
 @pytest.fixture(scope="module")
 def place(save_model: Callable[..., Path], rows70: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a model, rows that are tokens, tasks, and two runs that have evaluated after each of two steps."""
+    """A folder with a model, rows that are tokens, tasks, and three runs, evaluated after each of two steps."""
     folder = tmp_path_factory.mktemp("evaluated")
     save_model(folder / "base", hidden_size=64, intermediate_size=128, tied=True)
     common = ["--model_name", f"{folder}/base", "--dataset", str(rows70), "--validation", "0.3", "--precision", "fp32"]
     common += ["--device", "cpu", "--max_train_step", "2", "--save_steps", "1", "--eval_steps", "1", "--lr", "1e-2"]
     common += ["--context_length", "96", "--batch_size_training", "2"]
-    lora = ["--use_peft", "--target_modules", "all-linear", "--quantization", "4bit"]
+    lora = ["--use_peft", "--target_modules", "all-linear", "--quantization", "4bit", "--quant_type", "fp4"]
+    grown = ["--chat_template", "chatml", "--resize_embeddings", "--output_dir", f"{folder}/grown"]
     flags = [[*common, "--output_dir", f"{folder}/full"], [*common, *lora, "--output_dir", f"{folder}/lora"]]
+    flags.append([*common, *grown])
     (folder / "cases.json").write_text(json.dumps(flags))
     finished = forked(RUN_CASES, folder / "cases.json")
     assert finished.exit_code == 0, finished.output
@@ -103,7 +105,8 @@ def alone(place: Path) -> dict[str, Results]:
     return evaluated(
         place / "alone",
         {
-            "runs": [*places, "--base"],
+            "runs": [*places, f"{place}/grown", "--base"],
+            "first": [full, "--max_eval_step", "1"],
             "packed": [f"{place}/base", *tokens],
             "padded": [f"{place}/base", *tokens, "--batching_strategy", "padding"],
             "tasks": [f"{place}/base", *tasks_of(place), "--precision", "fp32"],
@@ -117,7 +120,9 @@ def together(place: Path) -> dict[str, Results]:
     base = [f"{place}/base", "--precision", "fp32", *tasks_of(place)]
     cases = {
         "sharded": [f"{place}/full", "--base", "--enable_fsdp", *tasks_of(place)],
+        "checkpoint": [f"{place}/full/checkpoints/step-000001", "--enable_fsdp"],
         "copies": base,
+        "few": [*base, "--limit", "1"],  # questions: fewer than ranks
     }
     return evaluated(place / "together", cases, ranks=2)
 
@@ -128,6 +133,8 @@ def own(run: Path) -> list[float]:
 
 
 def test_the_loss_is_that_of_the_run_itself_after_the_same_step(place: Path, alone: dict[str, Results]) -> None:
+    first, whole = (alone[case][f"{place}/full"]["held_out"]["target_tokens"] for case in ("first", "runs"))
+    assert 0 < first < whole  # --max_eval_step 1
     for run in ("full", "lora"):
         before, after_one, after_two = own(place / run)
         assert len({round(loss, 4) for loss in (before, after_one, after_two)}) == 3
@@ -142,11 +149,13 @@ def test_the_base_model_stands_beside_it_in_the_bits_that_the_run_had_it_in(
     place: Path, alone: dict[str, Results]
 ) -> None:
     found = json.loads((place / "alone" / "runs.json").read_text())["models"]
-    bases = [model for model in found if model["name"] == f"base: {place}/base"]
+    bases = [model for model in found if model["name"].startswith("base: ")]
+    assert [base["name"].removeprefix(f"base: {place}/base") for base in bases] == ["", " (4bit fp4)", " (grown)"]
     assert [base["held_out"]["loss"] for base in bases] == pytest.approx(
-        [own(place / "full")[0], own(place / "lora")[0]], rel=1e-6
+        [own(place / run)[0] for run in ("full", "lora", "grown")], rel=1e-6
     )
     assert "4bit" in bases[1]["about"] and "4bit" not in bases[0]["about"]
+    assert bases[2]["held_out"]["target_tokens"] != bases[0]["held_out"]["target_tokens"]  # chatml's, not alpaca's
     tuned = alone["runs"][f"{place}/lora"]["held_out"]
     assert tuned["difference"] == pytest.approx(own(place / "lora")[2] - own(place / "lora")[0], rel=1e-5)
 
@@ -170,24 +179,30 @@ def test_the_loss_of_a_plain_folder_is_that_of_plain_transformers(place: Path, a
         assert found["loss"] == pytest.approx(total / count, rel=1e-6)
 
 
-def test_tasks_have_the_numbers_of_lm_evaluation_harness(place: Path, alone: dict[str, Results]) -> None:
+def test_tasks_have_the_numbers_of_lm_evaluation_harness(
+    place: Path, alone: dict[str, Results], together: dict[str, Results]
+) -> None:
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 
     arguments = {"pretrained": str(place / "base"), "dtype": "float32", "device": "cpu", "batch_size": 1}
     files: list[Any] = [f"{place}/{name}.yaml" for name in ("choose", "say", "read")]
     manager = TaskManager(include_defaults=False)
-    theirs = simple_evaluate(model="hf", model_args=arguments, tasks=files, task_manager=manager, log_samples=False)
-    assert theirs is not None
-    ours = alone["tasks"][f"{place}/base"]["tasks"]
-    assert ours["say"]["exact_match"]["value"] == 0.5  # as the rows were made
-    compared = 0
-    for task, found in ours.items():
-        for name, values in found.items():
-            assert values["value"] == pytest.approx(theirs["results"][task][f"{name},none"], rel=1e-5)
-            compared += 1
-    assert compared == 4
-    assert ours["choose"]["acc"]["stderr"] == pytest.approx(theirs["results"]["choose"]["acc_stderr,none"])
+    settings: dict[str, Any] = {"model": "hf", "model_args": arguments, "tasks": files, "log_samples": False}
+    for ours, limit in (alone["tasks"], None), (together["few"], 1):
+        theirs = simple_evaluate(**settings, task_manager=manager, limit=limit)
+        assert theirs is not None
+        numbers = {
+            (task, name): values["value"]
+            for task, found in ours[f"{place}/base"]["tasks"].items()
+            for name, values in found.items()
+        }
+        assert numbers == pytest.approx({key: theirs["results"][key[0]][f"{key[1]},none"] for key in numbers}, rel=1e-5)
+        assert len(numbers) == 4
+        if limit is None:
+            assert numbers["say", "exact_match"] == 0.5  # as the rows were made
+            error = ours[f"{place}/base"]["tasks"]["choose"]["acc"]["stderr"]
+            assert error == pytest.approx(theirs["results"]["choose"]["acc_stderr,none"])
 
 
 def test_two_ranks_find_what_one_finds(place: Path, alone: dict[str, Results], together: dict[str, Results]) -> None:
@@ -197,6 +212,8 @@ def test_two_ranks_find_what_one_finds(place: Path, alone: dict[str, Results], t
             alone["runs"][name]["held_out"]["loss"] if name.endswith("full") else own(place / "full")[0], rel=1e-6
         )
         assert "sharded over 2 ranks" in sharded[name]["about"]
+    [checkpoint] = together["checkpoint"].values()
+    assert checkpoint["held_out"]["loss"] == pytest.approx(own(place / "full")[1], rel=1e-6)
     for found in (sharded[f"base: {place}/base"]["tasks"], together["copies"][f"{place}/base"]["tasks"]):
         assert found.keys() == base.keys()
         for task, values in base.items():
@@ -207,7 +224,8 @@ def test_two_ranks_find_what_one_finds(place: Path, alone: dict[str, Results], t
 def test_what_is_printed_is_a_table_with_the_difference(place: Path, alone: dict[str, Results]) -> None:
     output = (place / "alone" / "output.txt").read_text()
     assert f"Loss on the rows that {place}/full held out (--validation 0.3)" in output
-    [line] = [line.split() for line in output.splitlines() if line.strip().startswith(f"{place}/full  ")]
+    lines = [line.split() for line in output.splitlines() if line.strip().startswith(f"{place}/full  ")]
+    line, _ = lines  # that of the case "first" has other tokens
     found = alone["runs"][f"{place}/full"]["held_out"]
     assert line[1:] == [
         str(found["target_tokens"]),
@@ -227,6 +245,14 @@ def test_the_task_that_comes_with_the_recipes_can_be_asked_without_a_network(pla
     assert isinstance(docs, Dataset) and len(docs) > 200
     assert {len(set(doc["choices"])) for doc in docs} == {4}
     assert {doc["answer"] for doc in docs} == {0, 1, 2, 3}
+
+
+def test_names_are_looked_up_before_a_model_is_loaded(place: Path) -> None:
+    flags = [f"{place}/full", "--base", "--base_model", "nobody/nothing", "--device", "cpu"]
+    finished = forked(REPOSITORY / "recipes" / "evaluate.py", *flags)
+    assert finished.exit_code == 2
+    assert "error: --base_model nobody/nothing: no folder" in finished.output
+    assert f"{place}/full/model" not in finished.output  # as the line says that tells of a model that was loaded
 
 
 def test_mistakes_end_with_exit_code_2(place: Path) -> None:

@@ -6,6 +6,7 @@ import os
 import pty
 import re
 import select
+import shlex
 import shutil
 import signal
 import subprocess
@@ -175,8 +176,10 @@ def test_one_prompt_comes_through_a_pipe_and_only_its_answer_goes_on(runs: Path,
 
 def test_mistakes_are_told_in_a_line(runs: Path, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"prompt": "Hi"}\n{"prompt": "' + "long " * 300 + '"}\n')
+    (tmp_path / "none.txt").touch()
     for flags, told in {
         (runs / "full", "--prompts", tmp_path / "rows.jsonl"): "rows.jsonl:2: ",
+        (runs / "full", "--prompts", tmp_path / "none.txt"): "none.txt: holds no prompts.",
         (runs / "base", "--chat"): "--chat: this model's tokenizer has no chat template.",
         (runs / "lora", "--prompt", "Hi", "--base_model", runs / "merged", "--quantization", "2bit"): "invalid choice",
         (runs / "full", "--prompt_file", runs / "prompts.jsonl"): "--prompts takes a file of many.",
@@ -184,6 +187,38 @@ def test_mistakes_are_told_in_a_line(runs: Path, tmp_path: Path) -> None:
         finished = inference(*flags)
         assert finished.exit_code == 2 and told in finished.output, finished.output
         assert "Traceback" not in finished.output
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "told"),
+    [
+        ("", "<&-", "error: There is no prompt"),
+        ("printf 'a\\377' |", "", "error: The prompt from stdin: is not UTF-8."),
+    ],
+    ids=["closed", "bytes"],
+)
+def test_a_stdin_that_holds_no_text_is_told(before: str, after: str, told: str, runs: Path) -> None:
+    words = " ".join(map(shlex.quote, command(runs / "full")))
+    finished = subprocess.run(
+        f"{before} {words} {after}", shell=True, text=True, capture_output=True, timeout=120,
+        env={**os.environ, **ENVIRONMENT},
+    )  # fmt: skip
+    assert finished.returncode == 2 and finished.stderr.startswith(told) and not finished.stdout, finished.stderr
+
+
+@pytest.mark.parametrize("recipe", ["inference", "evaluate"])
+def test_ctrl_c_while_libraries_are_imported_is_told_in_a_line(recipe: str, runs: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "Hi"}\n')
+    flags = {"inference": ["--prompt", "Hi"], "evaluate": ["--dataset", str(tmp_path / "a.jsonl")]}[recipe]
+    process = subprocess.Popen(
+        [sys.executable, str(INFERENCE.with_name(f"{recipe}.py")), str(runs / "full"), *flags, "--device", "cpu"],
+        env={**os.environ, **ENVIRONMENT}, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    maps, deadline = Path(f"/proc/{process.pid}/maps"), time.monotonic() + 60
+    while "libtorch" not in maps.read_text() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=60) == (None, "stopped by Ctrl-C\n") and process.returncode == 130
 
 
 class Terminal:

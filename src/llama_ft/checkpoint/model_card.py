@@ -11,6 +11,7 @@ from llama_ft.checkpoint.resume import versions
 from llama_ft.config.fields import SETTINGS
 from llama_ft.config.paths import INPUTS, looks_local
 from llama_ft.config.resolved import ONE_RUN_ONLY
+from llama_ft.masking import mask_secrets
 
 # What of a run's settings is no part of its recipe, beside what is one run's only.
 NOT_IN_RECIPE = (*ONE_RUN_ONLY, "device")
@@ -110,4 +111,6 @@ def _without_folder(value: Any) -> Any:
     """A hub name or a relative path as it is; of an absolute path the last part; of a mix, each part so."""
     if isinstance(value, list):
         return [{**part, "path": _without_folder(part["path"])} for part in value]
+    if "://" in value:
+        return mask_secrets(value)
     return Path(value).name if value.startswith(("/", "~")) else value

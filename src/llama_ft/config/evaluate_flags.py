@@ -3,8 +3,9 @@
 import dataclasses
 import importlib.util
 import json
-from argparse import Namespace
-from dataclasses import dataclass
+import os
+from argparse import ArgumentTypeError, Namespace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +14,28 @@ from pydantic import ValidationError
 
 from llama_ft.config.data_names import has_splits, kind_of_data
 from llama_ft.config.fields import SETTINGS, values_of
-from llama_ft.config.inference_flags import GONE, PRECISIONS, find_result, result_complaint
+from llama_ft.config.inference_flags import GONE, PRECISIONS, find_result, result_complaint, whole_number
 from llama_ft.config.load import convert
-from llama_ft.config.paths import BUILT_IN_MODELS, base_model_of, check_paths, looks_local, model_complaint
+from llama_ft.config.paths import (
+    BUILT_IN_MODELS,
+    base_model_of,
+    check_paths,
+    file_complaint,
+    looks_local,
+    model_complaint,
+    output_complaint,
+)
 from llama_ft.config.script_flags import ScriptFlags
-from llama_ft.config.sections import Config
+from llama_ft.config.sections import Config, QuantizationConfig
 from llama_ft.config.values import from_text
-from llama_ft.config.wording import nearest_file
+from llama_ft.config.wording import brief, nearest_file, show
 from llama_ft.errors import UserError
 
 NEEDS_LM_EVAL = "--tasks: lm-evaluation-harness is not installed.\npip install -e '.[eval]' installs it."
 # Settings of the training recipe that say which rows there are, and how they are shared out.
 ROWS = ("dataset", "dataset_split", "dataset_format", "validation", "labels", "truncation", "context_length")
 HOW = ("chat_template", "skip_bad_rows", "batching_strategy", "val_batch_size", "max_eval_step", "tokenize_processes")
+CHOOSING = ("validation", "dataset_split")  # the others say how rows are read, whichever they are
 READ = ("dataset", "validation", "chat_template")
 TASK_FLAGS = ("limit", "num_fewshot", "apply_chat_template")
 
@@ -37,14 +47,14 @@ class Asked:
     Attributes:
         place: what open_model takes.
         name: what it is called in the tables.
-        quantization: bits of its weights; None: as its run had it.
+        quantization: bits of its weights, or all that is to be said of them; None: as its run had it.
         precision: what is computed in.
         resized: its run may have added rows to the embeddings.
     """
 
     place: str
     name: str
-    quantization: str | None
+    quantization: str | QuantizationConfig | None = field(hash=False)
     precision: str
     resized: bool = False
 
@@ -67,7 +77,7 @@ def read_evaluate_flags(argv: list[str], description: str) -> Namespace:
     _add_task_flags(flags)
     options = flags.read(argv)
     mistakes = _model_mistakes(options)
-    mistakes += _task_mistakes(options) + _output_mistakes(options.output_file)
+    mistakes += _task_mistakes(options) + _output_mistakes(options)
     if options.asked or options.dataset:
         mistakes += _row_mistakes(options)
     if mistakes:
@@ -101,6 +111,7 @@ def _add_model_flags(flags: ScriptFlags) -> None:
     flags.add_argument("--enable_fsdp", action="store_true", help="under torchrun: share the weights out over ranks")
     flags.add_argument("--trust_remote_code", action="store_true", help="let the model bring Python code")
     flags.add_argument("--output_file", "--output_path", metavar="FILE", help="write the results as JSON")
+    flags.add_argument("--overwrite", action="store_true", help="with --output_file: replace what is there")
 
 
 def _add_data_flags(flags: ScriptFlags) -> None:
@@ -127,7 +138,7 @@ def _add_task_flags(flags: ScriptFlags) -> None:
         "hellaswag,my_tasks/arithmetic.yaml"
     )  # fmt: skip
     flags.add_argument("--limit", type=_limit, metavar="N", help="only the first N questions of a task, or a share < 1")
-    flags.add_argument("--num_fewshot", type=_count, metavar="N", help="solved examples before each question")
+    flags.add_argument("--num_fewshot", type=whole_number(0), metavar="N", help="solved examples before each question")
     flags.add_argument("--batch_size", type=_batch_size, metavar="N", help="questions at a time, or auto (default 8)")
     flags.add_argument(
         "--apply_chat_template", action="store_true", help="ask the questions as a user's turn of the chat template"
@@ -140,13 +151,13 @@ def _model_mistakes(options: Namespace) -> list[str]:
         options.base_model, options.model_name = options.model_name, None
     options.asked, options.runs = [], {}
     places = [*options.places, *filter(None, (options.model_name, options.peft_model))]
-    if not places:
+    if not places or "" in places:
         return ["MODEL is needed: evaluate.py output/<run>, or the folder or hub name of a model."]
     mistakes = [f"{place}: given twice." for n, place in enumerate(places) if place in places[:n]]
     for place in places:
         complaint = None if place in BUILT_IN_MODELS else result_complaint(place)
         if complaint:
-            mistakes.append(f"{place}: {complaint}")
+            mistakes.append(f"{brief(place)}: {complaint}")
             continue
         run = _settings_of_run(place)
         if run is not None:
@@ -156,8 +167,7 @@ def _model_mistakes(options: Namespace) -> list[str]:
         base = None
         if options.base:
             named = options.base_model or _base_of(place, run)
-            quantization = options.quantization or (run.quantization.mode if run else None)
-            base = Asked(str(named), f"base: {named}", quantization, precision)
+            base = _base(str(named), run, options.quantization, precision)
             if named is None:
                 mistakes.append(f"--base: {place} does not say what it was tuned from.\n--base_model names that model.")
             elif not options.base_model and (complaint := model_complaint(named)):
@@ -166,6 +176,18 @@ def _model_mistakes(options: Namespace) -> list[str]:
     if options.base_model and (complaint := model_complaint(options.base_model)):
         mistakes.append(f"--base_model {options.base_model}: {complaint}")
     return mistakes
+
+
+def _base(named: str, run: Config | None, bits: str | None, precision: str) -> Asked:
+    """As the run had it before its first step, but for what is asked otherwise."""
+    quantization: str | QuantizationConfig | None = bits
+    if run is not None and bits in (None, run.quantization.mode):
+        quantization, bits = run.quantization, run.quantization.mode
+        bits += f" {run.quantization.quant_type}" if bits == "4bit" else ""
+    grown = run is not None and run.model.resize_embeddings
+    notes = [*([bits] if bits and bits != "none" else []), *(["grown"] if grown else [])]
+    name = f"base: {named}" + (f" ({', '.join(notes)})" if notes else "")
+    return Asked(named, name, quantization, precision, grown)
 
 
 def _settings_of_run(place: str) -> Config | None:
@@ -209,11 +231,13 @@ def _row_mistakes(options: Namespace) -> list[str]:
                     f"{runs[0][0]} and {place} held out other rows ({', '.join(differing)}).\n--dataset names rows to "
                     "compare them on."
                 ]
-        if not runs and "validation" in given:
-            return ["--validation: --dataset says of which rows."]
+        if runs and (others := _other_rows(*runs[0], options.config, given)):
+            return others
         if not runs or _holds_none_out(options.config):
             options.rows = "none"
-            return [] if options.tasks else [_no_rows(options.asked[0][0].place, bool(runs))]
+            if options.tasks:
+                return [f"--{name}: --dataset says of which rows." for name in given]
+            return [_no_rows(runs[0][0] if runs else options.asked[0][0].place, bool(runs))]
     shown = {name: places.get(name, f"{runs[0][0]}: its run" if runs else "") for name in READ}
     return check_paths(values_of(options.config), shown, set(SETTINGS) - set(READ))
 
@@ -223,10 +247,21 @@ def _values(run: Config, given: dict[str, str]) -> dict[str, Any]:
     values = {name: getattr(run.data, name) for name in (*ROWS, *HOW) if hasattr(run.data, name)}
     values |= {"val_batch_size": run.train.val_batch_size, "max_eval_step": run.train.max_eval_step}
     values["chat_template"] = None  # it was saved with the result
-    values["streaming"] = run.data.streaming and not {"dataset", "validation"} & given.keys()
+    values["streaming"] = run.data.streaming and "dataset" not in given
     if "dataset" in given:
         values |= {"validation": None, "dataset_split": "train", "dataset_format": "auto"}
     return values | {name: from_text(SETTINGS[name], text) for name, text in given.items()}
+
+
+def _other_rows(place: str, run: Config, config: Config, given: dict[str, str]) -> list[str]:
+    """What makes them others than those that the run held out: rows that it was trained on."""
+    had = {name: getattr(run.data, name) for name in CHOOSING if name in given}
+    return [
+        f"--{name} {given[name]}: the run of {place} had {show(value)}. Without --dataset it is its own "
+        "held-out rows that are taken.\nLeave it out, or name rows that it was not trained on with --dataset."
+        for name, value in had.items()
+        if value != getattr(config.data, name)
+    ]
 
 
 def _no_rows(place: str, is_run: bool) -> str:
@@ -235,10 +270,12 @@ def _no_rows(place: str, is_run: bool) -> str:
             f"{place}: no rows were held out: the run had no --validation.\n--dataset FILE names rows that it was not "
             "trained on."
         )
-    return (
-        f"{place}: is of no run, so it says nothing of held-out rows.\nExpected --dataset FILE, with the rows to "
-        "evaluate, or --tasks."
-    )
+    folder = Path(place).expanduser()
+    if place in BUILT_IN_MODELS or folder.exists():
+        what = "is of no run, so it says nothing of held-out rows."
+    else:
+        what = f"no such folder.{nearest_file(folder)} A model of the hub says nothing of held-out rows."
+    return f"{place}: {what}\nExpected --dataset FILE, with the rows to evaluate, or --tasks."
 
 
 def _differing(one: Config, other: Config) -> list[str]:
@@ -269,12 +306,16 @@ def _task_mistakes(options: Namespace) -> list[str]:
     options.batch_size = options.batch_size or 8
     options.tasks = [name.strip() for name in options.tasks.split(",") if name.strip()]
     mistakes = ["--tasks: names no task."] if not options.tasks else []
+    if options.batch_size == "auto" and options.enable_fsdp:
+        mistakes.append(
+            "--batch_size auto: each rank would try by itself what fits, and with --enable_fsdp none goes on without "
+            "the others.\nExpected a number."
+        )
     if importlib.util.find_spec("lm_eval") is None:
         mistakes.append(NEEDS_LM_EVAL)
     for name in options.tasks:
-        file = Path(name).expanduser()
-        if is_task_file(name) and not file.is_file():
-            mistakes.append(f"--tasks {name}: no such file.{nearest_file(file)}")
+        if is_task_file(name) and (complaint := file_complaint(name)):
+            mistakes.append(f"--tasks {brief(name)}: {complaint}")
     return mistakes
 
 
@@ -283,40 +324,38 @@ def is_task_file(name: str) -> bool:
     return name.endswith((".yaml", ".yml"))
 
 
-def _output_mistakes(name: str | None) -> list[str]:
+def _output_mistakes(options: Namespace) -> list[str]:
+    name = options.output_file
     if name is None:
-        return []
+        return ["--overwrite: nothing is written without --output_file."] if options.overwrite else []
+    if complaint := output_complaint(name):
+        return [f"--output_file {brief(name)}: {complaint}"]
     file = Path(name).expanduser()
-    if file.is_dir():
-        return [f"--output_file {name}: is a folder; expected a file such as {file / 'results.json'}."]
     if file.suffix != ".json":
         return [f"--output_file {name}: JSON is written; expected a name that ends in .json."]
+    if file.exists() and not options.overwrite:
+        return [f"--output_file {name}: is there already. --overwrite replaces it."]
+    read = [options.dataset, options.validation, *(run.data.dataset for run in options.runs.values())]
+    if str(file.resolve()) in {os.path.realpath(os.path.expanduser(data)) for data in read if isinstance(data, str)}:
+        return [f"--output_file {name}: holds the rows, which results would replace. Name another file."]
     return []
 
 
-def _count(text: str) -> int:
-    if not text.isascii() or not text.isdigit():
-        raise ValueError
-    return int(text)
-
-
 def _limit(text: str) -> int | float:
-    if text.isdigit() and int(text) > 0:
-        return int(text)
-    share = float(text)
-    if not 0 < share < 1:
-        raise ValueError
-    return share
+    try:
+        if 0 < float(text) < 1:
+            return float(text)
+    except ValueError:
+        pass
+    return _whole_number_or("a share between 0 and 1", text)
 
 
 def _batch_size(text: str) -> int | str:
-    if text == "auto":
-        return text
-    if not _count(text):
-        raise ValueError
-    return int(text)
+    return text if text == "auto" else _whole_number_or("auto", text)
 
 
-_count.__name__ = "whole number"  # argparse names them in its messages
-_limit.__name__ = "whole number, or a share below 1"
-_batch_size.__name__ = "whole number, or auto"
+def _whole_number_or(other: str, text: str) -> int:
+    try:
+        return whole_number(1)(text)
+    except ArgumentTypeError as error:
+        raise ArgumentTypeError(str(error).replace("from 1", f"from 1, or {other}", 1)) from error

@@ -13,15 +13,13 @@ from typing import Any
 import fire
 from fire.decorators import SetParseFn
 
-from llama_ft.config.fields import Setting
+from llama_ft.config.fields import SETTINGS, Setting
 from llama_ft.config.names import guess, known, told_apart
-from llama_ft.config.values import Given, from_text
+from llama_ft.config.values import FALSE_WORDS, TRUE_WORDS, Given, from_text
 from llama_ft.config.wording import expected, nearest
 
 NEGATIVE_NUMBER = re.compile(r"-(\.?\d|inf|nan)", re.IGNORECASE)
 TYPOGRAPHIC_DASHES = ("\u2013", "\u2014")  # what word processors and web pages make of --
-TRUE_WORDS = ("true", "t", "yes", "y", "on", "1")
-FALSE_WORDS = ("false", "f", "no", "n", "off", "0")
 
 
 @dataclass(frozen=True)
@@ -181,7 +179,9 @@ def _text(word: Word, setting: Setting, negated: bool) -> tuple[str, str | None]
 
 def _unknown(word: Word) -> str:
     """Say what an unknown flag may have meant."""
-    said = told_apart(word.name)
+    said = told_apart(word.name, word.value)
+    if not said and word.name.startswith("no_"):
+        said = told_apart(word.name.removeprefix("no_"), "false")
     if said:
         return word.flag + said
     if _like_config(word.name):
@@ -202,11 +202,13 @@ def _one_dash(word: Word) -> str:
 def _stray(word: Word) -> str:
     """Say what a word without a flag may have meant."""
     text = word.value or ""
-    name = text.partition("=")[0]
+    name, _, value = text.partition("=")
     if "=" in text and _setting(name.replace("-", "_"))[0]:
         return f'"{text}" is not a flag. Did you mean --{text}?'
-    if "=" in text and (said := told_apart(name)):  # torchtune's way of writing them
+    if "=" in text and (said := told_apart(name, value)):  # torchtune's way of writing them
         return f'"{text}" is not a flag. {name}{said}'
+    if "=" in text and name.rpartition(".")[2] in SETTINGS and (meant := guess(name)):  # model.lora_alpha=16
+        return f'"{text}" is not a flag. Did you mean {meant.as_flag} {value}?'
     if text.endswith((".yaml", ".yml")):
         return f'"{text}" stands alone. Did you mean --config {text}?'
     if word.before:

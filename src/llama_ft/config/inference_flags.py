@@ -10,12 +10,21 @@ from typing import Literal
 
 from llama_ft.commands import shown
 from llama_ft.config.export_flags import export_kind
-from llama_ft.config.paths import adapter_complaint, looks_local, model_complaint
+from llama_ft.config.paths import (
+    adapter_complaint,
+    base_model_of,
+    file_complaint,
+    looks_local,
+    looks_safely,
+    model_complaint,
+    output_complaint,
+)
 from llama_ft.config.script_flags import ScriptFlags
-from llama_ft.config.wording import nearest_file
+from llama_ft.config.wording import brief, nearest_file
 from llama_ft.errors import UserError
 
 Result = Literal["checkpoint", "run", "adapter", "model"]  # run: one without a result, but with checkpoints
+MOST_DIGITS = 18
 PRECISIONS = ("auto", "bf16", "fp16", "fp32", "bf16_mixed", "bf16_pure")
 SAFETY = "answers are not judged here. Leave it out"
 # llama-recipes' flags whose meaning is gone, with what to do instead.
@@ -49,6 +58,7 @@ def find_result(folder: Path) -> tuple[Result, Path] | None:
     return ("run", folder) if kind == "run" else None
 
 
+@looks_safely
 def result_complaint(name: str) -> str | None:
     """Say why `name` is nothing that can be loaded: a run's directory, a checkpoint, an adapter, a model's folder or
     hub name."""
@@ -85,16 +95,32 @@ def read_inference_flags(argv: list[str], description: str) -> Namespace:
     _add_prompt_flags(flags)
     _add_sampling_flags(flags)
     options = flags.read(argv)
-    mistakes = [*_place_mistakes(options), *_prompt_mistakes(options)]
+    mistakes = [*_place_mistakes(options), *_prompt_mistakes(options), *_text_mistakes(options)]
     if options.do_sample is False and options.temperature:
         mistakes.append(f"--do_sample False: --temperature {options.temperature:g} asks for sampling.")
     if options.do_sample and options.temperature == 0:
         mistakes.append("--do_sample: --temperature 0 asks for the likeliest token each time.")
-    if mistakes:
-        raise UserError(*mistakes)
     if options.do_sample is False:
         options.temperature = 0.0
+    if options.temperature == 0:
+        mistakes += unused_sampling(options)
+    if mistakes:
+        raise UserError(*mistakes)
     return options
+
+
+def unused_sampling(options: Namespace) -> list[str]:
+    """A message for each flag that says nothing of answers made of the likeliest tokens."""
+    given = [name for name in ("top_p", "top_k") if getattr(options, name) is not None]
+    return [
+        f"--{name}: nothing is sampled: the likeliest token is taken each time.\n--temperature above 0 samples."
+        for name in given
+    ]
+
+
+def is_utf8(text: str) -> bool:
+    """Whether text can be written down: bytes that are not UTF-8 stand in it as halves of surrogate pairs."""
+    return not any("\ud800" <= letter <= "\udfff" for letter in text)
 
 
 def _add_model_flags(flags: ScriptFlags) -> None:
@@ -158,7 +184,7 @@ def _add_sampling_flags(flags: ScriptFlags) -> None:
     )  # fmt: skip
     flags.add_argument("--top_p", type=number(1), metavar="P", help="sample from the likeliest that make up P")
     flags.add_argument("--top_k", type=whole_number(0), metavar="K", help="sample from the K likeliest; 0: from all")
-    flags.add_argument("--repetition_penalty", type=number(), metavar="R", help="above 1: repeat less")
+    flags.add_argument("--repetition_penalty", type=number(above_zero=True), metavar="R", help="above 1: repeat less")
     flags.add_argument(
         "--do_sample", nargs="?", const=True, type=_boolean, metavar="True|False", help="False is --temperature 0"
     )
@@ -185,10 +211,25 @@ def _place_mistakes(options: Namespace) -> list[str]:
     [(flag, options.place)] = given.items()
     where = "" if flag == "MODEL" else f"{flag} "
     if complaint := result_complaint(options.place):
+        mistakes.append(f"{where}{brief(options.place)}: {complaint}")
+    elif not options.base_model and (complaint := _base_complaint(options.place)):
         mistakes.append(f"{where}{options.place}: {complaint}")
     if options.base_model and (complaint := model_complaint(options.base_model)):
-        mistakes.append(f"--base_model {options.base_model}: {complaint}")
+        mistakes.append(f"--base_model {brief(options.base_model)}: {complaint}")
     return mistakes
+
+
+def _base_complaint(place: str) -> str | None:
+    """Say why the model that an adapter names as its base is not there."""
+    found = find_result(Path(place).expanduser())
+    if found is None or found[0] != "adapter":
+        return None
+    try:
+        named = base_model_of(str(found[1]))
+    except UserError as error:
+        return error.messages[0]
+    complaint = model_complaint(named)
+    return f"its base model {named}: {complaint}\n--base_model says where it is now." if complaint else None
 
 
 def _prompt_mistakes(options: Namespace) -> list[str]:
@@ -203,14 +244,18 @@ def _prompt_mistakes(options: Namespace) -> list[str]:
         options.mode = "chat"
     mistakes = []
     for flag in ("--prompt_file", "--prompts"):
-        if ways[flag] is not None and not Path(ways[flag]).expanduser().is_file():
-            mistakes.append(f"{flag} {ways[flag]}: no such file.{nearest_file(Path(ways[flag]).expanduser())}")
+        if ways[flag] is not None and (complaint := file_complaint(ways[flag])):
+            mistakes.append(f"{flag} {brief(ways[flag])}: {complaint}")
     if options.prompt_file and options.prompt_file.endswith(".jsonl"):
         mistakes.append("--prompt_file: is one prompt. --prompts takes a file of many.")
     if options.prompts and not options.prompts.endswith((".txt", ".jsonl")):
         mistakes.append(f"--prompts {options.prompts}: expected .txt, a prompt a line, or .jsonl.")
     if options.output_file and options.mode != "many":
         mistakes.append("--output_file: is for the answers to --prompts. One answer goes to stdout.")
+    elif options.output_file and (complaint := output_complaint(options.output_file)):
+        mistakes.append(f"--output_file {brief(options.output_file)}: {complaint}")
+    elif options.output_file and not mistakes and _is_same(options.output_file, options.prompts):
+        mistakes.append(f"--output_file {options.output_file}: is what --prompts reads. Choose another file.")
     if options.overwrite and not options.output_file:
         mistakes.append("--overwrite: nothing is written without --output_file.")
     if options.no_chat_template and options.system_prompt:
@@ -222,25 +267,38 @@ def _prompt_mistakes(options: Namespace) -> list[str]:
     return mistakes
 
 
+def _is_same(one: str, other: str) -> bool:
+    file = Path(one).expanduser()
+    return file.exists() and file.samefile(Path(other).expanduser())
+
+
+def _text_mistakes(options: Namespace) -> list[str]:
+    texts = {"--prompt": [options.prompt], "--system_prompt": [options.system_prompt], "--stop": options.stop}
+    mistakes = [f"{flag}: is not UTF-8." for flag, given in texts.items() if not all(is_utf8(it or "") for it in given)]
+    return mistakes + ["--stop: is empty; expected text to end before."] * ("" in options.stop)
+
+
 def whole_number(least: int) -> Callable[[str], int]:
     def read(text: str) -> int:
-        if not text.isascii() or not text.isdigit() or int(text) < least:
-            raise ArgumentTypeError(f"expected a whole number from {least}, not {text}")
+        is_number = text.isascii() and text.isdigit()
+        if is_number and len(text) > MOST_DIGITS:
+            raise ArgumentTypeError(f"expected at most {MOST_DIGITS} digits, not {len(text)}")
+        if not is_number or int(text) < least:
+            raise ArgumentTypeError(f"expected a whole number from {least}, not {brief(text) or 'nothing'}")
         return int(text)
 
     return read
 
 
-def number(most: float = math.inf) -> Callable[[str], float]:
+def number(most: float = math.inf, above_zero: bool = False) -> Callable[[str], float]:
     def read(text: str) -> float:
         try:
             value = float(text)
         except ValueError:
             value = math.nan
-        if not 0 <= value <= most or value == math.inf:
-            raise ArgumentTypeError(
-                f"expected a number from 0{'' if most == math.inf else f' to {most:g}'}, not {text}"
-            )
+        if not 0 <= value <= most or value == math.inf or (above_zero and not value):
+            limits = ("above 0" if above_zero else "from 0") + ("" if most == math.inf else f" to {most:g}")
+            raise ArgumentTypeError(f"expected a number {limits}, not {brief(text) or 'nothing'}")
         return value
 
     return read

@@ -13,6 +13,7 @@ from llama_ft.config.paths import check_paths
 from llama_ft.config.recipe_file import read_recipe
 from llama_ft.config.rules import broken_rules
 from llama_ft.config.sections import Config
+from llama_ft.config.trainers import OPTIMIZERS
 from llama_ft.config.values import Given
 from llama_ft.config.wording import expected, is_flag, nearest, one_of, show, subject
 from llama_ft.errors import UserError
@@ -49,7 +50,7 @@ def load(argv: list[str], demo_recipe: Path | None = None, *, paths: bool = True
     if file.readable and "config" not in unknown:
         mistakes += broken_rules(valid, places, unknown)
     if paths:
-        mistakes += check_paths(valid, places, unknown)
+        mistakes += [mistake for mistake in check_paths(valid, places, unknown) if mistake not in mistakes]
     if mistakes:
         raise UserError(*mistakes)
     return config, {SETTINGS[name].dotted: place for name, place in places.items()}
@@ -113,8 +114,10 @@ def _complaint(setting: Setting, value: Any, kind: str, context: Mapping[str, An
     if kind == "empty":
         return f"{head} has no value; expected {expected(setting)}."
     if kind == "literal_error":
-        match = nearest(shown, setting.choices)
+        match = OPTIMIZERS.get(shown) or nearest(shown, setting.choices)
         hint = f" Did you mean {match}?" if match else ""
+        if shown.lower() in ("none", "null"):  # what others write for unset
+            hint = f" Leave it out for {show(setting.default)}."
         wanted = f"expected {one_of(setting.choices)}.{hint}"
         return f"{head} {shown}: {wanted}" if typed else f'{head} is "{shown}"; {wanted}'
     limits = {

@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from llama_ft.config.fields import SECTIONS, SETTINGS, Setting
-from llama_ft.config.trainers import PEFT_METHOD, TRAINERS
+from llama_ft.config.trainers import OF_FALSE, PEFT_METHOD, TRAINERS
+from llama_ft.config.values import FALSE_WORDS
 from llama_ft.config.wording import nearest
 
 # llama-recipes' dotted prefixes, and the sections whose fields they may name.
@@ -92,20 +93,26 @@ def known(name: str) -> Setting | None:
     return None
 
 
-def told_apart(name: str, *, as_key: bool = False) -> str | None:
+def told_apart(name: str, value: str | None = None, *, as_key: bool = False) -> str | None:
     """Return what to say after an unknown name that is another trainer's; None where it is nobody's.
 
     Args:
         name: the name, plain or with a prefix.
+        value: what it is set to, as typed: "false" is not answered with what the name says.
         as_key: name our setting as YAML does (train.lr), not as a flag.
     """
     owners, here = _elsewhere(name)
     if here is None:
         return None
-    meant = _as_guess(here)
-    if meant is None:
-        return f", known from {' and '.join(owners)}, is not used here: {here}."
     whose = " and ".join(owner + ("'" if owner.endswith("s") else "'s") for owner in owners)
+    meant = _as_guess(here)
+    if _is_off(here, value):
+        meant = _as_guess(OF_FALSE.get(here, ""))
+        if meant is None:
+            return f" is {whose} name; for {value} leave it out."
+    if meant is None:
+        page = next((trainer.page for trainer in TRAINERS if trainer.name == owners[0]), "")
+        return f", known from {' and '.join(owners)}, is not used here: {here.format(page=page)}."
     return f" is {whose} name; here it is {meant.as_key if as_key else meant.as_flag}."
 
 
@@ -119,6 +126,14 @@ def guess(name: str) -> Guess | None:
     meant = known(others.get(field, field).partition(" ")[0])
     match = field if meant else nearest(field, [*SETTINGS, "quantization", *others])
     return _as_guess(others.get(match, match)) if match else None
+
+
+def _is_off(here: str, value: str | None) -> bool:
+    """Whether a value takes back what an entry of trainers.py says: the setting's value, or what to do."""
+    meant, off = _as_guess(here), (value or "").lower()
+    if meant:
+        return meant.value is not None and off in FALSE_WORDS
+    return off == "false" and here.startswith(("use ", "name ")) and "false" not in here
 
 
 def _as_guess(here: str) -> Guess | None:

@@ -1,13 +1,15 @@
 """Check the files and folders a configuration names, without torch, before anything slow begins."""
 
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
 from llama_ft.config.data_names import data_complaint, is_split_of, kind_of_data
-from llama_ft.config.output_dir import output_dir_complaint
-from llama_ft.config.rules import as_fraction
+from llama_ft.config.output_dir import not_writable, output_dir_complaint
+from llama_ft.config.rules import SECRET_IN_URL, as_fraction, holds_secret
 from llama_ft.config.wording import nearest, nearest_file, subject
 from llama_ft.errors import UserError
 from llama_ft.restarts import may_be_restarted
@@ -46,6 +48,9 @@ def check_paths(values: Mapping[str, Any], places: Mapping[str, str], invalid: s
         value = values[name]
         if name in invalid or (value is None and name != "output_dir"):
             continue
+        if holds_secret(value):
+            messages.append(f"{subject(name, places)} {SECRET_IN_URL}")  # as its rule, which not all callers ask
+            continue
         complaint = _told(complaint_of, value)
         if complaint:
             shown = "" if value is None or isinstance(value, list) else f" {value}"
@@ -76,8 +81,40 @@ def _chat_template(name: str) -> str | None:
 def _told(complaint_of: Callable[[Any], str | None], value: Any) -> str | None:
     try:
         return complaint_of(value)
-    except (OSError, ValueError) as error:  # no permission to look, a name too long, a null character
-        return f"cannot be looked at: {getattr(error, 'strerror', None) or error}."
+    except (OSError, ValueError, RuntimeError) as error:  # no permission, a name too long, a null character, ~nobody
+        return f"cannot be looked at: {failing(error)}."
+
+
+def failing(error: Exception) -> str:
+    """What is wrong with a path that cannot be looked at, without the path."""
+    return str(getattr(error, "strerror", None) or error).rstrip(".")
+
+
+def looks_safely(complaint_of: Callable[[str], str | None]) -> Callable[[str], str | None]:
+    """Have what says why a path is wrong say so too where it cannot be looked at."""
+    return wraps(complaint_of)(lambda name: _told(complaint_of, name))
+
+
+@looks_safely
+def file_complaint(name: str) -> str | None:
+    """Say why `name` is no file that can be read."""
+    file = Path(name).expanduser()
+    if file.is_dir():
+        return "is a folder; expected a file."
+    return None if file.exists() else f"no such file.{nearest_file(file)}"
+
+
+@looks_safely
+def output_complaint(name: str) -> str | None:
+    """Say why no file `name` can be written; rank 0 alone asks, because it alone writes."""
+    if os.environ.get("RANK", "0") != "0":
+        return None
+    file = Path(name).expanduser()
+    if file.is_dir():
+        return "is a folder; expected a file in it."
+    if file.exists():
+        return None if os.access(file, os.W_OK) else "cannot be written to: Permission denied."
+    return not_writable(file.parent)
 
 
 def _goes_on(resume: str | None, directory: str | None) -> bool:
@@ -108,6 +145,7 @@ def looks_local(name: str) -> bool:
     return name.startswith((".", "/", "~")) or name.count("/") > 1 or name.endswith("/") or Path(name).exists()
 
 
+@looks_safely
 def model_complaint(name: str) -> str | None:
     """Say why `name` is neither a folder with config.json and weights nor a hub name."""
     if name in BUILT_IN_MODELS or not looks_local(name):

@@ -22,6 +22,7 @@ MARKS = {
     "model_name_or_path": ("TRL, or for another that takes transformers' arguments", "TRL"),
     "distributed_type": ("accelerate", "TRL"),
 }
+DEEPSPEED = ("zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu")
 OURS = {"train", "data", "checkpoint"}  # of our sections those that no such recipe has
 BAREWORD_MODES = {"true": "8bit", "false": "none"}
 
@@ -109,6 +110,11 @@ def _someone_elses(root: yaml.MappingNode, shown: str) -> str | None:
     keys = {str(key.value): key for key, _ in root.value}
     if not OURS & keys.keys():
         found += [(keys[mark], *owner) for mark, owner in MARKS.items() if mark in keys]
+        if marks := [keys[mark] for mark in DEEPSPEED if mark in keys]:
+            return (
+                f"{_at(shown, marks[0])}: {marks[0].value} tells that this is a configuration for DeepSpeed.\n"
+                "Leave it out and use --enable_fsdp: FSDP2 shards parameters, gradients and optimizer, as ZeRO 3 does."
+            )
     if not found:
         return None
     key, program, trainer = found[0]
@@ -132,7 +138,7 @@ def _read_section(section: str, place: str, node: yaml.Node, shown: str, given: 
             setting = SETTINGS.get(key)
             if setting is None or setting.section != section:
                 _doubt(key, given)
-                given.mistakes.append(_not_a_setting(section, key, key_place))
+                given.mistakes.append(_not_a_setting(section, key, key_place, value_node))
             else:
                 _set(setting, _value(setting, value_node), key_place, given)
     elif node.tag != NULL:  # a section whose settings are all commented out is empty, and fine
@@ -165,11 +171,15 @@ def _value(setting: Setting, node: yaml.Node) -> Any:
     return {}
 
 
+def _typed(node: yaml.Node) -> str | None:
+    return node.value if isinstance(node, yaml.ScalarNode) else None
+
+
 def _not_a_section(name: str, place: str, node: yaml.Node) -> str:
     setting = known(name)
     if setting is not None:
         return f"{place}: {name} stands outside its section; write it as {setting.name} below {setting.section}:"
-    said = told_apart(name, as_key=True)
+    said = None if name in CLASSES else told_apart(name, _typed(node), as_key=True)
     if said:
         return f"{place}: {name}{said}"
     match = CLASSES.get(name) or nearest(name, SECTIONS)
@@ -180,8 +190,8 @@ def _not_a_section(name: str, place: str, node: yaml.Node) -> str:
     return f"{place}: {name} is not a section. {hint}"
 
 
-def _not_a_setting(section: str, name: str, place: str) -> str:
-    said = told_apart(name, as_key=True)
+def _not_a_setting(section: str, name: str, place: str, node: yaml.Node) -> str:
+    said = told_apart(name, _typed(node), as_key=True)
     if said:
         return f"{place}: {section}.{name}{said}"
     meant = guess(name)

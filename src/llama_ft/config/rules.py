@@ -26,7 +26,13 @@ from llama_ft.config.tracking_names import (
 )
 from llama_ft.config.wording import NO_PLACES, one_of, subject
 from llama_ft.errors import UserError
+from llama_ft.masking import is_url_with_secret
 
+SECRET_IN_URL = (
+    "has a password, key or signature in its URL, and settings are written down.\nDownload it first, or use s3:// or "
+    "gs:// with credentials from the environment, or put the password into ~/.netrc and\n"
+    """set FSSPEC_HTTPS='{"client_kwargs": {"trust_env": true}}'."""
+)
 STEPS_BEFORE_PROFILE, PROFILED_STEPS = 3, 3  # of a process; llama-recipes' wait of 1, warm-up of 2, and 3 active ones
 SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?B", re.IGNORECASE)
 SIZE_BYTES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
@@ -344,7 +350,23 @@ def broken_rules(
             complaint = rule(*(values[name] for name in reads))
             if complaint:
                 messages.append(f"{subject(reads[0], places)} {complaint}")
-    return messages + without_effect(values, places, invalid)
+    return messages + _secrets(values, places, invalid) + without_effect(values, places, invalid)
+
+
+def _secrets(values: Mapping[str, Any], places: Mapping[str, str], invalid: frozenset[str] | set[str]) -> list[str]:
+    """Settings are written to config.yaml, checkpoints and the model's card, so no URL may bring a key."""
+    return [
+        f"{subject(name, places)} {SECRET_IN_URL}"
+        for name, value in values.items()
+        if name not in invalid and name != "mlflow_tracking_uri" and holds_secret(value)  # which has its own rule
+    ]
+
+
+def holds_secret(value: Any) -> bool:
+    """Tell whether a setting, or a part of it, is a URL with a password or a key in it."""
+    if isinstance(value, dict):
+        return any(map(holds_secret, value.values()))
+    return any(map(holds_secret, value)) if isinstance(value, list) else is_url_with_secret(str(value))
 
 
 def check_device(config: Config, places: Mapping[str, str], device: str) -> None:

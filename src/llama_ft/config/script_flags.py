@@ -42,7 +42,9 @@ class ScriptFlags(argparse.ArgumentParser):
         except UserError as error:
             mistakes += error.messages
         if mistakes or strays:
-            raise UserError(*(mistakes or [f'"{word}" stands alone: a value follows its flag.' for word in strays]))
+            names = [action.metavar for action in self._get_positional_actions() if action.nargs == "?"]
+            why = f"there is one {names[0]}, and a value follows its flag" if names else "a value follows its flag"
+            raise UserError(*(mistakes or [f'"{word}" stands alone: {why}.' for word in strays]))
         return options
 
     def error(self, message: str) -> NoReturn:

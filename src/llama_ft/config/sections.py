@@ -393,8 +393,9 @@ class TrackingConfig:
     wandb_tags: list[str] = Field(default_factory=list)
     """Tags of the W&B run."""
 
-    wandb_mode: Literal["online", "offline"] = "online"
-    """offline needs neither network nor key, and the run ends with the command that uploads it."""
+    wandb_mode: Literal["online", "offline"] | None = None
+    """offline needs neither network nor key, and the run ends with the command that uploads it; when not given, what
+    the environment's WANDB_MODE says, else online."""
 
     wandb_group: str | None = None
     """Group of the W&B run, for runs that belong together."""

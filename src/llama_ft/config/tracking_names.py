@@ -2,10 +2,13 @@
 
 import re
 
+from llama_ft.masking import is_secret_name, is_url_with_secret, mask_secrets
+
 PROJECT = re.compile(r"[^/\\#?%:]{1,128}")
 FOLDER = re.compile(r"(/|\.|~|[^:]*$)")
 SCHEMES = ("http://", "https://", "file:", "sqlite:///", "databricks")
 WITH_PASSWORD = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]*@", re.IGNORECASE)
+NO_HOST = re.compile(r"https?://([/:?#]|$)", re.IGNORECASE)
 MLFLOW_NAME = re.compile(r"[\w.\-/: ]{1,250}")
 
 
@@ -46,6 +49,8 @@ def mlflow_tags_complaint(mlflow_tags: list[str]) -> str | None:
     """Say which tags are no name=value that MLflow takes."""
     for tag in mlflow_tags:
         name, equals, _ = tag.partition("=")
+        if is_secret_name(name) or mask_secrets(tag) != tag:
+            return f"has {name}, which looks like a secret, and settings are written down. Leave it out."
         if not equals or not MLFLOW_NAME.fullmatch(name):
             return f"has {tag!r}; expected name=value, the name of letters, digits and _ . - / :"
     return None
@@ -60,6 +65,10 @@ def store_complaint(mlflow_tracking_uri: str | None) -> str | None:
             "has a user or password in it, and settings are written down. Leave them out and set "
             "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD."
         )
+    if is_url_with_secret(mlflow_tracking_uri):
+        return "has a key in its query, and settings are written down. Leave it out and set MLFLOW_TRACKING_TOKEN."
+    if NO_HOST.match(mlflow_tracking_uri):
+        return f"is {mlflow_tracking_uri!r}, which names no host; expected https://host:port."
     if mlflow_tracking_uri.startswith(SCHEMES) or (mlflow_tracking_uri and FOLDER.match(mlflow_tracking_uri)):
         return None
     return (

@@ -43,16 +43,29 @@ NOT_REENTRANT = "recomputation is never reentrant. Leave it out"
 NO_FP8 = "nothing is computed in fp8. Use precision bf16_mixed"
 TOKENS = "save them in a tokenizer, and use tokenizer_name and resize_embeddings"
 PEFT_METHOD = "peft_method lora is the one that exists"
+STATE_DICTS = "checkpoints are always sharded, and the result is in Hugging Face format. Leave it out"
+SAID_BY_CONFIG = "config.json says it. Leave it out"
+NOTHING = "nothing takes its place, as {page} says. Leave it out"
+
+# What false says where the name, without it, says another value than our default; of all others it is our default.
+OF_FALSE = {
+    "precision bf16_mixed": "precision fp32",
+    "batching_strategy packing": "batching_strategy padding",
+    "labels completion": "labels all",
+    "labels assistant": "labels all",
+}
+# Optimizers of transformers' (optim, axolotl's optimizer) that a likeness of letters would not find.
+OPTIMIZERS = {"adamw_torch": "AdamW", "adamw_torch_fused": "AdamW", "adamw_hf": "AdamW"}
 
 LLAMA_RECIPES = {
     "one_gpu": "a run without torchrun is one process on one device. Leave it out",
     "pure_bf16": "use precision bf16_pure",
-    "mixed_precision": "use precision bf16_mixed (the default) or fp32",
+    "mixed_precision": "use precision bf16_mixed (the default), or fp32 for false",
     "use_fp16": "use precision bf16_mixed (the default), or fp16 on GPUs without bf16",
     "use_fast_kernels": "use attn_implementation; sdpa, which auto takes, has torch's fastest kernels",
     "hsdp": "use sharding_strategy HYBRID_SHARD",
     "replica_group_size": REPLICAS,
-    "checkpoint_type": "checkpoints are always sharded, and the result is in Hugging Face format. Leave it out",
+    "checkpoint_type": STATE_DICTS,
     "fsdp_activation_checkpointing": "use activation_checkpointing full",
     "enable_activation_checkpointing": "activation_checkpointing full",
     "activation_checkpointing_use_reentrant": NOT_REENTRANT,
@@ -129,10 +142,26 @@ TRANSFORMERS = {
     "cpu_ram_efficient_loading": "low_cpu_fsdp",
     "auto_wrap_policy": "fsdp_wrap_policy",
     "transformer_layer_cls_to_wrap": "decoder layers are found by themselves. Leave it out",
-    "state_dict_type": "checkpoints are always sharded, and the result is in Hugging Face format. Leave it out",
+    "state_dict_type": STATE_DICTS,
+    "fsdp_config": "enable_fsdp",
+    "tf32": NOTHING,
 }
 
+# Names of TRL's that nothing here takes the place of.
+TRL_ALONE = """
+model_init_kwargs router_aux_loss_coef pad_to_multiple_of dataset_kwargs ignore_bias_buffers length_column_name
+dataloader_drop_last dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor
+dataloader_multiprocessing_context dataloader_in_order remove_unused_columns label_names optim_target_modules
+lr_scheduler_kwargs bf16_full_eval fp16_full_eval average_tokens_across_devices torch_empty_cache_steps
+full_determinism accelerator_config parallelism_config do_predict debug local_rank prediction_loss_only
+include_for_metrics batch_eval_metrics eval_accumulation_steps eval_do_concat_batches eval_use_gather_object
+save_on_each_node enable_jit_checkpoint ignore_data_skip restore_callback_states_from_checkpoint trackio_space_id
+trackio_bucket_id trackio_static_space_id log_level log_level_replica disable_tqdm include_num_input_tokens_seen
+skip_memory_metrics ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph ddp_backend
+"""
+
 TRL = TRANSFORMERS | {
+    **dict.fromkeys(TRL_ALONE.split(), NOTHING),
     "model_name_or_path": "model_name",
     "dtype": "precision",
     "torch_dtype": "precision",
@@ -183,6 +212,20 @@ TRL = TRANSFORMERS | {
     "use_bnb_nested_quant": DOUBLE_QUANT,
     "bnb_4bit_quant_storage": QUANT_STORAGE,
     "lora_task_type": LANGUAGE_MODELS,
+    "activation_checkpointing_kwargs": NOT_REENTRANT,
+    "torch_compile_backend": "use compile, which takes torch's default backend",
+    "torch_compile_mode": "use compile, which takes torch's default mode",
+    "liger_kernel_config": "use use_liger, which takes all of Liger's but its loss",
+    "eval_delay": "use eval_steps: validation is after every epoch, and every so many steps",
+    "eval_on_start": "validation is before training too; eval_steps says when else. Leave it out",
+    "metric_for_best_model": "early_stopping_patience goes by the validation loss. Leave it out",
+    "greater_is_better": "early_stopping_patience goes by the validation loss. Leave it out",
+    "hub_always_push": HUB,
+    "logging_strategy": "use log_steps, a number of optimizer steps",
+    "logging_first_step": "log_steps 1, the default, writes every step. Leave it out",
+    "log_on_each_node": "rank 0 alone writes, with every log_steps. Leave it out",
+    "logging_nan_inf_filter": "nothing is filtered; log_steps says how often to write. Leave it out",
+    "distributed_type": "enable_fsdp",
 }
 
 TORCHTUNE = {
@@ -239,12 +282,27 @@ TORCHTUNE = {
     "metric_logger": REPORTS,
     "profiler.enabled": "use_profiler",
     "profiler.output_dir": "profiler_dir",
+    "optimizer._component_": "optimizer",
+    "lr_scheduler._component_": "lr_scheduler",
+    "model._component_": SAID_BY_CONFIG,
+    "checkpointer._component_": SAID_BY_CONFIG,
+    "tokenizer._component_": SAID_BY_CONFIG,
+    "fp8_recipe_name": NO_FP8,
+    "collate_fn": NOTHING,
 }
 
+# The same of axolotl.
+AXOLOTL_ALONE = """
+base_model_config cls_model_config processor_type tokenizer_use_fast peft_layers_to_transform loraplus_lr_ratio relora
+lora_mlp_kernel lora_qkv_kernel lora_o_kernel sample_packing_group_size shuffle_merged_datasets cosine_min_lr_ratio
+float16 trl
+"""
+
 AXOLOTL = TRANSFORMERS | {
+    **dict.fromkeys(AXOLOTL_ALONE.split(), NOTHING),
     "base_model": "model_name",
     "tokenizer_config": "tokenizer_name",
-    "model_type": "config.json says it. Leave it out",
+    "model_type": SAID_BY_CONFIG,
     "tokenizer_type": "the tokenizer's own files say it. Leave it out",
     "special_tokens": TOKENS,
     "tokens": TOKENS,
@@ -296,6 +354,10 @@ AXOLOTL = TRANSFORMERS | {
     "profiler_steps": "memory_snapshot",
     "gpu_memory_limit": "use device_memory_fraction, a share of the GPU such as 0.6",
     "rl": "this trains on given answers (supervised fine-tuning) only",
+    "added_tokens_overrides": TOKENS,
+    "liger_fused_linear_cross_entropy": "the loss is computed in parts anyway; use_liger has the rest. Leave it out",
+    "plugins": "use_liger is the one of them that exists",
+    "final_state_dict_type": STATE_DICTS,
 }
 
 TRAINERS = (

@@ -13,6 +13,8 @@ import yaml
 
 from llama_ft.config.fields import Setting
 
+TRUE_WORDS = ("true", "t", "yes", "y", "on", "1")
+FALSE_WORDS = ("false", "f", "no", "n", "off", "0")
 PLAIN_NAME = re.compile(r"[\w.\-]+")
 
 

@@ -9,7 +9,9 @@ from typing import Any
 from llama_ft.config.fields import SETTINGS, Setting
 
 NO_PLACES: Mapping[str, str] = {}
+LONGEST_SHOWN = 100
 LIKENESS_OF_A_SLIP = 0.6  # as difflib.get_close_matches has it
+LIKENESS_OF_FILES = {True: 0.65, False: 0.8}  # with the same ending, with another; nope and NOTICE have 0.6
 
 
 def is_flag(place: str) -> bool:
@@ -61,6 +63,11 @@ def expected(setting: Setting) -> str:
     return kinds.get(setting.kind, "a list of names, or all-linear")
 
 
+def brief(text: str) -> str:
+    """Show what may be much too long."""
+    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}... ({len(text)} characters)"
+
+
 def size_text(size_bytes: float) -> str:
     """Show a size in memory or on disk: `1.22 GiB`, `48.5 MiB`."""
     return f"{size_bytes / 2**30:,.2f} GiB" if size_bytes >= 2**30 else f"{size_bytes / 2**20:,.1f} MiB"
@@ -72,11 +79,11 @@ def one_of(words: Iterable[str]) -> str:
     return f"{', '.join(others)} or {last}" if others else last
 
 
-def nearest(word: str, candidates: Iterable[str]) -> str | None:
-    """Return the candidate that word is most likely a slip of, if any is near."""
+def nearest(word: str, candidates: Iterable[str], least: float = LIKENESS_OF_A_SLIP) -> str | None:
+    """Return the candidate that word is most likely a slip of, if any is near, `least` of at most 1."""
     scores = {candidate: _likeness(word.lower(), candidate.lower()) for candidate in candidates}
     best = max(scores, key=lambda candidate: scores[candidate], default=None)
-    return best if best is not None and scores[best] >= LIKENESS_OF_A_SLIP else None
+    return best if best is not None and scores[best] >= least else None
 
 
 def _likeness(word: str, candidate: str) -> float:
@@ -89,12 +96,17 @@ def _likeness(word: str, candidate: str) -> float:
 
 
 def nearest_file(path: Path) -> str:
-    """Return ` Did you mean <path>?` with the entry of the same folder whose name is nearest, or nothing."""
+    """Return ` Did you mean <path>?` with the entry of the same folder whose name is nearest, or nothing. One with
+    another ending has to be nearer than one with the same."""
     try:
         entries = [entry.name for entry in path.parent.iterdir() if entry.name != path.name]  # a link may lead nowhere
     except OSError:
         return ""
     # What a shared ending adds to the likeness says nothing: compare what stands before it.
-    names = {name.removesuffix(path.suffix): name for name in entries}
-    match = nearest(path.name.removesuffix(path.suffix), names)
-    return f" Did you mean {path.parent / names[match]}?" if match else ""
+    for is_same, least in LIKENESS_OF_FILES.items():
+        names = {
+            name.removesuffix(path.suffix): name for name in entries if (Path(name).suffix == path.suffix) is is_same
+        }
+        if match := nearest(path.name.removesuffix(path.suffix), names, least):
+            return f" Did you mean {path.parent / names[match]}?"
+    return ""

@@ -24,6 +24,7 @@ import pyarrow.parquet
 from llama_ft.config.data_names import data_suffix, is_url
 from llama_ft.data.formats import BadRow, Row
 from llama_ft.errors import UserError
+from llama_ft.network import no_answer
 
 Place = str
 Rows = Iterator[tuple[Place, Row | BadRow]]
@@ -66,6 +67,8 @@ def _after(place: str) -> str:
 
 def reason_of(error: BaseException) -> str:
     """What an exception of any library says, on one line."""
+    if answer := no_answer(error):  # fsspec makes a FileNotFoundError of it
+        return answer
     if isinstance(error, FileNotFoundError):
         return "no such file"  # fsspec says nothing but the name again
     text = getattr(error, "strerror", None) or str(error).strip() or type(error).__name__

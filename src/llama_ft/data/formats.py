@@ -217,7 +217,7 @@ def _checked_turn(turn: Any, place: str, previous: str | None, role_key: str, co
         message.setdefault("content", "")
     if "content" not in message:
         raise BadRow(f'"{place}.{content_key}" is missing; expected text.')
-    message["content"] = _content(message["content"], f"{place}.{content_key}")
+    message["content"] = content_text(message["content"], f"{place}.{content_key}")
     if not message["content"].strip() and role in ("user", "assistant") and not calls_tools:
         raise BadRow(f'"{place}.{content_key}" is empty; expected what the {role} says.')
     if message.get("weight", 1) not in (0, 1):
@@ -233,8 +233,12 @@ def _roles_after(previous: str | None) -> tuple[str, ...]:
     )
 
 
-def _content(content: Any, place: str) -> str:
-    """Text, or the text of a list of parts."""
+def content_text(content: Any, place: str) -> str:
+    """Text, or the text of a list of parts.
+
+    Raises:
+        BadRow: it is something else.
+    """
     if isinstance(content, list) and all(isinstance(part, dict) and "type" in part for part in content):
         for index, part in enumerate(content):
             if part["type"] != "text" or not isinstance(part.get("text"), str):

@@ -22,7 +22,7 @@ class HeldOut:
         loss: mean over the target tokens.
         perplexity: its exponential.
         rows: of the data.
-        target_tokens: that are predicted in them.
+        target_tokens: that the loss is of: not all of them with max_eval_step.
     """
 
     loss: float
@@ -77,8 +77,8 @@ def measure(
     for line in _notes(counted, context_length, config):
         log.info(line)
     pad = data.pad_token_id(tokenizer, vocabulary)
-    loss = _evaluate(model, rows, config, pad, context_length, job)
-    return HeldOut(loss["eval/loss"], loss["eval/perplexity"], counted.rows, counted.target_tokens)
+    loss, tokens = _evaluate(model, rows, config, pad, context_length, job)
+    return HeldOut(loss, training.perplexity(loss), counted.rows, tokens)
 
 
 def _notes(counted: SplitStatistics, context_length: int, config: Config) -> list[str]:
@@ -93,14 +93,14 @@ def _notes(counted: SplitStatistics, context_length: int, config: Config) -> lis
 
 def _evaluate(
     model: PreTrainedModel, rows: Dataset, config: Config, pad: int, context_length: int, job: Runtime
-) -> dict[str, float]:
+) -> tuple[float, int]:
     """As training does; with packing, the model is left as it was."""
     attention, capacity = model.config._attn_implementation, None
     if config.data.batching_strategy == "packing":
         capacity = context_length
         models.use_packed_attention(model)
         training.check_rows_stay_apart(model, rows, model.dtype, job)
-    numbers = training.evaluate(model, rows, config.train, pad, capacity, job)
+    numbers = training.mean_loss(model, rows, config.train, pad, capacity, job)
     model.config._attn_implementation = attention
     model.eval()
     return numbers

@@ -58,6 +58,9 @@ class Tasks:
         from lm_eval.evaluator import evaluate
 
         options = self._options
+        if not (ask_all := is_sharded or job.world_size == 1) and (few := self._fewer_than(job.world_size)):
+            ask_all = True  # lm_eval fails on a rank that has no question
+            log.info(f"{few}: fewer questions than ranks, so every rank asks all questions of all tasks.")
         random.seed(RANDOM_SEED)
         numpy.random.seed(OTHER_SEED)
         torch.manual_seed(OTHER_SEED)
@@ -68,7 +71,7 @@ class Tasks:
             task.set_fewshot_seed(seed=OTHER_SEED)
         with _quiet(job):
             found = evaluate(
-                lm=_wrapped(model, tokenizer, options.batch_size, is_sharded, job),
+                lm=_wrapped(model, tokenizer, options.batch_size, is_sharded, ask_all, job),
                 task_dict=self._loaded,
                 limit=options.limit,
                 log_samples=False,
@@ -76,6 +79,16 @@ class Tasks:
                 fewshot_as_multiturn=True,
             )
         return None if found is None else _metrics(found)
+
+    def _fewer_than(self, ranks: int) -> str:
+        """A task of which fewer questions are asked, or nothing."""
+        from lm_eval.evaluator_utils import get_sample_size
+
+        for name, task in self._loaded["tasks"].items():
+            there = len(task.eval_docs)
+            if min(there, get_sample_size(task, self._options.limit) or there) < ranks:
+                return str(name)
+        return ""
 
 
 def find_tasks(options: Namespace, job: Runtime) -> Tasks:
@@ -120,9 +133,15 @@ def check_names(names: Iterable[str], known: list[str]) -> None:
 
 
 def _wrapped(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch_size: int | str, is_sharded: bool, job: Runtime
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    batch_size: int | str,
+    is_sharded: bool,
+    ask_all: bool,
+    job: Runtime,
 ) -> Any:
-    """lm_eval's own model class around one that is loaded, with this job's ranks in place of accelerate's."""
+    """lm_eval's own model class around one that is loaded, with this job's ranks in place of accelerate's; with
+    `ask_all` each is asked all questions."""
     from lm_eval.models.huggingface import HFLM
 
     class Loaded(HFLM):
@@ -137,7 +156,7 @@ def _wrapped(
             return super()._model_generate(context, max_length, stop, **settings)
 
     lm = Loaded(pretrained=model, tokenizer=tokenizer, batch_size=batch_size, max_batch_size=64)
-    if not is_sharded:
+    if not ask_all:
         lm._rank, lm._world_size = job.rank, job.world_size
     return lm
 

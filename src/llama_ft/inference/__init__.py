@@ -6,6 +6,7 @@ from llama_ft.inference.generate import Answerer, Sampling, settle_sampling
 from llama_ft.inference.load import Opened, open_model
 from llama_ft.inference.prompts import (
     Encoding,
+    Prompt,
     answer_prompts,
     choose_encoding,
     count_tokens,
@@ -18,6 +19,7 @@ __all__ = [
     "Chat",
     "Encoding",
     "Opened",
+    "Prompt",
     "Sampling",
     "answer_prompts",
     "choose_encoding",

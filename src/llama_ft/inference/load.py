@@ -20,6 +20,7 @@ from llama_ft import checkpoint, data, models
 from llama_ft.config import Config, FSDPConfig, ModelConfig, PeftConfig, QuantizationConfig, base_model_of
 from llama_ft.config.inference_flags import find_result
 from llama_ft.config.paths import TOKENIZER_FILES
+from llama_ft.config.wording import nearest_file
 from llama_ft.errors import UserError
 from llama_ft.models.lora import rows_trained
 from llama_ft.models.shards import local_shard
@@ -174,7 +175,10 @@ def choose_dtype(precision: str, job: Runtime) -> tuple[torch.dtype, str]:
 def _find(
     place: str, base_model: str | None, tokenizer_name: str | None, trust_remote_code: bool, job: Runtime
 ) -> _Found:
-    folder = models.local_folder(place, "MODEL", ask_hub=job.local_rank == 0)
+    try:
+        folder = models.local_folder(place, "MODEL", ask_hub=job.local_rank == 0)
+    except UserError as error:
+        raise UserError(f"{place}: no such folder.{nearest_file(Path(place))}\n{error.messages[0]}") from error
     result = find_result(folder)
     if result is None:
         raise UserError(f"{place}: no run, checkpoint, adapter or model is here.")

@@ -23,6 +23,7 @@ from llama_ft.config.sections import TrackingConfig
 from llama_ft.config.tracking_names import SCHEMES, store_complaint
 from llama_ft.errors import UserError
 from llama_ft.masking import mask_secrets
+from llama_ft.network import no_answer
 from llama_ft.observe.deadline import within
 from llama_ft.observe.metrics import Metrics, one_series_per_rank
 from llama_ft.runtime.console import log
@@ -209,7 +210,7 @@ class MlflowTracker:
                 for first in range(0, len(item), METRICS_AT_ONCE):
                     self._client.log_batch(self._run_id, metrics=item[first : first + METRICS_AT_ONCE])
         except Exception as error:  # told by the next `log`
-            self._failure = error
+            self._failure = ConnectionError(answer) if (answer := no_answer(error)) else error
 
     def log_samples(self, samples: "Samples", step: int) -> None:
         """samples.json, which MLflow shows as a table."""
@@ -218,6 +219,10 @@ class MlflowTracker:
         self._work.put(lambda: self._client.log_dict(self._run_id, table, "samples.json"))
 
     def log_result(self, result: "Result") -> None:
+        sent = threading.Event()
+        self._work.put(sent.set)  # a folder's metrics cannot be read, as set_tag does, while they are written
+        while self._thread.is_alive() and not sent.wait(0.1):
+            pass
         self._client.log_artifacts(self._run_id, str(result.folder), artifact_path="model")
         self._client.set_tag(self._run_id, "model.step", str(result.step))
         self._client.set_tag(self._run_id, "model.best", str(result.is_best).lower())
@@ -252,7 +257,7 @@ def _store(config: TrackingConfig, output_dir: Path) -> str:
 
 
 def _without_password(store: str) -> str:
-    return re.sub(r"(?<=://)[^/\s]*@", "", store)
+    return mask_secrets(re.sub(r"(?<=://)[^/\s]*@", "", store))
 
 
 def _local_folder(store: str) -> Path | None:
@@ -289,6 +294,6 @@ def _told(store: str) -> Iterator[None]:
     except Exception as error:  # of MLflow, its database or the network: whatever it is, there is no run
         first_line = mask_secrets(str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(
-            f"--use_mlflow: {_without_password(store)} did not take the run: {first_line}\n"
+            f"--use_mlflow: {_without_password(store)} did not take the run: {no_answer(error) or first_line}\n"
             "Check --mlflow_tracking_uri, or leave it and MLFLOW_TRACKING_URI out to write to the folder mlruns."
         ) from error

@@ -12,7 +12,8 @@ from llama_ft.config.sections import TrackingConfig
 from llama_ft.observe.facts import git_state, masked
 from llama_ft.observe.metrics import Metrics, one_series_per_rank
 from llama_ft.observe.mlflow_tracker import MlflowTracker, check_mlflow
-from llama_ft.observe.wandb_tracker import WandbTracker, check_wandb_login
+from llama_ft.observe.wandb_tracker import WandbTracker, check_wandb_login, wandb_mode
+from llama_ft.runtime.console import log
 
 Samples = list[dict[str, str]]  # when (before, after), question, answer, reference
 
@@ -142,7 +143,9 @@ def start_trackers(
     known, trackers = ids or {}, list[Tracker]()
     settings, code = masked(resolved), git_state() if config.use_wandb or config.use_mlflow else None
     try:
-        if config.use_wandb and (rank == 0 or config.wandb_per_rank):
+        if config.use_wandb and wandb_mode(config) == "disabled":
+            log.info("W&B: WANDB_MODE is disabled, so it gets nothing; --wandb_mode online or offline says otherwise.")
+        elif config.use_wandb and (rank == 0 or config.wandb_per_rank):
             settings_and_code = settings | ({"git": code} if code else {})
             trackers.append(WandbTracker(config, output_dir, settings_and_code, resume_step, known.get("wandb"), rank))
         if config.use_tensorboard and rank == 0:

@@ -25,6 +25,8 @@ INIT_TIMEOUT_SECONDS = 15.0  # after a login that was answered, or took 10 s to 
 FINISH_TIMEOUT_SECONDS = 10.0
 # A run that ends as preempting with another code than 0 is shown as preempted, not as failed or finished.
 STOPPED_EXIT_CODE = 143
+MODES = {"online": "online", "run": "online", "shared": "online", "offline": "offline", "dryrun": "offline"}
+MODES["disabled"] = "disabled"
 OFFLINE_HINT = "--wandb_mode offline needs neither key nor network."
 # What the table of runs shows of a metric; of the others their last value. The step axis is W&B's own: the optimizer
 # step is what metrics are logged at.
@@ -38,15 +40,29 @@ SUMMARIES = {
 }
 
 
+def wandb_mode(config: TrackingConfig) -> str:
+    """Return online, offline or disabled: the setting, else what WANDB_MODE says in W&B's words, else online.
+
+    Raises:
+        UserError: WANDB_MODE is none that W&B has.
+    """
+    said = os.environ.get("WANDB_MODE", "").strip().lower() or "online"
+    if config.wandb_mode is not None:
+        return config.wandb_mode
+    if said not in MODES:
+        raise UserError(f"--use_wandb: WANDB_MODE is {said}; expected online, offline or disabled.")
+    return MODES[said]
+
+
 def check_wandb_login(config: TrackingConfig) -> None:
     """Find out whether W&B will take this run, so that a missing key is told before a model is loaded.
 
-    Asks nothing and does nothing unless W&B is to be used online.
+    Asks nothing and does nothing unless W&B is to be used online; WANDB_MODE is read.
 
     Raises:
         UserError: there is no key, the server refuses it, or the server does not answer within 10 s.
     """
-    if not config.use_wandb or config.wandb_mode == "offline":
+    if not config.use_wandb or wandb_mode(config) != "online":
         return
     # W&B reports its own errors to its makers, failed run and stack included, unless told not to.
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
@@ -103,7 +119,7 @@ class WandbTracker:
         if config.wandb_per_rank:
             name, group = f"{name}-rank{rank}", group or name
             run_id = f"{run_id}-rank{rank}" if rank else run_id
-        self._offline = config.wandb_mode == "offline"
+        self._offline = wandb_mode(config) == "offline"
         check_wandb_login(config)
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         import wandb
@@ -205,7 +221,7 @@ def _private_settings(config: TrackingConfig) -> "wandb.Settings":
     import wandb
 
     return wandb.Settings(
-        mode=config.wandb_mode,
+        mode="offline" if wandb_mode(config) == "offline" else "online",
         silent=True,
         console="off",
         save_code=False,

@@ -109,18 +109,19 @@ def leave(
     sign = f"{rank}{EXPLAINS if is_memory and explainer is not None else ''}"
     sign += f"{FINAL}{os.environ.get('GROUP_RANK')}" if is_final else ""
     if _may_speak(error, rank, store, told_to_end, sign, knows_the_cause):
-        message = _message(error, rank, lost, explainer)
+        message = _message(error, rank, lost, explainer, status is not None)
+        stderr = sys.__stderr__ or sys.stderr  # another thread may have redirected the latter
         if status is not None:
             stopped = isinstance(error, KeyboardInterrupt | Stopped)
             if stopped and "after step" not in message and status.step:
                 message += f". To go on: --output_dir {status.path.parent} --resume auto"
             write_status(status, "stopped" if stopped else "failed", exit_code, message)
-        print(message, file=sys.stderr, flush=True)
+        print(message, file=stderr, flush=True)
         if status is not None:
             status.at_end()
         if is_memory and explainer is not None:
             advice = _indented(_tell(partial(explainer.advise, error, told_to_end), ""))
-            print(advice, file=sys.stderr, flush=True)
+            print(advice, file=stderr, flush=True)
             if status is not None:
                 write_status(status, "failed", exit_code, f"{message}\n{advice}")
                 status.at_end()
@@ -196,7 +197,7 @@ def _is_communication_error(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in COMMUNICATION_SIGNS)
 
 
-def _message(error: BaseException, rank: int, lost: str, explainer: Explainer | None) -> str:
+def _message(error: BaseException, rank: int, lost: str, explainer: Explainer | None, is_run: bool) -> str:
     if isinstance(error, LostRank) and KILLED in str(error) and explainer is not None:
         return f"{error}\n{_indented(_tell(explainer.describe_kill, ''))}"
     if isinstance(error, UserError):
@@ -227,10 +228,8 @@ def _message(error: BaseException, rank: int, lost: str, explainer: Explainer | 
         )
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         where = f": {error.filename}" if error.filename else ""
-        return (
-            f"error: rank {rank}: {error.strerror}{where}.\n"
-            "       With room there, --resume auto goes on from the last complete checkpoint."
-        )
+        how = "\n       With room there, --resume auto goes on from the last complete checkpoint." if is_run else ""
+        return f"error: rank {rank}: {error.strerror}{where}.{how}"
     trace = "".join(traceback.format_exception(error))
     return f"{trace}error: rank {rank} failed: {type(error).__name__}: {error}"
 

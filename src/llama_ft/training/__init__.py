@@ -1,6 +1,6 @@
 """What the training loop calls: the loss, one step, the learning rate, evaluation."""
 
-from llama_ft.training.evaluation import evaluate
+from llama_ft.training.evaluation import evaluate, mean_loss, perplexity
 from llama_ft.training.loss import token_loss_sum
 from llama_ft.training.optimizer import build_optimizer, describe_optimizer, describe_state, learning_rate
 from llama_ft.training.packed_rows import check_rows_stay_apart
@@ -32,6 +32,8 @@ __all__ = [
     "free_gathered",
     "is_due",
     "learning_rate",
+    "mean_loss",
+    "perplexity",
     "show_answer",
     "stop_if_not_finite",
     "token_loss_sum",

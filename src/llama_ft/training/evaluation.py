@@ -16,7 +16,6 @@ from llama_ft.training.step import free_gathered
 LARGEST_EXPONENT = 700.0  # math.exp overflows above 709
 
 
-@torch.no_grad()
 def evaluate(
     model: PreTrainedModel,
     validation: Dataset,
@@ -25,7 +24,26 @@ def evaluate(
     capacity: int | None,
     runtime: Runtime,
 ) -> dict[str, float]:
-    """Mean loss over the target tokens of the validation rows, and its exponential, dropout off.
+    """`eval/loss` and `eval/perplexity`; arguments as of `mean_loss`."""
+    mean, _ = mean_loss(model, validation, settings, pad_token_id, capacity, runtime)
+    return {"eval/loss": mean, "eval/perplexity": perplexity(mean)}
+
+
+def perplexity(loss: float) -> float:
+    """Its exponential, or what floats have next to that."""
+    return math.exp(min(loss, LARGEST_EXPONENT))
+
+
+@torch.no_grad()
+def mean_loss(
+    model: PreTrainedModel,
+    validation: Dataset,
+    settings: TrainConfig,
+    pad_token_id: int,
+    capacity: int | None,
+    runtime: Runtime,
+) -> tuple[float, int]:
+    """Mean loss over the target tokens of the validation rows, dropout off, and how many they are.
 
     Args:
         model: left in training mode.
@@ -34,9 +52,6 @@ def evaluate(
         pad_token_id: fills rows of a batch up to the longest.
         capacity: tokens of a pack; None: no packing.
         runtime: sums over its ranks.
-
-    Returns:
-        `eval/loss` and `eval/perplexity`.
     """
     plan = evaluation_batches(
         row_lengths(validation),
@@ -56,8 +71,7 @@ def evaluate(
     free_gathered(model)
     model.train()
     loss_sum, token_count = runtime.gather_numbers(loss.item(), tokens).sum(dim=0).tolist()
-    mean = loss_sum / token_count
-    return {"eval/loss": mean, "eval/perplexity": math.exp(min(mean, LARGEST_EXPONENT))}
+    return loss_sum / token_count, int(token_count)
 
 
 class BestLoss:
