@@ -27,8 +27,8 @@ from llama_ft.runtime import Runtime, cpu_kernels, log
 # CUDA's context with the libraries' kernels, and NCCL's buffers for a few communicators: not torch's to count.
 CUDA_CONTEXT_BYTES, NCCL_BYTES = 600 * 2**20, 500 * 2**20
 QUICK_LAYERS = (3, 5)
-# Of CUDA's allocator where it is not simulated. Full plans took 1.01 to 1.07; full tuning of 3 B and 8 B on one GPU, and
-# of 70 B in bf16_mixed on 16, 1.2 to 1.4.
+# Of CUDA's allocator where it is not simulated. Full plans took 1.01 to 1.07; full tuning of 3 B and 8 B on one GPU,
+# and of 70 B in bf16_mixed on 16, 1.2 to 1.4.
 SLACK = 1.07
 MOST_TOKENS = 2**24  # of a micro-batch: its ids and positions are real
 MOST_MICRO_BATCHES = 2  # every further one is like the second
