@@ -137,7 +137,7 @@ def test_answers_are_run_and_do_fit(
     config, places = load([*line, "--context_length", "512", "--batch_size_training", "4"])
     request = PlanRequest(config, shallow_model, 2, 2, "cpu")
     planned = predict(request, finetuning.build_model)
-    room = device_for(f"{planned.device_bytes * 3 // 5}B", "cpu")
+    room = device_for(f"{planned.device_bytes * 4 // 5}B", "cpu")
     answer = find_fits(request, finetuning.build_model, room, places, planned, False, print)
     assert not answer.fits_as_it_is and len(answer.fits) == 3 and answer.fits[0].keeps_training
     commands = answer.write(tmp_path / "fits")
