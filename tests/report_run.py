@@ -12,7 +12,7 @@ from llama_ft.runtime.status import RunStatus
 MARKUP = '<script>alert("x")</script><img src=https://example.com/x.png>'
 SECRET = "hf_" + "kW3xT9" * 5
 LAYERS, MIB = 6, 2**20
-FLAGS = ["--model_name", "demo", "--dataset", "https://me:hunter2hunter2@example.com/rows.jsonl"]
+ROWS = "https://example.com/rows.jsonl"
 
 
 def timeline() -> list[tuple[str, int, int]]:
@@ -49,8 +49,9 @@ def plan() -> Plan:
 def write_run(folder: Path, state: Any = "finished", steps: int = 60, lr: str = "3e-4", scale: float = 1.0) -> Path:
     """Everything a report can show, with markup and secrets wherever text may come from outside."""
     folder.mkdir()
-    config, _ = load([*FLAGS, "--lr", lr], paths=False)
-    (folder / "config.yaml").write_text(to_yaml(config))
+    config, _ = load(["--model_name", "demo", "--dataset", ROWS, "--lr", lr], paths=False)
+    # A password in a setting is refused, but was not always.
+    (folder / "config.yaml").write_text(to_yaml(config).replace(ROWS, ROWS.replace("//", "//me:hunter2hunter2@")))
     log = MetricsLog(folder / "metrics.jsonl")
     for step in range(steps + 1):
         held_out = {"eval/loss": scale * (3 - step / 40), "eval/perplexity": 9.0} if step % 20 == 0 else {}
