@@ -311,7 +311,8 @@ def launches(
             layout = ["--batching_strategy", way, "--batch_size_training", str(batch // world_size)]
             flags.append([*shuffled, *layout, "--output_dir", str(folder / way)])
         (folder / "cases.json").write_text(json.dumps(flags))
-        launched = forked(CASES, folder / "cases.json", ranks=world_size if world_size > 1 else 0)
+        # 4 ranks that share two cores take more than 4 minutes for all of it.
+        launched = forked(CASES, folder / "cases.json", ranks=world_size if world_size > 1 else 0, timeout=900)
         assert launched.exit_code == 0, launched.output
         trained = {name: (reference, losses(folder / name)) for name, (reference, _) in cases.items()}
         return Launch(trained, folder, launched.output, {way: losses(folder / way) for way in ways})
