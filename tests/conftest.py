@@ -4,12 +4,14 @@ A new process that imports torch costs 5 to 8 s of a core, and torchrun 2 s more
 `forked` begins where the imports have ended; `run`, `torchrun` and `recipe` are for what depends on the interpreter's
 start, on variables that libraries read when they are imported, or on torchrun's agent."""
 
+import importlib.util
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -70,6 +72,16 @@ def metrics(output_dir: Path) -> list[dict[str, Any]]:
 def losses(output_dir: Path) -> list[float]:
     """Training losses of a run, step by step."""
     return [line["train/loss"] for line in metrics(output_dir) if "train/loss" in line]
+
+
+@pytest.fixture(scope="session")
+def finetuning() -> ModuleType:
+    """The recipe."""
+    spec = importlib.util.spec_from_file_location("finetuning", REPOSITORY / "recipes" / "finetuning.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.fixture(scope="session", autouse=True)

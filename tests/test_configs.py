@@ -2,7 +2,6 @@
 
 import dataclasses
 import gc
-import importlib.util
 import re
 import shlex
 from collections.abc import Callable
@@ -81,16 +80,6 @@ def rows() -> dict[str, list[str]]:
     assert all(name + ".yaml" == link for name, link, _ in found)
     assert len({name for name, _, _ in found}) == len(found)
     return {name: [cell.strip() for cell in cells.split("|")] for name, _, cells in found}
-
-
-@pytest.fixture(scope="module")
-def finetuning() -> ModuleType:
-    """The recipe."""
-    spec = importlib.util.spec_from_file_location("finetuning", REPOSITORY / "recipes" / "finetuning.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_the_tables_are_of_the_recipes_that_there_are() -> None:
