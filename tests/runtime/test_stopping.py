@@ -18,8 +18,9 @@ import torch
 import torch.distributed as dist
 from conftest import REPOSITORY
 from forked import Finished, forked
+from torch.torch_version import TorchVersion
 
-from llama_ft.runtime.failures import FAILURE_KEY, Stop
+from llama_ft.runtime.failures import FAILURE_KEY, Stop, Stopped
 from llama_ft.runtime.stopping import Peers, Stopping, grace_warning
 
 JOB = str(Path(__file__).with_name("stopping_job.py"))
@@ -177,7 +178,11 @@ def test_a_rank_that_hangs_while_another_is_killed_leaves_within_5_seconds_and_s
 
 @pytest.mark.parametrize(
     ("number", "name", "code"),
-    [(signal.SIGTERM, "SIGTERM", 143), pytest.param(signal.SIGINT, "Ctrl-C", 130, marks=pytest.mark.slow)],
+    [
+        (signal.SIGTERM, "SIGTERM", 143),
+        (signal.SIGHUP, "SIGHUP", 129),
+        pytest.param(signal.SIGINT, "Ctrl-C", 130, marks=pytest.mark.slow),
+    ],
 )
 def test_a_signal_stops_one_process_after_a_step(tmp_path: Path, number: int, name: str, code: int) -> None:
     with one_process(tmp_path, "") as running:
@@ -194,6 +199,7 @@ def test_a_signal_stops_one_process_after_a_step(tmp_path: Path, number: int, na
     [
         ("loads in Python", signal.SIGTERM, "SIGTERM", 143),
         ("loads in C++", signal.SIGINT, "Ctrl-C", 130),
+        ("loads in Python", signal.SIGHUP, "SIGHUP", 129),
         pytest.param("loads in C++", signal.SIGTERM, "SIGTERM", 143, marks=pytest.mark.slow),
         pytest.param("loads in Python", signal.SIGINT, "Ctrl-C", 130, marks=pytest.mark.slow),
     ],
@@ -211,7 +217,7 @@ def test_a_signal_before_the_loop_ends_the_process_at_once(
     assert running.status == {"state": "stopped", "step": 0, "exit_code": code, "message": f"stopped by {name}"}
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_that_launchers_deliver_twice_is_one(number: int) -> None:
     stopping, ended = Stopping(), []
     with stopping.listening(ended.append):
@@ -222,7 +228,44 @@ def test_a_signal_that_launchers_deliver_twice_is_one(number: int) -> None:
     assert stopping.asked() == number and not ended
 
 
-def test_a_forked_process_that_is_terminated_does_not_stop_its_parent() -> None:
+def test_a_hangup_that_nohup_has_ignored_stays_ignored() -> None:
+    stopping, ended = Stopping(), []
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with stopping.listening(ended.append):
+            assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not stopping.told_to_end.wait(0.5)
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert stopping.asked() == 0 and not ended
+
+
+@pytest.mark.parametrize("way", ["terminal", "pipe"])
+def test_output_that_nobody_can_get_after_a_hangup_goes_nowhere(way: str) -> None:
+    reader, writer = os.openpty() if way == "terminal" else os.pipe()
+    stopping, ended, stdout = Stopping(), [], os.dup(1)
+    try:
+        with stopping.listening(ended.append), stopping.between_steps(None):
+            os.dup2(writer, 1)
+            os.kill(os.getpid(), signal.SIGHUP)  # which can be sent by others, too
+            assert stopping.told_to_end.wait(10)
+            os.write(1, b"still read\n")
+            assert os.read(reader, 20).split() == [b"still", b"read"]
+            os.close(reader)
+            with pytest.raises(OSError):
+                os.write(1, b"lost")
+            stopping.closing(Stopped(Stop(129, "SIGHUP")))
+            os.write(1, b"lost")
+    finally:
+        os.dup2(stdout, 1)
+        os.close(stdout)
+        os.close(writer)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_forked_process_that_is_terminated_does_not_stop_its_parent(number: int) -> None:
     stopping, ended = Stopping(), []
     with stopping.listening(ended.append):
         context = multiprocessing.get_context("fork")
@@ -230,9 +273,9 @@ def test_a_forked_process_that_is_terminated_does_not_stop_its_parent() -> None:
         child = context.Process(target=lambda: (runs.set(), time.sleep(60)))
         child.start()
         assert runs.wait(30)
-        child.terminate()
+        os.kill(child.pid, number)
         child.join()
-    assert child.exitcode == -signal.SIGTERM
+    assert child.exitcode == -number
     assert stopping.asked() == 0 and not ended
 
 
@@ -269,9 +312,10 @@ def test_ranks_that_are_asked_differently_agree_on_the_signal() -> None:
     with stopping.between_steps("1h30m"):
         asked = stopping.asked()
         assert asked == 0 and stopping.agreed(torch.tensor([0.0, 0.0])) is None
-        assert stopping.agreed(torch.tensor([0.0, 1.0])) == Stop(0, "--stop_after 1h30m")
-        assert stopping.agreed(torch.tensor([1.0, 15.0, 0.0])) == Stop(143, "SIGTERM")
-        assert stopping.agreed(torch.tensor([2.0, 1.0])) == Stop(130, "Ctrl-C")
+        assert stopping.agreed(torch.tensor([0.0, 0.5])) == Stop(0, "--stop_after 1h30m")
+        assert stopping.agreed(torch.tensor([0.5, 15.0, 0.0])) == Stop(143, "SIGTERM")
+        assert stopping.agreed(torch.tensor([2.0, 0.5])) == Stop(130, "Ctrl-C")
+        assert stopping.agreed(torch.tensor([0.5, 1.0])) == Stop(129, "SIGHUP")
 
 
 def test_a_save_longer_than_torchrun_waits_is_told_with_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,4 +324,7 @@ def test_a_save_longer_than_torchrun_waits_is_told_with_the_setting(monkeypatch:
     assert grace_warning(29) is None
     assert "torchrun --shutdown-timeout 80 " in str(grace_warning(40))
     monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "60")
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.11.0+cu130"))
+    assert "30 s after it was told to stop" in str(grace_warning(40))  # it does not read the variable
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.12.1"))
     assert grace_warning(40) is None

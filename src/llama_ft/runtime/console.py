@@ -1,11 +1,21 @@
 """What people read while a run works: one logger, speaking on rank 0 only, that gets along with a progress bar."""
 
 import logging
+import os
 import sys
 
 from rich.console import Console
 
-console = Console(file=sys.stdout, soft_wrap=True, highlight=False, markup=False, emoji=False)
+
+class _Console(Console):
+    """Falls silent, instead of ending the process, when its reader is gone (`| head`, a closed pager)."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())  # what is still buffered would fail at the end
+
+
+console = _Console(file=sys.stdout, soft_wrap=True, highlight=False, markup=False, emoji=False)
 log = logging.getLogger("llama_ft")
 
 

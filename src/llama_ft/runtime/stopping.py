@@ -1,4 +1,5 @@
-"""How a run is asked to stop: SIGTERM, Ctrl-C or --stop_after; inside the training loop it ends between two steps.
+"""How a run is asked to stop: SIGTERM, SIGHUP, Ctrl-C or --stop_after; inside the training loop it ends between two
+steps.
 
 Outside the loop a signal ends the process at once. Inside, it is noted; every rank puts `asked()` among the numbers
 that are gathered once a step, and `agreed()` of that column is the same on all of them.
@@ -9,8 +10,9 @@ process by itself where the main thread cannot: when another rank is gone (NCCL 
 Ctrl-C.
 
 What torchrun 2.13 sends: ranks have sessions of their own, so a terminal's Ctrl-C reaches torchrun alone, which sends
-SIGINT on, and SIGTERM at a second one (`run` in torch/distributed/elastic/agent/server/api.py). When a rank has died
-and was reaped, the others get SIGTERM. SIGKILL follows after a grace (`grace_warning`).
+SIGINT on, and SIGTERM at a second one (`run` in torch/distributed/elastic/agent/server/api.py); so with the SIGHUP of a
+terminal that goes away, which it takes even under nohup. When a rank has died and was reaped, the others get SIGTERM.
+SIGKILL follows after a grace (`grace_warning`).
 """
 
 import math
@@ -35,8 +37,12 @@ from llama_ft.errors import LostRank
 from llama_ft.runtime.failures import FAILURE_KEY, Stop, Stopped
 from llama_ft.runtime.out_of_memory import KILLED, KernelKills, explain_kill, host_memory
 
-SIGNALS: dict[int, Stop] = {signal.SIGTERM: Stop(143, "SIGTERM"), signal.SIGINT: Stop(130, "Ctrl-C")}
-TIME_IS_UP = 1  # in the gathered column; smaller than the number of any signal, which goes first
+SIGNALS: dict[int, Stop] = {
+    signal.SIGTERM: Stop(143, "SIGTERM"),
+    signal.SIGINT: Stop(130, "Ctrl-C"),
+    signal.SIGHUP: Stop(129, "SIGHUP"),
+}
+TIME_IS_UP = 0.5  # in the gathered column; smaller than the number of any signal (SIGHUP is 1), which goes first
 SECONDS_OF_ONE_CTRL_C = 0.5  # launchers may deliver the same Ctrl-C twice
 SECONDS_BETWEEN_LOOKS = 0.25
 SECONDS_TO_SEE_AN_END = 0.3  # torchrun reaps a rank, and its exit code with it, within 0.1 s of its end
@@ -96,7 +102,7 @@ class Stopping:
     """Whether this process is asked to stop.
 
     Attributes:
-        told_to_end: set by the first SIGTERM or Ctrl-C.
+        told_to_end: set by the first of SIGNALS.
         peers: the other ranks; None on one process.
     """
 
@@ -111,28 +117,31 @@ class Stopping:
 
     @contextmanager
     def listening(self, end: Callable[[BaseException], NoReturn]) -> Iterator[None]:
-        """Take SIGTERM and SIGINT while the block runs; from its thread, `end` ends the process after an error."""
+        """Take SIGNALS while the block runs; from its thread, `end` ends the process after an error."""
         reader, writer = socket.socketpair()
         writer.setblocking(False)
-        handlers = {number: signal.signal(number, self._interrupt) for number in SIGNALS}
+        ignored = {number for number in (signal.SIGHUP,) if signal.getsignal(number) == signal.SIG_IGN}  # by nohup
+        handlers = {number: signal.signal(number, self._interrupt) for number in SIGNALS.keys() - ignored}
         wakeup = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
 
-        def forget() -> None:  # a forked process must not report its own SIGTERM through our socket
+        def forget() -> None:  # a forked process must not report its own signals through our socket
             if reader.fileno() >= 0:
                 signal.set_wakeup_fd(-1)
-                signal.signal(signal.SIGTERM, signal.SIG_DFL)
-                signal.signal(signal.SIGINT, signal.default_int_handler)
+                for number in handlers:
+                    signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
         os.register_at_fork(after_in_child=forget)
         thread = threading.Thread(target=self._watch, args=(reader, end), name="stopping", daemon=True)
         thread.start()
-        yield
-        signal.set_wakeup_fd(wakeup)
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-        writer.close()
-        thread.join()
-        reader.close()
+        try:
+            yield
+        finally:
+            signal.set_wakeup_fd(wakeup)
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+            writer.close()
+            thread.join()
+            reader.close()
 
     @contextmanager
     def between_steps(self, stop_after: str | None) -> Iterator[None]:
@@ -157,7 +166,7 @@ class Stopping:
         if self._signal:
             self._interrupt(self._signal, None)
 
-    def asked(self) -> int:
+    def asked(self) -> float:
         """What asks this rank to stop, as a number to gather from all ranks; 0: nothing."""
         return self._signal or (TIME_IS_UP if time.monotonic() > self._deadline else 0)
 
@@ -167,13 +176,15 @@ class Stopping:
         Args:
             asked: every rank's `asked()`.
         """
-        number = int(asked.max())
-        return None if number == 0 else SIGNALS.get(number) or Stop(0, f"--stop_after {self._stop_after}")
+        number = float(asked.max())
+        return None if number == 0 else SIGNALS.get(int(number)) or Stop(0, f"--stop_after {self._stop_after}")
 
     def closing(self, error: BaseException) -> BaseException:
         """From now on nothing interrupts the main thread, which ends with what is returned."""
         stopped_at_once = self._phase == "at once" and isinstance(error, Stopped)
         self._phase = "closing"
+        if self._signal == signal.SIGHUP:
+            _leave_dead_terminal()
         if stopped_at_once and self.peers is not None and (gone := self.peers.gone()):
             error = self._lost(gone)  # SIGTERM is how torchrun says that another rank has failed
         self._error = error
@@ -204,9 +215,9 @@ class Stopping:
         return LostRank(f"lost contact with another rank: {self._describe(gone)}")
 
     def _interrupt(self, number: int, _: FrameType | None) -> None:
-        """The handler of both signals, in the main thread."""
+        """The handler of all SIGNALS, in the main thread."""
         if self._phase == "at once" and self._error is None:
-            self._error = KeyboardInterrupt() if number == signal.SIGINT else Stopped(SIGNALS[signal.SIGTERM])
+            self._error = KeyboardInterrupt() if number == signal.SIGINT else Stopped(SIGNALS[number])
             raise self._error
 
     def _watch(self, signals: socket.socket, end: Callable[[BaseException], NoReturn]) -> None:
@@ -231,9 +242,13 @@ class Stopping:
     def _note(self, number: int, end: Callable[[BaseException], NoReturn]) -> None:
         if number not in SIGNALS:  # whatever else has a handler in Python comes here, too
             return
-        self.told_to_end.set()
-        if not self._signal:
+        if number == signal.SIGHUP:
+            _leave_dead_terminal()
+        is_first = not self._signal
+        if is_first:
             self._signal, self._signal_time = number, time.monotonic()
+        self.told_to_end.set()  # the last: who waits for it may ask which signal it was
+        if is_first:
             return
         # SIGTERM may come twice to a healthy rank: from a batch system and, forwarded, from torchrun.
         after_ctrl_c = self._signal == signal.SIGINT and dist.is_torchelastic_launched()
@@ -256,7 +271,9 @@ def grace_warning(seconds: float) -> str | None:
     """What to tell people whose saves take so many seconds, if torchrun would kill ranks in the middle of one."""
     if not dist.is_torchelastic_launched():
         return None
-    grace = int(os.environ.get("PET_SHUTDOWN_TIMEOUT") or os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT") or 30)
+    grace = 30
+    if torch.__version__ >= "2.12":  # torch 2.11 reads neither
+        grace = int(os.environ.get("PET_SHUTDOWN_TIMEOUT") or os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT") or grace)
     with suppress(OSError):
         command = Path(f"/proc/{os.getppid()}/cmdline").read_text().replace("\0", " ")
         if option := re.search(r" --shutdown[-_]timeout[ =](\d+) ", command):
@@ -265,9 +282,19 @@ def grace_warning(seconds: float) -> str | None:
         return None
     return (
         f"A save took {seconds:.0f} s, but torchrun kills its ranks {grace} s after it was told to stop:\n"
-        "the checkpoint of a run stopped by SIGTERM or Ctrl-C would be lost.\n"
-        f"torchrun --shutdown-timeout {math.ceil(2 * seconds / 10) * 10} gives it time."
+        "the checkpoint of a run stopped by SIGTERM, SIGHUP or Ctrl-C would be lost.\n"
+        f"torchrun --shutdown-timeout {math.ceil(2 * seconds / 10) * 10} gives it time (torch 2.12 or newer)."
     )
+
+
+def _leave_dead_terminal() -> None:
+    """Send output that nobody can get any more to nowhere: an error from writing it would keep a run from saving."""
+    for file in (1, 2):
+        output = select.poll()
+        output.register(file, 0)  # which leaves POLLERR and POLLHUP
+        if output.poll(0):
+            with open(os.devnull, "wb") as nowhere:
+                os.dup2(nowhere.fileno(), file)
 
 
 def _stat(process: int) -> list[str]:
