@@ -1,5 +1,6 @@
 """What the training loop calls: the loss, one step, the learning rate, evaluation."""
 
+from llama_ft.training.doubts import doubts
 from llama_ft.training.evaluation import evaluate, mean_loss, perplexity
 from llama_ft.training.loss import token_loss_sum
 from llama_ft.training.optimizer import build_optimizer, describe_optimizer, describe_state, learning_rate
@@ -27,6 +28,7 @@ __all__ = [
     "check_rows_stay_apart",
     "describe_optimizer",
     "describe_state",
+    "doubts",
     "evaluate",
     "finish_gradients",
     "free_gathered",

@@ -1,0 +1,39 @@
+"""Settings that a run asks about before its first step."""
+
+import pytest
+
+from llama_ft.config import Config
+from llama_ft.training import doubts
+
+
+def settings(
+    model_name: str = "org/model", dataset: str = "rows.jsonl", use_peft: bool = False, **train: object
+) -> Config:
+    config = Config()
+    config.model.model_name, config.data.dataset, config.peft.use_peft = model_name, dataset, use_peft
+    for name, value in train.items():
+        setattr(config.train, name, value)
+    return config
+
+
+@pytest.mark.parametrize(
+    ("config", "asked"),
+    [
+        (settings(lr=1e-5), []),
+        (settings(use_peft=True), []),
+        (settings(lr=1e-3, optimizer="Adafactor"), []),
+        (settings("demo", "demo", lr=1.5e-3, warmup_steps=10), []),
+        (settings(), ["lr is 0.0001: all weights"]),
+        (settings(lr=1e-5, warmup_steps=20), []),
+        (settings(lr=1e-5, warmup_steps=21), ["warmup_steps is 21 of 100 optimizer steps: few of them"]),
+        (settings(lr=1e-5, warmup_steps=100), ["warmup_steps is 100 of 100 optimizer steps: none of them"]),
+        (settings(optimizer="SGD"), ["lr is 0.0001: SGD mostly wants far more"]),
+        (settings(use_peft=True, lr=1.0), ["lr is 1: adapters mostly get"]),
+        (settings(dataset="demo", use_peft=True), ["dataset is demo"]),
+    ],
+)
+def test_only_what_is_unusual_is_asked_about(config: Config, asked: list[str]) -> None:
+    found = doubts(config, 100)
+    assert len(found) == len(asked)
+    for message, start in zip(found, asked, strict=True):
+        assert message.startswith(start)
