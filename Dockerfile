@@ -1,11 +1,15 @@
 # syntax=docker/dockerfile:1
-# Everything that training needs; model, data and results stay outside:
+# What training needs, with liger-kernel; setup.py's other extras by --build-arg EXTRAS=gpu,mlflow,eval. Model, data and
+# results stay outside:
 #
 #   docker build -t llama-ft .
-#   docker run --rm --gpus all --ipc host -v "$PWD/output:/workspace/output" -v llama-ft-cache:/cache llama-ft \
-#     torchrun --nproc_per_node 8 recipes/finetuning.py --config configs/llama3.3_70b_lora_8x80gb.yaml
+#   mkdir -p output  # user 1000 must be able to write there; if that is not you: sudo chown 1000 output
+#   docker run --rm --gpus all --ipc host -e HF_TOKEN -v llama-ft-cache:/cache -v "$PWD/output:/workspace/output" \
+#     -v "$PWD/my_data.jsonl:/workspace/my_data.jsonl:ro" llama-ft torchrun --nproc_per_node 8 recipes/finetuning.py \
+#     --config configs/llama3.3_70b_lora_8x80gb.yaml --dataset my_data.jsonl
 #
-# torch's wheels bring CUDA with them; of the host only the driver and the NVIDIA Container Toolkit are needed.
+# torch's wheels bring CUDA 13 with them; of the host the driver (580 or newer) and the NVIDIA Container Toolkit are
+# needed.
 FROM python:3.12-slim-bookworm
 
 # A compiler for Triton, which makes the kernels of torch.compile and Liger; tini passes signals on and reaps processes.
@@ -22,7 +26,8 @@ COPY requirements.txt ./
 RUN pip install --no-cache-dir -r requirements.txt
 
 COPY --chown=trainer . .
-RUN pip install --no-cache-dir --no-deps -e .
+ARG EXTRAS=gpu
+RUN pip install --no-cache-dir -e ".[$EXTRAS]"
 
 USER 1000
 ENV HF_HOME=/cache/huggingface \

@@ -5,9 +5,9 @@
 #
 #   0     the run is finished
 #   138   it is not, but has left a newer checkpoint than it found: start it again
-#   143   it was told to stop, by SIGTERM or Ctrl-C: whoever did so knows what comes next
-#   else  it would fail again: 2 is a mistake in settings or data, 1 anything else, and under torchrun also a mistake
-#         that is found before there is a directory
+#   143   it was told to stop, by SIGTERM, SIGHUP or Ctrl-C: whoever did so knows what comes next
+#   else  it would fail again: 2 is a mistake in settings or data, or an OUTPUT_DIR that is not the run's, 1 anything
+#         else, and under torchrun also a mistake that is found before there is a directory
 #
 # torchrun ends with 1 in most cases, so the answer comes out of OUTPUT_DIR: status.json and the checkpoints. That an
 # attempt must have left a checkpoint keeps a job from being started again for ever. SIGUSR1 says that time is up: the
@@ -33,7 +33,7 @@ time_is_up=
 
 "$@" &
 command=$!
-trap 'told_to_stop=yes; kill -TERM "$command" 2>/dev/null' TERM INT
+trap 'told_to_stop=yes; kill -TERM "$command" 2>/dev/null' TERM INT HUP
 trap 'time_is_up=yes' USR1
 code=0
 while [[ -z $time_is_up ]]; do
@@ -43,11 +43,16 @@ while [[ -z $time_is_up ]]; do
 done
 
 status_now=$(status)
+if [[ $code == 0 && $status_now != *'"state": "finished"'* && $status_now == "$status_before" &&
+  $(newest_checkpoint) == "$checkpoint_before" ]]; then
+  echo "launch/run.sh: the command ended without writing $output_dir/status.json: is its --output_dir $output_dir?" >&2
+  exit 2
+fi
 if [[ $code == 0 && $status_now != *'"state": "stopped"'* ]]; then # --stop_after ends with 0, too
   exit 0
 fi
 [[ $status_now == "$status_before" ]] && status_now= # of an earlier attempt: this one has not come so far
-if [[ -n $told_to_stop || $status_now =~ \"exit_code\":\ (130|143), ]]; then
+if [[ -n $told_to_stop || $status_now =~ \"exit_code\":\ (129|130|143), ]]; then
   exit 143
 elif [[ $(newest_checkpoint) != "$checkpoint_before" ]]; then
   exit 138

@@ -1,5 +1,6 @@
 """What is in launch/: checked by the tools of those it is for, and run as far as one machine can."""
 
+import ast
 import json
 import os
 import re
@@ -21,6 +22,7 @@ import yaml
 from conftest import RECIPE, REPOSITORY, run
 from kubeflow.training import models as kubeflow_models
 from kubernetes.client import ApiClient
+from torch.distributed.elastic.rendezvous.utils import _parse_rendezvous_config
 from torch.distributed.run import get_args_parser
 
 from llama_ft.config import load
@@ -97,8 +99,10 @@ def test_hadolint_finds_nothing_in_the_dockerfile() -> None:
 def test_the_image_gets_all_that_the_recipes_need_and_nothing_else() -> None:
     patterns = (REPOSITORY / ".dockerignore").read_text().splitlines()
     taken = {pattern[1:] for pattern in patterns if pattern.startswith("!")}
+    licenses = re.search(r"license_files=(\[.*?\])", (REPOSITORY / "setup.py").read_text())
     assert "*" in patterns
     assert {"configs", "launch", "recipes", "src", "setup.py", "requirements*.txt", "README.md"} <= taken
+    assert licenses is not None and set(ast.literal_eval(licenses[1])) <= taken
     assert not taken & {"output", "wandb", ".git", ".venv", "tests"}
 
 
@@ -129,8 +133,8 @@ def test_the_training_operator_knows_every_field_of_the_job() -> None:
 
 
 def test_the_job_leaves_time_for_a_checkpoint_and_has_as_many_nodes_everywhere() -> None:
-    [shutdown] = [word for word in CONTAINER["args"] if word.startswith("--shutdown-timeout=")]
-    assert TEMPLATE["spec"]["terminationGracePeriodSeconds"] > int(shutdown.partition("=")[2]) + 30
+    [shutdown] = [entry["value"] for entry in CONTAINER["env"] if entry["name"] == "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]
+    assert TEMPLATE["spec"]["terminationGracePeriodSeconds"] > int(shutdown) + 30
     policy, worker = JOB["spec"]["elasticPolicy"], JOB["spec"]["pytorchReplicaSpecs"]["Worker"]
     assert policy["minReplicas"] == policy["maxReplicas"] == worker["replicas"]
     assert f"--nproc_per_node={CONTAINER['resources']['limits']['nvidia.com/gpu']}" in CONTAINER["args"]
@@ -163,6 +167,10 @@ def test_torchrun_and_the_recipe_know_every_flag_and_the_run_is_resumed(
     assert config.checkpoint.resume == "auto"
     assert config.checkpoint.output_dir == command[command.index("launch/run.sh") + 1]
     assert config.checkpoint.save_model
+    if where != "slurm":  # whose flags are the caller's
+        assert str(config.data.dataset).endswith("my_data.jsonl")
+    if where != "kubernetes":  # where elasticPolicy says it
+        assert _parse_rendezvous_config(launch.rdzv_conf) == {"read_timeout": "600", "join_timeout": "1800"}
 
 
 def test_no_secret_is_in_the_files() -> None:
@@ -191,6 +199,7 @@ ATTEMPTS = {
     "a rank was lost, and no checkpoint is newer": (f"{status('failed', 1)}; exit 1", 1),
     "stopped by SIGTERM": (f"mkdir -p checkpoints/step-000020; {status('stopped', 143)}; exit 1", 143),
     "stopped by Ctrl-C": (f"{status('stopped', 130)}; exit 1", 143),
+    "stopped by SIGHUP": (f"{status('stopped', 129)}; exit 1", 143),
     "killed without a word": ("kill -KILL $$", 1),
 }
 
@@ -210,6 +219,20 @@ def test_a_run_that_was_finished_before_is_finished(tmp_path: Path) -> None:
     assert subprocess.run([RUN, tmp_path, "false"], timeout=60).returncode == 1
 
 
+@pytest.mark.parametrize("before", [None, "stopped", "failed", "running"])
+def test_a_directory_that_is_not_the_runs_is_a_mistake(before: str | None, tmp_path: Path) -> None:
+    folder, other = tmp_path / "folder", tmp_path / "other"
+    folder.mkdir()
+    other.mkdir()
+    if before is not None:
+        subprocess.run(["bash", "-c", status(before, 0)], cwd=folder, check=True)
+    command = [RUN, folder, "bash", "-c", status("stopped", 0, step=20)]  # --stop_after ends with 0
+    finished = subprocess.run(command, cwd=other, capture_output=True, text=True, timeout=60)
+    assert finished.returncode == 2
+    assert len(finished.stderr.splitlines()) == 1 and f"{folder}/status.json" in finished.stderr
+    assert subprocess.run([RUN, other, "bash", "-c", status("finished", 0)], cwd=other, timeout=60).returncode == 0
+
+
 def signalled(number: int, command: str, folder: Path) -> tuple[int, float]:
     """Exit code of launch/run.sh that gets a signal when its command has written `begun`, and how long it took then."""
     process = subprocess.Popen([RUN, folder, "bash", "-c", command], cwd=folder)
@@ -220,9 +243,10 @@ def signalled(number: int, command: str, folder: Path) -> tuple[int, float]:
     return process.wait(60), time.monotonic() - sent
 
 
-def test_sigterm_is_passed_on_and_waited_for(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_is_passed_on_and_waited_for(number: int, tmp_path: Path) -> None:
     command = "trap 'sleep 0.5; touch saved; exit 1' TERM; touch begun; while true; do sleep 0.05; done"
-    exit_code, _ = signalled(signal.SIGTERM, command, tmp_path)
+    exit_code, _ = signalled(number, command, tmp_path)
     assert (exit_code, (tmp_path / "saved").exists()) == (143, True)
 
 

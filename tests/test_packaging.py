@@ -274,7 +274,7 @@ def test_the_notices_name_every_requirement_with_its_license(metadata: Distribut
         if package.version.partition("+")[0] == pinned(pins()[canonicalize_name(name)]):
             assert stated == stated_license(package.metadata), name
             compared += 1
-    assert compared > 10
+    assert compared > 3  # beside the oldest versions few are those of requirements.txt
     for name in set(metadata.metadata.get_all("Provides-Extra") or []) - {"dev"}:
         assert f"\n- {name}: " in notices
 
