@@ -19,12 +19,14 @@ if __name__ == "__main__":  # no traceback out of an import; runtime.start takes
 
 from llama_ft.config import FSDPConfig, exit_with  # noqa: E402
 from llama_ft.config.evaluate_flags import TASK_FLAGS, Asked, read_evaluate_flags  # noqa: E402
+from llama_ft.config.inference_flags import open_closed_streams  # noqa: E402
 from llama_ft.config.paths import BUILT_IN_MODELS  # noqa: E402
 from llama_ft.errors import RunFailure, UserError  # noqa: E402
 
 if __name__ == "__main__":
     # Before the imports below, which take 6 s: --help and most mistakes are answered at once.
     try:
+        open_closed_streams()
         OPTIONS = read_evaluate_flags(sys.argv[1:], str(__doc__))
     except UserError as error:
         exit_with(error)
@@ -44,17 +46,24 @@ def main(options: Namespace) -> None:
     with runtime.start(options.device, degree) as job:
         look_up(options, job)
         tasks = evaluation.find_tasks(options, job) if options.tasks else None
-        tuned, bases = list[evaluation.Evaluated](), dict[Asked, evaluation.Evaluated]()
+        tuned, bases = list[evaluation.Evaluated](), dict[tuple[Asked, str, int | None], evaluation.Evaluated]()
         for asked, base in options.asked:
             result, tokenizer, rows = evaluate(asked, None, None, tasks, options, job)
-            if base is not None and base not in bases:
+            other = 0 if tuned else None
+            if base is not None:
                 # On the very tokens that the tuned model was asked about: with its tokenizer and chat template.
-                bases[base], *_ = evaluate(base, tokenizer, rows, tasks, options, job)
-            other = list(bases).index(base) if base is not None else 0 if tuned else None
+                alike = (base, all_of(tokenizer), rows)
+                if alike not in bases:
+                    taken = base.name in {known.name for known in bases.values()}
+                    base = dataclasses.replace(base, name=f"{base.name}, asked as {asked.name}") if taken else base
+                    bases[alike], *_ = evaluate(base, tokenizer, rows, tasks, options, job)
+                other = list(bases).index(alike)
             tuned.append(dataclasses.replace(result, compared_with=other))
         results, of_what = [*bases.values(), *tuned], what_rows(options)
         if job.is_main:
             log.info(f"\n{evaluation.describe(results, of_what, options.limit)}")
+            for warning in evaluation.find_warnings(results):
+                log.warning(warning)
             if options.output_file:
                 settings = {name: getattr(options, name) for name in (*TASK_FLAGS, "batch_size")}
                 write(Path(options.output_file).expanduser(), evaluation.to_json(results, of_what, settings))
@@ -99,6 +108,7 @@ def evaluate(
         enable_fsdp=options.enable_fsdp,
         job=job,
         rows=rows,
+        tokenizer=tokenizer,
     )
     log.info(opened.about)
     tokenizer, rows = tokenizer or opened.tokenizer, models.vocabulary_size(opened.model.config)
@@ -114,6 +124,13 @@ def evaluate(
     if job.device.type == "cuda":
         torch.cuda.empty_cache()
     return result, tokenizer, rows
+
+
+def all_of(tokenizer: PreTrainedTokenizerBase) -> str:
+    """All that decides what tokens it makes of a chat."""
+    tokenizer("")  # the backend's text holds its last truncation and padding, too: a plain call resets them
+    backend = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else str(tokenizer.get_vocab())
+    return f"{backend} {tokenizer.special_tokens_map} {tokenizer.chat_template}"
 
 
 def what_rows(options: Namespace) -> str:
@@ -132,7 +149,7 @@ def write(file: Path, results: dict[str, object]) -> None:
     aside = file.with_name(f".{file.name}.writing")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        aside.write_text(json.dumps(results, indent=2) + "\n")
+        aside.write_text(json.dumps(results, indent=2, allow_nan=False) + "\n")
         os.replace(aside, file)
     except OSError as error:
         raise RunFailure(f"--output_file {file}: cannot be written ({error.strerror}).") from error

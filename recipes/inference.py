@@ -17,16 +17,17 @@ if __name__ == "__main__":  # no traceback out of an import; runtime.start takes
     signal.signal(signal.SIGINT, lambda *_: os.write(2, b"stopped by Ctrl-C\n") and os._exit(130))
 
 from llama_ft.config import FSDPConfig, exit_with  # noqa: E402
-from llama_ft.config.inference_flags import is_utf8, read_inference_flags  # noqa: E402
+from llama_ft.config.inference_flags import is_utf8, open_closed_streams, read_inference_flags  # noqa: E402
 from llama_ft.errors import UserError  # noqa: E402
 
 if __name__ == "__main__":
     # Before the imports below, which take 6 s: --help and most mistakes are answered at once.
     try:
-        if sys.stdin is None:  # closed by <&-
-            sys.stdin = open(os.devnull)
+        open_closed_streams()
         if isinstance(sys.stdin, io.TextIOWrapper):
             sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")  # what is not UTF-8 is told of later
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(encoding="utf-8")  # a locale may have no place for what a model says
         OPTIONS = read_inference_flags(sys.argv[1:], str(__doc__))
     except UserError as error:
         exit_with(error)
@@ -84,9 +85,12 @@ def one_prompt(options: Namespace) -> str:
             raise UserError(f"{where}: cannot be read ({error.strerror}).") from error
     elif text is None:
         text, where = sys.stdin.read(), "The prompt from stdin"
+    text = text.removeprefix("\ufeff")  # with which some editors begin a file
     if not is_utf8(text):
         raise UserError(f"{where}: is not UTF-8.")
     if not text.strip():
+        if options.prompt is not None or options.prompt_file:
+            raise UserError(f"{where}: is empty; expected a prompt.")
         raise UserError(
             "There is no prompt: --prompt, --prompt_file, --prompts or stdin gives one, --chat asks for it."
         )
@@ -119,7 +123,8 @@ def answer_file(
     lengths = inference.count_tokens(prompts, encoding, answerer, source)
     target = Path(options.output_file).expanduser() if options.output_file else None
     about = inference.describe_job(options, sampling, opened, source)
-    with inference.AnswersFile(target if job.is_main else None, about, options.overwrite) as answers:
+    rows = [prompt.row for prompt in prompts]
+    with inference.AnswersFile(target if job.is_main else None, about, options.overwrite, rows) as answers:
         held = job.from_main(lambda: answers.held)
         if held:
             log.info(f"{target}: goes on after the {held} answers that are there")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from conftest import write_rows
 
-from llama_ft.config import Config, to_yaml
+from llama_ft.config import Config, QuantizationConfig, to_yaml
 from llama_ft.config.evaluate_flags import read_evaluate_flags
 from llama_ft.errors import UserError
 
@@ -54,11 +54,25 @@ def test_the_base_has_all_settings_of_the_quantization_and_a_name_that_tells_the
     config.model.model_name, config.model.resize_embeddings, config.data.dataset = "base", True, "rows.jsonl"
     config.quantization.mode, config.quantization.quant_type, config.quantization.block_size = "4bit", "fp4", 128
     (place / "kept" / "config.yaml").write_text(to_yaml(config))
+    (place / "kept" / "model").rename(place / "kept" / "merged")
+    (place / "kept" / "model").mkdir()
+    (place / "kept" / "model" / "adapter_config.json").write_text('{"base_model_name_or_path": "base"}')
+    (place / "kept" / "model" / "adapter_model.safetensors").touch()
     flags = ["kept", "--base", "--dataset", "rows.jsonl"]
     [(_, base)] = read_evaluate_flags(flags, "").asked
     assert (base.quantization, base.name, base.resized) == (config.quantization, "base: base (4bit fp4, grown)", True)
     [(_, base)] = read_evaluate_flags([*flags, "--quantization", "8bit"], "").asked
     assert (base.quantization, base.name) == ("8bit", "base: base (8bit, grown)")
+    [(_, base)] = read_evaluate_flags(["kept/merged", *flags[1:]], "").asked  # whole: it has the bits it was saved in
+    assert (base.quantization, base.name) == (QuantizationConfig(), "base: base (grown)")
+
+
+def test_bases_of_runs_in_another_precision_have_names_that_tell_them_apart(place: Path) -> None:
+    config = Config()
+    config.model.model_name, config.train.precision = "base", "bf16_mixed"
+    (place / "other" / "config.yaml").write_text(to_yaml(config))
+    asked = read_evaluate_flags(["kept", "none", "other", "--base", "--dataset", "rows.jsonl"], "").asked
+    assert [base.name for _, base in asked] == ["base: base, fp32"] * 2 + ["base: base, bf16_mixed"]
 
 
 def test_flags_win_over_the_run(place: Path) -> None:

@@ -1,9 +1,11 @@
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from llama_ft.config.evaluate_flags import read_evaluate_flags
 from llama_ft.config.inference_flags import find_result, read_inference_flags, result_complaint
 from llama_ft.errors import UserError
 
@@ -48,6 +50,10 @@ def test_what_is_no_result_is_told(tmp_path: Path) -> None:
     assert f"Name one of them, or the run: {tmp_path}/run." in str(result_complaint(f"{tmp_path}/run/checkpoints"))
     assert "no adapter_model.safetensors" in str(result_complaint(f"{tmp_path}/bare"))
     assert "no weights" in str(result_complaint(f"{tmp_path}/light"))
+    make(tmp_path / "lost" / "model", "model.safetensors")
+    make(tmp_path / "stray", "adapter_model.safetensors")
+    assert result_complaint(f"{tmp_path}/lost") == "holds model/model.safetensors but no config.json beside it."
+    assert "adapter_model.safetensors but no adapter_config.json" in str(result_complaint(f"{tmp_path}/stray"))
     assert "is neither" in str(result_complaint(f"{tmp_path}/empty"))
     assert "is a file" in str(result_complaint(f"{tmp_path}/empty/notes.txt"))
     assert f"Did you mean {tmp_path}/light?" in str(result_complaint(f"{tmp_path}/ligth"))
@@ -63,6 +69,47 @@ def test_llama_recipes_names_say_what_is_loaded(tmp_path: Path) -> None:
     told = mistakes(base, "--prompt", "Hi", "--use_auditnlg", "True", "--length_penalty", "1", "--promt", "Hi")
     assert "--use_auditnlg is not a flag here: answers are not judged here." in told
     assert "only beam search" in told and "Did you mean --prompt?" in told
+
+
+def test_a_model_that_would_not_be_read_is_told(tmp_path: Path) -> None:
+    base, whole = make(tmp_path / "base", *MODEL, "rows.jsonl"), make(tmp_path / "whole", *MODEL)
+    adapter = make(tmp_path / "adapter", *ADAPTER)
+    (base / "rows.jsonl").write_text('{"text": "Hi"}\n')
+    rows = ["--dataset", str(base / "rows.jsonl")]
+    for reader, flags in ((read_inference_flags, ["--prompt", "Hi"]), (read_evaluate_flags, rows)):
+        for words, flag in {
+            (str(whole), "--base_model", str(base)): "--base_model",
+            ("--peft_model", str(whole), "--model_name", str(base)): "--model_name",
+        }.items():
+            with pytest.raises(UserError) as told:
+                reader([*words, *flags], "")
+            assert told.value.messages == (
+                f"{flag} {base}: would not be read: {whole} needs no model beside it. Leave it out.",
+            )
+        assert reader([str(adapter), "--base_model", str(base), *flags], "").base_model == str(base)
+    (base / "config.json").write_text('{"hidden_size": 8}')
+    with pytest.raises(UserError, match=r"config\.json: holds something other than results"):
+        read_evaluate_flags([str(whole), *rows, "--output_file", f"{base}/config.json", "--overwrite"], "")
+    compared = read_evaluate_flags([str(whole), "--base", "--base_model", str(base), *rows], "")
+    assert compared.asked[0][1].place == str(base)
+    assert read_evaluate_flags([str(whole), str(adapter), "--base_model", str(base), *rows], "").base_model
+
+
+def test_what_only_a_file_of_prompts_has_is_told_without_one_and_else_as_help_says(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = make(tmp_path, *MODEL, "rows.jsonl")
+    told = mistakes(base, "--prompt", "Hi", "--batch_size", "3", "--output_key", "x")
+    assert told.count("error: ") == 2 and "--batch_size: is for --prompts" in told and "--output_key: is for" in told
+    options = read(base, "--prompts", base / "rows.jsonl")
+    assert (options.batch_size, options.output_key) == (8, "answer")
+    with pytest.raises(SystemExit):
+        read("--help")
+    words = " ".join(capsys.readouterr().out.split())
+    assert "a rank (default 8)" in words and "its key there (default answer)" in words
+    assert "of the model says, else 0 (with --do_sample 1), 1, 50 and 1" in words
+    options = read(base, "--prompts", base / "rows.jsonl", "--batch_size", "3", "--output_key", "x")
+    assert (options.batch_size, options.output_key) == (3, "x")
 
 
 def test_every_mistake_is_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,6 +155,9 @@ LONG = "n" * 5000
         (["--prompts", "a.jsonl", "--output_file", "a.jsonl", "--overwrite"], "a.jsonl: is what --prompts reads"),
         (["--prompts", "a.jsonl", "--output_file", "./link.jsonl"], "link.jsonl: is what --prompts reads"),
         (["--prompts", "a.jsonl", "--output_file", "folder.txt"], "--output_file folder.txt: is a folder"),
+        (["--prompts", "a.jsonl", "--output_file", "config.json", "--overwrite"], "config.json: is not empty, and"),
+        (["--prompts", "a.jsonl", "--output_file", "/dev/null"], "/dev/null: is a device, a pipe or the like"),
+        (["--prompts", "pipe.jsonl"], "--prompts pipe.jsonl: is no plain file"),
         (["--prompts", "a.jsonl", "--output_file", "a.jsonl/b.jsonl"], "--output_file a.jsonl/b.jsonl: "),
         (["--prompts", "a.jsonl", "--output_file", "~nosuchuser/b"], "--output_file ~nosuchuser/b: cannot be looked"),
     ],
@@ -117,6 +167,8 @@ def test_values_that_cannot_be_are_told_with_their_flag(
 ) -> None:
     monkeypatch.chdir(make(tmp_path, *MODEL, "a.jsonl", "folder.txt/b"))
     Path("link.jsonl").symlink_to("a.jsonl")
+    Path("config.json").write_text("{}")
+    os.mkfifo("pipe.jsonl")
     prompt = [] if {"--prompts", "--prompt"} & set(flags) else ["--prompt", "Hi"]
     message = mistakes(".", *flags, *prompt)
     assert told in message and message.count("error: ") == 1 and len(message) < 400

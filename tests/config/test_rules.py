@@ -34,6 +34,15 @@ def test_pure_bf16_is_built(mistakes) -> None:
         (f"--use_wandb --wandb_tags lora,{'x' * 65}", f"--wandb_tags has '{'x' * 65}'; W&B takes tags of 1 to 64"),
         (f"--use_wandb --wandb_name {'x' * 129}", "--wandb_name has to be of 1 to 128 characters"),
         (f"--use_wandb --wandb_group {'x' * 129}", "--wandb_group has to be of 1 to 128 characters"),
+        ("--use_wandb --wandb_notes key:hf_abcdefghijklmnop", "--wandb_notes has what looks like a key or a password"),
+        ("--use_wandb --wandb_project hf_abcdefghijklmnop", "--wandb_project has what looks like a key or a password"),
+        ("--use_wandb --wandb_project a/hf_abcdefghijklmnop", "--wandb_project has what looks like a key"),
+        ("--use_wandb --wandb_entity hf_abcdefghijklmnop", "--wandb_entity has what looks like a key or a password"),
+        ("--use_wandb --wandb_job_type hf_abcdefghijklmnop", "--wandb_job_type has what looks like a key or a"),
+        ("--use_mlflow --mlflow_experiment hf_abcdefghijklmnop", "--mlflow_experiment has what looks like a key or"),
+        ("--use_mlflow --mlflow_name hf_abcdefghijklmnop", "--mlflow_name has what looks like a key or a password"),
+        ("--use_wandb --wandb_tags a,b,password=hunter22", "--wandb_tags has what looks like a key or a password"),
+        ("--use_wandb --wandb_notes https://me:hunter2@host", "--wandb_notes has a password, key or signature in its"),
         (f"--use_mlflow --mlflow_experiment {'x' * 501}", "--mlflow_experiment has to be of 1 to 500 characters"),
         ("--use_mlflow --mlflow_tags lora", "--mlflow_tags has 'lora'; expected name=value"),
         ("--use_mlflow --mlflow_tags a?b=c", "--mlflow_tags has 'a?b=c'; expected name=value"),
@@ -120,6 +129,7 @@ def test_combinations_that_cannot_be_are_refused(mistakes, line: str, start: str
         "--dataset https://host:8080/a@v1/a.jsonl?page=2&sort=key",
         "--dataset abfs://container@account.dfs.core.windows.net/a.jsonl",
         "--use_mlflow --mlflow_tracking_uri https://mlflow.example.org:5000/path",
+        "--use_mlflow --mlflow_experiment /Users/me@example.org/tuning --mlflow_name run-1",
     ],
 )
 def test_combinations_that_can_be_are_accepted(mistakes, line: str) -> None:

@@ -1,4 +1,6 @@
-from llama_ft.evaluation import Evaluated, HeldOut, describe, to_json
+import math
+
+from llama_ft.evaluation import Evaluated, HeldOut, describe, find_warnings, to_json
 
 
 def model(name: str, loss: float, right: float, compared_with: int | None = None) -> Evaluated:
@@ -33,3 +35,12 @@ def test_json_holds_the_differences_too() -> None:
     assert (base["compared_with"], run["compared_with"]) == (None, "base: m")
     assert run["held_out"]["difference"] == -0.5
     assert run["tasks"]["sums"]["acc"] == {"value": 0.75, "stderr": 0.05, "difference": 0.25}
+
+
+def test_what_is_no_number_is_null_in_json_and_a_warning() -> None:
+    models = [model("base", 3.0, 0.5), model("run", math.nan, math.inf, 0)]
+    assert [warning.split(":")[0] for warning in find_warnings(models)] == ["run"]
+    [base, run] = to_json(models, "rows", {})["models"]
+    assert run["held_out"] == {"loss": None, "perplexity": None, "rows": 10, "target_tokens": 1234, "difference": None}
+    assert run["tasks"]["sums"]["acc"] == {"value": None, "stderr": 0.05, "difference": None}
+    assert base["held_out"]["loss"] == 3.0

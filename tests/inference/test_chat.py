@@ -65,8 +65,10 @@ def test_a_developers_turn_stays_as_a_system_prompt_does(typed: Typed, tmp_path:
 
 
 def test_a_message_may_have_several_lines(typed: Typed) -> None:
-    typed("one\\", "more", '"""', "a", "", 'b"""', '"""in one"""')
-    assert [asked.rpartition("[user]")[2] for asked in typed.asked] == ["one\nmore", "a\n\nb", "in one"]
+    typed("one\\", "more", '"""', "a", "", 'b"""', '"""in one"""', '"""', "// sum", '"""', '"""/etc/hosts is', '"""')
+    assert [asked.rpartition("[user]")[2] for asked in typed.asked] == [
+        "one\nmore", "a\n\nb", "in one", "// sum", "/etc/hosts is",
+    ]  # fmt: skip
 
 
 def test_turns_are_forgotten_and_asked_again(typed: Typed) -> None:
@@ -91,7 +93,8 @@ def test_a_conversation_is_saved_as_a_row_of_data_and_loaded_again(typed: Typed,
     for text in ('{"messages": [{"role": "cat"}]}', "[" * 100_000):
         file.write_text(text)
         assert "holds no conversation" in typed(f"/load {file}")[1]
-    file.write_text(json.dumps({"messages": [{"role": "user", "content": [{"type": "text", "text": "parts"}]}]}))
+    row = {"messages": [{"role": "user", "content": [{"type": "text", "text": "parts"}]}]}
+    file.write_text(json.dumps(row), encoding="utf-8-sig")  # as some editors save it
     typed(f"/load {file}", "/retry")
     assert typed.asked == ["[user]parts"]
 
@@ -127,3 +130,5 @@ def test_the_oldest_turns_are_dropped_where_they_no_longer_fit(typed: Typed) -> 
     _, err = typed("word " * 100, "short", context=150)
     assert "tokens, and the model has 150 positions" in err
     assert typed.asked == ["[user]short"], "what cannot be asked is forgotten"
+    _, err = typed("one", "word " * 100, "two", context=150)
+    assert typed.asked[1] == "[user]one[assistant]answer 1[user]two" and "dropped" not in err, "and nothing else is"

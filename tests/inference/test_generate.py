@@ -3,16 +3,28 @@
 import copy
 from argparse import Namespace
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    ByT5Tokenizer,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
+from transformers.modeling_outputs import CausalLMOutput
 from transformers.modeling_utils import PreTrainedModel
 
-from llama_ft.errors import UserError
+from llama_ft.errors import RunFailure, UserError
 from llama_ft.inference import Answerer, Opened, Sampling, describe_job, open_model, settle_sampling
 from llama_ft.runtime import Runtime
 
@@ -111,6 +123,75 @@ def test_an_answer_ends_before_a_stop_text_and_what_is_shown_is_the_answer(answe
     assert "".join(shown) == answer.text == whole and answer.is_cut
 
 
+CODE = "def f():\n    if x:\n        return 1\n\n\n    # é 漢字 👩\u200d👧 👍👍\n \ufffd it 's , I 'm n't .\n  end  "
+
+
+class Recites(LlamaForCausalLM):
+    """Says given tokens, whatever it is asked."""
+
+    def __init__(self, tokens: list[int], size: int) -> None:
+        sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+        super().__init__(LlamaConfig(**sizes, vocab_size=size, eos_token_id=None, use_cache=False))
+        self.tokens = tokens
+
+    def forward(self, input_ids: torch.Tensor, **_: Any) -> CausalLMOutput:  # type: ignore[override]
+        logits = torch.zeros(1, 1, self.config.vocab_size)
+        logits[..., self.tokens[input_ids.shape[1] - 1]] = 1  # the prompt is one token
+        return CausalLMOutput(logits=logits)
+
+
+def sentencepiece_like(decoder: decoders.Decoder, normalizer: Any = None, pre: Any = None) -> PreTrainedTokenizerFast:
+    """Words with the space before them, and bytes for all else."""
+    pieces = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    pieces += "▁ ▁▁▁ ▁if ▁return def x : ▁f () ▁1 ▁# ▁it ▁' s ' ▁, n .".split()
+    inner = Tokenizer(models.Unigram([(piece, -1.0 - len(piece) / 99) for piece in pieces], 0, byte_fallback=True))
+    inner.decoder = decoder
+    inner.normalizer, inner.pre_tokenizer = normalizer, pre
+    return PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>", eos_token="</s>")
+
+
+def tokenizers(tiny_model: Path) -> Iterator[PreTrainedTokenizerBase]:
+    yield AutoTokenizer.from_pretrained(tiny_model)  # byte-level BPE
+    bytes_ = [decoders.ByteFallback(), decoders.Fuse()]
+    spaced = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    llama2 = decoders.Sequence([decoders.Replace("▁", " "), *bytes_, decoders.Strip(" ", 1, 0)])
+    yield sentencepiece_like(llama2, spaced)
+    cleaned = sentencepiece_like(llama2, spaced)
+    cleaned.clean_up_tokenization_spaces = True
+    yield cleaned
+    meta = decoders.Sequence([decoders.Metaspace(prepend_scheme="first"), *bytes_])
+    yield sentencepiece_like(meta, pre=pre_tokenizers.Metaspace(prepend_scheme="first"))
+    yield ByT5Tokenizer()  # in Python alone
+
+
+@pytest.mark.parametrize("text", [CODE, f"   {CODE}"], ids=["at once", "spaces first"])
+@pytest.mark.parametrize("nth", range(5), ids=["BPE", "Llama 2", "cleaned up", "Metaspace", "Python"])
+def test_what_is_shown_is_the_answer_to_the_character_wherever_it_ends(
+    nth: int, text: str, tiny_model: Path, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = list(tokenizers(tiny_model))[nth]
+    tokens: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    model = Recites(tokens, len(tokenizer)).eval()
+    reciter = Answerer(cast(Any, SimpleNamespace(model=model, tokenizer=tokenizer)), runtime, is_sharded=False)
+
+    def said(length: int, *stop: str) -> tuple[str, list[str]]:
+        shown: list[str] = []
+        sampling = Sampling(**{**vars(GREEDY), "max_new_tokens": length, "stop": stop})
+        [answer] = reciter.answer([[0]], [0], sampling, show=shown.append)
+        assert "".join(shown) == answer.text
+        return answer.text, shown
+
+    whole, parts = said(len(tokens))
+    assert whole == tokenizer.decode(tokens, skip_special_tokens=True) and len(parts) > 12
+    assert "\n    if x:\n        return 1\n\n\n    # é 漢字 👩\u200d👧 👍👍\n" in whole
+    for length in range(1, len(tokens), 7):  # also amid the bytes of a character
+        said(length)
+    for word in ("\n        ret", "x:", " it"):
+        assert said(len(tokens), word)[0] == whole.partition(word)[0] != whole
+    monkeypatch.setattr("llama_ft.inference.generate.EVERY_TOKEN", 20)
+    assert len(said(len(tokens))[1]) < len(parts)
+
+
 def test_a_turn_may_end_with_a_token_that_is_no_special_one(
     answerer: Answerer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -141,6 +222,16 @@ def test_an_answer_leaves_the_models_positions_for_its_prompt(answerer: Answerer
     assert [answerer.longest_answer(length, GREEDY) for length in (10, 236, 250, 256)] == [20, 20, 6, 0]
     [answer] = answerer.answer([[9] * 253], [0], GREEDY)
     assert answer.is_cut
+
+
+def test_a_model_whose_numbers_are_not_finite_ends_it(opened: Opened, plain: PreTrainedModel, runtime: Runtime) -> None:
+    damaged = copy.deepcopy(plain)
+    damaged.get_input_embeddings().weight.data[42] = torch.nan  # of one token only
+    answerer = Answerer(replace(opened, model=damaged), runtime, is_sharded=False)
+    assert texts(answerer, [[5]], [0], GREEDY) == texts(Answerer(opened, runtime, False), [[5]], [0], GREEDY)
+    for sampling in (GREEDY, sampled()):
+        with pytest.raises(RunFailure, match="not finite"):
+            answerer.answer([[5], [42]], [0, 1], sampling)
 
 
 def asked(**given: Any) -> Namespace:

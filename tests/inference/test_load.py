@@ -136,13 +136,28 @@ def test_an_adapter_stands_beside_its_base_wherever_it_is_taken_from(
 def test_an_adapter_is_used_with_the_quantization_of_its_run(
     adapted: tuple[Path, Any], tiny_model: Path, runtime: Runtime
 ) -> None:
-    run, _ = adapted
+    run, reference = adapted
     config = settings(tiny_model, peft=PeftConfig(use_peft=True, **LORA), quantization=QuantizationConfig(mode="8bit"))
     (run / "config.yaml").write_text(to_yaml(config))
     as_trained, plain, asked = (opened(run, runtime, quantization=mode) for mode in (None, "none", "8bit"))
     assert torch.equal(logits(as_trained.model), logits(asked.model))
     assert not torch.equal(logits(as_trained.model), logits(plain.model))
     assert ", 8bit, " in as_trained.about and "bit" not in plain.about.removeprefix(str(run))
+    reference.merge_and_unload().save_pretrained(run / "merged")
+    merged = opened(run / "merged", runtime, tokenizer_name=str(tiny_model))
+    assert torch.equal(logits(merged.model), logits(load(run / "merged"))), "the run's bits are the adapter's base's"
+
+
+def test_a_tokenizer_from_elsewhere_brings_its_own_chat_template_and_that_is_told(
+    adapted: tuple[Path, Any], tiny_model: Path, runtime: Runtime, caplog: pytest.LogCaptureFixture
+) -> None:
+    run, _ = adapted
+    tokenizer = opened(tiny_model, runtime).tokenizer
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(run / "model")
+    assert opened(run, runtime).tokenizer.chat_template == TEMPLATE and "--tokenizer_name" not in caplog.text
+    assert opened(run, runtime, tokenizer_name=str(tiny_model)).tokenizer.chat_template is None
+    assert f"--tokenizer_name {tiny_model}: chats are written as it says, not as {run}/model does." in caplog.text
 
 
 def test_a_fully_tuned_checkpoint_is_quantized_from_its_own_weights(

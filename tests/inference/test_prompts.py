@@ -44,6 +44,12 @@ def test_prompts_are_lines_or_rows_whose_other_keys_are_kept(tmp_path: Path) -> 
     assert [it.row for it in read] == rows
 
 
+@pytest.mark.parametrize(("name", "line"), [("a.txt", "Wie heißt es?"), ("a.jsonl", '{"prompt": "Wie heißt es?"}')])
+def test_a_byte_order_mark_is_no_part_of_the_first_prompt(name: str, line: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(f"{line}\n", encoding="utf-8-sig")
+    assert [it.asked for it in read_prompts(tmp_path / name, "answer")] == ["Wie heißt es?"]
+
+
 def test_rows_that_are_no_prompts_are_told_by_their_lines(tmp_path: Path) -> None:
     rows = [
         {"prompt": "good"}, "{", [1], {"question": "Hi"}, {"prompt": " "}, {"prompt": "a", "messages": [TURN]},
@@ -97,7 +103,11 @@ def test_contents_of_text_parts_become_text_and_other_parts_are_told(tmp_path: P
 
 @pytest.mark.parametrize(
     ("line", "told"),
-    [("[" * 100_000, "not JSON"), ('{"prompt": "Hi", "id": "\\ud800"}', "holds half of a surrogate pair")],
+    [
+        ('{"prompt": null}', '"prompt" is null; expected text or a list of turns'),
+        ("[" * 100_000, "not JSON"),
+        ('{"prompt": "Hi", "id": "\\ud800"}', "holds half of a surrogate pair"),
+    ],
 )
 def test_lines_that_no_answer_can_stand_in_are_told(line: str, told: str, tmp_path: Path) -> None:
     assert f"rows.jsonl:2: {told}" in mistakes(write(tmp_path / "rows.jsonl", {"prompt": "Hi"}, line), "answer")

@@ -3,6 +3,7 @@ beside those of lm-evaluation-harness' own loading, on one process and on two.""
 
 import json
 import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,16 +31,22 @@ def evaluated(folder: Path, cases: dict[str, list[str]], ranks: int = 0) -> dict
 
 @pytest.fixture(scope="module")
 def place(save_model: Callable[..., Path], rows70: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a model, rows that are tokens, tasks, and three runs, evaluated after each of two steps."""
+    """A folder with a model, rows that are tokens, tasks, and four runs, evaluated after each of two steps."""
     folder = tmp_path_factory.mktemp("evaluated")
     save_model(folder / "base", hidden_size=64, intermediate_size=128, tied=True)
-    common = ["--model_name", f"{folder}/base", "--dataset", str(rows70), "--validation", "0.3", "--precision", "fp32"]
+    base = ["--model_name", f"{folder}/base"]
+    common = ["--dataset", str(rows70), "--validation", "0.3", "--precision", "fp32"]
     common += ["--device", "cpu", "--max_train_step", "2", "--save_steps", "1", "--eval_steps", "1", "--lr", "1e-2"]
     common += ["--context_length", "96", "--batch_size_training", "2"]
     lora = ["--use_peft", "--target_modules", "all-linear", "--quantization", "4bit", "--quant_type", "fp4"]
     grown = ["--chat_template", "chatml", "--resize_embeddings", "--output_dir", f"{folder}/grown"]
-    flags = [[*common, "--output_dir", f"{folder}/full"], [*common, *lora, "--output_dir", f"{folder}/lora"]]
-    flags.append([*common, *grown])
+    flags = [[*base, *common, "--output_dir", f"{folder}/full"]]
+    flags += [[*base, *common, *lora, "--output_dir", f"{folder}/lora"], [*base, *common, *grown]]
+    # a base without a tokenizer, and a chat template that is another than that of the others
+    shutil.copytree(folder / "base", folder / "base-alone", ignore=shutil.ignore_patterns("*token*"))
+    (folder / "turns.jinja").write_text("{% for turn in messages %}{{ turn.content }}</s>{% endfor %}")
+    other = ["--tokenizer_name", f"{folder}/base", "--chat_template", f"{folder}/turns.jinja"]
+    flags.append([*common, *other, "--model_name", f"{folder}/base-alone", "--output_dir", f"{folder}/other"])
     (folder / "cases.json").write_text(json.dumps(flags))
     finished = forked(RUN_CASES, folder / "cases.json")
     assert finished.exit_code == 0, finished.output
@@ -105,7 +112,8 @@ def alone(place: Path) -> dict[str, Results]:
     return evaluated(
         place / "alone",
         {
-            "runs": [*places, f"{place}/grown", "--base"],
+            "runs": [*places, f"{place}/grown", f"{place}/other", "--base"],
+            "templates": [full, f"{place}/other", "--base", "--base_model", f"{place}/base"],
             "first": [full, "--max_eval_step", "1"],
             "packed": [f"{place}/base", *tokens],
             "padded": [f"{place}/base", *tokens, "--batching_strategy", "padding"],
@@ -150,14 +158,28 @@ def test_the_base_model_stands_beside_it_in_the_bits_that_the_run_had_it_in(
 ) -> None:
     found = json.loads((place / "alone" / "runs.json").read_text())["models"]
     bases = [model for model in found if model["name"].startswith("base: ")]
-    assert [base["name"].removeprefix(f"base: {place}/base") for base in bases] == ["", " (4bit fp4)", " (grown)"]
+    assert [base["name"].removeprefix(f"base: {place}/base") for base in bases] == [
+        "",
+        " (4bit fp4)",
+        " (grown)",
+        "-alone",
+    ]
     assert [base["held_out"]["loss"] for base in bases] == pytest.approx(
-        [own(place / run)[0] for run in ("full", "lora", "grown")], rel=1e-6
+        [own(place / run)[0] for run in ("full", "lora", "grown", "other")], rel=1e-6
     )
     assert "4bit" in bases[1]["about"] and "4bit" not in bases[0]["about"]
     assert bases[2]["held_out"]["target_tokens"] != bases[0]["held_out"]["target_tokens"]  # chatml's, not alpaca's
     tuned = alone["runs"][f"{place}/lora"]["held_out"]
     assert tuned["difference"] == pytest.approx(own(place / "lora")[2] - own(place / "lora")[0], rel=1e-5)
+
+
+def test_runs_with_other_chat_templates_have_the_base_asked_with_each(place: Path, alone: dict[str, Results]) -> None:
+    found, base = alone["templates"], f"base: {place}/base"
+    assert list(found) == [base, f"{base}, asked as {place}/other", f"{place}/full", f"{place}/other"]
+    before, after = own(place / "other")[0], own(place / "other")[2]
+    assert found[base]["held_out"]["loss"] == pytest.approx(own(place / "full")[0], rel=1e-6)
+    assert found[f"{base}, asked as {place}/other"]["held_out"]["loss"] == pytest.approx(before, rel=1e-6)
+    assert found[f"{place}/other"]["held_out"]["difference"] == pytest.approx(after - before, rel=1e-5)
 
 
 def test_the_loss_of_a_plain_folder_is_that_of_plain_transformers(place: Path, alone: dict[str, Results]) -> None:
@@ -225,7 +247,7 @@ def test_what_is_printed_is_a_table_with_the_difference(place: Path, alone: dict
     output = (place / "alone" / "output.txt").read_text()
     assert f"Loss on the rows that {place}/full held out (--validation 0.3)" in output
     lines = [line.split() for line in output.splitlines() if line.strip().startswith(f"{place}/full  ")]
-    line, _ = lines  # that of the case "first" has other tokens
+    line, *_ = lines  # that of the case "first" has other tokens
     found = alone["runs"][f"{place}/full"]["held_out"]
     assert line[1:] == [
         str(found["target_tokens"]),

@@ -166,9 +166,10 @@ def test_answers_go_on_after_a_kill(runs: Path, tmp_path: Path) -> None:
 
 
 def test_one_prompt_comes_through_a_pipe_and_only_its_answer_goes_on(runs: Path, full_answers: list[str]) -> None:
+    assert not full_answers[0].isascii()
     finished = subprocess.run(
-        command(runs / "full", "--max_new_tokens", str(LONGEST)), input=f"{PROMPTS[0]}\n", text=True,
-        capture_output=True, timeout=240, env={**os.environ, **ENVIRONMENT},
+        command(runs / "full", "--max_new_tokens", str(LONGEST)), input=f"\ufeff{PROMPTS[0]}\n", encoding="utf-8",
+        capture_output=True, timeout=240, env={**os.environ, **ENVIRONMENT, "PYTHONIOENCODING": "ascii"},
     )  # fmt: skip
     assert (finished.returncode, finished.stdout) == (0, f"{full_answers[0]}\n"), finished.stderr
     assert f"{runs}/full/model, fp32, cpu" in finished.stderr
@@ -193,9 +194,10 @@ def test_mistakes_are_told_in_a_line(runs: Path, tmp_path: Path) -> None:
     ("before", "after", "told"),
     [
         ("", "<&-", "error: There is no prompt"),
+        ("", "--prompt ''", "error: --prompt: is empty; expected a prompt."),
         ("printf 'a\\377' |", "", "error: The prompt from stdin: is not UTF-8."),
     ],
-    ids=["closed", "bytes"],
+    ids=["closed", "empty", "bytes"],
 )
 def test_a_stdin_that_holds_no_text_is_told(before: str, after: str, told: str, runs: Path) -> None:
     words = " ".join(map(shlex.quote, command(runs / "full")))
@@ -204,6 +206,14 @@ def test_a_stdin_that_holds_no_text_is_told(before: str, after: str, told: str, 
         env={**os.environ, **ENVIRONMENT},
     )  # fmt: skip
     assert finished.returncode == 2 and finished.stderr.startswith(told) and not finished.stdout, finished.stderr
+
+
+def test_a_closed_stdout_is_no_mistake(runs: Path) -> None:
+    words = shlex.join(command(runs / "full", "--prompt", "Hi", "--max_new_tokens", "2"))
+    finished = subprocess.run(
+        f"{words} >&-", shell=True, text=True, capture_output=True, timeout=120, env={**os.environ, **ENVIRONMENT}
+    )
+    assert finished.returncode == 0 and "Traceback" not in finished.stderr, finished.stderr
 
 
 @pytest.mark.parametrize("recipe", ["inference", "evaluate"])

@@ -58,6 +58,7 @@ def write_model_card(folder: Path, base_model: str, trainer: Mapping[str, Any] |
         pipeline_tag="text-generation",
         tags=["llama_ft", *(["lora"] if is_lora else [])],
     )
+    licence = "" if base == "demo" else " The base model's licence holds for it, too."
     what = f"{base}, fine-tuned in full"
     if is_lora:
         what = f"A LoRA adapter for {base}" if is_adapter else f"{base} with a LoRA adapter merged into it"
@@ -70,7 +71,7 @@ def write_model_card(folder: Path, base_model: str, trainer: Mapping[str, Any] |
     sections = [
         f"---\n{front.to_yaml()}\n---",
         f"# {base}, tuned",
-        f"{what}{trained_on} with llama_ft.",
+        f"{what}{trained_on} with llama_ft.{licence}",
         f"```python\n{load.format(base=base if is_on_hub else f'path/to/{base}', place=place, resize=resize)}\n```",
         *_training(run),
         f"Versions: {', '.join(f'{name} {number}' for name, number in (run.get('versions') or versions()).items())}.",

@@ -1,11 +1,11 @@
 """The command line of recipes/evaluate.py, with every mistake in it told at once and before torch is imported."""
 
-import dataclasses
 import importlib.util
 import json
 import os
 from argparse import ArgumentTypeError, Namespace
-from dataclasses import dataclass, field
+from collections import Counter
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,15 @@ from pydantic import ValidationError
 
 from llama_ft.config.data_names import has_splits, kind_of_data
 from llama_ft.config.fields import SETTINGS, values_of
-from llama_ft.config.inference_flags import GONE, PRECISIONS, find_result, result_complaint, whole_number
+from llama_ft.config.inference_flags import (
+    GONE,
+    Result,
+    base_mistakes,
+    find_result,
+    result_complaint,
+    settle_base,
+    whole_number,
+)
 from llama_ft.config.load import convert
 from llama_ft.config.paths import (
     BUILT_IN_MODELS,
@@ -25,7 +33,7 @@ from llama_ft.config.paths import (
     model_complaint,
     output_complaint,
 )
-from llama_ft.config.script_flags import ScriptFlags
+from llama_ft.config.script_flags import MODEL_FLAGS, ScriptFlags
 from llama_ft.config.sections import Config, QuantizationConfig
 from llama_ft.config.values import from_text
 from llama_ft.config.wording import brief, nearest_file, show
@@ -94,22 +102,11 @@ def _add_model_flags(flags: ScriptFlags) -> None:
         "--base", "--compare_base", action="store_true", help="evaluate the model it was tuned from too, and show the "
         "difference"
     )  # fmt: skip
-    flags.add_argument(
-        "--base_model", metavar="NAME", help="folder or hub name of that model; default: where the run or the adapter "
-        "found it"
+    flags.add_model_flags(
+        *MODEL_FLAGS, precision="what is computed in; default: as in the run, else auto", tokenizer_name="folder or "
+        "hub name of the tokenizer; its chat template takes the place of a saved result's. Default: the one of what is "
+        "loaded"
     )  # fmt: skip
-    flags.add_argument("--model_name", metavar="NAME", help="another way to name MODEL; with --peft_model its base")
-    flags.add_argument("--peft_model", metavar="FOLDER", help="another way to name a saved adapter")
-    flags.add_argument("--tokenizer_name", metavar="NAME", help="folder or hub name of the tokenizer; default: MODEL's")
-    flags.add_argument(
-        "--quantization", choices=["none", "8bit", "4bit"], help="bits of the weights; default: as the run had it"
-    )
-    flags.add_argument("--precision", choices=PRECISIONS, help="what is computed in; default: as in the run, else auto")
-    flags.add_argument(
-        "--device", default="auto", choices=["auto", "cuda", "cpu"], help="default: a GPU if there is one"
-    )
-    flags.add_argument("--enable_fsdp", action="store_true", help="under torchrun: share the weights out over ranks")
-    flags.add_argument("--trust_remote_code", action="store_true", help="let the model bring Python code")
     flags.add_argument("--output_file", "--output_path", metavar="FILE", help="write the results as JSON")
     flags.add_argument("--overwrite", action="store_true", help="with --output_file: replace what is there")
 
@@ -147,8 +144,7 @@ def _add_task_flags(flags: ScriptFlags) -> None:
 
 def _model_mistakes(options: Namespace) -> list[str]:
     """Also settle `asked`."""
-    if options.peft_model and options.model_name and not options.base_model:
-        options.base_model, options.model_name = options.model_name, None
+    base_flag = settle_base(options)
     options.asked, options.runs = [], {}
     places = [*options.places, *filter(None, (options.model_name, options.peft_model))]
     if not places or "" in places:
@@ -173,9 +169,19 @@ def _model_mistakes(options: Namespace) -> list[str]:
             elif not options.base_model and (complaint := model_complaint(named)):
                 mistakes.append(f"{place}: its base model {named}: {complaint}\n--base_model says where it is now.")
         options.asked.append((Asked(place, place, options.quantization, precision, resized), base))
-    if options.base_model and (complaint := model_complaint(options.base_model)):
-        mistakes.append(f"--base_model {options.base_model}: {complaint}")
+    beside = [] if options.base else [asked.place for asked, _ in options.asked]
+    mistakes += base_mistakes(base_flag, options.base_model, beside)
+    options.asked = _told_apart(options.asked)
     return mistakes
+
+
+def _told_apart(asked: list[tuple[Asked, Asked | None]]) -> list[tuple[Asked, Asked | None]]:
+    """Base models that differ in precision only get it into their names."""
+    names = Counter(name for name, _ in {(base.name, base.precision) for _, base in asked if base})
+    return [
+        (tuned, replace(base, name=f"{base.name}, {base.precision}") if base and names[base.name] > 1 else base)
+        for tuned, base in asked
+    ]
 
 
 def _base(named: str, run: Config | None, bits: str | None, precision: str) -> Asked:
@@ -191,18 +197,22 @@ def _base(named: str, run: Config | None, bits: str | None, precision: str) -> A
 
 
 def _settings_of_run(place: str) -> Config | None:
-    """As its config.yaml, or the checkpoint, has them; None where it is of no run, or of another version's."""
     found = find_result(Path(place).expanduser()) if looks_local(place) else None
-    if found is None:
-        return None
-    kind, held = found
+    return settings_beside(*found) if found else None
+
+
+def settings_beside(kind: Result, held: Path) -> Config | None:
+    """Settings of the run that left what find_result found, as its config.yaml, or the checkpoint, has them; None where
+    it is of no run, or of another version's. A whole model has no bits of its run's: those are of what an adapter
+    stands beside, and export.py has merged it."""
     try:
         if kind == "checkpoint":
             return Config(**json.loads((held / "trainer.json").read_text())["config"])
         file = (held if kind == "run" else held.parent) / "config.yaml"
-        return Config(**yaml.safe_load(file.read_text()))
+        run = Config(**yaml.safe_load(file.read_text()))
     except (OSError, ValueError, yaml.YAMLError, ValidationError, LookupError, TypeError):
         return None
+    return replace(run, quantization=QuantizationConfig()) if kind == "model" else run
 
 
 def _base_of(place: str, run: Config | None) -> str | None:
@@ -280,7 +290,7 @@ def _no_rows(place: str, is_run: bool) -> str:
 
 def _differing(one: Config, other: Config) -> list[str]:
     """Settings in which the held-out rows of two runs differ."""
-    ours, theirs = dataclasses.asdict(one.data), dataclasses.asdict(other.data)
+    ours, theirs = asdict(one.data), asdict(other.data)
     return [name for name in ROWS if ours[name] != theirs[name]]
 
 
@@ -338,7 +348,18 @@ def _output_mistakes(options: Namespace) -> list[str]:
     read = [options.dataset, options.validation, *(run.data.dataset for run in options.runs.values())]
     if str(file.resolve()) in {os.path.realpath(os.path.expanduser(data)) for data in read if isinstance(data, str)}:
         return [f"--output_file {name}: holds the rows, which results would replace. Name another file."]
+    if file.exists() and not _holds_results(file):
+        return [f"--output_file {name}: holds something other than results, which is not replaced. Name another file."]
     return []
+
+
+def _holds_results(file: Path) -> bool:
+    """Or nothing at all."""
+    try:
+        found = json.loads(file.read_text() or "{}")
+        return not found or {"rows", "task_settings", "models"} <= set(found)
+    except (OSError, ValueError, TypeError, RecursionError):
+        return False
 
 
 def _limit(text: str) -> int | float:

@@ -38,13 +38,10 @@ def read_export_flags(argv: list[str], description: str) -> Namespace:
     )  # fmt: skip
     flags.add_argument("out", nargs="?", metavar="OUT", help="the folder that is written")
     flags.add_argument("--merge", action="store_true", help="LoRA: a whole model with the adapter merged into it")
-    flags.add_argument(
-        "--base_model", metavar="NAME", help="folder or hub name of the unquantized model that was tuned; default: "
-        "where the run found it"
+    flags.add_model_flags(
+        "base_model", "tokenizer_name", "trust_remote_code", base_model="folder or hub name of the unquantized model "
+        "that was tuned; default: where the run or the adapter found it"
     )  # fmt: skip
-    flags.add_argument(
-        "--tokenizer_name", metavar="NAME", help="folder or hub name of the tokenizer; default: the run's"
-    )
     flags.add_argument(
         "--save_dtype", "--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"],
         help="precision of what is written; auto (default): the base model's own, tensor by tensor; adapters as they "
@@ -52,7 +49,6 @@ def read_export_flags(argv: list[str], description: str) -> Namespace:
     )  # fmt: skip
     flags.add_argument("--max_shard_size", default="5GB", metavar="SIZE", help="largest file (default 5GB)")
     flags.add_argument("--overwrite", action="store_true", help="replace the model that OUT already holds")
-    flags.add_argument("--trust_remote_code", action="store_true", help="let the base model bring Python code")
     flags.add_argument(
         "--push_to_hub", metavar="OWNER/NAME", help="then upload OUT to this repository of the Hugging Face hub; the "
         "token is HF_TOKEN's or that of `hf auth login`"

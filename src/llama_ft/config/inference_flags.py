@@ -4,7 +4,7 @@ import math
 import os
 import sys
 from argparse import ArgumentTypeError, Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -19,13 +19,13 @@ from llama_ft.config.paths import (
     model_complaint,
     output_complaint,
 )
-from llama_ft.config.script_flags import ScriptFlags
+from llama_ft.config.script_flags import MODEL_FLAGS, ScriptFlags
 from llama_ft.config.wording import brief, nearest_file
 from llama_ft.errors import UserError
 
 Result = Literal["checkpoint", "run", "adapter", "model"]  # run: one without a result, but with checkpoints
 MOST_DIGITS = 18
-PRECISIONS = ("auto", "bf16", "fp16", "fp32", "bf16_mixed", "bf16_pure")
+OF_MANY = {"output_key": "answer", "batch_size": 8}  # defaults of what only --prompts has
 SAFETY = "answers are not judged here. Leave it out"
 # llama-recipes' flags whose meaning is gone, with what to do instead.
 GONE = {
@@ -58,6 +58,13 @@ def find_result(folder: Path) -> tuple[Result, Path] | None:
     return ("run", folder) if kind == "run" else None
 
 
+def open_closed_streams() -> None:
+    """Put an empty file where Python has no stdin, stdout or stderr, because the shell has closed it (<&-, >&-)."""
+    for name, mode in {"stdin": "r", "stdout": "w", "stderr": "w"}.items():
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))
+
+
 @looks_safely
 def result_complaint(name: str) -> str | None:
     """Say why `name` is nothing that can be loaded: a run's directory, a checkpoint, an adapter, a model's folder or
@@ -73,6 +80,11 @@ def result_complaint(name: str) -> str | None:
     if found is None:
         if any(folder.glob("step-*")):
             return f"holds checkpoints. Name one of them, or the run: {folder.parent}."
+        for place in (folder, folder / "model"):
+            for weights in sorted(place.glob("*model*.safetensors")):
+                needed = "adapter_config.json" if weights.name.startswith("adapter") else "config.json"
+                if not (place / needed).is_file():
+                    return f"holds {weights.relative_to(folder)} but no {needed} beside it."
         return "is neither the directory of a run with a result or a checkpoint, nor a checkpoint, model or adapter."
     kind, place = found
     if kind == "adapter":
@@ -123,30 +135,37 @@ def is_utf8(text: str) -> bool:
     return not any("\ud800" <= letter <= "\udfff" for letter in text)
 
 
+def settings_file(answers: Path) -> Path:
+    """Where it stands how answers were made."""
+    return answers.with_name(f"{answers.name}.settings.json")
+
+
+@looks_safely
+def answers_complaint(name: str) -> str | None:
+    """Say why answers cannot be written to `name`: also where it holds something else, which is never replaced."""
+    if complaint := output_complaint(name):
+        return complaint
+    file = Path(name).expanduser()
+    return foreign_complaint(file) if file.exists() else None
+
+
+def foreign_complaint(file: Path) -> str | None:
+    """Say why a file holds no answers."""
+    if not file.stat().st_size or settings_file(file).is_file():
+        return None
+    return (
+        f"is not empty, and there is no {settings_file(file).name} beside it, which would say what answers it holds.\n"
+        "Choose another file."
+    )
+
+
 def _add_model_flags(flags: ScriptFlags) -> None:
     flags.add_argument(
         "place", nargs="?", metavar="MODEL", help="a run's directory (its model/, or without one its newest sound "
         "checkpoint), a checkpoint, a saved adapter, or the folder or hub name of a model"
     )  # fmt: skip
-    flags.add_argument("--model_name", metavar="NAME", help="another way to name MODEL; with --peft_model its base")
-    flags.add_argument("--peft_model", metavar="FOLDER", help="another way to name a saved adapter")
-    flags.add_argument(
-        "--base_model", metavar="NAME", help="folder or hub name of the model that was tuned; default: where the run "
-        "or the adapter found it"
-    )  # fmt: skip
-    flags.add_argument("--tokenizer_name", metavar="NAME", help="folder or hub name of the tokenizer; default: MODEL's")
-    flags.add_argument(
-        "--quantization", choices=["none", "8bit", "4bit"], help="of frozen weights; default: as the run had it"
-    )
-    flags.add_argument(
-        "--precision", default="auto", choices=PRECISIONS, help="what is computed in; auto (default): bf16 where the "
-        "device computes that itself, else fp32"
-    )  # fmt: skip
-    flags.add_argument(
-        "--device", default="auto", choices=["auto", "cuda", "cpu"], help="auto (default): a GPU, if any"
-    )
-    flags.add_argument("--enable_fsdp", action="store_true", help="under torchrun: share weights out over the ranks")
-    flags.add_argument("--trust_remote_code", action="store_true", help="let the model bring Python code")
+    flags.add_model_flags(*MODEL_FLAGS)
+    flags.set_defaults(precision="auto")
 
 
 def _add_prompt_flags(flags: ScriptFlags) -> None:
@@ -160,11 +179,12 @@ def _add_prompt_flags(flags: ScriptFlags) -> None:
         "--output_file", metavar="FILE", help="with --prompts: answers as JSON lines; the same command goes on after "
         "those that are there. Default: stdout"
     )  # fmt: skip
-    flags.add_argument("--output_key", default="answer", metavar="NAME", help="its key there (default answer)")
+    flags.add_argument("--output_key", metavar="NAME", help=f"its key there (default {OF_MANY['output_key']})")
     flags.add_argument("--overwrite", action="store_true", help="with --output_file: begin anew")
     flags.add_argument(
-        "--batch_size", default=8, type=whole_number(1), metavar="N", help="prompts at once, a rank (default 8)"
-    )
+        "--batch_size", type=whole_number(1), metavar="N", help="with --prompts: so many at once, a rank (default "
+        f"{OF_MANY['batch_size']})"
+    )  # fmt: skip
     flags.add_argument(
         "--chat", action="store_true", help="a conversation; also what happens in a terminal when no prompt is given"
     )
@@ -180,7 +200,7 @@ def _add_sampling_flags(flags: ScriptFlags) -> None:
     )
     flags.add_argument(
         "--temperature", type=number(), metavar="T", help="0: the likeliest token each time. Default of this and of "
-        "the next three: what generation_config.json of the model says, else 0"
+        "the next three: what generation_config.json of the model says, else 0 (with --do_sample 1), 1, 50 and 1"
     )  # fmt: skip
     flags.add_argument("--top_p", type=number(1), metavar="P", help="sample from the likeliest that make up P")
     flags.add_argument("--top_k", type=whole_number(0), metavar="K", help="sample from the K likeliest; 0: from all")
@@ -198,11 +218,8 @@ def _add_sampling_flags(flags: ScriptFlags) -> None:
 
 def _place_mistakes(options: Namespace) -> list[str]:
     """Also settle `place` and `base_model`."""
-    mistakes = []
+    mistakes, base_flag = [], settle_base(options)
     named = {"MODEL": options.place, "--peft_model": options.peft_model, "--model_name": options.model_name}
-    if options.peft_model and options.model_name and not options.base_model:
-        options.base_model = named["--model_name"]
-        del named["--model_name"]
     given = {name: value for name, value in named.items() if value}
     if len(given) != 1:
         if given:
@@ -214,9 +231,27 @@ def _place_mistakes(options: Namespace) -> list[str]:
         mistakes.append(f"{where}{brief(options.place)}: {complaint}")
     elif not options.base_model and (complaint := _base_complaint(options.place)):
         mistakes.append(f"{where}{options.place}: {complaint}")
-    if options.base_model and (complaint := model_complaint(options.base_model)):
-        mistakes.append(f"--base_model {brief(options.base_model)}: {complaint}")
-    return mistakes
+    return mistakes + base_mistakes(base_flag, options.base_model, [] if mistakes else [options.place])
+
+
+def settle_base(options: Namespace) -> str:
+    """Settle llama-recipes' --model_name beside --peft_model, which is the base; returns what the base is given by."""
+    if not options.peft_model or not options.model_name or options.base_model:
+        return "--base_model"
+    options.base_model, options.model_name = options.model_name, None
+    return "--model_name"
+
+
+def base_mistakes(flag: str, base: str | None, places: Sequence[str]) -> list[str]:
+    """What is wrong with a base model: its name, or that all of `places`, which are right, are whole models."""
+    if not base:
+        return []
+    if complaint := model_complaint(base):
+        return [f"{flag} {brief(base)}: {complaint}"]
+    found = [find_result(Path(place).expanduser()) for place in places]
+    if not found or not all(result and result[0] == "model" for result in found):
+        return []
+    return [f"{flag} {base}: would not be read: {brief(' and '.join(places))} needs no model beside it. Leave it out."]
 
 
 def _base_complaint(place: str) -> str | None:
@@ -246,16 +281,23 @@ def _prompt_mistakes(options: Namespace) -> list[str]:
     for flag in ("--prompt_file", "--prompts"):
         if ways[flag] is not None and (complaint := file_complaint(ways[flag])):
             mistakes.append(f"{flag} {brief(ways[flag])}: {complaint}")
+        elif flag == "--prompts" and options.prompts and not Path(options.prompts).expanduser().is_file():
+            mistakes.append(f"{flag} {options.prompts}: is no plain file, and it is read more than once.")
     if options.prompt_file and options.prompt_file.endswith(".jsonl"):
         mistakes.append("--prompt_file: is one prompt. --prompts takes a file of many.")
     if options.prompts and not options.prompts.endswith((".txt", ".jsonl")):
         mistakes.append(f"--prompts {options.prompts}: expected .txt, a prompt a line, or .jsonl.")
     if options.output_file and options.mode != "many":
         mistakes.append("--output_file: is for the answers to --prompts. One answer goes to stdout.")
-    elif options.output_file and (complaint := output_complaint(options.output_file)):
+    elif options.output_file and (complaint := answers_complaint(options.output_file)):
         mistakes.append(f"--output_file {brief(options.output_file)}: {complaint}")
     elif options.output_file and not mistakes and _is_same(options.output_file, options.prompts):
         mistakes.append(f"--output_file {options.output_file}: is what --prompts reads. Choose another file.")
+    for name, default in OF_MANY.items():
+        if getattr(options, name) is None:
+            setattr(options, name, default)
+        elif options.mode != "many":
+            mistakes.append(f"--{name}: is for --prompts, a file of many.")
     if options.overwrite and not options.output_file:
         mistakes.append("--overwrite: nothing is written without --output_file.")
     if options.no_chat_template and options.system_prompt:

@@ -112,6 +112,8 @@ def output_complaint(name: str) -> str | None:
     file = Path(name).expanduser()
     if file.is_dir():
         return "is a folder; expected a file in it."
+    if file.exists() and not file.is_file():
+        return "is a device, a pipe or the like; expected a plain file."
     if file.exists():
         return None if os.access(file, os.W_OK) else "cannot be written to: Permission denied."
     return not_writable(file.parent)

@@ -51,7 +51,8 @@ def check_same_run(
     for name, value in after.items():
         what = f"{subject(name, by_field)} is {show(value)}"
         if contents.get(name, then.get(name)) != then.get(name, contents.get(name)):
-            was = "and holds something else now" if before.get(name) == value else f"was {show(before.get(name))}"
+            how = "" if name == "model_name" else ", or another tokenizer or chat template writes its rows"
+            was = f"and holds something else now{how}" if before.get(name) == value else f"was {show(before.get(name))}"
             changed[name] = f"{what}, {was}"
         elif name not in MAY_DIFFER and before.get(name, SETTINGS[name].default) != value:
             changed[name] = f"{what}, was {show(before.get(name, SETTINGS[name].default))}"

@@ -2,10 +2,33 @@
 
 import argparse
 from collections.abc import Mapping
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from llama_ft.config.wording import nearest
 from llama_ft.errors import UserError
+
+PRECISIONS = ("auto", "bf16", "fp16", "fp32", "bf16_mixed", "bf16_pure")
+# Flags that say which model is loaded, and how: they mean the same in every recipe that has them.
+MODEL_FLAGS: dict[str, dict[str, Any]] = {
+    "model_name": {"metavar": "NAME", "help": "another way to name MODEL; with --peft_model its base"},
+    "peft_model": {"metavar": "FOLDER", "help": "another way to name a saved adapter"},
+    "base_model": {
+        "metavar": "NAME",
+        "help": "folder or hub name of the model that was tuned; default: where the run or the adapter found it",
+    },
+    "tokenizer_name": {
+        "metavar": "NAME",
+        "help": "folder or hub name of the tokenizer; default: the one of what is loaded",
+    },
+    "quantization": {"choices": ["none", "8bit", "4bit"], "help": "of frozen weights; default: as the run had it"},
+    "precision": {
+        "choices": PRECISIONS,
+        "help": "what is computed in; auto (default): bf16 where the device computes that itself, else fp32",
+    },
+    "device": {"default": "auto", "choices": ["auto", "cuda", "cpu"], "help": "auto (default): a GPU, if any"},
+    "enable_fsdp": {"action": "store_true", "help": "under torchrun: share weights out over the ranks"},
+    "trust_remote_code": {"action": "store_true", "help": "let the model bring Python code"},
+}
 
 
 class ScriptFlags(argparse.ArgumentParser):
@@ -20,6 +43,17 @@ class ScriptFlags(argparse.ArgumentParser):
     def __init__(self, description: str, gone: Mapping[str, str] | None = None) -> None:
         super().__init__(description=description.partition("\n\n")[0], allow_abbrev=False)
         self._gone = gone or {}
+
+    def add_model_flags(self, *names: str, **meanings: str) -> None:
+        """Add the flags of MODEL_FLAGS of these names.
+
+        Args:
+            names: of the flags, in the order of --help.
+            meanings: what to say of one, in place of what is said of it there.
+        """
+        for name in names:
+            about = MODEL_FLAGS[name]
+            self.add_argument(f"--{name}", **{**about, "help": meanings.get(name, about["help"])})
 
     def read(self, argv: list[str]) -> argparse.Namespace:
         """The flags of `argv`.

@@ -14,14 +14,17 @@ MLFLOW_NAME = re.compile(r"[\w.\-/: ]{1,250}")
 
 def project_complaint(wandb_project: str) -> str | None:
     """Say why W&B would refuse a project's name."""
-    fits = PROJECT.fullmatch(wandb_project) is not None
-    return None if fits else f"is {wandb_project!r}; W&B takes 1 to 128 characters, none of them / \\ # ? % or a colon."
+    if PROJECT.fullmatch(wandb_project) or secret_complaint(wandb_project):  # which is not repeated
+        return secret_complaint(wandb_project)
+    return f"is {wandb_project!r}; W&B takes 1 to 128 characters, none of them / \\ # ? % or a colon."
 
 
 def wandb_tags_complaint(wandb_tags: list[str]) -> str | None:
     """Say which tags W&B would refuse."""
     wrong = [tag for tag in wandb_tags if not 1 <= len(tag) <= 64]
-    return f"has {wrong[0]!r}; W&B takes tags of 1 to 64 characters." if wrong else None
+    if wrong:
+        return f"has {wrong[0]!r}; W&B takes tags of 1 to 64 characters."
+    return next(filter(None, map(secret_complaint, wandb_tags)), None)
 
 
 def wandb_name_complaint(wandb_name: str | None) -> str | None:
@@ -36,13 +39,23 @@ def wandb_group_complaint(wandb_group: str | None) -> str | None:
 
 def _length_complaint(name: str | None) -> str | None:
     wrong = name is not None and not 1 <= len(name) <= 128
-    return "has to be of 1 to 128 characters, as W&B wants it." if wrong else None
+    return "has to be of 1 to 128 characters, as W&B wants it." if wrong else secret_complaint(name)
+
+
+def secret_complaint(text: str | None) -> str | None:
+    """Say that text holds a key, without repeating it. A commit cannot be told from one of W&B's older keys."""
+    if text is None or mask_secrets(text) == text or is_url_with_secret(text):  # URLs are looked at in every setting
+        return None
+    return (
+        "has what looks like a key or a password, and settings are written down. Leave it out; of a git commit the "
+        "first 12 letters will do."
+    )
 
 
 def experiment_complaint(mlflow_experiment: str) -> str | None:
     """Say why MLflow would refuse an experiment's name."""
     fits = mlflow_experiment.strip() and len(mlflow_experiment) <= 500
-    return None if fits else "has to be of 1 to 500 characters, as MLflow wants it."
+    return secret_complaint(mlflow_experiment) if fits else "has to be of 1 to 500 characters, as MLflow wants it."
 
 
 def mlflow_tags_complaint(mlflow_tags: list[str]) -> str | None:

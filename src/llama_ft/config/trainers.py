@@ -266,7 +266,7 @@ TORCHTUNE = {
     "run_val_every_n_steps": "eval_steps",
     "enable_activation_checkpointing": "activation_checkpointing full",
     "enable_activation_offloading": "activation_offload",
-    "ac_mode": "use activation_checkpointing full, or every_k for selective with a number",
+    "ac_mode": "use activation_checkpointing full, or for selective: every_k with a number, selective with op",
     "ac_option": "activation_checkpointing_k",
     "dtype": "precision",
     "fsdp_reshard_after_forward": "use sharding_strategy FULL_SHARD for true, SHARD_GRAD_OP for false",

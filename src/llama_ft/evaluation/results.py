@@ -1,5 +1,6 @@
 """What was measured, as tables for people and as JSON."""
 
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -44,6 +45,16 @@ def describe(models: Sequence[Evaluated], rows: str, limit: int | float | None) 
         some = f", with --limit {limit:g}: not for comparison with others' numbers" if limit else ""
         tables.append(f"Tasks of lm-evaluation-harness{some}\n{_table(_task_lines(models))}")
     return "\n\n".join(tables)
+
+
+def find_warnings(models: Sequence[Evaluated]) -> list[str]:
+    """A line for each model whose loss says nothing."""
+    return [
+        f"{model.name}: the loss is no number ({model.held_out.loss}): the weights are damaged, or too large for the "
+        "precision."
+        for model in models
+        if model.held_out is not None and not math.isfinite(model.held_out.loss)
+    ]
 
 
 def _loss_lines(models: Sequence[Evaluated]) -> list[list[str]]:
@@ -100,7 +111,8 @@ def _table(lines: list[list[str]]) -> str:
 
 
 def to_json(models: Sequence[Evaluated], rows: str, settings: dict[str, Any]) -> dict[str, Any]:
-    """All of it, with differences, as plain values; `settings` say how the tasks were asked."""
+    """All of it, with differences, as plain values; `settings` say how the tasks were asked. Infinities and NaN, which
+    JSON does not have, become null, as in metrics.jsonl."""
     found = []
     for model in models:
         other = _other(model, models)
@@ -111,8 +123,14 @@ def to_json(models: Sequence[Evaluated], rows: str, settings: dict[str, Any]) ->
             for metric, values in metrics.items():
                 if other is not None and other.tasks is not None:
                     values["difference"] = values["value"] - other.tasks[task][metric]["value"]
-        found.append(entry)
+        found.append(_finite(entry))
     return {"rows": rows, "task_settings": settings, "models": found, "versions": _versions()}
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _finite(inner) for name, inner in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _versions() -> dict[str, str]:

@@ -54,10 +54,15 @@ class Tasks:
 
         Returns:
             Task -> metric -> value and stderr, on rank 0.
+
+        Raises:
+            UserError: the model's tokenizer, or what the task's YAML says, does not allow them to be asked.
         """
         from lm_eval.evaluator import evaluate
 
         options = self._options
+        if options.apply_chat_template and not tokenizer.chat_template:
+            raise UserError("--apply_chat_template: this model's tokenizer has no chat template. Leave it out.")
         if not (ask_all := is_sharded or job.world_size == 1) and (few := self._fewer_than(job.world_size)):
             ask_all = True  # lm_eval fails on a rank that has no question
             log.info(f"{few}: fewer questions than ranks, so every rank asks all questions of all tasks.")
@@ -65,19 +70,19 @@ class Tasks:
         numpy.random.seed(OTHER_SEED)
         torch.manual_seed(OTHER_SEED)
         for task in self._loaded["tasks"].values():
-            own = task.get_config("num_fewshot")
-            if own is None or (own != 0 and options.num_fewshot is not None):  # as lm_eval.simple_evaluate does
-                task.set_config(key="num_fewshot", value=options.num_fewshot or 0)
             task.set_fewshot_seed(seed=OTHER_SEED)
-        with _quiet(job):
-            found = evaluate(
-                lm=_wrapped(model, tokenizer, options.batch_size, is_sharded, ask_all, job),
-                task_dict=self._loaded,
-                limit=options.limit,
-                log_samples=False,
-                apply_chat_template=options.apply_chat_template,
-                fewshot_as_multiturn=True,
-            )
+        try:
+            with _quiet(job):
+                found = evaluate(
+                    lm=_wrapped(model, tokenizer, options.batch_size, is_sharded, ask_all, job),
+                    task_dict=self._loaded,
+                    limit=options.limit,
+                    log_samples=False,
+                    apply_chat_template=options.apply_chat_template,
+                    fewshot_as_multiturn=True,
+                )
+        except (ValueError, AssertionError) as error:  # so lm_eval tells of what it finds wrong
+            raise UserError(f"--tasks: lm-evaluation-harness cannot ask them: {error}") from error
         return None if found is None else _metrics(found)
 
     def _fewer_than(self, ranks: int) -> str:
@@ -95,7 +100,7 @@ def find_tasks(options: Namespace, job: Runtime) -> Tasks:
     """Find the tasks and load their questions, before a model is loaded.
 
     Raises:
-        UserError: there is no such task, or its questions cannot be had.
+        UserError: there is no such task, its questions cannot be had, or are none that are asked here.
     """
     from lm_eval.tasks import TaskManager
 
@@ -112,7 +117,27 @@ def find_tasks(options: Namespace, job: Runtime) -> Tasks:
         except Exception as error:  # of yaml, jinja, datasets, the hub or the task's own code
             reason = str(error).strip() or type(error).__name__
             raise UserError(f"--tasks {','.join(names)}: cannot be loaded: {reason}") from error
+    settled = [_settled(name, task, options.num_fewshot) for name, task in loaded["tasks"].items()]
+    if any(settled):
+        raise UserError(*filter(None, settled))
     return Tasks(loaded, options)
+
+
+def _settled(name: str, task: Any, num_fewshot: int | None) -> str | None:
+    """Give a task its number of solved examples, as lm_eval.simple_evaluate does; say why it cannot be asked."""
+    if getattr(task, "UNSAFE_CODE", False):
+        return f"--tasks {name}: runs code that the model writes, which is not done here."
+    if getattr(task, "MULTIMODAL", False):
+        return f"--tasks {name}: its questions have pictures or sound, and only text is asked here."
+    own = task.get_config("num_fewshot")
+    if own is None or (own != 0 and num_fewshot is not None):
+        task.set_config(key="num_fewshot", value=num_fewshot or 0)
+    if not num_fewshot or own == 0 or not hasattr(task, "sampler"):
+        return None
+    # a question is no example of itself; so the task's own code tells that they are of the same split
+    rows = len(task.sampler.fewshot_docs()) - (task.fewshot_cfg.split == task.config.test_split)
+    few = f"--num_fewshot {num_fewshot}: {name} has only {rows} rows to take solved examples from."
+    return few if rows < num_fewshot else None
 
 
 def check_names(names: Iterable[str], known: list[str]) -> None:
@@ -155,6 +180,8 @@ def _wrapped(
             settings["synced_gpus"] = is_sharded and job.world_size > 1
             return super()._model_generate(context, max_length, stop, **settings)
 
+    # It is tied already, and transformers' way fails where an adapter stands around the embedding or the head.
+    model.tie_weights = lambda *_, **__: None  # type: ignore[method-assign]
     lm = Loaded(pretrained=model, tokenizer=tokenizer, batch_size=batch_size, max_batch_size=64)
     if not ask_all:
         lm._rank, lm._world_size = job.rank, job.world_size

@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import IO, Any
 
 from llama_ft.checkpoint.reader import file_digest
+from llama_ft.config.inference_flags import foreign_complaint, settings_file
 from llama_ft.errors import RunFailure, UserError
 from llama_ft.inference.generate import Sampling
 from llama_ft.inference.load import Opened
@@ -45,16 +46,19 @@ class AnswersFile:
         file: None: stdout, from the beginning.
         settings: see describe_job.
         overwrite: begin anew.
+        rows: of all prompts, in their order: what stands with each answer.
 
     Attributes:
         held: answers that are there.
 
     Raises:
-        UserError: it holds answers of other settings, or something else; or another process writes it.
+        UserError: it holds answers of other settings or prompts, or something else; or another process writes it.
         RunFailure: it cannot be written.
     """
 
-    def __init__(self, file: Path | None, settings: Mapping[str, Any], overwrite: bool) -> None:
+    def __init__(
+        self, file: Path | None, settings: Mapping[str, Any], overwrite: bool, rows: Sequence[Mapping[str, Any]]
+    ) -> None:
         self.held, self._name = 0, file
         self._file: IO[str] | None = None
         if file is None:
@@ -62,7 +66,7 @@ class AnswersFile:
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
             self._file = open(file, "r+" if file.exists() else "x+", encoding="utf-8", newline="\n")
-            self._begin(file, settings, overwrite)
+            self._begin(file, settings, overwrite, rows)
         except OSError as error:
             raise RunFailure(f"--output_file {file}: cannot be written ({error.strerror or error}).") from error
         except UserError:
@@ -70,15 +74,19 @@ class AnswersFile:
                 self._file.close()
             raise
 
-    def _begin(self, file: Path, settings: Mapping[str, Any], overwrite: bool) -> None:
+    def _begin(
+        self, file: Path, settings: Mapping[str, Any], overwrite: bool, rows: Sequence[Mapping[str, Any]]
+    ) -> None:
         assert self._file is not None
         self._lock(file)
-        beside = file.with_name(f"{file.name}.settings.json")
+        if complaint := foreign_complaint(file):
+            raise UserError(f"--output_file {file}: {complaint}")
+        beside = settings_file(file)
         if overwrite:
             self._file.truncate(0)
         if os.fstat(self._file.fileno()).st_size:
             _check_same(file, beside, settings)
-            self._go_on()
+            self._go_on(rows, settings["output_key"])
         else:
             beside.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
 
@@ -91,8 +99,8 @@ class AnswersFile:
         except OSError:  # a file system without locks
             pass
 
-    def _go_on(self) -> None:
-        """Count the answers, and cut off what a killed process has left half written."""
+    def _go_on(self, rows: Sequence[Mapping[str, Any]], output_key: str) -> None:
+        """Count the answers, each of them to its prompt, and cut off what a killed process has left half written."""
         assert self._file is not None
         whole = 0
         with open(self._file.fileno(), "rb", closefd=False) as lines:
@@ -100,6 +108,11 @@ class AnswersFile:
             for line in lines:
                 if not line.endswith(b"\n"):
                     break
+                if complaint := _row_complaint(line, rows[self.held : self.held + 1], output_key):
+                    raise UserError(
+                        f"--output_file {self._name}:{self.held + 1}: {complaint}\nChoose another file, or --overwrite "
+                        "this one: answers stand in it in the order of the prompts, a line each."
+                    )
                 whole += len(line)
                 self.held += 1
         self._file.truncate(whole)
@@ -131,7 +144,27 @@ class AnswersFile:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if self._file is not None:
-            self._file.close()
+            try:
+                self._file.close()
+            except OSError:  # it tries to write once more what could not be written, which `error` has told
+                if error is None:
+                    raise
+
+
+def _row_complaint(line: bytes, rows: Sequence[Mapping[str, Any]], output_key: str) -> str | None:
+    """Say why a line is not the answer to its prompt, whose row is the one of `rows`; none: there is no such prompt."""
+    if not line.strip():
+        return "is blank."
+    if not rows:
+        return "there are fewer prompts than answers."
+    try:
+        held = json.loads(line)
+        answer = held.pop(output_key)
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return f'is no row with "{output_key}".'
+    # As text: NaN, which a row may hold, is not equal to itself, and 1 is equal to true.
+    is_same = json.dumps(held, sort_keys=True) == json.dumps(rows[0], sort_keys=True)
+    return None if is_same and isinstance(answer, str) else "is not the answer to the prompt of this place."
 
 
 def _check_same(file: Path, beside: Path, settings: Mapping[str, Any]) -> None:

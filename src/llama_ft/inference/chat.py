@@ -14,7 +14,7 @@ from types import FrameType
 from llama_ft.config.inference_flags import is_utf8, number, whole_number
 from llama_ft.config.paths import failing
 from llama_ft.config.wording import brief, nearest
-from llama_ft.errors import UserError
+from llama_ft.errors import RunFailure, UserError
 from llama_ft.inference.generate import Answer, Answerer, Sampling, Show
 from llama_ft.inference.prompts import SYSTEM_ROLES, Encoding, Messages, check_turns
 from llama_ft.runtime import Runtime
@@ -31,7 +31,7 @@ HELP = """\
 /save FILE            write the conversation to FILE: one row as --dataset reads it
 /load FILE            go on with it
 /set [NAME VALUE]     temperature, top_p, top_k, min_p, repetition_penalty, max_new_tokens, seed or stop; alone: show
-/exit                 end, as Ctrl-D does
+/exit                 end, as /quit and Ctrl-D do
 A line that ends in \\ goes on in the next; lines between \"\"\" and \"\"\" are one message; // begins one with a slash.
 Ctrl-C stops an answer."""
 COMMANDS = tuple(line[1:].split()[0] for line in HELP.splitlines() if line.startswith("/")) + ("quit",)
@@ -104,14 +104,15 @@ class Chat:
         with self._own_ctrl_c() if self._can_stop else nullcontext():
             while True:
                 try:
-                    message = self._read()
+                    message, is_block = self._read()
                     if not is_utf8(message):
                         raise UserError("This is not UTF-8.")
-                    if message.startswith("/") and not message.startswith("//"):
+                    if not is_block and message.startswith("/") and not message.startswith("//"):
                         if not self._command(message):
                             return
                     elif message.strip():
-                        self._messages.append({"role": "user", "content": message.removeprefix("/")})
+                        content = message if is_block else message.removeprefix("/")
+                        self._messages.append({"role": "user", "content": content})
                         self._answer()
                 except EOFError:
                     if self._in_terminal:
@@ -119,6 +120,8 @@ class Chat:
                     return
                 except KeyboardInterrupt:
                     _tell("\n(Ctrl-D or /exit ends)")
+                except RunFailure:
+                    raise
                 except UserError as error:
                     _tell(str(error))
 
@@ -152,17 +155,17 @@ class Chat:
             raise EOFError
         return line.removesuffix("\n").removesuffix("\r")
 
-    def _read(self) -> str:
-        """A message or a command, which may take several lines."""
+    def _read(self) -> tuple[str, bool]:
+        """A message or a command, which may take several lines; and whether it is a block, always a message."""
         line = self._line("> ")
         if not line.lstrip().startswith('"""'):
             while line.endswith("\\"):
                 line = line[:-1] + "\n" + self._line(". ")
-            return line
+            return line, False
         text = line.lstrip()[3:]
         while not text.rstrip().endswith('"""'):
             text += "\n" + self._line(". ")
-        return text.rstrip()[:-3].strip("\n")
+        return text.rstrip()[:-3].strip("\n"), True
 
     def _answer(self) -> None:
         """Answer the last turn and keep what was said; where that is not possible, forget the turn."""
@@ -195,22 +198,23 @@ class Chat:
 
     def _fit(self) -> list[int]:
         """Tokens of the conversation, of which the oldest turns are dropped where it has become too long."""
-        dropped = 0
+        messages, dropped = list(self._messages), 0  # nothing is dropped for a question that is too long by itself
         while True:
-            ids = self._encoding.tokens(self._messages)
+            ids = self._encoding.tokens(messages)
             room = min(self._sampling.max_new_tokens, (self._context or 0) // ROOM)
             if self._context is None or len(ids) + room <= self._context:
                 break
-            first = int(self._messages[0]["role"] in SYSTEM_ROLES)
-            questions = [n for n, turn in enumerate(self._messages) if n > first and turn["role"] == "user"]
+            first = int(messages[0]["role"] in SYSTEM_ROLES)
+            questions = [n for n, turn in enumerate(messages) if n > first and turn["role"] == "user"]
             if not questions:
                 if len(ids) < self._context:
                     break
                 raise UserError(f"This is {len(ids)} tokens, and the model has {self._context} positions.")
-            del self._messages[first : questions[0]]
+            del messages[first : questions[0]]
             dropped += questions[0] - first
         if dropped:
             _tell(f"(the oldest {dropped} turns are dropped: the model has {self._context} positions)")
+        self._messages = messages
         return ids
 
     def _command(self, line: str) -> bool:
@@ -264,7 +268,7 @@ class Chat:
 
     def _load(self, file: Path) -> None:
         try:
-            messages = check_turns(json.loads(file.read_text(encoding="utf-8"))["messages"], "messages")
+            messages = check_turns(json.loads(file.read_text(encoding="utf-8-sig"))["messages"], "messages")
         except (ValueError, LookupError, TypeError, RecursionError) as error:
             raise UserError(f"{file}: holds no conversation as /save writes it ({error}).") from error
         self._messages = messages

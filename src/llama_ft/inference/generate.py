@@ -22,21 +22,24 @@ from transformers import (
     StoppingCriteria,
     StoppingCriteriaList,
     TemperatureLogitsWarper,
-    TextStreamer,
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
+from transformers.generation import BaseStreamer
 from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.config.inference_flags import unused_sampling
 from llama_ft.data import pad_token_id
-from llama_ft.errors import UserError
+from llama_ft.errors import RunFailure, UserError
 from llama_ft.inference.load import Opened
 from llama_ft.models import vocabulary_size
 from llama_ft.runtime import Runtime
 from llama_ft.training import free_gathered
 
 TOP_K = 50  # transformers' own where neither the user nor the model says
+# Before these `clean_up_tokenization_spaces` of a tokenizer takes the space away.
+CLEANED = (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're")
+EVERY_TOKEN = 1000  # up to here each token is shown when it comes, later every second one, then every third, ...
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "typical_p", "top_h", "epsilon_cutoff", "eta_cutoff")
 Show = Callable[[str], None]
 
@@ -172,6 +175,9 @@ class Answerer:
             sampling: how tokens are chosen.
             show: is called with the text of the one prompt's answer as it comes.
             stopped: asked after each token, whether to end here.
+
+        Raises:
+            RunFailure: the model's numbers are not finite.
         """
         if not prompts and not self._is_sharded:
             return []
@@ -181,7 +187,7 @@ class Answerer:
         # Padding repeats the row's first token: a penalty on repetition then sees no token that is not there.
         ids = torch.tensor([[prompt[0]] * (width - len(prompt)) + prompt for prompt in asked])
         mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in asked])
-        streamer = _Shown(self.tokenizer, show, sampling.stop, self._ends) if show is not None else None
+        streamer = _Shown(self, show, limit, sampling.stop) if show is not None else None
         drawn = [_Drawing(sampling, rows or [0])] if sampling.temperature > 0 else []
         criteria = [_Asked(stopped)] if stopped is not None else []
         sequences = self.model.generate(  # type: ignore[operator]  # a mixin's method
@@ -190,7 +196,7 @@ class Answerer:
             max_new_tokens=limit,
             repetition_penalty=sampling.repetition_penalty,
             pad_token_id=self._pad,
-            logits_processor=LogitsProcessorList(drawn),
+            logits_processor=LogitsProcessorList([_Finite(), *drawn]),
             stopping_criteria=StoppingCriteriaList(criteria),
             streamer=streamer,
             synced_gpus=self._is_sharded,
@@ -209,6 +215,23 @@ class Answerer:
         assert isinstance(text, str)
         found = min((text.index(word) for word in stop if word in text), default=None)
         return Answer(text[:found], end == limit and found is None)
+
+
+class _Finite(LogitsProcessor):
+    """Ends it all where the model computes no numbers, from which some token would be chosen all the same."""
+
+    def __init__(self) -> None:
+        self._has_looked = False  # at the first token only: on a GPU each look waits for it
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        # A single -inf is a token that is never said; the largest is NaN where one is.
+        if not self._has_looked and not scores.amax(dim=-1).isfinite().all():
+            raise RunFailure(
+                "The model's numbers are not finite (NaN or infinite): its weights are damaged, or need "
+                "--precision bf16 or fp32."
+            )
+        self._has_looked = True
+        return scores
 
 
 class _Drawing(LogitsProcessor):
@@ -247,28 +270,43 @@ class _Asked(StoppingCriteria):
         return torch.full((len(input_ids),), self._stopped(), dtype=torch.bool, device=input_ids.device)
 
 
-class _Shown(TextStreamer):
-    """Hands on the text of an answer as its words end, up to a text or a token that it stops at."""
+class _Shown(BaseStreamer):
+    """Hands on the text of an answer as it comes, up to where a later token could still change it.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, show: Show, stop: tuple[str, ...], ends: set[int]) -> None:
-        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        self._show, self._stop, self._ends = show, stop, ends
-        self._text, self._shown = "", 0
+    It is decoded from its beginning each time (1 us a token): what a decoder makes of a token depends on those before.
+    transformers' TextStreamer begins anew with each line, and so loses a space of its indentation with Llama 2's.
+    """
+
+    def __init__(self, answerer: Answerer, show: Show, limit: int, stop: tuple[str, ...]) -> None:
+        self._answerer, self._show, self._limit, self._stop = answerer, show, limit, stop
+        self._tokens: list[int] | None = None
+        self._shown = 0
 
     def put(self, value: torch.Tensor) -> None:
-        """Take the prompt, then a token at a time. What ends a turn may be a token that is not a special one."""
-        if self.next_tokens_are_prompt or int(value) not in self._ends:
-            super().put(value)
+        """Take the prompt, then a token at a time."""
+        if self._tokens is None:
+            self._tokens = []
+            return
+        self._tokens += value.tolist()
+        if len(self._tokens) % (1 + len(self._tokens) // EVERY_TOKEN):
+            return
+        # Bytes in a row become characters together, and none of them does if the last one is cut.
+        if str(self._answerer.tokenizer.convert_ids_to_tokens(self._tokens[-1])).startswith("<0x"):
+            return
+        text = self._text().rstrip("\N{REPLACEMENT CHARACTER}")  # so far a character's first bytes only
+        self._hand_on(text[: len(text) - max(_begun(text, word) for word in (*self._stop, *CLEANED))])
 
-    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        """What TextStreamer prints."""
-        self._text += text
-        end = min((self._text.index(word) for word in self._stop if word in self._text), default=len(self._text))
-        if end == len(self._text) and not stream_end:
-            end -= max((_begun(self._text, word) for word in self._stop), default=0)
-        if end > self._shown:
-            self._show(self._text[self._shown : end])
-            self._shown = end
+    def end(self) -> None:
+        """Hand on the rest."""
+        self._hand_on(self._text())
+
+    def _text(self) -> str:
+        return self._answerer._finish(self._tokens or [], self._limit, self._stop).text
+
+    def _hand_on(self, text: str) -> None:
+        if len(text) > self._shown:
+            self._show(text[self._shown :])
+            self._shown = len(text)
 
 
 def _begun(text: str, word: str) -> int:

@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-import yaml
-from pydantic import ValidationError
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft import checkpoint, data, models
 from llama_ft.config import Config, FSDPConfig, ModelConfig, PeftConfig, QuantizationConfig, base_model_of
+from llama_ft.config.evaluate_flags import settings_beside
 from llama_ft.config.inference_flags import find_result
 from llama_ft.config.paths import TOKENIZER_FILES
 from llama_ft.config.wording import nearest_file
@@ -84,6 +83,7 @@ def open_model(
     enable_fsdp: bool,
     job: Runtime,
     rows: int | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> Opened:
     """Load what `place` names; all ranks call it together.
 
@@ -98,6 +98,7 @@ def open_model(
         enable_fsdp: share the weights out over the ranks of the job's mesh; otherwise each rank holds all.
         job: the ranks, started with a mesh that shards if enable_fsdp.
         rows: that the embedding gets, where it has fewer: as a run with --resize_embeddings begins.
+        tokenizer: of another model, in place of the one of a model or adapter, which may then have none.
 
     Raises:
         UserError: there is nothing to load, it does not fit together, or it is of a kind that is not read here.
@@ -111,7 +112,7 @@ def open_model(
                 sound = checkpoint.find_sound(checked[1]).folder
         place = str(job.from_main(lambda: sound))
     with job.node_leader_first():
-        found = _find(place, base_model, tokenizer_name, trust_remote_code, job)
+        found = _find(place, base_model, tokenizer_name, trust_remote_code, job, tokenizer)
         model_config = models.load_model_config(found.folder, trust_remote_code)
     stored = models.vocabulary_size(model_config)
     if rows is not None and stored is not None and found.new is None and stored < rows:
@@ -173,7 +174,12 @@ def choose_dtype(precision: str, job: Runtime) -> tuple[torch.dtype, str]:
 
 
 def _find(
-    place: str, base_model: str | None, tokenizer_name: str | None, trust_remote_code: bool, job: Runtime
+    place: str,
+    base_model: str | None,
+    tokenizer_name: str | None,
+    trust_remote_code: bool,
+    job: Runtime,
+    tokenizer: PreTrainedTokenizerBase | None,
 ) -> _Found:
     try:
         folder = models.local_folder(place, "MODEL", ask_hub=job.local_rank == 0)
@@ -185,9 +191,9 @@ def _find(
     kind, held = result
     if kind == "checkpoint":
         return _of_checkpoint(checkpoint.Checkpoint(held), base_model, tokenizer_name, trust_remote_code)
-    run = _settings_of(held)
+    run = settings_beside(kind, held)
     if kind == "model":
-        tokenizer = _tokenizer(held, held, tokenizer_name, trust_remote_code)
+        tokenizer = tokenizer or _tokenizer(held, held, tokenizer_name, trust_remote_code)
         return _Found(held, held, tokenizer, run=run)
     named = base_model or base_model_of(str(held))
     where = "--base_model" if base_model else f"{held}/adapter_config.json (--base_model overrides it): base model"
@@ -199,7 +205,7 @@ def _find(
         stored = models.vocabulary_size(models.load_model_config(base, trust_remote_code)) or 0
         tokens = models.NewTokens(new, stored, max(stored, new[-1] + 1))
     peft = PeftConfig(use_peft=True, from_peft_checkpoint=str(held))
-    tokenizer = _tokenizer(held, base, tokenizer_name, trust_remote_code)
+    tokenizer = tokenizer or _tokenizer(held, base, tokenizer_name, trust_remote_code)
     return _Found(base, held, tokenizer, peft, tokens, run=run)
 
 
@@ -213,18 +219,12 @@ def _of_checkpoint(
     return _Found(export.base, sound.folder, export.tokenizer, peft, new, sound, export.config)
 
 
-def _settings_of(result: Path) -> Config | None:
-    """The settings of the run whose model/ this is; None where they are not beside it, or not of this version."""
-    try:
-        return Config(**yaml.safe_load((result.parent / "config.yaml").read_text()))
-    except (OSError, yaml.YAMLError, ValidationError, TypeError):
-        return None
-
-
 def _tokenizer(result: Path, base: Path, override: str | None, trust_remote_code: bool) -> PreTrainedTokenizerBase:
     """The one asked for, else the one saved with the result, else the base's."""
     if override is not None:
         folder = models.local_folder(override, "--tokenizer_name", weights=False)
+        if (result / "chat_template.jinja").is_file():
+            log.warning(f"--tokenizer_name {override}: chats are written as it says, not as {result} does.")
     else:
         folder = result if any((result / file).is_file() for file in TOKENIZER_FILES) else base
     return models.load_tokenizer(folder, trust_remote_code)

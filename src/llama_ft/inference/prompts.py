@@ -112,14 +112,14 @@ def read_prompts(file: Path, output_key: str) -> list[Prompt]:
     """
     prompts, mistakes = list[Prompt](), list[str]()
     try:
-        text = file.read_text(encoding="utf-8")
+        text = file.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--prompts {file}: cannot be read ({error}).") from error
     for line, content in enumerate(text.split("\n"), start=1):
         if not content.strip():
             continue
         try:
-            row = {"prompt": content.rstrip("\r")} if file.suffix == ".txt" else _json_object(content)
+            row = {"prompt": content} if file.suffix == ".txt" else _json_object(content)
             asked = _asked(row)
             if output_key in row:
                 raise ValueError(f'has a key "{output_key}" already. --output_key names another one for the answer')
@@ -170,7 +170,8 @@ def check_turns(value: Any, key: str) -> Messages:
         ValueError: it is not; the message says what is wrong.
     """
     if not isinstance(value, list) or not value:
-        raise ValueError(f'"{key}" is {json.dumps(value)[:40]}; expected a list of turns')
+        expected = "text or a list of turns" if key == "prompt" else "a list of turns"
+        raise ValueError(f'"{key}" is {json.dumps(value)[:40]}; expected {expected}')
     turns = []
     for place, turn in enumerate(value):
         if not isinstance(turn, dict) or turn.get("role") not in ROLES:
