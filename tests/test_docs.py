@@ -84,7 +84,7 @@ def check_files_for_servers(copy: Path) -> None:
     from safetensors import safe_open
 
     merged, adapter = copy / "output" / "merged", copy / "output" / "lora" / "model"
-    base = read_json(copy / "my_models" / "Llama-3.1-8B" / "config.json")
+    base = read_json(copy / "my_models" / "Llama-3.1-8B-Instruct" / "config.json")
     config = read_json(merged / "config.json")
     assert config["architectures"] == ["LlamaForCausalLM"] and config["dtype"] == "bfloat16"
     assert {key: config[key] for key in ("vocab_size", "hidden_size")} == {
@@ -176,7 +176,8 @@ def test_the_changed_losses_are_what_their_formulas_say(
     (copy / "change.diff").write_text(page.blocks("diff")[number])
     place = "my_models/Llama-3.1-8B"
     commands = ["git apply change.diff", f"python check.py {place} {formula}"]
-    commands += [f"python recipes/finetuning.py --model_name {place} --dataset my_data.jsonl --max_train_step 2"]
+    data = "--dataset my_data.jsonl --lr 1e-5 --max_train_step 2"
+    commands += [f"python recipes/finetuning.py --model_name {place} {data}"]
     finished = run_commands([Command(text, [], "") for text in commands], copy, 3 * SECONDS_A_COMMAND)
     assert finished.exit_code == 0, finished.output
     assert "warning" not in finished.output

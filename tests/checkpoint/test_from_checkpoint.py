@@ -297,7 +297,8 @@ def test_the_card_tells_recipe_data_metrics_and_versions_and_no_local_folders(tm
     front, body = front_and_body(tmp_path)
     assert front == {"library_name": "peft", "pipeline_tag": "text-generation", "tags": ["llama_ft", "lora"]}
     assert "/home/someone" not in body
-    for said in ("LoRA adapter for Llama-3.1-8B, trained on rows.jsonl", "12,345", "1.25", "torch 2.13.0", "PeftModel"):
+    assert "LoRA adapter for Llama-3.1-8B, trained on rows.jsonl with llama_ft. The base model's licence holds" in body
+    for said in ("12,345", "1.25", "torch 2.13.0", "PeftModel"):
         assert said in body, body
     recipe = yaml.safe_load(re.search(r"```yaml\n(.*?)```", body, re.DOTALL)[1])  # type: ignore[index]
     assert recipe == {

@@ -187,7 +187,7 @@ def runs(save_model: Callable[..., Path], rows16: Path, tmp_path_factory: pytest
         "unwrapped": ("wrapping and states", short),
     }
     listed = [
-        {"name": name, "broken": broken, "flags": [*flags, "--output_dir", str(folder / name)]}
+        {"name": name, "broken": broken, "flags": [*flags, "--lr", "1e-5", "--output_dir", str(folder / name)]}
         for name, (broken, flags) in cases.items()
     ]
     for case in listed:

@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import subprocess
 import sys
 import threading
 import time
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import RECIPE, Finished
+from conftest import RECIPE, Finished, run
 from forked import forked
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -223,6 +222,14 @@ def test_the_next_start_says_how_the_last_run_ended(
     assert says in end and bool(end) == bool(says)
 
 
+@pytest.mark.parametrize(("saved", "says"), [(10, "after step 10 or later without"), (7, "after step 7 without")])
+def test_the_newest_checkpoint_says_how_far_a_run_was_at_least(tmp_path: Path, saved: int, says: str) -> None:
+    (tmp_path / "status.json").write_text(json.dumps({"state": "running", "step": 7}))
+    for step in (2, saved):
+        (tmp_path / "checkpoints" / f"step-{step:06d}").mkdir(parents=True)
+    assert says in last_end(tmp_path)
+
+
 # Answers as plan.py does, at once, with what it was asked.
 PLANNER = """
 import json, sys
@@ -278,4 +285,4 @@ def test_the_message_ends_with_changes_that_fit(
     assert "and the plan for the peak of its" in finished.output
     assert "What would fit in " in finished.output and "gives up: " in finished.output, finished.output
     command = finished.output.split("More: python ")[1].splitlines()[0].split()
-    assert subprocess.run([sys.executable, *command, "--quick"], capture_output=True, timeout=200).returncode == 0
+    assert run([sys.executable, *command, "--quick"], timeout=200).exit_code == 0

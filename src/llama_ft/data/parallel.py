@@ -254,7 +254,7 @@ class ChunkEncoder:
 
 def _work(pipe: Connection, encoder: Encoder, parent: int) -> None:
     """What a worker does until it is killed."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # which a terminal or a batch system sends to all processes
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # a terminal or a batch system sends them to all
         signal.signal(number, signal.SIG_IGN)
     end_with(parent, oom_score=500)  # where memory runs out, the kernel shall take this one: the run can then say why
     gc.freeze()  # the collector would touch, and so copy, all that is shared with the parent

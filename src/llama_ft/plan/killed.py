@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 from llama_ft import commands
+from llama_ft.checkpoint.reader import complete_checkpoints
 from llama_ft.config import Config
 from llama_ft.config.wording import size_text
 from llama_ft.plan.record import read_plan
@@ -31,7 +32,9 @@ def last_end(run: Path) -> str:
         how = "without a word, and this machine was started anew since: it may have lost power."
     else:
         how = f"without a word, as when {KILLED}: the kernel does that when host memory runs out."
-    return f"The run in {run} ended after step {status.get('step', 0)} {how}"
+    step, saved = int(status.get("step", 0)), [int(it.name.removeprefix("step-")) for it in complete_checkpoints(run)]
+    after = f"{step}" if step >= max(saved, default=0) else f"{max(saved)} or later"  # status.json lags
+    return f"The run in {run} ended after step {after} {how}"
 
 
 def about_host(config: Config, run: Path, job: Runtime, library_bytes: int) -> str:
