@@ -4,9 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from result_files import ADAPTER, MODEL, make
 
 from llama_ft.config.evaluate_flags import read_evaluate_flags
-from llama_ft.config.inference_flags import find_result, read_inference_flags, result_complaint
+from llama_ft.config.inference_flags import read_inference_flags
 from llama_ft.errors import UserError
 
 
@@ -18,45 +19,6 @@ def mistakes(*words: str | Path) -> str:
     with pytest.raises(UserError) as told:
         read(*words)
     return str(told.value)
-
-
-def make(folder: Path, *files: str) -> Path:
-    for file in files:
-        (folder / file).parent.mkdir(parents=True, exist_ok=True)
-        (folder / file).touch()
-    return folder
-
-
-MODEL, ADAPTER = ("config.json", "model.safetensors"), ("adapter_config.json", "adapter_model.safetensors")
-
-
-def test_a_run_gives_its_result_and_without_one_its_checkpoints(tmp_path: Path) -> None:
-    checkpoint = "checkpoints/step-000010/trainer.json"
-    run = make(tmp_path / "run", checkpoint, "config.yaml")
-    assert find_result(run) == ("run", run)
-    assert find_result(run / "checkpoints" / "step-000010") == ("checkpoint", run / "checkpoints" / "step-000010")
-    make(run / "model", *ADAPTER)
-    assert find_result(run) == ("adapter", run / "model") == find_result(run / "model")
-    other = make(tmp_path / "other", checkpoint, *(f"model/{file}" for file in MODEL))
-    assert find_result(other) == ("model", other / "model")
-    assert not result_complaint(str(run)) and not result_complaint(str(other)) and not result_complaint("org/model")
-
-
-def test_what_is_no_result_is_told(tmp_path: Path) -> None:
-    make(tmp_path / "run", "checkpoints/step-000010/trainer.json")
-    make(tmp_path / "bare", "adapter_config.json")
-    make(tmp_path / "light", "config.json")
-    make(tmp_path / "empty", "notes.txt")
-    assert f"Name one of them, or the run: {tmp_path}/run." in str(result_complaint(f"{tmp_path}/run/checkpoints"))
-    assert "no adapter_model.safetensors" in str(result_complaint(f"{tmp_path}/bare"))
-    assert "no weights" in str(result_complaint(f"{tmp_path}/light"))
-    make(tmp_path / "lost" / "model", "model.safetensors")
-    make(tmp_path / "stray", "adapter_model.safetensors")
-    assert result_complaint(f"{tmp_path}/lost") == "holds model/model.safetensors but no config.json beside it."
-    assert "adapter_model.safetensors but no adapter_config.json" in str(result_complaint(f"{tmp_path}/stray"))
-    assert "is neither" in str(result_complaint(f"{tmp_path}/empty"))
-    assert "is a file" in str(result_complaint(f"{tmp_path}/empty/notes.txt"))
-    assert f"Did you mean {tmp_path}/light?" in str(result_complaint(f"{tmp_path}/ligth"))
 
 
 def test_llama_recipes_names_say_what_is_loaded(tmp_path: Path) -> None:

@@ -9,20 +9,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-from pydantic import ValidationError
-
 from llama_ft.config.data_names import has_splits, kind_of_data
 from llama_ft.config.fields import SETTINGS, values_of
-from llama_ft.config.inference_flags import (
-    GONE,
-    Result,
-    base_mistakes,
-    find_result,
-    result_complaint,
-    settle_base,
-    whole_number,
-)
+from llama_ft.config.inference_flags import GONE, base_mistakes, settle_base
 from llama_ft.config.load import convert
 from llama_ft.config.paths import (
     BUILT_IN_MODELS,
@@ -33,7 +22,8 @@ from llama_ft.config.paths import (
     model_complaint,
     output_complaint,
 )
-from llama_ft.config.script_flags import MODEL_FLAGS, ScriptFlags
+from llama_ft.config.results import find_result, result_complaint, settings_beside
+from llama_ft.config.script_flags import MODEL_FLAGS, ScriptFlags, whole_number
 from llama_ft.config.sections import Config, QuantizationConfig
 from llama_ft.config.values import from_text
 from llama_ft.config.wording import brief, nearest_file, show
@@ -199,20 +189,6 @@ def _base(named: str, run: Config | None, bits: str | None, precision: str) -> A
 def _settings_of_run(place: str) -> Config | None:
     found = find_result(Path(place).expanduser()) if looks_local(place) else None
     return settings_beside(*found) if found else None
-
-
-def settings_beside(kind: Result, held: Path) -> Config | None:
-    """Settings of the run that left what find_result found, as its config.yaml, or the checkpoint, has them; None where
-    it is of no run, or of another version's. A whole model has no bits of its run's: those are of what an adapter
-    stands beside, and export.py has merged it."""
-    try:
-        if kind == "checkpoint":
-            return Config(**json.loads((held / "trainer.json").read_text())["config"])
-        file = (held if kind == "run" else held.parent) / "config.yaml"
-        run = Config(**yaml.safe_load(file.read_text()))
-    except (OSError, ValueError, yaml.YAMLError, ValidationError, LookupError, TypeError):
-        return None
-    return replace(run, quantization=QuantizationConfig()) if kind == "model" else run
 
 
 def _base_of(place: str, run: Config | None) -> str | None:

@@ -1,30 +1,24 @@
-"""What recipes/inference.py and recipes/evaluate.py can load, told without torch, and the flags of the first."""
+"""The command line of recipes/inference.py, with every mistake in it told at once and before torch is imported."""
 
-import math
 import os
 import sys
 from argparse import ArgumentTypeError, Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
 
 from llama_ft.commands import shown
-from llama_ft.config.export_flags import export_kind
 from llama_ft.config.paths import (
-    adapter_complaint,
     base_model_of,
     file_complaint,
-    looks_local,
     looks_safely,
     model_complaint,
     output_complaint,
 )
-from llama_ft.config.script_flags import MODEL_FLAGS, ScriptFlags
-from llama_ft.config.wording import brief, nearest_file
+from llama_ft.config.results import find_result, result_complaint
+from llama_ft.config.script_flags import MODEL_FLAGS, ScriptFlags, number, whole_number
+from llama_ft.config.wording import brief
 from llama_ft.errors import UserError
 
-Result = Literal["checkpoint", "run", "adapter", "model"]  # run: one without a result, but with checkpoints
-MOST_DIGITS = 18
 OF_MANY = {"output_key": "answer", "batch_size": 8}  # defaults of what only --prompts has
 SAFETY = "answers are not judged here. Leave it out"
 # llama-recipes' flags whose meaning is gone, with what to do instead.
@@ -44,52 +38,11 @@ GONE = {
 }
 
 
-def find_result(folder: Path) -> tuple[Result, Path] | None:
-    """What there is to load in a folder, and where: of a run's directory the result in model/, else its checkpoints.
-    None where it holds nothing of the kind."""
-    kind = export_kind(folder)
-    if kind == "checkpoint":
-        return "checkpoint", folder
-    for place in (folder, folder / "model"):
-        if (place / "adapter_config.json").is_file() and not any(place.glob("model*.safetensors")):
-            return "adapter", place
-        if (place / "config.json").is_file():
-            return "model", place
-    return ("run", folder) if kind == "run" else None
-
-
 def open_closed_streams() -> None:
     """Put an empty file where Python has no stdin, stdout or stderr, because the shell has closed it (<&-, >&-)."""
     for name, mode in {"stdin": "r", "stdout": "w", "stderr": "w"}.items():
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode))
-
-
-@looks_safely
-def result_complaint(name: str) -> str | None:
-    """Say why `name` is nothing that can be loaded: a run's directory, a checkpoint, an adapter, a model's folder or
-    hub name."""
-    if not looks_local(name):
-        return None
-    folder = Path(name).expanduser()
-    if not folder.exists():
-        return f"no such folder.{nearest_file(folder)}"
-    if not folder.is_dir():
-        return "is a file; expected the directory of a run, a checkpoint, or the folder of a model or an adapter."
-    found = find_result(folder)
-    if found is None:
-        if any(folder.glob("step-*")):
-            return f"holds checkpoints. Name one of them, or the run: {folder.parent}."
-        for place in (folder, folder / "model"):
-            for weights in sorted(place.glob("*model*.safetensors")):
-                needed = "adapter_config.json" if weights.name.startswith("adapter") else "config.json"
-                if not (place / needed).is_file():
-                    return f"holds {weights.relative_to(folder)} but no {needed} beside it."
-        return "is neither the directory of a run with a result or a checkpoint, nor a checkpoint, model or adapter."
-    kind, place = found
-    if kind == "adapter":
-        return adapter_complaint(str(place))
-    return model_complaint(str(place)) if kind == "model" else None
 
 
 def read_inference_flags(argv: list[str], description: str) -> Namespace:
@@ -318,32 +271,6 @@ def _text_mistakes(options: Namespace) -> list[str]:
     texts = {"--prompt": [options.prompt], "--system_prompt": [options.system_prompt], "--stop": options.stop}
     mistakes = [f"{flag}: is not UTF-8." for flag, given in texts.items() if not all(is_utf8(it or "") for it in given)]
     return mistakes + ["--stop: is empty; expected text to end before."] * ("" in options.stop)
-
-
-def whole_number(least: int) -> Callable[[str], int]:
-    def read(text: str) -> int:
-        is_number = text.isascii() and text.isdigit()
-        if is_number and len(text) > MOST_DIGITS:
-            raise ArgumentTypeError(f"expected at most {MOST_DIGITS} digits, not {len(text)}")
-        if not is_number or int(text) < least:
-            raise ArgumentTypeError(f"expected a whole number from {least}, not {brief(text) or 'nothing'}")
-        return int(text)
-
-    return read
-
-
-def number(most: float = math.inf, above_zero: bool = False) -> Callable[[str], float]:
-    def read(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            value = math.nan
-        if not 0 <= value <= most or value == math.inf or (above_zero and not value):
-            limits = ("above 0" if above_zero else "from 0") + ("" if most == math.inf else f" to {most:g}")
-            raise ArgumentTypeError(f"expected a number {limits}, not {brief(text) or 'nothing'}")
-        return value
-
-    return read
 
 
 def _boolean(text: str) -> bool:

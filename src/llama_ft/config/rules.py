@@ -16,10 +16,11 @@ from llama_ft.config.fields import SETTINGS, values_of
 from llama_ft.config.same_run import unknown_changes
 from llama_ft.config.sections import Config
 from llama_ft.config.tracking_names import (
+    TRACKED_TEXTS,
     experiment_complaint,
+    holds_key,
     mlflow_tags_complaint,
     project_complaint,
-    secret_complaint,
     store_complaint,
     wandb_group_complaint,
     wandb_name_complaint,
@@ -33,6 +34,10 @@ SECRET_IN_URL = (
     "has a password, key or signature in its URL, and settings are written down.\nDownload it first, or use s3:// or "
     "gs:// with credentials from the environment, or put the password into ~/.netrc and\n"
     """set FSSPEC_HTTPS='{"client_kwargs": {"trust_env": true}}'."""
+)
+SECRET_IN_TEXT = (
+    "has what looks like a key or a password, and settings are written down. Leave it out; of a git commit the first "
+    "12 letters will do."
 )
 STEPS_BEFORE_PROFILE, PROFILED_STEPS = 3, 3  # of a process; llama-recipes' wait of 1, warm-up of 2, and 3 active ones
 SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?B", re.IGNORECASE)
@@ -328,11 +333,7 @@ RULES: tuple[Callable[..., str | None], ...] = (
     wandb_tags_complaint,
     wandb_name_complaint,
     wandb_group_complaint,
-    lambda wandb_notes: secret_complaint(wandb_notes),
-    lambda wandb_entity: secret_complaint(wandb_entity),
-    lambda wandb_job_type: secret_complaint(wandb_job_type),
     experiment_complaint,
-    lambda mlflow_name: secret_complaint(mlflow_name),
     mlflow_tags_complaint,
     store_complaint,
 )
@@ -359,12 +360,17 @@ def broken_rules(
 
 
 def _secrets(values: Mapping[str, Any], places: Mapping[str, str], invalid: frozenset[str] | set[str]) -> list[str]:
-    """Settings are written to config.yaml, checkpoints and the model's card, so no URL may bring a key."""
-    return [
-        f"{subject(name, places)} {SECRET_IN_URL}"
-        for name, value in values.items()
-        if name not in invalid and name != "mlflow_tracking_uri" and holds_secret(value)  # which has its own rule
-    ]
+    """Settings are written to config.yaml, checkpoints and the model's card, so no URL may bring a key, and no text
+    for people either."""
+    messages = []
+    for name, value in values.items():
+        if name in invalid or name == "mlflow_tracking_uri":  # which has its own rule
+            continue
+        if holds_secret(value):
+            messages.append(f"{subject(name, places)} {SECRET_IN_URL}")
+        elif name in TRACKED_TEXTS and holds_key(value):
+            messages.append(f"{subject(name, places)} {SECRET_IN_TEXT}")
+    return messages
 
 
 def holds_secret(value: Any) -> bool:

@@ -1,12 +1,14 @@
 """Flags of the recipes that have only a few of their own: as strict as the training recipe's, told in the same way."""
 
 import argparse
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
-from llama_ft.config.wording import nearest
+from llama_ft.config.wording import brief, nearest
 from llama_ft.errors import UserError
 
+MOST_DIGITS = 18
 PRECISIONS = ("auto", "bf16", "fp16", "fp32", "bf16_mixed", "bf16_pure")
 # Flags that say which model is loaded, and how: they mean the same in every recipe that has them.
 MODEL_FLAGS: dict[str, dict[str, Any]] = {
@@ -90,6 +92,36 @@ class ScriptFlags(argparse.ArgumentParser):
             return f"{flag} is not a flag here: {instead}."
         meant = nearest(flag[2:], known)
         return f"{flag} is not a flag. " + (f"Did you mean --{meant}?" if meant else "--help lists them all.")
+
+
+def whole_number(least: int) -> Callable[[str], int]:
+    """Read whole numbers from `least` on: an argument's `type`."""
+
+    def read(text: str) -> int:
+        is_number = text.isascii() and text.isdigit()
+        if is_number and len(text) > MOST_DIGITS:
+            raise argparse.ArgumentTypeError(f"expected at most {MOST_DIGITS} digits, not {len(text)}")
+        if not is_number or int(text) < least:
+            raise argparse.ArgumentTypeError(f"expected a whole number from {least}, not {brief(text) or 'nothing'}")
+        return int(text)
+
+    return read
+
+
+def number(most: float = math.inf, above_zero: bool = False) -> Callable[[str], float]:
+    """Read numbers from 0, or above it, to `most`: an argument's `type`."""
+
+    def read(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not 0 <= value <= most or value == math.inf or (above_zero and not value):
+            limits = ("above 0" if above_zero else "from 0") + ("" if most == math.inf else f" to {most:g}")
+            raise argparse.ArgumentTypeError(f"expected a number {limits}, not {brief(text) or 'nothing'}")
+        return value
+
+    return read
 
 
 def _underscored(word: str) -> str:

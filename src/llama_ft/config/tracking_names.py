@@ -4,6 +4,11 @@ import re
 
 from llama_ft.masking import is_secret_name, is_url_with_secret, mask_secrets
 
+# What stands in them is shown to everybody who sees the run.
+TRACKED_TEXTS = (
+    *("wandb_project", "wandb_entity", "wandb_name", "wandb_group", "wandb_job_type", "wandb_tags", "wandb_notes"),
+    *("mlflow_experiment", "mlflow_name"),
+)
 PROJECT = re.compile(r"[^/\\#?%:]{1,128}")
 FOLDER = re.compile(r"(/|\.|~|[^:]*$)")
 SCHEMES = ("http://", "https://", "file:", "sqlite:///", "databricks")
@@ -14,17 +19,15 @@ MLFLOW_NAME = re.compile(r"[\w.\-/: ]{1,250}")
 
 def project_complaint(wandb_project: str) -> str | None:
     """Say why W&B would refuse a project's name."""
-    if PROJECT.fullmatch(wandb_project) or secret_complaint(wandb_project):  # which is not repeated
-        return secret_complaint(wandb_project)
+    if PROJECT.fullmatch(wandb_project) or holds_key(wandb_project):  # which is not repeated
+        return None
     return f"is {wandb_project!r}; W&B takes 1 to 128 characters, none of them / \\ # ? % or a colon."
 
 
 def wandb_tags_complaint(wandb_tags: list[str]) -> str | None:
     """Say which tags W&B would refuse."""
-    wrong = [tag for tag in wandb_tags if not 1 <= len(tag) <= 64]
-    if wrong:
-        return f"has {wrong[0]!r}; W&B takes tags of 1 to 64 characters."
-    return next(filter(None, map(secret_complaint, wandb_tags)), None)
+    wrong = [tag for tag in wandb_tags if not 1 <= len(tag) <= 64 and not holds_key(tag)]
+    return f"has {wrong[0]!r}; W&B takes tags of 1 to 64 characters." if wrong else None
 
 
 def wandb_name_complaint(wandb_name: str | None) -> str | None:
@@ -39,23 +42,20 @@ def wandb_group_complaint(wandb_group: str | None) -> str | None:
 
 def _length_complaint(name: str | None) -> str | None:
     wrong = name is not None and not 1 <= len(name) <= 128
-    return "has to be of 1 to 128 characters, as W&B wants it." if wrong else secret_complaint(name)
+    return "has to be of 1 to 128 characters, as W&B wants it." if wrong else None
 
 
-def secret_complaint(text: str | None) -> str | None:
-    """Say that text holds a key, without repeating it. A commit cannot be told from one of W&B's older keys."""
-    if text is None or mask_secrets(text) == text or is_url_with_secret(text):  # URLs are looked at in every setting
-        return None
-    return (
-        "has what looks like a key or a password, and settings are written down. Leave it out; of a git commit the "
-        "first 12 letters will do."
-    )
+def holds_key(text: str | list[str] | None) -> bool:
+    """Tell whether a text, or one of several, has what looks like a key. A commit cannot be told from one of W&B's
+    older keys."""
+    texts = text if isinstance(text, list) else [text or ""]
+    return any(mask_secrets(one) != one for one in texts)
 
 
 def experiment_complaint(mlflow_experiment: str) -> str | None:
     """Say why MLflow would refuse an experiment's name."""
     fits = mlflow_experiment.strip() and len(mlflow_experiment) <= 500
-    return secret_complaint(mlflow_experiment) if fits else "has to be of 1 to 500 characters, as MLflow wants it."
+    return None if fits else "has to be of 1 to 500 characters, as MLflow wants it."
 
 
 def mlflow_tags_complaint(mlflow_tags: list[str]) -> str | None:

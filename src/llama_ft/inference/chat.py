@@ -11,8 +11,9 @@ from dataclasses import fields, replace
 from pathlib import Path
 from types import FrameType
 
-from llama_ft.config.inference_flags import is_utf8, number, whole_number
+from llama_ft.config.inference_flags import is_utf8
 from llama_ft.config.paths import failing
+from llama_ft.config.script_flags import number, whole_number
 from llama_ft.config.wording import brief, nearest
 from llama_ft.errors import RunFailure, UserError
 from llama_ft.inference.generate import Answer, Answerer, Sampling, Show

@@ -16,9 +16,8 @@ from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft import checkpoint, data, models
 from llama_ft.config import Config, FSDPConfig, ModelConfig, PeftConfig, QuantizationConfig, base_model_of
-from llama_ft.config.evaluate_flags import settings_beside
-from llama_ft.config.inference_flags import find_result
 from llama_ft.config.paths import TOKENIZER_FILES
+from llama_ft.config.results import find_result, settings_beside
 from llama_ft.config.wording import nearest_file
 from llama_ft.errors import UserError
 from llama_ft.models.lora import rows_trained

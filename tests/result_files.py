@@ -1,0 +1,12 @@
+"""Folders that look like what a run leaves, for who only looks at names."""
+
+from pathlib import Path
+
+MODEL, ADAPTER = ("config.json", "model.safetensors"), ("adapter_config.json", "adapter_model.safetensors")
+
+
+def make(folder: Path, *files: str) -> Path:
+    for file in files:
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        (folder / file).touch()
+    return folder
