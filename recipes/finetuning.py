@@ -98,7 +98,7 @@ def main(config: Config, places: dict[str, str]) -> None:
         pad = data.pad_token_id(tokenizer, vocabulary)
         steps = data.plan_training(config, rows, context_length, batch, pad, vocabulary, job)
         log.info(steps.describe())
-        for doubt in training.doubts(config, steps.total_steps):
+        for doubt in training.doubts(config, steps.total_steps, batch, steps.size):
             log.warning(doubt)
         if config.data.show_samples:
             data.show_samples(steps.first_rows(), tokenizer, config.data.show_samples)

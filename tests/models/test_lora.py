@@ -55,6 +55,15 @@ def test_only_lora_adapters_are_continued(tiny_model: Path, tmp_path: Path) -> N
         inject_lora(skeleton(tiny_model), settings, "base")
 
 
+def test_a_rank_above_the_width_of_a_layer_is_told(tiny_model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    width = skeleton(tiny_model).get_submodule("model.layers.0.self_attn.k_proj").out_features
+    inject_lora(skeleton(tiny_model), PeftConfig(use_peft=True, r=width, target_modules=["k_proj"]), "base")
+    assert not caplog.text
+    inject_lora(skeleton(tiny_model), PeftConfig(use_peft=True, r=width + 1, target_modules=["k_proj"]), "base")
+    assert f"peft.r is {width + 1}, and 2 of 2 adapted layers are narrower" in caplog.text
+    assert f"layers.0.self_attn.k_proj: {width})" in caplog.text
+
+
 def test_row_norms_are_those_of_the_whole_matrix_and_of_no_rows_at_all() -> None:
     weight = torch.randn(3000, 7)
     torch.testing.assert_close(row_norms(weight), weight.norm(dim=1))

@@ -179,11 +179,16 @@ def reloaded(case: str, bases: Path, result: Path) -> Any:
 
 
 def base_of(case: str, bases: Path, new: str = "mean") -> Any:
+    from bitsandbytes.nn import Linear4bit
     from transformers import BitsAndBytesConfig
 
     nf4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.float32}
     settings = {"quantization_config": BitsAndBytesConfig(**nf4)} if "4bit" in case else {}
-    return resized(bases / CASES[case][0], new=new, **settings)
+    model = resized(bases / CASES[case][0], new=new, **settings)
+    for module in model.modules():
+        if isinstance(module, Linear4bit):
+            module.support_avx512bf16_for_cpu = False  # it would take bf16 for inference, whatever is asked for
+    return model
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)

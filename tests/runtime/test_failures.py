@@ -52,8 +52,10 @@ def test_a_mistake_only_one_rank_sees_is_told_by_it(tmp_path: Path) -> None:
 
 
 def test_a_killed_rank_takes_the_job_down_within_30_seconds(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints" / "step-000003").mkdir(parents=True)
     finished = torchrun(2, JOB, "one rank is killed", str(tmp_path))
     assert finished.exit_code == 1
+    assert f"To go on from the last complete checkpoint: --output_dir {tmp_path} --resume auto\n" in finished.output
     assert finished.seconds < 30
     assert "exitcode  : -9" in finished.output
     assert finished.output.count("error: rank 0 lost contact with another rank") == 1

@@ -33,7 +33,17 @@ def settings(
     ],
 )
 def test_only_what_is_unusual_is_asked_about(config: Config, asked: list[str]) -> None:
-    found = doubts(config, 100)
+    found = doubts(config, 100, global_batch=8, size=8)
     assert len(found) == len(asked)
     for message, start in zip(found, asked, strict=True):
         assert message.startswith(start)
+
+
+def test_a_global_batch_larger_than_an_epoch_is_asked_about() -> None:
+    config = settings(lr=1e-5)
+    assert not doubts(config, 100, global_batch=8, size=None)
+    [packs] = doubts(config, 100, global_batch=8, size=7)
+    assert packs.startswith("an epoch has 7 packs, and an optimizer step takes 8: each epoch is one step.")
+    config.data.batching_strategy = "padding"
+    [rows] = doubts(config, 100, global_batch=8, size=1)
+    assert rows.startswith("an epoch has 1 row, and an optimizer step takes 8")

@@ -82,9 +82,12 @@ def _lock(folder: Path) -> IO[str] | None:
             time.sleep(0.2)
         except OSError:  # a file system without locks
             return None
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-    file.flush()
+    try:
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        file.flush()
+    except OSError as error:
+        raise UserError(f"--output_dir {folder}: cannot be written ({error.strerror}).") from error
     return file
 
 

@@ -11,6 +11,7 @@ from typing import cast
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from peft.tuners.lora import LoraLayer
 from torch import nn
 from transformers.modeling_utils import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -21,6 +22,7 @@ from llama_ft.models.lora_linear import use_fused_lora
 from llama_ft.models.quantized import QuantizedLinear
 from llama_ft.models.source import StoredTensor
 from llama_ft.models.token_rows import NewTokens, use_token_rows
+from llama_ft.runtime.console import log
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PEFT_PREFIX = "base_model.model."  # what peft puts before every name of the model it wraps
@@ -85,7 +87,24 @@ def inject_adapter(model: PreTrainedModel, lora: LoraConfig) -> Adapter:
     if lora.use_dora:
         _check_dora(model)
     assert isinstance(adapted, PeftModel)
+    _tell_of_ranks_above_widths(model)
     return Adapter(lora, _adapter_keys(adapted))
+
+
+def _tell_of_ranks_above_widths(model: nn.Module) -> None:
+    """A product of matrices has no more than the smallest of their sides as its rank."""
+    widths = {
+        name: (max(layer.r.values()), min(layer.in_features or 0, layer.out_features or 0))
+        for name, layer in model.named_modules()
+        if isinstance(layer, LoraLayer) and layer.r
+    }
+    above = {name: width for name, (rank, width) in widths.items() if rank > width}
+    if above:
+        name, width = next(iter(above.items()))
+        log.warning(
+            f"peft.r is {widths[name][0]}, and {len(above)} of {len(widths)} adapted layers are narrower ({name}: "
+            f"{width}): their adapters need more memory than the layers, and can say no more than with that width."
+        )
 
 
 def _new_config(peft: PeftConfig) -> LoraConfig:

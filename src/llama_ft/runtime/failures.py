@@ -109,7 +109,10 @@ def leave(
     sign = f"{rank}{EXPLAINS if is_memory and explainer is not None else ''}"
     sign += f"{FINAL}{os.environ.get('GROUP_RANK')}" if is_final else ""
     if _may_speak(error, rank, store, told_to_end, sign, knows_the_cause):
-        message = _message(error, rank, lost, explainer, status is not None)
+        run = status.path.parent if status is not None else None
+        message = _message(error, rank, lost, explainer, run)
+        if isinstance(error, LostRank) or is_broken:
+            message += _way_on(run)
         stderr = sys.__stderr__ or sys.stderr  # another thread may have redirected the latter
         if status is not None:
             stopped = isinstance(error, KeyboardInterrupt | Stopped)
@@ -197,7 +200,7 @@ def _is_communication_error(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in COMMUNICATION_SIGNS)
 
 
-def _message(error: BaseException, rank: int, lost: str, explainer: Explainer | None, is_run: bool) -> str:
+def _message(error: BaseException, rank: int, lost: str, explainer: Explainer | None, run: Path | None) -> str:
     if isinstance(error, LostRank) and KILLED in str(error) and explainer is not None:
         return f"{error}\n{_indented(_tell(explainer.describe_kill, ''))}"
     if isinstance(error, UserError):
@@ -227,11 +230,18 @@ def _message(error: BaseException, rank: int, lost: str, explainer: Explainer | 
             "       means that the machine ran out of host memory."
         )
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        where = f": {error.filename}" if error.filename else ""
-        how = "\n       With room there, --resume auto goes on from the last complete checkpoint." if is_run else ""
+        where = f": {error.filename or run}" if error.filename or run else ""
+        how = "\n       With room there, --resume auto goes on from the last complete checkpoint." if run else ""
         return f"error: rank {rank}: {error.strerror}{where}.{how}"
     trace = "".join(traceback.format_exception(error))
     return f"{trace}error: rank {rank} failed: {type(error).__name__}: {error}"
+
+
+def _way_on(run: Path | None) -> str:
+    """What a run that lost a rank can be started again with."""
+    if run is None or not any((run / "checkpoints").glob("step-*")):
+        return ""
+    return f"\n       To go on from the last complete checkpoint: --output_dir {run} --resume auto"
 
 
 def _tell(explain: Callable[[], str], otherwise: str) -> str:

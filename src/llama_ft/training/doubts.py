@@ -9,18 +9,26 @@ OTHERS_LR = 1e-4  # with which SGD and Adafactor, whose rates are of other scale
 WARMUP_SHARE = 5
 
 
-def doubts(config: Config, total_steps: int) -> list[str]:
+def doubts(config: Config, total_steps: int, global_batch: int, size: int | None) -> list[str]:
     """Settings that can be meant, but mostly are not, each with what would be usual.
 
     Args:
         config: the run's.
         total_steps: optimizer steps of the whole run.
+        global_batch: packs (or rows) of an optimizer step over all ranks.
+        size: packs (or rows) of an epoch; None: a stream, whose rows are not counted.
     """
     train, given_model = config.train, config.model.model_name != "demo"
     found = []
     if given_model and config.data.dataset == "demo":
         found.append(
             "dataset is demo: questions about Python's standard library, to try things out. --dataset names yours."
+        )
+    if size is not None and size < global_batch:
+        unit = "pack" if config.data.batching_strategy == "packing" else "row"
+        found.append(
+            f"an epoch has {size} {unit}{'s' if size > 1 else ''}, and an optimizer step takes {global_batch}: each "
+            "epoch is one step. --gradient_accumulation_steps, --batch_size_training and fewer processes make it less."
         )
     if train.warmup_steps * WARMUP_SHARE > total_steps:
         reached = "few of them are near" if train.warmup_steps < total_steps else "none of them has"
