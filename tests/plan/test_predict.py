@@ -156,6 +156,16 @@ def test_offloading_leaves_gathered_units_and_activations_on_the_device(plan: Pl
     assert gone.host_save_bytes > kept.host_save_bytes
 
 
+def test_a_gpu_needs_nothing_for_the_copies_that_are_saved(plan: Plan, tmp_path: Path) -> None:
+    """They are on the host; there they would be weights and states again, more than a step holds of gradients."""
+    wide = llama(tmp_path / "model", hidden_size=1024, intermediate_size=4096, head_dim=256)
+    planned = plan(wide, 1, *FLAGS, "--precision", "bf16_pure", device="cuda")
+    step = held(planned, "optimizer step")
+    assert planned.host_save_bytes == pytest.approx(step["sharded parameters"] + step["optimizer state"], rel=0.01)
+    assert planned.host_save_bytes > 1.4 * (step["gradients"] + step["sharded parameters"])
+    assert planned.peak.bytes <= planned.reserved_bytes < 1.1 * planned.peak.bytes
+
+
 def test_a_quick_plan_is_a_full_one(plan: Plan, tmp_path: Path) -> None:
     folder = llama(tmp_path / "model", num_hidden_layers=7)
     flags = (*FLAGS, *LORA, "--activation_checkpointing", "full", "--quantization", "4bit", "--low_cpu_fsdp")
