@@ -1,10 +1,12 @@
 """Rows of a pack are computed as if each stood alone: the reference is transformers on one row at a time."""
 
+import sys
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from conftest import run
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 from transformers.modeling_utils import PreTrainedModel
@@ -154,6 +156,42 @@ def test_the_cpu_kernel_has_the_gradients_of_attention_with_a_dense_mask(
     torch.testing.assert_close(ours, dense)
     for gradient, theirs in zip(torch.autograd.grad(ours, inputs, wanted), expected, strict=True):
         torch.testing.assert_close(gradient, theirs)
+
+
+@pytest.mark.parametrize("window", [None, 6])
+def test_the_cpu_kernel_has_the_same_gradients_in_16_bits(window: int | None) -> None:
+    """There its backward pass takes rows that are filled up."""
+    lengths, generator = (64, 64, 33, 5, 32, 1), torch.Generator().manual_seed(0)
+    wide = [torch.randn(1, heads, sum(lengths), 8, generator=generator).bfloat16().float() for heads in (4, 2, 2, 4)]
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        *inputs, wanted = [part.to(dtype) for part in wide]
+        inputs = [part.requires_grad_() for part in inputs]
+        output = packed_attention._CpuAttention.apply(*inputs, lengths, 0.3, window)
+        found.append([output, *torch.autograd.grad(output, inputs, wanted)])
+    for exact, rounded in zip(*found, strict=True):
+        assert (rounded.float() - exact).norm() < 0.01 * exact.norm()
+
+
+GRADIENTS_OF_ALL_LENGTHS = """
+import torch
+from llama_ft.models.packed_attention import _CpuAttention
+torch.set_num_threads(4)
+def grown():
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("RssAnon")) // 1024
+for length in range(1, 201):
+    before = grown() if length == 2 else before if length > 2 else 0
+    rows = [torch.randn(1, 4, length, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+    _CpuAttention.apply(*rows, (length,), None, None).sum().backward()
+print("grown by", grown() - before)
+"""
+
+
+def test_rows_of_many_lengths_in_16_bits_hold_no_memory_of_their_own() -> None:
+    """torch keeps kernels for each length on each thread, 2 GiB for these on CPUs that multiply 16 bits."""
+    finished = run([sys.executable, "-c", GRADIENTS_OF_ALL_LENGTHS])
+    assert finished.exit_code == 0, finished.output
+    assert int(finished.output.rpartition("grown by")[2]) < 400
 
 
 def test_a_saved_config_does_not_know_of_packing(tmp_path: Any) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -31,6 +32,9 @@ ATEN = torch.ops.aten
 Attention = tuple[torch.Tensor, torch.Tensor | None]
 ROW_WISE_LAYERS = {"full_attention", "sliding_attention"}  # others (Mamba's, chunks) carry something over row ends
 LARGEST_KERNEL_HEAD = 256  # flash attention's
+# The CPU's backward pass in 16 bits compiles kernels for every length of a row, on every thread, and keeps them: 11 MiB
+# each on 4 threads of an AMD Zen 4. Tokens beyond a row's end have no gradient, and no token before them sees them.
+KERNEL_ROWS = 32
 FIRST_KERNEL_CAPABILITY = (8, 0)  # Ampere; older GPUs (T4, V100), which precision fp16 is for, have no flash attention
 
 
@@ -225,12 +229,16 @@ class _CpuAttention(torch.autograd.Function):
         gradients = [torch.empty_like(whole) for whole in (query, key, value)]
         for rows, log_sums in zip(_rows_at(ctx.lengths), sums, strict=True):
             parts = [_widened(_rows_of(whole, rows)) for whole in (gradient, query, key, value, output)]
-            mask = _window_mask(rows[1], ctx.window, parts[0])
+            length = rows[1]
+            if parts[0].dtype in cpu_kernels.NARROW and (more := -length % KERNEL_ROWS):
+                parts = [functional.pad(part, (0, 0, 0, more)) for part in parts]
+                log_sums = functional.pad(log_sums, (0, more))
+            mask = _window_mask(length, ctx.window, parts[0])
             found = ATEN._scaled_dot_product_flash_attention_for_cpu_backward(
                 *parts, log_sums, 0.0, mask is None, attn_mask=mask, scale=ctx.scale
             )
             for whole, part in zip(gradients, found, strict=True):
-                _rows_of(whole, rows).copy_(part)
+                _rows_of(whole, rows).copy_(part[:, :, :length])
         return *gradients, None, None, None
 
 
@@ -255,11 +263,13 @@ def _widened(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _window_mask(length: int, window: int | None, query: torch.Tensor) -> torch.Tensor | None:
-    """What is added to the scores [length, length] of a row longer than the window; None: it is causal only."""
+    """What is added to the scores [tokens, tokens] of a row that is longer than the window; None: it is causal only.
+    `query` may have tokens beyond its length."""
     if window is None or length <= window:
         return None
-    allowed = torch.ones(length, length, dtype=torch.bool).tril().triu(1 - window)
-    return torch.zeros(length, length, dtype=query.dtype).masked_fill(~allowed, -torch.inf)
+    tokens = query.shape[2]
+    allowed = torch.ones(tokens, tokens, dtype=torch.bool).tril().triu(1 - window)
+    return torch.zeros(tokens, tokens, dtype=query.dtype).masked_fill(~allowed, -torch.inf)
 
 
 @torch.compiler.disable(reason="a graph would hold for one tuple of lengths")

@@ -36,6 +36,9 @@ from llama_ft.runtime.watchdog import Watchdog
 T = TypeVar("T")
 SECONDS_BETWEEN_STATUS = 5.0  # a file system of a cluster should not see one write a step
 SECONDS_AFTER_WATCHDOG = 60.0  # NCCL's own time-out ends a process with a dump that names nobody
+# Products of 16 bits that oneDNN keeps compiled, each of a shape and up to 1 MiB: by itself 1,024. Batches differ in
+# tokens, and a step of one has 30 or so.
+PRIMITIVES = 128
 
 
 @dataclass
@@ -245,6 +248,8 @@ def _join(
         torch.cuda.set_device(place)
     if place.type == "cpu" or cpu_offload:  # an optimizer in host memory steps on the CPU
         _set_threads(local_world_size)
+    if place.type == "cpu":
+        os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", str(PRIMITIVES))
     note = take_device(place, memory_fraction)
     backend = "cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo"
     dist.init_process_group(
