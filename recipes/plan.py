@@ -64,6 +64,8 @@ def main(config: Config, places: dict[str, str], options: Namespace) -> None:
         commands = answer.commands(places, options.recipe)
         if options.fit_out:
             commands = answer.write(Path(options.fit_out))
+            if not answer.fits:
+                print(f"--fit_out {options.fit_out}: there is no answer to write.", file=sys.stderr)
         if not options.json:
             print("\n" + answer.describe(commands))
     if options.json:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from llama_ft.masking import mask_secrets
+from llama_ft.masking import holds_key, mask_secrets
 
 KEY = "a1B2c3D4e5F6g7H8i9J0"
 
@@ -49,3 +49,39 @@ def test_secrets_are_masked(text: str, masked: str) -> None:
 )  # fmt: skip
 def test_what_is_no_secret_stays(text: str) -> None:
     assert mask_secrets(text) == text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"hf_{'abcDEF' * 5}abcd",
+        f"a token of GitHub, ghp_{KEY}{KEY}.",
+        f"sk-proj-{KEY}",
+        "AKIA0123456789ABCDEF",
+        "0123456789abcdef" * 2 + "01234567",
+        f"Authorization: Bearer {KEY}",
+        "password=hunter22",
+        "pw: Tr0ub4dor&3xyz",
+        f"google AIza{KEY}{KEY}",
+        f"WANDB_API_KEY={KEY}",
+        f"hf_token='{KEY}'",
+    ],
+)
+def test_a_key_is_known_by_its_form(text: str) -> None:
+    assert holds_key(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "hf_llama3_8b_baseline_with_longer_rows",
+        "sk-learn-comparison-of-all-the-models",
+        "hf_smollm2-135m",
+        "max_token=12345678 dataset_key=instruction sort_key=timestamp_asc",
+        "ssh://git@github.com/a/b",
+        "the bearer experiment-with-many-words",
+        "at commit 0123456789ab",
+    ],
+)
+def test_names_of_runs_are_no_keys(text: str) -> None:
+    assert not holds_key(text)

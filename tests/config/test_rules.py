@@ -34,13 +34,34 @@ def test_pure_bf16_is_built(mistakes) -> None:
         (f"--use_wandb --wandb_tags lora,{'x' * 65}", f"--wandb_tags has '{'x' * 65}'; W&B takes tags of 1 to 64"),
         (f"--use_wandb --wandb_name {'x' * 129}", "--wandb_name has to be of 1 to 128 characters"),
         (f"--use_wandb --wandb_group {'x' * 129}", "--wandb_group has to be of 1 to 128 characters"),
-        ("--use_wandb --wandb_notes key:hf_abcdefghijklmnop", "--wandb_notes has what looks like a key or a password"),
-        ("--use_wandb --wandb_project hf_abcdefghijklmnop", "--wandb_project has what looks like a key or a password"),
-        ("--use_wandb --wandb_project a/hf_abcdefghijklmnop", "--wandb_project has what looks like a key"),
-        ("--use_wandb --wandb_entity hf_abcdefghijklmnop", "--wandb_entity has what looks like a key or a password"),
-        ("--use_wandb --wandb_job_type hf_abcdefghijklmnop", "--wandb_job_type has what looks like a key or a"),
-        ("--use_mlflow --mlflow_experiment hf_abcdefghijklmnop", "--mlflow_experiment has what looks like a key or"),
-        ("--use_mlflow --mlflow_name hf_abcdefghijklmnop", "--mlflow_name has what looks like a key or a password"),
+        (
+            "--use_wandb --wandb_notes AKIA0123456789ABCDEF",
+            "--wandb_notes has what looks like a key or a password",
+        ),
+        (
+            "--use_wandb --wandb_project password=hunter22",
+            "--wandb_project has what looks like a key or a password",
+        ),
+        (
+            "--use_wandb --wandb_project a/password=hunter22",
+            "--wandb_project has what looks like a key",
+        ),
+        (
+            "--use_wandb --wandb_entity password=hunter22",
+            "--wandb_entity has what looks like a key or a password",
+        ),
+        (
+            "--use_wandb --wandb_job_type password=hunter22",
+            "--wandb_job_type has what looks like a key or a",
+        ),
+        (
+            "--use_mlflow --mlflow_experiment password=hunter22",
+            "--mlflow_experiment has what looks like a key or",
+        ),
+        (
+            "--use_mlflow --mlflow_name password=hunter22",
+            "--mlflow_name has what looks like a key or a password",
+        ),
         ("--use_wandb --wandb_tags a,b,password=hunter22", "--wandb_tags has what looks like a key or a password"),
         ("--use_wandb --wandb_notes https://me:hunter2@host", "--wandb_notes has a password, key or signature in its"),
         (f"--use_mlflow --mlflow_experiment {'x' * 501}", "--mlflow_experiment has to be of 1 to 500 characters"),

@@ -52,7 +52,9 @@ def test_all_that_makes_another_run_is_told_old_and_new() -> None:
         "--peft.r is 4, was 8",
         "data.dataset is demo, and holds something else now, or another tokenizer or chat template writes its rows",
     ]
-    assert lines[-1].strip() == "--resume_allow_changes optimizer,seed,r,dataset"
+    assert lines[-1].strip() == "With another r other parameters are trained than the checkpoint holds."
+    with pytest.raises(UserError, match="\n *--resume_allow_changes optimizer,seed$"):
+        check("--seed 7 --optimizer SGD")
 
 
 def test_another_model_of_the_same_name_is_found_out() -> None:

@@ -250,6 +250,14 @@ def test_a_mode_that_wandb_does_not_have_is_told(monkeypatch: pytest.MonkeyPatch
         check_wandb_login(TrackingConfig(use_wandb=True))
 
 
+def test_a_key_in_a_text_of_the_environment_is_told_and_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_NOTES", "with password=hunter22")
+    with pytest.raises(UserError, match="WANDB_NOTES has what looks like a key") as told:
+        check_wandb_login(TrackingConfig(use_wandb=True))
+    assert "hunter" not in str(told.value)
+
+
 def test_wandb_mode_of_the_environment_decides_what_is_written(
     tmp_path: Path, screen: io.StringIO, monkeypatch: pytest.MonkeyPatch
 ) -> None:

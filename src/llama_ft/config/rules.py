@@ -18,7 +18,6 @@ from llama_ft.config.sections import Config
 from llama_ft.config.tracking_names import (
     TRACKED_TEXTS,
     experiment_complaint,
-    holds_key,
     mlflow_tags_complaint,
     project_complaint,
     store_complaint,
@@ -28,7 +27,7 @@ from llama_ft.config.tracking_names import (
 )
 from llama_ft.config.wording import NO_PLACES, one_of, subject
 from llama_ft.errors import UserError
-from llama_ft.masking import is_url_with_secret
+from llama_ft.masking import holds_key, is_url_with_secret
 
 SECRET_IN_URL = (
     "has a password, key or signature in its URL, and settings are written down.\nDownload it first, or use s3:// or "
@@ -368,7 +367,7 @@ def _secrets(values: Mapping[str, Any], places: Mapping[str, str], invalid: froz
             continue
         if holds_secret(value):
             messages.append(f"{subject(name, places)} {SECRET_IN_URL}")
-        elif name in TRACKED_TEXTS and holds_key(value):
+        elif name in TRACKED_TEXTS and any(map(holds_key, value if isinstance(value, list) else [value or ""])):
             messages.append(f"{subject(name, places)} {SECRET_IN_TEXT}")
     return messages
 

@@ -28,6 +28,12 @@ MAY_DIFFER = {
     "no_plan", "memory_snapshot", "use_profiler", "profiler_dir", "flop_counter", "flop_counter_start",
 }  # fmt: skip
 
+# With others of these, other parameters are trained than those that the checkpoint has values of.
+RESHAPES = {
+    "use_peft", "r", "target_modules", "modules_to_save", "bias", "use_dora", "freeze_layers", "num_freeze_layers",
+    "resize_embeddings",
+}  # fmt: skip
+
 
 def check_same_run(
     saved: Mapping[str, Any], now: Mapping[str, Any], allowed: list[str], places: Mapping[str, str] = NO_PLACES
@@ -59,12 +65,13 @@ def check_same_run(
     for name in allowed:
         changed.pop(name, None)
     if changed:
-        raise UserError(
-            "--resume: this would be another run than the one that was saved:\n"
-            + "\n".join(changed.values())
-            + "\nSet them as they were, or begin anew with another --output_dir. To go on all the same, add\n"
-            f"--resume_allow_changes {','.join(changed)}"
-        )
+        way_on = "Set them as they were, or begin anew with another --output_dir."
+        if reshaped := [name for name in changed if name in RESHAPES]:
+            way_on += f"\nWith another {', '.join(reshaped)} other parameters are trained than the checkpoint holds."
+        else:
+            way_on += f" To go on all the same, add\n--resume_allow_changes {','.join(changed)}"
+        told = "\n".join(changed.values())
+        raise UserError(f"--resume: this would be another run than the one that was saved:\n{told}\n{way_on}")
 
 
 def _flat(config: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import re
 
-from llama_ft.masking import is_secret_name, is_url_with_secret, mask_secrets
+from llama_ft.masking import holds_key, is_secret_name, is_url_with_secret
 
 # What stands in them is shown to everybody who sees the run.
 TRACKED_TEXTS = (
@@ -45,13 +45,6 @@ def _length_complaint(name: str | None) -> str | None:
     return "has to be of 1 to 128 characters, as W&B wants it." if wrong else None
 
 
-def holds_key(text: str | list[str] | None) -> bool:
-    """Tell whether a text, or one of several, has what looks like a key. A commit cannot be told from one of W&B's
-    older keys."""
-    texts = text if isinstance(text, list) else [text or ""]
-    return any(mask_secrets(one) != one for one in texts)
-
-
 def experiment_complaint(mlflow_experiment: str) -> str | None:
     """Say why MLflow would refuse an experiment's name."""
     fits = mlflow_experiment.strip() and len(mlflow_experiment) <= 500
@@ -62,7 +55,7 @@ def mlflow_tags_complaint(mlflow_tags: list[str]) -> str | None:
     """Say which tags are no name=value that MLflow takes."""
     for tag in mlflow_tags:
         name, equals, _ = tag.partition("=")
-        if is_secret_name(name) or mask_secrets(tag) != tag:
+        if is_secret_name(name) or holds_key(tag):
             return f"has {name}, which looks like a secret, and settings are written down. Leave it out."
         if not equals or not MLFLOW_NAME.fullmatch(name):
             return f"has {tag!r}; expected name=value, the name of letters, digits and _ . - / :"

@@ -8,6 +8,7 @@ import logging
 import os
 import random
 import sys
+import traceback
 from argparse import Namespace
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -82,7 +83,10 @@ class Tasks:
                     fewshot_as_multiturn=True,
                 )
         except (ValueError, AssertionError) as error:  # so lm_eval tells of what it finds wrong
-            raise UserError(f"--tasks: lm-evaluation-harness cannot ask them: {error}") from error
+            if not _is_of_lm_eval(error):
+                raise
+            reason = str(error) or type(error).__name__
+            raise UserError(f"--tasks: lm-evaluation-harness cannot ask them: {reason}") from error
         return None if found is None else _metrics(found)
 
     def _fewer_than(self, ranks: int) -> str:
@@ -94,6 +98,12 @@ class Tasks:
             if min(there, get_sample_size(task, self._options.limit) or there) < ranks:
                 return str(name)
         return ""
+
+
+def _is_of_lm_eval(error: BaseException) -> bool:
+    """Whether it was raised there, and not by a model that it has asked."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return str(frame.f_globals.get("__name__")).partition(".")[0] == "lm_eval"
 
 
 def find_tasks(options: Namespace, job: Runtime) -> Tasks:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from llama_ft.config.sections import TrackingConfig
 from llama_ft.errors import UserError
+from llama_ft.masking import holds_key
 from llama_ft.observe.metrics import Metrics, one_series_per_rank, series_of_rank
 from llama_ft.runtime.console import log
 
@@ -27,6 +28,8 @@ FINISH_TIMEOUT_SECONDS = 10.0
 STOPPED_EXIT_CODE = 143
 MODES = {"online": "online", "run": "online", "shared": "online", "offline": "offline", "dryrun": "offline"}
 MODES["disabled"] = "disabled"
+# Which wandb reads itself where a setting is not given.
+TEXTS_OF_THE_RUN = [f"WANDB_{name}" for name in ("NOTES", "NAME", "TAGS", "RUN_GROUP", "JOB_TYPE", "PROJECT", "ENTITY")]
 OFFLINE_HINT = "--wandb_mode offline needs neither key nor network."
 # What the table of runs shows of a metric; of the others their last value. The step axis is W&B's own: the optimizer
 # step is what metrics are logged at.
@@ -60,9 +63,15 @@ def check_wandb_login(config: TrackingConfig) -> None:
     Asks nothing and does nothing unless W&B is to be used online; WANDB_MODE is read.
 
     Raises:
-        UserError: there is no key, the server refuses it, or the server does not answer within 10 s.
+        UserError: there is no key, the server refuses it, or the server does not answer within 10 s; or a text of the
+            run that comes from the environment has a key in it.
     """
-    if not config.use_wandb or wandb_mode(config) != "online":
+    if not config.use_wandb:
+        return
+    for name in TEXTS_OF_THE_RUN:
+        if holds_key(os.environ.get(name, "")):
+            raise UserError(f"{name} has what looks like a key or a password, and is written down. Leave it out.")
+    if wandb_mode(config) != "online":
         return
     # W&B reports its own errors to its makers, failed run and stack included, unless told not to.
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")

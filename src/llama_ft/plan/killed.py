@@ -32,7 +32,9 @@ def last_end(run: Path) -> str:
         how = "without a word, and this machine was started anew since: it may have lost power."
     else:
         how = f"without a word, as when {KILLED}: the kernel does that when host memory runs out."
-    step, saved = int(status.get("step", 0)), [int(it.name.removeprefix("step-")) for it in complete_checkpoints(run)]
+    step = status.get("step")
+    step = step if isinstance(step, int) else 0
+    saved = [int(it.name.removeprefix("step-")) for it in complete_checkpoints(run)]
     after = f"{step}" if step >= max(saved, default=0) else f"{max(saved)} or later"  # status.json lags
     return f"The run in {run} ended after step {after} {how}"
 

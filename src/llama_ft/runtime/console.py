@@ -1,5 +1,6 @@
 """What people read while a run works: one logger, speaking on rank 0 only, that gets along with a progress bar."""
 
+import errno
 import logging
 import os
 import sys
@@ -8,7 +9,16 @@ from rich.console import Console
 
 
 class _Console(Console):
-    """Falls silent, instead of ending the process, when its reader is gone (`| head`, a closed pager)."""
+    """Falls silent, instead of ending the process, when its reader is gone (`| head`, a closed pager, a terminal that
+    was left with disown), or the disk full that it is redirected to."""
+
+    def _check_buffer(self) -> None:
+        try:
+            super()._check_buffer()
+        except OSError as error:
+            if error.errno not in (errno.EIO, errno.ENOSPC):
+                raise
+            self.on_broken_pipe()
 
     def on_broken_pipe(self) -> None:
         self.quiet = True

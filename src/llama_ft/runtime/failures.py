@@ -14,6 +14,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -119,12 +120,14 @@ def leave(
             if stopped and "after step" not in message and status.step:
                 message += f". To go on: --output_dir {status.path.parent} --resume auto"
             write_status(status, "stopped" if stopped else "failed", exit_code, message)
-        print(message, file=stderr, flush=True)
+        with suppress(OSError):  # nobody reads it any more
+            print(f"{message}\n", end="", file=stderr, flush=True)  # in one piece: torchrun writes there, too
         if status is not None:
             status.at_end()
         if is_memory and explainer is not None:
             advice = _indented(_tell(partial(explainer.advise, error, told_to_end), ""))
-            print(advice, file=stderr, flush=True)
+            with suppress(OSError):
+                print(f"{advice}\n", end="", file=stderr, flush=True)
             if status is not None:
                 write_status(status, "failed", exit_code, f"{message}\n{advice}")
                 status.at_end()
@@ -134,8 +137,9 @@ def leave(
         if os.environ.get("LOCAL_RANK") == "0" and is_final_elsewhere(store):
             restarts.end_restarts()
         told_to_end.wait(SECONDS_TO_BE_ENDED + (SECONDS_TO_EXPLAIN if is_memory else 0))
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):
+            stream.flush()
     # Not sys.exit: destructors of a broken process group can wait for peers that are gone.
     os._exit(exit_code)
 
@@ -230,7 +234,7 @@ def _message(error: BaseException, rank: int, lost: str, explainer: Explainer | 
             "       means that the machine ran out of host memory."
         )
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        where = f": {error.filename or run}" if error.filename or run else ""
+        where = f": {error.filename}" if error.filename else f" (perhaps under {run})" if run else ""
         how = "\n       With room there, --resume auto goes on from the last complete checkpoint." if run else ""
         return f"error: rank {rank}: {error.strerror}{where}.{how}"
     trace = "".join(traceback.format_exception(error))
@@ -241,7 +245,7 @@ def _way_on(run: Path | None) -> str:
     """What a run that lost a rank can be started again with."""
     if run is None or not any((run / "checkpoints").glob("step-*")):
         return ""
-    return f"\n       To go on from the last complete checkpoint: --output_dir {run} --resume auto"
+    return f"\n       The same command goes on from the last complete checkpoint with --output_dir {run} --resume auto"
 
 
 def _tell(explain: Callable[[], str], otherwise: str) -> str:

@@ -36,8 +36,8 @@ from llama_ft.runtime.watchdog import Watchdog
 T = TypeVar("T")
 SECONDS_BETWEEN_STATUS = 5.0  # a file system of a cluster should not see one write a step
 SECONDS_AFTER_WATCHDOG = 60.0  # NCCL's own time-out ends a process with a dump that names nobody
-# Products of 16 bits that oneDNN keeps compiled, each of a shape and up to 1 MiB: by itself 1,024. Batches differ in
-# tokens, and a step of one has 30 or so.
+# Products of 16 bits that oneDNN keeps compiled, one for each shape: by itself 1,024. Batches differ in tokens, and a
+# step of one has 30 or so. It halves what they hold, 0.9 GiB after some hundred lengths; the rest oneDNN keeps anyway.
 PRIMITIVES = 128
 
 

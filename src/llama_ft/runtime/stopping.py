@@ -183,8 +183,7 @@ class Stopping:
         """From now on nothing interrupts the main thread, which ends with what is returned."""
         stopped_at_once = self._phase == "at once" and isinstance(error, Stopped)
         self._phase = "closing"
-        if self._signal == signal.SIGHUP:
-            _leave_dead_terminal()
+        _leave_dead_terminal()
         if stopped_at_once and self.peers is not None and (gone := self.peers.gone()):
             error = self._lost(gone)  # SIGTERM is how torchrun says that another rank has failed
         self._error = error

@@ -30,8 +30,11 @@ def doubts(config: Config, total_steps: int, global_batch: int, size: int | None
             f"an epoch has {size} {unit}{'s' if size > 1 else ''}, and an optimizer step takes {global_batch}: each "
             "epoch is one step. --gradient_accumulation_steps, --batch_size_training and fewer processes make it less."
         )
+    if total_steps < train.max_train_step:
+        passes = "1 epoch ends" if train.num_epochs == 1 else f"{train.num_epochs} epochs end"
+        found.append(f"max_train_step is {train.max_train_step}, but {passes} after {total_steps}: --num_epochs.")
     if train.warmup_steps * WARMUP_SHARE > total_steps:
-        reached = "few of them are near" if train.warmup_steps < total_steps else "none of them has"
+        reached = "few of them are near" if train.warmup_steps <= total_steps else "none of them has"
         found.append(
             f"warmup_steps is {train.warmup_steps} of {total_steps} optimizer steps: {reached} the full learning rate. "
             "--warmup_steps lowers it."
