@@ -88,3 +88,13 @@ def test_a_config_that_makes_no_model_is_not_taken_for_a_bad_tokenizer(save_toke
     with pytest.raises(UserError, match="config.json cannot be used.*hidden size.*32.*heads.*5") as refused:
         load_tokenizer(tmp_path, False)
     assert "tokenizer" not in str(refused.value)
+
+
+@pytest.mark.parametrize(("model_type", "left"), [("qwen3", []), ("gemma2", []), ("qwen3", ["tokenizer_config.json"])])
+def test_a_tokenizer_without_its_files_is_refused_naming_them(tmp_path: Path, model_type: str, left: list[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**SMALL, "model_type": model_type}))
+    for file in left:
+        (tmp_path / file).write_text('{"eos_token": "<|im_end|>"}')
+    with pytest.raises(UserError, match="only special tokens; missing: tokenizer.json") as refused:
+        load_tokenizer(tmp_path, False)
+    assert str(tmp_path) in str(refused.value) and "--tokenizer_name" in str(refused.value)

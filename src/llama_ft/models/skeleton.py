@@ -24,7 +24,13 @@ def load_tokenizer(folder: Path, trust_remote_code: bool) -> PreTrainedTokenizer
         UserError: there is none, or it cannot be read.
     """
     try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        # For some models (Qwen, Gemma), transformers makes up a tokenizer of special tokens when the files are missing.
+        if len(tokenizer) == len(tokenizer.get_added_vocab()):
+            files = dict.fromkeys(["tokenizer.json", *tokenizer.vocab_files_names.values()])
+            missing = ", ".join(file for file in files if not (folder / file).exists())
+            raise ValueError(f"it has only special tokens; missing: {missing}")
+        return tokenizer
     except Exception as error:  # transformers raises half a dozen types here, all meaning the same to the user
         if (folder / "config.json").exists():
             load_model_config(folder, trust_remote_code)  # which AutoTokenizer reads too: if that is wrong, it says so
