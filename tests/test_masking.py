@@ -1,8 +1,10 @@
 """What is a secret and what only looks like one."""
 
+import time
+
 import pytest
 
-from llama_ft.masking import holds_key, mask_secrets
+from llama_ft.masking import holds_key, is_url_with_secret, mask_secrets, mask_urls
 
 KEY = "a1B2c3D4e5F6g7H8i9J0"
 
@@ -29,6 +31,19 @@ KEY = "a1B2c3D4e5F6g7H8i9J0"
         (f"ghp_{KEY}", "ghp_***"),
         (f"sk-{KEY}", "sk-***"),
         ("AKIA0123456789ABCDEF", "AKIA***"),
+        ("password: x", "password: ***"),
+        ("password=x&y", "password=***&y"),
+        ('{"Password": "x", "a": 1}', '{"Password": "***", "a": 1}'),
+        (f"eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxIn0.{KEY}_-", "eyJ***"),
+        ("Authorization: Basic dXNlcjpwYXNzd29yZA==", "Authorization: Basic ***"),
+        ('{"Authorization": "Basic dXNlcjpwYXNzd29yZA=="}', '{"Authorization": "Basic ***"}'),
+        (f"npm_{KEY}{KEY[:16]}", "npm_***"),
+        (f"AccountName=a;AccountKey={KEY}+/==", "AccountName=a;AccountKey=***"),
+        (f"https://h/f?code={KEY}", "https://h/f?code=***"),
+        (f"https://h/r.jsonl?API%5FKEY={KEY}&x=1", "https://h/r.jsonl?API%5FKEY=***&x=1"),
+        ("-----BEGIN RSA PRIVATE KEY-----\nProc-Type: 4,ENCRYPTED\nMIIE\n-----END RSA PRIVATE KEY-----",
+         "-----BEGIN RSA PRIVATE KEY-----***-----END RSA PRIVATE KEY-----"),
+        ("http://host/a,http://me:pass@h/b", "http://host/a,http://***@h/b"),
     ],
 )  # fmt: skip
 def test_secrets_are_masked(text: str, masked: str) -> None:
@@ -44,6 +59,7 @@ def test_secrets_are_masked(text: str, masked: str) -> None:
         "hf://datasets/org/name@main/rows.jsonl", "s3://bucket/rows.jsonl",
         "~/.cache/huggingface/hub/models--a--b/snapshots/" + "0123456789abcdef" * 2 + "01234567",
         "403,592 tokens", "getpass(prompt='Password: ', stream=None)", "key=value", "token=None",
+        "npm_config_registry_of_mine", "Basic understanding of authorization: 3 parts", "?code=404",
         "hf_transfer", "sk-learn", "pad_token=<pad>", "user@host: me@example.com",
     ],
 )  # fmt: skip
@@ -85,3 +101,21 @@ def test_a_key_is_known_by_its_form(text: str) -> None:
 )
 def test_names_of_runs_are_no_keys(text: str) -> None:
     assert not holds_key(text)
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        "Ala-Gly-", "http://", "a+", "a", "token", "?token", "&a.token-", "x://a:", "x://a:b/", "sk-", "hf_", "npm_",
+        "eyJa", "eyJaaaaaaaa.", "eyJaaaaaaaa-", "Bearer ", "Bearer", " ", "password ", "password: ", "Authorization ",
+        "Authorization: Basic ", "-----BEGIN ", "-----BEGIN PRIVATE KEY-----", "0123456789abcdef", "?a%5F", "key=",
+        "=", "@", "://", "://a@",
+    ],
+)  # fmt: skip
+def test_time_is_linear_in_the_length(part: str) -> None:
+    text = part * (65_536 // len(part))
+    start = time.process_time()
+    for function in (mask_secrets, mask_urls, is_url_with_secret, holds_key):
+        function(text)
+        function(f"http://{text}")
+    assert time.process_time() - start < 2

@@ -5,18 +5,26 @@ from urllib.parse import unquote
 
 HIDDEN = "***"
 # The name before the = says what the value is, in a URL's query as in a command; a short value is code or an example.
-_NAMES = r"(?:api[_-]?key|access[_-]?key|[_-]key|token|secret|passw(?:or)?d|passwd|signature|sig|credential)"
-_IN_QUERY = rf"(?:[\w.-]*{_NAMES}[\w.-]*|key|pass|pwd|auth)="
-_USER_AND_PASSWORD = r"[^/\s@:?#'\"]*:(?!:|\d+(?:[/?#]|$))[^\s'\"]*@"  # host:8080/a@b is none
+# Texts are of any length and content (answers of a model, samples): each pattern has to take linear time, so that what
+# a pattern scans from one start is not scanned again from the next one.
+_NAMES = (
+    r"(?:(?:api|access|account)(?:[_-]|%5F|%2D)?key|(?:[_-]|%5F|%2D)key|token|secret|passw(?:or)?d|signature|sig"
+    r"|credential)"
+)
+_IN_QUERY = rf"[?&;#](?=[\w.%-]*{_NAMES}|(?:key|pass|pwd|auth)=)[\w.%-]+="
+_USER_AND_PASSWORD = r"[^/\s@:?#'\"]*:(?!:|\d+(?:[/?#]|$))(?:(?!://)[^\s'\"])*@"  # host:8080/a@b is none
 _PATTERNS = [
-    (re.compile(rf"(\b[a-z][a-z0-9+.-]*://){_USER_AND_PASSWORD}", re.IGNORECASE), rf"\1{HIDDEN}@"),
-    (re.compile(r"(\b[a-z][a-z0-9+.-]*://)[^/\s@'\"]+@", re.IGNORECASE), rf"\1{HIDDEN}@"),
-    (re.compile(rf"([?&;#]{_IN_QUERY})[^&\s'\"]+", re.IGNORECASE), rf"\1{HIDDEN}"),
-    (re.compile(rf"(\b[\w-]*{_NAMES}=['\"]?)[\w+/.~-]{{8,}}=*", re.IGNORECASE), rf"\1{HIDDEN}"),
-    (re.compile(r"(\bBearer\s+)[\w+/.~-]{8,}=*", re.IGNORECASE), rf"\1{HIDDEN}"),
-    # By their form: Hugging Face, GitHub, GitLab, OpenAI and alike, AWS, Google, Slack, W&B.
-    (re.compile(r"\b(hf_|api_org_|gh[opsu]_|github_pat_|glpat-|sk-|AKIA|ASIA|AIza|xox[abps]-|wandb_v\d_)[\w-]{12,}"),
-     rf"\1{HIDDEN}"),
+    (re.compile(rf"(://){_USER_AND_PASSWORD}"), rf"\1{HIDDEN}@"),
+    (re.compile(r"(://)[^/\s@'\"]+@"), rf"\1{HIDDEN}@"),
+    (re.compile(rf"({_IN_QUERY})[^&\s'\"]+", re.IGNORECASE), rf"\1{HIDDEN}"),
+    (re.compile(rf"((?:{_NAMES}|[?&]code)=['\"]?)[\w+/.~-]{{8,}}=*", re.IGNORECASE), rf"\1{HIDDEN}"),
+    (re.compile(r"(passw(?:or)?d['\"]?\s*[:=]\s*['\"]?)[^\s'\",;&)][^\s'\"&]*", re.IGNORECASE), rf"\1{HIDDEN}"),
+    (re.compile(r"(\bBearer\s+|Authorization\W{1,5}Basic\s+)[\w+/.~-]{8,}=*", re.IGNORECASE), rf"\1{HIDDEN}"),
+    # By their form: Hugging Face, GitHub, GitLab, OpenAI and alike, AWS, Google, Slack, W&B, npm.
+    (re.compile(r"\b(hf_|api_org_|gh[opsu]_|github_pat_|glpat-|sk-|AKIA|ASIA|AIza|xox[abps]-|wandb_v\d_"
+                r"|npm_(?=[A-Za-z0-9]{30}))[\w-]{12,}"), rf"\1{HIDDEN}"),
+    (re.compile(r"(?<![\w-])(eyJ)[\w-]{8,}\.[\w-]{8,}(?:\.[\w-]*){0,3}"), rf"\1{HIDDEN}"),  # JSON web tokens
+    (re.compile(r"(-----BEGIN [A-Z ]{0,30}PRIVATE KEY-----)[\s\S]*?(?=-----END|\Z)"), rf"\1{HIDDEN}"),
     (re.compile(r"(?<![/@\w])[0-9a-f]{40}(?!\w)"), HIDDEN),  # W&B's older keys; in a hub path it is a commit
 ]  # fmt: skip
 
@@ -24,14 +32,13 @@ _PATTERNS = [
 _KEY = re.compile(
     r"\bhf_[A-Za-z0-9]{30,}|\bgh[opsu]_[A-Za-z0-9]{30,}|\bgithub_pat_\w{30,}|\b(?:AKIA|ASIA)[A-Z0-9]{16}\b"
     r"|\bAIza[\w-]{30,}|\b(?i:pw|passw(?:or)?d):\s*\S{8,}"
-    r"|\b(?:sk-|glpat-|xox[abps]-|api_org_|wandb_v\d_)(?=[\w-]*\d)(?=[\w-]*[A-Z])[\w-]{16,}"
+    r"|\b(?:sk-|glpat-|xox[abps]-|api_org_|wandb_v\d_)(?=[\w-]{0,99}\d)(?=[\w-]{0,99}[A-Z])[\w-]{16,}"
     r"|(?<![/@\w])[0-9a-f]{40}(?!\w)|\bBearer\s+(?=\S*\d)[\w+/.~-]{20,}"
     r"|(?i:passw(?:or)?d|passwd|(?:api|access|secret)[_-]?key|(?:hf|api|auth|access)[_-]token|secret)=['\"]?[\w+/.~-]{8,}"
 )
-_URL = re.compile(r"\S*://\S+")
-_WITH_SECRET = re.compile(
-    rf"\bhttps?://[^/\s?#]*@|://{_USER_AND_PASSWORD}|://\S*[?&;#]{_IN_QUERY}[^&\s]", re.IGNORECASE
-)
+_URL = re.compile(r"(?<!\S)\S*://\S+")
+_USER = re.compile(rf"\bhttps?://[^/\s?#]*@|://{_USER_AND_PASSWORD}", re.IGNORECASE)
+_QUERY = re.compile(rf"{_IN_QUERY}[^&\s]", re.IGNORECASE)
 _SECRET_NAME = re.compile(rf"[\w.-]*{_NAMES}", re.IGNORECASE)
 
 
@@ -49,7 +56,7 @@ def mask_urls(text: str) -> str:
 
 def is_url_with_secret(text: str) -> bool:
     """Tell a URL with a password, or with a key, a token or a signature in its query."""
-    return _WITH_SECRET.search(unquote(text)) is not None
+    return any(_USER.search(url) or _QUERY.search(url) for url in _URL.findall(unquote(text)))
 
 
 def holds_key(text: str) -> bool:
