@@ -1,6 +1,6 @@
 """The one exception for a user's mistake. Everything that knows what the user should do differently raises it."""
 
-from llama_ft.masking import mask_urls
+from llama_ft.masking import mask_urls, printable
 
 
 class UserError(Exception):
@@ -17,7 +17,7 @@ class UserError(Exception):
         super().__init__(*self.messages)
 
     def __str__(self) -> str:
-        return "\n".join("error: " + message.replace("\n", "\n       ") for message in self.messages)
+        return printable("\n".join("error: " + message.replace("\n", "\n       ") for message in self.messages))
 
 
 class RunFailure(UserError):

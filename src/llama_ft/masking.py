@@ -1,4 +1,4 @@
-"""Secrets out of what people pass on: reports and the facts they are made of."""
+"""Texts made safe to pass on and to print: secrets are masked, control characters replaced."""
 
 import re
 from urllib.parse import unquote
@@ -40,6 +40,13 @@ _URL = re.compile(r"(?<!\S)\S*://\S+")
 _USER = re.compile(rf"\bhttps?://[^/\s?#]*@|://{_USER_AND_PASSWORD}", re.IGNORECASE)
 _QUERY = re.compile(rf"{_IN_QUERY}[^&\s]", re.IGNORECASE)
 _SECRET_NAME = re.compile(rf"[\w.-]*{_NAMES}", re.IGNORECASE)
+_CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]|\r(?!\n)")  # all but tab and line ends
+
+
+def printable(text: str) -> str:
+    """Replace control characters, so that what a file or a model says cannot move a terminal's cursor or set its
+    title. The length stays."""
+    return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 def mask_secrets(text: str) -> str:

@@ -1,11 +1,20 @@
 """What people read while a run works."""
 
+import io
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from conftest import ENVIRONMENT, REPOSITORY
+from rich.text import Text
+
+from llama_ft.errors import UserError
+from llama_ft.runtime import configure_console, console, log
+
+HOSTILE = "a\x1b[2Jb\x1b]0;title\x07c\x9b31m\rd\x7f\r\nf"
+HARMLESS = "a\ufffd[2Jb\ufffd]0;title\ufffdc\ufffd31m\ufffdd\ufffd"
 
 TALKATIVE = """
 import sys
@@ -17,6 +26,24 @@ for number in range(20_000):
 print("a line past the console", flush=True)
 Path(sys.argv[1]).write_text(str(console.quiet))
 """
+
+
+def test_control_characters_of_files_do_not_reach_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(console, "file", io.StringIO())
+    configure_console(rank=0)
+    log.warning(HOSTILE)
+    console.print(HOSTILE)
+    assert console.file.getvalue().count(f"{HARMLESS}\n") == 2
+    message = str(UserError(f"configs/mine.yaml:3: train.{HOSTILE} is not a setting."))
+    assert HARMLESS in message and "\x1b" not in message and "\x9b" not in message
+
+
+def test_styles_of_our_own_survive_beside_control_characters(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(console, "file", io.StringIO())
+    monkeypatch.setattr(console, "_force_terminal", True)
+    monkeypatch.setattr(console, "_color_system", 1)
+    console.print(Text("x\x1b[2J").append("y\x1b", style="red").append("z"))
+    assert console.file.getvalue() == "x\ufffd[2J\x1b[31my\ufffd\x1b[0mz\n"
 
 
 def test_a_run_goes_on_when_nobody_reads_it_any_more(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """A conversation in the terminal, or with whatever writes lines to stdin: answers go to stdout, all else to stderr."""
 
 import json
-import re
 import signal
 import sys
 from argparse import ArgumentTypeError
@@ -18,6 +17,7 @@ from llama_ft.config.wording import brief, nearest
 from llama_ft.errors import RunFailure, UserError
 from llama_ft.inference.generate import Answer, Answerer, Sampling, Show
 from llama_ft.inference.prompts import SYSTEM_ROLES, Encoding, Messages, check_turns
+from llama_ft.masking import printable
 from llama_ft.runtime import Runtime
 
 with suppress(ImportError):  # not every Python has it; input() then has no history
@@ -46,7 +46,6 @@ READERS: dict[str, Callable[[str], float]] = {
     "seed": whole_number(0),
 }
 ROOM = 4  # of the context, this part or less is kept for the answer
-CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and line feed
 
 Ask = Callable[[list[int], int, Sampling, Show, Callable[[], bool]], Answer]
 
@@ -296,7 +295,7 @@ class Chat:
 def print_part(text: str) -> None:
     """Print a part of an answer. What a model has learned to say is not to move a terminal's cursor or ring its bell; a
     file or program gets it as it is."""
-    print(CONTROL.sub("\N{REPLACEMENT CHARACTER}", text) if sys.stdout.isatty() else text, end="", flush=True)
+    print(printable(text) if sys.stdout.isatty() else text, end="", flush=True)
 
 
 def _tell(text: str) -> None:

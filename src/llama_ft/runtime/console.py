@@ -4,13 +4,24 @@ import errno
 import logging
 import os
 import sys
+from typing import Any
 
 from rich.console import Console
+from rich.text import Text
+
+from llama_ft.masking import printable
 
 
 class _Console(Console):
     """Falls silent, instead of ending the process, when its reader is gone (`| head`, a closed pager, a terminal that
     was left with disown), or the disk full that it is redirected to."""
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        """Print text and styled text without control characters: some of it comes from data and other files."""
+        for it in objects:
+            if isinstance(it, Text):
+                it.plain = printable(it.plain)  # of the same length, so that the styles stay where they are
+        super().print(*(printable(it) if isinstance(it, str) else it for it in objects), **options)
 
     def _check_buffer(self) -> None:
         try:

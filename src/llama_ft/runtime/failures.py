@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from llama_ft import restarts
 from llama_ft.errors import LostRank, RunFailure, UserError
+from llama_ft.masking import printable
 from llama_ft.runtime.out_of_memory import KILLED, host_memory, shortage
 from llama_ft.runtime.status import RunStatus, State
 
@@ -121,7 +122,8 @@ def leave(
                 message += f". To go on: --output_dir {status.path.parent} --resume auto"
             write_status(status, "stopped" if stopped else "failed", exit_code, message)
         with suppress(OSError):  # nobody reads it any more
-            print(f"{message}\n", end="", file=stderr, flush=True)  # in one piece: torchrun writes there, too
+            told = f"{printable(message)}\n"  # in one piece: torchrun writes there, too
+            print(told, end="", file=stderr, flush=True)
         if status is not None:
             status.at_end()
         if is_memory and explainer is not None:
