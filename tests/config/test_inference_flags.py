@@ -119,7 +119,8 @@ LONG = "n" * 5000
         (["--prompts", "a.jsonl", "--output_file", "folder.txt"], "--output_file folder.txt: is a folder"),
         (["--prompts", "a.jsonl", "--output_file", "config.json", "--overwrite"], "config.json: is not empty, and"),
         (["--prompts", "a.jsonl", "--output_file", "/dev/null"], "/dev/null: is a device, a pipe or the like"),
-        (["--prompts", "pipe.jsonl"], "--prompts pipe.jsonl: is no plain file"),
+        (["--prompts", "pipe.jsonl"], "--prompts pipe.jsonl: is not a regular file"),
+        (["--prompt_file", "/dev/zero"], "--prompt_file /dev/zero: is not a regular file"),
         (["--prompts", "a.jsonl", "--output_file", "a.jsonl/b.jsonl"], "--output_file a.jsonl/b.jsonl: "),
         (["--prompts", "a.jsonl", "--output_file", "~nosuchuser/b"], "--output_file ~nosuchuser/b: cannot be looked"),
     ],
@@ -131,7 +132,7 @@ def test_values_that_cannot_be_are_told_with_their_flag(
     Path("link.jsonl").symlink_to("a.jsonl")
     Path("config.json").write_text("{}")
     os.mkfifo("pipe.jsonl")
-    prompt = [] if {"--prompts", "--prompt"} & set(flags) else ["--prompt", "Hi"]
+    prompt = [] if {"--prompts", "--prompt", "--prompt_file"} & set(flags) else ["--prompt", "Hi"]
     message = mistakes(".", *flags, *prompt)
     assert told in message and message.count("error: ") == 1 and len(message) < 400
 

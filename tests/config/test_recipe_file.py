@@ -1,10 +1,12 @@
 """YAML recipes: what they say, and where their mistakes are."""
 
+import os
 from pathlib import Path
 
 import pytest
 
 from llama_ft.config import load, load_recipe
+from llama_ft.config.data_names import NOT_REGULAR
 
 
 def test_a_recipe_sets_what_it_names_with_its_lines_as_places(recipe) -> None:
@@ -106,7 +108,10 @@ def test_a_missing_recipe_names_the_nearest_file(mistakes, recipe) -> None:
 def test_a_recipe_that_cannot_be_read_is_the_only_mistake_told_about_it(mistakes, tmp_path: Path) -> None:
     """What the flags lack may have been in the file."""
     assert mistakes("--config", "nope.yaml", "--r", "3") == ["--config nope.yaml: no such file."]
-    assert mistakes("--config", str(tmp_path), "--r", "3") == ["--config .: is a folder; expected a YAML file."]
+    assert mistakes("--config", str(tmp_path), "--r", "3") == ["--config .: is a folder; expected a file."]
+    os.mkfifo("pipe.yaml")
+    for name in ("pipe.yaml", "/dev/zero"):
+        assert mistakes("--config", name) == [f"--config {name}: {NOT_REGULAR}"]
 
 
 def test_a_binary_file_is_no_recipe(mistakes, tmp_path: Path) -> None:

@@ -2,9 +2,12 @@
 the real command."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from transformers import BertConfig, GPTNeoXConfig, LlamaConfig
 
 from llama_ft.config import ModelConfig, PeftConfig
@@ -63,6 +66,34 @@ def test_a_malformed_index_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "model.safetensors.index.json").write_bytes(text.encode("latin-1"))
     with pytest.raises(UserError, match="model.safetensors.index.json: not an index of weights"):
         open_weights(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["../secret.safetensors", "a/../../b.safetensors", "/etc/passwd"])
+def test_an_index_that_leaves_its_folder_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": name}}))
+    with pytest.raises(UserError, match=f"index.json: names {name}, which is outside of its folder"):
+        open_weights(tmp_path)
+
+
+def test_weights_that_are_links_are_read_and_pipes_and_devices_are_refused(tmp_path: Path) -> None:
+    blob, folder = tmp_path / "blobs" / "0f", tmp_path / "snapshot"
+    blob.parent.mkdir()
+    folder.mkdir()
+    save_file({"w": torch.ones(2)}, blob)
+    (folder / "index.json").write_text('{"weight_map": {"w": "part.safetensors"}}')
+    (folder / "model.safetensors.index.json").symlink_to("index.json")
+    (folder / "part.safetensors").symlink_to("../blobs/0f")
+    assert open_weights(folder).read("w").tolist() == [1, 1]
+    for file in (folder / "part.safetensors", folder / "model.safetensors.index.json", folder / "model.safetensors"):
+        file.unlink(missing_ok=True)
+        os.mkfifo(file)
+        with pytest.raises(UserError, match=f"{file}: is not a regular file"):
+            open_weights(folder)
+        file.unlink()
+        file.symlink_to("/dev/zero")
+        with pytest.raises(UserError, match=f"{file}: is not a regular file"):
+            open_weights(folder)
+        file.unlink()
 
 
 @pytest.mark.parametrize(

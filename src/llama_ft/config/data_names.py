@@ -18,6 +18,7 @@ DATA_FORMS = (
     ".jsonl, .json, .csv (also .gz, .zst), .parquet and .arrow, folders and globs of them, hub names (org/name), and "
     "path/to/file.py:function"
 )
+NOT_REGULAR = "is not a regular file. Write what a pipe gives to a file first."
 HUB_NAME = re.compile(r"[\w.\-]+/[\w.\-]+(:[\w.\-]+)?")
 SPLIT_NAME = re.compile(r"\w+(\[[^\]/]*\])?")  # train[:5%] is how datasets writes a part of one
 SAVED_BY_DATASETS = ("dataset_dict.json", "state.json")  # what Dataset.save_to_disk leaves in a folder
@@ -125,5 +126,5 @@ def _file_complaint(name: str, path: Path) -> str | None:
     if not data_suffix(name):
         return f"what a {path.suffix or 'file without suffix'} holds is not known. Data are {DATA_FORMS}."
     if not path.is_file():  # data are read more than once: to know them again, and to tell their columns
-        return "is not a regular file, and a pipe can be read only once. Write it to a file first."
+        return NOT_REGULAR
     return None

@@ -234,8 +234,6 @@ def _prompt_mistakes(options: Namespace) -> list[str]:
     for flag in ("--prompt_file", "--prompts"):
         if ways[flag] is not None and (complaint := file_complaint(ways[flag])):
             mistakes.append(f"{flag} {brief(ways[flag])}: {complaint}")
-        elif flag == "--prompts" and options.prompts and not Path(options.prompts).expanduser().is_file():
-            mistakes.append(f"{flag} {options.prompts}: is no plain file, and it is read more than once.")
     if options.prompt_file and options.prompt_file.endswith(".jsonl"):
         mistakes.append("--prompt_file: is one prompt. --prompts takes a file of many.")
     if options.prompts and not options.prompts.endswith((".txt", ".jsonl")):

@@ -7,7 +7,7 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
-from llama_ft.config.data_names import data_complaint, is_split_of, kind_of_data
+from llama_ft.config.data_names import NOT_REGULAR, data_complaint, is_split_of, kind_of_data
 from llama_ft.config.output_dir import not_writable, output_dir_complaint
 from llama_ft.config.rules import SECRET_IN_URL, as_fraction, holds_secret
 from llama_ft.config.wording import nearest, nearest_file, subject
@@ -101,7 +101,9 @@ def file_complaint(name: str) -> str | None:
     file = Path(name).expanduser()
     if file.is_dir():
         return "is a folder; expected a file."
-    return None if file.exists() else f"no such file.{nearest_file(file)}"
+    if not file.exists():
+        return f"no such file.{nearest_file(file)}"
+    return None if file.is_file() else NOT_REGULAR
 
 
 @looks_safely

@@ -9,9 +9,10 @@ import yaml
 
 from llama_ft.config.fields import SECTIONS, SETTINGS, Setting
 from llama_ft.config.names import guess, known, told_apart
+from llama_ft.config.paths import file_complaint
 from llama_ft.config.trainers import TRAINERS
 from llama_ft.config.values import Given, from_text, parts_of
-from llama_ft.config.wording import nearest, nearest_file, show
+from llama_ft.config.wording import nearest, show
 
 NULL = "tag:yaml.org,2002:null"
 # llama-recipes' configuration classes, and the sections that took their place.
@@ -66,14 +67,11 @@ def _at(shown: str, node: yaml.Node) -> str:
 
 def _parse(path: Path, shown: str, given: Given) -> yaml.Node | None:
     """Compose the file's node tree; tell why it cannot be done, if so."""
+    if complaint := file_complaint(str(path)):
+        given.mistakes.append(f"--config {shown}: {complaint}")
+        return None
     try:
         text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        given.mistakes.append(f"--config {shown}: no such file.{nearest_file(path)}")
-        return None
-    except IsADirectoryError:
-        given.mistakes.append(f"--config {shown}: is a folder; expected a YAML file.")
-        return None
     except UnicodeDecodeError:
         given.mistakes.append(f"--config {shown}: is not a text file in UTF-8; expected YAML.")
         return None

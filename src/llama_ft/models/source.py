@@ -12,6 +12,7 @@ import torch
 import xxhash
 from safetensors import SafetensorError, safe_open
 
+from llama_ft.config.data_names import NOT_REGULAR
 from llama_ft.config.wording import size_text
 from llama_ft.errors import UserError
 from llama_ft.planning import planned_device
@@ -235,18 +236,30 @@ def blocks(source: WeightSource, name: str) -> Iterator[torch.Tensor]:
 
 
 def weight_files(folder: Path, index_name: str, single_name: str) -> list[Path]:
-    """The files an index names or the single one; none where there is neither.
+    """The files an index names or the single one; none where there is neither. Symbolic links are followed: the hub's
+    cache consists of them.
 
     Raises:
-        UserError: the index is malformed.
+        UserError: the index is malformed or names files outside of the folder, or one of the files is no regular file.
     """
-    index = folder / index_name
+    index, single = folder / index_name, folder / single_name
     if not index.exists():
-        return [folder / single_name] if (folder / single_name).exists() else []
+        return [_regular(single)] if single.exists() else []
     try:
-        return sorted({folder / name for name in json.loads(index.read_text())["weight_map"].values()})
+        names = {Path(name) for name in json.loads(_regular(index).read_text())["weight_map"].values()}
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise UserError(f"{index}: not an index of weights ({error}).") from error
+    for name in names:
+        if name.is_absolute() or ".." in name.parts:
+            raise UserError(f"{index}: names {name}, which is outside of its folder.")
+    return sorted(_regular(folder / name) for name in names)
+
+
+def _regular(file: Path) -> Path:
+    """`file`, which may be missing; opening a pipe would wait and reading a device would not end."""
+    if file.exists() and not file.is_file():
+        raise UserError(f"{file}: {NOT_REGULAR}")
+    return file
 
 
 def _open_safetensors(file: Path) -> Any:
