@@ -7,6 +7,7 @@ data: the recipe's own functions run on tensors without storage, as rank 0 of as
 import dataclasses
 import gc
 import json
+import os
 import signal
 import sys
 from argparse import Namespace
@@ -111,9 +112,13 @@ if __name__ == "__main__":
     configure_console(rank=1 if OPTIONS.json else 0)
     try:
         main(CONFIG, PLACES, OPTIONS)
+        sys.stdout.flush()
     except KeyboardInterrupt:
         print("stopped by Ctrl-C", file=sys.stderr)
         sys.exit(130)
+    except OSError as error:  # of writing the plan: the disk is full
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        os._exit(1)  # the end of Python would write it again
     except RunFailure as error:
         print(error, file=sys.stderr)
         sys.exit(1)

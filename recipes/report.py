@@ -19,10 +19,16 @@ COMPARISON = "comparison.html"
 
 def main(options: Namespace) -> None:
     """From directories to a page."""
-    runs = [report.read_run(Path(name).expanduser()) for name in options.runs]
-    if damaged := [line for run in runs for line in run.damaged]:
-        raise UserError(*(f"{line}\nWithout this file, the report has the rest." for line in damaged))
-    page = report.report_page(runs[0]) if len(runs) == 1 else report.comparison_page(runs)
+    try:
+        runs = [report.read_run(Path(name).expanduser()) for name in options.runs]
+        if damaged := [line for run in runs for line in run.damaged]:
+            raise UserError(*(f"{line}\nWithout this file, the report has the rest." for line in damaged))
+        page = report.report_page(runs[0]) if len(runs) == 1 else report.comparison_page(runs)
+    except UserError:
+        raise
+    except Exception as error:  # a directory that another program has written, or a damaged file, may hold anything
+        reason = f"{type(error).__name__}: {error}"
+        raise UserError(f"{', '.join(options.runs)}: no report can be made of this ({reason}).") from error
     path = Path(options.out).expanduser()
     try:
         report.write_page(path, page)

@@ -114,6 +114,14 @@ def test_a_recipe_that_cannot_be_read_is_the_only_mistake_told_about_it(mistakes
         assert mistakes("--config", name) == [f"--config {name}: {NOT_REGULAR}"]
 
 
+def test_a_recipe_of_many_mistakes_or_nested_without_end_is_answered_at_once(mistakes, recipe) -> None:
+    found = mistakes(recipe("train:\n" + "".join(f"  unknown_{n}: 1\n" for n in range(5000))))
+    assert len(found) == 21 and "train.unknown_19 is not a setting" in found[19]
+    assert found[20] == "mine.yaml:22: what follows was not read, after so many mistakes."
+    [deep] = mistakes(recipe("train: " + "[" * 20_000))
+    assert deep == "mine.yaml: is nested too deeply; a recipe is sections with settings."
+
+
 def test_a_binary_file_is_no_recipe(mistakes, tmp_path: Path) -> None:
     (tmp_path / "model.bin").write_bytes(b"\x80\xff\x00")
     assert mistakes("--config", "model.bin") == ["--config model.bin: is not a text file in UTF-8; expected YAML."]

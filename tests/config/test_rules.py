@@ -119,6 +119,8 @@ def test_pure_bf16_is_built(mistakes) -> None:
         ("--use_peft --use_dora --quantization 4bit", "--use_dora needs the weights themselves at every step"),
         ("--use_peft --quantization 4bit --block_size 96", "--block_size is 96; bitsandbytes has 32, 64, 128,"),
         ("--max_shard_size 5", "--max_shard_size is 5; expected a size such as 5GB or 200MB."),
+        (f"--collective_timeout {'9' * 40}h", "--collective_timeout is 999999"),
+        ("--stop_after 367d", "--stop_after is 367d; expected a time of up to a year, such as"),
         ("--max_shard_size 0GB", "--max_shard_size is 0GB; expected a size"),
     ],
 )

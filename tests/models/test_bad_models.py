@@ -13,7 +13,7 @@ from transformers import BertConfig, GPTNeoXConfig, LlamaConfig
 from llama_ft.config import ModelConfig, PeftConfig
 from llama_ft.errors import UserError
 from llama_ft.models import build_skeleton, freeze_first_layers, inject_lora, load_model_config, load_tokenizer
-from llama_ft.models.source import open_weights
+from llama_ft.models.source import open_weights, read_headers
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32, "vocab_size": 64}
 
@@ -54,11 +54,37 @@ def test_an_unknown_architecture_and_a_malformed_config_are_refused_with_the_fol
         load_model_config(tmp_path, False)
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"hidden_act": "relux"},
+        {"rope_parameters": {"rope_type": "x"}},
+        {"num_key_value_heads": 0},
+        {"hidden_size": -128},
+    ],
+)
+def test_a_config_that_transformers_makes_no_model_of_is_refused(tmp_path: Path, settings: dict[str, object]) -> None:
+    message = refusal(tmp_path, {**LlamaConfig(**SMALL).to_dict(), **settings})
+    assert "--model_name mine: transformers cannot build this model (" in message
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"xx", b"\xff" * 8 + b"x", (2**62).to_bytes(8, "little"), b"\2" + b"\0" * 7 + b"[]"]
+)
+def test_headers_that_are_damaged_are_refused_in_a_plan_too(tmp_path: Path, content: bytes) -> None:
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(content)
+    for read in (lambda: open_weights(tmp_path), lambda: read_headers(file)):
+        with pytest.raises(UserError, match=f"{file}: cannot be read as safetensors"):
+            read()
+
+
 def test_a_dtype_that_torch_does_not_know_is_refused_with_the_tensor(tmp_path: Path) -> None:
     header = b'{"w": {"dtype": "F8_E8M0", "shape": [2], "data_offsets": [0, 2]}}'
     (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"xx")
-    with pytest.raises(UserError, match="model.safetensors: w is stored as F8_E8M0"):
-        open_weights(tmp_path)
+    for read in (lambda: open_weights(tmp_path), lambda: read_headers(tmp_path / "model.safetensors")):
+        with pytest.raises(UserError, match="model.safetensors: w is stored as F8_E8M0"):
+            read()
 
 
 @pytest.mark.parametrize("text", ['{"weight_map": {"a": ', "[]", "{}", '{"weight_map": {"w": 3}}', "\xff"])

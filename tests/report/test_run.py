@@ -119,6 +119,22 @@ def test_damaged_files_are_named_and_a_run_still_ends_with_a_report(run_dir: Pat
     assert "metrics.jsonl:5: " in page and "<b>Loss</b>" in page
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("facts.json", '{"data": 7, "units": "x", "samples": {"a": 1}}'),
+        ("status.json", '{"step": "many"}'),
+        ("metrics.jsonl", '{"step": Infinity, "train/loss": 1}\n'),
+        ("plan.json", "[" * 20_000),
+    ],
+)
+def test_a_directory_of_something_else_is_told(run_dir: Path, tmp_path: Path, name: str, text: str) -> None:
+    (folder := copied(run_dir, tmp_path / "foreign")).joinpath(name).write_text(text)
+    finished = report(folder)
+    assert finished.exit_code == 2 and "Traceback" not in finished.output
+    assert finished.output.startswith(f"error: {folder}: no report can be made of this (")
+
+
 def test_a_report_that_cannot_be_written_is_a_warning(
     run_dir: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

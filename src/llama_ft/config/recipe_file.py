@@ -24,6 +24,7 @@ MARKS = {
     "distributed_type": ("accelerate", "TRL"),
 }
 DEEPSPEED = ("zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu")
+MOST_MISTAKES = 20
 OURS = {"train", "data", "checkpoint"}  # of our sections those that no such recipe has
 BAREWORD_MODES = {"true": "8bit", "false": "none"}
 
@@ -84,6 +85,8 @@ def _parse(path: Path, shown: str, given: Given) -> yaml.Node | None:
         mark = error.problem_mark or error.context_mark
         where = f"{shown}:{mark.line + 1}" if mark else shown
         given.mistakes.append(f"{where}: not valid YAML: {error.problem or error.context}.")
+    except RecursionError:
+        given.mistakes.append(f"{shown}: is nested too deeply; a recipe is sections with settings.")
     except yaml.YAMLError as error:
         given.mistakes.append(f"{shown}: not valid YAML: {error}".split("\n")[0])
     return None
@@ -93,6 +96,11 @@ def _pairs(node: yaml.MappingNode, inside: str, shown: str, given: Given) -> Ite
     """Yield key, place and value node of a mapping, each key once."""
     lines: dict[str, int] = {}
     for key_node, value_node in node.value:
+        if len(given.mistakes) >= MOST_MISTAKES:  # finding the nearest name takes a millisecond per key
+            if given.readable:
+                given.readable = False
+                given.mistakes.append(f"{_at(shown, key_node)}: what follows was not read, after so many mistakes.")
+            return
         key, line = str(key_node.value), key_node.start_mark.line + 1
         if key in lines:
             given.mistakes.append(f"{shown}:{line}: {inside}{key} is set twice, first in line {lines[key]}.")

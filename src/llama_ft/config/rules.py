@@ -62,12 +62,12 @@ def parse_duration(text: str) -> int:
     """Return the seconds that `3h50m`, `90s` or `1d` stand for.
 
     Raises:
-        ValueError: the text is no such time, or is zero.
+        ValueError: the text is no such time, is zero, or longer than a year.
     """
     match = DURATION.fullmatch(text.replace(" ", ""))
     days, hours, minutes, seconds = (int(number or 0) for number in match.groups()) if match else (0, 0, 0, 0)
     total = ((days * 24 + hours) * 60 + minutes) * 60 + seconds
-    if total == 0:
+    if not 0 < total <= 366 * 24 * 3600:  # libraries overflow at some length
         raise ValueError(f"{text} is not a time")
     return total
 
@@ -289,7 +289,7 @@ def _time_complaint(text: str) -> str | None:
     try:
         parse_duration(text)
     except ValueError:
-        return f"is {text}; expected a time longer than 0 such as 3h50m, 45m or 90s."
+        return f"is {text}; expected a time of up to a year, such as 3h50m, 45m or 90s."
     return None
 
 

@@ -75,13 +75,16 @@ def build_skeleton(config: PretrainedConfig, model: ModelConfig, new: NewTokens 
                 attn_implementation=None if model.attn_implementation == "auto" else model.attn_implementation,
                 trust_remote_code=model.trust_remote_code,
             )
-    except (ValueError, ImportError, AssertionError) as error:
+    except Exception as error:  # as above: KeyError of a name it does not know, RuntimeError of a negative size
         if "Unrecognized configuration class" in str(error):
             raise UserError(
                 f"--model_name {model.model_name}: transformers has no causal language model of model_type "
                 f"{config.model_type} ({type(config).__name__}).\nUse a model made to generate text."
             ) from error
-        raise UserError(f"--model_name {model.model_name}: {_first_line(error)}") from error
+        raise UserError(
+            f"--model_name {model.model_name}: transformers cannot build this model ({type(error).__name__}: "
+            f"{_first_line(error)})."
+        ) from error
     _check_sees_no_future(skeleton, model.model_name)
     _check_is_text_only(skeleton, model.model_name)
     skeleton.tie_weights()

@@ -4,13 +4,14 @@ import json
 import pickle
 import zipfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 import xxhash
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 
 from llama_ft.config.data_names import NOT_REGULAR
 from llama_ft.config.wording import size_text
@@ -89,17 +90,12 @@ class SafetensorsSource:
             self.tensors = {name: header for file in files for name, header in read_headers(file).items()}
             return
         for file in files:
-            handle = self._handles[file] = _open_safetensors(file)
+            with _told(file):
+                handle = self._handles[file] = safe_open(file, framework="pt")
             self.metadata |= handle.metadata() or {}
             for name in handle.keys():
                 header = handle.get_slice(name)
-                dtype = DTYPES.get(header.get_dtype())
-                if dtype is None:
-                    raise UserError(
-                        f"{file}: {name} is stored as {header.get_dtype()}, which is not read here.\nUse the model in "
-                        "bf16, fp16 or fp32."
-                    )
-                self.tensors[name] = StoredTensor(file, tuple(header.get_shape()), dtype)
+                self.tensors[name] = _stored(file, name, tuple(header.get_shape()), header.get_dtype())
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Rows [start, stop) of dimension 0 in the file's dtype; only they are read."""
@@ -177,11 +173,20 @@ def read_headers(file: Path) -> dict[str, StoredTensor]:
 
     Source: https://huggingface.co/docs/safetensors
     """
-    with open(file, "rb") as opened:
+    with _told(file), open(file, "rb") as opened:
         size = int.from_bytes(opened.read(8), "little")
         header = json.loads(opened.read(size))
-    header.pop("__metadata__", None)
-    return {name: StoredTensor(file, tuple(it["shape"]), DTYPES[it["dtype"]]) for name, it in header.items()}
+        header.pop("__metadata__", None)
+        found = {name: (tuple(it["shape"]), it["dtype"]) for name, it in header.items()}
+    return {name: _stored(file, name, *what) for name, what in found.items()}
+
+
+def _stored(file: Path, name: str, shape: tuple[int, ...], dtype: str) -> StoredTensor:
+    if dtype not in DTYPES:
+        raise UserError(
+            f"{file}: {name} is stored as {dtype}, which is not read here.\nUse the model in bf16, fp16 or fp32."
+        )
+    return StoredTensor(file, shape, DTYPES[dtype])
 
 
 def _mapped(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -262,15 +267,17 @@ def _regular(file: Path) -> Path:
     return file
 
 
-def _open_safetensors(file: Path) -> Any:
+@contextmanager
+def _told(file: Path) -> Iterator[None]:
+    """Have what goes wrong with a safetensors file told as the user's mistake."""
     try:
-        return safe_open(file, framework="pt")
+        yield
     except FileNotFoundError as error:
         raise UserError(f"{file}: no such file, but {INDEX_FILE} beside it names it.") from error
-    except (SafetensorError, OSError) as error:
+    except Exception as error:  # the header may be anything: no JSON, a list, or longer than memory
         raise UserError(
-            f"{file}: cannot be read as safetensors ({error}).\nThe file is truncated or damaged: copy or download it "
-            "again."
+            f"{file}: cannot be read as safetensors ({str(error) or type(error).__name__}).\nThe file is truncated or "
+            "damaged: copy or download it again."
         ) from error
 
 
