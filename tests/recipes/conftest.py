@@ -68,6 +68,8 @@ def _break_models(folder: Path, save_model: Callable[..., Path]) -> None:
 
     without("no_config", "config.json")
     without("no_tokenizer", "tokenizer*")
+    settings = json.loads((without("no_vocabulary", "tokenizer*") / "config.json").read_text())
+    (folder / "no_vocabulary" / "config.json").write_text(json.dumps({**settings, "model_type": "qwen3"}))
     without("no_weights", "*.safetensors*")
     (without("old_weights", "*.safetensors*") / "pytorch_model.bin").write_bytes(b"PK")
     save_model(folder / "small_vocabulary", vocab_size=280)
@@ -122,6 +124,7 @@ def _break_adapters(folder: Path) -> None:
 def _break_recipes(folder: Path) -> None:
     (folder / "typo.yaml").write_text("# mine\nmodel:\n  model_name: demo\ntrain:\n  learning_rat: 1e-4\n")
     (folder / "tabs.yaml").write_text("train:\n\tlr: 1e-4\n")
+    (folder / "escape.yaml").write_text('train:\n  "l\\e[2Jr\\a": 1e-4\n')
     (folder / "nan.yaml").write_text("train:\n  lr: .nan\n")
 
 

@@ -60,6 +60,8 @@ CASES = {
                         "model.embed_tokens.weight is [300, 32], config.json makes it [301, 32]"),
     "no tokenizer": case(f"--model_name @no_tokenizer {ROWS}", "no_tokenizer: no usable tokenizer",
                          "--tokenizer_name"),
+    "tokenizer that transformers makes up": case(f"--model_name @no_vocabulary {ROWS}", "no_vocabulary: no usable",
+                                                 "missing: tokenizer.json, vocab.json, merges.txt", "--tokenizer_name"),
     "tokenizer of more ids than the model": case(f"--model_name @small_vocabulary {ROWS}", "token 300", "280",
                                                  "--tokenizer_name"),
     "hub switched off": case(f"--model_name org/name {ROWS}", "--model_name org/name", "no folder of this name",
@@ -144,6 +146,7 @@ CASES = {
     "unknown flag": case(f"{GOOD} --lrr 1e-4", "--lrr is not a flag", "Did you mean --lr?"),
     "unknown key": case("--config @typo.yaml", "typo.yaml:5: train.learning_rat is not a setting",
                         "Did you mean train.lr?"),
+    "control characters in a key": case("--config @escape.yaml", "escape.yaml:2: train.l\ufffd[2Jr\ufffd is not"),
     "tabs in YAML": case("--config @tabs.yaml", "tabs.yaml:2: not valid YAML", "\\t"),
     "not a number": case("--config @nan.yaml", "nan.yaml:2: train.lr is", "nan", "number"),
     "several at once": case(f"--model_name @modle {ROWS} --lrr 1 --num_epochs 0 --precision fp17", "modle", "--lrr",
@@ -214,7 +217,7 @@ def test_bad_input_is_told_in_one_message(name: str, outcome: Outcome) -> None:
     finished, expected = outcome.finished[name], CASES[name]
     message = finished.output[finished.output.find("error: ") :]
     assert finished.exit_code == 2, finished.output
-    assert "Traceback" not in finished.output
+    assert "Traceback" not in finished.output and "\x1b" not in finished.output
     assert message.count("error: ") == expected.errors, message
     assert all(line.startswith(("error: ", "       ")) for line in message.splitlines()), message  # nothing after it
     for words in expected.says:
