@@ -195,6 +195,8 @@ def test_an_adapter_is_what_peft_would_save_and_merges_as_peft_merges(case: str,
     ours, theirs = stored(tmp_path / "adapter"), stored(tmp_path / "reference")
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
+    targets = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["target_modules"]
+    assert targets == sorted(targets), "the same file each time, whatever order a set has"
     assert torch.equal(logits(PeftModel.from_pretrained(load(base), tmp_path / "adapter").eval()), logits(reference))
 
     exporter.write_merged(tmp_path / "merged", torch.float32, 60_000)

@@ -274,6 +274,9 @@ def write_adapter(
     if enabled:
         settings = copy.deepcopy(adapter.config)
         settings.inference_mode = True
+        for name, value in vars(settings).items():
+            if isinstance(value, set):  # a set's order differs from process to process
+                setattr(settings, name, sorted(value))
         settings.save_pretrained(str(folder))
         tokenizer.save_pretrained(folder)
 
