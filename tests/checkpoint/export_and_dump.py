@@ -32,11 +32,12 @@ if __name__ == "__main__":
     batch = Batch(ids, ids, [30, 30], False, ["a", "b"])
     for name, case in cases.items():
         with runtime.start("cpu", case.get("shards", "world")) as job:
-            folder, precision = Path(case["model"]), runtime.PRECISIONS["fp32"]
+            folder, precision = Path(case["model"]), runtime.PRECISIONS[case.get("precision", "fp32")]
             tokenizer = models.load_tokenizer(folder, False)
             model = models.build_skeleton(models.load_model_config(folder, False), ModelConfig(model_name=str(folder)))
             peft = PeftConfig(**case["peft"])
             adapter = models.inject_lora(model, peft, str(folder)) if peft.use_peft else None
+            models.freeze_first_layers(model, case.get("frozen_layers", 0))
             models.set_storage_dtypes(model, precision)
             models.shard(model, job.mesh, FSDPConfig(enable_fsdp=True, min_num_params=1000), precision)
             dtypes = models.materialize(

@@ -19,14 +19,16 @@ def results(tiny_model: Path, tied_model: Path, tmp_path_factory: pytest.TempPat
     """A folder with a finished case in each folder below it."""
     from transformers import AutoModelForCausalLM
 
-    half = tmp_path_factory.mktemp("half")
-    shutil.copytree(tiny_model, half, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors*"))
-    AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.bfloat16).save_pretrained(half)
+    half, fp16 = (tmp_path_factory.mktemp(name) for name in ("half", "fp16"))
+    for folder, dtype in ((half, torch.bfloat16), (fp16, torch.float16)):
+        shutil.copytree(tiny_model, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors*"))
+        AutoModelForCausalLM.from_pretrained(tiny_model, dtype=dtype).save_pretrained(folder)
     untied = {"model": str(tiny_model), "peft": {}, "dtype": None}
     cases: dict[str, dict[str, Any]] = {
         "full": untied,
         "bf16": {**untied, "dtype": "bfloat16"},
         "half": {**untied, "model": str(half)},
+        "frozen": {**untied, "model": str(fp16), "precision": "bf16_mixed", "frozen_layers": 1},
         "tied": {**untied, "model": str(tied_model)},
         "copies": {**untied, "shards": 1},
         "lora": {**untied, "peft": LORA},
@@ -75,6 +77,16 @@ def test_a_result_in_16_bits_by_save_dtype_or_by_the_checkpoints_own_reloads_in_
     model = AutoModelForCausalLM.from_pretrained(results / case / "model")
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     assert (logits_of(model, saved) - saved["logits"]).abs().max() < 0.1
+
+
+def test_frozen_layers_are_the_checkpoints_to_the_bit_though_bf16_held_them(results: Path, tiny_model: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    base = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float16).state_dict()
+    model = AutoModelForCausalLM.from_pretrained(results / "frozen" / "model", dtype="auto").state_dict()
+    for name, tensor in base.items():
+        assert model[name].dtype == torch.float16
+        assert torch.equal(model[name], tensor) == (".layers.0." in name), name
 
 
 @pytest.mark.parametrize("case", ["lora", "dora", "head"])

@@ -51,8 +51,9 @@ def bases(save_model: Make, save_tokenizer: Make, tmp_path_factory: pytest.TempP
     folder = tmp_path_factory.mktemp("bases")
     save_model(folder / "llama")
     save_model(folder / "tied", tied=True)
-    shutil.copytree(folder / "llama", folder / "half", ignore=shutil.ignore_patterns("*.safetensors*"))
-    load(folder / "llama").to(torch.bfloat16).save_pretrained(folder / "half")
+    for name, dtype in (("half", torch.bfloat16), ("fp16", torch.float16)):
+        shutil.copytree(folder / "llama", folder / name, ignore=shutil.ignore_patterns("*.safetensors*"))
+        load(folder / "llama").to(dtype).save_pretrained(folder / name)
     torch.manual_seed(1)
     gpt2 = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=301, initializer_range=0.1))
     gpt2.save_pretrained(save_tokenizer(folder / "gpt2"))
@@ -123,6 +124,7 @@ FULL: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "tied": ("tied", {}),
     "frozen layer": ("half", {"freeze_layers": True}),
+    "frozen layer, fp16 base": ("fp16", {"freeze_layers": True}),
     "bf16 base": ("half", {}),
     "GPT-2": ("gpt2", {}),
     "stacked experts": ("mixtral", {}),

@@ -22,8 +22,10 @@ from llama_ft.config.wording import size_text
 from llama_ft.data import stop_token_ids
 from llama_ft.errors import RunFailure
 from llama_ft.models import Adapter, ShardGroup
-from llama_ft.models.conversion import SavedGroup, saved_layout
+from llama_ft.models.conversion import SavedGroup, open_source, saved_layout
 from llama_ft.models.lora import ADAPTER_WEIGHTS
+from llama_ft.models.materialize import account_for
+from llama_ft.models.source import blocks
 from llama_ft.runtime import Runtime
 
 CARRIED_OVER = ("generation_config.json", "*.py")  # beside config.json, tokenizer and weights
@@ -53,7 +55,7 @@ def export_model(
     Args:
         model: sharded.
         folder: where to; complete or absent.
-        source: folder of the model that was tuned, for its generation config and code.
+        source: folder of the model that was tuned, for its frozen weights, generation config and code.
         stored_dtypes: dtype of each tensor there, used where save_dtype is None.
         save_dtype: dtype of all tensors.
         max_shard_bytes: largest file.
@@ -65,6 +67,9 @@ def export_model(
     dtypes = saved_dtypes(tensors, stored_dtypes, save_dtype)
     groups = saved_layout(model, tensors)
     rows = _gathered(tensors, runtime)
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    if frozen:
+        rows = _frozen_from(source, model, frozen, rows, runtime)
 
     def write(aside: Path) -> None:
         write_weights(aside, groups, tensors, dtypes, max_shard_bytes, rows, runtime.is_main)
@@ -130,6 +135,23 @@ def _gathered(tensors: dict[str, torch.Tensor], runtime: Runtime) -> Rows:
             dist.barrier()
         else:
             yield tensor.to(dtype).cpu()
+
+    return rows
+
+
+def _frozen_from(source: Path, model: PreTrainedModel, frozen: set[str], gathered: Rows, runtime: Runtime) -> Rows:
+    """`gathered`, but with frozen parameters as `source` stores them: training may hold them rounded to 16 bits."""
+    if runtime.is_main:
+        base = open_source(source, model)
+        keys = account_for(model, base.tensors, source)
+
+    def rows(name: str, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+        if name not in frozen:
+            yield from gathered(name, dtype)
+            return
+        if runtime.is_main:
+            yield from (block.to(dtype) for block in blocks(base, keys[name]))
+        dist.barrier()
 
     return rows
 

@@ -38,7 +38,7 @@ from llama_ft.errors import RunFailure, UserError
 from llama_ft.models.conversion import open_source, saved_layout
 from llama_ft.models.materialize import account_for
 from llama_ft.models.source import WeightSource, blocks
-from llama_ft.runtime import PRECISIONS, log
+from llama_ft.runtime import log
 
 NOTHING_LEFT = "Nothing is left of it."
 
@@ -157,16 +157,13 @@ class Exporter:
         trained = self.checkpoint.weights()
         log.info(f"{len(trained.tensors)} of {len(tensors)} tensors are the checkpoint's; {size_text(needed)}")
         computed = _computed_buffers(self.model, source)
-        frozen_dtype = PRECISIONS[self.config.train.precision].frozen
 
         def rows(name: str, dtype: torch.dtype) -> Iterator[torch.Tensor]:
             if name in trained.tensors:
                 return (block.to(dtype) for block in blocks(trained, name))
             if name in computed:
                 return iter([computed[name].to(dtype)])
-            # Frozen weights as the trained ones have known them, buffers as the model holds them.
-            held = frozen_dtype if name in keys else tensors[name].dtype
-            return (_floats_to(held, block).to(dtype) for block in blocks(source, keys.get(name, name)))
+            return (block.to(dtype) for block in blocks(source, keys.get(name, name)))
 
         with written_aside(folder, NOTHING_LEFT) as aside:
             write_weights(aside, groups, tensors, dtypes, max_shard_bytes, rows, enabled=True)
@@ -297,7 +294,3 @@ def _computed_buffers(model: PreTrainedModel, source: WeightSource) -> dict[str,
                 )
             model._init_weights(module)
     return {name: buffer for name, buffer in model.named_buffers() if name in absent}
-
-
-def _floats_to(dtype: torch.dtype, rows: torch.Tensor) -> torch.Tensor:
-    return rows.to(dtype) if rows.is_floating_point() else rows
