@@ -87,6 +87,8 @@ def main(config: Config, places: dict[str, str]) -> None:
                 add_tokens=config.model.resize_embeddings,
             )
         log.info("\n".join(rows.summary))
+        if job.is_main:
+            checkpoint.check_export(model_config, tokenizer, folder)
         new_tokens = models.find_new_tokens(tokenizer, folder, model_config, config.model)
         about["contents"] = {"model_name": models.fingerprint(folder), **rows.fingerprints()}
         about["chat_template"] = tokenizer.chat_template

@@ -19,9 +19,10 @@ from checkpoint_by_hand import METRICS, save_checkpoint
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 
-from llama_ft.checkpoint import Exporter, find_sound, upload, write_model_card
+from llama_ft.checkpoint import Exporter, check_export, find_sound, upload, write_model_card
 from llama_ft.config import CheckpointConfig, Config, DataConfig, ModelConfig, PeftConfig, TrainConfig
 from llama_ft.errors import RunFailure, UserError
+from llama_ft.models import load_model_config, load_tokenizer
 from llama_ft.models.source import fingerprint
 from llama_ft.runtime import log
 
@@ -173,6 +174,41 @@ def test_what_stands_beside_the_weights_is_carried_over(bases: Path, tmp_path: P
     stops_at = json.loads((tmp_path / "out" / "generation_config.json").read_text())["eos_token_id"]
     assert stops_at == [2, tokenizer.convert_tokens_to_ids("</s>")] == [2, 1], "the base's own, and the end of a turn"
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+@pytest.mark.parametrize("text", ["[1, 2]", '{"eos_token_id": '])
+def test_a_generation_config_that_is_none_is_told_before_anything_is_written(
+    text: str, bases: Path, tmp_path: Path
+) -> None:
+    base = shutil.copytree(bases / "llama", tmp_path / "base")
+    checkpoint = save_checkpoint(tmp_path, tuned(load(base)), settings_of(base))
+    config, tokenizer = load_model_config(base, False), load_tokenizer(base, False)
+    check_export(config, tokenizer, base)
+    (base / "generation_config.json").write_text(text)
+    with pytest.raises(UserError, match=f"{base}/generation_config.json: not a JSON object"):
+        check_export(config, tokenizer, base)
+    with pytest.raises(UserError, match=f"{base}/generation_config.json: not a JSON object"):
+        prepare(checkpoint).write_model(tmp_path / "out", None, 10**9)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "checkpoints"]
+
+
+def test_a_tokenizer_that_cannot_be_saved_is_told_with_the_models_folder(bases: Path) -> None:
+    from transformers import PreTrainedTokenizer
+
+    class Unsaveable(PreTrainedTokenizer):
+        """Copies its vocabulary from a file that is gone."""
+
+        vocab_size = 0
+
+        def get_vocab(self) -> dict[str, int]:
+            return {}
+
+        def save_vocabulary(self, save_directory: str, filename_prefix: str | None = None) -> tuple[str, ...]:
+            return (shutil.copy("gone/tokenizer.model", save_directory),)
+
+    base = bases / "llama"
+    with pytest.raises(UserError, match=f"{base}: the config or the tokenizer cannot be saved.*gone/tokenizer.model"):
+        check_export(load_model_config(base, False), Unsaveable(), base)
 
 
 ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {

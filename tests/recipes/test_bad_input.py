@@ -64,6 +64,8 @@ CASES = {
                                                  "missing: tokenizer.json, vocab.json, merges.txt", "--tokenizer_name"),
     "tokenizer of more ids than the model": case(f"--model_name @small_vocabulary {ROWS}", "token 300", "280",
                                                  "--tokenizer_name"),
+    "half a generation config": case(f"--model_name @bad_generation {ROWS}", "bad_generation/generation_config.json: "
+                                     "not a JSON object", "delete it"),
     "hub switched off": case(f"--model_name org/name {ROWS}", "--model_name org/name", "no folder of this name",
                              "HF_HUB_OFFLINE", HF_HUB_OFFLINE="1"),
     "hub out of reach": case(f"--model_name org/name {ROWS}", "--model_name org/name", "could not be asked",

@@ -1,6 +1,6 @@
 """What a run leaves behind: its directory, complete checkpoints, and the result in Hugging Face format."""
 
-from llama_ft.checkpoint.export import export_adapter, export_model, save_dtype
+from llama_ft.checkpoint.export import check_export, export_adapter, export_model, save_dtype
 from llama_ft.checkpoint.from_checkpoint import Exporter, find_sound
 from llama_ft.checkpoint.hub_upload import upload
 from llama_ft.checkpoint.merge import merge_adapter, understood_adapter
@@ -22,6 +22,7 @@ __all__ = [
     "Checkpoint",
     "CheckpointWriter",
     "Exporter",
+    "check_export",
     "check_steps_left",
     "complete_checkpoints",
     "create_run_directory",

@@ -5,6 +5,7 @@ import copy
 import json
 import os
 import shutil
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,7 +21,7 @@ from transformers.modeling_utils import PreTrainedModel
 from llama_ft.checkpoint.safetensors_file import SafetensorsFile, TensorHeader, split_into_files, write_index
 from llama_ft.config.wording import size_text
 from llama_ft.data import stop_token_ids
-from llama_ft.errors import RunFailure
+from llama_ft.errors import RunFailure, UserError
 from llama_ft.models import Adapter, ShardGroup
 from llama_ft.models.conversion import SavedGroup, open_source, saved_layout
 from llama_ft.models.lora import ADAPTER_WEIGHTS
@@ -239,6 +240,25 @@ def write_weights(
         write_index(folder, files, headers)
 
 
+def check_export(model_config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, source: Path) -> None:
+    """Write what stands beside the weights of a final model into a directory that is deleted, so that what cannot be
+    written stops a run before training and not after it. Arguments as of write_model_settings.
+
+    Raises:
+        UserError: config, tokenizer or generation config cannot be written.
+    """
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            write_model_settings(Path(folder), model_config, {}, {}, tokenizer, source)
+    except UserError:
+        raise
+    except Exception as error:  # each tokenizer class saves itself, and raises what it likes
+        reason = str(error) or type(error).__name__
+        raise UserError(
+            f"{source}: the config or the tokenizer cannot be saved, which the final model needs ({reason})."
+        ) from error
+
+
 def write_model_settings(
     folder: Path,
     model_config: PretrainedConfig,
@@ -252,25 +272,35 @@ def write_model_settings(
     sizes = Counter[torch.dtype]()
     for name, tensor in tensors.items():
         sizes[dtypes[name]] += tensor.numel()
-    config.dtype = sizes.most_common(1)[0][0]  # what it loads as by itself; the skeleton's says nothing
+    config.dtype = max(sizes, key=sizes.__getitem__, default=None)  # what it loads as; the skeleton's says nothing
     config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     for pattern in CARRIED_OVER:
         for file in source.glob(pattern):
             shutil.copy(file, folder / file.name)
-    stop_at_turns(folder, tokenizer)
+    stop_at_turns(folder, tokenizer, source)
 
 
-def stop_at_turns(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+def stop_at_turns(folder: Path, tokenizer: PreTrainedTokenizerBase, source: Path) -> None:
     """Have `generate` stop where the model has learned to: a chat template may end turns with another token than the
     one the base model stops at.
 
     Args:
         folder: holds config.json and perhaps generation_config.json.
         tokenizer: with the chat template that was trained with.
+        source: folder of the model that was tuned.
+
+    Raises:
+        UserError: its generation_config.json is not a JSON object.
     """
     file = folder / "generation_config.json"
-    settings = json.loads((file if file.exists() else folder / "config.json").read_text())
+    try:
+        settings = dict(json.loads((file if file.exists() else folder / "config.json").read_text()))
+    except (ValueError, TypeError) as error:
+        raise UserError(
+            f"{source / file.name}: not a JSON object ({error}), and the final model needs it.\nCopy or download it "
+            "again, or delete it."
+        ) from error
     known = settings.get("eos_token_id")
     stops = stop_token_ids(tokenizer, known)
     if stops == (known if isinstance(known, list) else [known] if known is not None else []):

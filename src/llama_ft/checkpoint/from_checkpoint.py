@@ -166,8 +166,8 @@ class Exporter:
             return (block.to(dtype) for block in blocks(source, keys.get(name, name)))
 
         with written_aside(folder, NOTHING_LEFT) as aside:
-            write_weights(aside, groups, tensors, dtypes, max_shard_bytes, rows, enabled=True)
             write_model_settings(aside, self.model.config, tensors, dtypes, self.tokenizer, self.base)
+            write_weights(aside, groups, tensors, dtypes, max_shard_bytes, rows, enabled=True)
             write_model_card(aside, self.base_name, self.checkpoint.trainer)
 
     def write_adapter(self, folder: Path, save_dtype: torch.dtype | None) -> None:

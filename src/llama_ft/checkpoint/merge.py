@@ -194,8 +194,8 @@ def merge_adapter(
         log.info("Embedding and head, which were one tensor, are two now: tie_word_embeddings becomes false.")
     with written_aside(folder, "Nothing is left of it.") as aside:
         groups = [SavedGroup([name], {name: tuple(tensor.shape)}) for name, tensor in tensors.items()]
-        write_weights(aside, groups, tensors, dtypes, max_shard_bytes, merge.rows, enabled=True)
         _write_settings(aside, base, adapter, save_dtype, merge)
+        write_weights(aside, groups, tensors, dtypes, max_shard_bytes, merge.rows, enabled=True)
         write_model_card(aside, base_name, trainer)
 
 
@@ -344,4 +344,4 @@ def _write_settings(folder: Path, base: Path, adapter: Path, save_dtype: torch.d
                 target.parent.mkdir(exist_ok=True)
                 shutil.copy(file, target)
     if any(folder.glob("tokenizer*")):
-        stop_at_turns(folder, load_tokenizer(folder, trust_remote_code=False))
+        stop_at_turns(folder, load_tokenizer(folder, trust_remote_code=False), base)
