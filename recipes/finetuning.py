@@ -359,10 +359,10 @@ def train(
                 raise runtime.Stopped(stop, step, writer.last)
         writer.finish()
         weights_of = progress.step
-        if settings.early_stopping_patience and config.checkpoint.save_model and best.step not in (0, progress.step):
-            if (kept := checkpoint.open_best(best.step, writer.run, job)) is not None:
+        if (result_step := checkpoint.result_step(config, progress.step, best.step)) != progress.step:
+            if (kept := checkpoint.open_best(result_step, writer.run, job)) is not None:
                 checkpoint.restore_weights(kept, model, job)
-                weights_of = best.step
+                weights_of = result_step
                 log.info(f"The weights of step {best.step}, with the best validation loss {best.loss:.4f}, are taken.")
         watch.enter("evaluation")
         shown = training.show_answer("After", model, tokenizer, rows.chat_sample, settings.sample_tokens, pad, job)

@@ -326,6 +326,8 @@ MISTAKES: dict[str, tuple[str, list[str]]] = {
     "missing checkpoint": ("@adapted @out", ["adapted: no such folder. Did you mean"]),
     "nothing to export": ("@run @out", ["run: is neither a checkpoint, nor a run's directory"]),
     "all checkpoints": ("@old/checkpoints @out", ["holds checkpoints. Name one of them, or the run:", "/old."]),
+    "a step that was not saved": ("@old @out --step 7", ["--step 7: ", "/old has no checkpoint", "It has step-000001"]),
+    "a step of no run": ("@adapter @out --step 1", ["--step 1: ", "/adapter is not the directory of a run"]),
     "missing adapter": ("--adapter @adapted --output_dir @out", ["--adapter", "adapted: no such folder. Did you mean"]),
     "no adapter": ("--adapter @run --output_dir @out", ["holds no adapter_config.json"]),
     "a base that is gone": ("@old @out", ["model_name (--base_model overrides it) /gone/llama: no such folder"]),

@@ -13,6 +13,7 @@ from conftest import RECIPE, Finished, losses, metrics, recipe, write_rows
 from forked import forked
 
 CASES = Path(__file__).resolve().parent.parent / "run_cases.py"
+EXPORT = RECIPE.with_name("export.py")
 FSDP = ["--enable_fsdp", "--low_cpu_fsdp"]
 PADDED = ["--batching_strategy", "padding"]
 SECRETS = {"WANDB_API_KEY": "5ecre7" * 6 + "abcd", "MLFLOW_TRACKING_PASSWORD": "hunter2-hunter2"}
@@ -185,6 +186,23 @@ def test_early_stopping_takes_the_best_weights_and_the_logged_loss_is_that_of_th
     kept = {path.name for path in (output / "checkpoints").glob("step-*")}
     assert f"step-{best:06d}" in kept
     assert kept == {f"step-{step:06d}" for step in trained if step % 2 == 0 or step in (best, max(trained))}
+
+
+def test_an_export_of_a_run_that_stopped_early_is_what_its_model_directory_holds(
+    launch: Finished, folder: Path, tmp_path: Path
+) -> None:
+    run, out = folder / "early_stopping", tmp_path / "out"
+    newest = max(line["step"] for line in metrics(run))
+    best = json.loads((run / "checkpoints" / "best.json").read_text())["step"]
+    finished = forked(EXPORT, run, out)
+    assert finished.exit_code == 0, finished.output
+    assert f"ended after step {newest}; its result is step {best}, with the best validation loss" in finished.output
+    assert f"/step-{best:06d}, after step {best}" in finished.output
+    files = [file.name for file in (run / "model").iterdir() if file.name != "README.md"]
+    assert len(files) > 4 and all((out / name).read_bytes() == (run / "model" / name).read_bytes() for name in files)
+    finished = forked(EXPORT, run, tmp_path / "newest", "--step", str(newest))
+    assert finished.exit_code == 0 and f"/step-{newest:06d}, after step {newest}" in finished.output, finished.output
+    assert (tmp_path / "newest/model.safetensors").read_bytes() != (out / "model.safetensors").read_bytes()
 
 
 def test_metrics_have_one_line_a_step_and_the_keys_that_were_measured(launch: Finished, folder: Path) -> None:

@@ -13,6 +13,7 @@ from llama_ft.checkpoint.resume import (
     finished_result,
     global_batch,
     open_best,
+    result_step,
 )
 from llama_ft.checkpoint.run_directory import create_run_directory
 from llama_ft.checkpoint.state import own_state, restore, restore_weights
@@ -39,6 +40,7 @@ __all__ = [
     "own_state",
     "restore",
     "restore_weights",
+    "result_step",
     "save_dtype",
     "to_host",
     "understood_adapter",

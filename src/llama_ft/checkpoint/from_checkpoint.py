@@ -31,7 +31,8 @@ from llama_ft.checkpoint.export import (
 )
 from llama_ft.checkpoint.merge import merge_adapter
 from llama_ft.checkpoint.model_card import write_model_card
-from llama_ft.checkpoint.reader import TRAINER_FILE, Checkpoint, complete_checkpoints, damage
+from llama_ft.checkpoint.reader import TRAINER_FILE, Checkpoint, complete_checkpoints, damage, step_folder
+from llama_ft.checkpoint.resume import result_step
 from llama_ft.config import Config, adapter_complaint
 from llama_ft.config.wording import size_text
 from llama_ft.errors import RunFailure, UserError
@@ -44,7 +45,8 @@ NOTHING_LEFT = "Nothing is left of it."
 
 
 def find_sound(place: Path) -> Checkpoint:
-    """Open a checkpoint, or the newest sound one of a run, every byte compared with its checksum first.
+    """Open a checkpoint, or of a run the one whose weights are its result: after early stopping the best, else the
+    newest sound one. Every byte is compared with its checksum first.
 
     Args:
         place: checkpoints/step-000100, or a run's directory.
@@ -56,12 +58,27 @@ def find_sound(place: Path) -> Checkpoint:
     for folder in candidates or [place]:
         complaints = damage(folder)
         if not complaints:
-            return Checkpoint(folder)
+            found = Checkpoint(folder)
+            return _result_of_run(found) if candidates else found
         listed = "\n".join(complaints)
         if not candidates:
             raise RunFailure(f"{folder}: this checkpoint is damaged, and nothing is made of it.\n{listed}")
         log.warning(f"{folder} is damaged and not used:\n{listed}")
     raise RunFailure(f"{place}: all of its checkpoints are damaged.")
+
+
+def _result_of_run(newest: Checkpoint) -> Checkpoint:
+    if not newest.trainer.get("ends_run"):
+        return newest
+    step = result_step(recorded_config(newest), newest.step, int(newest.trainer["progress"]["best"]["step"]))
+    if step == newest.step:
+        return newest
+    best = step_folder(newest.run, step)
+    if complaints := damage(best):
+        log.warning(f"{best}, the best checkpoint, cannot be used: {'; '.join(complaints)}. The newest one is taken.")
+        return newest
+    log.info(f"{newest.run} ended after step {newest.step}; its result is step {step}, with the best validation loss.")
+    return Checkpoint(best)
 
 
 @dataclasses.dataclass(frozen=True)

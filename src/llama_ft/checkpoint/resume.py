@@ -101,6 +101,13 @@ def _tell_versions(checkpoint: Checkpoint) -> None:
         )
 
 
+def result_step(config: Config, step: int, best_step: int) -> int:
+    """The step whose weights a run that ends after `step` has as its result: with early stopping `best_step`, the one
+    with the best validation loss, unless that is 0."""
+    takes_best = config.train.early_stopping_patience and config.checkpoint.save_model and best_step
+    return best_step if takes_best else step
+
+
 def open_best(step: int, run: Path, runtime: Runtime) -> Checkpoint | None:
     """The checkpoint with the best validation loss, if it is there and sound; a warning if not.
 

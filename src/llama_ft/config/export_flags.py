@@ -11,7 +11,7 @@ from huggingface_hub import constants, get_token
 from llama_ft.config.output_dir import model_dir_complaint
 from llama_ft.config.paths import adapter_complaint, base_model_of, looks_local, model_complaint
 from llama_ft.config.rules import parse_size
-from llama_ft.config.script_flags import ScriptFlags
+from llama_ft.config.script_flags import ScriptFlags, whole_number
 from llama_ft.config.wording import nearest_file
 from llama_ft.errors import UserError
 
@@ -34,9 +34,13 @@ def read_export_flags(argv: list[str], description: str) -> Namespace:
     flags = ScriptFlags(description)
     flags.add_argument(
         "checkpoint", nargs="?", metavar="CHECKPOINT", help="a checkpoint (output/<run>/checkpoints/step-000100), a "
-        "run's directory (its newest sound checkpoint is taken), or a saved adapter, which is merged"
+        "run's directory (its result: after early stopping the best checkpoint, else the newest sound one), or a saved "
+        "adapter, which is merged"
     )  # fmt: skip
     flags.add_argument("out", nargs="?", metavar="OUT", help="the folder that is written")
+    flags.add_argument(
+        "--step", type=whole_number(1), metavar="N", help="of a run's directory: take the checkpoint of this step"
+    )
     flags.add_argument("--merge", action="store_true", help="LoRA: a whole model with the adapter merged into it")
     flags.add_model_flags(
         "base_model", "tokenizer_name", "trust_remote_code", base_model="folder or hub name of the unquantized model "
@@ -69,7 +73,9 @@ def _mistakes(options: Namespace) -> list[str]:
     options.kind, settings = None, Settings()
     if options.checkpoint and not mistakes:
         complaint = adapter_complaint(options.adapter) if options.adapter else _checkpoint_complaint(options.checkpoint)
-        if complaint:
+        if options.step and not complaint and (missing := _pick_step(options)):
+            mistakes.append(f"--step {options.step}: {missing}")
+        elif complaint:
             mistakes.append(f"{where}{options.checkpoint}: {complaint}")
         else:
             options.kind = export_kind(Path(options.checkpoint).expanduser())
@@ -97,6 +103,19 @@ def _mistakes(options: Namespace) -> list[str]:
     if options.private and not options.push_to_hub:
         mistakes.append("--private: nothing is uploaded without --push_to_hub owner/name.")
     return mistakes
+
+
+def _pick_step(options: Namespace) -> str | None:
+    """Settle `checkpoint` to be the one of `step` in a run's directory; says why there is none."""
+    run = Path(options.checkpoint).expanduser()
+    if export_kind(run) != "run":
+        return f"{options.checkpoint} is not the directory of a run."
+    folder = run / "checkpoints" / f"step-{options.step:06d}"
+    if not folder.is_dir():
+        saved = sorted(path.name for path in folder.parent.glob("step-*"))
+        return f"{options.checkpoint} has no checkpoint of this step. It has {', '.join(saved)}."
+    options.checkpoint = str(folder)
+    return None
 
 
 def _name_both(options: Namespace) -> list[str]:
