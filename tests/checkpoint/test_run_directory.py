@@ -13,6 +13,7 @@ from forked import forked
 
 from llama_ft.checkpoint import create_run_directory, run_directory
 from llama_ft.config import CheckpointConfig
+from llama_ft.config.output_dir import RUN_MARKER
 from llama_ft.errors import UserError
 from llama_ft.runtime import Runtime
 
@@ -65,10 +66,38 @@ def test_a_process_that_was_killed_holds_no_directory(busy: tuple[Path, int], ru
 
 
 def test_a_result_without_checkpoints_is_not_begun_anew(tmp_path: Path, runtime: Runtime) -> None:
+    (tmp_path / RUN_MARKER).touch()
     (tmp_path / "model").mkdir()
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     with pytest.raises(UserError, match="holds a result but no checkpoint to go on from"):
         create_run_directory(CheckpointConfig(output_dir=str(tmp_path), resume="auto"), "m", runtime)
     assert (tmp_path / "model").is_dir() and (tmp_path / "metrics.jsonl").exists()
+    assert runtime.lock is not None
+    runtime.lock.close()
+
+
+@pytest.mark.parametrize("way", [{"overwrite": True}, {"resume": "auto"}])
+def test_files_that_no_run_wrote_are_never_removed(way: dict[str, Any], tmp_path: Path, runtime: Runtime) -> None:
+    (tmp_path / "checkpoints" / "epoch_1").mkdir(parents=True)
+    (tmp_path / "metrics.jsonl").write_text('{"loss": 1}\n')
+    for _ in range(2):  # and the first attempt leaves nothing that the second takes for a run's
+        with pytest.raises(UserError, match="holds metrics.jsonl, checkpoints but no .llama_ft-run"):
+            create_run_directory(CheckpointConfig(output_dir=str(tmp_path), **way), "m", runtime)
+        held = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")}
+        assert held == {"checkpoints", "checkpoints/epoch_1", "metrics.jsonl"}
+
+
+@pytest.mark.parametrize("way", [{"overwrite": True}, {"resume": "auto"}])
+def test_what_was_set_aside_or_put_into_checkpoints_stays(
+    way: dict[str, Any], tmp_path: Path, runtime: Runtime
+) -> None:
+    (tmp_path / RUN_MARKER).touch()
+    kept = {"set-aside-1-step-000009", "epoch_1"}
+    for name in (*kept, ".writing-step-000004"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    (tmp_path / "status.json").touch()
+    create_run_directory(CheckpointConfig(output_dir=str(tmp_path), **way), "m", runtime)
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == kept
+    assert {path.name for path in tmp_path.iterdir()} == {RUN_MARKER, "checkpoints"}
     assert runtime.lock is not None
     runtime.lock.close()

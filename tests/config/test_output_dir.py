@@ -5,12 +5,13 @@ from pathlib import Path
 import pytest
 
 from llama_ft.config import run_entries
+from llama_ft.config.output_dir import RUN_MARKER, model_dir_complaint
 
 
 def make_run(folder: Path) -> Path:
     (folder / "checkpoints" / "step-000010").mkdir(parents=True)
     (folder / "model").mkdir()
-    for name in ("status.json", "config.yaml", "metrics.jsonl", "notes.txt"):
+    for name in (RUN_MARKER, "status.json", "config.yaml", "metrics.jsonl", "notes.txt"):
         (folder / name).write_text("{}")
     return folder
 
@@ -61,7 +62,7 @@ def test_overwriting_spares_what_is_resumed_and_what_is_read(mistakes, tmp_path:
     for restarts in ("0", "3"):
         monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", restarts)
         (message,) = mistakes("--output_dir", "run", "--overwrite", "--resume", resumed, paths=True)
-        assert "--overwrite would delete run/checkpoints, which resume reads" in message
+        assert "--overwrite would delete run/checkpoints/step-000004, which resume reads" in message
         assert mistakes("--output_dir", "run", "--overwrite", "--resume", elsewhere, paths=True) == []
         adapter = ["--use_peft", "--from_peft_checkpoint", "run/model"]
         (message,) = mistakes("--output_dir", "run", "--overwrite", *adapter, paths=True)
@@ -77,20 +78,34 @@ def test_what_is_resumed_must_be_a_checkpoint(mistakes, tmp_path: Path, monkeypa
     assert mistakes("--resume", "rum", paths=True) == []
 
 
-@pytest.mark.parametrize("sign", ["status.json", "metrics.jsonl", "checkpoints/step-000100"])
-def test_what_a_run_leaves_when_it_is_killed_early_is_still_a_run(mistakes, tmp_path: Path, sign: str) -> None:
-    (tmp_path / "run" / sign).mkdir(parents=True)
+@pytest.mark.parametrize("entry", ["status.json", "metrics.jsonl", "checkpoints/step-000100"])
+def test_what_a_run_leaves_when_it_is_killed_early_is_still_a_run(mistakes, tmp_path: Path, entry: str) -> None:
+    (tmp_path / "run" / entry).mkdir(parents=True)
+    (tmp_path / "run" / RUN_MARKER).touch()
     (message,) = mistakes("--output_dir", "run", paths=True)
     assert "already holds a run" in message
 
 
-def test_a_directory_that_is_no_runs_is_not_overwritten(mistakes, tmp_path: Path) -> None:
-    (tmp_path / "mine" / "model").mkdir(parents=True)
-    for more in ([], ["--overwrite"]):
+@pytest.mark.parametrize("entry", ["model", "metrics.jsonl", "checkpoints/epoch_1", "checkpoints/step-000100"])
+def test_a_directory_without_a_runs_marker_is_neither_overwritten_nor_resumed(
+    mistakes, tmp_path: Path, entry: str
+) -> None:
+    (tmp_path / "mine" / entry).mkdir(parents=True)
+    for more in ([], ["--overwrite"], ["--resume", "auto"]):
         assert mistakes("--output_dir", "mine", *more, paths=True) == [
-            "--output_dir mine: holds model, but is not a run's directory, so --overwrite does not help. "
-            "Choose another output_dir."
+            f"--output_dir mine: holds {entry.split('/')[0]} but no .llama_ft-run, which marks a run's directory, so "
+            "nothing there is replaced. Choose another output_dir."
         ]
+
+
+def test_a_run_of_a_version_without_markers_can_be_resumed_and_not_overwritten(mistakes, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    (run / RUN_MARKER).unlink()
+    (run / "checkpoints" / "step-000010" / "trainer.json").write_text("{}")
+    assert mistakes("--output_dir", "run", "--resume", "auto", paths=True) == []
+    for more in ([], ["--overwrite"]):
+        (message,) = mistakes("--output_dir", "run", *more, paths=True)
+        assert "but no .llama_ft-run" in message
 
 
 def test_overwrite_does_not_delete_what_the_new_run_reads(mistakes, tmp_path: Path) -> None:
@@ -105,9 +120,35 @@ def test_overwrite_does_not_delete_what_the_new_run_reads(mistakes, tmp_path: Pa
 
 def test_only_what_a_run_wrote_may_be_deleted(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
-    names = {entry.name for entry in run_entries(run)}
-    assert names == {"status.json", "config.yaml", "metrics.jsonl", "checkpoints", "model"}
-    assert run_entries(tmp_path) == []
+    for name in (".writing-step-000011", ".removing-step-000009", "best.json", "set-aside-1-step-000012", "epoch_1"):
+        (run / "checkpoints" / name).mkdir()
+    (run / "checkpoints" / "step-000010-copy").mkdir()
+    names = {str(entry.relative_to(run)) for entry in run_entries(run)}
+    checkpoints = {"step-000010", ".writing-step-000011", ".removing-step-000009", "best.json"}
+    assert names == {
+        "status.json",
+        "config.yaml",
+        "metrics.jsonl",
+        "model",
+        *(f"checkpoints/{it}" for it in checkpoints),
+    }
+    (run / RUN_MARKER).unlink()
+    assert run_entries(run) == run_entries(tmp_path) == []
+
+
+def test_only_what_an_export_wrote_may_be_replaced(tmp_path: Path) -> None:
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        (tmp_path / name).touch()
+    for card in (None, "# My notes\n", "---\ntags:\n- llama\n---\n"):
+        if card is not None:
+            (tmp_path / "README.md").write_text(card)
+        for overwrite in (True, False):
+            assert "llama_ft did not write" in str(model_dir_complaint(str(tmp_path), overwrite, {}))
+    (tmp_path / "README.md").write_text("---\ntags:\n- llama_ft\n- lora\n---\n")
+    assert "replace that model with --overwrite" in str(model_dir_complaint(str(tmp_path), False, {}))
+    assert model_dir_complaint(str(tmp_path), True, {}) is None
+    (tmp_path / "train.py").touch()
+    assert "holds more than a model (train.py)" in str(model_dir_complaint(str(tmp_path), True, {}))
 
 
 def test_a_file_in_the_way_is_named(mistakes, tmp_path: Path) -> None:

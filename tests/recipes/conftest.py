@@ -132,6 +132,7 @@ def _break_recipes(folder: Path) -> None:
 def _fill_output_dirs(folder: Path) -> None:
     (folder / "a_run").mkdir()
     (folder / "a_run" / "metrics.jsonl").write_text('{"step": 1, "train/loss": 2.5}\n')
+    (folder / "a_run" / ".llama_ft-run").touch()
     (folder / "a_run" / "notes.txt").write_text("mine")
     (folder / "no_run" / "model").mkdir(parents=True)
     (folder / "no_run" / "model" / "weights.pt").write_bytes(b"mine")

@@ -170,7 +170,7 @@ CASES = {
     "output that holds a run": case(f"{GOOD} --output_dir @a_run", "--output_dir", "already holds a run",
                                     "--overwrite"),
     "output that holds something else": case(f"{GOOD} --output_dir @no_run --overwrite", "holds model",
-                                             "not a run's directory", "Choose another output_dir"),
+                                             "no .llama_ft-run", "Choose another output_dir"),
 }  # fmt: skip
 
 

@@ -294,9 +294,11 @@ def test_help_and_mistakes_answer_without_torch(tmp_path: Path) -> None:
 @pytest.fixture
 def adapter(tmp_path: Path, tiny_model: Path) -> Path:
     """What looks like an adapter of the tiny model until its tensors are read."""
+    base = shutil.copytree(tiny_model, tmp_path / "base")
+    (base / "README.md").write_text("---\ntags:\n- llama_ft\n---\n")
     folder = tmp_path / "adapter"
     folder.mkdir()
-    settings = {"peft_type": "LORA", "base_model_name_or_path": str(tiny_model)}
+    settings = {"peft_type": "LORA", "base_model_name_or_path": str(base)}
     (folder / "adapter_config.json").write_text(json.dumps(settings))
     (folder / "adapter_model.safetensors").touch()
     (tmp_path / "run").mkdir()
@@ -305,7 +307,7 @@ def adapter(tmp_path: Path, tiny_model: Path) -> Path:
     step.mkdir(parents=True)
     config = {"model": {"model_name": "/gone/llama"}, "peft": {"use_peft": False}}
     (step / "trainer.json").write_text(json.dumps({"config": config}))
-    config["model"] = {"model_name": str(tiny_model)}
+    config["model"] = {"model_name": str(base)}
     second = shutil.copytree(tmp_path / "old", tmp_path / "second") / "checkpoints" / "step-000001"
     (second / "trainer.json").write_text(json.dumps({"config": config}))
     return folder
@@ -337,6 +339,7 @@ MISTAKES: dict[str, tuple[str, list[str]]] = {
     "missing base": ("--adapter @adapter --output_dir @out --base_model @bass", ["--base_model", "no such folder"]),
     "other files": ("--adapter @adapter --output_dir @run --overwrite", ["holds more than a model (notes.txt)"]),
     "the base itself": ("--adapter @adapter --output_dir @base --overwrite", ["would delete", "--base_model reads"]),
+    "somebody else's model": ("@adapter @tiny --overwrite", ["holds a model that llama_ft did not write"]),
     "the base of a run": ("@second @base --overwrite", ["would delete", "which CHECKPOINT's run (model_name) reads"]),
     "a size": ("--adapter @adapter --output_dir @out --max_shard_size big", ["--max_shard_size big", "5GB"]),
     "a precision twice": ("@adapter @out --dtype float32 --save-dtype bfloat16", ["--save_dtype: given twice"]),
@@ -347,7 +350,7 @@ MISTAKES: dict[str, tuple[str, list[str]]] = {
 @pytest.mark.parametrize("case", MISTAKES)
 def test_mistakes_are_told_and_nothing_is_written(case: str, adapter: Path, tiny_model: Path, tmp_path: Path) -> None:
     flags, said = MISTAKES[case]
-    words = [str(tiny_model) if word == "@base" else word.replace("@", f"{tmp_path}/") for word in flags.split()]
+    words = [str(tiny_model) if word == "@tiny" else word.replace("@", f"{tmp_path}/") for word in flags.split()]
     before = sorted(tmp_path.rglob("*"))
     finished = export(*words)
     assert finished.exit_code == 2

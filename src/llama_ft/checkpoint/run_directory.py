@@ -13,10 +13,10 @@ from typing import IO
 
 from llama_ft.checkpoint.reader import TRAINER_FILE, Checkpoint, complete_checkpoints, step_folder
 from llama_ft.config import CheckpointConfig, run_entries
+from llama_ft.config.output_dir import RUN_MARKER, foreign_entries
 from llama_ft.errors import UserError
 from llama_ft.runtime import Runtime, log
 
-LOCK_FILE = ".lock"
 SECONDS_FOR_ANOTHER_TO_END = 10.0  # the ranks of a run that was stopped a moment ago
 
 
@@ -37,11 +37,13 @@ def create_run_directory(
         resumed: the checkpoint the run goes on from. In its own run's directory, newer checkpoints are set aside.
 
     Raises:
-        UserError: it holds a run, or cannot be created.
+        UserError: it holds a run or files that may be other people's, or cannot be created.
     """
 
     def create() -> Path:
         folder = _folder(checkpoint, model_name, resumed, runtime.earlier_run)
+        if not _is_resumed_in(folder, resumed) and (foreign := foreign_entries(folder)):
+            raise UserError(f"--output_dir {folder}: {foreign}")
         runtime.lock = _lock(folder)
         if runtime.explainer is not None and (end := runtime.explainer.last_end(folder)):
             log.warning(end)
@@ -59,12 +61,16 @@ def _folder(settings: CheckpointConfig, model_name: str, resumed: Checkpoint | N
     return resumed.run if resumed else _default(model_name)
 
 
+def _is_resumed_in(folder: Path, resumed: Checkpoint | None) -> bool:
+    return resumed is not None and folder.resolve() == resumed.run.resolve()
+
+
 def _lock(folder: Path) -> IO[str] | None:
-    """Keep other processes out of a run's directory for as long as this one lives, whatever ends it. Ranks outlive a
-    torchrun that is killed with -9, and would go on writing there."""
+    """Mark a directory as a run's, and keep other processes out of it for as long as this one lives, whatever ends it.
+    Ranks outlive a torchrun that is killed with -9, and would go on writing there."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = open(folder / LOCK_FILE, "a+")
+        file = open(folder / RUN_MARKER, "a+")
     except OSError as error:
         raise UserError(f"--output_dir {folder}: cannot be written ({error.strerror}).") from error
     deadline = time.monotonic() + SECONDS_FOR_ANOTHER_TO_END
@@ -92,7 +98,7 @@ def _lock(folder: Path) -> IO[str] | None:
 
 
 def _prepare(folder: Path, settings: CheckpointConfig, resumed: Checkpoint | None, earlier: Path | None) -> None:
-    if resumed is not None and folder.resolve() == resumed.run.resolve():
+    if resumed is not None and _is_resumed_in(folder, resumed):
         _set_newer_aside(resumed)
         return
     held = run_entries(folder)  # looked at before anything slow began, but another run may have begun there since

@@ -1,6 +1,7 @@
 """May a run write into this directory? A run that is there already is never touched without being asked to."""
 
 import os
+import re
 import tempfile
 from collections.abc import Mapping
 from fnmatch import fnmatch
@@ -8,6 +9,8 @@ from pathlib import Path
 
 from llama_ft.restarts import attempt
 
+# Marks a directory as a run's. Other programs write a metrics.jsonl or checkpoints/ too; none writes this.
+RUN_MARKER = ".llama_ft-run"
 # What a run writes into its directory, and so all that --overwrite may delete.
 RUN_ENTRIES = (
     "status.json",
@@ -22,18 +25,20 @@ RUN_ENTRIES = (
     "tensorboard",
     "wandb",
 )
-# What tells a run's directory from another one that happens to hold a model/ or a config.yaml.
-RUN_SIGNS = ("status.json", "metrics.jsonl", "checkpoints/step-*")
+# Of checkpoints/, only these: set-aside-* and what other people put there stay.
+CHECKPOINT_ENTRIES = re.compile(r"(\.writing-|\.removing-)?step-\d{6,}|\.?best\.json")
 DEFAULT_PARENT = Path("output")
 TOKENIZER_PATTERNS = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template.*", "additional_chat_templates/*",
     "vocab.*", "merges.txt", "*.model", "*.tiktoken",
 )  # fmt: skip
-# All that an exported model's or adapter's folder holds, and so all that --overwrite may delete there.
+# All that an exported model's or adapter's folder holds, and so all that --overwrite may delete there. The base model's
+# Python files are not in it: they cannot be told from the user's.
 MODEL_PATTERNS = (
-    "config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json", "*.py",
+    "config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json",
     "adapter_config.json", "adapter_model.safetensors", "README.md", "additional_chat_templates", *TOKENIZER_PATTERNS,
 )  # fmt: skip
+CARD_TAG = "\n- llama_ft\n"  # in the header of every model card that checkpoint/model_card.py writes
 
 
 def run_entries(directory: Path) -> list[Path]:
@@ -42,9 +47,22 @@ def run_entries(directory: Path) -> list[Path]:
     Args:
         directory: an output_dir; it need not exist.
     """
-    if not any(any(directory.glob(sign)) for sign in RUN_SIGNS):
+    if not (directory / RUN_MARKER).is_file():
         return []
-    return [directory / entry for entry in RUN_ENTRIES if (directory / entry).exists()]
+    own = [directory / entry for entry in RUN_ENTRIES if entry != "checkpoints"]
+    own += [path for path in (directory / "checkpoints").glob("*") if CHECKPOINT_ENTRIES.fullmatch(path.name)]
+    return [path for path in own if path.exists()]
+
+
+def foreign_entries(directory: Path) -> str | None:
+    """Say which entries of directory are named as a run's but cannot be told from other people's files."""
+    held = [entry for entry in RUN_ENTRIES if (directory / entry).exists()]
+    if not held or (directory / RUN_MARKER).is_file():
+        return None
+    return (
+        f"holds {', '.join(held)} but no {RUN_MARKER}, which marks a run's directory, so nothing there is replaced. "
+        "Choose another output_dir."
+    )
 
 
 def output_dir_complaint(
@@ -72,13 +90,13 @@ def output_dir_complaint(
     for name, value in inputs.items():
         if value and Path(value).expanduser().resolve() == path.resolve():
             return f"is what {name} reads. Choose another output_dir."
-    held = [entry for entry in RUN_ENTRIES if (path / entry).exists()]
-    if not held:
+    if not any((path / entry).exists() for entry in RUN_ENTRIES):
         return None  # other people's files may stay: a run writes beside them
-    if not run_entries(path):
-        names = ", ".join(held)
-        return f"holds {names}, but is not a run's directory, so --overwrite does not help. Choose another output_dir."
-    if goes_on and not overwrite:
+    goes_on = goes_on and not overwrite
+    is_resumable = goes_on and any(path.glob("checkpoints/step-*/trainer.json"))  # earlier versions left no marker
+    if (foreign := foreign_entries(path)) and not is_resumable:
+        return foreign
+    if goes_on:
         return None
     if not overwrite:
         return (
@@ -97,6 +115,9 @@ def model_dir_complaint(directory: str, overwrite: bool, inputs: Mapping[str, st
     others = [e.name for e in sorted(path.iterdir()) if not any(fnmatch(e.name, known) for known in MODEL_PATTERNS)]
     if others:
         return f"holds more than a model ({', '.join(others[:5])}). Choose another output_dir."
+    card = path / "README.md"
+    if not (card.is_file() and CARD_TAG in card.read_text(errors="replace")):
+        return "holds a model that llama_ft did not write (no README.md tagged llama_ft). Choose another output_dir."
     if not overwrite:
         return "already holds a model. Choose another output_dir, or replace that model with --overwrite."
     return _deleted_input([path], inputs)
