@@ -7,7 +7,7 @@ import torch
 from llama_ft.config import ModelConfig, PeftConfig
 from llama_ft.errors import UserError
 from llama_ft.models import build_skeleton, inject_lora, load_model_config
-from llama_ft.models.lora import linear_names, row_norms
+from llama_ft.models.lora import initial_rows, linear_names, row_norms
 
 
 def skeleton(folder: Path) -> torch.nn.Module:
@@ -62,6 +62,14 @@ def test_a_rank_above_the_width_of_a_layer_is_told(tiny_model: Path, caplog: pyt
     inject_lora(skeleton(tiny_model), PeftConfig(use_peft=True, r=width + 1, target_modules=["k_proj"]), "base")
     assert f"peft.r is {width + 1}, and 2 of 2 adapted layers are narrower" in caplog.text
     assert f"layers.0.self_attn.k_proj: {width})" in caplog.text
+
+
+@pytest.mark.parametrize("part", ["lora_A.default.weight", "lora_B.default.bias", "lora_embedding_B.default"])
+def test_what_peft_adds_has_a_known_first_value_or_is_refused(part: str) -> None:
+    rows = initial_rows(f"model.layers.0.q_proj.{part}", (4, 3), False, 42, slice(1, 3))
+    assert rows.shape == (2, 3) and rows.any() == ("lora_B." not in part)
+    with pytest.raises(UserError, match=r"model\.layers\.0\.q_proj\.lora_C\.default"):
+        initial_rows("model.layers.0.q_proj.lora_C.default", (4, 3), False, 42, slice(1, 3))
 
 
 def test_row_norms_are_those_of_the_whole_matrix_and_of_no_rows_at_all() -> None:

@@ -299,7 +299,15 @@ def initial_rows(name: str, shape: tuple[int, ...], gaussian: bool, seed: int, r
 
     As peft initialises: A Kaiming uniform with a = sqrt(5) or normal with deviation 1/r, B zero; the other way round
     for embeddings.
+
+    Raises:
+        UserError: a parameter that other versions of peft add. Zero could keep it from ever changing anything.
     """
+    if not any(known in name for known in (".lora_A.", ".lora_B.", ".lora_embedding_A.", ".lora_embedding_B.")):
+        raise UserError(
+            f"--use_peft: the first value of {name}, which peft has added, is not known.\n"
+            "Install a version of peft that requirements.txt names."
+        )
     value = torch.zeros(shape)
     generator = torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:7]))
     if ".lora_A." in name:
