@@ -110,6 +110,20 @@ def test_in_16_bits_it_is_as_near_to_fp32_as_all_logits_at_once(llama: LlamaForC
         assert error < 1.2 * their_error + 1e-3, name
 
 
+def test_in_fp16_the_gradient_of_the_head_may_exceed_fp16_before_it_is_divided(llama: LlamaForCausalLM) -> None:
+    """Each piece of 16 targets has a gradient below 65,504, all 83 together do not."""
+    torch.nn.init.constant_(llama.model.norm.weight, 1000.0)
+    torch.nn.init.normal_(llama.lm_head.weight, std=1e-4)
+    targets = torch.zeros_like(TARGETS)
+    logits = llama(input_ids=ROWS, use_cache=False).logits.flatten(0, 1)[POSITIONS]
+    expected = torch.autograd.grad(torch.nn.functional.cross_entropy(logits, targets), llama.lm_head.weight)[0]
+    assert (83 * expected).abs().max() > 65_504
+    llama = taught(llama.half())
+    (llama(input_ids=ROWS, use_cache=False, positions=POSITIONS, targets=targets) / 83).backward()
+    found = llama.lm_head.weight.grad.float()
+    assert (found - expected).norm() < 0.01 * expected.norm()
+
+
 def test_without_gradients_it_is_the_same_loss(llama: LlamaForCausalLM) -> None:
     llama = taught(llama)
     expected = loss_and_gradients(llama, in_pieces=False)[0]

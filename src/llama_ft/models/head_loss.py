@@ -150,7 +150,8 @@ def _loss_in_pieces(
     wanted: list[torch.Tensor],
     for_hidden: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None, list[torch.Tensor]]:
-    """The summed loss, its gradient by `hidden` and by the parameters `wanted`, `size` positions at a time."""
+    """The summed loss, its gradient by `hidden` and, of several pieces in fp32, by the parameters `wanted`, `size`
+    positions at a time."""
     loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
     gradient = torch.empty_like(hidden) if for_hidden else None
     sums: list[torch.Tensor] = []
@@ -174,7 +175,7 @@ def _loss_in_pieces(
         else:
             piece_loss = F.cross_entropy(logits.float(), aims, reduction="sum")
         loss += piece_loss
-    return loss, gradient, [total.to(parameter.dtype) for total, parameter in zip(sums, wanted, strict=bool(sums))]
+    return loss, gradient, sums
 
 
 def _cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -215,4 +216,6 @@ class _HeadLoss(torch.autograd.Function):
         for gradient in (by_hidden, *by_trained):
             if gradient is not None:
                 gradient.mul_(factor)
+        # Only now does autograd round them to the parameters' dtype: the sum over all targets, before it is divided by
+        # their number, can be more than fp16 holds.
         return by_hidden, None, None, None, *by_trained
