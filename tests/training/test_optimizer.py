@@ -24,26 +24,20 @@ def rates(total: int, steps_per_epoch: int = 10, **settings: object) -> list[flo
     return [learning_rate(train, step, total, step // steps_per_epoch) for step in range(total)]
 
 
-def test_the_warm_up_rises_linearly_to_lr_and_its_first_step_is_not_wasted() -> None:
-    assert rates(10, lr_scheduler="constant", warmup_steps=4) == [0.25, 0.5, 0.75, 1, 1, 1, 1, 1, 1, 1]
-
-
-def test_cosine_is_the_one_of_transformers_after_the_warm_up() -> None:
-    from transformers import get_cosine_schedule_with_warmup
+@pytest.mark.parametrize("warmup_steps", [0, 1, 5])
+@pytest.mark.parametrize("scheduler", ["cosine", "linear", "constant"])
+def test_every_step_has_the_learning_rate_of_transformers(scheduler: str, warmup_steps: int) -> None:
+    from transformers import get_scheduler
 
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    theirs = get_cosine_schedule_with_warmup(optimizer, num_warmup_steps=5, num_training_steps=40)
+    name = "constant_with_warmup" if scheduler == "constant" else scheduler
+    theirs = get_scheduler(name, optimizer, num_warmup_steps=warmup_steps, num_training_steps=40)
     expected = []
     for _ in range(40):
         expected.append(theirs.get_last_lr()[0])
         optimizer.step()
         theirs.step()
-    assert rates(40, warmup_steps=5)[5:] == pytest.approx(expected[5:])
-
-
-def test_linear_falls_evenly_to_zero() -> None:
-    found = rates(8, lr_scheduler="linear")
-    assert found == pytest.approx([1 - step / 8 for step in range(8)])
+    assert rates(40, lr_scheduler=scheduler, warmup_steps=warmup_steps) == pytest.approx(expected)
 
 
 def test_step_is_torchs_step_lr_once_an_epoch() -> None:
@@ -65,6 +59,18 @@ def test_norms_and_biases_are_not_decayed_and_frozen_weights_not_optimized() -> 
     assert [p.shape for p in decayed["params"]] == [(4, 3)] and decayed["weight_decay"] == 0.1
     assert [p.shape for p in spared["params"]] == [(4,), (4,), (4,)] and spared["weight_decay"] == 0
     assert describe_optimizer(optimizer) == "AdamW (fused), weight decay 0.1 on 12 parameters; none on norms and biases"
+
+
+def test_biases_of_experts_have_two_dimensions_and_are_not_decayed() -> None:
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    config = GptOssConfig(hidden_size=16, intermediate_size=8, num_hidden_layers=1, num_local_experts=2, vocab_size=9)
+    with torch.device("meta"):
+        model = GptOssForCausalLM(config)
+    decayed, spared = build_optimizer(model, TrainConfig(weight_decay=0.1)).param_groups
+    groups = {id(p): group["weight_decay"] for group in (decayed, spared) for p in group["params"]}
+    found = {name.rsplit(".", 1)[1]: groups[id(p)] for name, p in model.named_parameters() if ".experts." in name}
+    assert found == {"gate_up_proj": 0.1, "gate_up_proj_bias": 0, "down_proj": 0.1, "down_proj_bias": 0}
 
 
 def test_what_is_done_every_n_steps_is_due_at_multiples_of_n_only() -> None:

@@ -105,7 +105,7 @@ class TrainConfig:
     """After the warm-up: cosine or linear decay to zero, constant, or step: times gamma after every epoch."""
 
     warmup_steps: CountOrZero = 0
-    """Optimizer steps over which the learning rate rises linearly to lr."""
+    """Optimizer steps over which the learning rate rises linearly from 0 to lr."""
 
     gamma: Annotated[float, Field(gt=0, le=1)] = 0.85
     """Factor on the learning rate after every epoch with lr_scheduler=step."""
@@ -122,7 +122,7 @@ class TrainConfig:
     """SGD's momentum; its state is as large as the trained weights."""
 
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    """The optimizer's weight decay; never applied to norms and biases (parameters of one dimension)."""
+    """The optimizer's weight decay; never applied to norms and biases."""
 
     gradient_clipping: bool = False
     """Clip the global gradient norm at gradient_clipping_threshold."""

@@ -29,11 +29,13 @@ class AdamW(torch.optim.AdamW):
 
 
 def build_optimizer(model: nn.Module, train: TrainConfig) -> torch.optim.Optimizer:
-    """The optimizer of the trained parameters; no weight decay on parameters of one dimension."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    """The optimizer of the trained parameters; no weight decay on parameters of one dimension and on biases, which
+    experts have in two."""
+    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    spared = {name for name, parameter in trained if parameter.ndim <= 1 or name.endswith("bias")}
     groups = [
-        {"params": [p for p in trained if p.ndim > 1], "weight_decay": train.weight_decay},
-        {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
+        {"params": [p for name, p in trained if name not in spared], "weight_decay": train.weight_decay},
+        {"params": [p for name, p in trained if name in spared], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
     match train.optimizer:
@@ -76,6 +78,7 @@ def describe_state(optimizer: torch.optim.Optimizer, runtime: Runtime) -> str:
 
 def learning_rate(train: TrainConfig, step: int, total_steps: int, epoch: int) -> float:
     """The learning rate of optimizer step `step` (0-based): a function of position only, so nothing has to be saved.
+    Warm-up, cosine, linear and constant are those of transformers.get_scheduler: the first step of a warm-up has 0.
 
     Args:
         train: lr, lr_scheduler, warmup_steps, gamma.
@@ -84,7 +87,7 @@ def learning_rate(train: TrainConfig, step: int, total_steps: int, epoch: int) -
         epoch: 0-based; step multiplies by gamma after each, as torch's StepLR(step_size=1) per epoch does.
     """
     if step < train.warmup_steps:
-        return train.lr * (step + 1) / train.warmup_steps
+        return train.lr * step / train.warmup_steps
     done = (step - train.warmup_steps) / max(1, total_steps - train.warmup_steps)
     factors = {
         "cosine": (1 + math.cos(math.pi * done)) / 2,
