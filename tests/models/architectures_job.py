@@ -26,7 +26,7 @@ if __name__ == "__main__":
     for name, flags in json.loads((work / "cases.json").read_text()).items():
         started = time.monotonic()
         settings = ["--batch_size_training", "1", "--precision", "fp32", "--device", "cpu", "--enable_fsdp"]
-        settings += ["--min_num_params", "1000", "--dataset", "demo"]
+        settings += ["--dataset", "demo", *([] if "--min_num_params" in flags else ["--min_num_params", "1000"])]
         config, _ = finetuning.parse_command_line(settings + flags, description="", demo_recipe=finetuning.DEMO_RECIPE)
         with runtime.start("cpu", models.shard_degree(config.fsdp)) as job:
             folder, result = Path(config.model.model_name), work / "results" / name

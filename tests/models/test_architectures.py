@@ -77,6 +77,13 @@ METHODS: dict[str, list[str]] = {
     "LoRA 8bit": [*LORA, "--quantization", "8bit"],
     "LoRA 4bit": [*LORA, "--quantization", "4bit", "--low_cpu_fsdp"],
 }
+# Units by size: attention is one of its own, wrapped layers are units though their parts would be large enough.
+BY_SIZE = ["--fsdp_wrap_policy", "size"]
+SIZED: dict[tuple[str, str], list[str]] = {
+    ("Gemma 2", "full, sized"): [*BY_SIZE, "--min_num_params", "8000"],
+    ("Llama 2", "LoRA, sized, DoRA"): [*LORA, *BY_SIZE, "--use_dora"],
+    ("Mixtral", "LoRA, sized"): [*LORA, *BY_SIZE],
+}
 # Two of the five ways are enough for these: each way is tried on fifteen others.
 FURTHER = ("Qwen3 MoE", "Phi-2", "Phi-3.5 MoE", "GPT-NeoX", "Falcon", "OPT", "BLOOM", "gpt-oss", "DeepSeek V3",
            "Granite MoE")  # fmt: skip
@@ -94,7 +101,7 @@ CASES = [
     for architecture in ARCHITECTURES
     for method in METHODS
     if not (architecture in NOT_QUANTIZED and "bit" in method) and (architecture not in FURTHER or method in TWO_WAYS)
-]
+] + [*SIZED]
 
 
 def is_fast(architecture: str, method: str) -> bool:
@@ -135,7 +142,8 @@ def launches(models: Path) -> Callable[[bool], None]:
         for name, method in CASES:
             if is_fast(name, method) == fast:
                 layout = ["--batching_strategy", "padding"] if name in PADDED else []
-                cases[f"{name}/{method}"] = ["--model_name", str(models / "models" / name), *METHODS[method], *layout]
+                flags = SIZED.get((name, method)) or METHODS[method]
+                cases[f"{name}/{method}"] = ["--model_name", str(models / "models" / name), *flags, *layout]
         (models / "cases.json").write_text(json.dumps(cases))
         finished = forked(SCRIPT, models, ranks=2)
         assert finished.exit_code == 0, finished.output
@@ -188,6 +196,9 @@ def test_the_first_loss_and_gradient_are_those_of_plain_transformers(
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.zeros_(parameter)
+        if "lora_magnitude_vector" in name:  # as it began: the norms of the rows
+            base = model.get_parameter(name.replace("lora_magnitude_vector.default", "base_layer"))
+            parameter.data = base.norm(dim=1)
     parts = rows.split(LENGTHS, dim=1)
     losses = [model(input_ids=part, labels=part, use_cache=False).loss * (part.shape[1] - 1) for part in parts]
     loss = sum(losses) / (sum(LENGTHS) - len(LENGTHS))

@@ -160,7 +160,9 @@ def _packed_eager(
     **arguments: Any,
 ) -> Attention:
     """The model's own eager attention, with its soft caps and sinks, on packed rows."""
-    eager = sys.modules[type(module).__module__].eager_attention_forward
+    # fully_shard derives a class of its own, in its own module, from that of a unit.
+    places = [sys.modules[kind.__module__] for kind in type(module).__mro__]
+    eager = next(place.eager_attention_forward for place in places if hasattr(place, "eager_attention_forward"))
     if attention_mask is not None or query.shape[2] != key.shape[2]:
         output: Attention = eager(module, query, key, value, attention_mask, **arguments)
         return output

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Literal
 
 import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -130,8 +131,9 @@ def _embedding_and_head(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def _modules_by_size(model: PreTrainedModel, least: int) -> list[nn.Module]:
-    """Innermost first, every module whose parameters that no unit holds yet number at least `least`. The head, which is
-    called for a piece of the positions at a time (see head_loss), is not looked into."""
+    """Innermost first, every module whose parameters that no unit holds yet number at least `least`. Not looked into:
+    the head, which is called for a piece of the positions at a time (see head_loss), and what peft has wrapped: DoRA
+    and adapters of experts read the parameters of modules inside without calling these, which gathers nothing."""
     wrapped: list[nn.Module] = []
     held: set[int] = set()
     shared, head = _shared_parameters(model), model.get_output_embeddings()
@@ -139,8 +141,9 @@ def _modules_by_size(model: PreTrainedModel, least: int) -> list[nn.Module]:
     no_forward = (nn.ModuleList, nn.ModuleDict, nn.ParameterDict)
 
     def visit(module: nn.Module) -> None:
-        for child in module.children() if module is not head else ():
-            visit(child)
+        if module is not head and not isinstance(module, BaseTunerLayer):
+            for child in module.children():
+                visit(child)
         own = {id(p): p for p in module.parameters() if id(p) not in held}
         if module is model or isinstance(module, no_forward) or shared & own.keys():
             return
