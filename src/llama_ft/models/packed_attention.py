@@ -11,6 +11,7 @@ import itertools
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -73,6 +74,21 @@ def use_packed_attention(model: PreTrainedModel, flag: str = "--batching_strateg
     chosen = model.config._attn_implementation
     if chosen in ("sdpa", "eager"):
         model.config._attn_implementation = f"packed_{chosen}"
+    for module in model.modules():
+        if "longrope" in str(getattr(module, "rope_type", "")):
+            module.forward = partial(_rotary_row_by_row, module.forward)
+
+
+def _rotary_row_by_row(
+    rotary: Callable[..., tuple[torch.Tensor, ...]], x: torch.Tensor, position_ids: torch.Tensor, *args: Any, **kw: Any
+) -> tuple[torch.Tensor, ...]:
+    """Cosine and sine [1, tokens, head_dim] with the factors of each row's own length: longrope has others beyond the
+    original length, and takes those of the longest row for all."""
+    if planned_device() or len(position_ids) > 1:  # fake positions cannot be read; and padded rows, as in transformers
+        return rotary(x, position_ids, *args, **kw)
+    begins = (position_ids[0] == 0).nonzero().squeeze(1)[1:].tolist()
+    parts = [rotary(x, row, *args, **kw) for row in position_ids.tensor_split(begins, dim=1)]
+    return tuple(torch.cat(part, dim=1) for part in zip(*parts, strict=True))
 
 
 USE_PADDING = "Use --batching_strategy padding."
