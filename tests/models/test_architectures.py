@@ -33,6 +33,7 @@ LONG_ROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.1] *
              "original_max_position_embeddings": 128}  # fmt: skip
 TIED = {"tie_word_embeddings": True}
 EXPERTS = {"num_experts_per_tok": 2, "router_jitter_noise": 0.0}
+BALANCED = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
 GPT2 = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256, "resid_pdrop": 0.0, "embd_pdrop": 0.0,
         "attn_pdrop": 0.0}  # fmt: skip
 
@@ -67,6 +68,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
                                     "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16,
                                     "num_key_value_heads": 4, "num_experts_per_tok": 2}),
     "Granite MoE": ("granitemoe", {"num_local_experts": 5, **EXPERTS}),
+    "Granite MoE, balanced": ("granitemoe", {"num_local_experts": 5, **EXPERTS, **BALANCED}),
 }  # fmt: skip
 # A LoRA step leaves A as it began, because B is 0: so the gradient can be taken again from the result.
 LORA = ["--use_peft", "--target_modules", "all-linear", "--r", "4", "--lora_dropout", "0", "--weight_decay", "0"]
@@ -86,7 +88,7 @@ SIZED: dict[tuple[str, str], list[str]] = {
 }
 # Two of the five ways are enough for these: each way is tried on fifteen others.
 FURTHER = ("Qwen3 MoE", "Phi-2", "Phi-3.5 MoE", "GPT-NeoX", "Falcon", "OPT", "BLOOM", "gpt-oss", "DeepSeek V3",
-           "Granite MoE")  # fmt: skip
+           "Granite MoE", "Granite MoE, balanced")  # fmt: skip
 PADDED = ("Falcon", "BLOOM")  # their attention cannot keep the rows of a pack apart, and packing is refused
 LENGTHS = [24, 16]  # of the two rows of each rank; the windows are of 16
 NOT_QUANTIZED = ("GPT-2", "Falcon")  # their layers are not nn.Linear; refused, see test_quantized.py
@@ -95,7 +97,7 @@ TWO_WAYS = ("full, rank 0 reads", "LoRA 4bit")
 # linear layers are those of another: what differs in them, attention and norms, is trained in full.
 ALL_WAYS = ("Llama 2", "Gemma 2", "Mixtral")
 LINEARS_OF_ANOTHER = ("Llama 3", "Llama 3.1", "Llama 3.2", "Mistral", "Qwen2.5", "Qwen3", "Gemma 3 text", "Phi-4",
-                      "OLMo 2", "SmolLM3")  # fmt: skip
+                      "OLMo 2", "SmolLM3", "Granite MoE, balanced")  # fmt: skip
 CASES = [
     (architecture, method)
     for architecture in ARCHITECTURES
@@ -202,6 +204,11 @@ def test_the_first_loss_and_gradient_are_those_of_plain_transformers(
     parts = rows.split(LENGTHS, dim=1)
     losses = [model(input_ids=part, labels=part, use_cache=False).loss * (part.shape[1] - 1) for part in parts]
     loss = sum(losses) / (sum(LENGTHS) - len(LENGTHS))
+    if architecture.endswith("balanced"):  # the experts of each rank's micro-batch, and so of its pack
+        positions, labels = torch.cat([torch.arange(length) for length in LENGTHS])[None], rows.clone()
+        labels[:, LENGTHS[0]] = -100
+        each = [{"input_ids": row[None], "labels": own[None]} for row, own in zip(rows, labels, strict=True)]
+        loss = sum(model(**inputs, position_ids=positions, use_cache=False).loss for inputs in each) / len(each)
     loss.backward()
     assert seen["loss"] == pytest.approx(loss.item(), rel=1e-5)
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]

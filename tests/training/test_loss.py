@@ -1,9 +1,12 @@
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from models.test_architectures import ARCHITECTURES, SHAPE
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers.modeling_utils import PreTrainedModel
 
+from llama_ft.config import TrainConfig
 from llama_ft.data import Batch
-from llama_ft.models import use_packed_attention
+from llama_ft.models import checkpoint_activations, use_head_loss, use_packed_attention
 from llama_ft.training.loss import token_loss_sum
 
 CPU = torch.device("cpu")
@@ -65,3 +68,43 @@ def test_a_batch_without_targets_has_a_loss_and_gradients_of_zero(model: LlamaFo
     assert loss.item() == 0
     gradients = torch.autograd.grad(loss, list(model.parameters()))
     assert all(not gradient.any() for gradient in gradients)
+
+
+def with_routers(name: str) -> PreTrainedModel:
+    torch.manual_seed(0)
+    model_type, settings = ARCHITECTURES[name]
+    asked = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+    config = AutoConfig.for_model(model_type, **{**SHAPE, **settings, **asked})
+    return AutoModelForCausalLM.from_config(config).train()
+
+
+@pytest.mark.parametrize("in_pieces", [True, False])
+@pytest.mark.parametrize("is_packed", [True, False])
+@pytest.mark.parametrize("name", ["Mixtral", "Qwen3 MoE", "Granite MoE"])
+def test_where_config_json_asks_for_it_routers_are_trained_to_share_tokens_evenly(
+    name: str, is_packed: bool, in_pieces: bool
+) -> None:
+    ids = torch.randint(3, 320, (2, 20), generator=torch.Generator().manual_seed(1))
+    labels = ids.clone()
+    theirs, ours = with_routers(name), with_routers(name)
+    if is_packed:
+        ids, labels = ids.view(1, 40), labels.view(1, 40)
+        labels[0, 25] = -100
+        layout = {"position_ids": torch.cat([torch.arange(25), torch.arange(15)])[None]}
+        use_packed_attention(ours)
+    else:
+        labels[1, 13:] = -100
+        layout = {"attention_mask": (torch.arange(20) < torch.tensor([[20], [13]])).long()}
+    batch = Batch(ids, labels, [25, 15] if is_packed else [20, 13], is_packed, ["x"] * 2)
+    expected = theirs(input_ids=ids, labels=labels, use_cache=False, **layout)
+    expected.loss.backward()
+    assert expected.aux_loss > 1
+    checkpoint_activations(ours, TrainConfig(activation_checkpointing="full"))
+    assert not in_pieces or use_head_loss(ours)
+    loss = token_loss_sum(ours, batch, CPU) / batch.target_tokens
+    loss.backward()
+    torch.testing.assert_close(loss, expected.loss)
+    for (key, parameter), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-4, atol=1e-6, msg=key)
+    evaluated = token_loss_sum(ours.eval(), batch, CPU) / batch.target_tokens
+    torch.testing.assert_close(evaluated, expected.loss - 0.5 * expected.aux_loss)  # of the tokens alone

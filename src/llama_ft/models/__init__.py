@@ -13,6 +13,7 @@ from llama_ft.models.materialize import materialize
 from llama_ft.models.packed_attention import packed_arguments, use_packed_attention
 from llama_ft.models.quantization import Quantization, choose_quantization, quantize_linears
 from llama_ft.models.quantized import total_weights
+from llama_ft.models.routers import router_loss
 from llama_ft.models.shards import ShardGroup
 from llama_ft.models.skeleton import (
     build_skeleton,
@@ -53,6 +54,7 @@ __all__ = [
     "packed_arguments",
     "quantize_linears",
     "resolve_context_length",
+    "router_loss",
     "set_storage_dtypes",
     "shard",
     "shard_degree",

@@ -23,6 +23,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers.modeling_utils import PreTrainedModel
 
+from llama_ft.models.routers import router_loss
 from llama_ft.planning import planned_device
 
 # Logits that are there at a time. A product wants some hundred rows to be fast, and with each piece the gradient of a
@@ -65,8 +66,10 @@ def use_head_loss(model: PreTrainedModel) -> bool:
     ) -> Any:
         if positions is None or targets is None:
             return plain_forward(*args, **kwargs)
-        hidden = decoder(*args, **kwargs).last_hidden_state  # [rows, length, width]
-        return head(hidden.flatten(0, 1).index_select(0, positions), targets=targets)
+        decoded = decoder(*args, **kwargs)
+        hidden = decoded.last_hidden_state  # [rows, length, width]
+        loss = head(hidden.flatten(0, 1).index_select(0, positions), targets=targets)
+        return loss + router_loss(model, decoded, kwargs.get("attention_mask"), len(targets))
 
     def head_forward(hidden: torch.Tensor, *args: Any, targets: torch.Tensor | None = None, **kwargs: Any) -> Any:
         if targets is None:

@@ -8,7 +8,6 @@ without packed rows (padded batches, generation) go on to those.
 """
 
 import itertools
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -24,6 +23,7 @@ from transformers.masking_utils import eager_mask, sdpa_mask
 from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.errors import UserError
+from llama_ft.models.skeleton import function_beside
 from llama_ft.models.torch_2_11 import shared_heads
 from llama_ft.planning import planned_device
 from llama_ft.runtime import cpu_kernels
@@ -176,9 +176,7 @@ def _packed_eager(
     **arguments: Any,
 ) -> Attention:
     """The model's own eager attention, with its soft caps and sinks, on packed rows."""
-    # fully_shard derives a class of its own, in its own module, from that of a unit.
-    places = [sys.modules[kind.__module__] for kind in type(module).__mro__]
-    eager = next(place.eager_attention_forward for place in places if hasattr(place, "eager_attention_forward"))
+    eager = function_beside(module, "eager_attention_forward")
     if attention_mask is not None or query.shape[2] != key.shape[2]:
         output: Attention = eager(module, query, key, value, attention_mask, **arguments)
         return output

@@ -1,6 +1,9 @@
 """The model without its weights: every parameter and buffer on the meta device, shapes and no storage."""
 
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -128,6 +131,13 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
         if not kinds.isdisjoint(kind.__name__ for kind in type(module).__mro__)
     }
     return [m for name, m in found.items() if not any(name.startswith(f"{outer}.") for outer in found)]
+
+
+def function_beside(module: nn.Module, name: str) -> Callable[..., Any]:
+    """A function of the file that a module's class is written in; fully_shard derives a class of its own from that."""
+    files = [sys.modules[kind.__module__] for kind in type(module).__mro__]
+    found: Callable[..., Any] = next(getattr(file, name) for file in files if hasattr(file, name))
+    return found
 
 
 def freeze_first_layers(model: PreTrainedModel, count: int) -> None:

@@ -5,12 +5,13 @@ from torch.nn import functional as F
 from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.data import IGNORED, Batch
-from llama_ft.models import has_head_loss, packed_arguments
+from llama_ft.models import has_head_loss, packed_arguments, router_loss
 from llama_ft.runtime import sent
 
 
 def token_loss_sum(model: PreTrainedModel, batch: Batch, device: torch.device) -> torch.Tensor:
-    """Sum of the cross-entropies of a micro-batch's target tokens, fp32, on the device.
+    """Sum of the cross-entropies of a micro-batch's target tokens, fp32, on the device; in training with the auxiliary
+    loss of routers where config.json asks for it, once for each target.
 
     Dividing the sum over all micro-batches and ranks by the global number of targets gives a loss that does not depend
     on how rows were dealt, padded or packed; the mean of micro-batch means would.
@@ -34,6 +35,7 @@ def token_loss_sum(model: PreTrainedModel, batch: Batch, device: torch.device) -
     if has_head_loss(model):
         loss: torch.Tensor = model(**inputs, positions=positions, targets=targets)
         return loss
-    logits = model(**inputs).logits  # [rows, length, vocab]
-    predicting = logits.flatten(0, 1).index_select(0, positions)  # [targets, vocab]: fp32 only where it counts
-    return F.cross_entropy(predicting.float(), targets, reduction="sum")
+    output = model(**inputs)
+    predicting = output.logits.flatten(0, 1).index_select(0, positions)  # [targets, vocab]: fp32 only where it counts
+    loss = F.cross_entropy(predicting.float(), targets, reduction="sum")
+    return loss + router_loss(model, output, inputs["attention_mask"], len(targets))
