@@ -1,6 +1,7 @@
 """A job that fails in the way its first argument says; the second is its run directory."""
 
 import os
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -24,4 +25,7 @@ if __name__ == "__main__":
             raise UserError("mine.jsonl:7: this row is not right.")
         if way == "one rank is killed" and job.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
+        if way == "the run directory is deleted":
+            shutil.rmtree(output_dir)
+            job.status.write_step()
         dist.barrier()

@@ -75,6 +75,13 @@ def test_one_process_ends_with_exit_code_2_after_a_mistake(tmp_path: Path) -> No
     assert finished.output.endswith("error: mine.yaml:3: this is not right.\n       That would be.\n")
 
 
+def test_a_run_directory_that_is_deleted_during_the_run_is_told_without_a_traceback(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    finished = forked(JOB, "the run directory is deleted", tmp_path / "run")
+    assert finished.exit_code == 1 and "Traceback" not in finished.output
+    assert f"error: {tmp_path}/run was deleted or moved during the run" in finished.output
+
+
 def test_a_mistake_that_nobody_reads_has_its_exit_code(tmp_path: Path) -> None:
     command = [sys.executable, JOB, "every rank sees the same mistake", str(tmp_path)]
     with subprocess.Popen(

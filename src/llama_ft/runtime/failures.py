@@ -239,6 +239,8 @@ def _message(error: BaseException, rank: int, lost: str, explainer: Explainer | 
         where = f": {error.filename}" if error.filename else f" (perhaps under {run})" if run else ""
         how = "\n       With room there, --resume auto goes on from the last complete checkpoint." if run else ""
         return f"error: rank {rank}: {error.strerror}{where}.{how}"
+    if isinstance(error, FileNotFoundError) and run is not None and not run.exists():
+        return f"error: {run} was deleted or moved during the run, which cannot go on without it."
     trace = "".join(traceback.format_exception(error))
     return f"{trace}error: rank {rank} failed: {type(error).__name__}: {error}"
 
