@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import BertConfig, GPTNeoXConfig, LlamaConfig
+from transformers import BertConfig, GPTNeoXConfig, LlamaConfig, Qwen3_5TextConfig
 
 from llama_ft.config import ModelConfig, PeftConfig
 from llama_ft.errors import UserError
@@ -36,11 +36,17 @@ def test_a_decoder_whose_config_has_a_default_is_decoder_of_false_is_taken(tmp_p
     build_skeleton(load_model_config(tmp_path, False), ModelConfig(model_name="mine"))
 
 
-def test_a_model_that_also_takes_images_is_refused_though_transformers_calls_it_a_language_model(
-    tmp_path: Path,
-) -> None:
-    message = refusal(tmp_path, {"model_type": "gemma3", "text_config": SMALL})
-    assert "--model_name mine: Gemma3ForConditionalGeneration" in message and "only text models" in message
+# Of gemma3 transformers' causal language model is the whole model, of qwen3_5 its decoder; phi4 has no text_config.
+@pytest.mark.parametrize("model_type", ["gemma3", "qwen3_5", "qwen3_5_moe", "qwen4_exp", "phi4_multimodal", "llava"])
+def test_a_model_that_also_takes_images_is_rejected(tmp_path: Path, model_type: str) -> None:
+    message = refusal(tmp_path, {"model_type": model_type, "architectures": ["Mine"]})
+    assert f"--model_name mine: models of model_type {model_type} also take images" in message
+    assert "only text models are supported" in message
+
+
+def test_a_text_only_model_of_a_multimodal_family_is_accepted(tmp_path: Path) -> None:
+    Qwen3_5TextConfig(**SMALL, layer_types=["linear_attention", "full_attention"]).save_pretrained(tmp_path)
+    build_skeleton(load_model_config(tmp_path, False), ModelConfig(model_name="mine"))
 
 
 def test_a_model_that_is_no_causal_language_model_is_refused(tmp_path: Path) -> None:

@@ -68,6 +68,7 @@ def build_skeleton(config: PretrainedConfig, model: ModelConfig, new: NewTokens 
         UserError: transformers has no causal language model for this architecture, it is an encoder or also takes
             images or sound, or the attention implementation is not available for it on this machine.
     """
+    _check_is_text_only(config, model.model_name)
     if new is not None:
         config.get_text_config().vocab_size = new.rows
     try:
@@ -89,7 +90,6 @@ def build_skeleton(config: PretrainedConfig, model: ModelConfig, new: NewTokens 
             f"{_first_line(error)})."
         ) from error
     _check_sees_no_future(skeleton, model.model_name)
-    _check_is_text_only(skeleton, model.model_name)
     skeleton.tie_weights()
     note_conversions(skeleton)
     if new is not None and new.rows > new.stored_rows:
@@ -110,13 +110,15 @@ def _check_sees_no_future(skeleton: PreTrainedModel, name: str) -> None:
     )
 
 
-def _check_is_text_only(skeleton: PreTrainedModel, name: str) -> None:
-    """For some model types, such as gemma3, transformers' causal language model is the whole vision model."""
-    if skeleton.config.get_text_config() is skeleton.config:
+def _check_is_text_only(config: PretrainedConfig, name: str) -> None:
+    """AutoModelForCausalLM builds the whole model for some of these (gemma3) and only its decoder for others (qwen3_5),
+    whose export would lack the vision tower. Phi-4-multimodal has no text_config."""
+    has_tower = any(key.startswith(("vision", "audio")) for key in config.sub_configs)
+    if config.get_text_config() is config and not has_tower:
         return
     raise UserError(
-        f"--model_name {name}: {type(skeleton).__name__} is a language model with others for images or sound; only "
-        "text models are trained here.\nUse a text-only model of this family, if it has one."
+        f"--model_name {name}: models of model_type {config.model_type} also take images or sound; only text models "
+        "are supported.\nUse a text-only model of this family, if it has one."
     )
 
 
