@@ -10,6 +10,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import (
     AutoModelForCausalLM,
     Gemma3TextConfig,
+    Gemma4TextConfig,
     GPT2Config,
     LlamaConfig,
     MambaConfig,
@@ -39,6 +40,15 @@ CONFIGS: dict[str, PretrainedConfig] = {
     "qwen2": Qwen2Config(**SHAPE),
     "gpt-2": GPT2Config(vocab_size=120, n_embd=32, n_layer=3, n_head=4, attn_implementation="eager"),
     "mixtral": MixtralConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2),
+    "gemma4": Gemma4TextConfig(
+        **SHAPE,
+        head_dim=8,
+        global_head_dim=16,
+        hidden_size_per_layer_input=0,
+        sliding_window=LENGTH,
+        layer_types=["sliding_attention"] * 2 + ["full_attention"],
+        tie_word_embeddings=False,
+    ),
 }
 
 

@@ -94,7 +94,8 @@ def flop_formula(model: PreTrainedModel) -> FlopFormula:
     trained = {id(p) for p in model.parameters() if p.requires_grad}
     first = min((-1 if p in embedded else layer_of.get(p, len(layers)) for p in trained), default=len(layers) + 1)
 
-    chosen, experts = _experts(model.config.get_text_config())
+    config = model.config.get_text_config()
+    configs = list(config.per_layer_config) if config.is_heterogeneous else [config] * max(1, len(layers))
     per_token, per_target, weights, of_trained, product = 0.0, 0.0, 0.0, 0.0, (1, 1)
     for name, parameter in model.named_parameters():
         key = id(parameter)
@@ -106,6 +107,7 @@ def flop_formula(model: PreTrainedModel) -> FlopFormula:
         if key in layer_of and count > product[0] * product[1] and parameter.ndim == 2:
             product = (parameter.shape[0], count // parameter.shape[0])
         active = float(count)
+        chosen, experts = _experts(configs[layer_of.get(key, 0)])
         if chosen and (parameter.ndim == 3 or ".experts." in name):
             active *= chosen / (parameter.shape[0] if parameter.ndim == 3 else experts)
         is_above = layer_of.get(key, len(layers)) >= first
@@ -115,11 +117,11 @@ def flop_formula(model: PreTrainedModel) -> FlopFormula:
         weights += active
         of_trained += active * (key in trained)
 
-    forward = _attention_flops(model.config.get_text_config())
     per_pair = Counter[int | None]()
-    for number, window in enumerate(_windows(model.config.get_text_config(), len(layers))):
+    for number in range(len(layers)):
+        window = _window(configs[number], number)
         if window != 0:
-            per_pair[window] += forward * (3 if number >= first else 1)
+            per_pair[window] += _attention_flops(configs[number]) * (3 if number >= first else 1)
     return FlopFormula(per_token, dict(per_pair), round(weights), round(of_trained), product, per_target)
 
 
@@ -139,15 +141,15 @@ def _attention_flops(config: PretrainedConfig) -> int:
     return int(2 * heads * (key + value))
 
 
-def _windows(config: PretrainedConfig, layers: int) -> list[int | None]:
-    """How many tokens one sees in each layer; None: all before it, 0: it has no attention."""
-    window = getattr(config, "sliding_window", None)
+def _window(config: PretrainedConfig, layer: int) -> int | None:
+    """How many tokens one sees in a layer; None: all before it, 0: it has no attention."""
+    window: int | None = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)
     if kinds is None:
-        return [window if getattr(config, "use_sliding_window", None) is not False else None] * layers
+        return window if getattr(config, "use_sliding_window", None) is not False else None
     limits = {"full_attention": None, "sliding_attention": window}
     limits["chunked_attention"] = getattr(config, "attention_chunk_size", None)
-    return [limits.get(kind, 0) for kind in kinds]
+    return limits.get(kinds[layer], 0)
 
 
 def product_rate(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> float:
