@@ -57,6 +57,16 @@ def test_full_tuning_holds_its_share_of_weights_gradients_and_states(plan: Plan,
     assert held(planned, "load")["sharded parameters"] == own
 
 
+def test_experts_are_planned_in_fp32(plan: Plan, tmp_path: Path) -> None:
+    mixtral = llama(tmp_path / "model", model_type="mixtral", num_local_experts=4, num_experts_per_tok=2)
+    fp32, bf16 = (plan(mixtral, 1, *FLAGS, "--precision", precision) for precision in ("fp32", "bf16_mixed"))
+    expert = 3 * HIDDEN * INNER
+    parameters = PARAMETERS + LAYERS * (3 * expert + 4 * HIDDEN)  # 3 more, and the router
+    assert held(fp32, "optimizer step")["gradients"] == 4 * parameters
+    activations = [held(plan, "forward")["activations"] for plan in (fp32, bf16)]
+    assert 1.5 < activations[0] / activations[1] < 2, "what is fp32 in both does not double"
+
+
 def test_lora_trains_its_matrices_only(plan: Plan, tmp_path: Path) -> None:
     planned = plan(llama(tmp_path / "model"), 2, *FLAGS, *LORA)
     adapters = LAYERS * 4 * (HIDDEN + HIDDEN + HIDDEN + KEY_VALUE_HEADS * HEAD) // 2  # this rank's

@@ -97,7 +97,11 @@ class Tracker(TorchDispatchMode):
         self.ledger.note_temporary(workspace_bytes(func, args, self.planned_device))
         if self.planned_device == "cuda" and func._opname in ("mm", "addmm", "bmm"):
             self.ledger.keep_workspace(CUBLAS_BYTES)
-        result = func(*args, **kwargs)
+        if func is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
+            # torch's fake kernel takes bf16 only, the real ones take fp32 and fp16 too.
+            result = func(args[0].bfloat16(), args[1].bfloat16(), *args[2:], **kwargs).to(args[0].dtype)
+        else:
+            result = func(*args, **kwargs)
         for value in _tensors((result,)):
             if not isinstance(value, DTensor):
                 self.ledger.note(value.untyped_storage())
