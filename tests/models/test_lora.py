@@ -1,8 +1,10 @@
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from llama_ft.config import ModelConfig, PeftConfig
 from llama_ft.errors import UserError
@@ -28,6 +30,29 @@ def test_all_linear_leaves_the_head_alone(tiny_model: Path) -> None:
     assert linear_names(model) == ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     adapter = inject_lora(model, PeftConfig(use_peft=True, target_modules="all-linear"), "base")
     assert len(adapter.keys) == 2 * 7 * 2 and not any("lm_head" in key for key in adapter.keys)
+
+
+DEEPSEEK = {"num_attention_heads": 4, "head_dim": 16, "q_lora_rank": 16, "o_lora_rank": 16, "o_groups": 2,
+            "index_n_heads": 2, "index_head_dim": 16, "qk_rope_head_dim": 8, "n_routed_experts": 4,
+            "moe_intermediate_size": 32}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("model_type", "shape", "left_out", "adapted"),
+    [
+        ("mamba", {"state_size": 4}, "out_proj", "in_proj"),  # its kernels read the weight and do not call the layer
+        ("deepseek_v4", DEEPSEEK, "o_a_proj", "o_b_proj"),  # one product a group of heads: derived from nn.Linear
+    ],
+)
+def test_all_linear_leaves_out_what_no_adapter_works_in(
+    model_type: str, shape: dict[str, Any], left_out: str, adapted: str
+) -> None:
+    config = AutoConfig.for_model(model_type, hidden_size=32, num_hidden_layers=2, vocab_size=64, **shape)
+    model = build_skeleton(config, ModelConfig(model_name=model_type))
+    assert any(name.endswith(left_out) for name, _ in model.named_modules())
+    adapter = inject_lora(model, PeftConfig(use_peft=True, target_modules="all-linear", lora_dropout=0), "base")
+    modules = {key.rsplit(".", 3)[1] for key in adapter.keys.values()}
+    assert adapted in modules and left_out not in modules
 
 
 def test_each_target_that_matches_nothing_is_named_even_when_another_matches(tiny_model: Path) -> None:

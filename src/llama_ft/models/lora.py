@@ -12,6 +12,7 @@ from typing import cast
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
+from peft.tuners.tuners_utils import _check_lora_target_modules_mamba
 from torch import nn
 from transformers.modeling_utils import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -63,7 +64,7 @@ def inject_lora(model: PreTrainedModel, peft: PeftConfig, base_name: str, new: N
     elif new is not None:
         lora.trainable_token_indices = _rows_to_train(model, lora, new.ids)
     if lora.target_modules == "all-linear":
-        lora.exclude_modules = [name for name, module in model.named_modules() if _is_router(module)] or None
+        lora.exclude_modules = [n for n, m in model.named_modules() if not _takes_adapter(model, lora, n, m)] or None
     return inject_adapter(model, lora)
 
 
@@ -185,14 +186,30 @@ def linear_names(model: PreTrainedModel) -> list[str]:
     names = [
         name.rsplit(".", 1)[-1]
         for name, module in model.named_modules()
-        if isinstance(module, (nn.Linear, Conv1D)) and module is not head and not _is_router(module)
+        if isinstance(module, (nn.Linear, Conv1D)) and module is not head and _is_linear(module)
     ]
     return list(dict.fromkeys(names))
 
 
-def _is_router(module: nn.Module) -> bool:
-    """Some experts are chosen by a class derived from nn.Linear that returns a tuple, which no adapter can stand by."""
-    return type(module).__name__.endswith("Router")
+def _takes_adapter(model: PreTrainedModel, lora: LoraConfig, name: str, module: nn.Module) -> bool:
+    try:
+        _check_lora_target_modules_mamba(lora, model, name.rsplit(".", 1)[-1])
+    except ValueError:  # Mamba's kernels read the weight of out_proj and never call the layer
+        return False
+    return _is_linear(module)
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """Whether a linear layer computes [..., in] -> [..., out]. Some classes derived from nn.Linear do not: Llama 4's
+    router returns a tuple, DeepSeek V4's grouped layer takes one more dimension."""
+    forward = getattr(type(module), "forward", None)
+    if not isinstance(module, nn.Linear) or forward in (nn.Linear.forward, QuantizedLinear.forward):
+        return True
+    try:
+        output = module(module.weight.new_empty(2, module.in_features))
+    except (RuntimeError, TypeError, ValueError, IndexError):
+        return False
+    return isinstance(output, torch.Tensor) and output.shape == (2, module.out_features)
 
 
 def _check_names(model: PreTrainedModel, lora: LoraConfig) -> None:
