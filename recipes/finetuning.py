@@ -114,7 +114,7 @@ def main(config: Config, places: dict[str, str]) -> None:
         watch.loaded(model)
         if steps.capacity is not None:
             dtype = runtime.PRECISIONS[settings.precision].compute
-            training.check_rows_stay_apart(model, steps.first_rows(), dtype, job)
+            training.check_rows_stay_apart(model, steps.first_rows(), steps.capacity, dtype, job)
 
         # From here on something is written: until now a mistake has left nothing behind.
         output_dir = checkpoint.create_run_directory(config.checkpoint, config.model.model_name, job, resumed)

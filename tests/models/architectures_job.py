@@ -37,7 +37,7 @@ if __name__ == "__main__":
             is_packed = config.data.batching_strategy == "packing"
             batch = data.collate(own, range(len(LENGTHS)), 0, is_packed)
             if is_packed and not config.peft.use_peft and config.fsdp.low_cpu_fsdp:  # each architecture once
-                training.check_rows_stay_apart(model, own, torch.float32, job)
+                training.check_rows_stay_apart(model, own, 256, torch.float32, job)
             optimizer = training.build_optimizer(model, config.train)
             model.train()
             losses = training.accumulate_gradients(model, [batch], targets, False, job.device)

@@ -2,12 +2,22 @@
 
 import random
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import pytest
 import torch
 from datasets import Dataset
 from torch.distributed.fsdp import fully_shard
-from transformers import AttentionInterface, AttentionMaskInterface, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    PhimoeConfig,
+    PretrainedConfig,
+)
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import PreTrainedModel
 
@@ -62,7 +72,7 @@ def test_a_model_that_keeps_rows_apart_passes_and_is_left_as_it_was(
     model = make(attention, dtype, runtime)
     before = [parameter.to_local().clone() for parameter in model.parameters()]
     for lengths in ((40, 30, 20, 10), (3, 1, 2), (12, 12)):
-        check_rows_stay_apart(model, rows(*lengths), dtype, runtime)
+        check_rows_stay_apart(model, rows(*lengths), 64, dtype, runtime)
     assert model.training
     for parameter, expected in zip(model.parameters(), before, strict=True):
         assert parameter.grad is None and torch.equal(parameter.to_local(), expected)
@@ -73,10 +83,28 @@ def test_a_model_whose_attention_takes_no_notice_of_rows_is_refused(
     deaf: str, dtype: torch.dtype, runtime: Runtime
 ) -> None:
     with pytest.raises(UserError) as refused:
-        check_rows_stay_apart(make(deaf, dtype, runtime), rows(40, 30, 20, 10), dtype, runtime)
+        check_rows_stay_apart(make(deaf, dtype, runtime), rows(40, 30, 20, 10), 64, dtype, runtime)
     message = str(refused.value)
     assert "LlamaForCausalLM does not keep the rows of a pack apart" in message
     assert message.endswith("Use --batching_strategy padding.")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("kind", "longest", "is_kept"),
+    [(MistralConfig, 64, True), (PhimoeConfig, 64, False), (PhimoeConfig, 24, True)],  # no row has 25 tokens
+)
+def test_a_model_that_loses_its_sliding_window_in_a_pack_is_rejected(
+    kind: type[PretrainedConfig], longest: int, is_kept: bool, dtype: torch.dtype, runtime: Runtime
+) -> None:
+    torch.manual_seed(0)
+    config = kind(vocab_size=101, num_key_value_heads=2, sliding_window=24, initializer_range=0.1, **SHAPE)
+    config.router_jitter_noise = 0.0
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    use_packed_attention(model)
+    model.to(dtype)
+    with nullcontext() if is_kept else pytest.raises(UserError, match="does not keep the rows of a pack apart"):
+        check_rows_stay_apart(model, rows(7, 5), longest, dtype, runtime)
 
 
 class Sharper(LlamaForCausalLM):
@@ -103,6 +131,6 @@ def test_a_loss_in_pieces_that_is_not_that_of_the_logits_is_given_up(
     model.model.rotary_emb.__init__(model.config)  # type: ignore[misc]  # its buffers are not among the weights
     fully_shard(model, mesh=runtime.mesh)
     with caplog.at_level("WARNING", logger="llama_ft"):
-        check_rows_stay_apart(model.train(), rows(40, 30), torch.float32, runtime)
+        check_rows_stay_apart(model.train(), rows(40, 30), 64, torch.float32, runtime)
     assert has_head_loss(model) == is_kept
     assert ("in pieces Sharper has another" in caplog.text.replace("FSDP", "")) != is_kept

@@ -99,7 +99,7 @@ def _evaluate(
     if config.data.batching_strategy == "packing":
         capacity = context_length
         models.use_packed_attention(model)
-        training.check_rows_stay_apart(model, rows, model.dtype, job)
+        training.check_rows_stay_apart(model, rows, context_length, model.dtype, job)
     numbers = training.mean_loss(model, rows, config.train, pad, capacity, job)
     model.config._attn_implementation = attention
     model.eval()
