@@ -144,7 +144,8 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, zeros: torch.Tensor, x: torch.Tensor, *others: Any) -> torch.Tensor:
         y: torch.Tensor = torch.ops.llama_ft.lora_linear(x.reshape(-1, x.shape[-1]), *others)
-        return y.view(zeros.shape)
+        whole: torch.Tensor = torch.ops.aten._unsafe_view(y, zeros.shape)  # Llama 4 adds to it in place: to no view
+        return whole
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
