@@ -49,6 +49,9 @@ def use_head_loss(model: PreTrainedModel) -> bool:
     decoder, head = model.base_model, model.get_output_embeddings()
     if id(decoder) not in names or id(head) not in names or decoder is model:
         return False
+    known = {id(parameter) for module in (decoder, head) for parameter in module.parameters()}
+    if any(parameter.requires_grad and id(parameter) not in known for parameter in model.parameters()):
+        return False  # ModernBERT has a layer between decoder and head, which would get no gradient
     logits_of = _head_function(model, names[id(decoder)], names[id(head)])
     width = getattr(head, "in_features", None) or model.config.get_text_config().hidden_size
     try:
