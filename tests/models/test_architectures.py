@@ -69,6 +69,24 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
                                     "num_key_value_heads": 4, "num_experts_per_tok": 2}),
     "Granite MoE": ("granitemoe", {"num_local_experts": 5, **EXPERTS}),
     "Granite MoE, balanced": ("granitemoe", {"num_local_experts": 5, **EXPERTS, **BALANCED}),
+    "Falcon-H1": ("falcon_h1", {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_state": 16, "mamba_chunk_size": 8,
+                                "ssm_multipliers": [0.5, 2.0, 0.7, 1.5, 0.9]}),
+    "Gemma 3n text": ("gemma3n_text", {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "sliding_window": 16,
+                                       "layer_types": ["sliding_attention", "full_attention"] * 2,
+                                       "laurel_rank": 16, "hidden_size_per_layer_input": 16,
+                                       "vocab_size_per_layer_input": 320, **TIED}),
+    "Gemma 4 text": ("gemma4_text", {"global_head_dim": 32, "sliding_window": 16, "hidden_size_per_layer_input": 16,
+                                     "layer_types": ["sliding_attention", "full_attention"],
+                                     "vocab_size_per_layer_input": 320, **TIED}),
+    "Llama 4 text": ("llama4_text", {"intermediate_size_mlp": 128, "num_local_experts": 5, "no_rope_layers": [1, 0],
+                                     "layer_types": ["chunked_attention", "full_attention"],
+                                     "attention_chunk_size": 16, **EXPERTS}),
+    "ModernBERT decoder": ("modernbert-decoder", {"layer_types": ["sliding_attention", "full_attention"],
+                                                  "local_attention": 32, **TIED}),
+    "Nemotron-H": ("nemotron_h", {"layers_block_type": ["mamba", "attention", "moe"], "mamba_num_heads": 4,
+                                  "mamba_head_dim": 32, "ssm_state_size": 16, "n_groups": 2, "chunk_size": 8,
+                                  "n_routed_experts": 4, "moe_intermediate_size": 64,
+                                  "moe_shared_expert_intermediate_size": 64, "num_hidden_layers": None}),
 }  # fmt: skip
 # A LoRA step leaves A as it began, because B is 0: so the gradient can be taken again from the result.
 LORA = ["--use_peft", "--target_modules", "all-linear", "--r", "4", "--lora_dropout", "0", "--weight_decay", "0"]
@@ -88,8 +106,10 @@ SIZED: dict[tuple[str, str], list[str]] = {
 }
 # Two of the five ways are enough for these: each way is tried on fifteen others.
 FURTHER = ("Qwen3 MoE", "Phi-2", "Phi-3.5 MoE", "GPT-NeoX", "Falcon", "OPT", "BLOOM", "gpt-oss", "DeepSeek V3",
-           "Granite MoE", "Granite MoE, balanced")  # fmt: skip
-PADDED = ("Falcon", "BLOOM")  # their attention cannot keep the rows of a pack apart, and packing is refused
+           "Granite MoE", "Granite MoE, balanced", "Falcon-H1", "Gemma 3n text", "Gemma 4 text", "Llama 4 text",
+           "ModernBERT decoder", "Nemotron-H")  # fmt: skip
+# Their attention or state space cannot keep the rows of a pack apart, and packing is refused.
+PADDED = ("Falcon", "BLOOM", "Falcon-H1", "Llama 4 text", "Nemotron-H")
 LENGTHS = [24, 16]  # of the two rows of each rank; the windows are of 16
 NOT_QUANTIZED = ("GPT-2", "Falcon")  # their layers are not nn.Linear; refused, see test_quantized.py
 TWO_WAYS = ("full, rank 0 reads", "LoRA 4bit")
@@ -164,18 +184,19 @@ def loaded(folder: Path, method: str = "", adapter: Path | None = None) -> torch
     """A model in plain transformers and bitsandbytes, with an adapter in plain peft."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+    from transformers.quantizers.base import get_keys_to_not_convert
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     if "bit" in method:
         linears = {name: module for name, module in model.named_modules() if type(module) is torch.nn.Linear}
         across = 64 if "4bit" in method else 1  # blocks that cross rows are not ours
-        head = model.get_output_embeddings()
+        broken = [name for name, module in linears.items() if module.in_features % across]
         settings = BitsAndBytesConfig(
             load_in_8bit="8bit" in method,
             load_in_4bit="4bit" in method,
             bnb_4bit_quant_type="nf4",
             bnb_4bit_compute_dtype=torch.float32,
-            llm_int8_skip_modules=[name for name, m in linears.items() if m is head or m.in_features % across],
+            llm_int8_skip_modules=[*get_keys_to_not_convert(model), *broken],
         )
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, quantization_config=settings)
     return PeftModel.from_pretrained(model, adapter, is_trainable=True) if adapter else model

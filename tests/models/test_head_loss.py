@@ -26,6 +26,9 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "some rows of the head": {"target_modules": ["q_proj"], "trainable_token_indices": {"lm_head": [3, 7]}},
 }
 
+# The LM head is scaled by a number of the decoder's; the class does not name its decoder; a layer stands between both.
+ALL_LOGITS = ("Falcon-H1", "Llama 4 text", "ModernBERT decoder")
+
 
 @pytest.fixture(autouse=True)
 def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,15 +72,31 @@ def check(model: PreTrainedModel, **tolerance: float) -> None:
         torch.testing.assert_close(ours[name], theirs[name], msg=lambda text, n=name: f"{n}: {text}", **tolerance)
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_every_architecture_has_the_loss_and_gradients_of_all_its_logits(name: str) -> None:
+def architecture(name: str) -> PreTrainedModel:
     model_type, settings = ARCHITECTURES[name]
     caps = {"final_logit_softcapping": 0.5, "logits_scaling": 3.0}  # where they are known; strong enough to show
     known = AutoConfig.for_model(model_type).to_dict()
     settings = {**SHAPE, **settings, **{key: caps[key] for key in caps if key in known}}
     torch.manual_seed(0)
     config = AutoConfig.for_model(model_type, **{key: value for key, value in settings.items() if value is not None})
-    check(taught(AutoModelForCausalLM.from_config(config).eval()), rtol=1e-5, atol=1e-5)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config).eval()
+    return model
+
+
+@pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name not in ALL_LOGITS])
+def test_architectures_have_the_loss_and_gradients_of_all_their_logits(name: str) -> None:
+    check(taught(architecture(name)), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ALL_LOGITS)
+def test_other_architectures_keep_all_their_logits(name: str) -> None:
+    assert not use_head_loss(architecture(name))
+
+
+def test_a_frozen_layer_between_decoder_and_head_needs_no_gradient() -> None:
+    model = architecture("ModernBERT decoder")
+    model.lm_head.requires_grad_(False)
+    check(taught(model), rtol=1e-5, atol=1e-5)
 
 
 @pytest.fixture

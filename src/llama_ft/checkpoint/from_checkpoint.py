@@ -37,7 +37,7 @@ from llama_ft.config import Config, adapter_complaint
 from llama_ft.config.wording import size_text
 from llama_ft.errors import RunFailure, UserError
 from llama_ft.models.conversion import open_source, saved_layout
-from llama_ft.models.materialize import account_for
+from llama_ft.models.materialize import account_for, compute_buffers
 from llama_ft.models.source import WeightSource, blocks
 from llama_ft.runtime import log
 
@@ -309,5 +309,6 @@ def _computed_buffers(model: PreTrainedModel, source: WeightSource) -> dict[str,
                 module.register_buffer(
                     name, torch.empty_like(buffer, device="cpu"), name not in module._non_persistent_buffers_set
                 )
-            model._init_weights(module)
+    if absent:
+        compute_buffers(model, model)
     return {name: buffer for name, buffer in model.named_buffers() if name in absent}

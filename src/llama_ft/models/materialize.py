@@ -283,7 +283,12 @@ def _set_dora_magnitudes(model: nn.Module) -> None:
 
 
 def _fill_buffers(model: PreTrainedModel, loader: Loader) -> None:
-    """Read the buffers the checkpoint holds and have transformers recompute the others (rotary frequencies)."""
+    """Read the buffers the checkpoint holds and have transformers compute the others (rotary frequencies).
+
+    Raises:
+        UserError: transformers does not compute one of them.
+    """
+    computed = dict(model.named_buffers())
     for name, buffer in model.named_buffers():
         if checkpoint_key(name) in loader.headers:
             if loader.source is not None:
@@ -291,8 +296,24 @@ def _fill_buffers(model: PreTrainedModel, loader: Loader) -> None:
             if loader.scatter:
                 dist.broadcast(buffer, src=0)
             buffer._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers' mark for "leave it as it is"
+            del computed[name]
     for parameter in model.parameters():
         parameter._is_hf_initialized = True  # type: ignore[attr-defined]
-    for module in model.modules():
-        if any(True for _ in module.buffers(recurse=False)):
-            model._init_weights(module)
+    versions = {name: buffer._version for name, buffer in computed.items()}  # counts what has been written into it
+    compute_buffers(model, model)
+    left = [n for n, b in computed.items() if model.get_buffer(n) is b and b._version == versions[n]]
+    if left:
+        raise UserError(
+            f"--model_name: models of model_type {model.config.model_type} are not supported: neither the checkpoint "
+            f"nor Transformers has values for these buffers:\n{', '.join(left[:NAMED_AT_MOST])}"
+        )
+
+
+def compute_buffers(module: nn.Module, model: PreTrainedModel) -> None:
+    """Have transformers initialize a module of `model` that has buffers, in transformers' own order: children first,
+    each by the innermost model around it. Falcon-H1's decoder fills buffers of its layers."""
+    model = module if isinstance(module, PreTrainedModel) else model
+    for child in module.children():
+        compute_buffers(child, model)
+    if any(True for _ in module.buffers()):
+        model._init_weights(module)
