@@ -118,8 +118,34 @@ GPT_OSS = """
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|start|>assistant' }}{% endif %}
 """
+# Qwen 3.5's without thinking: the generation prompt holds an empty thought.
+NO_THINKING = QWEN3.replace("assistant\n' }}{% endif %}", "assistant\n<think>\n\n</think>\n\n' }}{% endif %}").replace(
+    "{%- set said", "{%- set thought = m.reasoning_content or thought %}{%- set said"
+)
+# What the tools return stands between the calls and the text of the same turn, which has no end before it.
+GEMMA4 = """
+{{- bos_token }}
+{%- for m in messages if m.role != 'tool' %}
+    {{- '<|turn>' + ('model' if m.role == 'assistant' else m.role) + '\n' }}
+    {%- if m.tool_calls %}
+        {{- '<|tool_call>' + m.tool_calls[0].function | tojson + '<tool_call|><|tool_response>' }}
+        {%- for r in messages if r.role == 'tool' %}{{- 'value:' + r.content + '<tool_response|>' }}{% endfor %}
+    {%- endif %}
+    {{- m.content + '<turn|>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|turn>model\n' }}{% endif %}
+"""
+LLAMA31 = """
+{%- for m in messages %}
+    {{- '<|' + m.role + '|>' + (m.tool_calls[0].function | tojson if m.tool_calls else m.content) + '<|eot_id|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|assistant|>' }}{% endif %}
+"""
 TOKENS = {
     QWEN3: ["<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>", "</tool_call>"],
+    NO_THINKING: ["<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>", "</tool_call>"],
+    GEMMA4: ["<s>", "<|turn>", "<turn|>", "<|tool_call>", "<tool_call|>", "<|tool_response>", "<tool_response|>"],
+    LLAMA31: ["<|user|>", "<|assistant|>", "<|tool|>", "<|eot_id|>"],
     GEMMA: ["<s>", "</s>", "<start_of_turn>", "<end_of_turn>"],
     PHI3: ["</s>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"],
     MISTRAL: ["<s>", "</s>"],
@@ -319,6 +345,37 @@ def test_thoughts_are_trained_where_the_model_thinks_them(text: Callable[..., st
     )
     with pytest.raises(BadRow, match="leaves out what the last answer has before </think>"):
         text(DEEPSEEK_R1, [user("Hi"), assistant("<think>\nWell then.\n</think>\n\nyes")])
+
+
+@pytest.mark.parametrize(
+    "answer", [assistant("<think>\nb\n</think>\n\nno"), assistant("no", reasoning_content="b")], ids=["text", "field"]
+)
+def test_thoughts_are_in_the_loss_where_the_generation_prompt_holds_an_empty_one(
+    text: Callable[..., str], answer: Message
+) -> None:
+    earlier = {**answer, "content": answer["content"].replace("no", "yes")}
+    assert text(NO_THINKING, [user("Hi"), earlier, user("Hi"), answer]) == (
+        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n[[yes<|im_end|>]]\n"
+        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n<think>\n[[b\n</think>\n\nno<|im_end|>]]\n"
+    )
+    assert text(NO_THINKING, ONE).endswith("<think>\n\n</think>\n\n[[yes<|im_end|>]]\n")
+
+
+@pytest.mark.parametrize("said", ["", "no "])
+def test_what_a_tool_returns_is_not_in_the_loss_where_it_stands_inside_a_turn(
+    text: Callable[..., str], said: str
+) -> None:
+    chat = [user("Hi"), assistant(said, tool_calls=CALL), tool("no"), assistant("yes")]
+    assert text(GEMMA4, chat).replace("[[]]", "") == (
+        f"<s><|turn>user\nHi<turn|>\n<|turn>model\n[[<|tool_call>{CALLED}<tool_call|><|tool_response>]]"
+        f"value:no<tool_response|>[[{said}<turn|>]]\n<|turn>model\n[[yes<turn|>]]\n"
+    )
+
+
+def test_text_beside_a_call_that_a_template_would_lose_is_refused(text: Callable[..., str]) -> None:
+    with pytest.raises(BadRow, match=r'"messages\[1\]": the chat template leaves out the text beside "tool_calls"'):
+        text(LLAMA31, [user("Hi"), assistant("I ask.", tool_calls=CALL), tool("no"), assistant("yes")])
+    assert f"[[{CALLED}<|eot_id|>]]" in text(LLAMA31, WITH_TOOLS)
 
 
 @pytest.mark.parametrize("template", [GEMMA, MISTRAL, PHI3, BUILT_IN["chatml"], BUILT_IN["alpaca"]])

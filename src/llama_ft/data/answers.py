@@ -79,6 +79,12 @@ class ChatRenderer:
             thought = messages[-1].get(key)
             if isinstance(thought, str) and thought.strip() not in text:
                 raise BadRow(f'the chat template leaves out the last answer\'s "{key}"; expected one that has it.')
+        for index, message in enumerate(messages):
+            if message.get("tool_calls") and _thoughts_and_text(message)[1].strip() not in text:
+                raise BadRow(
+                    f'"messages[{index}]": the chat template leaves out the text beside "tool_calls"; expected one '
+                    "that has it (--chat_template)."
+                )
         return text, spans
 
     def _render(self, messages: list[Message], tools: Tools | None) -> tuple[str, list[Span]]:
@@ -87,7 +93,8 @@ class ChatRenderer:
         answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         unweighted = [index for index, message in enumerate(messages) if message.get("weight") == 0]
         if self.labels == "all":
-            others = [self._content(messages, tools, index, text) for index in unweighted if index not in answers]
+            found = [self._content(messages, tools, index, text) for index in unweighted if index not in answers]
+            others = [(start, end) for start, _, end in found]
             return text, _outside(others + spans([index for index in answers if index in unweighted]), len(text))
         wanted = answers[-1:] if self.labels == "completion" else answers
         return text, spans([index for index in wanted if index not in unweighted])
@@ -97,7 +104,7 @@ class ChatRenderer:
     ) -> list[Span]:
         """Where the assistant turns `wanted` stand in the text."""
         if not self.has_generation_block or not wanted:
-            return [self._answer(messages, tools, index, text) for index in wanted]
+            return [span for index in wanted for span in self._answer(messages, tools, index, text)]
         answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         if len(blocks) == len(answers):
             return [block for index, block in zip(answers, blocks, strict=True) if index in wanted]
@@ -113,15 +120,16 @@ class ChatRenderer:
     def _text(self, messages: list[Message], tools: Tools | None, open_answer: bool = False) -> str:
         return render_chat(self.template, self._special_tokens, messages, tools, open_answer=open_answer)[0]
 
-    def _answer(self, messages: list[Message], tools: Tools | None, index: int, text: str) -> Span:
+    def _answer(self, messages: list[Message], tools: Tools | None, index: int, text: str) -> list[Span]:
         start = self._answer_start(messages, tools, index, text)
         if start is not None:
             so_far = messages[: index + 1]
             alone = text if len(so_far) == len(messages) else self._text(so_far, tools)
             if text.startswith(alone):
-                return start, self._turn_end(alone, start, partial(self._text, so_far, tools, True))
-        content_start, content_end = self._content(messages, tools, index, text)
-        probed = [*messages[:index], {**messages[index], "content": PROBE}]
+                return [(start, self._turn_end(alone, start, partial(self._text, so_far, tools, True)))]
+        turn_start, content_start, content_end = self._content(messages, tools, index, text)
+        start = turn_start if start is None else start
+        probed = [*messages[:index], _with_probe(messages[index])]
         end = content_end
         for open_answer in (False, True):
             ending = _after_probe(self._text(probed, tools, open_answer), messages[index])
@@ -132,7 +140,14 @@ class ChatRenderer:
                 length = tokens[0 if open_answer else -1] if tokens else len(common)
                 end = content_end + length
                 break
-        return (content_start if start is None else start), end
+        if messages[index + 1 :] and messages[index + 1]["role"] == "tool":
+            # Gemma 4's template writes what the tools return between the calls and the text of the same turn.
+            calls = self._text([*messages[:index], {**messages[index], "content": ""}], tools)
+            common = commonprefix([calls, text])
+            called = max((match.end() for match in self._token.finditer(common, start)), default=len(common))
+            if start < called < content_start:
+                return [(start, called), (content_start, end)]
+        return [(start, end)]
 
     def _answer_start(self, messages: list[Message], tools: Tools | None, index: int, text: str) -> int | None:
         """Where the prompt for an answer ends; None where the text does not begin with that prompt."""
@@ -148,10 +163,11 @@ class ChatRenderer:
             return len(heading)
         return len(prompt) if messages[index].get("tool_calls") else None
 
-    def _content(self, messages: list[Message], tools: Tools | None, index: int, text: str) -> Span:
-        """Where the content of a turn stands: what changes when it is another."""
-        probed = [{**turn, "content": PROBE} if at == index else turn for at, turn in enumerate(messages)]
-        probed_text = self._text(probed, tools)
+    def _content(self, messages: list[Message], tools: Tools | None, index: int, text: str) -> tuple[int, int, int]:
+        """Where a turn stands, which is what changes when it is another: the beginning of its thoughts, or else of its
+        content; the beginning and the end of its content."""
+        probed = _with_probe(messages[index])
+        probed_text = self._text([*messages[:index], probed, *messages[index + 1 :]], tools)
         before, found, _ = probed_text.partition(PROBE)
         after = _after_probe(probed_text, messages[index])
         end = len(text) - len(after)
@@ -160,7 +176,11 @@ class ChatRenderer:
                 f'"messages[{index}]": the chat template changes other turns with this one, so where it stands cannot '
                 "be told;\nexpected a template with a {% generation %} block around answers."
             )
-        return len(before), end
+        bare = {key: value for key, value in probed.items() if key not in THOUGHTS} | {"content": PROBE}
+        if bare == probed:
+            return len(before), len(before), end
+        bare_text = self._text([*messages[:index], bare, *messages[index + 1 :]], tools)
+        return len(commonprefix([bare_text, text])), len(before), end
 
     def _turn_end(self, text: str, start: int, open_text: Callable[[], str] | None = None) -> int:
         """The end of an answer that ends the text: its end-of-turn token, without the line break after it."""
@@ -178,10 +198,20 @@ class ChatRenderer:
         return len(trimmed)
 
 
+def _thoughts_and_text(message: Message) -> tuple[str, str]:
+    """The content of a turn: thoughts up to and with </think>, if any, and the text after them."""
+    thoughts, ended, said = (message["content"] or "").rpartition("</think>")
+    return thoughts + ended, said
+
+
+def _with_probe(message: Message) -> Message:
+    return {**message, "content": _thoughts_and_text(message)[0] + PROBE}
+
+
 def _after_probe(text: str, message: Message) -> str:
     """What follows the probe; where there was no content, calls of tools follow without the line break before them."""
     after = text.partition(PROBE)[2]
-    return after if (message["content"] or "").strip() else after.lstrip()
+    return after if _thoughts_and_text(message)[1].strip() else after.lstrip()
 
 
 def _outside(spans: list[Span], length: int) -> list[Span]:

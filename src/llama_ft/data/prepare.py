@@ -29,7 +29,7 @@ from llama_ft.runtime.console import console
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-CODE_VERSION = 3  # raise it when the same rows come out as other tokens, or meta.json changes
+CODE_VERSION = 4  # raise it when the same rows come out as other tokens, or meta.json changes
 CHATS = ("alpaca", "messages", "sharegpt")
 ROWS_LOOKED_AT = 100
 NO_VALIDATION = "no validation data: --validation FILE or --validation 0.05"
