@@ -85,6 +85,7 @@ def main(config: Config, places: dict[str, str]) -> None:
                 want_validation=settings.run_validation,
                 vocabulary_size=None if config.model.resize_embeddings else models.vocabulary_size(model_config),
                 add_tokens=config.model.resize_embeddings,
+                verify=job.local_rank == 0,
             )
         log.info("\n".join(rows.summary))
         if job.is_main:

@@ -293,10 +293,24 @@ with runtime.start("cpu", 1, False, None, 60) as job:
             print(job.rank, "planned", flush=True)
         except UserError as error:
             print(job.rank, error, flush=True)
+    if job.is_main:
+        for file in (folder / "tokenized").glob("*/train.arrow"):
+            content = bytearray(file.read_bytes())
+            content[len(content) // 2] ^= 1
+            file.write_bytes(content)
+    config = DataConfig(dataset=str(folder / "same.jsonl"))
+    with job.node_leader_first():
+        rows = data.prepare(
+            config, tokenizer, context_length=40, cache=folder, want_validation=False, verify=job.local_rank == 0
+        )
+    places = [f"{folder}/same.jsonl:{line}" for line in (1, 2, 3, 4)]
+    print(job.rank, "rows again", rows.train["source"][:] == places, rows.train["input_ids"][:][0][:2], flush=True)
 """
 
 
-def test_ranks_with_other_rows_than_rank_0_end_the_run(save_model: Callable[..., Path], tmp_path: Path) -> None:
+def test_ranks_with_other_rows_than_rank_0_end_the_run_and_the_first_rank_rebuilds_a_corrupted_cache(
+    save_model: Callable[..., Path], tmp_path: Path
+) -> None:
     save_model(tmp_path / "model")
     for name, rows in (("same", pairs(4)), ("other-0", pairs(4)), ("other-1", pairs(4)[::-1])):
         write(tmp_path / f"{name}.jsonl", rows)
@@ -304,6 +318,8 @@ def test_ranks_with_other_rows_than_rank_0_end_the_run(save_model: Callable[...,
     finished = forked(tmp_path / "job.py", tmp_path, ranks=2, timeout=60)
     assert finished.output.count("planned") == 2
     assert finished.output.count("error: --dataset: rank 1 has other rows than rank 0.") == 2
+    assert finished.output.count("train.arrow is missing or corrupted") == 1
+    assert finished.output.count("rows again True") == 2
 
 
 def test_several_rows_made_of_one_are_no_copies_and_no_repeats(llama3: PreTrainedTokenizerFast, tmp_path: Path) -> None:

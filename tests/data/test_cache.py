@@ -1,12 +1,13 @@
 """The cache folder, and folders that appear whole or not at all."""
 
+import logging
 import os
 from pathlib import Path
 
 import pytest
 
 from llama_ft.data import cache_dir
-from llama_ft.data.cache import build_once
+from llama_ft.data.cache import CHECKSUMS, build_once
 from llama_ft.errors import RunFailure, UserError
 
 
@@ -22,7 +23,7 @@ def test_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch, t
 
 def test_finished_folder_is_not_built_again(tmp_path: Path) -> None:
     for text in ("first", "second"):
-        build_once(tmp_path / "a", "done", lambda folder, text=text: (folder / "done").write_text(text))
+        build_once(tmp_path / "a", lambda folder, text=text: (folder / "done").write_text(text))
     assert (tmp_path / "a" / "done").read_text() == "first"
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
@@ -33,31 +34,68 @@ def test_failed_build_leaves_nothing(tmp_path: Path) -> None:
         raise ValueError
 
     with pytest.raises(ValueError):
-        build_once(tmp_path / "a", "done", build)
+        build_once(tmp_path / "a", build)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_folder_of_a_faster_process_is_taken(tmp_path: Path) -> None:
     def build(folder: Path) -> None:
         (folder / "done").write_text("ours")
-        (tmp_path / "a").mkdir()
-        (tmp_path / "a" / "done").write_text("theirs")
+        if not (tmp_path / "a").exists():
+            build_once(tmp_path / "a", lambda other: (other / "done").write_text("theirs"))
 
-    assert (build_once(tmp_path / "a", "done", build) / "done").read_text() == "theirs"
+    assert (build_once(tmp_path / "a", build) / "done").read_text() == "theirs"
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
-def test_damaged_folder_is_built_anew(tmp_path: Path) -> None:
+def damaged(file: Path, how: str) -> None:
+    if how == "missing":
+        file.unlink()
+    elif how == "empty":
+        file.write_bytes(b"")
+    elif how == "cut":
+        file.write_bytes(file.read_bytes()[:-1])
+    else:
+        content = bytearray(file.read_bytes())
+        content[int(how) // 8] ^= 1 << int(how) % 8
+        file.write_bytes(content)
+
+
+@pytest.mark.parametrize("how", ["missing", "empty", "cut", "3", "17"])
+@pytest.mark.parametrize("name", ["a.txt", "inner/b.txt", CHECKSUMS])
+def test_corrupted_folder_is_named_and_built_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, name: str, how: str
+) -> None:
+    def build(folder: Path) -> None:
+        (folder / "inner").mkdir()
+        for path in ("a.txt", "inner/b.txt"):
+            (folder / path).write_text("content of " + path)
+
+    monkeypatch.setattr(logging.getLogger("llama_ft"), "propagate", True)  # to caplog
+    target = build_once(tmp_path / "a", build)
+    whole = {file: file.read_bytes() for file in target.rglob("*.*")}
+    damaged(target / name, how)
+    (target / "another").write_text("")
+    assert build_once(tmp_path / "a", build, verify=False) == target and (target / "another").exists()
+    build_once(tmp_path / "a", build)
+    assert {file: file.read_bytes() for file in target.rglob("*.*")} == whole and not (target / "another").exists()
+    assert f"{target}: " in caplog.text and "is missing or corrupted" in caplog.text
+    (target / "another").write_text("")
+    build_once(tmp_path / "a", build)
+    assert (target / "another").exists() and len(caplog.records) == 1, "not corrupted, so not built again"
+
+
+def test_folder_without_checksums_is_built_again(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "rest").write_text("")
-    build_once(tmp_path / "a", "done", lambda folder: (folder / "done").write_text(""))
-    assert [path.name for path in (tmp_path / "a").iterdir()] == ["done"]
+    build_once(tmp_path / "a", lambda folder: (folder / "done").write_text(""))
+    assert sorted(path.name for path in (tmp_path / "a").iterdir()) == [CHECKSUMS, "done"]
 
 
 def test_cache_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="LLAMA_FT_CACHE names another place"):
-        build_once(tmp_path / "file" / "a", "done", lambda folder: None)
+        build_once(tmp_path / "file" / "a", lambda folder: None)
 
 
 def test_full_disk_is_told_and_nothing_is_left(tmp_path: Path) -> None:
@@ -66,7 +104,7 @@ def test_full_disk_is_told_and_nothing_is_left(tmp_path: Path) -> None:
         Path("/dev/full").write_text("more")
 
     with pytest.raises(RunFailure, match="the disk is full; 0 MiB were written, and are removed.\n.* LLAMA_FT_CACHE"):
-        build_once(tmp_path / "a", "done", build)
+        build_once(tmp_path / "a", build)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -75,8 +113,8 @@ def test_a_builder_that_still_works_keeps_its_folder(tmp_path: Path) -> None:
         (folder / "done").write_text("")
         os.utime(folder / "done", (0, 0))
         os.utime(folder, (0, 0))
-        build_once(tmp_path / "b", "done", lambda other: (other / "done").write_text(""))
+        build_once(tmp_path / "b", lambda other: (other / "done").write_text(""))
         assert folder.exists()
 
-    build_once(tmp_path / "a", "done", build)
+    build_once(tmp_path / "a", build)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]

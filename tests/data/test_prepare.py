@@ -1,6 +1,8 @@
 """From --dataset to tokenized rows: what is kept, what is said, and when the cache is used."""
 
 import json
+import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -217,6 +219,42 @@ def test_cache_is_used_until_something_changes(
     write_rows(path, pairs(31))
     assert len(prepared(path, llama3, cache).train) == 31
     assert len(cached(cache)) == len(variants) + 3
+
+
+@pytest.mark.parametrize("name", ["train.arrow", "validation.arrow", "meta.json"])
+def test_corrupted_cache_is_not_trained_on(
+    llama3: PreTrainedTokenizerFast,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+) -> None:
+    path, cache = write_rows(tmp_path / "my.jsonl", pairs(40)), tmp_path / "cache"
+    monkeypatch.setattr(logging.getLogger("llama_ft"), "propagate", True)  # to caplog
+
+    def rows() -> list[Any]:
+        data = prepared(path, llama3, cache, validation="0.2", tokenize_processes=1)
+        assert data.validation is not None
+        return [data.train.to_list(), data.validation.to_list(), data.report.train, data.report.validation]
+
+    right = rows()
+    (key,) = cached(cache)
+    folder = cache / "tokenized" / key
+    for flip in range(24):
+        content = bytearray((folder / name).read_bytes())
+        content[(len(content) - 1) * flip // 23] ^= 1 << flip % 8
+        (folder / name).write_bytes(content)
+        assert rows() == right
+    os.truncate(folder / name, (folder / name).stat().st_size // 2)
+    assert rows() == right
+    (folder / name).unlink()
+    assert rows() == right
+    told = [record.getMessage() for record in caplog.records]
+    assert told == [f"{folder}: {name} is missing or corrupted. {REBUILT}"] * (24 + 2)
+    assert cached(cache) == {key}
+
+
+REBUILT = "This directory of the cache is deleted and built again."
 
 
 def test_function_is_read_again_when_it_returns_other_rows(llama3: PreTrainedTokenizerFast, tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 import errno
 import fcntl
+import hashlib
+import json
 import os
 import shutil
 import time
@@ -10,9 +12,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from llama_ft.errors import RunFailure, UserError
+import xxhash
 
-BUILDING = ".building-"
+from llama_ft.errors import RunFailure, UserError
+from llama_ft.runtime.console import log
+
+BUILDING, CHECKSUMS = ".building-", "checksums.json"
 SECONDS_TO_LOCK, SECONDS_TO_GIVE_UP = 60.0, 86_400.0
 
 
@@ -28,8 +33,8 @@ def cache_dir() -> Path:
     return Path.home() / ".cache" / "llama_ft"
 
 
-def build_once(target: Path, marker: str, build: Callable[[Path], object]) -> Path:
-    """Return folder `target`, built by `build(temporary_folder)` when it is not there yet.
+def build_once(target: Path, build: Callable[[Path], object], verify: bool = True) -> Path:
+    """Return folder `target`, built by `build(temporary_folder)` when it is not there yet or is corrupted.
 
     The temporary folder is a sibling that is renamed when finished, so that nobody ever sees half a folder. When
     another process finishes first, its folder is taken and ours is thrown away. What killed builders have left behind
@@ -37,17 +42,24 @@ def build_once(target: Path, marker: str, build: Callable[[Path], object]) -> Pa
 
     Args:
         target: the folder wanted.
-        marker: file inside that `build` always writes; a folder that lacks it was damaged, and is built anew.
         build: fills an empty folder.
+        verify: compare the files of a finished folder with their checksums, which reads all of them.
 
     Raises:
         UserError: the cache cannot be written.
         RunFailure: its disk is full.
     """
-    if (target / marker).exists():
-        return target
+    if target.exists():
+        corrupted = _corrupted_file(target) if verify else None
+        if corrupted is None:
+            return target
+        log.warning(
+            f"{target}: {corrupted} is missing or corrupted. This directory of the cache is deleted and built again."
+        )
     temporary = target.parent / f"{BUILDING}{target.name}-{uuid.uuid4().hex[:8]}"
     try:
+        with suppress(FileNotFoundError):  # another process may delete it at the same time
+            shutil.rmtree(target)
         temporary.mkdir(parents=True)
     except OSError as error:
         raise UserError(
@@ -58,13 +70,16 @@ def build_once(target: Path, marker: str, build: Callable[[Path], object]) -> Pa
         with _locked(temporary):
             _remove_leftovers(target.parent)
             build(temporary)
-            for file in temporary.iterdir():
-                _sync(file)
-            _move_into_place(temporary, target, marker)
+            checksums = {str(file.relative_to(temporary)): _checksum(file) for file in _files(temporary)}
+            (temporary / CHECKSUMS).write_text(json.dumps(checksums, indent=2))
+            for file in _files(temporary):  # the name of a folder must not reach the disk before what is in it
+                with open(file, "rb") as opened:
+                    os.fsync(opened.fileno())
+            _move_into_place(temporary, target)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        written = sum(file.stat().st_size for file in temporary.iterdir())
+        written = sum(file.stat().st_size for file in _files(temporary))
         raise RunFailure(
             f"{target.parent}: the disk is full; {written / 2**20:,.0f} MiB were written, and are removed.\n"
             "The environment variable LLAMA_FT_CACHE names another place for the cache."
@@ -105,19 +120,31 @@ def _remove_leftovers(folder: Path) -> None:
                     shutil.rmtree(leftover, ignore_errors=True)
 
 
-def _sync(file: Path) -> None:
-    """The name of a folder must not reach the disk before what is in it."""
-    if file.is_file():
-        with open(file, "rb") as written:
-            os.fsync(written.fileno())
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
-def _move_into_place(temporary: Path, target: Path, marker: str) -> None:
+def _checksum(file: Path) -> str:
+    with open(file, "rb") as opened:
+        return hashlib.file_digest(opened, xxhash.xxh3_128).hexdigest()  # 6 GB/s where SHA-256 takes 0.9
+
+
+def _corrupted_file(folder: Path) -> str | None:
+    """Find a file that is not as it was written, or missing. Files that others have put there do not matter."""
+    name = CHECKSUMS
+    try:
+        for name, checksum in json.loads((folder / CHECKSUMS).read_bytes()).items():
+            if _checksum(folder / name) != checksum:
+                return name
+    except (OSError, ValueError):
+        return name
+    return None
+
+
+def _move_into_place(temporary: Path, target: Path) -> None:
     """Rename, unless a finished folder is there by now."""
-    if target.exists() and not (target / marker).exists():
-        shutil.rmtree(target, ignore_errors=True)
     try:
         temporary.rename(target)
     except OSError:
-        if not (target / marker).exists():  # otherwise another process was faster, and its folder is as good
+        if _corrupted_file(target):  # otherwise another process was faster, and its folder is as good
             raise

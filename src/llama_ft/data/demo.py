@@ -18,7 +18,7 @@ from llama_ft.data.demo_rows import write_demo_rows
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-VERSION = 2
+VERSION = 3
 VOCABULARY_SIZE = 8192
 SEED = 0
 BOS, END_OF_TURN, PAD = "<|begin|>", "<|end|>", "<|pad|>"
@@ -59,7 +59,7 @@ def build_demo(cache: Path) -> Demo:
     Returns:
         The paths of the model folder and of both .jsonl files.
     """
-    folder = build_once(cache / f"demo-py{platform.python_version()}-v{VERSION}", "demo.json", _build)
+    folder = build_once(cache / f"demo-py{platform.python_version()}-v{VERSION}", _build)
     facts = json.loads((folder / "demo.json").read_text())
     about_model = f"demo model: a Llama of {facts['parameters'] / 1e6:.1f} M parameters in {folder / 'model'}"
     about_rows = (

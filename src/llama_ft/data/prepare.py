@@ -108,6 +108,7 @@ def prepare(
     vocabulary_size: int | None = None,
     add_tokens: bool = False,
     use: Split = "train",
+    verify: bool = True,
 ) -> TokenizedData:
     """Tokenize what `config` names, or take it from the cache.
 
@@ -123,6 +124,7 @@ def prepare(
         vocabulary_size: of the model; a tokenizer may have ids beyond it as long as no row does. None: not checked.
         add_tokens: the model gets rows for special tokens that the chat template writes and the tokenizer lacks.
         use: what the rows of config.dataset, which come as `train`, are for: validation takes the split meant for it.
+        verify: compare what is in the cache with its checksums; one process of a node does.
 
     Raises:
         UserError: the data cannot be used; several bad rows are reported together.
@@ -145,7 +147,7 @@ def prepare(
     folder = cache / "tokenized" / _key(to_build or job, encoder)
     if to_build is not None:
         processes = config.tokenize_processes or cores()
-        build_once(folder, "meta.json", lambda temporary: _build(temporary, to_build, encoder, processes))
+        build_once(folder, lambda temporary: _build(temporary, to_build, encoder, processes), verify)
         report = BuildReport.load(folder / "meta.json")
         if stream is not None:
             report.train, report.validation = streamed, report.train

@@ -66,6 +66,7 @@ def measure(
             vocabulary_size=None if may_grow else vocabulary,
             add_tokens=may_grow,
             use=split or "train",
+            verify=job.local_rank == 0,
         )
     rows = tokenized.train if split else tokenized.validation
     counted = tokenized.report.train if split else tokenized.report.validation
