@@ -83,10 +83,12 @@ def test_rows_on_disk_are_what_the_encoder_makes_of_each_row(
     llama3: PreTrainedTokenizerFast, tmp_path: Path, odd_rows: Path
 ) -> None:
     data = prepared(odd_rows, llama3, tmp_path, 3, truncation="split", skip_bad_rows=True)
-    encoder, expected = Encoder(llama3, 40, "split"), []
+    encoder, expected, whole = Encoder(llama3, 40, "split"), [], []
     for number, line in enumerate(odd_rows.read_text().splitlines(), start=1):
         if line != "{" and "output" in (row := json.loads(line)):
             expected += [(f"{odd_rows}:{number}", piece) for piece in encoder.encode(row, "alpaca")]
+            [uncut] = Encoder(llama3, 10_000).encode(row, "alpaca")
+            whole.append(len(uncut.input_ids))
     expected = [(place, it) for place, it in expected if any(label != -100 for label in it.labels[1:])]
     assert data.train["source"][:] == [place for place, _ in expected]
     assert data.train["input_ids"][:] == [piece.input_ids for _, piece in expected]
@@ -95,7 +97,24 @@ def test_rows_on_disk_are_what_the_encoder_makes_of_each_row(
     assert data.train["target_tokens"][:] == counts
     assert data.report.train.tokens == sum(len(piece.input_ids) for _, piece in expected)
     assert data.report.train.target_tokens == sum(counts)
-    assert data.report.train.rows == sum(data.report.train.histogram) == len(expected)
+    assert data.report.train.rows == len(expected)
+    assert data.report.train.tokens_before == sum(whole) and sum(data.report.train.histogram) == len(whole)
+    assert data.report.train.lengths == [sorted(whole)[len(whole) // 2], *data.report.train.lengths[1:2], max(whole)]
+
+
+@pytest.mark.parametrize("truncation", ["right", "left", "drop", "split"])
+def test_lengths_are_those_before_truncation_and_the_share_of_lost_tokens_is_printed(
+    llama3: PreTrainedTokenizerFast, tmp_path: Path, truncation: str
+) -> None:
+    """Ten rows of 15 tokens, one of 94, and one of 72 whose answer is at its end."""
+    rows = [*pairs(10), {"instruction": "Hi 0", "output": "yes" * 40}, {"instruction": "Hi" * 60, "output": "yes"}]
+    data = prepared(write(tmp_path / "my.jsonl", rows), llama3, tmp_path, 1, truncation=truncation)
+    train = data.report.train
+    assert train.tokens_before == 10 * 15 + 94 + 72 and train.lengths == [15, 72, 94]
+    lost = {"right": 94 - 40 + 72, "left": 94 - 40 + 72 - 40, "drop": 94 + 72, "split": 40 - 1}[truncation]
+    assert train.lost_tokens == lost
+    assert f"training: {lost / 316:.1%} of the tokens are lost, {lost} of 316" in data.summary
+    assert data.summary[0].endswith("tokens a row before truncation, 15 to 94")
 
 
 def test_bad_rows_are_told_in_their_order(llama3: PreTrainedTokenizerFast, tmp_path: Path, odd_rows: Path) -> None:
@@ -219,11 +238,12 @@ def test_table_of_a_mix(llama3: PreTrainedTokenizerFast, tmp_path: Path, monkeyp
     config = DataConfig(dataset=mix, validation="held.jsonl", skip_bad_rows=True)
     data = prepare(config, llama3, context_length=40, cache=tmp_path, want_validation=True)
     assert data.summary == [
-        "            rows  tokens  trained on  median  95 %  longest  tokens a row, 15 to 40",
-        "training      14     314         132      15    40       40  █▂           ▄",
-        "  a.jsonl     10     250         120      15    40       40  █            ▆",
-        "  b.jsonl      4      64          12      17    17       17  ██",
+        "            rows  tokens  trained on  median  95 %  longest  tokens a row before truncation, 15 to 94",
+        "training      14     314         132      17    94       94  █          ▂ ▄",
+        "  a.jsonl     10     250         120      72    94       94  █          ▃ ▆",
+        "  b.jsonl      4      64          12      17    17       17  █",
         "validation     2      30           4      15    15       15  █",
+        "training: 53.4% of the tokens are lost, 360 of 674",
         "training: 6 rows are cut at --context_length 40",
         "training: 2 rows are left out, nothing to train on within --context_length 40: a.jsonl:4; ...",
         "training: 2 rows are the same as an earlier one, token for token",

@@ -166,7 +166,8 @@ def tokens(make_tokenizer: MakeTokenizer) -> Callable[..., str]:
         special = TOKENS[template]
         named = {"bos_token": "<s>", "eos_token": "</s>"}
         tokenizer = make_tokenizer(special, template, **{key: it for key, it in named.items() if it in special})
-        [encoded] = Encoder(tokenizer, 10_000, labels=labels).encode_messages(messages, tools)
+        row = {"messages": messages, "tools": tools}
+        [encoded] = Encoder(tokenizer, 10_000, labels=labels).encode(row, "messages")
         assert all(label in (-100, token) for token, label in zip(encoded.input_ids, encoded.labels, strict=True))
         names = tokenizer.convert_ids_to_tokens(encoded.input_ids)
         trained = [label != -100 for label in encoded.labels]
@@ -425,7 +426,7 @@ def test_a_built_in_template_is_taken_by_name(make_tokenizer: MakeTokenizer, nam
 
 def test_chatml_begins_with_the_bos_that_the_tokenizer_adds(llama3: PreTrainedTokenizerFast) -> None:
     ensure_chat_template(llama3, "chatml", add_tokens=True)
-    [encoded] = Encoder(llama3, 100).encode_messages(ONE)
+    [encoded] = Encoder(llama3, 100).encode({"messages": ONE}, "messages")
     assert encoded.input_ids.count(llama3.bos_token_id) == 1
     assert encoded.input_ids[0] == llama3.bos_token_id
 
@@ -502,7 +503,7 @@ def test_a_template_without_its_tokens_is_refused_unless_they_may_be_added(
     assert "new tokens: <|im_start|>, <|im_end|>" in ensure_chat_template(plain, wanted, add_tokens=True)
     assert len(plain) == before + 2
     assert plain.eos_token == "<|im_end|>"  # what ends an answer has to end generation
-    [encoded] = Encoder(plain, 100).encode_messages(ONE)
+    [encoded] = Encoder(plain, 100).encode({"messages": ONE}, "messages")
     assert plain.convert_ids_to_tokens([label for label in encoded.labels if label != -100]) == ["yes", "<|im_end|>"]
 
 

@@ -75,7 +75,8 @@ class SplitWriter:
         # Of every row 14 bytes: a million take 14 MB.
         self._lengths: list[numpy.ndarray] = [numpy.zeros(0, numpy.int32)]
         self._parts: list[numpy.ndarray] = [numpy.zeros(0, numpy.int16)]
-        self._part_names, self._targets_of_parts = parts, numpy.zeros(max(1, len(parts)))
+        # Of each part: rows, tokens and target tokens written.
+        self._part_names, self._counts_of_parts = parts, numpy.zeros((3, max(1, len(parts))))
         self._repeats, self._last_row = 0, ("", 0)
         self._digests: list[numpy.ndarray] = [numpy.zeros(0, numpy.uint64)]
         self._checksums = {name: xxhash.xxh3_128() for name in ("lengths", "input_ids", "labels")}
@@ -92,6 +93,11 @@ class SplitWriter:
         """
         statistics, trained = self.statistics, numpy.zeros(len(mine), dtype=bool)
         trained[encoded.row_of_piece] = True
+        usable = mine & (encoded.pieces >= 0)
+        self._lengths.append(encoded.row_tokens[usable])
+        self._parts.append(numpy.array(chunk.parts, dtype=numpy.int16)[usable])
+        statistics.lost_tokens += int(encoded.lost_tokens[usable].sum())
+        statistics.tokens_before += int(encoded.row_tokens[usable].sum())
         statistics.truncated += int((encoded.truncated & mine).sum())
         statistics.dropped += int(((encoded.pieces == 0) & mine).sum())
         statistics.split += int(((encoded.pieces > 1) & mine).sum())
@@ -110,9 +116,8 @@ class SplitWriter:
         lengths, targets = encoded.lengths[kept], encoded.target_tokens[kept]
         self._write(encoded.input_ids[tokens], encoded.labels[tokens], lengths, targets, places)
         of_part = numpy.array(chunk.parts, dtype=numpy.int16)[encoded.row_of_piece[kept]]
-        self._lengths.append(lengths)
-        self._parts.append(of_part)
-        self._targets_of_parts += numpy.bincount(of_part, targets, len(self._targets_of_parts))
+        for counts, each in zip(self._counts_of_parts, (None, lengths, targets), strict=True):
+            counts += numpy.bincount(of_part, each, len(counts))
         self._digests.append(encoded.digests[kept])
         rows = list(zip(chunk.places, encoded.content.tolist(), strict=True))
         before = [self._last_row, *rows[:-1]]  # a mix takes some rows several times, one after the other
@@ -149,7 +154,7 @@ class SplitWriter:
 
     @property
     def lengths(self) -> numpy.ndarray:
-        """Tokens of each row written."""
+        """Tokens of each row before truncation."""
         return numpy.concatenate(self._lengths)
 
     @property
@@ -172,7 +177,8 @@ class SplitWriter:
         self.statistics.measure(lengths, edges)
         for number, name in enumerate(self._part_names):
             mine = lengths[parts == number]
-            part = SplitStatistics(len(mine), int(mine.sum()), int(self._targets_of_parts[number]))
+            rows, tokens, targets = map(int, self._counts_of_parts[:, number])
+            part = SplitStatistics(rows, tokens, targets)
             part.measure(mine, edges)
             self.statistics.parts[name if name not in self.statistics.parts else f"{name} ({number + 1})"] = part
 

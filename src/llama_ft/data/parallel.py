@@ -62,6 +62,7 @@ class EncodedChunk:
         input_ids: int32, of all pieces one after the other; labels: the same.
         pieces: [rows] before those without a target were left out; 0: dropped, -1: a bad row.
         truncated: [rows] whether a part was cut off.
+        row_tokens: [rows] before truncation; 0 of a bad row.
         content: [rows] hash of the row itself, see `content_hash`.
         problems: row -> what is wrong with it.
     """
@@ -74,8 +75,15 @@ class EncodedChunk:
     labels: numpy.ndarray
     pieces: numpy.ndarray
     truncated: numpy.ndarray
+    row_tokens: numpy.ndarray
     content: numpy.ndarray
     problems: dict[int, str]
+
+    @property
+    def lost_tokens(self) -> numpy.ndarray:
+        """[rows] Tokens that no piece has. Pieces of one row share tokens, so they may have more than the row."""
+        kept = numpy.bincount(self.row_of_piece, self.lengths, len(self.row_tokens))
+        return (self.row_tokens - kept.astype(numpy.int64)).clip(0)
 
 
 def content_hash(row: Row) -> int:
@@ -111,6 +119,7 @@ def encode_chunk(rows: list[bytes], encoder: Encoder) -> EncodedChunk:
     encoded: list[Encoded] = []
     row_of_piece, problems = [], {}
     pieces = numpy.full(len(rows), -1, dtype=numpy.int32)
+    row_tokens = numpy.zeros(len(rows), dtype=numpy.int32)
     content = numpy.zeros(len(rows), dtype=numpy.uint64)
     truncated = numpy.zeros(len(rows), dtype=bool)
     for number, packed in enumerate(rows):
@@ -119,11 +128,12 @@ def encode_chunk(rows: list[bytes], encoder: Encoder) -> EncodedChunk:
             if isinstance(row, BadRow):
                 raise row
             content[number] = content_hash(row)
-            made = encoder.encode(row, row_format)
+            whole = encoder.tokenize(row, row_format)
+            made = encoder.fit(*whole)
         except (BadRow, RecursionError) as problem:
             problems[number] = str(problem)
             continue
-        pieces[number] = len(made)
+        pieces[number], row_tokens[number] = len(made), len(whole[0])
         truncated[number] = any(piece.truncated for piece in made)
         encoded += made
         row_of_piece += [number] * len(made)
@@ -153,6 +163,7 @@ def encode_chunk(rows: list[bytes], encoder: Encoder) -> EncodedChunk:
         labels=labels[tokens_kept],
         pieces=pieces,
         truncated=truncated,
+        row_tokens=row_tokens,
         content=content,
         problems=problems,
     )

@@ -67,7 +67,7 @@ class TokenizedData:
 
     @property
     def longest_row(self) -> int | None:
-        """Tokens of the longest training row; None with streaming."""
+        """Tokens of the longest training row before truncation; None with streaming."""
         return self.report.train.lengths[-1] if self.report.train.lengths else None
 
     @property

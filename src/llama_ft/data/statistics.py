@@ -23,14 +23,16 @@ class SplitStatistics:
         rows: rows written; of one that was split, its pieces.
         tokens: their tokens.
         target_tokens: those that count in the loss.
+        lost_tokens: tokens of rows that were cut off, or of rows left out as too long or without_target.
+        tokens_before: tokens of all rows of the data but bad ones, before truncation.
         truncated: rows of the data of which a part was cut off, whether written or without_target.
         dropped: rows left out as they are longer than context_length.
         split: rows that became several.
         without_target: rows left out as nothing of them would be trained on.
         first_without_target: places of the first of them.
         copies: rows that repeat an earlier one, token for token.
-        lengths: tokens of a row: the median, the 95th percentile and the largest.
-        histogram: rows by length, see `BuildReport.edges`.
+        lengths: tokens of a row before truncation: the median, the 95th percentile and the largest.
+        histogram: rows by length before truncation, see `BuildReport.edges`.
         largest_id: the largest token id.
         largest_id_at: the place of the first row that holds it.
         fingerprint: a checksum of all tokens and labels, in order.
@@ -40,6 +42,8 @@ class SplitStatistics:
     rows: int = 0
     tokens: int = 0
     target_tokens: int = 0
+    lost_tokens: int = 0
+    tokens_before: int = 0
     truncated: int = 0
     dropped: int = 0
     split: int = 0
@@ -54,7 +58,7 @@ class SplitStatistics:
     parts: dict[str, "SplitStatistics"] = field(default_factory=dict)
 
     def measure(self, lengths: numpy.ndarray, edges: Sequence[float]) -> None:
-        """Fill in `lengths` and `histogram` from the tokens of each row."""
+        """Fill in `lengths` and `histogram` from the tokens of each row before truncation."""
         if len(lengths):
             self.lengths = [int(numpy.percentile(lengths, q, method="nearest")) for q in (50, 95, 100)]
         self.histogram = numpy.histogram(lengths, edges)[0].tolist()
@@ -138,7 +142,7 @@ def describe(report: BuildReport, context_length: int, want_validation: bool, pl
 
 def _table(splits: dict[str, SplitStatistics], edges: Sequence[float], bars: str) -> list[str]:
     table = [["", *HEADINGS]]
-    shapes = [f"tokens a row, {edges[0]:.0f} to {edges[-1] - 1:.0f}"]
+    shapes = [f"tokens a row before truncation, {edges[0]:,.0f} to {edges[-1] - 1:,.0f}"]
     for name, split in splits.items():
         parts = split.parts if len(split.parts) > 1 else {}
         for title, one in {name: split, **{_short(part): one for part, one in parts.items()}}.items():
@@ -167,6 +171,9 @@ def _bars(counts: Sequence[int], bars: str) -> str:
 def _notes(split: SplitStatistics, context_length: int) -> list[str]:
     limit = f"--context_length {context_length}"
     notes = []
+    if split.lost_tokens:
+        share = split.lost_tokens / split.tokens_before
+        notes.append(f"{share:.1%} of the tokens are lost, {split.lost_tokens:,} of {split.tokens_before:,}")
     if split.truncated:
         notes.append(f"{_rows(split.truncated)} cut at {limit}")
     if split.dropped:

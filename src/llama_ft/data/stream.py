@@ -204,13 +204,14 @@ class StreamedRows:
 
     def _pass(self, epoch: int, number: int, first_chunk: int) -> Generator[Window, None, None]:
         bad, rows, at = BadRows(self._config.skip_bad_rows), Gathered(), first_chunk
-        cut = dropped = empty = 0
+        cut = dropped = empty = lost = tokens = 0
         with closing(self._exchanged(first_chunk)) as exchanged:
             for item in exchanged:
                 bad.note_chunk(*item)
                 encoded = item[1]
                 self._check_ids(encoded)
                 cut, dropped = cut + int(encoded.truncated.sum()), dropped + int((encoded.pieces == 0).sum())
+                lost, tokens = lost + int(encoded.lost_tokens.sum()), tokens + int(encoded.row_tokens.sum())
                 empty += int((encoded.pieces > 0).sum()) - len(numpy.unique(encoded.row_of_piece))
                 if rows.count >= self._config.shuffle_buffer:
                     yield Window(epoch, first_chunk, number, False, rows.dataset())
@@ -224,7 +225,9 @@ class StreamedRows:
             raise UserError(f"{self._source.name}: {NO_ROW}")
         counts = {"cut": cut, "left out as too long": dropped, "without anything to train on": empty}
         counts[f"left out as bad, the first: {'; '.join(bad.first)}"] = bad.count
-        if told := [f"{count:,} {what}" for what, count in counts.items() if count]:
+        told = [f"{count:,} {what}" for what, count in counts.items() if count]
+        told += [f"{lost / tokens:.1%} of the tokens lost"] if lost else []
+        if told:
             log.warning(
                 f"rows of {self._source.name} at --context_length {self._encoder.context_length}: {'; '.join(told)}"
             )

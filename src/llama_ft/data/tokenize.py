@@ -107,10 +107,11 @@ class Encoder:
         return None
 
     def encode(self, row: Row, row_format: RowFormat) -> list[Encoded]:
-        """Turn a row of data into tokens and labels.
+        """Turn a row of data into tokens and labels, at most context_length of them; see `tokenize` and `fit`."""
+        return self.fit(*self.tokenize(row, row_format))
 
-        Returns:
-            The row; several pieces of it with truncation split; [] where it is dropped.
+    def tokenize(self, row: Row, row_format: RowFormat) -> tuple[list[int], list[int]]:
+        """Turn a row of data into tokens and labels, however long it is.
 
         Raises:
             BadRow: the row is not as its format demands, or the chat template cannot take it.
@@ -118,31 +119,21 @@ class Encoder:
         """
         if row_format == "tokenized":
             self._expect_labels(row_format, "auto")
-            return self.fit(*formats.token_row(row, self._vocabulary_size))
+            return formats.token_row(row, self._vocabulary_size)
         if row_format == "text":
             self._expect_labels(row_format, "auto", "all")
-            return self.encode_text("", formats.plain_text(row))
+            return self._tokenize_text("", formats.plain_text(row))
         if row_format == "prompt_completion" and not isinstance(pair := formats.prompt_completion(row), list):
-            return self.encode_text(*pair)
+            return self._tokenize_text(*pair)
         messages = self.messages(row, row_format)
         assert messages is not None
-        return self.encode_messages(messages, formats.tools_of(row))
+        # The template writes all special tokens, BOS among them.
+        return self._tokenize(*self._renderer.render(messages, formats.tools_of(row)))
 
-    def encode_messages(self, messages: list[Message], tools: list[dict[str, Any]] | None = None) -> list[Encoded]:
-        """Turn a chat into tokens and labels. The template writes all special tokens, BOS among them.
-
-        Raises:
-            BadRow: the chat template cannot take it, or it holds what is no Unicode text.
-        """
-        return self.fit(*self._tokenize(*self._renderer.render(messages, tools)))
-
-    def encode_text(self, prompt: str, completion: str) -> list[Encoded]:
+    def _tokenize_text(self, prompt: str, completion: str) -> tuple[list[int], list[int]]:
         """Turn text without a chat into BOS (where the tokenizer adds one), prompt, completion and EOS.
 
         Tokens are those of the joined text, so that the completion begins with the token it has in running text.
-
-        Raises:
-            BadRow: it holds what is no Unicode text.
         """
         start = 0 if self.labels == "all" else len(prompt)
         text = prompt + completion
@@ -152,10 +143,10 @@ class Encoder:
         end = self.tokenizer.eos_token_id
         if isinstance(end, int) and input_ids[-1:] != [end]:
             input_ids, labels = [*input_ids, end], [*labels, end]
-        return self.fit(input_ids, labels)
+        return input_ids, labels
 
     def fit(self, input_ids: list[int], labels: list[int]) -> list[Encoded]:
-        """Bring a row to context_length.
+        """Bring a row to context_length: one piece or, with truncation split, several; [] where it is dropped.
 
         right keeps its beginning, left its end, drop none of it. split makes pieces that overlap by one token: a
         piece's first token is context only, as nothing predicts it there, and the piece before has trained it. So

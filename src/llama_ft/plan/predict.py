@@ -46,7 +46,7 @@ class PlanRequest:
         world_size: ranks.
         local_world_size: ranks of a node.
         device: what they compute on.
-        longest_row: tokens of the longest row, for padded batches; None: context_length.
+        longest_row: tokens of the longest row, which may be truncated, for padded batches; None: context_length.
         new_tokens: that the model gets rows for.
         target_share: of the tokens, how many count in the loss.
         size: packs, or rows, that there are; None: enough.

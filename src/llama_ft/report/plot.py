@@ -230,9 +230,9 @@ def histogram(counts: Sequence[int], edges: Sequence[float], name: str, colour: 
         if n % 3 == 0 or n == len(counts) - 1 and n % 3 == 2:
             parts.append(f'<text x="{10 + n * step + 1:.1f}" y="{height - 9}">{number(low)}</text>')
     return Markup(
-        f'<figure class="histogram"><figcaption><b>{_text(name)}</b> <span class="muted">tokens a row; the highest bar '
-        f'is {most:,} rows</span></figcaption><svg viewBox="0 0 {width} {height}" role="img" aria-label="'
-        f'{_text(name)}: rows by tokens">{"".join(parts)}</svg></figure>'
+        f'<figure class="histogram"><figcaption><b>{_text(name)}</b> <span class="muted">tokens a row before '
+        f'truncation; the highest bar is {most:,} rows</span></figcaption><svg viewBox="0 0 {width} {height}" '
+        f'role="img" aria-label="{_text(name)}: rows by tokens">{"".join(parts)}</svg></figure>'
     )
 
 
