@@ -13,6 +13,7 @@ import pyarrow.feather
 import pyarrow.parquet
 import pytest
 
+from llama_ft.data import files
 from llama_ft.data.files import WINDOW, rows_of_file
 from llama_ft.data.formats import BadRow
 from llama_ft.errors import UserError
@@ -291,6 +292,21 @@ def test_row_of_30_mb_takes_a_few_times_its_size(tmp_path: Path, name: str) -> N
     tracemalloc.stop()
     assert not isinstance(first, BadRow) and len(first["text"]) == size
     assert peak < 7 * size
+
+
+@pytest.mark.parametrize("name", ["my.json", "my.jsonl.gz", "my.csv.gz"])
+def test_a_line_without_end_is_not_read_whole(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "LONGEST_LINE", 2**20)
+    start = '[{"text": "' if name == "my.json" else "text\n" if name == "my.csv.gz" else '{"text": "'
+    text = start + "x" * 50_000_000
+    path = written(tmp_path / name, gzip.compress(text.encode(), 1) if name.endswith(".gz") else text)
+    del text
+    tracemalloc.start()
+    with pytest.raises(UserError, match="has over 1,048,576 (bytes|characters)"):
+        list(rows_of_file(path))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 16 * 2**20
 
 
 def test_big_rows_of_parquet_are_turned_into_objects_few_at_a_time(tmp_path: Path) -> None:

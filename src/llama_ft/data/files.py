@@ -8,6 +8,7 @@ import codecs
 import csv
 import gzip
 import io
+import itertools
 import json
 import re
 import zlib
@@ -28,7 +29,7 @@ from llama_ft.network import no_answer
 
 Place = str
 Rows = Iterator[tuple[Place, Row | BadRow]]
-LARGEST_CSV_FIELD = 2**31 - 1  # bytes; Python's own limit of 131,072 is shorter than many chats
+LONGEST_LINE = 2**27  # bytes; 10 million characters, the longest text of a row, take at most 120 million as JSON
 WINDOW = 2**20  # characters of a JSON array read at a time, at least
 LONGEST_JSON_TOKEN = 16  # \ud83d\ude00 has 12 characters: an error nearer to the end may be what is cut off there
 BATCH_BYTES = 2**24  # of a columnar file turned into Python objects at a time
@@ -92,11 +93,22 @@ def _json_rows(name: str) -> Rows:
         if file.peek(64).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
             yield from _array_rows(_ArrayText(name, file))
             return
-        for number, line in enumerate(file, start=1):
+        for number, line in enumerate(_lines(name, file), start=1):
             if number == 1:
                 line = line.removeprefix(codecs.BOM_UTF8)
             if line.strip():
                 yield f"{name}:{number}", _row_of_line(line)
+
+
+def _lines(name: str, file: io.BufferedReader) -> Iterator[bytes]:
+    """The lines of a file. One of 1 GiB takes 1 MiB in a .gz: it is not read whole."""
+    for number in itertools.count(1):
+        line = file.readline(LONGEST_LINE + 1)
+        if len(line) > LONGEST_LINE:
+            raise UserError(f"{name}:{number}: the line has over {LONGEST_LINE:,} bytes.\nExpected shorter rows.")
+        if not line:
+            return
+        yield line
 
 
 def _row_of_line(line: bytes) -> Row | BadRow:
@@ -166,6 +178,8 @@ class _ArrayText:
         """Forget what is behind, and read as much again as is ahead; False at the end of the file."""
         self.line()
         ahead = self._text[self._position :]
+        if len(ahead) > LONGEST_LINE:
+            raise self.malformed(f"the row has over {LONGEST_LINE:,} characters")
         data = self._file.read(max(WINDOW, len(ahead)))
         try:
             more = self._utf8.decode(data, final=not data)
@@ -207,7 +221,9 @@ def _refuse_constant(name: str) -> None:
 
 
 def _csv_rows(name: str) -> Rows:
-    csv.field_size_limit(LARGEST_CSV_FIELD)  # of the process: set back, it would hit another file that is being read
+    # Python's own limit of 131,072 is shorter than many chats. It is one of the process: set back, it would hit another
+    # file that is being read.
+    csv.field_size_limit(LONGEST_LINE)
     row_number = 0
     try:
         with _opened(name) as file:
@@ -225,7 +241,7 @@ def _csv_rows(name: str) -> Rows:
 
 
 def _decoded_lines(name: str, file: io.BufferedReader) -> Iterator[str]:
-    for number, line in enumerate(file, start=1):
+    for number, line in enumerate(_lines(name, file), start=1):
         try:
             yield line.decode("utf-8-sig" if number == 1 else "utf-8")
         except UnicodeDecodeError as error:
