@@ -114,7 +114,7 @@ def test_lengths_are_those_before_truncation_and_the_share_of_lost_tokens_is_pri
     lost = {"right": 94 - 40 + 72, "left": 94 - 40 + 72 - 40, "drop": 94 + 72, "split": 40 - 1}[truncation]
     assert train.lost_tokens == lost
     assert f"training: {lost / 316:.1%} of the tokens are lost, {lost} of 316" in data.summary
-    assert data.summary[0].endswith("tokens a row before truncation, 15 to 94")
+    assert data.summary[1].endswith("tokens a row before truncation, 15 to 94")
 
 
 def test_bad_rows_are_told_in_their_order(llama3: PreTrainedTokenizerFast, tmp_path: Path, odd_rows: Path) -> None:
@@ -238,6 +238,7 @@ def test_table_of_a_mix(llama3: PreTrainedTokenizerFast, tmp_path: Path, monkeyp
     config = DataConfig(dataset=mix, validation="held.jsonl", skip_bad_rows=True)
     data = prepare(config, llama3, context_length=40, cache=tmp_path, want_validation=True)
     assert data.summary == [
+        "a.jsonl, b.jsonl, held.jsonl: format alpaca, columns instruction, output",
         "            rows  tokens  trained on  median  95 %  longest  tokens a row before truncation, 15 to 94",
         "training      14     314         132      17    94       94  █          ▂ ▄",
         "  a.jsonl     10     250         120      72    94       94  █          ▃ ▆",

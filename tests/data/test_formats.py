@@ -62,6 +62,19 @@ def test_wrong_columns_are_listed_with_what_is_expected(columns: set[str], wante
         ({"instruction": "Hi", "output": " "}, '"output" is empty; expected the answer as text.'),
         ({"instruction": "Hi", "output": 5}, '"output" is 5; expected the answer as text.'),
         ({"instruction": "Hi", "output": "yes", "input": ["a"]}, '"input" is a list of 1; expected text.'),
+        ({"instruction": "Hi", "output": "yes", "system": 5}, '"system.content" is 5; expected text.'),
+        (
+            {"instruction": "Hi", "output": "yes", "history": [["Hi"]]},
+            '"history" is a list of 1; expected a list of pairs of question and answer.',
+        ),
+        (
+            {"instruction": "Hi", "output": "yes", "history": "no"},
+            '"history" is "no"; expected pairs of question and answer as JSON.',
+        ),
+        (
+            {"instruction": "Hi", "output": "yes", "history": [["Hi", ""]]},
+            '"history[0][1].content" is empty; expected what the assistant says.',
+        ),
     ],
 )
 def test_what_is_wrong_in_an_alpaca_row(row: dict, text: str) -> None:
@@ -243,6 +256,30 @@ def test_what_is_wrong_in_sharegpt_turns(turns: object, text: str) -> None:
     with pytest.raises(BadRow) as caught:
         sharegpt_messages({"conversations": turns})
     assert str(caught.value) == text
+
+
+@pytest.mark.parametrize("history", [[["A", "B"], ["C", "D"]], '[["A", "B"], ["C", "D"]]'])
+def test_system_and_history_of_alpaca_rows_are_turns(history: object) -> None:
+    row = {"instruction": "Hi", "input": "", "output": "yes", "system": "Be brief.", "history": history}
+    turns = [said("user", "A"), said("assistant", "B"), said("user", "C"), said("assistant", "D"), USER, ANSWER]
+    assert alpaca_messages(row) == [said("system", "Be brief."), *turns]
+    assert alpaca_messages({**row, "system": " ", "history": ""}) == [USER, ANSWER]
+    assert alpaca_messages({**row, "system": None, "history": None}) == [USER, ANSWER]
+
+
+def test_a_system_column_is_the_system_turn_of_a_chat_that_has_none() -> None:
+    brief, own = said("system", "Be brief."), said("system", "Be kind.")
+    turns = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "yes"}]
+    assert sharegpt_messages({"system": "Be brief.", "conversations": turns}) == [brief, USER, ANSWER]
+    first = {"from": "system", "value": "Be kind."}
+    assert sharegpt_messages({"system": "Be brief.", "conversations": [first, *turns]}) == [own, USER, ANSWER]
+    assert chat_messages({"system": "Be brief.", "messages": [USER, ANSWER]}) == [brief, USER, ANSWER]
+    assert chat_messages({"system": "Be brief.", "messages": [own, USER, ANSWER]}) == [own, USER, ANSWER]
+    assert chat_messages({"system": "", "messages": [USER, ANSWER]}) == [USER, ANSWER]
+    row = {"system": "Be brief.", "prompt": [USER, ANSWER, USER], "completion": [ANSWER]}
+    assert prompt_completion(row) == [brief, USER, {**ANSWER, "weight": 0}, USER, ANSWER]
+    row = {"system": "Be brief.", "prompt": "Hi ", "completion": "yes"}
+    assert prompt_completion(row) == ("Be brief.\n\nHi ", "yes")
 
 
 def test_prompt_and_completion_are_texts_or_one_chat_whose_completion_alone_is_trained_on() -> None:

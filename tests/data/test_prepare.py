@@ -46,7 +46,8 @@ def test_rows_come_out_as_tokens_labels_counts_and_places(llama3: PreTrainedToke
     assert data.train.features["input_ids"].feature.dtype == "int32"
     assert data.validation is None
     assert "no validation data: --validation FILE or --validation 0.05" in data.summary
-    assert data.summary[1].split()[:4] == ["training", "3", "45", "6"]
+    assert data.summary[0] == f"{path}: format alpaca, columns instruction, output"
+    assert data.summary[2].split()[:4] == ["training", "3", "45", "6"]
 
 
 def test_demo_brings_its_own_validation_rows(demo: Demo, demo_cache: Path) -> None:
@@ -167,6 +168,24 @@ def test_empty_validation_names_the_way_out(llama3: PreTrainedTokenizerFast, tmp
     empty = write_rows(tmp_path / "empty.jsonl", [])
     with pytest.raises(UserError, match="empty.jsonl: holds no rows.\n *Expected a larger fraction"):
         prepared(path, llama3, tmp_path / "cache", validation=str(empty))
+
+
+def test_formats_and_the_columns_that_are_used_and_ignored_are_printed(
+    llama3: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    """Of all parts and the validation rows, those with the same columns in one line."""
+    rows = [{**row, "system": "Be brief.", "id": 1} for row in pairs(2)]
+    first, second = write_rows(tmp_path / "a.jsonl", rows), write_rows(tmp_path / "b.jsonl", rows)
+    chats = [{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "no"}]}]
+    third = write_rows(tmp_path / "c.jsonl", [{**chat, "text": "Hi", "id": 1} for chat in chats])
+    mix: Any = [{"path": str(first)}, {"path": str(third)}]
+    config = DataConfig(dataset=mix, validation=str(second))
+    data = prepare(config, llama3, context_length=64, cache=tmp_path / "cache", want_validation=True)
+    assert data.summary[:2] == [
+        f"{first}, {second}: format alpaca, columns instruction, output, system; ignored: id",
+        f"{third}: format messages, columns messages; ignored: id, text",
+    ]
+    assert data.validation is not None and "Be brief." in llama3.decode(data.validation[0]["input_ids"])
 
 
 def test_tokenized_rows_leave_the_tokenizer_without_a_template(plain: PreTrainedTokenizerFast, tmp_path: Path) -> None:

@@ -19,10 +19,18 @@ REQUIRED_COLUMNS: dict[RowFormat, tuple[str, ...]] = {
     "text": ("text",),
     "tokenized": ("input_ids",),
 }
+OPTIONAL_COLUMNS: dict[RowFormat, tuple[str, ...]] = {
+    "alpaca": ("input", "system", "history", "tools"),
+    "messages": ("system", "tools"),
+    "sharegpt": ("system", "tools"),
+    "prompt_completion": ("system", "tools"),
+    "text": (),
+    "tokenized": ("labels", "attention_mask"),
+}
 EXPECTED = (
-    "Expected are instruction, output and optionally input (alpaca); messages, a list of turns of role and content;"
-    "\nconversations, turns of from and value (sharegpt); prompt and completion; text; or input_ids and optionally "
-    "labels (tokenized)."
+    "Expected are instruction, output and optionally input, system and history (alpaca); messages, a list of turns of "
+    "role\nand content; conversations, turns of from and value (sharegpt); prompt and completion; text; or input_ids "
+    "and\noptionally labels (tokenized)."
 )
 ROLES = ("system", "user", "assistant", "tool")
 SHAREGPT_ROLES = {
@@ -67,10 +75,10 @@ def find_format(dataset: str, columns: Collection[str], wanted: str) -> RowForma
 
 
 def alpaca_messages(row: Row, *, input_heading: str = "") -> list[Message]:
-    """Turn an alpaca row into a question and its answer.
+    """Turn an alpaca row into a question and its answer, after its system turn and earlier questions and answers.
 
     Args:
-        row: columns instruction, output and perhaps input.
+        row: columns instruction, output and perhaps input, system and history (pairs of question and answer).
         input_heading: text put before the input, such as `### Input:` and a line break.
 
     Raises:
@@ -83,7 +91,16 @@ def alpaca_messages(row: Row, *, input_heading: str = "") -> list[Message]:
         raise BadRow(f'"input" is {_shown(context)}; expected text.')
     if context and context.strip():
         instruction += f"\n\n{input_heading}{context}"
-    return [{"role": "user", "content": instruction}, {"role": "assistant", "content": answer}]
+    history = _parsed_if_text(row, "history", "pairs of question and answer") or []
+    if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
+        raise BadRow(f'"history" is {_shown(history)}; expected a list of pairs of question and answer.')
+    turns: list[tuple[str, Any]] = []
+    for number, (question, earlier) in enumerate(history):
+        turns.append((f"history[{number}][0]", {"role": "user", "content": question}))
+        turns.append((f"history[{number}][1]", {"role": "assistant", "content": earlier}))
+    turns.append(("instruction", {"role": "user", "content": instruction}))
+    turns.append(("output", {"role": "assistant", "content": answer}))
+    return _checked_chat(_with_system(row, turns))
 
 
 def chat_messages(row: Row) -> list[Message]:
@@ -96,7 +113,8 @@ def chat_messages(row: Row) -> list[Message]:
     Raises:
         BadRow: naming the turn and the field.
     """
-    return _checked_chat([(f"messages[{index}]", turn) for index, turn in enumerate(_turns(row, "messages"))])
+    turns = [(f"messages[{index}]", turn) for index, turn in enumerate(_turns(row, "messages"))]
+    return _checked_chat(_with_system(row, turns))
 
 
 def sharegpt_messages(row: Row) -> list[Message]:
@@ -116,11 +134,11 @@ def sharegpt_messages(row: Row) -> list[Message]:
             others = {key: value for key, value in turn.items() if key not in ("from", "value")}
             turn, keys = {**others, "role": role, "content": turn.get("value")}, ("from", "value")
         turns.append((place, turn))
-    return _checked_chat(turns, keys)
+    return _checked_chat(_with_system(row, turns), keys)
 
 
 def prompt_completion(row: Row) -> tuple[str, str] | list[Message]:
-    """Check a prompt and its completion.
+    """Check a prompt and its completion. A column system stands before a prompt of text, with a blank line between.
 
     Returns:
         Both texts; or, where both are lists of turns, one chat in which the assistant turns of the prompt have weight
@@ -130,8 +148,9 @@ def prompt_completion(row: Row) -> tuple[str, str] | list[Message]:
         BadRow: a column is missing, empty, or not of the same kind as the other.
     """
     if not isinstance(row.get("prompt"), list):
-        return _text(row, "prompt", "the prompt"), _text(row, "completion", "the completion")
-    turns = [(f"prompt[{index}]", turn) for index, turn in enumerate(_turns(row, "prompt"))]
+        system = "" if _is_blank(row.get("system")) else _text(row, "system", "the system prompt") + "\n\n"
+        return system + _text(row, "prompt", "the prompt"), _text(row, "completion", "the completion")
+    turns = _with_system(row, [(f"prompt[{index}]", turn) for index, turn in enumerate(_turns(row, "prompt"))])
     asked = len(turns)
     turns += [(f"completion[{index}]", turn) for index, turn in enumerate(_turns(row, "completion"))]
     messages = _checked_chat(turns)
@@ -157,9 +176,7 @@ def tools_of(row: Row) -> list[dict[str, Any]] | None:
     Raises:
         BadRow: the column holds something else.
     """
-    tools = row.get("tools")
-    if isinstance(tools, str):
-        tools = _parsed(tools, "tools", "a list of tools") if tools.strip() else None
+    tools = _parsed_if_text(row, "tools", "a list of tools")
     if not tools and (tools is None or isinstance(tools, list)):
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
@@ -172,6 +189,26 @@ def _parsed(text: str, place: str, wanted: str) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError):
         raise BadRow(f'"{place}" is {_shown(text)}; expected {wanted} as JSON.') from None
+
+
+def _parsed_if_text(row: Row, column: str, wanted: str) -> Any:
+    """A column as it is, or what its JSON text says: a .csv has nothing but text."""
+    value = row.get(column)
+    if not isinstance(value, str):
+        return value
+    return _parsed(value, column, wanted) if value.strip() else None
+
+
+def _is_blank(value: Any) -> bool:
+    return value is None or (isinstance(value, str) and not value.strip())
+
+
+def _with_system(row: Row, turns: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
+    """Put the column `system` before the turns of a chat that has no system turn of its own."""
+    system, first = row.get("system"), turns[0][1]
+    if _is_blank(system) or (isinstance(first, dict) and first.get("role") in ("system", "developer")):
+        return turns
+    return [("system", {"role": "system", "content": system}), *turns]
 
 
 def _turns(row: Row, column: str, fields: str = "role and content") -> list[Any]:

@@ -16,7 +16,7 @@ from llama_ft.config import DataConfig, as_fraction
 from llama_ft.data.build import BadRows, SplitWriter, report_on
 from llama_ft.data.cache import build_once
 from llama_ft.data.chat_template import ensure_chat_template
-from llama_ft.data.formats import BadRow, Message
+from llama_ft.data.formats import OPTIONAL_COLUMNS, REQUIRED_COLUMNS, BadRow, Message, find_format
 from llama_ft.data.parallel import ChunkEncoder, chunks_of
 from llama_ft.data.rate import Rate
 from llama_ft.data.sources import Source, Split, brings_validation, open_source
@@ -130,7 +130,8 @@ def prepare(
         UserError: the data cannot be used; several bad rows are reported together.
     """
     job = _plan(config, tokenizer, cache, want_validation, use)
-    has_template = config.chat_template or _has_chats(job)
+    has_chats, formats = _look_at_formats(job)
+    has_template = config.chat_template or has_chats
     note = ensure_chat_template(tokenizer, config.chat_template, add_tokens) if has_template else ""
     if not has_template and tokenizer.eos_token_id is None and not _is_tokenized(job):
         note = "the tokenizer has no EOS token: the model does not learn where to stop"
@@ -153,7 +154,7 @@ def prepare(
             report.train, report.validation = streamed, report.train
     _check_ids(report, tokenizer, vocabulary_size)
     is_plain = not console.encoding.startswith("utf")
-    summary = [*([note] if note else []), *describe(report, context_length, want_validation, is_plain)]
+    summary = [*([note] if note else []), *formats, *describe(report, context_length, want_validation, is_plain)]
     if want_validation and report.validation is None:
         summary.append(NO_VALIDATION)
     has_validation = report.validation is not None and want_validation
@@ -182,18 +183,23 @@ def _plan(
     return _Job(source, fraction, validation, config.dataset_format, config.skip_bad_rows)
 
 
-def _has_chats(job: _Job) -> bool:
-    """Whether any rows need a chat template: those of prompts and completions do where these are turns."""
+def _look_at_formats(job: _Job) -> tuple[bool, list[str]]:
+    """Whether any rows need a chat template (those of prompts and completions do where these are turns), and lines
+    about the formats and columns of all parts."""
+    has_chats, lines = False, dict[str, list[str]]()
     for source in (job.source, job.validation):
         for part in (source.parts or (source,)) if source else ():
-            row_format = part.row_format(
-                job.wanted_format, if_empty=HOW_TO_VALIDATE if source is job.validation else ""
-            )
+            columns = part.columns(if_empty=HOW_TO_VALIDATE if source is job.validation else "")
+            row_format = find_format(part.name, columns, job.wanted_format)
             first = itertools.islice(part.read(), ROWS_LOOKED_AT) if row_format == "prompt_completion" else ()
             has_turns = any(isinstance(row.get("prompt"), list) for _, row in first if not isinstance(row, BadRow))
-            if row_format in CHATS or has_turns:
-                return True
-    return False
+            has_chats = has_chats or row_format in CHATS or has_turns
+            known = (*REQUIRED_COLUMNS[row_format], *OPTIONAL_COLUMNS[row_format])
+            line = f"format {row_format}, columns {', '.join(name for name in known if name in columns)}"
+            if ignored := sorted(columns.difference(known)):
+                line += f"; ignored: {', '.join(ignored)}"
+            lines.setdefault(line, []).append(part.name)
+    return has_chats, [f"{', '.join(dict.fromkeys(names))}: {line}" for line, names in lines.items()]
 
 
 def _is_tokenized(job: _Job) -> bool:

@@ -59,6 +59,10 @@ class Source:
         if self.parts:
             formats = [part.row_format(wanted, if_empty=if_empty) for part in self.parts]
             return next((found for found in formats if found not in ("text", "tokenized")), formats[0])
+        return find_format(self.name, self.columns(if_empty), wanted)
+
+    def columns(self, if_empty: str = "") -> set[str]:
+        """Those of the first rows; `if_empty` as of `row_format`."""
         first = list(itertools.islice(self.read(), ROWS_LOOKED_AT))
         if not first:
             raise UserError(f"{self.name}: holds no rows." + (f"\n{if_empty}" if if_empty else ""))
@@ -66,7 +70,7 @@ class Source:
         problems = [f"{place}: {row}" for place, row in first if isinstance(row, BadRow)]
         if problems and not columns:  # not one usable row: most likely no file of this kind at all
             raise UserError(*problems[:PROBLEMS_SHOWN])
-        return find_format(self.name, columns, wanted)
+        return columns
 
     def formatted_rows(self, wanted: str, *, if_empty: str = "") -> Iterator[tuple[str, Row | BadRow, RowFormat, int]]:
         """Yield (place, row, its format, number of its part), each row as often as its weight says; parts take turns.
