@@ -129,7 +129,7 @@ def test_a_secret_in_a_url_is_told_once_and_not_repeated(mistakes, files: Files)
 
 
 def test_overwriting_a_run_does_not_delete_a_part_of_a_mix(mistakes, files: Files) -> None:
-    files("run/status.json", "run/model/rows.jsonl", "my.jsonl")
+    files("run/.llama_ft-run", "run/status.json", "run/model/rows.jsonl", "my.jsonl")
     line = ["--dataset", "[my.jsonl, run/model/rows.jsonl]", "--output_dir", "run", "--overwrite"]
     (message,) = mistakes(*line, paths=True)
     assert "--overwrite would delete run/model, which dataset[1].path reads." in message
