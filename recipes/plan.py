@@ -61,7 +61,7 @@ def main(config: Config, places: dict[str, str], options: Namespace) -> None:
     answer = None
     if options.fit:
         tell = partial(print, file=sys.stderr, flush=True)
-        answer = plan.find_fits(request, build_model, options.fit, places, planned, options.quick, tell)
+        answer = plan.find_fits(request, build_model, options.fit, planned, options.quick, tell)
         commands = answer.commands(places, options.recipe)
         if options.fit_out:
             commands = answer.write(Path(options.fit_out))

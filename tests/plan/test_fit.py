@@ -1,4 +1,4 @@
-"""Settings that fit: what is searched, and that the answers are recipes which do."""
+"""Settings that fit: what is planned, and that the answers are recipes which do."""
 
 import dataclasses
 import json
@@ -6,16 +6,19 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 from conftest import torchrun
 from forked import REPOSITORY
+from model_shapes import write_config
 
 from llama_ft.config import Config, load, load_recipe, to_yaml
-from llama_ft.config.gpus import device_for
-from llama_ft.plan.changes import changed, differing, layouts, qualities, settings_of, wishes
-from llama_ft.plan.fit import _prepare, advise, find_fits
-from llama_ft.plan.predict import PlanRequest, predict
+from llama_ft.config.gpus import Device, device_for
+from llama_ft.phases import HOLDERS
+from llama_ft.plan.changes import changed
+from llama_ft.plan.fit import SHARDED, find_fits, free_changes, other_training
+from llama_ft.plan.predict import CUDA_CONTEXT_BYTES, PlanRequest, predict
 
 
 @pytest.fixture(scope="module")
@@ -48,61 +51,103 @@ def global_batch(config: Config) -> int:
         ("--device cpu --freeze_layers --num_freeze_layers 2", 2, "cpu"),
     ],
 )
-def test_every_layout_is_a_recipe_that_loads_with_the_same_global_batch(
+def test_every_change_is_a_recipe_that_loads_with_the_same_global_batch(
     line: str, world: int, device: str, tmp_path: Path
 ) -> None:
     request = request_for(line, world, device)
-    seen = set()
-    for quality in qualities(request.config, 4096):
-        for layout in layouts(request):
-            config = changed(request.config, {**quality, **settings_of(layout, request)}, device)
-            if config is None or (text := to_yaml(config)) in seen:
+    seen, free = set(), dict[str, Any]()
+    for change in [it for it, _ in free_changes(request)]:
+        free |= change
+        for other in [{}, *other_training(request.config), {"context_length": 2048}]:
+            config = changed(request.config, free | other, device)
+            if config is None:
                 continue
-            seen.add(text)
+            seen.add(to_yaml(config))
             assert global_batch(config) == global_batch(request.config)
-            changes = differing(request.config, config)
-            assert device == "cuda" or "fsdp_cpu_offload" not in changes
-    for number, text in enumerate(sorted(seen)[:: max(1, len(seen) // 5)]):
+    for number, text in enumerate(sorted(seen)[:5]):
         (tmp_path / f"{number}.yaml").write_text(text)
         assert to_yaml(load_recipe(tmp_path / f"{number}.yaml", paths=False)[0]) == text
-    assert len(seen) > 5
+    assert len(seen) > 2
 
 
-def test_what_the_user_has_set_is_what_a_flag_names_or_a_file_sets_otherwise_than_the_default(tmp_path: Path) -> None:
-    recipe = tmp_path / "mine.yaml"
-    recipe.write_text("train:\n  optimizer: AdamW\n  activation_checkpointing: selective\n  batch_size_training: 8\n")
-    config, places = load([f"--config={recipe}", "--sharding_strategy", "FULL_SHARD", "--enable_fsdp"], paths=False)
-    assert wishes(config, places) == {"activation_checkpointing", "sharding_strategy", "enable_fsdp"}
+def fits_of(request: PlanRequest, finetuning: ModuleType, room: Device, quick: bool = True) -> tuple[Any, list[str]]:
+    """The answer, and what was planned for it."""
+    told = list[str]()
+    planned = predict(request, finetuning.build_model, quick)
+    return find_fits(request, finetuning.build_model, room, planned, quick, told.append), told
 
 
-def test_a_search_keeps_what_the_user_has_set_and_finds_what_a_full_plan_confirms(
-    finetuning: ModuleType, shallow_model: Path
+@pytest.mark.parametrize(
+    ("name", "line", "gpu"),
+    [
+        ("meta-llama/Llama-3.1-8B-Instruct", "--target_modules all-linear --peft.r 16", "rtx4090"),
+        pytest.param(
+            "meta-llama/Llama-3.3-70B-Instruct", "--quantization 4bit --target_modules all-linear", "h100",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)  # fmt: skip
+def test_lora_on_a_large_model_fits_with_activation_checkpointing_alone(
+    name: str, line: str, gpu: str, finetuning: ModuleType, tmp_path: Path
 ) -> None:
-    request = request_for("--batch_size_training 4 --context_length 512", folder=shallow_model)
-    planned = predict(request, finetuning.build_model)
-    room = device_for(f"{planned.outside_bytes + (planned.device_bytes - planned.outside_bytes) * 3 // 5}B", "cuda")
-    start = _prepare(request, finetuning.build_model, room, frozenset({"activation_checkpointing"}))
-    found = start.run(1)
-    assert len(found) == 1 and found[0].keeps_training and not found[0].overridden
-    assert found[0].config.train.activation_checkpointing == "off"
-    assert found[0].config.train.batch_size_training in (1, 2) and global_batch(found[0].config) == 4
-    alone = predict(dataclasses.replace(request, config=found[0].config), finetuning.build_model)
-    assert alone.device_bytes <= room.bytes < planned.device_bytes
+    folder = write_config(tmp_path / "model", name)
+    request = request_for(f"--use_peft {line} --context_length 2048", 1, folder=folder)
+    answer, told = fits_of(request, finetuning, device_for(gpu, "cuda"))
+    assert [it.flags for it in answer.changes()] == [["--activation_checkpointing full"]]
+    assert len(told) == 1
 
 
-def test_advice_is_the_smallest_change_first(finetuning: ModuleType, shallow_model: Path) -> None:
+@pytest.mark.parametrize("quick", [True, False])
+def test_changes_that_keep_the_training_add_up_until_it_fits(
+    finetuning: ModuleType, shallow_model: Path, quick: bool
+) -> None:
     request = request_for("--batch_size_training 4 --context_length 512 --use_peft", 1, folder=shallow_model)
     planned = predict(request, finetuning.build_model)
-    room = planned.outside_bytes + (planned.device_bytes - planned.outside_bytes) * 3 // 4
-    changes = advise(request, finetuning.build_model, room, most=2)
-    assert changes[0].flags == ["--batch_size_training 2", "--gradient_accumulation_steps 2"]
-    assert changes[0].peak_bytes <= room < planned.device_bytes
+    room = device_for(f"{planned.outside_bytes + (planned.device_bytes - planned.outside_bytes) * 3 // 5}B", "cuda")
+    answer, told = fits_of(request, finetuning, room, quick)
+    [(config, plan)] = answer.fits
+    assert (config.train.activation_checkpointing, config.train.batch_size_training) == ("full", 1)
+    assert global_batch(config) == 4 and config.peft.use_peft and config.quantization.mode == "none"
+    assert plan.device_bytes <= room.bytes < planned.device_bytes and len(told) == 2
+    alone = predict(dataclasses.replace(request, config=config), finetuning.build_model)
+    assert alone.device_bytes <= room.bytes
 
 
-def test_nothing_fits_where_one_row_is_too_much(finetuning: ModuleType, shallow_model: Path) -> None:
+def test_smaller_activations_are_not_planned_where_states_alone_are_too_much(
+    finetuning: ModuleType, shallow_model: Path
+) -> None:
+    request = request_for("--batch_size_training 2 --context_length 256", 1, folder=shallow_model)
+    planned = predict(request, finetuning.build_model)
+    weights = 1_100_000  # of 16 bytes in full fine-tuning, of 10 with AdamW8bit
+    small = Device("small", CUDA_CONTEXT_BYTES + 12 * weights)
+
+    def stop(line: str) -> None:
+        raise InterruptedError(line)
+
+    with pytest.raises(InterruptedError, match=r"Planning with .*--optimizer AdamW8bit"):
+        find_fits(request, finetuning.build_model, small, planned, True, stop)
+
+
+def test_more_ranks_are_an_answer_where_states_are_too_much(finetuning: ModuleType, shallow_model: Path) -> None:
+    request = request_for("--context_length 256 --batch_size_training 1 --device cpu", 1, "cpu", shallow_model)
+    planned = predict(request, finetuning.build_model)
+    answer, _ = fits_of(request, finetuning, Device("small", planned.device_bytes * 3 // 4))
+    assert answer.enough_ranks in (2, 4, 8)
+    ranks = dataclasses.replace(request, world_size=answer.enough_ranks, local_world_size=answer.enough_ranks)
+    sharded = {**SHARDED, "activation_checkpointing": "full"}
+    config = changed(request.config, sharded, "cpu")
+    assert config is not None
+    plan = predict(dataclasses.replace(ranks, config=config), finetuning.build_model)
+    assert plan.device_bytes <= answer.device.bytes < planned.device_bytes
+
+
+def test_what_more_ranks_cannot_divide_is_named(finetuning: ModuleType, shallow_model: Path) -> None:
     request = request_for("--batch_size_training 2 --context_length 512 --device cpu", 2, "cpu", shallow_model)
-    start = _prepare(request, finetuning.build_model, device_for("1MB", "cpu"), frozenset())
-    assert start.run(3) == []
+    answer, _ = fits_of(request, finetuning, device_for("1MB", "cpu"))
+    assert answer.fits == [] and answer.enough_ranks is None
+    assert answer.to_json() == {"fits_as_it_is": False, "fits": [], "fits_on_ranks": None}
+    assert "None of the changes that were planned" in answer.describe([])
+    assert answer.blocker in HOLDERS and f"({answer.blocker})" in answer.describe([])
 
 
 def peaks_measured(folder: Path, recipes: dict[str, Path], ranks: int) -> dict[str, int]:
@@ -127,23 +172,20 @@ def peaks_measured(folder: Path, recipes: dict[str, Path], ranks: int) -> dict[s
 
 
 @pytest.mark.slow
-def test_answers_are_run_and_do_fit(
-    finetuning: ModuleType, shallow_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "finetuning", finetuning)  # forked processes find its functions by their names
+def test_answers_are_run_and_do_fit(finetuning: ModuleType, shallow_model: Path, tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"input_ids": [1 + n % 250 for n in range(512)]}) + "\n" for _ in range(32)))
     line = ["--model_name", str(shallow_model), "--dataset", str(rows), "--device", "cpu", "--precision", "bf16_mixed"]
-    config, places = load([*line, "--context_length", "512", "--batch_size_training", "4"])
+    config, _ = load([*line, "--context_length", "512", "--batch_size_training", "4"])
     request = PlanRequest(config, shallow_model, 2, 2, "cpu")
     planned = predict(request, finetuning.build_model)
     room = device_for(f"{planned.device_bytes * 4 // 5}B", "cpu")
-    answer = find_fits(request, finetuning.build_model, room, places, planned, False, print)
-    assert not answer.fits_as_it_is and len(answer.fits) == 3 and answer.fits[0].keeps_training
+    answer = find_fits(request, finetuning.build_model, room, planned, False, print)
+    assert not answer.fits_as_it_is and answer.fits
     commands = answer.write(tmp_path / "fits")
     assert commands[0] == f"torchrun --nproc_per_node 2 recipes/finetuning.py --config {tmp_path}/fits/fit-1.yaml"
     (tmp_path / "asked.yaml").write_text(to_yaml(config))
-    recipes = {f"fit-{number}": tmp_path / "fits" / f"fit-{number}.yaml" for number in (1, 2, 3)}
+    recipes = {f"fit-{number}": tmp_path / "fits" / f"fit-{number}.yaml" for number, _ in enumerate(answer.fits, 1)}
     peaks = peaks_measured(tmp_path, {"asked": tmp_path / "asked.yaml", **recipes}, 2)
     assert peaks["asked"] > room.bytes
     assert all(peaks[name] <= room.bytes for name in recipes), (room.bytes, peaks)

@@ -35,6 +35,12 @@ class Setting:
     def dotted(self) -> str:
         return f"{self.section}.{self.name}"
 
+    @property
+    def flag(self) -> str:
+        """As commands are printed. torchrun's parser looks at the script's flags too, and stops at an ambiguous
+        beginning of its own: --r could be --role or --rdzv-id."""
+        return {"mode": "--quantization", "r": "--peft.r"}.get(self.name, f"--{self.name}")
+
 
 def _kind(annotation: Any) -> tuple[Kind, tuple[str, ...], bool]:
     """Tell kind, choices and whether None is allowed from a type annotation."""

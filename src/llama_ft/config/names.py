@@ -68,9 +68,7 @@ class Guess:
 
     @property
     def as_flag(self) -> str:
-        flags = {"mode": "--quantization", "r": "--peft.r"}  # torchrun takes --r for a flag of its own
-        name = flags.get(self.setting.name, f"--{self.setting.name}")
-        return f"{name} {self.value}" if self.value else name
+        return f"{self.setting.flag} {self.value}" if self.value else self.setting.flag
 
     @property
     def as_key(self) -> str:

@@ -21,13 +21,11 @@ NUMBERS = {
     "nproc_per_node": "Ranks of a node; default as many as divide nproc, at most 8. HYBRID_SHARD shards within a node.",
 }
 TEXTS = {
-    "fit": "A device's memory, as 80GiB, or its name, as h100: search the settings that change memory, and print the "
-    "fastest few that fit.",
+    "fit": "A device's memory, as 80GiB, or its name, as h100: plan one change after another, and print what fits.",
     "fit_out": "With --fit: a folder to write them to, each as a recipe.",
 }
 SWITCHES = {
-    "quick": "Extrapolate from models of 3 and 5 layers: seconds also for the largest. With --fit: only the smallest "
-    "changes, within half a minute.",
+    "quick": "Extrapolate from models of 3 and 5 layers: seconds also for the largest. With --fit: also for what fits.",
     "json": "Print the plan as JSON.",
 }
 OWN = NUMBERS | TEXTS | SWITCHES

@@ -21,12 +21,13 @@ from typing import Any, TypeVar
 import torch
 
 from llama_ft.config import Config
+from llama_ft.config.gpus import Device
 from llama_ft.config.wording import size_text
 from llama_ft.data import TokenizedData, TrainingRows
 from llama_ft.errors import UserError
 from llama_ft.models import NewTokens
 from llama_ft.plan.choose import PYTHON_BYTES, Choice, choose_checkpointing, free_bytes, is_open, settled
-from llama_ft.plan.fit import advise
+from llama_ft.plan.fit import find_fits
 from llama_ft.plan.predict import CUDA_CONTEXT_BYTES, NCCL_BYTES, BuildModel, PlanRequest, predict
 from llama_ft.plan.record import Change, Plan
 from llama_ft.processes import end_with
@@ -183,7 +184,8 @@ def _serve(pipe: Connection, parents: Connection, build_model: BuildModel, paren
         plan = plan or _or_problem(partial(predict, request, build_model, quick=True))
         pipe.send(plan)
         if isinstance(plan, Plan) and most_bytes is not None and plan.device_bytes > most_bytes:
-            pipe.send(_or_problem(partial(advise, request, build_model, most_bytes)))
+            device = Device("", most_bytes)
+            pipe.send(_or_problem(lambda: find_fits(request, build_model, device, plan, True, log.debug).changes()))
 
 
 def _or_problem(make: Callable[[], T]) -> T | str:

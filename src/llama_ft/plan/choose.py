@@ -8,12 +8,13 @@ import torch
 from llama_ft.config import Config
 from llama_ft.config.wording import size_text
 from llama_ft.errors import UserError
-from llama_ft.plan.changes import CHECKPOINTING, changed
+from llama_ft.plan.changes import changed
 from llama_ft.plan.fit import USABLE
 from llama_ft.plan.predict import CUDA_CONTEXT_BYTES, BuildModel, PlanRequest, predict
 from llama_ft.plan.record import Plan
 from llama_ft.runtime.out_of_memory import host_memory
 
+CHECKPOINTING = ("off", "selective", "full")  # what is kept, the most first
 PYTHON_BYTES = 600 * 2**20  # a rank's libraries: torch, transformers and their like
 
 

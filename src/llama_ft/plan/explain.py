@@ -288,11 +288,12 @@ def describe_fits(answer: dict[str, Any] | None, problem: str, capacity_bytes: i
     room, fits = size_text(capacity_bytes), answer.get("fits", [])[:MOST_CHANGES]
     ranks = answer.get("fits_on_ranks")
     if not fits:
-        return f"No settings fit in {room} a rank{f'; on {ranks} ranks the same training does' if ranks else ''}."
-    rows = [(" ".join(it["flags"]), size_text(it["peak_bytes"]), f"{it['relative_speed']:.2f}") for it in fits]
-    widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    lines = [f"What would fit in {room} a rank; predicted peak, and speed beside the fastest of these:"]
-    for (flags, peak, speed), fit in zip(rows, fits, strict=True):
-        lines.append(f"  {flags:<{widths[0]}}  {peak:>{widths[1]}}  {speed:>{widths[2]}}")
+        more = f"; on {ranks} ranks the same training does" if ranks else ""
+        return f"None of the changes that were planned fits in {room} a rank{more}."
+    rows = [(" ".join(it["flags"]), size_text(it["peak_bytes"])) for it in fits]
+    widths = [max(len(row[column]) for row in rows) for column in range(2)]
+    lines = [f"What would fit in {room} a rank; predicted peak:"]
+    for (flags, peak), fit in zip(rows, fits, strict=True):
+        lines.append(f"  {flags:<{widths[0]}}  {peak:>{widths[1]}}")
         lines.append(f"    gives up: {fit['gives_up']}")
     return "\n".join(lines)

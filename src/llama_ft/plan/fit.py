@@ -1,345 +1,304 @@
-"""The search for settings that fit: every answer has been planned as any recipe is.
+"""What would fit: a fixed ladder of changes, from the cheapest to the dearest, each planned as any recipe is.
 
-Nothing of what is trained changes at first, only how: sharding, checkpointing, the division of the global batch into
-micro-batches, offloading. For each change to the training itself (8-bit states, LoRA, quantized weights, shorter rows)
-the same search finds its fastest layout. Layouts are tried from the fastest on (speed.py). One that does not fit rules
-out all that surely need as much; one plan at a micro-batch of 1 for each way of checkpointing says which others cannot.
+Changes that cost nothing but speed come first, and add up: sharding, activation checkpointing, micro-batches of one
+sample. Each change to the training itself comes on top of them: optimizer states of fewer bits, LoRA, QLoRA, shorter
+samples. CPU offload comes if nothing else fits.
 """
 
-import bisect
 import dataclasses
-import json
-import os
-import time
-from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
-from multiprocessing import get_context
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
-import torch
-
-from llama_ft import models
-from llama_ft.config import Config
-from llama_ft.config.gpus import ANY_CPU, ANY_GPU, Device
+from llama_ft import commands, models
+from llama_ft.config import Config, to_yaml
+from llama_ft.config.fields import SETTINGS, values_of
+from llama_ft.config.gpus import Device
 from llama_ft.config.plan_flags import RANKS_OF_A_NODE
+from llama_ft.config.wording import is_flag, size_text
 from llama_ft.errors import UserError
-from llama_ft.plan.changes import (
-    DIVISION,
-    Layout,
-    changed,
-    differing,
-    flags_of,
-    gives_up,
-    kept,
-    layout_of,
-    layouts,
-    qualities,
-    settings_of,
-    shorter,
-    trains_the_same,
-    wishes,
-)
-from llama_ft.plan.fit_answer import FitAnswer, Fitting
-from llama_ft.plan.predict import MOST_MICRO_BATCHES, BuildModel, PlanRequest, predict
+from llama_ft.phases import Holder
+from llama_ft.plan.changes import changed, differing, flags_of, gives_up
+from llama_ft.plan.predict import BuildModel, PlanRequest, predict
 from llama_ft.plan.record import Change, Plan
-from llama_ft.plan.speed import Ranks, Shape, seconds_a_token, shape_of
-from llama_ft.processes import cores, end_with
 
 USABLE = 0.97  # plans are measured to be right within 3 % (benchmarks/plan.py)
-SURELY_TOO_MUCH = 1.05  # an estimate beyond this share of what may be used is not worth a plan
 MOST_RANKS = 1024
-MOST_PROCESSES = 4  # each holds about 0.5 GiB of its own
-WORTH_A_CHANGE, WORTH_TELLING = 1.01, 1.05  # times as fast
-SECONDS_TO_ADVISE = 30.0
+MOST_ANSWERS = 3
+SHORTEST_CONTEXT = 256
+STATES: tuple[Holder, ...] = ("sharded parameters", "quantized parts", "gradients", "optimizer state")
 
-Known = dict[str, Plan | None]
+Settings = dict[str, Any]
+Planned = tuple[Config, Plan]
 
 
 @dataclass
-class Search:
-    """The layouts of one kind of training.
+class Ladder:
+    """Plans a recipe with one change after another.
 
     Attributes:
-        request: what the user asks for.
+        request: the recipe, which does not fit.
         build_model: the recipe's.
-        device: what it has to fit.
-        shape: of the model.
-        context_length: of the user's recipe, resolved.
-        quality: changes to what is trained.
-        wishes: fields that the user has set.
-        keeps_wishes: whether those may not change.
-        fewest_first: try those with the fewest changes first, not the fastest.
-        known: plans made so far; None: what could not be planned.
+        room_bytes: what a plan may need.
+        quick: whether quick plans will do; else what fits by a quick plan is planned in full, too.
+        tell: hears what is being planned.
     """
 
     request: PlanRequest
     build_model: BuildModel
-    device: Device
-    shape: Shape
-    context_length: int
-    quality: dict[str, Any]
-    wishes: frozenset[str]
-    keeps_wishes: bool
-    fewest_first: bool = False
-    known: Known = field(default_factory=dict)
+    room_bytes: float
+    quick: bool
+    tell: Callable[[str], object]
 
-    def run(self, most: int, deadline: float = float("inf")) -> list[Fitting]:
-        """The first `most` that fit, one for each way of sharding, checkpointing and offloading.
+    def climb(self, planned: Plan) -> tuple[list[Planned], int | None, str]:
+        """Find up to MOST_ANSWERS changes, or one that leaves the training as it is.
 
         Args:
-            most: of them.
-            deadline: of time.monotonic, when it gives up.
+            planned: the plan of the recipe as it is.
+
+        Returns:
+            What fits; without an answer that leaves the training as it is, also on how many ranks that fits, or what
+            keeps more ranks from helping.
         """
-        configs = {layout: self._config(layout) for layout in layouts(self.request)}
-        open_ones = {layout: config for layout, config in configs.items() if config is not None}
-        if self.keeps_wishes:
-            open_ones = {it: config for it, config in open_ones.items() if not self._overridden(config)}
-        if not open_ones or (first := self._base(min(open_ones, key=lambda it: kept(it.checkpointing)))) is None:
-            return []
-        failed = [] if self.fits(first[1]) else [first[0]]
-        found = list[Fitting]()
-        seconds = {layout: self._seconds(layout, config, first[1]) for layout, config in open_ones.items()}
-        for layout in sorted(open_ones, key=lambda it: self._cost(open_ones[it], seconds[it])):
-            if len(found) == most or time.monotonic() > deadline:
-                break
-            if any(layout.holds_no_less_than(it) for it in failed) or _is_like_one(layout, found):
+        free, last = Settings(), planned
+        for change, shrinks_states in free_changes(self.request):
+            if not shrinks_states and _states(last) >= self.room_bytes:
+                free |= change  # states alone are too much: smaller activations need no plan
                 continue
-            if self._is_too_much(first, layout) or self._is_too_much(self._base(layout), layout):
-                continue
-            plan = self.plan(open_ones[layout])
-            if plan is not None and self.fits(plan):
-                found.append(self._fitting(layout, open_ones[layout], plan, seconds[layout]))
-            elif plan is not None:
-                failed.append(layout)
-        return found
+            plan, fits = self._plan(free | change, last)
+            if fits is not None:
+                return [fits], None, ""
+            if plan.device_bytes < last.device_bytes:  # gradients of more micro-batches may take what one row saves
+                free, last = free | change, plan
+        found = list[Planned]()
+        leanest = Settings()
+        for change in other_training(self.request.config):
+            if len(found) < MOST_ANSWERS:
+                last, fits = self._plan(free | change, last)
+                found += [fits] if fits is not None else []
+                leanest = change
+        for context_length in self._shorter():
+            if not found and _states(last) < self.room_bytes:
+                last, fits = self._plan(free | leanest | {"context_length": context_length}, last)
+                found += [fits] if fits is not None else []
+        if not found and self.request.device == "cuda":
+            _, fits = self._plan({**free, **SHARDED, "fsdp_cpu_offload": True}, last)
+            found += [fits] if fits is not None else []
+        return found, *self._more_ranks(free)
 
-    def own_seconds(self) -> float:
-        """A token's, of the recipe as it is."""
-        layout = layout_of(self.request)
-        base = self._base(layout)
-        return self._seconds(layout, self.request.config, base[1]) if base is not None else 0.0
+    def _plan(self, settings: Settings, last: Plan) -> tuple[Plan, Planned | None]:
+        """The plan with these settings (`last` if there is none), and the recipe with it if that fits."""
+        request = self.request
+        config = changed(request.config, settings, request.device)
+        if config is None or not (flags := flags_of(differing(request.config, config))):
+            return last, None
+        self.tell(f"Planning with {' '.join(flags)} ...")
+        request = dataclasses.replace(request, config=config)
+        try:
+            plan = predict(request, self.build_model, quick=True)
+            fits = plan.device_bytes <= self.room_bytes
+            if fits and not self.quick:
+                plan = predict(request, self.build_model)
+                fits = plan.device_bytes <= self.room_bytes
+        except UserError:  # the run itself would stop at these settings
+            return last, None
+        return plan, (config, plan) if fits else None
 
-    def fits(self, plan: Plan) -> bool:
-        """Whether the device has room for it."""
-        return plan.device_bytes <= USABLE * self.device.bytes
+    def _shorter(self) -> list[int]:
+        config = self.request.config
+        model_config = models.load_model_config(self.request.folder, config.model.trust_remote_code)
+        longest = models.resolve_context_length(config.data.context_length, model_config)
+        return [length for length in (longest // 2, longest // 4) if length >= SHORTEST_CONTEXT]
 
-    def plan(self, config: Config) -> Plan | None:
-        """A quick plan; None where the run would refuse the recipe."""
-        key = json.dumps(dataclasses.asdict(config))
-        if key not in self.known:
+    def _more_ranks(self, free: Settings) -> tuple[int | None, str]:
+        """The fewest ranks, doubled until there are enough, on which the same training fits; else what is in the way.
+        States are divided by the ranks, activations are not."""
+        ranks = 2 * self.request.world_size
+        while ranks <= MOST_RANKS:
+            node = max(self.request.local_world_size, min(ranks, RANKS_OF_A_NODE))
+            request = dataclasses.replace(self.request, world_size=ranks, local_world_size=node)
+            config = changed(request.config, {**free, **SHARDED}, request.device)
+            if config is None:
+                return None, ""
+            self.tell(f"Planning {ranks} ranks ...")
             try:
-                plan = predict(dataclasses.replace(self.request, config=config), self.build_model, quick=True)
-                self.known[key] = dataclasses.replace(plan, timeline=[])
+                plan = predict(dataclasses.replace(request, config=config), self.build_model, quick=True)
             except UserError:
-                self.known[key] = None
-        return self.known[key]
-
-    def _config(self, layout: Layout) -> Config | None:
-        settings = {**self.quality, **settings_of(layout, self.request)}
-        return changed(self.request.config, settings, self.request.device)
-
-    def _is_too_much(self, base: tuple[Layout, Plan] | None, layout: Layout) -> bool:
-        usable = USABLE * self.device.bytes
-        return base is not None and estimate(*base, layout, self._rows) > SURELY_TOO_MUCH * usable
-
-    def _base(self, layout: Layout) -> tuple[Layout, Plan] | None:
-        """The leanest layout with the same checkpointing, planned."""
-        world = self.request.world_size
-        strategy = "FULL_SHARD" if world > 1 else layout_of(self.request).strategy
-        base = Layout(strategy, world, layout.checkpointing, 1, offload=False)
-        config = self._config(base)
-        plan = self.plan(config) if config is not None else None
-        return (base, plan) if plan is not None else None
-
-    def _overridden(self, config: Config) -> list[str]:
-        return [name for name in differing(self.request.config, config) if name in self.wishes]
-
-    def _cost(self, config: Config, seconds: float) -> tuple[float, ...]:
-        changes = differing(self.request.config, config)
-        count = len({"micro_batch" if name in DIVISION else name for name in changes})
-        dear = seconds * WORTH_A_CHANGE**count
-        overridden = len(self._overridden(config))
-        return (overridden, count, seconds) if self.fewest_first else (overridden, dear)
-
-    def _seconds(self, layout: Layout, config: Config, base: Plan) -> float:
-        ranks = Ranks(self.request.world_size, self.request.local_world_size, self.device, self.request.device)
-        context = self.quality.get("context_length", self.context_length)
-        return seconds_a_token(config, layout, base, self._rows, context, self.shape, ranks)
-
-    @property
-    def _rows(self) -> int:
-        """Of a rank in a step: as many micro-batches has a layout with one row each."""
-        train = self.request.config.train
-        return train.batch_size_training * train.gradient_accumulation_steps
-
-    def _fitting(self, layout: Layout, config: Config, plan: Plan, seconds: float) -> Fitting:
-        changes = differing(self.request.config, config)
-        words = gives_up(changes, self.request.config, plan)
-        same = trains_the_same(changes, self.request.config)
-        return Fitting(config, layout, flags_of(changes), self._overridden(config), words, plan, seconds, same)
+                return None, ""
+            if plan.device_bytes <= self.room_bytes:
+                return ranks, ""
+            if plan.device_bytes - _states(plan) > self.room_bytes:
+                return None, max(plan.peak.holders.items(), key=lambda it: it[1])[0]
+            ranks *= 2
+            while ranks <= MOST_RANKS and _states(plan) * 2 * request.world_size / ranks > self.room_bytes:
+                ranks *= 2
+        return None, ""
 
 
-def _is_like_one(layout: Layout, found: Iterable[Fitting]) -> bool:
-    return any(dataclasses.replace(layout, micro_batch=it.layout.micro_batch) == it.layout for it in found)
+SHARDED: Settings = {"enable_fsdp": True, "sharding_strategy": "FULL_SHARD", "sharding_group_size": None}
 
 
-def estimate(base: Layout, plan: Plan, layout: Layout, micro_batches: int) -> float:
-    """About what a layout needs on the device, by a plan of another one with the same checkpointing.
+def free_changes(request: PlanRequest) -> Iterator[tuple[Settings, bool]]:
+    """Changes that leave the training as it is, the cheapest first, and whether each shrinks parameters and states."""
+    fsdp, train = request.config.fsdp, request.config.train
+    if request.world_size > 1 and not (fsdp.enable_fsdp and fsdp.sharding_strategy == "FULL_SHARD"):
+        yield SHARDED, True
+    if train.activation_checkpointing != "full":
+        yield {"activation_checkpointing": "full"}, False
+    if train.batch_size_training > 1:
+        steps = train.batch_size_training * train.gradient_accumulation_steps  # the global batch stays
+        one = {"batch_size_training": 1, "gradient_accumulation_steps": steps}
+        yield one | ({"val_batch_size": 1} if train.val_batch_size > 1 else {}), False
 
-    Args:
-        base: the other one.
-        plan: its.
-        layout: the one asked about.
-        micro_batches: of a step, in `base`.
-    """
-    most = 0.0
-    held: tuple[Any, ...] = ("sharded parameters", "quantized parts", "optimizer state", "gradients")
-    gathers = 2 * min(micro_batches, MOST_MICRO_BATCHES)  # in forward and backward
-    for peak in plan.peaks:
-        states = sum(peak.holders[holder] for holder in held)
-        by_token = peak.holders["activations"] + peak.holders["logits and loss"]
-        kept_gathered = 0.0
-        if layout.strategy == "SHARD_GRAD_OP" and peak.phase in ("forward", "backward"):
-            kept_gathered = plan.sent_bytes.get("all-gather", 0) / gathers
-        rest = peak.bytes - states - by_token
-        sharded = 0.0 if layout.offload else states * base.degree / layout.degree
-        most = max(most, sharded + by_token * layout.micro_batch / base.micro_batch + rest + kept_gathered)
-    return most * (plan.device_bytes - plan.outside_bytes) / plan.peak.bytes + plan.outside_bytes
+
+def other_training(config: Config) -> Iterator[Settings]:
+    """Changes to what is trained, each alone; the last is the leanest."""
+    is_lora, mode = config.peft.use_peft, config.quantization.mode
+    if not is_lora and config.train.optimizer == "AdamW" and config.train.precision != "fp16":
+        yield {"optimizer": "AdamW8bit"}
+        if config.train.precision == "bf16_mixed":
+            yield {"optimizer": "anyprecision", "precision": "bf16_pure"}
+    if not is_lora:
+        yield {"use_peft": True}
+    if mode != "4bit":
+        yield {"mode": "4bit"} if is_lora else {"use_peft": True, "mode": "4bit"}
+
+
+def _states(plan: Plan) -> int:
+    """What no smaller micro-batch makes less, with what CUDA and NCCL take."""
+    held = next(peak for peak in plan.peaks if peak.phase == "optimizer step").holders
+    return sum(held[holder] for holder in STATES) + plan.outside_bytes
 
 
 def find_fits(
     request: PlanRequest,
     build_model: BuildModel,
     device: Device,
-    places: Mapping[str, str],
     planned: Plan,
     quick: bool,
     tell: Callable[[str], object],
-    most: int = 3,
-) -> FitAnswer:
+) -> "FitAnswer":
     """Settings with which a recipe fits. This process must not have a process group.
 
     Args:
         request: what is asked for.
         build_model: the recipe's.
         device: what it has to fit.
-        places: dotted name -> where it was set.
         planned: the plan of the recipe as it is.
-        quick: look for the smallest changes, for SECONDS_TO_ADVISE at most, and plan none of them in full.
-        tell: hears what is searched.
-        most: answers.
+        quick: whether quick plans will do for the answers.
+        tell: hears what is being planned.
     """
-    start = _prepare(request, build_model, device, wishes(request.config, places))
-    answer = FitAnswer(request, device, planned, start.fits(planned), [])
-    if answer.fits_as_it_is:
-        tell("Looking for faster settings that fit too ...")
-        own = start.own_seconds()
-        answer.fits = [it for it in start.run(most) if it.seconds * WORTH_TELLING < own and it.flags]
-        return answer
-    if quick:
-        answer.fits = _smallest_changes(start, most)
-        return answer
-    alone, together = (which(request.config, start.context_length) for which in (qualities, shorter))
-    for changes, keeps_wishes in ((alone, True), (together, True), (alone, False), (together, False)):
-        searches = [dataclasses.replace(start, quality=it, keeps_wishes=keeps_wishes) for it in changes]
-        whose = "" if keeps_wishes else ", whatever you have set"
-        tell(f"Trying {len(searches)} kinds of training{whose}: a minute or more ...")
-        answer.fits = _choose(_run_all(searches), most)
-        _verify(answer.fits, start)
-        if answer.fits:
-            break
-    if not any(it.keeps_training and not it.overridden for it in answer.fits):
-        tell("Trying more ranks ...")
-        answer.enough_ranks, answer.blocker = _more_ranks(start)
+    room = USABLE * device.bytes
+    answer = FitAnswer(request, device, planned, planned.device_bytes <= room, [])
+    if not answer.fits_as_it_is:
+        ladder = Ladder(request, build_model, room, quick, tell)
+        answer.fits, answer.enough_ranks, answer.blocker = ladder.climb(planned)
     return answer
 
 
-def advise(request: PlanRequest, build_model: BuildModel, capacity_bytes: int, most: int = 3) -> list[Change]:
-    """The few smallest changes with which a recipe fits, one for each kind of training; in this process, quickly.
+@dataclass
+class FitAnswer:
+    """What fits.
 
-    Args:
-        request: what does not fit.
-        build_model: the recipe's.
-        capacity_bytes: of the device.
-        most: changes.
+    Attributes:
+        request: what was asked for.
+        device: what it had to fit.
+        plan: of the recipe as it is.
+        fits_as_it_is: whether that fits.
+        fits: recipes that do otherwise, each with its plan.
+        enough_ranks: on how many ranks the same training would fit.
+        blocker: what keeps more ranks from helping; "" where that was not asked.
     """
-    device = Device("", capacity_bytes, *(ANY_GPU if request.device == "cuda" else ANY_CPU))
-    found = _smallest_changes(_prepare(request, build_model, device, frozenset()), most)
-    return [it.change(max(other.speed for other in found)) for it in found]
+
+    request: PlanRequest
+    device: Device
+    plan: Plan
+    fits_as_it_is: bool
+    fits: list[Planned]
+    enough_ranks: int | None = None
+    blocker: str = ""
+
+    def changes(self) -> list[Change]:
+        """What each of `fits` changes, for messages."""
+        before, found = self.request.config, list[Change]()
+        for config, plan in self.fits:
+            changes = differing(before, config)
+            found.append(Change(flags_of(changes), gives_up(changes, before, plan), plan.device_bytes))
+        return found
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain values."""
+        return {
+            "fits_as_it_is": self.fits_as_it_is,
+            "fits": [asdict(change) for change in self.changes()],
+            "fits_on_ranks": self.enough_ranks,
+        }
+
+    def describe(self, commands: list[str]) -> str:
+        """For people.
+
+        Args:
+            commands: one for each of `fits`, which runs it.
+        """
+        needs, has = size_text(self.plan.device_bytes), self.device.name
+        if self.fits_as_it_is:
+            return f"It fits {has} as it is: {needs} a rank."
+        lines = [f"It does not fit {has} as it is: {needs} a rank."]
+        if self.enough_ranks:
+            how = "sharded, with activation checkpointing and micro-batches of 1"
+            lines.append(f"The same training fits on {self.enough_ranks} ranks, {how}.")
+        if self.blocker:
+            lines.append(f"More ranks do not help: what is in the way is the same on every rank ({self.blocker}).")
+        lines.append("What fits:" if self.fits else "None of the changes that were planned makes it fit.")
+        for number, (change, command) in enumerate(zip(self.changes(), commands, strict=True), 1):
+            lines.append(f"{number}. {' '.join(change.flags)}")
+            lines.append(f"   {size_text(change.peak_bytes)} a rank")
+            lines.append(f"   gives up: {change.gives_up}")
+            lines.append(f"   {command}")
+        return "\n".join(lines)
+
+    def write(self, folder: Path) -> list[str]:
+        """Write each answer as a recipe; returns the commands that run them.
+
+        Raises:
+            UserError: the folder cannot be written.
+        """
+        commands = []
+        for number, ((config, _), change) in enumerate(zip(self.fits, self.changes(), strict=True), 1):
+            file = folder / f"fit-{number}.yaml"
+            command = f"{_launcher(self.request)} --config {file}"
+            head = f"{' '.join(change.flags)}\n{size_text(change.peak_bytes)} a rank, for {self.device.name}"
+            head += f"\ngives up: {change.gives_up}\n  {command}"
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                file.write_text(to_yaml(config, head))
+            except OSError as error:
+                raise UserError(f"--fit_out {folder}: cannot be written: {error.strerror}.") from None
+            commands.append(command)
+        return commands
+
+    def commands(self, places: Mapping[str, str], recipe: str | None) -> list[str]:
+        """What runs each answer without a recipe of its own.
+
+        Args:
+            places: dotted name -> where the user set it.
+            recipe: the file that --config named.
+        """
+        return [self._command(config, places, recipe) for config, _ in self.fits]
+
+    def _command(self, config: Config, places: Mapping[str, str], recipe: str | None) -> str:
+        values = values_of(config)
+        typed = {name for name, setting in SETTINGS.items() if is_flag(places.get(setting.dotted, ""))}
+        different = differing(self.request.config, config)
+        shown = {name: values[name] for name in values if name in typed or name in different}
+        words = [f"--config {recipe}"] if recipe else []
+        return " ".join([_launcher(self.request), *words, *flags_of(shown)])
 
 
-def _smallest_changes(start: Search, most: int) -> list[Fitting]:
-    deadline = time.monotonic() + SECONDS_TO_ADVISE
-    request, found = start.request, list[Fitting]()
-    for quality in (*qualities(request.config, start.context_length), *shorter(request.config, start.context_length)):
-        if len(found) >= most or time.monotonic() > deadline:
-            break
-        search = dataclasses.replace(start, quality=quality, keeps_wishes=False, fewest_first=True)
-        found += search.run(most - 1 if not quality else 1, deadline)
-    return found
-
-
-def _prepare(request: PlanRequest, build_model: BuildModel, device: Device, set_by_user: frozenset[str]) -> Search:
-    config = request.config
-    model_config = models.load_model_config(request.folder, config.model.trust_remote_code)
-    context_length = models.resolve_context_length(config.data.context_length, model_config)
-    shape = shape_of(models.build_skeleton(model_config, config.model))
-    return Search(request, build_model, device, shape, context_length, {}, set_by_user, keeps_wishes=True)
-
-
-def _run_all(searches: list[Search]) -> list[list[Fitting]]:
-    """Each in a process of its own, as many at a time as there are cores."""
-    processes = min(len(searches), MOST_PROCESSES, cores())
-    context = get_context("fork")  # what is imported need not be imported again, which takes 10 s
-    with ProcessPoolExecutor(processes, context, initializer=_begin_process, initargs=(os.getpid(),)) as pool:
-        return list(pool.map(_run, searches))
-
-
-def _run(search: Search) -> list[Fitting]:
-    return search.run(2 if not search.quality else 1)
-
-
-def _begin_process(parent: int) -> None:
-    torch.set_num_threads(1)  # a forked process has none of OpenMP's threads, and would wait for them
-    end_with(parent)
-
-
-def _choose(found: list[list[Fitting]], most: int) -> list[Fitting]:
-    """Those that train the same, then the fastest of the others; only those with the fewest of the user's settings
-    overridden, where there is no other way."""
-    every = [fitting for each in found for fitting in each]
-    fewest = min((len(it.overridden) for it in every), default=0)
-    every = [it for it in every if len(it.overridden) == fewest]
-    return sorted(every, key=lambda it: (not it.keeps_training, it.seconds))[:most]
-
-
-def _verify(fits: list[Fitting], search: Search) -> None:
-    """Plan the first answer in full; drop it where it does not fit after all."""
-    while fits and fits[0].plan.is_quick:
-        request = dataclasses.replace(search.request, config=fits[0].config)
-        fits[0] = dataclasses.replace(fits[0], plan=predict(request, search.build_model))
-        if not search.fits(fits[0].plan):
-            fits.pop(0)
-
-
-def _more_ranks(search: Search) -> tuple[int | None, str]:
-    """The fewest ranks, doubled until there are enough, on which the same training fits; else what is in the way."""
-    plans = dict[int, Plan]()
-
-    def is_enough(world: int) -> bool:
-        node = max(search.request.local_world_size, min(world, RANKS_OF_A_NODE))
-        request = dataclasses.replace(search.request, world_size=world, local_world_size=node)
-        layout = Layout("FULL_SHARD", world, "full", 1, offload=False)
-        config = changed(request.config, settings_of(layout, request), request.device)
-        plan = dataclasses.replace(search, request=request).plan(config) if config is not None else None
-        if plan is not None:
-            plans[world] = plan
-        return plan is not None and search.fits(plan)
-
-    worlds = [search.request.world_size * 2**power for power in range(1, 11)]
-    worlds = [world for world in worlds if world <= MOST_RANKS]
-    if not worlds or not is_enough(worlds[-1]):
-        last = plans.get(worlds[-1]) if worlds else None
-        return None, max(last.peak.holders.items(), key=lambda it: it[1])[0] if last is not None else ""
-    return worlds[bisect.bisect_left(worlds, True, hi=len(worlds) - 1, key=is_enough)], ""
+def _launcher(request: PlanRequest) -> str:
+    nodes = request.world_size // request.local_world_size
+    if request.world_size == 1:
+        return commands.shown("finetuning")
+    several = f"--nnodes {nodes} " if nodes > 1 else ""
+    return commands.shown("finetuning", f"torchrun {several}--nproc_per_node {request.local_world_size}")

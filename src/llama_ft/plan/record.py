@@ -119,13 +119,11 @@ class Change:
         flags: what differs from the recipe, as on the command line.
         gives_up: for people.
         peak_bytes: what the device must have then.
-        relative_speed: beside the fastest that fits.
     """
 
     flags: list[str]
     gives_up: str
     peak_bytes: int
-    relative_speed: float
 
 
 def read_plan(folder: Path) -> Plan | None:

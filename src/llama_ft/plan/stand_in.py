@@ -54,10 +54,11 @@ def stand_in(folder: Path, model: ModelConfig, layers: int | None) -> Iterator[P
         yield folder
         return
     config = load_model_config(folder, model.trust_remote_code)
+    if layers is not None:
+        config = with_layers(config, layers)
     headers = open_weights(folder).tensors if has_weights else _headers_of(config, model)
     if layers is not None:
         headers = _first_layers(headers, config, model, layers)
-        config = with_layers(config, layers)
     with tempfile.TemporaryDirectory(prefix="llama_ft-plan-") as name:
         config.save_pretrained(name)
         _write_headers(Path(name) / SINGLE_FILE, headers)
