@@ -6,6 +6,7 @@ samples. CPU offload comes if nothing else fits.
 """
 
 import dataclasses
+import shlex
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -267,7 +268,7 @@ class FitAnswer:
         commands = []
         for number, ((config, _), change) in enumerate(zip(self.fits, self.changes(), strict=True), 1):
             file = folder / f"fit-{number}.yaml"
-            command = f"{_launcher(self.request)} --config {file}"
+            command = f"{_launcher(self.request)} --config {shlex.quote(str(file))}"
             head = f"{' '.join(change.flags)}\n{size_text(change.peak_bytes)} a rank, for {self.device.name}"
             head += f"\ngives up: {change.gives_up}\n  {command}"
             try:
@@ -292,7 +293,7 @@ class FitAnswer:
         typed = {name for name, setting in SETTINGS.items() if is_flag(places.get(setting.dotted, ""))}
         different = differing(self.request.config, config)
         shown = {name: values[name] for name in values if name in typed or name in different}
-        words = [f"--config {recipe}"] if recipe else []
+        words = [f"--config {shlex.quote(recipe)}"] if recipe else []
         return " ".join([_launcher(self.request), *words, *flags_of(shown)])
 
 

@@ -1,6 +1,7 @@
 """Runs that the kernel ended for want of host memory: what their directories tell, and what would need less."""
 
 import json
+import shlex
 import sys
 import time
 from pathlib import Path
@@ -87,9 +88,10 @@ def host_changes(config: Config, device: str) -> str:
 
 def plan_command(run: Path | None, ranks: int, device: str, capacity_bytes: int) -> str:
     """The command that says what fits; without a run directory for the flags of this process."""
-    recipe = f"--config {run}/config.yaml" if run is not None else " ".join(sys.argv[1:])
+    recipe = shlex.join(["--config", f"{run}/config.yaml"] if run is not None else sys.argv[1:])
     fit = f"{capacity_bytes / 2**30:.4g}GiB"
-    return " ".join(f"{commands.shown('plan')} {recipe} --nproc {ranks} --device {device} --fit {fit}".split())
+    words = f"{commands.shown('plan')} {recipe}".strip()
+    return f"{words} --nproc {ranks} --device {device} --fit {fit}"
 
 
 def _last_peaks(run: Path) -> list[int]:
