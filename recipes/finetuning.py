@@ -138,6 +138,7 @@ def main(config: Config, places: dict[str, str]) -> None:
         with observe.RunLog(output_dir, config.tracking, resolved, steps.total_steps, job.rank, **earlier) as run_log:
             outcome = train(config, model, tokenizer, rows, steps, pad, writer, facts, run_log, resumed, watch, job)
             if config.checkpoint.save_model:
+                facts.add(weights_of=outcome["weights_of"])
                 watch.enter("save")
                 result = output_dir / "model"
                 save_dtype = checkpoint.save_dtype(config.checkpoint.save_dtype)

@@ -20,7 +20,7 @@ def profiled(model: LlamaForCausalLM, ids: torch.Tensor) -> Breakdown:
         model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
         optimizer.step()
     assert profiler.profiler is not None
-    found = break_down(profiler.profiler.kineto_results.events(), "step 4")
+    found = break_down(profiler.profiler.kineto_results.events(), "step 4", 2)
     assert found is not None
     return found
 
@@ -116,7 +116,7 @@ def test_on_cuda_kernels_belong_to_their_operators_and_hidden_communication_is_n
         kernel("gemm", 50, 70, launched_by=10),
         kernel("gemm", 120, 130, launched_by=11),
     ]
-    found = break_down([*operators, *kernels], "step 4")
+    found = break_down([*operators, *kernels], "step 4", 2)
     assert found is not None
     assert found.parts == {
         "matrix products": 40, "attention": 0, "other operators": 5, "recomputation": 10, "optimizer": 0,
@@ -125,5 +125,17 @@ def test_on_cuda_kernels_belong_to_their_operators_and_hidden_communication_is_n
     assert (found.seconds, found.rest) == (100, 37)
 
 
+def test_one_process_has_no_communication() -> None:
+    events = [
+        Written("step 4", (0, 100), id=1),
+        Written("FSDP::pre_forward", (10, 40), id=2),
+        Written("aten::mm", (50, 80), id=3),
+    ]
+    alone, of_two = (break_down(events, "step 4", world_size) for world_size in (1, 2))
+    assert alone is not None and of_two is not None
+    assert "communication" not in alone.parts and of_two.parts["communication"] == 30
+    assert (alone.parts["matrix products"], alone.rest) == (30, 70)
+
+
 def test_a_block_that_was_not_profiled_has_no_parts() -> None:
-    assert break_down([Written("aten::mm", (0, 1))], "step 4") is None
+    assert break_down([Written("aten::mm", (0, 1))], "step 4", 2) is None

@@ -81,6 +81,24 @@ def test_a_run_that_will_not_fit_is_told_what_would(
     assert not Path(f"/proc/{planner}").exists()
 
 
+def test_a_planner_that_was_killed_is_not_called_slow(
+    finetuning: ModuleType,
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    from llama_ft.plan import StartPlan
+
+    monkeypatch.setattr(logging.getLogger("llama_ft"), "propagate", True)
+    caplog.set_level(logging.INFO, logger="llama_ft")
+    start = StartPlan(finetuning.build_model, off=False)
+    assert start._process.pid is not None
+    os.kill(start._process.pid, signal.SIGKILL)
+    start.tell(tmp_path)
+    assert "was not planned: the planner ended (signal 9)" in caplog.text
+
+
 def test_a_run_goes_on_with_what_auto_came_to_be_on_the_rank_with_the_least(
     finetuning: ModuleType,
     plan: Callable[..., Any],

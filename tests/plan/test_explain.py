@@ -17,11 +17,13 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from llama_ft.config import Config
 from llama_ft.plan.explain import ask_planner, capacity, compare, describe_device, describe_fits
-from llama_ft.plan.killed import last_end
+from llama_ft.plan.killed import about_host, last_end
 from llama_ft.plan.record import Peak, Plan
 from llama_ft.plan.where import first_local, frames_of, held_now, module_at_work
 from llama_ft.runtime import Runtime
+from llama_ft.runtime.out_of_memory import KILLED
 
 JOB = Path(__file__).with_name("out_of_memory_job.py")
 MIB, GIB = 2**20, 2**30
@@ -219,6 +221,19 @@ def test_the_next_start_says_how_the_last_run_ended(
         os.utime(tmp_path / "status.json", (written, written))
     end = last_end(tmp_path)
     assert says in end and bool(end) == bool(says)
+
+
+@pytest.mark.parametrize("status", [{"state": "running"}, {"state": "failed", "message": f"rank 1 was {KILLED}"}])
+@pytest.mark.parametrize(("peak_bytes", "verdicts"), [(100 * MIB, 1), (10**13, 0)])
+def test_who_killed_a_run_is_said_once(
+    runtime: Runtime, tmp_path: Path, status: dict[str, object], peak_bytes: int, verdicts: int
+) -> None:
+    """By numbers where there are any; before them only who may have done it."""
+    (tmp_path / "status.json").write_text(json.dumps(status))
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "memory/host_peak_bytes": [peak_bytes]}) + "\n")
+    said = f"{last_end(tmp_path)}\n{about_host(Config(), tmp_path, runtime, 0)}"
+    assert said.count("more likely") == verdicts
+    assert "probably" not in said and said.count("by the kernel if host memory ran out, or by somebody's") == 1
 
 
 @pytest.mark.parametrize(("saved", "says"), [(10, "after step 10 or later without"), (7, "after step 7 without")])

@@ -183,6 +183,8 @@ def test_early_stopping_takes_the_best_weights_and_the_logged_loss_is_that_of_th
     found = held_out_loss(load(output / "model"), folder / "validation.jsonl")
     assert found == pytest.approx(trained[best], rel=1e-5)
     assert json.loads((output / "checkpoints" / "best.json").read_text())["step"] == best
+    head = (output / "report.html").read_text().partition("</header>")[0]
+    assert f"Stopped early, after step {best + 3} of {steps}" in head and f"has the weights of step {best}," in head
     kept = {path.name for path in (output / "checkpoints").glob("step-*")}
     assert f"step-{best:06d}" in kept
     assert kept == {f"step-{step:06d}" for step in trained if step % 2 == 0 or step in (best, max(trained))}

@@ -22,7 +22,7 @@ DRAWN = """[...document.querySelectorAll('figure')].map(figure => [
 TITLES = [
     "Loss", "Learning rate", "Gradient norm, before clipping", "Tokens per second, all ranks",
     "Model FLOPs utilization (MFU), of the measured rate", "Seconds a step",
-    "Device memory, peak so far, fullest rank", "Host memory, peak so far, fullest rank",
+    "Device memory, peak so far, fullest rank", "Host memory (RSS), peak so far, fullest rank",
     "Peak of each phase, fullest rank", "What holds it at the peak of training (backward)",
     "What stays for the optimizer step, tensor by tensor", "Memory over one step",
     "Training rows", "Validation rows",

@@ -11,6 +11,7 @@ from conftest import REPOSITORY, run
 from forked import Finished
 from report_run import write_run
 
+from llama_ft.data.statistics import BuildReport, SplitStatistics, warnings_of
 from llama_ft.report import read_run, report_page, write_or_warn
 from llama_ft.report.run import differing_settings
 
@@ -41,6 +42,42 @@ def test_curves_are_what_was_logged(run_dir: Path) -> None:
     by_rank = zip(*(line["memory/device_peak_bytes"] for line in lines[1:]), strict=True)
     assert found.rank_peaks["memory/device_peak_bytes"] == list(map(max, by_rank))
     assert found.missing == found.damaged == []
+
+
+def test_the_head_says_that_a_run_stopped_early_and_whose_weights_it_kept(run_dir: Path, tmp_path: Path) -> None:
+    folder = copied(run_dir, tmp_path / "early")
+    facts = json.loads((folder / "facts.json").read_text()) | {"total_steps": 450, "weights_of": 40}
+    (folder / "facts.json").write_text(json.dumps(facts))
+    head = report_page(read_run(folder)).partition("</header>")[0]
+    assert "Stopped early, after step 60 of 450" in head and "has the weights of step 40" in head
+    assert "Stopped early" not in report_page(read_run(run_dir)) and "has the weights" not in report_page(
+        read_run(run_dir)
+    )
+
+
+def test_rows_that_leaked_or_were_skipped_stand_above_the_data_table(run_dir: Path, tmp_path: Path) -> None:
+    folder = copied(run_dir, tmp_path / "leak")
+    counted = BuildReport(SplitStatistics(), SplitStatistics(), shared=10, first_shared=["a:1"], bad_rows=8)
+    facts = json.loads((folder / "facts.json").read_text())
+    facts["data"]["warnings"] = warnings_of(counted, want_validation=True)
+    (folder / "facts.json").write_text(json.dumps(facts))
+    data = report_page(read_run(folder)).partition("<h2>Data</h2>")[2].partition("<table>")[0]
+    assert data.count('class="warn"') == 2
+    assert "10 rows are in the training rows too" in data and "8 bad rows left out" in data
+
+
+@pytest.mark.parametrize(("device", "cards"), [("cuda", "Peak of GPU memory"), ("cpu", "Peak of anonymous memory")])
+def test_each_measure_of_memory_has_a_name_of_its_own(run_dir: Path, tmp_path: Path, device: str, cards: str) -> None:
+    """On the CPU the card is of anonymous memory, which RSS exceeds by what is mapped from files."""
+    folder = copied(run_dir, tmp_path / device)
+    if device == "cpu":
+        text = (folder / "metrics.jsonl").read_text().replace('"memory/device_peak_bytes"', '"other"')
+        (folder / "metrics.jsonl").write_text(text)
+        facts = (folder / "facts.json").read_text().replace("device_peak_bytes", "anonymous_peak_bytes")
+        (folder / "facts.json").write_text(facts)
+    page = report_page(read_run(folder))
+    assert f'<div class="name">{cards}</div>' in page
+    assert "Host memory (RSS), peak so far" in page and "host (RSS), whole run" in page
 
 
 def test_a_run_that_is_being_written_is_read_up_to_its_last_whole_line(run_dir: Path, tmp_path: Path) -> None:

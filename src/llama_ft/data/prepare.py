@@ -20,7 +20,7 @@ from llama_ft.data.formats import OPTIONAL_COLUMNS, REQUIRED_COLUMNS, BadRow, Me
 from llama_ft.data.parallel import ChunkEncoder, chunks_of
 from llama_ft.data.rate import Rate
 from llama_ft.data.sources import Source, Split, brings_validation, open_source
-from llama_ft.data.statistics import BuildReport, SplitStatistics, describe
+from llama_ft.data.statistics import BuildReport, SplitStatistics, describe, warnings_of
 from llama_ft.data.tokenize import Encoder
 from llama_ft.errors import UserError
 from llama_ft.processes import cores
@@ -81,6 +81,7 @@ class TokenizedData:
         validation = counted["validation"] if self.validation is not None else None
         return {
             "summary": self.summary,
+            "warnings": warnings_of(self.report, self.validation is not None),
             "train": counted["train"],
             "validation": validation,
             "edges": self.report.edges,

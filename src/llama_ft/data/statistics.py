@@ -132,7 +132,13 @@ def describe(report: BuildReport, context_length: int, want_validation: bool, pl
     lines = _table(splits, report.edges, PLAIN_BARS if plain else BARS) if splits else []
     for name, split in splits.items():
         lines += [f"{name}: {line}" for line in _notes(split, context_length)]
-    if validation is not None and report.shared:
+    return lines + warnings_of(report, want_validation)
+
+
+def warnings_of(report: BuildReport, want_validation: bool) -> list[str]:
+    """A line about validation rows that are trained on, and one about bad rows."""
+    lines = []
+    if want_validation and report.shared:
         first = _named(report.first_shared, report.shared)
         lines.append(f"validation: {_rows(report.shared)} in the training rows too, token for token: {first}")
     if report.bad_rows:

@@ -71,8 +71,9 @@ class _Operator(NamedTuple):
     id: int
 
 
-def break_down(events: Iterable[Event], label: str) -> Breakdown | None:
-    """Break down the block that ran under `record_function(label)`; None where it is not among the events."""
+def break_down(events: Iterable[Event], label: str, world_size: int) -> Breakdown | None:
+    """Break down the block that ran under `record_function(label)`; None where it is not among the events. One process
+    sends nothing: the time of FSDP's own Python code belongs to the rest then."""
     operators, kernels = list[_Operator](), list[Event]()
     for it in events:
         if it.device_type() != DeviceType.CPU:
@@ -103,7 +104,8 @@ def break_down(events: Iterable[Event], label: str) -> Breakdown | None:
         covered = _union([*covered, *((max(start, begin), stop) for start, stop in spans[part])])
         seconds[part] = (sum(stop - start for start, stop in covered) - before) / 1e9
     total = (end - begin) / 1e9
-    return Breakdown(total, {part: seconds[part] for part in ORDER}, max(0.0, total - sum(seconds.values())))
+    found = {part: seconds[part] for part in ORDER if part != "communication" or world_size > 1}
+    return Breakdown(total, found, max(0.0, total - sum(found.values())))
 
 
 @cache

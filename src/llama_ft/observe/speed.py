@@ -264,7 +264,7 @@ class SpeedWatch:
     def _tell_breakdown(self, finished: profile) -> None:
         step, flops, waited = self._profiled
         results = finished.profiler.kineto_results if finished.profiler is not None else None
-        found = break_down(results.events(), _label(step)) if results is not None else None
+        found = break_down(results.events(), _label(step), self._job.world_size) if results is not None else None
         if found is None:
             return
         logging = median(self._between) if self._between else 0.0

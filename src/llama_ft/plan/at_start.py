@@ -129,7 +129,7 @@ class StartPlan:
         if isinstance(answer, Choice):
             return dataclasses.replace(answer, plan=None)
         self._end()
-        return settled(request.config, "full", request.device, f"not planned: {answer or 'that takes too long'}")
+        return settled(request.config, "full", request.device, f"not planned: {answer}")
 
     def tell(self, output_dir: Path) -> None:
         """Write plan.json, say what the run will hold, and warn where that is more than there is."""
@@ -141,11 +141,9 @@ class StartPlan:
             log.info(_summary(answer, self._limits))
             if excess := excess_line(answer, self._limits):
                 changes = self._receive(SECONDS_FOR_ADVICE)
-                log.warning("\n".join([excess, *_advice(changes if isinstance(changes, list) else [])]))
-        elif answer is not None:
-            log.info(f"The run's memory could not be planned: {answer}")
+                log.warning("\n".join([excess, *_advice(changes)]))
         else:
-            log.info("The run's memory was not planned: that takes too long for this model; recipes/plan.py can do it.")
+            log.info(f"The run's memory was not planned: {answer}")
         self._end()
 
     def _end(self) -> None:
@@ -156,12 +154,17 @@ class StartPlan:
             self._process.join()
 
     def _receive(self, seconds: float) -> Any:
+        """What the planner sends, or in words why that is nothing."""
         if self._pipe is None:
-            return None
+            return "planning is off"
         try:
-            return self._pipe.recv() if self._pipe.poll(seconds) else None
+            if self._pipe.poll(seconds):
+                return self._pipe.recv()
         except (EOFError, OSError):
-            return None
+            self._process.join(1)
+            code = self._process.exitcode or 0
+            return f"the planner ended ({f'signal {-code}' if code < 0 else f'exit code {code}'})"
+        return f"it took over {seconds:.0f} s. recipes/plan.py has no limit"
 
 
 def _serve(pipe: Connection, parents: Connection, build_model: BuildModel, parent: int) -> None:
@@ -235,7 +238,9 @@ def excess_line(plan: Plan, limits: Limits) -> str:
     return ""
 
 
-def _advice(changes: list[Change]) -> list[str]:
+def _advice(changes: list[Change] | str) -> list[str]:
+    if isinstance(changes, str):
+        return [f"  What would fit is not known: {changes}"]
     return [
         f"  {' '.join(change.flags)} would need {size_text(change.peak_bytes)} ({change.gives_up})"
         for change in changes

@@ -14,6 +14,7 @@ from llama_ft.plan.record import read_plan
 from llama_ft.runtime import Runtime
 from llama_ft.runtime.out_of_memory import KILLED, host_memory
 
+BY_WHOM = ": by the kernel if host memory ran out, or by somebody's kill -9."
 AMPLE = 0.5  # of the host's memory: runs that had used less were hardly killed for want of it
 
 
@@ -26,13 +27,13 @@ def last_end(run: Path) -> str:
     except (OSError, ValueError):
         return ""
     if KILLED in str(status.get("message")):  # a rank that survived has said so
-        how = f"when one of its ranks was {KILLED}, probably by the kernel for want of host memory."
+        how = f"when one of its ranks was {KILLED}{BY_WHOM}"
     elif status.get("state") != "running":
         return ""
     elif written < time.time() - time.clock_gettime(time.CLOCK_BOOTTIME):
         how = "without a word, and this machine was started anew since: it may have lost power."
     else:
-        how = f"without a word, as when {KILLED}: the kernel does that when host memory runs out."
+        how = f"without a word, as when {KILLED}{BY_WHOM}"
     step = status.get("step")
     step = step if isinstance(step, int) else 0
     saved = [int(it.name.removeprefix("step-")) for it in complete_checkpoints(run)]

@@ -34,14 +34,14 @@ class Bar:
 
 
 def measured_peak(run: Run) -> tuple[float, str]:
-    """The fullest rank's peak, and what was measured; NaN and "" where nothing was."""
+    """The fullest rank's peak, and of what; NaN and "" where nothing was measured."""
     if peaks := run.rank_peaks.get("memory/device_peak_bytes"):
-        return max(peaks), "tensors on the GPU"
+        return max(peaks), "GPU memory"
     found = [bytes for _, bytes in _phase_peaks(run)]
     if found:
-        return max(found), "anonymous host memory"
+        return max(found), "anonymous memory"
     peaks = run.rank_peaks.get("memory/host_peak_bytes", [])
-    return (max(peaks), "host memory, Python included") if peaks else (math.nan, "")
+    return (max(peaks), "host memory (RSS)") if peaks else (math.nan, "")
 
 
 def predicted_peak(run: Run) -> float:
@@ -94,7 +94,7 @@ def holder_table(run: Run) -> tuple[list[str], list[tuple[str, list[float], floa
 def rank_table(run: Run) -> tuple[list[str], list[list[float | None]]]:
     """What each rank measured: the columns' names, and a row for each rank."""
     columns: dict[str, list[float | None]] = {}
-    titles = {"memory/device_peak_bytes": "device, whole run", "memory/host_peak_bytes": "host, whole run"}
+    titles = {"memory/device_peak_bytes": "device, whole run", "memory/host_peak_bytes": "host (RSS), whole run"}
     for key, title in titles.items():
         if key in run.rank_peaks:
             columns[title] = [float(size) if math.isfinite(size) else None for size in run.rank_peaks[key]]

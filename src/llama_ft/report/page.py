@@ -30,7 +30,7 @@ METRIC_PLOTS = (  # key, title, unit, whether a logarithmic axis may be better, 
     ("perf/mfu", "Model FLOPs utilization (MFU), of the measured rate", "", False, True),
     ("perf/step_seconds", "Seconds a step", "s", True, True),
     ("memory/device_peak_bytes", "Device memory, peak so far, fullest rank", "bytes", False, True),
-    ("memory/host_peak_bytes", "Host memory, peak so far, fullest rank", "bytes", False, True),
+    ("memory/host_peak_bytes", "Host memory (RSS), peak so far, fullest rank", "bytes", False, True),
     ("train/loss_scale", "Loss scale", "", True, False),
 )
 NOISY = ("train/loss", "train/grad_norm", "perf/tokens_per_second", "perf/mfu", "perf/step_seconds")
@@ -56,6 +56,7 @@ def report_page(run: Run) -> str:
         run=run,
         ending=ENDINGS.get(str(run.status.get("state")), "info"),
         about=_about(run),
+        outcome=_outcome(run),
         cards=_cards(run),
         plots=[plot.svg() for plot in _loss_plots(run) + _metric_plots(run)],
         phase_bars=memory.phase_bars(run),
@@ -153,6 +154,17 @@ def _about(run: Run) -> str:
     return f"{method} of {model} on {rows}" if model else ""
 
 
+def _outcome(run: Run) -> str:
+    """That the run stopped early, and which step the final model is of, where that is not the last one."""
+    total, weights_of = run.facts.get("total_steps"), run.facts.get("weights_of")
+    lines = []
+    if run.status.get("state") == "finished" and total and run.step < total:
+        lines.append(f"Stopped early, after step {run.step:,} of {total:,}: the validation loss no longer fell.")
+    if weights_of is not None and weights_of != run.step:
+        lines.append(f"The final model has the weights of step {weights_of:,}, with the best validation loss.")
+    return " ".join(lines)
+
+
 def _cards(run: Run) -> list[Card]:
     curves, cards = run.curves, []
     total = run.facts.get("total_steps")
@@ -168,13 +180,13 @@ def _cards(run: Run) -> list[Card]:
     if utilization := curves.get("perf/mfu"):
         rate = sum(run.facts.get("speed", {}).get("product_flops_per_second", [])) / 1e12
         cards.append(Card("MFU", f"{utilization.median:.0%}", f"of {rate:.3g} TFLOP/s, measured" if rate else ""))
-    peak, what = memory.measured_peak(run)
-    predicted = memory.predicted_peak(run)
+    peak, kind = memory.measured_peak(run)
+    predicted, what = memory.predicted_peak(run), ""
     if math.isfinite(predicted):
         plan = f"plan: {number(predicted, 'bytes')} of tensors"
         what = f"{plan} ({peak / predicted - 1:+.0%})" if memory.is_like_for_like(run) else f"with Python; {plan}"
     if math.isfinite(peak):
-        cards.append(Card("Peak memory", number(peak, "bytes"), what))
+        cards.append(Card(f"Peak of {kind}", number(peak, "bytes"), what))
     elif math.isfinite(predicted):
         cards.append(Card("Predicted peak", number(predicted, "bytes"), "nothing was measured"))
     cards.append(_device(run))
