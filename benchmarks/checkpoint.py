@@ -8,16 +8,18 @@ every round, in turns, all ranks at once and each with its own rows:
     copy        a plain clone of every tensor into host memory
     torch.save  of those clones, and fsync
     write       of their bare bytes with os.write in pieces of 4 MiB as dd does, and fsync
-    sync        a save with --save_async false
+    sync        a save with --save_async false; then a new optimizer and the weights are restored from it
     async       a save with training going on until it is complete
 
 `stall` is how long training waits, `total` how long until the checkpoint is complete: synced, with its checksums, under
-its name. The bounds are 1.5 x the copy + 50 ms, and 1.5 x the quicker of the two writes + 0.5 s. Times are medians over
+its name; `resume` how long restoring takes beside `read`, reading the same bytes. The bounds are 1.5 x the
+copy + 50 ms, 2 x the quicker of the two writes + 0.5 s, and 2 x the reading + 0.5 s. Times are medians over
 the rounds of the slowest rank, `x` is the median of each round's ratio. `slowed` is the time by which training steps
 took longer than usual (`step`), as a share of the total; all seconds.
 """
 
 import argparse
+import dataclasses
 import json
 import os
 import shutil
@@ -39,15 +41,17 @@ from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 from transformers.modeling_utils import PreTrainedModel  # noqa: E402
 
 from llama_ft import models, runtime  # noqa: E402
-from llama_ft.checkpoint import CheckpointWriter  # noqa: E402
+from llama_ft.checkpoint import Checkpoint, CheckpointWriter, restore  # noqa: E402
 from llama_ft.checkpoint.state import own_state  # noqa: E402
 from llama_ft.config import CheckpointConfig, FSDPConfig, ModelConfig, PeftConfig, TrainConfig  # noqa: E402
+from llama_ft.models.shards import local_shard  # noqa: E402
 from llama_ft.runtime import Runtime  # noqa: E402
 from llama_ft.training import build_optimizer  # noqa: E402
 
 PIECE_BYTES = 2**22
 USUAL_STEPS = 3  # in each round, for the speed of undisturbed training
 KINDS = {"full": PeftConfig(), "lora": PeftConfig(use_peft=True, target_modules="all-linear")}
+SETTINGS = TrainConfig(precision="fp32")
 Round = dict[str, float]
 
 
@@ -65,7 +69,7 @@ class Trainee:
         models.shard(self.model, job.mesh, FSDPConfig(enable_fsdp=True), precision)
         group = models.ShardGroup(job.mesh)
         models.materialize(self.model, folder, group, job.device, job.device, False, adapter, peft, 0, precision.frozen)
-        self.optimizer = build_optimizer(self.model, TrainConfig(precision="fp32"))
+        self.optimizer = build_optimizer(self.model, SETTINGS)
         self.batch = torch.randint(0, self.model.config.vocab_size, (1, tokens), device=job.device)
         self.step()
 
@@ -82,7 +86,7 @@ def measure_round(number: int, trainee: Trainee, folder: Path, job: Runtime) -> 
     """Each way once, another one first each time: how quickly memory and page cache can be had depends on what was
     freed just before."""
     usual = statistics.median(slowest(trainee.step, job) for _ in range(USUAL_STEPS))
-    nbytes = sum(tensor.nbytes for tensor in own_state(trainee.model, trainee.optimizer, job).tensors.values())
+    nbytes = sum(tensor.nbytes for tensor in own_rows(trainee, job).values())
     found: Round = {"usual step": usual, "bytes": job.gather_numbers(nbytes).sum().item()}
     ways = list(WAYS)
     for way in ways[number % len(ways) :] + ways[: number % len(ways)]:
@@ -98,7 +102,7 @@ def measure_round(number: int, trainee: Trainee, folder: Path, job: Runtime) -> 
 
 def measure_plain(way: str, number: int, usual: float, trainee: Trainee, folder: Path, job: Runtime) -> Round:
     """Copy and write, without llama_ft."""
-    tensors = own_state(trainee.model, trainee.optimizer, job).tensors
+    tensors = own_rows(trainee, job)
     copies: dict[str, torch.Tensor] = {}
 
     def copy() -> None:
@@ -110,9 +114,15 @@ def measure_plain(way: str, number: int, usual: float, trainee: Trainee, folder:
     return {f"{way} copy": copy_seconds, way: seconds}
 
 
+def own_rows(trainee: Trainee, job: Runtime) -> dict[str, torch.Tensor]:
+    """What this rank writes, where training has it."""
+    return {name: local_shard(it) for name, it in own_state(trainee.model, trainee.optimizer, job).items()}
+
+
 def measure_save(way: str, number: int, usual: float, trainee: Trainee, folder: Path, job: Runtime) -> Round:
     """One checkpoint; training goes on until it is complete."""
-    writer = CheckpointWriter(folder, CheckpointConfig(save_async=way == "async"), {}, job)
+    about = {"config": {"train": dataclasses.asdict(SETTINGS)}}
+    writer = CheckpointWriter(folder, CheckpointConfig(save_async=way == "async"), about, job)
     timings: Round = {}
     stall = slowest(lambda: writer.save(number, trainee.model, trainee.optimizer, {}), job)
     resumed, steps, complete = time.perf_counter(), 0, way == "sync"
@@ -125,7 +135,20 @@ def measure_save(way: str, number: int, usual: float, trainee: Trainee, folder: 
     writer.finish()
     timings |= writer.timings()
     total = job.gather_numbers(timings["perf/save_seconds"]).max().item()
-    return {f"{way} stall": stall, f"{way} total": total, f"{way} lost": lost}
+    if way == "sync" and writer.last is not None:
+        timings = measure_resume(Checkpoint(writer.last), trainee, job)
+    return {f"{way} stall": stall, f"{way} total": total, f"{way} lost": lost, **timings}
+
+
+def measure_resume(saved: Checkpoint, trainee: Trainee, job: Runtime) -> Round:
+    """Read a rank's file, and restore from all files, which are in the page cache both times."""
+    file = sorted(saved.folder.glob("*.safetensors"))[job.rank]
+    trainee.optimizer = build_optimizer(trainee.model, SETTINGS)
+    file.read_bytes()  # brings it into the page cache
+    return {
+        "read": slowest(lambda: len(file.read_bytes()) and None, job),
+        "resume": slowest(lambda: restore(saved, trainee.model, trainee.optimizer, SETTINGS, job), job),
+    }
 
 
 def write_with_torch(tensors: dict[str, torch.Tensor], file: Path) -> None:
@@ -204,15 +227,18 @@ def row(kind: str, ranks: int, way: str, rounds: list[Round]) -> tuple[str, ...]
         return min(each["write"], each["torch.save"])
 
     stall, total = median(lambda each: each[f"{way} stall"]), median(lambda each: each[f"{way} total"])
+    read, resume = median(lambda each: each["read"]), median(lambda each: each["resume"])
     late = [
         *(["stall"] if way == "async" and stall > 1.5 * median(copy) + 0.05 else []),  # sync: all of it is
-        *(["total"] if total > 1.5 * median(quicker) + 0.5 else []),
+        *(["total"] if total > 2 * median(quicker) + 0.5 else []),
+        *(["resume"] if resume > 2 * read + 0.5 else []),
     ]
     line = [kind, str(ranks), way, f"{rounds[0]['bytes'] / 2**20:,.0f}", f"{median(copy):.3f}"]
     waits = [f"{stall:.3f}", f"{median(lambda each: each['async stall'] / copy(each)):.2f}"]
     line += waits if way == "async" else ["", ""]
     line += [f"{median(lambda each, name=name: each[name]):.2f}" for name in ("torch.save", "write")]  # type: ignore[misc]
     line += [f"{total:.2f}", f"{median(lambda each: each[f'{way} total'] / quicker(each)):.2f}"]
+    line += [f"{read:.3f}", f"{resume:.3f}"] if way == "sync" else ["", ""]
     step, slowed = median(lambda each: each["usual step"]), ""
     if total > step:  # else it is all chance
         slowed = f"{median(lambda each: each['async lost'] / each['async total']):.0%}"
@@ -224,7 +250,7 @@ def row(kind: str, ranks: int, way: str, rounds: list[Round]) -> tuple[str, ...]
 
 
 def print_table(lines: list[tuple[str, ...]]) -> None:
-    titles = "weights ranks way MiB copy stall x torch.save write total x slowed step verdict"
+    titles = "weights ranks way MiB copy stall x torch.save write total x read resume slowed step verdict"
     table = [tuple(titles.split()), *lines]
     widths = [max(len(line[column]) for line in table) for column in range(len(table[0]))]
     for line in table:

@@ -211,7 +211,7 @@ def differences(run: Path, reference: Path) -> list[str]:
         *relative_files(run / "model", run),
     }
     for folder in complete_checkpoints(reference):
-        files |= {f"checkpoints/{folder.name}/{file.name}" for file in folder.glob("rank-*")}
+        files |= {f"checkpoints/{folder.name}/{file.name}" for file in folder.glob("shard-*")}
     for file in sorted(files):
         contents = [(path / file).read_bytes() if (path / file).exists() else None for path in (run, reference)]
         if contents[0] != contents[1]:

@@ -363,7 +363,7 @@ def train(
         weights_of = progress.step
         if (result_step := checkpoint.result_step(config, progress.step, best.step)) != progress.step:
             if (kept := checkpoint.open_best(result_step, writer.run, job)) is not None:
-                checkpoint.restore_weights(kept, model, job)
+                checkpoint.restore_weights(kept, model)
                 weights_of = result_step
                 log.info(f"The weights of step {best.step}, with the best validation loss {best.loss:.4f}, are taken.")
         watch.enter("evaluation")

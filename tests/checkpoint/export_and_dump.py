@@ -81,7 +81,7 @@ if __name__ == "__main__":
                     if parameter.requires_grad:
                         local_shard(parameter).fill_(0.123)
             writer.finish()
-            checkpoint.restore_weights(checkpoint.Checkpoint(writer.last), model, job)
+            checkpoint.restore_weights(checkpoint.Checkpoint(writer.last), model)
             with torch.no_grad():
                 again = model(input_ids=ids, use_cache=False).logits
             if job.is_main:

@@ -116,10 +116,10 @@ def test_a_checkpoint_of_an_adapter_holds_no_frozen_weight(results: Path) -> Non
     folder = results / "lora" / "checkpoints" / "step-000003"
     trainer = json.loads((folder / "trainer.json").read_text())
     assert (trainer["step"], trainer["epoch"], trainer["world_size"]) == (3, 0.5, 3)
-    names = {name for file in folder.glob("rank-*") for name in safe_open(file, "pt").keys()}
-    weights = [name for name in names if name.startswith("model/")]
+    names = {name for file in folder.glob("shard-*") for name in safe_open(file, "pt").keys()}
+    weights = [name for name in names if name.startswith("model.")]
     assert len(weights) == 28 and all(".lora_" in name for name in weights)
-    assert {f"optimizer/{name.removeprefix('model/')}/exp_avg" for name in weights} <= names
+    assert {f"optimizer.state.{name.removeprefix('model.')}.exp_avg" for name in weights} <= names
 
 
 def test_ranks_that_send_nothing_are_not_left_waiting_for_the_whole_export(results: Path) -> None:

@@ -300,11 +300,11 @@ def test_a_damaged_checkpoint_is_refused_by_file_and_a_run_falls_back(bases: Pat
     weights, config = tuned(load(bases / "llama")), settings_of(bases / "llama")
     older, newer = (save_checkpoint(tmp_path, weights, config, step) for step in (1, 2))
     assert find_sound(tmp_path).folder == newer
-    file = newer / "rank-00001.safetensors"
+    file = newer / "shard-00002-model-00001-of-00001.safetensors"
     content = bytearray(file.read_bytes())
     content[-1000] ^= 1
     file.write_bytes(content)
-    with pytest.raises(RunFailure, match="rank-00001.safetensors"):
+    with pytest.raises(RunFailure, match="shard-00002-model-00001-of-00001.safetensors"):
         find_sound(newer)
     assert find_sound(tmp_path).folder == older
     (older / "trainer.json").unlink()

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from llama_ft.checkpoint import Checkpoint, CheckpointWriter, complete_checkpoints, damage
+from llama_ft.checkpoint.reader import shard_file
 from llama_ft.config import CheckpointConfig
 from llama_ft.errors import RunFailure, UserError
 from llama_ft.runtime import Runtime
@@ -18,32 +19,36 @@ from llama_ft.runtime import Runtime
 def three_ranks(folder: Path, tensor: torch.Tensor, chunks: list[torch.Tensor]) -> Checkpoint:
     """A checkpoint as three ranks would write it, its files made with the safetensors library."""
     folder.mkdir()
-    for shard, rows in enumerate(chunks):
-        whole = {"optimizer/w/step": torch.tensor(5.0)} if shard == 0 else {}
-        metadata = {"shard": str(shard), "whole": json.dumps(list(whole))}
-        own = {"model/w": rows.contiguous()} if rows.numel() else {}
-        states = {"rng/cpu": torch.full((2,), shard, dtype=torch.uint8)}
-        save_file({**own, **whole, **states}, folder / f"rank-{shard:05d}.safetensors", metadata)
-    (folder / "trainer.json").write_text(json.dumps({"format": 1, "step": 5, "world_size": len(chunks)}))
+    start = 0
+    for rank, rows in enumerate(chunks):
+        own = {f"rng.{rank}.cpu": torch.full((2,), rank, dtype=torch.uint8)}
+        if rank == 0:
+            own["optimizer.state.w.step"] = torch.tensor(5.0)
+        if rows.numel():
+            own["model.w"] = rows.contiguous()
+        offsets = {name: {"saved_offsets": [0] * it.ndim} for name, it in own.items()}
+        offsets |= {"model.w": {"saved_offsets": [start, 0]}}
+        start += len(rows)
+        save_file(own, folder / shard_file(rank), {"DCP_SHARDING_INFO": json.dumps(offsets)})
+    (folder / "trainer.json").write_text(json.dumps({"format": 2, "step": 5, "world_size": len(chunks)}))
     return Checkpoint(folder)
 
 
 def test_rows_are_put_together_whatever_ranks_wrote_them(tmp_path: Path) -> None:
     tensor = torch.arange(14.0).view(7, 2)
     checkpoint = three_ranks(tmp_path / "c", tensor, [tensor[:3], tensor[3:6], tensor[6:]])
-    assert checkpoint.tensors["model/w"].shape == (7, 2)
+    assert checkpoint.tensors["model.w"].shape == (7, 2)
     for start in range(8):
         for stop in range(start, 8):
-            assert torch.equal(checkpoint.read_rows("model/w", start, stop), tensor[start:stop])
+            assert torch.equal(checkpoint.read_rows("model.w", start, stop), tensor[start:stop])
     assert torch.equal(checkpoint.weights().read("w"), tensor)
-    assert checkpoint.read("optimizer/w/step").item() == 5.0
-    assert checkpoint.whole == {"optimizer/w/step"}
+    assert checkpoint.read("optimizer.state.w.step").item() == 5.0
 
 
 def test_a_rank_without_rows_and_one_that_is_new(tmp_path: Path) -> None:
     tensor = torch.arange(4.0).view(2, 2)
     checkpoint = three_ranks(tmp_path / "c", tensor, [tensor[:1], tensor[1:], tensor[:0]])
-    assert torch.equal(checkpoint.read("model/w"), tensor)
+    assert torch.equal(checkpoint.read("model.w"), tensor)
     assert checkpoint.generator_states(2)["cpu"].tolist() == [2, 2]
     assert checkpoint.generator_states(3) == {}
 
@@ -76,7 +81,7 @@ def test_a_flipped_bit_anywhere_is_found_and_its_file_named(written: Path) -> No
     assert damage(written) == []
 
 
-@pytest.mark.parametrize("name", ["rank-00000.safetensors", "trainer.json", "checksums.txt"])
+@pytest.mark.parametrize("name", [shard_file(0), "trainer.json", "checksums.txt"])
 @pytest.mark.parametrize("kind", ["missing", "cut short", "empty", "longer", "a folder"])
 def test_a_file_that_is_not_whole_is_found_and_named(written: Path, name: str, kind: str) -> None:
     file = written / name
@@ -96,12 +101,12 @@ def test_a_file_that_is_not_whole_is_found_and_named(written: Path, name: str, k
 
 def test_checksums_do_not_lead_out_of_the_folder(written: Path) -> None:
     lines = (written / "checksums.txt").read_text()
-    (written / "checksums.txt").write_text(lines.replace("  rank", "  ../rank"))
+    (written / "checksums.txt").write_text(lines.replace("  shard", "  ../shard"))
     assert damage(written) == ["checksums.txt is not what was written"]
 
 
 def test_ranks_share_the_files_out(written: Path) -> None:
-    (written / "rank-00000.safetensors").unlink()
+    (written / shard_file(0)).unlink()
     assert sorted(damage(written, 0, 2) + damage(written, 1, 2)) == damage(written)
 
 
@@ -118,7 +123,7 @@ def test_what_is_no_checkpoint_is_told(tmp_path: Path, written: Path) -> None:
     with pytest.raises(UserError, match="no checkpoint; expected a directory"):
         Checkpoint(tmp_path)
     trainer = written / "trainer.json"
-    trainer.write_text(trainer.read_text().replace('"format": 1', '"format": 2'))
+    trainer.write_text(trainer.read_text().replace('"format": 2', '"format": 3'))
     with pytest.raises(RunFailure, match="another version of llama_ft"):
         Checkpoint(written)
 
@@ -128,7 +133,7 @@ def test_a_pickle_in_the_place_of_a_tensor_file_is_never_run(written: Path, tmp_
         def __reduce__(self) -> tuple[object, tuple[str]]:
             return (eval, (f"open({str(tmp_path / 'touched')!r}, 'w')",))
 
-    torch.save({"model/weight": Touch()}, written / "rank-00000.safetensors")
+    torch.save({"model.weight": Touch()}, written / shard_file(0))
     with pytest.raises(UserError, match="cannot be read as safetensors"):
         Checkpoint(written)
     assert not (tmp_path / "touched").exists()

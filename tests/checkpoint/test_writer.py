@@ -47,10 +47,10 @@ def test_a_checkpoint_holds_what_was_there_when_it_was_begun(
         writer.save(7, model, optimizer, STATE)
         torch.nn.init.zeros_(model.weight)  # training goes on
         optimizer.state[model.weight]["exp_avg"].zero_()
-    file = load_file(tmp_path / "checkpoints" / "step-000007" / "rank-00000.safetensors")
+    file = load_file(tmp_path / "checkpoints" / "step-000007" / "shard-00001-model-00001-of-00001.safetensors")
     for name, weight in weights.items():
-        assert torch.equal(file[f"model/{name}"], weight)
-        assert torch.equal(file[f"optimizer/{name}/exp_avg"], moments[name])
+        assert torch.equal(file[f"model.{name}"], weight)
+        assert torch.equal(file[f"optimizer.state.{name}.exp_avg"], moments[name])
     assert json.loads((tmp_path / "checkpoints" / "step-000007" / "trainer.json").read_text())["step"] == 7
 
 
@@ -163,7 +163,7 @@ def test_what_a_killed_save_left_is_no_checkpoint_and_goes(
 ) -> None:
     left = tmp_path / "checkpoints" / ".writing-step-000001"
     left.mkdir(parents=True)
-    (left / "rank-00000.safetensors").write_bytes(b"half")
+    (left / "shard-00001-model-00001-of-00001.safetensors").write_bytes(b"half")
     writer = new_writer()
     assert writer.last is None and not left.exists()
 

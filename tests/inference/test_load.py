@@ -90,7 +90,7 @@ def test_a_run_without_a_result_gives_its_newest_sound_checkpoint(
     assert found.model.generation_config.eos_token_id == [2, 1], "config.json's, and the end of the template's turns"
 
     newer = save_checkpoint(run, tuned(load(tiny_model)), settings(tiny_model), step=20)
-    with open(newer / "rank-00000.safetensors", "r+b") as file:
+    with open(newer / "shard-00001-model-00001-of-00001.safetensors", "r+b") as file:
         file.seek(-5, 2)
         file.write(b"bad")
     assert torch.equal(logits(opened(run, runtime).model), logits(reference)), "the newest is damaged"

@@ -58,7 +58,7 @@ def test_a_run_killed_in_a_save_goes_on_as_if_it_had_not_been(crash: ModuleType,
 
 def write_run(folder: Path, lines: list[dict[str, float]], result: bytes) -> None:
     (folder / "checkpoints" / "step-000002").mkdir(parents=True)
-    (folder / "checkpoints" / "step-000002" / "rank-00000.safetensors").write_bytes(b"rows")
+    (folder / "checkpoints" / "step-000002" / "shard-00001-model-00001-of-00001.safetensors").write_bytes(b"rows")
     (folder / "checkpoints" / "best.json").write_text("{}")
     (folder / "model").mkdir()
     (folder / "model" / "model.safetensors").write_bytes(result)
@@ -88,6 +88,6 @@ def test_a_difference_is_found_wherever_it_is(crash: ModuleType, tmp_path: Path)
     (tmp_path / "same" / "checkpoints" / ".writing-step-000002").mkdir()
     found = crash.differences(tmp_path / "same", tmp_path / "reference")
     assert found == [
-        "checkpoints/step-000002/rank-00000.safetensors: only one of the runs has it",
+        "checkpoints/step-000002/shard-00001-model-00001-of-00001.safetensors: only one of the runs has it",
         "checkpoints/.writing-step-000002 was left",
     ]

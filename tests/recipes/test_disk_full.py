@@ -111,7 +111,9 @@ def train_while_the_disk_fills_up(disk: Disk, model: Path, rows: Path, launcher:
             disk.leave_free(0)
         else:
             (checkpoints / ".writing-step-000002").mkdir(parents=True)
-            (checkpoints / ".writing-step-000002" / "rank-00000.safetensors").symlink_to("/dev/full")
+            (checkpoints / ".writing-step-000002" / "shard-00001-model-00001-of-00001.safetensors").symlink_to(
+                "/dev/full"
+            )
 
     filler = threading.Thread(target=fill)
     filler.start()

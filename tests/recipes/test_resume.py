@@ -268,14 +268,17 @@ def test_auto_takes_the_newest_sound_checkpoint(two_ranks: Path) -> None:
     run_dir = two_ranks / "SGD"
     whole = facts(run_dir)
     (run_dir / ".llama_ft-run").unlink()  # runs of earlier versions have none
-    newest = run_dir / "checkpoints" / "step-000004" / "rank-00001.safetensors"
+    newest = run_dir / "checkpoints" / "step-000004" / "shard-00002-model-00001-of-00001.safetensors"
     content = bytearray(newest.read_bytes())
     content[-1] ^= 1
     newest.write_bytes(content)
     settings = flags(two_ranks, "SGD", "dropout", *EXACT["SGD"], "--resume", "auto")
     finished = forked(RECIPE, *settings, ranks=2)
     assert finished.exit_code == 0, finished.output
-    assert "step-000004 is damaged and not used" in finished.output and "rank-00001.safetensors" in finished.output
+    assert (
+        "step-000004 is damaged and not used" in finished.output
+        and "shard-00002-model-00001-of-00001.safetensors" in finished.output
+    )
     assert "Going on from" in finished.output and "after step 2" in finished.output
     assert facts(run_dir) == whole
     assert (run_dir / "checkpoints" / "set-aside-1-step-000004").is_dir()

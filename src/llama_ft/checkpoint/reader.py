@@ -1,17 +1,20 @@
 """checkpoints/step-000100/ from the outside: is it what was written, and any rows of any tensor, whoever wrote them.
 
-    rank-00000.safetensors   one a rank: its rows of the trained parameters (model/<name>) and of the optimizer's states
-                             (optimizer/<name>/<state>), and its random number generators (rng/cpu, rng/cuda)
-    trainer.json             where the run was, and how it was set
-    checksums.txt            what every other file must hold; `xxh128sum -c checksums.txt` checks it too
+    shard-00001-model-00001-of-00001.safetensors
+                     one per rank, as torch.distributed.checkpoint names and reads them: rows of the trained parameters
+                     (model.<name>) and optimizer states (optimizer.state.<name>.<state>), and the states of the rank's
+                     random number generators (rng.<rank>.cpu, rng.<rank>.cuda)
+    trainer.json     where the run was, and how it was set
+    checksums.txt    what every other file must hold; `xxh128sum -c checksums.txt` checks it too
 
-Rows of a tensor, put together in the order of the shards, are the tensor: nothing depends on the number of ranks that
-wrote it. Nothing here is ever unpickled.
+A header says at which row of its tensor a piece begins: nothing depends on the number of ranks that wrote it. Nothing
+here is ever unpickled.
 """
 
 import json
 import re
-from collections import defaultdict
+from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +22,31 @@ import torch
 import xxhash
 
 from llama_ft.errors import RunFailure, UserError
-from llama_ft.models.source import SafetensorsSource, StoredTensor
+from llama_ft.models.source import DTYPES, StoredTensor
 
 TRAINER_FILE = "trainer.json"
 CHECKSUMS_FILE = "checksums.txt"
+EARLIER_FILE = "rank-00000.safetensors"  # of format 1
 STEP_FOLDER = re.compile(r"step-(\d{6,})")
 CHECKSUM_LINE = re.compile(r"([0-9a-f]{32})  ([^/\n]+)")
 READ_BYTES = 2**22
-FORMAT = 1
+FORMAT = 2
+SHARDING_INFO, SAVED_OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"  # torch's names for where pieces begin
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Rows [start, stop) of a tensor, and where in which file their bytes begin."""
+
+    start: int
+    stop: int
+    file: Path
+    position: int
 
 
 class Checkpoint:
-    """A checkpoint, open for reading: headers and trainer.json are read, tensors when they are asked for.
+    """A checkpoint, open for reading: headers and trainer.json are read, tensors when they are asked for. No file stays
+    open or mapped: one that is deleted gives its space back.
 
     Args:
         folder: checkpoints/step-000100.
@@ -38,12 +54,11 @@ class Checkpoint:
     Attributes:
         trainer: what trainer.json holds.
         step: optimizer steps done.
-        tensors: whole shape and dtype of `model/...` and `optimizer/...` by name.
-        whole: names of tensors that ranks do not share out by rows (step counters, sums over rows).
+        tensors: whole shape and dtype of every tensor by name.
 
     Raises:
-        UserError: the folder is no checkpoint.
-        RunFailure: it lacks a file or is of a newer format.
+        UserError: the folder is no checkpoint, or a file of it is not safetensors.
+        RunFailure: it is of another format.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -52,63 +67,62 @@ class Checkpoint:
             raise UserError(f"{folder}: no checkpoint; expected a directory step-... with {TRAINER_FILE} in it.")
         try:
             self.trainer: dict[str, Any] = json.loads((folder / TRAINER_FILE).read_text())
-            self.step, self.ranks = int(self.trainer["step"]), int(self.trainer["world_size"])
+            self.step, ranks = int(self.trainer["step"]), int(self.trainer["world_size"])
         except (ValueError, KeyError, TypeError) as error:
             raise RunFailure(f"{folder / TRAINER_FILE}: damaged ({error!r}).") from error
         if self.trainer.get("format") != FORMAT:
-            raise RunFailure(f"{folder}: written by another version of llama_ft, whose format this one does not read.")
+            raise _another_format(folder)
         self.tensors: dict[str, StoredTensor] = {}
-        self.whole: set[str] = set()
-        self._pieces: dict[str, list[tuple[int, int, SafetensorsSource]]] = {}
-        self._files = [SafetensorsSource([folder / rank_file(rank)]) for rank in range(self.ranks)]
-        self._put_together()
+        self._pieces: dict[str, list[_Piece]] = {}
+        for rank in range(ranks):
+            self._add(folder / shard_file(rank))
 
     @property
     def run(self) -> Path:
         """The directory of the run that wrote it."""
         return self.folder.parent.parent
 
-    def _put_together(self) -> None:
-        parts: dict[str, list[tuple[int, SafetensorsSource]]] = defaultdict(list)
-        for file in self._files:
-            self.whole |= set(json.loads(file.metadata.get("whole", "[]")))
-            for name in file.tensors:
-                if not name.startswith("rng/"):
-                    parts[name].append((int(file.metadata["shard"]), file))
-        for name, files in parts.items():
-            rows, pieces = 0, []
-            for _, file in sorted(files, key=lambda it: it[0]):
-                header = file.tensors[name]
-                count = header.shape[0] if header.shape else 1
-                pieces.append((rows, rows + count, file))
-                rows += count
-            self._pieces[name] = pieces
-            shape = (rows, *header.shape[1:]) if header.shape else ()
-            self.tensors[name] = StoredTensor(self.folder, shape, header.dtype)
+    def _add(self, file: Path) -> None:
+        try:
+            with open(file, "rb") as opened:
+                size = int.from_bytes(opened.read(8), "little")
+                header = json.loads(opened.read(size) if size < file.stat().st_size else b"")
+            offsets = json.loads(header.pop("__metadata__")[SHARDING_INFO])
+            for name, entry in header.items():
+                shape, dtype = tuple(entry["shape"]), DTYPES[entry["dtype"]]
+                start = offsets[name][SAVED_OFFSETS][0] if shape else 0
+                stop = start + (shape[0] if shape else 1)
+                self._pieces.setdefault(name, []).append(_Piece(start, stop, file, 8 + size + entry["data_offsets"][0]))
+                rows = max(piece.stop for piece in self._pieces[name])
+                self.tensors[name] = StoredTensor(self.folder, (rows, *shape[1:]) if shape else (), dtype)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UserError(f"{file}: cannot be read as safetensors of a checkpoint ({error!r}).") from error
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Rows [start, stop) of dimension 0, in the dtype they are stored in; only they are read."""
-        found = [
-            file.read_rows(name, max(start, first) - first, min(stop, last) - first)
-            for first, last, file in self._pieces[name]
-            if first < stop and start < last
-        ]
-        if len(found) == 1:
-            return found[0]
         header = self.tensors[name]
-        return torch.cat(found) if found else torch.empty((0, *header.shape[1:]), dtype=header.dtype)
+        rows = torch.empty((stop - start, *header.shape[1:]) if header.shape else (), dtype=header.dtype)
+        target, row_bytes = rows.view(-1).view(torch.uint8).numpy().data, header.nbytes // max(1, self._rows(name))
+        for piece in self._pieces[name]:
+            first, last = max(start, piece.start), min(stop, piece.stop)
+            if first < last:
+                with open(piece.file, "rb", buffering=0) as opened:
+                    opened.seek(piece.position + (first - piece.start) * row_bytes)
+                    _fill(target[(first - start) * row_bytes : (last - start) * row_bytes], opened)
+        return rows
 
     def read(self, name: str) -> torch.Tensor:
         """A whole tensor in the dtype it is stored in."""
+        return self.read_rows(name, 0, self._rows(name))
+
+    def _rows(self, name: str) -> int:
         shape = self.tensors[name].shape
-        return self.read_rows(name, 0, shape[0]) if shape else self._pieces[name][0][2].read(name)
+        return shape[0] if shape else 1
 
     def generator_states(self, rank: int) -> dict[str, torch.Tensor]:
         """Device type -> state of a rank's random number generator; nothing for a rank that did not write it."""
-        if rank >= self.ranks:
-            return {}
-        file = self._files[rank]
-        return {name.removeprefix("rng/"): file.read(name) for name in file.tensors if name.startswith("rng/")}
+        prefix = f"rng.{rank}."
+        return {name.removeprefix(prefix): self.read(name) for name in self.tensors if name.startswith(prefix)}
 
     def weights(self) -> "TrainedWeights":
         """The trained parameters by the model's own names."""
@@ -121,23 +135,23 @@ class TrainedWeights:
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
         self.tensors = {
-            name.removeprefix("model/"): header
+            name.removeprefix("model."): header
             for name, header in checkpoint.tensors.items()
-            if name.startswith("model/")
+            if name.startswith("model.")
         }
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         """See `WeightSource`."""
-        return self._checkpoint.read_rows(f"model/{name}", start, stop)
+        return self._checkpoint.read_rows(f"model.{name}", start, stop)
 
     def read(self, name: str) -> torch.Tensor:
         """See `WeightSource`."""
-        return self._checkpoint.read(f"model/{name}")
+        return self._checkpoint.read(f"model.{name}")
 
 
-def rank_file(rank: int) -> str:
-    """Name of the file a rank writes."""
-    return f"rank-{rank:05d}.safetensors"
+def shard_file(rank: int) -> str:
+    """Name of the file a rank writes: torch counts from 1."""
+    return f"shard-{rank + 1:05d}-model-00001-of-00001.safetensors"
 
 
 def step_folder(run: Path, step: int) -> Path:
@@ -161,6 +175,9 @@ def damage(folder: Path, part: int = 0, parts: int = 1) -> list[str]:
 
     Returns:
         A line for each file that is missing or not what was written; nothing if all is well.
+
+    Raises:
+        RunFailure: it is of the earlier format.
     """
     try:
         lines = (folder / CHECKSUMS_FILE).read_bytes().decode("ascii").split("\n")
@@ -170,7 +187,9 @@ def damage(folder: Path, part: int = 0, parts: int = 1) -> list[str]:
         return [f"{CHECKSUMS_FILE} cannot be read ({error})"] if part == 0 else []
     matches = [CHECKSUM_LINE.fullmatch(line) for line in lines[:-1]]
     listed = {match[2]: match[1] for match in matches if match}
-    expected = {TRAINER_FILE, *(rank_file(rank) for rank in range(len(listed) - 1))}
+    if EARLIER_FILE in listed:
+        raise _another_format(folder)
+    expected = {TRAINER_FILE, *(shard_file(rank) for rank in range(len(listed) - 1))}
     if lines[-1] or not all(matches) or len(listed) != len(matches) or listed.keys() != expected:
         return [f"{CHECKSUMS_FILE} is not what was written"] if part == 0 else []
     found = []
@@ -192,3 +211,18 @@ def file_digest(file: Path) -> str:
         while count := opened.readinto(buffer):
             digest.update(buffer[:count])
     return digest.hexdigest()
+
+
+def _fill(target: memoryview, file: FileIO) -> None:
+    while len(target):
+        count = file.readinto(target)
+        if not count:
+            raise RunFailure(f"{file.name}: truncated.")
+        target = target[count:]
+
+
+def _another_format(folder: Path) -> RunFailure:
+    return RunFailure(
+        f"{folder}: written by another version of llama_ft, whose format this one does not read.\nNothing was changed: "
+        "use the version that wrote it, or start from scratch with another --output_dir."
+    )

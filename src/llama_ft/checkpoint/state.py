@@ -1,9 +1,20 @@
-"""What a checkpoint holds of this rank, and how it is put back: trained parameters, optimizer, random numbers."""
+"""What a checkpoint holds, and how it is put back: trained parameters, optimizer, random numbers. State comes from and
+goes back through torch's `get_state_dict` and `set_state_dict`."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -13,50 +24,31 @@ from llama_ft.errors import UserError
 from llama_ft.models import ShardGroup
 from llama_ft.models.shards import local_shard
 from llama_ft.runtime import Runtime, log
-from llama_ft.training.sharded_optimizer import zeros_for
+from llama_ft.training.optimizer import create_states
+
+OPTIONS = StateDictOptions(ignore_frozen_params=True, flatten_optimizer_state_dict=True)
+TRAINED_ONLY = replace(OPTIONS, strict=False)  # frozen parameters are not there; what must be is compared before
+Tensors = dict[str, torch.Tensor]
 
 
-@dataclass(frozen=True)
-class OwnState:
-    """What this rank writes.
+def own_state(model: nn.Module, optimizer: torch.optim.Optimizer, runtime: Runtime) -> Tensors:
+    """This rank's part of a checkpoint: the tensors of which it writes its rows, or all if they are not sharded.
 
-    Attributes:
-        tensors: its rows by name in the file, sharing the memory of what they are rows of.
-        whole: names of those that are not rows but the whole.
-        shard: which shard of the model the rows are.
+    Where ranks hold copies of the same rows, each writes its share of them. No rank writes what it has no rows of.
     """
-
-    tensors: dict[str, torch.Tensor]
-    whole: list[str]
-    shard: int
-
-    @property
-    def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors.values())
-
-
-def own_state(model: nn.Module, optimizer: torch.optim.Optimizer, runtime: Runtime) -> OwnState:
-    """This rank's part of a checkpoint: where ranks hold copies of the same rows, each writes its share of them."""
-    names = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    everything: dict[str, torch.Tensor] = {f"model/{name}": parameter for parameter, name in names.items()}
-    whole = []
-    for parameter, name in names.items():
-        for key, value in sorted(optimizer.state.get(parameter, {}).items()):  # loading them changes their order
-            if isinstance(value, torch.Tensor):
-                everything[f"optimizer/{name}/{key}"] = value
-                if not _goes_by_rows(value, parameter):
-                    whole.append(f"optimizer/{name}/{key}")
     shards = ShardGroup(runtime.mesh)
     copy, copies = _which_copy(runtime.mesh)
-    written, loads = dict[str, torch.Tensor](), [0] * copies
-    for name, tensor in everything.items():
+    written, loads = Tensors(), [0] * copies
+    for name, tensor in _by_name(model, *get_state_dict(model, _with_states(optimizer), options=OPTIONS)).items():
         rows = local_shard(tensor)
         writer = loads.index(min(loads))
         loads[writer] += rows.nbytes
-        is_mine = writer == copy and (shards.index == 0 or name not in whole)
-        if is_mine and rows.numel():
-            written[name] = rows
-    return OwnState(written | _generator_states(runtime.device), [n for n in whole if n in written], shards.index)
+        if writer == copy and rows.numel() and (shards.index == 0 or _is_sharded(tensor)):
+            written[name] = tensor
+    written[f"rng.{runtime.rank}.cpu"] = torch.get_rng_state()
+    if runtime.device.type == "cuda":
+        written[f"rng.{runtime.rank}.cuda"] = torch.cuda.get_rng_state(runtime.device)
+    return written
 
 
 def _which_copy(mesh: DeviceMesh) -> tuple[int, int]:
@@ -66,18 +58,27 @@ def _which_copy(mesh: DeviceMesh) -> tuple[int, int]:
     return mesh["replicate"].get_local_rank(), mesh["replicate"].size()
 
 
-def _goes_by_rows(state: torch.Tensor, parameter: torch.Tensor) -> bool:
-    """Whether ranks share a state out by rows, as they do the parameter; one that holds all of it may be plain."""
-    if isinstance(state, DTensor):
-        return any(placement.is_shard() for placement in state.placements)
-    return state.ndim > 0 and len(state) == len(parameter)
+def _is_sharded(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, DTensor) and any(placement.is_shard() for placement in tensor.placements)
 
 
-def _generator_states(device: torch.device) -> dict[str, torch.Tensor]:
-    states = {"rng/cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        states["rng/cuda"] = torch.cuda.get_rng_state(device)
-    return states
+def _with_states(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    create_states(optimizer)  # else torch makes a hidden step
+    return optimizer
+
+
+def _by_name(model: nn.Module, weights: Mapping[str, Any], states: Mapping[str, Any]) -> Tensors:
+    """The live tensors of a checkpoint by their names there.
+
+    Args:
+        model: its trained parameters are there, tied ones once. Buffers are not: they are the base model's.
+        weights: its state dict.
+        states: the optimizer's, flattened. Its settings are not saved: a resumed run has its own.
+    """
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    return {f"model.{name}": weights[name] for name in trained} | {
+        f"optimizer.{name}": state for name, state in states.items() if name.startswith("state.")
+    }
 
 
 def restore(
@@ -94,59 +95,57 @@ def restore(
             with some of its own.
 
     Raises:
-        UserError: the checkpoint's trained parameters are not the model's.
+        UserError: the checkpoint's trained parameters are not the model's, or its optimizer states not the optimizer's.
     """
-    restore_weights(checkpoint, model, runtime)
-    _restore_generators(checkpoint, runtime)
     saved = checkpoint.trainer["config"]["train"]
-    if any(saved[name] != getattr(train, name) for name in ("optimizer", "use_kahan_summation")):
+    if _kind(saved) != _kind(vars(train)):
         log.warning(f"{train.optimizer} begins without states: those of {saved['optimizer']} are left behind.")
-        return
-    shards = ShardGroup(runtime.mesh)
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    states: dict[str, dict[str, torch.Tensor]] = {name: {} for name in trained}
-    for full_name, header in checkpoint.tensors.items():
-        kind, _, rest = full_name.partition("/")
-        name, _, key = rest.rpartition("/")
-        if kind != "optimizer" or name not in trained:
-            continue
-        if not header.shape:
-            states[name][key] = checkpoint.read(full_name)
-            continue
-        whole = full_name in checkpoint.whole
-        state = zeros_for(trained[name], header.shape, header.dtype, replicated=whole)
-        start, stop = (0, header.shape[0]) if whole else shards.own_rows(header.shape[0])
-        local_shard(state).copy_(checkpoint.read_rows(full_name, start, stop))
-        states[name][key] = state
-    _give_states(optimizer, {trained[name]: state for name, state in states.items() if state})
+        restore_weights(checkpoint, model)
+    else:
+        weights, states = get_state_dict(model, _with_states(optimizer), options=OPTIONS)
+        live = _by_name(model, weights, states)
+        _check_same(checkpoint, live, "model.", "trained parameters")
+        _check_same(checkpoint, live, "optimizer.", "optimizer states")
+        _load(checkpoint, live)
+        set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=states, options=TRAINED_ONLY)
+    _restore_generators(checkpoint, runtime)  # last: nothing above may draw from them
 
 
-def restore_weights(checkpoint: Checkpoint, model: nn.Module, runtime: Runtime) -> None:
+def restore_weights(checkpoint: Checkpoint, model: nn.Module) -> None:
     """Put the trained parameters of a checkpoint into the model, each rank its rows. Raises as `restore`."""
-    weights = checkpoint.weights()
-    shards = ShardGroup(runtime.mesh)
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    shapes = {name: tuple(p.shape) for name, p in trained.items()}
-    stored = {name: header.shape for name, header in weights.tensors.items()}
-    if shapes != stored:
-        different = sorted({name for name, _ in shapes.items() ^ stored.items()})
+    weights = get_model_state_dict(model, options=OPTIONS)
+    live = _by_name(model, weights, {})
+    _check_same(checkpoint, live, "model.", "trained parameters")
+    _load(checkpoint, live)
+    set_model_state_dict(model, weights, options=TRAINED_ONLY)
+
+
+def _kind(train: dict[str, object]) -> tuple[object, ...]:
+    """Optimizers of one kind have the same states."""
+    return train["optimizer"], train["use_kahan_summation"], train["optimizer"] == "SGD" and bool(train["momentum"])
+
+
+def _check_same(checkpoint: Checkpoint, live: Tensors, prefix: str, what: str) -> None:
+    """Compare names, shapes and dtypes before anything is read: torch ignores names that it was not asked for, and
+    copies the codes of 8-bit states into numbers without an error. Floats may have another precision."""
+    here = {name: _told(tuple(it.shape), it.dtype) for name, it in live.items() if name.startswith(prefix)}
+    there = {name: _told(it.shape, it.dtype) for name, it in checkpoint.tensors.items() if name.startswith(prefix)}
+    if here != there:
+        different = sorted({name for name, _ in here.items() ^ there.items()})
+        first = different[0]
         raise UserError(
-            f"{checkpoint.folder}: its trained parameters are not those of this run. {len(different)} differ, such as "
-            f"{different[0]}: {stored.get(different[0], 'absent')} there, {shapes.get(different[0], 'absent')} here."
+            f"{checkpoint.folder}: its {what} are not those of this run. {len(different)} differ, such as "
+            f"{first.removeprefix(prefix)}: {there.get(first, 'absent')} there, {here.get(first, 'absent')} here."
         )
-    for name, parameter in trained.items():
-        start, stop = shards.own_rows(parameter.shape[0])
-        if stop > start:
-            local_shard(parameter).copy_(weights.read_rows(name, start, stop))
 
 
-def _give_states(optimizer: torch.optim.Optimizer, states: dict[torch.Tensor, dict[str, torch.Tensor]]) -> None:
-    """The groups stay as they are: learning rate and decay are this run's settings."""
-    settings = optimizer.state_dict()["param_groups"]
-    numbers = [number for group in settings for number in group["params"]]
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    numbered = {n: states[p] for n, p in zip(numbers, parameters, strict=True) if p in states}
-    optimizer.load_state_dict({"state": numbered, "param_groups": settings})
+def _told(shape: tuple[int, ...], dtype: torch.dtype) -> str:
+    return f"{shape}" if dtype.is_floating_point else f"{shape} of {str(dtype).removeprefix('torch.')}"
+
+
+def _load(checkpoint: Checkpoint, live: Tensors) -> None:
+    planner = dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    dcp.load(live, storage_reader=dcp.HuggingFaceStorageReader(str(checkpoint.folder)), planner=planner)
 
 
 def _restore_generators(checkpoint: Checkpoint, runtime: Runtime) -> None:

@@ -1,8 +1,8 @@
 """Writing checkpoints/step-000100/ while training goes on: complete or absent, whatever happens meanwhile.
 
-Training waits while a rank copies its rows to host memory. A thread then writes them under another name, syncs them to
-disk, agrees with the other ranks' threads that all is written, and rank 0 renames the directory. The threads talk over
-a process group of their own. How a checkpoint looks is in reader.py.
+Training waits while a rank copies its rows to host memory. A thread then has torch.distributed.checkpoint write them
+under another name and agree with the other ranks' threads that all is on the disk, and rank 0 renames the directory.
+The threads talk over a process group of their own. How a checkpoint looks is in reader.py.
 """
 
 import json
@@ -10,33 +10,41 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future as TorchFuture
 
 from llama_ft.checkpoint.reader import (
     CHECKSUMS_FILE,
     FORMAT,
+    SAVED_OFFSETS,
+    SHARDING_INFO,
     TRAINER_FILE,
     complete_checkpoints,
     file_digest,
-    rank_file,
+    shard_file,
     step_folder,
 )
 from llama_ft.checkpoint.safetensors_file import SafetensorsFile, TensorHeader
-from llama_ft.checkpoint.state import OwnState, own_state
+from llama_ft.checkpoint.state import Tensors, own_state
 from llama_ft.config import CheckpointConfig
 from llama_ft.config.wording import size_text
 from llama_ft.errors import RunFailure, UserError
+from llama_ft.models.shards import local_shard
 from llama_ft.runtime import Runtime, grace_warning, log
 
 BEST_FILE = "best.json"
@@ -50,7 +58,8 @@ class _Save:
 
     Attributes:
         step: optimizer steps done.
-        state: this rank's rows, in host memory.
+        live: what this rank writes of, by name; training changes it meanwhile.
+        copies: this rank's rows of it, in host memory.
         trainer: for trainer.json.
         nbytes: of all ranks.
         stall_seconds: how long training waited.
@@ -58,7 +67,8 @@ class _Save:
     """
 
     step: int
-    state: OwnState
+    live: Tensors
+    copies: Tensors
     trainer: Mapping[str, Any]
     nbytes: int
     stall_seconds: float
@@ -127,9 +137,9 @@ class CheckpointWriter:
         """
         started = time.perf_counter()
         self.finish()
-        state = own_state(model, optimizer, self._runtime)
-        nbytes = self._check_space(step, state.nbytes)
-        state = OwnState(to_host(state.tensors), state.whole, state.shard)
+        live = own_state(model, optimizer, self._runtime)
+        nbytes = self._check_space(step, sum(local_shard(tensor).nbytes for tensor in live.values()))
+        copies = to_host(live)
         record = {
             "format": FORMAT,
             "step": step,
@@ -142,8 +152,8 @@ class CheckpointWriter:
         stall = time.perf_counter() - started
         self._timings["perf/save_stall_seconds"] = stall
         future = self._in_flight = Future[None]()
-        save = _Save(step, state, record, nbytes, stall, started)
-        del state
+        save = _Save(step, live, copies, record, nbytes, stall, started)
+        del copies
         thread = threading.Thread(target=self._run_save, args=(save, future), name="checkpoint", daemon=True)
         thread.start()
         if not self._settings.save_async:
@@ -207,28 +217,14 @@ class CheckpointWriter:
     def _write(self, save: _Save) -> None:
         final = step_folder(self.run, save.step)
         aside = final.with_name(f".writing-{final.name}")
-        name = rank_file(self._runtime.rank)
-        digest, complaint = "", ""
+        storage = _ShardWriter(aside, self._runtime.rank, partial(self._complete, save, aside, final))
         try:
-            aside.mkdir(parents=True, exist_ok=True)
-            digest = _write_rows(aside / name, save.state)
-        except Exception as error:  # whatever it is: the other ranks wait for word of it
-            complaint = f"rank {self._runtime.rank}: {_reason(error)}"
-        everyone: list[tuple[str, str]] = [("", "")] * self._runtime.world_size
-        dist.all_gather_object(everyone, (digest, complaint), group=self._group)
-        complaints = [text for _, text in everyone if text]
-        if self._runtime.is_main and not complaints:
-            try:
-                digests = {rank_file(rank): digest for rank, (digest, _) in enumerate(everyone)}
-                self._complete(save, aside, final, digests)  # the checkpoint is there
-            except Exception as error:
-                complaints.append(f"rank 0: {_reason(error)}")
-        outcome = [complaints]
-        dist.broadcast_object_list(outcome, src=0, group=self._group)
-        if outcome[0]:
+            dcp.save(save.live, storage_writer=storage, planner=_CopyPlanner(save.copies), process_group=self._group)
+        except dcp.CheckpointException as error:
             if self._runtime.is_main:
                 shutil.rmtree(aside, ignore_errors=True)
-            raise self._failure(save.step, outcome[0][0])
+            rank, (cause, _) = min(error.failures.items())
+            raise self._failure(save.step, f"rank {rank}: {_reason(cause)}") from error
         self.last = final
         if self._runtime.is_main:
             self._tidy(final)
@@ -243,7 +239,14 @@ class CheckpointWriter:
             self._grace_told = True
 
     def _complete(self, save: _Save, aside: Path, final: Path, digests: dict[str, str]) -> None:
-        """On rank 0, when all ranks have written: the two small files, then the name that says it is complete."""
+        """On rank 0, when all ranks have written: the two small files, then the name that says it is complete.
+
+        Args:
+            save: the checkpoint.
+            aside: where it was written.
+            final: where it goes.
+            digests: file -> checksum, as the ranks that wrote them say.
+        """
         if absent := [name for name in digests if not (aside / name).is_file()]:
             raise FileNotFoundError(None, f"{absent[0]} is not there: all nodes must see the same output_dir")
         _write_synced(aside / TRAINER_FILE, json.dumps(save.trainer, indent=1) + "\n")
@@ -289,25 +292,64 @@ class CheckpointWriter:
                 shutil.rmtree(doomed)
 
 
-def to_host(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Copies in host memory; from a GPU all of them at once, into pinned memory."""
+class _CopyPlanner(dcp.DefaultSavePlanner):
+    """Plans with the live tensors, which know what they are shards of, and writes the copies of their rows."""
+
+    def __init__(self, copies: Tensors) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._copies = copies
+
+    def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
+        """See `DefaultSavePlanner`."""
+        return self._copies[index.fqn]
+
+
+class _ShardWriter(dcp.HuggingFaceStorageWriter):
+    """torch's safetensors storage, written tensor by tensor: torch's own builds the whole file in memory.
+
+    Args:
+        folder: where to.
+        rank: of this process.
+        complete: called on rank 0 when all ranks have written, with the checksum of each file.
+    """
+
+    def __init__(self, folder: Path, rank: int, complete: Callable[[dict[str, str]], None]) -> None:
+        super().__init__(str(folder), save_distributed=True)
+        self._file, self._on_complete = folder / shard_file(rank), complete
+
+    def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> TorchFuture[list[WriteResult]]:
+        """Write a rank's file and sync it to disk; the result tells its checksum."""
+        headers, offsets = {}, {}
+        for item in plan.items:
+            assert item.tensor_data is not None
+            chunk = item.tensor_data.chunk
+            headers[item.index.fqn] = TensorHeader(tuple(chunk.sizes), item.tensor_data.properties.dtype)
+            offsets[item.index.fqn] = {SAVED_OFFSETS: list(chunk.offsets)}
+        metadata = {SHARDING_INFO: json.dumps(offsets), "DCP_VERSION": "1.0"}
+        with SafetensorsFile(self._file, headers, enabled=True, metadata=metadata) as file:
+            for item in plan.items:
+                rows = planner.resolve_data(item)
+                assert isinstance(rows, torch.Tensor)
+                file.append(rows)
+        written: TorchFuture[list[WriteResult]] = TorchFuture()
+        written.set_result([WriteResult(MetadataIndex(self._file.name), 0, file.digest.hexdigest())])
+        return written
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """On rank 0, when all ranks have written."""
+        self._on_complete({it.index.fqn: it.storage_data for written in results for it in written})
+
+
+def to_host(tensors: Tensors) -> Tensors:
+    """Copies of this rank's rows in host memory; from a GPU all of them at once, into pinned memory."""
     copies = {}
     for name, tensor in tensors.items():
-        copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-        copies[name] = copy.copy_(tensor, non_blocking=True)
+        rows = local_shard(tensor)
+        copy = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=rows.is_cuda)
+        copies[name] = copy.copy_(rows, non_blocking=True)
     if any(tensor.is_cuda for tensor in tensors.values()):
         torch.cuda.current_stream().synchronize()
     return copies
-
-
-def _write_rows(path: Path, state: OwnState) -> str:
-    """Write a rank's file, sync it to disk, and return its checksum."""
-    headers = {name: TensorHeader(tuple(tensor.shape), tensor.dtype) for name, tensor in state.tensors.items()}
-    metadata = {"shard": str(state.shard), "whole": json.dumps(state.whole)}
-    with SafetensorsFile(path, headers, enabled=True, metadata=metadata) as file:
-        for tensor in state.tensors.values():
-            file.append(tensor)
-    return file.digest.hexdigest()
 
 
 def _write_synced(path: Path, text: str) -> None:
@@ -334,5 +376,5 @@ def _trainer_record(checkpoint: Path) -> dict[str, Any]:
         return {}
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: BaseException) -> str:
     return (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__

@@ -133,7 +133,7 @@ def _plan_with(request: PlanRequest, build_model: BuildModel, layers: int | None
             _one_step(config, model, optimizer, micro_batches, validation, tracker, job)
             of_the_device = len(tracker.ledger.events)
             tracker.enter("save")
-            saved = checkpoint.to_host(checkpoint.own_state(model, optimizer, job).tensors)
+            saved = checkpoint.to_host(checkpoint.own_state(model, optimizer, job))
             del tracker.ledger.events[of_the_device:]  # copies lie on the host
         return _plan_of(request, config, model, optimizer, stored_dtypes, units, saved, context_length, tracker)
 

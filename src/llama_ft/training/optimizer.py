@@ -21,11 +21,24 @@ class AdamW(torch.optim.AdamW):
     3 s more for the first.
     """
 
+    def first_state(self, parameter: torch.Tensor, group: dict[str, Any]) -> dict[str, torch.Tensor]:
+        """All states of a parameter before its first step, as torch makes them."""
+        step = torch.zeros((), device=parameter.device if group["fused"] else "cpu")
+        return {"step": step, "exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
+
     def _init_group(self, group: Any, params: Any, gradients: Any, *states: Any) -> Any:
         is_complex = super()._init_group(group, params, gradients, *states)
         for tensors in (params, gradients, *states):
             tensors[:] = map(local_tensor, tensors)
         return is_complex
+
+
+class SGD(torch.optim.SGD):
+    """torch's."""
+
+    def first_state(self, parameter: torch.Tensor, group: dict[str, Any]) -> dict[str, torch.Tensor]:
+        """All states of a parameter before its first step."""
+        return {"momentum_buffer": torch.zeros_like(parameter)} if group["momentum"] else {}
 
 
 def build_optimizer(model: nn.Module, train: TrainConfig) -> torch.optim.Optimizer:
@@ -46,9 +59,19 @@ def build_optimizer(model: nn.Module, train: TrainConfig) -> torch.optim.Optimiz
         case "AdamW8bit":
             return AdamW8bit(groups, lr=train.lr)
         case "SGD":
-            return torch.optim.SGD(groups, lr=train.lr, momentum=train.momentum)
+            return SGD(groups, lr=train.lr, momentum=train.momentum)
         case "Adafactor":
             return Adafactor(groups, lr=train.lr)
+
+
+def create_states(optimizer: torch.optim.Optimizer) -> None:
+    """Give the parameters that have had no step yet the states they begin with. torch's state-dict utilities would make
+    a step for that; an optimizer whose `state` has an entry, even an empty one, they leave alone."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            state = optimizer.state[parameter]
+            if not state:
+                state.update(optimizer.first_state(parameter, group))  # type: ignore[attr-defined]
 
 
 def describe_optimizer(optimizer: torch.optim.Optimizer) -> str:

@@ -33,8 +33,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
     """Calls `update` with each parameter's local rows. A state `step` is counted here, as torch's optimizers do."""
 
     def new_state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The states of a parameter before its first step."""
+        """The states of a parameter before its first step, without `step`."""
         raise NotImplementedError
+
+    def first_state(self, parameter: torch.Tensor, group: dict[str, Any]) -> dict[str, torch.Tensor]:
+        """All states of a parameter before its first step."""
+        return {"step": torch.tensor(0.0), **self.new_state(parameter)}
 
     def update(
         self,
@@ -66,7 +70,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     continue
                 state = self.state[parameter]
                 if not state:
-                    state.update(step=torch.tensor(0.0), **self.new_state(parameter))
+                    state.update(self.first_state(parameter, group))
                 state["step"] += 1
                 own = {name: local_tensor(value) for name, value in state.items()}
                 gradient = local_tensor(parameter.grad).contiguous()
