@@ -13,8 +13,6 @@ here is ever unpickled.
 
 import json
 import re
-from dataclasses import dataclass
-from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -32,16 +30,6 @@ CHECKSUM_LINE = re.compile(r"([0-9a-f]{32})  ([^/\n]+)")
 READ_BYTES = 2**22
 FORMAT = 2
 SHARDING_INFO, SAVED_OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"  # torch's names for where pieces begin
-
-
-@dataclass(frozen=True)
-class _Piece:
-    """Rows [start, stop) of a tensor, and where in which file their bytes begin."""
-
-    start: int
-    stop: int
-    file: Path
-    position: int
 
 
 class Checkpoint:
@@ -73,7 +61,7 @@ class Checkpoint:
         if self.trainer.get("format") != FORMAT:
             raise _another_format(folder)
         self.tensors: dict[str, StoredTensor] = {}
-        self._pieces: dict[str, list[_Piece]] = {}
+        self._pieces: dict[str, list[tuple[int, int, Path, int]]] = {}  # first row, last, file, where in it
         for rank in range(ranks):
             self._add(folder / shard_file(rank))
 
@@ -89,12 +77,12 @@ class Checkpoint:
                 header = json.loads(opened.read(size) if size < file.stat().st_size else b"")
             offsets = json.loads(header.pop("__metadata__")[SHARDING_INFO])
             for name, entry in header.items():
-                shape, dtype = tuple(entry["shape"]), DTYPES[entry["dtype"]]
-                start = offsets[name][SAVED_OFFSETS][0] if shape else 0
-                stop = start + (shape[0] if shape else 1)
-                self._pieces.setdefault(name, []).append(_Piece(start, stop, file, 8 + size + entry["data_offsets"][0]))
-                rows = max(piece.stop for piece in self._pieces[name])
-                self.tensors[name] = StoredTensor(self.folder, (rows, *shape[1:]) if shape else (), dtype)
+                shape, begin = tuple(entry["shape"]), 8 + size + entry["data_offsets"][0]
+                start, count = (offsets[name][SAVED_OFFSETS][0], shape[0]) if shape else (0, 1)
+                pieces = self._pieces.setdefault(name, [])
+                pieces.append((start, start + count, file, begin))
+                whole = (max(stop for _, stop, _, _ in pieces), *shape[1:]) if shape else ()
+                self.tensors[name] = StoredTensor(self.folder, whole, DTYPES[entry["dtype"]])
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(f"{file}: cannot be read as safetensors of a checkpoint ({error!r}).") from error
 
@@ -102,22 +90,19 @@ class Checkpoint:
         """Rows [start, stop) of dimension 0, in the dtype they are stored in; only they are read."""
         header = self.tensors[name]
         rows = torch.empty((stop - start, *header.shape[1:]) if header.shape else (), dtype=header.dtype)
-        target, row_bytes = rows.view(-1).view(torch.uint8).numpy().data, header.nbytes // max(1, self._rows(name))
-        for piece in self._pieces[name]:
-            first, last = max(start, piece.start), min(stop, piece.stop)
-            if first < last:
-                with open(piece.file, "rb", buffering=0) as opened:
-                    opened.seek(piece.position + (first - piece.start) * row_bytes)
-                    _fill(target[(first - start) * row_bytes : (last - start) * row_bytes], opened)
+        target, size = rows.view(-1).view(torch.uint8).numpy().data, rows.nbytes // max(1, stop - start)
+        for first, last, file, begin in self._pieces[name]:
+            low, high = max(start, first), min(stop, last)
+            if low < high:
+                with open(file, "rb") as opened:
+                    opened.seek(begin + (low - first) * size)
+                    if opened.readinto(target[(low - start) * size : (high - start) * size]) != (high - low) * size:
+                        raise RunFailure(f"{file}: truncated.")
         return rows
 
     def read(self, name: str) -> torch.Tensor:
         """A whole tensor in the dtype it is stored in."""
-        return self.read_rows(name, 0, self._rows(name))
-
-    def _rows(self, name: str) -> int:
-        shape = self.tensors[name].shape
-        return shape[0] if shape else 1
+        return self.read_rows(name, 0, (self.tensors[name].shape or (1,))[0])
 
     def generator_states(self, rank: int) -> dict[str, torch.Tensor]:
         """Device type -> state of a rank's random number generator; nothing for a rank that did not write it."""
@@ -211,14 +196,6 @@ def file_digest(file: Path) -> str:
         while count := opened.readinto(buffer):
             digest.update(buffer[:count])
     return digest.hexdigest()
-
-
-def _fill(target: memoryview, file: FileIO) -> None:
-    while len(target):
-        count = file.readinto(target)
-        if not count:
-            raise RunFailure(f"{file.name}: truncated.")
-        target = target[count:]
 
 
 def _another_format(folder: Path) -> RunFailure:

@@ -1,20 +1,14 @@
 """What a checkpoint holds, and how it is put back: trained parameters, optimizer, random numbers. State comes from and
 goes back through torch's `get_state_dict` and `set_state_dict`."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_state_dict,
-    set_model_state_dict,
-    set_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -36,10 +30,11 @@ def own_state(model: nn.Module, optimizer: torch.optim.Optimizer, runtime: Runti
 
     Where ranks hold copies of the same rows, each writes its share of them. No rank writes what it has no rows of.
     """
+    create_states(optimizer)  # else torch makes a hidden step
     shards = ShardGroup(runtime.mesh)
     copy, copies = _which_copy(runtime.mesh)
     written, loads = Tensors(), [0] * copies
-    for name, tensor in _by_name(model, *get_state_dict(model, _with_states(optimizer), options=OPTIONS)).items():
+    for name, tensor in _by_name(model, *get_state_dict(model, optimizer, options=OPTIONS)).items():
         rows = local_shard(tensor)
         writer = loads.index(min(loads))
         loads[writer] += rows.nbytes
@@ -60,11 +55,6 @@ def _which_copy(mesh: DeviceMesh) -> tuple[int, int]:
 
 def _is_sharded(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, DTensor) and any(placement.is_shard() for placement in tensor.placements)
-
-
-def _with_states(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    create_states(optimizer)  # else torch makes a hidden step
-    return optimizer
 
 
 def _by_name(model: nn.Module, weights: Mapping[str, Any], states: Mapping[str, Any]) -> Tensors:
@@ -97,27 +87,29 @@ def restore(
     Raises:
         UserError: the checkpoint's trained parameters are not the model's, or its optimizer states not the optimizer's.
     """
-    saved = checkpoint.trainer["config"]["train"]
-    if _kind(saved) != _kind(vars(train)):
-        log.warning(f"{train.optimizer} begins without states: those of {saved['optimizer']} are left behind.")
-        restore_weights(checkpoint, model)
+    saved, optimizers = checkpoint.trainer["config"]["train"], [optimizer]
+    if _kind(saved) == _kind(vars(train)):
+        create_states(optimizer)
     else:
-        weights, states = get_state_dict(model, _with_states(optimizer), options=OPTIONS)
-        live = _by_name(model, weights, states)
-        _check_same(checkpoint, live, "model.", "trained parameters")
-        _check_same(checkpoint, live, "optimizer.", "optimizer states")
-        _load(checkpoint, live)
-        set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=states, options=TRAINED_ONLY)
+        log.warning(f"{train.optimizer} begins without states: those of {saved['optimizer']} are left behind.")
+        optimizers = []
+    restore_weights(checkpoint, model, optimizers)
     _restore_generators(checkpoint, runtime)  # last: nothing above may draw from them
 
 
-def restore_weights(checkpoint: Checkpoint, model: nn.Module) -> None:
-    """Put the trained parameters of a checkpoint into the model, each rank its rows. Raises as `restore`."""
-    weights = get_model_state_dict(model, options=OPTIONS)
-    live = _by_name(model, weights, {})
+def restore_weights(
+    checkpoint: Checkpoint, model: nn.Module, optimizers: Collection[torch.optim.Optimizer] = ()
+) -> None:
+    """Put the trained parameters of a checkpoint into the model, each rank its rows, and states into optimizers that
+    have states already. Raises as `restore`."""
+    weights, states = get_state_dict(model, optimizers, options=OPTIONS)
+    live = _by_name(model, weights, states)
     _check_same(checkpoint, live, "model.", "trained parameters")
-    _load(checkpoint, live)
-    set_model_state_dict(model, weights, options=TRAINED_ONLY)
+    if optimizers:
+        _check_same(checkpoint, live, "optimizer.", "optimizer states")
+    planner = dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    dcp.load(live, storage_reader=dcp.HuggingFaceStorageReader(str(checkpoint.folder)), planner=planner)
+    set_state_dict(model, optimizers, model_state_dict=weights, optim_state_dict=states, options=TRAINED_ONLY)
 
 
 def _kind(train: dict[str, object]) -> tuple[object, ...]:
@@ -141,11 +133,6 @@ def _check_same(checkpoint: Checkpoint, live: Tensors, prefix: str, what: str) -
 
 def _told(shape: tuple[int, ...], dtype: torch.dtype) -> str:
     return f"{shape}" if dtype.is_floating_point else f"{shape} of {str(dtype).removeprefix('torch.')}"
-
-
-def _load(checkpoint: Checkpoint, live: Tensors) -> None:
-    planner = dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    dcp.load(live, storage_reader=dcp.HuggingFaceStorageReader(str(checkpoint.folder)), planner=planner)
 
 
 def _restore_generators(checkpoint: Checkpoint, runtime: Runtime) -> None:

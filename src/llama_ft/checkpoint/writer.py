@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -50,29 +49,6 @@ from llama_ft.runtime import Runtime, grace_warning, log
 BEST_FILE = "best.json"
 METRICS_FILE = "metrics.jsonl"
 SPACE_FOR_THE_REST = 2**20  # headers, trainer.json, checksums
-
-
-@dataclass(frozen=True)
-class _Save:
-    """One checkpoint on its way to disk.
-
-    Attributes:
-        step: optimizer steps done.
-        live: what this rank writes of, by name; training changes it meanwhile.
-        copies: this rank's rows of it, in host memory.
-        trainer: for trainer.json.
-        nbytes: of all ranks.
-        stall_seconds: how long training waited.
-        started: time.perf_counter() when it began.
-    """
-
-    step: int
-    live: Tensors
-    copies: Tensors
-    trainer: Mapping[str, Any]
-    nbytes: int
-    stall_seconds: float
-    started: float
 
 
 class CheckpointWriter:
@@ -152,10 +128,10 @@ class CheckpointWriter:
         stall = time.perf_counter() - started
         self._timings["perf/save_stall_seconds"] = stall
         future = self._in_flight = Future[None]()
-        save = _Save(step, live, copies, record, nbytes, stall, started)
-        del copies
-        thread = threading.Thread(target=self._run_save, args=(save, future), name="checkpoint", daemon=True)
-        thread.start()
+        told = f"{size_text(nbytes)}, training waited {stall:.2f} s"
+        save = (future, record, live, copies, started, told)
+        threading.Thread(target=self._run_save, args=save, name="checkpoint", daemon=True).start()
+        del save, copies
         if not self._settings.save_async:
             self.finish()
 
@@ -205,51 +181,42 @@ class CheckpointWriter:
         kept = f"The last complete one is {self.last}." if self.last else "There is no earlier one."
         return RunFailure(f"{step_folder(self.run, step)}: the checkpoint could not be written: {cause}.\n{kept}")
 
-    def _run_save(self, save: _Save, future: "Future[None]") -> None:
+    def _run_save(self, future: "Future[None]", *save: Any) -> None:
         """In the thread: write, and let the main thread know how it went."""
         try:
-            self._write(save)
+            self._write(*save)
         except BaseException as error:
             future.set_exception(error)
         else:
             future.set_result(None)
 
-    def _write(self, save: _Save) -> None:
-        final = step_folder(self.run, save.step)
+    def _write(self, record: dict[str, Any], live: Tensors, copies: Tensors, started: float, told: str) -> None:
+        final = step_folder(self.run, record["step"])
         aside = final.with_name(f".writing-{final.name}")
-        storage = _ShardWriter(aside, self._runtime.rank, partial(self._complete, save, aside, final))
+        storage = _ShardWriter(aside, self._runtime.rank, copies, partial(self._complete, record, aside, final))
+        planner = dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         try:
-            dcp.save(save.live, storage_writer=storage, planner=_CopyPlanner(save.copies), process_group=self._group)
+            dcp.save(live, storage_writer=storage, planner=planner, process_group=self._group)
         except dcp.CheckpointException as error:
             if self._runtime.is_main:
                 shutil.rmtree(aside, ignore_errors=True)
             rank, (cause, _) = min(error.failures.items())
-            raise self._failure(save.step, f"rank {rank}: {_reason(cause)}") from error
+            raise self._failure(record["step"], f"rank {rank}: {_reason(cause)}") from error
         self.last = final
         if self._runtime.is_main:
             self._tidy(final)
-        seconds = time.perf_counter() - save.started
+        seconds = time.perf_counter() - started
         self._timings["perf/save_seconds"] = seconds
-        log.info(
-            f"Checkpoint {final.name}: {size_text(save.nbytes)}, training waited {save.stall_seconds:.2f} s, "
-            f"written after {seconds:.2f} s"
-        )
+        log.info(f"Checkpoint {final.name}: {told}, written after {seconds:.2f} s")
         if not self._grace_told and (warning := grace_warning(seconds)):
             log.warning(warning)
             self._grace_told = True
 
-    def _complete(self, save: _Save, aside: Path, final: Path, digests: dict[str, str]) -> None:
-        """On rank 0, when all ranks have written: the two small files, then the name that says it is complete.
-
-        Args:
-            save: the checkpoint.
-            aside: where it was written.
-            final: where it goes.
-            digests: file -> checksum, as the ranks that wrote them say.
-        """
+    def _complete(self, record: dict[str, Any], aside: Path, final: Path, digests: dict[str, str]) -> None:
+        """On rank 0, when all ranks have written: the two small files, then the name that says it is complete."""
         if absent := [name for name in digests if not (aside / name).is_file()]:
             raise FileNotFoundError(None, f"{absent[0]} is not there: all nodes must see the same output_dir")
-        _write_synced(aside / TRAINER_FILE, json.dumps(save.trainer, indent=1) + "\n")
+        _write_synced(aside / TRAINER_FILE, json.dumps(record, indent=1) + "\n")
         digests[TRAINER_FILE] = file_digest(aside / TRAINER_FILE)
         _write_synced(aside / CHECKSUMS_FILE, "".join(f"{value}  {file}\n" for file, value in digests.items()))
         _sync(aside)
@@ -292,52 +259,35 @@ class CheckpointWriter:
                 shutil.rmtree(doomed)
 
 
-class _CopyPlanner(dcp.DefaultSavePlanner):
-    """Plans with the live tensors, which know what they are shards of, and writes the copies of their rows."""
-
-    def __init__(self, copies: Tensors) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._copies = copies
-
-    def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
-        """See `DefaultSavePlanner`."""
-        return self._copies[index.fqn]
-
-
 class _ShardWriter(dcp.HuggingFaceStorageWriter):
     """torch's safetensors storage, written tensor by tensor: torch's own builds the whole file in memory.
 
     Args:
         folder: where to.
         rank: of this process.
+        copies: what is written; the live tensors, which training changes, only say what they are shards of.
         complete: called on rank 0 when all ranks have written, with the checksum of each file.
     """
 
-    def __init__(self, folder: Path, rank: int, complete: Callable[[dict[str, str]], None]) -> None:
+    def __init__(self, folder: Path, rank: int, copies: Tensors, complete: Callable[[dict[str, str]], None]) -> None:
         super().__init__(str(folder), save_distributed=True)
-        self._file, self._on_complete = folder / shard_file(rank), complete
+        self._file, self._copies, self._complete = folder / shard_file(rank), copies, complete
 
     def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> TorchFuture[list[WriteResult]]:
         """Write a rank's file and sync it to disk; the result tells its checksum."""
-        headers, offsets = {}, {}
-        for item in plan.items:
-            assert item.tensor_data is not None
-            chunk = item.tensor_data.chunk
-            headers[item.index.fqn] = TensorHeader(tuple(chunk.sizes), item.tensor_data.properties.dtype)
-            offsets[item.index.fqn] = {SAVED_OFFSETS: list(chunk.offsets)}
+        offsets = {item.index.fqn: {SAVED_OFFSETS: list(item.index.offset or ())} for item in plan.items}
+        headers = {name: TensorHeader(tuple(self._copies[name].shape), self._copies[name].dtype) for name in offsets}
         metadata = {SHARDING_INFO: json.dumps(offsets), "DCP_VERSION": "1.0"}
         with SafetensorsFile(self._file, headers, enabled=True, metadata=metadata) as file:
-            for item in plan.items:
-                rows = planner.resolve_data(item)
-                assert isinstance(rows, torch.Tensor)
-                file.append(rows)
+            for name in headers:
+                file.append(self._copies[name])
         written: TorchFuture[list[WriteResult]] = TorchFuture()
         written.set_result([WriteResult(MetadataIndex(self._file.name), 0, file.digest.hexdigest())])
         return written
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """On rank 0, when all ranks have written."""
-        self._on_complete({it.index.fqn: it.storage_data for written in results for it in written})
+        self._complete({it.index.fqn: it.storage_data for written in results for it in written})
 
 
 def to_host(tensors: Tensors) -> Tensors:
