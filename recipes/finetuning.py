@@ -330,7 +330,7 @@ def train(
             # A GPU is still at this step; its loss is read when the next one has been sent, or where it is needed now.
             newest = training.Step(step, numbers, losses, batches, metrics, skipped)
             for read in unread.take(newest, needed=evaluates or saves or is_last or stop is not None):
-                training.stop_if_not_finite(read, writer.last, job)
+                training.stop_if_not_finite(read, writer.newest, job)
                 read.metrics.update(speed.metrics(read.step))
                 if evaluates and read is newest:
                     watch.enter("evaluation")

@@ -152,6 +152,11 @@ class CheckpointWriter:
         if in_flight is not None:
             in_flight.result()
 
+    def newest(self) -> Path | None:
+        """The newest complete checkpoint, once nothing is being written. Raises as `finish`."""
+        self.finish()
+        return self.last
+
     def __enter__(self) -> Self:
         return self
 

@@ -1,7 +1,7 @@
 """One optimizer step: micro-batches in, gradients summed over ranks, weights updated."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -211,13 +211,13 @@ def free_gathered(model: nn.Module) -> None:
             module.reshard()
 
 
-def stop_if_not_finite(step: Step, last_checkpoint: Path | None, runtime: Runtime) -> None:
+def stop_if_not_finite(step: Step, last_checkpoint: Callable[[], Path | None], runtime: Runtime) -> None:
     """Add a step's loss and gradient norm to its metrics, or end the run where they are no longer numbers: the weights
     are then those from before it.
 
     Args:
         step: the step.
-        last_checkpoint: to name it.
+        last_checkpoint: tells it, to name it; it may wait for one that is being written.
         runtime: the ranks.
 
     Raises:
@@ -237,7 +237,7 @@ def stop_if_not_finite(step: Step, last_checkpoint: Path | None, runtime: Runtim
     rows = [line for lines in everyone for line in lines]
     if len(rows) > MICRO_BATCHES_NAMED:
         rows[MICRO_BATCHES_NAMED:] = [f"... and {len(rows) - MICRO_BATCHES_NAMED} more"]
-    kept = f"The last good checkpoint is {last_checkpoint}." if last_checkpoint else "No checkpoint was written yet."
+    kept = f"The last good checkpoint is {last}." if (last := last_checkpoint()) else "No checkpoint was written yet."
     raise RunFailure(
         f"step {step.step}: the loss is {loss:g} and the gradient norm {norm:g}; the run cannot go on.\n"
         + "The rows of this step:\n"
