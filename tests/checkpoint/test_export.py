@@ -1,6 +1,7 @@
 """What a run leaves behind loads in plain transformers and peft, and gives the logits of the trained model."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from forked import forked
 
 SCRIPT = Path(__file__).with_name("export_and_dump.py")
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "checkpoints.md"
 LORA = {"use_peft": True, "r": 6, "target_modules": "all-linear", "lora_dropout": 0}
 WORLD_SIZE = 3  # 32 rows over 3 ranks are 11, 11 and 10; 6 rows of an adapter 2 each
 
@@ -120,6 +122,41 @@ def test_a_checkpoint_of_an_adapter_holds_no_frozen_weight(results: Path) -> Non
     weights = [name for name in names if name.startswith("model.")]
     assert len(weights) == 28 and all(".lora_" in name for name in weights)
     assert {f"optimizer.state.{name.removeprefix('model.')}.exp_avg" for name in weights} <= names
+
+
+def test_plain_pytorch_reads_a_checkpoint_on_one_process(results: Path, tiny_model: Path) -> None:
+    """The code of docs/checkpoints.md, as it stands there, on what three ranks wrote."""
+    from safetensors import safe_open
+    from safetensors.torch import load_file
+
+    folder = results / "full" / "checkpoints" / "step-000003"
+    names: dict[str, Any] = {}
+    for code in re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL):
+        here = {"output/run/checkpoints/step-000100": str(folder), "my_models/Llama-3.1-8B": str(tiny_model)}
+        for there, path in here.items():
+            code = code.replace(there, path)
+        exec(code, names)
+    model, optimizer = names["model"], names["optimizer"]
+    saved = torch.load(results / "full" / "logits.pt", weights_only=True)
+    assert (logits_of(model, saved) - saved["logits"]).abs().max() < 1e-5
+
+    files = [folder / f"shard-{rank:05d}-model-00001-of-00001.safetensors" for rank in (1, 2, 3)]
+    assert sorted(folder.iterdir()) == sorted([*files, folder / "checksums.txt", folder / "trainer.json"])
+    weight = model.model.layers[1].mlp.down_proj.weight
+    name = "optimizer.state.model.layers.1.mlp.down_proj.weight.exp_avg"
+    pieces = [load_file(file)[name] for file in files]
+    assert len(pieces[0]) == 11 and torch.equal(optimizer.state[weight]["exp_avg"], torch.cat(pieces))
+    assert optimizer.state[weight]["step"].item() == 3 and optimizer.param_groups[0]["lr"] == 1e-5
+    for rank, file in enumerate(files):
+        header = safe_open(file, "pt").metadata()
+        offsets = json.loads(header.pop("DCP_SHARDING_INFO"))
+        assert header == {"format": "pt", "DCP_VERSION": "1.0"}
+        assert offsets[name] == {"saved_offsets": [11 * rank, 0]}
+        assert offsets[f"rng.{rank}.cpu"] == {"saved_offsets": [0]}
+    parameters = dict(model.named_parameters())
+    states = {f"optimizer.state.{name}.{key}" for name in parameters for key in ("step", "exp_avg", "exp_avg_sq")}
+    found = {name for file in files for name in load_file(file)}
+    assert found == {f"model.{name}" for name in parameters} | states | {f"rng.{rank}.cpu" for rank in range(3)}
 
 
 def test_ranks_that_send_nothing_are_not_left_waiting_for_the_whole_export(results: Path) -> None:

@@ -8,13 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load, load_file
 
-from llama_ft.checkpoint import Checkpoint, CheckpointWriter, damage
+from llama_ft.checkpoint import Checkpoint, CheckpointWriter, damage, restore_weights
 from llama_ft.checkpoint import writer as writer_module
-from llama_ft.config import CheckpointConfig
+from llama_ft.checkpoint.reader import shard_file
+from llama_ft.config import CheckpointConfig, TrainConfig
 from llama_ft.errors import RunFailure
+from llama_ft.observe.memory import memory_use, reset_peaks
 from llama_ft.runtime import Runtime
+from llama_ft.training import build_optimizer
 
 STATE = {"progress": {}}
 
@@ -47,7 +50,7 @@ def test_a_checkpoint_holds_what_was_there_when_it_was_begun(
         writer.save(7, model, optimizer, STATE)
         torch.nn.init.zeros_(model.weight)  # training goes on
         optimizer.state[model.weight]["exp_avg"].zero_()
-    file = load_file(tmp_path / "checkpoints" / "step-000007" / "shard-00001-model-00001-of-00001.safetensors")
+    file = load_file(tmp_path / "checkpoints" / "step-000007" / shard_file(0))
     for name, weight in weights.items():
         assert torch.equal(file[f"model.{name}"], weight)
         assert torch.equal(file[f"optimizer.state.{name}.exp_avg"], moments[name])
@@ -163,7 +166,7 @@ def test_what_a_killed_save_left_is_no_checkpoint_and_goes(
 ) -> None:
     left = tmp_path / "checkpoints" / ".writing-step-000001"
     left.mkdir(parents=True)
-    (left / "shard-00001-model-00001-of-00001.safetensors").write_bytes(b"half")
+    (left / shard_file(0)).write_bytes(b"half")
     writer = new_writer()
     assert writer.last is None and not left.exists()
 
@@ -197,3 +200,63 @@ def test_when_a_checkpoint_is_due(
     }
     assert {name for name, is_due in asked.items() if is_due} == due
     assert not writer.is_due(4, ends_epoch=False, ends_run=False)
+
+
+def test_what_is_written_late_are_the_values_of_the_moment_of_the_save(
+    new_writer: Callable[..., CheckpointWriter], tmp_path: Path
+) -> None:
+    """A pipe in the place of the file holds the write until somebody reads."""
+    model, optimizer = trained()
+    before = {f"model.{name}": p.detach().clone() for name, p in model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        before[f"optimizer.state.{name}.exp_avg"] = optimizer.state[parameter]["exp_avg"].clone()
+    writer, aside = new_writer(), tmp_path / "checkpoints" / ".writing-step-000001"
+    aside.mkdir(parents=True)
+    os.mkfifo(aside / shard_file(0))
+    writer.save(1, model, optimizer, STATE)
+    for parameter in model.parameters():
+        torch.nn.init.zeros_(parameter)
+        optimizer.state[parameter]["exp_avg"].zero_()
+    written = load((aside / shard_file(0)).read_bytes())
+    with pytest.raises(RunFailure):
+        writer.finish()  # a pipe cannot be synced to disk
+    assert all(torch.equal(written[name], value) for name, value in before.items())
+
+
+class Tied(torch.nn.Module):
+    """A weight under two names, and a buffer that a state dict holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(4, 4, bias=False), torch.nn.Linear(4, 4, bias=False)
+        self.second.weight = self.first.weight
+        self.register_buffer("counts", torch.zeros(3))
+
+
+def test_a_tied_parameter_is_written_once_and_a_buffer_is_not(
+    new_writer: Callable[..., CheckpointWriter], tmp_path: Path
+) -> None:
+    model = Tied()
+    optimizer = build_optimizer(model, TrainConfig())
+    with new_writer() as writer:
+        writer.save(1, model, optimizer, STATE)
+    checkpoint = Checkpoint(tmp_path / "checkpoints" / "step-000001")
+    states = {f"optimizer.state.first.weight.{key}" for key in ("step", "exp_avg", "exp_avg_sq")}
+    assert checkpoint.tensors.keys() == {"model.first.weight", "rng.0.cpu", *states}
+    saved = model.first.weight.detach().clone()
+    torch.nn.init.zeros_(model.first.weight)
+    model.counts.fill_(7)
+    restore_weights(checkpoint, model)
+    assert torch.equal(model.second.weight, saved) and model.counts.tolist() == [7, 7, 7]
+
+
+def test_writing_takes_no_memory_beside_the_copies(new_writer: Callable[..., CheckpointWriter]) -> None:
+    model = torch.nn.Linear(4096, 8192, bias=False)
+    nbytes = model.weight.nbytes  # 128 MiB; SGD without momentum has no states
+    optimizer = build_optimizer(model, TrainConfig(optimizer="SGD"))
+    writer = new_writer()
+    reset_peaks(torch.device("cpu"))
+    before = memory_use(torch.device("cpu")).resident_peak
+    writer.save(1, model, optimizer, STATE)
+    writer.finish()
+    assert memory_use(torch.device("cpu")).resident_peak - before < nbytes + 2**26

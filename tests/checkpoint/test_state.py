@@ -1,0 +1,139 @@
+"""What is put back: only what fits, without a step of the optimizer, and no file is kept."""
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from llama_ft.checkpoint import Checkpoint, CheckpointWriter, complete_checkpoints, find_checkpoint, restore
+from llama_ft.config import CheckpointConfig, TrainConfig
+from llama_ft.errors import RunFailure, UserError
+from llama_ft.runtime import Runtime
+from llama_ft.training import build_optimizer
+
+OPTIMIZERS = {
+    "AdamW": TrainConfig(optimizer="AdamW"),
+    "AdamW8bit": TrainConfig(optimizer="AdamW8bit"),
+    "anyprecision": TrainConfig(optimizer="anyprecision"),
+    "Adafactor": TrainConfig(optimizer="Adafactor"),
+    "SGD": TrainConfig(optimizer="SGD"),
+    "momentum": TrainConfig(optimizer="SGD", momentum=0.9),
+}
+Save = Callable[[torch.nn.Module, torch.optim.Optimizer, TrainConfig], Checkpoint]
+
+
+@pytest.fixture
+def save(runtime: Runtime, tmp_path: Path) -> Save:
+    """Write a checkpoint of a model and its optimizer, and open it."""
+
+    def save(model: torch.nn.Module, optimizer: torch.optim.Optimizer, train: TrainConfig) -> Checkpoint:
+        about = {"config": {"train": dataclasses.asdict(train)}, "versions": {}}
+        with CheckpointWriter(tmp_path, CheckpointConfig(), about, runtime) as writer:
+            writer.save(1, model, optimizer, {})
+        return Checkpoint(complete_checkpoints(tmp_path)[0])
+
+    return save
+
+
+def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.ones(1, 96)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_neither_saving_nor_restoring_makes_a_step(
+    save: Save, runtime: Runtime, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """torch's utilities make one where an optimizer has no states."""
+    train, model = OPTIMIZERS[name], torch.nn.Linear(96, 64)
+    optimizer = build_optimizer(model, train)
+    monkeypatch.setattr(type(optimizer), "step", lambda *_, **__: pytest.fail("a hidden step"))
+    checkpoint = save(model, optimizer, train)
+    fresh = build_optimizer(model, train)
+    restore(checkpoint, model, fresh, train, runtime)
+    monkeypatch.undo()
+    assert all(parameter.grad is None for parameter in model.parameters())
+    counters = [state["step"].item() for state in fresh.state.values() if "step" in state]
+    assert counters == ([] if train.optimizer == "SGD" else [0, 0])
+
+
+def test_the_settings_are_those_of_the_new_run(save: Save, runtime: Runtime) -> None:
+    train, model = TrainConfig(lr=1e-3, weight_decay=0.5), torch.nn.Linear(96, 64)
+    optimizer = build_optimizer(model, train)
+    step(model, optimizer)
+    checkpoint = save(model, optimizer, train)
+    fresh = build_optimizer(model, TrainConfig(lr=2e-5, weight_decay=0.25))
+    restore(checkpoint, model, fresh, train, runtime)
+    assert [(group["lr"], group["weight_decay"]) for group in fresh.param_groups] == [(2e-5, 0.25), (2e-5, 0.0)]
+    assert torch.equal(fresh.state[model.weight]["exp_avg"], optimizer.state[model.weight]["exp_avg"])
+
+
+def rewrite(checkpoint: Checkpoint, change: Callable[[dict[str, torch.Tensor]], None]) -> Checkpoint:
+    """The checkpoint with other tensors."""
+    from safetensors import safe_open
+    from safetensors.torch import load_file, save_file
+
+    (file,) = checkpoint.folder.glob("*.safetensors")
+    tensors = load_file(file)
+    change(tensors)
+    offsets = {name: {"saved_offsets": [0] * tensor.ndim} for name, tensor in tensors.items()}
+    metadata = safe_open(file, "pt").metadata() | {"DCP_SHARDING_INFO": json.dumps(offsets)}
+    save_file(tensors, file, metadata)
+    return Checkpoint(checkpoint.folder)
+
+
+STATE = "optimizer.state.weight.exp_avg"
+UNFIT: dict[str, tuple[Callable[[dict[str, torch.Tensor]], None], str]] = {
+    "codes": (
+        lambda it: it.update({STATE: it[STATE].byte()}),
+        r"exp_avg: \(64, 96\) of uint8 there, \(64, 96\) here",
+    ),
+    "missing": (lambda it: it.pop(STATE), r"optimizer states are not .*exp_avg: absent there, \(64, 96\) here"),
+    "more": (lambda it: it.update({STATE + "s": it[STATE] * 1}), r"exp_avgs: \(64, 96\) there, absent here"),
+    "shape": (lambda it: it.update({STATE: it[STATE][:1] * 1}), r"exp_avg: \(1, 96\) there, \(64, 96\) here"),
+    "weight": (lambda it: it.pop("model.bias"), r"trained parameters are not .*bias: absent there, \(64,\) here"),
+}
+
+
+@pytest.mark.parametrize("kind", UNFIT)
+def test_what_does_not_fit_is_told_before_anything_is_read(save: Save, runtime: Runtime, kind: str) -> None:
+    train, model = TrainConfig(), torch.nn.Linear(96, 64)
+    change, message = UNFIT[kind]
+    checkpoint = rewrite(save(model, build_optimizer(model, train), train), change)
+    torch.nn.init.zeros_(model.weight)
+    with pytest.raises(UserError, match=message):
+        restore(checkpoint, model, build_optimizer(model, train), train, runtime)
+    assert not model.weight.any()
+
+
+def test_a_restored_checkpoint_that_is_deleted_gives_its_space_back(
+    save: Save, runtime: Runtime, tmp_path: Path
+) -> None:
+    train, model = TrainConfig(), torch.nn.Linear(96, 64)
+    checkpoint = save(model, build_optimizer(model, train), train)
+    restore(checkpoint, model, build_optimizer(model, train), train, runtime)
+    assert checkpoint.weights().read("weight").shape == (64, 96)
+    mapped = Path("/proc/self/maps").read_text()
+    opened = [str(link.readlink()) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+    assert not [line for line in [*mapped.splitlines(), *opened] if str(checkpoint.folder) in line]
+
+
+def test_a_checkpoint_of_the_earlier_format_is_one_error_and_stays(
+    save: Save, runtime: Runtime, tmp_path: Path
+) -> None:
+    train, model = TrainConfig(), torch.nn.Linear(96, 64)
+    folder = save(model, build_optimizer(model, train), train).folder
+    (file,) = folder.glob("*.safetensors")
+    file.rename(folder / "rank-00000.safetensors")
+    for text in (folder / "trainer.json", folder / "checksums.txt"):
+        text.write_text(
+            text.read_text().replace('"format": 2', '"format": 1').replace(file.name, "rank-00000.safetensors")
+        )
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    with pytest.raises(RunFailure, match="another version of llama_ft.*\n.*start from scratch"):
+        find_checkpoint(CheckpointConfig(output_dir=str(tmp_path), resume="auto"), runtime)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
