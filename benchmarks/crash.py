@@ -1,6 +1,6 @@
 """Kills a run with SIGKILL over and over, goes on from its checkpoints, and compares it with a run that never stopped.
 
-    python benchmarks/crash.py --kills 200
+    python benchmarks/crash.py --kills 200 --flips 80
 
 Runs of recipes/finetuning.py on 2 ranks under torchrun, in full and with LoRA in turns: a tiny model with dropout,
 gradient accumulation, shuffled rows, evaluation with a best checkpoint, saves in the background at every second step,
@@ -11,6 +11,9 @@ Then --resume auto goes on, until the run is done, and the next run begins, unti
 After every kill each directory checkpoints/step-* must be sound. At the end metrics.jsonl must be that of the
 uninterrupted run, number for number, except for perf/ and memory/; so must best.json, and every byte of the result and
 of what the ranks have written into the checkpoints. Any difference is printed, and the exit code is 1.
+
+With --flips one bit at a time is flipped in the newest checkpoint of the uninterrupted run, in every kind of file in
+turns. Each must be found, the file named, and the checkpoint before it taken.
 """
 
 import argparse
@@ -36,7 +39,7 @@ import torch  # noqa: E402
 from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast  # noqa: E402
 
-from llama_ft.checkpoint import complete_checkpoints, damage  # noqa: E402
+from llama_ft.checkpoint import complete_checkpoints, damage, find_sound  # noqa: E402
 
 FLAGS = (
     "--enable_fsdp --precision fp32 --lr 1e-2 --batch_size_training 2 --gradient_accumulation_steps 2 --num_epochs 3 "
@@ -240,6 +243,24 @@ def unsound(run: Path) -> list[str]:
     return [f"{folder.name}: {line}" for folder in complete_checkpoints(run) for line in damage(folder)]
 
 
+def flip_bits(run: Path, flips: int, chance: random.Random) -> list[str]:
+    """Flip bits in a run's newest checkpoint, one at a time; returns those that are missed."""
+    newest, before, *_ = complete_checkpoints(run)
+    kinds = [sorted(newest.glob(pattern)) for pattern in ("*.safetensors", "trainer.json", "checksums.txt")]
+    missed = []
+    for number in range(flips):
+        file = chance.choice(kinds[number % len(kinds)])
+        valid = file.read_bytes()
+        place, bit = chance.randrange(len(valid)), chance.randrange(8)
+        if number % 2 and file.suffix == ".safetensors":
+            place = chance.randrange(8 + int.from_bytes(valid[:8], "little"))  # in its header
+        file.write_bytes(valid[:place] + bytes([valid[place] ^ 1 << bit]) + valid[place + 1 :])
+        if not any(file.name in line for line in damage(newest)) or find_sound(run).folder != before:
+            missed.append(f"bit {bit} of byte {place} of {file} was flipped, and that was not found")
+        file.write_bytes(valid)
+    return missed + damage(newest)
+
+
 def reference_run(inputs: Path, method: str) -> tuple[Path, float]:
     """A run that nobody disturbs, and the seconds until it logs its first line."""
     run = inputs / f"{method}-uninterrupted"
@@ -300,6 +321,7 @@ class Crashes:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--flips", type=int, default=0, help="bits to flip, for each method")
     parser.add_argument("--seed", type=int, default=0, help="of the moments")
     parser.add_argument("--methods", default=",".join(METHODS))
     parser.add_argument("--folder", help="for the runs; a temporary one by default")
@@ -313,6 +335,9 @@ def main() -> None:
         method, run = methods[runs % len(methods)], inputs / f"run-{runs}"
         if method not in references:
             references[method] = reference_run(inputs, method)
+            if missed := flip_bits(references[method][0], asked.flips, random.Random(asked.seed)):
+                raise SystemExit("\n".join(missed))
+            print(f"{asked.flips} of {asked.flips} flipped bits were found ({method})", flush=True)
         reference, startup = references[method]
         complaints = crashes.finish_run(run, method, startup) or differences(run, reference)
         if complaints:

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import random
 import shutil
 import signal
 import sys
@@ -54,6 +55,7 @@ def test_a_run_killed_in_a_save_goes_on_as_if_it_had_not_been(crash: ModuleType,
     assert "The ranks' peaks at the last logged step: " in resumed.output
     assert "more likely it was somebody's kill -9." in resumed.output
     assert crash.differences(run_dir, whole) == []
+    assert crash.flip_bits(run_dir, 12, random.Random(0)) == []
 
 
 def write_run(folder: Path, lines: list[dict[str, float]], result: bytes) -> None:
