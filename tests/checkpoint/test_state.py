@@ -11,6 +11,8 @@ import torch
 from llama_ft.checkpoint import Checkpoint, CheckpointWriter, complete_checkpoints, find_checkpoint, restore
 from llama_ft.config import CheckpointConfig, TrainConfig
 from llama_ft.errors import RunFailure, UserError
+from llama_ft.models.activations import checkpoint_activations
+from llama_ft.models.compiled import compile_layers
 from llama_ft.runtime import Runtime
 from llama_ft.training import build_optimizer
 
@@ -70,6 +72,32 @@ def test_the_settings_are_those_of_the_new_run(save: Save, runtime: Runtime) -> 
     restore(checkpoint, model, fresh, train, runtime)
     assert [(group["lr"], group["weight_decay"]) for group in fresh.param_groups] == [(2e-5, 0.25), (2e-5, 0.0)]
     assert torch.equal(fresh.state[model.weight]["exp_avg"], optimizer.state[model.weight]["exp_avg"])
+
+
+def test_compiled_layers_that_recompute_are_saved_under_their_own_names(
+    save: Save, runtime: Runtime, tied_model: Path
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    train, model = TrainConfig(activation_checkpointing="full"), AutoModelForCausalLM.from_pretrained(tied_model)
+    names = [name for name, _ in model.named_parameters()]
+    checkpoint_activations(model, train)
+    compile_layers(model, backend="eager")
+    optimizer = build_optimizer(model, train)
+    ids = torch.arange(12).view(1, 12)
+    model.train()(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    checkpoint = save(model, optimizer, train)
+    assert set(checkpoint.weights().tensors) == set(names)
+    trained = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    fresh = build_optimizer(model, train)
+    restore(checkpoint, model, fresh, train, runtime)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, trained[name])
+        assert torch.equal(fresh.state[parameter]["exp_avg"], optimizer.state[parameter]["exp_avg"])
 
 
 def rewrite(checkpoint: Checkpoint, change: Callable[[dict[str, torch.Tensor]], None]) -> Checkpoint:
