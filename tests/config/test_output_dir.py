@@ -147,8 +147,11 @@ def test_only_what_an_export_wrote_may_be_replaced(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text("---\ntags:\n- llama_ft\n- lora\n---\n")
     assert "replace that model with --overwrite" in str(model_dir_complaint(str(tmp_path), False, {}))
     assert model_dir_complaint(str(tmp_path), True, {}) is None
-    (tmp_path / "train.py").touch()
-    assert "holds more than a model (train.py)" in str(model_dir_complaint(str(tmp_path), True, {}))
+    for name in ("train.py", "tokenizer_notes.txt", "my.model", "additional_chat_templates/thesis.tex"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+        assert f"holds more than a model ({name})" in str(model_dir_complaint(str(tmp_path), True, {}))
+        (tmp_path / name).unlink()
 
 
 def test_a_file_in_the_way_is_named(mistakes, tmp_path: Path) -> None:

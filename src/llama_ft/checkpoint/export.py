@@ -295,8 +295,10 @@ def stop_at_turns(folder: Path, tokenizer: PreTrainedTokenizerBase, source: Path
     """
     file = folder / "generation_config.json"
     try:
-        settings = dict(json.loads((file if file.exists() else folder / "config.json").read_text()))
-    except (ValueError, TypeError) as error:
+        settings = json.loads((file if file.exists() else folder / "config.json").read_text())
+        if not isinstance(settings, dict):
+            raise TypeError(type(settings).__name__)
+    except (ValueError, TypeError, RecursionError) as error:
         raise UserError(
             f"{source / file.name}: not a JSON object ({error}), and the final model needs it.\nCopy or download it "
             "again, or delete it."

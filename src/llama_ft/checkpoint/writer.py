@@ -79,7 +79,7 @@ class CheckpointWriter:
         self._timings: dict[str, float] = {}
         self._grace_told = False
         if runtime.is_main:
-            for leftover in (*self._folder.glob(".writing-*"), *self._folder.glob(".removing-*")):
+            for leftover in (*self._folder.glob(".writing-step-*"), *self._folder.glob(".removing-step-*")):
                 shutil.rmtree(leftover, ignore_errors=True)
             self._name_best()  # a kill may have come after the rename of a checkpoint and before this
         self.last: Path | None = runtime.from_main(lambda: next(iter(complete_checkpoints(output_dir)), None))

@@ -35,8 +35,11 @@ TOKENIZER_PATTERNS = (
 # All that an exported model's or adapter's folder holds, and so all that --overwrite may delete there. The base model's
 # Python files are not in it: they cannot be told from the user's.
 MODEL_PATTERNS = (
-    "config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json",
-    "adapter_config.json", "adapter_model.safetensors", "README.md", "additional_chat_templates", *TOKENIZER_PATTERNS,
+    "config.json", "generation_config.json", "model.safetensors", "model-[0-9]*-of-[0-9]*.safetensors",
+    "model.safetensors.index.json", "adapter_config.json", "adapter_model.safetensors", "README.md", "tokenizer.json",
+    "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
+    "additional_chat_templates/*.jinja", "vocab.json", "vocab.txt", "merges.txt", "spiece.model",
+    "sentencepiece.bpe.model", "*.tiktoken",
 )  # fmt: skip
 CARD_TAG = "\n- llama_ft\n"  # in the header of every model card that checkpoint/model_card.py writes
 
@@ -112,8 +115,8 @@ def model_dir_complaint(directory: str, overwrite: bool, inputs: Mapping[str, st
     obstacle = not_writable(path)
     if obstacle or not path.exists() or not any(path.iterdir()):
         return obstacle
-    others = [e.name for e in sorted(path.iterdir()) if not any(fnmatch(e.name, known) for known in MODEL_PATTERNS)]
-    if others:
+    files = [str(file.relative_to(path)) for file in sorted(path.rglob("*")) if not file.is_dir()]
+    if others := [name for name in files if not any(fnmatch(name, known) for known in MODEL_PATTERNS)]:
         return f"holds more than a model ({', '.join(others[:5])}). Choose another output_dir."
     card = path / "README.md"
     if not (card.is_file() and CARD_TAG in card.read_text(errors="replace")):

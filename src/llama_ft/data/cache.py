@@ -133,12 +133,13 @@ def _corrupted_file(folder: Path) -> str | None:
     """Find a file that is not as it was written, or missing. Files that others have put there do not matter."""
     name = CHECKSUMS
     try:
-        for name, checksum in json.loads((folder / CHECKSUMS).read_bytes()).items():
+        checksums = json.loads((folder / CHECKSUMS).read_bytes())
+        for name, checksum in checksums.items():
             if _checksum(folder / name) != checksum:
                 return name
-    except (OSError, ValueError):
+    except (OSError, ValueError, AttributeError, TypeError, RecursionError):
         return name
-    return None
+    return None if checksums else CHECKSUMS
 
 
 def _move_into_place(temporary: Path, target: Path) -> None:
