@@ -10,7 +10,6 @@ of the machine's load falls on all of them (on CUDA, where several models may no
     loop        transformers' model, peft, fully_shard on every layer, padded rows, the model's own loss, fused AdamW,
                 clipping, loss.item(); with as many threads as the rows below, not the one that torchrun gives it
     recipe      recipes/finetuning.py's model and step, with nothing of what follows
-    products    bf16 products in fp32 on CPUs that emulate bf16
     loss        the loss without the logits; positions without a label are skipped
     packing     rows packed, attention within each of them, no mask and no padding
     lora        adapters and frozen weight in one product, nothing stored that a frozen path does not need
@@ -21,7 +20,7 @@ of the machine's load falls on all of them (on CUDA, where several models may no
 Tables: full and LoRA (all-linear, r=16), each on dense rows (4 x 512 tokens a micro-batch) and on rows of the demo's
 natural lengths. Tokens are those that are not padding; tokens/s from the median step. Memory is what a rank's tensors
 hold at their peak: its shards and states, and what a step adds to the process (from its resident set, on the CPU).
-On a CPU that emulates bf16 a step of the first two rows takes a minute; --precision fp32 is quicker.
+On a CPU that emulates bf16 a step takes a minute; --precision fp32 is quicker.
 """
 
 import argparse
@@ -58,24 +57,18 @@ from llama_ft import data, models, runtime, training  # noqa: E402
 from llama_ft.config import Config, load  # noqa: E402
 from llama_ft.models import lora  # noqa: E402
 from llama_ft.phases import NOBODY  # noqa: E402
-from llama_ft.runtime import Runtime, cpu_kernels  # noqa: E402
-from llama_ft.runtime.precision import product_slowdown  # noqa: E402
-from llama_ft.training import step as step_module  # noqa: E402
+from llama_ft.runtime import Runtime  # noqa: E402
 
 LENGTH, LORA_RANK, LR, GIB = 512, 16, 1e-4, 2**30
-SLOW = 1.5
-PARTS = ("products", "loss", "packing", "lora", "sharding", "late", "compile")
+PARTS = ("loss", "packing", "lora", "sharding", "late", "compile")
 Feed = Iterator[tuple[list[data.Batch], int]]
 
 
-def parts_for(method: str, precision: str, device: str) -> list[str]:
+def parts_for(method: str, device: str) -> list[str]:
     """Those that can change anything there."""
-    without = {"late", "compile"} if device == "cpu" else {"products"}
+    without = {"late", "compile"} if device == "cpu" else set[str]()
     if method == "full":
         without.add("lora")
-    dtype = runtime.PRECISIONS[precision].compute
-    if device == "cpu" and (dtype == torch.float32 or product_slowdown(dtype) < SLOW):
-        without.add("products")
     return [part for part in PARTS if part not in without]
 
 
@@ -85,28 +78,25 @@ def switched_off(off: set[str]) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         if "loss" in off:
             stack.enter_context(patch.object(models, "use_head_loss", lambda model: True))
-            stack.enter_context(patch.object(step_module, "token_loss_sum", loss_of_all_logits))
+            stack.enter_context(patch.object(training.SupervisedFineTuning, "loss", loss_of_all_logits))
         if "lora" in off:
             stack.enter_context(patch.object(lora, "use_fused_lora", lambda model: None))
         if "sharding" in off:
             stack.enter_context(patch.object(models, "shard", shard_plainly))
-        if "products" in off:
-            cpu_kernels.use_own_products()
-        else:
-            cpu_kernels.use_fp32_products()
         yield
 
 
-def loss_of_all_logits(model: Any, batch: data.Batch, device: torch.device) -> torch.Tensor:
-    """training.token_loss_sum, as it is usually written."""
+def loss_of_all_logits(_: Any, model: Any, batch: data.Batch, job: runtime.Runtime) -> training.LossSum:
+    """SupervisedFineTuning.loss, as it is usually written."""
+    device = job.device
     layout: dict[str, Any] = {"attention_mask": batch.attention_mask.to(device)} if not batch.is_packed else {}
     if batch.is_packed:
         layout = models.packed_arguments(model, batch.row_lengths, device)
     logits = model(input_ids=batch.input_ids.to(device), use_cache=False, **layout).logits.float()
     targets = batch.labels[:, 1:].flatten().to(device)
-    return nn.functional.cross_entropy(
-        logits[:, :-1].flatten(0, 1), targets, ignore_index=data.IGNORED, reduction="sum"
-    )
+    flat = logits[:, :-1].flatten(0, 1)
+    loss = nn.functional.cross_entropy(flat, targets, ignore_index=data.IGNORED, reduction="sum")
+    return training.LossSum(loss, batch.target_tokens)
 
 
 def shard_plainly(model: Any, mesh: Any, fsdp: Any, precision: Any) -> list[Any]:
@@ -218,8 +208,9 @@ class Recipe(Row):
         unread = []
         for _ in range(count):
             batches, targets = self.next_batches()
+            objective = training.SupervisedFineTuning()
             losses = training.accumulate_gradients(
-                self.model, batches, targets, self.config.peft.use_peft, self.job.device
+                self.model, objective, batches, targets, self.config.peft.use_peft, self.job
             )
             numbers = training.finish_gradients(self.model, losses, targets, self.config.train, 1.0, self.job)
             training.update_weights(self.optimizer, LR, numbers.failed)
@@ -303,7 +294,7 @@ def makers(asked: argparse.Namespace, job: Runtime) -> list[Callable[[], Row]]:
     folder = Path(asked.inputs)
     lines = (folder / "rows.jsonl").read_text().splitlines()
     mean_length = statistics.mean(len(json.loads(line)["input_ids"]) for line in lines)
-    on = parts_for(asked.method, asked.precision, job.device.type)
+    on = parts_for(asked.method, job.device.type)
 
     def loop() -> Row:
         config = config_for(asked, folder, set(), mean_length)

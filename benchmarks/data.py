@@ -157,7 +157,8 @@ def speed(rows: data.TokenizedData, folder: Path, job: Runtime, turns: int) -> N
                 if way == "dense mask":
                     (dense(model, todo.batches[0], job.device) / todo.target_tokens).backward()
                 else:
-                    training.accumulate_gradients(model, todo.batches, todo.target_tokens, False, job.device)
+                    objective = training.SupervisedFineTuning()
+                    training.accumulate_gradients(model, objective, todo.batches, todo.target_tokens, False, job)
                 model.zero_grad()
                 if job.device.type == "cuda":
                     torch.cuda.synchronize()

@@ -32,8 +32,10 @@ from tokenizers import Tokenizer, pre_tokenizers  # noqa: E402
 from tokenizers.models import BPE  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast  # noqa: E402
 
-from llama_ft import plan  # noqa: E402
-from llama_ft.plan import Plan, PlanRequest  # noqa: E402
+from llama_ft.config import load  # noqa: E402
+from llama_ft.plan import predict as planner  # noqa: E402
+from llama_ft.plan.predict import PlanRequest  # noqa: E402
+from llama_ft.plan.record import Plan  # noqa: E402
 
 METHODS = {
     "full": [],
@@ -153,9 +155,9 @@ def predict(cases: list[Case], folder: Path, device: str) -> dict[Case, Plan]:
     plans = {}
     for case in cases:
         words = case.flags(folder, device)
-        config, _ = finetuning.parse_command_line(words, description="", demo_recipe=finetuning.DEMO_RECIPE)
+        config, _ = load(words, finetuning.DEMO_CONFIG)
         request = PlanRequest(config, folder / "model", case.ranks, case.ranks, "cuda" if device == "cuda" else "cpu")
-        plans[case] = plan.predict(request, finetuning.build_model)
+        plans[case] = planner.predict(request, finetuning.build_model)
     return plans
 
 

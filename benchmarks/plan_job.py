@@ -25,6 +25,7 @@ sys.path.insert(0, str(REPOSITORY / "src"))
 import torch  # noqa: E402
 
 from llama_ft import observe, training  # noqa: E402
+from llama_ft.config.parse import as_keywords  # noqa: E402
 from llama_ft.phases import Phase  # noqa: E402
 
 FRAMES = 6  # of a stack, in a dump
@@ -243,8 +244,7 @@ def main(cases_file: Path) -> None:
         if asked["dump"] and isinstance(phases.counter, HostBytes):
             phases.counter.tell(dump.listen)
         left = phases.counter.now()
-        settings = finetuning.parse_command_line(case["flags"], description="", demo_recipe=finetuning.DEMO_RECIPE)
-        finetuning.main(*settings)
+        finetuning.main(**as_keywords(case["flags"]))
         phases.note()
         found = {"peaks": phases.peaks, "left_bytes": left, "baseline_bytes": phases.baseline}
         if asked["dump"] and isinstance(phases.counter, HostBytes):

@@ -230,7 +230,7 @@ class Bench:
             started=watched.started,
             peak_bytes=max(device_peaks) if self.device == "cuda" else max(watched.peaks.values()),
             untuned_loss=next((record["eval/loss"] for record in records if record["step"] == 0), None),
-            mfu=[record["perf/mfu"] for record in found if "perf/mfu" in record],
+            mfu=[record[key] for record in found if (key := "perf/matmul_utilization") in record],
         )
 
     def _run_peer(self, case: Case, who: Contender, steps: int, output: Path, check: bool, seconds: float) -> Run:
@@ -475,7 +475,7 @@ def table_lines(case: Case, runs: dict[Contender, list[Run]], warmup: int) -> li
 
 
 def print_table(lines: list[list[str]]) -> None:
-    titles = ["case", "trainer", "tokens/s", "min", "max", "ours/its", "target", "MFU", "peak MiB", "1st step s"]
+    titles = ["case", "trainer", "tokens/s", "min", "max", "ours/its", "target", "matmul", "peak MiB", "1st step s"]
     widths = [max(len(line[column]) for line in [titles, *lines]) for column in range(len(titles))]
     for line in [titles, *lines]:
         print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())

@@ -2,63 +2,64 @@
 
 Read it from top to bottom: `main` is the path of a run, `build_model` how a model gets onto the ranks, `train` the
 training loop. What happens inside each line is in src/llama_ft, one folder a step. To change the loss, see
-llama_ft/training/loss.py; to change what a row becomes, llama_ft/data.
+llama_ft/training/objective.py; to change what a row becomes, llama_ft/data.
 """
 
-import gc
-import sys
 from pathlib import Path
 from typing import Any
 
 from llama_ft.config import (
     Config,
+    check_command_line,
     check_device,
-    check_same_run,
     differences,
-    parse_command_line,
+    load_flags,
     parse_duration,
     parse_size,
     to_yaml,
 )
 
 PLANNER = Path(__file__).with_name("plan.py")
-DEMO_RECIPE = Path(__file__).resolve().parent.parent / "configs" / "quickstart.yaml"
+DEMO_CONFIG = Path(__file__).resolve().parent.parent / "configs" / "quickstart.yaml"
 
 if __name__ == "__main__":
-    # Before the imports below, which take 6 s: --help and most mistakes are answered at once.
-    CONFIG, PLACES = parse_command_line(sys.argv[1:], description=str(__doc__), demo_recipe=DEMO_RECIPE)
-    gc.disable()  # what they make stays: to look through it for garbage, again and again, would take 2 s more
+    check_command_line(str(__doc__), DEMO_CONFIG)  # before the imports below, which take 6 s
 
 import dataclasses  # noqa: E402
 import time  # noqa: E402
 from functools import partial  # noqa: E402
 
+import fire  # noqa: E402
 import torch  # noqa: E402
 from transformers import PretrainedConfig, PreTrainedTokenizerBase  # noqa: E402
 from transformers.modeling_utils import PreTrainedModel  # noqa: E402
 
-from llama_ft import checkpoint, data, models, observe, plan, report, runtime, training  # noqa: E402
+from llama_ft import checkpoint, data, models, observe, report, runtime, training  # noqa: E402
 from llama_ft.phases import PhaseWatch  # noqa: E402
+from llama_ft.plan.at_start import StartPlan  # noqa: E402
+from llama_ft.plan.oom_report import explaining  # noqa: E402
 from llama_ft.runtime import Runtime, log  # noqa: E402
 
 
-def main(config: Config, places: dict[str, str]) -> None:
+@fire.decorators.SetParseFn(str)
+def main(**flags: str) -> None:
     """One run, from the settings to the result on disk."""
+    config, places = load_flags(flags, DEMO_CONFIG)
     settings, may_change = config.train, config.checkpoint.resume_allow_changes
     degree, offload = models.shard_degree(config.fsdp), config.fsdp.fsdp_cpu_offload
     timeout = parse_duration(settings.collective_timeout)
-    start_plan = plan.StartPlan(build_model, off=config.memory.no_plan)
+    start_plan = StartPlan(build_model, off=config.memory.no_plan)
     with (
         runtime.start(settings.device, degree, offload, settings.device_memory_fraction, timeout) as job,
         observe.MemoryWatch(job) as watch,
-        plan.explaining(config, job, watch, PLANNER),
+        explaining(config, job, watch, PLANNER),
     ):
         resumed = checkpoint.find_checkpoint(config.checkpoint, job)
         config = settle(config, places, job, resumed)
         log.info("\n  ".join(["Settings that differ from the defaults:", *differences(config)]))
         settings, about = config.train, checkpoint.describe_run(config)
         if resumed is not None:
-            check_same_run(resumed.trainer, about, may_change, places)
+            checkpoint.check_same_run(resumed.trainer, about, may_change, places)
             if result := checkpoint.finished_result(resumed, config.checkpoint):
                 log.info(f"This run was finished after step {resumed.step}; its result is {result}")
                 job.begin_run(resumed.run, resumed.step)
@@ -69,7 +70,6 @@ def main(config: Config, places: dict[str, str]) -> None:
         log.info(layout)
         if job.is_main:
             observe.check_trackers(config.tracking, config.checkpoint.output_dir)
-            observe.make_profiler_dir(config.profile)
 
         # What is trained on what. The demo stands in for a model and for data that were not given.
         with job.node_leader_first():
@@ -95,7 +95,7 @@ def main(config: Config, places: dict[str, str]) -> None:
         about["chat_template"] = tokenizer.chat_template
         about["new_tokens"] = new_tokens and dataclasses.asdict(new_tokens)
         if resumed is not None:
-            check_same_run(resumed.trainer, about, may_change, places)
+            checkpoint.check_same_run(resumed.trainer, about, may_change, places)
         # Which rows this rank sees at which step: a function of (seed, epoch, step) and of nothing else.
         vocabulary = new_tokens.rows if new_tokens else models.vocabulary_size(model_config)
         pad = data.pad_token_id(tokenizer, vocabulary)
@@ -156,17 +156,15 @@ def main(config: Config, places: dict[str, str]) -> None:
 
 
 def settle(config: Config, places: dict[str, str], job: Runtime, resumed: checkpoint.Checkpoint | None) -> Config:
-    """Choose what only the machine can tell: the demo's precision, and how the CPU multiplies 16 bits. Rank 0 decides
-    for all; a resumed run keeps its precision."""
+    """Choose what only the machine can tell: the demo's precision. Rank 0 decides for all; a resumed run keeps its
+    own."""
     check_device(config, places, job.device.type)
     is_free = config.model.model_name == "demo" and "train.precision" not in places
     wanted = resumed.trainer["config"]["train"]["precision"] if resumed and is_free else config.train.precision
     is_free = is_free and resumed is None
-    precision, note, widen = job.from_main(lambda: runtime.advise_precision(wanted, is_free, job.device))
+    precision, note = job.from_main(lambda: runtime.advise_precision(wanted, is_free, job.device))
     if note:
         log.info(note)
-    if widen:
-        runtime.use_fp32_products()
     return dataclasses.replace(config, train=dataclasses.replace(config.train, precision=precision))
 
 
@@ -257,6 +255,7 @@ def train(
     the steps of the weights and of the best validation loss."""
     settings = config.train
     optimizer = training.build_optimizer(model, settings)
+    objective = training.SupervisedFineTuning()
     log.info(training.describe_optimizer(optimizer))
     reduce_last_only = config.peft.use_peft or settings.accumulate_unsharded
     total_steps = steps.total_steps
@@ -268,8 +267,8 @@ def train(
         metrics = resumed.trainer["metrics"]
     best, scale, unread = progress.best, progress.scale, training.Unread(job.device)
     started_after = progress.step
-    dtype, steps_left = runtime.PRECISIONS[settings.precision].compute, total_steps - progress.step
-    speed = observe.SpeedWatch(model, config.profile, dtype, steps_left, writer.run, facts, job)
+    dtype = runtime.PRECISIONS[settings.precision].compute
+    speed = observe.SpeedWatch(model, config.profile, dtype, writer.run, facts, job)
     watch.begin_training(model, optimizer, facts)
 
     last = progress.step if best.should_stop else total_steps
@@ -280,7 +279,9 @@ def train(
             shown = training.show_answer("Before", model, tokenizer, rows.chat_sample, settings.sample_tokens, pad, job)
             facts.add_sample("before", shown)
             if rows.validation is not None:
-                run_log.log_step(0, training.evaluate(model, rows.validation, settings, pad, steps.capacity, job))
+                run_log.log_step(
+                    0, training.evaluate(model, objective, rows.validation, settings, pad, steps.capacity, job)
+                )
         model.train()
         for todo in feed:
             step, batches = todo.step, todo.batches
@@ -290,7 +291,7 @@ def train(
 
             # This rank's micro-batches: forward and backward, then a few numbers from each rank.
             losses = training.accumulate_gradients(
-                model, batches, todo.target_tokens, reduce_last_only, job.device, scale.factor, watch
+                model, objective, batches, todo.target_tokens, reduce_last_only, job, scale.factor, watch
             )
             watch.enter("optimizer step")
             numbers = training.finish_gradients(model, losses, todo.target_tokens, settings, scale.factor, job)
@@ -302,14 +303,14 @@ def train(
                 writer.has_failed,
                 *watch.growth(),
                 speed.flops,
-            )  # [ranks, 9]
+            )  # [ranks, 8]
             skipped = scale.is_used and scale.note(step, *numbers.read())  # fp16 has to know at once
             lr = training.learning_rate(settings, step - 1, total_steps, todo.epoch)
             training.update_weights(optimizer, lr, numbers.failed if skipped else unread.failed_with(numbers))
             if step == scale.skipped_steps + 1:  # the first that was not skipped has made the states
                 log.info(training.describe_state(optimizer, job))
-            watch.end_step(ranks[:, 5:8])
-            speed.end_step(step, ranks[:, 0].sum().item(), ranks[:, 8].sum().item())
+            watch.end_step(ranks[:, 5:7])
+            speed.end_step(step, ranks[:, 0].sum().item(), ranks[:, 7].sum().item())
 
             progress.step, progress.position = step, todo.position
             progress.target_tokens += todo.target_tokens
@@ -334,7 +335,7 @@ def train(
                 read.metrics.update(speed.metrics(read.step))
                 if evaluates and read is newest:
                     watch.enter("evaluation")
-                    metrics |= training.evaluate(model, rows.validation, settings, pad, steps.capacity, job)
+                    metrics |= training.evaluate(model, objective, rows.validation, settings, pad, steps.capacity, job)
                     is_best = best.update(metrics["eval/loss"], step)
                 ends = read is newest and (evaluates or is_last)
                 if training.is_due(read.step, settings.log_steps, ends):
@@ -374,6 +375,4 @@ def train(
 
 
 if __name__ == "__main__":
-    gc.freeze()
-    gc.enable()
-    main(CONFIG, PLACES)
+    fire.Fire(main)

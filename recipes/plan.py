@@ -5,63 +5,57 @@ data: the recipe's own functions run on tensors without storage, as rank 0 of as
 """
 
 import dataclasses
-import gc
 import json
 import os
 import signal
 import sys
-from argparse import Namespace
 from functools import partial
 from pathlib import Path
 
-from llama_ft.config import Config, ModelConfig, exit_with, help_text
-from llama_ft.config.plan_flags import plan_help, read_plan_flags
-from llama_ft.errors import RunFailure, UserError
+from llama_ft.config import Config, ModelConfig
+from llama_ft.errors import RunFailure, before_imports, exit_on_error
+from llama_ft.plan.flags import PlanFlags, read_plan_flags
 
-DEMO_RECIPE = Path(__file__).resolve().parent.parent / "configs" / "quickstart.yaml"
+DEMO_CONFIG = Path(__file__).resolve().parent.parent / "configs" / "quickstart.yaml"
 
 if __name__ == "__main__":
-    # Before the imports below, which take 6 s: --help and most mistakes are answered at once.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback out of an import
-    if {"--help", "-h"} & set(sys.argv):
-        print(plan_help(help_text(str(__doc__), script=sys.argv[0])), end="")
-        sys.exit(0)
-    try:
-        CONFIG, PLACES, OPTIONS = read_plan_flags(sys.argv[1:], DEMO_RECIPE)
-    except UserError as error:
-        exit_with(error)
-    gc.disable()  # see finetuning.py
+    with before_imports():
+        CONFIG, PLACES, OPTIONS = read_plan_flags(sys.argv[1:], DEMO_CONFIG, str(__doc__))
 
 import torch  # noqa: E402
 from finetuning import build_model  # noqa: E402
 
-from llama_ft import data, models, plan  # noqa: E402
+from llama_ft import data, models  # noqa: E402
+from llama_ft.plan.choose import choose_checkpointing, free_bytes, is_open  # noqa: E402
+from llama_ft.plan.describe import describe  # noqa: E402
+from llama_ft.plan.fit import find_fits  # noqa: E402
+from llama_ft.plan.predict import PlanRequest, predict  # noqa: E402
 from llama_ft.runtime import configure_console  # noqa: E402
 
 
-def main(config: Config, places: dict[str, str], options: Namespace) -> None:
+def main(config: Config, places: dict[str, str], options: PlanFlags) -> None:
     """From the settings to the plan on the screen."""
-    request = plan.PlanRequest(
+    request = PlanRequest(
         config,
         find_folder(config.model),
         options.nproc,
-        options.nproc_per_node,
+        options.nproc_per_node or options.nproc,
         device="cpu" if config.train.device == "cpu" else "cuda",
     )
     if config.model.resize_embeddings:
         request = with_new_tokens(request)
     try:
-        if plan.is_open(config):
+        if is_open(config):
             request, places = with_checkpointing(request, places, options)
-        planned = plan.predict(request, build_model, options.quick)
+        planned = predict(request, build_model, options.quick)
     except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:  # of the model's own code, mostly
         raise RunFailure(f"This model could not be planned: {type(error).__name__}: {error}") from error
     if not options.json:
-        print(plan.describe(planned))
+        print(describe(planned))
     answer = None
-    if options.fit:
+    if options.device:
         tell = partial(print, file=sys.stderr, flush=True)
-        answer = plan.find_fits(request, build_model, options.fit, planned, options.quick, tell)
+        answer = find_fits(request, build_model, options.device, planned, options.quick, tell)
         commands = answer.commands(places, options.recipe)
         if options.fit_out:
             commands = answer.write(Path(options.fit_out))
@@ -74,13 +68,13 @@ def main(config: Config, places: dict[str, str], options: Namespace) -> None:
 
 
 def with_checkpointing(
-    request: plan.PlanRequest, places: dict[str, str], options: Namespace
-) -> tuple[plan.PlanRequest, dict[str, str]]:
+    request: PlanRequest, places: dict[str, str], options: PlanFlags
+) -> tuple[PlanRequest, dict[str, str]]:
     """With what `activation_checkpointing auto` comes to be on the device that is asked about, or on this machine's;
     nobody has set that."""
     here = torch.device(request.device)
-    room = options.fit.bytes if options.fit else plan.free_bytes(here, request.local_world_size)
-    choice = plan.choose_checkpointing(request, build_model, room)
+    room = options.device.bytes if options.device else free_bytes(here, request.local_world_size)
+    choice = choose_checkpointing(request, build_model, room)
     print(choice.why, file=sys.stderr)
     others = {name: place for name, place in places.items() if name != "train.activation_checkpointing"}
     return dataclasses.replace(request, config=choice.config), others
@@ -93,7 +87,7 @@ def find_folder(model: ModelConfig) -> Path:
     return models.local_folder(model.model_name, "--model_name", weights=False)
 
 
-def with_new_tokens(request: plan.PlanRequest) -> plan.PlanRequest:
+def with_new_tokens(request: PlanRequest) -> PlanRequest:
     """With the rows that the run's tokenizer makes the embedding grow by."""
     model, folder = request.config.model, request.folder
     tokens = folder
@@ -106,21 +100,18 @@ def with_new_tokens(request: plan.PlanRequest) -> plan.PlanRequest:
 
 
 if __name__ == "__main__":
-    gc.freeze()
-    gc.enable()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     configure_console(rank=1 if OPTIONS.json else 0)
-    try:
-        main(CONFIG, PLACES, OPTIONS)
-        sys.stdout.flush()
-    except KeyboardInterrupt:
-        print("stopped by Ctrl-C", file=sys.stderr)
-        sys.exit(130)
-    except OSError as error:  # of writing the plan: the disk is full
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        os._exit(1)  # the end of Python would write it again
-    except RunFailure as error:
-        print(error, file=sys.stderr)
-        sys.exit(1)
-    except UserError as error:
-        exit_with(error)
+    with exit_on_error():
+        try:
+            main(CONFIG, PLACES, OPTIONS)
+            sys.stdout.flush()
+        except KeyboardInterrupt:
+            print("stopped by Ctrl-C", file=sys.stderr)
+            sys.exit(130)
+        except OSError as error:  # of writing the plan: the disk is full
+            print(f"error: {error}", file=sys.stderr, flush=True)
+            os._exit(1)  # the end of Python would write it again
+        except RunFailure as error:
+            print(error, file=sys.stderr)
+            sys.exit(1)

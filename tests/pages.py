@@ -20,9 +20,10 @@ from typing import Any
 from forked import ENVIRONMENT, REPOSITORY, Finished
 
 from llama_ft.config import load
-from llama_ft.config.names import known
-from llama_ft.config.plan_flags import OWN, read_plan_flags
+from llama_ft.config.aliases import known
+from llama_ft.config.settings import settings_of
 from llama_ft.errors import UserError
+from llama_ft.plan.flags import PlanFlags, read_plan_flags
 
 DEMO_RECIPE = REPOSITORY / "configs" / "quickstart.yaml"
 FOLDERS = ("recipes/", "src/", "configs/", "docs/", "tests/", "launch/", "benchmarks/")
@@ -116,7 +117,7 @@ class Page:
         text = re.sub(r"^\|[^|]*\|", "|", self.prose, flags=re.MULTILINE) if "/from-" in self.name else self.prose
         codes = re.findall(r"`([^`\n]+)`", text)
         named = {flag for code in codes for flag in re.findall(r"(?<![\w-])--([A-Za-z][\w.-]*)", code)}
-        ours = named & (OWN.keys() | script_flag_names())
+        ours = named & (settings_of(PlanFlags).keys() | script_flag_names())
         return [flag for flag in sorted(named - ours) if known(flag) is None and not OTHERS_FLAGS.match(flag)]
 
 
@@ -140,14 +141,13 @@ def flag_reader(script: str) -> Callable[[list[str]], Any] | None:
         return lambda words: load(words, DEMO_RECIPE, paths=False)
     if script == "plan":
         return lambda words: read_plan_flags(words, DEMO_RECIPE)
-    if script == "report":
-        spec = importlib.util.spec_from_file_location("report_recipe", REPOSITORY / "recipes" / "report.py")
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        return module.read_flags
-    name = {"evaluate": "evaluate", "inference": "inference", "export": "export"}[script]
-    reader = getattr(importlib.import_module(f"llama_ft.config.{name}_flags"), f"read_{name}_flags")
+    modules = {
+        "report": "report.flags",
+        "evaluate": "evaluation.flags",
+        "inference": "inference.flags",
+        "export": "export_flags",
+    }
+    reader = getattr(importlib.import_module(f"llama_ft.{modules[script]}"), f"read_{script}_flags")
     return lambda words: reader(words, "")
 
 

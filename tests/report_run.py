@@ -6,7 +6,7 @@ from typing import Any
 from llama_ft.config import load, to_yaml
 from llama_ft.observe.facts import RunFacts
 from llama_ft.observe.metrics import MetricsLog
-from llama_ft.plan import Moment, Peak, Plan
+from llama_ft.plan.record import Moment, Peak, Plan
 from llama_ft.runtime.status import RunStatus
 
 MARKUP = '<script>alert("x")</script><img src=https://example.com/x.png>'
@@ -59,7 +59,8 @@ def write_run(folder: Path, state: Any = "finished", steps: int = 60, lr: str = 
             "epoch": step / steps, "train/loss": scale * (3.1 - step / 40 + 0.2 * (step % 3)),
             "train/lr": 1e-3 / (step + 1),
             "train/grad_norm": float("nan") if step == 7 else 1.0 + step % 5, "perf/tokens_per_second": 900.0 + step,
-            "perf/mfu": 0.4 + step / 1000, "perf/step_seconds": 0.5 + step % 2,
+            "perf/mfu": 0.4 + step / 1000, "perf/matmul_utilization": 0.6 + step / 1000,
+            "perf/step_seconds": 0.5 + step % 2,
             "memory/host_peak_bytes": [900 * MIB, 880 * MIB],
             "memory/device_peak_bytes": [235 * MIB, (236 if step > 30 else 230) * MIB],
         }  # fmt: skip
@@ -85,9 +86,17 @@ def write_facts(folder: Path) -> None:
     facts.add(
         environment={"command": f"recipes/finetuning.py --dataset {MARKUP} HF_TOKEN={SECRET}", "GPUs": "2 x H100"}
     )
-    parts = {"matrix products": 1.0, "recomputation": 0.0, "between steps": 1.0}
+    parts = {"matrix products": 1.0, "attention": 0.0, "waiting for data": 1.0}
     at_rate = {"matrix products": 0.75, "attention": 0.0}
-    facts.add(speed={"product_flops_per_second": [4e14, 4e14], "step": 4, "seconds": 2.0, "parts": parts})
+    facts.add(
+        speed={
+            "product_flops_per_second": [4e14, 4e14],
+            "published_flops_per_second": 2e15,
+            "step": 4,
+            "seconds": 2.0,
+            "parts": parts,
+        }
+    )
     facts.add(speed={"at_measured_rate": at_rate})
     layers = [f"model.layers.{n}" for n in range(LAYERS)]
     facts.add(
@@ -97,9 +106,6 @@ def write_facts(folder: Path) -> None:
     facts.add_sample("before", answer)
     facts.add_sample("after", {**answer, "answer": "That."})
     peaks = {"backward": [{"device_peak_bytes": 235 * MIB, "device_reserved_bytes": 250 * MIB}] * 2}
-    step = [{"label": label, "bytes": size} for label, size, _ in timeline() if label not in ("forward", "backward")]
     held = {"sharded parameters": 60 * MIB, "optimizer state": 60 * MIB}
-    facts.add(memory={"phases": peaks, "holders": [held, {**held, "optimizer state": 80 * MIB}], "step": step})
-    facts.add(
-        memory={"unit": "device", "largest_unit": "lm_head", "largest_unit_bytes": 40 * MIB, "warnings": [MARKUP]}
-    )
+    facts.add(memory={"phases": peaks, "holders": [held, {**held, "optimizer state": 80 * MIB}]})
+    facts.add(memory={"unit": "device", "warnings": [MARKUP]})

@@ -5,6 +5,8 @@ import json
 import sys
 from pathlib import Path
 
+from llama_ft.config.parse import as_keywords
+
 RECIPE = Path(__file__).resolve().parent.parent / "recipes" / "finetuning.py"
 
 if __name__ == "__main__":
@@ -14,5 +16,4 @@ if __name__ == "__main__":
     spec.loader.exec_module(finetuning)
     for flags in json.loads(Path(sys.argv[1]).read_text()):
         flags.append("--no_plan")  # a second of a core for each run; plans are tested by themselves
-        settings = finetuning.parse_command_line(flags, description="", demo_recipe=finetuning.DEMO_RECIPE)
-        finetuning.main(*settings)
+        finetuning.main(**as_keywords(flags))

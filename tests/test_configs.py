@@ -15,9 +15,9 @@ from conftest import REPOSITORY
 from model_shapes import CONFIGS, PARAMETERS, write_config
 
 from llama_ft.config import Config, ModelConfig, load, load_recipe
-from llama_ft.config.gpus import TABLE
-from llama_ft.plan import PlanRequest, predict
 from llama_ft.plan.fit import USABLE
+from llama_ft.plan.gpus import TABLE
+from llama_ft.plan.predict import PlanRequest, predict
 
 FOLDER = REPOSITORY / "configs"
 README = (FOLDER / "README.md").read_text()

@@ -132,11 +132,12 @@ def test_commands_of_a_page_work(page: Page, save_model: Callable[..., Path], tm
 # Gradients and losses of a model beside the formulas; argv: its folder, and which formula.
 CHECK_LOSS = """
 import sys
+from types import SimpleNamespace
 import torch
 from transformers import AutoModelForCausalLM
 from llama_ft.data import Batch
 from llama_ft.models import use_head_loss
-from llama_ft.training import token_loss_sum
+from llama_ft.training import SupervisedFineTuning
 
 ids = torch.arange(20).view(2, 10)
 labels = ids.clone()
@@ -155,14 +156,15 @@ for in_pieces in (True, False):
     gradients = torch.autograd.grad(wanted, list(model.parameters()))
     if in_pieces:
         assert use_head_loss(model)
-    loss = token_loss_sum(model, batch, torch.device("cpu"))
+    objective, ranks = SupervisedFineTuning(), SimpleNamespace(device=torch.device("cpu"))
+    loss = objective.loss(model.train(), batch, ranks).loss
     loss.backward()
     torch.testing.assert_close(loss, wanted)
     assert abs(wanted - plain) > 1e-4 * plain
     for parameter, gradient in zip(model.parameters(), gradients):
         torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-5)
     with torch.no_grad():
-        torch.testing.assert_close(token_loss_sum(model, batch, torch.device("cpu")), plain)
+        torch.testing.assert_close(objective.loss(model.eval(), batch, ranks).loss, plain)
 """
 
 

@@ -3,7 +3,6 @@
 import itertools
 import re
 import shlex
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,17 +11,14 @@ from pages import Page
 from torch.distributed.run import get_args_parser
 
 from llama_ft.config import load
-from llama_ft.config.fields import SETTINGS
-from llama_ft.config.gpus import Device
-from llama_ft.config.help import help_text
-from llama_ft.config.plan_flags import read_plan_flags
+from llama_ft.config.dump import help_text
+from llama_ft.config.settings import SETTINGS
 from llama_ft.plan.changes import changed
 from llama_ft.plan.fit import FitAnswer
-from llama_ft.plan.killed import plan_command
+from llama_ft.plan.gpus import Device
 from llama_ft.plan.predict import PlanRequest
 from llama_ft.plan.record import Plan
 
-DEMO = REPOSITORY / "configs" / "quickstart.yaml"
 PAGES = sorted(str(it.relative_to(REPOSITORY)) for it in REPOSITORY.glob("docs/*.md"))
 PAGES += ["README.md", "configs/README.md", "launch/README.md"]
 PLAN = Plan("cuda", 1, 0, [], [], 0, 0, 0, 0, 0, 0, {}, "", 0, 512, True, 1.0)
@@ -58,16 +54,6 @@ def test_the_commands_of_fit_make_the_recipe_that_was_planned(world: int, nodes:
         assert load(words_of_script(command), paths=False)[0] == wanted
     written = answer.write(tmp_path / "with blanks")
     assert load(words_of_script(written[0]), paths=False)[0] == fit
-
-
-def test_the_command_that_says_what_fits_is_one_of_the_planner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text("{}")
-    typed = ["--model_name", str(tmp_path / "model"), "--dataset", "my rows.jsonl", "--use_peft", "--peft.r", "16"]
-    monkeypatch.setattr(sys, "argv", ["finetuning.py", *typed])
-    config, _, options = read_plan_flags(words_of_script(plan_command(None, 2, "cuda", 2**30)), DEMO)
-    assert (config.data.dataset, config.peft.r) == ("my rows.jsonl", 16)
-    assert (options.nproc, options.fit.bytes) == (2, 2**30)
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -14,7 +14,7 @@ from pages import MINE, Page, make_targets, write_tickets
 
 from llama_ft.config import load, load_recipe
 from llama_ft.config.output_dir import RUN_ENTRIES
-from llama_ft.config.sections import DataConfig
+from llama_ft.config.settings import DataConfig
 from llama_ft.errors import UserError
 
 PAGE = Page("README.md")

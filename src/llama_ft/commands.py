@@ -5,6 +5,7 @@ recipes/ and configs/ inside the package. Nothing heavy may be imported here: --
 """
 
 import sys
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -14,28 +15,19 @@ COPIED = PACKAGE / "recipes"  # in a wheel; see setup.py
 RECIPES = COPIED if COPIED.is_dir() else PACKAGE.parents[1] / "recipes"
 
 
-def finetune() -> None:
-    _run("finetuning")
+def _run(recipe: str) -> None:
+    """As `python recipes/<recipe>.py` would, beside whose folder's modules it is; sys.argv stays as it is."""
+    file = RECIPES / f"{recipe}.py"
+    sys.path.insert(0, str(RECIPES))
+    main = ModuleType("__main__")
+    main.__file__ = str(file)
+    sys.modules["__main__"] = main
+    exec(compile(file.read_text(), str(file), "exec"), vars(main))
 
 
-def plan() -> None:
-    _run("plan")
-
-
-def export() -> None:
-    _run("export")
-
-
-def inference() -> None:
-    _run("inference")
-
-
-def evaluate() -> None:
-    _run("evaluate")
-
-
-def report() -> None:
-    _run("report")
+finetune, plan, export, inference, evaluate, report = (
+    partial(_run, recipe) for recipe in ("finetuning", "plan", "export", "inference", "evaluate", "report")
+)
 
 
 def shown(recipe: str, torchrun: str = "") -> str:
@@ -54,13 +46,3 @@ def shown(recipe: str, torchrun: str = "") -> str:
 def is_console_script(program: str) -> bool:
     """Whether sys.argv[0] is one of these scripts, and not a file that Python runs."""
     return Path(program).name.startswith(PREFIX)
-
-
-def _run(recipe: str) -> None:
-    """As `python recipes/<recipe>.py` would, beside whose folder's modules it is; sys.argv stays as it is."""
-    file = RECIPES / f"{recipe}.py"
-    sys.path.insert(0, str(RECIPES))
-    main = ModuleType("__main__")
-    main.__file__ = str(file)
-    sys.modules["__main__"] = main
-    exec(compile(file.read_text(), str(file), "exec"), vars(main))

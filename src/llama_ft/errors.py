@@ -1,6 +1,22 @@
-"""The one exception for a user's mistake. Everything that knows what the user should do differently raises it."""
+"""The one exception for a user's mistake. Everything that knows what the user should do differently raises it.
 
+Also what the exceptions of libraries say, on one line.
+"""
+
+import gc
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from llama_ft import restarts
 from llama_ft.masking import mask_urls, printable
+
+SECONDS_TO_BE_ENDED = 20.0
+SECONDS_BETWEEN_LOOKS = 0.5
 
 
 class UserError(Exception):
@@ -27,3 +43,98 @@ class RunFailure(UserError):
 
 class LostRank(RunFailure):
     """Another rank is gone or hangs. Unlike after the others, torchrun may start the ranks again: it can go well."""
+
+
+def reason(error: BaseException) -> str:
+    """What an exception of any library says, on one line and without a full stop."""
+    if answer := no_answer(error):
+        return answer
+    if type(error) is FileNotFoundError:
+        return "no such file"  # fsspec says nothing but the name again
+    if isinstance(error, KeyError):
+        return f"{error} is missing"
+    text = getattr(error, "strerror", None) or str(error).strip() or type(error).__name__
+    first, *rest = str(text).splitlines()
+    return (f"{first} {rest[0].strip()}" if rest and first.endswith(":") else first).rstrip(".")
+
+
+def no_answer(error: BaseException) -> str | None:
+    """Say why no host answered, where that is what an exception of a network library comes from."""
+    for cause in _causes(error):
+        if isinstance(cause, socket.gaierror):
+            return "the host does not answer (host not found)"
+        if isinstance(cause, ConnectionRefusedError):
+            return "the host does not answer (connection refused)"
+        if isinstance(cause, TimeoutError):
+            return "the host does not answer (timed out)"
+    return None
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    seen = set[int]()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+@contextmanager
+def before_imports() -> Iterator[None]:
+    """`exit_on_error` around what is answered before the imports of torch and transformers, which take 6 s.
+
+    Looking through what they make for garbage, again and again, would take 2 s more: it stays off until
+    `runtime.configure_console`.
+    """
+    _open_closed_streams()
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a recipe may have set one that says more
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback out of an import; runtime.start takes it over
+    with exit_on_error():
+        yield
+    gc.disable()
+
+
+def _open_closed_streams() -> None:
+    """Put an empty file where Python has no stdin, stdout or stderr, because the shell has closed it (<&-, >&-)."""
+    for name, mode in {"stdin": "r", "stdout": "w", "stderr": "w"}.items():
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))
+
+
+@contextmanager
+def exit_on_error() -> Iterator[None]:
+    """Print the user's errors once, on rank 0, and exit with code 2; torchrun does not try again.
+
+    The other ranks see the same errors and wait to be ended: if one of them left first, torchrun would end rank 0
+    before it has printed them. A rank that is still here after 20 s sees what rank 0 does not (a file that is missing
+    on this node only), and prints it.
+    """
+    try:
+        yield
+    except UserError as error:
+        prints = rank() == 0 or not _rank_0_leaves()
+        if prints:
+            print(error, file=sys.stderr, flush=True)
+        if prints or os.environ.get("LOCAL_RANK") == "0":  # each node has an agent of its own
+            restarts.end_restarts()
+        sys.exit(2)
+
+
+def _rank_0_leaves() -> bool:
+    """Wait until the agent of rank 0's node is gone, whose port the ranks would meet at; False: it stays."""
+    has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    deadline = time.monotonic() + SECONDS_TO_BE_ENDED
+    while time.monotonic() < deadline:
+        time.sleep(SECONDS_BETWEEN_LOOKS)
+        try:
+            if has_agent:
+                socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), 1.0).close()
+        except ConnectionError:
+            return True
+        except OSError:  # too slow an answer is none
+            pass
+    return False
+
+
+def rank() -> int:
+    """Return this process's rank as torchrun tells it, 0 without torchrun."""
+    return int(os.environ.get("RANK") or 0)

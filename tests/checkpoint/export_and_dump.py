@@ -55,7 +55,9 @@ if __name__ == "__main__":
             optimizer = training.build_optimizer(model, TrainConfig(lr=1e-2))
             model.train()
             for _ in range(3):
-                training.accumulate_gradients(model, [batch], 58 * job.world_size, False, job.device)
+                training.accumulate_gradients(
+                    model, training.SupervisedFineTuning(), [batch], 58 * job.world_size, False, job
+                )
                 training.update_weights(optimizer, 1e-2)
 
             target = out / name

@@ -170,7 +170,7 @@ def test_ranks_that_send_nothing_are_not_left_waiting_for_the_whole_export(resul
 
 @pytest.mark.parametrize("case", ["full", "lora"])
 def test_a_result_has_its_card_from_the_first(results: Path, case: str) -> None:
-    assert "# meta-llama/Llama-3.1-8B, tuned" in (results / case / "model" / "README.md").read_text()
+    assert "# meta-llama/Llama-3.1-8B, fine-tuned" in (results / case / "model" / "README.md").read_text()
 
 
 def test_nothing_half_written_is_left(results: Path) -> None:

@@ -233,7 +233,7 @@ def test_a_quantized_base_is_refused_with_the_way_out(bases: Path, tmp_path: Pat
     [
         ({"peft_type": "IA3"}, "IA3 adapter"),
         ({"target_parameters": ["mlp.experts.gate_up_proj"]}, "target_parameters = "),
-        ({"init_lora_weights": "pissa"}, "pissa, which changes the base model too"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights = pissa"),
         ({"lora_bias": True}, "lora_bias = True"),
         ({"use_something_new": True}, "use_something_new = True"),
         ({"task_type": "SEQ_CLS"}, "task_type = SEQ_CLS"),

@@ -12,11 +12,18 @@ SOURCE = Path(__file__).resolve().parents[2] / "src"
 SCRIPT = """
 import sys
 from pathlib import Path
-from llama_ft.config import differences, parse_command_line
+from llama_ft.config import check_command_line, differences, load_flags
 
-config, places = parse_command_line(sys.argv[1:], description="What it does.\\n\\nMore.", demo_recipe=Path("demo.yaml"))
-print(*differences(config), sep="\\n")
-print(places)
+check_command_line("What it does.\\n\\nMore.", Path("demo.yaml"))
+import fire
+
+@fire.decorators.SetParseFn(str)
+def main(**flags):
+    config, places = load_flags(flags, Path("demo.yaml"))
+    print(*differences(config), sep="\\n")
+    print(places)
+
+fire.Fire(main)
 assert "torch" not in sys.modules and "transformers" not in sys.modules
 """
 

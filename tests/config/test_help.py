@@ -1,7 +1,7 @@
 """The text of --help."""
 
-from llama_ft.config.fields import SECTIONS, SETTINGS
-from llama_ft.config.help import help_text
+from llama_ft.config.dump import help_text
+from llama_ft.config.settings import SECTIONS, SETTINGS
 
 TEXT = help_text("Fine-tune a model.", "recipes/finetuning.py")
 

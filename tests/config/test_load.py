@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from llama_ft.config import Config, load
-from llama_ft.config.resolved import to_yaml
+from llama_ft.config.dump import to_yaml
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ from llama_ft.config.resolved import to_yaml
         ("--precision fp61", "--precision fp61: expected bf16_mixed, bf16_pure, fp32 or fp16. Did you mean fp16?"),
         ("--optimizer adamw", "--optimizer adamw: expected AdamW, anyprecision, AdamW8bit, SGD or Adafactor. "
                               "Did you mean AdamW?"),
-        ("--use_peft --peft_method llama_adapter", "--peft_method llama_adapter: expected lora."),
+        ("--use_peft --peft_method llama_adapter", "--peft_method llama_adapter: expected lora or loha."),
     ],
 )  # fmt: skip
 def test_a_wrong_value_is_told_in_plain_words(mistakes, line: str, message: str) -> None:
@@ -53,7 +53,7 @@ def test_mistakes_of_every_kind_are_told_together(mistakes, recipe) -> None:
         "mine.yaml:3: train.num_epochs is 0; it must be at least 1.",
         '--seed x: "x" is not a whole number.',
         "mine.yaml:4: train.warmup_steps is 9, but training ends after 5 steps (max_train_step): lower --warmup_steps.",
-        "--compile makes one kernel of what use_liger has kernels for. Leave one of them out.",
+        "--compile cannot be combined with use_liger: both fuse the same operations. Remove one.",
         "--dataset nope.jsonl: no such file.",
     ]
 

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from llama_ft.config import run_entries
-from llama_ft.config.output_dir import RUN_MARKER, model_dir_complaint
+from llama_ft.config.output_dir import RUN_MARKER
+from llama_ft.export_flags import model_dir_complaint
 
 
 def make_run(folder: Path) -> Path:

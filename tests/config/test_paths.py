@@ -47,22 +47,23 @@ def test_a_hub_name_is_not_looked_for_on_this_machine(mistakes, name: str) -> No
         ("--model_name lora", "--model_name lora: holds an adapter, not a model. Use from_peft_checkpoint, with its "
                               "base model as model_name."),
         ("--model_name bare", "--model_name bare: holds config.json but no weights (*.safetensors)."),
-        ("--model_name old", "--model_name old: holds old.pth but neither *.safetensors nor pytorch_model.bin, which "
-                             "are what is read here. transformers converts it:\nmodel.save_pretrained(folder) after "
-                             "AutoModelForCausalLM.from_pretrained(...)"),
+        ("--model_name old", "--model_name old: holds old.bin but no *.safetensors, which are what is read here. "
+                             "transformers converts it:\nAutoModelForCausalLM.from_pretrained(...).save_pretrained("
+                             "folder)"),
         ("--tokenizer_name bare", "--tokenizer_name bare: holds no tokenizer (tokenizer.json, tokenizer_config.json, "
                                   "tokenizer.model, vocab.json)."),
         ("--use_peft --from_peft_checkpoint nope", "--from_peft_checkpoint nope: no such folder."),
         ("--use_peft --from_peft_checkpoint empty", "--from_peft_checkpoint empty: holds no adapter_config.json, so no "
                                                     "adapter."),
-        ("--use_peft --from_peft_checkpoint lora", "--from_peft_checkpoint lora: holds no adapter_model.safetensors."),
+        ("--use_peft --from_peft_checkpoint lora", "--from_peft_checkpoint lora: holds no adapter_model.safetensors, "
+                                                   "so no adapter."),
         ("--chat_template chatlm", "--chat_template chatlm: no such file. Did you mean chatml? "
                                    "Built in are llama3, chatml, alpaca, mistral."),
     ],
 )  # fmt: skip
 def test_each_wrong_folder_has_its_message(mistakes, files: Files, line: str, message: str) -> None:
     files("model/config.json", "model/a.safetensors", "empty/", "run/model/config.json", "lora/adapter_config.json")
-    files("bare/config.json", "old/config.json", "old/old.pth")
+    files("bare/config.json", "old/config.json", "old/old.bin")
     assert mistakes(*line.split(), paths=True) == [message]
 
 
@@ -87,19 +88,14 @@ BUILT_IN = "is neither data nor a built-in dataset (demo, samsum, grammar, alpac
         ("notes.xlsx", f"what a .xlsx holds is not known. {FORMS}"),
         ("samsun", f"{BUILT_IN} Did you mean samsum? {FORMS}"),
         ("dolly15", f"{BUILT_IN} {FORMS}"),
-        ("code.py", "which function? Write code.py:function. It defines build, helper."),
-        ("code.py:biuld", "code.py defines no biuld. Did you mean build?"),
-        ("code.py:zzz", "code.py defines no zzz. It defines build, helper."),
-        ("code.py:inner", "code.py defines no inner. It defines build, helper."),
+        ("code.py", "which function? Write code.py:function."),
         ("codes.py:build", "no such file. Did you mean code.py?"),
-        ("broken.py:build", "line 2 is not valid Python: '(' was never closed."),
     ],
 )
 def test_each_wrong_dataset_has_its_message(mistakes, files: Files, name: str, complaint: str) -> None:
     files("data/my_data.jsonl", "notes.xlsx", "empty/")
     files("empty.jsonl", text="")
-    files("code.py", text="def build():\n    def inner(): ...\n\n\ndef helper(): ...\n")
-    files("broken.py", text="import os\nprint(\n")
+    files("code.py")
     assert mistakes("--dataset", name, paths=True) == [f"--dataset {name}: {complaint}"]
 
 
@@ -144,16 +140,9 @@ def test_validation_may_be_a_split_of_data_that_have_splits(mistakes, files: Fil
         assert message.endswith("As the name of a split it needs one dataset that has splits.")
 
 
-@pytest.mark.parametrize("function", ["build", "imported", "assigned", "guarded", "Builder"])
-def test_a_function_is_found_however_the_file_binds_its_name_and_nothing_is_run(
-    mistakes, files: Files, function: str
-) -> None:
-    text = (
-        "raise SystemExit('this file was run')\nfrom elsewhere import thing as imported\nassigned = imported\n"
-        "class Builder: ...\nif True:\n    def guarded(): ...\ndef build(): ...\n"
-    )
-    files("code.py", text=text)
-    assert mistakes("--dataset", f"code.py:{function}", paths=True) == []
+def test_a_python_file_that_is_there_is_looked_into_when_it_is_imported(mistakes, files: Files) -> None:
+    files("code.py", text="raise SystemExit('this file was run')")
+    assert mistakes("--dataset", "code.py:nothing_of_it", paths=True) == []
 
 
 def test_a_recipe_names_the_line_of_a_wrong_path(mistakes, recipe) -> None:
@@ -176,4 +165,4 @@ def test_a_pipe_and_a_link_to_nowhere_are_no_data_files(mistakes, tmp_path: Path
     (message,) = mistakes("--dataset", "pipe.jsonl", paths=True)
     assert message.startswith("--dataset pipe.jsonl: is not a regular file")
     for name in ("link.jsonl", "loop.jsonl"):
-        assert mistakes("--dataset", name, paths=True) == [f"--dataset {name}: is a symbolic link that leads nowhere."]
+        assert mistakes("--dataset", name, paths=True) == [f"--dataset {name}: no such file."]

@@ -60,12 +60,11 @@ def test_quantization_has_a_short_form(recipe, text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("train:\n  learning_rate: 1", "mine.yaml:2: train.learning_rate is TRL's and axolotl's name; here it is "
-                                      "train.lr."),
+        ("train:\n  learning_rate: 1", "mine.yaml:2: train.learning_rate is not a setting. Did you mean train.lr?"),
         ("train:\n\n  lrr: 1", "mine.yaml:3: train.lrr is not a setting. Did you mean train.lr?"),
         ("data:\n  lr: 1", "mine.yaml:2: data.lr is not a setting. Did you mean train.lr?"),
-        ("train:\n  load_in_4bit: true", "mine.yaml:2: train.load_in_4bit is TRL's and axolotl's name; here "
-                                         "it is quantization: 4bit."),
+        ("train:\n  load_in_4bit: true", "mine.yaml:2: train.load_in_4bit is not a setting. Did you mean "
+                                         "quantization: 4bit?"),
         ("model:\n  zzzzz: 1", "mine.yaml:2: model.zzzzz is not a setting. model has model_name, tokenizer_name, "
                                "trust_remote_code, attn_implementation, freeze_layers, num_freeze_layers, use_liger, "
                                "compile, resize_embeddings."),
@@ -74,7 +73,7 @@ def test_quantization_has_a_short_form(recipe, text: str) -> None:
         ("lr: 1", "mine.yaml:1: lr stands outside its section; write it as lr below train:"),
         ("trian:\n  lr: 1", "mine.yaml:1: trian is not a section. Did you mean train?"),
         ("lora_config:\n  r: 1", "mine.yaml:1: lora_config is not a section. Did you mean peft?"),
-        ("epochs: 3", "mine.yaml:1: epochs is torchtune's name; here it is train.num_epochs."),
+        ("epochs: 3", "mine.yaml:1: epochs is not a setting. Did you mean train.num_epochs?"),
         ("train: 5", "mine.yaml:1: train is a section; its settings stand indented below, as device: ..."),
         ("train:\n  lr: 1\n  lr: 2", "mine.yaml:3: train.lr is set twice, first in line 2."),
         ("train:\n  lr: 1\ndata:\ntrain:\n  seed: 2", "mine.yaml:4: train is set twice, first in line 1."),
@@ -85,8 +84,8 @@ def test_quantization_has_a_short_form(recipe, text: str) -> None:
         ("train:\n  lr: [1, 2]", "mine.yaml:2: train.lr is [1,2]; expected a number."),
         ("train:\n  lr: true", 'mine.yaml:2: train.lr is "true"; expected a number.'),
         ("peft:\n  r: 0\n  use_peft: 1", "mine.yaml:2: peft.r is 0; it must be at least 1."),
-        ("- lr", "mine.yaml:1: a recipe is sections with settings, such as\ntrain:\n  lr: 1e-4"),
-        ("just text", "mine.yaml:1: a recipe is sections with settings, such as\ntrain:\n  lr: 1e-4"),
+        ("- lr", "mine.yaml:1: a config is sections with settings, such as\ntrain:\n  lr: 1e-4"),
+        ("just text", "mine.yaml:1: a config is sections with settings, such as\ntrain:\n  lr: 1e-4"),
     ],
 )  # fmt: skip
 def test_each_mistake_in_a_recipe_has_its_line(mistakes, recipe, text: str, message: str) -> None:
@@ -117,9 +116,9 @@ def test_a_recipe_that_cannot_be_read_is_the_only_mistake_told_about_it(mistakes
 def test_a_recipe_of_many_mistakes_or_nested_without_end_is_answered_at_once(mistakes, recipe) -> None:
     found = mistakes(recipe("train:\n" + "".join(f"  unknown_{n}: 1\n" for n in range(5000))))
     assert len(found) == 21 and "train.unknown_19 is not a setting" in found[19]
-    assert found[20] == "mine.yaml:22: what follows was not read, after so many mistakes."
+    assert found[20] == "mine.yaml:22: what follows was not read, after so many errors."
     [deep] = mistakes(recipe("train: " + "[" * 20_000))
-    assert deep == "mine.yaml: is nested too deeply; a recipe is sections with settings."
+    assert deep == "mine.yaml: is nested too deeply; a config is sections with settings."
 
 
 def test_a_binary_file_is_no_recipe(mistakes, tmp_path: Path) -> None:

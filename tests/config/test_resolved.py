@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from llama_ft.config import Config, differences, load, to_yaml
-from llama_ft.config.fields import SETTINGS
+from llama_ft.config.settings import SETTINGS
 
 LINES = [
     "",

@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from llama_ft.config import Config, load_recipe, to_yaml
-from llama_ft.config.fields import SETTINGS
-from llama_ft.config.schema import json_schema
+from llama_ft.config.dump import json_schema
+from llama_ft.config.settings import SETTINGS
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 RECIPES = sorted(CONFIGS.glob("*.yaml"))
@@ -41,7 +41,7 @@ def is_valid(text: str) -> bool:
 
 def test_the_written_schema_is_current() -> None:
     written = json.loads((CONFIGS / "schema.json").read_text())
-    assert written == json_schema(), "run: python -m llama_ft.config.schema > configs/schema.json"
+    assert written == json_schema(), "run: python -m llama_ft.config.dump > configs/schema.json"
 
 
 def test_the_schema_is_one() -> None:

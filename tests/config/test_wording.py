@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from llama_ft.config.wording import nearest_file
+from llama_ft.config.messages import nearest_file
 
 
 def test_a_file_with_another_ending_is_meant_only_where_its_name_is_near(tmp_path: Path) -> None:

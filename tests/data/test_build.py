@@ -18,7 +18,7 @@ from datasets import Dataset
 from forked import forked
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from llama_ft.config.sections import DataConfig
+from llama_ft.config.settings import DataConfig
 from llama_ft.data import Encoder, TokenizedData, prepare
 from llama_ft.data.build import SplitWriter
 from llama_ft.data.parallel import CHUNK_ROWS, CHUNKS_AHEAD, ROWS_INLINE, ChunkEncoder, chunks_of, encode_chunk
@@ -193,7 +193,7 @@ def test_a_killed_run_leaves_no_process_and_its_folder_is_removed_by_the_next(
     llama3.save_pretrained(tmp_path / "tokenizer")
     script = (
         "import sys\nfrom pathlib import Path\nfrom transformers import AutoTokenizer\n"
-        "from llama_ft.config.sections import DataConfig\nfrom llama_ft.data import prepare\n"
+        "from llama_ft.config.settings import DataConfig\nfrom llama_ft.data import prepare\n"
         f"tokenizer = AutoTokenizer.from_pretrained({str(tmp_path / 'tokenizer')!r})\n"
         f"config = DataConfig(dataset={str(path)!r}, tokenize_processes=2)\n"
         f"cache = Path({str(tmp_path / 'cache')!r})\n"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from llama_ft.config.sections import DataConfig
+from llama_ft.config.settings import DataConfig
 from llama_ft.data import Demo, TokenizedData, prepare
 from llama_ft.data.sources import Split
 from llama_ft.errors import UserError
@@ -166,7 +166,7 @@ def test_empty_validation_names_the_way_out(llama3: PreTrainedTokenizerFast, tmp
     ):
         prepared(path, llama3, tmp_path / "cache", validation="0.0001")
     empty = write_rows(tmp_path / "empty.jsonl", [])
-    with pytest.raises(UserError, match="empty.jsonl: holds no rows.\n *Expected a larger fraction"):
+    with pytest.raises(UserError, match="empty.jsonl: is empty"):
         prepared(path, llama3, tmp_path / "cache", validation=str(empty))
 
 

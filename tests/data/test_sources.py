@@ -17,7 +17,7 @@ import fsspec
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from llama_ft.config.sections import DataConfig, DatasetPart
+from llama_ft.config.settings import DataConfig, DatasetPart
 from llama_ft.data import open_source
 from llama_ft.data.formats import BadRow
 from llama_ft.data.parallel import chunks_of, content_hash
@@ -123,7 +123,7 @@ def test_function_of_a_formatted_dataset_gives_plain_lists(llama3: PreTrainedTok
         ("nothing/my.jsonl", "nothing/my.jsonl: no such file."),
         ("my.txt", "my.txt: is neither data nor a built-in dataset (demo, samsum, grammar, alpaca). Data are .jsonl,"),
         ("notes.xlsx", "notes.xlsx: what a .xlsx holds is not known. Data are .jsonl,"),
-        ("my_code.py", "my_code.py: which function? Write {folder}/my_code.py:function. It defines f."),
+        ("my_code.py", "my_code.py: which function? Write {folder}/my_code.py:function."),
         ("missing.py:f", "missing.py: no such file."),
         ("folder.csv", "folder.csv: is a folder without data files. Data are .jsonl,"),
         ("*.parquet", "*.parquet: no file matches."),
@@ -467,7 +467,7 @@ class Hub(BaseHTTPRequestHandler):
 
 ASK = """
 import os, sys
-from llama_ft.config.sections import DataConfig
+from llama_ft.config.settings import DataConfig
 from llama_ft.data import open_source
 from llama_ft.data.hub_datasets import load_from_hub
 from llama_ft.data.sources import brings_validation
@@ -484,7 +484,7 @@ for rank, name in (word.split() for word in sys.argv[1:]):
 
 STREAM = """
 import sys
-from llama_ft.config.sections import DataConfig
+from llama_ft.config.settings import DataConfig
 from llama_ft.data import open_source
 from llama_ft.data.sources import brings_validation
 config = DataConfig(streaming=True)

@@ -1,6 +1,7 @@
 import math
 
-from llama_ft.evaluation import Evaluated, HeldOut, describe, find_warnings, to_json
+from llama_ft.evaluation.held_out import HeldOut
+from llama_ft.evaluation.results import Evaluated, describe, to_json
 
 
 def model(name: str, loss: float, right: float, compared_with: int | None = None) -> Evaluated:
@@ -39,7 +40,8 @@ def test_json_holds_the_differences_too() -> None:
 
 def test_what_is_no_number_is_null_in_json_and_a_warning() -> None:
     models = [model("base", 3.0, 0.5), model("run", math.nan, math.inf, 0)]
-    assert [warning.split(":")[0] for warning in find_warnings(models)] == ["run"]
+    assert "A loss that is not finite" in describe(models, "rows", None)
+    assert "not finite" not in describe(models[:1], "rows", None)
     [base, run] = to_json(models, "rows", {})["models"]
     assert run["held_out"] == {"loss": None, "perplexity": None, "rows": 10, "target_tokens": 1234, "difference": None}
     assert run["tasks"]["sums"]["acc"] == {"value": None, "stderr": 0.05, "difference": None}

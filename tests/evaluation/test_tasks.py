@@ -10,27 +10,9 @@ import torch
 from conftest import QUESTIONS
 
 from llama_ft.errors import UserError
-from llama_ft.evaluation import Tasks, find_tasks
-from llama_ft.evaluation.tasks import check_names
-from llama_ft.inference import open_model
+from llama_ft.evaluation.tasks import Tasks, find_tasks
+from llama_ft.inference.load import open_model
 from llama_ft.runtime import Runtime
-
-KNOWN = ["hellaswag", "mmlu", "mmlu_anatomy", "arc_easy", "arc_challenge"]
-
-
-def test_names_and_patterns_that_are_there_pass() -> None:
-    check_names(["hellaswag", "mmlu_*"], KNOWN)
-
-
-def test_a_task_that_is_not_there_is_told_with_the_nearest_names() -> None:
-    with pytest.raises(UserError) as refusal:
-        check_names(["helaswag", "arc_eazy", "quarks", "nmlu_*"], KNOWN)
-    assert [message.partition("no such task. ")[2] for message in refusal.value.messages] == [
-        "Did you mean hellaswag?",
-        "Did you mean arc_easy?",
-        "A task of your own is named by its .yaml file.",
-        "Did you mean mmlu?",
-    ]
 
 
 @pytest.fixture
@@ -86,31 +68,24 @@ def test_a_tied_model_with_an_adapter_beside_its_embedding_is_asked(
     assert found["mine"]["byte_perplexity"]["value"] == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("flags", "task", "expected"),
-    [
-        ({}, {"unsafe_code": True}, "--tasks mine: runs code that the model writes"),
-        ({}, {"doc_to_image": "question"}, "--tasks mine: its questions have pictures or sound"),
-        ({"num_fewshot": 10}, {}, "--num_fewshot 10: mine has only 4 rows to take solved examples from."),
-        ({"num_fewshot": 4}, {"fewshot_split": "test"}, "--num_fewshot 4: mine has only 3 rows"),  # not itself
-        ({"num_fewshot": 10}, {"fewshot_config": {"sampler": "first_n"}}, "--num_fewshot 10: mine has only 4 rows"),
-    ],
-)
-def test_tasks_that_cannot_be_asked_are_told_before_a_model_is_loaded(
-    flags: dict[str, Any], task: dict[str, Any], expected: str, find: Callable[..., Tasks]
-) -> None:
-    with pytest.raises(UserError) as refusal:
-        find(flags, **task)
-    [message] = refusal.value.messages
-    assert message.startswith(expected)
+def test_a_task_that_is_not_there_is_named_before_a_model_is_loaded(find: Callable[..., Tasks]) -> None:
+    with pytest.raises(UserError, match="--tasks helaswag: lm-evaluation-harness has no such task"):
+        find({"tasks": ["helaswag", "arc_e*"]})
 
 
-def test_what_lm_eval_cannot_ask_a_model_is_a_mistake(
+def test_what_lm_eval_cannot_ask_a_model_is_reported(
     tied_model: Path, find: Callable[..., Tasks], runtime: Runtime
 ) -> None:
     ours = opened(tied_model, runtime)
     with pytest.raises(UserError, match="^error: --apply_chat_template: this model's tokenizer has no chat template."):
         find({"apply_chat_template": True}).ask(ours.model, ours.tokenizer, False, runtime)
     long = {"output_type": "generate_until", "generation_kwargs": {"until": ["</s>"], "max_gen_toks": 256}}
-    with pytest.raises(UserError, match=r"^error: --tasks: lm-evaluation-harness cannot ask them: .*\(256\) must be"):
-        find(**long).ask(ours.model, ours.tokenizer, False, runtime)
+    cases: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+        ({}, long, r"\(256\) must be"),
+        ({}, {"unsafe_code": True}, "unsafe"),
+        ({}, {"doc_to_image": "question"}, "multimodal"),
+        ({"num_fewshot": 10}, {}, ""),
+    ]
+    for flags, task, part in cases:
+        with pytest.raises(UserError, match=f"^error: --tasks: lm-evaluation-harness cannot ask them: .*{part}"):
+            find(flags, **task).ask(ours.model, ours.tokenizer, False, runtime)

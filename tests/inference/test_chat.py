@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from llama_ft.inference import Chat, Encoding, Sampling
-from llama_ft.inference.generate import Answer
+from llama_ft.inference.chat import Chat
+from llama_ft.inference.generate import Answer, Sampling
+from llama_ft.inference.prompts import Encoding
 
 TEMPLATE = "{% for turn in messages %}[{{ turn.role }}]{{ turn.content }}{% endfor %}"
 GREEDY = Sampling(0.0, 1.0, 50, 0.0, 1.0, 20, 42, ())
@@ -76,9 +77,10 @@ def test_turns_are_forgotten_and_asked_again(typed: Typed) -> None:
     assert typed.asked[2] == typed.asked[1] and typed.numbers == [0, 1, 2, 3, 4, 5], "another answer is drawn"
     assert typed.asked[3:] == ["[user]one[assistant]answer 1[user]three", "[user]four", "[system]Be odd.[user]five"]
     _, err = typed("/undo", "/retry", "/nope", "/sett x", "/save", "/help")
-    assert err.count("There is no question yet.") == 2
-    assert "/nope is not a command. /help lists them" in err and "Did you mean /set?" in err
-    assert "/save needs the name of a file." in err and "/retry                answer the last" in err
+    assert err.count("no message yet") == 2
+    assert "/nope is not a command" in err and "/sett is not a command" in err
+    assert "/save : not possible (Is a directory)" in err or "/save : not possible (File exists)" in err
+    assert "/retry                answer the last" in err
     assert not typed.asked
 
 
@@ -89,10 +91,10 @@ def test_a_conversation_is_saved_as_a_row_of_data_and_loaded_again(typed: Typed,
     assert [turn["content"] for turn in saved["messages"]] == ["one", "answer 1", "two", "answer 2"]
     _, err = typed(f"/save {file}", f"/load {file}", "three", f"/load {tmp_path}", "/load /gone")
     assert typed.asked == ["[user]one[assistant]answer 1[user]two[assistant]answer 2[user]three"]
-    assert "is there already" in err and "Is a directory" in err and "No such file" in err
+    assert "File exists" in err and "Is a directory" in err and "no such file" in err
     for text in ('{"messages": [{"role": "cat"}]}', "[" * 100_000):
         file.write_text(text)
-        assert "holds no conversation" in typed(f"/load {file}")[1]
+        assert "not possible (" in typed(f"/load {file}")[1]
     row = {"messages": [{"role": "user", "content": [{"type": "text", "text": "parts"}]}]}
     file.write_text(json.dumps(row), encoding="utf-8-sig")  # as some editors save it
     typed(f"/load {file}", "/retry")
@@ -106,8 +108,8 @@ def test_what_cannot_be_is_told_and_the_conversation_goes_on(typed: Typed) -> No
     )  # fmt: skip
     assert typed.asked == ["[user]one", "[user]one[assistant]answer 1[user]two"] and len(err) < 1000
     assert err.count("not possible (") == 3 and "File name too long" in err
-    assert "/set repetition_penalty: expected a number above 0, not 0." in err
-    assert "/set temperature: expected a number from 0, not nothing." in err and "This is not UTF-8." in err
+    assert "/set repetition_penalty 0: must be greater than 0." in err
+    assert "/set temperature has no value; expected a number." in err and "This is not UTF-8." in err
 
 
 def test_settings_change_what_comes_after(typed: Typed) -> None:
@@ -116,7 +118,7 @@ def test_settings_change_what_comes_after(typed: Typed) -> None:
     )
     first, second = typed.samplings[-2:]
     assert (first.temperature, first.stop, second.stop) == (0.7, ("###",), ())
-    assert "/set top_k: expected a whole number from 0, not many." in err and "/set heat: it is one of" in err
+    assert '/set top_k many: "many" is not a whole number.' in err and "/set heat: it is one of" in err
     assert "max_new_tokens 20" in err
 
 
@@ -126,7 +128,7 @@ def test_the_oldest_turns_are_dropped_where_they_no_longer_fit(typed: Typed) -> 
     lengths = [len(typed.tokenizer(asked)["input_ids"]) for asked in typed.asked]
     assert max(lengths) + 20 <= 150 and lengths[0] < lengths[1] < lengths[2] == lengths[4]
     assert all(asked.startswith("[system]Be brief.[user]a question") for asked in typed.asked)
-    assert "turns are dropped: the model has 150 positions" in err
+    assert "are dropped: the model has 150 positions" in err
     _, err = typed("word " * 100, "short", context=150)
     assert "tokens, and the model has 150 positions" in err
     assert typed.asked == ["[user]short"], "what cannot be asked is forgotten"

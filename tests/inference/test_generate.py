@@ -25,7 +25,8 @@ from transformers.modeling_outputs import CausalLMOutput
 from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.errors import RunFailure, UserError
-from llama_ft.inference import Answerer, Opened, Sampling, describe_job, open_model, settle_sampling
+from llama_ft.inference.generate import Answerer, Sampling, settle_sampling
+from llama_ft.inference.load import Opened, open_model
 from llama_ft.runtime import Runtime
 
 PROMPTS = [[5, 99, 250, 3, 17], [42], [7, 7, 8, 100, 2, 33, 64, 12, 290], [60, 61]]
@@ -249,15 +250,3 @@ def test_what_is_not_asked_for_is_as_the_model_says() -> None:
         settle_sampling(asked(top_p=0.5), quiet)
     told = settle_sampling(asked(temperature=1.2, top_k=0, stop=["#"]), own)
     assert (told.temperature, told.top_p, told.top_k, told.stop) == (1.2, 0.9, 0, ("#",))
-
-
-def test_a_file_of_greedy_answers_goes_on_with_any_seed(opened: Opened, tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("Hi\n")
-    options = Namespace(tokenizer_name=None, system_prompt=None, no_chat_template=False, output_key="answer")
-
-    def about(sampling: Sampling) -> dict[str, Any]:
-        return describe_job(options, sampling, opened, tmp_path / "a.txt")
-
-    assert about(GREEDY) == about(Sampling(**{**vars(GREEDY), "seed": 3, "top_k": 7}))
-    assert about(sampled()) != about(sampled(seed=3)) and about(sampled()) != about(sampled(top_k=7))
-    assert about(GREEDY) != about(sampled()) and about(GREEDY) != about(sampled(temperature=0.0, max_new_tokens=9))

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from llama_ft.errors import UserError
-from llama_ft.inference import Encoding, choose_encoding, read_prompts
+from llama_ft.errors import RunFailure, UserError
+from llama_ft.inference.prompts import Encoding, answers_to, choose_encoding, read_prompts
 
 TURN = {"role": "user", "content": "Hi"}
 REPLY = {"role": "assistant", "content": "Hello."}
@@ -60,13 +60,13 @@ def test_rows_that_are_no_prompts_are_told_by_their_lines(tmp_path: Path) -> Non
     told = mistakes(file, "answer").splitlines()
     assert [line.split(": ")[1] for line in told[:10]] == [f"{file}:{line}" for line in range(2, 12)]
     parts = (
-        "not JSON", "expected an object", 'one of the keys "prompt" and "messages".', '"prompt" is empty', "not both",
-        "expected a list of turns", '"messages[0].role" is "asker"; expected system', "content", "no user's turn",
-        "--output_key names another",
+        "Expecting property name", "expected an object", 'with "prompt" or "messages".', '"prompt" is " "',
+        'with "prompt" or "messages".', "expected a list of messages", '"messages[0].role" is "asker"; expected system',
+        "content", "no message of a user", "--output_key names another",
     )  # fmt: skip
     for line, part in zip(told, parts, strict=False):
         assert part in line
-    assert told[10] == f"error: ... and 2 more lines of {file}."
+    assert told[10] == "error: ... and 2 more lines."
     assert "holds no prompts" in mistakes(write(tmp_path / "none.txt", "", " "), "answer")
     (tmp_path / "bytes.txt").write_bytes(b"\xff\xfe")
     assert "cannot be read" in mistakes(tmp_path / "bytes.txt", "answer")
@@ -87,7 +87,7 @@ def test_a_prompt_is_written_by_the_chat_template_or_taken_as_it_is(tokenizer: P
     assert text(choose_encoding(tokenizer, True, None), "Hi") == "Hi"
     with pytest.raises(UserError, match="a chat template is needed"):
         plain.tokens([TURN])
-    with pytest.raises(UserError, match="refuses it .no tools"):
+    with pytest.raises(UserError, match="rejects it .no tools"):
         chat.tokens([TURN, {"role": "tool", "content": "3"}])
 
 
@@ -104,10 +104,27 @@ def test_contents_of_text_parts_become_text_and_other_parts_are_told(tmp_path: P
 @pytest.mark.parametrize(
     ("line", "told"),
     [
-        ('{"prompt": null}', '"prompt" is null; expected text or a list of turns'),
-        ("[" * 100_000, "not JSON"),
-        ('{"prompt": "Hi", "id": "\\ud800"}', "holds half of a surrogate pair"),
+        ('{"prompt": null}', '"prompt" is null; expected text or a list of messages'),
+        ("[" * 100_000, "maximum recursion depth"),
+        ('{"prompt": "Hi", "id": "\\ud800"}', "'utf-8' codec can't encode character"),
     ],
 )
 def test_lines_that_no_answer_can_stand_in_are_told(line: str, told: str, tmp_path: Path) -> None:
     assert f"rows.jsonl:2: {told}" in mistakes(write(tmp_path / "rows.jsonl", {"prompt": "Hi"}, line), "answer")
+
+
+def test_answers_are_written_as_they_come_and_a_full_disk_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "new" / "answers.jsonl"
+    with answers_to(file, overwrite=False) as answers:
+        answers.write("\u2028 é\n")
+    assert file.read_bytes() == "\u2028 é\n".encode()
+    with pytest.raises(RunFailure, match=r"answers\.jsonl: cannot be written \(File exists\)"):
+        answers_to(file, overwrite=False).__enter__()
+    full = tmp_path / "full.jsonl"
+    full.symlink_to("/dev/full")
+    with (
+        pytest.raises(RunFailure, match=r"full\.jsonl: cannot be written \(No space left on device\)"),
+        answers_to(full, overwrite=True) as answers,
+    ):
+        answers.write("one\n")
+        answers.flush()

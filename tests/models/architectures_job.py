@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "recipes"))
 import finetuning
 
 from llama_ft import checkpoint, data, models, runtime, training
+from llama_ft.config import load
 from llama_ft.phases import NOBODY
 from llama_ft.training.step import free_gathered
 
@@ -27,7 +28,7 @@ if __name__ == "__main__":
         started = time.monotonic()
         settings = ["--batch_size_training", "1", "--precision", "fp32", "--device", "cpu", "--enable_fsdp"]
         settings += ["--dataset", "demo", *([] if "--min_num_params" in flags else ["--min_num_params", "1000"])]
-        config, _ = finetuning.parse_command_line(settings + flags, description="", demo_recipe=finetuning.DEMO_RECIPE)
+        config, _ = load(settings + flags, finetuning.DEMO_CONFIG)
         with runtime.start("cpu", models.shard_degree(config.fsdp)) as job:
             folder, result = Path(config.model.model_name), work / "results" / name
             model_config = models.load_model_config(folder, False)
@@ -40,7 +41,7 @@ if __name__ == "__main__":
                 training.check_rows_stay_apart(model, own, 256, torch.float32, job)
             optimizer = training.build_optimizer(model, config.train)
             model.train()
-            losses = training.accumulate_gradients(model, [batch], targets, False, job.device)
+            losses = training.accumulate_gradients(model, training.SupervisedFineTuning(), [batch], targets, False, job)
             loss, norm = training.finish_gradients(model, losses, targets, config.train, 1.0, job).read()
             training.update_weights(optimizer, 1e-2)
             model.eval()

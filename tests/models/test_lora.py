@@ -59,7 +59,7 @@ def test_each_target_that_matches_nothing_is_named_even_when_another_matches(tin
     with pytest.raises(UserError) as refused:
         inject_lora(skeleton(tiny_model), PeftConfig(use_peft=True, target_modules=["q_proj", "query", "key"]), "base")
     assert "[key, query]" in str(refused.value)
-    assert "It has: q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj." in str(refused.value)
+    assert "q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj" in str(refused.value)
 
 
 def test_a_module_to_save_that_is_not_there_is_refused(tiny_model: Path) -> None:
@@ -76,20 +76,13 @@ def test_dora_on_embeddings_is_refused(tiny_model: Path) -> None:
 def test_only_lora_adapters_are_continued(tiny_model: Path, tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "IA3"}))
     settings = PeftConfig(use_peft=True, from_peft_checkpoint=str(tmp_path))
-    with pytest.raises(UserError, match="a IA3 adapter; only LORA"):
+    with pytest.raises(UserError, match="IA3 adapters"):
         inject_lora(skeleton(tiny_model), settings, "base")
 
 
-def test_a_rank_above_the_width_of_a_layer_is_told(tiny_model: Path, caplog: pytest.LogCaptureFixture) -> None:
-    width = skeleton(tiny_model).get_submodule("model.layers.0.self_attn.k_proj").out_features
-    inject_lora(skeleton(tiny_model), PeftConfig(use_peft=True, r=width, target_modules=["k_proj"]), "base")
-    assert not caplog.text
-    inject_lora(skeleton(tiny_model), PeftConfig(use_peft=True, r=width + 1, target_modules=["k_proj"]), "base")
-    assert f"peft.r is {width + 1}, and 2 of 2 adapted layers are narrower" in caplog.text
-    assert f"layers.0.self_attn.k_proj: {width})" in caplog.text
-
-
-@pytest.mark.parametrize("part", ["lora_A.default.weight", "lora_B.default.bias", "lora_embedding_B.default"])
+@pytest.mark.parametrize(
+    "part", ["lora_A.default.weight", "lora_B.default.bias", "lora_embedding_B.default", "hada_w1_a.default"]
+)
 def test_what_peft_adds_has_a_known_first_value_or_is_refused(part: str) -> None:
     rows = initial_rows(f"model.layers.0.q_proj.{part}", (4, 3), False, 42, slice(1, 3))
     assert rows.shape == (2, 3) and rows.any() == ("lora_B." not in part)

@@ -1,6 +1,6 @@
 """LoRA in one product: what peft's own layer computes, with less kept, and peft's own where it is something else."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -15,20 +15,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from llama_ft.models.lora_linear import FusedLora, use_fused_lora
 from llama_ft.models.quantized import FourBit, Int8, QuantizedLinear, Scheme
-from llama_ft.runtime import cpu_kernels
 
 IN, OUT, RANK, ROWS = 128, 96, 4, (3, 50)
 TOKENS = ROWS[0] * ROWS[1]
 SCHEMES: dict[str, Scheme | None] = {"plain": None, "8bit": Int8(6.0), "nf4": FourBit("nf4", 64, None)}
-
-
-@pytest.fixture(params=[False, True], ids=["own products", "products in fp32"])
-def products(request: pytest.FixtureRequest) -> Iterator[None]:
-    """On CPUs that have 16-bit products, and on those that compute them in fp32."""
-    if request.param:
-        cpu_kernels.use_fp32_products()
-    yield
-    cpu_kernels.use_own_products()
 
 
 def model_of(scheme: Scheme | None = None, bias: bool = False, dtype: torch.dtype = torch.float32, **lora: Any) -> Any:
@@ -77,7 +67,6 @@ class Calls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.usefixtures("products")
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -99,7 +88,6 @@ def test_outputs_and_gradients_are_those_of_peft(
         assert (ours - theirs).norm() <= tolerance * theirs.norm()
 
 
-@pytest.mark.usefixtures("products")
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_kept_are_the_input_the_small_product_and_a_byte_an_element_for_the_mask(scheme: str, dropout: float) -> None:
@@ -131,7 +119,6 @@ def test_compiled_it_is_one_graph_with_the_same_results(scheme: str, dropout: fl
     assert all(map(torch.equal, passes(compiled, model, torch.float32), expected))
 
 
-@pytest.mark.usefixtures("products")
 def test_checkpointed_its_product_is_not_needed_again_and_gradients_are_the_same() -> None:
     model = model_of(dtype=torch.bfloat16, lora_dropout=0.3)
     use_fused_lora(model)

@@ -219,72 +219,12 @@ def test_weights_of_other_dtypes_are_read_as_they_are(tmp_path: Path, dtype: tor
     assert gate.dtype == dtype and torch.equal(gate[0, :48].float(), one.float())
 
 
-def as_bin(folder: Path, zipped: bool = True, shards: bool = False) -> Path:
-    """The same model with its weights in .bin files."""
-    tensors = load_file(folder / "model.safetensors")
-    (folder / "model.safetensors").unlink()
-    if shards:
-        names = {name: f"pytorch_model-0000{1 + n % 2}-of-00002.bin" for n, name in enumerate(tensors)}
-        for file in set(names.values()):
-            torch.save({name: tensors[name] for name in tensors if names[name] == file}, folder / file)
-        (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
-    else:
-        torch.save(tensors, folder / "pytorch_model.bin", _use_new_zipfile_serialization=zipped)
-    return folder
-
-
-@pytest.mark.parametrize("model_type", ["llama", "mixtral"])
-@pytest.mark.parametrize("shards", [False, True], ids=["single", "sharded"])
-def test_bin_files_are_read_a_few_rows_at_a_time(tmp_path: Path, model_type: str, shards: bool) -> None:
-    check_against_transformers(as_bin(save(tmp_path, model_type), shards=shards))
-
-
-def test_bin_files_of_old_are_read_with_a_warning_that_they_cost_a_copy(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from llama_ft.runtime import log
-
-    monkeypatch.setattr(log, "propagate", True)
-    folder = as_bin(save(tmp_path, "llama"), zipped=False)
-    check_against_transformers(folder)
-    (warning,) = {record.getMessage() for record in caplog.records}
-    assert f"{folder}: .bin files from before PyTorch 1.6" in warning and "full copy (0.1 MiB)" in warning
-
-
-def test_safetensors_are_preferred_to_bin_files(tmp_path: Path) -> None:
+def test_a_folder_with_bin_files_only_is_refused_with_how_to_convert_it(tmp_path: Path) -> None:
     folder = save(tmp_path, "llama")
     (folder / "pytorch_model.bin").write_bytes(b"not read")
-    assert isinstance(open_weights(folder), SafetensorsSource)
-
-
-class Anything:
-    """What torch.load would have to run code for."""
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ({"model.norm.weight": Anything()}, "pytorch_model.bin: holds more than tensors, or is damaged"),
-        ({"model.norm.weight": [1.0]}, "model.norm.weight is a list, not a tensor"),
-        (torch.ones(2), "holds a Tensor, not a model's weights by name"),
-        (b"PK but no archive", "pytorch_model.bin: "),
-        (b"", "pytorch_model.bin: "),
-    ],
-    ids=["code", "a list", "a tensor", "damaged", "empty"],
-)
-def test_a_bin_file_that_is_no_models_weights_is_refused(tmp_path: Path, content: object, message: str) -> None:
-    if isinstance(content, bytes):
-        (tmp_path / "pytorch_model.bin").write_bytes(content)
-    else:
-        torch.save(content, tmp_path / "pytorch_model.bin")
-    with pytest.raises(UserError, match=message):
-        open_weights(tmp_path)
-
-
-def test_a_bin_file_that_its_index_names_but_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    folder = as_bin(save(tmp_path, "llama"), shards=True)
-    (folder / "pytorch_model-00002-of-00002.bin").unlink()
-    with pytest.raises(UserError, match="pytorch_model-00002-of-00002.bin: no such file, but the index"):
+    open_weights(folder)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(UserError, match=r"expected model.safetensors(.|\n)*from_pretrained\(\.\.\.\)\.save_pretrained"):
         open_weights(folder)
 
 

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from llama_ft import models, training
-from llama_ft.models import units
+from llama_ft.config.parse import as_keywords
 
 RECIPE = Path(__file__).resolve().parent.parent.parent / "recipes" / "finetuning.py"
 RANK = int(os.environ["RANK"])
@@ -47,11 +47,7 @@ MATERIALIZE, UPDATE_WEIGHTS = models.materialize, training.update_weights
 BROKEN = {
     "nothing": [],
     "loading": [patch.object(models, "materialize", load_whole_model_too)],
-    "wrapping and states": [
-        patch.object(units, "_modules_to_wrap", lambda *_: []),
-        patch.object(units, "_check_units", lambda *_: None),
-        patch.object(training, "update_weights", keep_states_of_the_whole_model),
-    ],
+    "states": [patch.object(training, "update_weights", keep_states_of_the_whole_model)],
     "step": [patch.object(training, "update_weights", leak_four_mebibytes)],
 }
 
@@ -66,7 +62,5 @@ if __name__ == "__main__":
                 stack.enter_context(change)
             if RANK == 0:
                 print(f"CASE {case['name']}", flush=True)
-            finetuning.main(
-                *finetuning.parse_command_line(case["flags"], description="", demo_recipe=finetuning.DEMO_RECIPE)
-            )
+            finetuning.main(**as_keywords(case["flags"]))
         KEPT.clear()

@@ -16,6 +16,7 @@ STEP = {
     "train/grad_norm": 1.3189,
     "perf/tokens_per_second": 8412.4,
     "perf/mfu": 0.384,
+    "perf/matmul_utilization": 0.5,
     "perf/step_seconds": 1.312,
     "memory/host_peak_bytes": [1, 2],
 }
@@ -42,6 +43,13 @@ def test_a_log_file_gets_plain_lines() -> None:
         progress.update(12, STEP)
     expected = "step 12/100  loss 6.213  lr 1.2e-03  grad_norm 1.32  8,412 tokens/s  MFU 38%  1.3 s/step\n"
     assert printed.getvalue() == expected
+
+
+def test_without_a_published_peak_the_share_of_the_measured_rate_is_printed() -> None:
+    console, printed = file_console()
+    with Progress(1, console=console) as progress:
+        progress.update(1, {"perf/matmul_utilization": 0.384})
+    assert printed.getvalue() == "step 1/1  matmul 38%\n"
 
 
 def test_fast_steps_print_the_first_and_the_last_line_only() -> None:

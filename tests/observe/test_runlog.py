@@ -10,10 +10,8 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from llama_ft.config.sections import TrackingConfig
-from llama_ft.errors import RunFailure, UserError
+from llama_ft.config.settings import TrackingConfig
 from llama_ft.observe import RunLog
-from llama_ft.observe.runlog import _exit_code
 
 NO_TRACKERS = TrackingConfig()
 TOLD = "gets no more metrics; metrics.jsonl goes on"
@@ -120,25 +118,3 @@ def test_a_run_resumed_in_another_directory_has_its_whole_history_there(tmp_path
     assert losses == [(1, 8.0), (2, 8.0), (3, 7.0), (4, 7.0)]
     assert [event.step for event in events.Scalars("eval/loss")] == [0]
     assert math.isnan(events.Scalars("train/grad_norm")[0].value)
-
-
-class Stopped(BaseException):
-    exit_code = 143
-
-
-@pytest.mark.parametrize(
-    ("error", "code"),
-    [
-        (None, 0),
-        (UserError("no"), 2),
-        (RunFailure("no"), 1),
-        (KeyboardInterrupt(), 130),
-        (SystemExit(143), 143),
-        (SystemExit(), 0),
-        (SystemExit("no"), 1),
-        (RuntimeError("no"), 1),
-        (Stopped(), 143),
-    ],
-)
-def test_trackers_are_told_the_exit_code_of_the_recipe(error: BaseException | None, code: int) -> None:
-    assert _exit_code(error) == code

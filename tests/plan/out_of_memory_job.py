@@ -4,10 +4,10 @@ import os
 import resource
 import runpy
 import sys
+from pathlib import Path
 from typing import Any
 
 from llama_ft import training
-from llama_ft.runtime import out_of_memory
 
 accumulate, steps = training.accumulate_gradients, 0
 
@@ -17,8 +17,10 @@ def with_a_limit(*arguments: Any, **more: Any) -> Any:
     steps += 1
     limits = resource.getrlimit(resource.RLIMIT_AS)
     if steps == int(os.environ["STEP"]) and int(os.environ.get("RANK", 0)) == int(os.environ["LIMITED_RANK"]):
-        taken = out_of_memory._kilobytes(out_of_memory.PROC / "self" / "status")["VmSize"]
-        resource.setrlimit(resource.RLIMIT_AS, (taken + int(os.environ["MIB"]) * 2**20, limits[1]))
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        resource.setrlimit(
+            resource.RLIMIT_AS, (pages * resource.getpagesize() + int(os.environ["MIB"]) * 2**20, limits[1])
+        )
     try:
         return accumulate(*arguments, **more)
     finally:

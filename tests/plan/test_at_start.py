@@ -33,7 +33,7 @@ def tell_plan(finetuning: ModuleType, folder: Path, run: Path, *flags: str) -> t
     import torch
 
     from llama_ft.config import load
-    from llama_ft.plan import StartPlan
+    from llama_ft.plan.at_start import StartPlan
 
     config, _ = load(["--model_name", str(folder), "--dataset", "demo", *FLAGS, *flags], paths=False)
     start = StartPlan(finetuning.build_model, off=False)
@@ -52,7 +52,7 @@ def tell_plan(finetuning: ModuleType, folder: Path, run: Path, *flags: str) -> t
 def test_a_run_gets_its_plan_and_the_planner_is_gone(
     finetuning: ModuleType, plan: Callable[..., Any], folder: Path, tmp_path: Path
 ) -> None:
-    from llama_ft.plan import read_plan
+    from llama_ft.plan.record import read_plan
 
     planner, _ = tell_plan(finetuning, folder, tmp_path)
     written = read_plan(tmp_path)
@@ -88,7 +88,7 @@ def test_a_planner_that_was_killed_is_not_called_slow(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    from llama_ft.plan import StartPlan
+    from llama_ft.plan.at_start import StartPlan
 
     monkeypatch.setattr(logging.getLogger("llama_ft"), "propagate", True)
     caplog.set_level(logging.INFO, logger="llama_ft")
@@ -107,7 +107,8 @@ def test_a_run_goes_on_with_what_auto_came_to_be_on_the_rank_with_the_least(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    from llama_ft.plan import at_start, read_plan
+    from llama_ft.plan import at_start
+    from llama_ft.plan.record import read_plan
 
     selective = plan(folder, 2, *FLAGS, "--activation_checkpointing", "selective")
     monkeypatch.setattr(at_start, "free_bytes", lambda *_: int(selective.device_bytes / 0.97) + 1)
@@ -122,7 +123,7 @@ def test_a_run_goes_on_with_what_auto_came_to_be_on_the_rank_with_the_least(
 
 
 def test_the_planner_ends_with_a_run_that_is_killed(finetuning: ModuleType) -> None:
-    from llama_ft.plan import StartPlan
+    from llama_ft.plan.at_start import StartPlan
 
     heard, told = os.pipe()
     run = os.fork()
@@ -143,7 +144,8 @@ def test_the_planner_ends_with_a_run_that_is_killed(finetuning: ModuleType) -> N
 def chosen(finetuning: ModuleType, folder: Path, room: int | None, *flags: str) -> Any:
     """What `activation_checkpointing auto` comes to be where a rank has so much room, in this process."""
     from llama_ft.config import load
-    from llama_ft.plan import PlanRequest, choose_checkpointing
+    from llama_ft.plan.choose import choose_checkpointing
+    from llama_ft.plan.predict import PlanRequest
 
     line = ["--model_name", str(folder), "--dataset", "demo", "--activation_checkpointing", "auto", *FLAGS, *flags]
     config, _ = load(line, paths=False)

@@ -14,10 +14,10 @@ from forked import REPOSITORY
 from model_shapes import write_config
 
 from llama_ft.config import Config, load, load_recipe, to_yaml
-from llama_ft.config.gpus import Device, device_for
 from llama_ft.phases import HOLDERS
 from llama_ft.plan.changes import changed
 from llama_ft.plan.fit import SHARDED, find_fits, free_changes, other_training
+from llama_ft.plan.gpus import Device, device_for
 from llama_ft.plan.predict import CUDA_CONTEXT_BYTES, PlanRequest, predict
 
 

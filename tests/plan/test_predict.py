@@ -210,7 +210,7 @@ def test_a_plan_leaves_nothing_behind(plan: Plan, tmp_path: Path) -> None:
 
 
 def test_a_plan_survives_being_written(plan: Plan, tmp_path: Path) -> None:
-    from llama_ft.plan import read_plan
+    from llama_ft.plan.record import read_plan
 
     planned = plan(llama(tmp_path / "model"), 2, *FLAGS)
     planned.save(tmp_path)

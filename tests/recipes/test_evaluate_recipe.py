@@ -233,7 +233,7 @@ def test_two_ranks_find_what_one_finds(place: Path, alone: dict[str, Results], t
         assert sharded[name]["held_out"]["loss"] == pytest.approx(
             alone["runs"][name]["held_out"]["loss"] if name.endswith("full") else own(place / "full")[0], rel=1e-6
         )
-        assert "sharded over 2 ranks" in sharded[name]["about"]
+        assert "sharded across 2 ranks" in sharded[name]["about"]
     [checkpoint] = together["checkpoint"].values()
     assert checkpoint["held_out"]["loss"] == pytest.approx(own(place / "full")[1], rel=1e-6)
     for found in (sharded[f"base: {place}/base"]["tasks"], together["copies"][f"{place}/base"]["tasks"]):
@@ -273,7 +273,7 @@ def test_names_are_looked_up_before_a_model_is_loaded(place: Path) -> None:
     flags = [f"{place}/full", "--base", "--base_model", "nobody/nothing", "--device", "cpu"]
     finished = forked(REPOSITORY / "recipes" / "evaluate.py", *flags)
     assert finished.exit_code == 2
-    assert "error: --base_model nobody/nothing: no folder" in finished.output
+    assert "error: --base_model nobody/nothing: no such folder" in finished.output
     assert f"{place}/full/model" not in finished.output  # as the line says that tells of a model that was loaded
 
 

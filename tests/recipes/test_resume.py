@@ -23,6 +23,7 @@ EARLY = ["--eval_steps", "1", "--early_stopping_patience", "4", "--early_stoppin
 EXACT = {
     "full": [*FSDP, "--gradient_accumulation_steps", "2", "--gradient_clipping", "--eval_steps", "4", "--seed", "7"],
     "nf4": ["--enable_fsdp", *LORA, "--quantization", "4bit", "--use_tensorboard", *SHORT],
+    "loha": [*FSDP, "--use_peft", "--peft_method", "loha", "--target_modules", "[q_proj,up_proj]", *SHORT],
     "AdamW8bit": [*FSDP, "--optimizer", "AdamW8bit", *SHORT],
     "Adafactor": [*FSDP, "--optimizer", "Adafactor", "--lr", "1e-2", *SHORT],
     "SGD": ["--optimizer", "SGD", "--momentum", "0.9", "--lr", "0.1", *SHORT],

@@ -52,6 +52,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("runs")
 
 
+LOHA = "--enable_fsdp --low_cpu_fsdp --use_peft --peft_method loha --peft.r 4 --target_modules [q_proj,up_proj] "
+LOHA += "--precision fp32 --num_epochs 2 --lr 0.05 --context_length 22"
+
+
 @pytest.fixture(scope="module")
 def launch(folder: Path, tiny_model: Path, save_model: Any, rows16: Path, rows70: Path) -> Finished:
     """Every run below `folder`, in one launch."""
@@ -75,6 +79,7 @@ def launch(folder: Path, tiny_model: Path, save_model: Any, rows16: Path, rows70
         + ["--context_length", "22", "--use_mlflow", "--mlflow_log_model", "--sample_tokens", "4"],
         "lora": [*FSDP, *tiny, "--dataset", str(rows70), "--validation", "0.2", *adapter, "--lr", "0.01"]
         + ["--precision", "fp32", "--num_epochs", "1", "--lora_dropout", "0", "--show_samples", "2"],
+        "loha": [*tiny, *files, *LOHA.split()],
         "no_pad": [*FSDP, "--model_name", str(no_pad), "--dataset", str(rows16), *adapter, "--num_epochs", "1"]
         + ["--sample_tokens", "8", "--precision", "fp32", "--lora_dropout", "0", "--batch_size_training", "8"]
         + ["--validation", str(rows16), "--val_batch_size", "4", *PADDED],
@@ -138,6 +143,21 @@ def test_the_llama_recipes_command_leaves_an_adapter_that_peft_loads(
     assert len(losses(output)) == 3
     assert yaml.safe_load((output / "config.yaml").read_text())["peft"]["use_peft"] is True
     assert (output / "checkpoints" / "step-000003" / "trainer.json").exists()
+
+
+def test_another_method_of_peft_trains_and_plain_peft_reads_it(
+    launch: Finished, folder: Path, tiny_model: Path
+) -> None:
+    from peft import PeftModel
+
+    model = PeftModel.from_pretrained(load(tiny_model), folder / "loha" / "model").eval()
+    assert model.peft_config["default"].peft_type == "LOHA"
+    zero_at_first = [parameter for name, parameter in model.named_parameters() if "hada_w2_b" in name]
+    assert len(zero_at_first) == 4 and all(parameter.any() for parameter in zero_at_first)
+    found = [line["eval/loss"] for line in metrics(folder / "loha") if "eval/loss" in line]
+    before = held_out_loss(load(tiny_model), folder / "validation.jsonl")
+    assert held_out_loss(model, folder / "validation.jsonl") == pytest.approx(found[-1], rel=2e-6)
+    assert found[-1] != pytest.approx(before, rel=2e-5)
 
 
 def test_the_built_in_chat_template_is_saved_with_the_result(launch: Finished, folder: Path) -> None:
@@ -212,7 +232,9 @@ def test_metrics_have_one_line_a_step_and_the_keys_that_were_measured(launch: Fi
     assert [line["step"] for line in lines] == [0, 1, 2, 3]  # 64 rows in batches of 24
     assert set(lines[0]) == {"step", "eval/loss", "eval/perplexity"}
     training = {"epoch", "tokens", "train/loss", "train/lr", "train/grad_norm"}
-    measured = {f"perf/{key}" for key in ("tokens_per_second", "step_seconds", "data_wait_seconds", "mfu")}
+    measured = {
+        f"perf/{key}" for key in ("tokens_per_second", "step_seconds", "data_wait_seconds", "matmul_utilization")
+    }
     assert set(lines[1]) == {"step", "memory/host_peak_bytes"} | training | measured
     assert len(lines[1]["memory/host_peak_bytes"]) == 2
     assert lines[-1]["tokens"] == sum(
@@ -341,7 +363,7 @@ def test_utilization_is_six_flops_a_weight_and_token_and_attention_over_what_was
     for line in metrics(folder / "early_stopping")[1:]:
         tokens = line["perf/tokens_per_second"] * line["perf/step_seconds"]
         unlabelled, learned = tokens - (line["tokens"] - learned), line["tokens"]  # these the head is not needed for
-        done = line["perf/mfu"] * sum(speed["product_flops_per_second"]) * line["perf/step_seconds"]
+        done = line["perf/matmul_utilization"] * sum(speed["product_flops_per_second"]) * line["perf/step_seconds"]
         attention = done - 6 * weights * tokens + 6 * head * unlabelled
         pairs = attention / tokens / (12 * 2 * 32)  # a token sees: 2 layers, heads x head_dim = 32
         assert 4 < pairs < 11.5  # rows of 8 to 14 tokens, or 22 at most

@@ -7,8 +7,7 @@ from xml.etree import ElementTree
 import numpy
 import pytest
 
-from llama_ft.report.axes import number, ticks
-from llama_ft.report.plot import Plot, Series, histogram, smoothed, thin
+from llama_ft.report.plot import Plot, Series, histogram, number, smoothed, thin, ticks
 
 STEPS = 100_000
 

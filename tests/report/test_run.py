@@ -130,7 +130,7 @@ def test_mistakes_are_told_together(run_dir: Path, tmp_path: Path) -> None:
         f"error: {tmp_path}/goof: no such folder. Did you mean {tmp_path}/good?",
         f"error: {tmp_path}: is not a run's directory: it has neither status.json nor metrics.jsonl. "
         "It holds runs: good.",
-        f"error: {tmp_path}/file: is a file. Expected a run's directory.",
+        f"error: {tmp_path}/file: is a file; expected a run's directory.",
         f"error: --out {tmp_path}/no/x.html: there is no folder {tmp_path}/no.",
     ]
     finished = report(tmp_path / "good", "--outt", "x.html")

@@ -7,21 +7,19 @@ import sys
 from pathlib import Path
 
 from llama_ft import runtime
-from llama_ft.config import exit_with
-from llama_ft.errors import UserError
-from llama_ft.runtime import elastic
+from llama_ft.errors import UserError, exit_on_error
 
 if __name__ == "__main__":
     way, folder = sys.argv[1], Path(sys.argv[2])
     if way == "early mistake":
-        exit_with(UserError("mine.yaml:3: this is not right.\nThat would be."))
+        with exit_on_error():
+            raise UserError("mine.yaml:3: this is not right.\nThat would be.")
     for number in range(2):
         with runtime.start("cpu", "world") as job:
-            earlier = job.from_main(lambda: elastic.earlier_run(job.job_store))
+            earlier = job.from_main(lambda: job.earlier_run)  # noqa: B023
             directory = earlier or job.from_main(lambda: folder / f"run{number}-begun-by-{os.getpid()}")  # noqa: B023
             if job.is_main:
                 directory.mkdir(exist_ok=True)
-                elastic.remember_run(job.job_store, directory)
             job.begin_run(directory)
             print(f"rank {job.rank} {'goes on' if earlier else 'begins'} in {directory.name}\n", end="", flush=True)
             if way == "killed once" and number == 1 and job.rank == job.world_size - 1 and earlier is None:

@@ -18,9 +18,8 @@ import torch
 import torch.distributed as dist
 from conftest import REPOSITORY
 from forked import Finished, forked
-from torch.torch_version import TorchVersion
 
-from llama_ft.runtime.failures import FAILURE_KEY, Stop, Stopped
+from llama_ft.runtime.failures import Stop
 from llama_ft.runtime.stopping import Peers, Stopping, grace_warning
 
 JOB = str(Path(__file__).with_name("stopping_job.py"))
@@ -242,28 +241,6 @@ def test_a_hangup_that_nohup_has_ignored_stays_ignored() -> None:
     assert stopping.asked() == 0 and not ended
 
 
-@pytest.mark.parametrize("way", ["terminal", "pipe"])
-def test_output_that_nobody_can_get_after_a_hangup_goes_nowhere(way: str) -> None:
-    reader, writer = os.openpty() if way == "terminal" else os.pipe()
-    stopping, ended, stdout = Stopping(), [], os.dup(1)
-    try:
-        with stopping.listening(ended.append), stopping.between_steps(None):
-            os.dup2(writer, 1)
-            os.kill(os.getpid(), signal.SIGHUP)  # which can be sent by others, too
-            assert stopping.told_to_end.wait(10)
-            os.write(1, b"still read\n")
-            assert os.read(reader, 20).split() == [b"still", b"read"]
-            os.close(reader)
-            with pytest.raises(OSError):
-                os.write(1, b"lost")
-            stopping.closing(Stopped(Stop(129, "SIGHUP")))
-            os.write(1, b"lost")
-    finally:
-        os.dup2(stdout, 1)
-        os.close(stdout)
-        os.close(writer)
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_forked_process_that_is_terminated_does_not_stop_its_parent(number: int) -> None:
     stopping, ended = Stopping(), []
@@ -279,7 +256,7 @@ def test_a_forked_process_that_is_terminated_does_not_stop_its_parent(number: in
     assert stopping.asked() == 0 and not ended
 
 
-def test_a_dead_rank_counts_as_gone_before_it_is_reaped_and_one_of_another_node_once_it_has_told(
+def test_a_dead_rank_counts_as_gone_before_it_is_reaped_and_one_of_another_node_never(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     store = dist.TCPStore("localhost", 0, is_master=True)
@@ -293,18 +270,9 @@ def test_a_dead_rank_counts_as_gone_before_it_is_reaped_and_one_of_another_node_
     finally:
         peer.kill()
     os.waitid(os.P_PID, peer.pid, os.WEXITED | os.WNOWAIT)
-    killed = f"rank 1 (process {peer.pid}) was killed (exit code -9)"
-    assert peers.gone() == killed
-    deadline = time.monotonic() + 10
-    while not peers._ends and time.monotonic() < deadline:  # torchrun soon reaps it, and nobody can tell any more
-        time.sleep(0.01)
+    assert peers.gone() == f"rank 1 (process {peer.pid}) was killed (exit code -9)"
     peer.wait()
-    assert peers.gone() == killed
-    store.set("process/1", f"{os.getpid()} 0")
-    peers = Peers(0, 3, store)
-    assert peers.gone() == ""
-    store.set(FAILURE_KEY, "2")
-    assert peers.gone() == "a rank on another node has failed"
+    assert peers.gone() == f"rank 1 (process {peer.pid}) has ended"
 
 
 def test_ranks_that_are_asked_differently_agree_on_the_signal() -> None:
@@ -324,7 +292,4 @@ def test_a_save_longer_than_torchrun_waits_is_told_with_the_setting(monkeypatch:
     assert grace_warning(29) is None
     assert "torchrun --shutdown-timeout 80 " in str(grace_warning(40))
     monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "60")
-    monkeypatch.setattr(torch, "__version__", TorchVersion("2.11.0+cu130"))
-    assert "30 s after it was told to stop" in str(grace_warning(40))  # it does not read the variable
-    monkeypatch.setattr(torch, "__version__", TorchVersion("2.12.1"))
-    assert grace_warning(40) is None
+    assert grace_warning(40) is None  # who has set it knows

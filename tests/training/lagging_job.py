@@ -9,8 +9,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from llama_ft import training
 
 RECIPE = Path(__file__).resolve().parent.parent.parent / "recipes" / "finetuning.py"
@@ -19,12 +17,12 @@ lags, bad_step, file, flags = sys.argv[1] == "True", int(sys.argv[2]), Path(sys.
 sums: list[float] = []
 
 
-def accumulate(model: Any, *arguments: Any, **keywords: Any) -> list[torch.Tensor]:
+def accumulate(model: Any, *arguments: Any, **keywords: Any) -> list[training.LossSum]:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     sums.append(sum(parameter.to_local().double().abs().sum().item() for parameter in trained))
     losses = ACCUMULATE(model, *arguments, **keywords)
     if len(sums) == bad_step and os.environ["RANK"] == "1":
-        losses[0].fill_(float("nan"))
+        losses[0].loss.fill_(float("nan"))
         trained[0].grad.to_local().fill_(float("nan"))
     if os.environ["RANK"] == "0":
         file.write_text("\n".join(map(repr, sums)))

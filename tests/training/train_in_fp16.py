@@ -6,6 +6,7 @@ import json
 import sys
 from pathlib import Path
 
+from llama_ft.config.parse import as_keywords
 from llama_ft.training import loss_scale
 
 RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "finetuning.py"
@@ -18,5 +19,4 @@ if __name__ == "__main__":
     finetuning.settle = lambda config, places, job, resumed: config
     for first_scale, flags in json.loads(Path(sys.argv[1]).read_text()):
         loss_scale.INITIAL_FACTOR = first_scale
-        settings = finetuning.parse_command_line(flags, description="", demo_recipe=finetuning.DEMO_RECIPE)
-        finetuning.main(*settings)
+        finetuning.main(**as_keywords(flags))

@@ -2,8 +2,7 @@
 
 from llama_ft.checkpoint.export import check_export, export_adapter, export_model, save_dtype
 from llama_ft.checkpoint.from_checkpoint import Exporter, find_sound
-from llama_ft.checkpoint.hub_upload import upload
-from llama_ft.checkpoint.merge import merge_adapter, understood_adapter
+from llama_ft.checkpoint.merge import merge_adapter, tokens_added, understood_adapter
 from llama_ft.checkpoint.model_card import write_model_card
 from llama_ft.checkpoint.reader import Checkpoint, complete_checkpoints, damage
 from llama_ft.checkpoint.resume import (
@@ -16,6 +15,7 @@ from llama_ft.checkpoint.resume import (
     result_step,
 )
 from llama_ft.checkpoint.run_directory import create_run_directory
+from llama_ft.checkpoint.same_run import check_same_run
 from llama_ft.checkpoint.state import own_state, restore, restore_weights
 from llama_ft.checkpoint.writer import CheckpointWriter, to_host
 
@@ -24,6 +24,7 @@ __all__ = [
     "CheckpointWriter",
     "Exporter",
     "check_export",
+    "check_same_run",
     "check_steps_left",
     "complete_checkpoints",
     "create_run_directory",
@@ -43,7 +44,7 @@ __all__ = [
     "result_step",
     "save_dtype",
     "to_host",
+    "tokens_added",
     "understood_adapter",
-    "upload",
     "write_model_card",
 ]

@@ -19,7 +19,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.checkpoint.safetensors_file import SafetensorsFile, TensorHeader, split_into_files, write_index
-from llama_ft.config.wording import size_text
+from llama_ft.config.messages import size_text
 from llama_ft.data import stop_token_ids
 from llama_ft.errors import RunFailure, UserError
 from llama_ft.models import Adapter, ShardGroup

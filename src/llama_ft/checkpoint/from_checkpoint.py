@@ -1,10 +1,9 @@
-"""A checkpoint as what people take away: on one process, without a process group, a block of rows at a time.
+"""A checkpoint as a model directory: on one process, without a process group, a block of rows at a time.
 
-    full tuning   trained tensors from the checkpoint, frozen ones and buffers from the base model
-    LoRA          the adapter as peft saves it, or merged into the base model
+    full fine-tuning   trained tensors from the checkpoint, frozen ones and buffers from the base model
+    LoRA               the adapter as peft saves it, or merged into the base model
 
-Names, layout, dtypes and what stands beside the weights are those of the folder a run writes at its end. Only the
-optimizer's states are left behind.
+Names, layout, dtypes and the files beside the weights are those that a run writes at its end.
 """
 
 import dataclasses
@@ -34,7 +33,7 @@ from llama_ft.checkpoint.model_card import write_model_card
 from llama_ft.checkpoint.reader import TRAINER_FILE, Checkpoint, complete_checkpoints, damage, step_folder
 from llama_ft.checkpoint.resume import result_step
 from llama_ft.config import Config, adapter_complaint
-from llama_ft.config.wording import size_text
+from llama_ft.config.messages import size_text
 from llama_ft.errors import RunFailure, UserError
 from llama_ft.models.conversion import open_source, saved_layout
 from llama_ft.models.materialize import account_for, compute_buffers
@@ -46,13 +45,13 @@ NOTHING_LEFT = "Nothing is left of it."
 
 def find_sound(place: Path) -> Checkpoint:
     """Open a checkpoint, or of a run the one whose weights are its result: after early stopping the best, else the
-    newest sound one. Every byte is compared with its checksum first.
+    newest valid one. Every byte is compared with its checksum first.
 
     Args:
         place: checkpoints/step-000100, or a run's directory.
 
     Raises:
-        RunFailure: it is damaged, or all of the run's are.
+        RunFailure: it is corrupted, or all of the run's are.
     """
     candidates = complete_checkpoints(place)
     for folder in candidates or [place]:
@@ -86,11 +85,12 @@ class Exporter:
     """A checkpoint, and what else is needed to make something of it.
 
     Attributes:
-        checkpoint: sound.
+        checkpoint: valid.
         config: of its run.
-        base: folder of the model that was tuned.
+        base: directory of the base model.
         base_name: what the user called it.
         tokenizer: as the run saves it.
+        new: tokens whose rows the base lacks.
         model: skeleton; with LoRA the adapter is in it.
         adapter: with LoRA.
         trust_remote_code: whether the base may bring code of its own.
@@ -101,6 +101,7 @@ class Exporter:
     base: Path
     base_name: str
     tokenizer: PreTrainedTokenizerBase
+    new: models.NewTokens | None
     model: PreTrainedModel
     adapter: models.Adapter | None
     trust_remote_code: bool
@@ -114,10 +115,10 @@ class Exporter:
         trust_remote_code: bool,
         merge: bool,
     ) -> "Exporter":
-        """Find the base model and see that the checkpoint fits it.
+        """Find the base model and check that the checkpoint fits it.
 
         Args:
-            checkpoint: sound.
+            checkpoint: valid.
             base_model: where the base is now; None: where the run found it.
             tokenizer_name: the same of the tokenizer.
             trust_remote_code: given for this export; that the run had it is not enough.
@@ -126,30 +127,42 @@ class Exporter:
         Raises:
             UserError: the base is not to be found, does not fit, or brings code that may not run.
         """
-        config = recorded_config(checkpoint)
+        trainer, config = checkpoint.trainer, recorded_config(checkpoint)
         if config.model.trust_remote_code and not trust_remote_code:
             raise UserError(
                 f"{checkpoint.folder}: its run had --trust_remote_code.\nIf you have read the Python code that comes "
                 "with the base model, give it here too."
             )
-        base, named = _find_base(checkpoint, config, base_model, needs_weights=merge or not config.peft.use_peft)
-        model_config = models.load_model_config(base, trust_remote_code)
-        weights_then = checkpoint.trainer.get("contents", {}).get("model_name")
-        if base_model is None and weights_then is not None and (merge or not config.peft.use_peft):
-            if weights_then != models.fingerprint(base):
-                log.warning(f"{base} holds another model than when {checkpoint.folder} was written.")
+        named, reads_weights = base_model or config.model.model_name, merge or not config.peft.use_peft
+        if named == "demo":
+            base = data.build_demo(data.cache_dir()).model_dir
+        else:
+            recorded = f"{checkpoint.folder / TRAINER_FILE} (--base_model overrides it): base model"
+            base = models.local_folder(named, "--base_model" if base_model else recorded, weights=reads_weights)
+        weights_then = trainer.get("contents", {}).get("model_name")
+        if base_model is None and reads_weights and weights_then not in (None, models.fingerprint(base)):
+            log.warning(f"{base} holds another model than when {checkpoint.folder} was written.")
         asked = dataclasses.replace(
             config.model, model_name=str(base), attn_implementation="auto", trust_remote_code=trust_remote_code
         )
-        new = checkpoint.trainer.get("new_tokens") and models.NewTokens(**checkpoint.trainer["new_tokens"])
-        model = models.build_skeleton(model_config, asked, new)
-        lasting_name = models.lasting_name(named, base)
-        adapter = _inject_adapter(checkpoint, config, model, lasting_name, new) if config.peft.use_peft else None
+        new = models.NewTokens(**trainer["new_tokens"]) if trainer.get("new_tokens") else None
+        model, adapter = models.build_skeleton(models.load_model_config(base, trust_remote_code), asked, new), None
+        if config.peft.use_peft:
+            earlier = config.peft.from_peft_checkpoint
+            if earlier and (complaint := adapter_complaint(earlier)):
+                raise UserError(f"{checkpoint.folder}: its run continued an adapter. {earlier}: {complaint}")
+            adapter = models.inject_lora(model, config.peft, models.lasting_name(named, base), new)
         if config.model.freeze_layers:
             models.freeze_first_layers(model, config.model.num_freeze_layers)
         _check_fits(checkpoint, model, base)
-        tokenizer = _tokenizer(checkpoint, config, base, tokenizer_name, trust_remote_code)
-        return cls(checkpoint, config, base, named, tokenizer, model, adapter, trust_remote_code)
+        named_tokenizer, folder = tokenizer_name or config.model.tokenizer_name, base
+        if named_tokenizer is not None:
+            folder = models.local_folder(named_tokenizer, "--tokenizer_name", weights=False)
+        tokenizer = models.load_tokenizer(folder, trust_remote_code)
+        tokenizer.chat_template = trainer["chat_template"]
+        if tokenizer.chat_template and config.model.resize_embeddings:
+            data.add_missing_tokens(tokenizer, data.own_template(tokenizer))
+        return cls(checkpoint, config, base, named, tokenizer, new, model, adapter, trust_remote_code)
 
     def write_model(self, folder: Path, save_dtype: torch.dtype | None, max_shard_bytes: int) -> None:
         """Write a fully tuned model.
@@ -237,66 +250,18 @@ def recorded_config(checkpoint: Checkpoint) -> Config:
         ) from error
 
 
-def _find_base(checkpoint: Checkpoint, config: Config, override: str | None, needs_weights: bool) -> tuple[Path, str]:
-    """The base model's folder, and what it was called by whoever named it."""
-    named = override or config.model.model_name
-    place = (
-        "--base_model" if override else f"{checkpoint.folder / TRAINER_FILE} (--base_model overrides it): base model"
-    )
-    if named == "demo":
-        base = data.build_demo(data.cache_dir()).model_dir
-    else:
-        base = models.local_folder(named, place, weights=needs_weights)
-    return base, named
-
-
-def _inject_adapter(
-    checkpoint: Checkpoint,
-    config: Config,
-    model: PreTrainedModel,
-    base_name: str,
-    new: models.NewTokens | None,
-) -> models.Adapter:
-    earlier = config.peft.from_peft_checkpoint
-    if earlier and (complaint := adapter_complaint(earlier)):
-        raise UserError(
-            f"{checkpoint.folder}: its run went on from an adapter, whose adapter_config.json is needed.\n"
-            f"{earlier}: {complaint}"
-        )
-    return models.inject_lora(model, config.peft, base_name, new)
-
-
 def _check_fits(checkpoint: Checkpoint, model: PreTrainedModel, base: Path) -> None:
     """What the run trained must be what the same settings train of this base."""
     expected = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
     found = {name: header.shape for name, header in checkpoint.weights().tensors.items()}
-    wrong = [f"{name} is missing" for name in expected.keys() - found.keys()]
-    wrong += [f"{name} is not one that is trained of this model" for name in found.keys() - expected.keys()]
-    wrong += [
-        f"{name} is {list(found[name])}, expected {list(shape)}"
-        for name, shape in expected.items()
-        if name in found and found[name] != shape
-    ]
+    wrong = sorted({name for name, _ in expected.items() ^ found.items()})
     if wrong:
-        more = [f"... and {len(wrong) - 5} more"] if len(wrong) > 5 else []
-        heading = f"{checkpoint.folder}: does not fit {base}; was it trained on another model?"
+        shapes = [f"{name}: {found.get(name, 'absent')}, expected {expected.get(name, 'none')}" for name in wrong[:5]]
         raise UserError(
-            "\n".join([heading, *sorted(wrong)[:5], *more, "--base_model names the one it was trained on."])
+            f"{checkpoint.folder}: does not fit {base}; {len(wrong)} tensors differ.\n"
+            + "\n".join(shapes)
+            + "\n--base_model names the model it was trained on."
         )
-
-
-def _tokenizer(
-    checkpoint: Checkpoint, config: Config, base: Path, override: str | None, trust_remote_code: bool
-) -> PreTrainedTokenizerBase:
-    """The tokenizer the run had, with the chat template and the tokens it had."""
-    named, folder = override or config.model.tokenizer_name, base
-    if named is not None:
-        folder = models.local_folder(named, "--tokenizer_name", weights=False)
-    tokenizer = models.load_tokenizer(folder, trust_remote_code)
-    tokenizer.chat_template = checkpoint.trainer["chat_template"]
-    if tokenizer.chat_template and config.model.resize_embeddings:
-        data.add_missing_tokens(tokenizer, data.own_template(tokenizer))
-    return tokenizer
 
 
 def _computed_buffers(model: PreTrainedModel, source: WeightSource) -> dict[str, torch.Tensor]:

@@ -1,17 +1,19 @@
-"""A trained adapter and the weights it was trained beside, merged into one plain model, a block of rows at a time.
+"""A trained adapter merged into the model it was trained on, a block of rows at a time.
 
-The model is the original checkpoint with its own names, layout and dtypes; only tensors that the adapter changes
-differ. W is its weight [out, in], B A the adapter's product, m DoRA's magnitude:
+The merged model has the names, layout and dtypes of the original checkpoint; only tensors that the adapter changes
+differ. W is such a weight [out, in], B A the adapter's product, m DoRA's magnitude:
 
-    LoRA              W + scaling * B A
-    DoRA              m * V / |V| by rows, where V = W + scaling * B A       https://arxiv.org/abs/2402.09353
-    modules_to_save   the adapter's own tensor in place of W, as for biases that were trained
-    new tokens        the adapter's own rows in place of theirs; embedding and head get as many as are missing
+    LoRA, rsLoRA      W + scaling * B A
+    DoRA              m * V / |V| per row, where V = W + scaling * B A       https://arxiv.org/abs/2402.09353
+    modules_to_save   the adapter's own tensor in place of W, as for trained biases
+    new tokens        the adapter's own rows in place of theirs; embedding and head grow by what is missing
+
+Whatever else peft can do, its merge_and_unload merges, with the whole model in memory.
 """
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,8 +36,8 @@ from llama_ft.checkpoint.export import (
 )
 from llama_ft.checkpoint.model_card import write_model_card
 from llama_ft.config import ModelConfig
+from llama_ft.config.messages import size_text
 from llama_ft.config.output_dir import TOKENIZER_PATTERNS
-from llama_ft.config.wording import size_text
 from llama_ft.errors import UserError
 from llama_ft.models import Adapter, NewTokens, build_skeleton, load_model_config, load_tokenizer, vocabulary_size
 from llama_ft.models.conversion import ConvertedSource, SavedGroup
@@ -63,40 +65,13 @@ UNDERSTOOD = {
     "target_modules", "task_type", "trainable_token_indices", "use_dora", "use_rslora",
 }  # fmt: skip
 LEAVES_THE_BASE_ALONE = (True, False, None, "gaussian", "eva", "orthogonal")  # of init_lora_weights
-
-
-@dataclass(frozen=True)
-class _LowRank:
-    """A LoRA beside one weight.
-
-    Attributes:
-        left: [rows of the weight, r].
-        right: [r, columns of the weight].
-        magnitude: DoRA's, one a row; None: plain LoRA.
-    """
-
-    left: torch.Tensor
-    right: torch.Tensor
-    magnitude: torch.Tensor | None
-
-    def merge(self, rows: torch.Tensor, start: int) -> torch.Tensor:
-        """Rows [start, start + n) of the weight with the adapter in them, fp32."""
-        stop = start + len(rows)
-        merged = torch.addmm(rows.float(), self.left[start:stop], self.right)
-        if self.magnitude is None:
-            return merged
-        return merged * (self.magnitude[start:stop] / torch.linalg.vector_norm(merged, dim=1)).unsqueeze(1)
+USE_PEFT = "Merge it with merge_and_unload of peft, or use it with peft and its base model."
 
 
 @dataclass(frozen=True)
 class _Change:
-    """What an adapter does to one tensor of the model.
-
-    Attributes:
-        replaced_by: the adapter's tensor that stands in its place, if any.
-        layer: the peft layer around it, if any, and its name.
-        new_rows: the adapter's tensor of rows that stand in the place of some of its own, if any, and which these are.
-    """
+    """What an adapter does to one tensor of the model: a tensor of the adapter replaces it; a LoRA layer of this name
+    is around it; or a tensor of the adapter replaces these rows of it."""
 
     replaced_by: str | None = None
     layer: tuple[str, LoraLayer] | None = None
@@ -129,12 +104,11 @@ class _Merge:
         """A tensor of the merged model, a block of rows at a time."""
         change = self.changes.get(name, _Change())
         source: WeightSource = self.base if change.replaced_by is None else self.adapter
-        stored = self.made_of[name] if change.replaced_by is None else change.replaced_by
-        low_rank = self._low_rank(*change.layer) if change.layer else None
+        add_low_rank = self._low_rank(*change.layer) if change.layer else None
         new_rows, ids = (self.adapter.read(change.new_rows[0]), change.new_rows[1]) if change.new_rows else (None, ())
         start = 0
-        for rows in blocks(source, stored):
-            merged = (low_rank.merge(rows, start) if low_rank else rows).to(dtype)
+        for rows in blocks(source, change.replaced_by or self.made_of[name]):
+            merged = (add_low_rank(rows.float(), start) if add_low_rank else rows).to(dtype)
             if new_rows is not None:
                 merged = merged.clone()  # it may be the mapped file
                 for place, id_ in enumerate(ids):
@@ -143,18 +117,30 @@ class _Merge:
             yield merged
             start += rows.shape[0] if rows.dim() else 1
 
-    def _low_rank(self, name: str, layer: LoraLayer) -> _LowRank:
+    def _low_rank(self, name: str, layer: LoraLayer) -> Callable[[torch.Tensor, int], torch.Tensor]:
+        """How rows of a layer's weight, from a start on, become those of the merged model, in fp32."""
+
         def read(part: str) -> torch.Tensor:
             return self.adapter.read(self.keys[f"{name}.{part}"]).float()
 
-        scaling: float = layer.scaling["default"]
-        if isinstance(layer.get_base_layer(), nn.Embedding):  # its weight is [tokens, width], A [r, tokens]
-            return _LowRank(read("lora_embedding_A.default").T * scaling, read("lora_embedding_B.default").T, None)
-        a, b = read("lora_A.default.weight"), read("lora_B.default.weight") * scaling
-        if isinstance(layer.get_base_layer(), Conv1D):  # its weight is [in, out]
-            return _LowRank(a.T, b.T, None)
-        magnitude = f"{name}.lora_magnitude_vector.default.weight"
-        return _LowRank(b, a, read(magnitude.removeprefix(f"{name}.")) if magnitude in self.keys else None)
+        scaling, base, magnitude = layer.scaling["default"], layer.get_base_layer(), None
+        if isinstance(base, nn.Embedding):  # its weight is [tokens, width], A [r, tokens]
+            left, right = read("lora_embedding_A.default").T * scaling, read("lora_embedding_B.default").T
+        else:
+            left, right = read("lora_B.default.weight") * scaling, read("lora_A.default.weight")
+            if isinstance(base, Conv1D):  # its weight is [in, out]
+                left, right = right.T, left.T
+        if f"{name}.lora_magnitude_vector.default.weight" in self.keys:
+            magnitude = read("lora_magnitude_vector.default.weight")
+
+        def merge(rows: torch.Tensor, start: int) -> torch.Tensor:
+            merged = torch.addmm(rows, left[start : start + len(rows)], right)
+            if magnitude is None:
+                return merged
+            norms = torch.linalg.vector_norm(merged, dim=1)
+            return merged * (magnitude[start : start + len(rows)] / norms).unsqueeze(1)
+
+        return merge
 
 
 def merge_adapter(
@@ -167,11 +153,11 @@ def merge_adapter(
     base_name: str,
     trainer: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write the merged model. Beside the mapped files no more than a few blocks of rows is ever held.
+    """Write the merged model. In addition to the mapped files, only a few blocks of rows are in memory.
 
     Args:
-        adapter: folder as peft saves it.
-        base: folder of the model as it was before quantization.
+        adapter: directory as peft saves it.
+        base: directory of the model as it was before quantization.
         folder: where to; complete or absent. What is there is replaced.
         save_dtype: of floating tensors; None: what each has in the base.
         max_shard_bytes: largest file.
@@ -202,9 +188,13 @@ def merge_adapter(
 def _plan(adapter: Path, base: Path, trust_remote_code: bool) -> _Merge:
     lora = understood_adapter(adapter)
     model_config = load_model_config(base, trust_remote_code)
-    _check_not_quantized(model_config, base)
-    stored_rows, new_ids = vocabulary_size(model_config) or 0, sorted(rows_trained(lora))
-    new = NewTokens(new_ids, stored_rows, max([stored_rows, *(id_ + 1 for id_ in new_ids)])) if new_ids else None
+    if (note := getattr(model_config, "quantization_config", None)) is not None:
+        method = (note if isinstance(note, dict) else note.to_dict()).get("quant_method", "bitsandbytes")
+        raise UserError(
+            f"{base}: quantized with {method}, and an adapter is merged into the original weights.\n--base_model names "
+            "the unquantized model that it was made from."
+        )
+    new = tokens_added(lora, model_config)
     model = build_skeleton(model_config, ModelConfig(model_name=str(base), trust_remote_code=trust_remote_code), new)
     ties = _ties(model)
     stored: WeightSource = open_weights(base)
@@ -233,8 +223,7 @@ def _plan(adapter: Path, base: Path, trust_remote_code: bool) -> _Merge:
     for name in changes:
         if not names[name]:
             raise UserError(
-                f"{adapter}: changes {name}, which {base} stores in several tensors or joined with others.\n"
-                "Such an adapter is not merged here; use it with peft beside its base model."
+                f"{adapter}: changes {name}, which {base} stores in several tensors or joined with others.\n{USE_PEFT}"
             )
     by_stored_name = {str(names[name]): change for name, change in changes.items()}
     grown = grow(stored, model, converted.stored_name)
@@ -242,41 +231,30 @@ def _plan(adapter: Path, base: Path, trust_remote_code: bool) -> _Merge:
 
 
 def understood_adapter(adapter: Path) -> LoraConfig:
-    """A saved adapter's settings.
+    """Return a saved adapter's settings.
 
     Raises:
-        UserError: not all of them are understood here, so that what came out would be another model.
+        UserError: not all of them are understood here, so that the result would be another model.
     """
-    file = adapter / ADAPTER_CONFIG
-    try:
-        settings, defaults = json.loads(file.read_text()), LoraConfig()
-    except (OSError, ValueError) as error:
-        raise UserError(f"{file}: cannot be read ({error}).") from error
-    if settings.get("peft_type") != "LORA":
-        raise UserError(f"{file}: a {settings.get('peft_type')} adapter; only LORA ones are read here.")
-    others = [
-        f"{name} = {value}"
+    lora, defaults = saved_config(adapter), LoraConfig()
+    settings = json.loads((adapter / ADAPTER_CONFIG).read_text())
+    others = {
+        name: value
         for name, value in settings.items()
-        if name not in UNDERSTOOD and value and value != getattr(defaults, name, None)
-    ]
-    if settings.get("init_lora_weights") not in LEAVES_THE_BASE_ALONE:
-        others.append(f"init_lora_weights = {settings['init_lora_weights']}, which changes the base model too")
-    if settings.get("task_type") not in (None, "CAUSAL_LM"):
-        others.append(f"task_type = {settings['task_type']}")
+        if (name not in UNDERSTOOD and value and value != getattr(defaults, name, None))
+        or (name == "init_lora_weights" and value not in LEAVES_THE_BASE_ALONE)
+        or (name == "task_type" and value not in (None, "CAUSAL_LM"))
+    }
     if others:
-        raise UserError(
-            f"{file}: {'; '.join(others)}.\nSuch an adapter is not read here; use it with peft beside its base model."
-        )
-    return saved_config(adapter)
+        named = ", ".join(f"{name} = {value}" for name, value in others.items())
+        raise UserError(f"{adapter / ADAPTER_CONFIG}: adapters with {named} are not read here.\n{USE_PEFT}")
+    return lora
 
 
-def _check_not_quantized(model_config: PretrainedConfig, base: Path) -> None:
-    if (note := getattr(model_config, "quantization_config", None)) is not None:
-        method = (note if isinstance(note, dict) else note.to_dict()).get("quant_method", "bitsandbytes")
-        raise UserError(
-            f"{base}: quantized with {method}, and an adapter is merged into the original weights.\n--base_model names "
-            "the unquantized model that it was made from."
-        )
+def tokens_added(lora: LoraConfig, model_config: PretrainedConfig) -> NewTokens | None:
+    """Return the tokens whose rows a saved adapter trains, if there are any."""
+    ids, stored_rows = sorted(rows_trained(lora)), vocabulary_size(model_config) or 0
+    return NewTokens(ids, stored_rows, max(stored_rows, ids[-1] + 1)) if ids else None
 
 
 def _ties(model: PreTrainedModel) -> list[list[str]]:
@@ -319,7 +297,7 @@ def _changes(
         if isinstance(module, LoraLayer):
             layer = module.get_base_layer()
             if not isinstance(layer, (nn.Linear, Conv1D, nn.Embedding)):
-                raise UserError(f"{file}: {name} is a {type(layer).__name__}, whose adapters are not merged here.")
+                raise UserError(f"{file}: {name} is a {type(layer).__name__}, not merged here.\n{USE_PEFT}")
             layers[checkpoint_key(f"{name}.base_layer.weight")] = (name, module)
     every = {**replaced, **layers, **new_rows}
     return {name: _Change(replaced.get(name), layers.get(name), new_rows.get(name)) for name in every}

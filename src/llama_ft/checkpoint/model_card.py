@@ -1,6 +1,6 @@
-"""README.md of a result: what it was made from and how, and how to load it, as the Hugging Face hub shows it."""
+"""README.md of a final model: what it was made from and how, and how to load it, as the Hugging Face Hub shows it."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -8,93 +8,92 @@ import yaml
 from huggingface_hub import ModelCardData
 
 from llama_ft.checkpoint.resume import versions
-from llama_ft.config.fields import SETTINGS
+from llama_ft.config.dump import ONE_RUN_ONLY
 from llama_ft.config.paths import INPUTS, looks_local
-from llama_ft.config.resolved import ONE_RUN_ONLY
+from llama_ft.config.settings import SETTINGS
 from llama_ft.masking import mask_secrets
 
 # What of a run's settings is no part of its recipe, beside what is one run's only.
 NOT_IN_RECIPE = (*ONE_RUN_ONLY, "device")
 METRICS = {
     "epoch": "epochs",
-    "tokens": "target tokens trained on",
+    "tokens": "loss tokens trained on",
     "train/loss": "training loss of the last step",
     "eval/loss": "validation loss",
     "eval/perplexity": "validation perplexity",
 }
-LOAD_MODEL = """from transformers import AutoModelForCausalLM, AutoTokenizer
-
-model = AutoModelForCausalLM.from_pretrained("{place}")
-tokenizer = AutoTokenizer.from_pretrained("{place}")"""
+LOAD_MODEL = "model = AutoModelForCausalLM.from_pretrained({place})"
+LOAD_ADAPTER = """base = AutoModelForCausalLM.from_pretrained({base})
+{resize}model = PeftModel.from_pretrained(base, {place})"""
 RESIZE = "base.resize_token_embeddings({rows}, mean_resizing=False)\n"
-LOAD_ADAPTER = """from peft import PeftModel
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-base = AutoModelForCausalLM.from_pretrained("{base}")
-{resize}model = PeftModel.from_pretrained(base, "{place}")
-tokenizer = AutoTokenizer.from_pretrained("{place}")"""
 
 
 def write_model_card(folder: Path, base_model: str, trainer: Mapping[str, Any] | None = None) -> None:
-    """Write the card of a complete model or adapter folder.
+    """Write the card of a complete model or adapter directory.
 
-    Local paths are told by their last part only: the card may go to the hub.
+    Of local paths it has only the last part: the card may go to the Hub.
 
     Args:
         folder: holds adapter_config.json, or else a whole model.
-        base_model: the hub name or folder of the model that was tuned, or demo.
+        base_model: the Hub name or directory of the base model, or demo.
         trainer: what is known of the run, as a checkpoint's trainer.json holds it: step, metrics, config (sections of
-            settings) and versions. None where an adapter of unknown origin is merged.
+            settings) and versions. None if an adapter of unknown origin is merged.
     """
     run = trainer or {}
     settings = {name: value for section in run.get("config", {}).values() for name, value in section.items()}
     is_adapter = (folder / "adapter_config.json").exists()
     is_lora = is_adapter or trainer is None or settings["use_peft"]
     is_on_hub = base_model != "demo" and not looks_local(base_model)
-    base, place = _without_folder(base_model), "path/to/this/folder"
     front = ModelCardData(
         base_model=base_model if is_on_hub else None,
         library_name="peft" if is_adapter else "transformers",
         pipeline_tag="text-generation",
         tags=["llama_ft", *(["lora"] if is_lora else [])],
     )
-    licence = "" if base == "demo" else " The base model's licence holds for it, too."
-    what = f"{base}, fine-tuned in full"
-    if is_lora:
-        what = f"A LoRA adapter for {base}" if is_adapter else f"{base} with a LoRA adapter merged into it"
+    base, place = _without_folder(base_model), '"path/to/this/folder"'
+    what = f"A LoRA adapter for {base}" if is_adapter else f"{base} with a LoRA adapter merged into it"
+    what = what if is_lora else f"{base}, full fine-tuning"
     data = settings.get("dataset", [])
     parts = [_without_folder(part["path"]) for part in data] if isinstance(data, list) else [_without_folder(data)]
-    trained_on = f", trained on {', '.join(parts)}" if parts else ""
-    load = LOAD_ADAPTER if is_adapter else LOAD_MODEL
+    what += f", trained on {', '.join(parts)}" if parts else ""
     new = run.get("new_tokens") or {"rows": 0, "stored_rows": 0}  # the base lacks their rows; the adapter fills them
     resize = RESIZE.format(**new) if new["rows"] > new["stored_rows"] else ""
-    sections = [
-        f"---\n{front.to_yaml()}\n---",
-        f"# {base}, tuned",
-        f"{what}{trained_on} with llama_ft.{licence}",
-        f"```python\n{load.format(base=base if is_on_hub else f'path/to/{base}', place=place, resize=resize)}\n```",
-        *_training(run),
-        f"Versions: {', '.join(f'{name} {number}' for name, number in (run.get('versions') or versions()).items())}.",
-    ]
-    (folder / "README.md").write_text("\n\n".join(sections) + "\n")
+    load = (LOAD_ADAPTER if is_adapter else LOAD_MODEL).format(
+        base=f'"{base}"' if is_on_hub else f'"path/to/{base}"', place=place, resize=resize
+    )
+    versions_then = run.get("versions") or versions()
+    (folder / "README.md").write_text(f"""---
+{front.to_yaml()}
+---
+
+# {base}, fine-tuned
+
+{what} with llama_ft.{"" if base == "demo" else " The base model's license applies to it, too."}
+
+```python
+{"from peft import PeftModel" if is_adapter else ""}
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+{load}
+tokenizer = AutoTokenizer.from_pretrained({place})
+```
+{_training(run) if run else ""}
+Versions: {", ".join(f"{name} {number}" for name, number in versions_then.items())}.
+""")
 
 
-def _training(run: Mapping[str, Any]) -> Iterator[str]:
-    if not run:
-        return
-    metrics = run.get("metrics", {})
+def _training(run: Mapping[str, Any]) -> str:
     known = {"optimizer steps": run["step"]}
     if "global_batch" in run:
-        unit = "packs" if run["config"]["data"]["batching_strategy"] == "packing" else "rows"
-        known[f"{unit} an optimizer step"] = run["global_batch"]
-    known |= {title: metrics[key] for key, title in METRICS.items() if key in metrics}
-    rows = [
-        f"| {title} | {f'{value:.5g}' if isinstance(value, float) else f'{value:,}'} |"
-        for title, value in known.items()
-    ]
-    yield "\n".join(["## Training\n", "| what | value |", "|---|---|", *rows])
+        unit = "packed sequences" if run["config"]["data"]["batching_strategy"] == "packing" else "samples"
+        known[f"{unit} per optimizer step"] = run["global_batch"]
+    known |= {title: run["metrics"][key] for key, title in METRICS.items() if key in run.get("metrics", {})}
+    rows = [f"| {name} | {f'{it:.5g}' if isinstance(it, float) else f'{it:,}'} |" for name, it in known.items()]
     recipe = yaml.safe_dump(_recipe(run["config"]), sort_keys=False, allow_unicode=True)
-    yield f"Settings that differ from the defaults:\n\n```yaml\n{recipe}```"
+    return "\n".join(
+        ["", "## Training", "", "| what | value |", "|---|---|", *rows, ""]
+        + ["Settings that differ from the defaults:", "", f"```yaml\n{recipe}```", ""]
+    )
 
 
 def _recipe(sections: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:

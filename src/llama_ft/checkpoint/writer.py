@@ -41,7 +41,7 @@ from llama_ft.checkpoint.reader import (
 from llama_ft.checkpoint.safetensors_file import SafetensorsFile, TensorHeader
 from llama_ft.checkpoint.state import Tensors, own_state
 from llama_ft.config import CheckpointConfig
-from llama_ft.config.wording import size_text
+from llama_ft.config.messages import size_text
 from llama_ft.errors import RunFailure, UserError
 from llama_ft.models.shards import local_shard
 from llama_ft.runtime import Runtime, grace_warning, log

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-from llama_ft.config.python_file import python_function_complaint
-from llama_ft.config.wording import nearest, nearest_file
+from llama_ft.config.messages import nearest, nearest_file
 
 Kind = Literal["demo", "ready", "function", "url", "file", "folder", "glob", "hub"]
 READY_DATASETS = ("samsum", "grammar", "alpaca")  # by llama-recipes' names, also as samsum_dataset
@@ -79,52 +78,43 @@ def data_files(folder: Path) -> Iterator[Path]:
 
 def data_complaint(name: str) -> str | None:
     """Say why `name` is no dataset, as far as can be seen from here; None where nothing is wrong."""
-    kind = kind_of_data(name)
-    path = Path(name).expanduser()
+    kind, path = kind_of_data(name), Path(name).expanduser()
     if kind == "function":
-        file_name, colon, function = name.rpartition(":")
-        return python_function_complaint(Path(file_name).expanduser() if colon else path, function if colon else "")
+        file = Path(name.rpartition(":")[0] or name).expanduser()
+        if not file.is_file():
+            return f"no such file.{nearest_file(file)}"
+        return f"which function? Write {file}:function." if name.endswith((".py", ":")) else None
     if kind == "url" and not data_suffix(name) and not glob.has_magic(name) and not name.endswith("/"):
         return "is no URL of a data file; that of a folder ends in /."
     if kind == "folder" and not any((path / sign).is_file() for sign in SAVED_BY_DATASETS):
         return None if any(data_files(path)) else f"is a folder without data files. Data are {DATA_FORMS}."
     if kind == "glob":
-        return _glob_complaint(name)
-    return _file_complaint(name, path) if kind == "file" else None
+        found = globbed(name)
+        unknown = [file for file in found if not data_suffix(file)]
+        return f"what {unknown[0]} holds is not known. Data are {DATA_FORMS}." if unknown else (
+            None if found else "no file matches."
+        )  # fmt: skip
+    if kind == "file" and path.exists():
+        if not data_suffix(name):
+            return f"what a {path.suffix or 'file without suffix'} holds is not known. Data are {DATA_FORMS}."
+        # Data are read more than once: to know them again, and to tell their columns.
+        return ("is empty." if path.stat().st_size == 0 else None) if path.is_file() else NOT_REGULAR
+    return _missing(name, path) if kind == "file" else None
 
 
-def _glob_complaint(pattern: str) -> str | None:
-    found = globbed(pattern)
-    if not found:
-        mix = "\nA mix is written '[{path: a.jsonl, weight: 2}, {path: b.jsonl}]', and is for dataset only."
-        return "no file matches." + (mix if pattern.startswith("[") and "path" in pattern else "")
-    unknown = [file for file in found if not data_suffix(file)]
-    return f"what {unknown[0]} holds is not known. Data are {DATA_FORMS}." if unknown else None
+def _missing(name: str, path: Path) -> str:
+    near = nearest_file(path)
+    if "," in name:
+        return f"no such file. Several are written '[{name.replace(',', ', ')}]'."
+    if data_suffix(name) or near:
+        return f"no such file.{near}"
+    built_in = ("demo", *READY_DATASETS)
+    match = nearest(name, built_in)
+    hint = f" Did you mean {match}?" if match else ""
+    return f"is neither data nor a built-in dataset ({', '.join(built_in)}).{hint} Data are {DATA_FORMS}."
 
 
 def globbed(pattern: str) -> list[str]:
     """Return the files that match, in order of their names."""
     found = glob.glob(str(Path(pattern).expanduser()), recursive=True)
     return sorted(file for file in found if Path(file).is_file())
-
-
-def _file_complaint(name: str, path: Path) -> str | None:
-    if path.is_symlink() and not path.exists():
-        return "is a symbolic link that leads nowhere."
-    if not path.exists():
-        near = nearest_file(path)
-        if (data_suffix(name) and "," not in name) or near:
-            return f"no such file.{near}"
-        built_in = ("demo", *READY_DATASETS)
-        if name in ("custom_dataset", "llamaguard_toxicchat_dataset"):
-            return "is llama-recipes' name. Here it is path/to/file.py:function, which makes the rows."
-        if "," in name:
-            return f"no such file. Several are written '[{name.replace(',', ', ')}]'."
-        match = nearest(name, built_in)
-        hint = f" Did you mean {match}?" if match else ""
-        return f"is neither data nor a built-in dataset ({', '.join(built_in)}).{hint} Data are {DATA_FORMS}."
-    if not data_suffix(name):
-        return f"what a {path.suffix or 'file without suffix'} holds is not known. Data are {DATA_FORMS}."
-    if not path.is_file():  # data are read more than once: to know them again, and to tell their columns
-        return NOT_REGULAR
-    return None

@@ -4,7 +4,6 @@ import os
 import re
 import tempfile
 from collections.abc import Mapping
-from fnmatch import fnmatch
 from pathlib import Path
 
 from llama_ft.restarts import attempt
@@ -32,16 +31,6 @@ TOKENIZER_PATTERNS = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template.*", "additional_chat_templates/*",
     "vocab.*", "merges.txt", "*.model", "*.tiktoken",
 )  # fmt: skip
-# All that an exported model's or adapter's folder holds, and so all that --overwrite may delete there. The base model's
-# Python files are not in it: they cannot be told from the user's.
-MODEL_PATTERNS = (
-    "config.json", "generation_config.json", "model.safetensors", "model-[0-9]*-of-[0-9]*.safetensors",
-    "model.safetensors.index.json", "adapter_config.json", "adapter_model.safetensors", "README.md", "tokenizer.json",
-    "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
-    "additional_chat_templates/*.jinja", "vocab.json", "vocab.txt", "merges.txt", "spiece.model",
-    "sentencepiece.bpe.model", "*.tiktoken",
-)  # fmt: skip
-CARD_TAG = "\n- llama_ft\n"  # in the header of every model card that checkpoint/model_card.py writes
 
 
 def run_entries(directory: Path) -> list[Path]:
@@ -106,27 +95,11 @@ def output_dir_complaint(
             "already holds a run. Choose another output_dir, go on with that run by --resume auto, or replace it with "
             "--overwrite."
         )
-    return None if attempt() else _deleted_input(run_entries(path), inputs)
+    return None if attempt() else deleted_input(run_entries(path), inputs)
 
 
-def model_dir_complaint(directory: str, overwrite: bool, inputs: Mapping[str, str | None]) -> str | None:
-    """Say why a model cannot be written into directory, a folder of its own. Arguments and result as above."""
-    path = Path(directory).expanduser()
-    obstacle = not_writable(path)
-    if obstacle or not path.exists() or not any(path.iterdir()):
-        return obstacle
-    files = [str(file.relative_to(path)) for file in sorted(path.rglob("*")) if not file.is_dir()]
-    if others := [name for name in files if not any(fnmatch(name, known) for known in MODEL_PATTERNS)]:
-        return f"holds more than a model ({', '.join(others[:5])}). Choose another output_dir."
-    card = path / "README.md"
-    if not (card.is_file() and CARD_TAG in card.read_text(errors="replace")):
-        return "holds a model that llama_ft did not write (no README.md tagged llama_ft). Choose another output_dir."
-    if not overwrite:
-        return "already holds a model. Choose another output_dir, or replace that model with --overwrite."
-    return _deleted_input([path], inputs)
-
-
-def _deleted_input(entries: list[Path], inputs: Mapping[str, str | None]) -> str | None:
+def deleted_input(entries: list[Path], inputs: Mapping[str, str | None]) -> str | None:
+    """Say which input lies in one of the entries, which are to be deleted."""
     for name, value in inputs.items():
         source = Path(value.rpartition(".py:")[0] or value).expanduser().resolve() if value else None
         for entry in entries:

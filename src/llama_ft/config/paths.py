@@ -2,21 +2,22 @@
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import wraps
 from pathlib import Path
 from typing import Any
 
 from llama_ft.config.data_names import NOT_REGULAR, data_complaint, is_split_of, kind_of_data
+from llama_ft.config.messages import nearest, nearest_file, subject
 from llama_ft.config.output_dir import not_writable, output_dir_complaint
 from llama_ft.config.rules import SECRET_IN_URL, as_fraction, holds_secret
-from llama_ft.config.wording import nearest, nearest_file, subject
-from llama_ft.errors import UserError
+from llama_ft.errors import UserError, reason
 from llama_ft.restarts import may_be_restarted
 
 BUILT_IN_MODELS = ("demo",)
 BUILT_IN_TEMPLATES = ("llama3", "chatml", "alpaca", "mistral")
 INPUTS = ("model_name", "tokenizer_name", "dataset", "validation", "from_peft_checkpoint", "chat_template")
+TO_SAFETENSORS = "transformers converts it:\nAutoModelForCausalLM.from_pretrained(...).save_pretrained(folder)"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
 
@@ -28,6 +29,11 @@ def check_paths(values: Mapping[str, Any], places: Mapping[str, str], invalid: s
         places: field name -> where it was set.
         invalid: fields whose own value could not be read, which are left out.
     """
+
+    def output_dir(directory: str | None) -> str | None:
+        goes_on = _goes_on(values["resume"], directory)
+        return output_dir_complaint(directory, values["overwrite"], _inputs(values), goes_on)
+
     checks: dict[str, Callable[[Any], str | None]] = {
         "model_name": model_complaint,
         "tokenizer_name": _tokenizer,
@@ -36,12 +42,7 @@ def check_paths(values: Mapping[str, Any], places: Mapping[str, str], invalid: s
         "from_peft_checkpoint": adapter_complaint,
         "chat_template": _chat_template,
         "resume": checkpoint_complaint,
-        "output_dir": lambda directory: output_dir_complaint(
-            directory,
-            values["overwrite"],
-            _inputs(values),
-            _goes_on(values["resume"], directory),
-        ),
+        "output_dir": output_dir,
     }
     messages = []
     for name, complaint_of in checks.items():
@@ -50,9 +51,7 @@ def check_paths(values: Mapping[str, Any], places: Mapping[str, str], invalid: s
             continue
         if holds_secret(value):
             messages.append(f"{subject(name, places)} {SECRET_IN_URL}")  # as its rule, which not all callers ask
-            continue
-        complaint = _told(complaint_of, value)
-        if complaint:
+        elif complaint := _told(complaint_of, value):
             shown = "" if value is None or isinstance(value, list) else f" {value}"
             messages.append(f"{subject(name, places)}{shown}: {complaint}")
     return messages
@@ -67,27 +66,11 @@ def _inputs(values: Mapping[str, Any]) -> dict[str, str | None]:
     return inputs
 
 
-def _chat_template(name: str) -> str | None:
-    path = Path(name).expanduser()
-    if name in BUILT_IN_TEMPLATES or path.is_file():
-        return None
-    if path.is_dir():
-        return f"is a folder; expected a file with a Jinja template, or {', '.join(BUILT_IN_TEMPLATES)}."
-    meant = nearest(name, BUILT_IN_TEMPLATES)
-    hint = f" Did you mean {meant}?" if meant else nearest_file(path)
-    return f"no such file.{hint} Built in are {', '.join(BUILT_IN_TEMPLATES)}."
-
-
 def _told(complaint_of: Callable[[Any], str | None], value: Any) -> str | None:
     try:
         return complaint_of(value)
     except (OSError, ValueError, RuntimeError) as error:  # no permission, a name too long, a null character, ~nobody
-        return f"cannot be looked at: {failing(error)}."
-
-
-def failing(error: Exception) -> str:
-    """What is wrong with a path that cannot be looked at, without the path."""
-    return str(getattr(error, "strerror", None) or error).rstrip(".")
+        return f"cannot be looked at: {reason(error)}."
 
 
 def looks_safely(complaint_of: Callable[[str], str | None]) -> Callable[[str], str | None]:
@@ -121,27 +104,11 @@ def output_complaint(name: str) -> str | None:
     return not_writable(file.parent)
 
 
-def _goes_on(resume: str | None, directory: str | None) -> bool:
-    """Whether a run that directory holds is continued: by --resume, or because torchrun may have started the ranks
-    again; that, checkpoint/run_directory.py finds out before anything is written."""
-    if resume == "auto" or may_be_restarted():
-        return True
-    if resume is None or directory is None:
-        return False
-    checkpoint, run = Path(resume).expanduser().resolve(), Path(directory).expanduser().resolve()
-    return checkpoint == run or run / "checkpoints" == checkpoint.parent
-
-
-def checkpoint_complaint(resume: str) -> str | None:
-    """Say why `resume` is neither auto nor a checkpoint nor a run with one. An attempt that torchrun may have started
-    again need not find it: it goes on from the one before it, which may have pruned it."""
-    folder = Path(resume).expanduser()
-    signs = ("trainer.json", "checksums.txt", "checkpoints/step-*")
-    if resume == "auto" or may_be_restarted() or any(any(folder.glob(sign)) for sign in signs):
-        return None
+def folder_complaint(folder: Path, expected: str) -> str | None:
+    """Say why there is no such folder, which is expected to be one of something."""
     if not folder.exists():
         return f"no such folder.{nearest_file(folder)}"
-    return "holds no checkpoint; expected output/<run>/checkpoints/step-..., or auto."
+    return None if folder.is_dir() else f"is a file; expected {expected}."
 
 
 def looks_local(name: str) -> bool:
@@ -155,53 +122,28 @@ def model_complaint(name: str) -> str | None:
     if name in BUILT_IN_MODELS or not looks_local(name):
         return None
     folder = Path(name).expanduser()
-    if not folder.exists():
-        return f"no such folder.{nearest_file(folder)}"
-    if not folder.is_dir():
-        return "is a file; expected a folder with config.json and *.safetensors."
+    if complaint := folder_complaint(folder, "a folder with config.json and *.safetensors"):
+        return complaint
     if not (folder / "config.json").is_file():
         if (folder / "adapter_config.json").is_file():
             return "holds an adapter, not a model. Use from_peft_checkpoint, with its base model as model_name."
         return f"holds no config.json.{_below(folder, 'config.json')}"
-    if any(folder.glob("*.safetensors")) or any(folder.glob("pytorch_model*.bin")):
+    if any(folder.glob("*.safetensors")):
         return None
     old = [file.name for pattern in ("*.bin", "*.pth", "*.pt", "*.gguf") for file in sorted(folder.glob(pattern))]
     if old:
-        return (
-            f"holds {old[0]} but neither *.safetensors nor pytorch_model.bin, which are what is read here. "
-            "transformers converts it:\nmodel.save_pretrained(folder) after AutoModelForCausalLM.from_pretrained(...)"
-        )
+        return f"holds {old[0]} but no *.safetensors, which are what is read here. {TO_SAFETENSORS}"
     return "holds config.json but no weights (*.safetensors)."
-
-
-def _tokenizer(name: str) -> str | None:
-    if name in BUILT_IN_MODELS or not looks_local(name):
-        return None
-    folder = Path(name).expanduser()
-    if not folder.exists():
-        return f"no such folder.{nearest_file(folder)}"
-    if not folder.is_dir():
-        return "is a file; expected a folder with tokenizer.json."
-    if not any((folder / file).is_file() for file in TOKENIZER_FILES):
-        return f"holds no tokenizer ({', '.join(TOKENIZER_FILES)})."
-    return None
 
 
 def adapter_complaint(name: str) -> str | None:
     """Say why `name` is no folder as peft writes it."""
     folder = Path(name).expanduser()
-    if not folder.exists():
-        return f"no such folder.{nearest_file(folder)}"
-    if not folder.is_dir():
-        return "is a file; expected a folder with adapter_config.json and adapter_model.safetensors."
-    if not (folder / "adapter_config.json").is_file():
-        return f"holds no adapter_config.json, so no adapter.{_below(folder, 'adapter_config.json')}"
-    if not (folder / "adapter_model.safetensors").is_file():
-        old = (folder / "adapter_model.bin").is_file()
-        hint = (
-            " peft converts its adapter_model.bin: PeftModel.from_pretrained(...).save_pretrained(...)" if old else ""
-        )
-        return f"holds no adapter_model.safetensors.{hint}"
+    if complaint := folder_complaint(folder, "a folder with adapter_config.json and adapter_model.safetensors"):
+        return complaint
+    for file in ("adapter_config.json", "adapter_model.safetensors"):
+        if not (folder / file).is_file():
+            return f"holds no {file}, so no adapter.{_below(folder, file)}"
     return None
 
 
@@ -229,29 +171,60 @@ def base_model_of(adapter: str) -> str:
 
 def _below(folder: Path, file: str) -> str:
     """Point at the one level further down where the file is, as it is in a run's directory."""
-    for child in _folders(folder):
-        if (child / file).is_file():
-            return f" Did you mean {child}?"
-    return ""
+    return next((f" Did you mean {found.parent}?" for found in sorted(folder.glob(f"*/{file}"))), "")
 
 
-def _folders(folder: Path) -> Iterator[Path]:
-    return (child for child in sorted(folder.iterdir()) if child.is_dir())
+def _tokenizer(name: str) -> str | None:
+    if name in BUILT_IN_MODELS or not looks_local(name):
+        return None
+    folder = Path(name).expanduser()
+    if complaint := folder_complaint(folder, "a folder with tokenizer.json"):
+        return complaint
+    has_one = any((folder / file).is_file() for file in TOKENIZER_FILES)
+    return None if has_one else f"holds no tokenizer ({', '.join(TOKENIZER_FILES)})."
+
+
+def _chat_template(name: str) -> str | None:
+    if name in BUILT_IN_TEMPLATES:
+        return None
+    match, complaint = nearest(name, BUILT_IN_TEMPLATES), file_complaint(name)
+    hint = f" Did you mean {match}?" if match else ""
+    return f"{complaint}{hint} Built in are {', '.join(BUILT_IN_TEMPLATES)}." if complaint else None
 
 
 def _data(dataset: str | list[Any]) -> str | None:
     if isinstance(dataset, str):
-        path = Path(dataset).expanduser()
-        is_empty = kind_of_data(dataset) == "file" and path.is_file() and path.stat().st_size == 0
-        return "is empty." if is_empty else data_complaint(dataset)
-    complaints = ((part["path"], _data(part["path"])) for part in dataset)
+        return data_complaint(dataset)
+    complaints = ((part["path"], data_complaint(part["path"])) for part in dataset)
     return next((f"{path}: {complaint}" for path, complaint in complaints if complaint), None)
 
 
 def _validation(validation: str, dataset: Any) -> str | None:
     if as_fraction(validation) is not None or is_split_of(validation, dataset):
         return None
-    complaint = _data(validation)
+    complaint = data_complaint(validation)
     if complaint and validation in ("validation", "test", "train") and kind_of_data(validation) == "file":
         return f"{complaint}\nAs the name of a split it needs one dataset that has splits."
     return complaint
+
+
+def checkpoint_complaint(resume: str) -> str | None:
+    """Say why `resume` is neither auto nor a checkpoint nor a run with one. An attempt that torchrun may have started
+    again need not find it: it goes on from the one before it, which may have pruned it."""
+    folder = Path(resume).expanduser()
+    signs = ("trainer.json", "checksums.txt", "checkpoints/step-*")
+    if resume == "auto" or may_be_restarted() or any(any(folder.glob(sign)) for sign in signs):
+        return None
+    expected = "output/<run>/checkpoints/step-..., or auto"
+    return folder_complaint(folder, expected) or f"holds no checkpoint; expected {expected}."
+
+
+def _goes_on(resume: str | None, directory: str | None) -> bool:
+    """Whether a run that directory holds is continued: by --resume, or because torchrun may have started the ranks
+    again; that, checkpoint/run_directory.py finds out before anything is written."""
+    if resume == "auto" or may_be_restarted():
+        return True
+    if resume is None or directory is None:
+        return False
+    checkpoint, run = Path(resume).expanduser().resolve(), Path(directory).expanduser().resolve()
+    return checkpoint == run or run / "checkpoints" == checkpoint.parent

@@ -24,8 +24,7 @@ import pyarrow.parquet
 
 from llama_ft.config.data_names import data_suffix, is_url
 from llama_ft.data.formats import BadRow, Row
-from llama_ft.errors import UserError
-from llama_ft.network import no_answer
+from llama_ft.errors import UserError, reason
 
 Place = str
 Rows = Iterator[tuple[Place, Row | BadRow]]
@@ -53,27 +52,17 @@ def rows_of_file(path: Path | str) -> Rows:
         raise
     except pyarrow.ArrowException as error:
         kind = data_suffix(name).removeprefix(".")
-        raise UserError(f"{name}: not a readable {kind} file{_after(place)}: {reason_of(error)}.") from None
+        raise UserError(f"{name}: not a readable {kind} file{_after(place)}: {reason(error)}.") from None
     except (OSError, EOFError, zlib.error) as error:  # missing, not allowed, or a .gz or .zst that is cut off
-        raise UserError(f"{name}: cannot be read{_after(place)}: {reason_of(error)}.") from None
+        raise UserError(f"{name}: cannot be read{_after(place)}: {reason(error)}.") from None
     except Exception as error:
         if not is_url(name):
             raise  # only network libraries have errors of their own
-        raise UserError(f"{name}: cannot be read{_after(place)}: {reason_of(error)}.") from error
+        raise UserError(f"{name}: cannot be read{_after(place)}: {reason(error)}.") from error
 
 
 def _after(place: str) -> str:
     return f" after {place}" if place else ""
-
-
-def reason_of(error: BaseException) -> str:
-    """What an exception of any library says, on one line."""
-    if answer := no_answer(error):  # fsspec makes a FileNotFoundError of it
-        return answer
-    if isinstance(error, FileNotFoundError):
-        return "no such file"  # fsspec says nothing but the name again
-    text = getattr(error, "strerror", None) or str(error).strip() or type(error).__name__
-    return str(text).splitlines()[0].rstrip(".")
 
 
 @contextmanager

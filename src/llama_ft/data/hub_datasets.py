@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from llama_ft.data.files import without_nulls
 from llama_ft.data.formats import BadRow, Row
-from llama_ft.errors import RunFailure, UserError
+from llama_ft.errors import RunFailure, UserError, reason
 from llama_ft.runtime.console import log
 
 PROBE_SECONDS = 10.0
@@ -67,14 +67,14 @@ def load_from_hub(name: str, split: str | None) -> Any:
             return datasets.load_dataset(path, configuration or None, split=split)
         except Exception as error:  # of datasets, huggingface_hub, httpx, pyarrow...: all about this one dataset
             cause = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else None
-            reason = (str(cause or error).strip() or type(error).__name__).splitlines()[0]
+            why = reason(cause or error)
             if offline and isinstance(error, ConnectionError):
                 raise UserError(
                     f"{name}: no file or folder of this name here, and the hub could not be asked ({offline}).\n"
                     "Give the path of local data, or try again when it can be reached."
                 ) from error
             where = "its copy in the cache" if offline else "the hub"
-            raise UserError(f"{name}: cannot be had from {where}: {reason}") from error
+            raise UserError(f"{name}: cannot be had from {where}: {why}") from error
 
 
 def stream_from_hub(name: str, split: str | None) -> Any:
@@ -83,15 +83,15 @@ def stream_from_hub(name: str, split: str | None) -> Any:
     import datasets
 
     path, _, configuration = name.partition(":")
-    if reason := _unreachable(path):
+    if refusal := _unreachable(path):
         raise UserError(
-            f"{name}: no file or folder of this name here, and the hub could not be asked ({reason}).\n"
+            f"{name}: no file or folder of this name here, and the hub could not be asked ({refusal}).\n"
             "Give the path of local data, or try again when it can be reached."
         )
     try:
         return datasets.load_dataset(path, configuration or None, split=split, streaming=True)
     except Exception as error:  # as above
-        raise UserError(f"{name}: cannot be streamed from the hub: {str(error).splitlines()[0]}") from error
+        raise UserError(f"{name}: cannot be streamed from the hub: {reason(error)}") from error
 
 
 def revision_of(name: str) -> str:
@@ -113,7 +113,7 @@ def rows_over_the_network(name: str, dataset: Any) -> Iterator[tuple[str, Row]]:
             yield f"{name} row {number}", without_nulls(row)
     except Exception as error:  # of any library between here and the hub
         raise RunFailure(
-            f"{name}: cannot be read on after row {number}: {(str(error) or type(error).__name__).splitlines()[0]}\n"
+            f"{name}: cannot be read on after row {number}: {reason(error)}\n"
             "--resume auto goes on from the last checkpoint."
         ) from error
 
@@ -123,17 +123,17 @@ def _hub_or_cache(path: str) -> Iterator[str]:
     """Tell why the hub is not to be asked, if so, and keep `datasets` from asking: it alone would try for 25 s."""
     import datasets
 
-    reason = "" if os.environ.get("LOCAL_RANK", "0") == "0" else "another rank has asked it"
+    refusal = "" if os.environ.get("LOCAL_RANK", "0") == "0" else "another rank has asked it"
     before, talks = datasets.config.HF_HUB_OFFLINE, datasets.logging.get_verbosity()
     if before:
-        reason = "HF_HUB_OFFLINE is set"
-    elif not reason and (reason := _unreachable(path)):
-        log.info(f"{path}: the hub cannot be reached ({reason}); looking for a copy downloaded earlier")
-    datasets.config.HF_HUB_OFFLINE = bool(reason)
-    if reason:
+        refusal = "HF_HUB_OFFLINE is set"
+    elif not refusal and (refusal := _unreachable(path)):
+        log.info(f"{path}: the hub cannot be reached ({refusal}); looking for a copy downloaded earlier")
+    datasets.config.HF_HUB_OFFLINE = bool(refusal)
+    if refusal:
         datasets.logging.set_verbosity_error()  # it would say on every rank, several times, that it uses its cache
     try:
-        yield reason
+        yield refusal
     finally:
         datasets.config.HF_HUB_OFFLINE = before
         datasets.logging.set_verbosity(talks)
@@ -149,7 +149,7 @@ def _unreachable(path: str) -> str:
         huggingface_hub.dataset_info(path, timeout=PROBE_SECONDS)
     except HfHubHTTPError as error:
         server_failed = error.response is not None and error.response.status_code >= 500
-        return str(error).splitlines()[0] if server_failed else ""
+        return reason(error) if server_failed else ""
     except Exception as error:  # of httpx: no name, no route, no answer in time
-        return (str(error).strip() or type(error).__name__).splitlines()[0]
+        return reason(error)
     return ""

@@ -1,14 +1,9 @@
 """Packing rows into sequences of one length, so that no step is spent on padding."""
 
-import math
 from bisect import bisect_left, insort
-from collections import Counter
 from dataclasses import dataclass
 
 import numpy
-
-UNITS = 4096  # to a pack: finer lengths only cost time, 50,000 rows of 30,000 to 60,000 tokens over 8 minutes
-NEARLY_FULL = 1.002  # of the tokens' own bound; best fit reaches it on most data, and is the quicker way
 
 
 @dataclass(frozen=True)
@@ -33,10 +28,10 @@ class Packs:
 
 
 def pack_rows(lengths: numpy.ndarray, capacity: int) -> Packs:
-    """Put whole rows into few packs: by best fit, or where that leaves room, as full as each pack can be.
+    """Put whole rows into few packs, by best fit.
 
-    On lengths as they occur the packs are within 1 % of the least number. Which slots share a pack depends on the
-    lengths alone, not on which row has which.
+    On lengths as they occur the packs are within 1 % of the least number, within 4 % if most rows have nearly one
+    length. Which slots share a pack depends on the lengths alone, not on which row has which.
 
     Args:
         lengths: tokens of each row, 1 to capacity.
@@ -45,10 +40,6 @@ def pack_rows(lengths: numpy.ndarray, capacity: int) -> Packs:
     longest_first = numpy.sort(lengths)[::-1]
     pack_of_slot = _best_fit_decreasing(longest_first, capacity)
     count = int(pack_of_slot.max(initial=-1)) + 1
-    if count > NEARLY_FULL * max(math.ceil(longest_first.sum() / capacity), int((2 * longest_first > capacity).sum())):
-        fuller = _minimum_slack(longest_first, capacity)
-        if fuller.max() + 1 < count:
-            pack_of_slot, count = fuller, int(fuller.max()) + 1
     tokens = numpy.bincount(pack_of_slot, weights=longest_first, minlength=count).astype(numpy.int64)
     offsets = numpy.concatenate([[0], numpy.bincount(pack_of_slot, minlength=count).cumsum()])
     return Packs(numpy.argsort(pack_of_slot, kind="stable"), offsets, tokens)
@@ -79,55 +70,3 @@ def _best_fit_decreasing(longest_first: numpy.ndarray, capacity: int) -> numpy.n
                 insort(free_sizes, free - length)
             with_room[free - length].append(pack)
     return pack_of_slot
-
-
-def _minimum_slack(longest_first: numpy.ndarray, capacity: int) -> numpy.ndarray:
-    """The pack of each row: the longest row left, then those of the rest that fill its pack best, longer ones first.
-
-    Rows of nearly one length, several to a pack, are where best fit wastes most: 20,000 of 480 +- 80 tokens in packs of
-    2048 took 4,846 packs by best fit and take 4,679, the least possible, so.
-
-    Source: J. N. D. Gupta, J. C. Ho, A new heuristic algorithm for the one-dimensional bin-packing problem, 1999; the
-    best filling is found as a sum of a subset, with the reachable sums as the bits of one number.
-    """
-    pack_of_slot = numpy.empty(len(longest_first), dtype=numpy.int64)
-    unit = -(-capacity // UNITS)
-    capacity //= unit
-    in_units = numpy.minimum(-(-longest_first // unit), capacity)  # rounded up; a row of that size is alone
-    lengths, first_slots, counts = numpy.unique(-in_units, return_index=True, return_counts=True)
-    sizes = (-lengths).tolist()
-    next_slot = dict(zip(sizes, first_slots.tolist(), strict=True))
-    left = dict(zip(sizes, counts.tolist(), strict=True))
-    count = 0
-    while sizes:
-        left[sizes[0]] -= 1
-        pattern = Counter([sizes[0], *_fullest(capacity - sizes[0], sizes, left)])
-        left[sizes[0]] += 1
-        times = min(left[size] // number for size, number in pattern.items())
-        packs = numpy.arange(count, count + times)
-        for size, number in pattern.items():
-            start, taken = next_slot[size], number * times
-            pack_of_slot[start : start + taken] = numpy.repeat(packs, number)
-            next_slot[size], left[size] = start + taken, left[size] - taken
-        count += times
-        sizes = [size for size in sizes if left[size]]
-    return pack_of_slot
-
-
-def _fullest(room: int, sizes: list[int], left: dict[int, int]) -> list[int]:
-    """Lengths, of those left, whose sum is the largest that `room` takes."""
-    sums, within = 1, (1 << room + 1) - 1  # bit n: a sum of n tokens can be had
-    steps: list[tuple[int, int]] = []  # a length, and the sums from before it was used
-    for size in sizes:
-        for _ in range(min(left[size], room // size)):
-            more = sums | (sums << size & within)
-            if more == sums or sums >> room & 1:
-                break
-            steps.append((size, sums))
-            sums = more
-    best, chosen = sums.bit_length() - 1, []
-    for size, before in reversed(steps):
-        if not before >> best & 1:  # this sum cannot be had without the length
-            chosen.append(size)
-            best -= size
-    return chosen

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 import xxhash
 
 from llama_ft.config.data_names import data_complaint, has_splits, is_split_of, kind_of_data
-from llama_ft.config.sections import DataConfig, DatasetPart
+from llama_ft.config.settings import DataConfig, DatasetPart
 from llama_ft.data.demo import build_demo
 from llama_ft.data.files import BATCH_BYTES, Rows, rows_of_file, without_nulls
 from llama_ft.data.formats import BadRow, Row, RowFormat, find_format

@@ -10,9 +10,8 @@ import fsspec
 import xxhash
 
 from llama_ft.config.data_names import SAVED_BY_DATASETS, data_files, data_suffix, globbed, is_url, kind_of_data
-from llama_ft.data.files import reason_of
 from llama_ft.data.hub_datasets import load_from_hub
-from llama_ft.errors import UserError
+from llama_ft.errors import UserError, reason
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -58,7 +57,7 @@ def _saved_splits(name: str, folder: Path) -> dict[str, "Dataset"]:
     try:
         saved = datasets.load_from_disk(str(folder))
     except Exception as error:  # of json, pyarrow and datasets: whatever is wrong with its files
-        raise UserError(f"{name}: cannot be read as a folder that datasets saved: {reason_of(error)}.") from error
+        raise UserError(f"{name}: cannot be read as a folder that datasets saved: {reason(error)}.") from error
     return dict(saved) if isinstance(saved, datasets.DatasetDict) else {"": saved}
 
 
@@ -71,7 +70,7 @@ def _remote_files(name: str) -> list[str]:
         found = system.find(path) if name.endswith("/") else system.glob(path)
         files = [str(system.unstrip_protocol(file)) for file in sorted(found) if data_suffix(file)]
     except Exception as error:  # of any network library, or that none is installed for this kind of URL
-        raise UserError(f"{name}: cannot be read: {reason_of(error)}.") from error
+        raise UserError(f"{name}: cannot be read: {reason(error)}.") from error
     if not files:
         raise UserError(f"{name}: no data files there.")
     return files
@@ -112,9 +111,9 @@ def identity_of(files: Sequence[str]) -> str:
                 while data := file.read(BLOCK):
                     digest.update(data)
         except OSError as error:
-            raise UserError(f"{name}: cannot be read: {reason_of(error)}.") from None
+            raise UserError(f"{name}: cannot be read: {reason(error)}.") from None
         except Exception as error:
             if not is_url(name):
                 raise
-            raise UserError(f"{name}: cannot be read: {reason_of(error)}.") from error
+            raise UserError(f"{name}: cannot be read: {reason(error)}.") from error
     return digest.hexdigest()

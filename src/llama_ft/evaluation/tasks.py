@@ -2,15 +2,11 @@
 already. lm_eval is an extra: only this file imports it, and only when tasks are asked for."""
 
 import contextlib
-import difflib
-import fnmatch
 import logging
 import os
 import random
 import sys
-import traceback
-from argparse import Namespace
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy
@@ -19,13 +15,12 @@ import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 from transformers.modeling_utils import PreTrainedModel
 
-from llama_ft.config.evaluate_flags import is_task_file
-from llama_ft.errors import UserError
+from llama_ft.errors import UserError, reason
+from llama_ft.evaluation.flags import EvaluateFlags, is_task_file
 from llama_ft.runtime import Runtime, log
 
 # lm_eval's own seeds (lm_eval/defaults.py), so that its command line has the same numbers.
 RANDOM_SEED, OTHER_SEED = 0, 1234
-NAMES_SHOWN = 3
 
 Metrics = dict[str, dict[str, Any]]  # task -> metric -> {"value": ..., "stderr": ... or None}
 
@@ -38,14 +33,14 @@ class Tasks:
         options: limit, num_fewshot, batch_size and apply_chat_template.
     """
 
-    def __init__(self, loaded: Any, options: Namespace) -> None:
+    def __init__(self, loaded: Any, options: EvaluateFlags) -> None:
         self._loaded, self._options = loaded, options
 
     def ask(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, is_sharded: bool, job: Runtime
     ) -> Metrics | None:
-        """Put all questions to a model. Ranks that each hold a whole model share the questions out; those that share
-        one are asked the same ones together.
+        """Ask a model all questions. Ranks that each hold a whole model share the questions; ranks that share a model
+        all ask the same ones.
 
         Args:
             model: in eval mode.
@@ -57,16 +52,19 @@ class Tasks:
             Task -> metric -> value and stderr, on rank 0.
 
         Raises:
-            UserError: the model's tokenizer, or what the task's YAML says, does not allow them to be asked.
+            UserError: the tasks cannot be asked of this model.
         """
         from lm_eval.evaluator import evaluate
+        from lm_eval.evaluator_utils import get_sample_size
 
         options = self._options
         if options.apply_chat_template and not tokenizer.chat_template:
-            raise UserError("--apply_chat_template: this model's tokenizer has no chat template. Leave it out.")
-        if not (ask_all := is_sharded or job.world_size == 1) and (few := self._fewer_than(job.world_size)):
+            raise UserError("--apply_chat_template: this model's tokenizer has no chat template. Remove it.")
+        sizes = [get_sample_size(task, options.limit) or len(task.eval_docs) for task in self._loaded["tasks"].values()]
+        ask_all = is_sharded or job.world_size == 1
+        if not ask_all and min(sizes) < job.world_size:
             ask_all = True  # lm_eval fails on a rank that has no question
-            log.info(f"{few}: fewer questions than ranks, so every rank asks all questions of all tasks.")
+            log.info("A task has fewer questions than there are ranks, so every rank asks all questions of all tasks.")
         random.seed(RANDOM_SEED)
         numpy.random.seed(OTHER_SEED)
         torch.manual_seed(OTHER_SEED)
@@ -82,89 +80,39 @@ class Tasks:
                     apply_chat_template=options.apply_chat_template,
                     fewshot_as_multiturn=True,
                 )
-        except (ValueError, AssertionError) as error:  # so lm_eval tells of what it finds wrong
-            if not _is_of_lm_eval(error):
-                raise
-            reason = str(error) or type(error).__name__
-            raise UserError(f"--tasks: lm-evaluation-harness cannot ask them: {reason}") from error
+        except (ValueError, AssertionError) as error:  # such as tasks with images, or that run the model's code
+            raise UserError(f"--tasks: lm-evaluation-harness cannot ask them: {reason(error)}.") from error
         return None if found is None else _metrics(found)
 
-    def _fewer_than(self, ranks: int) -> str:
-        """A task of which fewer questions are asked, or nothing."""
-        from lm_eval.evaluator_utils import get_sample_size
 
-        for name, task in self._loaded["tasks"].items():
-            there = len(task.eval_docs)
-            if min(there, get_sample_size(task, self._options.limit) or there) < ranks:
-                return str(name)
-        return ""
-
-
-def _is_of_lm_eval(error: BaseException) -> bool:
-    """Whether it was raised there, and not by a model that it has asked."""
-    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    return str(frame.f_globals.get("__name__")).partition(".")[0] == "lm_eval"
-
-
-def find_tasks(options: Namespace, job: Runtime) -> Tasks:
+def find_tasks(options: EvaluateFlags, job: Runtime) -> Tasks:
     """Find the tasks and load their questions, before a model is loaded.
 
     Raises:
-        UserError: there is no such task, its questions cannot be had, or are none that are asked here.
+        UserError: there is no such task, or its questions cannot be loaded.
     """
     from lm_eval.tasks import TaskManager
 
-    names: list[str] = options.tasks
-    by_name = [name for name in names if not is_task_file(name)]
+    by_name = [name for name in options.tasks if not is_task_file(name)]
     if by_name:
         log.info("Looking through the tasks of lm-evaluation-harness ...")
     with job.node_leader_first(), _quiet(job):
         manager = TaskManager(include_defaults=bool(by_name))
-        check_names(by_name, manager.all_tasks)
-        matched = [found for name in names for found in (manager.match_tasks([name]) if "*" in name else [name])]
+        if unknown := [name for name in by_name if not manager.match_tasks([name])]:
+            raise UserError(
+                f"--tasks {','.join(unknown)}: lm-evaluation-harness has no such task; `lm-eval ls tasks` lists them.\n"
+                "A task of your own is named by its .yaml file."
+            )
+        names = [found for name in options.tasks for found in (manager.match_tasks([name]) if "*" in name else [name])]
         try:
-            loaded = manager.load(matched)
+            loaded = manager.load(names)
         except Exception as error:  # of yaml, jinja, datasets, the hub or the task's own code
-            reason = str(error).strip() or type(error).__name__
-            raise UserError(f"--tasks {','.join(names)}: cannot be loaded: {reason}") from error
-    settled = [_settled(name, task, options.num_fewshot) for name, task in loaded["tasks"].items()]
-    if any(settled):
-        raise UserError(*filter(None, settled))
+            raise UserError(f"--tasks {','.join(options.tasks)}: cannot be loaded ({reason(error)}).") from error
+    for task in loaded["tasks"].values():  # as lm_eval.simple_evaluate sets the number of solved examples
+        own = task.get_config("num_fewshot")
+        if own is None or (own != 0 and options.num_fewshot is not None):
+            task.set_config(key="num_fewshot", value=options.num_fewshot or 0)
     return Tasks(loaded, options)
-
-
-def _settled(name: str, task: Any, num_fewshot: int | None) -> str | None:
-    """Give a task its number of solved examples, as lm_eval.simple_evaluate does; say why it cannot be asked."""
-    if getattr(task, "UNSAFE_CODE", False):
-        return f"--tasks {name}: runs code that the model writes, which is not done here."
-    if getattr(task, "MULTIMODAL", False):
-        return f"--tasks {name}: its questions have pictures or sound, and only text is asked here."
-    own = task.get_config("num_fewshot")
-    if own is None or (own != 0 and num_fewshot is not None):
-        task.set_config(key="num_fewshot", value=num_fewshot or 0)
-    if not num_fewshot or own == 0 or not hasattr(task, "sampler"):
-        return None
-    # a question is no example of itself; so the task's own code tells that they are of the same split
-    rows = len(task.sampler.fewshot_docs()) - (task.fewshot_cfg.split == task.config.test_split)
-    few = f"--num_fewshot {num_fewshot}: {name} has only {rows} rows to take solved examples from."
-    return few if rows < num_fewshot else None
-
-
-def check_names(names: Iterable[str], known: list[str]) -> None:
-    """Refuse names, or patterns, of tasks that are not there.
-
-    Raises:
-        UserError: with the nearest names.
-    """
-    mistakes = []
-    for name in names:
-        if name in known or ("*" in name and fnmatch.filter(known, name)):
-            continue
-        near = difflib.get_close_matches(name, known, NAMES_SHOWN)
-        hint = f"Did you mean {', '.join(near)}?" if near else "A task of your own is named by its .yaml file."
-        mistakes.append(f"--tasks {name}: lm-evaluation-harness has no such task. {hint}")
-    if mistakes:
-        raise UserError(*mistakes)
 
 
 def _wrapped(

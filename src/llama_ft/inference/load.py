@@ -1,9 +1,9 @@
-"""From what a run leaves behind, or any model's folder, to a model that answers: on the path that training takes.
+"""From what a run leaves behind, or any model's directory, to a model that answers: built as in training.
 
-run's directory   its model/, or while that is not there its newest sound checkpoint
-checkpoint        the base model's weights with those that were trained in their place, or the adapter beside them
-peft adapter      beside the base model it names
-model             as it is, also one that bitsandbytes has quantized
+run's directory   its model/, or without one its newest valid checkpoint
+checkpoint        the base model's weights with the trained ones in their place, or with the adapter
+peft adapter      with the base model it names
+model             as it is, also if bitsandbytes has quantized it
 """
 
 from dataclasses import dataclass, replace
@@ -17,14 +17,11 @@ from transformers.modeling_utils import PreTrainedModel
 from llama_ft import checkpoint, data, models
 from llama_ft.config import Config, FSDPConfig, ModelConfig, PeftConfig, QuantizationConfig, base_model_of
 from llama_ft.config.paths import TOKENIZER_FILES
-from llama_ft.config.results import find_result, settings_beside
-from llama_ft.config.wording import nearest_file
 from llama_ft.errors import UserError
-from llama_ft.models.lora import rows_trained
-from llama_ft.models.shards import local_shard
-from llama_ft.runtime import PRECISIONS, Precision, Runtime, advise_precision, log, use_fp32_products
+from llama_ft.inference.results import find_result, settings_beside
+from llama_ft.runtime import PRECISIONS, Precision, Runtime, advise_precision, log
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+PrecisionName = Literal["bf16_pure", "fp16", "fp32"]
 
 
 @dataclass(frozen=True)
@@ -32,20 +29,16 @@ class Opened:
     """A model that is ready to answer.
 
     Attributes:
-        model: in eval mode on the job's device, sharded over its mesh with enable_fsdp, adapters beside its layers.
+        model: in eval mode on the job's device, sharded over its mesh with enable_fsdp, with its adapter.
         tokenizer: with the chat template the model was trained with.
-        folder: of the weights the model is made of, but for what was trained.
+        folder: of the base model.
         about: what was loaded and how, in a line.
-        place: what was tuned: folder of the model, adapter or checkpoint.
-        quantization: none, 8bit or 4bit.
     """
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     folder: Path
     about: str
-    place: Path
-    quantization: str
 
 
 @dataclass(frozen=True)
@@ -54,7 +47,7 @@ class _Found:
 
     Attributes:
         folder: of the base model.
-        place: what of it all was tuned; the folder itself where nothing was.
+        place: of what was trained; the folder itself if nothing was.
         tokenizer: of the result.
         peft: settings of the adapter, if there is one.
         new: tokens whose rows the base lacks.
@@ -87,28 +80,31 @@ def open_model(
     """Load what `place` names; all ranks call it together.
 
     Args:
-        place: directory of a run, checkpoint, adapter, or a model's folder or hub name.
-        base_model: where the model is that was tuned; None: where the run or the adapter says.
+        place: directory of a run, checkpoint, adapter, or a model's directory or Hub name.
+        base_model: where the base model is; None: where the run or the adapter says.
         tokenizer_name: where to take the tokenizer from; None: the result's own.
         quantization: none, 8bit or 4bit, or all of its settings; None: as the run had it.
-        precision: what is computed in: bf16, fp16, fp32, one of training's, or auto: bf16 where the device computes
-            that itself, else fp32.
+        precision: what is computed in: bf16, fp16, fp32, one of training's, or auto: bf16 if the device computes in
+            bf16 itself, else fp32.
         trust_remote_code: whether the model may bring code of its own.
-        enable_fsdp: share the weights out over the ranks of the job's mesh; otherwise each rank holds all.
+        enable_fsdp: shard the weights across the ranks of the job's mesh; otherwise each rank holds all.
         job: the ranks, started with a mesh that shards if enable_fsdp.
-        rows: that the embedding gets, where it has fewer: as a run with --resize_embeddings begins.
+        rows: of the embedding, if it has fewer: as a run with --resize_embeddings begins.
         tokenizer: of another model, in place of the one of a model or adapter, which may then have none.
 
     Raises:
         UserError: there is nothing to load, it does not fit together, or it is of a kind that is not read here.
-        RunFailure: the checkpoint is damaged.
+        RunFailure: the checkpoint is corrupted.
     """
-    dtype, note = choose_dtype(precision, job)
-    if (checked := find_result(Path(place).expanduser())) and checked[0] in ("checkpoint", "run"):
+    name = precision.partition("_")[0]  # training's bf16_mixed and bf16_pure compute in the same
+    asked: PrecisionName = "fp16" if name == "fp16" else "fp32" if name == "fp32" else "bf16_pure"
+    chosen, note = job.from_main(lambda: advise_precision(asked, name == "auto", job.device))
+    dtype = PRECISIONS[chosen].compute
+    if (result := find_result(Path(place).expanduser())) and result[0] in ("checkpoint", "run"):
         sound = None
         with job.node_leader_first():  # every byte is read: longer than a collective may take
             if job.is_main:
-                sound = checkpoint.find_sound(checked[1]).folder
+                sound = checkpoint.find_sound(result[1]).folder
         place = str(job.from_main(lambda: sound))
     with job.node_leader_first():
         found = _find(place, base_model, tokenizer_name, trust_remote_code, job, tokenizer)
@@ -116,8 +112,8 @@ def open_model(
     stored = models.vocabulary_size(model_config)
     if rows is not None and stored is not None and found.new is None and stored < rows:
         found = replace(found, new=models.NewTokens(list(range(stored, rows)), stored, rows))
-    asked = _quantization(quantization, found.run)
-    kind = models.choose_quantization(asked, model_config, use_peft=True)  # nothing is trained here
+    wanted = _quantization(quantization, found.run)
+    kind = models.choose_quantization(wanted, model_config, use_peft=True)  # nothing is trained here
     named = ModelConfig(model_name=str(found.folder), trust_remote_code=trust_remote_code)
     model = models.build_skeleton(model_config, named, found.new)
     if kind is not None:
@@ -125,7 +121,6 @@ def open_model(
     adapter = None
     if found.peft is not None:
         adapter = models.inject_lora(model, found.peft, str(found.folder), found.new)
-    model.requires_grad_(False)
     models.use_head_loss(model)
     storage = Precision(dtype, dtype, dtype, dtype)
     models.set_storage_dtypes(model, storage)
@@ -145,31 +140,16 @@ def open_model(
         tuned=found.trained.weights() if found.trained and adapter is None else None,
     )
     if found.trained is not None and adapter is not None:
-        _restore(found.trained, model, job)
+        checkpoint.restore_weights(found.trained, model)
+    model.requires_grad_(False)
     model.generation_config = _generation_config(found, model_config)
-    about = ", ".join(_about(found, dtype, kind, enable_fsdp, job)) + note
-    bits = "none" if kind is None else kind.scheme.name.partition(" ")[0]
-    return Opened(model.eval(), found.tokenizer, found.folder, about, found.place, bits)
-
-
-def choose_dtype(precision: str, job: Runtime) -> tuple[torch.dtype, str]:
-    """What to compute in, and a note for people; "" for nothing. See open_model.
-
-    Raises:
-        UserError: bf16 on a GPU without it.
-    """
-    name = precision.partition("_")[0]  # training's bf16_mixed and bf16_pure compute in the same
-    asked: Literal["bf16_pure", "fp16", "fp32"] = "bf16_pure"
-    if name in ("fp16", "fp32"):
-        asked = "fp16" if name == "fp16" else "fp32"
-    try:
-        chosen, note, widen = job.from_main(lambda: advise_precision(asked, name == "auto", job.device))
-    except UserError as error:
-        lacking = error.messages[0].partition(": ")[2].partition("\n")[0]
-        raise UserError(f"--precision {precision}: {lacking}\nUse --precision fp16 or fp32.") from error
-    if widen:
-        use_fp32_products()
-    return PRECISIONS[chosen].compute, f"; {note}" if note else ""
+    parts = [f"{found.place} (with {found.folder})" if found.place != found.folder else str(found.folder)]
+    parts += [{torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype, "fp32")]
+    parts += [kind.scheme.name] if kind is not None else []
+    if job.world_size > 1:
+        parts.append(f"{'sharded across' if enable_fsdp else 'whole on each of'} {job.world_size} ranks")
+    about = ", ".join([*parts, str(job.device)]) + (f"; {note}" if note else "")
+    return Opened(model.eval(), found.tokenizer, found.folder, about)
 
 
 def _find(
@@ -180,97 +160,54 @@ def _find(
     job: Runtime,
     tokenizer: PreTrainedTokenizerBase | None,
 ) -> _Found:
-    try:
-        folder = models.local_folder(place, "MODEL", ask_hub=job.local_rank == 0)
-    except UserError as error:
-        raise UserError(f"{place}: no such folder.{nearest_file(Path(place))}\n{error.messages[0]}") from error
-    result = find_result(folder)
+    result = find_result(models.local_folder(place, "MODEL", ask_hub=job.local_rank == 0))
     if result is None:
         raise UserError(f"{place}: no run, checkpoint, adapter or model is here.")
     kind, held = result
-    if kind == "checkpoint":
-        return _of_checkpoint(checkpoint.Checkpoint(held), base_model, tokenizer_name, trust_remote_code)
+    if kind == "checkpoint":  # found and compared with its base as for an export
+        sound = checkpoint.Checkpoint(held)
+        export = checkpoint.Exporter.prepare(sound, base_model, tokenizer_name, trust_remote_code, merge=True)
+        peft = export.config.peft if export.adapter is not None else None
+        return _Found(export.base, sound.folder, export.tokenizer, peft, export.new, sound, export.config)
     run = settings_beside(kind, held)
     if kind == "model":
         tokenizer = tokenizer or _tokenizer(held, held, tokenizer_name, trust_remote_code)
         return _Found(held, held, tokenizer, run=run)
-    named = base_model or base_model_of(str(held))
     where = "--base_model" if base_model else f"{held}/adapter_config.json (--base_model overrides it): base model"
-    base = models.local_folder(named, where, ask_hub=job.local_rank == 0)
+    base = models.local_folder(base_model or base_model_of(str(held)), where, ask_hub=job.local_rank == 0)
     lora = checkpoint.understood_adapter(held)
-    new = sorted(rows_trained(lora))
-    tokens = None
-    if new:
-        stored = models.vocabulary_size(models.load_model_config(base, trust_remote_code)) or 0
-        tokens = models.NewTokens(new, stored, max(stored, new[-1] + 1))
-    peft = PeftConfig(use_peft=True, from_peft_checkpoint=str(held))
+    new = checkpoint.tokens_added(lora, models.load_model_config(base, trust_remote_code))
     tokenizer = tokenizer or _tokenizer(held, base, tokenizer_name, trust_remote_code)
-    return _Found(base, held, tokenizer, peft, tokens, run=run)
-
-
-def _of_checkpoint(
-    sound: checkpoint.Checkpoint, base_model: str | None, tokenizer_name: str | None, trust_remote_code: bool
-) -> _Found:
-    """Found and compared with its base as for an export that needs the base's weights."""
-    export = checkpoint.Exporter.prepare(sound, base_model, tokenizer_name, trust_remote_code, merge=True)
-    new = sound.trainer.get("new_tokens") and models.NewTokens(**sound.trainer["new_tokens"])
-    peft = export.config.peft if export.adapter is not None else None
-    return _Found(export.base, sound.folder, export.tokenizer, peft, new, sound, export.config)
+    return _Found(base, held, tokenizer, PeftConfig(use_peft=True, from_peft_checkpoint=str(held)), new, run=run)
 
 
 def _tokenizer(result: Path, base: Path, override: str | None, trust_remote_code: bool) -> PreTrainedTokenizerBase:
-    """The one asked for, else the one saved with the result, else the base's."""
+    """Return the tokenizer asked for, else the one saved with the result, else the base's."""
     if override is not None:
         folder = models.local_folder(override, "--tokenizer_name", weights=False)
         if (result / "chat_template.jinja").is_file():
-            log.warning(f"--tokenizer_name {override}: chats are written as it says, not as {result} does.")
+            log.warning(f"--tokenizer_name {override}: its chat template is used, and not that of {result}.")
     else:
         folder = result if any((result / file).is_file() for file in TOKENIZER_FILES) else base
     return models.load_tokenizer(folder, trust_remote_code)
 
 
 def _quantization(asked: str | QuantizationConfig | None, run: Config | None) -> QuantizationConfig:
-    """What was asked for; with all its settings as in the run, if that had the same."""
+    """Return what was asked for; with all its settings as in the run, if that had the same."""
     if isinstance(asked, QuantizationConfig):
         return asked
     if run is not None and asked in (None, run.quantization.mode):
         return run.quantization
-    return QuantizationConfig(mode=asked or "none")  # type: ignore[arg-type]  # pydantic looks at it
-
-
-def _restore(trained: checkpoint.Checkpoint, model: PreTrainedModel, job: Runtime) -> None:
-    """Each rank its rows of the adapter; nothing of the model is marked as trained here."""
-    weights, shards, parameters = trained.weights(), models.ShardGroup(job.mesh), dict(model.named_parameters())
-    for name, header in weights.tensors.items():
-        start, stop = shards.own_rows(header.shape[0])
-        if stop > start:
-            with torch.no_grad():
-                local_shard(parameters[name]).copy_(weights.read_rows(name, start, stop))
+    return QuantizationConfig(mode=asked or "none")  # type: ignore[arg-type]  # pydantic checks it
 
 
 def _generation_config(found: _Found, model_config: PretrainedConfig) -> GenerationConfig:
-    """The model's own, stopping also where the chat template ends a turn."""
-    folder = found.folder
+    """Return the model's own, stopping also at the end of a message of the chat template."""
+    file = found.folder / "generation_config.json"
     try:
-        if (folder / "generation_config.json").is_file():
-            config = GenerationConfig.from_pretrained(folder)
-        else:
-            config = GenerationConfig.from_model_config(model_config)
+        own = GenerationConfig.from_pretrained(found.folder) if file.is_file() else None
+        config = own or GenerationConfig.from_model_config(model_config)
     except (OSError, ValueError, TypeError) as error:
-        raise UserError(f"{folder / 'generation_config.json'}: cannot be used ({error}).") from error
+        raise UserError(f"{file}: cannot be used ({error}).") from error
     config.eos_token_id = data.stop_token_ids(found.tokenizer, config.eos_token_id) or None
     return config
-
-
-def _about(
-    found: _Found, dtype: torch.dtype, kind: models.Quantization | None, enable_fsdp: bool, job: Runtime
-) -> list[str]:
-    what = str(found.place)
-    if found.place != found.folder:
-        what += f" (an adapter) on {found.folder}" if found.peft else f" on {found.folder}"
-    parts = [what, next(name for name, it in DTYPES.items() if it == dtype)]
-    if kind is not None:
-        parts.append(kind.scheme.name)
-    if job.world_size > 1:
-        parts.append(f"{'sharded over' if enable_fsdp else 'whole on each of'} {job.world_size} ranks")
-    return [*parts, str(job.device)]

@@ -5,7 +5,7 @@ import llama_ft.models.plain_bitsandbytes  # noqa: F401  # first
 # isort: split
 from llama_ft.models.activations import checkpoint_activations
 from llama_ft.models.compiled import compile_layers
-from llama_ft.models.head_loss import forget_head_loss, has_head_loss, use_head_loss
+from llama_ft.models.head_loss import LossFunction, cross_entropy, forget_head_loss, has_head_loss, use_head_loss
 from llama_ft.models.hub import lasting_name, local_folder
 from llama_ft.models.liger import apply_liger
 from llama_ft.models.lora import Adapter, inject_lora
@@ -28,39 +28,3 @@ from llama_ft.models.skeleton import (
 from llama_ft.models.source import fingerprint
 from llama_ft.models.token_rows import NewTokens
 from llama_ft.models.units import Unit, shard, shard_degree, unit_table
-
-__all__ = [
-    "Adapter",
-    "NewTokens",
-    "Quantization",
-    "ShardGroup",
-    "Unit",
-    "apply_liger",
-    "build_skeleton",
-    "checkpoint_activations",
-    "choose_quantization",
-    "compile_layers",
-    "find_new_tokens",
-    "fingerprint",
-    "forget_head_loss",
-    "freeze_first_layers",
-    "has_head_loss",
-    "inject_lora",
-    "lasting_name",
-    "load_model_config",
-    "load_tokenizer",
-    "local_folder",
-    "materialize",
-    "packed_arguments",
-    "quantize_linears",
-    "resolve_context_length",
-    "router_loss",
-    "set_storage_dtypes",
-    "shard",
-    "shard_degree",
-    "unit_table",
-    "use_head_loss",
-    "use_packed_attention",
-    "total_weights",
-    "vocabulary_size",
-]

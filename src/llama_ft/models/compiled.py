@@ -1,14 +1,12 @@
 """Decoder layers compiled by torch.compile: layers of a kind share one graph, which is made at the first step."""
 
-import time
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from llama_ft.models.skeleton import decoder_layers
-from llama_ft.planning import planned_device
 from llama_ft.runtime.console import log
 
 # Graphs of one model: for training and for evaluation, of each kind of layer, of the first where its input needs no
@@ -23,7 +21,6 @@ VARIES: dict[str, tuple[int, ...]] = {
     r"L\['keywords'\]\['packed_rows'\].offsets": (0,),
 }
 VARYING_NUMBER = r"L\['keywords'\]\['packed_rows'\].longest"
-SECONDS_WORTH_TELLING = 0.5
 
 
 def compile_layers(model: nn.Module, backend: str = "inductor") -> None:
@@ -31,18 +28,15 @@ def compile_layers(model: nn.Module, backend: str = "inductor") -> None:
     keys and values, which grows with every token of an answer.
 
     It is `forward` that is compiled, below the hooks by which fully_shard gathers the layer's weights. Parameters keep
-    their names. Nothing is done in a plan, which is then that of layers that are not compiled.
+    their names.
 
     Args:
         model: its layers as they are to be computed, checkpointed and with adapters; sharded before or after.
         backend: of torch.compile.
     """
-    if planned_device() is not None:
-        return
     torch._dynamo.config.recompile_limit = MOST_GRAPHS
     varies = [f"{name}:{dimension}" for name, dimensions in VARIES.items() for dimension in dimensions]
     torch.compiler.config.dynamic_sources = ",".join([*varies, VARYING_NUMBER])
-    _tell_of_compiling()
     compiled = torch.compile(_forward, backend=backend)
     layers = decoder_layers(model)
     for layer in layers:
@@ -57,22 +51,3 @@ def _forward(layer: nn.Module, *args: Any, **keywords: Any) -> Any:
 
 def _forward_or_graph(layer: nn.Module, compiled: Any, *args: Any, **keywords: Any) -> Any:
     return (compiled if keywords.get("past_key_values") is None else _forward)(layer, *args, **keywords)
-
-
-@cache
-def _tell_of_compiling() -> None:
-    """Say how long it takes, each time: it is the first steps' time, and should be nobody else's."""
-    from torch._dynamo.callback import CallbackArgs, callback_handler
-
-    begun = 0.0
-
-    def begin(_: CallbackArgs) -> None:
-        nonlocal begun
-        begun = time.perf_counter()
-
-    def end(_: CallbackArgs) -> None:
-        if (seconds := time.perf_counter() - begun) > SECONDS_WORTH_TELLING:
-            log.info(f"torch.compile: {seconds:.1f} s for a graph of a decoder layer")
-
-    callback_handler.register_start_callback(begin)
-    callback_handler.register_end_callback(end)

@@ -55,7 +55,7 @@ def open_source(folder: Path, model: PreTrainedModel) -> WeightSource:
     """The weights of a model folder under the model's own names and in its shapes; reads headers only.
 
     Args:
-        folder: with safetensors or .bin files.
+        folder: with safetensors.
         model: see ConvertedSource.
 
     Raises:

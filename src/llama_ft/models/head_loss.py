@@ -15,12 +15,12 @@ runs, with its adapter, soft cap or scale, sharded or not.
 
 import copy
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import wraps
 from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.models.routers import router_loss
@@ -30,14 +30,33 @@ from llama_ft.planning import planned_device
 # trained head is added up once more: 512 of Llama 3's 128,256 logits, 0.6 GiB in bf16 and fp32, or 32 on the CPU.
 LOGITS_AT_ONCE = {"cuda": 2**26, "cpu": 2**22}
 FEWEST_POSITIONS = 64
+LossFunction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Cross-entropy of each target in fp32, without a second fp32 copy of the logits.
+
+    Args:
+        logits: [targets, vocab].
+        targets: int64 [targets].
+
+    Returns:
+        float32 [targets], differentiable by the logits once.
+    """
+    losses: torch.Tensor = CrossEntropy.apply(logits, targets)
+    return losses
 
 
 def use_head_loss(model: PreTrainedModel) -> bool:
-    """Teach a model's forward to return the summed loss instead of logits when it is called with `positions` and
-    `targets`.
+    """Teach a model's forward to return a loss instead of logits when it is called with `targets` [targets] and
+    `positions`, where in the flattened micro-batch they are predicted.
 
-    Both run inside `forward`, of the model and of the head, and so within the hooks by which fully_shard gathers the
-    weights: once for all pieces.
+    It then returns the loss and the routers' auxiliary loss (see models/routers.py). The loss is the sum over all
+    targets of `loss_fn(logits, targets)`, whose gradient is made with it; with `per_token` it is [targets], and each
+    chunk's logits are computed again in the backward pass, which knows what each target's loss is multiplied by.
+
+    Both run inside `forward`, of the model and of the LM head, and so within the hooks by which fully_shard all-gathers
+    the weights: once for all chunks.
 
     Args:
         model: skeleton on the meta device, adapters injected, not sharded yet.
@@ -65,23 +84,37 @@ def use_head_loss(model: PreTrainedModel) -> bool:
 
     @wraps(plain_forward)  # generate() asks for its parameters, by name
     def forward(
-        *args: Any, positions: torch.Tensor | None = None, targets: torch.Tensor | None = None, **kwargs: Any
+        *args: Any,
+        positions: torch.Tensor | None = None,
+        targets: torch.Tensor | None = None,
+        loss_fn: LossFunction = cross_entropy,
+        per_token: bool = False,
+        **kwargs: Any,
     ) -> Any:
         if positions is None or targets is None:
             return plain_forward(*args, **kwargs)
         decoded = decoder(*args, **kwargs)
-        hidden = decoded.last_hidden_state  # [rows, length, width]
-        loss = head(hidden.flatten(0, 1).index_select(0, positions), targets=targets)
-        return loss + router_loss(model, decoded, kwargs.get("attention_mask"), len(targets))
+        hidden = decoded.last_hidden_state.flatten(0, 1).index_select(0, positions)  # [targets, width]
+        loss = head(hidden, targets=targets, loss_fn=loss_fn, per_token=per_token)
+        return loss, router_loss(model, decoded, kwargs.get("attention_mask"))
 
-    def head_forward(hidden: torch.Tensor, *args: Any, targets: torch.Tensor | None = None, **kwargs: Any) -> Any:
+    def head_forward(
+        hidden: torch.Tensor,
+        *args: Any,
+        targets: torch.Tensor | None = None,
+        loss_fn: LossFunction = cross_entropy,
+        per_token: bool = False,
+        **kwargs: Any,
+    ) -> Any:
         if targets is None:
             return plain_head(hidden, *args, **kwargs)
         trained = [parameter for parameter in head.parameters() if parameter.requires_grad]
         size = max(FEWEST_POSITIONS, LOGITS_AT_ONCE[planned_device() or hidden.device.type] // vocabulary)
+        chunks = _Chunks(targets, logits_of, loss_fn, size)
         if not torch.is_grad_enabled():
-            return _loss_in_pieces(hidden, targets, logits_of, size, [], for_hidden=False)[0]
-        return _HeadLoss.apply(hidden, targets, logits_of, size, *trained)
+            losses = torch.cat(chunks.run(hidden, [], for_hidden=False)[0])
+            return losses if per_token else losses.sum()
+        return (_TokenLosses if per_token else _HeadLoss).apply(hidden, chunks, *trained)
 
     model.forward = forward
     head.forward = head_forward
@@ -148,53 +181,58 @@ def _head_function(model: PreTrainedModel, decoder: str, head: str) -> Callable[
     return logits_of
 
 
-def _loss_in_pieces(
-    hidden: torch.Tensor,
-    targets: torch.Tensor,
-    logits_of: Callable[[torch.Tensor], torch.Tensor],
-    size: int,
-    wanted: list[torch.Tensor],
-    for_hidden: bool,
-) -> tuple[torch.Tensor, torch.Tensor | None, list[torch.Tensor]]:
-    """The summed loss, its gradient by `hidden` and, of several pieces in fp32, by the parameters `wanted`, `size`
-    positions at a time."""
-    loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
-    gradient = torch.empty_like(hidden) if for_hidden else None
-    sums: list[torch.Tensor] = []
-    for start in range(0, max(1, len(targets)), size):  # at least once: without targets gradients are zero, but there
-        piece = hidden[start : start + size].detach().requires_grad_(for_hidden)
-        with torch.set_grad_enabled(for_hidden or bool(wanted)):
-            logits = logits_of(piece)  # [piece, vocab]
-        aims = targets[start : start + size]
-        if logits.requires_grad:
-            piece_loss, by_logits = _cross_entropy(logits.detach(), aims)
-            inputs = [piece, *wanted] if for_hidden else wanted
-            found = list(torch.autograd.grad(logits, inputs, by_logits, materialize_grads=True))
-            del by_logits  # not beside the next piece's
+class CrossEntropy(torch.autograd.Function):
+    """See `cross_entropy`. Its gradient, softmax - one-hot, is made in place of the probabilities."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        # The largest probability is 1 / sum(exp(logits - largest)): the loss comes out of softmax's own numbers.
+        probabilities = torch.softmax(logits, dim=-1, dtype=torch.float32)
+        log_sum = logits.amax(dim=-1).float() - probabilities.amax(dim=-1).log()
+        ctx.dtype, ctx.targets = logits.dtype, targets.unsqueeze(1)
+        ctx.probabilities = probabilities if ctx.needs_input_grad[0] else None
+        return log_sum - logits.gather(1, ctx.targets).squeeze(1).float()
+
+    @staticmethod
+    def backward(ctx: Any, factors: torch.Tensor) -> Any:
+        gradient, ctx.probabilities = ctx.probabilities, None
+        gradient.scatter_add_(1, ctx.targets, torch.full_like(ctx.targets, -1, dtype=torch.float32))
+        return gradient.mul_(factors.unsqueeze(1)).to(ctx.dtype), None
+
+
+@dataclass(frozen=True)
+class _Chunks:
+    """How the losses of hidden states are computed, `size` targets at a time."""
+
+    targets: torch.Tensor
+    logits_of: Callable[[torch.Tensor], torch.Tensor]
+    loss_fn: LossFunction
+    size: int
+
+    def run(
+        self, hidden: torch.Tensor, wanted: list[torch.Tensor], for_hidden: bool, factors: torch.Tensor | None = None
+    ) -> tuple[list[torch.Tensor], torch.Tensor | None, list[torch.Tensor]]:
+        """The losses of each chunk, and the gradients of their sum, each loss times its factor: by `hidden`, and, of
+        several chunks in fp32, by the parameters `wanted`."""
+        losses: list[torch.Tensor] = []
+        gradient = torch.empty_like(hidden) if for_hidden else None
+        sums: list[torch.Tensor] = []
+        for start in range(0, max(1, len(self.targets)), self.size):  # once without targets: gradients are zero then
+            stop = start + self.size
+            chunk = hidden[start:stop].detach().requires_grad_(for_hidden)
+            with torch.set_grad_enabled(for_hidden or bool(wanted)):
+                chunk_losses = self.loss_fn(self.logits_of(chunk), self.targets[start:stop])
+            losses.append(chunk_losses.detach())
+            if not (for_hidden or wanted):
+                continue
+            by_losses = torch.ones_like(chunk_losses) if factors is None else factors[start:stop]
+            inputs = [chunk, *wanted] if for_hidden else wanted
+            found = list(torch.autograd.grad(chunk_losses, inputs, by_losses, materialize_grads=True))
             if gradient is not None:
-                gradient[start : start + size] = found.pop(0)
-            if start == 0:
-                sums = found
-            else:
-                # In fp32: many roundings to 16 bits would add up.
-                sums = [total.float().add_(part) for total, part in zip(sums, found, strict=True)]
-        else:
-            piece_loss = F.cross_entropy(logits.float(), aims, reduction="sum")
-        loss += piece_loss
-    return loss, gradient, sums
-
-
-def _cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Summed cross-entropy in fp32, and its gradient by the logits, in their dtype: softmax - one-hot.
-
-    The largest probability is 1 / sum(exp(logits - largest)), and so the loss comes out of softmax's own numbers.
-    """
-    probabilities = torch.softmax(logits, dim=-1, dtype=torch.float32)
-    aims = targets.unsqueeze(1)
-    log_sum = logits.amax(dim=-1).float() - probabilities.amax(dim=-1).log()
-    loss = (log_sum - logits.gather(1, aims).squeeze(1).float()).sum()
-    probabilities.scatter_add_(1, aims, torch.full_like(aims, -1, dtype=torch.float32))
-    return loss, probabilities.to(logits.dtype)
+                gradient[start:stop] = found.pop(0)
+            # In fp32: many roundings to 16 bits would add up.
+            sums = found if start == 0 else [total.float().add_(part) for total, part in zip(sums, found, strict=True)]
+        return losses, gradient, sums
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -202,18 +240,12 @@ class _HeadLoss(torch.autograd.Function):
     backward pass by what the loss is divided by."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: torch.Tensor,
-        targets: torch.Tensor,
-        logits_of: Callable[[torch.Tensor], torch.Tensor],
-        size: int,
-        *trained: torch.Tensor,
-    ) -> torch.Tensor:
-        loss, ctx.by_hidden, ctx.by_trained = _loss_in_pieces(
-            hidden, targets, logits_of, size, list(trained), ctx.needs_input_grad[0]
-        )
-        return loss
+    def forward(ctx: Any, hidden: torch.Tensor, chunks: _Chunks, *trained: torch.Tensor) -> torch.Tensor:
+        losses, ctx.by_hidden, ctx.by_trained = chunks.run(hidden, list(trained), ctx.needs_input_grad[0])
+        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        for chunk in losses:
+            total += chunk.sum()
+        return total
 
     @staticmethod
     def backward(ctx: Any, factor: torch.Tensor) -> Any:
@@ -224,4 +256,20 @@ class _HeadLoss(torch.autograd.Function):
                 gradient.mul_(factor)
         # Only now does autograd round them to the parameters' dtype: the sum over all targets, before it is divided by
         # their number, can be more than fp16 holds.
-        return by_hidden, None, None, None, *by_trained
+        return by_hidden, None, *by_trained
+
+
+class _TokenLosses(torch.autograd.Function):
+    """Loss of each of the hidden states [targets, width]; logits are computed again in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, chunks: _Chunks, *trained: torch.Tensor) -> torch.Tensor:
+        ctx.chunks, ctx.trained = chunks, trained
+        ctx.save_for_backward(hidden)
+        return torch.cat(chunks.run(hidden, [], for_hidden=False)[0])
+
+    @staticmethod
+    def backward(ctx: Any, factors: torch.Tensor) -> Any:
+        (hidden,) = ctx.saved_tensors
+        _, by_hidden, by_trained = ctx.chunks.run(hidden, list(ctx.trained), ctx.needs_input_grad[0], factors)
+        return by_hidden, None, *by_trained

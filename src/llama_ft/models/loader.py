@@ -18,7 +18,6 @@ from transformers.modeling_utils import PreTrainedModel
 from llama_ft.models.conversion import open_source
 from llama_ft.models.shards import ShardGroup, row_ranges, wait_for_device
 from llama_ft.models.source import OverlaidSource, SafetensorsSource, StoredTensor, WeightSource
-from llama_ft.planning import planned_device
 
 BLOCK_ELEMENTS = 2**23  # copying 550 M weights took 0.1 s in blocks of 2**22 to 2**24, 0.1 to 1.1 s in 2**19
 BYTES_IN_FLIGHT = 2**25
@@ -61,7 +60,6 @@ class Loader:
         group: which rows this rank holds.
         scatter: rank 0 reads and sends, instead of every rank reading for itself.
         in_flight: what rank 0 has begun to send, and what must stay until it has arrived.
-        planned: with fake tensors, the kinds of parameters that were filled: another one of a kind tells nothing new.
     """
 
     source: WeightSource | None
@@ -69,16 +67,10 @@ class Loader:
     group: ShardGroup
     scatter: bool
     in_flight: deque[tuple[dist.Work, torch.Tensor]] = field(default_factory=deque)
-    planned: set[object] = field(default_factory=set)
 
     def fill(self, filling: Filling) -> None:
         """Put this rank's rows into the shards, converted to their dtypes. On rank 0 the last of what it sends may
         still be on its way: see `finish`."""
-        if planned_device() is not None:
-            kind = (filling.shape, *filling.wire, *(shard.dtype for shard in filling.shards))
-            if kind in self.planned:
-                return
-            self.planned.add(kind)
         if not self.scatter:
             assert self.source is not None
             self._keep(filling, *self.group.own_rows(filling.shape[0]))
@@ -103,10 +95,7 @@ class Loader:
 
     def _keep(self, filling: Filling, start: int, stop: int) -> None:
         assert self.source is not None
-        blocks = list(filling.blocks(start, stop))
-        if planned_device() is not None:  # those between are like the second; a 4-bit weight of 70B has 448
-            blocks = [*blocks[:2], *blocks[2:][-1:]]
-        for first, last in blocks:
+        for first, last in filling.blocks(start, stop):
             for shard, rows in zip(filling.shards, filling.make(self.source, first, last), strict=True):
                 shard[first - start : last - start].copy_(rows)
 

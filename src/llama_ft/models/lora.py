@@ -1,4 +1,4 @@
-"""LoRA adapters through peft: injected into the skeleton without storage, given their first values shard by shard."""
+"""Adapters through peft: injected into the skeleton without storage, given their first values shard by shard."""
 
 import hashlib
 import json
@@ -7,11 +7,10 @@ import re
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
-from peft.tuners.lora import LoraLayer
+from peft import LoHaConfig, LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from peft.tuners.tuners_utils import _check_lora_target_modules_mamba
 from torch import nn
 from transformers.modeling_utils import PreTrainedModel
@@ -23,11 +22,15 @@ from llama_ft.models.lora_linear import use_fused_lora
 from llama_ft.models.quantized import QuantizedLinear
 from llama_ft.models.source import StoredTensor
 from llama_ft.models.token_rows import NewTokens, use_token_rows
-from llama_ft.runtime.console import log
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PEFT_PREFIX = "base_model.model."  # what peft puts before every name of the model it wraps
 NORM_ROWS = 1024  # rows whose norm is taken at once, to bound the fp32 copy
+METHODS: dict[str, type[LoraConfig | LoHaConfig]] = {"LORA": LoraConfig, "LOHA": LoHaConfig}
+# Names of what peft adds, and how it begins: another method of peft needs its names here and a branch in _new_config.
+STARTS_UNIFORM = (".lora_A.", ".hada_w1_a.", ".hada_w1_b.", ".hada_w2_a.")
+STARTS_NORMAL = (".lora_embedding_B.",)
+STARTS_AT_ZERO = (".lora_B.", ".lora_embedding_A.", ".hada_w2_b.")
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,7 @@ class Adapter:
         keys: parameter name in the model -> tensor name in adapter_model.safetensors.
     """
 
-    config: LoraConfig
+    config: LoraConfig | LoHaConfig
     keys: dict[str, str]
 
 
@@ -54,94 +57,100 @@ def inject_lora(model: PreTrainedModel, peft: PeftConfig, base_name: str, new: N
 
     Raises:
         UserError: a target or a module to save that the model does not have, a saved adapter that cannot be continued,
-            DoRA on layers where its norms do not lie within a row, rows to train where peft cannot.
+            layers or rows whose adapters of this kind cannot be trained.
     """
-    lora = saved_config(Path(peft.from_peft_checkpoint)) if peft.from_peft_checkpoint else _new_config(peft)
-    lora.base_model_name_or_path = base_name
-    _check_names(model, lora)
-    if peft.from_peft_checkpoint:
-        _check_saved_rows(model, lora, new)
-    elif new is not None:
-        lora.trainable_token_indices = _rows_to_train(model, lora, new.ids)
-    if lora.target_modules == "all-linear":
-        lora.exclude_modules = [n for n, m in model.named_modules() if not _takes_adapter(model, lora, n, m)] or None
-    return inject_adapter(model, lora)
+    saved = peft.from_peft_checkpoint
+    settings = saved_config(Path(saved), tuple(METHODS)) if saved else _new_config(peft)
+    settings.base_model_name_or_path = base_name
+    _check_names(model, settings)
+    if saved:
+        _check_saved_rows(model, settings, new)
+    elif new is not None and (rows := _rows_to_train(model, settings, new.ids)):
+        if not isinstance(settings, LoraConfig):
+            raise UserError(
+                f"--resize_embeddings: peft_method {peft.peft_method} does not train single rows. Use lora, or "
+                f"name {', '.join(rows)} in --peft.modules_to_save."
+            )
+        settings.trainable_token_indices = rows
+    if settings.target_modules == "all-linear":
+        excluded = [n for n, m in model.named_modules() if not _takes_adapter(model, settings, n, m)]
+        settings.exclude_modules = excluded or None
+    return inject_adapter(model, settings)
 
 
-def inject_adapter(model: PreTrainedModel, lora: LoraConfig) -> Adapter:
+def inject_adapter(model: PreTrainedModel, settings: LoraConfig | LoHaConfig) -> Adapter:
     """The part of inject_lora that peft does."""
-    _check_quantized(model, lora)
+    _check_quantized(model, settings)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # peft warns of every meta tensor it does not initialise; we do, later
-            adapted = get_peft_model(model, lora, low_cpu_mem_usage=True, autocast_adapter_dtype=False)
-    except (ValueError, TypeError, NotImplementedError) as error:
+            adapted = get_peft_model(model, settings, low_cpu_mem_usage=True, autocast_adapter_dtype=False)
+    except (ValueError, TypeError, NotImplementedError, re.error) as error:
         hint = "\n--lora_dropout 0 lets it." if "lora_dropout" in str(error) else ""
         if "trainable_token_indices" in str(error):
             hint = (
                 "\n--peft.target_modules has a layer whose rows --resize_embeddings trains. Name embedding or head in "
                 "--peft.modules_to_save instead."
             )
+        if settings.target_modules is not None and not hint:
+            hint = f"\n--peft.target_modules can be: {', '.join(linear_names(model))}."
         raise UserError(f"peft cannot put these adapters into this model: {error}{hint}") from error
     use_token_rows(model)
     use_fused_lora(model)
-    if lora.use_dora:
-        _check_dora(model)
+    for name, module in model.named_modules():
+        if getattr(module, "lora_magnitude_vector", None) and not isinstance(module.base_layer, nn.Linear):
+            kind = type(module.base_layer).__name__
+            raise UserError(f"--peft.use_dora: {name} is a {kind}; DoRA works on linear layers only.")
     assert isinstance(adapted, PeftModel)
-    _tell_of_ranks_above_widths(model)
-    return Adapter(lora, _adapter_keys(adapted))
+    return Adapter(settings, _adapter_keys(adapted))
 
 
-def _tell_of_ranks_above_widths(model: nn.Module) -> None:
-    """A product of matrices has no more than the smallest of their sides as its rank."""
-    widths = {
-        name: (max(layer.r.values()), min(layer.in_features or 0, layer.out_features or 0))
-        for name, layer in model.named_modules()
-        if isinstance(layer, LoraLayer) and layer.r
-    }
-    above = {name: width for name, (rank, width) in widths.items() if rank > width}
-    if above:
-        name, width = next(iter(above.items()))
-        log.warning(
-            f"peft.r is {widths[name][0]}, and {len(above)} of {len(widths)} adapted layers are narrower ({name}: "
-            f"{width}): their adapters need more memory than the layers, and can say no more than with that width."
-        )
-
-
-def _new_config(peft: PeftConfig) -> LoraConfig:
+def _new_config(peft: PeftConfig) -> LoraConfig | LoHaConfig:
+    common: dict[str, Any] = {"task_type": "CAUSAL_LM", "r": peft.r, "target_modules": peft.target_modules}
+    common["modules_to_save"] = peft.modules_to_save
+    if peft.peft_method == "loha":
+        defaults = PeftConfig()
+        for name in ("bias", "use_rslora", "use_dora", "init_lora_weights"):
+            if getattr(peft, name) != getattr(defaults, name):
+                raise UserError(f"--peft.{name}: peft_method loha has no such setting.")
+        return LoHaConfig(**common, alpha=peft.lora_alpha)  # type: ignore[arg-type]  # fractions work
     return LoraConfig(
-        task_type="CAUSAL_LM",
-        r=peft.r,
+        **common,
         lora_alpha=peft.lora_alpha,  # type: ignore[arg-type]  # peft's annotation; fractions work
         lora_dropout=peft.lora_dropout,
-        target_modules=peft.target_modules,
         bias=peft.bias,
         use_rslora=peft.use_rslora,
         use_dora=peft.use_dora,
-        modules_to_save=peft.modules_to_save,
         init_lora_weights="gaussian" if peft.init_lora_weights == "gaussian" else True,
     )
 
 
-def saved_config(folder: Path) -> LoraConfig:
+def saved_config(folder: Path, methods: tuple[str, ...] = ("LORA",)) -> Any:
     """The settings of a saved adapter.
 
+    Args:
+        folder: with adapter_config.json.
+        methods: peft's names of those that are read.
+
     Raises:
-        UserError: not a LoRA, or not readable.
+        UserError: of another method, or not readable.
     """
     try:
-        settings = json.loads((folder / ADAPTER_CONFIG).read_text())
-        if settings.get("peft_type") != "LORA":
-            raise UserError(f"{folder}: a {settings.get('peft_type')} adapter; only LORA ones are read here.")
-        lora = LoraConfig.from_pretrained(str(folder))
+        kind = json.loads((folder / ADAPTER_CONFIG).read_text()).get("peft_type")
+        if kind not in methods:
+            raise UserError(f"{folder}: {kind} adapters are not read here; only {' and '.join(methods)}.")
+        settings = METHODS[kind].from_pretrained(str(folder))
     except (OSError, ValueError, TypeError) as error:
         raise UserError(f"{folder / ADAPTER_CONFIG}: cannot be used ({error}).") from error
-    lora.inference_mode = False
-    lora.init_lora_weights = True  # its weights are read from the file, whatever they first were
-    return lora
+    settings.inference_mode = False
+    if isinstance(settings, LoraConfig):
+        settings.init_lora_weights = True  # its weights are read from the file, whatever they first were
+    return settings
 
 
-def _rows_to_train(model: PreTrainedModel, lora: LoraConfig, ids: list[int]) -> dict[str, list[int]] | None:
+def _rows_to_train(
+    model: PreTrainedModel, lora: LoraConfig | LoHaConfig, ids: list[int]
+) -> dict[str, list[int]] | None:
     """peft's trainable_token_indices: of the embedding and, unless it is tied to it, of the head; not of one that is
     trained in full."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -158,13 +167,13 @@ def _rows_to_train(model: PreTrainedModel, lora: LoraConfig, ids: list[int]) -> 
     return {name: ids for name in chosen} or None
 
 
-def rows_trained(lora: LoraConfig) -> set[int]:
+def rows_trained(adapter: LoraConfig | LoHaConfig) -> set[int]:
     """Ids of the tokens whose rows an adapter trains by themselves."""
-    indices = lora.trainable_token_indices or {}
+    indices = getattr(adapter, "trainable_token_indices", None) or {}
     return {id_ for ids in (indices.values() if isinstance(indices, dict) else [indices]) for id_ in ids}
 
 
-def _check_saved_rows(model: PreTrainedModel, lora: LoraConfig, new: NewTokens | None) -> None:
+def _check_saved_rows(model: PreTrainedModel, lora: LoraConfig | LoHaConfig, new: NewTokens | None) -> None:
     """A saved adapter trains the rows its own run found new: these must be there, and no others be new."""
     trained, rows = rows_trained(lora), cast(nn.Embedding, model.get_input_embeddings()).num_embeddings
     if trained and max(trained) >= rows:
@@ -175,8 +184,7 @@ def _check_saved_rows(model: PreTrainedModel, lora: LoraConfig, new: NewTokens |
     if new is not None and (others := set(new.ids) - trained) and not lora.modules_to_save:
         raise UserError(
             f"--from_peft_checkpoint: {len(others)} tokens are new to the model, such as {min(others)}, and this "
-            "adapter does not train their rows.\nrecipes/export.py merges it into its model, beside which another can "
-            "begin."
+            "adapter does not train their rows. Merge it into its model with recipes/export.py first."
         )
 
 
@@ -191,9 +199,9 @@ def linear_names(model: PreTrainedModel) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def _takes_adapter(model: PreTrainedModel, lora: LoraConfig, name: str, module: nn.Module) -> bool:
+def _takes_adapter(model: PreTrainedModel, settings: Any, name: str, module: nn.Module) -> bool:
     try:
-        _check_lora_target_modules_mamba(lora, model, name.rsplit(".", 1)[-1])
+        _check_lora_target_modules_mamba(settings, model, name.rsplit(".", 1)[-1])
     except ValueError:  # Mamba's kernels read the weight of out_proj and never call the layer
         return False
     return _is_linear(module)
@@ -212,66 +220,36 @@ def _is_linear(module: nn.Module) -> bool:
     return isinstance(output, torch.Tensor) and output.shape == (2, module.out_features)
 
 
-def _check_names(model: PreTrainedModel, lora: LoraConfig) -> None:
+def _check_names(model: PreTrainedModel, settings: LoraConfig | LoHaConfig) -> None:
     """peft ignores a name without a match as long as another one has one; here every name must match."""
-    every_name = [name for name, _ in model.named_modules()]
-    targets = lora.target_modules
-    if isinstance(targets, str) and targets != "all-linear":
-        _check_pattern(targets, every_name, model)
-    asked = {"peft.target_modules": [] if isinstance(targets, str) else sorted(targets or ())}
-    asked["peft.modules_to_save"] = sorted(lora.modules_to_save or ())
-    for flag, wanted in asked.items():
-        absent = [w for w in wanted if not any(name == w or name.endswith(f".{w}") for name in every_name)]
+    every_name = [f".{name}" for name, _ in model.named_modules()]
+    targets = settings.target_modules
+    named = {"target_modules": [] if isinstance(targets, str) else targets, "modules_to_save": settings.modules_to_save}
+    for setting, names in named.items():
+        absent = [name for name in sorted(names or ()) if not any(full.endswith(f".{name}") for full in every_name)]
         if absent:
             raise UserError(
-                f"--{flag} [{', '.join(absent)}]: no linear layer of this model ends in "
-                f"{', '.join(repr(name) for name in absent)}.\nIt has: {', '.join(linear_names(model))}."
-                if flag == "peft.target_modules"
-                else f"--{flag} [{', '.join(absent)}]: this model has no module of that name."
+                f"--peft.{setting} [{', '.join(absent)}]: this model has no module of that name.\n"
+                f"Its linear layers: {', '.join(linear_names(model))}."
             )
 
 
-def _check_pattern(pattern: str, every_name: list[str], model: PreTrainedModel) -> None:
-    try:
-        matches = any(re.fullmatch(pattern, name) for name in every_name)
-        problem = "" if matches else "no module's whole name matches this pattern"
-    except re.error as error:
-        problem = f"not a regular expression ({error})"
-    if problem:
-        raise UserError(
-            f"--peft.target_modules {pattern}: {problem}.\nA pattern is as in .*layers\\.[0-7]\\.self_attn\\.q_proj; "
-            f"plain names are {', '.join(linear_names(model))}."
-        )
-
-
-def _check_quantized(model: PreTrainedModel, lora: LoraConfig) -> None:
-    """A quantized layer can neither be trained in full nor lend its weight to DoRA."""
+def _check_quantized(model: PreTrainedModel, settings: LoraConfig | LoHaConfig) -> None:
+    """A quantized layer can neither be trained in full nor lend its weight to an adapter."""
     quantized = [name for name, module in model.named_modules() if isinstance(module, QuantizedLinear)]
-    for wanted in lora.modules_to_save or ():
+    for wanted in settings.modules_to_save or ():
         if any(f".{name}".endswith(f".{wanted}") for name in quantized):
             raise UserError(
                 f"--peft.modules_to_save: {wanted} is quantized, and quantized weights cannot be trained.\n"
                 f"--skip_modules {wanted} leaves it as it is."
             )
-    if lora.use_dora and quantized:
-        raise UserError(
-            "--peft.use_dora: DoRA needs the weights themselves at every step, and this model's are quantized.\n"
-            "Use plain LoRA."
-        )
-
-
-def _check_dora(model: PreTrainedModel) -> None:
-    for name, module in model.named_modules():
-        if getattr(module, "lora_magnitude_vector", None) and not isinstance(module.base_layer, nn.Linear):
-            raise UserError(
-                f"--peft.use_dora: {name} is a {type(module.base_layer).__name__}; DoRA works on linear layers only.\n"
-                "Leave it out of --peft.target_modules."
-            )
+    if quantized and (not isinstance(settings, LoraConfig) or settings.use_dora):
+        raise UserError("--quantization: DoRA and LoHa need the weights themselves at every step. Use plain LoRA.")
 
 
 def is_adapter_weight(name: str) -> bool:
     """Whether a parameter was added by peft, so that the model's own checkpoint does not hold it."""
-    return ".lora_" in name or ".trainable_tokens_delta." in name
+    return any(part in name for part in (".lora_", ".hada_", ".trainable_tokens_delta."))
 
 
 def checkpoint_key(name: str) -> str:
@@ -297,43 +275,48 @@ def check_saved_adapter(
     Raises:
         UserError: tensors are missing, too many or of another shape.
     """
-    shapes = {adapter.keys[name]: tuple(p.shape) for name, p in model.named_parameters() if name in adapter.keys}
-    wrong = [f"{key} is missing" for key in shapes if key not in headers]
-    wrong += [f"{key} is not part of this adapter" for key in headers if key not in shapes]
+    needed = {adapter.keys[name]: tuple(p.shape) for name, p in model.named_parameters() if name in adapter.keys}
+    stored = {key: header.shape for key, header in headers.items()}
+    wrong = [f"{key} is missing" for key in needed.keys() - stored.keys()]
+    wrong += [f"{key} is not part of this adapter" for key in stored.keys() - needed.keys()]
     wrong += [
-        f"{key} is {list(headers[key].shape)}, expected {list(shape)}"
-        for key, shape in shapes.items()
-        if key in headers and headers[key].shape != shape
+        f"{key} is {list(stored[key])}, expected {list(needed[key])}"
+        for key in needed.keys() & stored.keys()
+        if stored[key] != needed[key]
     ]
     if wrong:
-        more = [f"... and {len(wrong) - 5} more"] if len(wrong) > 5 else []
-        heading = f"{file}: does not fit {base}; was it trained on another model?"
-        raise UserError("\n".join([heading, *wrong[:5], *more]))
+        listed = "\n".join(sorted(wrong)[:5])
+        raise UserError(
+            f"{file}: does not fit {base}; was it trained on another model? {len(wrong)} tensors differ:\n{listed}"
+        )
 
 
 def initial_rows(name: str, shape: tuple[int, ...], gaussian: bool, seed: int, rows: slice) -> torch.Tensor:
     """Rows of an adapter matrix's first value in fp32, a function of (seed, name) only: the same on any mesh.
 
-    As peft initialises: A Kaiming uniform with a = sqrt(5) or normal with deviation 1/r, B zero; the other way round
-    for embeddings.
+    As peft initialises: LoRA's A Kaiming uniform with a = sqrt(5) or normal with deviation 1/r, B zero; the other way
+    round for embeddings. Of LoHa's four factors the last is zero.
 
     Raises:
-        UserError: a parameter that other versions of peft add. Zero could keep it from ever changing anything.
+        UserError: a parameter that is not known here. Zero could keep it from ever changing anything.
     """
-    if not any(known in name for known in (".lora_A.", ".lora_B.", ".lora_embedding_A.", ".lora_embedding_B.")):
+    value = torch.zeros(shape)
+    generator = torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:7]))
+
+    def is_one_of(parts: tuple[str, ...]) -> bool:
+        return any(part in name for part in parts)
+
+    if gaussian and ".lora_A." in name:
+        nn.init.normal_(value, std=1 / shape[0], generator=generator)
+    elif is_one_of(STARTS_UNIFORM):
+        nn.init.kaiming_uniform_(value, a=math.sqrt(5), generator=generator)
+    elif is_one_of(STARTS_NORMAL):
+        nn.init.normal_(value, generator=generator)
+    elif not is_one_of(STARTS_AT_ZERO):
         raise UserError(
             f"--use_peft: the first value of {name}, which peft has added, is not known.\n"
             "Install a version of peft that requirements.txt names."
         )
-    value = torch.zeros(shape)
-    generator = torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:7]))
-    if ".lora_A." in name:
-        if gaussian:
-            nn.init.normal_(value, std=1 / shape[0], generator=generator)
-        else:
-            nn.init.kaiming_uniform_(value, a=math.sqrt(5), generator=generator)
-    elif ".lora_embedding_B." in name:
-        nn.init.normal_(value, generator=generator)
     return value[rows]
 
 

@@ -19,7 +19,6 @@ from torch.nn import functional
 from torch.utils.flop_counter import register_flop_formula
 
 from llama_ft.models.quantized import QuantizedLinear, frozen_product, scheme_of
-from llama_ft.models.wide import is_wide, row_blocks
 
 _LIBRARY = torch.library.Library("llama_ft", "DEF")
 _LIBRARY.define(
@@ -39,24 +38,12 @@ def _lora_linear(
     scheme: str,
 ) -> torch.Tensor:
     """x [n, in] and u [n, r] -> y [n, out]."""
-    if is_wide(x, x.shape[1] * len(b)):
-        y = x.new_empty(len(x), len(b))
-        w, b = _dense(weight, scale, scheme, torch.float32).t(), b.float().t()
-        for rows in row_blocks(len(x), max(w.shape)):
-            wide = x[rows].float()
-            block = wide @ w if bias is None else torch.addmm(bias.float(), wide, w)
-            y[rows] = block.addmm_(u[rows].float(), b, alpha=scaling)
-        return y
     if scale is None:
         y = functional.linear(x, weight, bias)
     else:
         y = frozen_product(x, weight, scale, scheme_of(scheme))
         y = y if bias is None else y.add_(bias)
     return y.addmm_(u, b.t(), alpha=scaling)
-
-
-def _dense(weight: torch.Tensor, scale: torch.Tensor | None, scheme: str, dtype: torch.dtype) -> torch.Tensor:
-    return weight.to(dtype) if scale is None else scheme_of(scheme).dequantize(weight, scale, dtype)
 
 
 _LIBRARY.impl("lora_linear", _lora_linear, "CompositeExplicitAutograd")
@@ -76,11 +63,7 @@ def _flops(x: torch.Size, *others: Any, **_: Any) -> int:
 def workspace_bytes(arguments: tuple[Any, ...]) -> int:
     """Bytes that the operator allocates and frees."""
     x, scale, b = arguments[0], arguments[3], arguments[5]
-    weights = x.shape[1] * len(b)
-    if is_wide(x, weights):
-        rows = min(next(row_blocks(len(x), max(x.shape[1], len(b)))).stop, len(x))
-        return 4 * (weights + rows * (x.shape[1] + len(b)))
-    return 0 if scale is None else weights * x.dtype.itemsize
+    return 0 if scale is None else x.shape[1] * len(b) * x.dtype.itemsize
 
 
 class _LowRank(torch.autograd.Function):
@@ -118,24 +101,17 @@ class _LowRank(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor, _: Any) -> Any:
         x, mask, u, weight, scale, a, b = ctx.saved_tensors
-        g, flat = gradient.reshape(-1, gradient.shape[-1]), x.reshape(-1, x.shape[-1])
-        wide = is_wide(x, a.shape[1] * b.shape[0])
-        dtype = torch.float32 if wide else x.dtype
-        w = _dense(weight, scale, ctx.scheme, dtype) if ctx.needs_input_grad[0] else None
-        dx: Any
-        if wide:
-            dx, da, db = torch.empty_like(flat), torch.zeros_like(a, dtype=dtype), torch.zeros_like(b, dtype=dtype)
-            a, b = a.float(), b.float()
-            for rows in row_blocks(len(flat), max(a.shape[1], len(b))):
-                some = None if mask is None else mask[rows]
-                parts = _gradients(g[rows].float(), flat[rows].float(), some, u[rows].float(), w, a, b, *ctx.factors)
-                if w is not None:
-                    dx[rows] = parts[0]
-                da, db = da.add_(parts[1]), db.add_(parts[2])
-            da, db = da.to(x.dtype), db.to(x.dtype)
-        else:
-            dx, da, db = _gradients(g, flat, mask, u, w, a, b, *ctx.factors)
-        return None if w is None else dx.view(x.shape), None, None, da, db, None, None, None
+        scaling, keep = ctx.factors
+        g, flat = gradient.reshape(-1, gradient.shape[-1]), x.reshape(-1, x.shape[-1])  # [n, out], [n, in]
+        t, dx = g @ b, None
+        da = t.t() @ (flat if mask is None else flat * mask)
+        if ctx.needs_input_grad[0]:
+            w = weight if scale is None else scheme_of(ctx.scheme).dequantize(weight, scale, x.dtype)
+            if mask is None:
+                dx = (g @ w).addmm_(t, a, alpha=scaling).view(x.shape)
+            else:
+                dx = (g @ w).addcmul_(t @ a, mask, value=scaling / keep).view(x.shape)
+        return dx, None, None, da.mul_(scaling / keep), (g.t() @ u).mul_(scaling), None, None, None
 
 
 class _Product(torch.autograd.Function):
@@ -150,30 +126,6 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         return gradient, *[None] * 8
-
-
-def _gradients(
-    g: torch.Tensor,
-    x: torch.Tensor,
-    mask: torch.Tensor | None,
-    u: torch.Tensor,
-    w: torch.Tensor | None,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    scaling: float,
-    keep: float,
-) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
-    """Those of x (unless w is None), A and B, from that of y, g [n, out]."""
-    t = g @ b
-    da = t.t() @ (x if mask is None else x * mask)
-    db = g.t() @ u
-    if w is None:
-        dx = None
-    elif mask is None:
-        dx = (g @ w).addmm_(t, a, alpha=scaling)
-    else:
-        dx = (g @ w).addcmul_(t @ a, mask, value=scaling / keep)
-    return dx, da.mul_(scaling / keep), db.mul_(scaling)
 
 
 class FusedLora(LoraLinear):

@@ -4,6 +4,7 @@ Neither way of loading (see loader.py) ever holds a whole model, or a whole tens
 """
 
 import re
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -204,33 +205,35 @@ def _to_floats(shard: torch.Tensor, shape: tuple[int, ...], key: str) -> Filling
 
 def account_for(model: PreTrainedModel, headers: dict[str, StoredTensor], folder: Path) -> dict[str, str]:
     """Parameter name -> name in the checkpoint, with every name on either side accounted for."""
-    aliases: dict[int, list[str]] = {}
+    aliases = defaultdict[int, list[str]](list)  # a tied weight may have either name
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if not is_adapter_weight(name):
-            aliases.setdefault(id(parameter), []).append(name)
+            aliases[id(parameter)].append(checkpoint_key(name))
     quantized = [module for module in model.modules() if isinstance(module, QuantizedLinear)]
     scales = {id(layer.scale) for layer in quantized}
     shapes = {id(parameter): tuple(parameter.shape) for parameter in model.parameters()}
     shapes |= {id(layer.weight): (layer.out_features, layer.in_features) for layer in quantized}
     stored_schemes = {id(layer.weight): layer.scheme for layer in quantized if layer.is_stored}
-    missing, reshaped, damaged, keys = [], [], list[str](), {}
+    missing, reshaped, damaged, keys = [], [], list[str](), dict[str, str]()
+    ties = model.all_tied_weights_keys
     for name, parameter in model.named_parameters():
         if is_adapter_weight(name) or id(parameter) in scales:
             continue
-        candidates = [checkpoint_key(alias) for alias in aliases[id(parameter)]]  # a tied weight may have either name
-        candidates += [model.all_tied_weights_keys[key] for key in candidates if key in model.all_tied_weights_keys]
+        shape, candidates = shapes[id(parameter)], aliases[id(parameter)]
+        candidates = candidates + [ties[candidate] for candidate in candidates if candidate in ties]
         key = next((candidate for candidate in candidates if candidate in headers), None)
         if key is None:
             missing.append(candidates[0])
-        elif (stored := stored_shape(key, headers, shapes[id(parameter)])) != shapes[id(parameter)]:
-            reshaped.append(f"{key} is {list(stored)}, config.json makes it {list(shapes[id(parameter)])}")
-        elif stored_form(key, headers) != "float" and not stored_schemes:
-            keys[name] = key
+            continue
+        if (stored := stored_shape(key, headers, shape)) != shape:
+            reshaped.append(f"{key} is {list(stored)}, config.json makes it {list(shape)}")
+            continue
+        keys[name] = key
+        if stored_form(key, headers) != "float" and not stored_schemes:
             damaged.append(f"{key} is quantized, but config.json has no quantization_config")
         else:
-            keys[name] = key
-            damaged += complaints(key, headers, shapes[id(parameter)], stored_schemes.get(id(parameter)))
-    known = {checkpoint_key(name) for names in aliases.values() for name in names}
+            damaged += complaints(key, headers, shape, stored_schemes.get(id(parameter)))
+    known = {name for names in aliases.values() for name in names}
     known |= {checkpoint_key(name) for name, _ in model.named_buffers()}
     known |= {part for key in keys.values() for part in parts_of(key, headers)}
     # Llama 2's checkpoints hold each layer's rotary frequencies, which are computed now; transformers skips them too.
@@ -238,19 +241,15 @@ def account_for(model: PreTrainedModel, headers: dict[str, StoredTensor], folder
     extra = [key for key in headers if key not in known and not any(re.search(pattern, key) for pattern in ignored)]
     problems = {"missing": missing, "not part of the model": extra, "wrong shape": reshaped, "quantization": damaged}
     if any(problems.values()):
-        raise UserError(_mismatch(folder, problems))
+        lines = [f"{title}: {_named(names)}" for title, names in problems.items() if names]
+        heading = f"{folder}: its weights are not those of the model its config.json describes."
+        raise UserError("\n".join([heading, *lines]))
     return keys
 
 
-def _mismatch(folder: Path, problems: dict[str, list[str]]) -> str:
-    lines = [f"{folder}: its weights are not those of the model its config.json describes."]
-    for title, names in problems.items():
-        if names:
-            shown = 1 if title == "quantization" else NAMED_AT_MOST  # these are sentences, the others are names
-            more = f", ... and {len(names) - shown} more" if len(names) > shown else ""
-            lines.append(f"{title}: {', '.join(names[:shown])}{more}")
-    lines.append("Copy or download the folder again, or mend config.json.")
-    return "\n".join(lines)
+def _named(names: list[str]) -> str:
+    more = f", ... and {len(names) - NAMED_AT_MOST} more" if len(names) > NAMED_AT_MOST else ""
+    return ", ".join(names[:NAMED_AT_MOST]) + more
 
 
 def _allocate(model: nn.Module, device: torch.device, storage_device: torch.device) -> None:
@@ -305,7 +304,7 @@ def _fill_buffers(model: PreTrainedModel, loader: Loader) -> None:
     if left:
         raise UserError(
             f"--model_name: models of model_type {model.config.model_type} are not supported: neither the checkpoint "
-            f"nor Transformers has values for these buffers:\n{', '.join(left[:NAMED_AT_MOST])}"
+            f"nor Transformers has values for these buffers:\n{_named(left)}"
         )
 
 

@@ -25,8 +25,6 @@ from transformers.modeling_utils import PreTrainedModel
 from llama_ft.errors import UserError
 from llama_ft.models.skeleton import function_beside
 from llama_ft.models.torch_2_11 import shared_heads
-from llama_ft.planning import planned_device
-from llama_ft.runtime import cpu_kernels
 from llama_ft.runtime.devices import sent
 
 ATEN = torch.ops.aten
@@ -84,7 +82,7 @@ def _rotary_row_by_row(
 ) -> tuple[torch.Tensor, ...]:
     """Cosine and sine [1, tokens, head_dim] with the factors of each row's own length: longrope has others beyond the
     original length, and takes those of the longest row for all."""
-    if planned_device() or len(position_ids) > 1:  # fake positions cannot be read; and padded rows, as in transformers
+    if len(position_ids) > 1:  # padded rows, as in transformers
         return rotary(x, position_ids, *args, **kw)
     begins = (position_ids[0] == 0).nonzero().squeeze(1)[1:].tolist()
     parts = [rotary(x, row, *args, **kw) for row in position_ids.tensor_split(begins, dim=1)]
@@ -189,31 +187,30 @@ def _kernel_takes(query: torch.Tensor, value: torch.Tensor, arguments: dict[str,
         query.is_cuda
         and torch.cuda.get_device_capability(query.device) >= FIRST_KERNEL_CAPABILITY
         and query.dtype in (torch.bfloat16, torch.float16)
-        and query.shape[-1] == value.shape[-1] <= LARGEST_KERNEL_HEAD
+        and query.shape[-1] <= LARGEST_KERNEL_HEAD
         and query.shape[-1] % 8 == 0  # sdpa pads other heads itself
-        and not arguments.get("dropout")
-        and all(arguments.get(name) is None for name in ("softcap", "s_aux", "position_bias"))
+        and _is_plain(query, value, arguments)
     )
 
 
 def _cpu_kernel_takes(query: torch.Tensor, value: torch.Tensor, arguments: dict[str, Any]) -> bool:
     """Whether torch's flash attention for CPUs computes this: one sequence, nothing but scale and window."""
-    return (
-        query.device.type == "cpu"
-        and len(query) == 1
-        and planned_device() != "cuda"
-        and query.shape[-1] == value.shape[-1]
-        and not arguments.get("dropout")
-        and all(arguments.get(name) is None for name in ("softcap", "s_aux", "position_bias"))
-    )
+    return query.device.type == "cpu" and len(query) == 1 and _is_plain(query, value, arguments)
+
+
+def _is_plain(query: torch.Tensor, value: torch.Tensor, arguments: dict[str, Any]) -> bool:
+    extras = [
+        arguments.get("dropout") or None,
+        *(arguments.get(name) for name in ("softcap", "s_aux", "position_bias")),
+    ]
+    return query.shape[-1] == value.shape[-1] and all(extra is None for extra in extras)
 
 
 class _CpuAttention(torch.autograd.Function):
     """Causal attention within each row of a sequence: [1, heads, tokens, head_dim] in and out.
 
     Autograd's own way through slices makes a gradient of the whole sequence for every row of it, mostly zeros, and adds
-    them up. Here each row's gradient is written to its place. Heads that share keys and values do so in the kernel. On
-    CPUs without 16-bit products of their own the kernel is given a row in fp32 (see runtime.cpu_kernels).
+    them up. Here each row's gradient is written to its place. Heads that share keys and values do so in the kernel.
     """
 
     @staticmethod
@@ -229,7 +226,7 @@ class _CpuAttention(torch.autograd.Function):
         ctx.lengths, ctx.scale, ctx.window = lengths, scale, window
         output, sums = torch.empty_like(query), []
         for rows in _rows_at(lengths):
-            parts = [_widened(_rows_of(whole, rows)) for whole in (query, key, value)]
+            parts = [_rows_of(whole, rows) for whole in (query, key, value)]
             mask = _window_mask(rows[1], window, parts[0])
             row, log_sums = ATEN._scaled_dot_product_flash_attention_for_cpu(
                 *parts, 0.0, mask is None, attn_mask=mask, scale=scale
@@ -244,9 +241,9 @@ class _CpuAttention(torch.autograd.Function):
         query, key, value, output, *sums = ctx.saved_tensors
         gradients = [torch.empty_like(whole) for whole in (query, key, value)]
         for rows, log_sums in zip(_rows_at(ctx.lengths), sums, strict=True):
-            parts = [_widened(_rows_of(whole, rows)) for whole in (gradient, query, key, value, output)]
+            parts = [_rows_of(whole, rows) for whole in (gradient, query, key, value, output)]
             length = rows[1]
-            if parts[0].dtype in cpu_kernels.NARROW and (more := -length % KERNEL_ROWS):
+            if parts[0].itemsize == 2 and (more := -length % KERNEL_ROWS):
                 parts = [functional.pad(part, (0, 0, 0, more)) for part in parts]
                 log_sums = functional.pad(log_sums, (0, more))
             mask = _window_mask(length, ctx.window, parts[0])
@@ -272,10 +269,6 @@ def _rows_of(whole: torch.Tensor, rows: tuple[int, int, int]) -> torch.Tensor:
     """[1, heads, tokens, width] -> a view of some rows [rows, heads, length, width]."""
     start, length, count = rows
     return whole[0, :, start : start + length * count].unflatten(1, (count, length)).transpose(0, 1)
-
-
-def _widened(rows: torch.Tensor) -> torch.Tensor:
-    return rows.float() if cpu_kernels.is_installed() and rows.dtype in cpu_kernels.NARROW else rows
 
 
 def _window_mask(length: int, window: int | None, query: torch.Tensor) -> torch.Tensor | None:

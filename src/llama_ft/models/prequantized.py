@@ -63,12 +63,10 @@ def complaints(
         scales = headers[_beside(key, "SCB")].shape
         return [] if scales == shape[:1] else [f"{_beside(key, 'SCB')} is {list(scales)}, expected {list(shape[:1])}"]
     if form == "4bit":
-        needed = ["absmax", "quant_map"]
+        needed = ["absmax", "quant_map", "quant_state"]
         if headers[f"{key}.absmax"].dtype == torch.uint8:
             needed += ["nested_absmax", "nested_quant_map"]
-        missing = [f"{key}.{part} is missing" for part in needed if part not in present]
-        if not any(name.startswith("quant_state.") for name in present):
-            missing.append(f"{key}.quant_state is missing")
+        missing = [f"{key}.{part} is missing" for part in needed if not any(name.startswith(part) for name in present)]
         blocks = [-(-shape[0] * shape[1] // 64)]
         wrong = isinstance(scheme, FourBit) and list(present["absmax"]) != blocks
         return [*missing, *([f"{key}.absmax is {list(present['absmax'])}, expected {blocks}"] if wrong else [])]

@@ -19,15 +19,11 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from llama_ft.models.wide import is_wide, wide_product
-from llama_ft.planning import planned_device
-
 OPS = torch.ops.bitsandbytes
 
 
 def _on_cuda(tensor: torch.Tensor) -> bool:
-    """Whether it is there, or stands for one that is."""
-    return tensor.is_cuda or planned_device() == "cuda"
+    return tensor.is_cuda  # a plan of a GPU made on a CPU replaces this
 
 
 @dataclass(frozen=True)
@@ -164,8 +160,6 @@ def frozen_product(inputs: torch.Tensor, weight: torch.Tensor, scale: torch.Tens
     """inputs [..., in] x a quantized weight -> [..., out]."""
     if inputs.numel() == 0:  # an expert without tokens; the CUDA kernels refuse it
         return inputs.new_empty(*inputs.shape[:-1], weight.shape[0])
-    if is_wide(inputs, weight.numel() * scheme.weights_per_byte):
-        return wide_product(inputs, scheme.dequantize(weight, scale, torch.float32).t())
     return scheme.matmul(inputs, weight, scale)
 
 
@@ -173,8 +167,6 @@ def frozen_product_backward(
     gradient: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, scheme: Scheme
 ) -> torch.Tensor:
     """The gradient [..., out] of its output -> that of its inputs [..., in]."""
-    if is_wide(gradient, weight.numel() * scheme.weights_per_byte):
-        return wide_product(gradient, scheme.dequantize(weight, scale, torch.float32))
     return gradient @ scheme.dequantize(weight, scale, gradient.dtype)
 
 

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Pretra
 from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.config import ModelConfig
-from llama_ft.errors import UserError
+from llama_ft.errors import UserError, reason
 from llama_ft.models.conversion import note_conversions
 from llama_ft.models.token_rows import NewTokens, note_growth
 from llama_ft.runtime.console import log
@@ -38,7 +38,7 @@ def load_tokenizer(folder: Path, trust_remote_code: bool) -> PreTrainedTokenizer
         if (folder / "config.json").exists():
             load_model_config(folder, trust_remote_code)  # which AutoTokenizer reads too: if that is wrong, it says so
         raise UserError(
-            f"{folder}: no usable tokenizer here ({_first_line(error)}).\n--tokenizer_name names another folder or hub "
+            f"{folder}: no usable tokenizer here ({reason(error)}).\n--tokenizer_name names another folder or hub "
             "model to take it from."
         ) from error
 
@@ -50,10 +50,9 @@ def load_model_config(folder: Path, trust_remote_code: bool) -> PretrainedConfig
         UserError: it is missing, malformed or of an unknown architecture.
     """
     try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:  # as above
-        raise UserError(f"{folder}: its config.json cannot be used ({_first_line(error)}).") from error
-    return config
+        raise UserError(f"{folder}: its config.json cannot be used ({reason(error)}).") from error
 
 
 def build_skeleton(config: PretrainedConfig, model: ModelConfig, new: NewTokens | None = None) -> PreTrainedModel:
@@ -80,16 +79,17 @@ def build_skeleton(config: PretrainedConfig, model: ModelConfig, new: NewTokens 
                 trust_remote_code=model.trust_remote_code,
             )
     except Exception as error:  # as above: KeyError of a name it does not know, RuntimeError of a negative size
-        if "Unrecognized configuration class" in str(error):
-            raise UserError(
-                f"--model_name {model.model_name}: transformers has no causal language model of model_type "
-                f"{config.model_type} ({type(config).__name__}).\nUse a model made to generate text."
-            ) from error
         raise UserError(
-            f"--model_name {model.model_name}: transformers cannot build this model ({type(error).__name__}: "
-            f"{_first_line(error)})."
+            f"--model_name {model.model_name}: transformers cannot build a causal language model of model_type "
+            f"{config.model_type} ({type(error).__name__}: {reason(error)})."
         ) from error
-    _check_sees_no_future(skeleton, model.model_name)
+    # transformers builds BERT and its kin as language models with a warning; their training loss then falls to zero,
+    # because each token has seen the next one.
+    if not (getattr(config, "is_decoder", True) or any(getattr(m, "is_causal", False) for m in skeleton.modules())):
+        raise UserError(
+            f"--model_name {model.model_name}: {type(skeleton).__name__} is an encoder: each token sees the ones after "
+            "it, so there is nothing to predict.\nUse a causal language model, one made to generate text."
+        )
     skeleton.tie_weights()
     note_conversions(skeleton)
     if new is not None and new.rows > new.stored_rows:
@@ -97,29 +97,15 @@ def build_skeleton(config: PretrainedConfig, model: ModelConfig, new: NewTokens 
     return skeleton
 
 
-def _check_sees_no_future(skeleton: PreTrainedModel, name: str) -> None:
-    """transformers builds BERT and its kin as language models with a warning; their training loss then falls to zero,
-    because each token has seen the next one."""
-    is_causal = any(getattr(module, "is_causal", False) for module in skeleton.modules())
-    if getattr(skeleton.config, "is_decoder", True) or is_causal:
-        return
-    raise UserError(
-        f"--model_name {name}: {type(skeleton).__name__} is an encoder here (is_decoder is false in its config.json): "
-        "each token sees the\nones after it, so there is nothing to predict. Use a causal language model, one made to "
-        "generate text."
-    )
-
-
 def _check_is_text_only(config: PretrainedConfig, name: str) -> None:
     """AutoModelForCausalLM builds the whole model for some of these (gemma3) and only its decoder for others (qwen3_5),
     whose export would lack the vision tower. Phi-4-multimodal has no text_config."""
     has_tower = any(key.startswith(("vision", "audio")) for key in config.sub_configs)
-    if config.get_text_config() is config and not has_tower:
-        return
-    raise UserError(
-        f"--model_name {name}: models of model_type {config.model_type} also take images or sound; only text models "
-        "are supported.\nUse a text-only model of this family, if it has one."
-    )
+    if has_tower or config.get_text_config() is not config:
+        raise UserError(
+            f"--model_name {name}: models of model_type {config.model_type} also take images or sound; only text "
+            "models are supported."
+        )
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
@@ -211,8 +197,3 @@ def resolve_context_length(asked: int | None, config: PretrainedConfig) -> int:
     if longest is not None and asked > longest:
         raise UserError(f"--context_length {asked}: this model has {longest} positions; use {longest} or less.")
     return asked
-
-
-def _first_line(error: Exception) -> str:
-    first, *rest = (str(error).strip() or type(error).__name__).splitlines()
-    return f"{first} {rest[0].strip()}" if rest and first.endswith(":") else first

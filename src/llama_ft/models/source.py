@@ -1,8 +1,6 @@
 """Reading a Hugging Face folder's weights a few rows at a time."""
 
 import json
-import pickle
-import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,13 +12,10 @@ import xxhash
 from safetensors import safe_open
 
 from llama_ft.config.data_names import NOT_REGULAR
-from llama_ft.config.wording import size_text
+from llama_ft.config.paths import TO_SAFETENSORS
 from llama_ft.errors import UserError
-from llama_ft.planning import planned_device
-from llama_ft.runtime.console import log
 
 INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
-BIN_INDEX_FILE, BIN_FILE = "pytorch_model.bin.index.json", "pytorch_model.bin"
 SAMPLES, SAMPLE_BYTES = 64, 2**14  # of each file, for its fingerprint: one in about 80 MiB of a file of 5 GB
 INCIDENTAL = ("_name_or_path", "transformers_version", "torch_dtype", "dtype")  # in config.json
 BLOCK_ELEMENTS = 2**20  # of a tensor that is exported, at once: temporaries in fp32 are of 4 MiB
@@ -86,70 +81,23 @@ class SafetensorsSource:
         self.tensors: dict[str, StoredTensor] = {}
         self.metadata: dict[str, str] = {}
         self._handles: dict[Path, Any] = {}
-        if planned_device() is not None:
-            self.tensors = {name: header for file in files for name, header in read_headers(file).items()}
-            return
         for file in files:
-            with _told(file):
+            with told_as_damage(file):
                 handle = self._handles[file] = safe_open(file, framework="pt")
             self.metadata |= handle.metadata() or {}
             for name in handle.keys():
                 header = handle.get_slice(name)
-                self.tensors[name] = _stored(file, name, tuple(header.get_shape()), header.get_dtype())
+                self.tensors[name] = stored_tensor(file, name, tuple(header.get_shape()), header.get_dtype())
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Rows [start, stop) of dimension 0 in the file's dtype; only they are read."""
-        if planned_device() is not None:
-            return _mapped((stop - start, *self.tensors[name].shape[1:]), self.tensors[name].dtype)
         rows: torch.Tensor = self._handles[self.tensors[name].file].get_slice(name)[start:stop]
         return rows
 
     def read(self, name: str) -> torch.Tensor:
         """A whole tensor in the file's dtype."""
-        if planned_device() is not None:
-            return _mapped(self.tensors[name].shape, self.tensors[name].dtype)
         tensor: torch.Tensor = self._handles[self.tensors[name].file].get_tensor(name)
         return tensor
-
-
-class BinSource:
-    """Tensors of .bin files by name, read without running any code that such a file may hold.
-
-    Files of PyTorch 1.6 and later are memory-mapped like safetensors. Older ones cannot be: they are copied whole into
-    the memory of every rank that reads, which a warning says.
-
-    Args:
-        files: the files; a name must not occur in two of them.
-
-    Raises:
-        UserError: a file is missing, damaged, or holds anything but tensors.
-    """
-
-    def __init__(self, files: list[Path]) -> None:
-        self.tensors: dict[str, StoredTensor] = {}
-        self._values: dict[str, torch.Tensor] = {}
-        copied = [file for file in files if file.exists() and not zipfile.is_zipfile(file)]
-        if copied:
-            size = size_text(sum(file.stat().st_size for file in copied))
-            log.warning(
-                f"{copied[0].parent}: .bin files from before PyTorch 1.6 cannot be read in parts: a full copy "
-                f"({size}) in the memory of each rank\nthat reads, which with --low_cpu_fsdp is one. Saving "
-                "the model once with save_pretrained makes safetensors of it."
-            )
-        for file in files:
-            for name, value in _load_bin(file, mmap=file not in copied).items():
-                if not isinstance(value, torch.Tensor):
-                    raise UserError(f"{file}: {name} is a {type(value).__name__}, not a tensor: no model's weights.")
-                self._values[name] = value.detach()
-                self.tensors[name] = StoredTensor(file, tuple(value.shape), value.dtype)
-
-    def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Rows [start, stop) of dimension 0 in the stored dtype."""
-        return self._values[name][start:stop]
-
-    def read(self, name: str) -> torch.Tensor:
-        """A whole tensor in the stored dtype."""
-        return self._values[name]
 
 
 class OverlaidSource:
@@ -168,46 +116,28 @@ class OverlaidSource:
         return (self._over if name in self._over.tensors else self._under).read(name)
 
 
-def read_headers(file: Path) -> dict[str, StoredTensor]:
-    """The tensors that a safetensors file's header promises; nothing else of it has to be there.
+def stored_tensor(file: Path, name: str, shape: tuple[int, ...], dtype: str) -> StoredTensor:
+    """What a safetensors header says of a tensor.
 
-    Source: https://huggingface.co/docs/safetensors
+    Raises:
+        UserError: a dtype that torch does not know.
     """
-    with _told(file), open(file, "rb") as opened:
-        size = int.from_bytes(opened.read(8), "little")
-        header = json.loads(opened.read(size))
-        header.pop("__metadata__", None)
-        found = {name: (tuple(it["shape"]), it["dtype"]) for name, it in header.items()}
-    return {name: _stored(file, name, *what) for name, what in found.items()}
-
-
-def _stored(file: Path, name: str, shape: tuple[int, ...], dtype: str) -> StoredTensor:
     if dtype not in DTYPES:
-        raise UserError(
-            f"{file}: {name} is stored as {dtype}, which is not read here.\nUse the model in bf16, fp16 or fp32."
-        )
+        raise UserError(f"{file}: {name} is stored as {dtype}, which is not read here.")
     return StoredTensor(file, shape, DTYPES[dtype])
 
 
-def _mapped(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """A (fake) tensor in memory that is a file's, and not allocated."""
-    return torch.empty((), dtype=dtype).expand(shape)
-
-
 def open_weights(folder: Path) -> WeightSource:
-    """The weights of a model folder as they are stored: safetensors where there are any, else .bin files.
+    """The weights of a model folder as they are stored.
 
     Raises:
-        UserError: the folder holds neither, or its index names files that are not there, or one cannot be read.
+        UserError: the folder holds no safetensors, or its index names files that are not there, or one cannot be read.
     """
-    if files := weight_files(folder, INDEX_FILE, SINGLE_FILE):
+    if files := weight_files(folder):
         return SafetensorsSource(files)
-    if files := weight_files(folder, BIN_INDEX_FILE, BIN_FILE):
-        return BinSource(files)
     raise UserError(
-        f"{folder}: no weights here; expected {SINGLE_FILE} or {BIN_FILE}, or {INDEX_FILE} and the files it names.\n"
-        "Weights in another form (.pth, .gguf) are converted by loading them with transformers and calling "
-        "save_pretrained."
+        f"{folder}: no weights here; expected {SINGLE_FILE}, or {INDEX_FILE} and the files it names.\n"
+        f"Weights in another form (.bin, .pth, .gguf): {TO_SAFETENSORS}"
     )
 
 
@@ -217,7 +147,7 @@ def fingerprint(folder: Path) -> str:
     settings = json.loads((folder / "config.json").read_text())
     lasting = {name: value for name, value in settings.items() if name not in INCIDENTAL}
     digest = xxhash.xxh3_128(json.dumps(lasting, sort_keys=True).encode())
-    for file in weight_files(folder, INDEX_FILE, SINGLE_FILE) or weight_files(folder, BIN_INDEX_FILE, BIN_FILE):
+    for file in weight_files(folder):
         if not file.exists():
             continue  # whoever loads it will say so
         size = file.stat().st_size
@@ -240,14 +170,14 @@ def blocks(source: WeightSource, name: str) -> Iterator[torch.Tensor]:
         yield source.read_rows(name, start, min(start + size, shape[0]))
 
 
-def weight_files(folder: Path, index_name: str, single_name: str) -> list[Path]:
-    """The files an index names or the single one; none where there is neither. Symbolic links are followed: the hub's
+def weight_files(folder: Path) -> list[Path]:
+    """The files an index names or the single one; none if there is neither. Symbolic links are followed: the hub's
     cache consists of them.
 
     Raises:
         UserError: the index is malformed or names files outside of the folder, or one of the files is no regular file.
     """
-    index, single = folder / index_name, folder / single_name
+    index, single = folder / INDEX_FILE, folder / SINGLE_FILE
     if not index.exists():
         return [_regular(single)] if single.exists() else []
     try:
@@ -268,31 +198,12 @@ def _regular(file: Path) -> Path:
 
 
 @contextmanager
-def _told(file: Path) -> Iterator[None]:
+def told_as_damage(file: Path) -> Iterator[None]:
     """Have what goes wrong with a safetensors file told as the user's mistake."""
     try:
         yield
-    except FileNotFoundError as error:
-        raise UserError(f"{file}: no such file, but {INDEX_FILE} beside it names it.") from error
     except Exception as error:  # the header may be anything: no JSON, a list, or longer than memory
         raise UserError(
-            f"{file}: cannot be read as safetensors ({str(error) or type(error).__name__}).\nThe file is truncated or "
-            "damaged: copy or download it again."
+            f"{file}: cannot be read as safetensors ({str(error) or type(error).__name__}).\nThe file is missing, "
+            "truncated or damaged: copy or download it again."
         ) from error
-
-
-def _load_bin(file: Path, mmap: bool) -> dict[str, object]:
-    try:
-        weights = torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
-    except FileNotFoundError as error:
-        raise UserError(f"{file}: no such file, but the index beside it names it.") from error
-    except pickle.UnpicklingError as error:
-        raise UserError(
-            f"{file}: holds more than tensors, or is damaged, and is not read here: such a file can run any code.\n"
-            "Use the model in safetensors."
-        ) from error
-    except (RuntimeError, EOFError, OSError) as error:
-        raise UserError(f"{file}: cannot be read ({error}).\nCopy or download it again.") from error
-    if not isinstance(weights, dict):
-        raise UserError(f"{file}: holds a {type(weights).__name__}, not a model's weights by name.")
-    return weights

@@ -136,16 +136,12 @@ def use_token_rows(model: nn.Module) -> None:
     """
     for name, layer in model.named_modules():
         if type(layer) is TrainableTokensLayer:
-            head = name.removesuffix(".token_adapter")
+            head, problem = name.removesuffix(".token_adapter"), ""
             if isinstance(layer.base_layer, QuantizedLinear):
-                raise UserError(
-                    f"--resize_embeddings: {head} is quantized in this checkpoint, and has no room for new tokens.\n"
-                    "Use the original model."
-                )
-            if getattr(layer.base_layer, "bias", None) is not None:
-                raise UserError(
-                    f"--resize_embeddings: {head} has a bias, which peft drops where it trains single rows.\n"
-                    f"--modules_to_save {head.rsplit('.', 1)[-1]} trains all of it instead."
-                )
+                problem = "is quantized in this checkpoint. Use the original model"
+            elif getattr(layer.base_layer, "bias", None) is not None:
+                problem = f"has a bias, which peft drops; --modules_to_save {head.rsplit('.', 1)[-1]} trains all of it"
+            if problem:
+                raise UserError(f"--resize_embeddings: {head} {problem}.")
             layer.trainable_tokens_original.clear()  # for unmerging, which is not done here
             layer.__class__ = TokenRows

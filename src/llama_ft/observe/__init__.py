@@ -2,14 +2,12 @@
 first ones together; nothing here calls back into training."""
 
 from llama_ft.observe.facts import RunFacts, environment
-from llama_ft.observe.memory import memory_metrics, memory_use, reset_peaks
+from llama_ft.observe.memory import SNAPSHOT_STEPS, PhasePeaks, memory_metrics, memory_use, reset_peaks, write_snapshot
 from llama_ft.observe.metrics import Metrics, MetricsLog
 from llama_ft.observe.mlflow_tracker import MlflowTracker
-from llama_ft.observe.peaks import PhasePeaks
 from llama_ft.observe.progress import Progress
 from llama_ft.observe.runlog import RunLog
-from llama_ft.observe.snapshot import SNAPSHOT_STEPS, write_snapshot
-from llama_ft.observe.speed import SpeedWatch, make_profiler_dir
+from llama_ft.observe.speed import SpeedWatch
 from llama_ft.observe.trackers import Result, TensorboardTracker, Tracker, check_trackers, start_trackers
 from llama_ft.observe.wandb_tracker import WandbTracker
 from llama_ft.observe.watch import MemoryWatch
@@ -31,7 +29,6 @@ __all__ = [
     "WandbTracker",
     "check_trackers",
     "environment",
-    "make_profiler_dir",
     "memory_metrics",
     "memory_use",
     "reset_peaks",

@@ -7,11 +7,12 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 import torch
 
 from llama_ft.masking import mask_secrets
+from llama_ft.replace_text import replace_text
 from llama_ft.runtime.console import log
 
 FACTS_FILE = "facts.json"
@@ -42,17 +43,15 @@ class RunFacts:
     def add(self, **facts: Any) -> None:
         """Merge `facts`, plain values, into the file: dicts key by key, anything else in place of what was there.
 
-        A file that cannot be written is told and does not end the run.
+        A file that cannot be written is a warning.
         """
         if not self._enabled:
             return
         _merge(self._facts, masked(facts))
-        aside = self.path.with_suffix(".json.tmp")
         try:
-            aside.write_text(json.dumps(self._facts, default=str) + "\n")  # ASCII: an answer may hold half a character
-            os.replace(aside, self.path)
+            # ASCII: an answer may hold half a character.
+            replace_text(self.path, json.dumps(self._facts, default=str) + "\n")
         except OSError as error:
-            aside.unlink(missing_ok=True)
             log.warning(f"{self.path} could not be written, and report.html will lack what is in it: {error.strerror}")
 
     def add_sample(self, when: str, sample: dict[str, str] | None) -> None:
@@ -104,15 +103,9 @@ def environment(versions: dict[str, str], layout: str) -> dict[str, str]:
     return found
 
 
-class GitState(TypedDict):
-    """Which code runs: the commit that is checked out, and whether tracked files differ from it."""
-
-    commit: str
-    dirty: bool
-
-
-def git_state() -> GitState | None:
-    """The state of the checkout that the script lies in, else of this package's; None where neither is in one.
+def git_state() -> dict[str, Any] | None:
+    """`commit` of the checkout that the script lies in, else of this package, and whether tracked files differ from it
+    (`dirty`); None where neither is in one.
 
     Nothing of what git knows beside these two, such as remotes, is asked for.
     """

@@ -9,11 +9,6 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 from llama_ft.observe.flops import Flops
 
 SHARES_SHOWN = 0.001
-# Counted and not in the formula.
-DIFFERENCES = (
-    "Counted are also what is recomputed, the pairs of tokens that fused attention masks, and the scores that its "
-    "backward pass computes again."
-)
 
 
 def counter() -> FlopCounterMode:
@@ -21,29 +16,26 @@ def counter() -> FlopCounterMode:
     import bitsandbytes  # noqa: F401  # registers torch.ops.bitsandbytes
 
     aten, quantized = torch.ops.aten, torch.ops.bitsandbytes
+    attention = aten._scaled_dot_product_flash_attention_for_cpu
+    backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
     mapping: dict[Any, Any] = {
-        aten._scaled_dot_product_flash_attention_for_cpu: _of_attention,
-        aten._scaled_dot_product_flash_attention_for_cpu_backward: _of_attention_backward,
-        aten.addmm_: _of_product,
-        aten._grouped_mm: _of_experts,
+        attention: lambda query, key, value, *_, **__: sdpa_flop_count(query, key, value),
+        backward: lambda gradient, query, key, value, *_, **__: sdpa_backward_flop_count(gradient, query, key, value),
+        aten.addmm_: lambda added, a, b, **_: 2 * prod(a) * b[-1],
+        # Rows sorted by expert [rows, k] x weights [experts, k, n]; for the weights' gradient [k, rows] x [rows, n].
+        aten._grouped_mm: lambda a, b, *_, **__: 2 * prod(a) * b[-1],
         quantized.gemm_4bit: _of_output,
         quantized.int8_scaled_mm: _of_output,
         quantized.int8_mixed_scaled_mm: _of_output,
     }
     if hasattr(torch.ops.transformers, "grouped_mm_fallback"):
-        mapping[torch.ops.transformers.grouped_mm_fallback] = _of_experts
-        mapping[torch.ops.transformers.grouped_mm_fallback_backward] = _of_experts_backward
+        mapping[torch.ops.transformers.grouped_mm_fallback] = mapping[aten._grouped_mm]
+        mapping[torch.ops.transformers.grouped_mm_fallback_backward] = lambda a, b, *_, **__: 4 * prod(a) * b[-1]
     return FlopCounterMode(display=False, custom_mapping=mapping)
 
 
 def describe(counted: FlopCounterMode, formula: Flops, step: int) -> str:
-    """A table for people.
-
-    Args:
-        counted: after the step.
-        formula: of the same rows.
-        step: which it was.
-    """
+    """A table of what was counted in a step, beside what the formula has for the same rows."""
     by_operator = counted.get_flop_counts().get("Global", {})
     total, expected = sum(by_operator.values()), sum(formula)
     lines = [
@@ -53,36 +45,13 @@ def describe(counted: FlopCounterMode, formula: Flops, step: int) -> str:
     for operator, flops in sorted(by_operator.items(), key=lambda item: -item[1]):
         if flops > SHARES_SHOWN * total:
             lines.append(f"  {operator!s:<58} {flops_text(flops):>12} {flops / total:>7.1%}")
-    return "\n".join([*lines, f"  {DIFFERENCES}"])
+    return "\n".join(lines)
 
 
 def flops_text(flops: float) -> str:
     """12.3 GFLOP."""
     power = max(0, min(5, (len(f"{flops:.0f}") - 1) // 3))
     return f"{flops / 1000**power:.3g} {['', 'k', 'M', 'G', 'T', 'P'][power]}FLOP"
-
-
-def _of_attention(query: torch.Size, key: torch.Size, value: torch.Size, *_: Any, **__: Any) -> int:
-    return int(sdpa_flop_count(query, key, value))
-
-
-def _of_attention_backward(
-    gradient: torch.Size, query: torch.Size, key: torch.Size, value: torch.Size, *_: Any, **__: Any
-) -> int:
-    return int(sdpa_backward_flop_count(gradient, query, key, value))
-
-
-def _of_product(added: torch.Size, a: torch.Size, b: torch.Size, *_: Any, **__: Any) -> int:
-    return 2 * prod(a) * b[-1]
-
-
-def _of_experts(a: torch.Size, b: torch.Size, *_: Any, **__: Any) -> int:
-    """Rows sorted by expert [rows, k] x weights [experts, k, n]; for the weights' gradient [k, rows] x [rows, n]."""
-    return 2 * prod(a) * b[-1]
-
-
-def _of_experts_backward(a: torch.Size, b: torch.Size, *_: Any, **__: Any) -> int:
-    return 4 * prod(a) * b[-1]
 
 
 def _of_output(a: torch.Size, *_: Any, out_shape: Any, **__: Any) -> int:

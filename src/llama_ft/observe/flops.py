@@ -1,25 +1,22 @@
-"""Model FLOPs: what a step's mathematics needs at least, whatever a run computes beside it; and how fast matrix
-products are here.
+"""Model FLOPs: what a step's mathematics needs at least, whatever a run computes beside it; and how many FLOPs a device
+can compute, measured and as published.
 
 FLOPs of a token, counting a multiplication and an addition as two:
 
 - Each weight of a matrix product costs 2 forward, 2 for its gradient where it is trained, and 2 for the gradient of its
-  input where something below is trained. In full tuning that is 6 N, beside frozen weights 4 N and 6 for each weight of
-  an adapter, below the first trained layer 2 N. N has no embeddings, no norms and no biases. The
-  output head counts where there is a label: the loss needs it nowhere else. Of experts N has those that a token is sent
-  to.
-- Attention costs 2 x heads x (key width + value width) forward for each pair of tokens that see each other, which is
-  4 x heads x head_dim, and twice that backward. A row of n tokens has n (n + 1) / 2 such pairs, fewer with a sliding
-  window; packed rows have their own. (The usual 12 x layers x heads x head_dim x n a token counts pairs that causal
-  attention does not compute: twice as many.)
+  input where something below is trained: 6 N in full tuning, 4 N beside frozen weights. N has no embeddings, norms and
+  biases, of experts those that a token is sent to, and the output head where there is a label.
+- Attention costs 2 x heads x (key width + value width) forward for each pair of tokens that see each other, and twice
+  that backward. A row of n tokens has n (n + 1) / 2 such pairs, fewer with a sliding window; packed rows have their
+  own. (The usual 12 x layers x heads x head_dim x n a token also counts the pairs that the causal mask takes away.)
 
-What activation checkpointing computes again is not counted (model FLOPs, MFU; not hardware FLOPs), nor what the
-backward pass of fused attention does. Whether something below is trained is asked layer by layer: in the first one with
-adapters, the projections whose input needs no gradient after all are counted as if it did.
+What activation checkpointing computes again is not counted (model FLOPs, not hardware FLOPs). Whether something below
+is trained is asked layer by layer.
 
 Source: Kaplan et al. 2020, arXiv:2001.08361, section 2.1; Chowdhery et al. 2022 (PaLM), arXiv:2204.02311, appendix B.
 """
 
+import re
 import time
 from collections import Counter
 from collections.abc import Iterable
@@ -36,6 +33,13 @@ SECONDS_MEASURED = 0.1
 # Of the product that is measured: from here on more tokens or rows of weights hardly change the rate.
 MOST_TOKENS = {"cpu": 512, "cuda": 8192}
 MOST_WEIGHTS = {"cpu": 2**22, "cuda": 2**26}
+# TFLOP/s of dense 16-bit products with sums in 32 bits, from the vendors' data sheets, by a word of torch's name of the
+# GPU; the first that fits.
+PUBLISHED_PEAKS = {
+    "B200": 2250, "H200 NVL|H100 NVL": 835, "G?H200": 989, "H100 PCIe": 756, "H100": 989, "A100": 312, "A10G": 70,
+    "A10": 125, "A40": 150, "L40S": 362, "L40": 181, "L4": 121, "RTX A6000": 155, "RTX 6000 Ada": 364, "RTX 5090": 210,
+    "RTX 4090": 165, "RTX 3090": 71, "V100": 125, "T4": 65, "MI300X": 1307, "MI250X": 383,
+}  # fmt: skip
 
 
 class Flops(NamedTuple):
@@ -53,14 +57,13 @@ class FlopFormula:
         per_token: of matrix products with weights, the output head's included.
         per_target: the output head's part of that.
         per_pair: window (None: no limit) -> of attention, over all layers with that window.
-        weights: N, of which `trained`.
+        weights: N.
         product: rows and columns of the largest weight matrix of a layer.
     """
 
     per_token: float
     per_pair: dict[int | None, float]
     weights: int
-    trained: int
     product: tuple[int, int]
     per_target: float = 0.0
 
@@ -96,7 +99,7 @@ def flop_formula(model: PreTrainedModel) -> FlopFormula:
 
     config = model.config.get_text_config()
     configs = list(config.per_layer_config) if config.is_heterogeneous else [config] * max(1, len(layers))
-    per_token, per_target, weights, of_trained, product = 0.0, 0.0, 0.0, 0.0, (1, 1)
+    per_token, per_target, weights, product = 0.0, 0.0, 0.0, (1, 1)
     for name, parameter in model.named_parameters():
         key = id(parameter)
         if parameter.ndim < 2 or name.endswith("bias") or ".original_module." in name:
@@ -115,14 +118,13 @@ def flop_formula(model: PreTrainedModel) -> FlopFormula:
         per_token += flops
         per_target += flops * (key in of_head)
         weights += active
-        of_trained += active * (key in trained)
 
     per_pair = Counter[int | None]()
     for number in range(len(layers)):
         window = _window(configs[number], number)
         if window != 0:
             per_pair[window] += _attention_flops(configs[number]) * (3 if number >= first else 1)
-    return FlopFormula(per_token, dict(per_pair), round(weights), round(of_trained), product, per_target)
+    return FlopFormula(per_token, dict(per_pair), round(weights), product, per_target)
 
 
 def _experts(config: PretrainedConfig) -> tuple[int, int]:
@@ -150,6 +152,14 @@ def _window(config: PretrainedConfig, layer: int) -> int | None:
     limits = {"full_attention": None, "sliding_attention": window}
     limits["chunked_attention"] = getattr(config, "attention_chunk_size", None)
     return limits.get(kinds[layer], 0)
+
+
+def published_peak(dtype: torch.dtype, device: torch.device) -> float:
+    """FLOP/s of a GPU by its data sheet; 0 where that is not known here, for CPUs, and for products in 32 bits."""
+    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
+        return 0.0
+    name = torch.cuda.get_device_name(device)
+    return next((peak * 1e12 for words, peak in PUBLISHED_PEAKS.items() if re.search(rf"\b({words})\b", name)), 0.0)
 
 
 def product_rate(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> float:

@@ -2,8 +2,9 @@
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 Metrics = Mapping[str, float | Sequence[float]]  # a sequence has one value per rank
 
@@ -36,15 +37,9 @@ class MetricsLog:
 
     def write(self, record: Metrics) -> None:
         """Append `record` as one line and flush it; infinities and NaN, which JSON does not have, become null."""
-        line = json.dumps({key: _finite(value) for key, value in record.items()}, allow_nan=False)
+        line = json.dumps({key: _each(value, _finite) for key, value in record.items()})
         self._file.write(line.encode() + b"\n")
         self._file.flush()
-
-    def records(self) -> Iterator[tuple[int, Metrics]]:
-        """Each line's step and metrics; null is read as NaN."""
-        with self.path.open() as lines:
-            for line in lines:
-                yield _as_record(line)
 
     def close(self) -> None:
         """Close the file; closing twice is fine."""
@@ -65,9 +60,13 @@ def _lines_up_to(path: Path, last_step: int) -> Iterator[bytes]:
 
 
 def records_up_to(path: Path, last_step: int) -> Iterator[tuple[int, Metrics]]:
-    """Step and metrics of a metrics.jsonl that another rank keeps; nothing where it is not there."""
+    """Step and metrics of each line of a metrics.jsonl; null is read as NaN. Nothing where it is not there."""
     for line in _lines_up_to(path, last_step) if path.exists() else ():
-        yield _as_record(line)
+        record = json.loads(line)
+        yield (
+            record.pop("step"),
+            {key: _each(value, lambda v: math.nan if v is None else v) for key, value in record.items()},
+        )
 
 
 def one_series_per_rank(metrics: Metrics) -> dict[str, float]:
@@ -90,18 +89,9 @@ def series_of_rank(metrics: Metrics, rank: int) -> dict[str, float]:
     return (shared if rank == 0 else {}) | own
 
 
-def _as_record(line: str | bytes) -> tuple[int, Metrics]:
-    record = json.loads(line)
-    return record.pop("step"), {key: _number(value) for key, value in record.items()}
+def _each(value: Any, change: Callable[[Any], Any]) -> Any:
+    return [change(one) for one in value] if isinstance(value, Sequence) else change(value)
 
 
-def _finite(value: float | Sequence[float]) -> float | list[float | None] | None:
-    if isinstance(value, Sequence):
-        return [number if math.isfinite(number) else None for number in value]
+def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
-
-
-def _number(value: float | list[float | None] | None) -> float | list[float]:
-    if isinstance(value, list):
-        return [math.nan if number is None else number for number in value]
-    return math.nan if value is None else value

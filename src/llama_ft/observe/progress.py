@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -97,17 +97,11 @@ class Progress:
 
 def _make_bar(console: Console) -> RichProgress:
     wide = console.width >= WIDE_COLUMNS
-    columns = [
-        TextColumn("step"),
-        MofNCompleteColumn(),
-        BarColumn(bar_width=30 if wide else 10),
+    return RichProgress(
+        *(TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=30 if wide else 10)),
         TextColumn("{task.fields[numbers]}", markup=False),
         *([TimeElapsedColumn()] if wide else []),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-    ]
-    return RichProgress(
-        *columns,
+        *(TextColumn("left"), TimeRemainingColumn()),
         console=console,
         speed_estimate_period=SPEED_WINDOW_SECONDS,
         refresh_per_second=2,  # each refresh takes the interpreter from the training thread
@@ -115,27 +109,21 @@ def _make_bar(console: Console) -> RichProgress:
 
 
 def _describe(metrics: Metrics, brief: bool = False) -> list[str]:
-    """The numbers that are there, as people say them; `brief` has no more than an 80-column terminal has room for."""
+    """The numbers that are there; `brief` has no more than an 80-column terminal has room for."""
     values = {key: value for key, value in metrics.items() if not isinstance(value, Sequence)}
-    parts = []
-    if "train/loss" in values:
-        parts.append(f"loss {_number(values['train/loss'], 3)}")
-    if "train/lr" in values and not brief:
-        parts.append(f"lr {values['train/lr']:.1e}")
-    if "train/grad_norm" in values and not brief:
-        parts.append(f"grad_norm {_number(values['train/grad_norm'], 2)}")
-    if "perf/tokens_per_second" in values:
-        parts.append(f"{values['perf/tokens_per_second']:,.0f} {'tok/s' if brief else 'tokens/s'}")
-    if "perf/mfu" in values and not brief:
-        parts.append(f"MFU {values['perf/mfu']:.0%}")
-    if "perf/step_seconds" in values and not brief:
-        seconds = values["perf/step_seconds"]
-        parts.append(f"{seconds:.1f} s/step" if seconds >= 1 else f"{seconds * 1000:.0f} ms/step")
-    return parts
+    utilization = "perf/mfu" if "perf/mfu" in values else "perf/matmul_utilization"
+    shown: dict[str, Callable[[float], str]] = {
+        "train/loss": lambda loss: f"loss {_number(loss, 3)}",
+        "train/lr": lambda lr: f"lr {lr:.1e}",
+        "train/grad_norm": lambda norm: f"grad_norm {_number(norm, 2)}",
+        "perf/tokens_per_second": lambda speed: f"{speed:,.0f} {'tok/s' if brief else 'tokens/s'}",
+        utilization: lambda share: f"{'MFU' if utilization == 'perf/mfu' else 'matmul'} {share:.0%}",
+        "perf/step_seconds": lambda s: f"{s:.1f} s/step" if s >= 1 else f"{s * 1000:.0f} ms/step",
+    }
+    keys = ("train/loss", "perf/tokens_per_second") if brief else tuple(shown)
+    return [shown[key](values[key]) for key in keys if key in values]
 
 
 def _number(value: float, digits: int) -> str:
     """Fixed digits while they say something: 6.213, but 4.1e-04 and 3.2e+07; nan and inf as they are."""
-    if value == 0 or 10**-digits <= abs(value) < 1e6:
-        return f"{value:.{digits}f}"
-    return f"{value:.1e}"
+    return f"{value:.{digits}f}" if value == 0 or 10**-digits <= abs(value) < 1e6 else f"{value:.1e}"

@@ -2,7 +2,9 @@
 
 import contextlib
 import secrets
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -10,10 +12,9 @@ from typing import Any, Self
 
 import torch.distributed as dist
 
-from llama_ft.config.sections import TrackingConfig
-from llama_ft.errors import RunFailure, UserError
+from llama_ft.config.settings import TrackingConfig
+from llama_ft.errors import reason
 from llama_ft.masking import mask_secrets
-from llama_ft.observe.deadline import within
 from llama_ft.observe.metrics import Metrics, MetricsLog, records_up_to
 from llama_ft.observe.progress import Progress
 from llama_ft.observe.trackers import Result, Samples, Tracker, start_trackers
@@ -65,21 +66,17 @@ class RunLog:
             self.tracker_ids["wandb"] = _agreed(self.tracker_ids.get("wandb") or secrets.token_hex(4))
         self._trackers = start_trackers(tracking, output_dir, resolved, resume_step, self.tracker_ids, rank)
         earlier = None if resumed_dir is None else resumed_dir / METRICS_FILE
+        if self._is_main:
+            for tracker in self._trackers:
+                self.tracker_ids |= tracker.ids
+            self._metrics_log = MetricsLog(output_dir / METRICS_FILE, resume_step, earlier)
+            self._open.callback(self._metrics_log.close)
+            self._progress = Progress(total_steps, resume_step or 0)
+            self._progress_shown = False
         self._last_step = resume_step or 0
-        if not self._is_main:
-            if self._trackers and resume_step is not None:
-                for step, metrics in records_up_to(earlier or output_dir / METRICS_FILE, resume_step):
-                    self._tell_trackers(step, metrics)
-            return
-        for tracker in self._trackers:
-            self.tracker_ids |= tracker.ids
-        self._metrics_log = MetricsLog(output_dir / METRICS_FILE, resume_step, earlier)
-        self._open.callback(self._metrics_log.close)
-        if self._trackers:
-            for step, metrics in self._metrics_log.records():
-                self._tell_trackers(step, metrics)
-        self._progress = Progress(total_steps, resume_step or 0)
-        self._progress_shown = False
+        if self._trackers and resume_step is not None:
+            for step, metrics in records_up_to(earlier or output_dir / METRICS_FILE, resume_step):
+                self._log_to_trackers(step, metrics)
 
     def __enter__(self) -> Self:
         return self
@@ -88,7 +85,16 @@ class RunLog:
         self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._open.close()  # the bar first, so that what trackers have to say comes below it
-        self._finish_trackers(_exit_code(error), stopped=_is_stop(error))
+        code = getattr(error, "exit_code", None)  # of a run that was asked to stop, and so can be resumed
+        stopped = isinstance(code, int)
+        for tracker in self._trackers:
+            try:
+                tracker.finish(code if isinstance(code, int) else int(error is not None), stopped)
+            except Exception as failure:
+                _warn(tracker, "could not be closed.", failure)
+        for tracker in self._failed_trackers:
+            with contextlib.suppress(Exception):  # that this one is broken has been reported
+                tracker.finish(1, stopped)
 
     def training(self) -> contextlib.ExitStack:
         """The block in which steps are logged: its end closes the progress bar and metrics.jsonl, not the trackers."""
@@ -104,7 +110,7 @@ class RunLog:
         """
         if self._is_main:
             self._metrics_log.write({"step": step, **metrics})
-        self._tell_trackers(step, metrics)
+        self._log_to_trackers(step, metrics)
         if not self._is_main:
             return
         if not self._progress_shown:  # not earlier: its clock is the training's, not the loading's
@@ -122,7 +128,7 @@ class RunLog:
             try:
                 tracker.log_samples([_whole(sample) for sample in samples], self._last_step)
             except Exception as error:
-                log.warning(f"{tracker.name} has no samples; facts.json has them. ({_text(error)})")
+                _warn(tracker, "has no samples; facts.json has them.", error)
 
     def log_result(self, folder: Path, outcome: Mapping[str, Any], base_model: str, seconds: float) -> None:
         """Give the result to the trackers that were asked to take it. What fails is told, and the run goes on.
@@ -141,9 +147,9 @@ class RunLog:
             try:
                 within(seconds / len(takers), partial(tracker.log_result, result))
             except Exception as error:
-                log.warning(f"{tracker.name} did not take the result, which is in {result.folder}. ({_text(error)})")
+                _warn(tracker, f"did not take the result, which is in {result.folder}.", error)
 
-    def _tell_trackers(self, step: int, metrics: Metrics) -> None:
+    def _log_to_trackers(self, step: int, metrics: Metrics) -> None:
         self._last_step = step
         for tracker in list(self._trackers):
             try:
@@ -151,20 +157,33 @@ class RunLog:
             except Exception as error:  # whatever it is: a plot is not worth a training run
                 self._trackers.remove(tracker)
                 self._failed_trackers.append(tracker)
-                log.warning(
-                    f"{tracker.name} failed at step {step} and gets no more metrics; metrics.jsonl goes on. "
-                    f"({_text(error)})"
-                )
+                _warn(tracker, f"failed at step {step} and gets no more metrics; metrics.jsonl goes on.", error)
 
-    def _finish_trackers(self, exit_code: int, stopped: bool) -> None:
-        for tracker in self._trackers:
-            try:
-                tracker.finish(exit_code, stopped)
-            except Exception as error:
-                log.warning(f"{tracker.name} could not be closed: {_text(error)}")
-        for tracker in self._failed_trackers:
-            with contextlib.suppress(Exception):  # it has been told that this one is broken
-                tracker.finish(exit_code, stopped)
+
+def within(seconds: float, do: Callable[[], object]) -> None:
+    """Run `do` in a thread that does not keep the process alive, and return when it is done.
+
+    Raises:
+        TimeoutError: it has not ended after so many seconds; it goes on, as long as the process does.
+        Exception: what `do` raised.
+    """
+    done: Future[object] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(do())
+        except Exception as error:  # raised again by result
+            done.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    try:
+        done.result(seconds)
+    except TimeoutError as error:
+        raise TimeoutError(str(error) or f"not done after {seconds:.0f} s") from None
+
+
+def _warn(tracker: Tracker, what: str, error: Exception) -> None:
+    log.warning(f"{tracker.name} {what} ({mask_secrets(reason(error))})")
 
 
 def _agreed(text: str) -> str:
@@ -175,28 +194,6 @@ def _agreed(text: str) -> str:
     return box[0]
 
 
-def _text(error: Exception) -> str:
-    return mask_secrets(f"{type(error).__name__}: {error}").splitlines()[0]
-
-
 def _whole(sample: dict[str, str]) -> dict[str, str]:
     """Without halves of characters, which an answer cut short may end with and UTF-8 does not have."""
     return {key: value.encode("utf-8", "replace").decode() for key, value in sample.items()}
-
-
-def _exit_code(error: BaseException | None) -> int:
-    """The exit code the recipe will end with, as trackers show it."""
-    if isinstance(error, SystemExit):
-        return error.code if isinstance(error.code, int) else int(error.code is not None)
-    if error is None:
-        return 0
-    if _is_stop(error):
-        return int(error.exit_code)  # type: ignore[attr-defined]
-    if isinstance(error, UserError):
-        return 1 if isinstance(error, RunFailure) else 2
-    return 130 if isinstance(error, KeyboardInterrupt) else 1
-
-
-def _is_stop(error: BaseException | None) -> bool:
-    """Whether the run was asked to stop, and so can be resumed: such an exception has the exit code in it."""
-    return isinstance(getattr(error, "exit_code", None), int)

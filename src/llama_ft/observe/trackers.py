@@ -1,6 +1,7 @@
 """Where metrics go besides metrics.jsonl: Weights & Biases, TensorBoard and MLflow, behind one small interface."""
 
 import contextlib
+import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any, Protocol
 
 import yaml
 
-from llama_ft.config.sections import TrackingConfig
+from llama_ft.config.settings import TrackingConfig
 from llama_ft.observe.facts import git_state, masked
 from llama_ft.observe.metrics import Metrics, one_series_per_rank
 from llama_ft.observe.mlflow_tracker import MlflowTracker, check_mlflow
@@ -76,11 +77,7 @@ class TensorboardTracker:
         self._first_step = resume_step + 1 if goes_on and resume_step is not None else 0
         self._writer = SummaryWriter(str(folder), purge_step=self._first_step)
         as_yaml = yaml.safe_dump(resolved, sort_keys=False)
-        markdown = "    " + as_yaml.replace("\n", "\n    ")  # a code block
-        self._writer.add_text("config", markdown, self._first_step)
-        peaks = ("host_peak_bytes", "device_peak_bytes")  # on the page Custom Scalars: all ranks in one chart
-        charts = {peak: ["Multiline", [f"memory/{peak}/rank\\d+"]] for peak in peaks}
-        self._writer.add_custom_scalars({"memory": charts})
+        self._writer.add_text("config", textwrap.indent(as_yaml, "    "), self._first_step)  # a code block
 
     def log(self, metrics: Metrics, step: int) -> None:
         if step < self._first_step:
@@ -103,8 +100,6 @@ class TensorboardTracker:
 
 def check_trackers(config: TrackingConfig, output_dir: str | None) -> None:
     """Find out whether W&B and MLflow will take this run, so that what is missing is told before a model is loaded.
-
-    Asks nothing and imports nothing unless they are to be used, and writes nothing.
 
     Args:
         config: which trackers.

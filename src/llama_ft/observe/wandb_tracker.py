@@ -10,15 +10,12 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llama_ft.config.sections import TrackingConfig
-from llama_ft.errors import UserError
-from llama_ft.masking import holds_key
+from llama_ft.config.settings import TrackingConfig
+from llama_ft.errors import UserError, reason
 from llama_ft.observe.metrics import Metrics, one_series_per_rank, series_of_rank
 from llama_ft.runtime.console import log
 
 if TYPE_CHECKING:
-    import wandb
-
     from llama_ft.observe.trackers import Result, Samples
 
 INIT_TIMEOUT_SECONDS = 15.0  # after a login that was answered, or took 10 s to fail: under 30 s in all
@@ -26,10 +23,23 @@ INIT_TIMEOUT_SECONDS = 15.0  # after a login that was answered, or took 10 s to 
 FINISH_TIMEOUT_SECONDS = 10.0
 # A run that ends as preempting with another code than 0 is shown as preempted, not as failed or finished.
 STOPPED_EXIT_CODE = 143
-MODES = {"online": "online", "run": "online", "shared": "online", "offline": "offline", "dryrun": "offline"}
-MODES["disabled"] = "disabled"
-# Which wandb reads itself where a setting is not given.
-TEXTS_OF_THE_RUN = [f"WANDB_{name}" for name in ("NOTES", "NAME", "TAGS", "RUN_GROUP", "JOB_TYPE", "PROJECT", "ENTITY")]
+# Code, console, git state, host, user, paths, arguments and package lists stay at home. The load of GPUs and host is
+# sent: wandb's own process samples it every 15 s.
+PRIVATE: dict[str, Any] = {
+    "silent": True,
+    "console": "off",
+    "save_code": False,
+    "disable_code": True,
+    "disable_git": True,
+    "disable_job_creation": True,
+    "x_disable_meta": True,
+    "host": "",  # x_disable_meta leaves these two in what the run is registered with
+    "program": "",
+    "x_save_requirements": False,
+    "init_timeout": INIT_TIMEOUT_SECONDS,
+    "finish_timeout": FINISH_TIMEOUT_SECONDS,
+    "finish_timeout_raises": True,
+}
 OFFLINE_HINT = "--wandb_mode offline needs neither key nor network."
 # What the table of runs shows of a metric; of the others their last value. The step axis is W&B's own: the optimizer
 # step is what metrics are logged at.
@@ -39,22 +49,14 @@ SUMMARIES = {
     "perf/tokens_per_second": "mean",
     "perf/step_seconds": "mean",
     "perf/mfu": "mean",
+    "perf/matmul_utilization": "mean",
     "memory/*": "max",
 }
 
 
 def wandb_mode(config: TrackingConfig) -> str:
-    """Return online, offline or disabled: the setting, else what WANDB_MODE says in W&B's words, else online.
-
-    Raises:
-        UserError: WANDB_MODE is none that W&B has.
-    """
-    said = os.environ.get("WANDB_MODE", "").strip().lower() or "online"
-    if config.wandb_mode is not None:
-        return config.wandb_mode
-    if said not in MODES:
-        raise UserError(f"--use_wandb: WANDB_MODE is {said}; expected online, offline or disabled.")
-    return MODES[said]
+    """Return online, offline or disabled: the setting, else what WANDB_MODE says, else online."""
+    return config.wandb_mode or os.environ.get("WANDB_MODE", "").lower() or "online"
 
 
 def check_wandb_login(config: TrackingConfig) -> None:
@@ -63,15 +65,9 @@ def check_wandb_login(config: TrackingConfig) -> None:
     Asks nothing and does nothing unless W&B is to be used online; WANDB_MODE is read.
 
     Raises:
-        UserError: there is no key, the server refuses it, or the server does not answer within 10 s; or a text of the
-            run that comes from the environment has a key in it.
+        UserError: there is no key, the server refuses it, or the server does not answer within 10 s.
     """
-    if not config.use_wandb:
-        return
-    for name in TEXTS_OF_THE_RUN:
-        if holds_key(os.environ.get(name, "")):
-            raise UserError(f"{name} has what looks like a key or a password, and is written down. Leave it out.")
-    if wandb_mode(config) != "online":
+    if not config.use_wandb or wandb_mode(config) != "online":
         return
     # W&B reports its own errors to its makers, failed run and stack included, unless told not to.
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
@@ -82,8 +78,7 @@ def check_wandb_login(config: TrackingConfig) -> None:
         logged_in = wandb.login(prompt=False, verify=True)  # prompt=False: never waits for somebody to type
     except wandb.Error as error:
         raise UserError(
-            f"--use_wandb: {_first_line(error)}\n"
-            f"Check the network and the key (wandb login --relogin), or {OFFLINE_HINT}"
+            f"--use_wandb: {reason(error)}\nCheck the network and the key (wandb login --relogin), or {OFFLINE_HINT}"
         ) from error
     if not logged_in:
         raise UserError(
@@ -137,22 +132,21 @@ class WandbTracker:
             self._run = wandb.init(
                 project=config.wandb_project,
                 entity=config.wandb_entity,
-                name=name,
-                group=group,
                 job_type=config.wandb_job_type,
                 notes=config.wandb_notes,
                 tags=config.wandb_tags,
+                name=name,
+                group=group,
                 dir=str(output_dir),
                 config=resolved,
                 id=run_id,
                 resume="allow" if run_id and resume_step is not None and not self._offline else None,
-                settings=_private_settings(config),
+                settings=wandb.Settings(mode=wandb_mode(config), **PRIVATE),
             )
-        except wandb.Error as error:
-            deleted = f"A run that was deleted there ({run_id}?) goes on in another project only. " if run_id else ""
+        except (wandb.Error, ValueError) as error:  # the latter of a tag that is too long
             raise UserError(
-                f"--use_wandb: W&B did not take the run: {_first_line(error)}\n{deleted}"
-                f"Check --wandb_entity and --wandb_project; {OFFLINE_HINT}"
+                f"--use_wandb: W&B did not take the run: {' '.join(str(error).split())}\n"
+                f"A run that was deleted there goes on in another --wandb_project only. {OFFLINE_HINT}"
             ) from error
         self.ids = {"wandb": self._run.id}
         self._first_step = self._run.starting_step
@@ -160,15 +154,7 @@ class WandbTracker:
         for metric, summary in SUMMARIES.items():
             self._run.define_metric(metric, summary=summary)
         if not self._offline:
-            log.info(f"W&B: {self._run.url}{self._what_goes_on(resume_step, run_id)}")
-
-    def _what_goes_on(self, resume_step: int | None, run_id: str | None) -> str:
-        if resume_step is None or run_id is None:
-            return ""
-        if not self._run.resumed:
-            return f"\n  Run {run_id} was not in this project before: it gets all steps."
-        known = f"; up to step {self._first_step - 1} it keeps what was logged before"
-        return " goes on" + (known if self._first_step > resume_step + 1 else "")
+            log.info(f"W&B: {self._run.url}{' goes on' if self._run.resumed else ''}")
 
     def log(self, metrics: Metrics, step: int) -> None:
         if step >= self._first_step:  # W&B would drop the others, with a warning each
@@ -214,38 +200,9 @@ class WandbTracker:
                 exit_code = exit_code or STOPPED_EXIT_CODE
             self._run.finish(exit_code=exit_code)
         except Exception as error:
-            log.warning(f"W&B did not get everything ({_first_line(error)}). {sync} sends the rest.")
+            log.warning(f"W&B did not get everything ({reason(error)}). {sync} sends the rest.")
         else:
             if self._offline:
                 log.info(f"W&B: {sync} uploads this run.")
         with contextlib.suppress(Exception):  # ends wandb's process; left to atexit, a broken one prints a traceback
             wandb.teardown(exit_code)
-
-
-def _private_settings(config: TrackingConfig) -> "wandb.Settings":
-    """Settings that keep code, console, git state, host, user, paths, arguments and package lists at home.
-
-    System metrics (GPU and host load, sampled every 15 s by wandb's own process) stay on.
-    """
-    import wandb
-
-    return wandb.Settings(
-        mode="offline" if wandb_mode(config) == "offline" else "online",
-        silent=True,
-        console="off",
-        save_code=False,
-        disable_code=True,
-        disable_git=True,
-        disable_job_creation=True,
-        x_disable_meta=True,
-        host="",  # x_disable_meta leaves these two in what the run is registered with
-        program="",
-        x_save_requirements=False,
-        init_timeout=INIT_TIMEOUT_SECONDS,
-        finish_timeout=FINISH_TIMEOUT_SECONDS,
-        finish_timeout_raises=True,
-    )
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -21,13 +21,13 @@ from typing import Any, TypeVar
 import torch
 
 from llama_ft.config import Config
-from llama_ft.config.gpus import Device
-from llama_ft.config.wording import size_text
+from llama_ft.config.messages import size_text
 from llama_ft.data import TokenizedData, TrainingRows
 from llama_ft.errors import UserError
 from llama_ft.models import NewTokens
 from llama_ft.plan.choose import PYTHON_BYTES, Choice, choose_checkpointing, free_bytes, is_open, settled
 from llama_ft.plan.fit import find_fits
+from llama_ft.plan.gpus import Device
 from llama_ft.plan.predict import CUDA_CONTEXT_BYTES, NCCL_BYTES, BuildModel, PlanRequest, predict
 from llama_ft.plan.record import Change, Plan
 from llama_ft.processes import end_with
@@ -202,7 +202,7 @@ def _or_problem(make: Callable[[], T]) -> T | str:
 
 def _limits(request: PlanRequest, job: Runtime) -> Limits:
     host = host_memory()
-    share = None if host is None else host.share(job.local_world_size) - PYTHON_BYTES
+    share = None if host is None else host.bytes // job.local_world_size - PYTHON_BYTES
     if job.device.type != "cuda":
         return Limits(None, share, "this machine's memory")
     _, total = torch.cuda.mem_get_info(job.device)
@@ -241,7 +241,4 @@ def excess_line(plan: Plan, limits: Limits) -> str:
 def _advice(changes: list[Change] | str) -> list[str]:
     if isinstance(changes, str):
         return [f"  What would fit is not known: {changes}"]
-    return [
-        f"  {' '.join(change.flags)} would need {size_text(change.peak_bytes)} ({change.gives_up})"
-        for change in changes
-    ]
+    return [f"  {' '.join(it.flags)} would need {size_text(it.peak_bytes)} ({it.gives_up})" for it in changes]

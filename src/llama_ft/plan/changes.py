@@ -5,20 +5,19 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from llama_ft.config import Config
-from llama_ft.config.effect import CONDITIONS
-from llama_ft.config.fields import SETTINGS, values_of
 from llama_ft.config.load import convert
-from llama_ft.config.rules import broken_rules
-from llama_ft.config.wording import show, size_text
+from llama_ft.config.messages import show, size_text
+from llama_ft.config.rules import CONDITIONS, broken_rules
+from llama_ft.config.settings import SETTINGS, values_of
 from llama_ft.plan.record import Plan
 
 
 def changed(config: Config, changes: Mapping[str, Any], device: str) -> Config | None:
     """A recipe with some settings changed, and those set back that have no effect any more; None: it breaks a rule."""
     values = {**values_of(config), **changes}
-    for condition in CONDITIONS:
-        if condition.on in changes and not condition.fits(values[condition.on]):
-            values |= {name: SETTINGS[name].default for name in condition.fields}
+    for fields, on, fits, _ in CONDITIONS:
+        if on in changes and not fits(values[on]):
+            values |= {name: SETTINGS[name].default for name in fields}
     if broken_rules({**values, "device": device}):
         return None
     result, wrong = convert(values, {})

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from llama_ft.config import Config
-from llama_ft.config.wording import size_text
+from llama_ft.config.messages import size_text
 from llama_ft.errors import UserError
 from llama_ft.plan.changes import changed
 from llama_ft.plan.fit import USABLE
@@ -51,7 +51,7 @@ def choose_checkpointing(request: PlanRequest, build_model: BuildModel, most_byt
         UserError: as the run itself would.
     """
     if most_bytes is None:
-        return _settled(request, "off", "how much memory there is is not known")
+        return settled(request.config, "off", request.device, "how much memory there is is not known")
     choice, beside = None, ""
     for how in CHECKPOINTING:
         config = changed(request.config, {"activation_checkpointing": how}, request.device)
@@ -69,7 +69,7 @@ def choose_checkpointing(request: PlanRequest, build_model: BuildModel, most_byt
         if fits:
             break
         beside += f"; {how} would take {needs}"
-    return choice if choice is not None else _settled(request, "full", "it could not be planned")
+    return choice or settled(request.config, "full", request.device, "it could not be planned")
 
 
 def settled(config: Config, how: str, device: str, why: str) -> Choice:
@@ -77,10 +77,6 @@ def settled(config: Config, how: str, device: str, why: str) -> Choice:
     chosen = changed(config, {"activation_checkpointing": how}, device)
     assert chosen is not None, how
     return Choice(chosen, _line(how, why))
-
-
-def _settled(request: PlanRequest, how: str, why: str) -> Choice:
-    return settled(request.config, how, request.device, why)
 
 
 def _line(how: str, why: str) -> str:
@@ -93,6 +89,4 @@ def free_bytes(device: torch.device, local_world_size: int) -> int | None:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] + CUDA_CONTEXT_BYTES if torch.cuda.is_available() else None
     host = host_memory()
-    if host is None or host.available_bytes is None:
-        return None
-    return host.available_bytes // (1 if host.is_per_process else local_world_size)
+    return None if host is None else host.available_bytes // local_world_size

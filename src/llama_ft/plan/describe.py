@@ -1,6 +1,6 @@
 """A plan for people."""
 
-from llama_ft.config.wording import size_text
+from llama_ft.config.messages import size_text
 from llama_ft.phases import HOLDERS
 from llama_ft.plan.record import Peak, Plan
 

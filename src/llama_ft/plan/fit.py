@@ -14,13 +14,13 @@ from typing import Any
 
 from llama_ft import commands, models
 from llama_ft.config import Config, to_yaml
-from llama_ft.config.fields import SETTINGS, values_of
-from llama_ft.config.gpus import Device
-from llama_ft.config.plan_flags import RANKS_OF_A_NODE
-from llama_ft.config.wording import is_flag, size_text
+from llama_ft.config.messages import is_flag, size_text
+from llama_ft.config.settings import SETTINGS, values_of
 from llama_ft.errors import UserError
 from llama_ft.phases import Holder
 from llama_ft.plan.changes import changed, differing, flags_of, gives_up
+from llama_ft.plan.flags import RANKS_OF_A_NODE
+from llama_ft.plan.gpus import Device
 from llama_ft.plan.predict import BuildModel, PlanRequest, predict
 from llama_ft.plan.record import Change, Plan
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,19 +11,22 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers.modeling_utils import PreTrainedModel
 
-from llama_ft import checkpoint, models, runtime, training
+from llama_ft import checkpoint, models, training
 from llama_ft.config import Config
 from llama_ft.data import IGNORED, Batch
 from llama_ft.errors import UserError
 from llama_ft.phases import Holder, Phase
 from llama_ft.plan.cuda_allocator import reserved_bytes
 from llama_ft.plan.record import Peak, Plan
-from llama_ft.plan.stand_in import layers_are_alike, stand_in
+from llama_ft.plan.stand_in import layers_are_alike, planned_models, stand_in
 from llama_ft.plan.tracker import Tracker
-from llama_ft.plan.world import fake_world
-from llama_ft.runtime import Runtime, cpu_kernels, log
+from llama_ft.runtime import Runtime, log
+from llama_ft.runtime.devices import DeviceNote
+from llama_ft.runtime.process_group import mesh_over, resolve_degree
 
 # CUDA's context with the libraries' kernels, and NCCL's buffers for a few communicators: not torch's to count.
 CUDA_CONTEXT_BYTES, NCCL_BYTES = 600 * 2**20, 500 * 2**20
@@ -81,7 +85,7 @@ def predict(request: PlanRequest, build_model: BuildModel, quick: bool = False) 
         UserError: as the run itself would.
     """
     started = time.perf_counter()
-    with _quiet(), _products_as_in(request):
+    with _quiet():
         model_config = models.load_model_config(request.folder, request.config.model.trust_remote_code)
         layers = getattr(model_config.get_text_config(), "num_hidden_layers", 0)
         is_quick = quick and layers > QUICK_LAYERS[1] and layers_are_alike(model_config, request.config.model)
@@ -93,27 +97,12 @@ def predict(request: PlanRequest, build_model: BuildModel, quick: bool = False) 
     return dataclasses.replace(plan, is_quick=is_quick, seconds=time.perf_counter() - started)
 
 
-@contextmanager
-def _products_as_in(request: PlanRequest) -> Iterator[None]:
-    """Compute 16-bit products as the run would, since that takes memory too."""
-    device = torch.device(request.device)
-    _, _, widen = runtime.advise_precision(request.config.train.precision, False, device, has_bf16=lambda: True)
-    if not widen or cpu_kernels.is_installed():
-        yield
-        return
-    cpu_kernels.use_fp32_products()
-    try:
-        yield
-    finally:
-        cpu_kernels.use_own_products()
-
-
 def _plan_with(request: PlanRequest, build_model: BuildModel, layers: int | None) -> Plan:
     config = _plannable(request.config)
     degree = models.shard_degree(config.fsdp)
     with (
         stand_in(request.folder, config.model, layers) as folder,
-        fake_world(request.world_size, request.local_world_size, degree) as job,
+        _fake_world(request.world_size, request.local_world_size, degree) as job,
     ):
         tracker = Tracker(request.device)
         model_config = models.load_model_config(folder, config.model.trust_remote_code)
@@ -122,7 +111,7 @@ def _plan_with(request: PlanRequest, build_model: BuildModel, layers: int | None
         validation = None
         if config.train.run_validation and request.has_validation:
             validation = _full_batch(request, config.train.val_batch_size, context_length)
-        with tracker.planning():
+        with planned_models(request.device), tracker.planning():
             model, _, stored_dtypes, units = build_model(config, folder, model_config, request.new_tokens, tracker, job)
             tracker.watch(model)
             optimizer = training.build_optimizer(model, config.train)
@@ -162,7 +151,8 @@ def _one_step(
     settings = config.train
     reduce_last_only = config.peft.use_peft or settings.accumulate_unsharded
     scale = training.Progress(settings).scale.factor
-    losses = training.accumulate_gradients(model, micro_batches, 1, reduce_last_only, job.device, scale, tracker)
+    objective = training.SupervisedFineTuning()
+    losses = training.accumulate_gradients(model, objective, micro_batches, 1, reduce_last_only, job, scale, tracker)
     tracker.enter("optimizer step")
     training.finish_gradients(model, losses, 1, settings, scale, job)
     training.update_weights(optimizer, settings.lr)
@@ -171,7 +161,7 @@ def _one_step(
         tracker.enter("evaluation")
         model.eval()
         with torch.no_grad():
-            training.token_loss_sum(model, validation, job.device)
+            objective.loss(model, validation, job)
         training.free_gathered(model)
         model.train()
 
@@ -262,14 +252,15 @@ def _reserved(request: PlanRequest, peaks: dict[Phase, Peak], saved_bytes: int, 
 
 def _plannable(config: Config) -> Config:
     """What the plan does apart: offloading needs a GPU, and is a matter of where the same tensors are; flash attention
-    and Liger's kernels are packages that may not be here: sdpa holds as much as the one, and more than the other."""
+    and Liger's kernels are packages that may not be here: sdpa holds as much as the one, and more than the other.
+    Layers are planned as they are without torch.compile."""
     wanted = config.model.attn_implementation
     attention = "sdpa" if wanted.startswith("flash") else wanted
     return dataclasses.replace(
         config,
         fsdp=dataclasses.replace(config.fsdp, fsdp_cpu_offload=False),
         train=dataclasses.replace(config.train, activation_offload=False),
-        model=dataclasses.replace(config.model, attn_implementation=attention, use_liger=False),
+        model=dataclasses.replace(config.model, attn_implementation=attention, use_liger=False, compile=False),
     )
 
 
@@ -326,6 +317,29 @@ def _extrapolate(few: Plan, more: Plan, layers: int, request: PlanRequest) -> Pl
     on_cpu = at(few.reserved_bytes, more.reserved_bytes)  # and more than the peaks where a copy is being written
     numbers["reserved_bytes"] = round(SLACK * largest) if request.device == "cuda" else max(largest, on_cpu)
     return dataclasses.replace(more, peaks=peaks, timeline=[], sent_bytes=sent, **numbers)
+
+
+@contextmanager
+def _fake_world(world_size: int, local_world_size: int, degree: int | str) -> Iterator[Runtime]:
+    """Rank 0 of `world_size`, on the CPU. This process must have no process group.
+
+    Args:
+        world_size: ranks.
+        local_world_size: ranks of a node.
+        degree: as `runtime.start` takes it.
+
+    Raises:
+        UserError: the ranks do not divide into groups.
+    """
+    degree = resolve_degree(degree, world_size, local_world_size)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    try:
+        here = torch.device("cpu")
+        note = DeviceNote(socket.gethostname(), "fake", "")
+        mesh = mesh_over("cpu", world_size, degree)
+        yield Runtime(0, world_size, 0, local_world_size, here, here, note, mesh, None)
+    finally:
+        dist.destroy_process_group()
 
 
 @contextmanager

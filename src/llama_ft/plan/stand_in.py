@@ -7,9 +7,11 @@ import json
 import re
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 from huggingface_hub import get_safetensors_metadata
@@ -18,20 +20,87 @@ from transformers import PretrainedConfig
 
 from llama_ft.config import ModelConfig
 from llama_ft.errors import UserError
+from llama_ft.models import loader, packed_attention, quantized, source
 from llama_ft.models.lora import checkpoint_key
 from llama_ft.models.skeleton import build_skeleton, decoder_layers, load_model_config
 from llama_ft.models.source import (
-    BIN_FILE,
-    BIN_INDEX_FILE,
     DTYPES,
-    INDEX_FILE,
     SINGLE_FILE,
+    SafetensorsSource,
     StoredTensor,
     open_weights,
+    stored_tensor,
+    told_as_damage,
     weight_files,
 )
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def read_headers(file: Path) -> dict[str, StoredTensor]:
+    """The tensors that a safetensors file's header promises; nothing else of it has to be there.
+
+    Source: https://huggingface.co/docs/safetensors
+    """
+    with told_as_damage(file), open(file, "rb") as opened:
+        size = int.from_bytes(opened.read(8), "little")
+        header = json.loads(opened.read(size))
+        header.pop("__metadata__", None)
+        found = {name: (tuple(it["shape"]), it["dtype"]) for name, it in header.items()}
+    return {name: stored_tensor(file, name, *what) for name, what in found.items()}
+
+
+class HeaderSource(SafetensorsSource):
+    """The tensors of safetensors files without their values: what is read lies in memory that is the file's.
+
+    Args:
+        files: of which nothing but the headers has to be there.
+    """
+
+    def __init__(self, files: list[Path]) -> None:
+        self.tensors = {name: header for file in files for name, header in read_headers(file).items()}
+        self.metadata = {}
+
+    def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """See `WeightSource`."""
+        return torch.empty((), dtype=self.tensors[name].dtype).expand(stop - start, *self.tensors[name].shape[1:])
+
+    def read(self, name: str) -> torch.Tensor:
+        """See `WeightSource`."""
+        return torch.empty((), dtype=self.tensors[name].dtype).expand(self.tensors[name].shape)
+
+
+@contextmanager
+def planned_models(device: str) -> Iterator[None]:
+    """In the block, llama_ft.models loads and computes as fake tensors need it, which stand for those of `device`."""
+    fill, keep, filled = loader.Loader.fill, loader.Loader._keep, set[object]()
+
+    def fill_one_of_a_kind(to: loader.Loader, filling: loader.Filling) -> None:
+        kind = (id(to), filling.shape, *filling.wire, *(shard.dtype for shard in filling.shards))
+        if kind not in filled:
+            filled.add(kind)
+            fill(to, filling)
+
+    def keep_few_blocks(to: loader.Loader, filling: loader.Filling, start: int, stop: int) -> None:
+        blocks = list(filling.blocks(start, stop))
+        for first, last in [*blocks[:2], *blocks[2:][-1:]]:  # others are like the second; a 4-bit weight of 70B has 448
+            shards = [shard[first - start : last - start] for shard in filling.shards]
+            keep(to, replace(filling, shards=shards), first, last)
+
+    with ExitStack() as stack:
+        for place, name, planned in (
+            (source, "SafetensorsSource", HeaderSource),
+            (loader, "SafetensorsSource", HeaderSource),
+            (loader.Loader, "fill", fill_one_of_a_kind),
+            (loader.Loader, "_keep", keep_few_blocks),
+            # The values of positions, by which rows would be told apart, are not there.
+            (packed_attention, "_rotary_row_by_row", lambda rotary, *args, **kwargs: rotary(*args, **kwargs)),
+        ):
+            stack.enter_context(patch.object(place, name, planned))
+        if device == "cuda":
+            stack.enter_context(patch.object(packed_attention, "_cpu_kernel_takes", lambda *_: False))
+            stack.enter_context(patch.object(quantized, "_on_cuda", lambda _: True))
+        yield
 
 
 @contextmanager
@@ -49,7 +118,7 @@ def stand_in(folder: Path, model: ModelConfig, layers: int | None) -> Iterator[P
     Raises:
         UserError: config.json or a header cannot be read.
     """
-    has_weights = bool(weight_files(folder, INDEX_FILE, SINGLE_FILE) or weight_files(folder, BIN_INDEX_FILE, BIN_FILE))
+    has_weights = bool(weight_files(folder))
     if has_weights and layers is None:
         yield folder
         return
@@ -129,7 +198,7 @@ def _first_layers(
 
 
 def _write_headers(file: Path, headers: dict[str, StoredTensor]) -> None:
-    """A safetensors file that ends after its header; see models.source.read_headers."""
+    """A safetensors file that ends after its header; see read_headers."""
     entries, end = dict[str, object](), 0
     for name, header in headers.items():
         begin, end = end, end + header.nbytes

@@ -11,6 +11,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed.fsdp import FSDPModule
@@ -22,12 +23,10 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 from transformers.modeling_utils import PreTrainedModel
 
-from llama_ft.models.lora_linear import FusedLora
+from llama_ft.models import lora_linear
 from llama_ft.models.skeleton import decoder_layers
 from llama_ft.phases import Holder, Phase
 from llama_ft.plan.ledger import Ledger
-from llama_ft.plan.traffic import Traffic
-from llama_ft.plan.workspaces import workspace_bytes
 
 HELD_IN: dict[Phase, Holder] = {
     "load": "temporaries",
@@ -94,7 +93,7 @@ class Tracker(TorchDispatchMode):
                 self.traffic.note(func, args)
             if self.planned_device == "cpu":
                 self.ledger.note_temporary(self.traffic.gloo_buffer(func, args))
-        self.ledger.note_temporary(workspace_bytes(func, args, self.planned_device))
+        self.ledger.note_temporary(_workspace_bytes(func, args, self.planned_device))
         if self.planned_device == "cuda" and func._opname in ("mm", "addmm", "bmm"):
             self.ledger.keep_workspace(CUBLAS_BYTES)
         if func is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
@@ -176,7 +175,7 @@ class Tracker(TorchDispatchMode):
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         self.ledger.module = self._module_names[module]
         # FusedLora uses the parameters of its modules without calling them.
-        own = module.parameters() if isinstance(module, FusedLora) else module._parameters.values()
+        own = module.parameters() if isinstance(module, lora_linear.FusedLora) else module._parameters.values()
         for parameter in own:
             if parameter is not None and parameter.requires_grad and id(parameter) not in self._hooked:
                 self._hooked.add(id(parameter))  # fully_shard keeps its gathered parameters for good
@@ -238,3 +237,75 @@ def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
             yield value
         elif isinstance(value, list | tuple):
             yield from _tensors(value)
+
+
+class Traffic:
+    """Bytes this rank sends, by collective, if all ranks are on a ring: of n ranks, all-gather sends n - 1 times its
+    own part, reduce-scatter (n - 1) / n of its input and all-reduce twice that. Source:
+    https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/usage/collectives.html and its performance notes.
+
+    Attributes:
+        sent: by collective.
+    """
+
+    def __init__(self) -> None:
+        self.sent: dict[str, int] = {}
+
+    def note(self, func: Any, args: Any) -> None:
+        """An operator of torch.ops.c10d is about to run."""
+        kind, ranks = _kind(func), _ranks(args)
+        tensors = [value for value in tree_leaves(args) if isinstance(value, torch.Tensor)]
+        if kind is None or ranks < 2 or not tensors:
+            return
+        largest = max(sum(tensor.nbytes for tensor in tensors[:1]), sum(tensor.nbytes for tensor in tensors[1:]))
+        share = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2, "broadcast": 1}[kind] * (ranks - 1) / ranks
+        self.sent[kind] = self.sent.get(kind, 0) + int(largest * share)
+
+    def gloo_buffer(self, func: Any, args: Any) -> int:
+        """What gloo takes beside its arguments: reduce-scatter is an all-reduce of a copy of the input, and all-gather
+        receives into memory of its own. Source: AsyncAllgatherWork in torch's ProcessGroupGloo.cpp."""
+        if _kind(func) not in ("all-gather", "reduce-scatter"):
+            return 0
+        tensors = [value for value in tree_leaves(args) if isinstance(value, torch.Tensor)]
+        return max(tensor.nbytes for tensor in tensors)
+
+
+def _kind(func: Any) -> str | None:
+    name = func._opname.strip("_")
+    kinds = {"allgather": "all-gather", "reduce_scatter": "reduce-scatter", "allreduce": "all-reduce"}
+    kinds["broadcast"] = "broadcast"
+    return next((kind for start, kind in kinds.items() if name.startswith(start)), None)
+
+
+def _ranks(args: Any) -> int:
+    for value in args:
+        if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
+            return dist.ProcessGroup.unbox(value).size()
+    return 1
+
+
+def _workspace_bytes(func: Any, args: Any, device: str) -> int:
+    """Bytes that an operator allocates and frees before it returns.
+
+    Args:
+        func: the operator.
+        args: its arguments.
+        device: cuda or cpu.
+    """
+    if func.namespace == "llama_ft" and func._opname == "lora_linear":
+        return lora_linear.workspace_bytes(args)
+    if func.namespace != "bitsandbytes":
+        return 0
+    inputs: torch.Tensor = args[0]
+    if func._opname == "gemm_4bit":  # the weight is dequantized into the inputs' dtype, then multiplied
+        return int(torch.Size(args[2]).numel()) * inputs.dtype.itemsize
+    if func._opname == "quantize_4bit" and device == "cpu":  # an fp32 copy, scaled, clamped, and int32 codes
+        return inputs.numel() * 4 * 4
+    if func._opname == "int8_vectorwise_quant" and device == "cpu":
+        return inputs.numel() * 4
+    if func._opname == "optimizer_update_8bit_blockwise" and device == "cpu":
+        # In fp32: both states, the gradient, the second state's root before and after a division, narrower weights.
+        return int(args[2].numel() * 4 * (5 if args[2].dtype == torch.float32 else 6))
+    if func._opname == "int8_scaled_mm" and device == "cuda":  # int32 sums, then fp16
+        return int(inputs.shape[0] * args[1].shape[0] * (4 + 2))
+    return 0

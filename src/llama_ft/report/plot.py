@@ -1,24 +1,27 @@
 """Plots as inline SVG: light, scalable, in the page's own colours, readable without JavaScript and printable.
 
 Colours and strokes are classes of style.css (`series0` to `series7`), so that a plot follows the reader's theme. Next
-to each plot lie its points as JSON, which script.js shows under the pointer.
+to each plot lie its points as JSON, which script.js shows under the pointer. plot.html has the markup.
 """
 
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import numpy
+from jinja2 import Environment, FileSystemLoader
 from markupsafe import Markup, escape
 
+from llama_ft.config.messages import show
 from llama_ft.masking import mask_secrets
-from llama_ft.report.axes import Scale, number, short_module
 
 BINS = 240  # of a plot 440 wide: two points a bin is all that can be told apart
 SMOOTH_FROM, SMOOTH_SHARE = 20, 25  # smoothed lines from so many points on, over 1/25 of them
-MODULE_PHASES = ("forward", "backward", "recompute")  # before the module in a label
 COLOURS = 8
+LOG_RATIO = 50  # of the largest value to the least, from where on an axis is logarithmic
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,121 +68,117 @@ class Plot:
     named: bool = False
     width: int = 440
     height: int = 220
-    _scale: Scale = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.series = [thin(series) for series in self.series if numpy.isfinite(series.y).any()]
-        if self.series:
-            y = numpy.concatenate([series.y[numpy.isfinite(series.y)] for series in self.series])
-            x = numpy.concatenate([series.x for series in self.series])
-            left, top = 66.0 if self.unit == "bytes" else 52.0, 18.0 if self.bands else 8.0
-            box = left, self.width - 10.0, top, self.height - (78.0 if self.labels else 30.0)
-            self._scale = Scale(box, x, y, self.log, self.from_zero, self.unit)
 
     def svg(self) -> Markup:
         """The figure; empty where there is nothing finite to draw."""
-        if not self.series:
+        series = [thin(one) for one in self.series if numpy.isfinite(one.y).any()]
+        if not series:
             return Markup("")
-        at = self._scale
-        parts = [self._axes()]
-        for series in self.series:
-            points = [(at.x(x), at.y(y) if _can_show(y, at.log) else math.nan) for x, y in _pairs(series)]
-            colour = f"series{series.colour % COLOURS}" + (" dashed" if series.colour >= COLOURS else "")
-            if series.style == "area":
-                parts.append(_area(points, at.bottom, colour))
-            parts.append(f'<path class="{series.style} {colour}" d="{_path(points)}"/>')
-            if series.style == "dots" or len(points) < 3:
-                circles = (f'<circle class="{colour}" cx="{x:.1f}" cy="{y:.1f}" r="3"/>' for x, y in points if y == y)
-                parts.append("".join(circles))
-        parts.append('<line class="cross" y1="0" y2="0"/>')
-        legend = "".join(
-            f'<span class="key series{s.colour % COLOURS}{" dashed" * (s.colour >= COLOURS)} {s.style}">{_text(s.name)}'
-            "</span>"
-            for s in self.series
-            if len(self.series) > 1 or self.named
-        )
-        return Markup(
-            f'<figure class="plot" data-plot="{escape(json.dumps(self._data()))}"><figcaption>'
-            f'<b>{_text(self.title)}</b><span class="legend">{legend}</span></figcaption><div class="scroll">'
-            f'<svg viewBox="0 0 {self.width} {self.height}"{self._least_width()} role="img" aria-label="'
-            f'{_text(self._in_words())}">{"".join(parts)}</svg></div></figure>'
-        )
-
-    def _least_width(self) -> str:
-        return f' style="min-width:{self.width * 0.75:.0f}px"' if self.width > 500 else ""
-
-    def _axes(self) -> str:
-        at, parts = self._scale, []
-        named_up_to = -math.inf
-        for first, last, name in self.bands:
-            left, right = at.x(first), at.x(last)
-            parts.append(
-                f'<rect class="band" x="{left:.1f}" y="{at.top:.1f}" width="{max(right - left, 1):.1f}" '
-                f'height="{at.bottom - at.top:.1f}"/>'
+        at = _Axes(self, series)
+        lines, words = [], []
+        for one in series:
+            points = [(at.x(x), at.y(y)) for x, y in zip(one.x.tolist(), one.y.tolist(), strict=True)]
+            drawn = [(x, y) for x, y in points if y == y]
+            outline = [(drawn[0][0], at.bottom), *drawn, (drawn[-1][0], at.bottom)] if drawn else []
+            first, last = (number(float(one.y[numpy.isfinite(one.y)][place]), self.unit) for place in (0, -1))
+            words.append(f"{one.name} from {first} to {last}")
+            lines.append(
+                {
+                    "name": one.name,
+                    "style": one.style,
+                    "colour": f"series{one.colour % COLOURS}" + (" dashed" if one.colour >= COLOURS else ""),
+                    "path": Markup(_path(points)),
+                    "fill": Markup(_path(outline) + "z"),
+                    "dots": drawn if one.style == "dots" or len(points) < 3 else [],
+                }
             )
-            across = 5.5 * len(name)  # about, in this font
-            end = right if right - left < across else (left + right + across) / 2
-            if end - across > named_up_to:
-                named_up_to = end + 8
-                parts.append(
-                    f'<text class="small" x="{end:.1f}" y="{at.top - 5:.1f}" text-anchor="end">{_text(name)}</text>'
-                )
-        for value in at.y_ticks:
-            parts.append(
-                f'<line class="grid" x1="{at.left}" x2="{at.right}" y1="{at.y(value):.1f}" y2="{at.y(value):.1f}"/>'
-                f'<text x="{at.left - 6}" y="{at.y(value) + 4:.1f}" text-anchor="end">{number(value, self.unit)}</text>'
-            )
-        if self.labels:
-            return "".join(parts) + self._module_names()
-        for value in at.x_ticks:
-            parts.append(
-                f'<text x="{at.x(value):.1f}" y="{at.bottom + 16}" text-anchor="middle">{number(value)}</text>'
-            )
-        return (
-            "".join(parts) + f'<text x="{at.right}" y="{self.height - 1}" text-anchor="end" class="small">step</text>'
-        )
-
-    def _module_names(self) -> str:
-        """Under the axis the module that begins there, as many as there is room for."""
-        at, parts, last = self._scale, [], -math.inf
-        words = [label.removesuffix(" ends").partition(" ") for label in self.labels]
-        names = [name if phase in MODULE_PHASES else "" for phase, _, name in words]
-        for place, name in enumerate(names):
-            x = at.x(place)
-            if not name or place and name == names[place - 1] or x < last + 13:
-                continue
-            last = x
-            parts.append(
-                f'<text class="small" text-anchor="end" transform="translate({x + 3:.1f} {at.bottom + 10}) '
-                f'rotate(-50)">{_text(short_module(name))}</text>'
-            )
-        return "".join(parts)
-
-    def _data(self) -> dict[str, object]:
-        at = self._scale
-        shown = [series for series in self.series if series.style != "faint" or len(self.series) < 2]
-        shown += [series for series in self.series if series not in shown]
-        return {
+        shown = sorted(series, key=lambda one: one.style == "faint")  # a faint line's values come last
+        data = {
             "box": [at.left, at.right, at.top, at.bottom],
             "x": [at.x_low, at.x_high],
             "labels": [mask_secrets(label) for label in self.labels],
             "series": [
                 {
-                    "name": mask_secrets(series.name),
-                    "x": [float(f"{x:.7g}") for x, _ in _pairs(series)],
-                    "text": [number(y, self.unit, digits=4) for _, y in _pairs(series)],
+                    "name": mask_secrets(one.name),
+                    "x": [float(f"{x:.7g}") for x in one.x.tolist()],
+                    "text": [number(y, self.unit, digits=4) for y in one.y.tolist()],
                 }
-                for series in shown
+                for one in shown
             ],
         }
+        macro = TEMPLATES.get_template("plot.html").module.svg  # type: ignore[attr-defined]
+        return Markup(macro(self, at, lines, "; ".join(words), Markup(escape(json.dumps(data)))))
 
-    def _in_words(self) -> str:
-        tellings = []
-        for series in self.series:
-            finite = numpy.flatnonzero(numpy.isfinite(series.y))
-            first, last = (number(float(series.y[place]), self.unit) for place in (finite[0], finite[-1]))
-            tellings.append(f"{series.name} from {first} to {last}")
-        return f"{self.title}: {'; '.join(tellings)}"
+
+class _Axes:
+    """Where values lie in the drawing, and the round numbers and bands along the axes."""
+
+    def __init__(self, plot: Plot, series: list[Series]) -> None:
+        x = numpy.concatenate([one.x for one in series])
+        y = numpy.concatenate([one.y[numpy.isfinite(one.y)] for one in series])
+        self.left, self.right = 66.0 if plot.unit == "bytes" else 52.0, plot.width - 10.0
+        self.top, self.bottom = 18.0 if plot.bands else 8.0, plot.height - 30.0
+        self.x_low, self.x_high = float(x.min()), float(x.max())
+        if self.x_low == self.x_high:
+            self.x_low, self.x_high = self.x_low - 1, self.x_high + 1
+        low, high = (min(0.0, float(y.min())) if plot.from_zero else float(y.min())), float(y.max())
+        self._log = plot.log and low > 0 and high / low >= LOG_RATIO
+        if self._log:
+            low, high = math.log10(low), math.log10(high)
+            marks = _log_ticks(low, high)
+        else:
+            if low == high:
+                low, high = low - abs(low or 1) / 2, high + abs(high or 1) / 2
+            marks = ticks(low, high, 5, binary=plot.unit == "bytes")
+        room = (high - low) * 0.04
+        self._low, self._high = low if plot.from_zero and low == 0 else low - room, high + room
+        self.y_ticks = [
+            (at, number(mark, plot.unit)) for mark in marks if self.top - 1 <= (at := self.y(mark)) <= self.bottom + 1
+        ]
+        steps = [] if plot.labels else ticks(self.x_low, self.x_high, 6)
+        self.x_ticks = [(self.x(step), number(step)) for step in steps if step == int(step)]
+        self.bands = [(self.x(first), self.x(last), name) for first, last, name in plot.bands]
+
+    def x(self, value: float) -> float:
+        return round(self.left + (value - self.x_low) / (self.x_high - self.x_low) * (self.right - self.left), 1)
+
+    def y(self, value: float) -> float:
+        if not math.isfinite(value) or self._log and value <= 0:
+            return math.nan
+        value = math.log10(value) if self._log else value
+        return round(self.bottom - (value - self._low) / (self._high - self._low) * (self.bottom - self.top), 1)
+
+
+def number(value: float, unit: str = "", digits: int = 3) -> str:
+    """A number as short as it can be: 1.5k, 2e-05, 3.2 GiB."""
+    if not math.isfinite(value):
+        return "not finite"
+    if unit == "bytes":
+        power = next((p for p in (4, 3, 2, 1) if abs(value) >= 1024**p), 0)
+        return f"{value / 1024**power:.{digits}g} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}" if value else "0"
+    if value and not 1e-3 <= abs(value) < 1e4:
+        for power, letter in ((9, "G"), (6, "M"), (3, "k")):
+            if 10**power <= abs(value) < 10 ** (power + 3):
+                return f"{value / 10**power:.{digits}g}{letter}"
+        return f"{value:.{digits}g}"
+    return f"{int(value)}" if value == int(value) else f"{value:.{max(digits, 4)}g}"
+
+
+def ticks(low: float, high: float, most: int, binary: bool = False) -> list[float]:
+    """Round numbers from `low` to `high`, about `most`; of bytes, round in their unit."""
+    base = 1024.0 ** math.floor(math.log(max(abs(high), 1), 1024)) if binary else 1.0
+    rough = (high - low) / base / most
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(factor for factor in (1, 2, 5, 10) if factor * power >= rough * 0.999) * power
+    first, last = math.ceil(low / base / step - 1e-9), math.floor(high / base / step + 1e-9)
+    return [float(f"{n * step:.12g}") * base for n in range(first, last + 1)]
+
+
+def _log_ticks(low: float, high: float) -> list[float]:
+    factors = (1, 2, 5) if high - low < 2.5 else (1,)
+    skip = max(1, math.ceil((high - low) / 6))
+    powers = range(math.floor(low), math.ceil(high) + 1)
+    return [factor * 10.0**power for power in powers if power % skip == 0 for factor in factors]
 
 
 def thin(series: Series) -> Series:
@@ -195,7 +194,7 @@ def thin(series: Series) -> Series:
         if numpy.isfinite(values).any():
             kept |= {int(places[numpy.nanargmin(values)]), int(places[numpy.nanargmax(values)])}
     chosen = numpy.array(sorted(kept))
-    return Series(series.name, series.x[chosen], series.y[chosen], series.style, series.colour)
+    return replace(series, x=series.x[chosen], y=series.y[chosen])
 
 
 def smoothed(name: str, x: numpy.ndarray, y: numpy.ndarray, colour: int = 0) -> list[Series]:
@@ -203,45 +202,29 @@ def smoothed(name: str, x: numpy.ndarray, y: numpy.ndarray, colour: int = 0) -> 
     if len(y) < SMOOTH_FROM:
         return [Series(name, x, y, "line", colour)]
     half = max(2, len(y) // SMOOTH_SHARE // 2)
+    window = numpy.ones(2 * half + 1)
     finite = numpy.isfinite(y)
-    sums = numpy.concatenate([[0.0], numpy.cumsum(numpy.where(finite, y, 0.0))])
-    counts = numpy.concatenate([[0], numpy.cumsum(finite)])
-    first = numpy.maximum(numpy.arange(len(y)) - half, 0)
-    last = numpy.minimum(numpy.arange(len(y)) + half + 1, len(y))
-    weights = counts[last] - counts[first]
-    mean = numpy.where(weights > 0, (sums[last] - sums[first]) / numpy.maximum(weights, 1), numpy.nan)
+    sums = numpy.convolve(numpy.where(finite, y, 0.0), window)[half:-half]
+    counts = numpy.convolve(finite, window)[half:-half]
+    mean = numpy.where(counts > 0.5, sums / numpy.maximum(counts, 1), numpy.nan)
     return [Series("each step", x, y, "faint", colour), Series(name, x, mean, "line", colour)]
 
 
 def histogram(counts: Sequence[int], edges: Sequence[float], name: str, colour: int = 0) -> Markup:
     """Bars of rows by their length, from `edges[n]` to `edges[n + 1]` tokens each."""
-    most, width, height = max(counts, default=0), 440, 150
+    most = max(counts, default=0)
     if not most:
         return Markup("")
-    step, parts = (width - 20) / len(counts), []
+    step, bars = 420 / len(counts), list[dict[str, Any]]()
     for n, count in enumerate(counts):
-        tall = count / most * (height - 42)
         low, high = math.ceil(edges[n]), math.ceil(edges[n + 1]) - 1
-        telling = f"{low} to {high} tokens: {count:,} rows" if high > low else f"{low} tokens: {count:,} rows"
-        parts.append(
-            f'<rect class="bar series{colour}" x="{10 + n * step + 1:.1f}" y="{height - 24 - tall:.1f}" width="'
-            f'{step - 2:.1f}" height="{max(tall, 1 if count else 0):.1f}" rx="1.5"><title>{telling}</title></rect>'
+        text = f"{low} to {high} tokens: {count:,} rows" if high > low else f"{low} tokens: {count:,} rows"
+        tall, label = max(round(count / most * 108, 1), 1 if count else 0), number(low) if n % 3 == 0 else ""
+        bars.append(
+            {"x": round(11 + n * step, 1), "width": round(step - 2, 1), "height": tall, "text": text, "label": label}
         )
-        if n % 3 == 0 or n == len(counts) - 1 and n % 3 == 2:
-            parts.append(f'<text x="{10 + n * step + 1:.1f}" y="{height - 9}">{number(low)}</text>')
-    return Markup(
-        f'<figure class="histogram"><figcaption><b>{_text(name)}</b> <span class="muted">tokens a row before '
-        f'truncation; the highest bar is {most:,} rows</span></figcaption><svg viewBox="0 0 {width} {height}" '
-        f'role="img" aria-label="{_text(name)}: rows by tokens">{"".join(parts)}</svg></figure>'
-    )
-
-
-def _pairs(series: Series) -> list[tuple[float, float]]:
-    return list(zip(series.x.tolist(), series.y.tolist(), strict=True))
-
-
-def _can_show(value: float, log: bool) -> bool:
-    return math.isfinite(value) and (value > 0 or not log)
+    macro = TEMPLATES.get_template("plot.html").module.histogram  # type: ignore[attr-defined]
+    return Markup(macro(name, bars, most, colour))
 
 
 def _path(points: Sequence[tuple[float, float]]) -> str:
@@ -252,16 +235,22 @@ def _path(points: Sequence[tuple[float, float]]) -> str:
             is_open = False
             continue
         alone = not is_open and (n + 1 == len(points) or points[n + 1][1] != points[n + 1][1])
-        words.append(f"{'L' if is_open else 'M'}{x:.1f} {y:.1f}" + ("h.5" if alone else ""))
+        words.append(f"{'L' if is_open else 'M'}{x} {y}" + ("h.5" if alone else ""))
         is_open = True
     return "".join(words)
 
 
-def _area(points: Sequence[tuple[float, float]], bottom: float, colour: str) -> str:
-    solid = [(x, y) for x, y in points if y == y]
-    outline = [(solid[0][0], bottom), *solid, (solid[-1][0], bottom)]
-    return f'<path class="fill {colour}" d="{_path(outline)}z"/>'
-
-
-def _text(text: str) -> Markup:
-    return escape(mask_secrets(text))
+TEMPLATES = Environment(
+    loader=FileSystemLoader(Path(__file__).parent),
+    autoescape=True,
+    trim_blocks=True,
+    lstrip_blocks=True,
+    finalize=lambda value: mask_secrets(value) if isinstance(value, str) and type(value) is str else value,
+)
+TEMPLATES.globals["zip"] = zip
+TEMPLATES.filters |= {
+    "size": lambda value: "" if value is None else number(value, "bytes", digits=4),
+    "percent": lambda share: f"{share * 100:.1f}",
+    "number": number,
+    "show": show,
+}

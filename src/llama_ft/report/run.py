@@ -4,6 +4,7 @@ import json
 import math
 from array import array
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ from typing import Any
 import numpy
 import yaml
 
-from llama_ft.config.fields import SETTINGS
+from llama_ft.config.settings import SETTINGS
+from llama_ft.errors import reason
 
 MOST_DAMAGED_LINES = 3
 PARTS = {
@@ -91,17 +93,11 @@ def read_run(folder: Path) -> Run:
     """Read what is there. What is missing or damaged is named in the result and left out."""
     run = Run(folder, folder.resolve().name)
     run.missing = [f"{name} ({what})" for name, what in PARTS.items() if not (folder / name).exists()]
-    run.status = _read_object(run, "status.json")
-    run.facts = _read_object(run, "facts.json")
-    run.plan = _read_object(run, "plan.json")
-    run.config_text = _read_text(run, "config.yaml")
-    try:
-        sections = yaml.safe_load(run.config_text) or {}
-        run.settings = {
-            f"{section}.{name}": value for section, values in sections.items() for name, value in values.items()
-        }
-    except (yaml.YAMLError, AttributeError) as error:
-        run.damaged.append(f"{folder / 'config.yaml'}: {_first_line(error)}")
+    run.status, run.facts, run.plan = (_read(run, f"{name}.json", json.loads) for name in ("status", "facts", "plan"))
+    if (folder / "config.yaml").exists():
+        run.config_text = (folder / "config.yaml").read_text(encoding="utf-8", errors="replace")
+    sections = _read(run, "config.yaml", yaml.safe_load)
+    run.settings = {f"{section}.{name}": it for section, own in sections.items() for name, it in dict(own).items()}
     _read_metrics(run)
     return run
 
@@ -117,28 +113,17 @@ def differing_settings(runs: list[Run]) -> dict[str, list[Any]]:
     return {name: row for name, row in values.items() if any(value != row[0] for value in row)}
 
 
-def _read_text(run: Run, name: str) -> str:
+def _read(run: Run, name: str, parse: Callable[[str], Any]) -> dict[str, Any]:
+    """The mapping in a file; empty where there is none, and where it is damaged."""
+    path = run.folder / name
     try:
-        return (run.folder / name).read_text(encoding="utf-8")
+        value = parse(path.read_text(encoding="utf-8"))
+        if not isinstance(value, dict):
+            raise ValueError("expected a mapping")
     except FileNotFoundError:
-        return ""
-    except (OSError, UnicodeDecodeError) as error:
-        run.damaged.append(f"{run.folder / name}: {_first_line(error)}")
-        return ""
-
-
-def _read_object(run: Run, name: str) -> dict[str, Any]:
-    if not (text := _read_text(run, name)):
-        if (run.folder / name).exists() and not run.damaged:
-            run.damaged.append(f"{run.folder / name}: it is empty")
         return {}
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        run.damaged.append(f"{run.folder / name}: {_first_line(error)}")
-        return {}
-    if not isinstance(value, dict):
-        run.damaged.append(f"{run.folder / name}: expected a JSON object")
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        run.damaged.append(f"{path}: {reason(error)}")
         return {}
     return value
 
@@ -156,11 +141,11 @@ def _read_metrics(run: Run) -> None:
                 try:
                     _take_line(run, json.loads(line), pairs)
                 except (ValueError, KeyError, TypeError, AttributeError) as error:
-                    bad.append(f"{path}:{place}: {_first_line(error)}")
+                    bad.append(f"{path}:{place}: {reason(error)}")
     except FileNotFoundError:
         return
     except OSError as error:
-        bad.append(f"{path}: {_first_line(error)}")
+        bad.append(f"{path}: {reason(error)}")
     run.damaged += bad[:MOST_DAMAGED_LINES]
     if more := len(bad) - MOST_DAMAGED_LINES:
         run.damaged += [f"{path}: {more} more lines like these"] if more > 0 else []
@@ -181,14 +166,6 @@ def _take_line(run: Run, record: dict[str, Any], pairs: "dict[str, array[float]]
         both = pairs[key]
         both.append(step)
         both.append(value)
-
-
-def _first_line(error: Exception) -> str:
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    if isinstance(error, KeyError):
-        return f"{error} is missing"
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def is_run(folder: Path) -> bool:

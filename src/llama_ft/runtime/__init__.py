@@ -1,7 +1,6 @@
 """Processes and devices: the process group, the device mesh, what rank 0 says, and how a run ends when it fails."""
 
 from llama_ft.runtime.console import configure_console, console, log
-from llama_ft.runtime.cpu_kernels import use_fp32_products
 from llama_ft.runtime.devices import sent
 from llama_ft.runtime.failures import Stopped
 from llama_ft.runtime.precision import PRECISIONS, Precision, advise_precision
@@ -20,5 +19,4 @@ __all__ = [
     "log",
     "sent",
     "start",
-    "use_fp32_products",
 ]

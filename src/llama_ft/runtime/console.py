@@ -1,6 +1,7 @@
 """What people read while a run works: one logger, speaking on rank 0 only, that gets along with a progress bar."""
 
 import errno
+import gc
 import logging
 import os
 import sys
@@ -50,6 +51,8 @@ class _ConsoleHandler(logging.Handler):
 
 def configure_console(rank: int) -> None:
     """Let rank 0 speak and keep the others silent (their errors are told by runtime.failures)."""
+    gc.freeze()  # what the imports have made stays; collecting was off since errors.before_imports
+    gc.enable()
     log.handlers = [_ConsoleHandler()]
     log.setLevel(logging.INFO if rank == 0 else logging.CRITICAL)
     log.propagate = False

@@ -5,11 +5,9 @@ finds the run directory of the one before, and why each attempt needs keys of it
 """
 
 import itertools
-import os
 import time
 import uuid
 from datetime import timedelta
-from pathlib import Path
 
 import torch.distributed as dist
 
@@ -33,19 +31,6 @@ def meet(rank: int, world_size: int, seconds: float) -> tuple[dist.Store, dist.S
     shared, _, _ = next(iter(dist.rendezvous("env://", rank, world_size, timeout=timeout)))
     name = _name_attempt(dist.PrefixStore("llama_ft/meeting", shared), rank, world_size, timeout)
     return dist.PrefixStore(f"llama_ft/{name}", shared), dist.PrefixStore(f"llama_ft/run{next(_STARTS)}", shared)
-
-
-def remember_run(job_store: dist.Store | None, folder: Path) -> None:
-    """Let later attempts find the run's directory; rank 0, as soon as there is one."""
-    if job_store is not None:
-        job_store.set("directory", os.path.abspath(folder))
-
-
-def earlier_run(job_store: dist.Store | None) -> Path | None:
-    """The directory of the run that an earlier attempt began. None: this is the first, or none came so far."""
-    if job_store is None or not job_store.check(["directory"]):
-        return None
-    return Path(job_store.get("directory").decode())
 
 
 def _name_attempt(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> str:

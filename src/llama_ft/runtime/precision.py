@@ -1,8 +1,8 @@
 """What each --precision means in dtypes, and whether this machine computes bf16 at a useful speed."""
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from timeit import timeit
 from typing import Literal
 
 import torch
@@ -46,17 +46,12 @@ def product_slowdown(dtype: torch.dtype, size: int = 512, repeats: int = 3) -> f
     CPUs without AVX512-BF16 or AMX emulate bf16: 8 times slower than fp32 on AMD Zen 3, where AMX makes it 9 times
     faster. Measured rather than read from CPU flags, which differ by vendor.
     """
-    return _seconds(dtype, size, repeats) / _seconds(torch.float32, size, repeats)
 
+    def seconds(matrix: torch.Tensor) -> float:
+        times = [timeit(lambda: torch.nn.functional.linear(matrix, matrix), number=1) for _ in range(repeats + 1)]
+        return min(times[1:])  # the first run warms up
 
-def _seconds(dtype: torch.dtype, size: int, repeats: int) -> float:
-    a, b = torch.ones(size, size, dtype=dtype), torch.ones(size, size, dtype=dtype)
-    best = float("inf")
-    for _ in range(repeats + 1):  # the first run warms up
-        started = time.perf_counter()
-        torch.nn.functional.linear(a, b)
-        best = min(best, time.perf_counter() - started)
-    return best
+    return seconds(torch.ones(size, size, dtype=dtype)) / seconds(torch.ones(size, size))
 
 
 def card_has_bf16() -> bool:
@@ -69,9 +64,8 @@ def advise_precision(
     free_to_choose: bool,
     device: torch.device,
     has_bf16: Callable[[], bool] = card_has_bf16,
-) -> tuple[PrecisionName, str, bool]:
-    """The precision to use on this device, what to tell the user about it ("" for nothing), and whether 16-bit products
-    are to be computed in fp32 (see cpu_kernels).
+) -> tuple[PrecisionName, str]:
+    """The precision to use on this device, and what to tell the user about it ("" for nothing).
 
     Args:
         asked: a key of PRECISIONS.
@@ -85,18 +79,18 @@ def advise_precision(
     dtype = PRECISIONS[asked].compute
     if device.type == "cuda":
         if dtype != torch.bfloat16 or has_bf16():
-            return asked, "", False
+            return asked, ""
         lacking = f"{torch.cuda.get_device_name(device) if torch.cuda.is_available() else device} does not compute bf16"
         if free_to_choose:
-            return "fp32", f"precision=fp32: {lacking}.", False
+            return "fp32", f"precision=fp32: {lacking}."
         raise UserError(
             f"--precision {asked}: {lacking}.\n--precision fp16 computes in fp16 with loss scaling and keeps fp32 "
             "weights as bf16_mixed does; fp32 is exact and slower."
         )
     if dtype == torch.float32 or (slowdown := product_slowdown(dtype)) < SLOW:
-        return asked, "", False
+        return asked, ""
     name = "bf16" if dtype == torch.bfloat16 else "fp16"
     measured = f"this CPU only emulates {name} matrix products, {slowdown:.0f} times slower than fp32 ones"
     if free_to_choose:
-        return "fp32", f"precision=fp32: {measured}.", False
-    return asked, f"{measured}: they are computed in fp32, and only their results rounded to {name}.", True
+        return "fp32", f"precision=fp32: {measured}."
+    return asked, f"{measured}. --precision fp32 is faster here, and takes more memory."

@@ -8,10 +8,11 @@ sharding are one code path.
 import math
 import os
 import socket
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -30,7 +31,6 @@ from llama_ft.runtime.devices import DeviceNote, batch_line, device_lines, layou
 from llama_ft.runtime.failures import Explainer, leave, write_status
 from llama_ft.runtime.status import RunStatus
 from llama_ft.runtime.stopping import Peers, Stopping
-from llama_ft.runtime.turns import await_leaders, leader_at_work
 from llama_ft.runtime.watchdog import Watchdog
 
 T = TypeVar("T")
@@ -85,18 +85,22 @@ class Runtime:
 
     @contextmanager
     def node_leader_first(self) -> Iterator[None]:
-        """Run the block on each node's first process, then on the others: they find what it has cached. However long
-        that takes, it is no collective that they wait in."""
+        """Run the block on each node's first process, then on the others: they find what it has cached.
+
+        The others look into the store. In a collective they would wait for `timeout_seconds` at most, and much data is
+        downloaded and tokenized for hours.
+        """
         if self.store is None or self.world_size == 1:
             yield
             return
         leaders = int(self.gather_numbers(self.local_rank == 0).sum())
         self._turns += 1
-        turn = f"turn {self._turns}"
+        done = f"turn {self._turns}"
         if self.local_rank == 0:
-            with leader_at_work(self.store, turn, self.timeout_seconds):
-                yield
-        await_leaders(self.store, turn, leaders, self.timeout_seconds)
+            yield
+            self.store.add(done, 1)
+        while self.store.add(done, 0) < leaders:
+            threading.Event().wait(0.2)  # not time.sleep, which the watchdog would take for waiting on the device
         if self.local_rank != 0:
             yield
 
@@ -116,10 +120,19 @@ class Runtime:
         dist.all_gather(everyone, mine)
         return torch.stack(everyone)
 
+    def mean_over_ranks(self, value: torch.Tensor) -> torch.Tensor:
+        """The mean of each rank's value, without gradient, on its device. All ranks call it together."""
+        mean = value.detach().clone()
+        if self.world_size > 1:
+            dist.all_reduce(mean)
+        return mean / self.world_size
+
     @property
     def earlier_run(self) -> Path | None:
-        """The run directory of an earlier attempt at this job; rank 0 knows."""
-        return elastic.earlier_run(self.job_store)
+        """The run directory of an earlier attempt at this job; None: this is the first, or none came so far."""
+        if self.job_store is None or not self.job_store.check(["directory"]):
+            return None
+        return Path(self.job_store.get("directory").decode())
 
     def begin_run(self, output_dir: Path, step: int = 0, at_end: Callable[[], None] = lambda: None) -> None:
         """From now on status.json in `output_dir` says how the run stands, whichever rank ends it (and then calls
@@ -127,7 +140,8 @@ class Runtime:
         self.status = RunStatus(output_dir, at_end)
         self.status.step = step
         if self.is_main:
-            elastic.remember_run(self.job_store, output_dir)
+            if self.job_store is not None:
+                self.job_store.set("directory", os.path.abspath(output_dir))
             self.status.write("running")
             self._status_written = time.monotonic()
         dist.barrier()  # a rank that fails at once must not have its "failed" overwritten
@@ -203,7 +217,7 @@ def start(
             timeout = timedelta(seconds=timeout_seconds + SECONDS_AFTER_WATCHDOG)
             runtime = _join(rank, world_size, device, shard_degree, cpu_offload, memory_fraction, store, timeout)
             runtime.job_store, runtime.stopping, runtime.timeout_seconds = job_store, stopping, timeout_seconds
-            with _watched(runtime, timeout_seconds, end):
+            with _watchdog(runtime, end) if world_size > 1 else nullcontext():
                 yield runtime
                 dist.barrier()
             if runtime.is_main and runtime.status is not None:
@@ -216,19 +230,10 @@ def start(
             end(stopping.closing(error))
 
 
-@contextmanager
-def _watched(runtime: Runtime, seconds: float, end: Callable[[BaseException], NoReturn]) -> Iterator[None]:
-    """Have a watchdog find ranks that hang while the block runs."""
-    if runtime.world_size == 1 or runtime.store is None:
-        yield
-        return
+def _watchdog(runtime: Runtime, end: Callable[[BaseException], NoReturn]) -> Watchdog:
+    assert runtime.store is not None
     groups = {group.group_name: group for group in (dist.group.WORLD, *runtime.mesh.get_all_groups()) if group}
-    watchdog = Watchdog(runtime.store, list(groups.values()), runtime.device, seconds, end)
-    watchdog.start()
-    try:
-        yield
-    finally:
-        watchdog.stop()
+    return Watchdog(runtime.store, list(groups.values()), runtime.device, runtime.timeout_seconds, end)
 
 
 def _join(

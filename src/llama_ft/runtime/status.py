@@ -1,10 +1,11 @@
 """output_dir/status.json: how a run stands, for scripts that cannot read torchrun's exit code (always 0 or 1)."""
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
+
+from llama_ft.replace_text import replace_text
 
 State = Literal["running", "finished", "stopped", "failed"]
 
@@ -24,14 +25,8 @@ class RunStatus:
 
     def write(self, state: State, exit_code: int | None = None, message: str = "") -> None:
         """Replace the file in one move, so that a reader never sees half of it."""
-        aside = self.path.with_suffix(f".json.{os.getpid()}.tmp")  # ranks may write at once
         record = {"state": state, "step": self.step, "exit_code": exit_code, "message": message}
-        try:
-            aside.write_text(json.dumps(record) + "\n")
-            os.replace(aside, self.path)
-        except OSError:
-            aside.unlink(missing_ok=True)
-            raise
+        replace_text(self.path, json.dumps(record) + "\n")
 
     def write_step(self) -> None:
         """Say how far the run is, unless another rank has said how it ended."""

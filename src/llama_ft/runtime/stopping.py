@@ -1,23 +1,21 @@
-"""How a run is asked to stop: SIGTERM, SIGHUP, Ctrl-C or --stop_after; inside the training loop it ends between two
-steps.
+"""How a run is asked to stop: SIGTERM, SIGHUP, Ctrl-C or --stop_after; the training loop ends between two steps.
 
 Outside the loop a signal ends the process at once. Inside, it is noted; every rank puts `asked()` among the numbers
-that are gathered once a step, and `agreed()` of that column is the same on all of them.
+that are gathered once per step, and `agreed()` of that column is the same on all of them.
 
 Python runs signal handlers in the main thread between bytecodes: a rank that waits for others inside gloo or NCCL does
 not see its own. So a thread reads the numbers of signals from a socket that CPython's C handler writes to. It ends the
-process by itself where the main thread cannot: when another rank is gone (NCCL may then wait for ever), and at a second
+process by itself if the main thread cannot: when another rank is gone (NCCL may then wait for ever), and at a second
 Ctrl-C.
 
 What torchrun 2.13 sends: ranks have sessions of their own, so a terminal's Ctrl-C reaches torchrun alone, which sends
 SIGINT on, and SIGTERM at a second one (`run` in torch/distributed/elastic/agent/server/api.py); so with the SIGHUP of a
 terminal that goes away, which it takes even under nohup. When a rank has died and was reaped, the others get SIGTERM.
-SIGKILL follows after a grace (`grace_warning`).
+SIGKILL follows 30 s later, or after torchrun's --shutdown-timeout.
 """
 
 import math
 import os
-import re
 import select
 import signal
 import socket
@@ -34,8 +32,8 @@ import torch.distributed as dist
 
 from llama_ft.config import parse_duration
 from llama_ft.errors import LostRank
-from llama_ft.runtime.failures import FAILURE_KEY, Stop, Stopped
-from llama_ft.runtime.out_of_memory import KILLED, KernelKills, explain_kill, host_memory
+from llama_ft.runtime.failures import Stop, Stopped
+from llama_ft.runtime.out_of_memory import KILLED, explain_kill, kernel_kills
 
 SIGNALS: dict[int, Stop] = {
     signal.SIGTERM: Stop(143, "SIGTERM"),
@@ -43,6 +41,7 @@ SIGNALS: dict[int, Stop] = {
     signal.SIGHUP: Stop(129, "SIGHUP"),
 }
 TIME_IS_UP = 0.5  # in the gathered column; smaller than the number of any signal (SIGHUP is 1), which goes first
+TORCHRUN_GRACE_SECONDS = 30
 SECONDS_OF_ONE_CTRL_C = 0.5  # launchers may deliver the same Ctrl-C twice
 SECONDS_BETWEEN_LOOKS = 0.25
 SECONDS_TO_SEE_AN_END = 0.3  # torchrun reaps a rank, and its exit code with it, within 0.1 s of its end
@@ -51,8 +50,7 @@ _IMPORTED = time.monotonic()
 
 
 class Peers:
-    """The other ranks, as far as this one can see them. A killed rank of another node cannot be seen: there torchrun's
-    grace ends a rank that hangs.
+    """The other ranks of this node: whether one has ended; and how, until torchrun reaps it.
 
     Args:
         rank: this process's.
@@ -61,41 +59,18 @@ class Peers:
     """
 
     def __init__(self, rank: int, world_size: int, store: dist.Store) -> None:
-        here = os.environ.get("GROUP_RANK") or socket.gethostname()  # torchrun's number of its agent, or a node
-        store.set(f"process/{rank}", f"{os.getpid()} {here}")
-        self._others = [number for number in range(world_size) if number != rank]
-        places = [text.decode().split(" ", 1) for text in store.multi_get([f"process/{n}" for n in self._others])]
-        self._pids = {n: int(pid) for n, (pid, place) in zip(self._others, places, strict=True) if place == here}
-        self._ends: dict[int, str] = {}
-        threading.Thread(target=self._note_ends, name="peers", daemon=True).start()
-        # A connection of its own: a main thread that waits in the store keeps the other one locked.
-        self._store = store.clone() if len(self._pids) < world_size - 1 else None  # type: ignore[attr-defined]
+        node = os.environ.get("GROUP_RANK") or socket.gethostname()  # torchrun's number of its agent
+        store.set(f"process/{rank}", f"{os.getpid()} {node}")
+        others = [number for number in range(world_size) if number != rank]
+        places = [text.decode().split(" ", 1) for text in store.multi_get([f"process/{n}" for n in others])]
+        self._pids = {n: int(pid) for n, (pid, place) in zip(others, places, strict=True) if place == node}
 
     def gone(self) -> str:
-        """Which rank has ended or failed, for people; "" if none is known to have."""
+        """Which rank has ended, for people; "" if none has."""
         for rank, pid in self._pids.items():
-            if end := self._ends.get(rank) or _end_of(pid):
+            if end := _end_of(pid):
                 return f"rank {rank} (process {pid}) {end}"
-        with suppress(RuntimeError):  # the store goes with its host; that alone does not keep ranks from saving
-            if self._store is not None and self._store.check([FAILURE_KEY]):
-                return "a rank on another node has failed"
         return ""
-
-    def _note_ends(self) -> None:
-        """Wait for the ends of the ranks here: how a process ended can be read until torchrun reaps it, 0.1 s later at
-        most, and the main thread may hear of it only when it comes to the next collective."""
-        ends, ranks = select.poll(), dict[int, int]()
-        for rank, pid in self._pids.items():
-            with suppress(OSError, AttributeError):  # gone already; another system than Linux
-                file = os.pidfd_open(pid)
-                ranks[file] = rank
-                ends.register(file, select.POLLIN)
-        while ranks:
-            for file, _ in ends.poll():
-                rank = ranks.pop(file)
-                self._ends[rank] = _end_of(self._pids[rank])
-                ends.unregister(file)
-                os.close(file)
 
 
 class Stopping:
@@ -109,7 +84,7 @@ class Stopping:
     def __init__(self) -> None:
         self.told_to_end = threading.Event()
         self.peers: Peers | None = None
-        self._kills = KernelKills()
+        self._earlier_kills = kernel_kills()
         self._phase: Literal["at once", "between steps", "closing"] = "at once"
         self._error: BaseException | None = None  # what this process is ending with
         self._signal, self._signal_time = 0, math.inf
@@ -148,8 +123,8 @@ class Stopping:
         """Let what asks to stop wait for `agreed` while the block, the training loop, runs.
 
         Args:
-            stop_after: --stop_after. At the end of the first step that ends later, the run stops; it counts from the
-                start of torchrun, or of this process without it. Writing the checkpoint comes on top.
+            stop_after: --stop_after. The run stops at the end of the first step that ends later; the time counts from
+                the start of torchrun, or of this process without it. Writing the checkpoint comes on top.
         """
         if stop_after is not None:
             self._stop_after = stop_after
@@ -181,34 +156,25 @@ class Stopping:
 
     def closing(self, error: BaseException) -> BaseException:
         """From now on nothing interrupts the main thread, which ends with what is returned."""
-        stopped_at_once = self._phase == "at once" and isinstance(error, Stopped)
-        self._phase = "closing"
-        _leave_dead_terminal()
-        if stopped_at_once and self.peers is not None and (gone := self.peers.gone()):
+        if self._phase == "at once" and isinstance(error, Stopped) and self.peers and (gone := self.peers.gone()):
             error = self._lost(gone)  # SIGTERM is how torchrun says that another rank has failed
-        self._error = error
+        self._error, self._phase = error, "closing"
         return error
 
     def about_lost(self) -> str:
-        """Which rank has ended and how, as far as this one can tell, after a connection broke; "" if it cannot."""
+        """Which rank has ended and how, after a connection broke; "" if no rank of this node has."""
         deadline = time.monotonic() + SECONDS_TO_SEE_AN_END
-        while self.peers is not None:
+        while self.peers is not None and time.monotonic() < deadline:
             if gone := self.peers.gone():
                 return self._describe(gone)
-            if time.monotonic() > deadline:
-                break
             time.sleep(0.01)
         return ""
 
     def _describe(self, gone: str) -> str:
-        if KILLED not in gone and self._kills.new():
+        if KILLED not in gone and kernel_kills() > self._earlier_kills:
             gone += f", most likely {KILLED}"
-        if KILLED in gone:
-            return f"{gone}.\n{explain_kill(self._kills)}"
-        return (
-            f"{gone}.\nHow it ended stands in torchrun's report; exit code -9 there usually means that host memory ran "
-            f"out.\n{host_memory() or ''}"
-        ).rstrip()
+        where = "" if KILLED in gone else "Its exit code is in torchrun's report. "
+        return f"{gone}.\n{where}{explain_kill(self._earlier_kills)}"
 
     def _lost(self, gone: str) -> LostRank:
         return LostRank(f"lost contact with another rank: {self._describe(gone)}")
@@ -226,7 +192,7 @@ class Stopping:
                 numbers = signals.recv(64)
                 if not numbers:
                     return
-                for number in numbers:
+                for number in SIGNALS.keys() & set(numbers):  # whatever else has a handler in Python comes here, too
                     self._note(number, end)
             if self._phase == "at once":
                 limit = SECONDS_TO_REACT if self._error is None else SECONDS_TO_CLOSE
@@ -239,15 +205,9 @@ class Stopping:
                     end(self._lost(gone))
 
     def _note(self, number: int, end: Callable[[BaseException], NoReturn]) -> None:
-        if number not in SIGNALS:  # whatever else has a handler in Python comes here, too
-            return
-        if number == signal.SIGHUP:
-            _leave_dead_terminal()
-        is_first = not self._signal
-        if is_first:
+        if not self._signal:
             self._signal, self._signal_time = number, time.monotonic()
-        self.told_to_end.set()  # the last: who waits for it may ask which signal it was
-        if is_first:
+            self.told_to_end.set()  # the last: who waits for it may ask which signal it was
             return
         # SIGTERM may come twice to a healthy rank: from a batch system and, forwarded, from torchrun.
         after_ctrl_c = self._signal == signal.SIGINT and dist.is_torchelastic_launched()
@@ -268,32 +228,16 @@ def seconds_running() -> float:
 
 def grace_warning(seconds: float) -> str | None:
     """What to tell people whose saves take so many seconds, if torchrun would kill ranks in the middle of one."""
-    if not dist.is_torchelastic_launched():
-        return None
-    grace = 30
-    if torch.__version__ >= "2.12":  # torch 2.11 reads neither
-        grace = int(os.environ.get("PET_SHUTDOWN_TIMEOUT") or os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT") or grace)
+    given = bool({"PET_SHUTDOWN_TIMEOUT", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"} & os.environ.keys())
     with suppress(OSError):
-        command = Path(f"/proc/{os.getppid()}/cmdline").read_text().replace("\0", " ")
-        if option := re.search(r" --shutdown[-_]timeout[ =](\d+) ", command):
-            grace = int(option[1])
-    if seconds < grace:
+        given |= "--shutdown" in Path(f"/proc/{os.getppid()}/cmdline").read_text()
+    if seconds < TORCHRUN_GRACE_SECONDS or given or not dist.is_torchelastic_launched():
         return None
     return (
-        f"A save took {seconds:.0f} s, but torchrun kills its ranks {grace} s after it was told to stop:\n"
-        "the checkpoint of a run stopped by SIGTERM, SIGHUP or Ctrl-C would be lost.\n"
+        f"A save took {seconds:.0f} s, but torchrun kills its ranks {TORCHRUN_GRACE_SECONDS} s after it was told to "
+        "stop:\nthe checkpoint of a run stopped by SIGTERM, SIGHUP or Ctrl-C would be lost.\n"
         f"torchrun --shutdown-timeout {math.ceil(2 * seconds / 10) * 10} gives it time (torch 2.12 or newer)."
     )
-
-
-def _leave_dead_terminal() -> None:
-    """Send output that nobody can get any more to nowhere: an error from writing it would keep a run from saving."""
-    for file in (1, 2):
-        output = select.poll()
-        output.register(file, 0)  # which leaves POLLERR and POLLHUP
-        if output.poll(0):
-            with open(os.devnull, "wb") as nowhere:
-                os.dup2(nowhere.fileno(), file)
 
 
 def _stat(process: int) -> list[str]:
@@ -302,15 +246,12 @@ def _stat(process: int) -> list[str]:
 
 
 def _end_of(process: int) -> str:
-    """How a process has ended; "" if it has not."""
+    """How a process has ended; "" if it has not, or without /proc."""
     try:
-        os.kill(process, 0)
-        stat = _stat(process)
-    except ProcessLookupError:
-        return "has ended"
-    except OSError:  # no /proc
-        return ""
-    if stat[0] not in "ZX":
+        state, *_, status = _stat(process)
+    except OSError:
+        return "has ended" if Path("/proc/self").exists() else ""
+    if state not in "ZX":
         return ""
     # Dead, and not yet reaped by torchrun. The last field is what wait() will say; 0 to other users.
-    return f"was {KILLED}" if int(stat[-1]) & 0x7F == signal.SIGKILL else "has ended"
+    return f"was {KILLED}" if int(status) & 0x7F == signal.SIGKILL else "has ended"

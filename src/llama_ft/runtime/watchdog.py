@@ -1,13 +1,14 @@
 """A thread on each rank that finds ranks which hang, and ends the job naming them.
 
-A rank that waits in a collective shows it: its main thread stays where it is and it begins no further collective. When
-that has lasted for the time-out, its watchdog asks those of the other ranks through the rendezvous store. A rank whose
-watchdog does not answer is stopped or gone; one that does not wait hangs in its own code, and its watchdog says where.
-Nothing is done per step: the thread looks every two seconds.
+A rank that waits in a collective shows it: its main thread stays where it is and it begins no further collective. Every
+two seconds each rank's watchdog writes to the rendezvous store what it sees, and nothing is done per step. When a rank
+has waited for the time-out, its watchdog reads what the others write. A rank whose watchdog writes no more is stopped
+or gone; one that does not wait hangs in its own code, at the line that its watchdog wrote.
 """
 
 import contextlib
 import json
+import math
 import os
 import socket
 import sys
@@ -22,9 +23,8 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from llama_ft import restarts
 from llama_ft.errors import LostRank
-from llama_ft.runtime.failures import FAILURE_KEY, is_final_elsewhere, seconds_to_be_ended
+from llama_ft.runtime.failures import FAILURE_KEY, wait_to_be_ended
 
 SECONDS_BETWEEN_LOOKS = 2.0
 SECONDS_TO_ANSWER = 5.0
@@ -35,15 +35,17 @@ UNTELLING = (TORCH, str(Path(__file__).parent) + os.sep, contextlib.__file__, "<
 
 @dataclass(frozen=True)
 class Report:
-    """What a rank's watchdog sees: whether the main thread waits, after how many collectives, and where it is."""
+    """What a rank's watchdog sees: whether the main thread waits, after how many collectives, and where it is; and how
+    often the watchdog has looked."""
 
     waits: bool
     collectives: int
     place: str
+    looks: int = 0
 
 
 class Watchdog(threading.Thread):
-    """Watches this process's main thread from `start` to `stop`; every rank has one.
+    """Watches this process's main thread inside a `with` block; every rank has one.
 
     Args:
         store: this attempt's store.
@@ -69,39 +71,45 @@ class Watchdog(threading.Thread):
         self._ended = threading.Event()
         self._state: object = None
         self._since = time.monotonic()  # when `_state` was first seen
-        self._answered = ""
-        self._failure_seen = float("inf")
+        self._looks, self._asked = 0, math.inf
+        self._earlier: dict[int, Report] | None = None  # what the others had written at `_asked`
         self._store.set(f"who/{self._rank}", f"{socket.gethostname()}, pid {os.getpid()}")
 
-    def stop(self) -> None:
-        """Say nothing from now on. Python aborts a process that ends while a thread is inside the store's C++."""
+    def __enter__(self) -> None:
+        self.start()
+
+    def __exit__(self, *_: object) -> None:
+        """Python aborts a process that ends while a thread is inside the store's C++."""
         self._ended.set()
-        if self is not threading.current_thread():
-            self.join(SECONDS_TO_ANSWER)
+        self.join(SECONDS_TO_ANSWER)
 
     def run(self) -> None:
-        """Look again and again until `stop`, or until the store is gone with its host: then torchrun ends the rank."""
+        """Look again and again, until the store is gone with its host: then torchrun ends the rank."""
         with contextlib.suppress(RuntimeError, ConnectionError):
             while not self._ended.wait(min(SECONDS_BETWEEN_LOOKS, self._seconds / 10)):
                 self._look()
-                self._leave_after_others()
+                # A rank that waits on its GPU for ranks of another node hears nothing of their end.
+                if self._store.underlying_store.check([FAILURE_KEY]):
+                    wait_to_be_ended(self._store.underlying_store, self._ended)
+                    if not self._ended.is_set():
+                        os._exit(1)
 
     def _look(self) -> None:
-        now, frame = time.monotonic(), _main_frame()
+        now, frame = time.monotonic(), sys._current_frames()[threading.main_thread().ident or 0]
         state = self._state_at(frame)
         if state != self._state:
             self._state, self._since = state, now
-        question = self._store.get("question").decode() if self._store.check(["question"]) else ""
-        if question and question != self._answered:
-            report = Report(now - self._since > self._seconds / 2, self._collectives(), place(frame))
-            self._store.set(f"{question}/{self._rank}", json.dumps(asdict(report)))
-            self._answered = question
-        elif not question and now - self._since > self._seconds:
-            own = f"{self._rank} at {now}"
-            if self._store.compare_set("question", "", own).decode() == own:
-                self._look()  # it answers, too
-                self._ended.wait(SECONDS_TO_ANSWER)
-                self._judge(own)
+        self._looks += 1
+        report = Report(now - self._since > self._seconds / 2, self._collectives(), place(frame), self._looks)
+        self._store.set(f"report/{self._rank}", json.dumps(asdict(report)))
+        if now - self._since <= self._seconds:
+            self._earlier = None
+        elif self._earlier is None:
+            self._earlier, self._asked = self._reports(), now
+        elif now - self._asked > SECONDS_TO_ANSWER:
+            reports = {rank: it for rank, it in self._reports().items() if it != self._earlier.get(rank)}
+            who = [self._store.get(f"who/{rank}").decode() for rank in range(self._world_size)]
+            self._end(LostRank(describe_hang(reports, who, self._rank, self._seconds)))
 
     def _state_at(self, frame: FrameType) -> object:
         """What stays equal only while this rank waits.
@@ -117,26 +125,11 @@ class Watchdog(threading.Thread):
     def _collectives(self) -> int:
         return sum(group._get_sequence_number_for_group() for group in self._groups)  # type: ignore[attr-defined]
 
-    def _judge(self, question: str) -> None:
-        """End the job, unless it has got on since."""
-        if self._ended.is_set() or self._state_at(_main_frame()) != self._state:
-            self._store.delete_key("question")
-            return
-        ranks = range(self._world_size)
-        answers = {rank: f"{question}/{rank}" for rank in ranks if self._store.check([f"{question}/{rank}"])}
-        reports = {rank: Report(**json.loads(self._store.get(key))) for rank, key in answers.items()}
-        who = [self._store.get(f"who/{rank}").decode() for rank in ranks]
-        self._end(LostRank(describe_hang(reports, who, self._rank, self._seconds)))
-
-    def _leave_after_others(self) -> None:
-        """A rank that waits on its GPU for ranks of another node hears nothing of their end."""
-        if not self._store.underlying_store.check([FAILURE_KEY]):
-            return
-        self._failure_seen = min(self._failure_seen, time.monotonic())
-        if time.monotonic() > self._failure_seen + seconds_to_be_ended(self._store.underlying_store):
-            if is_final_elsewhere(self._store.underlying_store):
-                restarts.end_restarts()
-            os._exit(1)
+    def _reports(self) -> dict[int, Report]:
+        keys = {rank: f"report/{rank}" for rank in range(self._world_size)}
+        return {
+            rank: Report(**json.loads(self._store.get(key))) for rank, key in keys.items() if self._store.check([key])
+        }
 
 
 def describe_hang(reports: dict[int, Report], who: Sequence[str], asker: int, seconds: float) -> str:
@@ -167,10 +160,6 @@ def place(frame: FrameType | None) -> str:
     while frame is not None and frame.f_code.co_filename.startswith(UNTELLING):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}" if frame else "an unknown line"
-
-
-def _main_frame() -> FrameType:
-    return sys._current_frames()[threading.main_thread().ident or 0]
 
 
 def _is_in_collective(frame: FrameType | None) -> bool:

@@ -2,7 +2,7 @@
 
 from llama_ft.training.doubts import doubts
 from llama_ft.training.evaluation import evaluate, mean_loss, perplexity
-from llama_ft.training.loss import token_loss_sum
+from llama_ft.training.objective import LossSum, Objective, SupervisedFineTuning, target_losses, target_rows
 from llama_ft.training.optimizer import build_optimizer, describe_optimizer, describe_state, learning_rate
 from llama_ft.training.packed_rows import check_rows_stay_apart
 from llama_ft.training.progress import Progress
@@ -19,8 +19,11 @@ from llama_ft.training.step import (
 )
 
 __all__ = [
+    "LossSum",
+    "Objective",
     "Progress",
     "Step",
+    "SupervisedFineTuning",
     "Unread",
     "accumulate_gradients",
     "answer",
@@ -38,6 +41,7 @@ __all__ = [
     "perplexity",
     "show_answer",
     "stop_if_not_finite",
-    "token_loss_sum",
+    "target_losses",
+    "target_rows",
     "update_weights",
 ]

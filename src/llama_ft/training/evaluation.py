@@ -10,7 +10,7 @@ from transformers.modeling_utils import PreTrainedModel
 from llama_ft.config import TrainConfig
 from llama_ft.data import collate, evaluation_batches, row_lengths
 from llama_ft.runtime import Runtime
-from llama_ft.training.loss import token_loss_sum
+from llama_ft.training.objective import Objective
 from llama_ft.training.step import free_gathered
 
 LARGEST_EXPONENT = 700.0  # math.exp overflows above 709
@@ -18,6 +18,7 @@ LARGEST_EXPONENT = 700.0  # math.exp overflows above 709
 
 def evaluate(
     model: PreTrainedModel,
+    objective: Objective,
     validation: Dataset,
     settings: TrainConfig,
     pad_token_id: int,
@@ -25,7 +26,7 @@ def evaluate(
     runtime: Runtime,
 ) -> dict[str, float]:
     """`eval/loss` and `eval/perplexity`; arguments as of `mean_loss`."""
-    mean, _ = mean_loss(model, validation, settings, pad_token_id, capacity, runtime)
+    mean, _ = mean_loss(model, objective, validation, settings, pad_token_id, capacity, runtime)
     return {"eval/loss": mean, "eval/perplexity": perplexity(mean)}
 
 
@@ -37,16 +38,18 @@ def perplexity(loss: float) -> float:
 @torch.no_grad()
 def mean_loss(
     model: PreTrainedModel,
+    objective: Objective,
     validation: Dataset,
     settings: TrainConfig,
     pad_token_id: int,
     capacity: int | None,
     runtime: Runtime,
 ) -> tuple[float, int]:
-    """Mean loss over the target tokens of the validation rows, dropout off, and how many they are.
+    """Mean loss over the validation set, dropout off, and of how many loss tokens or pairs it is.
 
     Args:
         model: left in training mode.
+        objective: makes the loss of a batch.
         validation: tokenized rows, shared out over the ranks; each row counts once.
         settings: val_batch_size and max_eval_step.
         pad_token_id: fills rows of a batch up to the longest.
@@ -63,15 +66,16 @@ def mean_loss(
     )
     model.eval()
     loss = torch.zeros((), dtype=torch.float64, device=runtime.device)
-    tokens = 0
+    count = 0
     for indices in plan:
         batch = collate(validation, indices, pad_token_id, capacity is not None)
-        loss += token_loss_sum(model, batch, runtime.device)
-        tokens += batch.target_tokens
+        summed = objective.loss(model, batch, runtime)
+        loss += summed.loss
+        count += summed.count
     free_gathered(model)
     model.train()
-    loss_sum, token_count = runtime.gather_numbers(loss.item(), tokens).sum(dim=0).tolist()
-    return loss_sum / token_count, int(token_count)
+    loss_sum, total = runtime.gather_numbers(loss.item(), count).sum(dim=0).tolist()
+    return loss_sum / total, int(total)
 
 
 class BestLoss:

@@ -84,7 +84,7 @@ def _check_head_loss(
         return
     targets = input_ids.roll(-1)[positions]
     inputs = {"input_ids": input_ids.unsqueeze(0), "use_cache": False, **layout}
-    in_pieces = model(**inputs, positions=positions, targets=targets).item()
+    in_pieces = model(**inputs, positions=positions, targets=targets)[0].item()
     of_logits = F.cross_entropy(logits, targets, reduction="sum").item()
     if not math.isclose(in_pieces, of_logits, rel_tol=TOLERANCE_LOSS):
         forget_head_loss(model)

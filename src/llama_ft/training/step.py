@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,7 +17,7 @@ from llama_ft.data import Batch
 from llama_ft.errors import RunFailure
 from llama_ft.phases import NOBODY, PhaseWatch
 from llama_ft.runtime import Runtime
-from llama_ft.training.loss import token_loss_sum
+from llama_ft.training.objective import LossSum, Objective
 from llama_ft.training.sharded_optimizer import local_tensor
 
 MICRO_BATCHES_NAMED = 8
@@ -25,28 +25,30 @@ MICRO_BATCHES_NAMED = 8
 
 def accumulate_gradients(
     model: PreTrainedModel,
+    objective: Objective,
     micro_batches: Sequence[Batch],
-    target_tokens: int,
+    count: int,
     reduce_last_only: bool,
-    device: torch.device,
+    runtime: Runtime,
     loss_scale: float = 1.0,
     watch: PhaseWatch = NOBODY,
-) -> list[torch.Tensor]:
-    """Forward and backward of this rank's micro-batches; gradients are those of the mean over all target tokens.
+) -> list[LossSum]:
+    """Forward and backward of this rank's micro-batches; gradients are those of the mean over the global batch.
 
     Args:
         model: sharded; gradients are summed over ranks as its backward goes.
+        objective: makes the loss of a micro-batch.
         micro_batches: this rank's; every rank must have equally many.
-        target_tokens: of the global batch, over all ranks and micro-batches.
+        count: losses that are summed in the global batch, over all ranks and micro-batches: loss tokens, or pairs.
         reduce_last_only: keep unsharded gradients until the last micro-batch and reduce them once. Right for LoRA,
             whose gradients are small; in full fine-tuning it keeps a whole model's gradients on every rank, so there
             every micro-batch is reduced into the shards.
-        device: where the model computes.
+        runtime: the ranks.
         loss_scale: gradients come out times this; see training/loss_scale.py.
         watch: is told when a forward and when a backward pass begins.
 
     Returns:
-        The loss sum of each micro-batch, detached scalars on the device.
+        The loss of each micro-batch, detached.
     """
     sharded = cast(FSDPModule, model)  # which fully_shard has made it too
     losses = []
@@ -55,10 +57,10 @@ def accumulate_gradients(
         sharded.set_requires_gradient_sync(is_last or not reduce_last_only)
         sharded.set_requires_all_reduce(is_last)  # copies of the model (replicate) need the sum only once
         watch.enter("forward")
-        loss = token_loss_sum(model, batch, device)
+        summed = objective.loss(model, batch, runtime)
         watch.enter("backward")
-        (loss / (target_tokens / loss_scale)).backward()
-        losses.append(loss.detach())
+        (summed.loss / (count / loss_scale)).backward()
+        losses.append(replace(summed, loss=summed.loss.detach()))
     return losses
 
 
@@ -69,16 +71,17 @@ class StepNumbers:
     for them when the next step is under way, and what depends on them before that stays on the device.
 
     Args:
-        numbers: float64 [2]: sum of the losses of all target tokens, and L2 norm of the gradients.
-        target_tokens: of the global batch.
+        numbers: float64 [2 + logged]: sum of the losses, L2 norm of the gradients, and further sums.
+        count: losses that are summed in the global batch.
+        names: of the further sums.
 
     Attributes:
         failed: float32 scalar on the device: 1 where one of them is not a number.
     """
 
-    def __init__(self, numbers: torch.Tensor, target_tokens: int) -> None:
-        self.failed = numbers.isfinite().all().logical_not().float()
-        self._target_tokens, self._numbers, self._event = target_tokens, numbers, None
+    def __init__(self, numbers: torch.Tensor, count: int, names: Sequence[str] = ()) -> None:
+        self.failed = numbers[:2].isfinite().all().logical_not().float()
+        self._count, self._names, self._numbers, self._event = count, names, numbers, None
         if numbers.is_cuda:
             self._numbers = torch.empty_like(numbers, device="cpu", pin_memory=True)
             self._numbers.copy_(numbers, non_blocking=True)
@@ -89,14 +92,19 @@ class StepNumbers:
         """The mean loss and the norm; waits until the device has computed them."""
         if self._event is not None:
             self._event.synchronize()
-        loss_sum, norm = self._numbers.tolist()
-        return loss_sum / self._target_tokens, norm
+        loss_sum, norm, *_ = self._numbers.tolist()
+        return loss_sum / self._count, norm
+
+    def logged(self) -> dict[str, float]:
+        """The means of the further sums, as `train/<name>`; after `read`."""
+        values = self._numbers[2:].tolist()
+        return {f"train/{name}": value / self._count for name, value in zip(self._names, values, strict=True)}
 
 
 def finish_gradients(
     model: nn.Module,
-    losses: Sequence[torch.Tensor],
-    target_tokens: int,
+    losses: Sequence[LossSum],
+    count: int,
     settings: TrainConfig,
     loss_scale: float,
     runtime: Runtime,
@@ -107,7 +115,7 @@ def finish_gradients(
     Args:
         model: sharded, after its backward passes.
         losses: what `accumulate_gradients` has returned.
-        target_tokens: of the global batch.
+        count: losses that are summed in the global batch.
         settings: gradient_clipping and its threshold.
         loss_scale: see training/loss_scale.py.
         runtime: the ranks.
@@ -118,14 +126,17 @@ def finish_gradients(
     norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)
     squares = torch.stack(list(norms)).double().square().sum()
     copies = runtime.mesh.size() // runtime.mesh["shard"].size()  # each of which adds the whole norm
-    numbers = torch.stack([torch.stack(list(losses)).double().sum(), squares.to(runtime.device) / copies])
+    names = sorted({name for summed in losses for name in summed.logged})
+    sums = [torch.stack([summed.loss for summed in losses]).double().sum(), squares.to(runtime.device) / copies]
+    sums += [torch.stack([summed.logged[name] for summed in losses]).double().sum() for name in names]
+    numbers = torch.stack(sums)
     if runtime.world_size > 1:
         dist.all_reduce(numbers)
     numbers[1].sqrt_()
     if settings.gradient_clipping:
         factor = (settings.gradient_clipping_threshold / (numbers[1] + 1e-6)).clamp(max=1.0)
         torch._foreach_mul_(gradients, factor.float().to(gradients[0].device))
-    return StepNumbers(numbers, target_tokens)
+    return StepNumbers(numbers, count, names)
 
 
 def update_weights(optimizer: torch.optim.Optimizer, lr: float, failed: torch.Tensor | None = None) -> None:
@@ -164,7 +175,7 @@ class Step:
 
     step: int
     numbers: StepNumbers
-    losses: Sequence[torch.Tensor]
+    losses: Sequence[LossSum]
     batches: Sequence[Batch]
     metrics: dict[str, Any]
     skipped: bool = False
@@ -224,13 +235,13 @@ def stop_if_not_finite(step: Step, last_checkpoint: Callable[[], Path | None], r
         RunFailure: on every rank, with the rows of whichever rank had them.
     """
     loss, norm = step.numbers.read()
-    step.metrics |= {"train/loss": loss, "train/grad_norm": norm}
+    step.metrics |= {"train/loss": loss, "train/grad_norm": norm, **step.numbers.logged()}
     if step.skipped or (math.isfinite(loss) and math.isfinite(norm)):
         return
     mine = [
-        f"rank {runtime.rank}, micro-batch {number + 1} (loss {value.item():g}): {', '.join(batch.sources)}"
-        for number, (value, batch) in enumerate(zip(step.losses, step.batches, strict=True))
-        if not math.isfinite(value.item()) or math.isfinite(loss)
+        f"rank {runtime.rank}, micro-batch {number + 1} (loss {summed.loss.item():g}): {', '.join(batch.sources)}"
+        for number, (summed, batch) in enumerate(zip(step.losses, step.batches, strict=True))
+        if not math.isfinite(summed.loss.item()) or math.isfinite(loss)
     ]
     everyone: list[list[str]] = [[] for _ in range(runtime.world_size)]
     dist.all_gather_object(everyone, mine)

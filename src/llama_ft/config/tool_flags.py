@@ -1,0 +1,63 @@
+"""How a recipe's own flags are read: a dataclass of them, and the parser of the settings."""
+
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from llama_ft.config.dump import flags_text
+from llama_ft.config.load import convert
+from llama_ft.config.messages import nearest
+from llama_ft.config.parse import Parsed, read_flags
+from llama_ft.config.settings import settings_of
+from llama_ft.errors import UserError
+
+
+def read(
+    argv: list[str],
+    flags: Any,
+    description: str,
+    other_names: Mapping[str, str] | None = None,
+    gone: Mapping[str, str] | None = None,
+    repeated: frozenset[str] = frozenset(),
+    others: Iterable[str] = (),
+) -> tuple[Any, Parsed, list[str]]:
+    """Read a recipe's own flags.
+
+    Args:
+        argv: the words after the script's name.
+        flags: the dataclass of its flags; a field `places` takes the words that stand alone.
+        description: what the script does; its first paragraph is printed by --help.
+        other_names: further name of a flag -> its name.
+        gone: names from elsewhere -> what to do instead.
+        repeated: flags that may be given again.
+        others: names of flags that are read elsewhere, for "Did you mean".
+
+    Returns:
+        The flags, where each was set, and the errors.
+    """
+    table = settings_of(flags)
+    if {"--help", "-h"} & set(argv):
+        words = [table.pop("places").meaning] if "places" in table else []
+        text = [description.partition("\n\n")[0], *words, flags_text(table, f"Flags of {Path(sys.argv[0]).name}:")]
+        print("\n\n".join(text))
+        sys.exit(0)
+
+    def find(name: str) -> Any:
+        return None if name == "places" else table.get((other_names or {}).get(name, name))
+
+    def explain(name: str, _: str | None) -> str:
+        if instead := (gone or {}).get(name):
+            return f" is not a flag here: {instead}."
+        meant = nearest(name, [*table, *others])
+        return " is not a flag. " + (f"Did you mean --{meant}?" if meant else "--help lists them all.")
+
+    parsed = read_flags(argv, find, explain, "places" if "places" in table else None, repeated)
+    options, wrong = convert(parsed.values, parsed.places, flags)
+    return options, parsed, [*parsed.errors, *wrong.values()]
+
+
+def check(errors: list[str]) -> None:
+    """Raise UserError if there are errors."""
+    if errors:
+        raise UserError(*errors)

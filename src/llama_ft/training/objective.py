@@ -1,0 +1,122 @@
+"""What is trained: how a sample becomes examples, and a micro-batch a loss. One plain class per method.
+
+An objective has two methods. `examples` turns a sample into tokens and loss masks; the examples of one sample stay
+together in a micro-batch. `loss` turns a micro-batch into a `LossSum`. The training step, evaluation and the planner
+know nothing else of a method.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch.nn import functional as F
+from transformers.modeling_utils import PreTrainedModel
+
+from llama_ft.data import IGNORED, Batch
+from llama_ft.models import LossFunction, cross_entropy, has_head_loss, packed_arguments, router_loss
+from llama_ft.runtime import Runtime, sent
+
+
+@dataclass(frozen=True)
+class LossSum:
+    """The loss of a micro-batch of one rank, as a sum.
+
+    Sums over all micro-batches and ranks are divided once by the count of the whole global batch. So the loss does not
+    depend on how samples are dealt, padded or packed; the mean of micro-batch means would.
+
+    Attributes:
+        loss: float32 scalar on the device, with gradient. 0 with gradients of 0 for a micro-batch without samples, so
+            that its rank takes part in the collectives.
+        count: how many losses it is the sum of: loss tokens, or pairs.
+        logged: further sums by name, float32 scalars without gradient; their means over `count` are logged.
+    """
+
+    loss: torch.Tensor
+    count: int
+    logged: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+class Objective(Protocol):
+    """What the training step, evaluation and the planner call."""
+
+    def loss(self, model: PreTrainedModel, batch: Batch, runtime: Runtime) -> LossSum:
+        """Compute the loss of a micro-batch. All ranks call it together, as often as each other, so that it may
+        exchange numbers with them (`runtime.mean_over_ranks`)."""
+
+
+def training_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """The loss of each token in training. To train another loss of single tokens, change this function.
+
+    It sees a few hundred targets at a time, and may be any function that autograd differentiates. The validation loss
+    stays the plain cross-entropy, so that it can be compared between runs.
+
+    Args:
+        logits: [targets, vocab], in the dtype that the model computes in.
+        targets: int64 [targets], the tokens to predict.
+
+    Returns:
+        float32 [targets].
+    """
+    return cross_entropy(logits, targets)
+
+
+class SupervisedFineTuning:
+    """Predict the next token, where it is in the loss; with the routers' auxiliary loss if config.json asks for it."""
+
+    def loss(self, model: PreTrainedModel, batch: Batch, runtime: Runtime) -> LossSum:
+        """See `Objective`; counts loss tokens."""
+        loss, balance = target_losses(model, batch, runtime.device, training_loss if model.training else cross_entropy)
+        return LossSum(loss + balance * batch.target_tokens, batch.target_tokens)
+
+
+def target_losses(
+    model: PreTrainedModel,
+    batch: Batch,
+    device: torch.device,
+    loss_fn: LossFunction = cross_entropy,
+    per_token: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | float]:
+    """Run the model on a micro-batch; return the losses of the tokens to predict, and the routers' auxiliary loss.
+
+    Args:
+        model: causal language model; position t predicts token t + 1. Prepared by `use_head_loss` it makes logits of a
+            few hundred positions at a time; otherwise those of all positions with a target.
+        batch: labels are not shifted; IGNORED positions are no targets.
+        device: where the model computes.
+        loss_fn: logits [n, vocab] and targets [n] -> losses [n].
+        per_token: return float32 [targets], in the order of `target_rows(batch)`, instead of their sum. Minus the
+            cross-entropy of a token is its log-probability.
+    """
+    aims = _aims(batch)
+    on_host = (aims != IGNORED).nonzero().squeeze(1)  # computed there: the device is not waited for
+    positions, targets = sent(on_host, device), sent(aims[on_host], device)  # [targets]
+    layout = (
+        packed_arguments(model, batch.row_lengths, device)
+        if batch.is_packed
+        else {"attention_mask": sent(batch.attention_mask, device)}
+    )
+    inputs: dict[str, Any] = {"input_ids": sent(batch.input_ids, device), "use_cache": False, **layout}
+    if has_head_loss(model):
+        losses: tuple[torch.Tensor, torch.Tensor | float] = model(
+            **inputs, positions=positions, targets=targets, loss_fn=loss_fn, per_token=per_token
+        )
+        return losses
+    output = model(**inputs)
+    predicting = output.logits.flatten(0, 1).index_select(0, positions)  # [targets, vocab]
+    of_targets = loss_fn(predicting, targets)
+    balance = router_loss(model, output, inputs["attention_mask"])
+    return of_targets if per_token else of_targets.sum(), balance
+
+
+def target_rows(batch: Batch) -> torch.Tensor:
+    """Return which row of the micro-batch each target belongs to, int64 [targets] on the host."""
+    if batch.is_packed:
+        rows = torch.repeat_interleave(torch.arange(len(batch.row_lengths)), torch.tensor(batch.row_lengths))
+    else:
+        rows = torch.arange(len(batch.row_lengths)).repeat_interleave(batch.input_ids.shape[1])
+    return rows[_aims(batch) != IGNORED]
+
+
+def _aims(batch: Batch) -> torch.Tensor:
+    """What each position of the flattened micro-batch is to predict."""
+    return F.pad(batch.labels[:, 1:], (0, 1), value=IGNORED).flatten()

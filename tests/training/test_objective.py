@@ -1,0 +1,169 @@
+from typing import Any
+
+import pytest
+import torch
+from models.test_architectures import ARCHITECTURES, SHAPE
+from torch.nn import functional
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers.modeling_utils import PreTrainedModel
+
+from llama_ft.config import TrainConfig
+from llama_ft.data import Batch
+from llama_ft.models import checkpoint_activations, use_head_loss, use_packed_attention
+from llama_ft.training import LossSum, target_losses, target_rows
+
+CPU = torch.device("cpu")
+
+
+def token_loss_sum(model: PreTrainedModel, batch: Batch, device: torch.device) -> torch.Tensor:
+    loss, balance = target_losses(model, batch, device)
+    return loss + balance * batch.target_tokens
+
+
+@pytest.fixture(scope="module")
+def model() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(**shape, num_key_value_heads=2, vocab_size=50, initializer_range=0.5))
+
+
+def batch(rows: list[list[int]], labels: list[list[int]], length: int) -> Batch:
+    def padded(values: list[list[int]], fill: int) -> torch.Tensor:
+        return torch.tensor([row + [fill] * (length - len(row)) for row in values])
+
+    return Batch(padded(rows, 0), padded(labels, -100), [len(row) for row in rows], False, ["x"] * len(rows))
+
+
+def test_the_sum_is_transformers_mean_times_the_targets(model: LlamaForCausalLM) -> None:
+    ids, labels = [1, 5, 9, 30, 2], [-100, -100, 9, 30, 2]
+    theirs = model(input_ids=torch.tensor([ids]), labels=torch.tensor([labels])).loss
+    ours = token_loss_sum(model, batch([ids], [labels], 5), CPU)
+    torch.testing.assert_close(ours, theirs * 3)
+
+
+def test_padding_adds_nothing_to_the_loss_or_the_gradient(model: LlamaForCausalLM) -> None:
+    rows, labels = [[1, 5, 9, 30, 2], [7, 8]], [[-100, 5, 9, 30, 2], [-100, 8]]
+    together = token_loss_sum(model, batch(rows, labels, 9), CPU)
+    padded = torch.autograd.grad(together, list(model.parameters()))
+    apart = token_loss_sum(model, batch(rows[:1], labels[:1], 5), CPU) + token_loss_sum(
+        model, batch(rows[1:], labels[1:], 2), CPU
+    )
+    torch.testing.assert_close(together, apart)
+    for ours, expected in zip(padded, torch.autograd.grad(apart, list(model.parameters())), strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=5e-5)  # gradients go up to 10
+
+
+def test_a_pack_has_the_loss_and_the_gradient_of_its_rows_alone(model: LlamaForCausalLM) -> None:
+    rows, labels = [[1, 5, 9, 30, 2], [7, 8, 3], [4, 4]], [[-100, 5, 9, 30, 2], [-100, -100, 3], [-100, 4]]
+    alone = sum(
+        token_loss_sum(model, batch([row], [own], len(row)), CPU) for row, own in zip(rows, labels, strict=True)
+    )
+    assert isinstance(alone, torch.Tensor)
+    expected = torch.autograd.grad(alone, list(model.parameters()))
+    packed_model = LlamaForCausalLM(model.config)
+    packed_model.load_state_dict(model.state_dict())
+    use_packed_attention(packed_model)
+    pack = Batch(torch.tensor([sum(rows, [])]), torch.tensor([sum(labels, [])]), [5, 3, 2], True, ["x"] * 3)
+    assert (pack.tokens, pack.target_tokens) == (10, 6)
+    together = token_loss_sum(packed_model, pack, CPU)
+    torch.testing.assert_close(together, alone)
+    for ours, theirs in zip(torch.autograd.grad(together, list(packed_model.parameters())), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=5e-5)
+
+
+def test_a_batch_without_targets_has_a_loss_and_gradients_of_zero(model: LlamaForCausalLM) -> None:
+    loss = token_loss_sum(model, batch([[1, 2, 3]], [[-100] * 3], 3), CPU)
+    assert loss.item() == 0
+    gradients = torch.autograd.grad(loss, list(model.parameters()))
+    assert all(not gradient.any() for gradient in gradients)
+
+
+def with_routers(name: str) -> PreTrainedModel:
+    torch.manual_seed(0)
+    model_type, settings = ARCHITECTURES[name]
+    asked = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+    config = AutoConfig.for_model(model_type, **{**SHAPE, **settings, **asked})
+    return AutoModelForCausalLM.from_config(config).train()
+
+
+@pytest.mark.parametrize("in_pieces", [True, False])
+@pytest.mark.parametrize("is_packed", [True, False])
+@pytest.mark.parametrize("name", ["Mixtral", "Qwen3 MoE", "Granite MoE"])
+def test_where_config_json_asks_for_it_routers_are_trained_to_share_tokens_evenly(
+    name: str, is_packed: bool, in_pieces: bool
+) -> None:
+    ids = torch.randint(3, 320, (2, 20), generator=torch.Generator().manual_seed(1))
+    labels = ids.clone()
+    theirs, ours = with_routers(name), with_routers(name)
+    if is_packed:
+        ids, labels = ids.view(1, 40), labels.view(1, 40)
+        labels[0, 25] = -100
+        layout = {"position_ids": torch.cat([torch.arange(25), torch.arange(15)])[None]}
+        use_packed_attention(ours)
+    else:
+        labels[1, 13:] = -100
+        layout = {"attention_mask": (torch.arange(20) < torch.tensor([[20], [13]])).long()}
+    batch = Batch(ids, labels, [25, 15] if is_packed else [20, 13], is_packed, ["x"] * 2)
+    expected = theirs(input_ids=ids, labels=labels, use_cache=False, **layout)
+    expected.loss.backward()
+    assert expected.aux_loss > 1
+    checkpoint_activations(ours, TrainConfig(activation_checkpointing="full"))
+    assert not in_pieces or use_head_loss(ours)
+    loss = token_loss_sum(ours, batch, CPU) / batch.target_tokens
+    loss.backward()
+    torch.testing.assert_close(loss, expected.loss)
+    for (key, parameter), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-4, atol=1e-6, msg=key)
+    evaluated = token_loss_sum(ours.eval(), batch, CPU) / batch.target_tokens
+    torch.testing.assert_close(evaluated, expected.loss - 0.5 * expected.aux_loss)  # of the tokens alone
+
+
+class Pairs:
+    """DPO without a reference: of each two rows, the first has to be likelier. A loss over pairs."""
+
+    def loss(self, model: PreTrainedModel, batch: Batch, runtime: Any) -> LossSum:
+        losses, _ = target_losses(model, batch, runtime.device, per_token=True)
+        rows = torch.zeros(len(batch.row_lengths)).index_add(0, target_rows(batch), -losses)  # log-probabilities
+        margins = rows[0::2] - rows[1::2]
+        return LossSum(-functional.logsigmoid(0.1 * margins).sum(), len(margins), {"margin": margins.detach().sum()})
+
+
+class AgainstTheMean:
+    """As KTO: each row's log-probability beside the mean of the whole micro-batch over all ranks."""
+
+    def loss(self, model: PreTrainedModel, batch: Batch, runtime: Any) -> LossSum:
+        losses, _ = target_losses(model, batch, runtime.device, per_token=True)
+        rows = torch.zeros(len(batch.row_lengths)).index_add(0, target_rows(batch), -losses)
+        return LossSum((rows - runtime.mean_over_ranks(rows.mean())).square().sum(), len(rows))
+
+
+@pytest.mark.parametrize("in_chunks", [True, False])
+@pytest.mark.parametrize("is_packed", [True, False])
+@pytest.mark.parametrize("objective", [Pairs(), AgainstTheMean()])
+def test_a_loss_over_pairs_or_beside_a_mean_is_what_its_formula_says(
+    model: LlamaForCausalLM, runtime: Any, objective: Any, is_packed: bool, in_chunks: bool
+) -> None:
+    rows, labels = [[1, 5, 9, 30], [1, 5, 7, 8], [4, 6, 2], [4, 6, 11]], [[-100, -100, 9, 30], [-100, -100, 7, 8]]
+    labels += [[-100, 6, 2], [-100, 6, 11]]
+    lines = []
+    for row, own in zip(rows, labels, strict=True):
+        log_probabilities = model(input_ids=torch.tensor([row])).logits[0].log_softmax(-1)
+        lines.append(sum(log_probabilities[n - 1, token] for n, token in enumerate(own) if token != -100))
+    if isinstance(objective, Pairs):
+        margins = torch.stack([lines[0] - lines[1], lines[2] - lines[3]])
+        expected = -functional.logsigmoid(0.1 * margins).sum()
+    else:
+        expected = (torch.stack(lines) - torch.stack(lines).mean().detach()).square().sum()
+    gradients = torch.autograd.grad(expected, list(model.parameters()))
+    ours = LlamaForCausalLM(model.config)
+    ours.load_state_dict(model.state_dict())
+    if is_packed:
+        use_packed_attention(ours)
+    assert not in_chunks or use_head_loss(ours)
+    pack = Batch(torch.tensor([sum(rows, [])]), torch.tensor([sum(labels, [])]), [4, 4, 3, 3], True, ["x"] * 4)
+    summed = objective.loss(ours, pack if is_packed else batch(rows, labels, 6), runtime)
+    summed.loss.backward()
+    torch.testing.assert_close(summed.loss, expected)
+    assert summed.logged.get("margin", 0) == pytest.approx(margins.sum().item() if summed.logged else 0, rel=1e-4)
+    for parameter, gradient in zip(ours.parameters(), gradients, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=5e-5)  # gradients go up to 10
