@@ -120,7 +120,7 @@ def _wait(processes: list[ForkServerProcess], deadline: float) -> int | None:
             failed, deadline = codes[0], min(deadline, time.monotonic() + SECONDS_TO_LEAVE)
             for process in running:
                 process.terminate()
-    return failed
+    return failed or next((code for process in processes if (code := _exit_code(process))), 0)
 
 
 def _exit_code(process: ForkServerProcess) -> int | None:

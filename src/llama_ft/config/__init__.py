@@ -1,4 +1,5 @@
-"""Settings of a run: declared in `settings.py`, read from YAML and the command line, checked all at once.
+"""Settings of a run: declared in `settings.py` and `run_settings.py`, read from YAML and the command line,
+checked all at once.
 
 Nothing here imports torch: `--help` and every error answer within a second.
 """

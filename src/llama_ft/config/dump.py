@@ -1,10 +1,6 @@
-"""Settings on their way out: --help, what differs from the defaults, the YAML that repeats a run, and the JSON schema.
-
-`python -m llama_ft.config.dump > configs/schema.json` writes the schema, which editors complete YAML configs with.
-"""
+"""Settings on their way out: --help, what differs from the defaults, a run's YAML, the JSON schema."""
 
 import inspect
-import json
 import textwrap
 from collections.abc import Mapping
 from pathlib import Path
@@ -135,7 +131,3 @@ def json_schema() -> dict[str, Any]:
         del section["title"]
     draft = "https://json-schema.org/draft/2020-12/schema"
     return {"$schema": draft, **schema, "title": "llama_ft recipe", "additionalProperties": False}
-
-
-if __name__ == "__main__":
-    print(json.dumps(json_schema(), indent=2))
