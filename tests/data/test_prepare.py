@@ -162,7 +162,7 @@ def test_fraction_out_of_range_is_refused(llama3: PreTrainedTokenizerFast, tmp_p
 def test_empty_validation_names_the_way_out(llama3: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     path = write_rows(tmp_path / "my.jsonl", pairs(3))
     with pytest.raises(
-        UserError, match="none of the 3 rows .* was chosen for validation.\n *Expected a larger fraction"
+        UserError, match="--validation 0.0001 chooses none of the 3 rows.\n *Expected a larger fraction"
     ):
         prepared(path, llama3, tmp_path / "cache", validation="0.0001")
     empty = write_rows(tmp_path / "empty.jsonl", [])

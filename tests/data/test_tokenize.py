@@ -198,6 +198,16 @@ def test_pad_token_that_is_the_eos_token_is_still_trained(llama3: PreTrainedToke
     assert encoded.labels[-1] == llama3.pad_token_id
 
 
+def test_tokenized_row_has_ids_of_the_tokenizer_only(llama3: PreTrainedTokenizerFast) -> None:
+    encoder, beyond = Encoder(llama3, 100), len(llama3)
+    for row, place in (
+        ({"input_ids": [1, beyond]}, r"input_ids\[1\]"),
+        ({"input_ids": [1, 2], "labels": [1, -1]}, r"labels\[1\]"),
+    ):
+        with pytest.raises(BadRow, match=place):
+            encoder.encode(row, "tokenized")
+
+
 def test_tokenized_row_loses_what_its_attention_mask_hides(llama3: PreTrainedTokenizerFast) -> None:
     row = {"input_ids": [0, 5, 6], "labels": [-100, 5, 6], "attention_mask": [0, 1, 1]}
     assert Encoder(llama3, 100).encode(row, "tokenized") == [([5, 6], [5, 6], False)]

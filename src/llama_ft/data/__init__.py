@@ -17,8 +17,8 @@ from llama_ft.data.feed import Ahead, PreparedRows, StepBatches
 from llama_ft.data.prepare import TokenizedData, prepare
 from llama_ft.data.samples import describe_first_batch, show_samples
 from llama_ft.data.sources import open_source
+from llama_ft.data.stream import TrainingRows, plan_training
 from llama_ft.data.tokenize import IGNORED, Encoder
-from llama_ft.data.training_rows import TrainingRows, plan_training
 
 __all__ = [
     "IGNORED",

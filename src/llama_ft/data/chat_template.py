@@ -9,13 +9,16 @@ from jinja2.exceptions import TemplateError, TemplateSyntaxError
 from tokenizers import AddedToken
 from transformers.utils.chat_template_utils import _compile_jinja_template, render_jinja_template
 
-from llama_ft.data.built_in_templates import ALPACA, BUILT_IN
+from llama_ft.commands import RECIPES
 from llama_ft.data.formats import BadRow, Message
 from llama_ft.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+# --chat_template NAME. Their {% generation %} blocks are what --labels assistant trains on.
+BUILT_IN = {file.stem: file.read_text() for file in sorted((RECIPES.parent / "configs/chat_templates").glob("*.jinja"))}
+ALPACA = BUILT_IN["alpaca"]
 Span = tuple[int, int]  # characters [start, end)
 Tools = list[Any]  # of JSON schemas
 

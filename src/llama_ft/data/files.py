@@ -1,7 +1,8 @@
 """Rows of data files, here or wherever fsspec reads, each with the place that an error message names.
 
 A line that holds no usable row comes out as a `BadRow` in the row's stead, so that several can be reported together
-or skipped; a file that cannot be read on at all raises UserError. Memory holds a few rows at a time.
+or skipped; a file that cannot be read on at all raises UserError. Memory holds a few rows at a time, of a JSON array
+the text of all.
 """
 
 import codecs
@@ -29,8 +30,6 @@ from llama_ft.errors import UserError, reason
 Place = str
 Rows = Iterator[tuple[Place, Row | BadRow]]
 LONGEST_LINE = 2**27  # bytes; 10 million characters, the longest text of a row, take at most 120 million as JSON
-WINDOW = 2**20  # characters of a JSON array read at a time, at least
-LONGEST_JSON_TOKEN = 16  # \ud83d\ude00 has 12 characters: an error nearer to the end may be what is cut off there
 BATCH_BYTES = 2**24  # of a columnar file turned into Python objects at a time
 BLANKS = re.compile(r"[ \t\r\n]*")
 
@@ -53,6 +52,9 @@ def rows_of_file(path: Path | str) -> Rows:
     except pyarrow.ArrowException as error:
         kind = data_suffix(name).removeprefix(".")
         raise UserError(f"{name}: not a readable {kind} file{_after(place)}: {reason(error)}.") from None
+    except UnicodeDecodeError as error:
+        byte = f"byte 0x{error.object[error.start]:02x}"
+        raise UserError(f"{name}: {byte} is not UTF-8{_after(place)}.\nExpected a file of UTF-8 text.") from None
     except (OSError, EOFError, zlib.error) as error:  # missing, not allowed, or a .gz or .zst that is cut off
         raise UserError(f"{name}: cannot be read{_after(place)}: {reason(error)}.") from None
     except Exception as error:
@@ -73,31 +75,25 @@ def _opened(name: str) -> Iterator[io.BufferedReader]:
             file = gzip.GzipFile(fileobj=file)
         elif name.endswith(".zst"):
             file = pyarrow.CompressedInputStream(file, "zstd")
-        yield file if isinstance(file, io.BufferedReader) else io.BufferedReader(file, WINDOW)
+        yield file if isinstance(file, io.BufferedReader) else io.BufferedReader(file)
 
 
 def _json_rows(name: str) -> Rows:
     """Rows of a JSON array where the file begins with [, else of one object a line, whatever the suffix says."""
     with _opened(name) as file:
         if file.peek(64).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
-            yield from _array_rows(_ArrayText(name, file))
+            yield from _array_rows(name, file)
             return
-        for number, line in enumerate(_lines(name, file), start=1):
+        for number in itertools.count(1):
+            line = file.readline(LONGEST_LINE + 1)  # one of 1 GiB takes 1 MiB in a .gz: it is not read whole
+            if len(line) > LONGEST_LINE:
+                raise UserError(f"{name}:{number}: the line has over {LONGEST_LINE:,} bytes.\nExpected shorter rows.")
             if number == 1:
                 line = line.removeprefix(codecs.BOM_UTF8)
             if line.strip():
                 yield f"{name}:{number}", _row_of_line(line)
-
-
-def _lines(name: str, file: io.BufferedReader) -> Iterator[bytes]:
-    """The lines of a file. One of 1 GiB takes 1 MiB in a .gz: it is not read whole."""
-    for number in itertools.count(1):
-        line = file.readline(LONGEST_LINE + 1)
-        if len(line) > LONGEST_LINE:
-            raise UserError(f"{name}:{number}: the line has over {LONGEST_LINE:,} bytes.\nExpected shorter rows.")
-        if not line:
-            return
-        yield line
+            elif not line:
+                return
 
 
 def _row_of_line(line: bytes) -> Row | BadRow:
@@ -112,90 +108,35 @@ def _row_of_line(line: bytes) -> Row | BadRow:
     return _object_or_bad(value)
 
 
-class _ArrayText:
-    """The text of a JSON array, as a window that reads on as far as the next value needs it."""
-
-    def __init__(self, name: str, file: io.BufferedReader) -> None:
-        self.name = name
-        self._file = file
-        self._utf8 = codecs.getincrementaldecoder("utf-8-sig")()
-        self._json = json.JSONDecoder(parse_constant=_refuse_constant)
-        self._text = ""
-        self._position = self._counted_to = 0
-        self._line = 1
-
-    def line(self, position: int | None = None) -> int:
-        """The line of the file at a position of the window, or where it stands."""
-        position = self._position if position is None else position
-        self._line += self._text.count("\n", self._counted_to, position)
-        self._counted_to = position
-        return self._line
-
-    def peek(self) -> str:
-        """The next character that is no blank; none at the end of the file."""
-        while True:
-            match = BLANKS.match(self._text, self._position)
-            self._position = match.end() if match else self._position
-            if self._position < len(self._text) or not self._read_on():
-                return self._text[self._position : self._position + 1]
-
-    def take(self) -> str:
-        """The same, and step over it."""
-        character = self.peek()
-        self._position += len(character)
-        return character
-
-    def value(self) -> Any:
-        """The JSON value that begins here."""
-        while True:
-            try:
-                value, end = self._json.raw_decode(self._text, self._position)
-                if end < len(self._text) or not self._read_on():  # at the edge, 12 may be the beginning of 123
-                    self._position = end
-                    return value
-            except json.JSONDecodeError as error:
-                near_end = error.pos > len(self._text) - LONGEST_JSON_TOKEN
-                if not (near_end or error.msg.startswith("Unterminated string")) or not self._read_on():
-                    raise self.malformed(error.msg, error.pos) from None
-            except (ValueError, RecursionError) as error:
-                raise self.malformed(str(error)) from None
-
-    def malformed(self, what: str, position: int | None = None) -> UserError:
-        return UserError(f"{self.name}:{self.line(position)}: malformed JSON: {what}.\nExpected an array of objects.")
-
-    def _read_on(self) -> bool:
-        """Forget what is behind, and read as much again as is ahead; False at the end of the file."""
-        self.line()
-        ahead = self._text[self._position :]
-        if len(ahead) > LONGEST_LINE:
-            raise self.malformed(f"the row has over {LONGEST_LINE:,} characters")
-        data = self._file.read(max(WINDOW, len(ahead)))
-        try:
-            more = self._utf8.decode(data, final=not data)
-        except UnicodeDecodeError as error:
-            line = self._line + ahead.count("\n") + error.object.count(b"\n", 0, error.start)
-            raise UserError(
-                f"{self.name}:{line}: byte 0x{error.object[error.start]:02x} is not UTF-8.\n"
-                "Expected a file of UTF-8 text."
-            ) from None
-        self._text, self._position, self._counted_to = ahead + more, 0, 0
-        return bool(data)
+def _array_rows(name: str, file: io.BufferedReader) -> Rows:
+    """Rows of a JSON array. Its text is in memory as a whole, its rows one at a time."""
+    text = file.read().decode("utf-8-sig")
+    decoder = json.JSONDecoder(parse_constant=_refuse_constant)
+    position, line = _after_blanks(text, text.index("[") + 1), 1
+    row_number = counted_to = 0
+    has_more = not text.startswith("]", position)
+    try:
+        while has_more:
+            row_number += 1
+            line, counted_to = line + text.count("\n", counted_to, position), position
+            value, position = decoder.raw_decode(text, position)
+            yield f"{name}:{line} (row {row_number})", _object_or_bad(value)
+            position = _after_blanks(text, position)
+            has_more = text.startswith(",", position)
+            position = _after_blanks(text, position + has_more)
+        if not text.startswith("]", position):
+            raise json.JSONDecodeError("expecting ',' or ']'", text, position)
+        if _after_blanks(text, position + 1) < len(text):
+            raise json.JSONDecodeError("extra data after the array", text, position + 1)
+    except (ValueError, RecursionError) as error:
+        at = error.lineno if isinstance(error, json.JSONDecodeError) else line
+        what = error.msg if isinstance(error, json.JSONDecodeError) else error
+        raise UserError(f"{name}:{at}: malformed JSON: {what}.\nExpected an array of objects.") from None
 
 
-def _array_rows(text: _ArrayText) -> Rows:
-    text.take()
-    row_number = 0
-    while text.peek() != "]":
-        row_number += 1
-        line = text.line()
-        yield f"{text.name}:{line} (row {row_number})", _object_or_bad(text.value())
-        if text.peek() == ",":
-            text.take()
-        elif text.peek() != "]":
-            raise text.malformed("expecting ',' or ']'")
-    text.take()
-    if text.peek():
-        raise text.malformed("extra data after the array")
+def _after_blanks(text: str, position: int) -> int:
+    match = BLANKS.match(text, position)
+    return match.end() if match else position
 
 
 def _object_or_bad(value: Any) -> Row | BadRow:
@@ -216,10 +157,10 @@ def _csv_rows(name: str) -> Rows:
     row_number = 0
     try:
         with _opened(name) as file:
-            reader = csv.reader(_decoded_lines(name, file), strict=True)
+            reader = csv.reader(io.TextIOWrapper(file, "utf-8-sig", newline=""), strict=True)
             columns = next(reader, [])
-            if twice := [column for column in dict.fromkeys(columns) if columns.count(column) > 1]:
-                raise UserError(f"{name}: its header has {', '.join(twice)} twice; expected a name for each column.")
+            if len(set(columns)) < len(columns):
+                raise UserError(f"{name}: its header, {', '.join(columns)}, has a name twice; expected different ones.")
             for values in reader:
                 if not values:
                     continue  # a blank line
@@ -227,16 +168,6 @@ def _csv_rows(name: str) -> Rows:
                 yield f"{name} row {row_number}", _csv_row(columns, values)
     except csv.Error as error:
         raise UserError(f"{name} row {row_number + 1}: malformed CSV: {error}.") from None
-
-
-def _decoded_lines(name: str, file: io.BufferedReader) -> Iterator[str]:
-    for number, line in enumerate(_lines(name, file), start=1):
-        try:
-            yield line.decode("utf-8-sig" if number == 1 else "utf-8")
-        except UnicodeDecodeError as error:
-            raise UserError(
-                f"{name}:{number}: byte 0x{line[error.start]:02x} is not UTF-8.\nExpected a file of UTF-8 text."
-            ) from None
 
 
 def _csv_row(columns: list[str], values: list[str]) -> Row | BadRow:

@@ -2,31 +2,41 @@
 wrong with one that does not."""
 
 import json
-from collections.abc import Collection, Mapping
-from typing import Any, Literal, cast
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple
 
 from llama_ft.errors import UserError
 
-RowFormat = Literal["alpaca", "messages", "sharegpt", "prompt_completion", "text", "tokenized"]
+RowFormat = str
 Row = Mapping[str, Any]
 Message = dict[str, Any]
 
-REQUIRED_COLUMNS: dict[RowFormat, tuple[str, ...]] = {
-    "alpaca": ("instruction", "output"),
-    "messages": ("messages",),
-    "sharegpt": ("conversations",),
-    "prompt_completion": ("prompt", "completion"),
-    "text": ("text",),
-    "tokenized": ("input_ids",),
-}
-OPTIONAL_COLUMNS: dict[RowFormat, tuple[str, ...]] = {
-    "alpaca": ("input", "system", "history", "tools"),
-    "messages": ("system", "tools"),
-    "sharegpt": ("system", "tools"),
-    "prompt_completion": ("system", "tools"),
-    "text": (),
-    "tokenized": ("labels", "attention_mask"),
-}
+
+class TokenRow(NamedTuple):
+    """A row that is tokenized already; labels are -100 where not trained on, and not shifted."""
+
+    input_ids: list[int]
+    labels: list[int]
+
+
+# Turns of a chat; a prompt and its completion, of plain text the prompt is empty; or tokens.
+Content = list[Message] | tuple[str, str] | TokenRow
+
+
+class Format(NamedTuple):
+    """A format of rows.
+
+    Attributes:
+        required: columns by which it is recognised.
+        optional: further columns that it reads.
+        read: what a row holds; BadRow says what is wrong with one.
+    """
+
+    required: tuple[str, ...]
+    optional: tuple[str, ...]
+    read: Callable[[Row], Content]
+
+
 EXPECTED = (
     "Expected are instruction, output and optionally input, system and history (alpaca); messages, a list of turns of "
     "role\nand content; conversations, turns of from and value (sharegpt); prompt and completion; text; or input_ids "
@@ -57,13 +67,12 @@ def find_format(dataset: str, columns: Collection[str], wanted: str) -> RowForma
         UserError: the columns fit no format, several, or not the one asked for.
     """
     found = "its columns are " + ", ".join(sorted(columns)) if columns else "it has no columns"
-    fitting = [name for name, required in REQUIRED_COLUMNS.items() if set(required) <= set(columns)]
+    fitting = [name for name, known in FORMATS.items() if set(known.required) <= set(columns)]
+    if wanted in fitting:
+        return wanted
     if wanted != "auto":
-        row_format = cast(RowFormat, wanted)
-        if row_format not in fitting:
-            needed = " and ".join(REQUIRED_COLUMNS[row_format])
-            raise UserError(f"{dataset}: --dataset_format {wanted} needs {needed}, but {found}.")
-        return row_format
+        needed = " and ".join(FORMATS[wanted].required)
+        raise UserError(f"{dataset}: --dataset_format {wanted} needs {needed}, but {found}.")
     if not fitting:
         raise UserError(f"{dataset}: {found}.\n{EXPECTED}")
     plainly = [name for name in fitting if name != "text"] or fitting
@@ -161,13 +170,13 @@ def prompt_completion(row: Row) -> tuple[str, str] | list[Message]:
     ]
 
 
-def plain_text(row: Row) -> str:
-    """Return the text of a row for continued pre-training.
+def plain_text(row: Row) -> tuple[str, str]:
+    """Return the text of a row for continued pre-training, after an empty prompt.
 
     Raises:
         BadRow: it is missing, empty or no text.
     """
-    return _text(row, "text", "what is trained on")
+    return "", _text(row, "text", "what is trained on")
 
 
 def tools_of(row: Row) -> list[dict[str, Any]] | None:
@@ -301,36 +310,25 @@ def _call(call: dict[str, Any], place: str) -> dict[str, Any]:
     return {**call, "arguments": _parsed(arguments, f"{place}.arguments", "the arguments") if arguments.strip() else {}}
 
 
-def token_row(row: Row, vocabulary_size: int) -> tuple[list[int], list[int]]:
+def token_row(row: Row) -> TokenRow:
     """Check an already tokenized row; return input_ids and labels of the positions that the attention mask keeps.
 
     Args:
-        row: input_ids, perhaps labels (-100 where not trained; not shifted; every token where missing) and perhaps
-            attention_mask, of one length.
-        vocabulary_size: ids must be below it.
+        row: input_ids, perhaps labels (every token where missing) and perhaps attention_mask, of one length.
 
     Raises:
         BadRow: naming the column and the position.
     """
     input_ids = _integers(row, "input_ids")
     labels = list(input_ids) if row.get("labels") is None else _integers(row, "labels")
+    mask = [1] * len(input_ids) if row.get("attention_mask") is None else _integers(row, "attention_mask")
     if not input_ids:
         raise BadRow('"input_ids" is empty; expected tokens.')
-    if len(input_ids) != len(labels):
-        raise BadRow(f'"input_ids" has {len(input_ids)} entries and "labels" {len(labels)}; expected as many.')
-    for index, token in enumerate(input_ids):
-        if not 0 <= token < vocabulary_size:
-            raise BadRow(f'"input_ids[{index}]" is {token}; expected 0 to {vocabulary_size - 1}, the tokenizer\'s ids.')
-    for index, label in enumerate(labels):
-        if label != -100 and not 0 <= label < vocabulary_size:
-            raise BadRow(f'"labels[{index}]" is {label}; expected -100 or 0 to {vocabulary_size - 1}.')
-    if row.get("attention_mask") is None:
-        return input_ids, labels
-    mask = _integers(row, "attention_mask")
-    if len(mask) != len(input_ids):
-        raise BadRow(f'"input_ids" has {len(input_ids)} entries and "attention_mask" {len(mask)}; expected as many.')
+    for column, values in (("labels", labels), ("attention_mask", mask)):
+        if len(values) != len(input_ids):
+            raise BadRow(f'"input_ids" has {len(input_ids)} entries and "{column}" {len(values)}; expected as many.')
     kept = [index for index, keep in enumerate(mask) if keep]
-    return [input_ids[index] for index in kept], [labels[index] for index in kept]
+    return TokenRow([input_ids[index] for index in kept], [labels[index] for index in kept])
 
 
 def _integers(row: Row, column: str) -> list[int]:
@@ -363,3 +361,13 @@ def _shown(value: Any) -> str:
     if isinstance(value, dict):
         return "an object of " + (", ".join(map(str, list(value)[:5])) or "nothing")
     return repr(value)
+
+
+FORMATS: dict[str, Format] = {
+    "alpaca": Format(("instruction", "output"), ("input", "system", "history", "tools"), alpaca_messages),
+    "messages": Format(("messages",), ("system", "tools"), chat_messages),
+    "sharegpt": Format(("conversations",), ("system", "tools"), sharegpt_messages),
+    "prompt_completion": Format(("prompt", "completion"), ("system", "tools"), prompt_completion),
+    "text": Format(("text",), (), plain_text),
+    "tokenized": Format(("input_ids",), ("labels", "attention_mask"), token_row),
+}

@@ -1,9 +1,9 @@
 """Datasets of the Hugging Face hub, and llama-recipes' own ones as ready recipes."""
 
+import contextlib
 import functools
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from llama_ft.data.files import without_nulls
@@ -46,15 +46,16 @@ READY = {
 
 
 @functools.cache
-def load_from_hub(name: str, split: str | None) -> Any:
+def load_from_hub(name: str, split: str | None, streaming: bool = False) -> Any:
     """Load a dataset by `datasets`, from its cache where the hub cannot be reached or another rank has just asked it.
 
     Args:
         name: org/name, or org/name:configuration.
         split: as datasets understands it (`train`, `train[:5%]`); None for all.
+        streaming: rows come over the network as they are read; every rank asks the hub for itself.
 
     Returns:
-        A memory-mapped Dataset; a DatasetDict for all splits.
+        A memory-mapped Dataset, or an IterableDataset to stream; for all splits a dict of them.
 
     Raises:
         UserError: there is no such dataset or split, no access to it, or it cannot be had now.
@@ -62,36 +63,21 @@ def load_from_hub(name: str, split: str | None) -> Any:
     import datasets
 
     path, _, configuration = name.partition(":")
-    with _hub_or_cache(path) as offline:
+    unreachable = (
+        f"{name}: no file or folder of this name here, and the hub could not be asked ({{}}).\n"
+        "Give the path of local data, or try again when it can be reached."
+    )
+    if streaming and (refusal := _unreachable(path)):
+        raise UserError(unreachable.format(refusal))
+    with contextlib.nullcontext("") if streaming else _hub_or_cache(path) as offline:
         try:
-            return datasets.load_dataset(path, configuration or None, split=split)
+            return datasets.load_dataset(path, configuration or None, split=split, streaming=streaming)
         except Exception as error:  # of datasets, huggingface_hub, httpx, pyarrow...: all about this one dataset
-            cause = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else None
-            why = reason(cause or error)
             if offline and isinstance(error, ConnectionError):
-                raise UserError(
-                    f"{name}: no file or folder of this name here, and the hub could not be asked ({offline}).\n"
-                    "Give the path of local data, or try again when it can be reached."
-                ) from error
+                raise UserError(unreachable.format(offline)) from error
+            cause = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else None
             where = "its copy in the cache" if offline else "the hub"
-            raise UserError(f"{name}: cannot be had from {where}: {why}") from error
-
-
-def stream_from_hub(name: str, split: str | None) -> Any:
-    """A datasets.IterableDataset, whose rows come over the network as they are read; of all splits a dict of them.
-    Arguments and errors as of `load_from_hub`. Every rank asks the hub for itself."""
-    import datasets
-
-    path, _, configuration = name.partition(":")
-    if refusal := _unreachable(path):
-        raise UserError(
-            f"{name}: no file or folder of this name here, and the hub could not be asked ({refusal}).\n"
-            "Give the path of local data, or try again when it can be reached."
-        )
-    try:
-        return datasets.load_dataset(path, configuration or None, split=split, streaming=True)
-    except Exception as error:  # as above
-        raise UserError(f"{name}: cannot be streamed from the hub: {reason(error)}") from error
+            raise UserError(f"{name}: cannot be had from {where}: {reason(cause or error)}") from error
 
 
 def revision_of(name: str) -> str:
@@ -118,7 +104,7 @@ def rows_over_the_network(name: str, dataset: Any) -> Iterator[tuple[str, Row]]:
         ) from error
 
 
-@contextmanager
+@contextlib.contextmanager
 def _hub_or_cache(path: str) -> Iterator[str]:
     """Tell why the hub is not to be asked, if so, and keep `datasets` from asking: it alone would try for 25 s."""
     import datasets

@@ -2,9 +2,9 @@
 
 import dataclasses
 import hashlib
-import itertools
 import json
 import time
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,25 +13,22 @@ import numpy
 from datasets import Dataset
 
 from llama_ft.config import DataConfig, as_fraction
-from llama_ft.data.build import BadRows, SplitWriter, report_on
+from llama_ft.data.build import BadRows, SplitWriter, chunks_of, encode_chunks, enough_processes, report_on
 from llama_ft.data.cache import build_once
 from llama_ft.data.chat_template import ensure_chat_template
-from llama_ft.data.formats import OPTIONAL_COLUMNS, REQUIRED_COLUMNS, BadRow, Message, find_format
-from llama_ft.data.parallel import ChunkEncoder, chunks_of
-from llama_ft.data.rate import Rate
+from llama_ft.data.formats import FORMATS, BadRow, Message, TokenRow, find_format
 from llama_ft.data.sources import Source, Split, brings_validation, open_source
 from llama_ft.data.statistics import BuildReport, SplitStatistics, describe, warnings_of
 from llama_ft.data.tokenize import Encoder
 from llama_ft.errors import UserError
 from llama_ft.processes import cores
-from llama_ft.runtime.console import console
+from llama_ft.runtime.console import log
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-CODE_VERSION = 4  # raise it when the same rows come out as other tokens, or meta.json changes
-CHATS = ("alpaca", "messages", "sharegpt")
-ROWS_LOOKED_AT = 100
+CODE_VERSION = 5  # raise it when the same rows come out as other tokens, or meta.json changes
+SECONDS_BETWEEN_LINES = 10.0
 NO_VALIDATION = "no validation data: --validation FILE or --validation 0.05"
 HOW_TO_VALIDATE = "Expected a larger fraction (equal rows go together), a file, or --run_validation False."
 
@@ -131,42 +128,39 @@ def prepare(
         UserError: the data cannot be used; several bad rows are reported together.
     """
     job = _plan(config, tokenizer, cache, want_validation, use)
-    has_chats, formats = _look_at_formats(job)
-    has_template = config.chat_template or has_chats
-    note = ensure_chat_template(tokenizer, config.chat_template, add_tokens) if has_template else ""
-    if not has_template and tokenizer.eos_token_id is None and not _is_tokenized(job):
+    kinds, formats = _look_at_formats(job)
+    note = ""
+    if config.chat_template or list in kinds or not kinds:
+        note = ensure_chat_template(tokenizer, config.chat_template, add_tokens)
+    elif tokenizer.eos_token_id is None and kinds != {TokenRow}:
         note = "the tokenizer has no EOS token: the model does not learn where to stop"
     encoder = Encoder(tokenizer, context_length, config.truncation, config.labels)
-    stream = (job.source, encoder) if config.streaming else None
-    streamed = SplitStatistics()
-    to_build: _Job | None = job
-    if stream is not None:
+    streamed, to_build = SplitStatistics(), job
+    if config.streaming:
         nameless = dataclasses.replace(job.source, name="")
         streamed.fingerprint = _key(_Job(nameless, None, None, job.wanted_format, skip_bad_rows=False), encoder)
-        held_out_rows = job.validation
-        to_build = None if held_out_rows is None else dataclasses.replace(job, source=held_out_rows, validation=None)
+        to_build = dataclasses.replace(job, source=job.validation or job.source, validation=None)
     report = BuildReport(streamed)
-    folder = cache / "tokenized" / _key(to_build or job, encoder)
-    if to_build is not None:
+    folder = cache / "tokenized" / _key(to_build, encoder)
+    if not config.streaming or job.validation:
         processes = config.tokenize_processes or cores()
         build_once(folder, lambda temporary: _build(temporary, to_build, encoder, processes), verify)
         report = BuildReport.load(folder / "meta.json")
-        if stream is not None:
+        if config.streaming:
             report.train, report.validation = streamed, report.train
     _check_ids(report, tokenizer, vocabulary_size)
-    is_plain = not console.encoding.startswith("utf")
-    summary = [*([note] if note else []), *formats, *describe(report, context_length, want_validation, is_plain)]
+    summary = [*([note] if note else []), *formats, *describe(report, context_length, want_validation)]
     if want_validation and report.validation is None:
         summary.append(NO_VALIDATION)
+    held_out = "train" if config.streaming else "validation"  # streamed, it is a build of its own
     has_validation = report.validation is not None and want_validation
-    held_out = "validation" if stream is None else "train"  # in a build of its own
     return TokenizedData(
-        train=Dataset.from_file(str(folder / "train.arrow")) if stream is None else None,
+        train=None if config.streaming else Dataset.from_file(str(folder / "train.arrow")),
         validation=Dataset.from_file(str(folder / f"{held_out}.arrow")) if has_validation else None,
         chat_sample=report.chat_sample,
         summary=summary,
         report=report,
-        stream=stream,
+        stream=(job.source, encoder) if config.streaming else None,
     )
 
 
@@ -184,27 +178,23 @@ def _plan(
     return _Job(source, fraction, validation, config.dataset_format, config.skip_bad_rows)
 
 
-def _look_at_formats(job: _Job) -> tuple[bool, list[str]]:
-    """Whether any rows need a chat template (those of prompts and completions do where these are turns), and lines
-    about the formats and columns of all parts."""
-    has_chats, lines = False, dict[str, list[str]]()
+def _look_at_formats(job: _Job) -> tuple[set[type], list[str]]:
+    """What the first rows hold (a list is a chat), and lines about the formats and columns of all parts."""
+    kinds, lines = set[type](), dict[str, list[str]]()
     for source in (job.source, job.validation):
         for part in (source.parts or (source,)) if source else ():
-            columns = part.columns(if_empty=HOW_TO_VALIDATE if source is job.validation else "")
+            rows = part.first_rows(if_empty=HOW_TO_VALIDATE if source is job.validation else "")
+            columns = {column for row in rows for column in row}
             row_format = find_format(part.name, columns, job.wanted_format)
-            first = itertools.islice(part.read(), ROWS_LOOKED_AT) if row_format == "prompt_completion" else ()
-            has_turns = any(isinstance(row.get("prompt"), list) for _, row in first if not isinstance(row, BadRow))
-            has_chats = has_chats or row_format in CHATS or has_turns
-            known = (*REQUIRED_COLUMNS[row_format], *OPTIONAL_COLUMNS[row_format])
+            for row in rows:
+                with suppress(BadRow):
+                    kinds.add(type(FORMATS[row_format].read(row)))
+            known = (*FORMATS[row_format].required, *FORMATS[row_format].optional)
             line = f"format {row_format}, columns {', '.join(name for name in known if name in columns)}"
             if ignored := sorted(columns.difference(known)):
                 line += f"; ignored: {', '.join(ignored)}"
             lines.setdefault(line, []).append(part.name)
-    return has_chats, [f"{', '.join(dict.fromkeys(names))}: {line}" for line, names in lines.items()]
-
-
-def _is_tokenized(job: _Job) -> bool:
-    return job.source.row_format(job.wanted_format) == "tokenized"
+    return kinds, [f"{', '.join(dict.fromkeys(names))}: {line}" for line, names in lines.items()]
 
 
 def _fraction(validation: str | None) -> float | None:
@@ -240,42 +230,43 @@ def _key(job: _Job, encoder: Encoder) -> str:
 
 def _build(folder: Path, job: _Job, encoder: Encoder, processes: int) -> None:
     """Write train.arrow, validation.arrow where there is validation data, and meta.json."""
-    started = time.monotonic()
     names = [part.name for part in job.source.parts]
-    train = SplitWriter(folder / "train.arrow", encoder, names)
-    validation = None
+    train, validation = SplitWriter(folder / "train.arrow", encoder, names), None
     if job.fraction or job.validation:
         validation = SplitWriter(folder / "validation.arrow", encoder, names if job.fraction else [])
-    bad = BadRows(job.skip_bad_rows)
-    used = 1
-
-    def write(source: Source, train: SplitWriter | None, if_empty: str = "") -> None:
-        """Tokenize a source; what is not held out goes to `train`, all of it to validation where that is None."""
-        nonlocal used
-        spread = ChunkEncoder(chunks_of(source, job.wanted_format, if_empty), encoder, processes)
-        used = max(used, spread.used)
-        with spread, Rate(spread.used) as rate:
-            for chunk, encoded in spread:
-                bad.note_chunk(chunk, encoded)
-                held_out = numpy.full(len(chunk.rows), train is None)
-                if validation is not None and train is not None and job.fraction is not None:
-                    held_out = encoded.content / 2**64 < job.fraction
+    bad, bad_in_train = BadRows(job.skip_bad_rows), 0
+    used, rows, tokens = 1, 0, 0
+    started = told = time.monotonic()
+    for source in (job.source, job.validation):
+        if source is None:
+            continue
+        chunks = chunks_of(source, job.wanted_format, HOW_TO_VALIDATE if source is job.validation else "")
+        workers, chunks = enough_processes(chunks, processes)
+        used = max(used, workers)
+        with closing(encode_chunks(chunks, encoder, workers)) as encoded_chunks:
+            for chunk, encoded in encoded_chunks:
+                bad.note(encoded)
+                held_out = numpy.full(len(chunk.rows), source is job.validation)
+                if job.fraction is not None:
+                    held_out = encoded.rows["content"] / 2**64 < job.fraction
                 if validation is not None:
                     validation.add(chunk, encoded, held_out)
-                if train is not None:
-                    train.add(chunk, encoded, ~held_out)
-                rate.update(len(chunk.rows), len(encoded.input_ids))
+                train.add(chunk, encoded, ~held_out)
+                rows, tokens = rows + len(chunk.rows), tokens + int(encoded.rows["kept"].sum())
+                if time.monotonic() - told > SECONDS_BETWEEN_LINES:
+                    told = time.monotonic()
+                    log.info(f"tokenizing: {rows:,} rows, {tokens:,} tokens in {told - started:.0f} s")
         bad.end()
-
-    write(job.source, train)
-    bad_in_train = bad.count
-    if job.validation is not None:
-        write(job.validation, None, HOW_TO_VALIDATE)
+        bad_in_train = bad.count if source is job.source else bad_in_train
+    seconds = max(time.monotonic() - started, 0.001)
+    where = f" on {used} processes" if used > 1 else ""
+    speed = f"{rows / seconds:,.0f} rows/s, {tokens / seconds:,.0f} tokens/s{where}"
+    log.info(f"tokenized {rows:,} rows, {tokens:,} tokens in {seconds:.1f} s: {speed}")
     report = report_on(train, validation)
     report.bad_rows, report.first_bad_rows = bad.count, bad.first
     _check_rows_left(report, job, encoder.context_length, bad_in_train)
     report.chat_sample = validation.first_chat if validation else train.first_chat
-    report.seconds, report.processes = time.monotonic() - started, used
+    report.seconds, report.processes = seconds, used
     report.save(folder / "meta.json")
 
 
@@ -292,41 +283,26 @@ def _check_ids(report: BuildReport, tokenizer: "PreTrainedTokenizerBase", vocabu
 
 def _check_rows_left(report: BuildReport, job: _Job, context_length: int, bad_in_train: int) -> None:
     """Refuse an empty split, saying where its rows went."""
-    held_out = report.validation
-    if report.train.rows == 0:
-        if not (report.train.without_target or report.train.dropped) and job.fraction and held_out and held_out.rows:
-            raise UserError(f"{job.source.name}: --validation {job.fraction} leaves no row to train on.")
-        raise UserError(
-            f"{job.source.name}: no row can be trained on: {_left_out(report.train, bad_in_train)}."
-            + _longer_hint(report.train, context_length)
-        )
-    if held_out is None or held_out.rows > 0:
-        return
-    if job.validation is None:
-        raise UserError(
-            f"--validation {job.fraction}: none of the {report.train.rows:,} rows of {job.source.name} was chosen for "
-            f"validation.\n{HOW_TO_VALIDATE}"
-        )
-    raise UserError(
-        f"{job.validation.name}: no row can be used for validation: "
-        f"{_left_out(held_out, report.bad_rows - bad_in_train)}.{_longer_hint(held_out, context_length)}"
-    )
-
-
-def _left_out(split: SplitStatistics, bad: int) -> str:
-    reasons = []
-    if bad:
-        reasons.append(f"{bad:,} bad rows were left out")
-    if split.without_target:
-        reasons.append(f"{split.without_target:,} rows have nothing to train on")
-    if split.dropped:
-        reasons.append(f"{split.dropped:,} rows are too long")
-    return " and ".join(reasons) or "it holds none, or the weights of a mix take none"
-
-
-def _longer_hint(split: SplitStatistics, context_length: int) -> str:
-    if not (longer := split.truncated + split.dropped):
-        return ""
-    return (
-        f"\n{longer:,} rows are longer than --context_length {context_length}; --truncation says what becomes of them."
-    )
+    train, held_out = report.train, report.validation
+    if held_out is not None and job.fraction and not (train.rows and held_out.rows) and (train.rows or held_out.rows):
+        if not (train.without_target or train.dropped):
+            left = "leaves no row to train on" if held_out.rows else f"chooses none of the {train.rows:,} rows"
+            raise UserError(f"{job.source.name}: --validation {job.fraction} {left}.\n{HOW_TO_VALIDATE}")
+    for source, split, bad in (
+        (job.source, train, bad_in_train),
+        (job.validation or job.source, held_out, report.bad_rows - bad_in_train),
+    ):
+        if split is None or split.rows:
+            continue
+        counts = {
+            "bad rows were left out": bad,
+            "rows have nothing to train on": split.without_target,
+            "rows are too long": split.dropped,
+        }
+        why = " and ".join(f"{count:,} {what}" for what, count in counts.items() if count)
+        hint = ""
+        if longer := split.truncated + split.dropped:
+            hint = f"\n{longer:,} rows are longer than --context_length {context_length}; see --truncation."
+        use = "can be trained on" if split is train else "can be used for validation"
+        why = why or "it holds none, or the weights of a mix take none"
+        raise UserError(f"{source.name}: no row {use}: {why}.{hint}")

@@ -3,24 +3,38 @@
 import dataclasses
 import functools
 import hashlib
+import importlib.util
 import itertools
 import json
-from collections.abc import Callable, Iterator
+import os
+import re
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+import fsspec
 import xxhash
 
-from llama_ft.config.data_names import data_complaint, has_splits, is_split_of, kind_of_data
+from llama_ft.config.data_names import (
+    SAVED_BY_DATASETS,
+    data_complaint,
+    data_files,
+    data_suffix,
+    globbed,
+    has_splits,
+    is_split_of,
+    is_url,
+    kind_of_data,
+)
 from llama_ft.config.settings import DataConfig, DatasetPart
 from llama_ft.data.demo import build_demo
 from llama_ft.data.files import BATCH_BYTES, Rows, rows_of_file, without_nulls
 from llama_ft.data.formats import BadRow, Row, RowFormat, find_format
-from llama_ft.data.hub_datasets import READY, load_from_hub, revision_of, rows_over_the_network, stream_from_hub
-from llama_ft.data.splits import best_for_validation, identity_of, splits_of
-from llama_ft.data.user_function import call_user_function
-from llama_ft.errors import UserError
+from llama_ft.data.hub_datasets import READY, load_from_hub, revision_of, rows_over_the_network
+from llama_ft.errors import UserError, reason
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -29,6 +43,9 @@ if TYPE_CHECKING:
 Split = Literal["train", "validation"]
 PROBLEMS_SHOWN = 3
 ROWS_LOOKED_AT = 100  # for the columns: rows of a .jsonl may lack one or another
+# As `datasets` tells splits: a word in a file's or folder's name, between marks or digits.
+SPLIT_WORDS = {"validation": "validation|valid|val|dev|eval|evaluation", "test": "test|testing"}
+SAMPLED_FROM, SAMPLES, BLOCK = 2**31, 64, 2**22  # bytes; 2 GiB take a second to read
 
 
 @dataclass(frozen=True)
@@ -49,28 +66,28 @@ class Source:
     weight: float = 1.0
     parts: tuple["Source", ...] = ()
 
-    def row_format(self, wanted: str, *, if_empty: str = "") -> RowFormat:
-        """Tell the format of the rows from the columns of the first ones; of a mix, the first that is a chat's.
+    def first_rows(self, if_empty: str = "") -> list[Row]:
+        """The good ones of the first rows.
 
         Args:
-            wanted: `auto`, or the format that they must have.
             if_empty: what to do about it when there are no rows, for the message.
         """
-        if self.parts:
-            formats = [part.row_format(wanted, if_empty=if_empty) for part in self.parts]
-            return next((found for found in formats if found not in ("text", "tokenized")), formats[0])
-        return find_format(self.name, self.columns(if_empty), wanted)
-
-    def columns(self, if_empty: str = "") -> set[str]:
-        """Those of the first rows; `if_empty` as of `row_format`."""
         first = list(itertools.islice(self.read(), ROWS_LOOKED_AT))
         if not first:
             raise UserError(f"{self.name}: holds no rows." + (f"\n{if_empty}" if if_empty else ""))
-        columns = {column for _, row in first if not isinstance(row, BadRow) for column in row}
-        problems = [f"{place}: {row}" for place, row in first if isinstance(row, BadRow)]
-        if problems and not columns:  # not one usable row: most likely no file of this kind at all
-            raise UserError(*problems[:PROBLEMS_SHOWN])
-        return columns
+        rows = [row for _, row in first if not isinstance(row, BadRow)]
+        if not rows:  # most likely no file of this kind at all
+            raise UserError(*[f"{place}: {row}" for place, row in first][:PROBLEMS_SHOWN])
+        return rows
+
+    def row_format(self, wanted: str, *, if_empty: str = "") -> RowFormat:
+        """Tell the format of the rows from the columns of the first ones.
+
+        Args:
+            wanted: `auto`, or the format that they must have.
+            if_empty: as of `first_rows`.
+        """
+        return find_format(self.name, {column for row in self.first_rows(if_empty) for column in row}, wanted)
 
     def formatted_rows(self, wanted: str, *, if_empty: str = "") -> Iterator[tuple[str, Row | BadRow, RowFormat, int]]:
         """Yield (place, row, its format, number of its part), each row as often as its weight says; parts take turns.
@@ -149,8 +166,7 @@ def brings_validation(dataset: str | list[DatasetPart], streaming: bool = False)
         return isinstance(dataset, str) and kind_of_data(dataset) in ("demo", "function")
     if kind_of_data(dataset) == "ready":
         return READY[dataset.removesuffix("_dataset")].validation is not None
-    is_streamed = streaming and kind_of_data(dataset) == "hub"
-    return "validation" in (stream_from_hub(dataset, None) if is_streamed else splits_of(dataset))
+    return "validation" in splits_of(dataset, streaming)
 
 
 def _open_named(
@@ -167,56 +183,138 @@ def _open_named(
     if kind == "demo":
         demo = build_demo(cache)
         return _files_source(name, [str(demo.train_file if use == "train" else demo.validation_file)])
-    file, colon, function = name.rpartition(":")
-    if kind == "function" and colon:
-        rows = call_user_function(Path(file).expanduser(), function, config, tokenizer, use)
-        code = hashlib.sha256(Path(file).expanduser().read_bytes()).hexdigest()
-        # _fingerprint is how datasets itself knows a table and all that was done to it
-        return Source(name, f"{code} {rows._fingerprint}", lambda: _dataset_rows(name, rows))
     if complaint := data_complaint(name):
         raise UserError(f"{name}: {complaint}")
+    if kind == "function":
+        rows = call_user_function(name, config, tokenizer, use)
+        code = hashlib.sha256(Path(name.rpartition(":")[0]).expanduser().read_bytes()).hexdigest()
+        # _fingerprint is how datasets itself knows a table and all that was done to it
+        return Source(name, f"{code} {rows._fingerprint}", lambda: _dataset_rows(name, rows))
     if kind == "ready":
         ready = READY[name.removesuffix("_dataset")]
         default = ready.train if use == "train" else ready.validation
-        raw = _hub_source(ready.hub_name, default if wanted in (None, "train") else wanted)
+        raw = _split_source(ready.hub_name, default if wanted in (None, "train") else wanted)
         return dataclasses.replace(
             raw, read=lambda: ((place, row) for place, given in raw.read() for row in ready.rows(given))
         )
-    if kind == "hub" and config.streaming:  # the validation rows too: one split cannot be downloaded by itself
-        split = wanted or best_for_validation(name, list(stream_from_hub(name, None)))
-        title, streamed = f"{name} {split}", stream_from_hub(name, split)
-        return Source(title, f"{title} {revision_of(name)}", lambda: rows_over_the_network(title, streamed))
-    if kind == "hub":
-        return _hub_source(name, wanted)
-    return _split_source(name, wanted, use)
+    return _split_source(name, wanted, config.streaming)
 
 
-def _hub_source(name: str, wanted: str | None) -> Source:
-    splits = splits_of(name)
+def _split_source(name: str, wanted: str | None, streaming: bool = False) -> Source:
+    """A dataset that may have splits: of the hub, files, or a folder."""
+    splits, is_hub = splits_of(name, streaming), kind_of_data(name) == "hub"
     split = wanted or best_for_validation(name, list(splits))
-    rows = splits[split] if split in splits else load_from_hub(name, split)
-    # in datasets' cache the folders say owner, name, configuration, version and a hash of the revision
-    files = ["/".join(Path(file["filename"]).parts[-5:]) for file in rows.cache_files]
-    return Source(f"{name} {split}", f"{files} {split} {len(rows)}", lambda: _dataset_rows(f"{name} {split}", rows))
-
-
-def _split_source(name: str, wanted: str | None, use: Split) -> Source:
-    """A file, or a folder or several files that may be split by their names."""
-    splits = splits_of(name)
-    if set(splits) == {""}:
-        if wanted not in (None, "train"):
-            raise UserError(f"{name}: has no splits; {wanted} was asked for.")
+    if set(splits) == {""} and split == "train":
         split = ""
-    else:
-        split = wanted or best_for_validation(name, list(splits))
-    if split not in splits:
-        raise UserError(f"{name}: has no split {split}. It has {', '.join(splits)}.")
-    rows = splits[split]
+    if split not in splits and not is_hub:
+        has = ", ".join(splits) if set(splits) != {""} else "no splits"
+        raise UserError(f"{name}: has no split {split}. It has {has}.")
     title = f"{name} {split}".strip()
+    if is_hub and streaming:  # the validation rows too: one split cannot be downloaded by itself
+        streamed = load_from_hub(name, split, streaming=True)
+        return Source(title, f"{title} {revision_of(name)}", lambda: rows_over_the_network(title, streamed))
+    rows = splits[split] if split in splits else load_from_hub(name, split)  # train[:5%]
     if isinstance(rows, list):
         return _files_source(title, rows)
     files = [file["filename"] for file in rows.cache_files]
-    return Source(title, identity_of(files), lambda: _dataset_rows(title, rows))
+    # in datasets' cache the folders say owner, name, configuration, version and a hash of the revision
+    in_cache = ["/".join(Path(file).parts[-5:]) for file in files]
+    identity = f"{in_cache} {split} {len(rows)}" if is_hub else identity_of(files)
+    return Source(title, identity, lambda: _dataset_rows(title, rows))
+
+
+def splits_of(name: str, streaming: bool = False) -> dict[str, Any]:
+    """Split -> its files or Dataset; the split of data without splits is called ""."""
+    kind, path = kind_of_data(name), Path(name).expanduser()
+    if kind == "hub":
+        return dict(load_from_hub(name, None, streaming))
+    if kind == "folder" and any((path / sign).is_file() for sign in SAVED_BY_DATASETS):
+        return _saved_splits(name, path)
+    if kind == "url":
+        files = _remote_files(name)
+    elif kind == "folder":
+        files = [str(file) for file in data_files(path)]
+    else:
+        return {"": globbed(name) if kind == "glob" else [str(path)]}
+    if len(files) == 1 and data_suffix(name):
+        return {"": files}
+    splits: dict[str, list[str]] = {}
+    for file in files:
+        inside = file.removeprefix(str(path)) if kind == "folder" else Path(file).name
+        splits.setdefault(_split_of(inside), []).append(file)
+    return {"": files} if set(splits) == {"train"} else splits
+
+
+def _split_of(file: str) -> str:
+    """The split that a file's path inside its folder speaks of."""
+    for split, words in SPLIT_WORDS.items():
+        if re.search(rf"(^|[-._ /0-9])({words})([-._ /0-9]|$)", file.lower()):
+            return split
+    return "train"
+
+
+def best_for_validation(name: str, splits: list[str]) -> str:
+    """Return the split that is validated on where none is named: the only one, or validation, or test.
+
+    Raises:
+        UserError: there are several others.
+    """
+    if best := next((split for split in ("validation", "test") if split in splits), None):
+        return best
+    if len(splits) == 1:
+        return splits[0]
+    raise UserError(f"--validation {name}: has no validation split. It has {', '.join(splits)}.")
+
+
+def _saved_splits(name: str, folder: Path) -> dict[str, "Dataset"]:
+    import datasets
+
+    try:
+        saved = datasets.load_from_disk(str(folder))
+    except Exception as error:  # of json, pyarrow and datasets: whatever is wrong with its files
+        raise UserError(f"{name}: cannot be read as a folder that datasets saved: {reason(error)}.") from error
+    return dict(saved) if isinstance(saved, datasets.DatasetDict) else {"": saved}
+
+
+def _remote_files(name: str) -> list[str]:
+    """The files behind a URL, which may be a pattern or a folder."""
+    if data_suffix(name) and not any(mark in name for mark in "*["):
+        return [name]
+    try:
+        system, path = fsspec.core.url_to_fs(name)
+        found = system.find(path) if name.endswith("/") else system.glob(path)
+        files = [str(system.unstrip_protocol(file)) for file in sorted(found) if data_suffix(file)]
+    except Exception as error:  # of any network library, or that none is installed for this kind of URL
+        raise UserError(f"{name}: cannot be read: {reason(error)}.") from error
+    if not files:
+        raise UserError(f"{name}: no data files there.")
+    return files
+
+
+def identity_of(files: Sequence[str]) -> str:
+    """Their contents, wherever they lie; of files beyond SAMPLED_FROM bytes their size, time and some blocks, since
+    each rank asks; of remote files what their server says: name, size, time, checksum."""
+    digest = xxhash.xxh3_128()
+    for name in files:
+        try:
+            if is_url(name):
+                system, path = fsspec.core.url_to_fs(name)
+                digest.update(str(sorted(system.info(path).items(), key=str)).encode())
+                continue
+            with open(name, "rb") as file:
+                about = os.fstat(file.fileno())
+                digest.update(f"{about.st_size}\n".encode())
+                if about.st_size > SAMPLED_FROM:
+                    digest.update(f"{about.st_mtime_ns}\n".encode())
+                    for block in range(SAMPLES):
+                        file.seek((about.st_size - BLOCK) * block // (SAMPLES - 1))
+                        digest.update(file.read(BLOCK))
+                    continue
+                while data := file.read(BLOCK):
+                    digest.update(data)
+        except Exception as error:  # of a disk or any network library
+            raise UserError(f"{name}: cannot be read: {reason(error)}.") from error
+    return digest.hexdigest()
 
 
 def _files_source(name: str, files: list[str]) -> Source:
@@ -229,8 +327,40 @@ def _files_source(name: str, files: list[str]) -> Source:
 def _dataset_rows(name: str, dataset: "Dataset") -> Rows:
     plain = dataset.with_format(None)  # a user's set_format("torch") would give tensors instead of lists
     at_once = max(1, min(1000, BATCH_BYTES * len(plain) // (plain.data.nbytes + 1)))
-    number = 0
-    for columns in plain.iter(batch_size=at_once):
-        for values in zip(*columns.values(), strict=True):
-            number += 1
-            yield f"{name} row {number}", without_nulls(dict(zip(columns, values, strict=True)))
+    batches = (zip(*columns.values(), strict=True) for columns in plain.iter(batch_size=at_once))
+    for number, values in enumerate(itertools.chain.from_iterable(batches), start=1):
+        yield f"{name} row {number}", without_nulls(dict(zip(plain.column_names, values, strict=True)))
+
+
+def call_user_function(name: str, *arguments: Any) -> "Dataset":
+    """Import the file of `path/to/file.py:function`, call the function and return the datasets.Dataset it made.
+
+    Raises:
+        UserError: there is no such function, something was raised, or it returned something else.
+    """
+    import datasets
+
+    file, _, function = name.rpartition(":")
+    path = Path(file).expanduser()
+    # A name of its own, so that two files called dataset.py, or one called like a library, do not meet in sys.modules.
+    module_name = f"llama_ft_user_{path.stem}_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]}"
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    assert spec is not None and spec.loader is not None  # the suffix is .py
+    module = sys.modules[module_name] = importlib.util.module_from_spec(spec)  # pickle looks classes up there
+    try:
+        spec.loader.exec_module(module)
+        rows = getattr(module, function)(*arguments)
+    except UserError:
+        raise
+    except (Exception, SystemExit) as error:
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+        if isinstance(error, SyntaxError) and error.filename == str(path):
+            lines = [error.lineno]
+        place = ":".join(map(str, [path, *lines[-1:]]))
+        raise UserError(f"{place}: {function}: {type(error).__name__}: {error}") from error
+    if not isinstance(rows, datasets.Dataset):
+        raise UserError(
+            f"{name} returned a {type(rows).__name__}; expected a datasets.Dataset.\n"
+            "(datasets.Dataset.from_list(rows) makes one from a list of dicts)"
+        )
+    return rows

@@ -10,9 +10,16 @@ import numpy
 from llama_ft.data.formats import Message
 
 BINS = 14
-BARS, PLAIN_BARS = " ▁▂▃▄▅▆▇█", " .:-=+*%#"
 LONGEST_NAME = 28
 HEADINGS = ("rows", "tokens", "trained on", "median", "95 %", "longest")
+# A row of the data: a hash of it; its tokens before truncation; what it became: pieces (0: dropped, -1: a bad row),
+# those of them with a label that counts, the tokens and such labels of these; whether it was cut; its part of a mix.
+ROW = numpy.dtype(
+    [
+        ("content", "u8"), ("tokens", "i4"), ("pieces", "i4"), ("trained", "i4"), ("kept", "i4"), ("targets", "i4"),
+        ("truncated", "?"), ("part", "i2"),
+    ]
+)  # fmt: skip
 
 
 @dataclass
@@ -36,7 +43,7 @@ class SplitStatistics:
         largest_id: the largest token id.
         largest_id_at: the place of the first row that holds it.
         fingerprint: a checksum of all tokens and labels, in order.
-        parts: of a mix, the same by part (rows, tokens, target_tokens, lengths and histogram only).
+        parts: of a mix, the same by part, as far as `count` fills it in.
     """
 
     rows: int = 0
@@ -57,11 +64,29 @@ class SplitStatistics:
     fingerprint: str = ""
     parts: dict[str, "SplitStatistics"] = field(default_factory=dict)
 
-    def measure(self, lengths: numpy.ndarray, edges: Sequence[float]) -> None:
-        """Fill in `lengths` and `histogram` from the tokens of each row before truncation."""
-        if len(lengths):
-            self.lengths = [int(numpy.percentile(lengths, q, method="nearest")) for q in (50, 95, 100)]
-        self.histogram = numpy.histogram(lengths, edges)[0].tolist()
+    def count(self, rows: numpy.ndarray, edges: Sequence[float] = (), parts: Sequence[str] = ()) -> None:
+        """Fill in all that follows from what became of each row.
+
+        Args:
+            rows: of the split but bad ones, see `ROW`.
+            edges: of the histogram.
+            parts: names of the parts that a mix has.
+        """
+        tokens, pieces = rows["tokens"], rows["pieces"]
+        self.rows, self.tokens, self.target_tokens, self.tokens_before = (
+            int(rows[name].sum()) for name in ("trained", "kept", "targets", "tokens")
+        )
+        # Pieces of one row share tokens, so they may have more than the row.
+        self.lost_tokens = int((tokens - rows["kept"]).clip(0).sum())
+        self.truncated, self.dropped = int(rows["truncated"].sum()), int((pieces == 0).sum())
+        self.split = int((pieces > 1).sum())
+        self.without_target = int(((pieces > 0) & (rows["trained"] == 0)).sum())
+        if len(rows):
+            self.lengths = [int(numpy.percentile(tokens, q, method="nearest")) for q in (50, 95, 100)]
+        self.histogram = numpy.histogram(tokens, edges)[0].tolist() if len(edges) else []
+        for number, name in enumerate(parts):
+            part = self.parts[name if name not in self.parts else f"{name} ({number + 1})"] = SplitStatistics()
+            part.count(rows[rows["part"] == number], edges)
 
 
 @dataclass
@@ -117,26 +142,25 @@ def histogram_edges(shortest: int, longest: int) -> list[float]:
     return numpy.geomspace(max(shortest, 1), max(longest, shortest, 1) + 1, BINS + 1).tolist()
 
 
-def describe(report: BuildReport, context_length: int, want_validation: bool, plain: bool = False) -> list[str]:
+def describe(report: BuildReport, context_length: int, want_validation: bool) -> list[str]:
     """The table and the lines under it.
 
     Args:
         report: what became of the rows.
         context_length: longest row in tokens.
         want_validation: whether the validation split is used.
-        plain: ASCII only.
     """
     validation = report.validation if want_validation else None
     splits = {"training": report.train} if report.train.rows else {}  # streamed rows are not counted beforehand
     splits |= {"validation": validation} if validation else {}
-    lines = _table(splits, report.edges, PLAIN_BARS if plain else BARS) if splits else []
+    lines = _table(splits) if splits else []
     for name, split in splits.items():
-        lines += [f"{name}: {line}" for line in _notes(split, context_length)]
+        lines += [f"{name}: {line}" for line in _notes(split, f"--context_length {context_length}")]
     return lines + warnings_of(report, want_validation)
 
 
 def warnings_of(report: BuildReport, want_validation: bool) -> list[str]:
-    """A line about validation rows that are trained on, and one about bad rows."""
+    """A line about validation samples that are trained on, and one about bad samples."""
     lines = []
     if want_validation and report.shared:
         first = _named(report.first_shared, report.shared)
@@ -146,52 +170,35 @@ def warnings_of(report: BuildReport, want_validation: bool) -> list[str]:
     return lines
 
 
-def _table(splits: dict[str, SplitStatistics], edges: Sequence[float], bars: str) -> list[str]:
-    table = [["", *HEADINGS]]
-    shapes = [f"tokens a row before truncation, {edges[0]:,.0f} to {edges[-1] - 1:,.0f}"]
+def _table(splits: dict[str, SplitStatistics]) -> list[str]:
+    table: list[tuple[str, ...]] = [("", *HEADINGS)]
     for name, split in splits.items():
         parts = split.parts if len(split.parts) > 1 else {}
-        for title, one in {name: split, **{_short(part): one for part, one in parts.items()}}.items():
+        for title, one in {name: split, **{f"  {part[-LONGEST_NAME:]}": one for part, one in parts.items()}}.items():
             numbers = (one.rows, one.tokens, one.target_tokens, *(one.lengths or [0, 0, 0]))
-            table.append([title, *(f"{number:,}" for number in numbers)])
-            shapes.append(_bars(one.histogram, bars))
+            table.append((title, *(f"{number:,}" for number in numbers)))
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    return [
+    heading, *lines = (
         "  ".join([row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))])
-        + f"  {shape}"
-        for row, shape in zip(table, shapes, strict=True)
-    ]
+        for row in table
+    )
+    return [f"{heading} (lengths before truncation)", *lines]
 
 
-def _short(name: str) -> str:
-    """A part's name, indented; of a long path the end."""
-    return "  " + (name if len(name) <= LONGEST_NAME else f"...{name[3 - LONGEST_NAME :]}")
-
-
-def _bars(counts: Sequence[int], bars: str) -> str:
-    """One character a count; only 0 is blank."""
-    most = max(counts, default=0)
-    return "".join(bars[-(-count * (len(bars) - 1) // most) if most else 0] for count in counts).rstrip()
-
-
-def _notes(split: SplitStatistics, context_length: int) -> list[str]:
-    limit = f"--context_length {context_length}"
-    notes = []
-    if split.lost_tokens:
-        share = split.lost_tokens / split.tokens_before
-        notes.append(f"{share:.1%} of the tokens are lost, {split.lost_tokens:,} of {split.tokens_before:,}")
-    if split.truncated:
-        notes.append(f"{_rows(split.truncated)} cut at {limit}")
-    if split.dropped:
-        notes.append(f"{_rows(split.dropped)} left out, longer than {limit}")
-    if split.split:
-        notes.append(f"{_rows(split.split)} split at {limit}")
-    if split.without_target:
-        first = _named(split.first_without_target, split.without_target)
-        notes.append(f"{_rows(split.without_target)} left out, nothing to train on within {limit}: {first}")
-    if split.copies:
-        notes.append(f"{_rows(split.copies)} the same as an earlier one, token for token")
-    return notes
+def _notes(split: SplitStatistics, limit: str) -> list[str]:
+    without = _named(split.first_without_target, split.without_target)
+    counts = {
+        f"cut at {limit}": split.truncated,
+        f"left out, longer than {limit}": split.dropped,
+        f"split at {limit}": split.split,
+        f"left out, nothing to train on within {limit}: {without}": split.without_target,
+        "the same as an earlier one, token for token": split.copies,
+    }
+    lost = f"{split.lost_tokens:,} of {split.tokens_before:,}"
+    notes = (
+        [f"{split.lost_tokens / split.tokens_before:.1%} of the tokens are lost, {lost}"] if split.lost_tokens else []
+    )
+    return notes + [f"{_rows(count)} {what}" for what, count in counts.items() if count]
 
 
 def _rows(count: int) -> str:

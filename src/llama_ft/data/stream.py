@@ -11,24 +11,25 @@ tokenizing.
 
 import itertools
 import traceback
+from collections import Counter
 from collections.abc import Generator, Iterator
 from contextlib import closing
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy
 import pyarrow
 import torch.distributed as dist
 from datasets import Dataset
 from datasets.table import InMemoryTable
 
-from llama_ft.config import DataConfig, TrainConfig
+from llama_ft.config import Config, DataConfig, TrainConfig
 from llama_ft.data.batches import BatchPlan, collate, mixed, row_lengths, target_token_counts
-from llama_ft.data.build import BadRows, table_of
-from llama_ft.data.feed import Ahead, StepBatches
-from llama_ft.data.parallel import Chunk, ChunkEncoder, EncodedChunk, chunks_of, encode_chunk
+from llama_ft.data.build import BadRows, Chunk, EncodedChunk, chunks_of, encode_chunk, encode_chunks
+from llama_ft.data.feed import Ahead, PreparedRows, StepBatches
+from llama_ft.data.prepare import TokenizedData
 from llama_ft.data.sources import Source
+from llama_ft.data.statistics import SplitStatistics
 from llama_ft.data.tokenize import Encoder
 from llama_ft.errors import UserError
 from llama_ft.runtime.console import log
@@ -41,10 +42,10 @@ NO_ROW = (
     "without\nan answer in it."
 )
 START = {"epoch": 0, "chunk": 0, "window": 0, "step_in_window": 0}
+CLOSED, ENDED = "closed", "ended"
 
 
-@dataclass(frozen=True)
-class Window:
+class Window(NamedTuple):
     """Rows that are shuffled and packed together.
 
     Attributes:
@@ -89,11 +90,14 @@ class StreamedRows:
         vocabulary_size: int | None,
         runtime: "Runtime",
     ) -> None:
-        self.total_steps = settings.max_train_step
-        self._source, self._encoder, self._config, self._settings = source, encoder, config, settings
-        self.capacity, self._global_batch, self._pad_token_id = capacity, global_batch, pad_token_id
-        self._vocabulary_size = vocabulary_size
+        self.total_steps, self.capacity = settings.max_train_step, capacity
+        self._source, self._encoder, self._config, self._seed = source, encoder, config, settings.seed
+        self._global_batch, self._pad_token_id, self._vocabulary_size = global_batch, pad_token_id, vocabulary_size
         self._rank, self._world_size = runtime.rank, runtime.world_size
+        self._batch_plan = partial(
+            BatchPlan, capacity=capacity, global_batch=global_batch, world_size=runtime.world_size, rank=runtime.rank,
+            micro_batch=settings.batch_size_training,
+        )  # fmt: skip
         self._is_wanted, self._is_over = True, False
         # One of its own: its collectives run in a thread, in no fixed order with those of training.
         self._group = dist.new_group(backend="gloo", timeout=timedelta(hours=6))
@@ -105,17 +109,15 @@ class StreamedRows:
 
     def first_rows(self) -> Dataset:
         """The first rows of the source, tokenized on every rank."""
-        rows, bad = Gathered(), BadRows(self._config.skip_bad_rows)
+        bad = BadRows(self._config.skip_bad_rows)
         for chunk in chunks_of(self._source, self._config.dataset_format):
-            encoded = encode_chunk(chunk.rows, self._encoder)
-            bad.note_chunk(chunk, encoded)
-            rows.add(chunk, encoded)
-            if rows.count:
-                break
+            encoded = encode_chunk(chunk, self._encoder)
+            bad.note(encoded)
+            if len(encoded.table):
+                bad.end()
+                return _dataset([encoded.table])
         bad.end()
-        if not rows.count:
-            raise UserError(f"{self._source.name}: {NO_ROW}")
-        return rows.dataset()
+        raise UserError(f"{self._source.name}: {NO_ROW}")
 
     def describe(self) -> str:
         """How rows are laid out and how many steps they are, for people."""
@@ -139,7 +141,8 @@ class StreamedRows:
         step, skip = first, position["step_in_window"]
         with Ahead(self._windows(position), 1) as ready:
             for window in ready:
-                plan = self._plan(window)
+                seed = mixed(self._seed, window.epoch, window.number)
+                plan = self._batch_plan(row_lengths(window.rows), target_token_counts(window.rows), seed=seed)
                 if step == first and len(plan) < self._global_batch and not window.ends_epoch:
                     log.warning(
                         f"--shuffle_buffer {self._config.shuffle_buffer}: these rows make {len(plan):,} of the "
@@ -152,37 +155,16 @@ class StreamedRows:
                         return
                     share = plan.step(0, step_in_window)
                     is_end = window.ends_epoch and step_in_window == plan.steps_per_epoch - 1
-                    yield StepBatches(
-                        step,
-                        window.epoch,
-                        float(window.epoch + is_end),
-                        is_end,
-                        share.target_tokens,
-                        [
-                            collate(window.rows, rows, self._pad_token_id, plan.is_packed)
-                            for rows in share.micro_batches
-                        ],
-                        {
-                            "epoch": window.epoch,
-                            "chunk": window.first_chunk,
-                            "window": window.number,
-                            "step_in_window": step_in_window + 1,
-                        },
+                    batches = [
+                        collate(window.rows, rows, self._pad_token_id, plan.is_packed) for rows in share.micro_batches
+                    ]
+                    now = dict(
+                        zip(START, (window.epoch, window.first_chunk, window.number, step_in_window + 1), strict=True)
                     )
+                    epochs_seen = float(window.epoch + is_end)
+                    yield StepBatches(step, window.epoch, epochs_seen, is_end, share.target_tokens, batches, now)
                     step += 1
                 skip = 0
-
-    def _plan(self, window: Window) -> BatchPlan:
-        return BatchPlan(
-            row_lengths(window.rows),
-            target_token_counts(window.rows),
-            capacity=self.capacity,
-            global_batch=self._global_batch,
-            world_size=self._world_size,
-            rank=self._rank,
-            micro_batch=self._settings.batch_size_training,
-            seed=mixed(self._settings.seed, window.epoch, window.number),
-        )
 
     def _windows(self, position: dict[str, int]) -> Generator[Window, None, None]:
         """Yield windows without end, from the one that `position` is in.
@@ -203,51 +185,57 @@ class StreamedRows:
                 self._gather(CLOSED)
 
     def _pass(self, epoch: int, number: int, first_chunk: int) -> Generator[Window, None, None]:
-        bad, rows, at = BadRows(self._config.skip_bad_rows), Gathered(), first_chunk
-        cut = dropped = empty = lost = tokens = 0
+        bad, at = BadRows(self._config.skip_bad_rows), first_chunk
+        tables, rows_in_window, counts = list[pyarrow.Table](), 0, Counter[str]()
         with closing(self._exchanged(first_chunk)) as exchanged:
-            for item in exchanged:
-                bad.note_chunk(*item)
-                encoded = item[1]
+            for encoded in exchanged:
+                bad.note(encoded)
                 self._check_ids(encoded)
-                cut, dropped = cut + int(encoded.truncated.sum()), dropped + int((encoded.pieces == 0).sum())
-                lost, tokens = lost + int(encoded.lost_tokens.sum()), tokens + int(encoded.row_tokens.sum())
-                empty += int((encoded.pieces > 0).sum()) - len(numpy.unique(encoded.row_of_piece))
-                if rows.count >= self._config.shuffle_buffer:
-                    yield Window(epoch, first_chunk, number, False, rows.dataset())
-                    rows, number, first_chunk = Gathered(), number + 1, at
-                rows.add(*item)
+                self._count(encoded, counts)
+                if rows_in_window >= self._config.shuffle_buffer:
+                    yield Window(epoch, first_chunk, number, False, _dataset(tables))
+                    tables, rows_in_window, number, first_chunk = [], 0, number + 1, at
+                tables.append(encoded.table)
+                rows_in_window += len(encoded.table)
                 at += 1
         if self._is_over:
             return
         bad.end()
-        if rows.count == 0 and number == 0:
+        if rows_in_window == 0 and number == 0:
             raise UserError(f"{self._source.name}: {NO_ROW}")
-        counts = {"cut": cut, "left out as too long": dropped, "without anything to train on": empty}
         counts[f"left out as bad, the first: {'; '.join(bad.first)}"] = bad.count
+        lost, tokens = counts.pop("lost", 0), counts.pop("tokens", 1)
         told = [f"{count:,} {what}" for what, count in counts.items() if count]
         told += [f"{lost / tokens:.1%} of the tokens lost"] if lost else []
         if told:
             log.warning(
                 f"rows of {self._source.name} at --context_length {self._encoder.context_length}: {'; '.join(told)}"
             )
-        if rows.count:
-            yield Window(epoch, first_chunk, number, True, rows.dataset())
+        if rows_in_window:
+            yield Window(epoch, first_chunk, number, True, _dataset(tables))
+
+    def _count(self, encoded: EncodedChunk, counts: Counter[str]) -> None:
+        one = SplitStatistics()
+        one.count(encoded.rows[encoded.rows["pieces"] >= 0])
+        counts["cut"] += one.truncated
+        counts["left out as too long"] += one.dropped
+        counts["without anything to train on"] += one.without_target
+        counts["lost"] += one.lost_tokens
+        counts["tokens"] += one.tokens_before
 
     def _check_ids(self, encoded: EncodedChunk) -> None:
-        largest = int(encoded.input_ids.max(initial=0))
+        largest = int(encoded.table["input_ids"].combine_chunks().flatten().to_numpy().max(initial=0))
         if self._vocabulary_size is not None and largest >= self._vocabulary_size:
             raise UserError(
                 f"{self._source.name}: token {largest} is beyond the model's {self._vocabulary_size} tokens.\nThe "
                 "tokenizer is not this model's: --tokenizer_name names another."
             )
 
-    def _exchanged(self, first_chunk: int) -> Generator[tuple[Chunk, EncodedChunk], None, None]:
+    def _exchanged(self, first_chunk: int) -> Generator[EncodedChunk, None, None]:
         """Yield the chunks of one pass in order, each tokenized by one rank, until the last or until it is over."""
         chunks = chunks_of(self._source, self._config.dataset_format)
         mine = itertools.islice(chunks, first_chunk + self._rank, None, self._world_size)
-        with ChunkEncoder(mine, self._encoder, self._config.tokenize_processes or 1) as encoder:
-            own = iter(encoder)
+        with closing(encode_chunks(mine, self._encoder, self._config.tokenize_processes or 1)) as own:
             while True:
                 items = self._gather(_next(own) if self._is_wanted else CLOSED)
                 # Before any is yielded: who is closed there must not call the others once more.
@@ -255,7 +243,7 @@ class StreamedRows:
                 for item in items:
                     if isinstance(item, Exception):
                         raise item
-                    if not isinstance(item, tuple):
+                    if not isinstance(item, EncodedChunk):
                         return
                     yield item
 
@@ -265,35 +253,65 @@ class StreamedRows:
         return everyone
 
 
-CLOSED, ENDED = "closed", "ended"
+def _dataset(tables: list[pyarrow.Table]) -> Dataset:
+    return Dataset(InMemoryTable(pyarrow.concat_tables(tables)))
 
 
 def _next(own: Iterator[tuple[Chunk, EncodedChunk]]) -> Any:
-    """The next chunk of this rank, without its rows, or what there is instead."""
+    """The next chunk of this rank, tokenized, or what there is instead."""
     try:
-        chunk, encoded = next(own)
+        return next(own)[1]
     except StopIteration:
         return ENDED
     except UserError as error:  # every rank should hear of it, not wait
         return error
     except Exception:
         return RuntimeError(f"while rows were read and tokenized\n{traceback.format_exc()}")
-    return chunk._replace(rows=[]), encoded
 
 
-class Gathered:
-    """Tokenized rows in memory."""
+TrainingRows = PreparedRows | StreamedRows
 
-    def __init__(self) -> None:
-        self.count = 0
-        self._tables: list[pyarrow.Table] = []
 
-    def add(self, chunk: Chunk, encoded: EncodedChunk) -> None:
-        """Put the rows of a chunk to the others."""
-        places = [chunk.places[row] for row in encoded.row_of_piece]
-        self._tables.append(table_of(encoded.input_ids, encoded.labels, encoded.lengths, encoded.target_tokens, places))
-        self.count += len(encoded.lengths)
+def plan_training(
+    config: Config,
+    data: TokenizedData,
+    context_length: int,
+    global_batch: int,
+    pad_token_id: int,
+    vocabulary_size: int | None,
+    runtime: "Runtime",
+) -> TrainingRows:
+    """Settle which rows this rank sees at which step: a function of (seed, epoch, step), and of nothing else.
 
-    def dataset(self) -> Dataset:
-        """All of them."""
-        return Dataset(InMemoryTable(pyarrow.concat_tables(self._tables)))
+    Args:
+        config: the resolved configuration.
+        data: of `prepare`.
+        context_length: tokens of a pack.
+        global_batch: packs (or rows) of an optimizer step over all ranks.
+        pad_token_id: fills padded rows.
+        vocabulary_size: of the model, or None: ids of streamed rows are not checked.
+        runtime: the ranks; all of them call this.
+
+    Raises:
+        UserError: they have other rows than rank 0, and would train on some twice and on others never.
+    """
+    prints: list[dict[str, str]] = [{}] * runtime.world_size
+    dist.all_gather_object(prints, data.fingerprints())
+    if other := [str(rank) for rank, own in enumerate(prints) if own != prints[0]]:
+        raise UserError(
+            f"--dataset: rank {', '.join(other)} has other rows than rank 0.\nExpected the same files on every node, "
+            "and the same rows in the same order whenever a function is called: a shuffle in it needs a seed."
+        )
+    settings = config.train
+    capacity = context_length if config.data.batching_strategy == "packing" else None
+    if data.stream is not None:
+        source, encoder = data.stream
+        return StreamedRows(
+            source, encoder, config.data, settings, capacity, global_batch, pad_token_id, vocabulary_size, runtime
+        )
+    assert data.train is not None  # one or the other
+    plan = BatchPlan(
+        row_lengths(data.train), target_token_counts(data.train), capacity=capacity, global_batch=global_batch,
+        world_size=runtime.world_size, rank=runtime.rank, micro_batch=settings.batch_size_training, seed=settings.seed,
+    )  # fmt: skip
+    return PreparedRows(data.train, plan, pad_token_id, settings.num_epochs, settings.max_train_step)

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from llama_ft.data import formats
 from llama_ft.data.answers import ChatRenderer
-from llama_ft.data.built_in_templates import ALPACA
-from llama_ft.data.chat_template import INPUT_HEADING, Span
-from llama_ft.data.formats import BadRow, Message, Row, RowFormat
+from llama_ft.data.chat_template import ALPACA, INPUT_HEADING, Span
+from llama_ft.data.formats import FORMATS, BadRow, Content, Message, Row, RowFormat, TokenRow
 from llama_ft.errors import UserError
 
 if TYPE_CHECKING:
@@ -66,7 +65,6 @@ class Encoder:
         self.context_length = context_length
         self.truncation = truncation
         self.labels = labels
-        self._input_heading = INPUT_HEADING if tokenizer.chat_template == ALPACA else ""
         self._vocabulary_size = len(tokenizer)
         tokenizer("")  # switches off whatever truncation and padding the tokenizer was saved with
 
@@ -90,21 +88,20 @@ class Encoder:
         added: Any = self.tokenizer("")["input_ids"]
         return [token for token in added[:1] if token == self.tokenizer.bos_token_id]
 
-    def messages(self, row: Row, row_format: RowFormat) -> list[Message] | None:
-        """The chat in a row, None where it is tokens or plain text.
+    def read(self, row: Row, row_format: RowFormat) -> Content:
+        """What a row holds.
 
         Raises:
             BadRow: the row is not as its format demands.
         """
-        if row_format == "alpaca":
-            return formats.alpaca_messages(row, input_heading=self._input_heading)
-        if row_format == "messages":
-            return formats.chat_messages(row)
-        if row_format == "sharegpt":
-            return formats.sharegpt_messages(row)
-        if row_format == "prompt_completion" and isinstance(pair := formats.prompt_completion(row), list):
-            return pair
-        return None
+        if row_format == "alpaca" and self.tokenizer.chat_template == ALPACA:
+            return formats.alpaca_messages(row, input_heading=INPUT_HEADING)
+        return FORMATS[row_format].read(row)
+
+    def messages(self, row: Row, row_format: RowFormat) -> list[Message] | None:
+        """The chat in a row, None where it is tokens or plain text. Errors as of `read`."""
+        content = self.read(row, row_format)
+        return content if isinstance(content, list) else None
 
     def encode(self, row: Row, row_format: RowFormat) -> list[Encoded]:
         """Turn a row of data into tokens and labels, at most context_length of them; see `tokenize` and `fit`."""
@@ -117,18 +114,24 @@ class Encoder:
             BadRow: the row is not as its format demands, or the chat template cannot take it.
             UserError: such rows have no labels of the kind that was asked for.
         """
-        if row_format == "tokenized":
+        content = self.read(row, row_format)
+        if isinstance(content, list):
+            # The template writes all special tokens, BOS among them.
+            return self._tokenize(*self._renderer.render(content, formats.tools_of(row)))
+        if isinstance(content, TokenRow):
             self._expect_labels(row_format, "auto")
-            return formats.token_row(row, self._vocabulary_size)
-        if row_format == "text":
+            self._check_ids(content)
+            return content
+        if not content[0]:
             self._expect_labels(row_format, "auto", "all")
-            return self._tokenize_text("", formats.plain_text(row))
-        if row_format == "prompt_completion" and not isinstance(pair := formats.prompt_completion(row), list):
-            return self._tokenize_text(*pair)
-        messages = self.messages(row, row_format)
-        assert messages is not None
-        # The template writes all special tokens, BOS among them.
-        return self._tokenize(*self._renderer.render(messages, formats.tools_of(row)))
+        return self._tokenize_text(*content)
+
+    def _check_ids(self, row: TokenRow) -> None:
+        last = self._vocabulary_size - 1
+        for name, values in row._asdict().items():
+            for index, token in enumerate(values):
+                if not 0 <= token <= last and not (name == "labels" and token == IGNORED):
+                    raise BadRow(f'"{name}[{index}]" is {token}; expected 0 to {last}, the tokenizer\'s ids.')
 
     def _tokenize_text(self, prompt: str, completion: str) -> tuple[list[int], list[int]]:
         """Turn text without a chat into BOS (where the tokenizer adds one), prompt, completion and EOS.
