@@ -96,26 +96,26 @@ def tokenize(config: DataConfig, tokenizer: PreTrainedTokenizerBase, length: int
 def packs_table(lengths: numpy.ndarray) -> None:
     print("\n| tokens a pack | rows | packs | full, the last pack aside | least number (tokens / pack) | seconds |")
     print("|---|---|---|---|---|---|")
-    for capacity in CAPACITIES:
-        short = numpy.minimum(lengths, capacity)
+    for pack_length in CAPACITIES:
+        short = numpy.minimum(lengths, pack_length)
         started = time.perf_counter()
-        packs = pack_rows(short, capacity)
+        packs = pack_rows(short, pack_length)
         seconds = time.perf_counter() - started
-        full = numpy.sort(packs.tokens)[1:].mean() / capacity
-        least = -(-int(short.sum()) // capacity)
-        print(f"| {capacity} | {len(short):,} | {len(packs):,} | {full:.2%} | {least:,} | {seconds:.2f} |")
+        full = numpy.sort(packs.tokens)[1:].mean() / pack_length
+        least = -(-int(short.sum()) // pack_length)
+        print(f"| {pack_length} | {len(short):,} | {len(packs):,} | {full:.2%} | {least:,} | {seconds:.2f} |")
 
 
 def build(folder: Path, job: Runtime, packed: bool) -> PreTrainedModel:
     """The demo's model on a mesh of one, as recipes/finetuning.py makes it."""
     precision = runtime.PRECISIONS["fp32"]
-    model = models.build_skeleton(models.load_model_config(folder, False), ModelConfig(model_name=str(folder)))
+    model = models.build_on_meta(models.load_model_config(folder, False), ModelConfig(model_name=str(folder)))
     if packed:
         models.use_packed_attention(model)
     models.set_storage_dtypes(model, precision)
-    models.shard(model, job.mesh, FSDPConfig(), precision)
+    models.apply_fsdp(model, job.mesh, FSDPConfig(), precision)
     group = models.ShardGroup(job.mesh)
-    models.materialize(model, folder, group, job.device, job.storage_device, False, None, None, 0, precision.frozen)
+    models.load_weights(model, folder, group, job.device, job.storage_device, False, None, None, 0, precision.frozen)
     return model
 
 
@@ -144,11 +144,11 @@ def speed(rows: data.TokenizedData, folder: Path, job: Runtime, turns: int) -> N
     with contextlib.ExitStack() as stack:
         feeds: dict[str, Iterator[data.StepBatches]] = {}
         ahead = {}
-        for way, (capacity, plan) in ways.items():
-            prepared = data.PreparedRows(
-                rows.train, data.BatchPlan(lengths, targets, capacity=capacity, **plan), 0, 1, 0
+        for way, (pack_length, plan) in ways.items():
+            prepared = data.PreparedBatches(
+                rows.train, data.BatchSampler(lengths, targets, pack_length=pack_length, **plan), 0, 1, 0
             )
-            ahead[way] = stack.enter_context(data.Ahead(prepared.steps(1, turns + 1, {})))
+            ahead[way] = stack.enter_context(data.Prefetcher(prepared.steps(1, turns + 1, {})))
             feeds[way] = iter(ahead[way])
         for turn in range(turns + 1):
             for way, model in built.items():

@@ -34,7 +34,7 @@ def main(options: ExportFlags) -> None:
         log.info(f"The adapter: {place}")
         checkpoint.merge_adapter(place, base, *write, options.trust_remote_code, options.base_model)
     else:
-        valid = checkpoint.find_sound(place)
+        valid = checkpoint.find_valid(place)
         log.info(f"The checkpoint: {valid.folder}, after step {valid.step}")
         exporter = checkpoint.Exporter.prepare(
             valid, options.base_model, options.tokenizer_name, options.trust_remote_code, merge=options.merge

@@ -35,9 +35,9 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase  # noqa: E402
 from transformers.modeling_utils import PreTrainedModel  # noqa: E402
 
 from llama_ft import checkpoint, data, models, observe, report, runtime, training  # noqa: E402
-from llama_ft.phases import PhaseWatch  # noqa: E402
-from llama_ft.plan.at_start import StartPlan  # noqa: E402
-from llama_ft.plan.oom_report import explaining  # noqa: E402
+from llama_ft.phases import PhaseMonitor  # noqa: E402
+from llama_ft.plan.oom_report import explain_errors  # noqa: E402
+from llama_ft.plan.preflight import Preflight  # noqa: E402
 from llama_ft.runtime import Runtime, log  # noqa: E402
 
 
@@ -45,21 +45,21 @@ from llama_ft.runtime import Runtime, log  # noqa: E402
 def main(**flags: str) -> None:
     """One run, from the settings to the result on disk."""
     config, places = load_flags(flags, DEMO_CONFIG)
-    settings, may_change = config.train, config.checkpoint.resume_allow_changes
+    settings, allowed_changes = config.train, config.checkpoint.resume_allow_changes
     degree, offload = models.shard_degree(config.fsdp), config.fsdp.fsdp_cpu_offload
     timeout = parse_duration(settings.collective_timeout)
-    start_plan = StartPlan(build_model, off=config.memory.no_plan)
+    preflight = Preflight(build_model, off=config.memory.no_plan)
     with (
         runtime.start(settings.device, degree, offload, settings.device_memory_fraction, timeout) as job,
-        observe.MemoryWatch(job) as watch,
-        explaining(config, job, watch, PLANNER),
+        observe.MemoryMonitor(job) as watch,
+        explain_errors(config, job, watch, PLANNER),
     ):
         resumed = checkpoint.find_checkpoint(config.checkpoint, job)
         config = settle(config, places, job, resumed)
         log.info("\n  ".join(["Settings that differ from the defaults:", *differences(config)]))
         settings, about = config.train, checkpoint.describe_run(config)
         if resumed is not None:
-            checkpoint.check_same_run(resumed.trainer, about, may_change, places)
+            checkpoint.check_same_run(resumed.trainer, about, allowed_changes, places)
             if result := checkpoint.finished_result(resumed, config.checkpoint):
                 log.info(f"This run was finished after step {resumed.step}; its result is {result}")
                 job.begin_run(resumed.run, resumed.step)
@@ -72,11 +72,11 @@ def main(**flags: str) -> None:
             observe.check_trackers(config.tracking, config.checkpoint.output_dir)
 
         # What is trained on what. The demo stands in for a model and for data that were not given.
-        with job.node_leader_first():
+        with job.local_main_process_first():
             folder, tokenizer = find_model(config, ask_hub=job.local_rank == 0)
         model_config = models.load_model_config(folder, config.model.trust_remote_code)
         context_length = models.resolve_context_length(config.data.context_length, model_config)
-        with job.node_leader_first():
+        with job.local_main_process_first():
             rows = data.prepare(
                 config.data,
                 tokenizer,
@@ -95,13 +95,13 @@ def main(**flags: str) -> None:
         about["chat_template"] = tokenizer.chat_template
         about["new_tokens"] = new_tokens and dataclasses.asdict(new_tokens)
         if resumed is not None:
-            checkpoint.check_same_run(resumed.trainer, about, may_change, places)
+            checkpoint.check_same_run(resumed.trainer, about, allowed_changes, places)
         # Which rows this rank sees at which step: a function of (seed, epoch, step) and of nothing else.
         vocabulary = new_tokens.rows if new_tokens else models.vocabulary_size(model_config)
         pad = data.pad_token_id(tokenizer, vocabulary)
         steps = data.plan_training(config, rows, context_length, batch, pad, vocabulary, job)
         log.info(steps.describe())
-        for doubt in training.doubts(config, steps.total_steps, batch, steps.size):
+        for doubt in training.advice(config, steps.total_steps, batch, steps.size):
             log.warning(doubt)
         if config.data.show_samples:
             data.show_samples(steps.first_rows(), tokenizer, config.data.show_samples)
@@ -109,13 +109,13 @@ def main(**flags: str) -> None:
             checkpoint.check_steps_left(resumed, steps.total_steps)
 
         # Answered while the weights are loaded; and here, where it is to choose what is recomputed.
-        config = start_plan.ask(config, folder, new_tokens, rows, steps, job)
+        config = preflight.ask(config, folder, new_tokens, rows, steps, job)
         about["config"] = dataclasses.asdict(config)
         model, adapter, stored_dtypes, units = build_model(config, folder, model_config, new_tokens, watch, job)
         watch.loaded(model)
-        if steps.capacity is not None:
+        if steps.pack_length is not None:
             dtype = runtime.PRECISIONS[settings.precision].compute
-            training.check_rows_stay_apart(model, steps.first_rows(), steps.capacity, dtype, job)
+            training.check_packing(model, steps.first_rows(), steps.pack_length, dtype, job)
 
         # From here on something is written: until now a mistake has left nothing behind.
         output_dir = checkpoint.create_run_directory(config.checkpoint, config.model.model_name, job, resumed)
@@ -124,8 +124,8 @@ def main(**flags: str) -> None:
         if job.is_main:
             repeat = f"--config {output_dir}/config.yaml repeats this run"
             (output_dir / "config.yaml").write_text(to_yaml(config, repeat))
-        start_plan.tell(output_dir)
-        facts = observe.RunFacts(output_dir, job.is_main)
+        preflight.tell(output_dir)
+        facts = observe.RunMetadata(output_dir, job.is_main)
         facts.add(environment=observe.environment(about["versions"], layout), data=rows.facts())
         facts.add(units=[dataclasses.asdict(unit) for unit in units], total_steps=steps.total_steps)
         writer = checkpoint.CheckpointWriter(output_dir, config.checkpoint, about, job)
@@ -162,7 +162,7 @@ def settle(config: Config, places: dict[str, str], job: Runtime, resumed: checkp
     is_free = config.model.model_name == "demo" and "train.precision" not in places
     wanted = resumed.trainer["config"]["train"]["precision"] if resumed and is_free else config.train.precision
     is_free = is_free and resumed is None
-    precision, note = job.from_main(lambda: runtime.advise_precision(wanted, is_free, job.device))
+    precision, note = job.broadcast_from_rank0(lambda: runtime.advise_precision(wanted, is_free, job.device))
     if note:
         log.info(note)
     return dataclasses.replace(config, train=dataclasses.replace(config.train, precision=precision))
@@ -190,13 +190,13 @@ def build_model(
     folder: Path,
     model_config: PretrainedConfig,
     new_tokens: models.NewTokens | None,
-    watch: PhaseWatch,
+    watch: PhaseMonitor,
     job: Runtime,
 ) -> tuple[PreTrainedModel, models.Adapter | None, dict[str, torch.dtype], list[models.Unit]]:
     """A skeleton without storage, adapters, shards; only then weights, each rank its own rows."""
     precision = runtime.PRECISIONS[config.train.precision]
     quantization = models.choose_quantization(config.quantization, model_config, config.peft.use_peft)
-    model = models.build_skeleton(model_config, config.model, new_tokens)
+    model = models.build_on_meta(model_config, config.model, new_tokens)
     if quantization is not None:
         log.info(models.quantize_linears(model, quantization))
     if config.model.use_liger:
@@ -204,20 +204,20 @@ def build_model(
     if config.data.batching_strategy == "packing":
         models.use_packed_attention(model)
     models.checkpoint_activations(model, config.train)
-    base_name = models.lasting_name(config.model.model_name, folder)
+    base_name = models.portable_name(config.model.model_name, folder)
     adapter = models.inject_lora(model, config.peft, base_name, new_tokens) if config.peft.use_peft else None
     if config.model.freeze_layers:
         models.freeze_first_layers(model, config.model.num_freeze_layers)
-    if not models.use_head_loss(model):
+    if not models.use_chunked_loss(model):
         log.info("The loss is computed from all logits at once: this model is not a decoder and a head.")
     if config.model.compile:
         models.compile_layers(model)
     models.set_storage_dtypes(model, precision)
-    units = models.shard(model, job.mesh, config.fsdp, precision)
+    units = models.apply_fsdp(model, job.mesh, config.fsdp, precision)
     log.info(models.unit_table(units))
     watch.enter("load")
     started = time.perf_counter()
-    stored_dtypes = models.materialize(
+    stored_dtypes = models.load_weights(
         model,
         folder,
         models.ShardGroup(job.mesh),
@@ -242,13 +242,13 @@ def train(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     rows: data.TokenizedData,
-    steps: data.TrainingRows,
+    steps: data.TrainingBatches,
     pad: int,
     writer: checkpoint.CheckpointWriter,
-    facts: observe.RunFacts,
+    facts: observe.RunMetadata,
     run_log: observe.RunLog,
     resumed: checkpoint.Checkpoint | None,
-    watch: observe.MemoryWatch,
+    watch: observe.MemoryMonitor,
     job: Runtime,
 ) -> dict[str, Any]:
     """The training loop. Every rank runs it in step; rank 0 keeps the log. Returns the last step and its metrics, and
@@ -260,27 +260,27 @@ def train(
     reduce_last_only = config.peft.use_peft or settings.accumulate_unsharded
     total_steps = steps.total_steps
     torch.manual_seed(settings.seed + job.rank)  # dropout differs between ranks
-    progress, metrics = training.Progress(settings), dict[str, Any]()
+    progress, metrics = training.TrainState(settings), dict[str, Any]()
     if resumed is not None:
         progress.load_state_dict(resumed.trainer["progress"])
         checkpoint.restore(resumed, model, optimizer, settings, job)
         metrics = resumed.trainer["metrics"]
-    best, scale, unread = progress.best, progress.scale, training.Unread(job.device)
+    best, scale, unread = progress.best, progress.scale, training.PendingMetrics(job.device)
     started_after = progress.step
     dtype = runtime.PRECISIONS[settings.precision].compute
-    speed = observe.SpeedWatch(model, config.profile, dtype, writer.run, facts, job)
+    speed = observe.ThroughputMeter(model, config.profile, dtype, writer.run, facts, job)
     watch.begin_training(model, optimizer, facts)
 
     last = progress.step if best.should_stop else total_steps
-    feed = data.Ahead(steps.steps(progress.step + 1, last, progress.position))
-    with run_log.training(), writer, job.stopping.between_steps(settings.stop_after), feed, speed:
+    feed = data.Prefetcher(steps.steps(progress.step + 1, last, progress.position))
+    with run_log.training(), writer, job.signals.between_steps(settings.stop_after), feed, speed:
         if resumed is None:
             watch.enter("evaluation")
             shown = training.show_answer("Before", model, tokenizer, rows.chat_sample, settings.sample_tokens, pad, job)
             facts.add_sample("before", shown)
             if rows.validation is not None:
                 run_log.log_step(
-                    0, training.evaluate(model, objective, rows.validation, settings, pad, steps.capacity, job)
+                    0, training.evaluate(model, objective, rows.validation, settings, pad, steps.pack_length, job)
                 )
         model.train()
         for todo in feed:
@@ -294,12 +294,12 @@ def train(
                 model, objective, batches, todo.target_tokens, reduce_last_only, job, scale.factor, watch
             )
             watch.enter("optimizer step")
-            numbers = training.finish_gradients(model, losses, todo.target_tokens, settings, scale.factor, job)
-            ranks = job.gather_numbers(
+            numbers = training.clip_and_reduce_norm(model, losses, todo.target_tokens, settings, scale.factor, job)
+            ranks = job.all_gather_floats(
                 sum(batch.tokens for batch in batches),
                 watch.host_peak_bytes,
                 watch.device_peak_bytes,
-                job.stopping.asked(),
+                job.signals.asked(),
                 writer.has_failed,
                 *watch.growth(),
                 speed.flops,
@@ -323,7 +323,7 @@ def train(
             }
             is_last = step == total_steps
             is_best = False
-            stop = job.stopping.agreed(ranks[:, 3])
+            stop = job.signals.agreed(ranks[:, 3])
             evaluates = rows.validation is not None
             evaluates &= training.is_due(step, settings.eval_steps, todo.ends_epoch or is_last)
             saves = writer.is_due(step, todo.ends_epoch, is_last or stop is not None)
@@ -335,7 +335,9 @@ def train(
                 read.metrics.update(speed.metrics(read.step))
                 if evaluates and read is newest:
                     watch.enter("evaluation")
-                    metrics |= training.evaluate(model, objective, rows.validation, settings, pad, steps.capacity, job)
+                    metrics |= training.evaluate(
+                        model, objective, rows.validation, settings, pad, steps.pack_length, job
+                    )
                     is_best = best.update(metrics["eval/loss"], step)
                 ends = read is newest and (evaluates or is_last)
                 if training.is_due(read.step, settings.log_steps, ends):

@@ -43,7 +43,7 @@ def main(options: InferenceFlags) -> None:
     with runtime.start(options.device, degree, timeout_seconds=SECONDS_TO_WAIT) as job:
         source = Path(options.prompts).expanduser() if options.prompts else Path()
         prompts = read_prompts(source, options.output_key) if options.mode == "many" else []
-        prompt = job.from_main(lambda: one_prompt(options)) if options.mode == "one" else ""
+        prompt = job.broadcast_from_rank0(lambda: one_prompt(options)) if options.mode == "one" else ""
         opened = open_model(
             options.places[0],
             base_model=options.base_model,

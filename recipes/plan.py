@@ -26,7 +26,7 @@ import torch  # noqa: E402
 from finetuning import build_model  # noqa: E402
 
 from llama_ft import data, models  # noqa: E402
-from llama_ft.plan.choose import choose_checkpointing, free_bytes, is_open  # noqa: E402
+from llama_ft.plan.auto_checkpointing import choose_checkpointing, free_bytes, is_open  # noqa: E402
 from llama_ft.plan.describe import describe  # noqa: E402
 from llama_ft.plan.fit import find_fits  # noqa: E402
 from llama_ft.plan.predict import PlanRequest, predict  # noqa: E402

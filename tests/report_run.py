@@ -4,9 +4,9 @@ from pathlib import Path
 from typing import Any
 
 from llama_ft.config import load, to_yaml
-from llama_ft.observe.facts import RunFacts
 from llama_ft.observe.metrics import MetricsLog
-from llama_ft.plan.record import Moment, Peak, Plan
+from llama_ft.observe.run_metadata import RunMetadata
+from llama_ft.plan.types import Moment, Peak, Plan
 from llama_ft.runtime.status import RunStatus
 
 MARKUP = '<script>alert("x")</script><img src=https://example.com/x.png>'
@@ -75,7 +75,7 @@ def write_run(folder: Path, state: Any = "finished", steps: int = 60, lr: str = 
 
 
 def write_facts(folder: Path) -> None:
-    facts = RunFacts(folder)
+    facts = RunMetadata(folder)
     histogram = [3, 0, 40, 12, 5]
     split = {"rows": 60, "tokens": 6000, "target_tokens": 3000, "lengths": [40, 120, 200], "histogram": histogram}
     split |= dict.fromkeys(("truncated", "dropped", "split", "without_target", "copies"), 0) | {"parts": {}}

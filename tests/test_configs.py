@@ -123,9 +123,9 @@ def test_the_commands_load_and_start_the_ranks_that_the_hardware_has(stem: str) 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_shapes_are_those_of_the_models_on_the_hub(name: str, tmp_path: Path) -> None:
-    from llama_ft.models import build_skeleton, load_model_config
+    from llama_ft.models import build_on_meta, load_model_config
 
-    skeleton = build_skeleton(load_model_config(write_config(tmp_path, name), False), ModelConfig(model_name=name))
+    skeleton = build_on_meta(load_model_config(write_config(tmp_path, name), False), ModelConfig(model_name=name))
     assert sum(parameter.numel() for parameter in skeleton.parameters()) == PARAMETERS[name]
 
 

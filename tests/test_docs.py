@@ -136,7 +136,7 @@ from types import SimpleNamespace
 import torch
 from transformers import AutoModelForCausalLM
 from llama_ft.data import Batch
-from llama_ft.models import use_head_loss
+from llama_ft.models import use_chunked_loss
 from llama_ft.training import SupervisedFineTuning
 
 ids = torch.arange(20).view(2, 10)
@@ -155,7 +155,7 @@ for in_pieces in (True, False):
     wanted = plain + extra(logits, aims, plain)
     gradients = torch.autograd.grad(wanted, list(model.parameters()))
     if in_pieces:
-        assert use_head_loss(model)
+        assert use_chunked_loss(model)
     objective, ranks = SupervisedFineTuning(), SimpleNamespace(device=torch.device("cpu"))
     loss = objective.loss(model.train(), batch, ranks).loss
     loss.backward()

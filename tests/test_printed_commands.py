@@ -17,7 +17,7 @@ from llama_ft.plan.changes import changed
 from llama_ft.plan.fit import FitAnswer
 from llama_ft.plan.gpus import Device
 from llama_ft.plan.predict import PlanRequest
-from llama_ft.plan.record import Plan
+from llama_ft.plan.types import Plan
 
 PAGES = sorted(str(it.relative_to(REPOSITORY)) for it in REPOSITORY.glob("docs/*.md"))
 PAGES += ["README.md", "configs/README.md", "launch/README.md"]

@@ -13,7 +13,7 @@ from pydantic.dataclasses import dataclass
 
 from llama_ft.config.messages import nearest_file
 from llama_ft.config.output_dir import deleted_input, not_writable
-from llama_ft.config.paths import adapter_complaint, base_model_of, looks_local, model_complaint
+from llama_ft.config.paths import adapter_problem, base_model_of, looks_local, model_problem
 from llama_ft.config.rules import parse_size
 from llama_ft.config.run_settings import STRICT, Count
 from llama_ft.config.tool_flags import check, read
@@ -112,7 +112,7 @@ def read_export_flags(argv: list[str], description: str) -> ExportFlags:
             saved = ", ".join(sorted(path.name for path in folder.parent.glob("step-*")))
             raise UserError(*errors, f"--step {options.step}: {source} has no checkpoint of this step. It has {saved}.")
     if kind == "adapter":
-        if error := adapter_complaint(source):
+        if error := adapter_problem(source):
             errors.append(f"{'--adapter ' if options.adapter else ''}{source}: {error}")
         else:
             base_place = f"{source}/adapter_config.json (--base_model overrides it): base model"
@@ -122,7 +122,7 @@ def read_export_flags(argv: list[str], description: str) -> ExportFlags:
         errors.append(f"{source}: {_no_checkpoint(folder)}")
     elif settings := recorded_settings(folder, kind):
         named = options.base_model or settings["model"]["model_name"]
-        if error := model_complaint(named):
+        if error := model_problem(named):
             place = (
                 "--base_model" if options.base_model else f"{source}: its run's model_name (--base_model overrides it)"
             )
@@ -133,7 +133,7 @@ def read_export_flags(argv: list[str], description: str) -> ExportFlags:
     reads = {name: held.get(name) for name in ("model_name", "tokenizer_name", "from_peft_checkpoint")}
     inputs = {"CHECKPOINT": source, "--base_model": options.base_model}
     inputs |= {f"CHECKPOINT's run ({name})": value for name, value in reads.items() if value and looks_local(value)}
-    if error := model_dir_complaint(out, options.overwrite, inputs):
+    if error := model_dir_problem(out, options.overwrite, inputs):
         errors.append(f"{out}: {error}")
     try:
         parse_size(options.max_shard_size)
@@ -160,9 +160,9 @@ def _find_base(adapter: str, place: str, options: ExportFlags) -> list[str]:
             options.base_model = base_model_of(adapter)
         except UserError as failure:
             return list(failure.messages)
-        error = model_complaint(options.base_model)
+        error = model_problem(options.base_model)
         return [f"{place} {options.base_model}: {error}\n--base_model says what to use instead."] if error else []
-    error = model_complaint(options.base_model)
+    error = model_problem(options.base_model)
     return [f"--base_model {options.base_model}: {error}"] if error else []
 
 
@@ -174,8 +174,8 @@ def _no_checkpoint(folder: Path) -> str:
     return "is neither a checkpoint, nor a run's directory with checkpoints, nor an adapter."
 
 
-def model_dir_complaint(directory: str, overwrite: bool, inputs: Mapping[str, str | None]) -> str | None:
-    """Say why a model cannot be written into directory, a folder of its own. See `output_dir_complaint`."""
+def model_dir_problem(directory: str, overwrite: bool, inputs: Mapping[str, str | None]) -> str | None:
+    """Say why a model cannot be written into directory, a folder of its own. See `output_dir_problem`."""
     path = Path(directory).expanduser()
     obstacle = not_writable(path)
     if obstacle or not path.exists() or not any(path.iterdir()):

@@ -12,7 +12,7 @@ from llama_ft import checkpoint, models, runtime, training
 from llama_ft.config import CheckpointConfig, FSDPConfig, ModelConfig, PeftConfig, TrainConfig
 from llama_ft.data import Batch
 from llama_ft.models.shards import local_shard
-from llama_ft.training.step import free_gathered
+from llama_ft.training.step import free_unsharded
 
 
 def meetings() -> int:
@@ -34,13 +34,13 @@ if __name__ == "__main__":
         with runtime.start("cpu", case.get("shards", "world")) as job:
             folder, precision = Path(case["model"]), runtime.PRECISIONS[case.get("precision", "fp32")]
             tokenizer = models.load_tokenizer(folder, False)
-            model = models.build_skeleton(models.load_model_config(folder, False), ModelConfig(model_name=str(folder)))
+            model = models.build_on_meta(models.load_model_config(folder, False), ModelConfig(model_name=str(folder)))
             peft = PeftConfig(**case["peft"])
             adapter = models.inject_lora(model, peft, str(folder)) if peft.use_peft else None
             models.freeze_first_layers(model, case.get("frozen_layers", 0))
             models.set_storage_dtypes(model, precision)
-            models.shard(model, job.mesh, FSDPConfig(enable_fsdp=True, min_num_params=1000), precision)
-            dtypes = models.materialize(
+            models.apply_fsdp(model, job.mesh, FSDPConfig(enable_fsdp=True, min_num_params=1000), precision)
+            dtypes = models.load_weights(
                 model,
                 folder,
                 models.ShardGroup(job.mesh),
@@ -67,7 +67,7 @@ if __name__ == "__main__":
             model.eval()
             with torch.no_grad():
                 logits = model(input_ids=ids, use_cache=False).logits
-            free_gathered(model)
+            free_unsharded(model)
             dtype = getattr(torch, case["dtype"]) if case["dtype"] else None
             met_before = meetings()
             card = partial(write_card, target / "model")

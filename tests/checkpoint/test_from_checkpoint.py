@@ -21,7 +21,7 @@ from conftest import REPOSITORY
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 
-from llama_ft.checkpoint import Exporter, check_export, find_sound, write_model_card
+from llama_ft.checkpoint import Exporter, check_export, find_valid, write_model_card
 from llama_ft.config import CheckpointConfig, Config, DataConfig, ModelConfig, PeftConfig, TrainConfig
 from llama_ft.errors import RunFailure, UserError
 from llama_ft.models import load_model_config, load_tokenizer
@@ -120,7 +120,7 @@ def adapted(base: Path, **settings: Any) -> Any:
 
 
 def prepare(checkpoint: Path, merge: bool = False, base_model: str | None = None) -> Exporter:
-    return Exporter.prepare(find_sound(checkpoint), base_model, None, trust_remote_code=False, merge=merge)
+    return Exporter.prepare(find_valid(checkpoint), base_model, None, trust_remote_code=False, merge=merge)
 
 
 FULL: dict[str, tuple[str, dict[str, Any]]] = {
@@ -301,17 +301,17 @@ def test_remote_code_needs_the_word_of_who_exports(bases: Path, tmp_path: Path) 
 def test_a_damaged_checkpoint_is_refused_by_file_and_a_run_falls_back(bases: Path, tmp_path: Path) -> None:
     weights, config = tuned(load(bases / "llama")), settings_of(bases / "llama")
     older, newer = (save_checkpoint(tmp_path, weights, config, step) for step in (1, 2))
-    assert find_sound(tmp_path).folder == newer
+    assert find_valid(tmp_path).folder == newer
     file = newer / "shard-00002-model-00001-of-00001.safetensors"
     content = bytearray(file.read_bytes())
     content[-1000] ^= 1
     file.write_bytes(content)
     with pytest.raises(RunFailure, match="shard-00002-model-00001-of-00001.safetensors"):
-        find_sound(newer)
-    assert find_sound(tmp_path).folder == older
+        find_valid(newer)
+    assert find_valid(tmp_path).folder == older
     (older / "trainer.json").unlink()
     with pytest.raises(RunFailure, match="all of its checkpoints are damaged"):
-        find_sound(tmp_path)
+        find_valid(tmp_path)
 
 
 def test_too_little_space_is_told_with_the_size_before_writing(

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from llama_ft.checkpoint import Checkpoint, CheckpointWriter, complete_checkpoints, damage
+from llama_ft.checkpoint import Checkpoint, CheckpointWriter, checkpoint_errors, complete_checkpoints
 from llama_ft.checkpoint.reader import shard_file
 from llama_ft.config import CheckpointConfig
 from llama_ft.errors import RunFailure, UserError
@@ -63,7 +63,7 @@ def written(tmp_path: Path, runtime: Runtime) -> Path:
     with CheckpointWriter(tmp_path, CheckpointConfig(), {"config": {"train": {"lr": 1e-4}}}, runtime) as writer:
         writer.save(1, model, optimizer, {})
     (folder,) = complete_checkpoints(tmp_path)
-    assert damage(folder) == []
+    assert checkpoint_errors(folder) == []
     return folder
 
 
@@ -76,9 +76,9 @@ def test_a_flipped_bit_anywhere_is_found_and_its_file_named(written: Path) -> No
         broken = bytearray(sound)
         broken[places.randrange(len(sound))] ^= 1 << places.randrange(8)
         file.write_bytes(broken)
-        assert any(file.name in line for line in damage(written)), (file, number)
+        assert any(file.name in line for line in checkpoint_errors(written)), (file, number)
         file.write_bytes(sound)
-    assert damage(written) == []
+    assert checkpoint_errors(written) == []
 
 
 @pytest.mark.parametrize("name", [shard_file(0), "trainer.json", "checksums.txt"])
@@ -96,18 +96,18 @@ def test_a_file_that_is_not_whole_is_found_and_named(written: Path, name: str, k
             file.write_bytes(content + b"\n")
         case "a folder":
             file.mkdir()
-    assert any(name in line for line in damage(written))
+    assert any(name in line for line in checkpoint_errors(written))
 
 
 def test_checksums_do_not_lead_out_of_the_folder(written: Path) -> None:
     lines = (written / "checksums.txt").read_text()
     (written / "checksums.txt").write_text(lines.replace("  shard", "  ../shard"))
-    assert damage(written) == ["checksums.txt is not what was written"]
+    assert checkpoint_errors(written) == ["checksums.txt is not what was written"]
 
 
 def test_ranks_share_the_files_out(written: Path) -> None:
     (written / shard_file(0)).unlink()
-    assert sorted(damage(written, 0, 2) + damage(written, 1, 2)) == damage(written)
+    assert sorted(checkpoint_errors(written, 0, 2) + checkpoint_errors(written, 1, 2)) == checkpoint_errors(written)
 
 
 def test_only_directories_of_the_right_name_are_checkpoints(written: Path) -> None:

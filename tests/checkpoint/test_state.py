@@ -11,7 +11,7 @@ import torch
 from llama_ft.checkpoint import Checkpoint, CheckpointWriter, complete_checkpoints, find_checkpoint, restore
 from llama_ft.config import CheckpointConfig, TrainConfig
 from llama_ft.errors import RunFailure, UserError
-from llama_ft.models.activations import checkpoint_activations
+from llama_ft.models.activation_checkpointing import checkpoint_activations
 from llama_ft.models.compiled import compile_layers
 from llama_ft.runtime import Runtime
 from llama_ft.training import build_optimizer

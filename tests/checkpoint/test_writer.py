@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load, load_file
 
-from llama_ft.checkpoint import Checkpoint, CheckpointWriter, damage, restore_weights
+from llama_ft.checkpoint import Checkpoint, CheckpointWriter, checkpoint_errors, restore_weights
 from llama_ft.checkpoint import writer as writer_module
 from llama_ft.checkpoint.reader import shard_file
 from llama_ft.config import CheckpointConfig, TrainConfig
@@ -136,7 +136,7 @@ def test_the_old_one_goes_only_when_the_new_one_is_complete(
     writer.save(2, model, optimizer, STATE)
     with pytest.raises(RunFailure, match=r"step-000002: the checkpoint could not be written.*\n.*step-000001"):
         writer.finish()
-    assert damage(tmp_path / "checkpoints" / "step-000001") == []
+    assert checkpoint_errors(tmp_path / "checkpoints" / "step-000001") == []
     assert not any(name.startswith(".writing") for name in names(tmp_path))
 
 
@@ -176,7 +176,7 @@ def test_without_save_async_it_is_there_when_save_returns(
 ) -> None:
     model, optimizer = trained()
     new_writer(save_async=False).save(1, model, optimizer, STATE)
-    assert damage(tmp_path / "checkpoints" / "step-000001") == []
+    assert checkpoint_errors(tmp_path / "checkpoints" / "step-000001") == []
 
 
 @pytest.mark.parametrize(

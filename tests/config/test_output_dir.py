@@ -6,7 +6,7 @@ import pytest
 
 from llama_ft.config import run_entries
 from llama_ft.config.output_dir import RUN_MARKER
-from llama_ft.export_flags import model_dir_complaint
+from llama_ft.export_flags import model_dir_problem
 
 
 def make_run(folder: Path) -> Path:
@@ -144,14 +144,14 @@ def test_only_what_an_export_wrote_may_be_replaced(tmp_path: Path) -> None:
         if card is not None:
             (tmp_path / "README.md").write_text(card)
         for overwrite in (True, False):
-            assert "llama_ft did not write" in str(model_dir_complaint(str(tmp_path), overwrite, {}))
+            assert "llama_ft did not write" in str(model_dir_problem(str(tmp_path), overwrite, {}))
     (tmp_path / "README.md").write_text("---\ntags:\n- llama_ft\n- lora\n---\n")
-    assert "replace that model with --overwrite" in str(model_dir_complaint(str(tmp_path), False, {}))
-    assert model_dir_complaint(str(tmp_path), True, {}) is None
+    assert "replace that model with --overwrite" in str(model_dir_problem(str(tmp_path), False, {}))
+    assert model_dir_problem(str(tmp_path), True, {}) is None
     for name in ("train.py", "tokenizer_notes.txt", "my.model", "additional_chat_templates/thesis.tex"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
-        assert f"holds more than a model ({name})" in str(model_dir_complaint(str(tmp_path), True, {}))
+        assert f"holds more than a model ({name})" in str(model_dir_problem(str(tmp_path), True, {}))
         (tmp_path / name).unlink()
 
 

@@ -75,7 +75,7 @@ BUILT_IN = "is neither data nor a built-in dataset (demo, samsum, grammar, alpac
 
 
 @pytest.mark.parametrize(
-    ("name", "complaint"),
+    ("name", "problem"),
     [
         ("data/my_dta.jsonl", "no such file. Did you mean data/my_data.jsonl?"),
         ("other.jsonl", "no such file."),
@@ -92,11 +92,11 @@ BUILT_IN = "is neither data nor a built-in dataset (demo, samsum, grammar, alpac
         ("codes.py:build", "no such file. Did you mean code.py?"),
     ],
 )
-def test_each_wrong_dataset_has_its_message(mistakes, files: Files, name: str, complaint: str) -> None:
+def test_each_wrong_dataset_has_its_message(mistakes, files: Files, name: str, problem: str) -> None:
     files("data/my_data.jsonl", "notes.xlsx", "empty/")
     files("empty.jsonl", text="")
     files("code.py")
-    assert mistakes("--dataset", name, paths=True) == [f"--dataset {name}: {complaint}"]
+    assert mistakes("--dataset", name, paths=True) == [f"--dataset {name}: {problem}"]
 
 
 @pytest.mark.parametrize(

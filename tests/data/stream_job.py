@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 from llama_ft import data, runtime
 from llama_ft.config import DataConfig, TrainConfig
-from llama_ft.data.stream import StreamedRows
+from llama_ft.data.stream import StreamedBatches
 from llama_ft.errors import UserError
 
 
@@ -24,12 +24,12 @@ def main(folder: Path, cases: list[dict[str, Any]]) -> None:
             settings = TrainConfig(max_train_step=case["last"], batch_size_training=case["micro_batch"])
             encoder = data.Encoder(tokenizer, 200, case.get("truncation", "right"))
             source = data.open_source(config.dataset, "train", config=config, tokenizer=tokenizer, cache=folder)
-            rows = StreamedRows(source, encoder, config, settings, case["capacity"], 8, 0, None, job)
+            rows = StreamedBatches(source, encoder, config, settings, case["pack_length"], 8, 0, None, job)
             steps, message = [], ""
             try:
                 if case.get("first_rows"):
                     rows.first_rows()
-                with data.Ahead(rows.steps(case["first"], case["last"], case["position"])) as feed:
+                with data.Prefetcher(rows.steps(case["first"], case["last"], case["position"])) as feed:
                     for todo in feed:
                         time.sleep(case.get("pause", 0) * job.rank * (todo.step % 3))
                         own = [place.rpartition(":")[2] for batch in todo.batches for place in batch.sources]

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from llama_ft.data import (
-    BatchPlan,
+    BatchSampler,
     Demo,
     Encoder,
     collate,
@@ -34,10 +34,10 @@ LAYOUTS = [(1, 4, 1), (1, 1, 4), (2, 2, 2), (2, 4, 1), (3, 2, 2), (4, 1, 3), (8,
 
 def plans(
     world_size: int, micro_batch: int, accumulation: int, seed: int = 42, global_batch: int | None = None
-) -> list[BatchPlan]:
+) -> list[BatchSampler]:
     global_batch = global_batch or world_size * micro_batch * accumulation
     return [
-        BatchPlan(
+        BatchSampler(
             LENGTHS,
             TARGETS,
             global_batch=global_batch,
@@ -79,7 +79,7 @@ def test_global_batches_do_not_depend_on_the_number_of_ranks() -> None:
 
 
 def test_ranks_without_rows_get_empty_micro_batches() -> None:
-    plan = BatchPlan([5, 4, 3], [1, 1, 1], global_batch=8, world_size=4, rank=3, micro_batch=2, seed=0)
+    plan = BatchSampler([5, 4, 3], [1, 1, 1], global_batch=8, world_size=4, rank=3, micro_batch=2, seed=0)
     assert plan.step(0, 0).micro_batches == [[]]
     assert plan.step(0, 0).target_tokens == 3
 
@@ -105,7 +105,7 @@ def test_each_round_of_micro_batches_has_the_longest_rows_left_on_all_ranks() ->
 def test_evaluation_sees_every_row_once(rows: int, world_size: int, batch_size: int) -> None:
     lengths = numpy.arange(rows) % 7 + 1
     ranks = [evaluation_batches(lengths, world_size, rank, batch_size) for rank in range(world_size)]
-    packed = [evaluation_batches(lengths, world_size, rank, batch_size, capacity=9) for rank in range(world_size)]
+    packed = [evaluation_batches(lengths, world_size, rank, batch_size, pack_length=9) for rank in range(world_size)]
     assert len({len(batches) for batches in packed}) == 1
     assert sorted(row for batches in packed for batch in batches for row in batch) == list(range(rows))
     assert all(lengths[batch].sum() <= 9 * batch_size for batches in packed for batch in batches)
@@ -118,9 +118,14 @@ def test_evaluation_stops_after_max_batches() -> None:
     assert evaluation_batches(numpy.ones(10), 2, 1, 2, 2) == [[1, 3], [5, 7]]
 
 
-def packed_plans(world_size: int, micro_batch: int, global_batch: int, capacity: int = 60) -> list[BatchPlan]:
-    shape = {"capacity": capacity, "global_batch": global_batch, "world_size": world_size, "micro_batch": micro_batch}
-    return [BatchPlan(LENGTHS, TARGETS, rank=rank, seed=42, **shape) for rank in range(world_size)]
+def packed_plans(world_size: int, micro_batch: int, global_batch: int, pack_length: int = 60) -> list[BatchSampler]:
+    shape = {
+        "pack_length": pack_length,
+        "global_batch": global_batch,
+        "world_size": world_size,
+        "micro_batch": micro_batch,
+    }
+    return [BatchSampler(LENGTHS, TARGETS, rank=rank, seed=42, **shape) for rank in range(world_size)]
 
 
 @pytest.mark.parametrize(("world_size", "micro_batch", "accumulation"), LAYOUTS)
@@ -161,7 +166,7 @@ def test_packed_global_batches_do_not_depend_on_the_number_of_ranks() -> None:
 
 def test_padded_rows_of_a_step_are_of_like_length() -> None:
     lengths = numpy.random.default_rng(0).integers(1, 500, 4000)
-    plan = BatchPlan(lengths, lengths, global_batch=8, world_size=1, rank=0, micro_batch=8, seed=1)
+    plan = BatchSampler(lengths, lengths, global_batch=8, world_size=1, rank=0, micro_batch=8, seed=1)
     steps = [lengths[plan.step(0, step).micro_batches[0]] for step in range(500)]
     assert sum(batch.sum() for batch in steps) == lengths.sum()
     padded = sum(batch.max() * 8 for batch in steps)
@@ -174,7 +179,7 @@ class Once(NamedTuple):
     """One way to share rows out."""
 
     truncation: str
-    capacity: int | None
+    pack_length: int | None
     world_size: int
     micro_batch: int
     accumulation: int
@@ -218,18 +223,23 @@ def test_every_label_the_length_policy_keeps_is_trained_on_exactly_once_an_epoch
             for n, p in enumerate(pieces)
         ]
     )
-    shape = {"world_size": way.world_size, "micro_batch": way.micro_batch, "capacity": way.capacity, "seed": masked}
+    shape = {
+        "world_size": way.world_size,
+        "micro_batch": way.micro_batch,
+        "pack_length": way.pack_length,
+        "seed": masked,
+    }
     shape["global_batch"] = way.world_size * way.micro_batch * way.accumulation
     trained, counted = [], 0
     plans = [
-        BatchPlan(row_lengths(dataset), target_token_counts(dataset), rank=rank, **shape)
+        BatchSampler(row_lengths(dataset), target_token_counts(dataset), rank=rank, **shape)
         for rank in range(way.world_size)
     ]
     for step in range(plans[0].steps_per_epoch):
         shares = [plan.step(0, step) for plan in plans]
         counted += shares[0].target_tokens
         for indices in (indices for share in shares for indices in share.micro_batches):
-            batch = collate(dataset, indices, 0, way.capacity is not None)
+            batch = collate(dataset, indices, 0, way.pack_length is not None)
             for ids, labels in zip(batch.input_ids.tolist(), batch.labels.tolist(), strict=True):
                 predicted = [(before, label) for before, label in itertools.pairwise(zip(ids, labels, strict=True))]
                 trained += [label for (_, _), (_, label) in predicted if label != -100]

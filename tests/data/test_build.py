@@ -327,7 +327,7 @@ with runtime.start("cpu", 1, False, None, 60) as job:
             content[len(content) // 2] ^= 1
             file.write_bytes(content)
     config = DataConfig(dataset=str(folder / "same.jsonl"))
-    with job.node_leader_first():
+    with job.local_main_process_first():
         rows = data.prepare(
             config, tokenizer, context_length=40, cache=folder, want_validation=False, verify=job.local_rank == 0
         )

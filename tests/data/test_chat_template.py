@@ -12,9 +12,9 @@ from transformers import PreTrainedTokenizerFast
 
 from llama_ft.config.paths import BUILT_IN_TEMPLATES
 from llama_ft.data import Encoder, ensure_chat_template
-from llama_ft.data.answers import ChatRenderer
 from llama_ft.data.chat_template import BUILT_IN, missing_tokens, render_chat
 from llama_ft.data.formats import BadRow, Message
+from llama_ft.data.loss_mask import ChatRenderer
 from llama_ft.errors import UserError
 
 MakeTokenizer = Callable[..., PreTrainedTokenizerFast]

@@ -29,16 +29,16 @@ LENGTHS = {
 }
 
 
-def least_number(lengths: numpy.ndarray, capacity: int) -> int:
+def least_number(lengths: numpy.ndarray, pack_length: int) -> int:
     """A bound no packing can go below (Martello and Toth's L2): for every size, rows that leave no room for rows of
     that size count whole, and the small ones fill what the middle ones leave."""
-    best = math.ceil(lengths.sum() / capacity)
-    for small in numpy.unique(lengths[2 * lengths <= capacity]).tolist():
-        alone = lengths > capacity - small
-        middle = (2 * lengths > capacity) & ~alone
-        little = (2 * lengths <= capacity) & (lengths >= small)
-        over = lengths[little].sum() - (middle.sum() * capacity - lengths[middle].sum())
-        best = max(best, int(alone.sum() + middle.sum()) + max(0, math.ceil(over / capacity)))
+    best = math.ceil(lengths.sum() / pack_length)
+    for small in numpy.unique(lengths[2 * lengths <= pack_length]).tolist():
+        alone = lengths > pack_length - small
+        middle = (2 * lengths > pack_length) & ~alone
+        little = (2 * lengths <= pack_length) & (lengths >= small)
+        over = lengths[little].sum() - (middle.sum() * pack_length - lengths[middle].sum())
+        best = max(best, int(alone.sum() + middle.sum()) + max(0, math.ceil(over / pack_length)))
     return best
 
 

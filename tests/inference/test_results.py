@@ -6,7 +6,7 @@ import yaml
 from result_files import ADAPTER, MODEL, make
 
 from llama_ft.config.settings import Config, QuantizationConfig, TrainConfig
-from llama_ft.inference.results import find_result, result_complaint, settings_beside
+from llama_ft.inference.results import find_result, result_problem, settings_beside
 
 
 def test_a_run_gives_its_result_and_without_one_its_checkpoints(tmp_path: Path) -> None:
@@ -18,7 +18,7 @@ def test_a_run_gives_its_result_and_without_one_its_checkpoints(tmp_path: Path) 
     assert find_result(run) == ("adapter", run / "model") == find_result(run / "model")
     other = make(tmp_path / "other", checkpoint, *(f"model/{file}" for file in MODEL))
     assert find_result(other) == ("model", other / "model")
-    assert not result_complaint(str(run)) and not result_complaint(str(other)) and not result_complaint("org/model")
+    assert not result_problem(str(run)) and not result_problem(str(other)) and not result_problem("org/model")
 
 
 def test_what_is_no_result_is_told(tmp_path: Path) -> None:
@@ -26,16 +26,16 @@ def test_what_is_no_result_is_told(tmp_path: Path) -> None:
     make(tmp_path / "bare", "adapter_config.json")
     make(tmp_path / "light", "config.json")
     make(tmp_path / "empty", "notes.txt")
-    assert f"Name one of them, or the run: {tmp_path}/run." in str(result_complaint(f"{tmp_path}/run/checkpoints"))
-    assert "no adapter_model.safetensors" in str(result_complaint(f"{tmp_path}/bare"))
-    assert "no weights" in str(result_complaint(f"{tmp_path}/light"))
+    assert f"Name one of them, or the run: {tmp_path}/run." in str(result_problem(f"{tmp_path}/run/checkpoints"))
+    assert "no adapter_model.safetensors" in str(result_problem(f"{tmp_path}/bare"))
+    assert "no weights" in str(result_problem(f"{tmp_path}/light"))
     make(tmp_path / "lost" / "model", "model.safetensors")
     make(tmp_path / "stray", "adapter_model.safetensors")
-    assert result_complaint(f"{tmp_path}/lost") == "holds model/model.safetensors but no config.json beside it."
-    assert "adapter_model.safetensors but no adapter_config.json" in str(result_complaint(f"{tmp_path}/stray"))
-    assert "is neither" in str(result_complaint(f"{tmp_path}/empty"))
-    assert "is a file" in str(result_complaint(f"{tmp_path}/empty/notes.txt"))
-    assert f"Did you mean {tmp_path}/light?" in str(result_complaint(f"{tmp_path}/ligth"))
+    assert result_problem(f"{tmp_path}/lost") == "holds model/model.safetensors but no config.json beside it."
+    assert "adapter_model.safetensors but no adapter_config.json" in str(result_problem(f"{tmp_path}/stray"))
+    assert "is neither" in str(result_problem(f"{tmp_path}/empty"))
+    assert "is a file" in str(result_problem(f"{tmp_path}/empty/notes.txt"))
+    assert f"Did you mean {tmp_path}/light?" in str(result_problem(f"{tmp_path}/ligth"))
 
 
 def test_settings_of_the_run_stand_beside_its_result_and_in_its_checkpoints(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ if __name__ == "__main__":
             torch._dynamo.reset()
             counters.clear()
             peft = PeftConfig(use_peft=mode != "full", r=4, target_modules="all-linear", lora_dropout=0.0)
-            model = models.build_skeleton(models.load_model_config(folder, False), ModelConfig(model_name=str(folder)))
+            model = models.build_on_meta(models.load_model_config(folder, False), ModelConfig(model_name=str(folder)))
             quantization = QuantizationConfig(mode=mode if mode in ("8bit", "4bit") else "none")
             if chosen := models.choose_quantization(quantization, model.config, peft.use_peft):
                 models.quantize_linears(model, chosen)
@@ -28,9 +28,9 @@ if __name__ == "__main__":
             if compile:
                 models.compile_layers(model, backend="aot_eager")
             models.set_storage_dtypes(model, precision)
-            models.shard(model, job.mesh, FSDPConfig(enable_fsdp=True), precision)
+            models.apply_fsdp(model, job.mesh, FSDPConfig(enable_fsdp=True), precision)
             group = models.ShardGroup(job.mesh)
-            models.materialize(
+            models.load_weights(
                 model, folder, group, job.device, job.storage_device, False, adapter, peft, 7, precision.frozen
             )
             trained = {name: p for name, p in model.named_parameters() if p.requires_grad}

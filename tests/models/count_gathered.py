@@ -35,14 +35,14 @@ if __name__ == "__main__":
                 runtime.PRECISIONS["bf16_mixed"],
                 PeftConfig(use_peft=True, r=4, target_modules=["q_proj"]),
             )
-            model = models.build_skeleton(models.load_model_config(folder, False), ModelConfig(model_name=str(folder)))
+            model = models.build_on_meta(models.load_model_config(folder, False), ModelConfig(model_name=str(folder)))
             if chosen := models.choose_quantization(QuantizationConfig(**settings), model.config, peft.use_peft):
                 models.quantize_linears(model, chosen)
             adapter = models.inject_lora(model, peft, str(folder))
             models.set_storage_dtypes(model, precision)
-            models.shard(model, job.mesh, FSDPConfig(enable_fsdp=True), precision)
+            models.apply_fsdp(model, job.mesh, FSDPConfig(enable_fsdp=True), precision)
             group = models.ShardGroup(job.mesh)
-            models.materialize(
+            models.load_weights(
                 model, folder, group, job.device, job.storage_device, False, adapter, peft, 7, precision.frozen
             )
             with CountGathers() as counter:

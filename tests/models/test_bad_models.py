@@ -12,9 +12,9 @@ from transformers import BertConfig, GPTNeoXConfig, LlamaConfig, Qwen3_5TextConf
 
 from llama_ft.config import ModelConfig, PeftConfig
 from llama_ft.errors import UserError
-from llama_ft.models import build_skeleton, freeze_first_layers, inject_lora, load_model_config, load_tokenizer
+from llama_ft.models import build_on_meta, freeze_first_layers, inject_lora, load_model_config, load_tokenizer
 from llama_ft.models.source import open_weights
-from llama_ft.plan.stand_in import read_headers
+from llama_ft.plan.fake_checkpoint import read_headers
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32, "vocab_size": 64}
 
@@ -22,7 +22,7 @@ SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "i
 def refusal(folder: Path, model_config: dict[str, object]) -> str:
     (folder / "config.json").write_text(json.dumps(model_config))
     with pytest.raises(UserError) as refused:
-        build_skeleton(load_model_config(folder, False), ModelConfig(model_name="mine"))
+        build_on_meta(load_model_config(folder, False), ModelConfig(model_name="mine"))
     return str(refused.value)
 
 
@@ -34,7 +34,7 @@ def test_an_encoder_is_refused_though_transformers_would_build_it(tmp_path: Path
 def test_a_decoder_whose_config_has_a_default_is_decoder_of_false_is_taken(tmp_path: Path) -> None:
     GPTNeoXConfig(**SMALL).save_pretrained(tmp_path)
     assert GPTNeoXConfig().is_decoder is False
-    build_skeleton(load_model_config(tmp_path, False), ModelConfig(model_name="mine"))
+    build_on_meta(load_model_config(tmp_path, False), ModelConfig(model_name="mine"))
 
 
 # Of gemma3 transformers' causal language model is the whole model, of qwen3_5 its decoder; phi4 has no text_config.
@@ -46,7 +46,7 @@ def test_a_model_that_also_takes_images_is_rejected(tmp_path: Path, model_type: 
 
 def test_a_text_only_model_of_a_multimodal_family_is_accepted(tmp_path: Path) -> None:
     Qwen3_5TextConfig(**SMALL, layer_types=["linear_attention", "full_attention"]).save_pretrained(tmp_path)
-    build_skeleton(load_model_config(tmp_path, False), ModelConfig(model_name="mine"))
+    build_on_meta(load_model_config(tmp_path, False), ModelConfig(model_name="mine"))
 
 
 def test_a_model_that_is_no_causal_language_model_is_refused(tmp_path: Path) -> None:
@@ -102,13 +102,13 @@ def test_a_malformed_index_is_refused(tmp_path: Path, text: str) -> None:
 
 @pytest.mark.parametrize("pattern", [".*query", "*.q_proj"])
 def test_a_pattern_of_targets_that_finds_nothing_is_refused(tiny_model: Path, pattern: str) -> None:
-    model = build_skeleton(load_model_config(tiny_model, False), ModelConfig(model_name="mine"))
+    model = build_on_meta(load_model_config(tiny_model, False), ModelConfig(model_name="mine"))
     with pytest.raises(UserError, match="--peft.target_modules can be: q_proj, k_proj"):
         inject_lora(model, PeftConfig(use_peft=True, target_modules=pattern), "base")
 
 
 def test_freezing_every_layer_is_refused(tiny_model: Path) -> None:
-    model = build_skeleton(load_model_config(tiny_model, False), ModelConfig(model_name="mine"))
+    model = build_on_meta(load_model_config(tiny_model, False), ModelConfig(model_name="mine"))
     with pytest.raises(UserError, match="--num_freeze_layers 2: this model has 2 decoder layers"):
         freeze_first_layers(model, 2)
 

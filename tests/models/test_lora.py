@@ -8,12 +8,12 @@ from transformers import AutoConfig
 
 from llama_ft.config import ModelConfig, PeftConfig
 from llama_ft.errors import UserError
-from llama_ft.models import build_skeleton, inject_lora, load_model_config
+from llama_ft.models import build_on_meta, inject_lora, load_model_config
 from llama_ft.models.lora import initial_rows, linear_names, row_norms
 
 
 def skeleton(folder: Path) -> torch.nn.Module:
-    return build_skeleton(load_model_config(folder, False), ModelConfig(model_name=str(folder)))
+    return build_on_meta(load_model_config(folder, False), ModelConfig(model_name=str(folder)))
 
 
 def test_only_adapters_are_trained_and_nothing_has_storage(tiny_model: Path) -> None:
@@ -48,7 +48,7 @@ def test_all_linear_leaves_out_what_no_adapter_works_in(
     model_type: str, shape: dict[str, Any], left_out: str, adapted: str
 ) -> None:
     config = AutoConfig.for_model(model_type, hidden_size=32, num_hidden_layers=2, vocab_size=64, **shape)
-    model = build_skeleton(config, ModelConfig(model_name=model_type))
+    model = build_on_meta(config, ModelConfig(model_name=model_type))
     assert any(name.endswith(left_out) for name, _ in model.named_modules())
     adapter = inject_lora(model, PeftConfig(use_peft=True, target_modules="all-linear", lora_dropout=0), "base")
     modules = {key.rsplit(".", 3)[1] for key in adapter.keys.values()}

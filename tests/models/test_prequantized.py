@@ -12,8 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
 from llama_ft.config import ModelConfig, QuantizationConfig
 from llama_ft.errors import UserError
-from llama_ft.models import build_skeleton, choose_quantization, quantize_linears
-from llama_ft.models.materialize import account_for
+from llama_ft.models import build_on_meta, choose_quantization, quantize_linears
+from llama_ft.models.load_weights import account_for
 from llama_ft.models.prequantized import read_4bit
 from llama_ft.models.quantized import FourBit
 from llama_ft.models.source import open_weights
@@ -42,7 +42,7 @@ def refusal(folder: Path, note: dict[str, Any] | None) -> str:
         del config.quantization_config
     else:
         config.quantization_config = note
-    model = build_skeleton(config, ModelConfig(model_name=str(folder)))
+    model = build_on_meta(config, ModelConfig(model_name=str(folder)))
     with pytest.raises(UserError) as refused:
         quantization = choose_quantization(QuantizationConfig(), config, use_peft=True)
         if quantization is not None:

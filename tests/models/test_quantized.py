@@ -11,7 +11,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.config import ModelConfig, QuantizationConfig
 from llama_ft.errors import UserError
-from llama_ft.models import build_skeleton, choose_quantization, quantize_linears, quantized, total_weights
+from llama_ft.models import build_on_meta, choose_quantization, quantize_linears, quantized, total_weights
 from llama_ft.models.quantized import FourBit, Int8, QuantizedLinear, Scheme, scheme_of
 
 SCHEMES: dict[str, Scheme] = {
@@ -138,7 +138,7 @@ def test_a_compute_dtype_of_its_own_is_used_and_not_seen_outside() -> None:
 
 def skeleton_of(folder: Path) -> tuple[PretrainedConfig, PreTrainedModel]:
     config = AutoConfig.from_pretrained(folder)
-    return config, build_skeleton(config, ModelConfig(model_name=str(folder)))
+    return config, build_on_meta(config, ModelConfig(model_name=str(folder)))
 
 
 def test_what_is_left_out_is_listed(tiny_model: Path) -> None:

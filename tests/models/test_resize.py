@@ -12,18 +12,18 @@ import torch
 from conftest import losses, metrics
 from forked import forked
 
-from llama_ft.checkpoint import Exporter, find_sound
+from llama_ft.checkpoint import Exporter, find_valid
 from llama_ft.config import ModelConfig, PeftConfig
 from llama_ft.errors import UserError
 from llama_ft.models import (
     NewTokens,
-    build_skeleton,
+    build_on_meta,
     find_new_tokens,
     inject_lora,
     load_model_config,
     load_tokenizer,
 )
-from llama_ft.models.token_rows import use_token_rows
+from llama_ft.models.new_tokens import use_token_rows
 
 Make = Callable[..., Path]
 RUN_CASES = Path(__file__).resolve().parent.parent / "run_cases.py"
@@ -278,7 +278,7 @@ def test_a_checkpoint_gives_the_same_result_and_merged_what_peft_merges(
     from transformers import AutoModelForCausalLM
 
     result, is_lora = runs[case] / "model", "--use_peft" in CASES[case][1]
-    exporter = Exporter.prepare(find_sound(runs[case]), None, None, trust_remote_code=False, merge=is_lora)
+    exporter = Exporter.prepare(find_valid(runs[case]), None, None, trust_remote_code=False, merge=is_lora)
     if not is_lora:
         exporter.write_model(tmp_path / "again", None, 10**9)
         assert (tmp_path / "again" / "model.safetensors").read_bytes() == (result / "model.safetensors").read_bytes()
@@ -386,7 +386,7 @@ def test_new_rows_that_peft_cannot_train_are_refused(
     if base != "biased":
         config = load_model_config(bases / base, False)
     new = NewTokens(NEW, STORED, GROWN)
-    model = build_skeleton(config, ModelConfig(model_name=base), new)
+    model = build_on_meta(config, ModelConfig(model_name=base), new)
     with pytest.raises(UserError, match=f"(?s){message}"):
         inject_lora(model, PeftConfig(use_peft=True, **settings), "base", new)
 
@@ -395,7 +395,7 @@ def test_an_adapter_with_new_rows_goes_on_only_where_they_are(bases: Path) -> No
     config = load_model_config(bases / "untied", False)
     peft = PeftConfig(use_peft=True, from_peft_checkpoint=str(bases / "untied-adapter"))
     with pytest.raises(UserError, match=r"(?s)the row of token 302, and the model has 301\..*--resize_embeddings"):
-        inject_lora(build_skeleton(config, ModelConfig(model_name="base")), peft, "base")
+        inject_lora(build_on_meta(config, ModelConfig(model_name="base")), peft, "base")
     new = NewTokens([*NEW, 303], STORED, 304)
     with pytest.raises(UserError, match="1 tokens are new to the model, such as 303, and this adapter does not"):
-        inject_lora(build_skeleton(config, ModelConfig(model_name="base"), new), peft, "base", new)
+        inject_lora(build_on_meta(config, ModelConfig(model_name="base"), new), peft, "base", new)

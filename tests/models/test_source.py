@@ -22,9 +22,9 @@ from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.config import ModelConfig
 from llama_ft.errors import UserError
-from llama_ft.models import build_skeleton, load_model_config
+from llama_ft.models import build_on_meta, load_model_config
 from llama_ft.models.conversion import ConvertedSource, open_source
-from llama_ft.models.materialize import account_for
+from llama_ft.models.load_weights import account_for
 from llama_ft.models.source import SAMPLE_BYTES, SAMPLES, SafetensorsSource, StoredTensor, fingerprint, open_weights
 
 SHAPE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 50,
@@ -51,7 +51,7 @@ def save(folder: Path, model_type: str, change: Callable[[str], str] = str, **se
 
 
 def skeleton(folder: Path) -> PreTrainedModel:
-    return build_skeleton(load_model_config(folder, False), ModelConfig(model_name=str(folder)))
+    return build_on_meta(load_model_config(folder, False), ModelConfig(model_name=str(folder)))
 
 
 def check_against_transformers(folder: Path) -> None:

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from llama_ft.observe.runlog import within
+from llama_ft.observe.run_log import within
 
 
 def test_a_call_that_ends_in_time_has_ended_on_return() -> None:

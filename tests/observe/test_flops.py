@@ -21,9 +21,9 @@ from transformers import (
 )
 from transformers.modeling_utils import PreTrainedModel
 
+from llama_ft.models.build import decoder_layers, freeze_first_layers
 from llama_ft.models.quantization import Quantization, quantize_linears
 from llama_ft.models.quantized import FourBit
-from llama_ft.models.skeleton import decoder_layers, freeze_first_layers
 from llama_ft.observe.flop_counter import counter
 from llama_ft.observe.flops import flop_formula, product_rate, published_peak, visible_pairs
 from llama_ft.runtime import Runtime

@@ -13,7 +13,7 @@ import pytest
 import torch
 from forked import forked
 
-from llama_ft.observe import MemoryWatch, PhasePeaks, RunFacts, memory_use
+from llama_ft.observe import MemoryMonitor, PhasePeaks, RunMetadata, memory_use
 from llama_ft.observe.watch import Growth, Held, find_differences
 from llama_ft.phases import Phase
 from llama_ft.runtime import Runtime
@@ -76,9 +76,9 @@ def test_the_whole_runs_peak_outlives_the_phases_and_leaves_loading_out() -> Non
 
 def test_a_run_that_fails_leaves_the_phases_it_had(runtime: Runtime, tmp_path: Path) -> None:
     model = torch.nn.Linear(4, 4)
-    with pytest.raises(ZeroDivisionError), MemoryWatch(runtime) as watch:
+    with pytest.raises(ZeroDivisionError), MemoryMonitor(runtime) as watch:
         watch.enter("load")
-        watch.begin_training(model, torch.optim.SGD(model.parameters()), RunFacts(tmp_path))
+        watch.begin_training(model, torch.optim.SGD(model.parameters()), RunMetadata(tmp_path))
         watch.enter("forward")
         touched(64)
         raise ZeroDivisionError

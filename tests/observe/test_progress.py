@@ -8,7 +8,7 @@ import threading
 import pytest
 from rich.console import Console
 
-from llama_ft.observe import Progress
+from llama_ft.observe import ProgressBar
 
 STEP = {
     "train/loss": 6.2134,
@@ -39,7 +39,7 @@ def visible_lines(printed: io.StringIO) -> list[str]:
 
 def test_a_log_file_gets_plain_lines() -> None:
     console, printed = file_console()
-    with Progress(100, console=console) as progress:
+    with ProgressBar(100, console=console) as progress:
         progress.update(12, STEP)
     expected = "step 12/100  loss 6.213  lr 1.2e-03  grad_norm 1.32  8,412 tokens/s  MFU 38%  1.3 s/step\n"
     assert printed.getvalue() == expected
@@ -47,14 +47,14 @@ def test_a_log_file_gets_plain_lines() -> None:
 
 def test_without_a_published_peak_the_share_of_the_measured_rate_is_printed() -> None:
     console, printed = file_console()
-    with Progress(1, console=console) as progress:
+    with ProgressBar(1, console=console) as progress:
         progress.update(1, {"perf/matmul_utilization": 0.384})
     assert printed.getvalue() == "step 1/1  matmul 38%\n"
 
 
 def test_fast_steps_print_the_first_and_the_last_line_only() -> None:
     console, printed = file_console()
-    with Progress(500, console=console, seconds_between_lines=3600) as progress:
+    with ProgressBar(500, console=console, seconds_between_lines=3600) as progress:
         for step in range(1, 501):
             progress.update(step, STEP)
     assert [line.split("  ")[0] for line in visible_lines(printed)] == ["step 1/500", "step 500/500"]
@@ -62,7 +62,7 @@ def test_fast_steps_print_the_first_and_the_last_line_only() -> None:
 
 def test_a_run_that_ends_early_still_prints_its_last_step() -> None:
     console, printed = file_console()
-    with Progress(500, console=console, seconds_between_lines=3600) as progress:
+    with ProgressBar(500, console=console, seconds_between_lines=3600) as progress:
         for step in range(1, 38):
             progress.update(step, STEP)
     assert [line.split("  ")[0] for line in visible_lines(printed)] == ["step 1/500", "step 37/500"]
@@ -70,7 +70,7 @@ def test_a_run_that_ends_early_still_prints_its_last_step() -> None:
 
 def test_slow_steps_print_a_line_each() -> None:
     console, printed = file_console()
-    with Progress(5, console=console, seconds_between_lines=0) as progress:
+    with ProgressBar(5, console=console, seconds_between_lines=0) as progress:
         for step in range(1, 6):
             progress.update(step, STEP)
     assert len(visible_lines(printed)) == 5
@@ -78,14 +78,14 @@ def test_slow_steps_print_a_line_each() -> None:
 
 def test_short_steps_are_told_in_milliseconds() -> None:
     console, printed = file_console()
-    with Progress(1, console=console) as progress:
+    with ProgressBar(1, console=console) as progress:
         progress.update(1, {"perf/step_seconds": 0.0482})
     assert printed.getvalue() == "step 1/1  48 ms/step\n"
 
 
 def test_the_last_evaluation_is_beside_the_finished_bar() -> None:
     console, printed = terminal_console(columns=160)
-    with Progress(1, console=console) as progress:
+    with ProgressBar(1, console=console) as progress:
         progress.update(1, STEP)
         progress.note_evaluation(1, 5.0, 148.4)
     assert "loss 6.213  held-out 5.000" in visible_lines(printed)[-1]
@@ -93,7 +93,7 @@ def test_the_last_evaluation_is_beside_the_finished_bar() -> None:
 
 def test_an_evaluation_is_a_line_of_its_own() -> None:
     console, printed = file_console()
-    with Progress(100, console=console) as progress:
+    with ProgressBar(100, console=console) as progress:
         progress.note_evaluation(0, 9.0109, 8191.7)
     assert printed.getvalue() == "step 0/100  held-out loss 9.011  perplexity 8191.70\n"
 
@@ -103,14 +103,14 @@ def test_an_evaluation_is_a_line_of_its_own() -> None:
 )
 def test_unusual_losses_stay_readable(loss: float, shown: str) -> None:
     console, printed = file_console()
-    with Progress(1, console=console) as progress:
+    with ProgressBar(1, console=console) as progress:
         progress.update(1, {"train/loss": loss})
     assert printed.getvalue() == f"step 1/1  {shown}\n"
 
 
 def test_a_terminal_gets_a_bar_with_everything_beside_it() -> None:
     console, printed = terminal_console(columns=160)
-    with Progress(100, console=console) as progress:
+    with ProgressBar(100, console=console) as progress:
         progress.note_evaluation(0, 9.0109, 8191.7)
         progress.update(12, STEP)
     bar = visible_lines(printed)[-1]
@@ -122,7 +122,7 @@ def test_a_terminal_gets_a_bar_with_everything_beside_it() -> None:
 
 def test_the_bar_fits_on_80_columns() -> None:
     console, printed = terminal_console(columns=80)
-    with Progress(20000, console=console) as progress:
+    with ProgressBar(20000, console=console) as progress:
         progress.note_evaluation(0, 9.0109, 8191.7)
         progress.update(12345, STEP | {"perf/tokens_per_second": 123456.0})
     bar = visible_lines(printed)[-1]
@@ -134,7 +134,7 @@ def test_the_bar_fits_on_80_columns() -> None:
 
 def test_a_resumed_run_starts_where_it_was() -> None:
     console, printed = terminal_console(columns=120)
-    with Progress(100, steps_done=40, console=console):
+    with ProgressBar(100, steps_done=40, console=console):
         pass
     assert re.match(r"step +40/100 ", visible_lines(printed)[-1])
 
@@ -143,7 +143,7 @@ def test_the_time_left_of_a_resumed_run_is_by_its_own_speed() -> None:
     now = [1000.0]
     printed = io.StringIO()
     console = Console(file=printed, force_terminal=True, width=160, highlight=False, get_time=lambda: now[0])
-    with Progress(1000, steps_done=900, console=console) as progress:
+    with ProgressBar(1000, steps_done=900, console=console) as progress:
         for step in range(901, 911):
             now[0] += 20.0
             progress.update(step, STEP)
@@ -160,7 +160,7 @@ def test_lines_of_other_threads_stay_whole_beside_the_bar() -> None:
         for line in own_lines:
             console.print(line)
 
-    with Progress(1000, console=console) as progress:
+    with ProgressBar(1000, console=console) as progress:
         threads = [threading.Thread(target=write, args=(own_lines,)) for own_lines in lines]
         for thread in threads:
             thread.start()
@@ -177,7 +177,7 @@ def test_lines_of_other_threads_stay_whole_beside_the_bar() -> None:
 
 def test_other_lines_appear_above_the_bar() -> None:
     console, printed = terminal_console(columns=120)
-    with Progress(100, console=console) as progress:
+    with ProgressBar(100, console=console) as progress:
         progress.update(1, STEP)
         console.print("saved checkpoints/step-000001")
     lines = visible_lines(printed)

@@ -14,7 +14,7 @@ from forked import REPOSITORY
 from model_shapes import write_config
 
 from llama_ft.config import Config, load, load_recipe, to_yaml
-from llama_ft.phases import HOLDERS
+from llama_ft.phases import MEMORY_CATEGORIES
 from llama_ft.plan.changes import changed
 from llama_ft.plan.fit import SHARDED, find_fits, free_changes, other_training
 from llama_ft.plan.gpus import Device, device_for
@@ -147,7 +147,7 @@ def test_what_more_ranks_cannot_divide_is_named(finetuning: ModuleType, shallow_
     assert answer.fits == [] and answer.enough_ranks is None
     assert answer.to_json() == {"fits_as_it_is": False, "fits": [], "fits_on_ranks": None}
     assert "None of the changes that were planned" in answer.describe([])
-    assert answer.blocker in HOLDERS and f"({answer.blocker})" in answer.describe([])
+    assert answer.blocker in MEMORY_CATEGORIES and f"({answer.blocker})" in answer.describe([])
 
 
 def peaks_measured(folder: Path, recipes: dict[str, Path], ranks: int) -> dict[str, int]:

@@ -117,7 +117,7 @@ def test_the_loss_holds_logits_of_a_piece_however_many_tokens_there_are(plan: Pl
         )
         for packs in (MICRO_BATCH, 2 * MICRO_BATCH)
     )
-    from llama_ft.models.head_loss import LOGITS_AT_ONCE
+    from llama_ft.models.chunked_loss import LOGITS_AT_ONCE
 
     piece = LOGITS_AT_ONCE["cpu"] // 32_000
     # Logits and their softmax; beside them the gradient of the hidden states.
@@ -210,7 +210,7 @@ def test_a_plan_leaves_nothing_behind(plan: Plan, tmp_path: Path) -> None:
 
 
 def test_a_plan_survives_being_written(plan: Plan, tmp_path: Path) -> None:
-    from llama_ft.plan.record import read_plan
+    from llama_ft.plan.types import read_plan
 
     planned = plan(llama(tmp_path / "model"), 2, *FLAGS)
     planned.save(tmp_path)

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from conftest import RECIPE, Finished, metrics, run
 
-from llama_ft.checkpoint import complete_checkpoints, damage
+from llama_ft.checkpoint import checkpoint_errors, complete_checkpoints
 from llama_ft.checkpoint.writer import SPACE_FOR_THE_REST
 
 DISK_BYTES = 160 * 2**20
@@ -131,7 +131,7 @@ def check_what_is_left(disk: Disk, finished: Finished) -> None:
     assert f"The last complete one is {disk.folder}/run/checkpoints/step-000001" in finished.output
     folder = disk.seen / "run"
     assert {path.name for path in (folder / "checkpoints").iterdir()} == {"step-000001"}
-    assert damage(folder / "checkpoints" / "step-000001") == []
+    assert checkpoint_errors(folder / "checkpoints" / "step-000001") == []
     status = json.loads((folder / "status.json").read_text())
     assert status["state"] == "failed" and "step-000002: the checkpoint could not be" in status["message"]
 
@@ -166,4 +166,4 @@ def test_a_disk_that_fills_up_meanwhile_ends_the_run_and_with_room_it_goes_on(
     assert "step-000001, after step 1" in resumed.output
     assert [line["step"] for line in metrics(disk.seen / "run")] == [1, 2, 3]
     [newest] = complete_checkpoints(disk.seen / "run")
-    assert newest.name == "step-000003" and damage(newest) == []
+    assert newest.name == "step-000003" and checkpoint_errors(newest) == []

@@ -105,9 +105,9 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("name", ["full", "lora", "4bit"])
 def test_the_last_checkpoint_gives_what_the_run_left_byte_for_byte(name: str, runs: Path, tmp_path: Path) -> None:
-    from llama_ft.checkpoint import Exporter, find_sound
+    from llama_ft.checkpoint import Exporter, find_valid
 
-    exporter = Exporter.prepare(find_sound(runs / name), None, None, trust_remote_code=False, merge=False)
+    exporter = Exporter.prepare(find_valid(runs / name), None, None, trust_remote_code=False, merge=False)
     if name == "full":
         exporter.write_model(tmp_path / "out", None, 60_000)
     else:
@@ -141,7 +141,7 @@ def test_training_starts_from_every_export(runs: Path, merged: tuple[Path, Finis
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    from llama_ft.checkpoint import Exporter, find_sound
+    from llama_ft.checkpoint import Exporter, find_valid
 
     rows = [torch.randint(0, 301, (1, 12 + n), generator=torch.Generator().manual_seed(n)) for n in range(4)]
     lines = [json.dumps({"input_ids": row[0].tolist(), "labels": row[0].tolist()}) for row in rows]
@@ -168,7 +168,7 @@ def test_training_starts_from_every_export(runs: Path, merged: tuple[Path, Finis
         expected = total / sum(row.shape[1] - 1 for row in rows)
         assert abs(losses(tmp_path / name)[0] - expected) < 1e-5 * expected, name
     # What went on from an adapter has that one's settings, not those of the command line.
-    Exporter.prepare(find_sound(tmp_path / "lora"), None, None, False, merge=False).write_adapter(
+    Exporter.prepare(find_valid(tmp_path / "lora"), None, None, False, merge=False).write_adapter(
         tmp_path / "out", None
     )
     assert contents(tmp_path / "out") == contents(tmp_path / "lora" / "model")
@@ -208,7 +208,7 @@ import torch
 from checkpoint_by_hand import save_checkpoint
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
-from llama_ft.checkpoint import Exporter, find_sound, merge_adapter
+from llama_ft.checkpoint import Exporter, find_valid, merge_adapter
 from llama_ft.config import Config, ModelConfig, PeftConfig
 
 folder, role = Path(sys.argv[1]), sys.argv[2]
@@ -232,7 +232,7 @@ else:
         return int(line.split()[1]) / 1024
 
     def prepared(name):
-        return Exporter.prepare(find_sound(folder / name), None, None, False, merge=True)
+        return Exporter.prepare(find_valid(folder / name), None, None, False, merge=True)
 
     def export(way, name):
         out = folder / f"{name}-{way}-out"

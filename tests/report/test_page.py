@@ -96,7 +96,7 @@ def test_every_plot_is_drawn_and_no_request_leaves_the_page(page: Page, report: 
     headings = page.run("[...document.querySelectorAll('h2')].map(h => h.childNodes[0].textContent.trim())")
     assert [name for name in headings if name in HEADINGS] == HEADINGS
     assert page.requests == [report.as_uri()]
-    assert page.complaints == []
+    assert page.problems == []
     assert page.run("document.documentElement.scrollWidth") <= width
     background = page.run("getComputedStyle(document.body).backgroundColor")
     assert (sum(map(int, background[4:-1].split(","))) > 380) == (theme == "light")
@@ -127,7 +127,7 @@ def test_the_plots_of_a_comparison_are_drawn_with_a_line_a_run(page: Page, run_d
         for title, shapes in drawn.items():
             assert len(shapes) == 2 and shapes[0][2] != shapes[1][2], title
             assert all(across > 20 for across, _, _ in shapes), title
-        assert len(page.requests) == 1 and page.complaints == []
+        assert len(page.requests) == 1 and page.problems == []
         assert page.run("document.documentElement.scrollWidth") <= width
     rows = page.run(
         "[...document.querySelectorAll('tr')].map(r => [...r.children].map(c => c.innerText.split('\\n')[0]))"
@@ -143,7 +143,7 @@ def test_markup_from_data_settings_and_messages_is_text(page: Page, tmp_path: Pa
     page.open(folder / "report.html", "light", 1280)
     assert page.run("document.querySelectorAll('img, iframe, link, a').length") == 0
     assert page.run("document.querySelectorAll('script').length") == 1
-    assert len(page.requests) == 1 and page.complaints == []
+    assert len(page.requests) == 1 and page.problems == []
     text = page.run("document.body.textContent")
     assert text.count(MARKUP) >= 6
     assert "error: no good." in text and "exit code 1" in text

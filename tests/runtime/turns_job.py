@@ -11,7 +11,7 @@ TIMEOUT = 2.0
 if __name__ == "__main__":
     done = Path(sys.argv[1])
     with runtime.start("cpu", "world", timeout_seconds=TIMEOUT) as job:
-        with job.node_leader_first():
+        with job.local_main_process_first():
             if job.local_rank == 0:
                 time.sleep(4 * TIMEOUT)
                 done.write_text("")

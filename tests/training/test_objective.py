@@ -9,7 +9,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.config import TrainConfig
 from llama_ft.data import Batch
-from llama_ft.models import checkpoint_activations, use_head_loss, use_packed_attention
+from llama_ft.models import checkpoint_activations, use_chunked_loss, use_packed_attention
 from llama_ft.training import LossSum, target_losses, target_rows
 
 CPU = torch.device("cpu")
@@ -108,7 +108,7 @@ def test_where_config_json_asks_for_it_routers_are_trained_to_share_tokens_evenl
     expected.loss.backward()
     assert expected.aux_loss > 1
     checkpoint_activations(ours, TrainConfig(activation_checkpointing="full"))
-    assert not in_pieces or use_head_loss(ours)
+    assert not in_pieces or use_chunked_loss(ours)
     loss = token_loss_sum(ours, batch, CPU) / batch.target_tokens
     loss.backward()
     torch.testing.assert_close(loss, expected.loss)
@@ -159,7 +159,7 @@ def test_a_loss_over_pairs_or_beside_a_mean_is_what_its_formula_says(
     ours.load_state_dict(model.state_dict())
     if is_packed:
         use_packed_attention(ours)
-    assert not in_chunks or use_head_loss(ours)
+    assert not in_chunks or use_chunked_loss(ours)
     pack = Batch(torch.tensor([sum(rows, [])]), torch.tensor([sum(labels, [])]), [4, 4, 3, 3], True, ["x"] * 4)
     summed = objective.loss(ours, pack if is_packed else batch(rows, labels, 6), runtime)
     summed.loss.backward()

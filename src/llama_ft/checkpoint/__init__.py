@@ -1,10 +1,10 @@
 """What a run leaves behind: its directory, complete checkpoints, and the result in Hugging Face format."""
 
 from llama_ft.checkpoint.export import check_export, export_adapter, export_model, save_dtype
-from llama_ft.checkpoint.from_checkpoint import Exporter, find_sound
+from llama_ft.checkpoint.from_checkpoint import Exporter, find_valid
 from llama_ft.checkpoint.merge import merge_adapter, tokens_added, understood_adapter
 from llama_ft.checkpoint.model_card import write_model_card
-from llama_ft.checkpoint.reader import Checkpoint, complete_checkpoints, damage
+from llama_ft.checkpoint.reader import Checkpoint, checkpoint_errors, complete_checkpoints
 from llama_ft.checkpoint.resume import (
     check_steps_left,
     describe_run,
@@ -28,12 +28,12 @@ __all__ = [
     "check_steps_left",
     "complete_checkpoints",
     "create_run_directory",
-    "damage",
+    "checkpoint_errors",
     "describe_run",
     "export_adapter",
     "export_model",
     "find_checkpoint",
-    "find_sound",
+    "find_valid",
     "finished_result",
     "global_batch",
     "merge_adapter",

@@ -24,8 +24,8 @@ from llama_ft.data import stop_token_ids
 from llama_ft.errors import RunFailure, UserError
 from llama_ft.models import Adapter, ShardGroup
 from llama_ft.models.conversion import SavedGroup, open_source, saved_layout
+from llama_ft.models.load_weights import account_for
 from llama_ft.models.lora import ADAPTER_WEIGHTS
-from llama_ft.models.materialize import account_for
 from llama_ft.models.source import blocks
 from llama_ft.runtime import Runtime
 

@@ -30,20 +30,20 @@ from llama_ft.checkpoint.export import (
 )
 from llama_ft.checkpoint.merge import merge_adapter
 from llama_ft.checkpoint.model_card import write_model_card
-from llama_ft.checkpoint.reader import TRAINER_FILE, Checkpoint, complete_checkpoints, damage, step_folder
+from llama_ft.checkpoint.reader import TRAINER_FILE, Checkpoint, checkpoint_errors, complete_checkpoints, step_folder
 from llama_ft.checkpoint.resume import result_step
-from llama_ft.config import Config, adapter_complaint
+from llama_ft.config import Config, adapter_problem
 from llama_ft.config.messages import size_text
 from llama_ft.errors import RunFailure, UserError
 from llama_ft.models.conversion import open_source, saved_layout
-from llama_ft.models.materialize import account_for, compute_buffers
+from llama_ft.models.load_weights import account_for, compute_buffers
 from llama_ft.models.source import WeightSource, blocks
 from llama_ft.runtime import log
 
 NOTHING_LEFT = "Nothing is left of it."
 
 
-def find_sound(place: Path) -> Checkpoint:
+def find_valid(place: Path) -> Checkpoint:
     """Open a checkpoint, or of a run the one whose weights are its result: after early stopping the best, else the
     newest valid one. Every byte is compared with its checksum first.
 
@@ -55,11 +55,11 @@ def find_sound(place: Path) -> Checkpoint:
     """
     candidates = complete_checkpoints(place)
     for folder in candidates or [place]:
-        complaints = damage(folder)
-        if not complaints:
+        problems = checkpoint_errors(folder)
+        if not problems:
             found = Checkpoint(folder)
             return _result_of_run(found) if candidates else found
-        listed = "\n".join(complaints)
+        listed = "\n".join(problems)
         if not candidates:
             raise RunFailure(f"{folder}: this checkpoint is damaged, and nothing is made of it.\n{listed}")
         log.warning(f"{folder} is damaged and not used:\n{listed}")
@@ -73,8 +73,8 @@ def _result_of_run(newest: Checkpoint) -> Checkpoint:
     if step == newest.step:
         return newest
     best = step_folder(newest.run, step)
-    if complaints := damage(best):
-        log.warning(f"{best}, the best checkpoint, cannot be used: {'; '.join(complaints)}. The newest one is taken.")
+    if problems := checkpoint_errors(best):
+        log.warning(f"{best}, the best checkpoint, cannot be used: {'; '.join(problems)}. The newest one is taken.")
         return newest
     log.info(f"{newest.run} ended after step {newest.step}; its result is step {step}, with the best validation loss.")
     return Checkpoint(best)
@@ -146,12 +146,12 @@ class Exporter:
             config.model, model_name=str(base), attn_implementation="auto", trust_remote_code=trust_remote_code
         )
         new = models.NewTokens(**trainer["new_tokens"]) if trainer.get("new_tokens") else None
-        model, adapter = models.build_skeleton(models.load_model_config(base, trust_remote_code), asked, new), None
+        model, adapter = models.build_on_meta(models.load_model_config(base, trust_remote_code), asked, new), None
         if config.peft.use_peft:
             earlier = config.peft.from_peft_checkpoint
-            if earlier and (complaint := adapter_complaint(earlier)):
-                raise UserError(f"{checkpoint.folder}: its run continued an adapter. {earlier}: {complaint}")
-            adapter = models.inject_lora(model, config.peft, models.lasting_name(named, base), new)
+            if earlier and (problem := adapter_problem(earlier)):
+                raise UserError(f"{checkpoint.folder}: its run continued an adapter. {earlier}: {problem}")
+            adapter = models.inject_lora(model, config.peft, models.portable_name(named, base), new)
         if config.model.freeze_layers:
             models.freeze_first_layers(model, config.model.num_freeze_layers)
         _check_fits(checkpoint, model, base)

@@ -39,8 +39,9 @@ from llama_ft.config import ModelConfig
 from llama_ft.config.messages import size_text
 from llama_ft.config.output_dir import TOKENIZER_PATTERNS
 from llama_ft.errors import UserError
-from llama_ft.models import Adapter, NewTokens, build_skeleton, load_model_config, load_tokenizer, vocabulary_size
+from llama_ft.models import Adapter, NewTokens, build_on_meta, load_model_config, load_tokenizer, vocabulary_size
 from llama_ft.models.conversion import ConvertedSource, SavedGroup
+from llama_ft.models.load_weights import account_for
 from llama_ft.models.lora import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
@@ -52,9 +53,8 @@ from llama_ft.models.lora import (
     rows_trained,
     saved_config,
 )
-from llama_ft.models.materialize import account_for
+from llama_ft.models.new_tokens import TokenRows, grow
 from llama_ft.models.source import SafetensorsSource, StoredTensor, WeightSource, blocks, open_weights
-from llama_ft.models.token_rows import TokenRows, grow
 from llama_ft.runtime import log
 
 # What an adapter_config.json may set. Anything else that is not left at its default is not merged here.
@@ -195,7 +195,7 @@ def _plan(adapter: Path, base: Path, trust_remote_code: bool) -> _Merge:
             "the unquantized model that it was made from."
         )
     new = tokens_added(lora, model_config)
-    model = build_skeleton(model_config, ModelConfig(model_name=str(base), trust_remote_code=trust_remote_code), new)
+    model = build_on_meta(model_config, ModelConfig(model_name=str(base), trust_remote_code=trust_remote_code), new)
     ties = _ties(model)
     stored: WeightSource = open_weights(base)
     converted = ConvertedSource(stored, model)

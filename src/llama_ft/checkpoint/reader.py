@@ -150,7 +150,7 @@ def complete_checkpoints(run: Path) -> list[Path]:
     return sorted((path for path in found if path.is_dir()), key=lambda path: -int(path.name.removeprefix("step-")))
 
 
-def damage(folder: Path, part: int = 0, parts: int = 1) -> list[str]:
+def checkpoint_errors(folder: Path, part: int = 0, parts: int = 1) -> list[str]:
     """Compare a checkpoint's files with their checksums, reading them whole.
 
     Args:

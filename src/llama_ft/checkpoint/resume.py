@@ -14,8 +14,8 @@ from llama_ft.checkpoint.reader import (
     CHECKSUMS_FILE,
     TRAINER_FILE,
     Checkpoint,
+    checkpoint_errors,
     complete_checkpoints,
-    damage,
     step_folder,
 )
 from llama_ft.config import CheckpointConfig, Config, TrainConfig
@@ -42,15 +42,15 @@ def find_checkpoint(settings: CheckpointConfig, runtime: Runtime) -> Checkpoint 
         UserError: --resume names no checkpoint.
         RunFailure: the checkpoint it names is damaged, or all that --resume auto could take are.
     """
-    candidates, may_fall_back = runtime.from_main(lambda: _candidates(settings, runtime.earlier_run))
+    candidates, may_fall_back = runtime.broadcast_from_rank0(lambda: _candidates(settings, runtime.earlier_run))
     for folder in candidates:
-        complaints = _damage(folder, runtime)
-        if not complaints:
+        problems = _damage(folder, runtime)
+        if not problems:
             checkpoint = Checkpoint(folder)
             log.info(f"Going on from {folder}, after step {checkpoint.step}")
             _tell_versions(checkpoint)
             return checkpoint
-        listed = "\n".join(complaints)
+        listed = "\n".join(problems)
         if not may_fall_back:
             raise RunFailure(f"--resume {folder}: the checkpoint is damaged.\n{listed}")
         log.warning(f"{folder} is damaged and not used:\n{listed}")
@@ -81,10 +81,10 @@ def _damage(folder: Path, runtime: Runtime) -> list[str]:
     """What is wrong with a checkpoint, known to all ranks. They meet every half minute: with fewer files than ranks, or
     a slow disk, nobody is to be taken for one that hangs."""
     with ThreadPoolExecutor(1) as pool:
-        mine = pool.submit(damage, folder, runtime.rank, runtime.world_size)
+        mine = pool.submit(checkpoint_errors, folder, runtime.rank, runtime.world_size)
         while True:
             wait([mine], timeout=SECONDS_BETWEEN_MEETINGS)
-            if runtime.gather_numbers(mine.done()).all():
+            if runtime.all_gather_floats(mine.done()).all():
                 break
     everyone: list[list[str]] = [[] for _ in range(runtime.world_size)]
     dist.all_gather_object(everyone, mine.result())
@@ -117,10 +117,10 @@ def open_best(step: int, run: Path, runtime: Runtime) -> Checkpoint | None:
         runtime: all ranks call it together.
     """
     folder = step_folder(run, step)
-    complaints = _damage(folder, runtime)
-    if complaints:
+    problems = _damage(folder, runtime)
+    if problems:
         log.warning(
-            f"{folder}, the best checkpoint, cannot be used: {'; '.join(complaints)}. The last weights are taken."
+            f"{folder}, the best checkpoint, cannot be used: {'; '.join(problems)}. The last weights are taken."
         )
         return None
     return Checkpoint(folder)

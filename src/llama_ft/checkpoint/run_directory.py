@@ -50,7 +50,7 @@ def create_run_directory(
         _prepare(folder, checkpoint, resumed, runtime.earlier_run)
         return folder
 
-    return runtime.from_main(create)
+    return runtime.broadcast_from_rank0(create)
 
 
 def _folder(settings: CheckpointConfig, model_name: str, resumed: Checkpoint | None, earlier: Path | None) -> Path:

@@ -82,7 +82,9 @@ class CheckpointWriter:
             for leftover in (*self._folder.glob(".writing-step-*"), *self._folder.glob(".removing-step-*")):
                 shutil.rmtree(leftover, ignore_errors=True)
             self._name_best()  # a kill may have come after the rename of a checkpoint and before this
-        self.last: Path | None = runtime.from_main(lambda: next(iter(complete_checkpoints(output_dir)), None))
+        self.last: Path | None = runtime.broadcast_from_rank0(
+            lambda: next(iter(complete_checkpoints(output_dir)), None)
+        )
 
     @property
     def has_failed(self) -> bool:
@@ -173,9 +175,9 @@ class CheckpointWriter:
 
     def _check_space(self, step: int, nbytes: int) -> int:
         """The size of the checkpoint over all ranks, for which there must be room."""
-        total = int(self._runtime.gather_numbers(nbytes).sum().item())
+        total = int(self._runtime.all_gather_floats(nbytes).sum().item())
         needed = total + SPACE_FOR_THE_REST
-        free = self._runtime.from_main(lambda: shutil.disk_usage(self.run).free)
+        free = self._runtime.broadcast_from_rank0(lambda: shutil.disk_usage(self.run).free)
         if free < needed:
             raise self._failure(
                 step, f"it needs {size_text(needed)}, and {size_text(free)} are free on the disk of {self.run}"

@@ -7,7 +7,7 @@ Nothing here imports torch: `--help` and every error answer within a second.
 from llama_ft.config.dump import differences, to_yaml
 from llama_ft.config.load import check_command_line, load, load_flags, load_recipe
 from llama_ft.config.output_dir import run_entries
-from llama_ft.config.paths import adapter_complaint, base_model_of, model_complaint
+from llama_ft.config.paths import adapter_problem, base_model_of, model_problem
 from llama_ft.config.rules import as_fraction, check_device, check_rules, parse_duration, parse_size
 from llama_ft.config.run_settings import (
     CheckpointConfig,
@@ -37,7 +37,7 @@ __all__ = [
     "QuantizationConfig",
     "TrackingConfig",
     "TrainConfig",
-    "adapter_complaint",
+    "adapter_problem",
     "as_fraction",
     "base_model_of",
     "check_command_line",
@@ -47,7 +47,7 @@ __all__ = [
     "load",
     "load_flags",
     "load_recipe",
-    "model_complaint",
+    "model_problem",
     "parse_duration",
     "parse_size",
     "run_entries",

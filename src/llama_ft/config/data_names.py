@@ -76,7 +76,7 @@ def data_files(folder: Path) -> Iterator[Path]:
                 yield path
 
 
-def data_complaint(name: str) -> str | None:
+def data_problem(name: str) -> str | None:
     """Say why `name` is no dataset, as far as can be seen from here; None where nothing is wrong."""
     kind, path = kind_of_data(name), Path(name).expanduser()
     if kind == "function":

@@ -57,7 +57,7 @@ def foreign_entries(directory: Path) -> str | None:
     )
 
 
-def output_dir_complaint(
+def output_dir_problem(
     directory: str | None, overwrite: bool, inputs: Mapping[str, str | None], goes_on: bool = False
 ) -> str | None:
     """Say why a run cannot write into directory.

@@ -15,7 +15,7 @@ import yaml
 
 from llama_ft.config.aliases import explain_unknown, is_foreign, known, meant_by
 from llama_ft.config.messages import expected, nearest, show
-from llama_ft.config.paths import file_complaint
+from llama_ft.config.paths import file_problem
 from llama_ft.config.settings import SECTIONS, SETTINGS, Setting
 
 TRUE_WORDS = ("true", "t", "yes", "y", "on", "1")
@@ -249,7 +249,7 @@ def _at(shown: str, node: yaml.Node) -> str:
 
 def _compose(path: Path, shown: str, parsed: Parsed) -> yaml.Node | None:
     """Compose the file's node tree, or add why this cannot be done."""
-    if wrong := file_complaint(str(path)):
+    if wrong := file_problem(str(path)):
         parsed.errors.append(f"--config {shown}: {wrong}")
         return None
     try:

@@ -7,9 +7,9 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
-from llama_ft.config.data_names import NOT_REGULAR, data_complaint, is_split_of, kind_of_data
+from llama_ft.config.data_names import NOT_REGULAR, data_problem, is_split_of, kind_of_data
 from llama_ft.config.messages import nearest, nearest_file, subject
-from llama_ft.config.output_dir import not_writable, output_dir_complaint
+from llama_ft.config.output_dir import not_writable, output_dir_problem
 from llama_ft.config.rules import SECRET_IN_URL, as_fraction, holds_secret
 from llama_ft.errors import UserError, reason
 from llama_ft.restarts import may_be_restarted
@@ -32,28 +32,28 @@ def check_paths(values: Mapping[str, Any], places: Mapping[str, str], invalid: s
 
     def output_dir(directory: str | None) -> str | None:
         goes_on = _goes_on(values["resume"], directory)
-        return output_dir_complaint(directory, values["overwrite"], _inputs(values), goes_on)
+        return output_dir_problem(directory, values["overwrite"], _inputs(values), goes_on)
 
     checks: dict[str, Callable[[Any], str | None]] = {
-        "model_name": model_complaint,
+        "model_name": model_problem,
         "tokenizer_name": _tokenizer,
         "dataset": _data,
         "validation": lambda validation: _validation(validation, values["dataset"]),
-        "from_peft_checkpoint": adapter_complaint,
+        "from_peft_checkpoint": adapter_problem,
         "chat_template": _chat_template,
-        "resume": checkpoint_complaint,
+        "resume": checkpoint_problem,
         "output_dir": output_dir,
     }
     messages = []
-    for name, complaint_of in checks.items():
+    for name, problem_of in checks.items():
         value = values[name]
         if name in invalid or (value is None and name != "output_dir"):
             continue
         if holds_secret(value):
             messages.append(f"{subject(name, places)} {SECRET_IN_URL}")  # as its rule, which not all callers ask
-        elif complaint := _told(complaint_of, value):
+        elif problem := _told(problem_of, value):
             shown = "" if value is None or isinstance(value, list) else f" {value}"
-            messages.append(f"{subject(name, places)}{shown}: {complaint}")
+            messages.append(f"{subject(name, places)}{shown}: {problem}")
     return messages
 
 
@@ -66,20 +66,20 @@ def _inputs(values: Mapping[str, Any]) -> dict[str, str | None]:
     return inputs
 
 
-def _told(complaint_of: Callable[[Any], str | None], value: Any) -> str | None:
+def _told(problem_of: Callable[[Any], str | None], value: Any) -> str | None:
     try:
-        return complaint_of(value)
+        return problem_of(value)
     except (OSError, ValueError, RuntimeError) as error:  # no permission, a name too long, a null character, ~nobody
         return f"cannot be looked at: {reason(error)}."
 
 
-def looks_safely(complaint_of: Callable[[str], str | None]) -> Callable[[str], str | None]:
+def looks_safely(problem_of: Callable[[str], str | None]) -> Callable[[str], str | None]:
     """Have what says why a path is wrong say so too where it cannot be looked at."""
-    return wraps(complaint_of)(lambda name: _told(complaint_of, name))
+    return wraps(problem_of)(lambda name: _told(problem_of, name))
 
 
 @looks_safely
-def file_complaint(name: str) -> str | None:
+def file_problem(name: str) -> str | None:
     """Say why `name` is no file that can be read."""
     file = Path(name).expanduser()
     if file.is_dir():
@@ -90,7 +90,7 @@ def file_complaint(name: str) -> str | None:
 
 
 @looks_safely
-def output_complaint(name: str) -> str | None:
+def output_problem(name: str) -> str | None:
     """Say why no file `name` can be written; rank 0 alone asks, because it alone writes."""
     if os.environ.get("RANK", "0") != "0":
         return None
@@ -104,7 +104,7 @@ def output_complaint(name: str) -> str | None:
     return not_writable(file.parent)
 
 
-def folder_complaint(folder: Path, expected: str) -> str | None:
+def folder_problem(folder: Path, expected: str) -> str | None:
     """Say why there is no such folder, which is expected to be one of something."""
     if not folder.exists():
         return f"no such folder.{nearest_file(folder)}"
@@ -117,13 +117,13 @@ def looks_local(name: str) -> bool:
 
 
 @looks_safely
-def model_complaint(name: str) -> str | None:
+def model_problem(name: str) -> str | None:
     """Say why `name` is neither a folder with config.json and weights nor a hub name."""
     if name in BUILT_IN_MODELS or not looks_local(name):
         return None
     folder = Path(name).expanduser()
-    if complaint := folder_complaint(folder, "a folder with config.json and *.safetensors"):
-        return complaint
+    if problem := folder_problem(folder, "a folder with config.json and *.safetensors"):
+        return problem
     if not (folder / "config.json").is_file():
         if (folder / "adapter_config.json").is_file():
             return "holds an adapter, not a model. Use from_peft_checkpoint, with its base model as model_name."
@@ -136,11 +136,11 @@ def model_complaint(name: str) -> str | None:
     return "holds config.json but no weights (*.safetensors)."
 
 
-def adapter_complaint(name: str) -> str | None:
+def adapter_problem(name: str) -> str | None:
     """Say why `name` is no folder as peft writes it."""
     folder = Path(name).expanduser()
-    if complaint := folder_complaint(folder, "a folder with adapter_config.json and adapter_model.safetensors"):
-        return complaint
+    if problem := folder_problem(folder, "a folder with adapter_config.json and adapter_model.safetensors"):
+        return problem
     for file in ("adapter_config.json", "adapter_model.safetensors"):
         if not (folder / file).is_file():
             return f"holds no {file}, so no adapter.{_below(folder, file)}"
@@ -178,8 +178,8 @@ def _tokenizer(name: str) -> str | None:
     if name in BUILT_IN_MODELS or not looks_local(name):
         return None
     folder = Path(name).expanduser()
-    if complaint := folder_complaint(folder, "a folder with tokenizer.json"):
-        return complaint
+    if problem := folder_problem(folder, "a folder with tokenizer.json"):
+        return problem
     has_one = any((folder / file).is_file() for file in TOKENIZER_FILES)
     return None if has_one else f"holds no tokenizer ({', '.join(TOKENIZER_FILES)})."
 
@@ -187,28 +187,28 @@ def _tokenizer(name: str) -> str | None:
 def _chat_template(name: str) -> str | None:
     if name in BUILT_IN_TEMPLATES:
         return None
-    match, complaint = nearest(name, BUILT_IN_TEMPLATES), file_complaint(name)
+    match, problem = nearest(name, BUILT_IN_TEMPLATES), file_problem(name)
     hint = f" Did you mean {match}?" if match else ""
-    return f"{complaint}{hint} Built in are {', '.join(BUILT_IN_TEMPLATES)}." if complaint else None
+    return f"{problem}{hint} Built in are {', '.join(BUILT_IN_TEMPLATES)}." if problem else None
 
 
 def _data(dataset: str | list[Any]) -> str | None:
     if isinstance(dataset, str):
-        return data_complaint(dataset)
-    complaints = ((part["path"], data_complaint(part["path"])) for part in dataset)
-    return next((f"{path}: {complaint}" for path, complaint in complaints if complaint), None)
+        return data_problem(dataset)
+    problems = ((part["path"], data_problem(part["path"])) for part in dataset)
+    return next((f"{path}: {problem}" for path, problem in problems if problem), None)
 
 
 def _validation(validation: str, dataset: Any) -> str | None:
     if as_fraction(validation) is not None or is_split_of(validation, dataset):
         return None
-    complaint = data_complaint(validation)
-    if complaint and validation in ("validation", "test", "train") and kind_of_data(validation) == "file":
-        return f"{complaint}\nAs the name of a split it needs one dataset that has splits."
-    return complaint
+    problem = data_problem(validation)
+    if problem and validation in ("validation", "test", "train") and kind_of_data(validation) == "file":
+        return f"{problem}\nAs the name of a split it needs one dataset that has splits."
+    return problem
 
 
-def checkpoint_complaint(resume: str) -> str | None:
+def checkpoint_problem(resume: str) -> str | None:
     """Say why `resume` is neither auto nor a checkpoint nor a run with one. An attempt that torchrun may have started
     again need not find it: it goes on from the one before it, which may have pruned it."""
     folder = Path(resume).expanduser()
@@ -216,7 +216,7 @@ def checkpoint_complaint(resume: str) -> str | None:
     if resume == "auto" or may_be_restarted() or any(any(folder.glob(sign)) for sign in signs):
         return None
     expected = "output/<run>/checkpoints/step-..., or auto"
-    return folder_complaint(folder, expected) or f"holds no checkpoint; expected {expected}."
+    return folder_problem(folder, expected) or f"holds no checkpoint; expected {expected}."
 
 
 def _goes_on(resume: str | None, directory: str | None) -> bool:

@@ -2,7 +2,7 @@
 
 from llama_ft.data.batches import (
     Batch,
-    BatchPlan,
+    BatchSampler,
     StepPlan,
     collate,
     evaluation_batches,
@@ -13,25 +13,25 @@ from llama_ft.data.batches import (
 from llama_ft.data.cache import cache_dir
 from llama_ft.data.chat_template import add_missing_tokens, ensure_chat_template, own_template, stop_token_ids
 from llama_ft.data.demo import Demo, build_demo
-from llama_ft.data.feed import Ahead, PreparedRows, StepBatches
+from llama_ft.data.prefetch import Prefetcher, PreparedBatches, StepBatches
 from llama_ft.data.prepare import TokenizedData, prepare
 from llama_ft.data.samples import describe_first_batch, show_samples
 from llama_ft.data.sources import open_source
-from llama_ft.data.stream import TrainingRows, plan_training
+from llama_ft.data.stream import TrainingBatches, plan_training
 from llama_ft.data.tokenize import IGNORED, Encoder
 
 __all__ = [
     "IGNORED",
-    "Ahead",
+    "Prefetcher",
     "Batch",
-    "BatchPlan",
+    "BatchSampler",
     "Demo",
     "Encoder",
-    "PreparedRows",
+    "PreparedBatches",
     "StepBatches",
     "StepPlan",
     "TokenizedData",
-    "TrainingRows",
+    "TrainingBatches",
     "build_demo",
     "cache_dir",
     "collate",

@@ -44,13 +44,13 @@ class StepPlan:
     target_tokens: int
 
 
-class BatchPlan:
+class BatchSampler:
     """The rows of every step of every epoch.
 
     Args:
         lengths: tokens of each row.
         target_tokens: labels of each row that count in the loss.
-        capacity: tokens of a pack; None: no packing, each row is dealt by itself.
+        pack_length: tokens of a packed sequence; None: no packing, each row is dealt by itself.
         global_batch: packs (or rows) of one optimizer step over all ranks.
         world_size: ranks that share them.
         rank: the one this plan is for.
@@ -63,7 +63,7 @@ class BatchPlan:
         lengths: Sequence[int] | numpy.ndarray,
         target_tokens: Sequence[int] | numpy.ndarray,
         *,
-        capacity: int | None = None,
+        pack_length: int | None = None,
         global_batch: int,
         world_size: int,
         rank: int,
@@ -72,8 +72,8 @@ class BatchPlan:
     ) -> None:
         self._lengths = numpy.asarray(lengths)
         self._target_tokens = numpy.asarray(target_tokens)
-        self._packs = None if capacity is None else pack_rows(self._lengths, capacity)
-        self.capacity = capacity
+        self._packs = None if pack_length is None else pack_rows(self._lengths, pack_length)
+        self.pack_length = pack_length
         self.global_batch = global_batch
         self._world_size = world_size
         self._rank = rank
@@ -99,9 +99,9 @@ class BatchPlan:
         if self._packs is None:
             longest = int(self._lengths.max())
             return f"rows of a micro-batch are padded to the longest (at most {longest:,} tokens)"
-        fill = self._packs.tokens.sum() / (len(self._packs) * self.capacity)  # type: ignore[operator]
+        fill = self._packs.tokens.sum() / (len(self._packs) * self.pack_length)  # type: ignore[operator]
         return (
-            f"{len(self._lengths):,} rows fit into {len(self._packs):,} packs of at most {self.capacity:,} tokens, "
+            f"{len(self._lengths):,} rows fit into {len(self._packs):,} packs of at most {self.pack_length:,} tokens, "
             f"which are {fill:.1%} full"
         )
 
@@ -167,7 +167,7 @@ def evaluation_batches(
     rank: int,
     batch_size: int,
     max_batches: int = 0,
-    capacity: int | None = None,
+    pack_length: int | None = None,
 ) -> list[list[int]]:
     """Return this rank's batches of an evaluation: every row on exactly one rank, as many batches on each.
 
@@ -177,11 +177,11 @@ def evaluation_batches(
         rank: the one asked for.
         batch_size: most rows, or packs, in a batch of one rank.
         max_batches: most batches of a rank; 0 = all rows.
-        capacity: tokens of a pack; None: no packing.
+        pack_length: tokens of a packed sequence; None: no packing.
     """
     members = [[row] for row in range(len(lengths))]
-    if capacity is not None:
-        packs = pack_rows(lengths, capacity)
+    if pack_length is not None:
+        packs = pack_rows(lengths, pack_length)
         rows = numpy.argsort(-lengths, kind="stable")
         members = [rows[slots].tolist() for slots in numpy.split(packs.slots, packs.offsets[1:-1])]
         # the first packs hold the longest rows: max_batches should see some of all

@@ -10,7 +10,7 @@ import numpy
 class Packs:
     """Which rows share a sequence.
 
-        lengths 5 3 3 2 2 1, capacity 8    pack 0: 5 3    pack 1: 3 2 2 1
+        lengths 5 3 3 2 2 1, pack_length 8    pack 0: 5 3    pack 1: 3 2 2 1
                                            slots  [0 1 | 2 3 4 5],  offsets [0 2 6]
 
     Attributes:
@@ -27,25 +27,25 @@ class Packs:
         return len(self.tokens)
 
 
-def pack_rows(lengths: numpy.ndarray, capacity: int) -> Packs:
+def pack_rows(lengths: numpy.ndarray, pack_length: int) -> Packs:
     """Put whole rows into few packs, by best fit.
 
     On lengths as they occur the packs are within 1 % of the least number, within 4 % if most rows have nearly one
     length. Which slots share a pack depends on the lengths alone, not on which row has which.
 
     Args:
-        lengths: tokens of each row, 1 to capacity.
-        capacity: tokens of a pack.
+        lengths: tokens of each row, 1 to pack_length.
+        pack_length: tokens of a packed sequence.
     """
     longest_first = numpy.sort(lengths)[::-1]
-    pack_of_slot = _best_fit_decreasing(longest_first, capacity)
+    pack_of_slot = _best_fit_decreasing(longest_first, pack_length)
     count = int(pack_of_slot.max(initial=-1)) + 1
     tokens = numpy.bincount(pack_of_slot, weights=longest_first, minlength=count).astype(numpy.int64)
     offsets = numpy.concatenate([[0], numpy.bincount(pack_of_slot, minlength=count).cumsum()])
     return Packs(numpy.argsort(pack_of_slot, kind="stable"), offsets, tokens)
 
 
-def _best_fit_decreasing(longest_first: numpy.ndarray, capacity: int) -> numpy.ndarray:
+def _best_fit_decreasing(longest_first: numpy.ndarray, pack_length: int) -> numpy.ndarray:
     """The pack of each row, longest rows first, each into the fullest pack that has room.
 
     Source: D. S. Johnson, Near-optimal bin packing algorithms, 1973: at most 11/9 of the least number, plus 4.
@@ -62,7 +62,7 @@ def _best_fit_decreasing(longest_first: numpy.ndarray, capacity: int) -> numpy.n
             if not with_room[free]:
                 del with_room[free], free_sizes[at]
         else:
-            free, pack, count = capacity, count, count + 1
+            free, pack, count = pack_length, count, count + 1
         pack_of_slot[slot] = pack
         if free > length:
             if free - length not in with_room:

@@ -20,8 +20,8 @@ import xxhash
 
 from llama_ft.config.data_names import (
     SAVED_BY_DATASETS,
-    data_complaint,
     data_files,
+    data_problem,
     data_suffix,
     globbed,
     has_splits,
@@ -183,8 +183,8 @@ def _open_named(
     if kind == "demo":
         demo = build_demo(cache)
         return _files_source(name, [str(demo.train_file if use == "train" else demo.validation_file)])
-    if complaint := data_complaint(name):
-        raise UserError(f"{name}: {complaint}")
+    if problem := data_problem(name):
+        raise UserError(f"{name}: {problem}")
     if kind == "function":
         rows = call_user_function(name, config, tokenizer, use)
         code = hashlib.sha256(Path(name.rpartition(":")[0]).expanduser().read_bytes()).hexdigest()

@@ -24,9 +24,9 @@ from datasets import Dataset
 from datasets.table import InMemoryTable
 
 from llama_ft.config import Config, DataConfig, TrainConfig
-from llama_ft.data.batches import BatchPlan, collate, mixed, row_lengths, target_token_counts
+from llama_ft.data.batches import BatchSampler, collate, mixed, row_lengths, target_token_counts
 from llama_ft.data.build import BadRows, Chunk, EncodedChunk, chunks_of, encode_chunk, encode_chunks
-from llama_ft.data.feed import Ahead, PreparedRows, StepBatches
+from llama_ft.data.prefetch import Prefetcher, PreparedBatches, StepBatches
 from llama_ft.data.prepare import TokenizedData
 from llama_ft.data.sources import Source
 from llama_ft.data.statistics import SplitStatistics
@@ -63,15 +63,15 @@ class Window(NamedTuple):
     rows: Dataset
 
 
-class StreamedRows:
-    """The training rows of a run with `streaming`. The same interface as `PreparedRows`; all ranks make one.
+class StreamedBatches:
+    """The training rows of a run with `streaming`. The same interface as `PreparedBatches`; all ranks make one.
 
     Args:
         source: of the rows.
         encoder: tokenizes them.
         config: dataset_format, shuffle_buffer, skip_bad_rows, tokenize_processes.
         settings: batch_size_training, max_train_step and seed.
-        capacity: tokens of a pack; None: no packing.
+        pack_length: tokens of a packed sequence; None: no packing.
         global_batch: packs (or rows) of an optimizer step.
         pad_token_id: fills padded rows.
         vocabulary_size: of the model, or None.
@@ -84,19 +84,19 @@ class StreamedRows:
         encoder: Encoder,
         config: DataConfig,
         settings: TrainConfig,
-        capacity: int | None,
+        pack_length: int | None,
         global_batch: int,
         pad_token_id: int,
         vocabulary_size: int | None,
         runtime: "Runtime",
     ) -> None:
-        self.total_steps, self.capacity = settings.max_train_step, capacity
+        self.total_steps, self.pack_length = settings.max_train_step, pack_length
         self._source, self._encoder, self._config, self._seed = source, encoder, config, settings.seed
         self._global_batch, self._pad_token_id, self._vocabulary_size = global_batch, pad_token_id, vocabulary_size
         self._rank, self._world_size = runtime.rank, runtime.world_size
         self._batch_plan = partial(
-            BatchPlan, capacity=capacity, global_batch=global_batch, world_size=runtime.world_size, rank=runtime.rank,
-            micro_batch=settings.batch_size_training,
+            BatchSampler, pack_length=pack_length, global_batch=global_batch, world_size=runtime.world_size,
+            rank=runtime.rank, micro_batch=settings.batch_size_training,
         )  # fmt: skip
         self._is_wanted, self._is_over = True, False
         # One of its own: its collectives run in a thread, in no fixed order with those of training.
@@ -121,7 +121,7 @@ class StreamedRows:
 
     def describe(self) -> str:
         """How rows are laid out and how many steps they are, for people."""
-        unit = "rows" if self.capacity is None else f"packs of {self.capacity:,} tokens"
+        unit = "rows" if self.pack_length is None else f"packs of {self.pack_length:,} tokens"
         return (
             f"{self._source.name} is read while training, {self._config.shuffle_buffer:,} rows ahead, and from the "
             f"beginning again where it ends\n{self.total_steps} optimizer steps of {self._global_batch} {unit}"
@@ -139,7 +139,7 @@ class StreamedRows:
             return
         position, self._is_wanted = position or START, True
         step, skip = first, position["step_in_window"]
-        with Ahead(self._windows(position), 1) as ready:
+        with Prefetcher(self._windows(position), 1) as ready:
             for window in ready:
                 seed = mixed(self._seed, window.epoch, window.number)
                 plan = self._batch_plan(row_lengths(window.rows), target_token_counts(window.rows), seed=seed)
@@ -269,7 +269,7 @@ def _next(own: Iterator[tuple[Chunk, EncodedChunk]]) -> Any:
         return RuntimeError(f"while rows were read and tokenized\n{traceback.format_exc()}")
 
 
-TrainingRows = PreparedRows | StreamedRows
+TrainingBatches = PreparedBatches | StreamedBatches
 
 
 def plan_training(
@@ -280,7 +280,7 @@ def plan_training(
     pad_token_id: int,
     vocabulary_size: int | None,
     runtime: "Runtime",
-) -> TrainingRows:
+) -> TrainingBatches:
     """Settle which rows this rank sees at which step: a function of (seed, epoch, step), and of nothing else.
 
     Args:
@@ -303,15 +303,15 @@ def plan_training(
             "and the same rows in the same order whenever a function is called: a shuffle in it needs a seed."
         )
     settings = config.train
-    capacity = context_length if config.data.batching_strategy == "packing" else None
+    pack_length = context_length if config.data.batching_strategy == "packing" else None
     if data.stream is not None:
         source, encoder = data.stream
-        return StreamedRows(
-            source, encoder, config.data, settings, capacity, global_batch, pad_token_id, vocabulary_size, runtime
+        return StreamedBatches(
+            source, encoder, config.data, settings, pack_length, global_batch, pad_token_id, vocabulary_size, runtime
         )
     assert data.train is not None  # one or the other
-    plan = BatchPlan(
-        row_lengths(data.train), target_token_counts(data.train), capacity=capacity, global_batch=global_batch,
+    plan = BatchSampler(
+        row_lengths(data.train), target_token_counts(data.train), pack_length=pack_length, global_batch=global_batch,
         world_size=runtime.world_size, rank=runtime.rank, micro_batch=settings.batch_size_training, seed=settings.seed,
     )  # fmt: skip
-    return PreparedRows(data.train, plan, pad_token_id, settings.num_epochs, settings.max_train_step)
+    return PreparedBatches(data.train, plan, pad_token_id, settings.num_epochs, settings.max_train_step)

@@ -6,9 +6,9 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from llama_ft.data import formats
-from llama_ft.data.answers import ChatRenderer
 from llama_ft.data.chat_template import ALPACA, INPUT_HEADING, Span
 from llama_ft.data.formats import FORMATS, BadRow, Content, Message, Row, RowFormat, TokenRow
+from llama_ft.data.loss_mask import ChatRenderer
 from llama_ft.errors import UserError
 
 if TYPE_CHECKING:

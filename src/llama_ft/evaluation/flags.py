@@ -17,17 +17,17 @@ from llama_ft.config.paths import (
     BUILT_IN_MODELS,
     base_model_of,
     check_paths,
-    file_complaint,
+    file_problem,
     looks_local,
-    model_complaint,
-    output_complaint,
+    model_problem,
+    output_problem,
 )
 from llama_ft.config.rules import Read
 from llama_ft.config.run_settings import STRICT, CountOrZero
 from llama_ft.config.settings import SETTINGS, Config, QuantizationConfig, values_of
 from llama_ft.config.tool_flags import check, read
-from llama_ft.inference.flags import GONE, ModelFlags, named_models
-from llama_ft.inference.results import find_result, result_complaint, settings_beside
+from llama_ft.inference.flags import REMOVED_FLAGS, ModelFlags, named_models
+from llama_ft.inference.results import find_result, result_problem, settings_beside
 
 # Settings of the training recipe that say which samples there are, and how they are read and batched.
 ROWS = ("dataset", "dataset_split", "dataset_format", "validation", "labels", "truncation", "context_length")
@@ -123,8 +123,8 @@ def read_evaluate_flags(argv: list[str], description: str) -> Evaluation:
     data = [text for word in words if word.flag and word.name in (*ROWS, *HOW) for text in word.as_typed]
     own = [text for word in words if not (word.flag and word.name in (*ROWS, *HOW)) for text in word.as_typed]
     other_names = {"compare_base": "base", "output_path": "output_file"}
-    flags, parsed, errors = read(own, EvaluateFlags, f"{description.partition(chr(10) * 2)[0]} Flags of the training "
-                                 "recipe about data work, too.", other_names, GONE, others=(*ROWS, *HOW))  # fmt: skip
+    about = f"{description.partition(chr(10) * 2)[0]} Flags of the training recipe about data work, too."
+    flags, parsed, errors = read(own, EvaluateFlags, about, other_names, REMOVED_FLAGS, others=(*ROWS, *HOW))
     of_data = read_flags(data)
     errors += of_data.errors
     places, base_errors = named_models(flags)
@@ -151,7 +151,7 @@ def read_evaluate_flags(argv: list[str], description: str) -> Evaluation:
 def _ask(place: str, job: Evaluation) -> list[str]:
     """Add a model, and the one to compare it with; return the errors."""
     flags = job.flags
-    if place not in BUILT_IN_MODELS and (error := result_complaint(place)):
+    if place not in BUILT_IN_MODELS and (error := result_problem(place)):
         return [f"{brief(place)}: {error}"]
     found = find_result(Path(place).expanduser()) if looks_local(place) else None
     run = settings_beside(*found) if found else None
@@ -165,7 +165,7 @@ def _ask(place: str, job: Evaluation) -> list[str]:
             named = base_model_of(str(found[1]))
         if named is None:
             errors.append(f"--base: {place} does not say what it was fine-tuned from.\n--base_model names that model.")
-        elif error := None if named in BUILT_IN_MODELS else model_complaint(named):
+        elif error := None if named in BUILT_IN_MODELS else model_problem(named):
             errors.append(f"{place}: its base model {named}: {error}\n--base_model says where it is now.")
         base = _base(str(named), run, flags.quantization, precision)
     job.asked.append((Asked(place, place, flags.quantization, precision, resized), base))
@@ -255,7 +255,7 @@ def _task_errors(job: Evaluation, places: dict[str, str]) -> list[str]:
     return errors + [
         f"--tasks {brief(name)}: {error}"
         for name in flags.tasks
-        if is_task_file(name) and (error := file_complaint(name))
+        if is_task_file(name) and (error := file_problem(name))
     ]
 
 
@@ -268,7 +268,7 @@ def _output_errors(job: Evaluation) -> list[str]:
     name = job.flags.output_file
     if name is None:
         return ["--overwrite: nothing is written without --output_file."] if job.flags.overwrite else []
-    if error := output_complaint(name):
+    if error := output_problem(name):
         return [f"--output_file {brief(name)}: {error}"]
     file = Path(name).expanduser()
     if file.suffix != ".json":

@@ -54,7 +54,7 @@ def measure(
     """
     context_length = models.resolve_context_length(config.data.context_length, model.config)
     vocabulary = models.vocabulary_size(model.config)
-    with job.node_leader_first():
+    with job.local_main_process_first():
         tokenized = data.prepare(
             config.data,
             tokenizer,
@@ -78,13 +78,13 @@ def measure(
         log.info(f"{cut:,} of them are longer than --context_length {context_length}")
     if steps := config.train.max_eval_step:
         log.info(f"--max_eval_step {steps}: only so many batches per process are used")
-    attention, capacity = model.config._attn_implementation, None
+    attention, pack_length = model.config._attn_implementation, None
     if config.data.batching_strategy == "packing":
-        capacity = context_length
+        pack_length = context_length
         models.use_packed_attention(model)
-        training.check_rows_stay_apart(model, rows, context_length, model.dtype, job)
+        training.check_packing(model, rows, context_length, model.dtype, job)
     pad = data.pad_token_id(tokenizer, vocabulary)
-    loss, tokens = training.mean_loss(model, training.SupervisedFineTuning(), rows, config.train, pad, capacity, job)
+    loss, tokens = training.mean_loss(model, training.SupervisedFineTuning(), rows, config.train, pad, pack_length, job)
     model.config._attn_implementation = attention  # packed attention is only for this
     model.eval()
     return HeldOut(loss, training.perplexity(loss), counted.rows, tokens)
@@ -103,7 +103,7 @@ def find_models(options: Evaluation, job: Runtime) -> None:
     places = {base.place: "base model" for _, base in options.asked if base}
     places |= {asked.place: "MODEL" for asked, _ in options.asked}
     places |= {options.flags.base_model: "--base_model"} if options.flags.base_model else {}
-    with job.node_leader_first():
+    with job.local_main_process_first():
         for place, flag in sorted(places.items()):
             if place not in BUILT_IN_MODELS:
                 models.local_folder(place, flag, ask_hub=job.local_rank == 0)

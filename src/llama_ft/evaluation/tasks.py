@@ -96,7 +96,7 @@ def find_tasks(options: EvaluateFlags, job: Runtime) -> Tasks:
     by_name = [name for name in options.tasks if not is_task_file(name)]
     if by_name:
         log.info("Looking through the tasks of lm-evaluation-harness ...")
-    with job.node_leader_first(), _quiet(job):
+    with job.local_main_process_first(), _quiet(job):
         manager = TaskManager(include_defaults=bool(by_name))
         if unknown := [name for name in by_name if not manager.match_tasks([name])]:
             raise UserError(
@@ -129,7 +129,7 @@ def _wrapped(
 
     class Loaded(HFLM):
         def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-            return job.gather_numbers(tensor.item())[:, 0].long()  # only single numbers are gathered
+            return job.all_gather_floats(tensor.item())[:, 0].long()  # only single numbers are gathered
 
         def barrier(self) -> None:
             dist.barrier()

@@ -57,12 +57,12 @@ def converse(answerer: Answerer, encoding: Encoding, sampling: Sampling, job: Ru
     is_alone = job.world_size == 1
 
     def ask(ids: list[int], number: int, sampling: Sampling, show: Show, stopped: Callable[[], bool]) -> Answer:
-        job.from_main(lambda: (ids, number, sampling))
+        job.broadcast_from_rank0(lambda: (ids, number, sampling))
         return answerer.answer([ids], [number], sampling, show, stopped if is_alone else None)[0]
 
     if job.is_main:
         Chat(ask, encoding, sampling, answerer.context, can_stop=is_alone).run()
-    while (asked := job.from_main(_nothing_more)) is not None:  # on rank 0 the end of all questions
+    while (asked := job.broadcast_from_rank0(_nothing_more)) is not None:  # on rank 0 the end of all questions
         ids, number, sampling = asked
         answerer.answer([ids], [number], sampling)
 
@@ -125,7 +125,7 @@ class Chat:
 
     @contextmanager
     def _own_ctrl_c(self) -> Iterator[None]:
-        """Ctrl-C stops an answer, the second time at once; it does not end the program, as runtime.stopping does."""
+        """Ctrl-C stops an answer, the second time at once; it does not end the program, as runtime.signals does."""
 
         def interrupt(_: int, __: FrameType | None) -> None:
             if not self._answering or self._stopped:

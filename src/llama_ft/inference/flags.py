@@ -10,15 +10,15 @@ from pydantic.dataclasses import dataclass
 
 from llama_ft.commands import shown
 from llama_ft.config.messages import brief
-from llama_ft.config.paths import base_model_of, file_complaint, model_complaint, output_complaint
+from llama_ft.config.paths import base_model_of, file_problem, model_problem, output_problem
 from llama_ft.config.run_settings import STRICT, Count, CountOrZero
 from llama_ft.config.tool_flags import check, read
 from llama_ft.errors import UserError
-from llama_ft.inference.results import find_result, result_complaint
+from llama_ft.inference.results import find_result, result_problem
 
 SAFETY = "answers are not judged here. Leave it out"
 # llama-recipes' flags whose meaning is gone, with what to do instead.
-GONE = {
+REMOVED_FLAGS = {
     **dict.fromkeys(
         ("use_auditnlg", "enable_azure_content_safety", "enable_sensitive_topics", "enable_salesforce_content_safety",
          "enable_llamaguard_content_safety"), SAFETY),
@@ -141,13 +141,13 @@ def read_inference_flags(argv: list[str], description: str) -> InferenceFlags:
         UserError: with one message for every error.
         SystemExit: 0 after --help.
     """
-    options, parsed, errors = read(argv, InferenceFlags, description, gone=GONE, repeated=frozenset({"stop"}))
+    options, parsed, errors = read(argv, InferenceFlags, description, gone=REMOVED_FLAGS, repeated=frozenset({"stop"}))
     options.precision = options.precision or "auto"
     places, base_errors = named_models(options)
     if len(places) != 1:
         what = f"{' and '.join(places)}: name one of them" if places else "MODEL is needed"
         errors.append(f"{what}: {shown('inference')} output/<run>, or the directory or Hub name of a model.")
-    elif error := result_complaint(places[0]):
+    elif error := result_problem(places[0]):
         errors.append(f"{brief(places[0])}: {error}")
     elif not options.base_model and (error := base_error(places[0])):
         errors.append(f"{places[0]}: {error}")
@@ -159,7 +159,7 @@ def read_inference_flags(argv: list[str], description: str) -> InferenceFlags:
     if len(given) > 1:
         errors.append(f"{' and '.join(given)}: one of them says what is answered.")
     for flag, name in (("--prompt_file", options.prompt_file), ("--prompts", options.prompts)):
-        if name and (error := file_complaint(name)):
+        if name and (error := file_problem(name)):
             errors.append(f"{flag} {brief(name)}: {error}")
     if options.prompt_file and options.prompt_file.endswith(".jsonl"):
         errors.append(f"--prompt_file {brief(options.prompt_file)}: is one prompt. --prompts takes a file of many.")
@@ -167,7 +167,7 @@ def read_inference_flags(argv: list[str], description: str) -> InferenceFlags:
         errors.append(f"--prompts {options.prompts}: expected .txt, one prompt per line, or .jsonl.")
     if options.output_file and options.prompts and mode == "many":
         file = Path(options.output_file)
-        if error := output_complaint(options.output_file):
+        if error := output_problem(options.output_file):
             errors.append(f"--output_file {brief(options.output_file)}: {error}")
         elif file.expanduser().exists() and file.expanduser().samefile(Path(options.prompts).expanduser()):
             errors.append(f"--output_file {file}: is what --prompts reads. Choose another file.")
@@ -217,9 +217,9 @@ def named_models(options: ModelFlags) -> tuple[list[str], list[str]]:
         flag, options.base_model, options.model_name = "--model_name", options.model_name, None
     places = [*filter(None, options.places), *filter(None, (options.model_name, options.peft_model))]
     base = options.base_model
-    if base and (error := model_complaint(base)):
+    if base and (error := model_problem(base)):
         return places, [f"{flag} {brief(base)}: {error}"]
-    found = [find_result(Path(place).expanduser()) for place in places if result_complaint(place) is None]
+    found = [find_result(Path(place).expanduser()) for place in places if result_problem(place) is None]
     if base and found and len(found) == len(places) and all(result and result[0] == "model" for result in found):
         return places, [f"{flag} {base}: would not be read: {brief(' and '.join(places))} is a whole model. Remove it."]
     return places, []
@@ -234,5 +234,5 @@ def base_error(place: str) -> str | None:
         named = base_model_of(str(found[1]))
     except UserError as error:
         return error.messages[0]
-    error_of_base = model_complaint(named)
+    error_of_base = model_problem(named)
     return f"its base model {named}: {error_of_base}\n--base_model says where it is now." if error_of_base else None

@@ -30,7 +30,7 @@ from llama_ft.inference.flags import InferenceFlags
 from llama_ft.inference.load import Opened
 from llama_ft.models import vocabulary_size
 from llama_ft.runtime import Runtime
-from llama_ft.training import free_gathered
+from llama_ft.training import free_unsharded
 
 DEFAULTS = {"top_p": 1.0, "top_k": 50, "min_p": 0.0, "repetition_penalty": 1.0}  # transformers' own
 # `clean_up_tokenization_spaces` of a tokenizer removes the space of these.
@@ -189,7 +189,7 @@ class Answerer:
             **({"stop_strings": list(sampling.stop), "tokenizer": self.tokenizer} if sampling.stop else {}),
         )
         if self._is_sharded:
-            free_gathered(self.model)
+            free_unsharded(self.model)
         return [self.finish(tokens[width:].tolist(), limit, sampling.stop) for tokens in sequences][: len(prompts)]
 
     def finish(self, tokens: list[int], limit: int, stop: tuple[str, ...]) -> Answer:

@@ -98,15 +98,15 @@ def open_model(
     """
     name = precision.partition("_")[0]  # training's bf16_mixed and bf16_pure compute in the same
     asked: PrecisionName = "fp16" if name == "fp16" else "fp32" if name == "fp32" else "bf16_pure"
-    chosen, note = job.from_main(lambda: advise_precision(asked, name == "auto", job.device))
+    chosen, note = job.broadcast_from_rank0(lambda: advise_precision(asked, name == "auto", job.device))
     dtype = PRECISIONS[chosen].compute
     if (result := find_result(Path(place).expanduser())) and result[0] in ("checkpoint", "run"):
         sound = None
-        with job.node_leader_first():  # every byte is read: longer than a collective may take
+        with job.local_main_process_first():  # every byte is read: longer than a collective may take
             if job.is_main:
-                sound = checkpoint.find_sound(result[1]).folder
-        place = str(job.from_main(lambda: sound))
-    with job.node_leader_first():
+                sound = checkpoint.find_valid(result[1]).folder
+        place = str(job.broadcast_from_rank0(lambda: sound))
+    with job.local_main_process_first():
         found = _find(place, base_model, tokenizer_name, trust_remote_code, job, tokenizer)
         model_config = models.load_model_config(found.folder, trust_remote_code)
     stored = models.vocabulary_size(model_config)
@@ -115,18 +115,18 @@ def open_model(
     wanted = _quantization(quantization, found.run)
     kind = models.choose_quantization(wanted, model_config, use_peft=True)  # nothing is trained here
     named = ModelConfig(model_name=str(found.folder), trust_remote_code=trust_remote_code)
-    model = models.build_skeleton(model_config, named, found.new)
+    model = models.build_on_meta(model_config, named, found.new)
     if kind is not None:
         log.info(models.quantize_linears(model, kind))
     adapter = None
     if found.peft is not None:
         adapter = models.inject_lora(model, found.peft, str(found.folder), found.new)
-    models.use_head_loss(model)
+    models.use_chunked_loss(model)
     storage = Precision(dtype, dtype, dtype, dtype)
     models.set_storage_dtypes(model, storage)
     if enable_fsdp:
-        models.shard(model, job.mesh, FSDPConfig(enable_fsdp=True), storage)
-    models.materialize(
+        models.apply_fsdp(model, job.mesh, FSDPConfig(enable_fsdp=True), storage)
+    models.load_weights(
         model,
         found.folder,
         models.ShardGroup(job.mesh),

@@ -8,7 +8,7 @@ from typing import Literal
 import yaml
 from pydantic import ValidationError
 
-from llama_ft.config.paths import adapter_complaint, folder_complaint, looks_local, looks_safely, model_complaint
+from llama_ft.config.paths import adapter_problem, folder_problem, looks_local, looks_safely, model_problem
 from llama_ft.config.settings import Config, QuantizationConfig
 from llama_ft.export_flags import export_kind
 
@@ -30,16 +30,16 @@ def find_result(folder: Path) -> tuple[Result, Path] | None:
 
 
 @looks_safely
-def result_complaint(name: str) -> str | None:
+def result_problem(name: str) -> str | None:
     """Say why `name` is nothing that can be loaded: a run's directory, a checkpoint, an adapter, a model's directory
     or Hub name."""
     if not looks_local(name):
         return None
     folder = Path(name).expanduser()
-    if complaint := folder_complaint(
+    if problem := folder_problem(
         folder, "the directory of a run, a checkpoint, or the folder of a model or an adapter"
     ):
-        return complaint
+        return problem
     found = find_result(folder)
     if found is None:
         if any(folder.glob("step-*")):
@@ -53,8 +53,8 @@ def result_complaint(name: str) -> str | None:
         )
     kind, place = found
     if kind == "adapter":
-        return adapter_complaint(str(place))
-    return model_complaint(str(place)) if kind == "model" else None
+        return adapter_problem(str(place))
+    return model_problem(str(place)) if kind == "model" else None
 
 
 def settings_beside(kind: Result, held: Path) -> Config | None:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from llama_ft.models.skeleton import decoder_layers
+from llama_ft.models.build import decoder_layers
 from llama_ft.runtime.console import log
 
 # Graphs of one model: for training and for evaluation, of each kind of layer, of the first where its input needs no

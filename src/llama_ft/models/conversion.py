@@ -38,8 +38,8 @@ from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.errors import UserError
 from llama_ft.models.lora import checkpoint_key, is_adapter_weight
+from llama_ft.models.new_tokens import grow
 from llama_ft.models.source import StoredTensor, WeightSource, open_weights
-from llama_ft.models.token_rows import grow
 from llama_ft.runtime.console import log
 
 NAMED_AT_MOST = 8

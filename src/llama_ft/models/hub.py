@@ -70,6 +70,6 @@ def local_folder(name: str, flag: str, ask_hub: bool = True, weights: bool = Tru
     return downloaded
 
 
-def lasting_name(name: str, folder: Path) -> str:
+def portable_name(name: str, folder: Path) -> str:
     """What to call a model in files that outlive the run: its hub name, or its folder's absolute path."""
     return str(folder.resolve()) if name == "demo" or Path(name).expanduser().is_dir() else name

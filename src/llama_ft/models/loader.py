@@ -26,7 +26,7 @@ MakeRows = Callable[[WeightSource, int, int], Sequence[torch.Tensor]]
 
 
 @dataclass(frozen=True)
-class Filling:
+class ShardLoad:
     """Parameters whose rows are made of the same rows of the checkpoint: a weight, or a weight and its scales.
 
     Attributes:
@@ -68,21 +68,21 @@ class Loader:
     scatter: bool
     in_flight: deque[tuple[dist.Work, torch.Tensor]] = field(default_factory=deque)
 
-    def fill(self, filling: Filling) -> None:
+    def fill(self, load: ShardLoad) -> None:
         """Put this rank's rows into the shards, converted to their dtypes. On rank 0 the last of what it sends may
         still be on its way: see `finish`."""
         if not self.scatter:
             assert self.source is not None
-            self._keep(filling, *self.group.own_rows(filling.shape[0]))
+            self._keep(load, *self.group.own_rows(load.shape[0]))
             return
         if self.group.in_first_copy:
             if self.source is not None:
-                self._send(filling)
+                self._send(load)
             else:
-                self._receive(filling)
+                self._receive(load)
         if self.group.has_copies:
             self.finish()  # one communicator at a time
-            for shard in filling.shards:
+            for shard in load.shards:
                 self.group.replicate(shard)
 
     def finish(self) -> None:
@@ -93,31 +93,31 @@ class Loader:
         while self.in_flight and sum(sent.nbytes for _, sent in self.in_flight) > most_bytes:
             self.in_flight.popleft()[0].wait()
 
-    def _keep(self, filling: Filling, start: int, stop: int) -> None:
+    def _keep(self, load: ShardLoad, start: int, stop: int) -> None:
         assert self.source is not None
-        for first, last in filling.blocks(start, stop):
-            for shard, rows in zip(filling.shards, filling.make(self.source, first, last), strict=True):
+        for first, last in load.blocks(start, stop):
+            for shard, rows in zip(load.shards, load.make(self.source, first, last), strict=True):
                 shard[first - start : last - start].copy_(rows)
 
-    def _send(self, filling: Filling) -> None:
+    def _send(self, load: ShardLoad) -> None:
         """Rank 0: send the others their rows, then keep its own, which needs no one to wait."""
         assert self.source is not None
-        device = filling.shards[0].device
-        own, *others = row_ranges(filling.shape[0], self.group.size)
+        device = load.shards[0].device
+        own, *others = row_ranges(load.shape[0], self.group.size)
         for destination, (start, stop) in enumerate(others, start=1):
-            for first, last in filling.blocks(start, stop):
-                for rows, wire in zip(filling.make(self.source, first, last), filling.wire, strict=True):
+            for first, last in load.blocks(start, stop):
+                for rows, wire in zip(load.make(self.source, first, last), load.wire, strict=True):
                     block = rows.to(device=device, dtype=wire).contiguous()
                     self._leave_in_flight(BYTES_IN_FLIGHT - block.nbytes)
                     self.in_flight.append((cast(dist.Work, dist.isend(block, dst=destination)), block))
-        self._keep(filling, *own)
-        if len(filling.shards) > 1:
+        self._keep(load, *own)
+        if len(load.shards) > 1:
             self.finish()  # quantized rows come in small blocks, and holding on to those scatters the heap
 
-    def _receive(self, filling: Filling) -> None:
-        start, stop = self.group.own_rows(filling.shape[0])
-        for first, last in filling.blocks(start, stop):
-            for shard, wire in zip(filling.shards, filling.wire, strict=True):
+    def _receive(self, load: ShardLoad) -> None:
+        start, stop = self.group.own_rows(load.shape[0])
+        for first, last in load.blocks(start, stop):
+            for shard, wire in zip(load.shards, load.wire, strict=True):
                 rows = shard[first - start : last - start]
                 received = rows if rows.dtype == wire else torch.empty_like(rows, dtype=wire)
                 dist.recv(received, src=0)

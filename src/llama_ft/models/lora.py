@@ -19,9 +19,9 @@ from transformers.pytorch_utils import Conv1D
 from llama_ft.config import PeftConfig
 from llama_ft.errors import UserError
 from llama_ft.models.lora_linear import use_fused_lora
+from llama_ft.models.new_tokens import NewTokens, use_token_rows
 from llama_ft.models.quantized import QuantizedLinear
 from llama_ft.models.source import StoredTensor
-from llama_ft.models.token_rows import NewTokens, use_token_rows
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PEFT_PREFIX = "base_model.model."  # what peft puts before every name of the model it wraps

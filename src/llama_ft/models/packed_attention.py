@@ -23,7 +23,7 @@ from transformers.masking_utils import eager_mask, sdpa_mask
 from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.errors import UserError
-from llama_ft.models.skeleton import function_beside
+from llama_ft.models.build import function_beside
 from llama_ft.models.torch_2_11 import shared_heads
 from llama_ft.runtime.devices import sent
 

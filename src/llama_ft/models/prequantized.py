@@ -44,7 +44,7 @@ def stored_shape(key: str, headers: dict[str, StoredTensor], shape: tuple[int, .
     return shape if values == shape[0] * shape[1] else (values,)
 
 
-def complaints(
+def problems(
     key: str, headers: dict[str, StoredTensor], shape: tuple[int, ...], scheme: Int8 | FourBit | None
 ) -> list[str]:
     """What is wrong with how the weight called `key`, of `shape`, is stored.

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from transformers.modeling_utils import PreTrainedModel
 
-from llama_ft.models.skeleton import function_beside
+from llama_ft.models.build import function_beside
 
 
 def router_loss(model: PreTrainedModel, output: Any, attention_mask: torch.Tensor | None) -> torch.Tensor | float:

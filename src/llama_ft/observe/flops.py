@@ -85,8 +85,8 @@ def visible_pairs(length: int, window: int | None = None) -> int:
 
 def flop_formula(model: PreTrainedModel) -> FlopFormula:
     """Of a model as it is trained: adapters in it, frozen what is frozen; sharded or not."""
+    from llama_ft.models.build import decoder_layers
     from llama_ft.models.quantized import weight_counts
-    from llama_ft.models.skeleton import decoder_layers
 
     layers, quantized = decoder_layers(model), weight_counts(model)
     layer_of = {id(p): number for number, layer in enumerate(layers) for p in layer.parameters()}

@@ -104,7 +104,7 @@ def memory_metrics(peaks: torch.Tensor) -> dict[str, list[int]]:
 
 
 class PhasePeaks:
-    """A PhaseWatch: at each `enter` it reads the peaks since the last one, keeps the largest by phase, and resets them.
+    """A PhaseMonitor: each `enter` reads the peaks since the last one, keeps the largest per phase, and resets them.
 
     Entering took about 0.1 ms on busy cores, and waits for nothing on the device.
 
@@ -129,7 +129,7 @@ class PhasePeaks:
         self._sampler: _Sampler | None = None
 
     def enter(self, phase: Phase) -> None:
-        """See PhaseWatch."""
+        """See PhaseMonitor."""
         self._before = self.leave()
         self.phase = phase
         reset_peaks(self._device)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from llama_ft.observe.trackers import Result, Samples
 
-FINISH_TIMEOUT_SECONDS = 10.0  # with W&B's 10 s the 20 s that runtime/stopping.py gives the trackers
+FINISH_TIMEOUT_SECONDS = 10.0  # with W&B's 10 s the 20 s that runtime/signals.py gives the trackers
 AT_ONCE = 100  # MLflow's limit of parameters in a request; of metrics it takes 1,000
 PARAMETER_LENGTH = 500  # older servers take no more
 ENVIRONMENT = {
@@ -52,8 +52,8 @@ def check_mlflow(config: TrackingConfig, output_dir: Path) -> None:
     if importlib.util.find_spec("mlflow") is None:
         raise UserError("--use_mlflow: the package mlflow is not installed.\npip install -e .[mlflow] installs it.")
     store = _store(config, output_dir)
-    if (folder := _local_folder(store)) and (complaint := not_writable(folder)):
-        raise UserError(f"--use_mlflow: {complaint} Set another --mlflow_tracking_uri.")
+    if (folder := _local_folder(store)) and (problem := not_writable(folder)):
+        raise UserError(f"--use_mlflow: {problem} Set another --mlflow_tracking_uri.")
     if store.startswith(("http", "databricks")):
         with _store_errors(store):
             _client(store).get_experiment_by_name(config.mlflow_experiment)

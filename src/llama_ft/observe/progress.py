@@ -17,7 +17,7 @@ WIDE_COLUMNS = 110  # terminals from here on have room for everything
 SPEED_WINDOW_SECONDS = 300.0  # steps take much the same time; rich's own 30 s hold no two steps of a big model
 
 
-class Progress:
+class ProgressBar:
     """Shows step, losses, learning rate and speed; a context manager. For rank 0 only.
 
     Args:

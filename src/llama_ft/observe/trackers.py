@@ -10,9 +10,9 @@ from typing import Any, Protocol
 import yaml
 
 from llama_ft.config.settings import TrackingConfig
-from llama_ft.observe.facts import git_state, masked
 from llama_ft.observe.metrics import Metrics, one_series_per_rank
 from llama_ft.observe.mlflow_tracker import MlflowTracker, check_mlflow
+from llama_ft.observe.run_metadata import git_state, masked
 from llama_ft.observe.wandb_tracker import WandbTracker, check_wandb_login, wandb_mode
 from llama_ft.runtime.console import log
 

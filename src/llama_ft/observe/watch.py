@@ -13,9 +13,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from llama_ft.config.messages import size_text
-from llama_ft.observe.facts import RunFacts
 from llama_ft.observe.memory import MemoryUse, PhasePeaks, free_unused_heap, memory_use
-from llama_ft.phases import PHASES, Holder, Phase
+from llama_ft.observe.run_metadata import RunMetadata
+from llama_ft.phases import PHASES, MemoryCategory, Phase
 from llama_ft.runtime import Runtime, log
 
 MIB = 2**20
@@ -34,8 +34,8 @@ COLUMNS = {  # of facts.json -> of the table
 }
 
 
-class MemoryWatch:
-    """A PhaseWatch, and a context manager around the whole of a run; every rank has one.
+class MemoryMonitor:
+    """A PhaseMonitor, and a context manager around the whole of a run; every rank has one.
 
     Ranks are compared after loading and after the second step; else a step costs its phases (see PhasePeaks) and one
     reading.
@@ -52,7 +52,7 @@ class MemoryWatch:
     def __init__(self, job: Runtime) -> None:
         self._job, self._is_cuda = job, job.device.type == "cuda"
         self._peaks = PhasePeaks(job.device)
-        self._facts: RunFacts | None = None
+        self._facts: RunMetadata | None = None
         self._model: nn.Module | None = None
         self._optimizer: torch.optim.Optimizer | None = None
         self._base = MemoryUse()
@@ -86,7 +86,7 @@ class MemoryWatch:
         return self._peaks.device
 
     def enter(self, phase: Phase) -> None:
-        """See PhaseWatch."""
+        """See PhaseMonitor."""
         if phase == "load":
             free_unused_heap()
             self._base = memory_use(self._job.device)
@@ -99,7 +99,7 @@ class MemoryWatch:
         self._peaks.leave()
         self._compare(held_tensors(model), "loading", self._peaks.by_phase.get("load", {}))
 
-    def begin_training(self, model: nn.Module, optimizer: torch.optim.Optimizer, facts: RunFacts) -> None:
+    def begin_training(self, model: nn.Module, optimizer: torch.optim.Optimizer, facts: RunMetadata) -> None:
         """From now on steps follow."""
         self._model, self._optimizer, self._facts = model, optimizer, facts
         facts.add(memory={"unit": "device" if self._is_cuda else "anonymous", "warnings": self._warnings})
@@ -203,8 +203,8 @@ class Held:
         memory: as the kernel and the CUDA allocator count it.
     """
 
-    holders: dict[Holder, int]
-    due: dict[Holder, int]
+    holders: dict[MemoryCategory, int]
+    due: dict[MemoryCategory, int]
     model: int
     largest: int
     memory: dict[str, int] = field(default_factory=dict)
@@ -225,7 +225,7 @@ def held_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None = Non
     # A last shard has fewer rows: gradients and states of full ones are larger by as much.
     fuller = sum(map(_due_bytes, trained)) / max(1, sum(_own(p).nbytes for p in trained))
     state = _storage_bytes(v for state in states for v in state.values() if isinstance(v, torch.Tensor))
-    counted: dict[Holder, tuple[int, int]] = {
+    counted: dict[MemoryCategory, tuple[int, int]] = {
         "sharded parameters": (_storage_bytes(floating), sum(map(_due_bytes, floating))),
         "quantized parts": (_storage_bytes(packed), sum(map(_due_bytes, packed))),
         "gradients": (gradients, int(gradients * fuller)),

@@ -9,7 +9,7 @@ from llama_ft.config.load import convert
 from llama_ft.config.messages import show, size_text
 from llama_ft.config.rules import CONDITIONS, broken_rules
 from llama_ft.config.settings import SETTINGS, values_of
-from llama_ft.plan.record import Plan
+from llama_ft.plan.types import Plan
 
 
 def changed(config: Config, changes: Mapping[str, Any], device: str) -> Config | None:

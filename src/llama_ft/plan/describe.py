@@ -1,8 +1,8 @@
 """A plan for people."""
 
 from llama_ft.config.messages import size_text
-from llama_ft.phases import HOLDERS
-from llama_ft.plan.record import Peak, Plan
+from llama_ft.phases import MEMORY_CATEGORIES
+from llama_ft.plan.types import Peak, Plan
 
 
 def describe(plan: Plan) -> str:
@@ -45,7 +45,7 @@ def describe(plan: Plan) -> str:
 def _table(peaks: list[Peak]) -> list[str]:
     heads = [peak.phase for peak in peaks]
     widths = [max(9, len(head)) for head in heads]
-    held = [holder for holder in HOLDERS if any(peak.holders[holder] >= 2**19 for peak in peaks)]
+    held = [holder for holder in MEMORY_CATEGORIES if any(peak.holders[holder] >= 2**19 for peak in peaks)]
     rows: list[tuple[str, list[int]]] = [(holder, [peak.holders[holder] for peak in peaks]) for holder in held]
     rows.append(("all tensors", [peak.bytes for peak in peaks]))
     lines = ["  " + " " * 24 + "".join(f"  {head:>{width}}" for head, width in zip(heads, widths, strict=True))]

@@ -17,18 +17,18 @@ from llama_ft.config import Config, to_yaml
 from llama_ft.config.messages import is_flag, size_text
 from llama_ft.config.settings import SETTINGS, values_of
 from llama_ft.errors import UserError
-from llama_ft.phases import Holder
+from llama_ft.phases import MemoryCategory
 from llama_ft.plan.changes import changed, differing, flags_of, gives_up
 from llama_ft.plan.flags import RANKS_OF_A_NODE
 from llama_ft.plan.gpus import Device
 from llama_ft.plan.predict import BuildModel, PlanRequest, predict
-from llama_ft.plan.record import Change, Plan
+from llama_ft.plan.types import Change, Plan
 
 USABLE = 0.97  # plans are measured to be right within 3 % (benchmarks/plan.py)
 MOST_RANKS = 1024
 MOST_ANSWERS = 3
 SHORTEST_CONTEXT = 256
-STATES: tuple[Holder, ...] = ("sharded parameters", "quantized parts", "gradients", "optimizer state")
+STATES: tuple[MemoryCategory, ...] = ("sharded parameters", "quantized parts", "gradients", "optimizer state")
 
 Settings = dict[str, Any]
 Planned = tuple[Config, Plan]

@@ -13,7 +13,7 @@ from llama_ft.config.dump import flags_text, help_text
 from llama_ft.config.load import config_file, load
 from llama_ft.config.messages import nearest
 from llama_ft.config.parse import words_of
-from llama_ft.config.paths import folder_complaint, looks_local
+from llama_ft.config.paths import folder_problem, looks_local
 from llama_ft.config.run_settings import STRICT
 from llama_ft.config.settings import Config, settings_of
 from llama_ft.config.tool_flags import check, read
@@ -94,7 +94,7 @@ def read_plan_flags(
     name = config.model.model_name
     folder = Path(name).expanduser()
     is_directory = looks_local(name) or folder.exists()
-    wrong = folder_complaint(folder, "a directory with config.json") if name != "demo" and is_directory else None
+    wrong = folder_problem(folder, "a directory with config.json") if name != "demo" and is_directory else None
     if name != "demo" and is_directory and wrong is None and not (folder / "config.json").is_file():
         wrong = "holds no config.json."
     errors += [f"{places.get('model.model_name', '--model_name')} {name}: {wrong}"] if wrong else []

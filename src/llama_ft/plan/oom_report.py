@@ -19,22 +19,22 @@ from torch import nn
 from llama_ft.config import Config, to_yaml
 from llama_ft.config.messages import size_text
 from llama_ft.observe.memory import memory_use, record_memory, write_snapshot
-from llama_ft.observe.watch import MemoryWatch
+from llama_ft.observe.watch import MemoryMonitor
 from llama_ft.phases import Phase
-from llama_ft.plan.record import Plan, read_plan
+from llama_ft.plan.types import Plan, read_plan
 from llama_ft.runtime import Runtime
 from llama_ft.runtime.out_of_memory import KILLED, KILLED_BY, host_memory, shortage
 
 SECONDS_TO_PLAN = 120.0
 NEEDS_LESS = 0.9
 MOST_CHANGES = 3
-AMPLE = 0.5  # of the host's memory: runs that had used less were hardly killed for want of it
+AMPLE_SHARE = 0.5  # of the host's memory: runs that had used less were hardly killed for want of it
 STEP_PHASES: tuple[Phase, ...] = ("forward", "backward", "optimizer step")
 TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_", "PET_")
 
 
 @contextmanager
-def explaining(config: Config, job: Runtime, watch: MemoryWatch, planner: Path) -> Iterator[None]:
+def explain_errors(config: Config, job: Runtime, watch: MemoryMonitor, planner: Path) -> Iterator[None]:
     """Have this rank explain what ends the block, if that has to do with memory.
 
     Args:
@@ -127,7 +127,7 @@ class MemoryReport:
             lines.append(f"Planned on the host per rank, besides Python: {load} while loading, {save} while saving.")
         if peaks:
             lines.append(f"The ranks' peaks at the last logged step: {', '.join(map(size_text, peaks))}.")
-        if peaks and host is not None and sum(peaks) < AMPLE * host.bytes:
+        if peaks and host is not None and sum(peaks) < AMPLE_SHARE * host.bytes:
             lines[-1] += f" That is far from {size_text(host.bytes)}: more likely it was somebody's kill -9."
             return "\n".join(lines)
         settings = self._config

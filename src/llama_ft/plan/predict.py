@@ -19,11 +19,11 @@ from llama_ft import checkpoint, models, training
 from llama_ft.config import Config
 from llama_ft.data import IGNORED, Batch
 from llama_ft.errors import UserError
-from llama_ft.phases import Holder, Phase
+from llama_ft.phases import MemoryCategory, Phase
 from llama_ft.plan.cuda_allocator import reserved_bytes
-from llama_ft.plan.record import Peak, Plan
-from llama_ft.plan.stand_in import layers_are_alike, planned_models, stand_in
+from llama_ft.plan.fake_checkpoint import fake_checkpoint, layers_are_alike, planned_models
 from llama_ft.plan.tracker import Tracker
+from llama_ft.plan.types import Peak, Plan
 from llama_ft.runtime import Runtime, log
 from llama_ft.runtime.devices import DeviceNote
 from llama_ft.runtime.process_group import mesh_over, resolve_degree
@@ -101,7 +101,7 @@ def _plan_with(request: PlanRequest, build_model: BuildModel, layers: int | None
     config = _plannable(request.config)
     degree = models.shard_degree(config.fsdp)
     with (
-        stand_in(request.folder, config.model, layers) as folder,
+        fake_checkpoint(request.folder, config.model, layers) as folder,
         _fake_world(request.world_size, request.local_world_size, degree) as job,
     ):
         tracker = Tracker(request.device)
@@ -150,11 +150,11 @@ def _one_step(
     """The recipe's step and an evaluation, as its training loop makes them."""
     settings = config.train
     reduce_last_only = config.peft.use_peft or settings.accumulate_unsharded
-    scale = training.Progress(settings).scale.factor
+    scale = training.TrainState(settings).scale.factor
     objective = training.SupervisedFineTuning()
     losses = training.accumulate_gradients(model, objective, micro_batches, 1, reduce_last_only, job, scale, tracker)
     tracker.enter("optimizer step")
-    training.finish_gradients(model, losses, 1, settings, scale, job)
+    training.clip_and_reduce_norm(model, losses, 1, settings, scale, job)
     training.update_weights(optimizer, settings.lr)
     tracker.note_optimizer(optimizer)
     if validation is not None:
@@ -162,7 +162,7 @@ def _one_step(
         model.eval()
         with torch.no_grad():
             objective.loss(model, validation, job)
-        training.free_gathered(model)
+        training.free_unsharded(model)
         model.train()
 
 
@@ -264,7 +264,7 @@ def _plannable(config: Config) -> Config:
     )
 
 
-OFFLOADED: tuple[Holder, ...] = ("sharded parameters", "quantized parts", "optimizer state")
+OFFLOADED: tuple[MemoryCategory, ...] = ("sharded parameters", "quantized parts", "optimizer state")
 
 
 def _offloaded_bytes(peak: Peak) -> int:
@@ -275,7 +275,7 @@ def _on_device(peak: Peak, request: PlanRequest) -> Peak:
     """Without what offloading keeps on the host."""
     if not request.config.fsdp.fsdp_cpu_offload:
         return peak
-    holders: dict[Holder, int] = {**peak.holders, **dict.fromkeys(OFFLOADED, 0)}
+    holders: dict[MemoryCategory, int] = {**peak.holders, **dict.fromkeys(OFFLOADED, 0)}
     holders["gradients"] = 0  # they go to the host as soon as they are reduced; a unit's own, before that, are few
     return dataclasses.replace(peak, holders=holders, bytes=sum(holders.values()))
 

@@ -24,11 +24,11 @@ from torch.utils._pytree import tree_leaves
 from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.models import lora_linear
-from llama_ft.models.skeleton import decoder_layers
-from llama_ft.phases import Holder, Phase
-from llama_ft.plan.ledger import Ledger
+from llama_ft.models.build import decoder_layers
+from llama_ft.phases import MemoryCategory, Phase
+from llama_ft.plan.memory_ledger import MemoryLedger
 
-HELD_IN: dict[Phase, Holder] = {
+HELD_IN: dict[Phase, MemoryCategory] = {
     "load": "temporaries",
     "forward": "activations",
     "backward": "logits and loss",  # until it has passed the head
@@ -41,7 +41,7 @@ HELD_IN: dict[Phase, Holder] = {
 CUBLAS_BYTES = 32 * 2**20
 OF_A_STEP: tuple[Phase, ...] = ("forward", "backward", "optimizer step")
 # What fully_shard allocates where.
-ALLOCATING: dict[tuple[Any, str], Holder] = {
+ALLOCATING: dict[tuple[Any, str], MemoryCategory] = {
     (_fsdp_param_group, "foreach_all_gather"): "communication buffers",
     (_fsdp_param_group, "foreach_all_gather_copy_out"): "gathered units",
     (_fsdp_param_group, "foreach_reduce"): "communication buffers",
@@ -50,7 +50,7 @@ ALLOCATING: dict[tuple[Any, str], Holder] = {
 
 
 class Tracker(TorchDispatchMode):
-    """Keeps a ledger of every operator's tensors; a PhaseWatch. Until the first phase begins, with loading, tensors are
+    """Keeps a ledger of every operator's tensors; a PhaseMonitor. Until the first phase, loading, begins, tensors are
     real: the skeleton is on the meta device anyway.
 
     Args:
@@ -64,7 +64,7 @@ class Tracker(TorchDispatchMode):
 
     def __init__(self, device: str) -> None:
         super().__init__()
-        self.ledger, self.traffic = Ledger(), Traffic()
+        self.ledger, self.traffic = MemoryLedger(), Traffic()
         self.planned_device = device
         self._module_names: dict[nn.Module, str] = {}
         self._units: set[nn.Module] = set()
@@ -72,7 +72,7 @@ class Tracker(TorchDispatchMode):
         self._hooked: set[int] = set()
 
     def enter(self, phase: Phase) -> None:
-        """See PhaseWatch."""
+        """See PhaseMonitor."""
         self.ledger.module = ""
         self.ledger.begin(phase, HELD_IN[phase])
         self.ledger.mark(phase)
@@ -132,7 +132,7 @@ class Tracker(TorchDispatchMode):
             stack.enter_context(self)
             yield
 
-    def _allocating(self, function: Callable[..., Any], holder: Holder) -> Callable[..., Any]:
+    def _allocating(self, function: Callable[..., Any], holder: MemoryCategory) -> Callable[..., Any]:
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             with self.ledger.held_by(holder):
                 result = function(*args, **kwargs)

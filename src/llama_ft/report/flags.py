@@ -5,7 +5,7 @@ from pathlib import Path
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from llama_ft.config.paths import folder_complaint
+from llama_ft.config.paths import folder_problem
 from llama_ft.config.run_settings import STRICT
 from llama_ft.config.tool_flags import check, read
 from llama_ft.report import REPORT_FILE
@@ -32,7 +32,7 @@ def read_report_flags(argv: list[str], description: str) -> ReportFlags:
         UserError: with one message for every error.
     """
     options, _, errors = read(argv, ReportFlags, description)
-    errors += [f"{name}: {error}" for name in options.places if (error := _complaint(Path(name).expanduser()))]
+    errors += [f"{name}: {error}" for name in options.places if (error := _problem(Path(name).expanduser()))]
     if not options.places:
         errors.append("RUN is needed: report.py RUN [RUN...].")
     elif options.out is None:
@@ -45,8 +45,8 @@ def read_report_flags(argv: list[str], description: str) -> ReportFlags:
     return options
 
 
-def _complaint(folder: Path) -> str:
-    if error := folder_complaint(folder, "a run's directory"):
+def _problem(folder: Path) -> str:
+    if error := folder_problem(folder, "a run's directory"):
         return error
     if is_run(folder):
         return ""

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy
 
-from llama_ft.phases import HOLDERS, PHASES
+from llama_ft.phases import MEMORY_CATEGORIES, PHASES
 from llama_ft.report.plot import Plot, Series
 from llama_ft.report.run import Run
 
@@ -68,7 +68,7 @@ def holder_bars(run: Run) -> tuple[str, list[Bar]]:
     if not peaks:
         return "", []
     largest: dict[str, Any] = max(peaks, key=lambda peak: peak["bytes"])
-    return str(largest["phase"]), [bar for bar in _bars(HOLDERS, largest["holders"], {}) if bar.predicted]
+    return str(largest["phase"]), [bar for bar in _bars(MEMORY_CATEGORIES, largest["holders"], {}) if bar.predicted]
 
 
 def held_bars(run: Run) -> list[Bar]:
@@ -78,7 +78,7 @@ def held_bars(run: Run) -> list[Bar]:
         measured |= {name: max(measured.get(name, 0.0), float(size)) for name, size in rank.items()}
     peaks = run.plan.get("peaks", [])
     held: dict[str, float] = next((peak["holders"] for peak in peaks if peak["phase"] == "optimizer step"), {})
-    return _bars(HOLDERS, {name: held[name] for name in measured if held.get(name)}, measured)
+    return _bars(MEMORY_CATEGORIES, {name: held[name] for name in measured if held.get(name)}, measured)
 
 
 def rank_table(run: Run) -> dict[str, list[dict[str, Any]]]:

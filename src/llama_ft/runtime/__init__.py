@@ -2,10 +2,10 @@
 
 from llama_ft.runtime.console import configure_console, console, log
 from llama_ft.runtime.devices import sent
-from llama_ft.runtime.failures import Stopped
+from llama_ft.runtime.exit import Stopped
 from llama_ft.runtime.precision import PRECISIONS, Precision, advise_precision
 from llama_ft.runtime.process_group import Runtime, start
-from llama_ft.runtime.stopping import grace_warning
+from llama_ft.runtime.signals import grace_warning
 
 __all__ = [
     "PRECISIONS",

@@ -28,9 +28,9 @@ from llama_ft.processes import cores
 from llama_ft.runtime import elastic
 from llama_ft.runtime.console import configure_console
 from llama_ft.runtime.devices import DeviceNote, batch_line, device_lines, layout_line, take_device
-from llama_ft.runtime.failures import Explainer, leave, write_status
+from llama_ft.runtime.exit import Explainer, exit_process, write_status
+from llama_ft.runtime.signals import Peers, StopSignals
 from llama_ft.runtime.status import RunStatus
-from llama_ft.runtime.stopping import Peers, Stopping
 from llama_ft.runtime.watchdog import Watchdog
 
 T = TypeVar("T")
@@ -55,7 +55,7 @@ class Runtime:
         store: this attempt's part of the rendezvous store; None on one process without torchrun.
         job_store: the part that outlives an attempt, for runtime.elastic.
         status: the run's status.json on rank 0 and on any rank that fails; None until the run has a directory.
-        stopping: whether the run is asked to stop.
+        signals: whether the run is asked to stop.
         explainer: explains ends that have to do with memory; the recipe sets it.
         lock: on rank 0 the open file that keeps others out of the run's directory.
         timeout_seconds: how long a rank waits for others.
@@ -72,7 +72,7 @@ class Runtime:
     store: dist.Store | None
     job_store: dist.Store | None = None
     status: RunStatus | None = None
-    stopping: Stopping = field(default_factory=Stopping)
+    signals: StopSignals = field(default_factory=StopSignals)
     explainer: Explainer | None = None
     lock: IO[str] | None = None
     timeout_seconds: float = 1800.0
@@ -84,7 +84,7 @@ class Runtime:
         return self.rank == 0
 
     @contextmanager
-    def node_leader_first(self) -> Iterator[None]:
+    def local_main_process_first(self) -> Iterator[None]:
         """Run the block on each node's first process, then on the others: they find what it has cached.
 
         The others look into the store. In a collective they would wait for `timeout_seconds` at most, and much data is
@@ -93,7 +93,7 @@ class Runtime:
         if self.store is None or self.world_size == 1:
             yield
             return
-        leaders = int(self.gather_numbers(self.local_rank == 0).sum())
+        leaders = int(self.all_gather_floats(self.local_rank == 0).sum())
         self._turns += 1
         done = f"turn {self._turns}"
         if self.local_rank == 0:
@@ -104,13 +104,13 @@ class Runtime:
         if self.local_rank != 0:
             yield
 
-    def from_main(self, make: Callable[[], T]) -> T:
+    def broadcast_from_rank0(self, make: Callable[[], T]) -> T:
         """What `make` returns on rank 0, where alone it runs, on every rank."""
         box = [make() if self.is_main else None]
         dist.broadcast_object_list(box, src=0)
         return cast(T, box[0])
 
-    def gather_numbers(self, *numbers: float) -> torch.Tensor:
+    def all_gather_floats(self, *numbers: float) -> torch.Tensor:
         """Every rank's numbers as float64 [world_size, len(numbers)]; one collective between hosts, which waits for no
         device. One rank alone has none."""
         mine = torch.tensor(numbers, dtype=torch.float64)
@@ -200,23 +200,23 @@ def start(
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     configure_console(rank)
     _silence_libraries(rank)
-    stopping = Stopping()
+    signals = StopSignals()
     runtime: Runtime | None = None
     store, job_store = None, None
 
     def end(error: BaseException) -> NoReturn:
         status, explainer = (runtime.status, runtime.explainer) if runtime is not None else (None, None)
-        leave(error, rank, store, status, stopping.told_to_end, stopping.about_lost, explainer)
+        exit_process(error, rank, store, status, signals.told_to_end, signals.about_lost, explainer)
 
-    with stopping.listening(end):
+    with signals.listening(end):
         try:
             if world_size > 1 or dist.is_torchelastic_launched():
                 store, job_store = elastic.meet(rank, world_size, timeout_seconds)
             if store is not None and world_size > 1:
-                stopping.peers = Peers(rank, world_size, store)
+                signals.peers = Peers(rank, world_size, store)
             timeout = timedelta(seconds=timeout_seconds + SECONDS_AFTER_WATCHDOG)
             runtime = _join(rank, world_size, device, shard_degree, cpu_offload, memory_fraction, store, timeout)
-            runtime.job_store, runtime.stopping, runtime.timeout_seconds = job_store, stopping, timeout_seconds
+            runtime.job_store, runtime.signals, runtime.timeout_seconds = job_store, signals, timeout_seconds
             with _watchdog(runtime, end) if world_size > 1 else nullcontext():
                 yield runtime
                 dist.barrier()
@@ -227,7 +227,7 @@ def start(
                 runtime.lock.close()
             dist.destroy_process_group()
         except BaseException as error:
-            end(stopping.closing(error))
+            end(signals.closing(error))
 
 
 def _watchdog(runtime: Runtime, end: Callable[[BaseException], NoReturn]) -> Watchdog:

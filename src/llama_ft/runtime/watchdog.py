@@ -24,13 +24,13 @@ import torch
 import torch.distributed as dist
 
 from llama_ft.errors import LostRank
-from llama_ft.runtime.failures import FAILURE_KEY, wait_to_be_ended
+from llama_ft.runtime.exit import FAILURE_KEY, wait_to_be_ended
 
 SECONDS_BETWEEN_LOOKS = 2.0
 SECONDS_TO_ANSWER = 5.0
 MOST_NAMED = 8
 TORCH = str(Path(torch.__file__).parent) + os.sep
-UNTELLING = (TORCH, str(Path(__file__).parent) + os.sep, contextlib.__file__, "<frozen")  # whose lines say nothing
+SKIPPED_FRAMES = (TORCH, str(Path(__file__).parent) + os.sep, contextlib.__file__, "<frozen")  # whose lines say nothing
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ def describe_hang(reports: dict[int, Report], who: Sequence[str], asker: int, se
 
 def place(frame: FrameType | None) -> str:
     """The innermost line outside torch and the runtime, as `file:line in function`."""
-    while frame is not None and frame.f_code.co_filename.startswith(UNTELLING):
+    while frame is not None and frame.f_code.co_filename.startswith(SKIPPED_FRAMES):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}" if frame else "an unknown line"
 

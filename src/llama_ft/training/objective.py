@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.data import IGNORED, Batch
-from llama_ft.models import LossFunction, cross_entropy, has_head_loss, packed_arguments, router_loss
+from llama_ft.models import LossFunction, cross_entropy, has_chunked_loss, packed_arguments, router_loss
 from llama_ft.runtime import Runtime, sent
 
 
@@ -79,8 +79,8 @@ def target_losses(
     """Run the model on a micro-batch; return the losses of the tokens to predict, and the routers' auxiliary loss.
 
     Args:
-        model: causal language model; position t predicts token t + 1. Prepared by `use_head_loss` it makes logits of a
-            few hundred positions at a time; otherwise those of all positions with a target.
+        model: causal language model; position t predicts token t + 1. Prepared by `use_chunked_loss` it makes
+            logits of a few hundred positions at a time; otherwise those of all positions with a target.
         batch: labels are not shifted; IGNORED positions are no targets.
         device: where the model computes.
         loss_fn: logits [n, vocab] and targets [n] -> losses [n].
@@ -96,7 +96,7 @@ def target_losses(
         else {"attention_mask": sent(batch.attention_mask, device)}
     )
     inputs: dict[str, Any] = {"input_ids": sent(batch.input_ids, device), "use_cache": False, **layout}
-    if has_head_loss(model):
+    if has_chunked_loss(model):
         losses: tuple[torch.Tensor, torch.Tensor | float] = model(
             **inputs, positions=positions, targets=targets, loss_fn=loss_fn, per_token=per_token
         )

@@ -93,7 +93,7 @@ def describe_state(optimizer: torch.optim.Optimizer, runtime: Runtime) -> str:
         if isinstance(value, torch.Tensor)
     )
     elements = sum(local_tensor(p).numel() for group in optimizer.param_groups for p in group["params"])
-    ranks = runtime.gather_numbers(state_bytes, elements)  # [ranks, 2]
+    ranks = runtime.all_gather_floats(state_bytes, elements)  # [ranks, 2]
     total, largest = ranks.sum(0), ranks[:, 0].max().item()
     per_parameter = (total[0] / total[1]).item()
     return f"Optimizer state: {largest / 2**20:.1f} MiB a rank at most, {per_parameter:.2f} bytes a trained parameter"

@@ -8,7 +8,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.data import stop_token_ids
 from llama_ft.runtime import Runtime, log
-from llama_ft.training.step import free_gathered
+from llama_ft.training.step import free_unsharded
 
 SHOWN_CHARACTERS = 240
 
@@ -75,7 +75,7 @@ def answer(
         pad_token_id=pad_token_id,
         eos_token_id=stop_token_ids(tokenizer, model.config.eos_token_id) or None,
     )
-    free_gathered(model)
+    free_unsharded(model)
     model.train()
     text = tokenizer.decode(tokens[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
     return str(text).strip()

@@ -15,7 +15,7 @@ from transformers.modeling_utils import PreTrainedModel
 from llama_ft.config import TrainConfig
 from llama_ft.data import Batch
 from llama_ft.errors import RunFailure
-from llama_ft.phases import NOBODY, PhaseWatch
+from llama_ft.phases import NULL_MONITOR, PhaseMonitor
 from llama_ft.runtime import Runtime
 from llama_ft.training.objective import LossSum, Objective
 from llama_ft.training.sharded_optimizer import local_tensor
@@ -31,7 +31,7 @@ def accumulate_gradients(
     reduce_last_only: bool,
     runtime: Runtime,
     loss_scale: float = 1.0,
-    watch: PhaseWatch = NOBODY,
+    watch: PhaseMonitor = NULL_MONITOR,
 ) -> list[LossSum]:
     """Forward and backward of this rank's micro-batches; gradients are those of the mean over the global batch.
 
@@ -64,7 +64,7 @@ def accumulate_gradients(
     return losses
 
 
-class StepNumbers:
+class StepResult:
     """The loss and the gradient norm of one step, over all ranks: on the device at once, on the host when it asks.
 
     Asking waits for the device, which then has nothing to do until the host has sent it more. So a training loop asks
@@ -101,14 +101,14 @@ class StepNumbers:
         return {f"train/{name}": value / self._count for name, value in zip(self._names, values, strict=True)}
 
 
-def finish_gradients(
+def clip_and_reduce_norm(
     model: nn.Module,
     losses: Sequence[LossSum],
     count: int,
     settings: TrainConfig,
     loss_scale: float,
     runtime: Runtime,
-) -> StepNumbers:
+) -> StepResult:
     """Divide all gradients by `loss_scale`, and clip them where gradient_clipping says so, as
     torch.nn.utils.clip_grad_norm_ does. The norm is that from before. One small all-reduce, and no wait for the device.
 
@@ -136,7 +136,7 @@ def finish_gradients(
     if settings.gradient_clipping:
         factor = (settings.gradient_clipping_threshold / (numbers[1] + 1e-6)).clamp(max=1.0)
         torch._foreach_mul_(gradients, factor.float().to(gradients[0].device))
-    return StepNumbers(numbers, count, names)
+    return StepResult(numbers, count, names)
 
 
 def update_weights(optimizer: torch.optim.Optimizer, lr: float, failed: torch.Tensor | None = None) -> None:
@@ -174,14 +174,14 @@ class Step:
     """
 
     step: int
-    numbers: StepNumbers
+    numbers: StepResult
     losses: Sequence[LossSum]
     batches: Sequence[Batch]
     metrics: dict[str, Any]
     skipped: bool = False
 
 
-class Unread:
+class PendingMetrics:
     """Steps whose loss nobody has read yet: on a GPU the newest one, at which it may still be.
 
     Once a step has failed, no later one changes the weights, whenever that is read.
@@ -197,7 +197,7 @@ class Unread:
         self._lags = device.type in self.LAGGING
         self._failed = torch.zeros((), device=device)
 
-    def failed_with(self, numbers: StepNumbers) -> torch.Tensor:
+    def failed_with(self, numbers: StepResult) -> torch.Tensor:
         """For update_weights: whether this step or one before it has failed."""
         self._failed = torch.maximum(self._failed, numbers.failed)
         return self._failed
@@ -215,7 +215,7 @@ def is_due(step: int, every: int, otherwise: bool) -> bool:
     return otherwise or (every > 0 and step % every == 0)
 
 
-def free_gathered(model: nn.Module) -> None:
+def free_unsharded(model: nn.Module) -> None:
     """Free what a forward pass without a backward pass has left gathered (the root unit, or all with SHARD_GRAD_OP)."""
     for module in model.modules():
         if isinstance(module, FSDPModule):

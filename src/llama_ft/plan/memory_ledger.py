@@ -8,11 +8,11 @@ from dataclasses import replace
 import torch
 from torch.distributed.tensor import DTensor
 
-from llama_ft.phases import HOLDERS, Holder, Phase
-from llama_ft.plan.record import Moment, Peak
+from llama_ft.phases import MEMORY_CATEGORIES, MemoryCategory, Phase
+from llama_ft.plan.types import Moment, Peak
 
 
-class Ledger:
+class MemoryLedger:
     """Storages that are alive, their bytes and holders, and the peak of each phase.
 
     Attributes:
@@ -28,18 +28,18 @@ class Ledger:
 
     def __init__(self) -> None:
         self.now = 0
-        self.holders: dict[Holder, int] = dict.fromkeys(HOLDERS, 0)
-        self.holder: Holder = "temporaries"
+        self.holders: dict[MemoryCategory, int] = dict.fromkeys(MEMORY_CATEGORIES, 0)
+        self.holder: MemoryCategory = "temporaries"
         self.phase: Phase | None = None
         self.peaks: dict[Phase, Peak] = {}
         self.module = ""
         self.timeline: list[Moment] = []
         self.events: list[tuple[int, int]] = []
-        self._alive: dict[int, tuple[int, int, Holder]] = {}
+        self._alive: dict[int, tuple[int, int, MemoryCategory]] = {}
         self._numbered = 0
         self._has_workspace = False
 
-    def begin(self, phase: Phase | None, holder: Holder) -> None:
+    def begin(self, phase: Phase | None, holder: MemoryCategory) -> None:
         """Measure the peak of a phase; what is allocated belongs to `holder`."""
         self.phase, self.holder = phase, holder
         self.note_peak()
@@ -69,7 +69,7 @@ class Ledger:
             self._numbered += 1
             self._change(self._numbered, nbytes, "temporaries")
 
-    def assign(self, tensors: Iterable[torch.Tensor], holder: Holder) -> None:
+    def assign(self, tensors: Iterable[torch.Tensor], holder: MemoryCategory) -> None:
         """Say who holds tensors that are alive already; of DTensors this rank's part."""
         for tensor in tensors:
             local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
@@ -80,7 +80,7 @@ class Ledger:
                 self.holders[before] -= nbytes
                 self.holders[holder] += nbytes
 
-    def settle(self, phase: Phase, holder: Holder, others: Iterable[Holder]) -> None:
+    def settle(self, phase: Phase, holder: MemoryCategory, others: Iterable[MemoryCategory]) -> None:
         """At the peak of a phase, what `others` hold now was counted as `holder`'s: they had not been assigned yet."""
         peak = self.peaks[phase]
         moved = {other: self.holders[other] for other in others}
@@ -88,7 +88,7 @@ class Ledger:
         self.peaks[phase] = replace(peak, holders=holders)
 
     @contextmanager
-    def held_by(self, holder: Holder) -> Iterator[None]:
+    def held_by(self, holder: MemoryCategory) -> Iterator[None]:
         """What is allocated in the block belongs to `holder`."""
         before, self.holder = self.holder, holder
         try:
@@ -105,7 +105,7 @@ class Ledger:
         if self.phase is not None and (self.phase not in self.peaks or self.now > self.peaks[self.phase].bytes):
             self.peaks[self.phase] = Peak(self.phase, self.now, dict(self.holders), self.module)
 
-    def _change(self, number: int, more: int, holder: Holder) -> None:
+    def _change(self, number: int, more: int, holder: MemoryCategory) -> None:
         self.now += more
         self.holders[holder] += more
         self.events.append((number, more))

@@ -22,14 +22,14 @@ import torch
 
 from llama_ft.config import Config
 from llama_ft.config.messages import size_text
-from llama_ft.data import TokenizedData, TrainingRows
+from llama_ft.data import TokenizedData, TrainingBatches
 from llama_ft.errors import UserError
 from llama_ft.models import NewTokens
-from llama_ft.plan.choose import PYTHON_BYTES, Choice, choose_checkpointing, free_bytes, is_open, settled
+from llama_ft.plan.auto_checkpointing import PYTHON_BYTES, Choice, choose_checkpointing, free_bytes, is_open, settled
 from llama_ft.plan.fit import find_fits
 from llama_ft.plan.gpus import Device
 from llama_ft.plan.predict import CUDA_CONTEXT_BYTES, NCCL_BYTES, BuildModel, PlanRequest, predict
-from llama_ft.plan.record import Change, Plan
+from llama_ft.plan.types import Change, Plan
 from llama_ft.processes import end_with
 from llama_ft.runtime import Runtime, log
 from llama_ft.runtime.out_of_memory import host_memory
@@ -60,7 +60,7 @@ class Limits:
         return self.device_bytes if self.device_bytes is not None else self.host_bytes
 
 
-class StartPlan:
+class Preflight:
     """Plans a run while it starts. On ranks other than 0, and where planning is off, its methods do nothing.
 
     Args:
@@ -86,7 +86,7 @@ class StartPlan:
         folder: Path,
         new_tokens: NewTokens | None,
         rows: TokenizedData,
-        steps: TrainingRows,
+        steps: TrainingBatches,
         job: Runtime,
     ) -> Config:
         """Begin to plan, and go on; with activation_checkpointing auto wait until that is chosen, on all ranks.
@@ -113,14 +113,14 @@ class StartPlan:
         if is_open(config):
             limits = (most_bytes, free_bytes(job.device, job.local_world_size))
             mine = min(limit if limit is not None else math.inf for limit in limits)
-            fewest = job.gather_numbers(mine).min().item()
+            fewest = job.all_gather_floats(mine).min().item()
             most_bytes = None if math.isinf(fewest) else int(fewest)
         if self._pipe is not None:
             with suppress(OSError):
                 self._pipe.send((request, most_bytes))
         if not is_open(config):
             return config
-        choice = job.from_main(partial(self._chosen, request))
+        choice = job.broadcast_from_rank0(partial(self._chosen, request))
         log.info(choice.why)
         return choice.config
 

@@ -11,10 +11,10 @@ from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.data import collate
 from llama_ft.errors import UserError
-from llama_ft.models import forget_head_loss, has_head_loss, packed_arguments
+from llama_ft.models import forget_chunked_loss, has_chunked_loss, packed_arguments
 from llama_ft.models.quantized import QuantizedLinear
 from llama_ft.runtime import Runtime, log
-from llama_ft.training.step import free_gathered
+from llama_ft.training.step import free_unsharded
 
 ROWS = 3
 TOKENS = 16  # of each: enough to see a leak, and next to nothing to compute. One row is longer than a sliding window.
@@ -26,9 +26,7 @@ TOLERANCE_LOSS = 0.01  # of a sum over some fifty targets, where logits are roun
 
 
 @torch.no_grad()
-def check_rows_stay_apart(
-    model: PreTrainedModel, rows: Dataset, longest: int, dtype: torch.dtype, runtime: Runtime
-) -> None:
+def check_packing(model: PreTrainedModel, rows: Dataset, longest: int, dtype: torch.dtype, runtime: Runtime) -> None:
     """Compare the logits of a few rows in one pack with those of each row alone, and the loss made in pieces with that
     of the logits; where that differs, it is not made in pieces. All ranks take part.
 
@@ -60,8 +58,8 @@ def check_rows_stay_apart(
         mask = {"attention_mask": torch.ones(1, len(part), device=device)}
         alone = _logits(model, part, torch.arange(len(part) - len(ours), len(part)), mask, device)
         differences.append(((ours - alone).abs().mean() / alone.std()).item())
-    _check_head_loss(model, torch.cat(parts).to(device), torch.cat(last).to(device), layout, packed)
-    free_gathered(model)
+    _check_chunked_loss(model, torch.cat(parts).to(device), torch.cat(last).to(device), layout, packed)
+    free_unsharded(model)
     model.train()
     difference = max(differences)
     is_exact = dtype == torch.float32 and not any(isinstance(module, QuantizedLinear) for module in model.modules())
@@ -73,21 +71,21 @@ def check_rows_stay_apart(
         )
 
 
-def _check_head_loss(
+def _check_chunked_loss(
     model: PreTrainedModel,
     input_ids: torch.Tensor,
     positions: torch.Tensor,
     layout: dict[str, Any],
     logits: torch.Tensor,
 ) -> None:
-    if not has_head_loss(model):
+    if not has_chunked_loss(model):
         return
     targets = input_ids.roll(-1)[positions]
     inputs = {"input_ids": input_ids.unsqueeze(0), "use_cache": False, **layout}
     in_pieces = model(**inputs, positions=positions, targets=targets)[0].item()
     of_logits = F.cross_entropy(logits, targets, reduction="sum").item()
     if not math.isclose(in_pieces, of_logits, rel_tol=TOLERANCE_LOSS):
-        forget_head_loss(model)
+        forget_chunked_loss(model)
         log.warning(
             f"The loss is computed from all logits at once: in pieces {type(model).__name__} has another, "
             f"{in_pieces:g} and not {of_logits:g}. That takes more memory."

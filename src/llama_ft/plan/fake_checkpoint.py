@@ -21,8 +21,8 @@ from transformers import PretrainedConfig
 from llama_ft.config import ModelConfig
 from llama_ft.errors import UserError
 from llama_ft.models import loader, packed_attention, quantized, source
+from llama_ft.models.build import build_on_meta, decoder_layers, load_model_config
 from llama_ft.models.lora import checkpoint_key
-from llama_ft.models.skeleton import build_skeleton, decoder_layers, load_model_config
 from llama_ft.models.source import (
     DTYPES,
     SINGLE_FILE,
@@ -75,17 +75,17 @@ def planned_models(device: str) -> Iterator[None]:
     """In the block, llama_ft.models loads and computes as fake tensors need it, which stand for those of `device`."""
     fill, keep, filled = loader.Loader.fill, loader.Loader._keep, set[object]()
 
-    def fill_one_of_a_kind(to: loader.Loader, filling: loader.Filling) -> None:
-        kind = (id(to), filling.shape, *filling.wire, *(shard.dtype for shard in filling.shards))
+    def fill_one_of_a_kind(to: loader.Loader, load: loader.ShardLoad) -> None:
+        kind = (id(to), load.shape, *load.wire, *(shard.dtype for shard in load.shards))
         if kind not in filled:
             filled.add(kind)
-            fill(to, filling)
+            fill(to, load)
 
-    def keep_few_blocks(to: loader.Loader, filling: loader.Filling, start: int, stop: int) -> None:
-        blocks = list(filling.blocks(start, stop))
+    def keep_few_blocks(to: loader.Loader, load: loader.ShardLoad, start: int, stop: int) -> None:
+        blocks = list(load.blocks(start, stop))
         for first, last in [*blocks[:2], *blocks[2:][-1:]]:  # others are like the second; a 4-bit weight of 70B has 448
-            shards = [shard[first - start : last - start] for shard in filling.shards]
-            keep(to, replace(filling, shards=shards), first, last)
+            shards = [shard[first - start : last - start] for shard in load.shards]
+            keep(to, replace(load, shards=shards), first, last)
 
     with ExitStack() as stack:
         for place, name, planned in (
@@ -104,7 +104,7 @@ def planned_models(device: str) -> Iterator[None]:
 
 
 @contextmanager
-def stand_in(folder: Path, model: ModelConfig, layers: int | None) -> Iterator[Path]:
+def fake_checkpoint(folder: Path, model: ModelConfig, layers: int | None) -> Iterator[Path]:
     """A folder to plan with.
 
     Args:
@@ -150,7 +150,7 @@ def layers_are_alike(config: PretrainedConfig, model: ModelConfig) -> bool:
     """Whether all decoder layers have parameters of the same shapes, and config.json can be cut down."""
     if model.trust_remote_code:
         return False
-    skeleton = build_skeleton(config, model)
+    skeleton = build_on_meta(config, model)
     layers = decoder_layers(skeleton)
     shapes = {tuple((name, tuple(p.shape)) for name, p in layer.named_parameters()) for layer in layers}
     return len(shapes) == 1 and len(layers) == config.get_text_config().num_hidden_layers
@@ -173,7 +173,7 @@ def _headers_of(config: PretrainedConfig, model: ModelConfig) -> dict[str, Store
             "\nDownload it, or plan with the model it was made of and --quantization."
         )
     dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16
-    skeleton = build_skeleton(deepcopy(config), model)
+    skeleton = build_on_meta(deepcopy(config), model)
     return {
         checkpoint_key(name): StoredTensor(nowhere, tuple(parameter.shape), dtype)
         for name, parameter in skeleton.named_parameters()
@@ -184,7 +184,7 @@ def _first_layers(
     headers: dict[str, StoredTensor], config: PretrainedConfig, model: ModelConfig, count: int
 ) -> dict[str, StoredTensor]:
     """Without the tensors of later layers: names with a number from `count` on where the layers' numbers stand."""
-    skeleton = build_skeleton(deepcopy(config), model)
+    skeleton = build_on_meta(deepcopy(config), model)
     of_layer = {id(layer): name for name, layer in skeleton.named_modules()}
     path = of_layer[id(decoder_layers(skeleton)[0])].split(".")
     prefix = re.escape(path[-2])  # layers, h: a checkpoint may lack what stands before it

@@ -13,8 +13,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from llama_ft.config import FSDPConfig, TrainConfig
 from llama_ft.errors import UserError
-from llama_ft.models import set_storage_dtypes, shard, shard_degree, unit_table
-from llama_ft.models.units import Unit, _describe_units, _modules_to_wrap
+from llama_ft.models import apply_fsdp, set_storage_dtypes, shard_degree, unit_table
+from llama_ft.models.fsdp import Unit, _describe_units, _modules_to_wrap
 from llama_ft.runtime import PRECISIONS
 from llama_ft.training import build_optimizer
 
@@ -94,11 +94,11 @@ def test_a_policy_that_finds_no_layer_class_is_refused() -> None:
 def test_a_unit_that_would_hold_most_of_the_model_is_refused() -> None:
     settings = FSDPConfig(enable_fsdp=True, fsdp_wrap_policy="size", min_num_params=10_000_000)
     with pytest.raises(UserError, match=r"one unit would hold 100% of the model \(4 of its 4 decoder layers\)"):
-        shard(llama(), mesh_of_one(), settings, PRECISIONS["fp32"])
+        apply_fsdp(llama(), mesh_of_one(), settings, PRECISIONS["fp32"])
 
 
 def test_a_single_layer_or_a_big_embedding_may_be_most_of_the_model() -> None:
-    units = shard(llama(layers=1), mesh_of_one(), FSDPConfig(enable_fsdp=True), PRECISIONS["fp32"])
+    units = apply_fsdp(llama(layers=1), mesh_of_one(), FSDPConfig(enable_fsdp=True), PRECISIONS["fp32"])
     assert len(units) == 2
     assert "the largest, the rest, is 76%" in unit_table(units)
 
@@ -126,7 +126,7 @@ def test_gradients_are_the_same_with_parameters_offloaded() -> None:
     plain, offloaded = LlamaForCausalLM(config), LlamaForCausalLM(config)
     offloaded.load_state_dict(plain.state_dict())
     settings = FSDPConfig(enable_fsdp=True, fsdp_cpu_offload=True)
-    shard(offloaded, mesh_of_one(), settings, PRECISIONS["fp32"])
+    apply_fsdp(offloaded, mesh_of_one(), settings, PRECISIONS["fp32"])
     state = offloaded._get_fsdp_state()
     group = state._fsdp_param_groups[0] if hasattr(state, "_fsdp_param_groups") else state._fsdp_param_group
     assert isinstance(group.offload_policy, CPUOffloadPolicy)
@@ -162,7 +162,7 @@ def test_one_process_trains_adapters_without_a_collective_and_copies_no_frozen_w
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("lora_" in name)
     set_storage_dtypes(model, dtypes)
-    shard(model, mesh_of_one(), FSDPConfig(enable_fsdp=True), dtypes)
+    apply_fsdp(model, mesh_of_one(), FSDPConfig(enable_fsdp=True), dtypes)
     stored = [parameter for parameter in model.parameters() if not isinstance(parameter, DTensor)]
     assert sum(p.numel() for p in stored) >= plain * sum(p.numel() for p in model.parameters())
     assert all(isinstance(p, DTensor) == (precision == "bf16_mixed") for p in model.parameters() if p.requires_grad)

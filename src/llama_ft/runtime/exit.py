@@ -79,7 +79,7 @@ class Explainer(Protocol):
         """How the run in a directory ended, if it was killed; else ""."""
 
 
-def leave(
+def exit_process(
     error: BaseException,
     rank: int,
     store: dist.Store | None,
@@ -95,7 +95,7 @@ def leave(
         rank: this process's rank.
         store: the rendezvous store all ranks share; None before the process group exists, and on one process.
         status: the run's status file, when the run has a directory.
-        told_to_end: set once a signal has asked this process to end (runtime.stopping).
+        told_to_end: set once a signal has asked this process to end (runtime.signals).
         about_lost: which other rank has ended and how, if that can be seen; called after a broken connection.
         explainer: explains what has to do with memory; None if the run has not come so far.
     """

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from conftest import REPOSITORY
 from forked import Finished, forked
 
-from llama_ft.runtime.failures import Stop
-from llama_ft.runtime.stopping import Peers, Stopping, grace_warning
+from llama_ft.runtime.exit import Stop
+from llama_ft.runtime.signals import Peers, StopSignals, grace_warning
 
 JOB = str(Path(__file__).with_name("stopping_job.py"))
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
@@ -218,7 +218,7 @@ def test_a_signal_before_the_loop_ends_the_process_at_once(
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_that_launchers_deliver_twice_is_one(number: int) -> None:
-    stopping, ended = Stopping(), []
+    stopping, ended = StopSignals(), []
     with stopping.listening(ended.append):
         with pytest.raises((SystemExit, KeyboardInterrupt)), stopping.between_steps(None):
             os.kill(os.getpid(), number)
@@ -228,7 +228,7 @@ def test_a_signal_that_launchers_deliver_twice_is_one(number: int) -> None:
 
 
 def test_a_hangup_that_nohup_has_ignored_stays_ignored() -> None:
-    stopping, ended = Stopping(), []
+    stopping, ended = StopSignals(), []
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with stopping.listening(ended.append):
@@ -243,7 +243,7 @@ def test_a_hangup_that_nohup_has_ignored_stays_ignored() -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_forked_process_that_is_terminated_does_not_stop_its_parent(number: int) -> None:
-    stopping, ended = Stopping(), []
+    stopping, ended = StopSignals(), []
     with stopping.listening(ended.append):
         context = multiprocessing.get_context("fork")
         runs = context.Event()
@@ -276,7 +276,7 @@ def test_a_dead_rank_counts_as_gone_before_it_is_reaped_and_one_of_another_node_
 
 
 def test_ranks_that_are_asked_differently_agree_on_the_signal() -> None:
-    stopping = Stopping()
+    stopping = StopSignals()
     with stopping.between_steps("1h30m"):
         asked = stopping.asked()
         assert asked == 0 and stopping.agreed(torch.tensor([0.0, 0.0])) is None

@@ -9,7 +9,7 @@ OTHERS_LR = 1e-4  # with which SGD and Adafactor, whose rates are of other scale
 WARMUP_SHARE = 5
 
 
-def doubts(config: Config, total_steps: int, global_batch: int, size: int | None) -> list[str]:
+def advice(config: Config, total_steps: int, global_batch: int, size: int | None) -> list[str]:
     """Settings that can be meant, but mostly are not, each with what would be usual.
 
     Args:

@@ -14,8 +14,8 @@ from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.config import FSDPConfig
 from llama_ft.errors import UserError
+from llama_ft.models.build import decoder_layers
 from llama_ft.models.quantized import weight_counts
-from llama_ft.models.skeleton import decoder_layers
 from llama_ft.models.torch_2_11 import allow_integers
 from llama_ft.runtime.precision import Precision
 
@@ -40,7 +40,7 @@ class Unit:
     layers: int
 
 
-def shard(model: PreTrainedModel, mesh: DeviceMesh, fsdp: FSDPConfig, precision: Precision) -> list[Unit]:
+def apply_fsdp(model: PreTrainedModel, mesh: DeviceMesh, fsdp: FSDPConfig, precision: Precision) -> list[Unit]:
     """Apply fully_shard to the units of the wrap policy, then to the root.
 
     Args:
@@ -132,7 +132,7 @@ def _embedding_and_head(model: PreTrainedModel) -> list[nn.Module]:
 
 def _modules_by_size(model: PreTrainedModel, least: int) -> list[nn.Module]:
     """Innermost first, every module whose parameters that no unit holds yet number at least `least`. Not looked into:
-    the head, which is called for a piece of the positions at a time (see head_loss), and what peft has wrapped: DoRA
+    the head, which is called for a piece of the positions at a time (see chunked_loss), and what peft has wrapped: DoRA
     and adapters of experts read the parameters of modules inside without calling these, which gathers nothing."""
     wrapped: list[nn.Module] = []
     held: set[int] = set()

@@ -17,7 +17,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.config import PeftConfig
 from llama_ft.errors import UserError
-from llama_ft.models.loader import Filling, Loader, open_loader
+from llama_ft.models.loader import Loader, ShardLoad, open_loader
 from llama_ft.models.lora import (
     ADAPTER_WEIGHTS,
     Adapter,
@@ -27,9 +27,10 @@ from llama_ft.models.lora import (
     is_adapter_weight,
     row_norms,
 )
+from llama_ft.models.new_tokens import TokenRows
 from llama_ft.models.prequantized import (
-    complaints,
     parts_of,
+    problems,
     read_4bit,
     read_8bit,
     read_dequantized,
@@ -39,13 +40,12 @@ from llama_ft.models.prequantized import (
 from llama_ft.models.quantized import FourBit, QuantizedLinear
 from llama_ft.models.shards import ShardGroup, local_shard
 from llama_ft.models.source import StoredTensor, WeightSource
-from llama_ft.models.token_rows import TokenRows
 
 NAMED_AT_MOST = 8
 QUANTIZED_AT_ONCE = 2**19  # weights; with it ranks held 11 to 54 MiB beside their shards at most
 
 
-def materialize(
+def load_weights(
     model: PreTrainedModel,
     folder: Path,
     group: ShardGroup,
@@ -89,8 +89,8 @@ def materialize(
     _allocate(model, device, storage_device)
     tokens = _token_rows(model, keys)
     with torch.no_grad():
-        for filling in _fillings(model, keys, loader.headers, frozen_dtype, device):
-            loader.fill(filling)
+        for load in _shard_loads(model, keys, loader.headers, frozen_dtype, device):
+            loader.fill(load)
         for name, parameter in model.named_parameters():
             shard = local_shard(parameter)
             if saved_adapter is not None and adapter is not None and name in adapter.keys:
@@ -110,13 +110,13 @@ def materialize(
     return {name: loader.headers[key].dtype for name, key in keys.items()}
 
 
-def _fillings(
+def _shard_loads(
     model: PreTrainedModel,
     keys: dict[str, str],
     headers: dict[str, StoredTensor],
     frozen_dtype: torch.dtype,
     device: torch.device,
-) -> Iterator[Filling]:
+) -> Iterator[ShardLoad]:
     """How each of the model's own parameters is made of what the checkpoint holds."""
     layers = {id(module.weight): module for module in model.modules() if isinstance(module, QuantizedLinear)}
     for name, parameter in model.named_parameters():
@@ -131,10 +131,10 @@ def _fillings(
                 yield _as_stored(shard, parameter, key, headers)
 
 
-def _as_stored(shard: torch.Tensor, parameter: nn.Parameter, key: str, headers: dict[str, StoredTensor]) -> Filling:
+def _as_stored(shard: torch.Tensor, parameter: nn.Parameter, key: str, headers: dict[str, StoredTensor]) -> ShardLoad:
     # The narrower of the two dtypes travels: conversion gives the same bits on either side.
     wire = min(headers[key].dtype, shard.dtype, key=lambda dtype: dtype.itemsize)
-    return Filling(
+    return ShardLoad(
         [shard], tuple(parameter.shape), [wire], lambda source, start, stop: [source.read_rows(key, start, stop)]
     )
 
@@ -152,16 +152,16 @@ def _token_rows(model: nn.Module, keys: dict[str, str]) -> dict[str, tuple[str, 
 
 def _rows_of(
     shard: torch.Tensor, parameter: nn.Parameter, key: str, ids: list[int], headers: dict[str, StoredTensor]
-) -> Filling:
+) -> ShardLoad:
     def make(source: WeightSource, start: int, stop: int) -> list[torch.Tensor]:
         return [torch.cat([source.read_rows(key, id_, id_ + 1) for id_ in ids[start:stop]])]
 
-    return Filling([shard], tuple(parameter.shape), [headers[key].dtype], make)
+    return ShardLoad([shard], tuple(parameter.shape), [headers[key].dtype], make)
 
 
 def _to_quantized(
     layer: QuantizedLinear, key: str, headers: dict[str, StoredTensor], dtype: torch.dtype, device: torch.device
-) -> Filling:
+) -> ShardLoad:
     """Rows quantized from `dtype` on `device` as they come, or taken as they are when the checkpoint is quantized."""
     form, scheme, in_features = stored_form(key, headers), layer.scheme, layer.in_features
 
@@ -174,7 +174,7 @@ def _to_quantized(
 
     shards = [local_shard(layer.weight), local_shard(layer.scale)]
     wire = [shard.dtype for shard in shards]
-    return Filling(shards, (layer.out_features, in_features), wire, make, QUANTIZED_AT_ONCE)
+    return ShardLoad(shards, (layer.out_features, in_features), wire, make, QUANTIZED_AT_ONCE)
 
 
 @contextmanager
@@ -190,7 +190,7 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _to_floats(shard: torch.Tensor, shape: tuple[int, ...], key: str) -> Filling:
+def _to_floats(shard: torch.Tensor, shape: tuple[int, ...], key: str) -> ShardLoad:
     """A layer that stays as it is although the checkpoint quantized it: 4-bit blocks that cross rows. Its whole weight
     is made at once."""
     whole: list[torch.Tensor] = []
@@ -200,7 +200,7 @@ def _to_floats(shard: torch.Tensor, shape: tuple[int, ...], key: str) -> Filling
             whole.append(read_dequantized(source, key, shard.dtype))
         return [whole[0][start:stop]]
 
-    return Filling([shard], shape, [shard.dtype], make)
+    return ShardLoad([shard], shape, [shard.dtype], make)
 
 
 def account_for(model: PreTrainedModel, headers: dict[str, StoredTensor], folder: Path) -> dict[str, str]:
@@ -232,16 +232,16 @@ def account_for(model: PreTrainedModel, headers: dict[str, StoredTensor], folder
         if stored_form(key, headers) != "float" and not stored_schemes:
             damaged.append(f"{key} is quantized, but config.json has no quantization_config")
         else:
-            damaged += complaints(key, headers, shape, stored_schemes.get(id(parameter)))
+            damaged += problems(key, headers, shape, stored_schemes.get(id(parameter)))
     known = {name for names in aliases.values() for name in names}
     known |= {checkpoint_key(name) for name, _ in model.named_buffers()}
     known |= {part for key in keys.values() for part in parts_of(key, headers)}
     # Llama 2's checkpoints hold each layer's rotary frequencies, which are computed now; transformers skips them too.
     ignored = [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq"]
     extra = [key for key in headers if key not in known and not any(re.search(pattern, key) for pattern in ignored)]
-    problems = {"missing": missing, "not part of the model": extra, "wrong shape": reshaped, "quantization": damaged}
-    if any(problems.values()):
-        lines = [f"{title}: {_named(names)}" for title, names in problems.items() if names]
+    wrong = {"missing": missing, "not part of the model": extra, "wrong shape": reshaped, "quantization": damaged}
+    if any(wrong.values()):
+        lines = [f"{title}: {_named(names)}" for title, names in wrong.items() if names]
         heading = f"{folder}: its weights are not those of the model its config.json describes."
         raise UserError("\n".join([heading, *lines]))
     return keys

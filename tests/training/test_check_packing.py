@@ -22,9 +22,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.errors import UserError
-from llama_ft.models import has_head_loss, use_head_loss, use_packed_attention
+from llama_ft.models import has_chunked_loss, use_chunked_loss, use_packed_attention
 from llama_ft.runtime import Runtime
-from llama_ft.training import check_rows_stay_apart
+from llama_ft.training import check_packing
 
 DTYPES = [torch.float32, torch.bfloat16]
 SHAPE = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -72,7 +72,7 @@ def test_a_model_that_keeps_rows_apart_passes_and_is_left_as_it_was(
     model = make(attention, dtype, runtime)
     before = [parameter.to_local().clone() for parameter in model.parameters()]
     for lengths in ((40, 30, 20, 10), (3, 1, 2), (12, 12)):
-        check_rows_stay_apart(model, rows(*lengths), 64, dtype, runtime)
+        check_packing(model, rows(*lengths), 64, dtype, runtime)
     assert model.training
     for parameter, expected in zip(model.parameters(), before, strict=True):
         assert parameter.grad is None and torch.equal(parameter.to_local(), expected)
@@ -83,7 +83,7 @@ def test_a_model_whose_attention_takes_no_notice_of_rows_is_refused(
     deaf: str, dtype: torch.dtype, runtime: Runtime
 ) -> None:
     with pytest.raises(UserError) as refused:
-        check_rows_stay_apart(make(deaf, dtype, runtime), rows(40, 30, 20, 10), 64, dtype, runtime)
+        check_packing(make(deaf, dtype, runtime), rows(40, 30, 20, 10), 64, dtype, runtime)
     message = str(refused.value)
     assert "LlamaForCausalLM does not keep the rows of a pack apart" in message
     assert message.endswith("Use --batching_strategy padding.")
@@ -104,7 +104,7 @@ def test_a_model_that_loses_its_sliding_window_in_a_pack_is_rejected(
     use_packed_attention(model)
     model.to(dtype)
     with nullcontext() if is_kept else pytest.raises(UserError, match="does not keep the rows of a pack apart"):
-        check_rows_stay_apart(model, rows(7, 5), longest, dtype, runtime)
+        check_packing(model, rows(7, 5), longest, dtype, runtime)
 
 
 class Sharper(LlamaForCausalLM):
@@ -124,13 +124,13 @@ def test_a_loss_in_pieces_that_is_not_that_of_the_logits_is_given_up(
     with torch.device("meta"):
         model = kind(LlamaConfig(vocab_size=101, **SHAPE))
     use_packed_attention(model)
-    assert use_head_loss(model)
+    assert use_chunked_loss(model)
     model.to_empty(device="cpu")
     model.init_weights()
     torch.nn.init.normal_(model.lm_head.weight)
     model.model.rotary_emb.__init__(model.config)  # type: ignore[misc]  # its buffers are not among the weights
     fully_shard(model, mesh=runtime.mesh)
     with caplog.at_level("WARNING", logger="llama_ft"):
-        check_rows_stay_apart(model.train(), rows(40, 30), 64, torch.float32, runtime)
-    assert has_head_loss(model) == is_kept
+        check_packing(model.train(), rows(40, 30), 64, torch.float32, runtime)
+    assert has_chunked_loss(model) == is_kept
     assert ("in pieces Sharper has another" in caplog.text.replace("FSDP", "")) != is_kept

@@ -11,7 +11,7 @@ from llama_ft.errors import UserError
 from llama_ft.plan.changes import changed
 from llama_ft.plan.fit import USABLE
 from llama_ft.plan.predict import CUDA_CONTEXT_BYTES, BuildModel, PlanRequest, predict
-from llama_ft.plan.record import Plan
+from llama_ft.plan.types import Plan
 from llama_ft.runtime.out_of_memory import host_memory
 
 CHECKPOINTING = ("off", "selective", "full")  # what is kept, the most first

@@ -7,7 +7,7 @@ from llama_ft.training.evaluation import BestLoss
 from llama_ft.training.loss_scale import LossScale
 
 
-class Progress:
+class TrainState:
     """What a resumed run must know besides weights, optimizer and random numbers. Which rows come next and the learning
     rate follow from the step.
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Generic, Self, TypeVar
 
-from llama_ft.data.batches import Batch, BatchPlan, collate
+from llama_ft.data.batches import Batch, BatchSampler, collate
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -43,7 +43,7 @@ class StepBatches:
     position: dict[str, int] = field(default_factory=dict)
 
 
-class PreparedRows:
+class PreparedBatches:
     """Tokenized rows on disk, and the plan by which they are trained on.
 
     Args:
@@ -55,11 +55,11 @@ class PreparedRows:
     """
 
     def __init__(
-        self, rows: "Dataset", plan: BatchPlan, pad_token_id: int, num_epochs: int, max_train_step: int
+        self, rows: "Dataset", plan: BatchSampler, pad_token_id: int, num_epochs: int, max_train_step: int
     ) -> None:
         self.rows = rows
         self.plan = plan
-        self.capacity = plan.capacity
+        self.pack_length = plan.pack_length
         self.total_steps = plan.steps_per_epoch * num_epochs
         self.total_steps = min(self.total_steps, max_train_step or self.total_steps)
         self._pad_token_id = pad_token_id
@@ -97,7 +97,7 @@ class PreparedRows:
             )
 
 
-class Ahead(Generic[T]):
+class Prefetcher(Generic[T]):
     """Iterates over what a thread makes ahead of time. A context manager: leaving it ends the thread.
 
     Args:

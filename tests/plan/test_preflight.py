@@ -33,16 +33,16 @@ def tell_plan(finetuning: ModuleType, folder: Path, run: Path, *flags: str) -> t
     import torch
 
     from llama_ft.config import load
-    from llama_ft.plan.at_start import StartPlan
+    from llama_ft.plan.preflight import Preflight
 
     config, _ = load(["--model_name", str(folder), "--dataset", "demo", *FLAGS, *flags], paths=False)
-    start = StartPlan(finetuning.build_model, off=False)
+    start = Preflight(finetuning.build_model, off=False)
     planner = start._process
     rows = SimpleNamespace(longest_row=None, target_share=1.0, validation=[])
     steps = SimpleNamespace(size=None)
     job = SimpleNamespace(world_size=2, local_world_size=2, device=torch.device("cpu"))
-    job.gather_numbers = lambda *mine: torch.tensor([mine, mine], dtype=torch.float64)
-    job.from_main = lambda make: make()
+    job.all_gather_floats = lambda *mine: torch.tensor([mine, mine], dtype=torch.float64)
+    job.broadcast_from_rank0 = lambda make: make()
     config = start.ask(config, folder, None, rows, steps, job)  # type: ignore[arg-type]
     start.tell(run)
     assert planner.pid is not None
@@ -52,7 +52,7 @@ def tell_plan(finetuning: ModuleType, folder: Path, run: Path, *flags: str) -> t
 def test_a_run_gets_its_plan_and_the_planner_is_gone(
     finetuning: ModuleType, plan: Callable[..., Any], folder: Path, tmp_path: Path
 ) -> None:
-    from llama_ft.plan.record import read_plan
+    from llama_ft.plan.types import read_plan
 
     planner, _ = tell_plan(finetuning, folder, tmp_path)
     written = read_plan(tmp_path)
@@ -67,10 +67,10 @@ def test_a_run_that_will_not_fit_is_told_what_would(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    from llama_ft.plan import at_start
+    from llama_ft.plan import preflight
 
-    little = at_start.Limits(None, 5 * 2**20, "a small machine")  # and it takes 5.9 MiB
-    monkeypatch.setattr(at_start, "_limits", lambda *_: little)
+    little = preflight.Limits(None, 5 * 2**20, "a small machine")  # and it takes 5.9 MiB
+    monkeypatch.setattr(preflight, "_limits", lambda *_: little)
     monkeypatch.setattr(logging.getLogger("llama_ft"), "propagate", True)  # to caplog
     planner, _ = tell_plan(finetuning, folder, tmp_path)
     told = {it.getMessage() for it in caplog.records if it.levelno == logging.WARNING and it.name == "llama_ft"}
@@ -88,11 +88,11 @@ def test_a_planner_that_was_killed_is_not_called_slow(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    from llama_ft.plan.at_start import StartPlan
+    from llama_ft.plan.preflight import Preflight
 
     monkeypatch.setattr(logging.getLogger("llama_ft"), "propagate", True)
     caplog.set_level(logging.INFO, logger="llama_ft")
-    start = StartPlan(finetuning.build_model, off=False)
+    start = Preflight(finetuning.build_model, off=False)
     assert start._process.pid is not None
     os.kill(start._process.pid, signal.SIGKILL)
     start.tell(tmp_path)
@@ -107,11 +107,11 @@ def test_a_run_goes_on_with_what_auto_came_to_be_on_the_rank_with_the_least(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    from llama_ft.plan import at_start
-    from llama_ft.plan.record import read_plan
+    from llama_ft.plan import preflight
+    from llama_ft.plan.types import read_plan
 
     selective = plan(folder, 2, *FLAGS, "--activation_checkpointing", "selective")
-    monkeypatch.setattr(at_start, "free_bytes", lambda *_: int(selective.device_bytes / 0.97) + 1)
+    monkeypatch.setattr(preflight, "free_bytes", lambda *_: int(selective.device_bytes / 0.97) + 1)
     monkeypatch.setattr(logging.getLogger("llama_ft"), "propagate", True)
     caplog.set_level(logging.INFO, logger="llama_ft")
     planner, config = tell_plan(finetuning, folder, tmp_path, "--activation_checkpointing", "auto")
@@ -123,13 +123,13 @@ def test_a_run_goes_on_with_what_auto_came_to_be_on_the_rank_with_the_least(
 
 
 def test_the_planner_ends_with_a_run_that_is_killed(finetuning: ModuleType) -> None:
-    from llama_ft.plan.at_start import StartPlan
+    from llama_ft.plan.preflight import Preflight
 
     heard, told = os.pipe()
     run = os.fork()
     if run == 0:
         try:
-            start = StartPlan(finetuning.build_model, off=False)
+            start = Preflight(finetuning.build_model, off=False)
             os.write(told, str(start._process.pid).encode())
         finally:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -144,7 +144,7 @@ def test_the_planner_ends_with_a_run_that_is_killed(finetuning: ModuleType) -> N
 def chosen(finetuning: ModuleType, folder: Path, room: int | None, *flags: str) -> Any:
     """What `activation_checkpointing auto` comes to be where a rank has so much room, in this process."""
     from llama_ft.config import load
-    from llama_ft.plan.choose import choose_checkpointing
+    from llama_ft.plan.auto_checkpointing import choose_checkpointing
     from llama_ft.plan.predict import PlanRequest
 
     line = ["--model_name", str(folder), "--dataset", "demo", "--activation_checkpointing", "auto", *FLAGS, *flags]

@@ -18,8 +18,8 @@ from llama_ft.config import ProfileConfig
 from llama_ft.config.rules import PROFILED_STEPS, STEPS_BEFORE_PROFILE
 from llama_ft.observe import flop_counter
 from llama_ft.observe.breakdown import break_down
-from llama_ft.observe.facts import RunFacts
 from llama_ft.observe.flops import Flops, flop_formula, product_rate, published_peak
+from llama_ft.observe.run_metadata import RunMetadata
 from llama_ft.runtime import Runtime, log
 
 OPERATORS_SHOWN = 12
@@ -46,7 +46,7 @@ class _Ended(NamedTuple):
     done: torch.cuda.Event | None
 
 
-class SpeedWatch:
+class ThroughputMeter:
     """A context manager around the steps of a run; every rank has one.
 
     At its making all ranks together measure how fast matrix products of the model's own shape are, which takes a tenth
@@ -70,15 +70,15 @@ class SpeedWatch:
         settings: ProfileConfig,
         dtype: torch.dtype,
         run: Path,
-        facts: RunFacts,
+        facts: RunMetadata,
         job: Runtime,
     ) -> None:
         self._settings, self._facts, self._job = settings, facts, job
         self._folder = Path(settings.profiler_dir).expanduser() if settings.profiler_dir else run / "profile"
         self._formula = flop_formula(model)
-        job.gather_numbers(0)  # begin together
+        job.all_gather_floats(0)  # begin together
         self._rate = product_rate(self._formula.product, dtype, job.device)
-        rates = job.gather_numbers(self._rate, published_peak(dtype, job.device))
+        rates = job.all_gather_floats(self._rate, published_peak(dtype, job.device))
         self._rates, peaks = rates[:, 0].tolist(), rates[:, 1].tolist()
         self._peak = sum(peaks) if all(peaks) else None
         self._log_rates(dtype)

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.modeling_utils import PreTrainedModel
 
-from llama_ft.models import cross_entropy, head_loss, use_head_loss
+from llama_ft.models import chunked_loss, cross_entropy, use_chunked_loss
 from llama_ft.models.lora_linear import use_fused_lora
 
 VOCABULARY = 320
@@ -33,8 +33,8 @@ ALL_LOGITS = ("Falcon-H1", "Llama 4 text", "ModernBERT decoder")
 @pytest.fixture(autouse=True)
 def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """83 positions in pieces of 16."""
-    monkeypatch.setattr(head_loss, "FEWEST_POSITIONS", 16)
-    monkeypatch.setattr(head_loss, "LOGITS_AT_ONCE", {"cpu": VOCABULARY * 16})
+    monkeypatch.setattr(chunked_loss, "FEWEST_POSITIONS", 16)
+    monkeypatch.setattr(chunked_loss, "LOGITS_AT_ONCE", {"cpu": VOCABULARY * 16})
 
 
 def taught(model: PreTrainedModel) -> PreTrainedModel:
@@ -42,7 +42,7 @@ def taught(model: PreTrainedModel) -> PreTrainedModel:
     weights = dict(model.state_dict())
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     model.to("meta")
-    assert use_head_loss(model)
+    assert use_chunked_loss(model)
     model.to_empty(device="cpu")
     model.tie_weights()
     model.load_state_dict(weights)
@@ -90,7 +90,7 @@ def test_architectures_have_the_loss_and_gradients_of_all_their_logits(name: str
 
 @pytest.mark.parametrize("name", ALL_LOGITS)
 def test_other_architectures_keep_all_their_logits(name: str) -> None:
-    assert not use_head_loss(architecture(name))
+    assert not use_chunked_loss(architecture(name))
 
 
 def test_a_frozen_layer_between_decoder_and_head_needs_no_gradient() -> None:

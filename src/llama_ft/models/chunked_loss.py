@@ -47,7 +47,7 @@ def cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return losses
 
 
-def use_head_loss(model: PreTrainedModel) -> bool:
+def use_chunked_loss(model: PreTrainedModel) -> bool:
     """Teach a model's forward to return a loss instead of logits when it is called with `targets` [targets] and
     `positions`, where in the flattened micro-batch they are predicted.
 
@@ -114,22 +114,22 @@ def use_head_loss(model: PreTrainedModel) -> bool:
         if not torch.is_grad_enabled():
             losses = torch.cat(chunks.run(hidden, [], for_hidden=False)[0])
             return losses if per_token else losses.sum()
-        return (_TokenLosses if per_token else _HeadLoss).apply(hidden, chunks, *trained)
+        return (_TokenLosses if per_token else _ChunkedLoss).apply(hidden, chunks, *trained)
 
     model.forward = forward
     head.forward = head_forward
-    model._has_head_loss = True  # type: ignore[assignment]
+    model._has_chunked_loss = True  # type: ignore[assignment]
     return True
 
 
-def has_head_loss(model: nn.Module) -> bool:
-    """Whether `use_head_loss` has taught this model."""
-    return bool(getattr(model, "_has_head_loss", False))
+def has_chunked_loss(model: nn.Module) -> bool:
+    """Whether `use_chunked_loss` has taught this model."""
+    return bool(getattr(model, "_has_chunked_loss", False))
 
 
-def forget_head_loss(model: nn.Module) -> None:
+def forget_chunked_loss(model: nn.Module) -> None:
     """Have the loss computed from all logits."""
-    model._has_head_loss = False  # type: ignore[assignment]
+    model._has_chunked_loss = False  # type: ignore[assignment]
 
 
 class _Known:
@@ -235,7 +235,7 @@ class _Chunks:
         return losses, gradient, sums
 
 
-class _HeadLoss(torch.autograd.Function):
+class _ChunkedLoss(torch.autograd.Function):
     """Summed loss of hidden states [targets, width]; the gradients are made in the forward pass, and scaled in the
     backward pass by what the loss is divided by."""
 

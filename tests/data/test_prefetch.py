@@ -6,7 +6,7 @@ from collections.abc import Generator
 
 import pytest
 
-from llama_ft.data import Ahead
+from llama_ft.data import Prefetcher
 
 
 def numbers(made: list[int], closed: threading.Event, count: int = 1000) -> Generator[int, None, None]:
@@ -20,7 +20,7 @@ def numbers(made: list[int], closed: threading.Event, count: int = 1000) -> Gene
 
 def test_items_come_in_order_and_a_few_are_made_ahead() -> None:
     made: list[int] = []
-    with Ahead(numbers(made, threading.Event(), 20), 2) as ahead:
+    with Prefetcher(numbers(made, threading.Event(), 20), 2) as ahead:
         items = iter(ahead)
         assert next(items) == 0
         until = time.monotonic() + 10
@@ -32,12 +32,12 @@ def test_items_come_in_order_and_a_few_are_made_ahead() -> None:
 
 def test_leaving_early_closes_what_makes_them() -> None:
     closed = threading.Event()
-    with Ahead(numbers([], closed)) as ahead:
+    with Prefetcher(numbers([], closed)) as ahead:
         for number in ahead:
             if number == 3:
                 break
     assert closed.is_set()
-    with pytest.raises(KeyError), Ahead(numbers([], closed := threading.Event())) as ahead:
+    with pytest.raises(KeyError), Prefetcher(numbers([], closed := threading.Event())) as ahead:
         next(iter(ahead))
         raise KeyError
     assert closed.wait(10)
@@ -49,7 +49,7 @@ def test_an_error_is_raised_where_its_item_was_due() -> None:
         raise ValueError("no more")
 
     taken = []
-    with pytest.raises(ValueError, match="no more"), Ahead(failing()) as ahead:
+    with pytest.raises(ValueError, match="no more"), Prefetcher(failing()) as ahead:
         for number in ahead:
             taken.append(number)
     assert taken == [1]
@@ -61,10 +61,10 @@ def test_waiting_is_measured() -> None:
             threading.Event().wait(0.2)
             yield number
 
-    with Ahead(slow()) as ahead:
+    with Prefetcher(slow()) as ahead:
         waited = [ahead.waited_seconds for _ in ahead]
     assert all(0.1 < seconds < 5 for seconds in waited)
-    with Ahead(numbers([], threading.Event(), 3)) as ahead:
+    with Prefetcher(numbers([], threading.Event(), 3)) as ahead:
         items = iter(ahead)
         next(items)
         time.sleep(0.2)

@@ -3,7 +3,7 @@
 import pytest
 
 from llama_ft.config import Config
-from llama_ft.training import doubts
+from llama_ft.training import advice
 
 
 def settings(
@@ -36,7 +36,7 @@ def settings(
     ],
 )
 def test_only_what_is_unusual_is_asked_about(config: Config, asked: list[str]) -> None:
-    found = doubts(config, 100, global_batch=8, size=8)
+    found = advice(config, 100, global_batch=8, size=8)
     assert len(found) == len(asked)
     for message, start in zip(found, asked, strict=True):
         assert message.startswith(start)
@@ -44,9 +44,9 @@ def test_only_what_is_unusual_is_asked_about(config: Config, asked: list[str]) -
 
 def test_a_global_batch_larger_than_an_epoch_is_asked_about() -> None:
     config = settings(lr=1e-5)
-    assert not doubts(config, 100, global_batch=8, size=None)
-    [packs] = doubts(config, 100, global_batch=8, size=7)
+    assert not advice(config, 100, global_batch=8, size=None)
+    [packs] = advice(config, 100, global_batch=8, size=7)
     assert packs.startswith("an epoch has 7 packs, and an optimizer step takes 8: each epoch is one step.")
     config.data.batching_strategy = "padding"
-    [rows] = doubts(config, 100, global_batch=8, size=1)
+    [rows] = advice(config, 100, global_batch=8, size=1)
     assert rows.startswith("an epoch has 1 row, and an optimizer step takes 8")

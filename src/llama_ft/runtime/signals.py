@@ -32,7 +32,7 @@ import torch.distributed as dist
 
 from llama_ft.config import parse_duration
 from llama_ft.errors import LostRank
-from llama_ft.runtime.failures import Stop, Stopped
+from llama_ft.runtime.exit import Stop, Stopped
 from llama_ft.runtime.out_of_memory import KILLED, explain_kill, kernel_kills
 
 SIGNALS: dict[int, Stop] = {
@@ -73,7 +73,7 @@ class Peers:
         return ""
 
 
-class Stopping:
+class StopSignals:
     """Whether this process is asked to stop.
 
     Attributes:

@@ -13,7 +13,7 @@ from forked import forked
 
 from llama_ft.config import ModelConfig, PeftConfig
 from llama_ft.errors import UserError
-from llama_ft.models import ShardGroup, build_skeleton, load_model_config, materialize
+from llama_ft.models import ShardGroup, build_on_meta, load_model_config, load_weights
 from llama_ft.runtime import Runtime
 
 SCRIPT = Path(__file__).with_name("load_and_dump.py")
@@ -139,10 +139,10 @@ def test_every_rank_holds_the_rows_torch_chunk_gives_it(
 
 
 def test_a_buffer_that_nobody_fills_is_an_error(tiny_model: Path, runtime: Runtime) -> None:
-    model = build_skeleton(load_model_config(tiny_model, False), ModelConfig(model_name="mine"))
+    model = build_on_meta(load_model_config(tiny_model, False), ModelConfig(model_name="mine"))
     model.model.layers[1].register_buffer("table", torch.empty(3, device="meta"), persistent=False)
     with pytest.raises(UserError, match="model_type llama .*\n *model.layers.1.table$"):
-        materialize(
+        load_weights(
             model, tiny_model, ShardGroup(runtime.mesh), runtime.device, runtime.device, scatter=False, adapter=None,
             peft=PeftConfig(), seed=0, frozen_dtype=torch.float32,
         )  # fmt: skip

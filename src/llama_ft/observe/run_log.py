@@ -16,7 +16,7 @@ from llama_ft.config.settings import TrackingConfig
 from llama_ft.errors import reason
 from llama_ft.masking import mask_secrets
 from llama_ft.observe.metrics import Metrics, MetricsLog, records_up_to
-from llama_ft.observe.progress import Progress
+from llama_ft.observe.progress import ProgressBar
 from llama_ft.observe.trackers import Result, Samples, Tracker, start_trackers
 from llama_ft.runtime.console import log
 
@@ -71,7 +71,7 @@ class RunLog:
                 self.tracker_ids |= tracker.ids
             self._metrics_log = MetricsLog(output_dir / METRICS_FILE, resume_step, earlier)
             self._open.callback(self._metrics_log.close)
-            self._progress = Progress(total_steps, resume_step or 0)
+            self._progress = ProgressBar(total_steps, resume_step or 0)
             self._progress_shown = False
         self._last_step = resume_step or 0
         if self._trackers and resume_step is not None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from llama_ft.phases import Holder, Phase
+from llama_ft.phases import MemoryCategory, Phase
 
 PLAN_FILE = "plan.json"
 
@@ -24,7 +24,7 @@ class Peak:
 
     phase: Phase
     bytes: int
-    holders: dict[Holder, int]
+    holders: dict[MemoryCategory, int]
     module: str
 
 

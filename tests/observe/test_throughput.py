@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from llama_ft.config import ProfileConfig
-from llama_ft.observe import RunFacts, SpeedWatch
+from llama_ft.observe import RunMetadata, ThroughputMeter
 from llama_ft.observe.flops import flop_formula
 from llama_ft.runtime import Runtime
 
@@ -26,8 +26,8 @@ def model() -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(vocab_size=120, **shape))
 
 
-def watch(model: LlamaForCausalLM, folder: Path, runtime: Runtime, **settings: bool) -> SpeedWatch:
-    return SpeedWatch(model, ProfileConfig(**settings), torch.float32, folder, RunFacts(folder), runtime)
+def watch(model: LlamaForCausalLM, folder: Path, runtime: Runtime, **settings: bool) -> ThroughputMeter:
+    return ThroughputMeter(model, ProfileConfig(**settings), torch.float32, folder, RunMetadata(folder), runtime)
 
 
 def test_a_steps_numbers_are_its_own_when_they_are_read_later(

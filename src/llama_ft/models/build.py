@@ -13,7 +13,7 @@ from transformers.modeling_utils import PreTrainedModel
 from llama_ft.config import ModelConfig
 from llama_ft.errors import UserError, reason
 from llama_ft.models.conversion import note_conversions
-from llama_ft.models.token_rows import NewTokens, note_growth
+from llama_ft.models.new_tokens import NewTokens, note_growth
 from llama_ft.runtime.console import log
 from llama_ft.runtime.precision import Precision
 
@@ -55,7 +55,7 @@ def load_model_config(folder: Path, trust_remote_code: bool) -> PretrainedConfig
         raise UserError(f"{folder}: its config.json cannot be used ({reason(error)}).") from error
 
 
-def build_skeleton(config: PretrainedConfig, model: ModelConfig, new: NewTokens | None = None) -> PreTrainedModel:
+def build_on_meta(config: PretrainedConfig, model: ModelConfig, new: NewTokens | None = None) -> PreTrainedModel:
     """The causal language model of `config` on the meta device, tied weights tied.
 
     Args:

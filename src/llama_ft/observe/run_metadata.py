@@ -20,7 +20,7 @@ CHECKOUT = Path(__file__).resolve().parents[3]
 DRIVER_VERSION = Path("/proc/driver/nvidia/version")
 
 
-class RunFacts:
+class RunMetadata:
     """Keeps one facts.json current, in a directory that exists. Secrets do not get into it.
 
     A run that goes on in its directory goes on with its file, so that the answer before tuning stays.

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from llama_ft.observe import RunFacts, environment
-from llama_ft.observe.facts import FACTS_FILE, git_state
+from llama_ft.observe import RunMetadata, environment
+from llama_ft.observe.run_metadata import FACTS_FILE, git_state
 
 
 def facts(folder: Path) -> dict:
@@ -17,15 +17,15 @@ def facts(folder: Path) -> dict:
 
 
 def test_facts_are_merged_key_by_key_and_lists_replaced(tmp_path: Path) -> None:
-    kept = RunFacts(tmp_path)
+    kept = RunMetadata(tmp_path)
     kept.add(memory={"phases": {"load": [1]}, "unit": "device"}, units=[1, 2])
     kept.add(memory={"phases": {"load": [2], "save": [3]}}, units=[4])
     assert facts(tmp_path) == {"memory": {"phases": {"load": [2], "save": [3]}, "unit": "device"}, "units": [4]}
 
 
 def test_a_resumed_run_keeps_the_answer_before_tuning(tmp_path: Path) -> None:
-    RunFacts(tmp_path).add_sample("before", {"question": "?", "answer": "half a character \udc80", "reference": "r"})
-    resumed = RunFacts(tmp_path)
+    RunMetadata(tmp_path).add_sample("before", {"question": "?", "answer": "half a character \udc80", "reference": "r"})
+    resumed = RunMetadata(tmp_path)
     resumed.add_sample("after", {"question": "?", "answer": "1", "reference": "r"})
     resumed.add_sample("after", {"question": "?", "answer": "2", "reference": "r"})
     resumed.add_sample("after", None)
@@ -34,7 +34,7 @@ def test_a_resumed_run_keeps_the_answer_before_tuning(tmp_path: Path) -> None:
 
 
 def test_other_ranks_write_nothing(tmp_path: Path) -> None:
-    silent = RunFacts(tmp_path, enabled=False)
+    silent = RunMetadata(tmp_path, enabled=False)
     silent.add(units=[1])
     silent.add_sample("before", {"question": "?"})
     assert list(tmp_path.iterdir()) == []
@@ -42,7 +42,7 @@ def test_other_ranks_write_nothing(tmp_path: Path) -> None:
 
 def test_a_file_that_cannot_be_written_or_read_is_told_and_ends_nothing(tmp_path: Path, screen: io.StringIO) -> None:
     (tmp_path / FACTS_FILE).write_text("{")
-    kept = RunFacts(tmp_path)
+    kept = RunMetadata(tmp_path)
     kept.add(units=[1])
     assert facts(tmp_path) == {"units": [1]}
     (tmp_path / FACTS_FILE).unlink()
@@ -75,7 +75,7 @@ def test_the_environment_tells_the_command_without_its_secrets(tmp_path: Path, m
     monkeypatch.setattr(sys, "argv", ["recipes/finetuning.py", "--dataset", "https://me:pass@host/rows of mine.jsonl"])
     found = environment({"torch": "2.13.0"}, "2 processes")
     assert found["command"].startswith("recipes/finetuning.py --dataset 'https://")
-    RunFacts(tmp_path).add(environment=found)
+    RunMetadata(tmp_path).add(environment=found)
     written = facts(tmp_path)["environment"]
     assert written["command"] == "recipes/finetuning.py --dataset 'https://***@host/rows of mine.jsonl'"
     assert (written["torch"], written["ranks"]) == ("2.13.0", "2 processes")
