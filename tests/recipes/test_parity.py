@@ -25,7 +25,8 @@ LAUNCHES = [
     pytest.param(4, False, id="4", marks=pytest.mark.slow),
 ]
 # Cases on 2 ranks that have a launch of their own among the slow tests: what is new in each is in another case, too, or
-# is proven apart from the loop: in test_packed_attention (eager), test_fsdp, test_activation_checkpointing and test_load_weights.
+# is proven apart from the loop: in test_packed_attention (eager), test_fsdp, test_activation_checkpointing and
+# test_load_weights.
 FURTHER = (
     "full, 4 micro-batches",
     "lora, padded",
