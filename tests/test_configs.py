@@ -17,7 +17,8 @@ from model_shapes import CONFIGS, PARAMETERS, write_config
 from llama_ft.config import Config, ModelConfig, load, load_recipe
 from llama_ft.plan.fit import USABLE
 from llama_ft.plan.gpus import TABLE
-from llama_ft.plan.predict import PlanRequest, predict
+from llama_ft.plan.predict import predict
+from llama_ft.plan.types import PlanRequest
 
 FOLDER = REPOSITORY / "configs"
 README = (FOLDER / "README.md").read_text()

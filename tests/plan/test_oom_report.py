@@ -58,13 +58,9 @@ def test_a_module_that_is_recomputed_is_named_in_the_backward_pass(sharded: Llam
     sharded.gradient_checkpointing_enable({"use_reentrant": False})
     sharded.train()
     passes = []
-
-    def second_time(*_: object) -> None:
-        passes.append(1)
-        if len(passes) == 2:
-            ask_for_too_much()
-
-    sharded.model.layers[2].self_attn.register_forward_pre_hook(second_time)
+    sharded.model.layers[2].self_attn.register_forward_pre_hook(
+        lambda *_: ask_for_too_much() if passes else passes.append(1)
+    )
     assert where(sharded) == "model.layers.2.self_attn"
 
 
@@ -103,7 +99,6 @@ def test_the_planner_is_a_program_of_its_own_without_gpu_and_job(monkeypatch: py
         ({"fits": [{"flags": ["--use_peft", "--lr 1e-4"], "peak_bytes": MIB}]}, "--use_peft --lr 1e-4 (1.0 MiB)"),
         ({"fits": [], "fits_on_ranks": 8}, "the same training on 8 ranks"),
         ({"fits": []}, "none of the changes that were planned."),
-        ({"fits_as_it_is": True}, "the run itself, by its plan; something else takes the memory."),
     ],
 )
 def test_the_planners_answer_is_one_line(answer: dict[str, object], said: str) -> None:
@@ -134,20 +129,17 @@ def report(runtime: Runtime) -> MemoryReport:
         (None, False),
     ],
 )
-@pytest.mark.parametrize("peak_bytes", [100 * MIB, 10**13])
 def test_the_next_start_says_how_the_last_run_ended(
-    report: MemoryReport, tmp_path: Path, status: dict[str, object] | None, killed: bool, peak_bytes: int
+    report: MemoryReport, tmp_path: Path, status: dict[str, object] | None, killed: bool
 ) -> None:
     if status is not None:
         (tmp_path / "status.json").write_text(json.dumps(status))
-    line = json.dumps({"step": 1, "memory/host_peak_bytes": [peak_bytes]})
+    line = json.dumps({"step": 1, "memory/host_peak_bytes": [100 * MIB]})
     (tmp_path / "metrics.jsonl").write_text(f'{line}\n{line}\n{{"step": 2, "memory/host_peak')
     said = report.last_end(tmp_path)
     assert bool(said) == killed
     if killed:
-        assert str(tmp_path) in said and KILLED in said and size_text(peak_bytes) in said
-        assert ("somebody's kill -9" in said.splitlines()[-1]) == (peak_bytes == 100 * MIB)
-        assert ("--tokenize_processes 1" in said) == (peak_bytes != 100 * MIB)
+        assert str(tmp_path) in said and KILLED in said and "100.0 MiB" in said
 
 
 # Answers as plan.py does, at once, with what it was asked.
