@@ -1,16 +1,12 @@
 """Settings that fit: what is planned, and that the answers are recipes which do."""
 
 import dataclasses
-import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
-from conftest import torchrun
-from forked import REPOSITORY
 from model_shapes import write_config
 
 from llama_ft.config import Config, load, load_recipe, to_yaml
@@ -133,42 +129,3 @@ def test_nothing_fits_into_a_megabyte(finetuning: ModuleType, shallow_model: Pat
     request = request_for("--batch_size_training 2 --context_length 512 --device cpu", 2, "cpu", shallow_model)
     ladder, _ = climb(request, finetuning, device_for("1MB"))
     assert ladder.to_json() == {"fits_as_it_is": False, "fits": [], "fits_on_ranks": None}
-
-
-def peaks_measured(folder: Path, recipes: dict[str, Path], ranks: int) -> dict[str, int]:
-    """Bytes of tensors on the fullest rank of real runs, counted by torch's allocator: benchmarks/plan_job.py."""
-    sys.path.insert(0, str(REPOSITORY / "benchmarks"))
-    from plan_job import compile_counter
-
-    shared = ["--max_train_step=2", "--no_plan"]
-    cases = [
-        {"name": name, "flags": [f"--config={file}", f"--output_dir={folder / ('run-' + name)}", *shared]}
-        for name, file in recipes.items()
-    ]
-    job = {"device": "cpu", "library": str(compile_counter(folder)), "dump": False, "cases": cases}
-    (folder / "job.json").write_text(json.dumps(job))
-    finished = torchrun(ranks, str(REPOSITORY / "benchmarks" / "plan_job.py"), str(folder / "job.json"))
-    assert finished.exit_code == 0, finished.output
-    found = {}
-    for name in recipes:
-        ranks_found = [json.loads((folder / f"{name}-{rank}.json").read_text())["peaks"] for rank in range(ranks)]
-        found[name] = max(max(steps.values()) for peaks in ranks_found for steps in peaks.values())
-    return found
-
-
-@pytest.mark.slow
-def test_answers_are_run_and_do_fit(finetuning: ModuleType, shallow_model: Path, tmp_path: Path) -> None:
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text("".join(json.dumps({"input_ids": [1 + n % 250 for n in range(512)]}) + "\n" for _ in range(32)))
-    line = ["--model_name", str(shallow_model), "--dataset", str(rows), "--device", "cpu", "--precision", "bf16_mixed"]
-    config, _ = load([*line, "--context_length", "512", "--batch_size_training", "4"])
-    request = PlanRequest(config, shallow_model, 2, 2, "cpu")
-    planned = predict(request, finetuning.build_model)
-    ladder, _ = climb(request, finetuning, device_for(f"{planned.device_bytes * 4 // 5}B"), quick=False)
-    assert ladder.fits
-    ladder.write(tmp_path / "fits")
-    (tmp_path / "asked.yaml").write_text(to_yaml(config))
-    recipes = {f"fit-{number}": tmp_path / "fits" / f"fit-{number}.yaml" for number, _ in enumerate(ladder.fits, 1)}
-    peaks = peaks_measured(tmp_path, {"asked": tmp_path / "asked.yaml", **recipes}, 2)
-    assert peaks["asked"] > ladder.device.bytes
-    assert all(peaks[name] <= ladder.device.bytes for name in recipes), (ladder.device.bytes, peaks)
