@@ -46,7 +46,7 @@ def main(config: Config, options: PlanFlags) -> None:
     tell = partial(print, file=sys.stderr, flush=True)
     try:
         if config.train.activation_checkpointing == "auto":
-            room = options.device.bytes if options.device else free_bytes(torch.device(device), local_ranks)
+            room = options.fit_bytes or free_bytes(torch.device(device), local_ranks)
             chosen, why, _ = choose_checkpointing(request, build_model, room)
             tell(f"activation_checkpointing auto: {why}")
             request = dataclasses.replace(request, config=chosen)
@@ -54,8 +54,8 @@ def main(config: Config, options: PlanFlags) -> None:
     except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:  # of the model's own code, mostly
         raise RunFailure(f"This model could not be planned: {type(error).__name__}: {error}") from error
     text, values = describe(planned), {"plan": planned.to_json()}
-    if options.device:
-        ladder = Ladder(request, build_model, options.device, planned, options.quick, tell)
+    if options.fit:
+        ladder = Ladder(request, build_model, options.fit_bytes, planned, options.quick, tell)
         ladder.climb()
         text, values = f"{text}\n\n{ladder.describe()}", values | ladder.to_json()
         if options.fit_out:

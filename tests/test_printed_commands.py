@@ -14,7 +14,6 @@ from llama_ft.config import load
 from llama_ft.config.dump import help_text
 from llama_ft.config.settings import SETTINGS
 from llama_ft.plan.fit import Fit, Ladder, changed
-from llama_ft.plan.gpus import Device
 from llama_ft.plan.types import Plan, PlanRequest
 
 PAGES = sorted(str(it.relative_to(REPOSITORY)) for it in REPOSITORY.glob("docs/*.md"))
@@ -47,7 +46,7 @@ def test_the_commands_of_fit_make_the_recipe_that_was_planned(world: int, nodes:
     assert fit is not None
     answers = [Fit(fit, ["--quantization 4bit"], "nothing", PLAN)]
     folder = tmp_path / "with blanks"
-    Ladder(request, print, Device("small", 1), PLAN, True, print, answers).write(folder)
+    Ladder(request, print, 1, PLAN, True, print, answers).write(folder)
     [command] = [line.strip("# ") for line in (folder / "fit-1.yaml").read_text().splitlines() if "--config" in line]
     assert command.startswith("torchrun ") == (world > 1)
     assert load(words_of_script(command), paths=False)[0] == fit

@@ -11,7 +11,7 @@ from model_shapes import write_config
 
 from llama_ft.config import Config, load, load_recipe, to_yaml
 from llama_ft.plan.fit import SHARDED, Ladder, changed, cheap_changes, last_resorts, training_changes
-from llama_ft.plan.gpus import CUDA_CONTEXT_BYTES, Device, device_for
+from llama_ft.plan.gpus import CUDA_CONTEXT_BYTES, device_bytes
 from llama_ft.plan.predict import predict
 from llama_ft.plan.types import PlanRequest
 
@@ -59,7 +59,7 @@ def test_every_change_is_a_recipe_that_loads_with_the_same_global_batch(
     assert len(seen) > 2
 
 
-def climb(request: PlanRequest, finetuning: ModuleType, room: Device, quick: bool = True) -> tuple[Ladder, list[str]]:
+def climb(request: PlanRequest, finetuning: ModuleType, room: int, quick: bool = True) -> tuple[Ladder, list[str]]:
     """The answer, and what was planned for it."""
     told = list[str]()
     planned = predict(request, finetuning.build_model, quick)
@@ -83,7 +83,7 @@ def test_lora_on_a_large_model_fits_with_activation_checkpointing_alone(
 ) -> None:
     folder = write_config(tmp_path / "model", name)
     request = request_for(f"--use_peft {line} --context_length 2048", 1, folder=folder)
-    ladder, told = climb(request, finetuning, device_for(gpu))
+    ladder, told = climb(request, finetuning, device_bytes(gpu))
     assert [it.flags for it in ladder.fits] == [["--activation_checkpointing full"]]
     assert len(told) == 1 and "1. --activation_checkpointing full" in ladder.describe()
 
@@ -94,14 +94,14 @@ def test_changes_that_keep_the_training_add_up_until_it_fits(
 ) -> None:
     request = request_for("--batch_size_training 4 --context_length 512 --use_peft", 1, folder=shallow_model)
     planned = predict(request, finetuning.build_model)
-    room = device_for(f"{planned.outside_bytes + (planned.device_bytes - planned.outside_bytes) * 3 // 5}B")
+    room = planned.outside_bytes + (planned.device_bytes - planned.outside_bytes) * 3 // 5
     ladder, told = climb(request, finetuning, room, quick)
     [fit] = ladder.fits
     assert (fit.config.train.activation_checkpointing, fit.config.train.batch_size_training) == ("full", 1)
     assert global_batch(fit.config) == 4 and fit.config.peft.use_peft and fit.config.quantization.mode == "none"
-    assert fit.plan.device_bytes <= room.bytes < planned.device_bytes and len(told) == 2
+    assert fit.plan.device_bytes <= room < planned.device_bytes and len(told) == 2
     alone = predict(dataclasses.replace(request, config=fit.config), finetuning.build_model)
-    assert alone.device_bytes <= room.bytes
+    assert alone.device_bytes <= room
 
 
 def test_smaller_activations_are_not_planned_where_states_alone_are_too_much(
@@ -109,23 +109,23 @@ def test_smaller_activations_are_not_planned_where_states_alone_are_too_much(
 ) -> None:
     request = request_for("--batch_size_training 2 --context_length 256", 1, folder=shallow_model)
     weights = 1_100_000  # of 16 bytes in full fine-tuning, of 10 with AdamW8bit
-    _, told = climb(request, finetuning, Device("small", CUDA_CONTEXT_BYTES + 12 * weights))
+    _, told = climb(request, finetuning, CUDA_CONTEXT_BYTES + 12 * weights)
     assert "--optimizer AdamW8bit" in told[0]
 
 
 def test_more_ranks_are_an_answer_where_states_are_too_much(finetuning: ModuleType, shallow_model: Path) -> None:
     request = request_for("--context_length 256 --batch_size_training 1 --device cpu", 1, "cpu", shallow_model)
     planned = predict(request, finetuning.build_model)
-    ladder, _ = climb(request, finetuning, Device("small", planned.device_bytes * 3 // 4))
+    ladder, _ = climb(request, finetuning, planned.device_bytes * 3 // 4)
     assert ladder.enough_ranks in (2, 4, 8)
     ranks = dataclasses.replace(request, world_size=ladder.enough_ranks, local_world_size=ladder.enough_ranks)
     config = changed(request.config, {**SHARDED, "activation_checkpointing": "full"}, "cpu")
     assert config is not None
     plan = predict(dataclasses.replace(ranks, config=config), finetuning.build_model)
-    assert plan.device_bytes <= ladder.device.bytes < planned.device_bytes
+    assert plan.device_bytes <= ladder.device_bytes < planned.device_bytes
 
 
 def test_nothing_fits_into_a_megabyte(finetuning: ModuleType, shallow_model: Path) -> None:
     request = request_for("--batch_size_training 2 --context_length 512 --device cpu", 2, "cpu", shallow_model)
-    ladder, _ = climb(request, finetuning, device_for("1MB"))
+    ladder, _ = climb(request, finetuning, 10**6)
     assert ladder.to_json() == {"fits_as_it_is": False, "fits": [], "fits_on_ranks": None}

@@ -7,7 +7,7 @@ import pytest
 
 from llama_ft.errors import UserError
 from llama_ft.plan.flags import read_plan_flags
-from llama_ft.plan.gpus import device_for
+from llama_ft.plan.gpus import device_bytes
 
 QUICKSTART = Path(__file__).resolve().parents[2] / "configs" / "quickstart.yaml"
 
@@ -68,10 +68,10 @@ def test_all_mistakes_are_told_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("text", "size"), [("80GiB", 80 * 2**30), ("24000MB", 24 * 10**9), ("123456789B", 123456789)])
 def test_a_size_is_the_memory_of_a_rank(text: str, size: int) -> None:
-    assert device_for(text).bytes == size
+    assert device_bytes(text) == size
 
 
 def test_a_gpu_has_less_than_what_is_on_its_box() -> None:
     sold_as = {"t4": 16, "l4": 24, "RTX4090": 24, "a100-40": 40, "l40s": 48, "a100": 80, "H100": 80, "h200": 141}
     for name, gigabytes in sold_as.items():
-        assert 0.9 * gigabytes < device_for(name).bytes / 2**30 < gigabytes, name
+        assert 0.9 * gigabytes < device_bytes(name) / 2**30 < gigabytes, name

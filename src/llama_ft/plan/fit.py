@@ -22,7 +22,7 @@ from llama_ft.config.settings import SETTINGS, values_of
 from llama_ft.errors import UserError
 from llama_ft.phases import MemoryCategory
 from llama_ft.plan.flags import RANKS_OF_A_NODE
-from llama_ft.plan.gpus import Device, free_text
+from llama_ft.plan.gpus import free_text
 from llama_ft.plan.predict import BuildModel, predict
 from llama_ft.plan.types import Plan, PlanRequest
 
@@ -59,7 +59,7 @@ class Ladder:
     Attributes:
         request: the recipe.
         build_model: the recipe's.
-        device: what it has to fit.
+        device_bytes: what it has to fit.
         planned: the plan of the recipe as it is.
         quick: whether quick plans will do for the answers; else what fits by a quick plan is planned in full, too.
         tell: hears what is being planned.
@@ -69,7 +69,7 @@ class Ladder:
 
     request: PlanRequest
     build_model: BuildModel
-    device: Device
+    device_bytes: int
     planned: Plan
     quick: bool
     tell: Callable[[str], object]
@@ -82,7 +82,7 @@ class Ladder:
         if self._has_room(last):
             return
         for rung in cheap_changes(self.request):
-            if rung.settings != SHARDED and _states(last) >= USABLE * self.device.bytes:
+            if rung.settings != SHARDED and _states(last) >= USABLE * self.device_bytes:
                 free.append(rung)  # states alone are too much: smaller activations need no plan
                 continue
             plan = self._plan([*free, rung]) or last
@@ -99,7 +99,7 @@ class Ladder:
         self.enough_ranks = self._find_ranks(free)
 
     def _has_room(self, plan: Plan) -> bool:
-        return plan.device_bytes <= USABLE * self.device.bytes
+        return plan.device_bytes <= USABLE * self.device_bytes
 
     def _plan(self, rungs: list[Rung]) -> Plan | None:
         """The plan with these changes, noted if it fits; None: the run itself would stop at these settings."""
@@ -132,7 +132,7 @@ class Ladder:
                 return None
             if self._has_room(plan):
                 return ranks
-            if plan.device_bytes - _states(plan) > USABLE * self.device.bytes:
+            if plan.device_bytes - _states(plan) > USABLE * self.device_bytes:
                 return None
         return None
 
@@ -145,7 +145,7 @@ class Ladder:
     def describe(self) -> str:
         """What was found, for people."""
         does = "fits" if self._has_room(self.planned) else "does not fit"
-        lines = [f"It {does} {self.device.name} as it is: {size_text(self.planned.device_bytes)} a rank."]
+        lines = [f"It {does} {size_text(self.device_bytes)} as it is: {size_text(self.planned.device_bytes)} a rank."]
         if self.enough_ranks:
             how = "sharded, with activation checkpointing and micro-batches of 1"
             lines.append(f"The same training fits on {self.enough_ranks} ranks, {how}.")
@@ -167,7 +167,7 @@ class Ladder:
         script = commands.shown("finetuning", f"torchrun {several}--nproc_per_node {of_a_node}" if ranks > 1 else "")
         for number, fit in enumerate(self.fits, 1):
             file, size = folder / f"fit-{number}.yaml", size_text(fit.plan.device_bytes)
-            head = f"{' '.join(fit.flags)}\n{size} a rank, for {self.device.name}\ngives up: {fit.gives_up}"
+            head = f"{' '.join(fit.flags)}\n{size} a rank, for {size_text(self.device_bytes)}\ngives up: {fit.gives_up}"
             try:
                 folder.mkdir(parents=True, exist_ok=True)
                 file.write_text(to_yaml(fit.config, f"{head}\n  {script} --config {shlex.quote(str(file))}"))

@@ -15,7 +15,7 @@ from llama_ft.config.run_settings import STRICT
 from llama_ft.config.settings import Config, settings_of
 from llama_ft.config.tool_flags import check, read
 from llama_ft.errors import UserError
-from llama_ft.plan.gpus import Device, device_for
+from llama_ft.plan.gpus import device_bytes
 
 RANKS_OF_A_NODE, MOST_RANKS = 8, 4096
 
@@ -43,13 +43,13 @@ class PlanFlags:
     json: bool = False
     """Print the plan as JSON."""
 
-    device: ClassVar[Device | None] = None  # no flag: what fit names
+    fit_bytes: ClassVar[int] = 0  # no flag: what fit names
 
 
 def read_plan_flags(
     argv: list[str], demo_config: Path, description: str = ""
 ) -> tuple[Config, dict[str, str], PlanFlags]:
-    """Return the settings, where each was set, and the plan's own flags, with `device` settled.
+    """Return the settings, where each was set, and the plan's own flags, with `fit_bytes` settled.
 
     Neither weights nor data are needed: of all files and directories, only the model's has to be there.
 
@@ -78,7 +78,7 @@ def read_plan_flags(
         errors.append("--fit_out: nothing is planned without --fit.")
     try:
         config, places = load(others, demo_config, paths=False)
-        options.device = device_for(options.fit) if options.fit else None
+        options.fit_bytes = device_bytes(options.fit) if options.fit else 0
     except UserError as failure:
         raise UserError(*errors, *failure.messages) from None
     name = config.model.model_name

@@ -1,7 +1,6 @@
 """Memory of devices: as `--fit` names it, and as this machine has it."""
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 from llama_ft.config.messages import nearest, size_text
@@ -14,12 +13,8 @@ CUDA_CONTEXT_BYTES, NCCL_BYTES = 600 * 2**20, 500 * 2**20
 # to 79.25 on an A100): ECC, firmware and driver take the rest of what is on the box.
 TABLE: dict[str, float] = {
     "t4": 14.5,
-    "v100-16": 15.7,
-    "v100-32": 31.7,
     "a10": 22.0,
     "l4": 21.9,
-    "a40": 44.3,
-    "a6000": 47.4,
     "l40s": 44.3,
     "rtx3090": 23.5,
     "rtx4090": 23.5,
@@ -33,20 +28,7 @@ TABLE: dict[str, float] = {
 }
 
 
-@dataclass(frozen=True)
-class Device:
-    """A GPU, or a CPU's share for a rank.
-
-    Attributes:
-        name: for people.
-        bytes: of its memory.
-    """
-
-    name: str
-    bytes: int
-
-
-def device_for(text: str) -> Device:
+def device_bytes(text: str) -> int:
     """What `--fit` names: `h100`, `80GiB`, `24000MB`.
 
     Args:
@@ -56,9 +38,9 @@ def device_for(text: str) -> Device:
         UserError: it is neither.
     """
     if gigabytes := TABLE.get(text.lower()):
-        return Device(f"{text.lower()} ({gigabytes:g} GiB)", int(gigabytes * 2**30))
+        return int(gigabytes * 2**30)
     try:
-        return Device(size_text(parse_size(text)), parse_size(text))
+        return parse_size(text)
     except ValueError:
         meant = nearest(text.lower(), TABLE)
         hint = f" Did you mean {meant}?" if meant else ""

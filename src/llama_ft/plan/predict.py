@@ -76,11 +76,7 @@ def _plan_with(request: PlanRequest, build_model: BuildModel, layers: int | None
         with planned_models(request.device), tracker.planning():
             model, _, stored_dtypes, units = build_model(config, folder, model_config, request.new_tokens, tracker, job)
             tracker.watch(model)
-            optimizer = training.build_optimizer(model, config.train)
-            model.train()
-            tracker.enter("optimizer step")
-            _make_states(model, optimizer, tracker)
-            _one_step(config, model, optimizer, batch, validation, tracker, job)
+            optimizer = _two_steps(config, model, batch, validation, tracker, job)
             of_the_device = len(tracker.ledger.events)
             tracker.enter("save")
             saved = checkpoint.to_host(checkpoint.own_state(model, optimizer, job))
@@ -105,8 +101,15 @@ def _plan_with(request: PlanRequest, build_model: BuildModel, layers: int | None
         )
 
 
-def _make_states(model: PreTrainedModel, optimizer: torch.optim.Optimizer, tracker: Tracker) -> None:
-    """What the first step leaves behind: the step that is planned is a later one."""
+def _two_steps(
+    config: Config, model: PreTrainedModel, batch: Batch, validation: Batch | None, tracker: Tracker, job: Runtime
+) -> torch.optim.Optimizer:
+    """Two steps and an evaluation, as the recipe's training loop makes them. Of the first only its optimizer states are
+    wanted; it needs no forward pass for them."""
+    settings, objective = config.train, training.SupervisedFineTuning()
+    optimizer = training.build_optimizer(model, settings)
+    model.train()
+    tracker.enter("optimizer step")
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.grad = torch.zeros_like(parameter)
@@ -115,21 +118,8 @@ def _make_states(model: PreTrainedModel, optimizer: torch.optim.Optimizer, track
     tracker.note_optimizer(optimizer)
     tracker.forget_steps()
 
-
-def _one_step(
-    config: Config,
-    model: PreTrainedModel,
-    optimizer: torch.optim.Optimizer,
-    batch: Batch,
-    validation: Batch | None,
-    tracker: Tracker,
-    job: Runtime,
-) -> None:
-    """The recipe's step and an evaluation, as its training loop makes them."""
-    settings = config.train
     reduce_last_only = config.peft.use_peft or settings.accumulate_unsharded
     scale = training.TrainState(settings).scale.factor
-    objective = training.SupervisedFineTuning()
     batches = [batch] * min(settings.gradient_accumulation_steps, MOST_MICRO_BATCHES)
     losses = training.accumulate_gradients(model, objective, batches, 1, reduce_last_only, job, scale, tracker)
     tracker.enter("optimizer step")
@@ -143,6 +133,7 @@ def _one_step(
             objective.loss(model, validation, job)
         training.free_unsharded(model)
         model.train()
+    return optimizer
 
 
 def _full_batch(request: PlanRequest, rows: int, context_length: int) -> Batch:

@@ -23,7 +23,7 @@ from llama_ft.config.messages import size_text
 from llama_ft.data import TokenizedData, TrainingBatches
 from llama_ft.errors import reason
 from llama_ft.models import NewTokens
-from llama_ft.plan.gpus import Device, free_bytes, free_text
+from llama_ft.plan.gpus import free_bytes, free_text
 from llama_ft.plan.types import Plan, PlanRequest
 from llama_ft.processes import end_with
 from llama_ft.runtime import Runtime, log
@@ -167,7 +167,7 @@ def _answers(request: PlanRequest, free: float, build_model: BuildModel) -> Iter
             plan = predict(request, build_model, quick=True)
         yield plan
         if plan.device_bytes > free:
-            ladder = Ladder(request, build_model, Device("", int(free)), plan, quick=True, tell=log.debug)
+            ladder = Ladder(request, build_model, int(free), plan, quick=True, tell=log.debug)
             ladder.climb()
             yield ladder.fits
     except Exception as error:  # what is wrong with the run, the run will say
