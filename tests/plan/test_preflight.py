@@ -81,18 +81,6 @@ def test_a_run_that_will_not_fit_is_told_what_would(
     assert not Path(f"/proc/{planner}").exists()
 
 
-def test_a_planner_that_was_killed_is_not_called_slow(
-    finetuning: ModuleType, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Said
-) -> None:
-    from llama_ft.plan.preflight import Preflight
-
-    start = Preflight(finetuning.build_model, off=False)
-    assert start._process.pid is not None
-    os.kill(start._process.pid, signal.SIGKILL)
-    start.tell(tmp_path)
-    assert "was not planned: the planner ended (exit code -9)" in said()
-
-
 def test_a_run_goes_on_with_what_auto_came_to_be_on_the_rank_with_the_least(
     finetuning: ModuleType, plan: Plan, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Said
 ) -> None:

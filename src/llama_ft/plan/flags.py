@@ -70,7 +70,7 @@ def read_plan_flags(
     words = [(word.flag and word.name in own, word.as_typed) for word in words_of(argv)]
     others = [text for is_own, typed in words if not is_own for text in typed]
     options, _, errors = read([text for is_own, typed in words if is_own for text in typed], PlanFlags, description)
-    whole = [ranks for ranks in range(1, RANKS_OF_A_NODE + 1) if options.nproc % ranks == 0]
+    whole = (ranks for ranks in range(1, RANKS_OF_A_NODE + 1) if options.nproc % ranks == 0)
     options.nproc_per_node = options.nproc_per_node or max(whole)
     if options.nproc % options.nproc_per_node:
         errors.append(f"--nproc_per_node {options.nproc_per_node}: {options.nproc} ranks are no whole number of nodes.")

@@ -1,8 +1,7 @@
 """Every tensor that is alive, by what holds it: the bookkeeping of a plan."""
 
 import weakref
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
@@ -38,10 +37,11 @@ class MemoryLedger:
         self._alive: dict[int, tuple[int, int, MemoryCategory]] = {}
         self._numbered = 0
 
-    def begin(self, phase: Phase | None, holder: MemoryCategory) -> None:
+    def begin(self, phase: Phase, holder: MemoryCategory) -> None:
         """Measure the peak of a phase; what is allocated belongs to `holder`."""
-        self.phase, self.holder = phase, holder
-        self.note_peak()
+        self.phase, self.holder, self.module = phase, holder, ""
+        self._note_peak()
+        self.mark(phase)
 
     def note(self, storage: torch.UntypedStorage) -> None:
         """A storage that may be new or may have been resized."""
@@ -83,21 +83,11 @@ class MemoryLedger:
         holders = {**peak.holders, **moved, holder: peak.holders[holder] - sum(moved.values())}
         self.peaks[phase] = replace(peak, holders=holders)
 
-    @contextmanager
-    def held_by(self, holder: MemoryCategory) -> Iterator[None]:
-        """What is allocated in the block belongs to `holder`."""
-        before, self.holder = self.holder, holder
-        try:
-            yield
-        finally:
-            self.holder = before
-
     def mark(self, label: str) -> None:
         """Put a moment on the timeline."""
         self.timeline.append(Moment(label, self.now, self.holders["gathered units"]))
 
-    def note_peak(self) -> None:
-        """Keep the present as its phase's peak if it is."""
+    def _note_peak(self) -> None:
         if self.phase is not None and (self.phase not in self.peaks or self.now > self.peaks[self.phase].bytes):
             self.peaks[self.phase] = Peak(self.phase, self.now, dict(self.holders), self.module)
 
@@ -106,7 +96,7 @@ class MemoryLedger:
         self.holders[holder] += more
         self.events.append((number, more))
         if more > 0:
-            self.note_peak()
+            self._note_peak()
 
     def _drop(self, key: int) -> None:
         number, nbytes, holder = self._alive.pop(key)

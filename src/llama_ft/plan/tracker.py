@@ -75,9 +75,7 @@ class Tracker(internals.TorchDispatchMode):
 
     def enter(self, phase: Phase) -> None:
         """See PhaseMonitor."""
-        self.ledger.module = ""
         self.ledger.begin(phase, HELD_IN[phase])
-        self.ledger.mark(phase)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
@@ -134,8 +132,9 @@ class Tracker(internals.TorchDispatchMode):
 
     def _allocating(self, function: Callable[..., Any], holder: MemoryCategory) -> Callable[..., Any]:
         def wrapped(*args: Any, **kwargs: Any) -> Any:
-            with self.ledger.held_by(holder):
-                result = function(*args, **kwargs)
+            before, self.ledger.holder = self.ledger.holder, holder
+            result = function(*args, **kwargs)
+            self.ledger.holder = before
             if function.__name__ == internals.REDUCE[1]:
                 gradients = [parameter.sharded_param.grad for parameter in args[0]]
                 self.ledger.assign([gradient for gradient in gradients if gradient is not None], "gradients")
