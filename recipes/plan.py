@@ -20,64 +20,47 @@ DEMO_CONFIG = Path(__file__).resolve().parent.parent / "configs" / "quickstart.y
 
 if __name__ == "__main__":
     with before_imports():
-        CONFIG, PLACES, OPTIONS = read_plan_flags(sys.argv[1:], DEMO_CONFIG, str(__doc__))
+        CONFIG, _, OPTIONS = read_plan_flags(sys.argv[1:], DEMO_CONFIG, str(__doc__))
 
 import torch  # noqa: E402
 from finetuning import build_model  # noqa: E402
 
 from llama_ft import data, models  # noqa: E402
-from llama_ft.plan.auto_checkpointing import choose_checkpointing, free_bytes, is_open  # noqa: E402
-from llama_ft.plan.describe import describe  # noqa: E402
-from llama_ft.plan.fit import find_fits  # noqa: E402
-from llama_ft.plan.predict import PlanRequest, predict  # noqa: E402
+from llama_ft.plan.gpus import free_bytes  # noqa: E402
+from llama_ft.plan.types import PlanRequest  # noqa: E402
 from llama_ft.runtime import configure_console  # noqa: E402
 
+with exit_on_error():  # if torch has changed
+    from llama_ft.plan.describe import describe
+    from llama_ft.plan.fit import Ladder, choose_checkpointing
+    from llama_ft.plan.predict import predict
 
-def main(config: Config, places: dict[str, str], options: PlanFlags) -> None:
+
+def main(config: Config, options: PlanFlags) -> None:
     """From the settings to the plan on the screen."""
-    request = PlanRequest(
-        config,
-        find_folder(config.model),
-        options.nproc,
-        options.nproc_per_node or options.nproc,
-        device="cpu" if config.train.device == "cpu" else "cuda",
-    )
+    ranks, local_ranks = options.nproc, options.nproc_per_node or options.nproc
+    device = "cpu" if config.train.device == "cpu" else "cuda"
+    request = PlanRequest(config, find_folder(config.model), ranks, local_ranks, "cpu" if device == "cpu" else "cuda")
     if config.model.resize_embeddings:
         request = with_new_tokens(request)
+    tell = partial(print, file=sys.stderr, flush=True)
     try:
-        if is_open(config):
-            request, places = with_checkpointing(request, places, options)
+        if config.train.activation_checkpointing == "auto":
+            room = options.fit_bytes or free_bytes(torch.device(device), local_ranks)
+            chosen, why, _ = choose_checkpointing(request, build_model, room)
+            tell(f"activation_checkpointing auto: {why}")
+            request = dataclasses.replace(request, config=chosen)
         planned = predict(request, build_model, options.quick)
     except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:  # of the model's own code, mostly
         raise RunFailure(f"This model could not be planned: {type(error).__name__}: {error}") from error
-    if not options.json:
-        print(describe(planned))
-    answer = None
-    if options.device:
-        tell = partial(print, file=sys.stderr, flush=True)
-        answer = find_fits(request, build_model, options.device, planned, options.quick, tell)
-        commands = answer.commands(places, options.recipe)
+    text, values = describe(planned), {"plan": planned.to_json()}
+    if options.fit:
+        ladder = Ladder(request, build_model, options.fit_bytes, planned, options.quick, tell)
+        ladder.climb()
+        text, values = f"{text}\n\n{ladder.describe()}", values | ladder.to_json()
         if options.fit_out:
-            commands = answer.write(Path(options.fit_out))
-            if not answer.fits:
-                print(f"--fit_out {options.fit_out}: there is no answer to write.", file=sys.stderr)
-        if not options.json:
-            print("\n" + answer.describe(commands))
-    if options.json:
-        print(json.dumps({"plan": planned.to_json(), **(answer.to_json() if answer else {})}))
-
-
-def with_checkpointing(
-    request: PlanRequest, places: dict[str, str], options: PlanFlags
-) -> tuple[PlanRequest, dict[str, str]]:
-    """With what `activation_checkpointing auto` comes to be on the device that is asked about, or on this machine's;
-    nobody has set that."""
-    here = torch.device(request.device)
-    room = options.device.bytes if options.device else free_bytes(here, request.local_world_size)
-    choice = choose_checkpointing(request, build_model, room)
-    print(choice.why, file=sys.stderr)
-    others = {name: place for name, place in places.items() if name != "train.activation_checkpointing"}
-    return dataclasses.replace(request, config=choice.config), others
+            ladder.write(Path(options.fit_out))
+    print(json.dumps(values) if options.json else text)
 
 
 def find_folder(model: ModelConfig) -> Path:
@@ -89,13 +72,12 @@ def find_folder(model: ModelConfig) -> Path:
 
 def with_new_tokens(request: PlanRequest) -> PlanRequest:
     """With the rows that the run's tokenizer makes the embedding grow by."""
-    model, folder = request.config.model, request.folder
-    tokens = folder
+    model, tokens = request.config.model, request.folder
     if model.tokenizer_name is not None:
         tokens = models.local_folder(model.tokenizer_name, "--tokenizer_name", weights=False)
     tokenizer = models.load_tokenizer(tokens, model.trust_remote_code)
-    model_config = models.load_model_config(folder, model.trust_remote_code)
-    new_tokens = models.find_new_tokens(tokenizer, folder, model_config, model)
+    model_config = models.load_model_config(request.folder, model.trust_remote_code)
+    new_tokens = models.find_new_tokens(tokenizer, request.folder, model_config, model)
     return dataclasses.replace(request, new_tokens=new_tokens)
 
 
@@ -104,7 +86,7 @@ if __name__ == "__main__":
     configure_console(rank=1 if OPTIONS.json else 0)
     with exit_on_error():
         try:
-            main(CONFIG, PLACES, OPTIONS)
+            main(CONFIG, OPTIONS)
             sys.stdout.flush()
         except KeyboardInterrupt:
             print("stopped by Ctrl-C", file=sys.stderr)

@@ -43,7 +43,7 @@ def plan() -> Plan:
         "is_quick": False,
         "seconds": 1,
     }
-    return Plan("cuda", 2, 0, peaks, [Moment(*moment) for moment in timeline()], **sizes)
+    return Plan("cuda", 2, peaks, [Moment(*moment) for moment in timeline()], **sizes)
 
 
 def write_run(folder: Path, state: Any = "finished", steps: int = 60, lr: str = "3e-4", scale: float = 1.0) -> Path:

@@ -10,9 +10,8 @@ SOURCE = REPOSITORY / "src" / "llama_ft"
 LONGEST_FILE = 400
 # Lines per folder. They only go down; the goal is 15,000 in all.
 LINES = {
-    "": 600, "checkpoint": 2450, "config": 2450, "data": 4700, "evaluation": 720, "inference": 1400, "models": 3600,
-    "observe": 2320, "plan": 2420, "report": 880, "run": 400, "runtime": 1490,
-    "training": 1450,
+    "": 590, "checkpoint": 2420, "config": 2440, "data": 4090, "evaluation": 720, "inference": 1390, "models": 3600,
+    "observe": 2310, "plan": 2010, "report": 870, "run": 400, "runtime": 1480, "training": 1440,
 }  # fmt: skip
 # What each folder imports of the others. config knows nobody; tools know the rest and are known by no other folder.
 BELOW = {

@@ -13,15 +13,12 @@ from torch.distributed.run import get_args_parser
 from llama_ft.config import load
 from llama_ft.config.dump import help_text
 from llama_ft.config.settings import SETTINGS
-from llama_ft.plan.changes import changed
-from llama_ft.plan.fit import FitAnswer
-from llama_ft.plan.gpus import Device
-from llama_ft.plan.predict import PlanRequest
-from llama_ft.plan.types import Plan
+from llama_ft.plan.fit import Fit, Ladder, changed
+from llama_ft.plan.types import Plan, PlanRequest
 
 PAGES = sorted(str(it.relative_to(REPOSITORY)) for it in REPOSITORY.glob("docs/*.md"))
 PAGES += ["README.md", "configs/README.md", "launch/README.md"]
-PLAN = Plan("cuda", 1, 0, [], [], 0, 0, 0, 0, 0, 0, {}, "", 0, 512, True, 1.0)
+PLAN = Plan("cuda", 1, [], [], 0, 0, 0, 0, 0, 0, {}, "", 0, 512, True, 1.0)
 
 
 def words_of_script(command: str) -> list[str]:
@@ -43,17 +40,16 @@ def test_torchrun_hands_every_flag_on(name: str) -> None:
 def test_the_commands_of_fit_make_the_recipe_that_was_planned(world: int, nodes: int, tmp_path: Path) -> None:
     typed = ["--model_name", "some model", "--dataset", "my rows.jsonl", "--use_peft", "--peft.r", "16"]
     typed += ["--target_modules", "q_proj,v_proj", "--run_validation", "false", "--lr=2e-4"]
-    config, places = load(typed, paths=False)
+    config, _ = load(typed, paths=False)
     request = PlanRequest(config, Path("some model"), world, world // nodes, "cuda")
     fit = changed(config, {"mode": "4bit", "activation_checkpointing": "full", "enable_fsdp": True}, "cuda")
-    more = changed(config, {"r": 4, "batch_size_training": 1, "precision": "bf16_pure"}, "cuda")
-    assert fit is not None and more is not None
-    answer = FitAnswer(request, Device("small", 1), PLAN, False, [(fit, PLAN), (more, PLAN)])
-    for command, wanted in zip(answer.commands(places, None), (fit, more), strict=True):
-        assert command.startswith("torchrun ") == (world > 1)
-        assert load(words_of_script(command), paths=False)[0] == wanted
-    written = answer.write(tmp_path / "with blanks")
-    assert load(words_of_script(written[0]), paths=False)[0] == fit
+    assert fit is not None
+    answers = [Fit(fit, ["--quantization 4bit"], "nothing", PLAN)]
+    folder = tmp_path / "with blanks"
+    Ladder(request, print, 1, PLAN, True, print, answers).write(folder)
+    [command] = [line.strip("# ") for line in (folder / "fit-1.yaml").read_text().splitlines() if "--config" in line]
+    assert command.startswith("torchrun ") == (world > 1)
+    assert load(words_of_script(command), paths=False)[0] == fit
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -58,13 +58,9 @@ def test_a_module_that_is_recomputed_is_named_in_the_backward_pass(sharded: Llam
     sharded.gradient_checkpointing_enable({"use_reentrant": False})
     sharded.train()
     passes = []
-
-    def second_time(*_: object) -> None:
-        passes.append(1)
-        if len(passes) == 2:
-            ask_for_too_much()
-
-    sharded.model.layers[2].self_attn.register_forward_pre_hook(second_time)
+    sharded.model.layers[2].self_attn.register_forward_pre_hook(
+        lambda *_: ask_for_too_much() if passes else passes.append(1)
+    )
     assert where(sharded) == "model.layers.2.self_attn"
 
 
@@ -79,44 +75,28 @@ def test_what_is_held_is_counted_also_while_units_are_gathered(sharded: LlamaFor
     held = [f"optimizer states {size_text(states)}", rest, f"parameters {size_text(4 * weights)}"]
     said = held_most(sharded, optimizer, torch.device("cpu"), 14 * weights + states)
     assert said == ", ".join([*held, f"gradients {size_text(4 * weights)}"])
-    optimizer.zero_grad()
-    with torch.no_grad():
-        sharded(input_ids=tokens)  # leaves the root gathered, in bf16
-    said = held_most(sharded, optimizer, torch.device("cpu"), 14 * weights + states)
-    assert "gradients" not in said and said.startswith("activations and the rest")
 
 
 def test_the_planner_is_a_program_of_its_own_without_gpu_and_job(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
-    tell = (
-        "import json, os; print('noise'); print(json.dumps({'fits': [{'flags': [*os.environ], 'peak_bytes': 2**20}]}))"
-    )
-    names = ask_planner([sys.executable, "-c", tell]).split()
-    assert not {"RANK", "TORCHELASTIC_RUN_ID"} & set(names) and "CUDA_VISIBLE_DEVICES" in names
-    assert names[-2:] == ["(1.0", "MiB)"]
-
-
-@pytest.mark.parametrize(
-    ("answer", "said"),
-    [
-        ({"fits": [{"flags": ["--use_peft", "--lr 1e-4"], "peak_bytes": MIB}]}, "--use_peft --lr 1e-4 (1.0 MiB)"),
-        ({"fits": [], "fits_on_ranks": 8}, "the same training on 8 ranks"),
-        ({"fits": []}, "none of the changes that were planned."),
-        ({"fits_as_it_is": True}, "the run itself, by its plan; something else takes the memory."),
-    ],
-)
-def test_the_planners_answer_is_one_line(answer: dict[str, object], said: str) -> None:
-    assert ask_planner([sys.executable, "-c", f"import json; print(json.dumps({answer}))"]) == said
+    fits = "[{'flags': [*os.environ], 'peak_bytes': 2**20}]"
+    tell = f"import json, os; print('noise'); print(json.dumps({{'fits': {fits}, 'fits_on_ranks': 8}}))"
+    said = ask_planner([sys.executable, "-c", tell])
+    assert not {"RANK", "TORCHELASTIC_RUN_ID"} & set(said.split()) and "CUDA_VISIBLE_DEVICES" in said
+    assert said.endswith(" (1.0 MiB) or the same training on 8 ranks")
 
 
 @pytest.mark.parametrize(
     ("code", "said"),
-    [("raise SystemExit('error: no such model')", "error: no such model"), ("import time; time.sleep(60)", "0.5 s")],
+    [
+        ("raise SystemExit('error: no such model')", "error: no such model"),
+        ("import time; time.sleep(60)", "5 s"),
+        ("print('{\"fits\": []}')", "none of the changes that were planned."),
+    ],
 )
 def test_a_planner_without_answer_is_left(code: str, said: str) -> None:
-    seconds = 0.5 if "sleep" in code else 30
-    assert said in ask_planner([sys.executable, "-c", code], seconds)
+    assert said in ask_planner([sys.executable, "-c", code], seconds=5)
 
 
 @pytest.fixture
@@ -134,20 +114,17 @@ def report(runtime: Runtime) -> MemoryReport:
         (None, False),
     ],
 )
-@pytest.mark.parametrize("peak_bytes", [100 * MIB, 10**13])
 def test_the_next_start_says_how_the_last_run_ended(
-    report: MemoryReport, tmp_path: Path, status: dict[str, object] | None, killed: bool, peak_bytes: int
+    report: MemoryReport, tmp_path: Path, status: dict[str, object] | None, killed: bool
 ) -> None:
     if status is not None:
         (tmp_path / "status.json").write_text(json.dumps(status))
-    line = json.dumps({"step": 1, "memory/host_peak_bytes": [peak_bytes]})
+    line = json.dumps({"step": 1, "memory/host_peak_bytes": [100 * MIB]})
     (tmp_path / "metrics.jsonl").write_text(f'{line}\n{line}\n{{"step": 2, "memory/host_peak')
     said = report.last_end(tmp_path)
     assert bool(said) == killed
     if killed:
-        assert str(tmp_path) in said and KILLED in said and size_text(peak_bytes) in said
-        assert ("somebody's kill -9" in said.splitlines()[-1]) == (peak_bytes == 100 * MIB)
-        assert ("--tokenize_processes 1" in said) == (peak_bytes != 100 * MIB)
+        assert str(tmp_path) in said and KILLED in said and "100.0 MiB" in said
 
 
 # Answers as plan.py does, at once, with what it was asked.
@@ -189,15 +166,10 @@ def test_a_rank_without_memory_ends_the_run_with_four_lines(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [0, 2])
-def test_the_message_ends_with_changes_that_fit(
-    tmp_path: Path, save_model: Callable[..., Path], rows70: Path, ranks: int
-) -> None:
+def test_the_message_ends_with_changes_that_fit(tmp_path: Path, save_model: Callable[..., Path], rows70: Path) -> None:
     model = save_model(tmp_path / "model", vocab_size=150_000)
-    limited = str(max(0, ranks - 1))
-    finished = out_of_memory(
-        RECIPE, tmp_path / "run", model, rows70, ranks, STEP="1", MIB="4", LIMITED_RANK=limited, LIFTED=""
-    )
+    limited = {"STEP": "1", "MIB": "4", "LIMITED_RANK": "1", "LIFTED": ""}
+    finished = out_of_memory(RECIPE, tmp_path / "run", model, rows70, 2, **limited)
     assert finished.exit_code == 1 and "ran out of host memory in the " in finished.output, finished.output
     [fits] = [line for line in finished.output.splitlines() if "What would fit in " in line]
     assert " per rank: --" in fits and "MiB)" in fits, finished.output

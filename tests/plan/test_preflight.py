@@ -3,6 +3,7 @@
 import logging
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 
 from llama_ft.config import Config
 
+Plan, Said = Callable[..., Any], Callable[[], str]
 FLAGS = ("--enable_fsdp", "--context_length", "128", "--batch_size_training", "2")
 
 
@@ -25,6 +27,14 @@ def folder(tmp_path: Path) -> Path:
     config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, architectures=["LlamaForCausalLM"])
     config.save_pretrained(tmp_path / "model")
     return tmp_path / "model"
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Said:
+    """What the run has logged."""
+    monkeypatch.setattr(logging.getLogger("llama_ft"), "propagate", True)
+    caplog.set_level(logging.INFO, logger="llama_ft")
+    return lambda: caplog.text
 
 
 def tell_plan(finetuning: ModuleType, folder: Path, run: Path, *flags: str) -> tuple[int, Config]:
@@ -50,7 +60,7 @@ def tell_plan(finetuning: ModuleType, folder: Path, run: Path, *flags: str) -> t
 
 
 def test_a_run_gets_its_plan_and_the_planner_is_gone(
-    finetuning: ModuleType, plan: Callable[..., Any], folder: Path, tmp_path: Path
+    finetuning: ModuleType, plan: Plan, folder: Path, tmp_path: Path
 ) -> None:
     from llama_ft.plan.types import read_plan
 
@@ -61,64 +71,28 @@ def test_a_run_gets_its_plan_and_the_planner_is_gone(
 
 
 def test_a_run_that_will_not_fit_is_told_what_would(
-    finetuning: ModuleType,
-    folder: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    finetuning: ModuleType, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Said
 ) -> None:
-    from llama_ft.plan import preflight
-
-    little = preflight.Limits(None, 5 * 2**20, "a small machine")  # and it takes 5.9 MiB
-    monkeypatch.setattr(preflight, "_limits", lambda *_: little)
-    monkeypatch.setattr(logging.getLogger("llama_ft"), "propagate", True)  # to caplog
+    monkeypatch.setattr("llama_ft.plan.preflight.free_bytes", lambda *_: 5 * 2**20)  # and it takes 5.9 MiB
     planner, _ = tell_plan(finetuning, folder, tmp_path)
-    told = {it.getMessage() for it in caplog.records if it.levelno == logging.WARNING and it.name == "llama_ft"}
-    (warning,) = told  # a set: the logger may have caplog's handler twice, after tests of the console
-    first, change, *_ = warning.splitlines()
-    assert "will most likely not fit" in first and "a small machine" in first
+    first, change, *_ = said().partition("This run will")[2].splitlines()
+    assert "most likely not fit" in first and "5.0 MiB" in first
     assert change.split()[0].startswith("--") and " would need " in change
     assert not Path(f"/proc/{planner}").exists()
 
 
-def test_a_planner_that_was_killed_is_not_called_slow(
-    finetuning: ModuleType,
-    folder: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    from llama_ft.plan.preflight import Preflight
-
-    monkeypatch.setattr(logging.getLogger("llama_ft"), "propagate", True)
-    caplog.set_level(logging.INFO, logger="llama_ft")
-    start = Preflight(finetuning.build_model, off=False)
-    assert start._process.pid is not None
-    os.kill(start._process.pid, signal.SIGKILL)
-    start.tell(tmp_path)
-    assert "was not planned: the planner ended (signal 9)" in caplog.text
-
-
 def test_a_run_goes_on_with_what_auto_came_to_be_on_the_rank_with_the_least(
-    finetuning: ModuleType,
-    plan: Callable[..., Any],
-    folder: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    finetuning: ModuleType, plan: Plan, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Said
 ) -> None:
-    from llama_ft.plan import preflight
     from llama_ft.plan.types import read_plan
 
     selective = plan(folder, 2, *FLAGS, "--activation_checkpointing", "selective")
-    monkeypatch.setattr(preflight, "free_bytes", lambda *_: int(selective.device_bytes / 0.97) + 1)
-    monkeypatch.setattr(logging.getLogger("llama_ft"), "propagate", True)
-    caplog.set_level(logging.INFO, logger="llama_ft")
+    monkeypatch.setattr("llama_ft.plan.preflight.free_bytes", lambda *_: int(selective.device_bytes / 0.97) + 1)
     planner, config = tell_plan(finetuning, folder, tmp_path, "--activation_checkpointing", "auto")
     assert config.train.activation_checkpointing == "selective"
     written = read_plan(tmp_path)
     assert written is not None and written.peaks == selective.peaks
-    assert any("auto: selective (planned" in it.getMessage() for it in caplog.records)
+    assert "auto: selective (planned" in said()
     assert not Path(f"/proc/{planner}").exists()
 
 
@@ -141,35 +115,43 @@ def test_the_planner_ends_with_a_run_that_is_killed(finetuning: ModuleType) -> N
     assert not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
 
 
-def chosen(finetuning: ModuleType, folder: Path, room: int | None, *flags: str) -> Any:
+def chosen(finetuning: ModuleType, folder: Path, room: float, *flags: str) -> Any:
     """What `activation_checkpointing auto` comes to be where a rank has so much room, in this process."""
     from llama_ft.config import load
-    from llama_ft.plan.auto_checkpointing import choose_checkpointing
-    from llama_ft.plan.predict import PlanRequest
+    from llama_ft.plan.fit import choose_checkpointing
+    from llama_ft.plan.types import PlanRequest
 
     line = ["--model_name", str(folder), "--dataset", "demo", "--activation_checkpointing", "auto", *FLAGS, *flags]
     config, _ = load(line, paths=False)
-    return choose_checkpointing(PlanRequest(config, folder, 2, 2, "cpu"), finetuning.build_model, room)
+    config, why, plan = choose_checkpointing(PlanRequest(config, folder, 2, 2, "cpu"), finetuning.build_model, room)
+    return config.train.activation_checkpointing, why, plan.device_bytes
 
 
-def test_auto_recomputes_no_more_than_memory_asks_for(
-    finetuning: ModuleType, plan: Callable[..., Any], folder: Path
-) -> None:
+def test_auto_recomputes_no_more_than_memory_asks_for(finetuning: ModuleType, plan: Plan, folder: Path) -> None:
     ways = ("off", "selective", "full")
     needs = {how: plan(folder, 2, *FLAGS, "--activation_checkpointing", how).device_bytes for how in ways}
     assert needs["off"] > needs["selective"] > needs["full"]
     for how in ways:
-        choice = chosen(finetuning, folder, int(needs[how] / 0.97) + 1)
-        assert choice.config.train.activation_checkpointing == how
-        assert choice.why.startswith(f"activation_checkpointing auto: {how} (planned ")
-        assert choice.why.count(" would take ") == ways.index(how)
-        assert choice.plan.device_bytes == needs[how]
-    nothing_fits = chosen(finetuning, folder, 2**20)
-    assert nothing_fits.config.train.activation_checkpointing == "full" and "too much" in nothing_fits.why
+        choice, why, planned = chosen(finetuning, folder, int(needs[how] / 0.97) + 1)
+        assert choice == how and planned == needs[how]
+        assert why.startswith(f"{how} (planned: ") and why.count(", ") == ways.index(how)
+    assert chosen(finetuning, folder, 2**20)[0] == "full"
 
 
 def test_auto_leaves_out_what_cannot_be_and_sets_nothing_without_effect(finetuning: ModuleType, folder: Path) -> None:
-    by_size = chosen(finetuning, folder, 2**20, "--fsdp_wrap_policy", "size", "--min_num_params", "1000")
-    assert by_size.config.train.activation_checkpointing == "full" and "selective" not in by_size.why
-    unknown = chosen(finetuning, folder, None)
-    assert unknown.config.train.activation_checkpointing == "off" and "not known" in unknown.why
+    choice, why, _ = chosen(finetuning, folder, 2**20, "--fsdp_wrap_policy", "size", "--min_num_params", "1000")
+    assert choice == "full" and "selective" not in why
+    choice, why, _ = chosen(finetuning, folder, float("inf"))
+    assert choice == "off" and "unknown" in why
+
+
+def test_a_run_goes_on_with_a_torch_that_the_planner_does_not_know(
+    finetuning: ModuleType, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Said
+) -> None:
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+
+    for name in [name for name in sys.modules if name.startswith("llama_ft.plan.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delattr(_fsdp_param_group, "foreach_reduce")
+    _, config = tell_plan(finetuning, folder, tmp_path, "--activation_checkpointing", "auto")
+    assert config.train.activation_checkpointing == "full" and "foreach_reduce" in said()

@@ -24,7 +24,6 @@ from torch import nn
 from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.models.routers import router_loss
-from llama_ft.planning import planned_device
 
 # Logits that are there at a time. A product wants some hundred rows to be fast, and with each piece the gradient of a
 # trained head is added up once more: 512 of Llama 3's 128,256 logits, 0.6 GiB in bf16 and fp32, or 32 on the CPU.
@@ -109,7 +108,7 @@ def use_chunked_loss(model: PreTrainedModel) -> bool:
         if targets is None:
             return plain_head(hidden, *args, **kwargs)
         trained = [parameter for parameter in head.parameters() if parameter.requires_grad]
-        size = max(FEWEST_POSITIONS, LOGITS_AT_ONCE[planned_device() or hidden.device.type] // vocabulary)
+        size = max(FEWEST_POSITIONS, LOGITS_AT_ONCE[hidden.device.type] // vocabulary)
         chunks = _Chunks(targets, logits_of, loss_fn, size)
         if not torch.is_grad_enabled():
             losses = torch.cat(chunks.run(hidden, [], for_hidden=False)[0])

@@ -7,39 +7,27 @@ from llama_ft.plan.types import Peak, Plan
 
 def describe(plan: Plan) -> str:
     """The plan as a table with what else there is to know below it."""
-    ranks = f"{plan.world_size} ranks" if plan.world_size > 1 else "1 rank"
-    kind = "CUDA" if plan.device == "cuda" else "CPU"
+    is_cuda, peak = plan.device == "cuda", plan.peak
+    ranks = f"{plan.world_size} rank{'s' if plan.world_size > 1 else ''} ({plan.device.upper()})"
+    where = f"in phase {peak.phase}" + (f", at {peak.module}" if peak.module else "")
+    slack, outside = size_text(plan.reserved_bytes - peak.bytes), size_text(plan.outside_bytes)
+    on_gpu = f"A GPU needs {size_text(plan.device_bytes)}: {slack} of slack in torch's allocator, and about {outside}"
+    load, save = size_text(plan.host_load_bytes), size_text(plan.host_save_bytes)
+    on_host = f"Host memory of a rank for tensors: {load} while loading, {save} while saving"
+    unit, unit_size = plan.largest_unit or "the root", size_text(plan.largest_unit_bytes)
+    sent = ", ".join(f"{name} {size_text(nbytes)}" for name, nbytes in plan.sent_bytes.items())
     lines = [
-        f"Rank 0 of {ranks} ({kind}), micro-batches of {plan.tokens:,} tokens, all trained on. MiB at the "
-        "peak of each phase:",
+        f"Rank 0 of {ranks}, micro-batches of {plan.tokens:,} tokens, all trained on. MiB at the peak of each phase:",
         *_table(plan.peaks),
-        "",
-        f"Most at once: {size_text(plan.peak.bytes)} of tensors, {_where(plan.peak)}.",
+        f"\nMost at once: {size_text(peak.bytes)} of tensors, {where}.",
+        f"{on_gpu} for CUDA{' and NCCL' if plan.world_size > 1 else ''}." if is_cuda else "",
+        f"{on_host if is_cuda else 'All of it is host memory'}; Python and its libraries take 0.5 to 2 GiB beside it.",
+        f"The largest unit, {unit}, is {unit_size} gathered.",
+        f"On disk: {size_text(plan.checkpoint_bytes)} a checkpoint, {size_text(plan.result_bytes)} the result.",
+        f"Sent by each rank in a step: {sent}." if sent else "",
+        f"Planned in {plan.seconds:.0f} s{', extrapolated from 3 and 5 layers' if plan.is_quick else ''}.",
     ]
-    if plan.device == "cuda":
-        slack = plan.reserved_bytes - plan.peak.bytes
-        lines.append(
-            f"A GPU needs {size_text(plan.device_bytes)}: {size_text(slack)} of slack in torch's allocator, and about "
-            f"{size_text(plan.outside_bytes)} for CUDA{' and NCCL' if plan.world_size > 1 else ''}."
-        )
-        lines.append(
-            f"Host memory of a rank for tensors: {size_text(plan.host_load_bytes)} while loading, "
-            f"{size_text(plan.host_save_bytes)} while saving; Python and its libraries take 1 to 2 GiB beside it."
-        )
-    else:
-        lines.append("All of it is host memory of each rank; Python and its libraries take about 0.5 GiB beside it.")
-    lines.append(
-        f"The largest unit, {plan.largest_unit or 'the root'}, is {size_text(plan.largest_unit_bytes)} gathered."
-    )
-    lines.append(
-        f"On disk: {size_text(plan.checkpoint_bytes)} a checkpoint, {size_text(plan.result_bytes)} the result."
-    )
-    if plan.sent_bytes:
-        sent = ", ".join(f"{name} {size_text(nbytes)}" for name, nbytes in plan.sent_bytes.items())
-        lines.append(f"Sent by each rank in a step: {sent}.")
-    how = ", extrapolated from 3 and 5 layers" if plan.is_quick else ""
-    lines.append(f"Planned in {plan.seconds:.0f} s{how}.")
-    return "\n".join(lines)
+    return "\n".join(line for line in lines if line)
 
 
 def _table(peaks: list[Peak]) -> list[str]:
@@ -53,7 +41,3 @@ def _table(peaks: list[Peak]) -> list[str]:
         cells = "".join(f"  {value / 2**20:>{width},.0f}" for value, width in zip(values, widths, strict=True))
         lines.append(f"  {name:<24}{cells}")
     return lines
-
-
-def _where(peak: Peak) -> str:
-    return f"in phase {peak.phase}" + (f", at {peak.module}" if peak.module else "")

@@ -7,10 +7,11 @@ import json
 import re
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -20,37 +21,27 @@ from transformers import PretrainedConfig
 
 from llama_ft.config import ModelConfig
 from llama_ft.errors import UserError
-from llama_ft.models import loader, packed_attention, quantized, source
+from llama_ft.models import chunked_loss, loader, packed_attention, quantized, source
 from llama_ft.models.build import build_on_meta, decoder_layers, load_model_config
 from llama_ft.models.lora import checkpoint_key
-from llama_ft.models.source import (
-    DTYPES,
-    SINGLE_FILE,
-    SafetensorsSource,
-    StoredTensor,
-    open_weights,
-    stored_tensor,
-    told_as_damage,
-    weight_files,
-)
 
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
+NAMES = {dtype: name for name, dtype in source.DTYPES.items()}
 
 
-def read_headers(file: Path) -> dict[str, StoredTensor]:
+def read_headers(file: Path) -> dict[str, source.StoredTensor]:
     """The tensors that a safetensors file's header promises; nothing else of it has to be there.
 
     Source: https://huggingface.co/docs/safetensors
     """
-    with told_as_damage(file), open(file, "rb") as opened:
+    with source.told_as_damage(file), open(file, "rb") as opened:
         size = int.from_bytes(opened.read(8), "little")
         header = json.loads(opened.read(size))
         header.pop("__metadata__", None)
         found = {name: (tuple(it["shape"]), it["dtype"]) for name, it in header.items()}
-    return {name: stored_tensor(file, name, *what) for name, what in found.items()}
+    return {name: source.stored_tensor(file, name, *what) for name, what in found.items()}
 
 
-class HeaderSource(SafetensorsSource):
+class HeaderSource(source.SafetensorsSource):
     """The tensors of safetensors files without their values: what is read lies in memory that is the file's.
 
     Args:
@@ -63,7 +54,7 @@ class HeaderSource(SafetensorsSource):
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         """See `WeightSource`."""
-        return torch.empty((), dtype=self.tensors[name].dtype).expand(stop - start, *self.tensors[name].shape[1:])
+        return self.read(name)[start:stop]
 
     def read(self, name: str) -> torch.Tensor:
         """See `WeightSource`."""
@@ -87,19 +78,23 @@ def planned_models(device: str) -> Iterator[None]:
             shards = [shard[first - start : last - start] for shard in load.shards]
             keep(to, replace(load, shards=shards), first, last)
 
+    patches: list[AbstractContextManager[Any]] = [
+        patch.object(source, "SafetensorsSource", HeaderSource),
+        patch.object(loader, "SafetensorsSource", HeaderSource),
+        patch.object(loader.Loader, "fill", fill_one_of_a_kind),
+        patch.object(loader.Loader, "_keep", keep_few_blocks),
+        # The values of positions, by which rows would be told apart, are not there.
+        patch.object(packed_attention, "_rotary_row_by_row", lambda rotary, *args, **kwargs: rotary(*args, **kwargs)),
+    ]
+    if device == "cuda":  # fake tensors lie on the CPU
+        patches += [
+            patch.object(packed_attention, "_cpu_kernel_takes", lambda *_: False),
+            patch.object(quantized, "_on_cuda", lambda _: True),
+            patch.dict(chunked_loss.LOGITS_AT_ONCE, cpu=chunked_loss.LOGITS_AT_ONCE["cuda"]),
+        ]
     with ExitStack() as stack:
-        for place, name, planned in (
-            (source, "SafetensorsSource", HeaderSource),
-            (loader, "SafetensorsSource", HeaderSource),
-            (loader.Loader, "fill", fill_one_of_a_kind),
-            (loader.Loader, "_keep", keep_few_blocks),
-            # The values of positions, by which rows would be told apart, are not there.
-            (packed_attention, "_rotary_row_by_row", lambda rotary, *args, **kwargs: rotary(*args, **kwargs)),
-        ):
-            stack.enter_context(patch.object(place, name, planned))
-        if device == "cuda":
-            stack.enter_context(patch.object(packed_attention, "_cpu_kernel_takes", lambda *_: False))
-            stack.enter_context(patch.object(quantized, "_on_cuda", lambda _: True))
+        for each in patches:
+            stack.enter_context(each)
         yield
 
 
@@ -118,86 +113,77 @@ def fake_checkpoint(folder: Path, model: ModelConfig, layers: int | None) -> Ite
     Raises:
         UserError: config.json or a header cannot be read.
     """
-    has_weights = bool(weight_files(folder))
+    has_weights = bool(source.weight_files(folder))
     if has_weights and layers is None:
         yield folder
         return
     config = load_model_config(folder, model.trust_remote_code)
     if layers is not None:
-        config = with_layers(config, layers)
-    headers = open_weights(folder).tensors if has_weights else _headers_of(config, model)
+        config = _with_layers(config, layers)
+    headers = source.open_weights(folder).tensors if has_weights else _headers_of(config, model)
     if layers is not None:
         headers = _first_layers(headers, config, model, layers)
     with tempfile.TemporaryDirectory(prefix="llama_ft-plan-") as name:
         config.save_pretrained(name)
-        _write_headers(Path(name) / SINGLE_FILE, headers)
+        _write_headers(Path(name) / source.SINGLE_FILE, headers)
         yield Path(name)
-
-
-def with_layers(config: PretrainedConfig, count: int) -> PretrainedConfig:
-    """A model's config with only its first decoder layers."""
-    config = deepcopy(config)
-    text = config.get_text_config()
-    every = text.num_hidden_layers
-    for name, value in list(vars(text).items()):
-        if isinstance(value, list) and len(value) == every:
-            setattr(text, name, value[:count])
-    text.num_hidden_layers = count
-    return config
 
 
 def layers_are_alike(config: PretrainedConfig, model: ModelConfig) -> bool:
     """Whether all decoder layers have parameters of the same shapes, and config.json can be cut down."""
     if model.trust_remote_code:
         return False
-    skeleton = build_on_meta(config, model)
-    layers = decoder_layers(skeleton)
+    layers = decoder_layers(build_on_meta(config, model))
     shapes = {tuple((name, tuple(p.shape)) for name, p in layer.named_parameters()) for layer in layers}
     return len(shapes) == 1 and len(layers) == config.get_text_config().num_hidden_layers
 
 
-def _headers_of(config: PretrainedConfig, model: ModelConfig) -> dict[str, StoredTensor]:
+def _with_layers(config: PretrainedConfig, count: int) -> PretrainedConfig:
+    """A model's config with only its first decoder layers."""
+    config = deepcopy(config)
+    text = config.get_text_config()
+    for name, value in list(vars(text).items()):
+        if isinstance(value, list) and len(value) == text.num_hidden_layers:
+            setattr(text, name, value[:count])
+    text.num_hidden_layers = count
+    return config
+
+
+def _headers_of(config: PretrainedConfig, model: ModelConfig) -> dict[str, source.StoredTensor]:
     """From the hub, which tells them without the weights; else as a model of this config would be stored."""
     nowhere = Path()
     if not Path(model.model_name).expanduser().is_dir() and model.model_name != "demo":
         try:
-            metadata = get_safetensors_metadata(model.model_name)
+            files = get_safetensors_metadata(model.model_name).files_metadata.values()
         except (OSError, HfHubHTTPError, NotASafetensorsRepoError):
             pass  # the hub cannot be reached, or has .bin files
         else:
-            tensors = [item for file in metadata.files_metadata.values() for item in file.tensors.items()]
-            return {name: StoredTensor(nowhere, tuple(it.shape), DTYPES[it.dtype]) for name, it in tensors}
+            tensors = [item for file in files for item in file.tensors.items()]
+            return {
+                name: source.StoredTensor(nowhere, tuple(it.shape), source.DTYPES[it.dtype]) for name, it in tensors
+            }
     if getattr(config, "quantization_config", None):
         raise UserError(
             f"--model_name {model.model_name}: it is quantized, and what its files hold cannot be known without them."
             "\nDownload it, or plan with the model it was made of and --quantization."
         )
     dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16
-    skeleton = build_on_meta(deepcopy(config), model)
-    return {
-        checkpoint_key(name): StoredTensor(nowhere, tuple(parameter.shape), dtype)
-        for name, parameter in skeleton.named_parameters()
-    }
+    parameters = build_on_meta(deepcopy(config), model).named_parameters()
+    return {checkpoint_key(name): source.StoredTensor(nowhere, tuple(it.shape), dtype) for name, it in parameters}
 
 
 def _first_layers(
-    headers: dict[str, StoredTensor], config: PretrainedConfig, model: ModelConfig, count: int
-) -> dict[str, StoredTensor]:
+    headers: dict[str, source.StoredTensor], config: PretrainedConfig, model: ModelConfig, count: int
+) -> dict[str, source.StoredTensor]:
     """Without the tensors of later layers: names with a number from `count` on where the layers' numbers stand."""
     skeleton = build_on_meta(deepcopy(config), model)
-    of_layer = {id(layer): name for name, layer in skeleton.named_modules()}
-    path = of_layer[id(decoder_layers(skeleton)[0])].split(".")
-    prefix = re.escape(path[-2])  # layers, h: a checkpoint may lack what stands before it
-    later = re.compile(rf"(?:^|\.){prefix}\.(\d+)\.")
-    kept = {}
-    for name, header in headers.items():
-        number = later.search(name)
-        if number is None or int(number[1]) < count:
-            kept[name] = header
-    return kept
+    first_layer = next(name for name, layer in skeleton.named_modules() if layer is decoder_layers(skeleton)[0])
+    prefix = re.escape(first_layer.split(".")[-2])  # layers, h: a checkpoint may lack what stands before it
+    numbers = {name: re.search(rf"(?:^|\.){prefix}\.(\d+)\.", name) for name in headers}
+    return {name: it for name, it in headers.items() if (found := numbers[name]) is None or int(found[1]) < count}
 
 
-def _write_headers(file: Path, headers: dict[str, StoredTensor]) -> None:
+def _write_headers(file: Path, headers: dict[str, source.StoredTensor]) -> None:
     """A safetensors file that ends after its header; see read_headers."""
     entries, end = dict[str, object](), 0
     for name, header in headers.items():

@@ -1,14 +1,13 @@
 """Every tensor that is alive, by what holds it: the bookkeeping of a plan."""
 
 import weakref
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from llama_ft.phases import MEMORY_CATEGORIES, MemoryCategory, Phase
+from llama_ft.plan.torch_internals import local_part, storage_key
 from llama_ft.plan.types import Moment, Peak
 
 
@@ -37,16 +36,16 @@ class MemoryLedger:
         self.events: list[tuple[int, int]] = []
         self._alive: dict[int, tuple[int, int, MemoryCategory]] = {}
         self._numbered = 0
-        self._has_workspace = False
 
-    def begin(self, phase: Phase | None, holder: MemoryCategory) -> None:
+    def begin(self, phase: Phase, holder: MemoryCategory) -> None:
         """Measure the peak of a phase; what is allocated belongs to `holder`."""
-        self.phase, self.holder = phase, holder
-        self.note_peak()
+        self.phase, self.holder, self.module = phase, holder, ""
+        self._note_peak()
+        self.mark(phase)
 
     def note(self, storage: torch.UntypedStorage) -> None:
         """A storage that may be new or may have been resized."""
-        key, nbytes = storage._cdata, storage.nbytes()
+        key, nbytes = storage_key(storage), storage.nbytes()
         number, before, holder = self._alive.get(key, (0, 0, self.holder))
         if key not in self._alive:
             self._numbered = number = self._numbered + 1
@@ -58,22 +57,19 @@ class MemoryLedger:
     def note_temporary(self, nbytes: int) -> None:
         """Memory that an operator takes and gives back before it returns."""
         if nbytes:
-            self._numbered += 1
-            self._change(self._numbered, nbytes, "temporaries")
-            self._change(self._numbered, -nbytes, "temporaries")
+            number = self.note_kept(nbytes)
+            self._change(number, -nbytes, "temporaries")
 
-    def keep_workspace(self, nbytes: int) -> None:
-        """Memory that a library takes once and keeps."""
-        if not self._has_workspace:
-            self._has_workspace = True
-            self._numbered += 1
-            self._change(self._numbered, nbytes, "temporaries")
+    def note_kept(self, nbytes: int) -> int:
+        """Memory that a library takes and keeps; returns its number."""
+        self._numbered += 1
+        self._change(self._numbered, nbytes, "temporaries")
+        return self._numbered
 
     def assign(self, tensors: Iterable[torch.Tensor], holder: MemoryCategory) -> None:
         """Say who holds tensors that are alive already; of DTensors this rank's part."""
         for tensor in tensors:
-            local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-            key = local.untyped_storage()._cdata
+            key = storage_key(local_part(tensor).untyped_storage())
             if key in self._alive:
                 number, nbytes, before = self._alive[key]
                 self._alive[key] = (number, nbytes, holder)
@@ -87,21 +83,11 @@ class MemoryLedger:
         holders = {**peak.holders, **moved, holder: peak.holders[holder] - sum(moved.values())}
         self.peaks[phase] = replace(peak, holders=holders)
 
-    @contextmanager
-    def held_by(self, holder: MemoryCategory) -> Iterator[None]:
-        """What is allocated in the block belongs to `holder`."""
-        before, self.holder = self.holder, holder
-        try:
-            yield
-        finally:
-            self.holder = before
-
     def mark(self, label: str) -> None:
         """Put a moment on the timeline."""
         self.timeline.append(Moment(label, self.now, self.holders["gathered units"]))
 
-    def note_peak(self) -> None:
-        """Keep the present as its phase's peak if it is."""
+    def _note_peak(self) -> None:
         if self.phase is not None and (self.phase not in self.peaks or self.now > self.peaks[self.phase].bytes):
             self.peaks[self.phase] = Peak(self.phase, self.now, dict(self.holders), self.module)
 
@@ -110,7 +96,7 @@ class MemoryLedger:
         self.holders[holder] += more
         self.events.append((number, more))
         if more > 0:
-            self.note_peak()
+            self._note_peak()
 
     def _drop(self, key: int) -> None:
         number, nbytes, holder = self._alive.pop(key)

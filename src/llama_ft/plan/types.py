@@ -1,4 +1,4 @@
-"""A plan: the memory that a run will need, by what holds it, at the peak of each of its phases."""
+"""A plan: the memory that a run will need, by what holds it, at the peak of each of its phases; and what is planned."""
 
 import dataclasses
 import json
@@ -6,9 +6,50 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from llama_ft.config import Config
+from llama_ft.models import NewTokens
 from llama_ft.phases import MemoryCategory, Phase
 
 PLAN_FILE = "plan.json"
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """What is planned.
+
+    Attributes:
+        config: the run's settings.
+        folder: of the model: config.json, and the checkpoint's headers where there are weights.
+        world_size: ranks.
+        local_world_size: ranks of a node.
+        device: what they compute on.
+        longest_row: tokens of the longest row, which may be truncated, for padded batches; None: context_length.
+        new_tokens: that the model gets rows for.
+        target_share: of the tokens, how many count in the loss.
+        size: packs, or rows, that there are; None: enough.
+        has_validation: whether there are rows to evaluate on.
+    """
+
+    config: Config
+    folder: Path
+    world_size: int
+    local_world_size: int
+    device: Literal["cuda", "cpu"]
+    longest_row: int | None = None
+    new_tokens: NewTokens | None = None
+    target_share: float = 1.0
+    size: int | None = None
+    has_validation: bool = True
+
+    @property
+    def micro_batch(self) -> int:
+        """Packs, or rows, of a rank's micro-batch."""
+        asked = self.config.train.batch_size_training
+        return asked if self.size is None else min(asked, max(1, -(-self.size // self.world_size)))
+
+    def row_length(self, context_length: int) -> int:
+        """Tokens of the longest row of a batch."""
+        return min(context_length, self.longest_row or context_length)
 
 
 @dataclass(frozen=True)
@@ -45,12 +86,11 @@ class Moment:
 
 @dataclass(frozen=True)
 class Plan:
-    """What one rank of a run will hold.
+    """What rank 0 of a run will hold. No rank holds more: rows are dealt like torch.chunk.
 
     Attributes:
         device: cuda or cpu: what was planned for.
         world_size: ranks.
-        rank: the one planned, which holds the most (the first: rows are dealt like torch.chunk).
         peaks: one for each phase the run has, in order.
         timeline: a step, moment by moment; empty in a quick plan.
         reserved_bytes: what torch's CUDA allocator takes from the device for it, from a simulation of the allocator; on
@@ -70,7 +110,6 @@ class Plan:
 
     device: Literal["cuda", "cpu"]
     world_size: int
-    rank: int
     peaks: list[Peak]
     timeline: list[Moment]
     reserved_bytes: int
@@ -100,35 +139,16 @@ class Plan:
         """As plain values."""
         return dataclasses.asdict(self)
 
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> "Plan":
-        """The plan `to_json` was made of."""
-        lists = {"peaks": [Peak(**peak) for peak in values["peaks"]]}
-        return cls(**{**values, **lists, "timeline": [Moment(**moment) for moment in values["timeline"]]})
-
     def save(self, folder: Path) -> None:
         """Write it into a run's directory."""
         (folder / PLAN_FILE).write_text(json.dumps(self.to_json()) + "\n")
 
 
-@dataclass(frozen=True)
-class Change:
-    """Settings that would make a run fit.
-
-    Attributes:
-        flags: what differs from the recipe, as on the command line.
-        gives_up: for people.
-        peak_bytes: what the device must have then.
-    """
-
-    flags: list[str]
-    gives_up: str
-    peak_bytes: int
-
-
 def read_plan(folder: Path) -> Plan | None:
     """The plan in a run's directory; None where there is none."""
     try:
-        return Plan.from_json(json.loads((folder / PLAN_FILE).read_text()))
+        values = json.loads((folder / PLAN_FILE).read_text())
+        values["peaks"] = [Peak(**peak) for peak in values["peaks"]]
+        return Plan(**{**values, "timeline": [Moment(**moment) for moment in values["timeline"]]})
     except (OSError, ValueError, KeyError, TypeError):
         return None
