@@ -125,7 +125,7 @@ def test_every_field_of_llama_recipes_is_accepted_or_refused_with_what_to_use(co
     for field in LLAMA_RECIPES[config].split():
         name, _, default = field.partition("=")
         for flag in (f"{config}.{name}", *([name] if config.endswith("config") and name != "mode" else [])):
-            assert known(flag) or "llama-recipes" in explain_unknown(flag), flag
+            assert known(flag) or re.search("llama-recipes|docs/from-", explain_unknown(flag)), flag
         told_as = next((form for form in (f"{config}.{name}", name) if form in told), None)
         if told_as is None:
             assert config.endswith("_dataset") and f"`{config}.`" in Page(LLAMA_RECIPES_PAGE).text, f"{config}.{name}"
@@ -138,7 +138,11 @@ def test_what_is_said_about_a_name_of_llama_recipes_is_what_its_page_says() -> N
         here = {setting_in(entry.name)[0] for entry in row.here}
         for name, _ in row.theirs:
             setting, said = known(name), explain_unknown(name)
-            named = {setting.name} if setting else here & set(re.findall(r"\w+", said.partition(" here")[2]))
+            named = (
+                {setting.name}
+                if setting
+                else here & set(re.findall(r"\w+", re.split(" here: |Did you mean ", said)[-1]))
+            )
             assert named <= here and bool(named) == bool(here), f"{name}: the page says {here}, the program {said}"
 
 

@@ -237,7 +237,7 @@ class PeftConfig:
     modules_to_save: list[str] | None = None
     """Modules trained in full and saved with the adapter, such as lm_head."""
 
-    init_lora_weights: Literal["default", "gaussian", "pissa", "olora"] = "default"
+    init_lora_weights: Literal["default", "gaussian"] = "default"
     """default: A Kaiming uniform, B zero. gaussian: A normal with deviation 1/r, B zero."""
 
 
