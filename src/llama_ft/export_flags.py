@@ -9,9 +9,8 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from llama_ft.config.output_dir import model_dir_problem
-from llama_ft.config.paths import adapter_problem, base_model_of, folder_problem, model_problem
-from llama_ft.config.rules import parse_size
-from llama_ft.config.run_settings import STRICT, Count
+from llama_ft.config.paths import base_model_of, folder_problem, model_problem
+from llama_ft.config.run_settings import STRICT, Count, Size
 from llama_ft.config.tool_flags import check, read
 from llama_ft.errors import UserError
 
@@ -44,7 +43,7 @@ class ExportFlags:
     save_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Precision of what is written; auto: the base model's own, tensor by tensor; adapters as they were trained."""
 
-    max_shard_size: str = "5GB"
+    max_shard_size: Size = "5GB"
     """Largest file."""
 
     overwrite: bool = False
@@ -56,12 +55,6 @@ class ExportFlags:
 
     private: bool = False
     """With --push_to_hub: a private repository."""
-
-    adapter: str | None = None
-    """Another way to name a saved adapter."""
-
-    output_dir: str | None = None
-    """Another way to name OUT."""
 
     # No flags: settled by the others. base_place names the base model in messages.
     source: ClassVar[Path]
@@ -78,21 +71,15 @@ def read_export_flags(argv: list[str], description: str) -> ExportFlags:
         SystemExit: 0 after --help.
     """
     options, _, errors = read(argv, ExportFlags, description, {"dtype": "save_dtype"})
-    words = [word for word in (options.adapter, *options.places, options.output_dir) if word]
-    if len(words) != 2:
+    if len(options.places) != 2:
         raise UserError(*errors, "Expected export.py CHECKPOINT OUT: what is read, and the directory that is written.")
-    source, out = words
+    source, out = options.places
     step = f"checkpoints/step-{options.step:06d}" if options.step else ""
     options.source, options.out = Path(source).expanduser() / step, Path(out).expanduser().absolute()
-    kind = "adapter" if options.adapter else export_kind(options.source)
+    kind = export_kind(options.source)
     if kind is None:
-        wrong = (
-            folder_problem(options.source, "a directory")
-            or "is neither a checkpoint, nor a run's directory, nor an adapter."
-        )
-        raise UserError(*errors, f"{options.source}: {wrong}")
-    if error := adapter_problem(source) if kind == "adapter" else None:
-        raise UserError(*errors, f"{source}: {error}")
+        none = "is neither a checkpoint, nor a run's directory, nor an adapter."
+        raise UserError(*errors, f"{options.source}: {folder_problem(options.source, 'a directory') or none}")
     options.kind = kind
     options.base_place = "--base_model" if options.base_model else f"{source} (--base_model overrides it): base model"
     settings = {} if kind == "adapter" else recorded_settings(options.source)
@@ -105,10 +92,6 @@ def read_export_flags(argv: list[str], description: str) -> ExportFlags:
     inputs = {"CHECKPOINT": source, "its base model": base, "--tokenizer_name": options.tokenizer_name, **reads}
     if error := model_dir_problem(out, options.overwrite, inputs):
         errors.append(f"{out}: {error}")
-    try:
-        parse_size(options.max_shard_size)
-    except ValueError:
-        errors.append(f"--max_shard_size {options.max_shard_size}: a size is written as 5GB or 500MB.")
     if options.push_to_hub and get_token() is None:
         errors.append(f"--push_to_hub: no token for {constants.ENDPOINT}. `hf auth login` or HF_TOKEN gives one.")
     check(errors)

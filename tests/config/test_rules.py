@@ -15,7 +15,6 @@ from llama_ft.errors import UserError
         "--validation 0",
         "--early_stopping_patience 5 --dataset a.jsonl",
         "--use_peft --modules_to_save lm_head --target_modules q_proj,lm_head",
-        "--attn_implementation flash_attention_2 --device cpu",
         "--attn_implementation flash_attention_3 --precision fp32",
         "--precision fp16 --device cpu",
         "--compile --use_liger",

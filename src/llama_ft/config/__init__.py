@@ -7,6 +7,14 @@ from llama_ft.config.dump import differences, to_yaml
 from llama_ft.config.load import check_command_line, load, load_flags, load_recipe
 from llama_ft.config.output_dir import run_entries
 from llama_ft.config.paths import adapter_problem, base_model_of, model_problem
-from llama_ft.config.rules import as_fraction, check_device, parse_duration, parse_size
-from llama_ft.config.run_settings import CheckpointConfig, DataConfig, MemoryConfig, ProfileConfig, TrackingConfig
+from llama_ft.config.rules import as_fraction, check_device
+from llama_ft.config.run_settings import (
+    CheckpointConfig,
+    DataConfig,
+    MemoryConfig,
+    ProfileConfig,
+    TrackingConfig,
+    parse_duration,
+    parse_size,
+)
 from llama_ft.config.settings import Config, FSDPConfig, ModelConfig, PeftConfig, QuantizationConfig, TrainConfig

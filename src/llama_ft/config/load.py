@@ -136,7 +136,5 @@ def convert(
 
 def _plain(message: str) -> str:
     """Say in fewer words what pydantic says."""
-    words = {"Input should": "must", "greater than or equal to": "at least", "less than or equal to": "at most"}
-    for theirs, ours in words.items():
-        message = message.replace(theirs, ours)
-    return message.partition(", unable")[0]
+    message = message.partition(", unable")[0].removeprefix("Value error, ").replace("Input should", "must")
+    return message.replace("greater than or equal to", "at least").replace("less than or equal to", "at most")

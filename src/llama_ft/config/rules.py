@@ -4,7 +4,6 @@ A setting without effect is an error, too: whoever sets it expects one. All rule
 once.
 """
 
-import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -22,37 +21,6 @@ SECRET = (
 # What stands in them is shown to everybody who sees the run.
 TRACKED_TEXTS = [name for name in SETTINGS if name.startswith(("wandb_", "mlflow_")) and name != "mlflow_tracking_uri"]
 STEPS_BEFORE_PROFILE, PROFILED_STEPS = 3, 3  # of a process; llama-recipes' wait of 1, warm-up of 2, and 3 active ones
-SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?B", re.IGNORECASE)
-SIZE_BYTES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
-SIZE_BYTES |= {"KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
-DURATION = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?", re.IGNORECASE)
-
-
-def parse_size(text: str) -> int:
-    """Return the bytes that `5GB`, `200MB` or `1.5 TB` stand for, decimal units as the Hub counts them, or `80GiB`.
-
-    Raises:
-        ValueError: the text is no such size, or is zero.
-    """
-    match = SIZE.fullmatch(text.strip())
-    size_bytes = int(float(match[1]) * SIZE_BYTES[(match[2] or "").upper()]) if match else 0
-    if size_bytes == 0:
-        raise ValueError(f"{text} is not a size")
-    return size_bytes
-
-
-def parse_duration(text: str) -> int:
-    """Return the seconds that `3h50m`, `90s` or `1d` stand for.
-
-    Raises:
-        ValueError: the text is no such time, is zero, or longer than a year.
-    """
-    match = DURATION.fullmatch(text.replace(" ", ""))
-    days, hours, minutes, seconds = (int(number or 0) for number in match.groups()) if match else (0, 0, 0, 0)
-    total = ((days * 24 + hours) * 60 + minutes) * 60 + seconds
-    if not 0 < total <= 366 * 24 * 3600:  # libraries overflow at some length
-        raise ValueError(f"{text} is not a time")
-    return total
 
 
 def as_fraction(validation: str | None) -> float | None:
@@ -80,15 +48,6 @@ class Read:
         )
 
 
-def _fails(parse: Callable[[str], int], text: str | None) -> bool:
-    """Whether a text is not what `parse` takes."""
-    try:
-        return text is not None and not parse(text)
-    except ValueError:
-        return True
-
-
-A_TIME = "is {}; expected a time of up to a year, such as 3h50m, 45m or 90s."
 # The field that the message is about, what is wrong, and the message, where {} stands for the field's value.
 RULES: tuple[tuple[str, Callable[[Read], Any], str], ...] = (
     ("validation", lambda s: not 0 < (0.5 if (share := as_fraction(s.validation)) is None else share) < 1,
@@ -105,8 +64,6 @@ RULES: tuple[tuple[str, Callable[[Read], Any], str], ...] = (
      "needs the weights themselves at every step, and quantization {mode} does not keep them. Use plain LoRA."),
     ("precision", lambda s: s.precision == "fp16" and s.device == "cpu",
      "is fp16, which is for GPUs without bf16. Use bf16_mixed or fp32 on the CPU."),
-    ("attn_implementation", lambda s: s.attn_implementation.startswith("flash") and s.device == "cpu",
-     "is {}, which needs CUDA. Use sdpa with device cpu."),
     ("attn_implementation", lambda s: s.attn_implementation.startswith("flash") and s.precision == "fp32",
      "is {}, which computes in 16 bits only. Use sdpa with precision fp32."),
     ("compile", lambda s: s.compile and s.use_liger,
@@ -122,15 +79,12 @@ RULES: tuple[tuple[str, Callable[[Read], Any], str], ...] = (
     ("activation_checkpointing",
      lambda s: s.activation_checkpointing == "selective" and s.enable_fsdp and s.fsdp_wrap_policy == "size",
      "is selective, for which layers must be FSDP units. Use full, or fsdp_wrap_policy hybrid."),
-    ("max_shard_size", lambda s: _fails(parse_size, s.max_shard_size), "is {}; expected a size such as 5GB or 200MB."),
     ("resume", lambda s: s.resume == "auto" and s.output_dir is None,
      "is auto, which looks for checkpoints in output_dir. Add the run's --output_dir."),
     ("resume", lambda s: s.resume == "auto" and s.overwrite,
      "is auto, which resumes the run that overwrite deletes. Remove one."),
     ("resume_allow_changes", lambda s: {*s.resume_allow_changes} - SETTINGS.keys(),
      "names {}; not all of them are settings."),
-    ("stop_after", lambda s: _fails(parse_duration, s.stop_after), A_TIME),
-    ("collective_timeout", lambda s: _fails(parse_duration, s.collective_timeout), A_TIME),
     ("streaming", lambda s: s.streaming and s.max_train_step == 0,
      "has no end that is known beforehand. Add --max_train_step, the optimizer steps to train."),
     ("validation", lambda s: s.streaming and as_fraction(s.validation) is not None,
@@ -209,17 +163,8 @@ def _asks_for_something(name: str, value: Any, places: Mapping[str, str]) -> boo
 
 
 def drop_overridden(values: dict[str, Any], places: dict[str, str]) -> dict[str, Any]:
-    """Set back what a YAML config sets and a flag made moot: the command line wins.
-
-    `--config lora.yaml --use_peft False` is full fine-tuning, not an error about the config's r.
-
-    Args:
-        values: all settings by field name.
-        places: field name -> where it was set; those set back are removed.
-
-    Returns:
-        The settings that hold.
-    """
+    """Set back what a YAML config sets and a flag made moot, in places too: `--config lora.yaml --use_peft False` is
+    full fine-tuning, not an error about the config's r."""
     moot = {
         name
         for fields, on, fits in CONDITIONS

@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 
 from llama_ft.config.messages import nearest, size_text
-from llama_ft.config.rules import parse_size
+from llama_ft.config.run_settings import parse_size
 from llama_ft.errors import UserError
 
 
