@@ -108,17 +108,6 @@ def test_a_page_names_only_settings_and_values_that_exist_with_their_defaults(pa
             assert alike(entry.default, show(SETTINGS[name].default)), entry
 
 
-@each_page
-def test_what_a_page_says_is_the_same_has_the_same_default(page: str) -> None:
-    same = [row for row in table(page) if row.same]
-    assert same
-    for theirs, ours in [pair for row in same for pair in zip(row.theirs, row.here, strict=True)]:
-        setting = known(theirs.name)
-        assert setting is not None, theirs
-        if ours.default is None and theirs.default is not None:
-            assert alike(theirs.default, show(setting.default)), theirs
-
-
 @pytest.mark.parametrize("config", LLAMA_RECIPES)
 def test_every_field_of_llama_recipes_is_accepted_or_refused_with_what_to_use(config: str) -> None:
     told = {entry.name: entry.default for row in table(LLAMA_RECIPES_PAGE) for entry in row.theirs}

@@ -1,13 +1,11 @@
 """Commands that are printed can be pasted: torchrun's own parser takes them, and then the recipe's."""
 
-import itertools
 import re
 import shlex
 from pathlib import Path
 
 import pytest
 from conftest import REPOSITORY
-from pages import Page
 from torch.distributed.run import get_args_parser
 
 from llama_ft.config import load
@@ -19,8 +17,6 @@ from llama_ft.plan.gpus import Device
 from llama_ft.plan.predict import PlanRequest
 from llama_ft.plan.types import Plan
 
-PAGES = sorted(str(it.relative_to(REPOSITORY)) for it in REPOSITORY.glob("docs/*.md"))
-PAGES += ["README.md", "configs/README.md", "launch/README.md"]
 PLAN = Plan("cuda", 1, 0, [], [], 0, 0, 0, 0, 0, 0, {}, "", 0, 512, True, 1.0)
 
 
@@ -54,14 +50,6 @@ def test_the_commands_of_fit_make_the_recipe_that_was_planned(world: int, nodes:
         assert load(words_of_script(command), paths=False)[0] == wanted
     written = answer.write(tmp_path / "with blanks")
     assert load(words_of_script(written[0]), paths=False)[0] == fit
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_torchrun_takes_the_commands_of_the_pages(page: str) -> None:
-    for command in Page(page).commands():
-        words = list(itertools.takewhile(lambda word: word.strip("();<>|&"), command.words))
-        if "torchrun" in words:
-            words_of_script(shlex.join(words[words.index("torchrun") :]))
 
 
 def test_torchrun_takes_the_commands_of_the_help_and_of_the_recipes() -> None:

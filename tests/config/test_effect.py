@@ -52,11 +52,8 @@ def test_a_flag_with_effect_or_asking_for_nothing_is_fine(mistakes, line: str) -
     assert mistakes(*line.split()) == []
 
 
-def test_a_recipe_may_hold_defaults_that_have_no_effect(mistakes, recipe) -> None:
+def test_a_recipe_may_hold_defaults_that_have_no_effect_and_no_other_values(mistakes, recipe) -> None:
     assert mistakes(recipe("train:\n  gamma: 0.85\npeft:\n  r: 8\n  use_peft: false\n")) == []
-
-
-def test_a_recipe_may_not_hold_other_values_that_have_no_effect(mistakes, recipe) -> None:
     assert mistakes(recipe("train:\n  gamma: 0.9\npeft:\n  r: 4\n")) == [
         "mine.yaml:2: train.gamma has no effect with lr_scheduler cosine.",
         "mine.yaml:4: peft.r has no effect with use_peft false.",
@@ -69,9 +66,3 @@ def test_what_a_flag_makes_moot_in_a_recipe_is_set_back(recipe) -> None:
     assert config.peft == Config().peft
     assert differences(config) == ["train.run_validation = false (default true)"]
     assert places == {"peft.use_peft": "--use_peft", "train.run_validation": "--run_validation"}
-
-
-def test_continuing_an_adapter_by_flag_sets_the_recipes_own_adapter_back(recipe) -> None:
-    lora = recipe("peft:\n  use_peft: true\n  r: 4\n")
-    config, _ = load([lora, "--from_peft_checkpoint", "folder"], paths=False)
-    assert (config.peft.r, config.peft.from_peft_checkpoint) == (Config().peft.r, "folder")

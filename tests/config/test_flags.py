@@ -18,10 +18,6 @@ def test_a_setting_has_a_plain_and_a_dotted_flag_with_or_without_equals(line: st
     assert parsed(line).train.lr == 0.001
 
 
-def test_hyphens_stand_for_underscores() -> None:
-    assert parsed("--batch-size-training 7").train.batch_size_training == 7
-
-
 @pytest.mark.parametrize("word", ["", "True", "true", "1", "yes", "on"])
 def test_a_switch_is_turned_on_bare_or_with_a_word(word: str) -> None:
     assert parsed(f"--use_peft {word}").peft.use_peft is True
@@ -33,13 +29,6 @@ def test_a_switch_is_turned_on_bare_or_with_a_word(word: str) -> None:
 )  # fmt: skip
 def test_a_switch_is_turned_off_in_every_spelling(flag: str) -> None:
     assert parsed(flag).checkpoint.save_model is False
-
-
-def test_a_switch_before_another_flag_and_at_the_end_needs_no_value() -> None:
-    config = parsed("--enable_fsdp --low_cpu_fsdp --use_peft --peft_method lora --num_epochs 1 --save_model")
-    assert (
-        config.fsdp.enable_fsdp and config.fsdp.low_cpu_fsdp and config.peft.use_peft and config.train.num_epochs == 1
-    )
 
 
 @pytest.mark.parametrize("text", ["q_proj,k_proj", "[q_proj,k_proj]", "[q_proj, k_proj]", "['q_proj','k_proj']"])

@@ -42,10 +42,6 @@ def test_names_values_and_files_of_both_sources_are_told_together(mistakes, reci
     assert [message.partition(" ")[0] for message in found] == ["--compile", "--dataset"]
 
 
-def test_a_rule_is_not_checked_on_a_value_that_could_not_be_read(mistakes) -> None:
-    assert len(mistakes("--max_train_step", "x", "--streaming")) == 1
-
-
 def test_a_misspelled_flag_brings_no_second_mistake_about_what_it_was_meant_to_set(mistakes) -> None:
     assert mistakes("--use_petf", "--r", "4") == ["--use_petf is not a flag. Did you mean --use_peft?"]
 
@@ -69,18 +65,10 @@ def test_with_a_model_or_data_the_demo_recipe_is_not_read(demo_recipe: Path, lin
     assert load(line.split(), demo_recipe, paths=False)[0].train.seed == Config().train.seed
 
 
-def test_a_named_recipe_takes_the_place_of_the_demo_recipe(demo_recipe: Path, recipe) -> None:
-    assert load([recipe("")], demo_recipe, paths=False)[0].train.seed == Config().train.seed
-
-
 def test_the_home_directory_may_be_written_as_a_tilde() -> None:
     config, _ = load(["--output_dir=~/runs/a", "--model_name", "~/llama"], paths=False)
     assert config.checkpoint.output_dir == os.path.expanduser("~/runs/a")
     assert config.model.model_name == os.path.expanduser("~/llama")
-
-
-def test_defaults_are_a_valid_configuration() -> None:
-    assert load([])[0] == Config()
 
 
 MIX = [{"path": "a.jsonl", "weight": 2.5}, {"path": "b.jsonl", "split": "test"}, {"path": "c.jsonl"}]
@@ -118,10 +106,6 @@ def test_a_mix_is_read_from_flag_and_file_and_written_back(recipe, text: str) ->
 def test_what_is_wrong_in_a_mix_is_told_with_its_part(mistakes, text: str, told: str) -> None:
     (message,) = mistakes("--dataset", text)
     assert message.startswith(told)
-
-
-def test_a_name_that_begins_with_a_bracket_stays_a_name() -> None:
-    assert load(["--dataset", "[ab]*.jsonl"], paths=False)[0].data.dataset == "[ab]*.jsonl"
 
 
 def test_early_stopping_needs_data_that_may_bring_validation(mistakes) -> None:

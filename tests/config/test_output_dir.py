@@ -10,6 +10,7 @@ from llama_ft.config.output_dir import RUN_MARKER, model_dir_problem
 
 def make_run(folder: Path) -> Path:
     (folder / "checkpoints" / "step-000010").mkdir(parents=True)
+    (folder / "checkpoints" / "step-000010" / "trainer.json").write_text("{}")
     (folder / "model").mkdir()
     for name in (RUN_MARKER, "status.json", "config.yaml", "metrics.jsonl", "notes.txt"):
         (folder / name).write_text("{}")
@@ -37,11 +38,9 @@ def test_a_run_that_is_there_is_refused_unless_it_may_be_overwritten(mistakes, t
 def test_a_run_that_is_there_may_be_continued(mistakes, tmp_path: Path, monkeypatch) -> None:
     for name in ("run", "other"):
         make_run(tmp_path / name)
-        (tmp_path / name / "checkpoints" / "step-000004").mkdir(parents=True)
-        (tmp_path / name / "checkpoints" / "step-000004" / "trainer.json").write_text("{}")
-    for resume in ("auto", "run", "run/checkpoints/step-000004"):
+    for resume in ("auto", "run", "run/checkpoints/step-000010"):
         assert mistakes("--output_dir", "run", "--resume", resume, paths=True) == []
-    (message,) = mistakes("--output_dir", "run", "--resume", "other/checkpoints/step-000004", paths=True)
+    (message,) = mistakes("--output_dir", "run", "--resume", "other/checkpoints/step-000010", paths=True)
     assert "already holds a run" in message
     assert len(mistakes("--output_dir", "run", paths=True)) == 1
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")  # what the attempt before this one has left
@@ -51,16 +50,13 @@ def test_a_run_that_is_there_may_be_continued(mistakes, tmp_path: Path, monkeypa
 def test_overwriting_spares_what_is_resumed_and_what_is_read(mistakes, tmp_path: Path, monkeypatch) -> None:
     for name in ("run", "other"):
         make_run(tmp_path / name)
-        (tmp_path / name / "checkpoints" / "step-000004").mkdir(parents=True)
-        (tmp_path / name / "checkpoints" / "step-000004" / "trainer.json").write_text("{}")
-    (tmp_path / "run" / "model" / "adapter_config.json").parent.mkdir(exist_ok=True)
     (tmp_path / "run" / "model" / "adapter_config.json").write_text("{}")
     (tmp_path / "run" / "model" / "adapter_model.safetensors").touch()
-    resumed, elsewhere = "run/checkpoints/step-000004", "other/checkpoints/step-000004"
+    resumed, elsewhere = "run/checkpoints/step-000010", "other/checkpoints/step-000010"
     for restarts in ("0", "3"):
         monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", restarts)
         (message,) = mistakes("--output_dir", "run", "--overwrite", "--resume", resumed, paths=True)
-        assert "--overwrite would delete run/checkpoints/step-000004, which resume reads" in message
+        assert "--overwrite would delete run/checkpoints/step-000010, which resume reads" in message
         assert mistakes("--output_dir", "run", "--overwrite", "--resume", elsewhere, paths=True) == []
         adapter = ["--use_peft", "--from_peft_checkpoint", "run/model"]
         (message,) = mistakes("--output_dir", "run", "--overwrite", *adapter, paths=True)
@@ -88,7 +84,6 @@ def test_a_directory_without_a_runs_marker_is_neither_overwritten_nor_resumed(
 def test_a_run_of_a_version_without_markers_can_be_resumed_and_not_overwritten(mistakes, tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     (run / RUN_MARKER).unlink()
-    (run / "checkpoints" / "step-000010" / "trainer.json").write_text("{}")
     assert mistakes("--output_dir", "run", "--resume", "auto", paths=True) == []
     for more in ([], ["--overwrite"]):
         (message,) = mistakes("--output_dir", "run", *more, paths=True)

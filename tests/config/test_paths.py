@@ -31,11 +31,6 @@ def test_a_good_model_data_and_adapter_pass(mistakes, files: Files) -> None:
     assert mistakes(*line.split(), "--from_peft_checkpoint", "lora", paths=True) == []
 
 
-@pytest.mark.parametrize("name", ["demo", "meta-llama/Llama-3.1-8B", "gpt2"])
-def test_a_hub_name_is_not_looked_for_on_this_machine(mistakes, name: str) -> None:
-    assert mistakes("--model_name", name, "--tokenizer_name", name, paths=True) == []
-
-
 @pytest.mark.parametrize(
     ("line", "told"),
     [
@@ -76,14 +71,6 @@ def test_what_may_be_a_dataset_is_not_refused(mistakes, files: Files, name: str)
     assert mistakes("--dataset", name, paths=True) == []
 
 
-def test_every_part_of_a_mix_must_be_there(mistakes, files: Files) -> None:
-    files("my.jsonl")
-    assert mistakes("--dataset", "[my.jsonl, {path: yours.jsonl, weight: 2}]", paths=True) == [
-        "--dataset: yours.jsonl: no such file."
-    ]
-    assert mistakes("--dataset", "[{path: my.jsonl, weight: 2}, org/name]", paths=True) == []
-
-
 def test_a_secret_in_a_url_is_told_once_and_not_repeated(mistakes, files: Files) -> None:
     for url in ("http://me:hunter2@host/a.jsonl", "https://h/a?token=hunter2", "s3://me:hunter/2@bucket/a.jsonl"):
         (message,) = mistakes("--model_name", "demo", "--dataset", url, paths=True)
@@ -106,12 +93,6 @@ def test_validation_may_be_a_split_of_data_that_have_splits(mistakes, files: Fil
     for dataset in ("my.jsonl", "[data]"):
         (message,) = mistakes("--dataset", dataset, "--validation", "test", paths=True)
         assert message.startswith("--validation test: ")
-
-
-def test_a_recipe_names_the_line_of_a_wrong_path(mistakes, recipe) -> None:
-    assert mistakes(recipe("data:\n  dataset: my.jsonl\n"), paths=True) == [
-        "mine.yaml:2: data.dataset my.jsonl: no such file."
-    ]
 
 
 def test_a_path_that_cannot_even_be_asked_for_is_a_mistake_and_no_crash(mistakes) -> None:

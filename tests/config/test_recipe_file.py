@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from llama_ft.config import load, load_recipe
+from llama_ft.config import load
 
 
 def test_a_recipe_sets_what_it_names_with_its_lines_as_places(recipe) -> None:
@@ -43,11 +43,6 @@ def test_values_are_read_as_written_and_not_as_yaml_1_1_takes_them(recipe) -> No
 def test_lists_are_written_in_either_yaml_style_or_with_commas(recipe, text: str) -> None:
     config, _ = load([recipe(f"peft:\n  use_peft: true\n  target_modules: {text}\n")])
     assert config.peft.target_modules == ["q_proj", "k_proj"]
-
-
-def test_anchors_and_aliases_work(recipe) -> None:
-    config, _ = load([recipe("train:\n  batch_size_training: &b 6\n  val_batch_size: *b\n")])
-    assert config.train.val_batch_size == 6
 
 
 @pytest.mark.parametrize("text", ["quantization: 4bit\n", "quantization:\n  mode: 4bit\n"])
@@ -95,11 +90,6 @@ def test_a_syntax_error_names_its_line(mistakes, recipe, text: str, line: int) -
     assert "\n" not in message
 
 
-def test_a_missing_recipe_names_the_nearest_file(mistakes, recipe) -> None:
-    recipe("train:\n")
-    assert mistakes("--config", "min.yaml") == ["--config min.yaml: no such file. Did you mean mine.yaml?"]
-
-
 def test_what_is_no_recipe_is_told_once_and_no_rule_beside_it(mistakes, tmp_path: Path) -> None:
     """What the flags lack may have been in the file."""
     os.mkfifo(tmp_path / "pipe.yaml")
@@ -107,14 +97,6 @@ def test_what_is_no_recipe_is_told_once_and_no_rule_beside_it(mistakes, tmp_path
     for name in ("nope.yaml", ".", "pipe.yaml", "/dev/zero", "model.bin"):
         (message,) = mistakes("--config", name, "--r", "3")
         assert message.startswith(f"--config {name}: ")
-
-
-def test_a_recipe_is_read_without_a_command_line(tmp_path: Path) -> None:
-    file = tmp_path / "a.yaml"
-    file.write_text("train:\n  seed: 7\n")
-    config, places = load_recipe(file)
-    assert config.train.seed == 7
-    assert places["train.seed"].endswith("a.yaml:2")
 
 
 @pytest.mark.parametrize(

