@@ -43,7 +43,7 @@ def test_a_good_model_data_and_adapter_pass(mistakes, files: Files) -> None:
         ("--use_peft --from_peft_checkpoint lora", "--from_peft_checkpoint lora: holds no adapter_model.safetensors."),
         (
             "--chat_template chatlm",
-            "--chat_template chatlm: no such file. Built in are llama3, chatml, alpaca, mistral.",
+            "--chat_template chatlm: no such file.",
         ),
         ("--dataset data/my_dta.jsonl", "--dataset data/my_dta.jsonl: no such file. Did you mean data/my_data.jsonl?"),
         ("--dataset empty", "--dataset empty: is a folder without data files."),

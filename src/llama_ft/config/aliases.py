@@ -86,13 +86,12 @@ def explain_unknown(name: str, as_key: bool = False) -> str:
     if here := LLAMA_RECIPES.get(prefix) or LLAMA_RECIPES.get(name) or LLAMA_RECIPES.get(field):
         return f", known from llama-recipes, is not used here: {here}."
     what, page = ("a setting" if as_key else "a flag"), f" {TRANSLATIONS}" if field in ALIASES else ""
-    names = [*SETTINGS, *ALIASES, "quantization", *([] if as_key else ["config"])]
-    match = nearest(field, names)
+    match = nearest(field, [*SETTINGS, *ALIASES, "quantization", *(SECTIONS if as_key else ["config"])])
     if match is None:
         return f" is not {what}. --help lists them all, and {TRANSLATIONS}"
     meant, _, value = ALIASES.get(match, match).partition(" ")
     setting = known(meant)
     if setting is None:
-        return f" is not {what}. Did you mean --{meant}?"
+        return f" is not {what}. Did you mean {'' if as_key else '--'}{meant}?"
     shown = setting.flag if not as_key else "quantization:" if setting.name == "mode" else setting.dotted
     return f" is not {what}. Did you mean {f'{shown} {value}'.rstrip()}?{page}"

@@ -37,14 +37,12 @@ def help_text(description: str, script: str) -> str:
     notes = (
         "Flags are written --lr 1e-4 or --lr=1e-4, or with their section: --train.lr 1e-4. Switches stand alone "
         "(--use_peft) or take true or false, and --no_save_model turns one off. Lists are written a,b,c, and none "
-        "unsets. Without a config, model_name and dataset the embedded demo runs. llama-recipes' flags work by their "
-        "names and prefixes (--lora_config.r 8); docs/from-*.md translate those of torchtune, TRL and axolotl."
+        "unsets. --config FILE reads a YAML config first; without it, model_name and dataset the embedded demo runs. "
+        "llama-recipes' flags work by their names and prefixes (--lora_config.r 8); docs/from-*.md translate those of "
+        "torchtune, TRL and axolotl."
     )
     parts = [textwrap.fill(text, WIDTH) for text in (inspect.cleandoc(description).partition("\n\n")[0], notes)]
     parts.insert(1, usage)
-    parts.append(
-        "\n".join([_entry("  --config FILE", "A YAML config to read first."), _entry("  --help, -h", "Print this.")])
-    )
     for section, cls in SECTIONS.items():
         settings = {name: setting for name, setting in SETTINGS.items() if setting.section == section}
         parts.append(flags_text(settings, f"{section}: {inspect.getdoc(cls)}"))

@@ -1,4 +1,4 @@
-"""From a command line and a YAML config to one checked `Config`; every error is reported at once."""
+"""From a command line and a YAML config to one checked `Config`: first all names, values and paths, then the rules."""
 
 import sys
 from collections.abc import Mapping
@@ -36,14 +36,7 @@ def check_command_line(description: str, demo_config: Path) -> None:
 
 
 def load_flags(flags: Mapping[str, str], demo_config: Path) -> tuple[Config, dict[str, str]]:
-    """Return the settings that `check_command_line` has found to be right, out of flags as fire passes them on.
-
-    Args:
-        flags: name -> text.
-        demo_config: see `load`.
-
-    Returns:
-        As `load`.
+    """Return what `load` does, out of flags (name -> text) as fire passes them on after `check_command_line`.
 
     Raises:
         SystemExit: 2 after errors: of a file that has changed since.

@@ -14,7 +14,6 @@ from typing import Any
 import yaml
 
 from llama_ft.config.aliases import explain_unknown, known
-from llama_ft.config.messages import nearest
 from llama_ft.config.paths import file_problem
 from llama_ft.config.settings import SECTIONS, SETTINGS, Setting
 from llama_ft.errors import reason
@@ -225,14 +224,7 @@ def _read_section(section: str, place: str, node: yaml.Node, shown: str, parsed:
         words = {"true": "8bit", "false": "none"}
         parsed.values["mode"], parsed.places["mode"] = words.get(node.value.lower(), node.value), place
     elif section not in SECTIONS:
-        setting, match = known(section), nearest(section, SECTIONS)
-        if setting is not None:
-            error = f" stands outside its section; write it as {setting.name} below {setting.section}:"
-        elif match and isinstance(node, yaml.MappingNode):
-            error = f" is not a section. Did you mean {match}?"
-        else:
-            error = explain_unknown(section, as_key=True)
-        parsed.errors.append(f"{place}: {section}{error}")
+        parsed.errors.append(f"{place}: {section}{explain_unknown(section, as_key=True)}")
     elif isinstance(node, yaml.MappingNode):
         for key, key_place, value_node in _pairs(node, f"{section}.", shown, parsed):
             setting = SETTINGS.get(key)

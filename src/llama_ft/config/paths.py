@@ -30,21 +30,28 @@ def check_paths(values: Mapping[str, Any], places: Mapping[str, str], invalid: s
         invalid: fields whose own value could not be read, which are left out.
     """
 
+    def dataset(value: str | list[dict[str, str]]) -> str | None:
+        problems = {part["path"]: data_problem(part["path"]) for part in value} if isinstance(value, list) else {}
+        parts = next((f"{path}: {problem}" for path, problem in problems.items() if problem), None)
+        return parts if isinstance(value, list) else data_problem(value)
+
+    def output_dir(name: str | None) -> str | None:
+        return output_dir_problem(name, values["overwrite"], inputs, _goes_on(values["resume"], name))
+
     def validation(name: str) -> str | None:
         is_data = as_fraction(name) is None and not is_split_of(name, values["dataset"])
         return data_problem(name) if is_data else None
 
-    def output_dir(directory: str | None) -> str | None:
-        goes_on = _goes_on(values["resume"], directory)
-        return output_dir_problem(directory, values["overwrite"], _inputs(values), goes_on)
-
+    inputs = {name: values[name] for name in (*INPUTS, *(["resume"] if values["overwrite"] else []))}
+    if isinstance(parts := inputs["dataset"], list):
+        inputs = {**inputs, **{f"dataset[{i}].path": part["path"] for i, part in enumerate(parts)}, "dataset": None}
     checks: dict[str, Callable[[Any], str | None]] = {
         "model_name": model_problem,
         "tokenizer_name": lambda name: _folder(name) if name not in BUILT_IN_MODELS and looks_local(name) else None,
-        "dataset": _data,
+        "dataset": dataset,
         "validation": validation,
         "from_peft_checkpoint": adapter_problem,
-        "chat_template": _chat_template,
+        "chat_template": lambda name: None if name in BUILT_IN_TEMPLATES else file_problem(name),
         "output_dir": output_dir,
     }
     messages = []
@@ -58,15 +65,6 @@ def check_paths(values: Mapping[str, Any], places: Mapping[str, str], invalid: s
             shown = "" if value is None or isinstance(value, list) else f" {value}"
             messages.append(f"{subject(name, places)}{shown}: {problem}")
     return messages
-
-
-def _inputs(values: Mapping[str, Any]) -> dict[str, str | None]:
-    """Field name -> file or folder that the run reads; the parts of a mix one by one."""
-    inputs = {name: values[name] for name in (*INPUTS, *(["resume"] if values["overwrite"] else []))}
-    if isinstance(parts := inputs["dataset"], list):
-        del inputs["dataset"]
-        inputs.update({f"dataset[{index}].path": part["path"] for index, part in enumerate(parts)})
-    return inputs
 
 
 def looks_safely(problem_of: Callable[[Any], str | None]) -> Callable[[Any], str | None]:
@@ -160,18 +158,6 @@ def base_model_of(adapter: str) -> str:
         held = f"names revision {revision} of {name}" if name else "names no base model"
         raise UserError(f"{file}: {held}.\n--base_model names the folder of what the adapter was trained on.")
     return str(name)
-
-
-def _chat_template(name: str) -> str | None:
-    problem = None if name in BUILT_IN_TEMPLATES else file_problem(name)
-    return f"{problem} Built in are {', '.join(BUILT_IN_TEMPLATES)}." if problem else None
-
-
-def _data(dataset: str | list[Any]) -> str | None:
-    if isinstance(dataset, str):
-        return data_problem(dataset)
-    problems = ((part["path"], data_problem(part["path"])) for part in dataset)
-    return next((f"{path}: {problem}" for path, problem in problems if problem), None)
 
 
 def _goes_on(resume: str | None, directory: str | None) -> bool:

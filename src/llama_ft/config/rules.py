@@ -14,9 +14,8 @@ from llama_ft.errors import UserError
 from llama_ft.masking import holds_key, is_url_with_secret
 
 SECRET = (
-    "has what looks like a password, a key or a signature, and settings are written down. Leave it out.\n"
-    "s3:// and gs:// take credentials from the environment, https:// from ~/.netrc with\n"
-    """FSSPEC_HTTPS='{"client_kwargs": {"trust_env": true}}', MLflow from MLFLOW_TRACKING_TOKEN."""
+    "has what looks like a password, a key or a signature, and settings are written down. Leave it out: s3:// and "
+    "gs:// take credentials from the environment, MLflow takes MLFLOW_TRACKING_TOKEN; download the rest first."
 )
 # What stands in them is shown to everybody who sees the run.
 TRACKED_TEXTS = [name for name in SETTINGS if name.startswith(("wandb_", "mlflow_")) and name != "mlflow_tracking_uri"]

@@ -70,9 +70,8 @@ class DataConfig:
     dataset: str | list[DatasetPart] = "demo"
     """A .jsonl, .json, .csv (also .gz, .zst), .parquet or .arrow file, a folder or a glob of them; a URL of such a file
     (s3://, https://); a hub name (org/name or org/name:configuration); path/to/file.py:function returning a
-    datasets.Dataset; llama-recipes' samsum, grammar or alpaca; demo: questions about Python's standard library,
-    answered by its docstrings; or a mix, '[{path: a.jsonl, weight: 2}, {path: org/name, weight: 0.3, split: test}]': a
-    weight of 2.5 takes each row twice an epoch and half of them, chosen by a hash of the row, once more."""
+    datasets.Dataset; llama-recipes' samsum, grammar or alpaca; demo: Python's docstrings as questions and answers; or
+    a mix, '[{path: a.jsonl, weight: 2.5}, {path: org/name, split: test}]': 2.5 takes half of the rows a third time."""
 
     dataset_format: Literal["auto", "alpaca", "messages", "sharegpt", "prompt_completion", "text", "tokenized"] = "auto"
     """alpaca: columns instruction, input, output. messages: chat turns of role and content. sharegpt: conversations,
