@@ -67,13 +67,6 @@ def test_llama_recipes_prefixes_name_the_same_settings() -> None:
     assert config.tracking.wandb_project == "mine"
 
 
-def test_places_are_the_flags_as_typed() -> None:
-    _, places = load(["--train.lr", "1e-3", "--use-peft", "--no_save_model"], paths=False)
-    assert places == {
-        "train.lr": "--train.lr", "peft.use_peft": "--use-peft", "checkpoint.save_model": "--no_save_model"
-    }  # fmt: skip
-
-
 def test_a_negative_number_is_a_value(mistakes) -> None:
     assert mistakes("--lr", "-1", "--seed", "-3") == [
         "--lr -1: must be greater than 0.",

@@ -42,10 +42,6 @@ def test_names_values_and_files_of_both_sources_are_told_together(mistakes, reci
     assert [message.partition(" ")[0] for message in found] == ["--compile", "--dataset"]
 
 
-def test_a_misspelled_flag_brings_no_second_mistake_about_what_it_was_meant_to_set(mistakes) -> None:
-    assert mistakes("--use_petf", "--r", "4") == ["--use_petf is not a flag. Did you mean --use_peft?"]
-
-
 @pytest.fixture
 def demo_recipe(tmp_path: Path) -> Path:
     file = tmp_path / "demo.yaml"

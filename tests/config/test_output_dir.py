@@ -23,11 +23,6 @@ def test_a_new_or_empty_directory_is_accepted_and_not_created(mistakes, tmp_path
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_directory_that_holds_other_peoples_files_only_is_accepted(mistakes, tmp_path: Path) -> None:
-    (tmp_path / "train.log").write_text("tee was here")
-    assert mistakes("--output_dir", str(tmp_path), paths=True) == []
-
-
 def test_a_run_that_is_there_is_refused_unless_it_may_be_overwritten(mistakes, tmp_path: Path) -> None:
     make_run(tmp_path / "run")
     (message,) = mistakes("--output_dir", "run", paths=True)
