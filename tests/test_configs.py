@@ -4,13 +4,11 @@ import dataclasses
 import gc
 import re
 import shlex
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
-import torch
 from conftest import REPOSITORY
 from model_shapes import CONFIGS, PARAMETERS, write_config
 
@@ -149,38 +147,3 @@ def test_the_plan_is_what_the_head_says_and_fits(stem: str, finetuning: ModuleTy
     planned = (plan.device_bytes, host_bytes, plan.checkpoint_bytes, plan.result_bytes)
     assert [nbytes / 2**30 for nbytes in planned] == pytest.approx(planned_of(stem)[1], abs=0.051)
     assert plan.device_bytes <= hardware.usable_bytes
-
-
-def test_the_snippet_makes_a_model_of_gemmas_text_part(
-    save_tokenizer: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
-
-    text: dict[str, Any] = {
-        "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
-        "num_key_value_heads": 1, "head_dim": 16, "vocab_size": 320, "sliding_window": 8,
-    }  # fmt: skip
-    vision = {
-        "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
-        "patch_size": 14,
-    }  # fmt: skip
-    torch.manual_seed(0)
-    whole = Gemma3ForConditionalGeneration(
-        Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=1)
-    ).eval()
-    monkeypatch.chdir(tmp_path)
-    whole.save_pretrained("google/gemma-3-4b-it")
-    save_tokenizer(Path("google/gemma-3-4b-it"))
-    snippet = re.search(r"^  (import torch\n(?:  .*\n)+)", head_of("gemma3_4b_lora_24gb") + "\n", re.MULTILINE)
-    assert snippet is not None
-    exec(snippet[1].replace("\n  ", "\n"), {})
-
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    config, _ = load_recipe(RECIPES["gemma3_4b_lora_24gb"], paths=False)
-    alone = AutoModelForCausalLM.from_pretrained(config.model.model_name).eval()
-    AutoTokenizer.from_pretrained(config.model.model_name)
-    ids = torch.arange(3, 23)[None]
-    with torch.no_grad():
-        torch.testing.assert_close(alone(input_ids=ids).logits, whole(input_ids=ids).logits)
-    assert alone.config.model_type == CONFIGS[config.model.model_name]["model_type"]

@@ -1,13 +1,11 @@
 """Commands that are printed can be pasted: torchrun's own parser takes them, and then the recipe's."""
 
-import itertools
 import re
 import shlex
 from pathlib import Path
 
 import pytest
 from conftest import REPOSITORY
-from pages import Page
 from torch.distributed.run import get_args_parser
 
 from llama_ft.config import load
@@ -16,8 +14,6 @@ from llama_ft.config.settings import SETTINGS
 from llama_ft.plan.fit import Fit, Ladder, changed
 from llama_ft.plan.types import Plan, PlanRequest
 
-PAGES = sorted(str(it.relative_to(REPOSITORY)) for it in REPOSITORY.glob("docs/*.md"))
-PAGES += ["README.md", "configs/README.md", "launch/README.md"]
 PLAN = Plan("cuda", 1, [], [], 0, 0, 0, 0, 0, 0, {}, "", 0, 512, True, 1.0)
 
 
@@ -50,14 +46,6 @@ def test_the_commands_of_fit_make_the_recipe_that_was_planned(world: int, nodes:
     [command] = [line.strip("# ") for line in (folder / "fit-1.yaml").read_text().splitlines() if "--config" in line]
     assert command.startswith("torchrun ") == (world > 1)
     assert load(words_of_script(command), paths=False)[0] == fit
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_torchrun_takes_the_commands_of_the_pages(page: str) -> None:
-    for command in Page(page).commands():
-        words = list(itertools.takewhile(lambda word: word.strip("();<>|&"), command.words))
-        if "torchrun" in words:
-            words_of_script(shlex.join(words[words.index("torchrun") :]))
 
 
 def test_torchrun_takes_the_commands_of_the_help_and_of_the_recipes() -> None:

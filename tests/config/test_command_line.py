@@ -89,9 +89,3 @@ def test_help_lists_every_flag_in_no_time(start: Start, flag: str) -> None:
     assert (process.returncode, err) == (0, "")
     assert out.startswith("What it does.\n\nUsage:\n  python recipe.py [flags]\n")
     assert "  --lr X                            Peak learning rate. [default: 0.0001]\n" in out
-
-
-def test_help_is_printed_by_rank_0_only(start: Start) -> None:
-    process = start("--help", rank=1)
-    assert process.communicate() == ("", "")
-    assert process.returncode == 0

@@ -1,7 +1,7 @@
 """The text of --help."""
 
 from llama_ft.config.dump import help_text
-from llama_ft.config.settings import SECTIONS, SETTINGS
+from llama_ft.config.settings import SETTINGS
 
 TEXT = help_text("Fine-tune a model.", "recipes/finetuning.py")
 
@@ -12,11 +12,6 @@ def test_every_setting_is_listed_once_with_its_default() -> None:
         flag = "--quantization" if name == "mode" else f"--{name}"
         assert len([line for line in lines if line.startswith(f"  {flag} ")]) == 1, name
     assert " ".join(TEXT.split()).count("default: ") == len(SETTINGS) + 1  # init_lora_weights explains its own default
-
-
-def test_flags_are_grouped_by_section() -> None:
-    starts = [TEXT.index(f"\n{section}: ") for section in SECTIONS]
-    assert starts == sorted(starts)
 
 
 def test_it_fits_a_hundred_columns() -> None:

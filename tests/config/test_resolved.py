@@ -30,11 +30,6 @@ def test_the_written_configuration_is_a_recipe_that_says_the_same(line: str, tmp
     assert all(place.startswith(str(file)) for place in places.values())
 
 
-def test_the_header_becomes_a_comment() -> None:
-    text = to_yaml(Config(), "first line\n\nsecond line")
-    assert text.startswith("# first line\n# \n# second line\n\nmodel:\n")
-
-
 def test_a_repeated_run_gets_a_directory_of_its_own_and_deletes_nothing() -> None:
     config, _ = load(["--output_dir", "x", "--overwrite"], paths=False)
     assert yaml.safe_load(to_yaml(config))["checkpoint"].keys().isdisjoint({"output_dir", "overwrite", "resume"})

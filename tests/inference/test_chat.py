@@ -109,7 +109,7 @@ def test_what_cannot_be_is_told_and_the_conversation_goes_on(typed: Typed) -> No
     assert typed.asked == ["[user]one", "[user]one[assistant]answer 1[user]two"] and len(err) < 1000
     assert err.count("not possible (") == 3 and "File name too long" in err
     assert "/set repetition_penalty 0: must be greater than 0." in err
-    assert "/set temperature has no value; expected a number." in err and "This is not UTF-8." in err
+    assert "/set temperature: the value is empty." in err and "This is not UTF-8." in err
 
 
 def test_settings_change_what_comes_after(typed: Typed) -> None:
@@ -118,7 +118,7 @@ def test_settings_change_what_comes_after(typed: Typed) -> None:
     )
     first, second = typed.samplings[-2:]
     assert (first.temperature, first.stop, second.stop) == (0.7, ("###",), ())
-    assert '/set top_k many: "many" is not a whole number.' in err and "/set heat: it is one of" in err
+    assert "/set top_k many: must be a valid integer." in err and "/set heat: it is one of" in err
     assert "max_new_tokens 20" in err
 
 

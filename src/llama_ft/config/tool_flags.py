@@ -1,4 +1,4 @@
-"""How a recipe's own flags are read: a dataclass of them, and the parser of the settings."""
+"""How a tool's command line is read: a dataclass of its flags, by the parser of the settings."""
 
 import sys
 from collections.abc import Iterable, Mapping
@@ -22,7 +22,7 @@ def read(
     repeated: frozenset[str] = frozenset(),
     others: Iterable[str] = (),
 ) -> tuple[Any, Parsed, list[str]]:
-    """Read a recipe's own flags.
+    """Read a tool's own flags.
 
     Args:
         argv: the words after the script's name.
@@ -37,22 +37,20 @@ def read(
         The flags, where each was set, and the errors.
     """
     table = settings_of(flags)
+    places = table.pop("places", None)
     if {"--help", "-h"} & set(argv):
-        words = [table.pop("places").meaning] if "places" in table else []
-        text = [description.partition("\n\n")[0], *words, flags_text(table, f"Flags of {Path(sys.argv[0]).name}:")]
-        print("\n\n".join(text))
+        text = flags_text(table, f"Flags of {Path(sys.argv[0]).name}:")
+        print(description.partition("\n\n")[0], *([places.meaning] if places else []), text, sep="\n\n")
         sys.exit(0)
 
-    def find(name: str) -> Any:
-        return None if name == "places" else table.get((other_names or {}).get(name, name))
-
-    def explain(name: str, _: str | None) -> str:
+    def explain(name: str) -> str:
         if instead := (gone or {}).get(name):
             return f" is not a flag here: {instead}."
         meant = nearest(name, [*table, *others])
         return " is not a flag. " + (f"Did you mean --{meant}?" if meant else "--help lists them all.")
 
-    parsed = read_flags(argv, find, explain, "places" if "places" in table else None, repeated)
+    names, positional = other_names or {}, "places" if places else None
+    parsed = read_flags(argv, lambda name: table.get(names.get(name, name)), explain, positional, repeated)
     options, wrong = convert(parsed.values, parsed.places, flags)
     return options, parsed, [*parsed.errors, *wrong.values()]
 

@@ -265,7 +265,7 @@ def choose_checkpointing(request: PlanRequest, build_model: BuildModel, free: fl
 def changed(config: Config, changes: dict[str, Any], device: str) -> Config | None:
     """A recipe with some settings changed, and those set back that have no effect any more; None: it breaks a rule."""
     values = {**values_of(config), **changes}
-    for fields, on, fits, _ in CONDITIONS:
+    for fields, on, fits in CONDITIONS:
         if on in changes and not fits(values[on]):
             values |= {name: SETTINGS[name].default for name in fields}
     if broken_rules({**values, "device": device}):

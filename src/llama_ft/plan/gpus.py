@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 from llama_ft.config.messages import nearest, size_text
-from llama_ft.config.rules import parse_size
+from llama_ft.config.run_settings import parse_size
 from llama_ft.errors import UserError
 
 # CUDA's context with the libraries' kernels, and NCCL's buffers for a few communicators: not torch's to count.
