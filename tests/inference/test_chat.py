@@ -27,6 +27,7 @@ class Counts(Answerer):
         self.numbers: list[int] = []
 
     def answer(self, prompts: Any, numbers: Any, show: Any = None, stopped: Any = None) -> list[Answer]:
+        self.longest_answer(len(prompts[0]))
         self.asked += [str(self.tokenizer.decode(prompt)) for prompt in prompts]
         self.numbers += numbers
         show(f"answer {len(self.asked)}")

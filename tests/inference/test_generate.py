@@ -19,7 +19,7 @@ from transformers import (
 )
 from transformers.modeling_outputs import CausalLMOutput
 
-from llama_ft.errors import RunFailure
+from llama_ft.errors import RunFailure, UserError
 from llama_ft.inference.flags import InferenceFlags
 from llama_ft.inference.generate import Answerer, settle_sampling
 from llama_ft.inference.load import Opened, open_model
@@ -172,6 +172,8 @@ def test_an_answer_leaves_the_models_positions_for_its_prompt(model: Model) -> N
     assert [answerer.longest_answer(length) for length in (10, 236, 250)] == [20, 20, 6]
     [answer] = answerer.answer([[9] * 253], [0])
     assert answer.is_truncated
+    with pytest.raises(UserError, match="the prompt has 256 tokens"):
+        answerer.answer([[9] * 256], [0])
 
 
 def test_a_model_whose_numbers_are_not_finite_ends_it(model: Model, runtime: Runtime) -> None:

@@ -1,5 +1,6 @@
 """What was measured, as tables for people and as JSON."""
 
+import copy
 import io
 import json
 from dataclasses import dataclass
@@ -24,16 +25,14 @@ class Evaluated:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values, with the differences."""
-        held_out, tasks, base = dict(self.held_out or {}), self.tasks or {}, self.base
-        found = {task: {name: dict(it) for name, it in metrics.items()} for task, metrics in tasks.items()}
-        if base is not None and base.held_out:
-            held_out["difference"] = held_out["loss"] - base.held_out["loss"]
-        for task, metrics in found.items():
-            for name, it in metrics.items():
-                if base is not None and base.tasks:
-                    it["difference"] = it["value"] - base.tasks[task][name]["value"]
-        compared = {"name": self.name, "about": self.about, "compared_with": base and base.name}
-        return {**compared, "held_out": held_out or None, "tasks": found or None}
+        found: Any = copy.deepcopy({"held_out": self.held_out, "tasks": self.tasks})
+        if self.base is not None:
+            if found["held_out"] and self.base.held_out:
+                found["held_out"]["difference"] = found["held_out"]["loss"] - self.base.held_out["loss"]
+            for task, metrics in (self.base.tasks or {}).items():
+                for name, it in metrics.items():
+                    found["tasks"][task][name]["difference"] = found["tasks"][task][name]["value"] - it["value"]
+        return {"name": self.name, "about": self.about, "compared_with": self.base and self.base.name, **found}
 
 
 def describe(models: list[Evaluated], samples: str, limit: float | None) -> str:

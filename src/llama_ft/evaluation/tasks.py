@@ -9,10 +9,9 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-import numpy
 import torch
 import torch.distributed as dist
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, set_seed
 from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.errors import UserError, reason
@@ -30,13 +29,10 @@ def find_tasks(flags: EvaluateFlags, job: Runtime) -> dict[str, Any]:
     with job.local_main_process_first(), _quiet(job):
         try:
             manager = TaskManager(include_defaults=by_name)
-            matched = [manager.match_tasks([name]) if "*" in name else [name] for name in flags.tasks]
-            loaded: dict[str, Any] = manager.load(sum(matched, []))
+            loaded: dict[str, Any] = manager.load(flags.tasks)
         except Exception as error:  # of yaml, jinja, datasets, the Hub or the task's own code
-            tasks = f"--tasks {','.join(flags.tasks)}: cannot be loaded ({reason(error)})."
-            raise UserError(
-                f"{tasks}\n`lm-eval ls tasks` lists all names; .yaml files are tasks of your own."
-            ) from error
+            tasks = f"--tasks {','.join(flags.tasks)}: cannot be loaded ({reason(error)})"
+            raise UserError(f"{tasks}. `lm-eval ls tasks` lists all names.") from error
     for task in loaded["tasks"].values():  # the rest of this function and the seeds are as in lm_eval.simple_evaluate
         task.set_fewshot_seed(seed=1234)
         own = task.get_config("num_fewshot")
@@ -84,9 +80,8 @@ def ask_tasks(
 
     # It is tied already, and transformers' way fails if an adapter wraps the embedding or the head.
     model.tie_weights = lambda *_, **__: None  # type: ignore[method-assign]
+    set_seed(1234)
     random.seed(0)
-    numpy.random.seed(1234)
-    torch.manual_seed(1234)
     try:
         lm = Loaded(pretrained=model, tokenizer=tokenizer, batch_size=flags.batch_size)
         counts = [get_sample_size(task, flags.limit) or len(task.eval_docs) for task in loaded["tasks"].values()]

@@ -46,7 +46,8 @@ def converse(answerer: Answerer, job: Runtime) -> None:
             elif message.startswith("/"):
                 log.info(HELP)
             elif message.strip():
-                asked, ids = _fitting([*messages, {"role": "user", "content": message}], answerer)
+                asked = _fitting([*messages, {"role": "user", "content": message}], answerer)
+                ids = answerer.tokens(asked)
                 stop.clear()
                 is_answering = True
                 [answer] = answerer.answer([ids], [answers], print_part if job.is_main else None, stop.is_set)
@@ -64,23 +65,15 @@ def converse(answerer: Answerer, job: Runtime) -> None:
             is_answering = False
 
 
-def _fitting(messages: Messages, answerer: Answerer) -> tuple[Messages, list[int]]:
-    """Return a conversation and its tokens, without its oldest messages if too little of the context is left: less than
-    the longest answer, and less than a quarter of it."""
-    kept, needed = messages, min(answerer.longest_answer(0), answerer.context // 4)
-    while True:
-        try:
-            ids = answerer.tokens(kept)
-        except UserError:
-            if len(kept) == 1:
-                raise
-        else:
-            if len(kept) == 1 or answerer.longest_answer(len(ids)) >= needed:
-                break
+def _fitting(messages: Messages, answerer: Answerer) -> Messages:
+    """Return a conversation without its oldest messages if it leaves too little of the context: less than the longest
+    answer, and less than a quarter of it."""
+    kept, needed = messages, min(answerer.longest_answer(1), answerer.context // 4)
+    while len(kept) > 1 and len(answerer.tokens(kept)) > answerer.context - needed:
         kept = kept[2:]
     if len(kept) < len(messages):
         log.info(f"(the oldest {len(messages) - len(kept)} messages are dropped: the context is full)")
-    return kept, ids
+    return kept
 
 
 def print_part(text: str) -> None:

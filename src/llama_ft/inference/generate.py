@@ -74,7 +74,7 @@ class Answerer:
         self.model.generation_config = config
 
     def tokens(self, prompt: Messages | str) -> list[int]:
-        """Return the token ids of a prompt; raise UserError if the model cannot answer it."""
+        """Return the token ids of a prompt; raise UserError if the chat template rejects it."""
         if self.tokenizer.chat_template:
             messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
             if self._options.system_prompt and messages[0]["role"] not in ("system", "developer"):
@@ -90,12 +90,12 @@ class Answerer:
             ids = self.tokenizer(prompt)["input_ids"]
         else:
             raise UserError("a conversation needs a chat template, and the tokenizer has none.")
-        if not 0 < len(ids) < self.context:
-            raise UserError(f"the prompt has {len(ids)} tokens, and the model {self.context} positions.")
         return list(ids)
 
     def longest_answer(self, prompt_tokens: int) -> int:
-        """Return the largest number of tokens in the answer to a prompt of so many tokens."""
+        """Return the largest number of tokens in the answer to a prompt of so many; raise UserError if it is 0."""
+        if not 0 < prompt_tokens < self.context:
+            raise UserError(f"the prompt has {prompt_tokens} tokens, and the model {self.context} positions.")
         return min(self._options.max_new_tokens, self.context - prompt_tokens)
 
     @torch.no_grad()

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 from transformers.modeling_utils import PreTrainedModel
@@ -60,9 +60,7 @@ def open_model(
         RunFailure: the checkpoint is corrupted.
     """
     name = (flags.precision or "auto").partition("_")[0]  # training's bf16_mixed and bf16_pure compute in bf16
-    asked: Literal["bf16_pure", "fp16", "fp32"] = (
-        "fp16" if name == "fp16" else "fp32" if name == "fp32" else "bf16_pure"
-    )
+    asked: Any = name if name in ("fp16", "fp32") else "bf16_pure"
     chosen, note = job.broadcast_from_rank0(lambda: advise_precision(asked, name == "auto", job.device))
     dtype = PRECISIONS[chosen].compute
     if (result := find_result(Path(place).expanduser())) and result[0] in ("checkpoint", "run"):

@@ -83,15 +83,16 @@ def answer_prompts(
     Returns:
         How many answers were truncated.
     """
-    tokens = []
+    tokens, limits = [], []
     for number, (_, asked) in enumerate(prompts, start=1):
         try:
             tokens.append(answerer.tokens(asked))
+            limits.append(answerer.longest_answer(len(tokens[-1])))
         except UserError as error:
             raise UserError(f"--prompts: prompt {number}: {error.messages[0]}") from error
     truncated, batch = 0, options.batch_size * job.world_size
     with _answers_file(options) if job.is_main else nullcontext() as file:
-        for _, alike in groupby(range(len(prompts)), key=lambda place: answerer.longest_answer(len(tokens[place]))):
+        for _, alike in groupby(range(len(prompts)), key=limits.__getitem__):
             places = list(alike)
             for together in (places[start : start + batch] for start in range(0, len(places), batch)):
                 mine = together[job.rank :: job.world_size]
