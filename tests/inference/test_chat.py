@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from llama_ft.errors import UserError
 from llama_ft.inference.chat import converse
 from llama_ft.inference.flags import InferenceFlags
 from llama_ft.inference.generate import Answer, Answerer
@@ -74,10 +73,3 @@ def test_the_oldest_turns_are_dropped_where_they_no_longer_fit(
     assert "are dropped" in caplog.text
     talk = typed("one", "word " * 100, "two", context=150)
     assert talk.asked[1] == "[user]one[assistant]answer 1[user]two", "what cannot be asked is forgotten, nothing else"
-
-
-def test_a_conversation_needs_a_chat_template(typed: Callable[..., Counts], runtime: Runtime) -> None:
-    answerer = typed("/exit")
-    answerer.tokenizer.chat_template = None
-    with pytest.raises(UserError, match="no chat template"):
-        converse(answerer, runtime)

@@ -28,13 +28,6 @@ def test_llama_recipes_names_say_what_is_loaded(tmp_path: Path) -> None:
     assert "Did you mean --prompt?" in told and told.count("error: ") == 3
 
 
-def test_help_lists_the_flags(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        read("--help")
-    words = " ".join(capsys.readouterr().out.split())
-    assert "per rank. [default: 8]" in words and "--max_new_tokens" in words
-
-
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
