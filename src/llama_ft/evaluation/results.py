@@ -1,123 +1,81 @@
 """What was measured, as tables for people and as JSON."""
 
+import copy
 import io
-import math
-import sys
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+import json
+from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from llama_ft.evaluation.held_out import HeldOut
 from llama_ft.evaluation.tasks import Metrics
-from llama_ft.runtime import console
 
 
 @dataclass(frozen=True)
 class Evaluated:
-    """One model's results.
-
-    Attributes:
-        name: as it was called.
-        about: what was loaded and how.
-        held_out: loss on the samples, if it was asked for.
-        tasks: of each task, if any were asked for.
-        compared_with: number of the model in the list that it is compared with.
-    """
+    """One model's results: its loss on the samples, and of each task, if they were asked for; and those of the model
+    that it is compared with. `about` says what was loaded and how."""
 
     name: str
     about: str
-    held_out: HeldOut | None
+    held_out: dict[str, float] | None
     tasks: Metrics | None
-    compared_with: int | None = None
+    base: "Evaluated | None" = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values, with the differences."""
+        found: Any = copy.deepcopy({"held_out": self.held_out, "tasks": self.tasks})
+        if self.base is not None:
+            if found["held_out"] and self.base.held_out:
+                found["held_out"]["difference"] = found["held_out"]["loss"] - self.base.held_out["loss"]
+            for task, metrics in (self.base.tasks or {}).items():
+                for name, it in metrics.items():
+                    found["tasks"][task][name]["difference"] = found["tasks"][task][name]["value"] - it["value"]
+        return {"name": self.name, "about": self.about, "compared_with": self.base and self.base.name, **found}
 
 
-def describe(models: Sequence[Evaluated], samples: str, limit: int | float | None) -> str:
-    """Return the tables.
-
-    Args:
-        models: at least one.
-        samples: what the loss was measured on, in words.
-        limit: questions of a task that were asked, or the share of them; None: all.
-    """
-    entries, tables = _with_differences(models), list[str]()
-    if models[0].held_out is not None:
-        titles = ["tokens", "loss", "perplexity", *(["difference"] if len(models) > 1 else [])]
-        rows = []
+def describe(models: list[Evaluated], samples: str, limit: float | None) -> str:
+    """Return the tables: the loss on `samples`, in words, and the tasks, of which `limit` questions were asked."""
+    entries, tables = [model.to_json() for model in models], list[str]()
+    if models[0].held_out:
+        table = Table("", box=None)
+        for title in ("tokens", "loss", "perplexity", *(["difference"] if len(models) > 1 else [])):
+            table.add_column(title, justify="right")
         for entry in entries:
-            found = entry["held_out"]
-            numbers = [f"{found['target_tokens']:,}", f"{found['loss']:.4f}", f"{found['perplexity']:,.2f}"]
-            rows.append([entry["name"], *numbers, *_difference(found)])
-        tables.append(f"Loss on {samples}\n{_table([''], titles, rows)}")
-        if not all(math.isfinite(entry["held_out"]["loss"]) for entry in entries):
-            tables.append("A loss that is not finite: corrupted weights, or too large for the precision.")
+            it = entry["held_out"]
+            numbers = f"{it['target_tokens']:,}", f"{it['loss']:.4f}", f"{it['perplexity']:,.2f}"
+            table.add_row(entry["name"], *numbers, *_difference(it))
+        tables.append(f"Loss on {samples}\n{_text(table)}")
     if models[0].tasks:
-        some = f", with --limit {limit:g}: not for comparison with others' numbers" if limit else ""
-        titles, rows = [], [[task, metric] for task, metrics in models[0].tasks.items() for metric in metrics]
+        table = Table("", "metric", box=None)
         for entry in entries:
-            titles += [entry["name"], *(["difference"] if entry["compared_with"] else [])]
-            for row in rows:
-                found = entry["tasks"][row[0]][row[1]]
-                row += [_with_error(found), *_difference(found)]
-        tables.append(f"Tasks of lm-evaluation-harness{some}\n{_table(['', 'metric'], titles, rows)}")
+            for title in (entry["name"], *(["difference"] if entry["compared_with"] else [])):
+                table.add_column(title, justify="right")
+        for task, metrics in models[0].tasks.items():
+            for name in metrics:
+                found = [entry["tasks"][task][name] for entry in entries]
+                table.add_row(task, name, *(cell for it in found for cell in (_value(it), *_difference(it))))
+        some = f", with --limit {limit:g}: not for comparison with others' numbers" if limit else ""
+        tables.append(f"Tasks of lm-evaluation-harness{some}\n{_text(table)}")
     return "\n\n".join(tables)
 
 
-def to_json(models: Sequence[Evaluated], samples: str, settings: dict[str, Any]) -> dict[str, Any]:
-    """Return all results with their differences as plain values. Infinities and NaN, which JSON does not have, become
-    null, as in metrics.jsonl.
-
-    Args:
-        models: at least one.
-        samples: what the loss was measured on, in words.
-        settings: how the tasks were asked.
-    """
-    names = ("torch", "transformers", "lm_eval")
-    versions = {name: str(getattr(sys.modules[name], "__version__", "")) for name in names if name in sys.modules}
-    found = _finite(_with_differences(models))
-    return {"rows": samples, "task_settings": settings, "models": found, "versions": versions}
+def write_json(models: list[Evaluated], samples: str, task_settings: dict[str, Any]) -> str:
+    """Return all results as JSON. NaN and infinities, which JSON lacks, become null, as in metrics.jsonl."""
+    found = {"rows": samples, "task_settings": task_settings, "models": [model.to_json() for model in models]}
+    return json.dumps(json.loads(json.dumps(found), parse_constant=lambda _: None), indent=2)
 
 
-def _with_differences(models: Sequence[Evaluated]) -> list[dict[str, Any]]:
-    entries = [asdict(model) for model in models]
-    for entry in entries:
-        other = None if entry["compared_with"] is None else entries[entry["compared_with"]]
-        entry["compared_with"] = other and other["name"]
-        if other and entry["held_out"] and other["held_out"]:
-            entry["held_out"]["difference"] = entry["held_out"]["loss"] - other["held_out"]["loss"]
-        for task, metrics in (entry["tasks"] or {}).items():
-            for metric, values in metrics.items():
-                if other and other["tasks"]:
-                    values["difference"] = values["value"] - other["tasks"][task][metric]["value"]
-    return entries
+def _difference(it: dict[str, Any]) -> list[str]:
+    return [f"{it['difference']:+.4f}"] if "difference" in it else []
 
 
-def _difference(found: dict[str, Any]) -> list[str]:
-    return [f"{found['difference']:+.4f}"] if "difference" in found else []
+def _value(it: dict[str, Any]) -> str:
+    return f"{it['value']:.4f}" + (f" ± {it['stderr']:.4f}" if it["stderr"] is not None else "")
 
 
-def _with_error(found: dict[str, Any]) -> str:
-    sign = "±" if console.encoding.startswith("utf") else "+-"
-    return f"{found['value']:.4f}" + (f" {sign} {found['stderr']:.4f}" if found["stderr"] is not None else "")
-
-
-def _table(names: list[str], numbers: list[str], rows: list[list[str]]) -> str:
-    """Names at the left, numbers at the right of their columns."""
-    table = Table(*names, box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for title in numbers:
-        table.add_column(title, justify="right")
-    for row in rows:
-        table.add_row(*row)
+def _text(table: Table) -> str:
     text = io.StringIO()
     Console(file=text, width=10_000, markup=False, emoji=False, highlight=False).print(table)
-    return "\n".join(f"  {line.rstrip()}" for line in text.getvalue().splitlines())
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _finite(inner) for name, inner in value.items()}
-    if isinstance(value, list):
-        return [_finite(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
