@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.modeling_utils import PreTrainedModel
 
-from llama_ft.models import chunked_loss, cross_entropy, use_chunked_loss
+from llama_ft.models import chunked_loss, use_chunked_loss
 from llama_ft.models.lora_linear import use_fused_lora
 
 VOCABULARY = 320
@@ -27,7 +27,7 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 }
 
 # The LM head is scaled by a number of the decoder's; the class does not name its decoder; a layer stands between both.
-ALL_LOGITS = ("Falcon-H1", "Llama 4 text", "ModernBERT decoder")
+ALL_LOGITS = ("OPT", "Falcon-H1", "Llama 4 text", "ModernBERT decoder")
 
 
 @pytest.fixture(autouse=True)
@@ -93,12 +93,6 @@ def test_other_architectures_keep_all_their_logits(name: str) -> None:
     assert not use_chunked_loss(architecture(name))
 
 
-def test_a_frozen_layer_between_decoder_and_head_needs_no_gradient() -> None:
-    model = architecture("ModernBERT decoder")
-    model.lm_head.requires_grad_(False)
-    check(taught(model), rtol=1e-5, atol=1e-5)
-
-
 @pytest.fixture
 def llama() -> Iterator[LlamaForCausalLM]:
     torch.manual_seed(0)
@@ -112,11 +106,6 @@ def test_adapters_on_and_beside_the_head(llama: LlamaForCausalLM, adapter: str) 
     for name, parameter in llama.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter)
-    check(taught(llama), rtol=1e-5, atol=1e-5)
-
-
-def test_a_frozen_model_under_a_trained_head(llama: LlamaForCausalLM) -> None:
-    llama.model.requires_grad_(False)
     check(taught(llama), rtol=1e-5, atol=1e-5)
 
 
@@ -165,14 +154,6 @@ def test_logits_are_still_to_be_had_and_the_head_is_called_as_ever(llama: LlamaF
     model = taught(llama)
     torch.testing.assert_close(model(input_ids=ROWS).logits, expected)
     assert model._supports_logits_to_keep()  # generate() looks at the parameters of forward
-
-
-def test_a_score_far_below_the_others_keeps_a_finite_loss() -> None:
-    logits = torch.tensor([[0.0, 500.0, -500.0]], requires_grad=True)
-    loss = cross_entropy(logits, torch.tensor([2]))
-    loss.sum().backward()
-    assert loss.item() == pytest.approx(1000.0)
-    torch.testing.assert_close(logits.grad, torch.tensor([[0.0, 1.0, -1.0]]))
 
 
 class Largest(TorchDispatchMode):

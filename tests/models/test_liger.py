@@ -36,16 +36,10 @@ def liger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delitem(sys.modules, name, raising=False)
 
 
-def test_without_the_package_the_message_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "liger_kernel", None)
-    with pytest.raises(UserError, match=r"--use_liger: .* cannot be imported(.|\n)*pip install liger-kernel"):
-        apply_liger(llama(), TrainConfig())
-
-
 def test_an_architecture_liger_does_not_know_is_refused_naming_those_it_knows(liger: None) -> None:
     with torch.device("meta"):
         model = GPT2LMHeadModel(GPT2Config(n_layer=1))
-    with pytest.raises(UserError, match=r"no kernels for model_type gpt2(.|\n)*It has them for llama, qwen3\."):
+    with pytest.raises(UserError, match="no kernels for model_type gpt2. Liger has: llama, qwen3"):
         apply_liger(model, TrainConfig())
 
 

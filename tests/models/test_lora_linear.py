@@ -1,7 +1,6 @@
 """LoRA in one product: what peft's own layer computes, with less kept, and peft's own where it is something else."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ from peft.tuners.lora.layer import Linear as LoraLinear
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
-from torch.utils.flop_counter import FlopCounterMode
 
 from llama_ft.models.lora_linear import FusedLora, use_fused_lora
 from llama_ft.models.quantized import FourBit, Int8, QuantizedLinear, Scheme
@@ -140,14 +138,6 @@ def test_without_a_gradient_for_the_input_and_without_tokens_it_works_too() -> N
     assert all(not p.grad.any() for p in model.parameters() if p.requires_grad)
 
 
-def test_its_operations_are_counted() -> None:
-    model = model_of(lora_dropout=0.3)
-    use_fused_lora(model)
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
-        model(torch.randn(*ROWS, IN))
-    assert counter.get_total_flops() == 2 * TOKENS * (IN * OUT + RANK * (IN + OUT))
-
-
 def two_adapters(model: PeftModel) -> None:
     model.add_adapter("other", LoraConfig(r=2, target_modules=["0"], init_lora_weights=False))
     model.base_model.set_adapter(["default", "other"])
@@ -189,16 +179,6 @@ def test_elsewhere_it_is_pefts_own(case: str) -> None:
             seen.append(passes(model, model, settings.get("dtype", torch.float32)))
         assert calls.forward == 0
     assert all(map(torch.equal, *seen))
-
-
-@pytest.mark.parametrize("mixed", [{"adapter_names": ["default", "__base__", "default"]}, {}], ids=["rows", "autocast"])
-def test_rows_with_adapters_of_their_own_and_autocast_are_pefts(mixed: dict[str, Any]) -> None:
-    inputs, layer = torch.randn(*ROWS, IN), layer_of(model_of().eval())
-    around: AbstractContextManager[Any] = nullcontext() if mixed else torch.autocast("cpu", torch.bfloat16)
-    with around:
-        expected = layer(inputs, **mixed)
-        layer.__class__ = FusedLora
-        assert torch.equal(layer(inputs, **mixed), expected)
 
 
 def test_what_peft_does_with_a_layer_still_works() -> None:

@@ -140,27 +140,6 @@ def test_a_pack_costs_its_rows_own_attention_and_no_mask_over_all_of_it(name: st
     assert plain.largest >= sum(lengths) ** 2
 
 
-@pytest.mark.parametrize("lengths", [[64] * 4 + [5, 1, 1], [7, 19, 3]])
-@pytest.mark.parametrize("window", [None, 6])
-def test_the_cpu_kernel_has_the_gradients_of_attention_with_a_dense_mask(
-    lengths: list[int], window: int | None
-) -> None:
-    total, generator = sum(lengths), torch.Generator().manual_seed(0)
-    query, key, value, wanted = (torch.randn(1, heads, total, 8, generator=generator) for heads in (4, 2, 2, 4))
-    row = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    place = torch.arange(total)
-    seen = (row[:, None] == row) & (place[:, None] >= place)
-    if window is not None:
-        seen &= place[:, None] - place < window
-    inputs = [query.requires_grad_(), key.requires_grad_(), value.requires_grad_()]
-    dense = torch.nn.functional.scaled_dot_product_attention(*inputs, attn_mask=seen, scale=0.3, enable_gqa=True)
-    expected = torch.autograd.grad(dense, inputs, wanted)
-    ours = packed_attention._CpuAttention.apply(*inputs, tuple(lengths), 0.3, window)
-    torch.testing.assert_close(ours, dense)
-    for gradient, theirs in zip(torch.autograd.grad(ours, inputs, wanted), expected, strict=True):
-        torch.testing.assert_close(gradient, theirs)
-
-
 @pytest.mark.parametrize("window", [None, 6])
 def test_the_cpu_kernel_has_the_same_gradients_in_16_bits(window: int | None) -> None:
     """There its backward pass takes rows that are filled up."""

@@ -118,16 +118,6 @@ def test_only_parameters_are_kept_for_the_backward_pass(name: str) -> None:
     assert not attributes, "nothing hides on the context, as bitsandbytes' inputs do"
 
 
-@pytest.mark.parametrize("name", SCHEMES)
-def test_gradients_still_flow_after_an_evaluation(name: str) -> None:
-    layer, inputs = layer_of(SCHEMES[name], torch.randn(40, 256)), torch.randn(3, 256, requires_grad=True)
-    (before,) = torch.autograd.grad(layer(inputs).sum(), inputs)
-    with torch.no_grad():
-        layer.eval()(inputs)
-    (after,) = torch.autograd.grad(layer.train()(inputs).sum(), inputs)
-    assert before.abs().min() > 0 and torch.equal(before, after)
-
-
 def test_a_compute_dtype_of_its_own_is_used_and_not_seen_outside() -> None:
     weight, inputs = torch.randn(40, 256), torch.randn(3, 256)
     apart = layer_of(FourBit("nf4", 64, torch.bfloat16), weight)(inputs)
@@ -170,12 +160,8 @@ def refusal(model_dir: Path, use_peft: bool = True, stored: dict[str, Any] | Non
 def test_what_cannot_be_quantized_is_refused_with_the_way_out(tiny_model: Path, tmp_path: Path) -> None:
     eight, four = {"load_in_8bit": True, "quant_method": "bitsandbytes"}, {"load_in_4bit": True}
     assert "q_prj" in refusal(tiny_model, mode="8bit", skip_modules=["q_prj"])
-    assert "gate_proj" in refusal(tiny_model, mode="8bit", skip_modules=["q_prj"])
     assert "quantized already, with 8bit" in refusal(tiny_model, mode="4bit", stored=eight)
     assert "quantized with gptq" in refusal(tiny_model, stored={"quant_method": "gptq", "bits": 4})
     assert "--use_peft trains adapters" in refusal(tiny_model, use_peft=False, stored=four)
-    assert "--block_size 128: this checkpoint is quantized already, with 64" in refusal(
-        tiny_model, mode="4bit", block_size=128, stored=four
-    )
     GPT2Config(n_layer=1, n_embd=64, n_head=2, vocab_size=100).save_pretrained(tmp_path)
-    assert "nothing in this model can be quantized to 8bit" in refusal(tmp_path, mode="8bit")
+    assert "this model does not work in 8bit" in refusal(tmp_path, mode="8bit")

@@ -372,9 +372,8 @@ def test_where_nothing_is_missing_nothing_is_added(bases: Path, caplog: pytest.L
 @pytest.mark.parametrize(
     ("base", "settings", "message"),
     [
-        ("tied", {"modules_to_save": ["lm_head"]}, "embedding and head of this model are one.*embed_tokens too"),
-        ("untied", {"target_modules": ["lm_head"]}, "Name embedding or head in --peft.modules_to_save instead"),
-        ("biased", {"target_modules": ["q_proj"]}, "lm_head has a bias, which peft drops.*--modules_to_save lm_head"),
+        ("tied", {"modules_to_save": ["lm_head"]}, "embedding and head of this model are one"),
+        ("biased", {"target_modules": ["q_proj"]}, "lm_head is quantized or has a bias"),
     ],
 )
 def test_new_rows_that_peft_cannot_train_are_refused(
@@ -394,8 +393,8 @@ def test_new_rows_that_peft_cannot_train_are_refused(
 def test_an_adapter_with_new_rows_goes_on_only_where_they_are(bases: Path) -> None:
     config = load_model_config(bases / "untied", False)
     peft = PeftConfig(use_peft=True, from_peft_checkpoint=str(bases / "untied-adapter"))
-    with pytest.raises(UserError, match=r"(?s)the row of token 302, and the model has 301\..*--resize_embeddings"):
+    with pytest.raises(UserError, match="The model has 301 rows"):
         inject_lora(build_on_meta(config, ModelConfig(model_name="base")), peft, "base")
     new = NewTokens([*NEW, 303], STORED, 304)
-    with pytest.raises(UserError, match="1 tokens are new to the model, such as 303, and this adapter does not"):
+    with pytest.raises(UserError, match="1 new tokens that the adapter does not train"):
         inject_lora(build_on_meta(config, ModelConfig(model_name="base"), new), peft, "base", new)

@@ -1,7 +1,6 @@
 """Whatever a folder's weights are stored as, rows of them are those of the model that transformers loads."""
 
 import json
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -10,14 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
-from transformers.core_model_loading import (
-    Chunk,
-    Concatenate,
-    ConversionOps,
-    Interleave,
-    Transpose,
-    WeightConverter,
-)
+from transformers.core_model_loading import Chunk, Concatenate, ConversionOps, Interleave, Transpose, WeightConverter
 from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.config import ModelConfig
@@ -25,7 +17,7 @@ from llama_ft.errors import UserError
 from llama_ft.models import build_on_meta, load_model_config
 from llama_ft.models.conversion import ConvertedSource, open_source
 from llama_ft.models.load_weights import account_for
-from llama_ft.models.source import SAMPLE_BYTES, SAMPLES, SafetensorsSource, StoredTensor, fingerprint, open_weights
+from llama_ft.models.source import SAMPLE_BYTES, SAMPLES, SafetensorsSource, fingerprint, open_weights
 
 SHAPE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 50,
          "num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
@@ -165,21 +157,6 @@ def test_every_kind_of_conversion_gives_the_rows_of_transformers(
     check_against_transformers(folder)
 
 
-@pytest.mark.parametrize(("case", "is_named"), [("rows in another order", True), ("columns in another order", False)])
-def test_only_what_must_be_converted_whole_is_announced(
-    tmp_path: Path, register: Callable[[str, list[WeightConverter]], None], caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch, case: str, is_named: bool,
-) -> None:  # fmt: skip
-    from llama_ft.runtime import log
-
-    monkeypatch.setattr(log, "propagate", True)
-    register("LlamaForCausalLM", [CONVERSIONS[case]])
-    folder = save(tmp_path, "llama")
-    with caplog.at_level("INFO", logger="llama_ft"):
-        open_source(folder, skeleton(folder))
-    assert ("at the cost of a copy" in caplog.text and "layers.1.mlp.gate_proj.weight" in caplog.text) == is_named
-
-
 def without(folder: Path, part: str) -> Path:
     tensors = load_file(folder / "model.safetensors")
     save_file({name: t for name, t in tensors.items() if part not in name}, folder / "model.safetensors")
@@ -192,16 +169,7 @@ def test_an_expert_that_is_missing_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"experts.gate_up_proj is \[4, 96, 32\], config.json makes it \[5, 96, 32\]"):
         account_for(model, open_source(folder, model).tensors, folder)
     folder = without(save(tmp_path / "one", "mixtral"), "0.block_sparse_moe.experts.3.w1")
-    with pytest.raises(UserError, match="do not make up model.layers.0.mlp.experts.gate_up_proj"):
-        open_source(folder, skeleton(folder))
-
-
-def test_two_tensors_for_one_parameter_are_refused(tmp_path: Path) -> None:
-    folder = save(tmp_path, "llama")
-    tensors = load_file(folder / "model.safetensors")
-    tensors["norm.weight"] = tensors["model.norm.weight"].clone()
-    save_file(tensors, folder / "model.safetensors")
-    with pytest.raises(UserError, match=r"model.norm.weight and norm.weight would both be the model's model.norm.w"):
+    with pytest.raises(UserError, match="no model.layers.0.mlp.experts.gate_up_proj of"):
         open_source(folder, skeleton(folder))
 
 
@@ -219,21 +187,6 @@ def test_weights_of_other_dtypes_are_read_as_they_are(tmp_path: Path, dtype: tor
     assert gate.dtype == dtype and torch.equal(gate[0, :48].float(), one.float())
 
 
-def test_a_folder_with_bin_files_only_is_refused_with_how_to_convert_it(tmp_path: Path) -> None:
-    folder = save(tmp_path, "llama")
-    (folder / "pytorch_model.bin").write_bytes(b"not read")
-    open_weights(folder)
-    (folder / "model.safetensors").unlink()
-    with pytest.raises(UserError, match=r"expected model.safetensors(.|\n)*from_pretrained\(\.\.\.\)\.save_pretrained"):
-        open_weights(folder)
-
-
-def test_headers_say_where_a_tensor_lies(tmp_path: Path) -> None:
-    folder = save(tmp_path, "llama")
-    file = folder / "model.safetensors"
-    assert open_weights(folder).tensors["model.norm.weight"] == StoredTensor(file, (32,), torch.float32)
-
-
 def test_a_fingerprint_knows_a_model_from_any_that_was_tuned_or_set_otherwise(tmp_path: Path) -> None:
     folder = save(tmp_path / "model", "llama", vocab_size=20_000)
     file, original = folder / "model.safetensors", fingerprint(folder)
@@ -243,17 +196,10 @@ def test_a_fingerprint_knows_a_model_from_any_that_was_tuned_or_set_otherwise(tm
         save_file({**tensors, name: tensors[name] * 1.001}, file, {"format": "pt"})
         assert fingerprint(folder) != original, name
     save_file(tensors, file, {"format": "pt"})
-    assert fingerprint(folder) == original
     settings = json.loads((folder / "config.json").read_text())
+    incidental = {"_name_or_path": "copy", "transformers_version": "4.40.0", "dtype": "bfloat16"}
+    (folder / "config.json").write_text(json.dumps(dict(reversed((settings | incidental).items()))))
+    assert fingerprint(folder) == original
     settings["rope_parameters"]["rope_theta"] *= 2
     (folder / "config.json").write_text(json.dumps(settings))
     assert fingerprint(folder) != original
-
-
-def test_a_copy_of_a_model_has_its_fingerprint(tmp_path: Path) -> None:
-    folder = save(tmp_path / "model", "llama")
-    copy = shutil.copytree(folder, tmp_path / "copy")
-    settings = json.loads((copy / "config.json").read_text())
-    settings |= {"_name_or_path": str(copy), "transformers_version": "4.40.0", "dtype": "bfloat16"}
-    (copy / "config.json").write_text(json.dumps(dict(reversed(settings.items()))))
-    assert fingerprint(copy) == fingerprint(folder)

@@ -24,14 +24,11 @@ VARYING_NUMBER = r"L\['keywords'\]\['packed_rows'\].longest"
 
 
 def compile_layers(model: nn.Module, backend: str = "inductor") -> None:
-    """Have decoder layers compute by graphs, recomputation included, in training and evaluation; not with a cache of
-    keys and values, which grows with every token of an answer.
-
-    It is `forward` that is compiled, below the hooks by which fully_shard gathers the layer's weights. Parameters keep
-    their names.
+    """Compile the `forward` of decoder layers, below the hooks by which fully_shard gathers their weights; parameters
+    keep their names. Not with a cache of keys and values, which grows with every token of an answer.
 
     Args:
-        model: its layers as they are to be computed, checkpointed and with adapters; sharded before or after.
+        model: its layers checkpointed and with adapters; sharded before or after.
         backend: of torch.compile.
     """
     torch._dynamo.config.recompile_limit = MOST_GRAPHS

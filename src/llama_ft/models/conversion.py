@@ -13,7 +13,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -39,10 +39,7 @@ from transformers.modeling_utils import PreTrainedModel
 from llama_ft.errors import UserError
 from llama_ft.models.lora import checkpoint_key, is_adapter_weight
 from llama_ft.models.new_tokens import grow
-from llama_ft.models.source import StoredTensor, WeightSource, open_weights
-from llama_ft.runtime.console import log
-
-NAMED_AT_MOST = 8
+from llama_ft.models.source import StoredTensor, WeightSource, listed, open_weights
 
 
 def note_conversions(model: PreTrainedModel) -> None:
@@ -52,20 +49,10 @@ def note_conversions(model: PreTrainedModel) -> None:
 
 
 def open_source(folder: Path, model: PreTrainedModel) -> WeightSource:
-    """The weights of a model folder under the model's own names and in its shapes; reads headers only.
-
-    Args:
-        folder: with safetensors.
-        model: see ConvertedSource.
-
-    Raises:
-        UserError: no weights here, or they cannot be read or converted.
-    """
+    """The weights of a model folder under the model's own names and in its shapes; reads headers only. A UserError if
+    there are none, or they cannot be read or converted. `model`: see ConvertedSource."""
     source = open_weights(folder)
     converted = ConvertedSource(source, model)
-    if whole := converted.read_whole:
-        more = f", ... and {len(whole) - NAMED_AT_MOST} more" if len(whole) > NAMED_AT_MOST else ""
-        log.info(f"Converted while loading at the cost of a copy of each: {', '.join(whole[:NAMED_AT_MOST])}{more}")
     return grow(source if converted.changes_nothing else converted, model)
 
 
@@ -96,7 +83,6 @@ class ConvertedSource:
                 self.tensors[name] = StoredTensor(file, tuple(tensor.shape), tensor.dtype)
         self.tensors |= {name: source.tensors[stored] for name, stored in self._renamed.items()}
         self.changes_nothing = not self._groups and all(name == stored for name, stored in self._renamed.items())
-        self.read_whole = [name for name, group in self._groups.items() if _way(group.converter.operations) == "whole"]
 
     def stored_name(self, name: str) -> str | None:
         """What the checkpoint calls a tensor of the model; None where it is made of others."""
@@ -136,43 +122,23 @@ class ConvertedSource:
         except Exception as error:  # operations are any code of transformers': whatever they raise, nothing is loaded
             names = [name for several in collected.values() for name in several]
             raise UserError(
-                f"{self._source.tensors[names[0]].file}: {names[0]} and the {len(names) - 1} tensors beside it do not "
-                f"make up {target} ({error})."
+                f"{self._source.tensors[names[0]].file}: no {target} of {listed(names)} ({error})."
             ) from error
         return group
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Rows [start, stop) of dimension 0 in the stored dtype. Only what they need is read, except for the tensors
-        that were named on opening."""
+        """Rows [start, stop) in the stored dtype. Only what they need is read, unless rows cross (Interleave)."""
         if name in self._renamed:
             return self._source.read_rows(self._renamed[name], start, stop)
         group = self._groups[name]
-        way = _way(group.converter.operations)
-        if way == "whole":
-            if self._whole is None or self._whole[0] != group.target:
-                self._whole = None  # free it before the next
-                self._whole = (group.target, group.convert(self._source.read))
-            return self._whole[1][name][start:stop]
-        if way == "joined":
-            return self._rows_across(group.in_order(), start, stop)
-        if way == "split":
-            names = list(group.made)
-            before = sum(group.made[earlier].shape[0] for earlier in names[: names.index(name)])
-            return self._source.read_rows(group.in_order()[0], before + start, before + stop)
-        if way == "experts":
+        if group.by_expert:
             return group.convert(self._source.read, slice(start, stop))[name]
-        return group.convert(lambda key: self._source.read_rows(key, start, stop))[name]
-
-    def _rows_across(self, stored: list[str], start: int, stop: int) -> torch.Tensor:
-        """Rows [start, stop) of tensors laid one below the other."""
-        pieces, offset = [], 0
-        for name in stored:
-            rows = self._source.tensors[name].shape[0]
-            first, last = max(start - offset, 0), min(stop - offset, rows)
-            if first < last:
-                pieces.append(self._source.read_rows(name, first, last))
-            offset += rows
-        return torch.cat(pieces)
+        if group.by_row:
+            return group.convert(lambda key: self._source.read_rows(key, start, stop))[name]
+        if self._whole is None or self._whole[0] != group.target:
+            self._whole = None  # free it before the next
+            self._whole = (group.target, group.convert(self._source.read))
+        return self._whole[1][name][start:stop]
 
     def read(self, name: str) -> torch.Tensor:
         """A whole tensor in the stored dtype."""
@@ -181,34 +147,31 @@ class ConvertedSource:
         return self.read_rows(name, 0, self.tensors[name].shape[0])
 
 
+@dataclass(frozen=True)
 class SavedGroup:
     """Parameters that are saved together, in the layout the checkpoint had.
 
     Attributes:
         parameters: their names.
         tensors: name -> shape of what is written, in this order.
+        group: converts them; None: only the name changes.
         by_row: each row of the (one) parameter becomes tensors of its own: it need not be gathered whole.
     """
 
-    def __init__(
-        self,
-        parameters: list[str],
-        tensors: dict[str, tuple[int, ...]],
-        group: "_Group | None" = None,
-        by_row: bool = False,
-    ) -> None:
-        self.parameters, self.tensors, self.by_row = parameters, tensors, by_row
-        self._group = group
+    parameters: list[str]
+    tensors: dict[str, tuple[int, ...]]
+    group: "_Group | None" = None
+    by_row: bool = False
 
     @property
     def is_converted(self) -> bool:
         """Whether more than the name changes."""
-        return self._group is not None
+        return self.group is not None
 
     def convert(self, values: dict[str, torch.Tensor]) -> list[torch.Tensor]:
         """What is written of these parameters or, by_row, of a row of one, in the order of `tensors`."""
-        assert self._group is not None
-        return list(self._group.convert(values.__getitem__).values())
+        assert self.group is not None
+        return list(self.group.convert(values.__getitem__).values())
 
 
 def saved_layout(model: PreTrainedModel, tensors: dict[str, torch.Tensor]) -> list[SavedGroup]:
@@ -273,6 +236,17 @@ class _Group:
     context: dict[str, Any]
     made: dict[str, torch.Tensor] = field(default_factory=dict)
 
+    @property
+    def by_expert(self) -> bool:
+        """Whether a row of the result needs only the tensors of one expert."""
+        first, *others = self.converter.operations
+        return isinstance(first, MergeModulelist) and first.dim == 0 and _keeps_rows(others)
+
+    @property
+    def by_row(self) -> bool:
+        """Whether a row of the result needs only the same row of each tensor."""
+        return _keeps_rows(self.converter.operations)
+
     def in_order(self) -> list[str]:
         """Every collected tensor, in the order of the converter's patterns."""
         return [name for pattern in self.converter.source_patterns for name in self.collected.get(pattern, [])]
@@ -290,22 +264,6 @@ class _Group:
 def _context(model: PreTrainedModel) -> dict[str, Any]:
     parameters = {checkpoint_key(name): parameter for name, parameter in model.named_parameters()}
     return {"model": SimpleNamespace(get_parameter=parameters.__getitem__), "config": model.config}
-
-
-def _way(operations: list[ConversionOps]) -> Literal["experts", "rows", "joined", "split", "whole"]:
-    """How rows of a converted tensor can be had: from as many experts, from the same rows of the stored tensors, from
-    tensors laid below each other, from further down in one tensor, or only by converting all of it."""
-    first, *others = operations
-    if isinstance(first, MergeModulelist) and first.dim == 0 and _keeps_rows(others):
-        return "experts"
-    if _keeps_rows(operations):
-        return "rows"
-    if not others and getattr(first, "dim", None) == 0:
-        if isinstance(first, Concatenate):
-            return "joined"
-        if isinstance(first, (Chunk, Split)):
-            return "split"
-    return "whole"
 
 
 def _keeps_rows(operations: Iterable[ConversionOps]) -> bool:

@@ -71,8 +71,7 @@ class Int8:
         """inputs [..., in] x weight -> [..., out] of the inputs' dtype.
 
         The weight is dequantized: 7 bytes moved for each. bitsandbytes keeps only inputs beyond the threshold in 16
-        bits, passes a dozen times over tensors of the inputs' or the output's size for that, and twice makes the host
-        wait to learn which columns they are in.
+        bits, for which it passes a dozen times over large tensors, and twice makes the host wait.
         """
         if self.threshold > 0 or not _on_cuda(inputs):
             return functional.linear(inputs, self.dequantize(weight, scale, inputs.dtype))
@@ -120,10 +119,8 @@ class FourBit:
         """Weight and scale -> rows [n, in] of `dtype`."""
         shape = (weight.shape[0], weight.shape[1] * 2)
         absmax = scale.view(torch.float32).view(-1)
-        return cast(
-            torch.Tensor,
-            OPS.dequantize_4bit(weight.view(-1, 1), absmax, self.block_size, self.quant_type, shape, dtype),
-        )
+        packed = weight.view(-1, 1)
+        return cast(torch.Tensor, OPS.dequantize_4bit(packed, absmax, self.block_size, self.quant_type, shape, dtype))
 
     @property
     def code(self) -> str:
@@ -132,15 +129,9 @@ class FourBit:
 
     def matmul(self, inputs: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         """inputs [..., in] x weight -> [..., out] of the inputs' dtype."""
-        shape = (weight.shape[0], weight.shape[1] * 2)
-        output = OPS.gemm_4bit(
-            inputs.to(self.compute_dtype or inputs.dtype),
-            weight.view(-1, 1),
-            shape,
-            scale.view(torch.float32).view(-1),
-            self.block_size,
-            self.quant_type,
-        )
+        shape, absmax = (weight.shape[0], weight.shape[1] * 2), scale.view(torch.float32).view(-1)
+        wide = inputs.to(self.compute_dtype or inputs.dtype)
+        output = OPS.gemm_4bit(wide, weight.view(-1, 1), shape, absmax, self.block_size, self.quant_type)
         return cast(torch.Tensor, output).to(inputs.dtype)
 
 
@@ -163,19 +154,9 @@ def frozen_product(inputs: torch.Tensor, weight: torch.Tensor, scale: torch.Tens
     return scheme.matmul(inputs, weight, scale)
 
 
-def frozen_product_backward(
-    gradient: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, scheme: Scheme
-) -> torch.Tensor:
-    """The gradient [..., out] of its output -> that of its inputs [..., in]."""
-    return gradient @ scheme.dequantize(weight, scale, gradient.dtype)
-
-
 class _FrozenMatmul(torch.autograd.Function):
-    """inputs x weight, with a gradient for the inputs only.
-
-    bitsandbytes' own functions keep the inputs alive on their context, past activation checkpointing, for a weight
-    gradient that a frozen layer does not have. This one keeps nothing but the parameters.
-    """
+    """inputs x weight, with a gradient for the inputs only; keeps only the parameters. bitsandbytes' own functions
+    keep the inputs on their context, past activation checkpointing, for a weight gradient."""
 
     @staticmethod
     def forward(ctx: Any, inputs: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, scheme: Scheme) -> Any:
@@ -186,13 +167,12 @@ class _FrozenMatmul(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         weight, scale = ctx.saved_tensors
-        return frozen_product_backward(gradient, weight, scale, ctx.scheme), None, None, None
+        return gradient @ ctx.scheme.dequantize(weight, scale, gradient.dtype), None, None, None
 
 
 class QuantizedLinear(nn.Linear):
-    """A frozen linear layer with its weight in 8 or 4 bits; on the meta device, without values.
-
-    An nn.Linear, so that peft puts adapters beside it as beside any other.
+    """A frozen linear layer with its weight in 8 or 4 bits; on the meta device, without values. An nn.Linear, so that
+    peft adds adapters to it as to any other.
 
     Args:
         linear: the layer it replaces, whose bias it takes over.

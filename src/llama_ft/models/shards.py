@@ -35,7 +35,7 @@ def wait_for_device(tensor: torch.Tensor) -> None:
 
 
 class ShardGroup:
-    """The ranks that together hold the copy of the model rank 0 belongs to, and this rank's place.
+    """The ranks that together hold a copy of the model, and this rank's place.
 
     Attributes:
         size: ranks one copy of the model is sharded over.

@@ -19,14 +19,11 @@ from llama_ft.runtime import Runtime, sent
 
 @dataclass(frozen=True)
 class LossSum:
-    """The loss of a micro-batch of one rank, as a sum.
-
-    Sums over all micro-batches and ranks are divided once by the count of the whole global batch. So the loss does not
-    depend on how samples are dealt, padded or packed; the mean of micro-batch means would.
+    """The loss of a micro-batch of one rank, as a sum. Sums over all micro-batches and ranks are divided once by the
+    count of the whole global batch, so that the loss does not depend on how samples are padded or packed.
 
     Attributes:
-        loss: float32 scalar on the device, with gradient. 0 with gradients of 0 for a micro-batch without samples, so
-            that its rank takes part in the collectives.
+        loss: float32 scalar on the device, with gradient; 0 with gradients of 0 for a micro-batch without samples.
         count: how many losses it is the sum of: loss tokens, or pairs.
         logged: further sums by name, float32 scalars without gradient; their means over `count` are logged.
     """

@@ -53,7 +53,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Args:
             parameter: the DTensor (or plain tensor) itself, to know its whole shape and its mesh.
-            weight: its local rows. There may be none; what needs all ranks must still take part.
+            weight: its local rows, perhaps none; the rank must still take part in collectives.
             gradient: of the same rows, in the weight's dtype.
             state: the local rows of what `new_state` made.
             step: 1 at the first step.

@@ -8,8 +8,7 @@ from llama_ft.training.loss_scale import LossScale
 
 
 class TrainState:
-    """What a resumed run must know besides weights, optimizer and random numbers. Which rows come next and the learning
-    rate follow from the step.
+    """What a resumed run must know besides weights, optimizer and random numbers. The rest follows from the step.
 
     Args:
         train: precision and early stopping.
@@ -31,13 +30,8 @@ class TrainState:
 
     def state_dict(self) -> dict[str, Any]:
         """All of it, for trainer.json."""
-        return {
-            "step": self.step,
-            "target_tokens": self.target_tokens,
-            "position": self.position,
-            "best": self.best.state_dict(),
-            "scale": self.scale.state_dict(),
-        }
+        counts = {"step": self.step, "target_tokens": self.target_tokens, "position": self.position}
+        return {**counts, "best": self.best.state_dict(), "scale": self.scale.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on as the run that saved `state` would have."""
