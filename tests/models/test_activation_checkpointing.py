@@ -84,18 +84,6 @@ def test_gradients_are_those_without_checkpointing_to_the_last_bit(how: str, k: 
     assert [name for name in found if not torch.equal(found[name], expected[name])] == []
 
 
-@pytest.mark.parametrize(
-    ("how", "k", "again"),
-    [("off", 2, set()), ("full", 2, {0, 1, 2, 3}), ("every_k", 2, {0, 2}), ("every_k", 3, {0, 3})],
-)
-def test_the_layers_recomputed_are_those_asked_for(how: str, k: int, again: set[int]) -> None:
-    model, calls = llama(how, k), Counter[int]()
-    for number, layer in enumerate(model.model.layers):
-        layer.mlp.act_fn.register_forward_hook(lambda *_, number=number: calls.update([number]))
-    gradients(model)
-    assert calls == {number: 1 + (number in again) for number in range(LAYERS)}
-
-
 def test_full_runs_matrix_products_and_attention_again_and_selective_runs_only_the_rest_again() -> None:
     ran = {how: measure(llama(how))[1] for how in ("off", "full", "selective")}
     forward_runs = measure(llama("off"))[0]
@@ -106,15 +94,6 @@ def test_full_runs_matrix_products_and_attention_again_and_selective_runs_only_t
     assert (more["selective"]["aten::mm"], more["selective"][ATTENTION]) == (0, 0)
     for cheap in ("aten::silu", "aten::rsqrt", "aten::neg"):
         assert more["selective"][cheap] == more["full"][cheap] >= LAYERS
-
-
-def test_selective_keeps_less_than_everything_and_more_than_the_layers_inputs() -> None:
-    held = {how: measure(llama(how))[2] for how in ("off", "full", "every_k", "selective")}
-    assert held["full"] < held["selective"] < held["off"]
-    assert held["full"] < held["every_k"] < held["off"]
-    # q, k, v, attention and its log-sum-exp of 4 heads, o, gate, up, down: what selective has more than full.
-    widths = HIDDEN + 2 * HIDDEN // 2 + HIDDEN + 4 + HIDDEN + 2 * 128 + HIDDEN
-    assert held["selective"] - held["full"] == pytest.approx(4 * TOKENS * LAYERS * widths, rel=0.1)
 
 
 def test_selective_keeps_what_layers_with_an_adapter_put_out_and_nothing_within() -> None:

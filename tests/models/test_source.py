@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.core_model_loading import Chunk, Concatenate, ConversionOps, Interleave, Transpose, WeightConverter
 from transformers.modeling_utils import PreTrainedModel
@@ -61,27 +61,6 @@ def check_against_transformers(folder: Path) -> None:
         assert torch.equal(torch.cat(parts).float(), parameter), name
 
 
-@pytest.mark.parametrize("model_type", MODELS)
-def test_each_layout_is_read_as_transformers_reads_it(tmp_path: Path, model_type: str) -> None:
-    check_against_transformers(save(tmp_path, model_type))
-
-
-def test_a_base_model_saved_without_its_prefix_is_read(tmp_path: Path) -> None:
-    check_against_transformers(save(tmp_path / "llama", "llama", lambda name: name.removeprefix("model.")))
-    check_against_transformers(save(tmp_path / "gpt2", "gpt2", lambda name: name.removeprefix("transformer.")))
-    tied = AutoConfig.for_model("llama", **SHAPE, tie_word_embeddings=True)
-    AutoModel.from_config(tied).save_pretrained(tmp_path / "base")
-    check_against_transformers(tmp_path / "base")
-
-
-def test_the_language_model_of_a_vision_model_is_read(tmp_path: Path) -> None:
-    def nested(name: str) -> str:
-        return name.replace("model.", "model.language_model.", 1)
-
-    assert "model.language_model.norm.weight" in load_file(save(tmp_path, "qwen3_5_text", nested) / "model.safetensors")
-    check_against_transformers(tmp_path)
-
-
 def test_a_checkpoint_that_already_has_the_models_layout_is_not_converted(tmp_path: Path) -> None:
     folder = save(tmp_path, "mixtral")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -89,6 +68,25 @@ def test_a_checkpoint_that_already_has_the_models_layout_is_not_converted(tmp_pa
     assert "model.layers.0.mlp.experts.gate_up_proj" in load_file(folder / "model.safetensors")
     check_against_transformers(folder)
     assert isinstance(open_source(folder, skeleton(folder)), SafetensorsSource)
+
+
+def nested(name: str) -> str:
+    return name.replace("model.", "model.language_model.", 1)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "change"),
+    [
+        *((model_type, str) for model_type in MODELS),
+        ("llama", lambda name: name.removeprefix("model.")),  # saved as a base model, without its prefix
+        ("gpt2", lambda name: name.removeprefix("transformer.")),
+        ("qwen3_5_text", nested),  # the language model of a vision model
+    ],
+)
+def test_each_layout_is_read_as_transformers_reads_it(
+    tmp_path: Path, model_type: str, change: Callable[[str], str]
+) -> None:
+    check_against_transformers(save(tmp_path, model_type, change))
 
 
 class Watched(SafetensorsSource):
@@ -173,9 +171,7 @@ def test_an_expert_that_is_missing_is_refused(tmp_path: Path) -> None:
         open_source(folder, skeleton(folder))
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2], ids=str
-)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float8_e4m3fn], ids=str)
 def test_weights_of_other_dtypes_are_read_as_they_are(tmp_path: Path, dtype: torch.dtype) -> None:
     folder = save(tmp_path, "mixtral")
     tensors = load_file(folder / "model.safetensors")

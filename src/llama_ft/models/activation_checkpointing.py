@@ -28,8 +28,7 @@ def checkpoint_activations(model: PreTrainedModel, train: TrainConfig) -> None:
     recomputed. With activation_offload the inputs of recomputed layers wait in pinned host memory. transformers
     checkpoints a layer's `forward`, below the hooks of `fully_shard`, so a recomputed layer is all-gathered once.
 
-    Raises:
-        UserError: this architecture cannot be checkpointed.
+    A UserError if this architecture cannot be checkpointed.
     """
     if train.activation_checkpointing == "off":
         return

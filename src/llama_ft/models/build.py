@@ -43,12 +43,7 @@ def load_model_config(folder: Path, trust_remote_code: bool) -> PretrainedConfig
 
 
 def build_on_meta(config: PretrainedConfig, model: ModelConfig, new: NewTokens | None = None) -> PreTrainedModel:
-    """The causal language model of `config` on the meta device, tied weights tied.
-
-    Args:
-        config: of the model; its vocab_size becomes what the new tokens need.
-        model: settings.
-        new: tokens that embedding and head have to have rows for.
+    """The causal language model of `config` on the meta device, tied weights tied, with rows for new tokens.
 
     Raises:
         UserError: transformers has no causal language model for this architecture, it is an encoder or also takes
@@ -108,14 +103,8 @@ def function_beside(module: nn.Module, name: str) -> Callable[..., Any]:
 
 
 def router_loss(model: PreTrainedModel, output: Any, attention_mask: torch.Tensor | None) -> torch.Tensor | float:
-    """The auxiliary loss of a mixture of experts: the model's own load balancing loss of a micro-batch's tokens, times
-    its own coefficient; 0 in evaluation, and unless config.json asks for it by output_router_logits.
-
-    Args:
-        model: called for `output`.
-        output: with `router_logits`, or without.
-        attention_mask: [rows, length], 0 on padding; None: there is none.
-    """
+    """The auxiliary loss of a mixture of experts: the model's own load balancing loss of the tokens of its `output`,
+    times its own coefficient; 0 in evaluation, and unless config.json asks for it by output_router_logits."""
     if not model.training or not getattr(output, "router_logits", None):
         return 0.0
     balance = function_beside(model, "load_balancing_loss_func")

@@ -48,11 +48,8 @@ def use_chunked_loss(model: PreTrainedModel) -> bool:
     chunk's logits are computed again in the backward pass, which knows what each target's loss is multiplied by. All
     chunks run inside one `forward` of the LM head, and so within the hooks by which fully_shard all-gathers its weight.
 
-    Args:
-        model: skeleton on the meta device, adapters injected, not sharded yet.
-
-    Returns:
-        False, and the model is as it was, unless its forward is a decoder followed by a head.
+    The model is a skeleton, adapters injected, not sharded yet. Returns False, and leaves the model as it was, unless
+    its forward is a decoder followed by a head.
     """
     names = {id(module): name for name, module in model.named_children()}
     decoder, head = model.base_model, model.get_output_embeddings()

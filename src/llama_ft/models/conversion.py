@@ -1,7 +1,7 @@
 """Checkpoints whose tensors transformers renames, stacks or splits while loading: read and written by rows.
 
-transformers keeps, per architecture, a list of renamings and of converters, which run operations on the tensors they
-collect (transformers/core_model_loading.py). The same objects do the work here, on the rows that are asked for:
+transformers has renamings and converters per architecture, which run operations on the tensors they collect
+(transformers/core_model_loading.py). The same objects do the work here, on the rows that are asked for:
 
     stored   experts.0.w1 [I, H]   experts.0.w3 [I, H]   experts.1.w1 ...     Mixtral: two tensors an expert
     model    experts.gate_up_proj [experts, 2 I, H]                           rows 2 and 3 need only experts 2 and 3
@@ -57,15 +57,13 @@ def open_source(folder: Path, model: PreTrainedModel) -> WeightSource:
 
 
 class ConvertedSource:
-    """The tensors of another source under the model's names and in its shapes. Opening reads headers only.
+    """The tensors of another source under the model's names and in its shapes. Opening reads headers only; a UserError
+    if tensors do not fit together.
 
     Args:
         source: the checkpoint's tensors as they are stored.
-        model: skeleton, possibly with adapters and sharded, that `note_conversions` has seen. Those of its conversions
-            that this checkpoint needs are left in `model._weight_conversions`, as transformers does.
-
-    Raises:
-        UserError: tensors do not fit together, or two of them would be one parameter.
+        model: skeleton that `note_conversions` has seen. Those of its conversions that this checkpoint needs stay in
+            `model._weight_conversions`, as in transformers.
     """
 
     def __init__(self, source: WeightSource, model: PreTrainedModel) -> None:
@@ -89,8 +87,7 @@ class ConvertedSource:
         return self._renamed.get(name)
 
     def _collect(self, model: PreTrainedModel) -> list[tuple[str, WeightConverter, dict[str, list[str]]]]:
-        """Name every stored tensor as transformers' convert_and_load_state_dict_in_model does; returns those that a
-        converter takes, together."""
+        """Name every stored tensor as transformers does; returns those that a converter takes, together."""
         every = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
         known = {checkpoint_key(name): tensor for name, tensor in every if not is_adapter_weight(name)}
         transforms: list[WeightTransform] = deepcopy(model._weight_conversions)  # type: ignore[arg-type]
@@ -175,12 +172,8 @@ class SavedGroup:
 
 
 def saved_layout(model: PreTrainedModel, tensors: dict[str, torch.Tensor]) -> list[SavedGroup]:
-    """How transformers' revert_weight_conversion would save `tensors`: every conversion of the checkpoint undone.
-
-    Args:
-        model: loaded, so that its `_weight_conversions` are those its checkpoint needed.
-        tensors: its parameters and persistent buffers by name; only their shapes are used.
-    """
+    """How transformers' revert_weight_conversion would save `tensors`, the parameters and persistent buffers of a
+    loaded model: every conversion of its checkpoint undone. Only shapes are used."""
     used: list[WeightTransform] = model._weight_conversions  # type: ignore[assignment]
     transforms = [transform.reverse_transform() for transform in reversed(used)]
     renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
@@ -220,21 +213,13 @@ def _reverted(group: "_Group", tensors: dict[str, torch.Tensor], renamings: list
 
 @dataclass(frozen=True)
 class _Group:
-    """Tensors that one of transformers' converters takes together.
+    """Tensors that one of transformers' converters takes together."""
 
-    Attributes:
-        target: name of the first tensor it makes.
-        converter: empty, to be copied for each use.
-        collected: its source pattern -> names of the tensors, in order.
-        context: what operations may ask for.
-        made: name -> what comes of it all, on the meta device.
-    """
-
-    target: str
-    converter: WeightConverter
-    collected: dict[str, list[str]]
-    context: dict[str, Any]
-    made: dict[str, torch.Tensor] = field(default_factory=dict)
+    target: str  # name of the first tensor it makes
+    converter: WeightConverter  # empty, to be copied for each use
+    collected: dict[str, list[str]]  # its source pattern -> names of the tensors, in order
+    context: dict[str, Any]  # what operations may ask for
+    made: dict[str, torch.Tensor] = field(default_factory=dict)  # name -> result on the meta device
 
     @property
     def by_expert(self) -> bool:

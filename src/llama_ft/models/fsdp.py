@@ -22,26 +22,18 @@ from llama_ft.runtime.precision import Precision
 
 @dataclass(frozen=True)
 class Unit:
-    """Parameters that are gathered, used and freed together.
+    """Parameters that are all-gathered, used and freed together."""
 
-    Attributes:
-        name: of its module; "" is the root, which holds what no other unit does.
-        kind: class of that module.
-        parameters: how many it holds, each tied weight once.
-        bytes: what one rank gathers at a time for it: quantized weights as they are, others in the compute dtype; none
-            of what it uses as stored.
-        layers: decoder layers whose parameters it holds.
-    """
-
-    name: str
-    kind: str
-    parameters: int
-    bytes: int
-    layers: int
+    name: str  # of its module; "" is the root, which holds what no other unit does
+    kind: str  # class of that module
+    parameters: int  # each tied weight once
+    bytes: int  # all-gathered: quantized weights as they are, others in the compute dtype; not what is used as stored
+    layers: int  # decoder layers whose parameters it holds
 
 
 def apply_fsdp(model: PreTrainedModel, mesh: DeviceMesh, fsdp: FSDPConfig, precision: Precision) -> list[Unit]:
-    """Apply fully_shard to the units of the wrap policy, then to the root.
+    """Apply fully_shard to the units of the wrap policy, then to the root. Returns the units, root last; a UserError if
+    the policy finds no decoder layer class.
 
     Args:
         model: on the meta device, adapters injected.
@@ -49,12 +41,6 @@ def apply_fsdp(model: PreTrainedModel, mesh: DeviceMesh, fsdp: FSDPConfig, preci
         fsdp: wrap policy, strategy, offloading; without enable_fsdp the mesh does not shard and the units only bound
             what is cast to the compute dtype at once.
         precision: dtypes to gather and to reduce in.
-
-    Returns:
-        The units, root last.
-
-    Raises:
-        UserError: the policy found no decoder layer class.
     """
     modules = _modules_to_wrap(model, fsdp)
     ready = _used_as_stored(model, mesh, fsdp, precision)

@@ -14,17 +14,14 @@ PROBE_SECONDS = 10.0
 
 
 def local_folder(name: str, flag: str, ask_hub: bool = True, weights: bool = True) -> Path:
-    """The folder of a model or tokenizer: `name` itself where it is a folder, else the hub's files in its cache.
+    """The folder of a model or tokenizer: `name` itself if it is a folder, else the hub's files in its cache. A
+    UserError if there is none, or no safetensors in it, or no access to it.
 
     Args:
         name: a local folder or a hub name (owner/model).
         flag: the setting `name` came from, for messages.
-        ask_hub: False where another process of this node has just done so: the hub's cache then has it.
+        ask_hub: False if another process of this node has just done so: the hub's cache then has it.
         weights: whether the weights are needed, which are safetensors.
-
-    Raises:
-        UserError: no such folder or hub model, no safetensors in it, no access to a gated one, or the hub cannot be
-            reached and its cache does not hold the model.
     """
     folder = Path(name).expanduser()
     if folder.is_dir():

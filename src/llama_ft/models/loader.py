@@ -27,21 +27,13 @@ MakeRows = Callable[[WeightSource, int, int], Sequence[torch.Tensor]]
 
 @dataclass(frozen=True)
 class ShardLoad:
-    """Parameters made of the same rows of the checkpoint: a weight, or a weight and its scales.
+    """Parameters made of the same rows of the checkpoint: a weight, or a weight and its scales."""
 
-    Attributes:
-        shards: this rank's rows of each.
-        shape: of the first parameter as a whole, in weights.
-        wire: the dtype each travels in.
-        make: (source, start, stop) -> those rows of each.
-        block_elements: most weights to make at once.
-    """
-
-    shards: list[torch.Tensor]
-    shape: tuple[int, ...]
-    wire: list[torch.dtype]
-    make: MakeRows
-    block_elements: int = BLOCK_ELEMENTS
+    shards: list[torch.Tensor]  # this rank's rows of each
+    shape: tuple[int, ...]  # of the first parameter as a whole, in weights
+    wire: list[torch.dtype]  # the dtype each travels in
+    make: MakeRows  # (source, start, stop) -> those rows of each
+    block_elements: int = BLOCK_ELEMENTS  # most weights to make at once
 
     def blocks(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
         """Rows [start, stop) in blocks of at most block_elements, or of one row."""
@@ -52,21 +44,13 @@ class ShardLoad:
 
 @dataclass(frozen=True)
 class Loader:
-    """Gets rows to ranks.
+    """Gets rows to ranks."""
 
-    Attributes:
-        source: the files; None on the ranks that do not open them.
-        headers: shape and dtype of every stored tensor, known on all ranks.
-        group: which rows this rank holds.
-        scatter: rank 0 reads and sends, instead of every rank reading for itself.
-        in_flight: what rank 0 is sending, which must stay until it has arrived.
-    """
-
-    source: WeightSource | None
-    headers: dict[str, StoredTensor]
-    group: ShardGroup
-    scatter: bool
-    in_flight: deque[tuple[dist.Work, torch.Tensor]] = field(default_factory=deque)
+    source: WeightSource | None  # the files; None on the ranks that do not open them
+    headers: dict[str, StoredTensor]  # shape and dtype of every stored tensor, known on all ranks
+    group: ShardGroup  # which rows this rank holds
+    scatter: bool  # rank 0 reads and sends, instead of every rank reading for itself
+    in_flight: deque[tuple[dist.Work, torch.Tensor]] = field(default_factory=deque)  # kept until it has arrived
 
     def fill(self, load: ShardLoad) -> None:
         """Put this rank's rows into the shards, in their dtypes. Rank 0 may still be sending: see `finish`."""

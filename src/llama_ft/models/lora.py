@@ -35,15 +35,10 @@ STARTS_AT_ZERO = (".lora_B.", ".lora_embedding_A.", ".hada_w2_b.")
 
 @dataclass(frozen=True)
 class Adapter:
-    """The adapter of a model: what peft calls it and its tensors.
+    """The adapter of a model: what peft calls it and its tensors."""
 
-    Attributes:
-        config: as saved in adapter_config.json.
-        keys: parameter name in the model -> tensor name in adapter_model.safetensors.
-    """
-
-    config: LoraConfig | LoHaConfig
-    keys: dict[str, str]
+    config: LoraConfig | LoHaConfig  # as saved in adapter_config.json
+    keys: dict[str, str]  # parameter name in the model -> tensor name in adapter_model.safetensors
 
 
 def inject_lora(model: PreTrainedModel, peft: PeftConfig, base_name: str, new: NewTokens | None = None) -> Adapter:
@@ -123,15 +118,8 @@ def _new_config(peft: PeftConfig) -> LoraConfig | LoHaConfig:
 
 
 def saved_config(folder: Path, methods: tuple[str, ...] = ("LORA",)) -> Any:
-    """The settings of a saved adapter.
-
-    Args:
-        folder: with adapter_config.json.
-        methods: peft's names of those that are read.
-
-    Raises:
-        UserError: of another method, or not readable.
-    """
+    """The settings of the adapter saved in `folder`; a UserError if its method is not in `methods` (peft's names), or
+    it cannot be read."""
     try:
         kind = json.loads((folder / ADAPTER_CONFIG).read_text()).get("peft_type")
         if kind not in methods:
@@ -238,11 +226,7 @@ def checkpoint_key(name: str) -> str:
 def check_saved_adapter(
     headers: dict[str, StoredTensor], model: PreTrainedModel, adapter: Adapter, file: Path, base: str = "--model_name"
 ) -> None:
-    """Compare a saved adapter's tensors with those the model's adapter needs.
-
-    Raises:
-        UserError: tensors are missing, too many or of another shape.
-    """
+    """Raise a UserError unless a saved adapter's tensors are those that the model's adapter needs."""
     needed = {adapter.keys[name]: tuple(p.shape) for name, p in model.named_parameters() if name in adapter.keys}
     stored = {key: header.shape for key, header in headers.items()}
     wrong = [key for key in sorted(needed.keys() | stored.keys()) if needed.get(key) != stored.get(key)]
@@ -261,10 +245,8 @@ def initial_rows(name: str, shape: tuple[int, ...], gaussian: bool, seed: int, r
     """Rows of an adapter matrix's first value in fp32, a function of (seed, name) only: the same on any mesh.
 
     As peft initialises: LoRA's A Kaiming uniform with a = sqrt(5) or normal with deviation 1/r, B zero; the other way
-    round for embeddings. Of LoHa's four factors the last is zero.
-
-    Raises:
-        UserError: a parameter that is not known here. Zero could keep it from ever changing anything.
+    round for embeddings. Of LoHa's four factors the last is zero. A UserError for a parameter that is not known here:
+    zero could keep it from ever changing anything.
     """
     value = torch.zeros(shape)
     generator = torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:7]))

@@ -16,17 +16,11 @@ from llama_ft.models.source import WeightSource, blocks
 
 @dataclass(frozen=True)
 class NewTokens:
-    """Tokens that a model is to learn.
+    """Tokens that a model is to learn."""
 
-    Attributes:
-        ids: theirs, ascending.
-        stored_rows: rows of the model's embedding as it is stored.
-        rows: rows it needs: more, unless all of the tokens have one of the model's spare rows.
-    """
-
-    ids: list[int]
-    stored_rows: int
-    rows: int
+    ids: list[int]  # ascending
+    stored_rows: int  # of the model's embedding as it is stored
+    rows: int  # that it needs: more, unless all of the tokens have one of the model's spare rows
 
 
 class GrownSource:

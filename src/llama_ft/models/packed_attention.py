@@ -36,26 +36,16 @@ KERNEL_ROWS = 32
 
 @dataclass(frozen=True)
 class PackedRows:
-    """Where the rows of a sequence begin and end.
+    """Where the rows of a sequence begin and end."""
 
-    Attributes:
-        lengths: tokens of each row, on the host: reading them must not wait for the device.
-        offsets: int32 [rows + 1], on the device: 0 and the end of each row.
-        longest: tokens of the longest row. Compiled layers read this one number: of `lengths` each would be a guard.
-    """
-
-    lengths: tuple[int, ...]
-    offsets: torch.Tensor
-    longest: int
+    lengths: tuple[int, ...]  # tokens of each row, on the host: reading them must not wait for the device
+    offsets: torch.Tensor  # int32 [rows + 1], on the device: 0 and the end of each row
+    longest: int  # tokens of the longest row. Compiled layers read this one number: of `lengths` each would be a guard
 
 
 def use_packed_attention(model: PreTrainedModel, flag: str = "--batching_strategy packing") -> None:
-    """Have a model keep packed rows apart. Its config says so; what is saved of the config does not.
-
-    Raises:
-        UserError: this architecture cannot: its attention is not called through transformers' interface, or some of
-            its layers carry a state from token to token.
-    """
+    """Have a model keep packed rows apart; noted in its config, but not in a saved one. A UserError if its attention is
+    not called through transformers' interface, or some of its layers carry a state from token to token."""
     kinds = set(getattr(model.config, "layer_types", None) or ()) - ROW_WISE_LAYERS
     if kinds or not model._supports_attention_backend:
         why = f"it has layers of {', '.join(sorted(kinds))}" if kinds else "its attention has no interface for it"
@@ -85,13 +75,8 @@ def _rotary_row_by_row(
 
 
 def packed_arguments(model: PreTrainedModel, lengths: list[int], device: torch.device) -> dict[str, Any]:
-    """What a model is called with, besides input_ids, for rows of these lengths one after another.
-
-    Args:
-        model: prepared by `use_packed_attention`.
-        lengths: tokens of each row.
-        device: where the model computes.
-    """
+    """What a model prepared by `use_packed_attention` is called with, besides input_ids, for rows of `lengths` tokens
+    one after another. `device`: where the model computes."""
     ends = torch.tensor([0, *lengths]).cumsum(0)
     positions = torch.arange(int(ends[-1])) - torch.repeat_interleave(ends[:-1], torch.tensor(lengths))
     offsets, longest = sent(ends.to(torch.int32), device), max(lengths)

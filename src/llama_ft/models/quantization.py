@@ -18,29 +18,20 @@ from llama_ft.models.source import listed
 
 @dataclass(frozen=True)
 class Quantization:
-    """What is quantized and how.
-
-    Attributes:
-        scheme: of the quantized layers.
-        skip: names, ends of names or patterns of layers that stay as they are. Where the checkpoint is quantized these
-            are all, as transformers reads llm_int8_skip_modules; else the output head stays too.
-        is_stored: the checkpoint is quantized already.
-    """
+    """What is quantized and how."""
 
     scheme: Scheme
+    # Names, ends of names or patterns of layers that stay as they are. In a quantized checkpoint these are all, as
+    # transformers reads llm_int8_skip_modules; else the LM head stays too.
     skip: list[str] | None
-    is_stored: bool
+    is_stored: bool  # the checkpoint is quantized already
 
 
 def choose_quantization(
     settings: QuantizationConfig, model_config: PretrainedConfig, use_peft: bool
 ) -> Quantization | None:
-    """The quantization asked for, or the one the checkpoint brings; its note is taken off `model_config`.
-
-    Raises:
-        UserError: the checkpoint is quantized in another way than asked for, by something else than bitsandbytes, or
-            would be trained in full.
-    """
+    """The quantization asked for, or the one of the checkpoint, which is taken off `model_config`. A UserError if the
+    checkpoint is quantized in another way than asked for, not by bitsandbytes, or would be trained in full."""
     dtype = None if settings.compute_dtype == "auto" else cast(torch.dtype, getattr(torch, settings.compute_dtype))
     stored = getattr(model_config, "quantization_config", None)
     if stored is None:
@@ -73,18 +64,8 @@ def choose_quantization(
 
 
 def quantize_linears(model: PreTrainedModel, quantization: Quantization) -> str:
-    """Put (meta) quantized layers in the place of linear ones.
-
-    Args:
-        model: skeleton on the meta device.
-        quantization: what and how.
-
-    Returns:
-        What was quantized and what was not, for people.
-
-    Raises:
-        UserError: no linear layer is left to quantize, or a name to skip is not in the model.
-    """
+    """Replace linear layers of a skeleton by quantized ones. Returns what was quantized and what was not, for people; a
+    UserError if no linear layer is left to quantize, or a name to skip is not in the model."""
     scheme = quantization.scheme
     own = quantization.skip is not None and quantization.is_stored
     skip = [*(quantization.skip or ()), *(model._keep_in_fp32_modules or ())]

@@ -28,13 +28,9 @@ def _on_cuda(tensor: torch.Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Int8:
-    """LLM.int8 (https://arxiv.org/abs/2208.07339): absmax of each row.
+    """LLM.int8 (https://arxiv.org/abs/2208.07339): absmax of each row."""
 
-    Attributes:
-        threshold: on CUDA, 0 rounds the inputs to int8 too and multiplies in int8.
-    """
-
-    threshold: float
+    threshold: float  # on CUDA, 0 rounds the inputs to int8 too and multiplies in int8
     weights_per_byte = 1
     weight_dtype = torch.int8
 
@@ -68,11 +64,8 @@ class Int8:
         return f"8bit {self.threshold}"
 
     def matmul(self, inputs: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        """inputs [..., in] x weight -> [..., out] of the inputs' dtype.
-
-        The weight is dequantized: 7 bytes moved for each. bitsandbytes keeps only inputs beyond the threshold in 16
-        bits, for which it passes a dozen times over large tensors, and twice makes the host wait.
-        """
+        """inputs [..., in] x weight -> [..., out] of the inputs' dtype. The weight is dequantized: bitsandbytes' way,
+        with only the inputs beyond the threshold in 16 bits, is slower and makes the host wait twice."""
         if self.threshold > 0 or not _on_cuda(inputs):
             return functional.linear(inputs, self.dequantize(weight, scale, inputs.dtype))
         flat, scale = inputs.reshape(-1, inputs.shape[-1]), scale.view(torch.float32)
@@ -84,17 +77,11 @@ class Int8:
 
 @dataclass(frozen=True)
 class FourBit:
-    """NF4 or FP4 (https://arxiv.org/abs/2305.14314): absmax of each block of a row.
+    """NF4 or FP4 (https://arxiv.org/abs/2305.14314): absmax of each block of a row."""
 
-    Attributes:
-        quant_type: the sixteen values.
-        block_size: weights that share a scale.
-        compute_dtype: of the product; None: the inputs' own.
-    """
-
-    quant_type: Literal["nf4", "fp4"]
-    block_size: int
-    compute_dtype: torch.dtype | None
+    quant_type: Literal["nf4", "fp4"]  # the sixteen values
+    block_size: int  # weights that share a scale
+    compute_dtype: torch.dtype | None  # of the product; None: the inputs' own
     weights_per_byte = 2
     weight_dtype = torch.uint8
 
@@ -171,14 +158,8 @@ class _FrozenMatmul(torch.autograd.Function):
 
 
 class QuantizedLinear(nn.Linear):
-    """A frozen linear layer with its weight in 8 or 4 bits; on the meta device, without values. An nn.Linear, so that
-    peft adds adapters to it as to any other.
-
-    Args:
-        linear: the layer it replaces, whose bias it takes over.
-        scheme: how the weight is quantized.
-        is_stored: the checkpoint holds it quantized already.
-    """
+    """A frozen linear layer with its weight in 8 or 4 bits, on the meta device, in place of `linear`. An nn.Linear, so
+    that peft adds adapters to it as to any other. `is_stored`: the checkpoint has it quantized already."""
 
     def __init__(self, linear: nn.Linear, scheme: Scheme, is_stored: bool = False) -> None:
         nn.Module.__init__(self)

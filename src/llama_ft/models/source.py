@@ -49,19 +49,12 @@ class WeightSource(Protocol):
 
 
 class SafetensorsSource:
-    """Tensors of safetensors files by name. Opening reads headers only; files are memory-mapped.
-
-    Attributes:
-        tensors: every tensor by name.
-        metadata: the texts in the files' headers.
-
-    Raises:
-        UserError: a file is missing, truncated or not safetensors, or holds a dtype that torch does not know.
-    """
+    """Tensors of safetensors files by name. Opening reads headers only; files are memory-mapped. A UserError if a file
+    is missing, truncated or not safetensors, or has a dtype that torch does not know."""
 
     def __init__(self, files: list[Path]) -> None:
         self.tensors: dict[str, StoredTensor] = {}
-        self.metadata: dict[str, str] = {}
+        self.metadata: dict[str, str] = {}  # the texts in the files' headers
         self._handles: dict[Path, Any] = {}
         for file in files:
             with told_as_damage(file):

@@ -19,7 +19,7 @@ def round_stochastically(target: torch.Tensor, source: torch.Tensor, generator: 
 
 
 class AnyPrecisionAdamW(ShardedOptimizer):
-    """AdamW whose two states are bf16, 4 bytes a parameter instead of 8; computed in fp32, piece by piece.
+    """AdamW whose two states are bf16, 4 bytes per parameter instead of 8; computed in fp32, piece by piece.
 
     A bf16 weight of 1 has neighbours 0.8% away, so a step of 1e-4 rounds to nothing. Here a bf16 weight is rounded
     stochastically (the steps arrive on average), or with compensated summation its lost part is kept in a third bf16

@@ -28,7 +28,8 @@ TOLERANCE_LOSS = 0.01  # of a sum over some fifty targets, where logits are roun
 @torch.no_grad()
 def check_packing(model: PreTrainedModel, rows: Dataset, longest: int, dtype: torch.dtype, runtime: Runtime) -> None:
     """Compare the logits of a few packed rows with those of each row alone, and the chunked loss with that of all
-    logits; if that differs, the loss is not chunked. All ranks take part.
+    logits; if that differs, the loss is not chunked. All ranks take part. A UserError if logits differ by more than
+    rounding.
 
     Args:
         model: sharded and loaded, in training mode.
@@ -36,9 +37,6 @@ def check_packing(model: PreTrainedModel, rows: Dataset, longest: int, dtype: to
         longest: tokens that a row can have.
         dtype: that it computes in.
         runtime: where it computes.
-
-    Raises:
-        UserError: they differ by more than rounding.
     """
     taken = collate(rows, range(min(ROWS, len(rows))), 0)
     rows_taken = [ids[:length] for ids, length in zip(taken.input_ids, taken.row_lengths, strict=True)]

@@ -74,9 +74,7 @@ class BestLoss:
     """Keeps the best validation loss and counts the evaluations since; `train` has the settings of early stopping."""
 
     def __init__(self, train: TrainConfig) -> None:
-        self.loss = float("inf")
-        self.step = 0
-        self.evaluations_since = 0
+        self.loss, self.step, self.evaluations_since = float("inf"), 0, 0
         self._patience, self._min_delta = train.early_stopping_patience, train.early_stopping_min_delta
 
     def update(self, loss: float, step: int) -> bool:

@@ -14,17 +14,11 @@ SMALLEST_FACTOR = 2.0
 
 @dataclass
 class LossScale:
-    """What the loss is multiplied by before the backward pass. Skipped steps count as steps.
+    """What the loss is multiplied by before the backward pass. Skipped steps count as steps."""
 
-    Attributes:
-        factor: a power of two, so that scaling rounds nothing; 1 with precisions that need none.
-        good_steps: steps since the factor last changed.
-        skipped_steps: steps that overflowed and left the weights as they were.
-    """
-
-    factor: float = 1.0
-    good_steps: int = 0
-    skipped_steps: int = 0
+    factor: float = 1.0  # a power of two, so that scaling rounds nothing; 1 with precisions that need none
+    good_steps: int = 0  # since the factor last changed
+    skipped_steps: int = 0  # overflowed and left the weights as they were
 
     @classmethod
     def for_precision(cls, precision: str) -> "LossScale":

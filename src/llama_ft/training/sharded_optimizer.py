@@ -1,5 +1,5 @@
-"""What the optimizers of this folder share: they compute on each rank's own rows, and their states are DTensors placed
-like the parameter, so that checkpoints hold every row once and load on any number of ranks."""
+"""What the optimizers of this folder share: they compute on each rank's own rows, and their states are DTensors sharded
+like the parameter, so that checkpoints load on any number of ranks."""
 
 from typing import Any
 
