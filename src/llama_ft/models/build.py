@@ -25,7 +25,9 @@ def load_tokenizer(folder: Path, trust_remote_code: bool) -> PreTrainedTokenizer
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
         # For some models (Qwen, Gemma), transformers makes up a tokenizer of special tokens when the files are missing.
         if len(tokenizer) == len(tokenizer.get_added_vocab()):
-            raise ValueError(f"it has only special tokens; {' or '.join(tokenizer.vocab_files_names.values())} missing")
+            files = dict.fromkeys(["tokenizer.json", *tokenizer.vocab_files_names.values()])
+            absent = ", ".join(file for file in files if not (folder / file).exists())
+            raise ValueError(f"it has only special tokens; missing: {absent}")
         return tokenizer
     except Exception as error:  # transformers raises half a dozen types here, all meaning the same to the user
         raise UserError(

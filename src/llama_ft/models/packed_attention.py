@@ -49,9 +49,8 @@ def use_packed_attention(model: PreTrainedModel, flag: str = "--batching_strateg
     kinds = set(getattr(model.config, "layer_types", None) or ()) - ROW_WISE_LAYERS
     if kinds or not model._supports_attention_backend:
         why = f"it has layers of {', '.join(sorted(kinds))}" if kinds else "its attention has no interface for it"
-        raise UserError(
-            f"{flag}: {type(model).__name__} cannot keep packed rows apart: {why}.\nUse --batching_strategy padding."
-        )
+        problem = f"{type(model).__name__} cannot keep the rows of a pack apart: {why}."
+        raise UserError(f"{flag}: {problem}\nUse --batching_strategy padding.")
     for name, attention, mask in (("sdpa", _packed_sdpa, sdpa_mask), ("eager", _packed_eager, eager_mask)):
         AttentionInterface.register(f"packed_{name}", attention)
         AttentionMaskInterface.register(f"packed_{name}", partial(_mask_if_given, mask))

@@ -167,5 +167,5 @@ def told_as_damage(file: Path) -> Iterator[None]:
         yield
     except Exception as error:  # the header may be anything: no JSON, a list, or longer than memory
         raise UserError(
-            f"{file}: cannot be read as safetensors ({reason(error)}).\nCopy or download it again."
+            f"{file}: cannot be read as safetensors ({reason(error)}).\nIt is missing, truncated or damaged."
         ) from error
