@@ -40,9 +40,9 @@ def local_folder(name: str, flag: str, ask_hub: bool = True, weights: bool = Tru
         try:
             downloaded = Path(snapshot_download(name, allow_patterns=NEEDED_FILES, local_files_only=True))
         except (HFValidationError, LocalEntryNotFoundError):
-            way_out = "Give the path of a local folder or owner/model. A private model needs `hf auth login`."
+            page = f"{constants.ENDPOINT}/{name}"
+            way_out = f"Give the path of a local folder, or owner/model. A private {page} needs `hf auth login`."
             if isinstance(error, GatedRepoError):
-                page = f"{constants.ENDPOINT}/{name}"
                 way_out = f"Ask for access at {page}, then log in with `hf auth login` (or set HF_TOKEN)."
             raise UserError(
                 f"{flag} {name}: no such folder, and the hub does not give it ({reason(error)}).\n{way_out}"

@@ -22,7 +22,6 @@ from llama_ft.models.lora import (
     checkpoint_key,
     initial_rows,
     is_adapter_weight,
-    row_norms,
 )
 from llama_ft.models.new_tokens import TokenRows
 from llama_ft.models.prequantized import parts_of, read_4bit, read_8bit, stored_form, stored_shape
@@ -30,6 +29,7 @@ from llama_ft.models.quantized import FourBit, QuantizedLinear
 from llama_ft.models.shards import ShardGroup, local_shard
 from llama_ft.models.source import StoredTensor, WeightSource, listed
 
+NORM_ROWS = 1024
 QUANTIZED_AT_ONCE = 2**19  # weights; with it ranks held at most 11 to 54 MiB in addition to their shards
 
 
@@ -220,8 +220,11 @@ def _set_dora_magnitudes(model: nn.Module) -> None:
     weight and magnitude are split into the same rows."""
     for module in model.modules():
         for magnitude in getattr(module, "lora_magnitude_vector", {}).values():
-            base = cast(nn.Linear, module.base_layer)
-            local_shard(magnitude.weight).copy_(row_norms(local_shard(base.weight)))
+            weight = local_shard(cast(nn.Linear, module.base_layer).weight)
+            own = local_shard(magnitude.weight)
+            for start in range(0, len(weight), NORM_ROWS):  # bounds the fp32 copy
+                rows = slice(start, start + NORM_ROWS)
+                own[rows] = torch.linalg.vector_norm(weight[rows].float(), dim=1)
 
 
 def _fill_buffers(model: PreTrainedModel, loader: Loader) -> None:

@@ -25,7 +25,6 @@ from llama_ft.models.source import StoredTensor
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PEFT_PREFIX = "base_model.model."  # what peft puts before every name of the model it wraps
-NORM_ROWS = 1024  # rows whose norm is taken at once, to bound the fp32 copy
 METHODS: dict[str, type[LoraConfig | LoHaConfig]] = {"LORA": LoraConfig, "LOHA": LoHaConfig}
 # Names of what peft adds, and how it begins: another method of peft needs its names here and a branch in _new_config.
 STARTS_UNIFORM = (".lora_A.", ".hada_w1_a.", ".hada_w1_b.", ".hada_w2_a.")
@@ -262,9 +261,3 @@ def initial_rows(name: str, shape: tuple[int, ...], gaussian: bool, seed: int, r
             "Install a version of peft that requirements.txt names."
         )
     return value[rows]
-
-
-def row_norms(weight: torch.Tensor) -> torch.Tensor:
-    """DoRA's first magnitudes: the L2 norm of each row [rows, in] -> [rows], fp32, a block of rows at a time."""
-    blocks = [torch.linalg.vector_norm(block.float(), dim=1) for block in weight.split(NORM_ROWS)]
-    return torch.cat(blocks) if blocks else weight.new_zeros(0, dtype=torch.float32)
