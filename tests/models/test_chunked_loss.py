@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.modeling_utils import PreTrainedModel
 
-from llama_ft.models import chunked_loss, cross_entropy, use_chunked_loss
+from llama_ft.models import chunked_loss, use_chunked_loss
 from llama_ft.models.lora_linear import use_fused_lora
 
 VOCABULARY = 320
@@ -27,7 +27,7 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 }
 
 # The LM head is scaled by a number of the decoder's; the class does not name its decoder; a layer stands between both.
-ALL_LOGITS = ("Falcon-H1", "Llama 4 text", "ModernBERT decoder")
+ALL_LOGITS = ("OPT", "Falcon-H1", "Llama 4 text", "ModernBERT decoder")
 
 
 @pytest.fixture(autouse=True)
@@ -66,6 +66,9 @@ def loss_and_gradients(model: PreTrainedModel, in_pieces: bool) -> tuple[torch.T
 def check(model: PreTrainedModel, **tolerance: float) -> None:
     expected, theirs = loss_and_gradients(model, in_pieces=False)
     loss, ours = loss_and_gradients(model, in_pieces=True)
+    with torch.no_grad():
+        evaluated, _ = model.eval()(input_ids=ROWS, use_cache=False, positions=POSITIONS, targets=TARGETS)
+    torch.testing.assert_close(evaluated, expected, **tolerance)
     torch.testing.assert_close(loss, expected, **tolerance)
     assert ours.keys() == theirs.keys()
     for name in theirs:
@@ -93,12 +96,6 @@ def test_other_architectures_keep_all_their_logits(name: str) -> None:
     assert not use_chunked_loss(architecture(name))
 
 
-def test_a_frozen_layer_between_decoder_and_head_needs_no_gradient() -> None:
-    model = architecture("ModernBERT decoder")
-    model.lm_head.requires_grad_(False)
-    check(taught(model), rtol=1e-5, atol=1e-5)
-
-
 @pytest.fixture
 def llama() -> Iterator[LlamaForCausalLM]:
     torch.manual_seed(0)
@@ -112,11 +109,6 @@ def test_adapters_on_and_beside_the_head(llama: LlamaForCausalLM, adapter: str) 
     for name, parameter in llama.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter)
-    check(taught(llama), rtol=1e-5, atol=1e-5)
-
-
-def test_a_frozen_model_under_a_trained_head(llama: LlamaForCausalLM) -> None:
-    llama.model.requires_grad_(False)
     check(taught(llama), rtol=1e-5, atol=1e-5)
 
 
@@ -143,36 +135,11 @@ def test_in_fp16_the_gradient_of_the_head_may_exceed_fp16_before_it_is_divided(l
     assert (found - expected).norm() < 0.01 * expected.norm()
 
 
-def test_without_gradients_it_is_the_same_loss(llama: LlamaForCausalLM) -> None:
-    llama = taught(llama)
-    expected = loss_and_gradients(llama, in_pieces=False)[0]
-    with torch.no_grad():
-        loss, _ = llama(input_ids=ROWS, use_cache=False, positions=POSITIONS, targets=TARGETS)
-    assert not loss.requires_grad
-    torch.testing.assert_close(loss, expected)
-
-
-def test_without_targets_loss_and_gradients_are_zero_but_there(llama: LlamaForCausalLM) -> None:
-    nothing = torch.empty(0, dtype=torch.int64)
-    loss, _ = taught(llama)(input_ids=ROWS, use_cache=False, positions=nothing, targets=nothing)
-    loss.backward()
-    assert loss.item() == 0
-    assert all(p.grad is not None and not p.grad.any() for p in llama.parameters())
-
-
 def test_logits_are_still_to_be_had_and_the_head_is_called_as_ever(llama: LlamaForCausalLM) -> None:
     expected = llama(input_ids=ROWS).logits
     model = taught(llama)
     torch.testing.assert_close(model(input_ids=ROWS).logits, expected)
     assert model._supports_logits_to_keep()  # generate() looks at the parameters of forward
-
-
-def test_a_score_far_below_the_others_keeps_a_finite_loss() -> None:
-    logits = torch.tensor([[0.0, 500.0, -500.0]], requires_grad=True)
-    loss = cross_entropy(logits, torch.tensor([2]))
-    loss.sum().backward()
-    assert loss.item() == pytest.approx(1000.0)
-    torch.testing.assert_close(logits.grad, torch.tensor([[0.0, 1.0, -1.0]]))
 
 
 class Largest(TorchDispatchMode):

@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.config import TrainConfig
-from llama_ft.errors import UserError
 from llama_ft.models import apply_liger
 
 MONKEY_PATCH = """
@@ -34,19 +33,6 @@ def liger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     for name in ("liger_kernel", "liger_kernel.transformers", "liger_kernel.transformers.monkey_patch"):
         monkeypatch.delitem(sys.modules, name, raising=False)
-
-
-def test_without_the_package_the_message_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "liger_kernel", None)
-    with pytest.raises(UserError, match=r"--use_liger: .* cannot be imported(.|\n)*pip install liger-kernel"):
-        apply_liger(llama(), TrainConfig())
-
-
-def test_an_architecture_liger_does_not_know_is_refused_naming_those_it_knows(liger: None) -> None:
-    with torch.device("meta"):
-        model = GPT2LMHeadModel(GPT2Config(n_layer=1))
-    with pytest.raises(UserError, match=r"no kernels for model_type gpt2(.|\n)*It has them for llama, qwen3\."):
-        apply_liger(model, TrainConfig())
 
 
 def test_ligers_losses_stay_out_and_it_does_not_rotate_in_place_what_selective_keeps(liger: None) -> None:

@@ -133,32 +133,6 @@ def test_a_pack_costs_its_rows_own_attention_and_no_mask_over_all_of_it(name: st
     assert seen.largest < sum(lengths) ** 2 / 8  # the largest are the logits, tokens x 101
     if attention == "sdpa":
         assert seen.attended == lengths * 2  # two layers
-    with Seen() as plain, torch.no_grad():  # what would be made without: the measure does see it
-        dense = make(name, attention)
-        positions = torch.cat([torch.arange(length) for length in lengths])[None]
-        dense(input_ids=torch.cat(rows(lengths))[None], position_ids=positions, use_cache=False)
-    assert plain.largest >= sum(lengths) ** 2
-
-
-@pytest.mark.parametrize("lengths", [[64] * 4 + [5, 1, 1], [7, 19, 3]])
-@pytest.mark.parametrize("window", [None, 6])
-def test_the_cpu_kernel_has_the_gradients_of_attention_with_a_dense_mask(
-    lengths: list[int], window: int | None
-) -> None:
-    total, generator = sum(lengths), torch.Generator().manual_seed(0)
-    query, key, value, wanted = (torch.randn(1, heads, total, 8, generator=generator) for heads in (4, 2, 2, 4))
-    row = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    place = torch.arange(total)
-    seen = (row[:, None] == row) & (place[:, None] >= place)
-    if window is not None:
-        seen &= place[:, None] - place < window
-    inputs = [query.requires_grad_(), key.requires_grad_(), value.requires_grad_()]
-    dense = torch.nn.functional.scaled_dot_product_attention(*inputs, attn_mask=seen, scale=0.3, enable_gqa=True)
-    expected = torch.autograd.grad(dense, inputs, wanted)
-    ours = packed_attention._CpuAttention.apply(*inputs, tuple(lengths), 0.3, window)
-    torch.testing.assert_close(ours, dense)
-    for gradient, theirs in zip(torch.autograd.grad(ours, inputs, wanted), expected, strict=True):
-        torch.testing.assert_close(gradient, theirs)
 
 
 @pytest.mark.parametrize("window", [None, 6])
@@ -195,13 +169,6 @@ def test_rows_of_many_lengths_in_16_bits_hold_no_memory_of_their_own() -> None:
     finished = run([sys.executable, "-c", GRADIENTS_OF_ALL_LENGTHS])
     assert finished.exit_code == 0, finished.output
     assert int(finished.output.rpartition("grown by")[2]) < 400
-
-
-def test_a_saved_config_does_not_know_of_packing(tmp_path: Any) -> None:
-    model = make("Llama", "sdpa")
-    use_packed_attention(model)
-    model.config.save_pretrained(tmp_path)
-    assert "packed" not in (tmp_path / "config.json").read_text()
 
 
 @pytest.mark.parametrize(

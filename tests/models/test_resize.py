@@ -1,8 +1,6 @@
 """--resize_embeddings: the losses, the new rows and the results of plain transformers and peft on a resized model."""
 
-import functools
 import json
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,6 @@ from llama_ft.errors import UserError
 from llama_ft.models import (
     NewTokens,
     build_on_meta,
-    find_new_tokens,
     inject_lora,
     load_model_config,
     load_tokenizer,
@@ -49,8 +46,6 @@ CASES: dict[str, tuple[str, list[str]]] = {
     "going on": ("untied", ["--use_peft", *TINY_UNITS]),
     "going on, tied": ("tied", ["--use_peft", *TINY_UNITS, *SCATTER]),
 }
-ALONE = ["full", "lora, tied", "lora, 4bit", "going on"]  # those that one process runs, too
-WORLD_SIZES = [pytest.param(1, marks=pytest.mark.slow), 2]
 DEFAULTS = {"--precision": "fp32", "--min_num_params": "1000"}
 
 
@@ -86,7 +81,6 @@ def bases(save_model: Make, tmp_path_factory: pytest.TempPathFactory) -> Path:
             if "lora_B" in key or "trainable_tokens" in key:
                 torch.nn.init.normal_(parameter, std=0.05)
         model.save_pretrained(folder / f"{name}-adapter", save_embedding_layers=False)
-        model.save_pretrained(folder / f"{name}-adapter-and-embedding")
     return folder
 
 
@@ -127,38 +121,25 @@ def mean_loss(model: Any, rows: Path, train: int = 0) -> list[float]:
 
 
 @pytest.fixture(scope="module")
-def launches(bases: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[str, Path]]:
-    """World size -> case -> its run, all of one launch, of which output.txt is left beside them."""
+def runs(bases: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Case -> its run on two ranks, all of one launch."""
     common = ["--resize_embeddings", "--tokenizer_name", f"{bases}/tokens", "--enable_fsdp"]
     common += ["--dataset", f"{bases}/rows.jsonl", "--validation", f"{bases}/rows.jsonl", "--num_epochs", str(STEPS)]
     common += ["--batching_strategy", "padding", "--lr", str(LEARNING_RATE), "--lr_scheduler", "constant"]
     common += ["--save_steps", "2", "--save_every_epoch", "false"]
 
-    @functools.cache
-    def launch(world_size: int) -> dict[str, Path]:
-        folder = tmp_path_factory.mktemp(f"runs{world_size}")
-        flags = {}
-        for case in ALONE if world_size == 1 else CASES:
-            base, own = CASES[case]
-            others = [word for flag, value in DEFAULTS.items() if flag not in own for word in (flag, value)]
-            others += ["--from_peft_checkpoint", f"{bases}/{base}-adapter"] if case.startswith("going on") else []
-            others += ["--batch_size_training", str(GLOBAL_BATCH // world_size), "--model_name", f"{bases}/{base}"]
-            flags[case] = [*common, *own, *others]
-        flags["resumed"] = [*flags["lora, tied"], "--resume", f"{folder}/lora, tied/checkpoints/step-000002"]
-        runs = {case: folder / case for case in flags}
-        (folder / "cases.json").write_text(json.dumps([[*f, "--output_dir", str(runs[c])] for c, f in flags.items()]))
-        finished = forked(RUN_CASES, folder / "cases.json", ranks=world_size if world_size > 1 else 0)
-        assert finished.exit_code == 0, finished.output
-        (folder / "output.txt").write_text(finished.output)
-        return runs
-
-    return launch
-
-
-@pytest.fixture(scope="module")
-def runs(launches: Callable[[int], dict[str, Path]]) -> dict[str, Path]:
-    """Every case on two ranks."""
-    return launches(2)
+    folder, flags = tmp_path_factory.mktemp("runs"), {}
+    for case, (base, own) in CASES.items():
+        others = [word for flag, value in DEFAULTS.items() if flag not in own for word in (flag, value)]
+        others += ["--from_peft_checkpoint", f"{bases}/{base}-adapter"] if case.startswith("going on") else []
+        others += ["--batch_size_training", str(GLOBAL_BATCH // 2), "--model_name", f"{bases}/{base}"]
+        flags[case] = [*common, *own, *others]
+    flags["resumed"] = [*flags["lora, tied"], "--resume", f"{folder}/lora, tied/checkpoints/step-000002"]
+    found = {case: folder / case for case in flags}
+    (folder / "cases.json").write_text(json.dumps([[*f, "--output_dir", str(found[c])] for c, f in flags.items()]))
+    finished = forked(RUN_CASES, folder / "cases.json", ranks=2)
+    assert finished.exit_code == 0, finished.output
+    return found
 
 
 def adapter_tensors(folder: Path) -> dict[str, torch.Tensor]:
@@ -191,13 +172,10 @@ def base_of(case: str, bases: Path, new: str = "mean") -> Any:
     return model
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_the_losses_are_those_of_a_plain_resized_model(
-    launches: Callable[[int], dict[str, Path]], bases: Path, world_size: int
-) -> None:
+def test_the_losses_are_those_of_a_plain_resized_model(runs: dict[str, Path], bases: Path) -> None:
     from peft import PeftModel
 
-    for case, run in launches(world_size).items():
+    for case, run in runs.items():
         if case == "resumed":
             continue
         base, flags = CASES[case]
@@ -211,11 +189,10 @@ def test_the_losses_are_those_of_a_plain_resized_model(
         assert len(found) == STEPS and found[-1] < 0.95 * found[0], case
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_the_result_loads_into_plain_transformers_and_peft_as_it_was_trained(
-    launches: Callable[[int], dict[str, Path]], bases: Path, world_size: int
+    runs: dict[str, Path], bases: Path
 ) -> None:
-    for case, run in launches(world_size).items():
+    for case, run in runs.items():
         if case != "resumed":
             held_out = metrics(run)[-1]["eval/loss"]
             [loss] = mean_loss(reloaded(case, bases, run / "model"), bases / "rows.jsonl")
@@ -224,17 +201,6 @@ def test_the_result_loads_into_plain_transformers_and_peft_as_it_was_trained(
 
 def tolerance(case: str) -> float:
     return 1e-2 if "bf16" in case else 1e-5
-
-
-def test_in_full_tuning_the_new_rows_are_trained(runs: dict[str, Path], bases: Path) -> None:
-    for case in ("full", "full, tied"):
-        model, before = reloaded(case, bases, runs[case] / "model"), base_of(case, bases)
-        assert model.config.vocab_size == GROWN
-        for module, start in (
-            (model.get_input_embeddings(), before.get_input_embeddings()),
-            (model.get_output_embeddings(), before.get_output_embeddings()),
-        ):
-            assert ((module.weight - start.weight)[NEW].abs().amax(dim=1) > 1e-2).all(), case
 
 
 def test_with_lora_the_new_rows_are_trained_and_no_others(runs: dict[str, Path], bases: Path) -> None:
@@ -258,16 +224,6 @@ def test_both_ways_of_loading_and_a_resumed_run_give_the_same_bits(runs: dict[st
         mine, theirs = adapter_tensors(runs[one] / "model"), adapter_tensors(runs[other] / "model")
         assert mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine), other
         assert losses(runs[one]) == losses(runs[other])
-
-
-def test_the_run_names_the_new_tokens(runs: dict[str, Path]) -> None:
-    output = (runs["lora"].parent / "output.txt").read_text()
-    told = "2 tokens are new to the model (<|im_start|>, <|im_end|>): "
-    assert f"{told}the embedding grows from 301 rows to 303, the new ones begin as the mean of the others." in output
-    assert f"{told}they take spare rows of its 310, and begin as these are stored." in output
-    card = (runs["lora"] / "model" / "README.md").read_text()
-    assert "base.resize_token_embeddings(303, mean_resizing=False)\nmodel = PeftModel" in card
-    assert "resize_token_embeddings" not in (runs["lora, spare rows"] / "model" / "README.md").read_text()
 
 
 @pytest.mark.parametrize("case", ["full, tied", "lora", "lora, tied", "lora, spare rows", "lora, 4bit"])
@@ -295,23 +251,6 @@ def test_a_checkpoint_gives_the_same_result_and_merged_what_peft_merges(
     assert weights.keys() == reference.state_dict().keys()
     for key, tensor in reference.state_dict().items():
         torch.testing.assert_close(weights[key], tensor, rtol=1e-5, atol=1e-6, msg=key)
-
-
-@pytest.mark.parametrize("base_name", ["untied", "tied"])
-def test_an_adapter_that_peft_saved_with_its_resized_embedding_is_merged(
-    base_name: str, bases: Path, tmp_path: Path
-) -> None:
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM
-
-    from llama_ft.checkpoint import merge_adapter
-
-    adapter, base = bases / f"{base_name}-adapter-and-embedding", bases / base_name
-    merge_adapter(adapter, base, tmp_path, None, 60_000, trust_remote_code=False, base_name="base")
-    merged = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    reference = PeftModel.from_pretrained(resized(base), adapter).merge_and_unload()
-    for key, tensor in reference.state_dict().items():
-        torch.testing.assert_close(merged.state_dict()[key], tensor, rtol=1e-5, atol=1e-6, msg=key)
 
 
 @pytest.mark.parametrize("kind", ["untied", "scaled", "gpt2"])
@@ -346,35 +285,11 @@ def test_token_rows_compute_and_learn_what_pefts_own_layer_does(kind: str) -> No
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
-def test_answers_are_shown_with_a_chat_template_of_new_tokens(bases: Path, rows16: Path, tmp_path: Path) -> None:
-    flags = ["--resize_embeddings", "--model_name", f"{bases}/tied", "--tokenizer_name", f"{bases}/tokens", *LORA]
-    flags += ["--dataset", str(rows16), "--precision", "fp32", "--max_train_step", "2", "--sample_tokens", "6"]
-    (tmp_path / "cases.json").write_text(json.dumps([[*flags, "--output_dir", f"{tmp_path}/out"]]))
-    finished = forked(RUN_CASES, tmp_path / "cases.json")
-    assert finished.exit_code == 0, finished.output
-    assert "Before tuning\n  question:" in finished.output and "After tuning\n  question:" in finished.output
-    assert load_tokenizer(tmp_path / "out" / "model", False).convert_tokens_to_ids("<|im_end|>") == 302
-
-
-def new_tokens(base: Path, tokens: Path) -> NewTokens | None:
-    settings = ModelConfig(model_name=str(base), resize_embeddings=True)
-    return find_new_tokens(load_tokenizer(tokens, False), base, load_model_config(base, False), settings)
-
-
-def test_where_nothing_is_missing_nothing_is_added(bases: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger="llama_ft"):
-        assert new_tokens(bases / "untied", bases / "untied") is None
-    assert "the model has all of the tokenizer's tokens already; nothing is added" in caplog.text
-    assert new_tokens(bases / "untied", bases / "tokens") == NewTokens(NEW, STORED, GROWN)
-    assert new_tokens(bases / "spare", bases / "tokens") == NewTokens(NEW, 310, 310)
-
-
 @pytest.mark.parametrize(
     ("base", "settings", "message"),
     [
-        ("tied", {"modules_to_save": ["lm_head"]}, "embedding and head of this model are one.*embed_tokens too"),
-        ("untied", {"target_modules": ["lm_head"]}, "Name embedding or head in --peft.modules_to_save instead"),
-        ("biased", {"target_modules": ["q_proj"]}, "lm_head has a bias, which peft drops.*--modules_to_save lm_head"),
+        ("tied", {"modules_to_save": ["lm_head"]}, "embedding and head of this model are one"),
+        ("biased", {"target_modules": ["q_proj"]}, "lm_head is quantized or has a bias"),
     ],
 )
 def test_new_rows_that_peft_cannot_train_are_refused(
@@ -394,8 +309,8 @@ def test_new_rows_that_peft_cannot_train_are_refused(
 def test_an_adapter_with_new_rows_goes_on_only_where_they_are(bases: Path) -> None:
     config = load_model_config(bases / "untied", False)
     peft = PeftConfig(use_peft=True, from_peft_checkpoint=str(bases / "untied-adapter"))
-    with pytest.raises(UserError, match=r"(?s)the row of token 302, and the model has 301\..*--resize_embeddings"):
+    with pytest.raises(UserError, match="The model has 301 rows"):
         inject_lora(build_on_meta(config, ModelConfig(model_name="base")), peft, "base")
     new = NewTokens([*NEW, 303], STORED, 304)
-    with pytest.raises(UserError, match="1 tokens are new to the model, such as 303, and this adapter does not"):
+    with pytest.raises(UserError, match="1 new tokens that the adapter does not train"):
         inject_lora(build_on_meta(config, ModelConfig(model_name="base"), new), peft, "base", new)

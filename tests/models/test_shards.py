@@ -13,7 +13,3 @@ def test_row_ranges_are_the_chunks_of_torch(rows: int, shards: int) -> None:
     assert len(found) == shards
     for index, own in enumerate(found):
         assert torch.equal(own, chunks[index] if index < len(chunks) else torch.arange(0))
-
-
-def test_65_rows_on_8_ranks_are_seven_times_9_and_once_2() -> None:
-    assert [stop - start for start, stop in row_ranges(65, 8)] == [9] * 7 + [2]

@@ -104,7 +104,7 @@ if __name__ == "__main__":
             (out / case).mkdir(exist_ok=True)
             save(case, out / case, model, optimizer, job)
             train(model, optimizer, range(STEPS // 2, STEPS))
-            result = {"end": whole(model), "told": training.describe_state(optimizer, job)}
+            result = {"end": whole(model)}
             result["again"] = go_on(case, out / case, job)
 
             model, optimizer = build(case, two_copies)

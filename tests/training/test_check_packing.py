@@ -26,7 +26,6 @@ from llama_ft.models import has_chunked_loss, use_chunked_loss, use_packed_atten
 from llama_ft.runtime import Runtime
 from llama_ft.training import check_packing
 
-DTYPES = [torch.float32, torch.bfloat16]
 SHAPE = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 
@@ -64,7 +63,7 @@ def rows(*lengths: int) -> Dataset:
     return Dataset.from_dict({"input_ids": ids, "labels": ids, "source": ["x"] * len(ids)})
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_a_model_that_keeps_rows_apart_passes_and_is_left_as_it_was(
     attention: str, dtype: torch.dtype, runtime: Runtime
@@ -78,18 +77,18 @@ def test_a_model_that_keeps_rows_apart_passes_and_is_left_as_it_was(
         assert parameter.grad is None and torch.equal(parameter.to_local(), expected)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_model_whose_attention_takes_no_notice_of_rows_is_refused(
     deaf: str, dtype: torch.dtype, runtime: Runtime
 ) -> None:
     with pytest.raises(UserError) as refused:
         check_packing(make(deaf, dtype, runtime), rows(40, 30, 20, 10), 64, dtype, runtime)
     message = str(refused.value)
-    assert "LlamaForCausalLM does not keep the rows of a pack apart" in message
+    assert "LlamaForCausalLM does not keep packed rows apart" in message
     assert message.endswith("Use --batching_strategy padding.")
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("kind", "longest", "is_kept"),
     [(MistralConfig, 64, True), (PhimoeConfig, 64, False), (PhimoeConfig, 24, True)],  # no row has 25 tokens
@@ -103,7 +102,7 @@ def test_a_model_that_loses_its_sliding_window_in_a_pack_is_rejected(
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
     use_packed_attention(model)
     model.to(dtype)
-    with nullcontext() if is_kept else pytest.raises(UserError, match="does not keep the rows of a pack apart"):
+    with nullcontext() if is_kept else pytest.raises(UserError, match="does not keep packed rows apart"):
         check_packing(model, rows(7, 5), longest, dtype, runtime)
 
 
@@ -133,4 +132,4 @@ def test_a_loss_in_pieces_that_is_not_that_of_the_logits_is_given_up(
     with caplog.at_level("WARNING", logger="llama_ft"):
         check_packing(model.train(), rows(40, 30), 64, torch.float32, runtime)
     assert has_chunked_loss(model) == is_kept
-    assert ("in pieces Sharper has another" in caplog.text.replace("FSDP", "")) != is_kept
+    assert ("the chunked loss of" in caplog.text) != is_kept

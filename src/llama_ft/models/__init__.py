@@ -11,6 +11,7 @@ from llama_ft.models.build import (
     load_model_config,
     load_tokenizer,
     resolve_context_length,
+    router_loss,
     set_storage_dtypes,
     vocabulary_size,
 )
@@ -31,6 +32,5 @@ from llama_ft.models.new_tokens import NewTokens
 from llama_ft.models.packed_attention import packed_arguments, use_packed_attention
 from llama_ft.models.quantization import Quantization, choose_quantization, quantize_linears
 from llama_ft.models.quantized import total_weights
-from llama_ft.models.routers import router_loss
 from llama_ft.models.shards import ShardGroup
 from llama_ft.models.source import fingerprint

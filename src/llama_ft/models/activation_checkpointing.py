@@ -24,16 +24,11 @@ EXPENSIVE = re.compile(
 def checkpoint_activations(model: PreTrainedModel, train: TrainConfig) -> None:
     """Have decoder layers recompute their activations in the backward pass: all layers, or layer 0, k, 2k, ...
 
-    full and every_k keep a layer's input only. selective keeps what matrix products and attention put out too, and
-    recomputes norms, activation functions, rotary embedding and dropout, which are cheap: no matrix product runs twice.
-    transformers checkpoints a layer's `forward`, below the hooks `fully_shard` puts on the layer, so a recomputed layer
-    is gathered once, not twice.
+    full and every_k keep a layer's input only. selective also keeps the outputs of matmuls and attention, which are not
+    recomputed. With activation_offload the inputs of recomputed layers wait in pinned host memory. transformers
+    checkpoints a layer's `forward`, below the hooks of `fully_shard`, so a recomputed layer is all-gathered once.
 
-    With activation_offload the inputs of recomputed layers wait in pinned host memory (not the weights, and not what
-    selective keeps): tokens x hidden_size elements a layer, copied on the computing stream.
-
-    Raises:
-        UserError: this architecture cannot be checkpointed.
+    A UserError if this architecture cannot be checkpointed.
     """
     if train.activation_checkpointing == "off":
         return

@@ -14,29 +14,22 @@ from llama_ft.config import ModelConfig
 from llama_ft.errors import UserError, reason
 from llama_ft.models.conversion import note_conversions
 from llama_ft.models.new_tokens import NewTokens, note_growth
+from llama_ft.models.source import listed
 from llama_ft.runtime.console import log
 from llama_ft.runtime.precision import Precision
 
-NAMED_AT_MOST = 8
-
 
 def load_tokenizer(folder: Path, trust_remote_code: bool) -> PreTrainedTokenizerBase:
-    """The tokenizer in a folder.
-
-    Raises:
-        UserError: there is none, or it cannot be read.
-    """
+    """The tokenizer in a folder; a UserError if there is none, or it cannot be read."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
         # For some models (Qwen, Gemma), transformers makes up a tokenizer of special tokens when the files are missing.
         if len(tokenizer) == len(tokenizer.get_added_vocab()):
             files = dict.fromkeys(["tokenizer.json", *tokenizer.vocab_files_names.values()])
-            missing = ", ".join(file for file in files if not (folder / file).exists())
-            raise ValueError(f"it has only special tokens; missing: {missing}")
+            absent = ", ".join(file for file in files if not (folder / file).exists())
+            raise ValueError(f"it has only special tokens; missing: {absent}")
         return tokenizer
     except Exception as error:  # transformers raises half a dozen types here, all meaning the same to the user
-        if (folder / "config.json").exists():
-            load_model_config(folder, trust_remote_code)  # which AutoTokenizer reads too: if that is wrong, it says so
         raise UserError(
             f"{folder}: no usable tokenizer here ({reason(error)}).\n--tokenizer_name names another folder or hub "
             "model to take it from."
@@ -44,11 +37,7 @@ def load_tokenizer(folder: Path, trust_remote_code: bool) -> PreTrainedTokenizer
 
 
 def load_model_config(folder: Path, trust_remote_code: bool) -> PretrainedConfig:
-    """The model's config.json.
-
-    Raises:
-        UserError: it is missing, malformed or of an unknown architecture.
-    """
+    """The model's config.json; a UserError if it is missing, malformed or of an unknown architecture."""
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:  # as above
@@ -56,18 +45,19 @@ def load_model_config(folder: Path, trust_remote_code: bool) -> PretrainedConfig
 
 
 def build_on_meta(config: PretrainedConfig, model: ModelConfig, new: NewTokens | None = None) -> PreTrainedModel:
-    """The causal language model of `config` on the meta device, tied weights tied.
-
-    Args:
-        config: of the model; its vocab_size becomes what the new tokens need.
-        model: settings.
-        new: tokens that embedding and head have to have rows for.
+    """The causal language model of `config` on the meta device, tied weights tied, with rows for new tokens.
 
     Raises:
         UserError: transformers has no causal language model for this architecture, it is an encoder or also takes
             images or sound, or the attention implementation is not available for it on this machine.
     """
-    _check_is_text_only(config, model.model_name)
+    # AutoModelForCausalLM builds the whole model for some of these (gemma3) and only its decoder for others (qwen3_5),
+    # whose export would lack the vision tower. Phi-4-multimodal has no text_config.
+    if any(key.startswith(("vision", "audio")) for key in config.sub_configs) or config.get_text_config() is not config:
+        raise UserError(
+            f"--model_name {model.model_name}: models of model_type {config.model_type} also take images or sound; "
+            "only text models are supported."
+        )
     if new is not None:
         config.get_text_config().vocab_size = new.rows
     try:
@@ -83,12 +73,10 @@ def build_on_meta(config: PretrainedConfig, model: ModelConfig, new: NewTokens |
             f"--model_name {model.model_name}: transformers cannot build a causal language model of model_type "
             f"{config.model_type} ({type(error).__name__}: {reason(error)})."
         ) from error
-    # transformers builds BERT and its kin as language models with a warning; their training loss then falls to zero,
-    # because each token has seen the next one.
+    # transformers builds BERT and its kin with a warning; their training loss falls to zero: tokens see the next one.
     if not (getattr(config, "is_decoder", True) or any(getattr(m, "is_causal", False) for m in skeleton.modules())):
         raise UserError(
-            f"--model_name {model.model_name}: {type(skeleton).__name__} is an encoder: each token sees the ones after "
-            "it, so there is nothing to predict.\nUse a causal language model, one made to generate text."
+            f"--model_name {model.model_name}: {type(skeleton).__name__} is an encoder. Use a causal language model."
         )
     skeleton.tie_weights()
     note_conversions(skeleton)
@@ -97,21 +85,9 @@ def build_on_meta(config: PretrainedConfig, model: ModelConfig, new: NewTokens |
     return skeleton
 
 
-def _check_is_text_only(config: PretrainedConfig, name: str) -> None:
-    """AutoModelForCausalLM builds the whole model for some of these (gemma3) and only its decoder for others (qwen3_5),
-    whose export would lack the vision tower. Phi-4-multimodal has no text_config."""
-    has_tower = any(key.startswith(("vision", "audio")) for key in config.sub_configs)
-    if has_tower or config.get_text_config() is not config:
-        raise UserError(
-            f"--model_name {name}: models of model_type {config.model_type} also take images or sound; only text "
-            "models are supported."
-        )
-
-
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The model's decoder layers from input to output, found by the class names transformers keeps in
-    `_no_split_modules`; empty when it names none. Of those within one another (Mamba's) the outermost. fully_shard
-    derives a class of its own from theirs."""
+    """The model's decoder layers from input to output, of the classes that transformers names in `_no_split_modules`;
+    of those within one another (Mamba's) the outermost. fully_shard derives a class of its own from theirs."""
     kinds = set(getattr(model, "_no_split_modules", None) or ())
     found = {
         name: module
@@ -128,12 +104,20 @@ def function_beside(module: nn.Module, name: str) -> Callable[..., Any]:
     return found
 
 
-def freeze_first_layers(model: PreTrainedModel, count: int) -> None:
-    """Keep the first `count` decoder layers as they are in training.
+def router_loss(model: PreTrainedModel, output: Any, attention_mask: torch.Tensor | None) -> torch.Tensor | float:
+    """The auxiliary loss of a mixture of experts: the model's own load balancing loss of the tokens of its `output`,
+    times its own coefficient; 0 in evaluation, and unless config.json asks for it by output_router_logits."""
+    if not model.training or not getattr(output, "router_logits", None):
+        return 0.0
+    balance = function_beside(model, "load_balancing_loss_func")
+    experts: dict[str, Any] = {"num_experts": model.num_experts, "top_k": model.num_experts_per_tok}
+    loss: torch.Tensor = balance(output.router_logits, **experts, attention_mask=attention_mask)
+    factor: Any = model.aux_loss_coef if model.config.model_type == "jetmoe" else model.router_aux_loss_coef
+    return loss * factor
 
-    Raises:
-        UserError: the model has no more layers than that.
-    """
+
+def freeze_first_layers(model: PreTrainedModel, count: int) -> None:
+    """Keep the first `count` decoder layers as they are in training; a UserError if the model has no more than that."""
     layers = decoder_layers(model)
     if count >= len(layers):
         raise UserError(f"--num_freeze_layers {count}: this model has {len(layers)} decoder layers; freeze fewer.")
@@ -157,16 +141,10 @@ def find_new_tokens(
     tokenizer: PreTrainedTokenizerBase, folder: Path, model_config: PretrainedConfig, model: ModelConfig
 ) -> NewTokens | None:
     """What the run's tokenizer has and the model does not know: ids without a row, and tokens that the tokenizer in the
-    model's folder lacks or has under another id. Says so. None without --resize_embeddings, or where there are none.
-
-    Raises:
-        UserError: config.json does not say how many rows there are.
-    """
+    model's folder lacks or has under another id. Logs them. None without --resize_embeddings, or if there are none."""
     if not model.resize_embeddings:
         return None
-    stored = vocabulary_size(model_config)
-    if stored is None:
-        raise UserError(f"--resize_embeddings: {folder}/config.json has no vocab_size.\nLeave the flag out.")
+    stored: int = model_config.get_text_config().vocab_size
     names = {id_: token for token, id_ in tokenizer.get_vocab().items()}
     try:
         known = load_tokenizer(folder, model.trust_remote_code).get_vocab()
@@ -177,20 +155,18 @@ def find_new_tokens(
         log.info("--resize_embeddings: the model has all of the tokenizer's tokens already; nothing is added.")
         return None
     new = NewTokens(ids, stored, max(stored, ids[-1] + 1))
-    listed = ", ".join([names[id_] for id_ in ids[:NAMED_AT_MOST]] + ["..."] * (len(ids) > NAMED_AT_MOST))
     what = f"the embedding grows from {stored:,} rows to {new.rows:,}, the new ones begin as the mean of the others"
     if new.rows == stored:
         what = f"they take spare rows of its {stored:,}, and begin as these are stored"
-    log.info(f"--resize_embeddings: {len(ids):,} tokens are new to the model ({listed}): {what}.")
+    log.info(
+        f"--resize_embeddings: {len(ids):,} tokens are new to the model ({listed([names[i] for i in ids])}): {what}."
+    )
     return new
 
 
 def resolve_context_length(asked: int | None, config: PretrainedConfig) -> int:
-    """Longest row in tokens: what was asked for, else the model's maximum but at most 4096.
-
-    Raises:
-        UserError: more was asked for than the model has positions.
-    """
+    """Longest sample in tokens: what was asked for, else the model's maximum but at most 4096. A UserError if more was
+    asked for than the model has positions."""
     longest = getattr(config.get_text_config(), "max_position_embeddings", None)
     if asked is None:
         return min(longest or 4096, 4096)

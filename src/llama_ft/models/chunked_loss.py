@@ -1,13 +1,12 @@
-"""The loss without the logits: head and cross-entropy over a few hundred targets at a time.
+"""Chunked cross-entropy: LM head and loss over a few hundred targets at a time.
 
 The logits of a micro-batch are its largest tensor by far: 8,192 tokens x 128,256 words are 2 GiB in bf16, and the loss
-makes three more of them in fp32. Only positions that predict something need logits, and a position's loss and gradient
-need nobody else's. So the head is applied to a piece of the positions, the gradient of that piece is computed at once,
-and its logits are freed; what is kept for the backward pass is the gradient of the hidden states, and of the head's
-weights where they are trained.
+makes three more of them in fp32. So the head is applied to a chunk of the positions that predict something, the
+gradient of that chunk is computed at once, and its logits are freed. What is kept for the backward pass is the gradient
+of the hidden states, and of the head's weights if they are trained.
 
-    positions    hidden [targets, width]  --piece-->  logits [piece, vocab]  -->  loss, and softmax - one-hot
-                                                       gradient [piece, width]  <--
+    positions    hidden [targets, width]  --chunk-->  logits [chunk, vocab]  -->  loss, and softmax - one-hot
+                                                       gradient [chunk, width]  <--
 
 Source: the idea is Liger's fused linear cross-entropy, https://arxiv.org/abs/2410.10989. Here the model's own head
 runs, with its adapter, soft cap or scale, sharded or not.
@@ -15,15 +14,15 @@ runs, with its adapter, soft cap or scale, sharded or not.
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import wraps
 from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers.modeling_utils import PreTrainedModel
 
-from llama_ft.models.routers import router_loss
+from llama_ft.models.build import router_loss
 
 # Logits that are there at a time. A product wants some hundred rows to be fast, and with each piece the gradient of a
 # trained head is added up once more: 512 of Llama 3's 128,256 logits, 0.6 GiB in bf16 and fp32, or 32 on the CPU.
@@ -33,35 +32,23 @@ LossFunction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Cross-entropy of each target in fp32, without a second fp32 copy of the logits.
-
-    Args:
-        logits: [targets, vocab].
-        targets: int64 [targets].
-
-    Returns:
-        float32 [targets], differentiable by the logits once.
-    """
+    """Cross-entropy of logits [targets, vocab] with int64 [targets], without a second fp32 copy of the logits: float32
+    [targets], differentiable once."""
     losses: torch.Tensor = CrossEntropy.apply(logits, targets)
     return losses
 
 
 def use_chunked_loss(model: PreTrainedModel) -> bool:
-    """Teach a model's forward to return a loss instead of logits when it is called with `targets` [targets] and
-    `positions`, where in the flattened micro-batch they are predicted.
+    """Have a model return a loss instead of logits when it is called with `targets` [targets] and `positions`, where in
+    the flattened micro-batch they are predicted.
 
-    It then returns the loss and the routers' auxiliary loss (see models/routers.py). The loss is the sum over all
+    It then returns the loss and the routers' auxiliary loss (`router_loss`). The loss is the sum over all
     targets of `loss_fn(logits, targets)`, whose gradient is made with it; with `per_token` it is [targets], and each
-    chunk's logits are computed again in the backward pass, which knows what each target's loss is multiplied by.
+    chunk's logits are computed again in the backward pass, which knows what each target's loss is multiplied by. All
+    chunks run inside one `forward` of the LM head, and so within the hooks by which fully_shard all-gathers its weight.
 
-    Both run inside `forward`, of the model and of the LM head, and so within the hooks by which fully_shard all-gathers
-    the weights: once for all chunks.
-
-    Args:
-        model: skeleton on the meta device, adapters injected, not sharded yet.
-
-    Returns:
-        Whether it could be taught: its forward must be a decoder followed by a head. Otherwise it is left as it is.
+    The model is a skeleton, adapters injected, not sharded yet. Returns False, and leaves the model as it was, unless
+    its forward is a decoder followed by a head.
     """
     names = {id(module): name for name, module in model.named_children()}
     decoder, head = model.base_model, model.get_output_embeddings()
@@ -107,13 +94,17 @@ def use_chunked_loss(model: PreTrainedModel) -> bool:
     ) -> Any:
         if targets is None:
             return plain_head(hidden, *args, **kwargs)
-        trained = [parameter for parameter in head.parameters() if parameter.requires_grad]
+
+        def losses_of(chunk: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+            return loss_fn(logits_of(chunk), wanted)
+
         size = max(FEWEST_POSITIONS, LOGITS_AT_ONCE[hidden.device.type] // vocabulary)
-        chunks = _Chunks(targets, logits_of, loss_fn, size)
-        if not torch.is_grad_enabled():
-            losses = torch.cat(chunks.run(hidden, [], for_hidden=False)[0])
+        trained = [parameter for parameter in head.parameters() if parameter.requires_grad]
+        if per_token or not (torch.is_grad_enabled() and (hidden.requires_grad or trained)):
+            chunks = zip(hidden.split(size), targets.split(size), strict=True)
+            losses = torch.cat([checkpoint(losses_of, *chunk, use_reentrant=False) for chunk in chunks])
             return losses if per_token else losses.sum()
-        return (_TokenLosses if per_token else _ChunkedLoss).apply(hidden, chunks, *trained)
+        return _ChunkedLoss.apply(hidden, targets, losses_of, size, *trained)
 
     model.forward = forward
     head.forward = head_forward
@@ -151,11 +142,6 @@ class _Decoded(nn.Module):
     def forward(self, *_: Any, inputs_embeds: torch.Tensor, **__: Any) -> _Known:
         return _Known(inputs_embeds)
 
-    @property
-    def decoder(self) -> "_Decoded":
-        """OPT's head asks the decoder inside the model."""
-        return self
-
 
 class _Plain(nn.Module):
     """The head without its hooks, which would gather its weights for every piece."""
@@ -166,8 +152,8 @@ class _Plain(nn.Module):
 
 
 def _head_function(model: PreTrainedModel, decoder: str, head: str) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Hidden states [n, width] -> logits [n, vocab] as the model's own forward makes them: it is run with a decoder
-    that has computed already, so that soft caps and scales before and after the head are where they belong."""
+    """Hidden states [n, width] -> logits [n, vocab] as the model's own forward makes them, with its soft caps and
+    scales: it is run with a decoder that has computed already."""
     view = copy.copy(model)  # shares all parameters
     view._modules = dict(model._modules)
     view._modules[decoder] = _Decoded()
@@ -199,51 +185,34 @@ class CrossEntropy(torch.autograd.Function):
         return gradient.mul_(factors.unsqueeze(1)).to(ctx.dtype), None
 
 
-@dataclass(frozen=True)
-class _Chunks:
-    """How the losses of hidden states are computed, `size` targets at a time."""
-
-    targets: torch.Tensor
-    logits_of: Callable[[torch.Tensor], torch.Tensor]
-    loss_fn: LossFunction
-    size: int
-
-    def run(
-        self, hidden: torch.Tensor, wanted: list[torch.Tensor], for_hidden: bool, factors: torch.Tensor | None = None
-    ) -> tuple[list[torch.Tensor], torch.Tensor | None, list[torch.Tensor]]:
-        """The losses of each chunk, and the gradients of their sum, each loss times its factor: by `hidden`, and, of
-        several chunks in fp32, by the parameters `wanted`."""
-        losses: list[torch.Tensor] = []
-        gradient = torch.empty_like(hidden) if for_hidden else None
-        sums: list[torch.Tensor] = []
-        for start in range(0, max(1, len(self.targets)), self.size):  # once without targets: gradients are zero then
-            stop = start + self.size
-            chunk = hidden[start:stop].detach().requires_grad_(for_hidden)
-            with torch.set_grad_enabled(for_hidden or bool(wanted)):
-                chunk_losses = self.loss_fn(self.logits_of(chunk), self.targets[start:stop])
-            losses.append(chunk_losses.detach())
-            if not (for_hidden or wanted):
-                continue
-            by_losses = torch.ones_like(chunk_losses) if factors is None else factors[start:stop]
-            inputs = [chunk, *wanted] if for_hidden else wanted
-            found = list(torch.autograd.grad(chunk_losses, inputs, by_losses, materialize_grads=True))
-            if gradient is not None:
-                gradient[start:stop] = found.pop(0)
-            # In fp32: many roundings to 16 bits would add up.
-            sums = found if start == 0 else [total.float().add_(part) for total, part in zip(sums, found, strict=True)]
-        return losses, gradient, sums
-
-
 class _ChunkedLoss(torch.autograd.Function):
-    """Summed loss of hidden states [targets, width]; the gradients are made in the forward pass, and scaled in the
-    backward pass by what the loss is divided by."""
+    """Summed loss of hidden states [targets, width], `size` at a time. Gradients are made in the forward pass, and
+    scaled in the backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, chunks: _Chunks, *trained: torch.Tensor) -> torch.Tensor:
-        losses, ctx.by_hidden, ctx.by_trained = chunks.run(hidden, list(trained), ctx.needs_input_grad[0])
-        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        for chunk in losses:
-            total += chunk.sum()
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        targets: torch.Tensor,
+        losses_of: LossFunction,
+        size: int,
+        *trained: torch.Tensor,
+    ) -> torch.Tensor:
+        for_hidden, total = ctx.needs_input_grad[0], torch.zeros((), dtype=torch.float32, device=hidden.device)
+        by_hidden, by_trained = torch.empty_like(hidden) if for_hidden else None, list[torch.Tensor]()
+        for start in range(0, max(1, len(targets)), size):  # once without targets: gradients are zero then
+            chunk = hidden[start : start + size].detach().requires_grad_(for_hidden)
+            with torch.enable_grad():
+                losses = losses_of(chunk, targets[start : start + size])
+            total += losses.detach().sum()
+            inputs = [chunk, *trained] if for_hidden else trained
+            found = list(torch.autograd.grad(losses, inputs, torch.ones_like(losses), materialize_grads=True))
+            if by_hidden is not None:
+                by_hidden[start : start + size] = found.pop(0)
+            # In fp32: many roundings to 16 bits would add up.
+            so_far = zip(by_trained, found, strict=True)
+            by_trained = found if start == 0 else [sums.float().add_(part) for sums, part in so_far]
+        ctx.by_hidden, ctx.by_trained = by_hidden, by_trained
         return total
 
     @staticmethod
@@ -255,20 +224,4 @@ class _ChunkedLoss(torch.autograd.Function):
                 gradient.mul_(factor)
         # Only now does autograd round them to the parameters' dtype: the sum over all targets, before it is divided by
         # their number, can be more than fp16 holds.
-        return by_hidden, None, *by_trained
-
-
-class _TokenLosses(torch.autograd.Function):
-    """Loss of each of the hidden states [targets, width]; logits are computed again in the backward pass."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, chunks: _Chunks, *trained: torch.Tensor) -> torch.Tensor:
-        ctx.chunks, ctx.trained = chunks, trained
-        ctx.save_for_backward(hidden)
-        return torch.cat(chunks.run(hidden, [], for_hidden=False)[0])
-
-    @staticmethod
-    def backward(ctx: Any, factors: torch.Tensor) -> Any:
-        (hidden,) = ctx.saved_tensors
-        _, by_hidden, by_trained = ctx.chunks.run(hidden, list(ctx.trained), ctx.needs_input_grad[0], factors)
-        return by_hidden, None, *by_trained
+        return by_hidden, None, None, None, *by_trained

@@ -1,6 +1,7 @@
 """Sharding the skeleton: which modules are gathered together, and the table that says so."""
 
-from collections.abc import Iterable, Set
+from collections import Counter
+from collections.abc import Set
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -16,32 +17,23 @@ from llama_ft.config import FSDPConfig
 from llama_ft.errors import UserError
 from llama_ft.models.build import decoder_layers
 from llama_ft.models.quantized import weight_counts
-from llama_ft.models.torch_2_11 import allow_integers
 from llama_ft.runtime.precision import Precision
 
 
 @dataclass(frozen=True)
 class Unit:
-    """Parameters that are gathered, used and freed together.
+    """Parameters that are all-gathered, used and freed together."""
 
-    Attributes:
-        name: of its module; "" is the root, which holds what no other unit does.
-        kind: class of that module.
-        parameters: how many it holds, each tied weight once.
-        bytes: what one rank gathers at a time for it: quantized weights as they are, others in the compute dtype; none
-            of what it uses as stored.
-        layers: decoder layers whose parameters it holds.
-    """
-
-    name: str
-    kind: str
-    parameters: int
-    bytes: int
-    layers: int
+    name: str  # of its module; "" is the root, which holds what no other unit does
+    kind: str  # class of that module
+    parameters: int  # each tied weight once
+    bytes: int  # all-gathered: quantized weights as they are, others in the compute dtype; not what is used as stored
+    layers: int  # decoder layers whose parameters it holds
 
 
 def apply_fsdp(model: PreTrainedModel, mesh: DeviceMesh, fsdp: FSDPConfig, precision: Precision) -> list[Unit]:
-    """Apply fully_shard to the units of the wrap policy, then to the root.
+    """Apply fully_shard to the units of the wrap policy, then to the root. Returns the units, root last; a UserError if
+    the policy finds no decoder layer class.
 
     Args:
         model: on the meta device, adapters injected.
@@ -49,29 +41,19 @@ def apply_fsdp(model: PreTrainedModel, mesh: DeviceMesh, fsdp: FSDPConfig, preci
         fsdp: wrap policy, strategy, offloading; without enable_fsdp the mesh does not shard and the units only bound
             what is cast to the compute dtype at once.
         precision: dtypes to gather and to reduce in.
-
-    Returns:
-        The units, root last.
-
-    Raises:
-        UserError: the policy found no decoder layer class, or left most of the model in one unit.
     """
     modules = _modules_to_wrap(model, fsdp)
     ready = _used_as_stored(model, mesh, fsdp, precision)
     units = _describe_units(model, modules, precision.compute, ready)
-    _check_units(units, fsdp, len(decoder_layers(model)))
     policy = MixedPrecisionPolicy(param_dtype=precision.compute, reduce_dtype=precision.reduce)
     # Pinned, so that copies to and from the GPU overlap with its work.
-    pin = mesh.device_type != "cpu"
-    offload = CPUOffloadPolicy(pin_memory=pin) if fsdp.fsdp_cpu_offload else OffloadPolicy()
+    offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if fsdp.fsdp_cpu_offload else OffloadPolicy()
     free_after_forward = fsdp.sharding_strategy != "SHARD_GRAD_OP"
-    allow_integers()
     shard_one = partial(fully_shard, mesh=mesh, mp_policy=policy, offload_policy=offload, ignored_params=ready)
-    head, norm = model.get_output_embeddings(), _final_norm(model, modules)
     for module in modules:
         # The head's backward pass follows its forward pass at once: freed in between it would be gathered twice.
-        together = [norm, module] if module is head and norm is not None else module
-        shard_one(together, reshard_after_forward=free_after_forward and module is not head)
+        is_head = module is model.get_output_embeddings()
+        shard_one(module, reshard_after_forward=free_after_forward and not is_head)
     shard_one(model, reshard_after_forward=False)
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -105,29 +87,16 @@ def _modules_to_wrap(model: PreTrainedModel, fsdp: FSDPConfig) -> list[nn.Module
     layers = decoder_layers(model)
     if not layers:
         raise UserError(
-            f"--fsdp_wrap_policy {fsdp.fsdp_wrap_policy}: transformers names no decoder layer class for this model, so "
-            "nothing would be sharded.\n--fsdp_wrap_policy size goes by parameters instead."
+            f"--fsdp_wrap_policy {fsdp.fsdp_wrap_policy}: transformers names no decoder layer class for this model.\n"
+            "Use --fsdp_wrap_policy size."
         )
     if fsdp.fsdp_wrap_policy == "transformer":
         return layers
-    return layers + [m for m in _embedding_and_head(model) if _parameter_count(m.parameters()) >= fsdp.min_num_params]
-
-
-def _final_norm(model: PreTrainedModel, modules: list[nn.Module]) -> nn.Module | None:
-    """What goes into the unit of the head, if that is one: the only module left for the root beside it, which would
-    take collectives of its own for a few thousand numbers."""
-    if model.get_output_embeddings() not in modules:
-        return None
-    held = {id(parameter) for module in modules for parameter in module.parameters()}
-    left = [m for m in model.modules() if any(id(p) not in held for p in m.parameters(recurse=False))]
-    return left[0] if len(left) == 1 and left[0] is not model and type(left[0]).__name__.endswith("Norm") else None
-
-
-def _embedding_and_head(model: PreTrainedModel) -> list[nn.Module]:
-    """Input embedding and output head, unless they are one tied weight: that has to stay in the root unit."""
-    modules = [module for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module is not None]
-    weights = [parameter for module in modules for parameter in module.parameters()]
-    return [] if len({id(weight) for weight in weights}) < len(weights) else modules
+    ends = [module for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module is not None]
+    weights = {id(weight): weight for module in ends for weight in module.parameters()}
+    if len(weights) < sum(1 for module in ends for _ in module.parameters()):
+        return layers  # one tied weight has to stay in the root unit
+    return layers + [m for m in ends if sum(p.numel() for p in m.parameters()) >= fsdp.min_num_params]
 
 
 def _modules_by_size(model: PreTrainedModel, least: int) -> list[nn.Module]:
@@ -136,7 +105,8 @@ def _modules_by_size(model: PreTrainedModel, least: int) -> list[nn.Module]:
     and adapters of experts read the parameters of modules inside without calling these, which gathers nothing."""
     wrapped: list[nn.Module] = []
     held: set[int] = set()
-    shared, head = _shared_parameters(model), model.get_output_embeddings()
+    head = model.get_output_embeddings()
+    times = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     # fully_shard gathers around forward, which these do not have.
     no_forward = (nn.ModuleList, nn.ModuleDict, nn.ParameterDict)
 
@@ -145,7 +115,7 @@ def _modules_by_size(model: PreTrainedModel, least: int) -> list[nn.Module]:
             for child in module.children():
                 visit(child)
         own = {id(p): p for p in module.parameters() if id(p) not in held}
-        if module is model or isinstance(module, no_forward) or shared & own.keys():
+        if module is model or isinstance(module, no_forward) or any(times[key] > 1 for key in own):
             return
         if sum(p.numel() for p in own.values()) >= least:
             wrapped.append(module)
@@ -155,26 +125,16 @@ def _modules_by_size(model: PreTrainedModel, least: int) -> list[nn.Module]:
     return wrapped
 
 
-def _shared_parameters(model: nn.Module) -> set[int]:
-    seen: set[int] = set()
-    shared: set[int] = set()
-    for _, parameter in model.named_parameters(remove_duplicate=False):
-        (shared if id(parameter) in seen else seen).add(id(parameter))
-    return shared
-
-
 def _describe_units(
     model: PreTrainedModel, modules: list[nn.Module], compute: torch.dtype, ready: Set[nn.Parameter] = frozenset()
 ) -> list[Unit]:
     names = {module: name for name, module in model.named_modules()}
-    norm, head = _final_norm(model, modules), model.get_output_embeddings()
     layer_of = {id(p): number for number, layer in enumerate(decoder_layers(model)) for p in layer.parameters()}
     quantized = weight_counts(model)
     held: set[int] = set()
     units = []
     for module in [*modules, model]:
-        beside = norm.parameters() if norm is not None and module is head else ()
-        own = {id(p): p for p in (*beside, *module.parameters()) if id(p) not in held}
+        own = {id(p): p for p in module.parameters() if id(p) not in held}
         held.update(own)
         count = sum(quantized.get(key, p.numel()) for key, p in own.items())
         gathered = sum(
@@ -183,22 +143,6 @@ def _describe_units(
         layers = len({layer_of[key] for key in own if key in layer_of})
         units.append(Unit(names[module], type(module).__name__, count, gathered, layers))
     return units
-
-
-def _check_units(units: list[Unit], fsdp: FSDPConfig, layers: int) -> None:
-    """A unit that spans most of the model would be gathered whole: that is no sharding at all."""
-    total = sum(unit.parameters for unit in units)
-    largest = max(units, key=lambda unit: unit.parameters)
-    if fsdp.enable_fsdp and largest.layers > 1 and largest.parameters > total / 2:
-        raise UserError(
-            f"--fsdp_wrap_policy {fsdp.fsdp_wrap_policy} --min_num_params {fsdp.min_num_params}: one unit would hold "
-            f"{largest.parameters / total:.0%} of the model ({largest.layers} of its {layers} decoder layers), and "
-            "every rank would gather it whole.\nUse --fsdp_wrap_policy hybrid, or a smaller --min_num_params."
-        )
-
-
-def _parameter_count(parameters: Iterable[nn.Parameter]) -> int:
-    return sum(parameter.numel() for parameter in {id(p): p for p in parameters}.values())
 
 
 def unit_table(units: list[Unit]) -> str:
@@ -211,10 +155,8 @@ def unit_table(units: list[Unit]) -> str:
         lines.append(f"  {kind:<30} {len(members):>6} {parameters:>16,} {members[0].bytes / 2**20:>6.1f} MiB")
     largest = max(units, key=lambda unit: unit.parameters)
     total = sum(unit.parameters for unit in units)
-    share = largest.parameters / total
-    lines.append(
-        f"  {len(units)} units, {total:,} parameters; the largest, {largest.name or 'the rest'}, is {share:.0%}"
-    )
+    name, share = largest.name or "the rest", largest.parameters / total
+    lines.append(f"  {len(units)} units, {total:,} parameters; the largest, {name}, is {share:.0%}")
     return "\n".join(lines)
 
 

@@ -1,12 +1,9 @@
-"""Giving the sharded skeleton its weights: each rank's rows stream from the checkpoint to where they live.
-
-Neither way of loading (see loader.py) ever holds a whole model, or a whole tensor that is not this rank's, anywhere.
-"""
+"""Give the sharded skeleton its weights: each rank's rows stream from the checkpoint to where they live. Neither way of
+loading (see loader.py) ever holds a whole model, or a whole tensor that is not this rank's, anywhere."""
 
 import re
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import cast
 
@@ -25,24 +22,15 @@ from llama_ft.models.lora import (
     checkpoint_key,
     initial_rows,
     is_adapter_weight,
-    row_norms,
 )
 from llama_ft.models.new_tokens import TokenRows
-from llama_ft.models.prequantized import (
-    parts_of,
-    problems,
-    read_4bit,
-    read_8bit,
-    read_dequantized,
-    stored_form,
-    stored_shape,
-)
+from llama_ft.models.prequantized import parts_of, read_4bit, read_8bit, stored_form, stored_shape
 from llama_ft.models.quantized import FourBit, QuantizedLinear
 from llama_ft.models.shards import ShardGroup, local_shard
-from llama_ft.models.source import StoredTensor, WeightSource
+from llama_ft.models.source import StoredTensor, WeightSource, listed
 
-NAMED_AT_MOST = 8
-QUANTIZED_AT_ONCE = 2**19  # weights; with it ranks held 11 to 54 MiB beside their shards at most
+NORM_ROWS = 1024
+QUANTIZED_AT_ONCE = 2**19  # weights; with it ranks held at most 11 to 54 MiB in addition to their shards
 
 
 def load_weights(
@@ -87,20 +75,18 @@ def load_weights(
         saved_adapter = open_loader(file, model, group, scatter)
         check_saved_adapter(saved_adapter.headers, model, adapter, file)
     _allocate(model, device, storage_device)
-    tokens = _token_rows(model, keys)
     with torch.no_grad():
         for load in _shard_loads(model, keys, loader.headers, frozen_dtype, device):
             loader.fill(load)
         for name, parameter in model.named_parameters():
-            shard = local_shard(parameter)
             if saved_adapter is not None and adapter is not None and name in adapter.keys:
-                saved_adapter.fill(_as_stored(shard, parameter, adapter.keys[name], saved_adapter.headers))
-            elif name in tokens:
-                loader.fill(_rows_of(shard, parameter, *tokens[name], loader.headers))
-            elif is_adapter_weight(name) and "lora_magnitude_vector" not in name:
-                rows = slice(*group.own_rows(parameter.shape[0]))
-                gaussian = peft.init_lora_weights == "gaussian"
-                shard.copy_(initial_rows(name, tuple(parameter.shape), gaussian, seed, rows))
+                saved_adapter.fill(_as_stored(parameter, adapter.keys[name], saved_adapter.headers))
+            elif is_adapter_weight(name) and "_magnitude_vector" not in name and "trainable_tokens_delta" not in name:
+                rows, gaussian = slice(*group.own_rows(parameter.shape[0])), peft.init_lora_weights == "gaussian"
+                local_shard(parameter).copy_(initial_rows(name, tuple(parameter.shape), gaussian, seed, rows))
+        if saved_adapter is None:
+            for rows_trained, key, ids in _token_rows(model, keys):
+                loader.fill(_as_stored(rows_trained, key, loader.headers, ids))
         for each in (loader, saved_adapter):
             if each is not None:
                 each.finish()
@@ -119,44 +105,40 @@ def _shard_loads(
 ) -> Iterator[ShardLoad]:
     """How each of the model's own parameters is made of what the checkpoint holds."""
     layers = {id(module.weight): module for module in model.modules() if isinstance(module, QuantizedLinear)}
+    threads = torch.get_num_threads()
     for name, parameter in model.named_parameters():
-        if name in keys:
-            shard, key, layer = local_shard(parameter), keys[name], layers.get(id(parameter))
-            if layer is not None:
-                with _one_thread():  # until the next is asked for, which is when this one has been filled
-                    yield _to_quantized(layer, key, headers, frozen_dtype, device)
-            elif stored_form(key, headers) != "float":
-                yield _to_floats(shard, tuple(parameter.shape), key)
-            else:
-                yield _as_stored(shard, parameter, key, headers)
+        if layer := layers.get(id(parameter)):
+            # Quantizing is many small operations. With other programs on the cores, waiting for all threads at the end
+            # of each takes longer than the work: 26 s instead of 3 for 450 M weights in 8 bits on 4 cores.
+            torch.set_num_threads(1)
+            yield _to_quantized(layer, keys[name], headers, frozen_dtype, device)
+            torch.set_num_threads(threads)  # the caller has filled it
+        elif name in keys:
+            yield _as_stored(parameter, keys[name], headers)
 
 
-def _as_stored(shard: torch.Tensor, parameter: nn.Parameter, key: str, headers: dict[str, StoredTensor]) -> ShardLoad:
-    # The narrower of the two dtypes travels: conversion gives the same bits on either side.
-    wire = min(headers[key].dtype, shard.dtype, key=lambda dtype: dtype.itemsize)
-    return ShardLoad(
-        [shard], tuple(parameter.shape), [wire], lambda source, start, stop: [source.read_rows(key, start, stop)]
-    )
-
-
-def _token_rows(model: nn.Module, keys: dict[str, str]) -> dict[str, tuple[str, list[int]]]:
-    """Rows that are trained by themselves: their name -> of which tensor of the checkpoint they are copies, and which
-    rows of it."""
-    copies = {}
-    for name, layer in model.named_modules():
-        if isinstance(layer, TokenRows) and layer.tied_adapter is None:
-            ids = layer.token_indices["default"]
-            copies[f"{name}.trainable_tokens_delta.default"] = (keys[f"{name}.base_layer.weight"], ids)
-    return copies
-
-
-def _rows_of(
-    shard: torch.Tensor, parameter: nn.Parameter, key: str, ids: list[int], headers: dict[str, StoredTensor]
+def _as_stored(
+    parameter: torch.Tensor, key: str, headers: dict[str, StoredTensor], ids: list[int] | None = None
 ) -> ShardLoad:
+    """The rows of a stored tensor, or those numbered `ids`."""
+
     def make(source: WeightSource, start: int, stop: int) -> list[torch.Tensor]:
+        if ids is None:
+            return [source.read_rows(key, start, stop)]
         return [torch.cat([source.read_rows(key, id_, id_ + 1) for id_ in ids[start:stop]])]
 
-    return ShardLoad([shard], tuple(parameter.shape), [headers[key].dtype], make)
+    shard = local_shard(parameter)
+    # The narrower of the two dtypes travels: conversion gives the same bits on either side.
+    wire = min(headers[key].dtype, shard.dtype, key=lambda dtype: dtype.itemsize)
+    return ShardLoad([shard], tuple(parameter.shape), [wire], make)
+
+
+def _token_rows(model: nn.Module, keys: dict[str, str]) -> Iterator[tuple[torch.Tensor, str, list[int]]]:
+    """Rows that are trained by themselves, of which tensor of the checkpoint they are copies, and which rows of it."""
+    for name, layer in model.named_modules():
+        if isinstance(layer, TokenRows) and layer.tied_adapter is None:
+            rows = layer.trainable_tokens_delta["default"]
+            yield rows, keys[f"{name}.base_layer.weight"], layer.token_indices["default"]
 
 
 def _to_quantized(
@@ -177,49 +159,20 @@ def _to_quantized(
     return ShardLoad(shards, (layer.out_features, in_features), wire, make, QUANTIZED_AT_ONCE)
 
 
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Compute on one core. Quantizing is many small operations, and where other programs keep the cores busy, waiting
-    for all threads at the end of each takes longer than the work: 26 s instead of 3 for 450 M weights in 8 bits, with
-    four threads on four cores."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-
-
-def _to_floats(shard: torch.Tensor, shape: tuple[int, ...], key: str) -> ShardLoad:
-    """A layer that stays as it is although the checkpoint quantized it: 4-bit blocks that cross rows. Its whole weight
-    is made at once."""
-    whole: list[torch.Tensor] = []
-
-    def make(source: WeightSource, start: int, stop: int) -> list[torch.Tensor]:
-        if not whole:
-            whole.append(read_dequantized(source, key, shard.dtype))
-        return [whole[0][start:stop]]
-
-    return ShardLoad([shard], shape, [shard.dtype], make)
-
-
 def account_for(model: PreTrainedModel, headers: dict[str, StoredTensor], folder: Path) -> dict[str, str]:
-    """Parameter name -> name in the checkpoint, with every name on either side accounted for."""
+    """Parameter name -> name in the checkpoint; a UserError if a name on either side has no counterpart."""
     aliases = defaultdict[int, list[str]](list)  # a tied weight may have either name
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if not is_adapter_weight(name):
             aliases[id(parameter)].append(checkpoint_key(name))
-    quantized = [module for module in model.modules() if isinstance(module, QuantizedLinear)]
-    scales = {id(layer.scale) for layer in quantized}
-    shapes = {id(parameter): tuple(parameter.shape) for parameter in model.parameters()}
-    shapes |= {id(layer.weight): (layer.out_features, layer.in_features) for layer in quantized}
-    stored_schemes = {id(layer.weight): layer.scheme for layer in quantized if layer.is_stored}
-    missing, reshaped, damaged, keys = [], [], list[str](), dict[str, str]()
-    ties = model.all_tied_weights_keys
+    quantized = {id(module.weight): module for module in model.modules() if isinstance(module, QuantizedLinear)}
+    scales = {id(layer.scale) for layer in quantized.values()}
+    missing, reshaped, unlike, keys, ties = [], [], [], dict[str, str](), model.all_tied_weights_keys
     for name, parameter in model.named_parameters():
         if is_adapter_weight(name) or id(parameter) in scales:
             continue
-        shape, candidates = shapes[id(parameter)], aliases[id(parameter)]
+        layer, candidates = quantized.get(id(parameter)), aliases[id(parameter)]
+        shape = tuple(parameter.shape) if layer is None else (layer.out_features, layer.in_features)
         candidates = candidates + [ties[candidate] for candidate in candidates if candidate in ties]
         key = next((candidate for candidate in candidates if candidate in headers), None)
         if key is None:
@@ -229,45 +182,36 @@ def account_for(model: PreTrainedModel, headers: dict[str, StoredTensor], folder
             reshaped.append(f"{key} is {list(stored)}, config.json makes it {list(shape)}")
             continue
         keys[name] = key
-        if stored_form(key, headers) != "float" and not stored_schemes:
-            damaged.append(f"{key} is quantized, but config.json has no quantization_config")
-        else:
-            damaged += problems(key, headers, shape, stored_schemes.get(id(parameter)))
+        form, expected = stored_form(key, headers), layer.scheme.name[:4] if layer and layer.is_stored else "float"
+        if form != expected:
+            unlike.append(f"{key} is stored in {form}, config.json says {expected}")
     known = {name for names in aliases.values() for name in names}
     known |= {checkpoint_key(name) for name, _ in model.named_buffers()}
     known |= {part for key in keys.values() for part in parts_of(key, headers)}
     # Llama 2's checkpoints hold each layer's rotary frequencies, which are computed now; transformers skips them too.
     ignored = [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq"]
     extra = [key for key in headers if key not in known and not any(re.search(pattern, key) for pattern in ignored)]
-    wrong = {"missing": missing, "not part of the model": extra, "wrong shape": reshaped, "quantization": damaged}
+    wrong = {"missing": missing, "not part of the model": extra, "wrong shape": reshaped, "quantization": unlike}
     if any(wrong.values()):
-        lines = [f"{title}: {_named(names)}" for title, names in wrong.items() if names]
+        lines = [f"{title}: {listed(names)}" for title, names in wrong.items() if names]
         heading = f"{folder}: its weights are not those of the model its config.json describes."
         raise UserError("\n".join([heading, *lines]))
     return keys
 
 
-def _named(names: list[str]) -> str:
-    more = f", ... and {len(names) - NAMED_AT_MOST} more" if len(names) > NAMED_AT_MOST else ""
-    return ", ".join(names[:NAMED_AT_MOST]) + more
-
-
 def _allocate(model: nn.Module, device: torch.device, storage_device: torch.device) -> None:
     """Storage for every shard and buffer. to_empty makes a tied weight two parameters: tie them again."""
-    ties: dict[int, list[tuple[nn.Module, str]]] = {}
+    places = defaultdict[int, list[tuple[nn.Module, str]]](list)
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
-            ties.setdefault(id(parameter), []).append((module, name))
+            places[id(parameter)].append((module, name))
     model.to_empty(device=storage_device)
     if storage_device != device:
         for module in model.modules():
             for name, buffer in module.named_buffers(recurse=False):
-                module.register_buffer(
-                    name, torch.empty_like(buffer, device=device), name not in module._non_persistent_buffers_set
-                )
-    for places in ties.values():
-        first_module, first_name = places[0]
-        for module, name in places[1:]:
+                setattr(module, name, torch.empty_like(buffer, device=device))
+    for (first_module, first_name), *others in places.values():
+        for module, name in others:
             setattr(module, name, getattr(first_module, first_name))
 
 
@@ -275,18 +219,17 @@ def _set_dora_magnitudes(model: nn.Module) -> None:
     """DoRA's magnitude is the norm of each row of W + scaling * B A; B is zero at first. Row norms need no other rank:
     weight and magnitude are split into the same rows."""
     for module in model.modules():
-        for adapter, magnitude in getattr(module, "lora_magnitude_vector", {}).items():
-            assert adapter == "default"
-            base = cast(nn.Linear, module.base_layer)
-            local_shard(magnitude.weight).copy_(row_norms(local_shard(base.weight)))
+        for magnitude in getattr(module, "lora_magnitude_vector", {}).values():
+            weight = local_shard(cast(nn.Linear, module.base_layer).weight)
+            own = local_shard(magnitude.weight)
+            for start in range(0, len(weight), NORM_ROWS):  # bounds the fp32 copy
+                rows = slice(start, start + NORM_ROWS)
+                own[rows] = torch.linalg.vector_norm(weight[rows].float(), dim=1)
 
 
 def _fill_buffers(model: PreTrainedModel, loader: Loader) -> None:
-    """Read the buffers the checkpoint holds and have transformers compute the others (rotary frequencies).
-
-    Raises:
-        UserError: transformers does not compute one of them.
-    """
+    """Read the buffers the checkpoint holds and have transformers compute the others (rotary frequencies); a UserError
+    if it does not compute one of them."""
     computed = dict(model.named_buffers())
     for name, buffer in model.named_buffers():
         if checkpoint_key(name) in loader.headers:
@@ -304,13 +247,13 @@ def _fill_buffers(model: PreTrainedModel, loader: Loader) -> None:
     if left:
         raise UserError(
             f"--model_name: models of model_type {model.config.model_type} are not supported: neither the checkpoint "
-            f"nor Transformers has values for these buffers:\n{_named(left)}"
+            f"nor Transformers has values for these buffers:\n{listed(left)}"
         )
 
 
 def compute_buffers(module: nn.Module, model: PreTrainedModel) -> None:
-    """Have transformers initialize a module of `model` that has buffers, in transformers' own order: children first,
-    each by the innermost model around it. Falcon-H1's decoder fills buffers of its layers."""
+    """Have transformers initialize the modules of `module` that have buffers, in its own order: children first, each by
+    the innermost model around it. Falcon-H1's decoder fills buffers of its layers."""
     model = module if isinstance(module, PreTrainedModel) else model
     for child in module.children():
         compute_buffers(child, model)

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -27,21 +27,13 @@ MakeRows = Callable[[WeightSource, int, int], Sequence[torch.Tensor]]
 
 @dataclass(frozen=True)
 class ShardLoad:
-    """Parameters whose rows are made of the same rows of the checkpoint: a weight, or a weight and its scales.
+    """Parameters made of the same rows of the checkpoint: a weight, or a weight and its scales."""
 
-    Attributes:
-        shards: this rank's rows of each.
-        shape: of the first parameter as a whole, in weights.
-        wire: the dtype each travels in.
-        make: (source, start, stop) -> those rows of each.
-        block_elements: most weights to make at once.
-    """
-
-    shards: list[torch.Tensor]
-    shape: tuple[int, ...]
-    wire: list[torch.dtype]
-    make: MakeRows
-    block_elements: int = BLOCK_ELEMENTS
+    shards: list[torch.Tensor]  # this rank's rows of each
+    shape: tuple[int, ...]  # of the first parameter as a whole, in weights
+    wire: list[torch.dtype]  # the dtype each travels in
+    make: MakeRows  # (source, start, stop) -> those rows of each
+    block_elements: int = BLOCK_ELEMENTS  # most weights to make at once
 
     def blocks(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
         """Rows [start, stop) in blocks of at most block_elements, or of one row."""
@@ -52,34 +44,22 @@ class ShardLoad:
 
 @dataclass(frozen=True)
 class Loader:
-    """One way of getting rows to ranks.
+    """Gets rows to ranks."""
 
-    Attributes:
-        source: the files; None on the ranks that do not open them.
-        headers: shape and dtype of every stored tensor, known on all ranks.
-        group: which rows this rank holds.
-        scatter: rank 0 reads and sends, instead of every rank reading for itself.
-        in_flight: what rank 0 has begun to send, and what must stay until it has arrived.
-    """
-
-    source: WeightSource | None
-    headers: dict[str, StoredTensor]
-    group: ShardGroup
-    scatter: bool
-    in_flight: deque[tuple[dist.Work, torch.Tensor]] = field(default_factory=deque)
+    source: WeightSource | None  # the files; None on the ranks that do not open them
+    headers: dict[str, StoredTensor]  # shape and dtype of every stored tensor, known on all ranks
+    group: ShardGroup  # which rows this rank holds
+    scatter: bool  # rank 0 reads and sends, instead of every rank reading for itself
+    in_flight: deque[tuple[dist.Work, torch.Tensor]] = field(default_factory=deque)  # kept until it has arrived
 
     def fill(self, load: ShardLoad) -> None:
-        """Put this rank's rows into the shards, converted to their dtypes. On rank 0 the last of what it sends may
-        still be on its way: see `finish`."""
+        """Put this rank's rows into the shards, in their dtypes. Rank 0 may still be sending: see `finish`."""
         if not self.scatter:
             assert self.source is not None
             self._keep(load, *self.group.own_rows(load.shape[0]))
             return
         if self.group.in_first_copy:
-            if self.source is not None:
-                self._send(load)
-            else:
-                self._receive(load)
+            (self._receive if self.source is None else self._send)(load)
         if self.group.has_copies:
             self.finish()  # one communicator at a time
             for shard in load.shards:
@@ -129,8 +109,8 @@ class Loader:
 def open_loader(
     files: Path, model: PreTrainedModel, group: ShardGroup, scatter: bool, tuned: WeightSource | None = None
 ) -> Loader:
-    """Read the headers of a model folder, or of one safetensors file: on rank 0 and sent, or on every rank. What
-    `tuned` holds takes the place of what has the same name there."""
+    """Read the headers of a model folder, or of one safetensors file, on rank 0 or on every rank. Tensors of `tuned`
+    replace those of the same names."""
 
     def opened() -> WeightSource:
         source = open_source(files, model) if files.is_dir() else SafetensorsSource([files])
@@ -139,11 +119,8 @@ def open_loader(
     if not scatter:
         source = opened()
         return Loader(source, source.tensors, group, scatter)
-    box: list[tuple[dict[str, StoredTensor], object] | None] = [None]
     source_on_main = opened() if dist.get_rank() == 0 else None
-    if source_on_main is not None:
-        box[0] = (source_on_main.tensors, model._weight_conversions)
+    box: list[Any] = [source_on_main and source_on_main.tensors, model._weight_conversions]
     dist.broadcast_object_list(box, src=0)
-    assert box[0] is not None
-    headers, model._weight_conversions = box[0]  # type: ignore[assignment]  # which ones were needed: rank 0 knows
+    headers, model._weight_conversions = box  # which conversions were needed: rank 0 knows
     return Loader(source_on_main, headers, group, scatter)

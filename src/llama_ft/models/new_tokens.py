@@ -16,29 +16,17 @@ from llama_ft.models.source import WeightSource, blocks
 
 @dataclass(frozen=True)
 class NewTokens:
-    """Tokens that a model is to learn.
+    """Tokens that a model is to learn."""
 
-    Attributes:
-        ids: theirs, ascending.
-        stored_rows: rows of the model's embedding as it is stored.
-        rows: rows it needs: more, unless all of the tokens have one of the model's spare rows.
-    """
-
-    ids: list[int]
-    stored_rows: int
-    rows: int
+    ids: list[int]  # ascending
+    stored_rows: int  # of the model's embedding as it is stored
+    rows: int  # that it needs: more, unless all of the tokens have one of the model's spare rows
 
 
 class GrownSource:
-    """Another source's tensors, some of them with more rows than are stored: each of these is the mean of the stored
-    ones, in their dtype. So new tokens begin with about the probability of an average one, and those of the others
-    hardly change. Source: https://nlp.stanford.edu/~johnhew/vocab-expansion.html
-
-    Args:
-        source: the checkpoint.
-        names: tensors that grow, by their names there.
-        stored_rows: what they have; those that have another number are left alone.
-        rows: what they get.
+    """Another source's tensors; those in `names` that have `stored_rows` rows grow to `rows`. Each new row is the mean
+    of the stored ones, in their dtype: new tokens begin with about the probability of an average one, and those of the
+    others hardly change. Source: https://nlp.stanford.edu/~johnhew/vocab-expansion.html
     """
 
     def __init__(self, source: WeightSource, names: Sequence[str], stored_rows: int, rows: int) -> None:
@@ -49,8 +37,7 @@ class GrownSource:
         self._means: dict[str, torch.Tensor | None] = dict.fromkeys(grown)
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Rows [start, stop) of dimension 0 in the stored dtype; only they are read, and the whole tensor once for the
-        mean, a block at a time, by whoever needs a new row."""
+        """Rows [start, stop) in the stored dtype. The first new row reads the whole tensor once, in blocks."""
         stored = self._stored_rows
         if name not in self._means or stop <= stored:
             return self._source.read_rows(name, start, stop)
@@ -59,9 +46,9 @@ class GrownSource:
 
     def read(self, name: str) -> torch.Tensor:
         """A whole tensor in the stored dtype."""
-        if name not in self._means:
-            return self._source.read(name)
-        return self.read_rows(name, 0, self.tensors[name].shape[0])
+        return (
+            self._source.read(name) if name not in self._means else self.read_rows(name, 0, self.tensors[name].shape[0])
+        )
 
     def _mean(self, name: str) -> torch.Tensor:
         if (mean := self._means[name]) is None:
@@ -74,26 +61,17 @@ class GrownSource:
 
 def note_growth(model: PreTrainedModel, new: NewTokens) -> None:
     """Leave on a skeleton that has rows for new tokens which of its parameters have fewer in the checkpoint."""
-    modules = {id(model.get_input_embeddings()), id(model.get_output_embeddings())}
-    names = [
-        f"{prefix}.{name}"
-        for prefix, module in model.named_modules()
-        if id(module) in modules
-        for name, _ in module.named_parameters()
-    ]
+    modules = (model.get_input_embeddings(), model.get_output_embeddings())
+    found = [(prefix, module) for prefix, module in model.named_modules() if any(module is it for it in modules)]
+    names = [f"{prefix}.{name}" for prefix, module in found for name, _ in module.named_parameters()]
     model._grown = (names, new.stored_rows, new.rows)  # type: ignore[assignment]
 
 
 def grow(
     source: WeightSource, model: PreTrainedModel, rename: Callable[[str], str | None] = lambda name: name
 ) -> WeightSource:
-    """A checkpoint as one of a grown skeleton; any other model's as it is.
-
-    Args:
-        source: the checkpoint's tensors.
-        model: the skeleton.
-        rename: the model's name of a tensor -> what `source` calls it.
-    """
+    """A checkpoint as one of a grown skeleton; any other model's as it is. `rename` gives the name in `source` of a
+    tensor of the model."""
     growth: tuple[list[str], int, int] | None = getattr(model, "_grown", None)
     if growth is None:
         return source
@@ -136,12 +114,8 @@ def use_token_rows(model: nn.Module) -> None:
     """
     for name, layer in model.named_modules():
         if type(layer) is TrainableTokensLayer:
-            head, problem = name.removesuffix(".token_adapter"), ""
-            if isinstance(layer.base_layer, QuantizedLinear):
-                problem = "is quantized in this checkpoint. Use the original model"
-            elif getattr(layer.base_layer, "bias", None) is not None:
-                problem = f"has a bias, which peft drops; --modules_to_save {head.rsplit('.', 1)[-1]} trains all of it"
-            if problem:
-                raise UserError(f"--resize_embeddings: {head} {problem}.")
+            head, base = name.removesuffix(".token_adapter"), layer.base_layer
+            if isinstance(base, QuantizedLinear) or getattr(base, "bias", None) is not None:
+                raise UserError(f"--resize_embeddings: {head} is quantized or has a bias: its rows cannot be trained.")
             layer.trainable_tokens_original.clear()  # for unmerging, which is not done here
             layer.__class__ = TokenRows

@@ -17,31 +17,3 @@ from llama_ft.training.step import (
     update_weights,
 )
 from llama_ft.training.train_state import TrainState
-
-__all__ = [
-    "LossSum",
-    "Objective",
-    "TrainState",
-    "Step",
-    "SupervisedFineTuning",
-    "PendingMetrics",
-    "accumulate_gradients",
-    "answer",
-    "build_optimizer",
-    "check_packing",
-    "describe_optimizer",
-    "describe_state",
-    "advice",
-    "evaluate",
-    "clip_and_reduce_norm",
-    "free_unsharded",
-    "is_due",
-    "learning_rate",
-    "mean_loss",
-    "perplexity",
-    "show_answer",
-    "stop_if_not_finite",
-    "target_losses",
-    "target_rows",
-    "update_weights",
-]

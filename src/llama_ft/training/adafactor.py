@@ -14,11 +14,9 @@ SMALLEST_SCALE = 1e-3
 
 
 class Adafactor(ShardedOptimizer):
-    """Adafactor as torch.optim.Adafactor computes it: a row and a column of second moments instead of a matrix.
-
-    torch's own stops on a DTensor (in-place operations on the columns' partial sums). Here each rank sums over its
-    rows, and the ranks of a shard group add up: the columns, the mean of the row factors, and the root mean squares of
-    weight and update are those of the whole parameter. Two small all-reduces a parameter. Factors are fp32 always.
+    """Adafactor as torch.optim.Adafactor computes it: a row and a column of second moments instead of a matrix. torch's
+    own does not work on DTensors. Here each rank sums over its rows, and the ranks of a shard group add up, in two
+    small all-reduces per parameter: all factors are those of the whole parameter, in fp32.
 
     Args:
         params: parameters or groups of them.

@@ -10,46 +10,40 @@ WARMUP_SHARE = 5
 
 
 def advice(config: Config, total_steps: int, global_batch: int, size: int | None) -> list[str]:
-    """Settings that can be meant, but mostly are not, each with what would be usual.
+    """Settings that are mostly a mistake, each with what would be usual.
 
     Args:
         config: the run's.
         total_steps: optimizer steps of the whole run.
-        global_batch: packs (or rows) of an optimizer step over all ranks.
-        size: packs (or rows) of an epoch; None: a stream, whose rows are not counted.
+        global_batch: packed sequences (or samples) of an optimizer step over all ranks.
+        size: packed sequences (or samples) of an epoch; None: streamed samples are not counted.
     """
     train, given_model = config.train, config.model.model_name != "demo"
     found = []
     if given_model and config.data.dataset == "demo":
-        found.append(
-            "dataset is demo: questions about Python's standard library, to try things out. --dataset names yours."
-        )
+        found.append("dataset is demo, questions about Python's standard library. --dataset names yours.")
     if size is not None and size < global_batch:
-        unit = "pack" if config.data.batching_strategy == "packing" else "row"
+        unit = "packed sequences" if config.data.batching_strategy == "packing" else "samples"
         found.append(
-            f"an epoch has {size} {unit}{'s' if size > 1 else ''}, and an optimizer step takes {global_batch}: each "
-            "epoch is one step. --gradient_accumulation_steps, --batch_size_training and fewer processes make it less."
+            f"an epoch has {size} {unit}, and an optimizer step takes {global_batch}: each epoch is one step. "
+            "--gradient_accumulation_steps, --batch_size_training and fewer processes make it less."
         )
     if total_steps < train.max_train_step:
-        passes = "1 epoch ends" if train.num_epochs == 1 else f"{train.num_epochs} epochs end"
-        found.append(f"max_train_step is {train.max_train_step}, but {passes} after {total_steps}: --num_epochs.")
-    if train.warmup_steps * WARMUP_SHARE > total_steps:
-        reached = "few of them are near" if train.warmup_steps <= total_steps else "none of them has"
         found.append(
-            f"warmup_steps is {train.warmup_steps} of {total_steps} optimizer steps: {reached} the full learning rate. "
-            "--warmup_steps lowers it."
+            f"max_train_step is {train.max_train_step}, but the run ends after {total_steps} steps: --num_epochs."
         )
-    if given_model and (advice := _usual_rate(config)):
-        found.append(f"lr is {train.lr:g}: {advice} --lr sets it.")
+    if train.warmup_steps * WARMUP_SHARE > total_steps:
+        found.append(
+            f"warmup_steps is {train.warmup_steps} of {total_steps} optimizer steps: --warmup_steps lowers it."
+        )
+    if given_model and (usual := _usual_rate(train.optimizer in ADAM, config.peft.use_peft, train.lr)):
+        found.append(f"lr is {train.lr:g}, usual is {usual}. --lr sets it.")
     return found
 
 
-def _usual_rate(config: Config) -> str | None:
-    train, use_peft = config.train, config.peft.use_peft
-    if train.optimizer not in ADAM:
-        return f"{train.optimizer} mostly wants far more, 1e-3 or above." if train.lr <= OTHERS_LR else None
+def _usual_rate(is_adam: bool, use_peft: bool, lr: float) -> str | None:
+    if not is_adam:
+        return "1e-3 or above for SGD and Adafactor" if lr <= OTHERS_LR else None
     if use_peft:
-        return "adapters mostly get 1e-4 to 3e-4." if train.lr > LORA_LR else None
-    if train.lr <= FULL_TUNING_LR:
-        return None
-    return "all weights of a pretrained model mostly get 1e-5 to 2e-5, lest it forgets (1e-4 is for adapters)."
+        return "1e-4 to 3e-4 for adapters" if lr > LORA_LR else None
+    return "1e-5 to 2e-5 for all weights of a pretrained model" if lr > FULL_TUNING_LR else None

@@ -11,26 +11,20 @@ PIECE = 2**24  # elements computed on at once: five fp32 temporaries of 64 MiB, 
 
 
 def round_stochastically(target: torch.Tensor, source: torch.Tensor, generator: torch.Generator) -> None:
-    """Write `source` (fp32) into `target` (bf16), rounded up or down at random so that the mean is exact.
-
-    bf16 is the upper half of fp32's bits: a uniform number added to the lower half carries into the upper one with
-    just the probability that the lower half is of a unit.
-    """
+    """Write `source` (fp32) into `target` (bf16), rounded up or down at random so that the mean is exact: bf16 is the
+    upper half of fp32's bits, and a uniform number added to the lower half carries with the right probability."""
     noise = torch.empty_like(source, dtype=torch.int32).random_(0, 1 << 16, generator=generator)
     noise.add_(source.view(torch.int32)).bitwise_and_(-(1 << 16))
     target.copy_(noise.view(torch.float32))
 
 
 class AnyPrecisionAdamW(ShardedOptimizer):
-    """AdamW whose two states are bf16, 4 bytes a parameter instead of 8; computed in fp32, piece by piece.
+    """AdamW whose two states are bf16, 4 bytes per parameter instead of 8; computed in fp32, piece by piece.
 
-    A bf16 weight of 1 has neighbours 0.8 % away, so a step of 1e-4 rounds to nothing. Here a bf16 weight is rounded
+    A bf16 weight of 1 has neighbours 0.8% away, so a step of 1e-4 rounds to nothing. Here a bf16 weight is rounded
     stochastically (the steps arrive on average), or with compensated summation its lost part is kept in a third bf16
-    state and added at the next step. Without either, the second moment would stand still as well (beta2 = 0.999 moves
-    it by at most 0.1 %): the two states are always rounded stochastically. fp32 weights are not rounded at all.
-
-    The random numbers depend on the step and on the shard only: copies of a shard stay equal, and a run that goes on
-    from a checkpoint draws what it would have drawn.
+    state and added at the next step. The two states are always rounded stochastically, fp32 weights are not rounded.
+    The random numbers depend on the step and on the shard only: copies of a shard stay equal, also after a resume.
 
     Args:
         params: parameters or groups of them.
@@ -45,11 +39,6 @@ class AnyPrecisionAdamW(ShardedOptimizer):
         self.use_kahan_summation = use_kahan_summation
         super().__init__(params, {"lr": lr, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": weight_decay})
         self._generators: dict[torch.device, torch.Generator] = {}
-
-    @property
-    def rounding(self) -> str:
-        """How bf16 weights are rounded, in words."""
-        return "compensated summation" if self.use_kahan_summation else "stochastic rounding"
 
     def new_state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         names = ["exp_avg", "exp_avg_sq"]

@@ -1,4 +1,4 @@
-"""Whether the model at hand really keeps the rows of a pack apart: asked of it, not of its name."""
+"""Whether the model at hand really keeps packed rows apart: computed with it, not read from its name."""
 
 import inspect
 import math
@@ -27,8 +27,9 @@ TOLERANCE_LOSS = 0.01  # of a sum over some fifty targets, where logits are roun
 
 @torch.no_grad()
 def check_packing(model: PreTrainedModel, rows: Dataset, longest: int, dtype: torch.dtype, runtime: Runtime) -> None:
-    """Compare the logits of a few rows in one pack with those of each row alone, and the loss made in pieces with that
-    of the logits; where that differs, it is not made in pieces. All ranks take part.
+    """Compare the logits of a few packed rows with those of each row alone, and the chunked loss with that of all
+    logits; if that differs, the loss is not chunked. All ranks take part. A UserError if logits differ by more than
+    rounding.
 
     Args:
         model: sharded and loaded, in training mode.
@@ -36,9 +37,6 @@ def check_packing(model: PreTrainedModel, rows: Dataset, longest: int, dtype: to
         longest: tokens that a row can have.
         dtype: that it computes in.
         runtime: where it computes.
-
-    Raises:
-        UserError: they differ by more than rounding.
     """
     taken = collate(rows, range(min(ROWS, len(rows))), 0)
     rows_taken = [ids[:length] for ids, length in zip(taken.input_ids, taken.row_lengths, strict=True)]
@@ -58,37 +56,26 @@ def check_packing(model: PreTrainedModel, rows: Dataset, longest: int, dtype: to
         mask = {"attention_mask": torch.ones(1, len(part), device=device)}
         alone = _logits(model, part, torch.arange(len(part) - len(ours), len(part)), mask, device)
         differences.append(((ours - alone).abs().mean() / alone.std()).item())
-    _check_chunked_loss(model, torch.cat(parts).to(device), torch.cat(last).to(device), layout, packed)
+    if has_chunked_loss(model):
+        input_ids, positions = torch.cat(parts).to(device), torch.cat(last).to(device)
+        targets = input_ids.roll(-1)[positions]
+        inputs = {"input_ids": input_ids.unsqueeze(0), "use_cache": False, **layout}
+        chunked = model(**inputs, positions=positions, targets=targets)[0].item()
+        of_logits = F.cross_entropy(packed, targets, reduction="sum").item()
+        if not math.isclose(chunked, of_logits, rel_tol=TOLERANCE_LOSS):
+            forget_chunked_loss(model)
+            log.warning(
+                f"The loss is computed from all logits at once, which takes more memory: the chunked loss of "
+                f"{type(model).__name__} is {chunked:g} and not {of_logits:g}."
+            )
     free_unsharded(model)
     model.train()
     difference = max(differences)
     is_exact = dtype == torch.float32 and not any(isinstance(module, QuantizedLinear) for module in model.modules())
     if difference > (TOLERANCE_FP32 if is_exact else TOLERANCE_ROUNDED):
         raise UserError(
-            f"--batching_strategy packing: {type(model).__name__} does not keep the rows of a pack apart (their logits "
-            f"differ by {difference:.2g}\nof their deviation from those of the rows alone). Use --batching_strategy "
-            "padding."
-        )
-
-
-def _check_chunked_loss(
-    model: PreTrainedModel,
-    input_ids: torch.Tensor,
-    positions: torch.Tensor,
-    layout: dict[str, Any],
-    logits: torch.Tensor,
-) -> None:
-    if not has_chunked_loss(model):
-        return
-    targets = input_ids.roll(-1)[positions]
-    inputs = {"input_ids": input_ids.unsqueeze(0), "use_cache": False, **layout}
-    in_pieces = model(**inputs, positions=positions, targets=targets)[0].item()
-    of_logits = F.cross_entropy(logits, targets, reduction="sum").item()
-    if not math.isclose(in_pieces, of_logits, rel_tol=TOLERANCE_LOSS):
-        forget_chunked_loss(model)
-        log.warning(
-            f"The loss is computed from all logits at once: in pieces {type(model).__name__} has another, "
-            f"{in_pieces:g} and not {of_logits:g}. That takes more memory."
+            f"--batching_strategy packing: {type(model).__name__} does not keep packed rows apart (their logits differ "
+            f"by {difference:.2g} of their deviation).\nUse --batching_strategy padding."
         )
 
 

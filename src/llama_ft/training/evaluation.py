@@ -1,4 +1,4 @@
-"""The loss on held-out rows, and when it says to stop."""
+"""The validation loss, and early stopping."""
 
 import math
 from typing import Any
@@ -50,24 +50,16 @@ def mean_loss(
     Args:
         model: left in training mode.
         objective: makes the loss of a batch.
-        validation: tokenized rows, shared out over the ranks; each row counts once.
+        validation: tokenized samples, sharded across ranks; each counts once.
         settings: val_batch_size and max_eval_step.
         pad_token_id: fills rows of a batch up to the longest.
         pack_length: tokens of a packed sequence; None: no packing.
         runtime: sums over its ranks.
     """
-    plan = evaluation_batches(
-        row_lengths(validation),
-        runtime.world_size,
-        runtime.rank,
-        settings.val_batch_size,
-        settings.max_eval_step,
-        pack_length,
-    )
+    ranks, sizes = (runtime.world_size, runtime.rank), (settings.val_batch_size, settings.max_eval_step)
     model.eval()
-    loss = torch.zeros((), dtype=torch.float64, device=runtime.device)
-    count = 0
-    for indices in plan:
+    loss, count = torch.zeros((), dtype=torch.float64, device=runtime.device), 0
+    for indices in evaluation_batches(row_lengths(validation), *ranks, *sizes, pack_length):
         batch = collate(validation, indices, pad_token_id, pack_length is not None)
         summed = objective.loss(model, batch, runtime)
         loss += summed.loss
@@ -79,16 +71,10 @@ def mean_loss(
 
 
 class BestLoss:
-    """Keeps the best validation loss and counts the evaluations since.
-
-    Args:
-        train: early_stopping_patience and early_stopping_min_delta.
-    """
+    """Keeps the best validation loss and counts the evaluations since; `train` has the settings of early stopping."""
 
     def __init__(self, train: TrainConfig) -> None:
-        self.loss = float("inf")
-        self.step = 0
-        self.evaluations_since = 0
+        self.loss, self.step, self.evaluations_since = float("inf"), 0, 0
         self._patience, self._min_delta = train.early_stopping_patience, train.early_stopping_min_delta
 
     def update(self, loss: float, step: int) -> bool:

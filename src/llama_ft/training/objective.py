@@ -1,8 +1,7 @@
 """What is trained: how a sample becomes examples, and a micro-batch a loss. One plain class per method.
 
-An objective has two methods. `examples` turns a sample into tokens and loss masks; the examples of one sample stay
-together in a micro-batch. `loss` turns a micro-batch into a `LossSum`. The training step, evaluation and the planner
-know nothing else of a method.
+`examples` turns a sample into tokens and loss masks; the examples of one sample stay together in a micro-batch. `loss`
+turns a micro-batch into a `LossSum`. The training step, evaluation and the planner know nothing else of a method.
 """
 
 from dataclasses import dataclass, field
@@ -19,20 +18,12 @@ from llama_ft.runtime import Runtime, sent
 
 @dataclass(frozen=True)
 class LossSum:
-    """The loss of a micro-batch of one rank, as a sum.
+    """The loss of a micro-batch of one rank, as a sum. Sums over all micro-batches and ranks are divided once by the
+    count of the whole global batch, so that the loss does not depend on how samples are padded or packed."""
 
-    Sums over all micro-batches and ranks are divided once by the count of the whole global batch. So the loss does not
-    depend on how samples are dealt, padded or packed; the mean of micro-batch means would.
-
-    Attributes:
-        loss: float32 scalar on the device, with gradient. 0 with gradients of 0 for a micro-batch without samples, so
-            that its rank takes part in the collectives.
-        count: how many losses it is the sum of: loss tokens, or pairs.
-        logged: further sums by name, float32 scalars without gradient; their means over `count` are logged.
-    """
-
-    loss: torch.Tensor
-    count: int
+    loss: torch.Tensor  # float32 scalar with gradient; 0 with gradients of 0 for a micro-batch without samples
+    count: int  # how many losses it is the sum of: loss tokens, or pairs
+    # Further sums by name, float32 scalars without gradient; their means over `count` are logged.
     logged: dict[str, torch.Tensor] = field(default_factory=dict)
 
 

@@ -1,5 +1,5 @@
-"""What the optimizers of this folder share: they compute on each rank's own rows, and their states are DTensors placed
-like the parameter, so that checkpoints hold every row once and load on any number of ranks."""
+"""What the optimizers of this folder share: they compute on each rank's own rows, and their states are DTensors sharded
+like the parameter, so that checkpoints load on any number of ranks."""
 
 from typing import Any
 
@@ -53,7 +53,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Args:
             parameter: the DTensor (or plain tensor) itself, to know its whole shape and its mesh.
-            weight: its local rows. There may be none; what needs all ranks must still take part.
+            weight: its local rows, perhaps none; the rank must still take part in collectives.
             gradient: of the same rows, in the weight's dtype.
             state: the local rows of what `new_state` made.
             step: 1 at the first step.

@@ -8,36 +8,19 @@ from llama_ft.training.loss_scale import LossScale
 
 
 class TrainState:
-    """What a resumed run must know besides weights, optimizer and random numbers. Which rows come next and the learning
-    rate follow from the step.
-
-    Args:
-        train: precision and early stopping.
-
-    Attributes:
-        step: optimizer steps done.
-        target_tokens: tokens learned from so far, over all ranks.
-        position: where streamed rows stand; empty otherwise.
-        best: the best validation loss.
-        scale: fp16's loss scale.
-    """
+    """What a resumed run must know besides weights, optimizer and random numbers. The rest follows from the step."""
 
     def __init__(self, train: TrainConfig) -> None:
-        self.step = 0
-        self.target_tokens = 0
-        self.position: dict[str, int] = {}
+        self.step = 0  # optimizer steps done
+        self.target_tokens = 0  # tokens in the loss so far, over all ranks
+        self.position: dict[str, int] = {}  # in streamed samples; empty otherwise
         self.best = BestLoss(train)
         self.scale = LossScale.for_precision(train.precision)
 
     def state_dict(self) -> dict[str, Any]:
         """All of it, for trainer.json."""
-        return {
-            "step": self.step,
-            "target_tokens": self.target_tokens,
-            "position": self.position,
-            "best": self.best.state_dict(),
-            "scale": self.scale.state_dict(),
-        }
+        counts = {"step": self.step, "target_tokens": self.target_tokens, "position": self.position}
+        return {**counts, "best": self.best.state_dict(), "scale": self.scale.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on as the run that saved `state` would have."""
