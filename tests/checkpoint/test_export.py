@@ -61,14 +61,8 @@ def test_a_full_model_reloads_with_the_trained_logits(results: Path, case: str) 
     assert AutoTokenizer.from_pretrained(results / case / "model").decode([10, 11])
     assert "# meta-llama/Llama-3.1-8B, fine-tuned" in (results / case / "model" / "README.md").read_text()
     assert not list(results.rglob(".writing-*"))
-
-
-def test_a_full_model_is_split_at_max_shard_size_with_an_index(results: Path) -> None:
-    folder = results / "full" / "model"
-    files = sorted(folder.glob("*.safetensors"))
-    index = json.loads((folder / "model.safetensors.index.json").read_text())
-    assert len(files) > 1 and {file.name for file in files} == set(index["weight_map"].values())
-    assert all(file.stat().st_size < 62_000 for file in files)
+    files = sorted((results / case / "model").glob("*.safetensors"))
+    assert len(files) > 1 and all(file.stat().st_size < 62_000 for file in files)
 
 
 @pytest.mark.parametrize("case", ["bf16", "half"])

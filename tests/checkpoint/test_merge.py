@@ -88,15 +88,6 @@ def test_what_the_adapter_does_not_change_stays_bit_by_bit_under_its_own_name(ba
         assert torch.equal(after[name], tensor) != ("q_proj" in name)
 
 
-def test_save_dtype_rounds_once_from_fp32(bases: Path, tmp_path: Path) -> None:
-    adapter = save_adapter(bases / "llama", tmp_path / "adapter", target_modules=["q_proj"])
-    exact = stored(merge(adapter, bases / "llama", tmp_path / "exact"))
-    folder = merge(adapter, bases / "llama", tmp_path / "bf16", save_dtype=torch.bfloat16)
-    for name, tensor in stored(folder).items():
-        assert torch.equal(tensor, exact[name].to(torch.bfloat16))
-    assert json.loads((folder / "config.json").read_text())["dtype"] == "bfloat16"
-
-
 def test_a_base_without_the_prefix_keeps_its_names(bases: Path, tmp_path: Path) -> None:
     base = shutil.copytree(bases / "gpt2", tmp_path / "base")
     short = {name.removeprefix("transformer."): tensor for name, tensor in stored(base).items()}
@@ -108,14 +99,17 @@ def test_a_base_without_the_prefix_keeps_its_names(bases: Path, tmp_path: Path) 
     assert torch.equal(logits(load(merged)), logits(expected))
 
 
-def test_files_are_split_and_carry_tokenizer_and_settings(bases: Path, tmp_path: Path) -> None:
+def test_files_are_split_rounded_once_from_fp32_and_carry_tokenizer_and_settings(bases: Path, tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
     adapter = save_adapter(bases / "llama", tmp_path / "adapter", target_modules=ATTENTION)
+    exact = stored(merge(adapter, bases / "llama", tmp_path / "exact"))
     for file in ("tokenizer_config.json", "tokenizer.json"):
         shutil.copy(bases / "llama" / file, adapter)
     (adapter / "chat_template.jinja").write_text("{{ messages }}")
-    merged = merge(adapter, bases / "llama", tmp_path / "merged")
+    merged = merge(adapter, bases / "llama", tmp_path / "merged", save_dtype=torch.bfloat16)
+    assert all(torch.equal(tensor, exact[name].to(torch.bfloat16)) for name, tensor in stored(merged).items())
+    assert json.loads((merged / "config.json").read_text())["dtype"] == "bfloat16"
     index = json.loads((merged / "model.safetensors.index.json").read_text())
     files = {file.name for file in merged.glob("*.safetensors")}
     assert len(files) > 1 and set(index["weight_map"].values()) == files

@@ -91,7 +91,7 @@ class SavedWeights:
         sizes = Counter[torch.dtype]()
         for name, tensor in self.tensors.items():
             sizes[self.dtypes[name]] += tensor.numel()
-        return max(sizes, key=sizes.__getitem__)
+        return sizes.most_common(1)[0][0]
 
     def write(self, folder: Path, max_shard_bytes: int) -> None:
         """Write model*.safetensors, none larger than max_shard_bytes, and the index if there are several."""
@@ -235,16 +235,8 @@ def _write_from_ranks(folder: Path, weights: SavedWeights, write: Write, write_c
 
 @contextmanager
 def written_aside(folder: Path, advice: str = "Nothing is left of it.", needed: int = 0) -> Iterator[Path]:
-    """A directory beside `folder` that takes its place once it is complete, and is deleted if that fails.
-
-    Args:
-        folder: what it holds is replaced.
-        advice: second line of the message when the disk refuses.
-        needed: bytes that must be free before anything is written.
-
-    Raises:
-        RunFailure: the disk is full, or something else is wrong with it.
-    """
+    """A directory beside `folder` that takes its place once it is complete, and is deleted if that fails. A RunFailure
+    if `needed` bytes are not free, or the disk does not take them."""
     existing = next(parent for parent in folder.absolute().parents if parent.exists())
     if (free := shutil.disk_usage(existing).free) < needed:
         raise RunFailure(f"{folder}: needs {size_text(needed)}, and {size_text(free)} are free there.")

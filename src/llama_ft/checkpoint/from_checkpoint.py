@@ -184,10 +184,10 @@ class Exporter:
             folder.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(prefix=f".writing-{folder.name}-", dir=folder.parent) as aside:
                 write_adapter(Path(aside), self.adapter, self._adapter_weights(None), self.tokenizer)
+                about = (self.base_name, self.checkpoint.trainer)
                 merge_adapter(
-                    Path(aside), self.base, folder, save_dtype, max_shard_bytes, self.trust_remote_code,
-                    self.base_name, self.checkpoint.trainer,
-                )  # fmt: skip
+                    Path(aside), self.base, folder, save_dtype, max_shard_bytes, self.trust_remote_code, *about
+                )
         except OSError as error:
             raise RunFailure(f"{folder}: the adapter could not be written beside it ({error.strerror}).") from error
 
@@ -210,6 +210,4 @@ def recorded_config(checkpoint: Checkpoint) -> Config:
     try:
         return Config(**checkpoint.trainer["config"])
     except (ValidationError, KeyError, TypeError) as error:
-        raise UserError(
-            f"{checkpoint.folder / TRAINER_FILE}: settings of another version of llama_ft. {error}"
-        ) from error
+        raise UserError(f"{checkpoint.folder}: settings of another version of llama_ft ({error}).") from error

@@ -47,22 +47,18 @@ def find_checkpoint(settings: CheckpointConfig, runtime: Runtime) -> Checkpoint 
     """The checkpoint to resume from, its files compared with their checksums, the ranks sharing the work.
 
     Args:
-        settings: resume and output_dir. An attempt that torchrun has started again resumes from what the one before
-            it wrote, whatever they say.
+        settings: resume and output_dir; None without --resume, or with --resume auto and no checkpoint. An attempt
+            that torchrun has started again resumes from what the one before it wrote, whatever they say.
         runtime: all ranks call it together.
-
-    Returns:
-        None if there is nothing to resume: no --resume, or --resume auto and no checkpoint.
 
     Raises:
         UserError: --resume names no checkpoint.
         RunFailure: the checkpoint it names is corrupted, or all that --resume auto could take are.
     """
-    candidates = runtime.broadcast_from_rank0(lambda: _candidates(settings, runtime.earlier_run))
-    if not candidates:
+    if not (candidates := runtime.broadcast_from_rank0(lambda: _candidates(settings, runtime.earlier_run))):
         return None
     checkpoint = first_valid(candidates, partial(_shared_errors, runtime))
-    log.info(f"Resuming from {checkpoint.folder}, after step {checkpoint.step}")
+    log.info(f"Going on from {checkpoint.folder}, after step {checkpoint.step}")
     then, now = checkpoint.trainer["versions"], versions()
     if changed := [f"{name} {then.get(name)} -> {now[name]}" for name in now if then.get(name) != now[name]]:
         log.warning(f"Other versions than the checkpoint's: {', '.join(changed)}. The last digits may differ.")
@@ -70,20 +66,12 @@ def find_checkpoint(settings: CheckpointConfig, runtime: Runtime) -> Checkpoint 
 
 
 def first_valid(candidates: list[Path], errors_of: Callable[[Path], list[str]] = checkpoint_errors) -> Checkpoint:
-    """Open the first checkpoint all of whose bytes are what was written, and report the others.
-
-    Args:
-        candidates: in the order to try them.
-        errors_of: what is wrong with one.
-
-    Raises:
-        RunFailure: all are corrupted.
-    """
+    """Open the first checkpoint all of whose bytes are what was written; a RunFailure if all are corrupted."""
     for folder in candidates:
         if not (errors := errors_of(folder)):
             return Checkpoint(folder)
-        log.warning("\n".join([f"{folder} is corrupted and not used:", *errors]))
-    raise RunFailure(f"{candidates[0]}: corrupted, and there is no earlier checkpoint.\n" + "\n".join(errors))
+        log.warning("\n".join([f"{folder} is damaged and not used:", *errors]))
+    raise RunFailure(f"{candidates[0]}: damaged, and there is no earlier checkpoint.\n" + "\n".join(errors))
 
 
 def _candidates(settings: CheckpointConfig, earlier_run: Path | None) -> list[Path]:
@@ -166,13 +154,8 @@ def result_step(config: Config, step: int, best_step: int) -> int:
 
 
 def open_best(step: int, run: Path, runtime: Runtime) -> Checkpoint | None:
-    """The checkpoint with the best validation loss, if it is there and valid; a warning if not.
-
-    Args:
-        step: its step.
-        run: the run's directory.
-        runtime: all ranks call it together.
-    """
+    """The checkpoint of a run's `step`, the one with the best validation loss; if it is not valid, a warning and None.
+    All ranks call it together."""
     folder = step_folder(run, step)
     if errors := _shared_errors(runtime, folder):
         log.warning(f"{folder}, the best checkpoint, cannot be used: {'; '.join(errors)}. The last weights are used.")
@@ -182,12 +165,10 @@ def open_best(step: int, run: Path, runtime: Runtime) -> Checkpoint | None:
 
 def finished_result(resumed: Checkpoint, settings: CheckpointConfig) -> Path | None:
     """Where the result of the run is that is to be resumed, if it came to its end and nothing is to be changed."""
-    own_run = settings.output_dir is None or Path(settings.output_dir).expanduser().resolve() == resumed.run.resolve()
-    result = resumed.run / "model"
-    newest = complete_checkpoints(resumed.run)[0].name == resumed.folder.name
-    if resumed.trainer["ends_run"] and newest and own_run and not settings.resume_allow_changes and result.is_dir():
-        return result
-    return None
+    result, output_dir = resumed.run / "model", Path(settings.output_dir or resumed.run).expanduser()
+    is_newest = complete_checkpoints(resumed.run)[0].name == resumed.folder.name
+    ended = resumed.trainer["ends_run"] and is_newest and output_dir.resolve() == resumed.run.resolve()
+    return result if ended and result.is_dir() and not settings.resume_allow_changes else None
 
 
 def check_steps_left(resumed: Checkpoint, total: int) -> None:
@@ -210,11 +191,6 @@ def versions() -> dict[str, str]:
 def global_batch(settings: TrainConfig, resumed: Checkpoint | None, world_size: int) -> int:
     """Packed sequences, or samples, of an optimizer step. A resumed run keeps its own on any number of ranks, which
     then have smaller, or more, micro-batches.
-
-    Args:
-        settings: batch_size_training and gradient_accumulation_steps.
-        resumed: the checkpoint the run resumes from.
-        world_size: number of ranks.
 
     Raises:
         UserError: the settings were changed and ask for another global batch than the resumed run's.

@@ -105,8 +105,10 @@ def _remove_earlier_run(folder: Path, settings: CheckpointConfig, may_remove: bo
             f"--output_dir {folder}: already holds a run or its result, and no checkpoint to resume from.\nChoose "
             "another output_dir, or --overwrite it."
         )
+    if held:
+        reason = "--overwrite" if settings.overwrite else "No checkpoint to go on from"
+        log.info(f"{reason}: removing {', '.join(path.name for path in held)} of the earlier run in {folder}")
     for path in held:
-        log.info(f"Removing {path} of the earlier run")
         shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 

@@ -88,15 +88,8 @@ class SafetensorsFile:
 
 
 def split_into_files(headers: Sequence[Headers], max_shard_bytes: int) -> dict[str, list[int]]:
-    """Assign tensors to files in order.
-
-    Args:
-        headers: what is written, each entry into one file.
-        max_shard_bytes: largest file; an entry that is larger gets one of its own.
-
-    Returns:
-        File name -> numbers of its entries.
-    """
+    """Assign entries to files in order: file name -> numbers of its entries. An entry stays in one file, and has one of
+    its own if it is larger than max_shard_bytes."""
     shards: list[list[int]] = [[]]
     filled = 0
     for number, entry in enumerate(headers):

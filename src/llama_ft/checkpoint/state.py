@@ -77,7 +77,7 @@ def restore(
     if _kind(saved) == _kind(vars(train)):
         create_states(optimizer)
     else:
-        log.warning(f"{train.optimizer} starts without states: the checkpoint's are those of {saved['optimizer']}.")
+        log.warning(f"{train.optimizer} begins without states: those of {saved['optimizer']} are left behind.")
         optimizers = []
     restore_weights(checkpoint, model, optimizers)
     states = checkpoint.generator_states(runtime.rank)  # last: nothing above may draw from them

@@ -141,11 +141,7 @@ class CheckpointWriter:
             self.finish()
 
     def finish(self) -> None:
-        """Wait until nothing is being written.
-
-        Raises:
-            RunFailure: the last checkpoint could not be written.
-        """
+        """Wait until nothing is being written; a RunFailure if the last checkpoint could not be."""
         in_flight, self._in_flight = self._in_flight, None
         if in_flight is not None:
             in_flight.result()
@@ -231,12 +227,8 @@ class CheckpointWriter:
 class _ShardWriter(dcp.HuggingFaceStorageWriter):
     """torch's safetensors storage, written tensor by tensor: torch's own builds the whole file in memory.
 
-    Args:
-        folder: where to.
-        rank: of this process.
-        copies: what is written; the live tensors, which training changes, only say what they are shards of.
-        complete: called on rank 0 when all ranks have written, with the checksum of each file.
-    """
+    The copies are written; the live tensors, which training changes, only say what they are shards of. `complete` is
+    called on rank 0 when all ranks have written, with the checksum of each file."""
 
     def __init__(self, folder: Path, rank: int, copies: Tensors, complete: Callable[[dict[str, str]], None]) -> None:
         super().__init__(str(folder), save_distributed=True)
