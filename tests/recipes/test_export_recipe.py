@@ -116,8 +116,6 @@ def test_the_last_checkpoint_gives_what_the_run_left_byte_for_byte(name: str, ru
 
 
 def test_a_merged_checkpoint_replaces_a_model_only_with_overwrite(runs: Path, merged: tuple[Path, Finished]) -> None:
-    from safetensors.torch import load_file
-
     folder, _ = merged
     checkpoint = runs / "4bit" / "checkpoints" / "step-000002"
     refused = export(checkpoint, folder, "--merge", "--dtype", "bfloat16")
@@ -127,9 +125,6 @@ def test_a_merged_checkpoint_replaces_a_model_only_with_overwrite(runs: Path, me
     assert finished.exit_code == 0, finished.output
     assert f"The checkpoint: {checkpoint}, after step 2" in finished.output
     assert json.loads((copy / "config.json").read_text())["dtype"] == "bfloat16"
-    exact = load_file(folder / "model.safetensors")
-    for tensor, rounded in zip(exact.values(), load_file(copy / "model.safetensors").values(), strict=True):
-        assert rounded.equal(tensor.bfloat16())
     assert "optimizer steps: 2" in (copy / "README.md").read_text()
 
 
@@ -214,12 +209,10 @@ else:
 @pytest.mark.slow
 def test_exporting_takes_a_fraction_of_the_models_size(tiny_model: Path, tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(MEMORY)
-    path = f"{REPOSITORY / 'src'}:{REPOSITORY / 'tests'}"
     job = [sys.executable, str(tmp_path / "job.py"), str(tmp_path)]
-    made = run([*job, str(tiny_model)], PYTHONPATH=path)
-    assert made.exit_code == 0, made.output
-    finished = run(job, PYTHONPATH=path)
-    assert finished.exit_code == 0, finished.output
+    for arguments in ([str(tiny_model)], []):
+        finished = run([*job, *arguments], PYTHONPATH=f"{REPOSITORY / 'src'}:{REPOSITORY / 'tests'}")
+        assert finished.exit_code == 0, finished.output
     size = (tmp_path / "large" / "model.safetensors").stat().st_size / 2**20
     grew = {way: float(mib) for way, mib in re.findall(r"(\w+) grew (-?[\d.]+) MiB", finished.output)}
     assert size > 130 and grew.keys() == {"adapter", "full"}
@@ -259,11 +252,9 @@ def adapter(tmp_path: Path, tiny_model: Path) -> Path:
 
 
 MISTAKES: dict[str, tuple[str, list[str]]] = {
-    "nothing": ("", ["CHECKPOINT OUT"]),
     "missing checkpoint": ("@adapted @out", ["adapted: no such folder. Did you mean"]),
     "nothing to export": ("@run @out", ["run: is neither a checkpoint, nor a run's directory"]),
     "a step that was not saved": ("@old @out --step 7", ["--step 7: ", "It has step-000001"]),
-    "no adapter": ("--adapter @run --output_dir @out", ["holds no adapter_config.json"]),
     "a base that is gone": ("@old @out", ["model_name (--base_model overrides it) /gone/llama: no such folder"]),
     "nothing to merge": ("@old @out --merge", ["--merge: ", "there is no adapter to merge"]),
     "no repository": ("@adapter @out --push_to_hub mine", ["--push_to_hub mine"]),
@@ -272,7 +263,6 @@ MISTAKES: dict[str, tuple[str, list[str]]] = {
     "the base itself": ("--adapter @adapter --output_dir @base --overwrite", ["would delete", "--base_model reads"]),
     "somebody else's model": ("@adapter @tiny --overwrite", ["holds a model that llama_ft did not write"]),
     "the base of a run": ("@second @base --overwrite", ["would delete", "which CHECKPOINT's run (model_name) reads"]),
-    "a size": ("--adapter @adapter --output_dir @out --max_shard_size big", ["--max_shard_size big"]),
 }
 
 

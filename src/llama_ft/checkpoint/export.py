@@ -3,6 +3,7 @@ gathered from the ranks at the end of a run, or read from a checkpoint."""
 
 import copy
 import json
+import math
 import os
 import shutil
 import tempfile
@@ -46,11 +47,6 @@ def saved_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     return {**dict(model.named_parameters()), **buffers}
 
 
-def adapter_tensors(model: PreTrainedModel, adapter: Adapter) -> dict[str, torch.Tensor]:
-    """What an adapter's folder holds, by the names peft gives."""
-    return {adapter.keys[name]: p for name, p in model.named_parameters() if name in adapter.keys}
-
-
 class SavedWeights:
     """Weights that are written, and where their values come from.
 
@@ -72,7 +68,7 @@ class SavedWeights:
     ) -> None:
         self.tensors, self.rows = tensors, rows
         self.dtypes = {
-            name: save_dtype if save_dtype and tensor.is_floating_point() else stored.get(name, tensor.dtype)
+            name: save_dtype if save_dtype and tensor.dtype.is_floating_point else stored.get(name, tensor.dtype)
             for name, tensor in tensors.items()
         }
         alone = [SavedGroup([name], {name: tuple(tensor.shape)}) for name, tensor in tensors.items()]
@@ -90,7 +86,7 @@ class SavedWeights:
         """The dtype of most numbers: what config.json says, so what transformers loads the model as."""
         sizes = Counter[torch.dtype]()
         for name, tensor in self.tensors.items():
-            sizes[self.dtypes[name]] += tensor.numel()
+            sizes[self.dtypes[name]] += math.prod(tensor.shape)
         return sizes.most_common(1)[0][0]
 
     def write(self, folder: Path, max_shard_bytes: int) -> None:
@@ -185,7 +181,7 @@ def export_adapter(
     runtime: Runtime,
 ) -> None:
     """Write the adapter as a peft folder; all ranks call it, rank 0 writes. Arguments as in export_model."""
-    tensors = adapter_tensors(model, adapter)
+    tensors = {adapter.keys[name]: p for name, p in model.named_parameters() if name in adapter.keys}
     weights = SavedWeights(tensors, _gathered(tensors, runtime), save_dtype)
 
     def write(aside: Path) -> None:
@@ -199,7 +195,7 @@ def stored_rows(source: WeightSource, keys: Mapping[str, str]) -> Rows:
     return lambda name, dtype: (block.to(dtype) for block in blocks(source, keys.get(name, name)))
 
 
-def _gathered(tensors: Headers, runtime: Runtime, frozen: Rows | None = None) -> Rows:
+def _gathered(tensors: Mapping[str, torch.Tensor], runtime: Runtime, frozen: Rows | None = None) -> Rows:
     """Rows of sharded parameters as the ranks send them to rank 0: two shards of one are the most it holds. Frozen
     ones come from `frozen`, which rank 0 alone needs.
 

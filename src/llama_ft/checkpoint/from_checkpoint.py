@@ -17,15 +17,8 @@ from transformers import PreTrainedTokenizerBase
 from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft import data, models
-from llama_ft.checkpoint.export import (
-    SavedWeights,
-    adapter_tensors,
-    saved_tensors,
-    stored_rows,
-    write_adapter,
-    write_model_settings,
-    written_aside,
-)
+from llama_ft.checkpoint import export
+from llama_ft.checkpoint.export import SavedWeights, written_aside
 from llama_ft.checkpoint.merge import merge_adapter
 from llama_ft.checkpoint.model_card import write_model_card
 from llama_ft.checkpoint.reader import TRAINER_FILE, Checkpoint, complete_checkpoints, step_folder
@@ -154,17 +147,17 @@ class Exporter:
         keys = account_for(self.model, source.tensors, self.base)
         stored = {name: source.tensors[key].dtype for name, key in keys.items()}
         trained = self.checkpoint.weights()
-        of_base, of_checkpoint = stored_rows(source, keys), stored_rows(trained, {})
+        of_base, of_checkpoint = export.stored_rows(source, keys), export.stored_rows(trained, {})
 
         def rows(name: str, dtype: torch.dtype) -> Iterator[torch.Tensor]:
             return (of_checkpoint if name in trained.tensors else of_base)(name, dtype)
 
         held = {**keys, **source.tensors}  # what else is saved, transformers computes: buffers that the base lacks
-        tensors = {name: tensor for name, tensor in saved_tensors(self.model).items() if name in held}
+        tensors = {name: tensor for name, tensor in export.saved_tensors(self.model).items() if name in held}
         weights = SavedWeights(tensors, rows, save_dtype, stored, saved_layout(self.model, tensors))
         log.info(f"{len(trained.tensors)} of {len(weights.tensors)} tensors are the checkpoint's")
         with written_aside(folder, needed=weights.nbytes) as aside:
-            write_model_settings(aside, self.model.config, weights.main_dtype(), self.tokenizer, self.base)
+            export.write_model_settings(aside, self.model.config, weights.main_dtype(), self.tokenizer, self.base)
             weights.write(aside, max_shard_bytes)
             write_model_card(aside, self.base_name, self.checkpoint.trainer)
 
@@ -173,7 +166,7 @@ class Exporter:
         assert self.adapter is not None
         weights = self._adapter_weights(save_dtype)
         with written_aside(folder, needed=weights.nbytes) as aside:
-            write_adapter(aside, self.adapter, weights, self.tokenizer)
+            export.write_adapter(aside, self.adapter, weights, self.tokenizer)
             write_model_card(aside, self.base_name, self.checkpoint.trainer)
 
     def write_merged(self, folder: Path, save_dtype: torch.dtype | None, max_shard_bytes: int) -> None:
@@ -183,7 +176,7 @@ class Exporter:
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(prefix=f".writing-{folder.name}-", dir=folder.parent) as aside:
-                write_adapter(Path(aside), self.adapter, self._adapter_weights(None), self.tokenizer)
+                export.write_adapter(Path(aside), self.adapter, self._adapter_weights(None), self.tokenizer)
                 about = (self.base_name, self.checkpoint.trainer)
                 merge_adapter(
                     Path(aside), self.base, folder, save_dtype, max_shard_bytes, self.trust_remote_code, *about
@@ -193,12 +186,10 @@ class Exporter:
 
     def _adapter_weights(self, save_dtype: torch.dtype | None) -> SavedWeights:
         assert self.adapter is not None
-        trained, names = self.checkpoint.weights(), {key: name for name, key in self.adapter.keys.items()}
-        tensors = {
-            key: torch.empty(tensor.shape, dtype=trained.tensors[names[key]].dtype, device="meta")
-            for key, tensor in adapter_tensors(self.model, self.adapter).items()
-        }
-        return SavedWeights(tensors, stored_rows(trained, names), save_dtype)
+        trained, keys = self.checkpoint.weights(), self.adapter.keys
+        names = {keys[name]: name for name, _ in self.model.named_parameters() if name in keys}
+        tensors = {key: trained.tensors[name] for key, name in names.items()}
+        return SavedWeights(tensors, export.stored_rows(trained, names), save_dtype)
 
 
 def recorded_config(checkpoint: Checkpoint) -> Config:

@@ -29,20 +29,9 @@ from llama_ft.checkpoint.export import SavedWeights, write_model_settings, writt
 from llama_ft.checkpoint.model_card import write_model_card
 from llama_ft.config import ModelConfig
 from llama_ft.errors import UserError
-from llama_ft.models import Adapter, NewTokens, build_on_meta, load_model_config, load_tokenizer, vocabulary_size
+from llama_ft.models import Adapter, NewTokens, build_on_meta, load_model_config, load_tokenizer, lora, vocabulary_size
 from llama_ft.models.conversion import ConvertedSource
 from llama_ft.models.load_weights import account_for
-from llama_ft.models.lora import (
-    ADAPTER_CONFIG,
-    ADAPTER_WEIGHTS,
-    PEFT_PREFIX,
-    check_saved_adapter,
-    checkpoint_key,
-    inject_adapter,
-    is_adapter_weight,
-    rows_trained,
-    saved_config,
-)
 from llama_ft.models.new_tokens import TokenRows, grow
 from llama_ft.models.source import SafetensorsSource, blocks, open_weights
 from llama_ft.runtime import log
@@ -85,18 +74,18 @@ def merge_adapter(
         UserError: the adapter is of a kind that cannot be merged, or does not fit the base; the base is quantized.
         RunFailure: the disk is full.
     """
-    lora, config = understood_adapter(adapter), load_model_config(base, trust_remote_code)
+    settings, config = understood_adapter(adapter), load_model_config(base, trust_remote_code)
     if getattr(config, "quantization_config", None) is not None:
         raise UserError(f"{base}: quantized. --base_model names the unquantized model that it was made from.")
-    settings = ModelConfig(model_name=str(base), trust_remote_code=trust_remote_code)
-    model = build_on_meta(config, settings, tokens_added(lora, config))
+    wanted = ModelConfig(model_name=str(base), trust_remote_code=trust_remote_code)
+    model = build_on_meta(config, wanted, tokens_added(settings, config))
     aliases: dict[int, list[str]] = {}  # names of parameters that are one tensor
     for name, parameter in model.named_parameters(remove_duplicate=False):
         aliases.setdefault(id(parameter), []).append(name)
     stored = open_weights(base)
     converted = ConvertedSource(stored, model)
     account_for(model, grow(converted, model).tensors, base)
-    changes = _changes(adapter, base, model, lora)
+    changes = _changes(adapter, base, model, settings)
 
     stored_names = {name: converted.stored_name(name) for name in {*converted.tensors, *changes}}
     made_of = {name: name for name in stored.tensors}  # name written -> name in the base
@@ -122,9 +111,7 @@ def merge_adapter(
             yield (change(block, start) if change else block).to(dtype)
             start += len(block) if block.dim() else 1
 
-    tensors = {}
-    for name, source in made_of.items():
-        tensors[name] = torch.empty(grown.tensors[source].shape, dtype=grown.tensors[source].dtype, device="meta")
+    tensors = {name: grown.tensors[source] for name, source in made_of.items()}
     weights = SavedWeights(tensors, rows, save_dtype)
     log.info(f"Merging into {base}: {len(changes)} of {len(tensors)} tensors change")
     if is_untied:
@@ -143,8 +130,8 @@ def understood_adapter(adapter: Path) -> LoraConfig:
     Raises:
         UserError: not all of them are understood here, so that the result would be another model.
     """
-    lora, defaults = saved_config(adapter), LoraConfig()
-    settings = json.loads((adapter / ADAPTER_CONFIG).read_text())
+    config, defaults = lora.saved_config(adapter), LoraConfig()
+    settings = json.loads((adapter / lora.ADAPTER_CONFIG).read_text())
     others = [
         f"{name} = {value}"
         for name, value in settings.items()
@@ -153,31 +140,31 @@ def understood_adapter(adapter: Path) -> LoraConfig:
         or (name == "task_type" and value not in (None, "CAUSAL_LM"))
     ]
     if others:
-        raise UserError(f"{adapter / ADAPTER_CONFIG}: {', '.join(others)} is not supported here.\n{USE_PEFT}")
-    return lora
+        raise UserError(f"{adapter / lora.ADAPTER_CONFIG}: {', '.join(others)} is not supported here.\n{USE_PEFT}")
+    return config
 
 
-def tokens_added(lora: LoraConfig, model_config: PretrainedConfig) -> NewTokens | None:
+def tokens_added(adapter: LoraConfig, model_config: PretrainedConfig) -> NewTokens | None:
     """Return the tokens whose rows a saved adapter trains, if there are any."""
-    ids, stored_rows = sorted(rows_trained(lora)), vocabulary_size(model_config) or 0
+    ids, stored_rows = sorted(lora.rows_trained(adapter)), vocabulary_size(model_config) or 0
     return NewTokens(ids, stored_rows, max(stored_rows, ids[-1] + 1)) if ids else None
 
 
-def _changes(folder: Path, base: Path, model: PreTrainedModel, lora: LoraConfig) -> dict[str, Change]:
+def _changes(folder: Path, base: Path, model: PreTrainedModel, settings: LoraConfig) -> dict[str, Change]:
     """Name of a parameter of the model -> what the adapter does to it, the same object if it does the same to two;
     every tensor of the adapter is accounted for. The adapter is injected into the model."""
-    source = SafetensorsSource([folder / ADAPTER_WEIGHTS])
-    adapter = inject_adapter(model, lora)
+    source = SafetensorsSource([folder / lora.ADAPTER_WEIGHTS])
+    adapter = lora.inject_adapter(model, settings)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     token_rows = {name: layer for name, layer in model.named_modules() if isinstance(layer, TokenRows)}
     own = {id(p): adapter.keys[name] for name, p in model.named_parameters() if name in adapter.keys}
     # PEFT also saves the weight of an embedding that has an adapter and, with a resized embedding, the trained rows of
     # a tied head a second time.
-    weights = {f"{PEFT_PREFIX}{name}": p for name, p in parameters.items() if id(p) not in own}
+    weights = {f"{lora.PEFT_PREFIX}{name}": p for name, p in parameters.items() if id(p) not in own}
     saved_too = {k: p for k, p in weights.items() if k in source.tensors and source.tensors[k].shape == tuple(p.shape)}
-    copies = {f"{PEFT_PREFIX}{name}.trainable_tokens_delta" for name, it in token_rows.items() if it.tied_adapter}
+    copies = {f"{lora.PEFT_PREFIX}{name}.trainable_tokens_delta" for name, it in token_rows.items() if it.tied_adapter}
     headers = {key: header for key, header in source.tensors.items() if key not in copies | saved_too.keys()}
-    check_saved_adapter(headers, model, adapter, folder / ADAPTER_WEIGHTS, str(base))
+    lora.check_saved_adapter(headers, model, adapter, folder / lora.ADAPTER_WEIGHTS, str(base))
     replacing = own | {id(p): key for key, p in saved_too.items()}
 
     @cache
@@ -197,14 +184,14 @@ def _changes(folder: Path, base: Path, model: PreTrainedModel, lora: LoraConfig)
 
     changes = {}
     for name, parameter in parameters.items():
-        if id(parameter) in replacing and not is_adapter_weight(name):
-            changes[checkpoint_key(name)] = replaced(replacing[id(parameter)])
+        if id(parameter) in replacing and not lora.is_adapter_weight(name):
+            changes[lora.checkpoint_key(name)] = replaced(replacing[id(parameter)])
     for name, module in model.named_modules():
         if isinstance(module, LoraLayer):
-            changes[checkpoint_key(f"{name}.base_layer.weight")] = _low_rank(name, module, source, adapter)
+            changes[lora.checkpoint_key(f"{name}.base_layer.weight")] = _low_rank(name, module, source, adapter)
     for name, layer in token_rows.items():
         rows = with_rows(own[id(layer.trainable_tokens_delta["default"])], tuple(layer.token_indices["default"]))
-        changes[checkpoint_key(f"{name}.base_layer.weight")] = rows
+        changes[lora.checkpoint_key(f"{name}.base_layer.weight")] = rows
     return changes
 
 

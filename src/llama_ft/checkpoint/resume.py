@@ -12,14 +12,8 @@ from typing import Any
 import torch.distributed as dist
 
 from llama_ft import __version__
-from llama_ft.checkpoint.reader import (
-    CHECKSUMS_FILE,
-    TRAINER_FILE,
-    Checkpoint,
-    checkpoint_errors,
-    complete_checkpoints,
-    step_folder,
-)
+from llama_ft.checkpoint import reader
+from llama_ft.checkpoint.reader import Checkpoint, checkpoint_errors, complete_checkpoints, step_folder
 from llama_ft.config import CheckpointConfig, Config, TrainConfig
 from llama_ft.config.messages import NO_PLACES, show, subject
 from llama_ft.config.settings import SETTINGS
@@ -83,7 +77,7 @@ def _candidates(settings: CheckpointConfig, earlier_run: Path | None) -> list[Pa
     if settings.resume == "auto":
         return complete_checkpoints(Path(str(settings.output_dir)).expanduser())
     folder = Path(settings.resume).expanduser()
-    if (folder / TRAINER_FILE).exists() or (folder / CHECKSUMS_FILE).exists():
+    if (folder / reader.TRAINER_FILE).exists() or (folder / reader.CHECKSUMS_FILE).exists():
         return [folder]
     if not (found := complete_checkpoints(folder)):
         raise UserError(f"--resume {folder}: no checkpoint there; expected output/<run>/checkpoints/step-..., or auto.")

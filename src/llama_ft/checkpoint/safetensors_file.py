@@ -13,13 +13,13 @@ from types import TracebackType
 import torch
 import xxhash
 
-from llama_ft.models.source import DTYPES, SINGLE_FILE
+from llama_ft.models.source import DTYPES, SINGLE_FILE, StoredTensor
 
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 PIECE_BYTES = 2**22  # hashed and written at once: it is then still in the processor's cache
 WRITE_BACK_BYTES = 2**24  # between two calls to SafetensorsFile._write_back
 NO_METADATA: Mapping[str, str] = {}
-Headers = Mapping[str, torch.Tensor]  # name -> any tensor of the shape and dtype to be written, best a meta tensor
+Headers = Mapping[str, torch.Tensor | StoredTensor]  # only shape and dtype are used
 
 
 class SafetensorsFile:
