@@ -6,18 +6,12 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from llama_ft import checkpoint, models, runtime, training
 from llama_ft.config import CheckpointConfig, FSDPConfig, ModelConfig, PeftConfig, TrainConfig
 from llama_ft.data import Batch
 from llama_ft.models.shards import local_shard
 from llama_ft.training.step import free_unsharded
-
-
-def meetings() -> int:
-    """How many collectives this rank has begun, as its watchdog counts them."""
-    return dist.group.WORLD._get_sequence_number_for_group()
 
 
 def write_card(result: Path, aside: Path) -> None:
@@ -69,13 +63,11 @@ if __name__ == "__main__":
                 logits = model(input_ids=ids, use_cache=False).logits
             free_unsharded(model)
             dtype = getattr(torch, case["dtype"]) if case["dtype"] else None
-            met_before = meetings()
             card = partial(write_card, target / "model")
             if adapter is None:
                 checkpoint.export_model(model, target / "model", folder, dtypes, dtype, 60_000, tokenizer, card, job)
             else:
                 checkpoint.export_adapter(model, adapter, target / "model", dtype, tokenizer, card, job)
-            (target / f"meetings-{job.rank}").write_text(str(meetings() - met_before))
 
             # Spoil the trained weights, then take them back from the checkpoint.
             with torch.no_grad():

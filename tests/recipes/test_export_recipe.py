@@ -5,13 +5,11 @@ import json
 import re
 import shutil
 import sys
-import textwrap
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-from conftest import REPOSITORY, Finished, losses, run
+from conftest import REPOSITORY, Finished, run
 from forked import forked
 
 EXPORT = REPOSITORY / "recipes" / "export.py"
@@ -44,8 +42,8 @@ def runs(
     rows16: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Path:
-    """A folder with base models and runs of two steps: adapters beside 4-bit weights, adapters and a head, and all but
-    the first layer of a mixture of experts stored in bf16."""
+    """Base models and runs of two steps: QLoRA, LoRA and a head, and all but the first layer of a bf16 mixture of
+    experts."""
     import torch
     from transformers import MixtralConfig, MixtralForCausalLM
 
@@ -118,8 +116,6 @@ def test_the_last_checkpoint_gives_what_the_run_left_byte_for_byte(name: str, ru
 
 
 def test_a_merged_checkpoint_replaces_a_model_only_with_overwrite(runs: Path, merged: tuple[Path, Finished]) -> None:
-    from safetensors.torch import load_file
-
     folder, _ = merged
     checkpoint = runs / "4bit" / "checkpoints" / "step-000002"
     refused = export(checkpoint, folder, "--merge", "--dtype", "bfloat16")
@@ -129,49 +125,7 @@ def test_a_merged_checkpoint_replaces_a_model_only_with_overwrite(runs: Path, me
     assert finished.exit_code == 0, finished.output
     assert f"The checkpoint: {checkpoint}, after step 2" in finished.output
     assert json.loads((copy / "config.json").read_text())["dtype"] == "bfloat16"
-    exact = load_file(folder / "model.safetensors")
-    for tensor, rounded in zip(exact.values(), load_file(copy / "model.safetensors").values(), strict=True):
-        assert rounded.equal(tensor.bfloat16())
-    assert "optimizer steps | 2" in (copy / "README.md").read_text()
-
-
-@pytest.mark.slow
-def test_training_starts_from_every_export(runs: Path, merged: tuple[Path, Finished], tmp_path: Path) -> None:
-    import torch
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM
-
-    from llama_ft.checkpoint import Exporter, find_valid
-
-    rows = [torch.randint(0, 301, (1, 12 + n), generator=torch.Generator().manual_seed(n)) for n in range(4)]
-    lines = [json.dumps({"input_ids": row[0].tolist(), "labels": row[0].tolist()}) for row in rows]
-    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
-    common = [
-        "--dataset",
-        f"{tmp_path}/rows.jsonl",
-        "--dataset_format",
-        "tokenized",
-        "--precision",
-        "fp32",
-        "--model_name",
-    ]
-    again = ["--use_peft", "--from_peft_checkpoint", f"{runs}/lora/model"]
-    cases = {"full": [str(runs / "full" / "model")], "merged": [str(merged[0])], "lora": [str(runs / "base"), *again]}
-    trained(tmp_path, {name: [*common, *case] for name, case in cases.items()})
-
-    for name, (folder, *_) in cases.items():
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-        if name == "lora":
-            model = PeftModel.from_pretrained(model, runs / "lora" / "model").eval()
-        with torch.no_grad():
-            total = sum(model(input_ids=row, labels=row).loss.item() * (row.shape[1] - 1) for row in rows)
-        expected = total / sum(row.shape[1] - 1 for row in rows)
-        assert abs(losses(tmp_path / name)[0] - expected) < 1e-5 * expected, name
-    # What went on from an adapter has that one's settings, not those of the command line.
-    Exporter.prepare(find_valid(tmp_path / "lora"), None, None, False, merge=False).write_adapter(
-        tmp_path / "out", None
-    )
-    assert contents(tmp_path / "out") == contents(tmp_path / "lora" / "model")
+    assert "optimizer steps: 2" in (copy / "README.md").read_text()
 
 
 def test_a_checkpoint_goes_to_the_hub_and_the_token_nowhere_else(runs: Path, tmp_path: Path) -> None:
@@ -207,73 +161,61 @@ from pathlib import Path
 import torch
 from checkpoint_by_hand import save_checkpoint
 from peft import LoraConfig, get_peft_model
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from llama_ft.checkpoint import Exporter, find_valid, merge_adapter
-from llama_ft.config import Config, ModelConfig, PeftConfig
+from llama_ft.config import Config, ModelConfig
 
-folder, role = Path(sys.argv[1]), sys.argv[2]
-if role == "make":
+folder, tokenizer = Path(sys.argv[1]), sys.argv[2:]
+if tokenizer:
     for name, width in (("small", 64), ("large", 1024)):
-        config = LlamaConfig(hidden_size=width, intermediate_size=4 * width, num_hidden_layers=2, vocab_size=512,
-                             num_attention_heads=4)
-        model = LlamaForCausalLM(config)
+        shape = {"hidden_size": width, "intermediate_size": 4 * width, "num_hidden_layers": 2, "num_attention_heads": 4}
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=512, **shape))
         model.save_pretrained(folder / name)
-        settings = ModelConfig(model_name=str(folder / name), tokenizer_name=sys.argv[3])
+        AutoTokenizer.from_pretrained(tokenizer[0]).save_pretrained(folder / name)
+        settings = ModelConfig(model_name=str(folder / name))
         save_checkpoint(folder / f"{name}-full", dict(model.named_parameters()), Config(model=settings))
         lora = LoraConfig(task_type="CAUSAL_LM", r=8, target_modules="all-linear", init_lora_weights=False)
-        adapted = get_peft_model(model, lora)
-        adapted.save_pretrained(folder / f"{name}-adapter")
-        trained = {n.removeprefix("base_model.model."): p for n, p in adapted.named_parameters() if p.requires_grad}
-        peft = PeftConfig(use_peft=True, target_modules="all-linear")
-        save_checkpoint(folder / f"{name}-lora", trained, Config(model=settings, peft=peft))
+        get_peft_model(model, lora).save_pretrained(folder / f"{name}-adapter")
 else:
+    peak = 0.0
+
     def anonymous():
         [line] = [line for line in open("/proc/self/status") if line.startswith("RssAnon")]
         return int(line.split()[1]) / 1024
 
-    def prepared(name):
-        return Exporter.prepare(find_valid(folder / name), None, None, False, merge=True)
+    def watch():
+        global peak
+        while True:
+            peak = max(peak, anonymous())
+            time.sleep(0.002)
 
     def export(way, name):
         out = folder / f"{name}-{way}-out"
         if way == "adapter":
             merge_adapter(folder / f"{name}-adapter", folder / name, out, None, 10**10, False, name)
-        elif way == "full":
-            prepared(f"{name}-full").write_model(out, torch.bfloat16, 10**10)
         else:
-            prepared(f"{name}-lora").write_merged(out, None, 10**10)
+            checkpoint = find_valid(folder / f"{name}-full")
+            Exporter.prepare(checkpoint, None, None, False, merge=True).write_model(out, torch.bfloat16, 10**10)
 
-    for way in ("adapter", "full", "lora"):
+    threading.Thread(target=watch, daemon=True).start()
+    for way in ("adapter", "full"):
         export(way, "small")  # imports and thread pools
-        before, peak, done = anonymous(), 0.0, threading.Event()
-
-        def watch():
-            global peak
-            while not done.is_set():
-                peak = max(peak, anonymous())
-                time.sleep(0.002)
-
-        watcher = threading.Thread(target=watch)
-        watcher.start()
+        before = peak = anonymous()
         export(way, "large")
-        done.set()
-        watcher.join()
         print(f"{way} grew {peak - before:.1f} MiB")
 """
 
 
 @pytest.mark.slow
 def test_exporting_takes_a_fraction_of_the_models_size(tiny_model: Path, tmp_path: Path) -> None:
-    (tmp_path / "job.py").write_text(textwrap.dedent(MEMORY))
-    path = f"{REPOSITORY / 'src'}:{REPOSITORY / 'tests'}"
+    (tmp_path / "job.py").write_text(MEMORY)
     job = [sys.executable, str(tmp_path / "job.py"), str(tmp_path)]
-    made = run([*job, "make", str(tiny_model)], PYTHONPATH=path)
-    assert made.exit_code == 0, made.output
-    finished = run([*job, "export"], PYTHONPATH=path)
-    assert finished.exit_code == 0, finished.output
+    for arguments in ([str(tiny_model)], []):
+        finished = run([*job, *arguments], PYTHONPATH=f"{REPOSITORY / 'src'}:{REPOSITORY / 'tests'}")
+        assert finished.exit_code == 0, finished.output
     size = (tmp_path / "large" / "model.safetensors").stat().st_size / 2**20
     grew = {way: float(mib) for way, mib in re.findall(r"(\w+) grew (-?[\d.]+) MiB", finished.output)}
-    assert size > 130 and grew.keys() == {"adapter", "full", "lora"}
+    assert size > 130 and grew.keys() == {"adapter", "full"}
     assert max(grew.values()) < 60, grew  # measured: 132, and 13 to 20
 
 
@@ -282,27 +224,9 @@ def test_help_and_mistakes_answer_without_torch(tmp_path: Path) -> None:
     path = f"{tmp_path}:{REPOSITORY / 'src'}"
     helped = export("--help", PYTHONPATH=path)
     assert helped.exit_code == 0 and "--base_model" in helped.output
-    refused = export(
-        "a",
-        "b",
-        "--base_modle",
-        "x",
-        "--save_dtype",
-        "bf16",
-        "--max_shard_size",
-        "1GB",
-        "--max-shard-size",
-        "2GB",
-        PYTHONPATH=path,
-    )
-    assert refused.exit_code == 2
-    for said in (
-        "--base_modle is not a flag. Did you mean --base_model?",
-        "--save_dtype bf16: expected",
-        "given twice",
-    ):
-        assert said in refused.output
-    assert "Traceback" not in refused.output
+    refused = export("a", "b", "--base_modle", "x", "--save_dtype", "bf16", PYTHONPATH=path)
+    assert refused.exit_code == 2 and "Traceback" not in refused.output
+    assert "Did you mean --base_model?" in refused.output and "--save_dtype bf16: expected" in refused.output
 
 
 @pytest.fixture
@@ -327,34 +251,16 @@ def adapter(tmp_path: Path, tiny_model: Path) -> Path:
     return folder
 
 
-def test_the_commands_of_the_readme_are_understood(tmp_path: Path) -> None:
-    lines = re.findall(r"^python recipes/export.py (.*)$", (REPOSITORY / "README.md").read_text(), re.MULTILINE)
-    assert len(lines) > 1
-    for line in lines:
-        first, *words = line.partition("  #")[0].split()
-        assert first.startswith("output/")
-        finished = export(f"{tmp_path}/absent", *words, HF_TOKEN="hf_any")
-        assert finished.output == f"error: {tmp_path}/absent: no such folder.\n"
-
-
 MISTAKES: dict[str, tuple[str, list[str]]] = {
-    "nothing": ("", ["Expected", "CHECKPOINT OUT"]),
     "missing checkpoint": ("@adapted @out", ["adapted: no such folder. Did you mean"]),
     "nothing to export": ("@run @out", ["run: is neither a checkpoint, nor a run's directory"]),
     "a step that was not saved": ("@old @out --step 7", ["step-000007: no such folder. Did you mean", "step-000001?"]),
-    "a step of no run": ("@adapter @out --step 1", ["adapter/checkpoints/step-000001: no such folder"]),
     "a base that is gone": ("@old @out", ["(--base_model overrides it): base model /gone/llama: no such folder"]),
     "missing base": ("@adapter @out --base_model @bass", ["--base_model", "no such folder"]),
     "other files": ("@adapter @run --overwrite", ["holds more than a model (notes.txt)"]),
-    "the base itself": (
-        "@adapter @base --overwrite",
-        ["would delete", "which its base model reads"],
-    ),
+    "the base itself": ("@adapter @base --overwrite", ["would delete", "which its base model reads"]),
     "somebody else's model": ("@adapter @tiny --overwrite", ["holds a model that llama_ft did not write"]),
     "the base of a run": ("@second @base --overwrite", ["would delete", "which its base model reads"]),
-    "a size": ("@adapter @out --max_shard_size big", ["--max_shard_size big", "5GB"]),
-    "a precision twice": ("@adapter @out --dtype float32 --save-dtype bfloat16", ["--save-dtype: given twice"]),
-    "a stray word": ("@adapter @out now", ["CHECKPOINT OUT"]),
 }
 
 
@@ -368,11 +274,3 @@ def test_mistakes_are_told_and_nothing_is_written(case: str, adapter: Path, tiny
     assert finished.output.startswith("error: ") and "Traceback" not in finished.output
     assert all(part in finished.output for part in said), finished.output
     assert sorted(tmp_path.rglob("*")) == before and (tiny_model / "config.json").exists()
-
-
-def test_a_recorded_base_that_has_moved_is_asked_for(adapter: Path, tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"peft_type": "LORA", "base_model_name_or_path": "/gone/llama"}
-    (adapter / "adapter_config.json").write_text(json.dumps(settings))
-    finished = export(adapter, tmp_path / "out")
-    assert finished.exit_code == 2
-    assert "(--base_model overrides it): base model /gone/llama: no such folder" in finished.output

@@ -6,6 +6,7 @@ from llama_ft.checkpoint.merge import merge_adapter, tokens_added, understood_ad
 from llama_ft.checkpoint.model_card import write_model_card
 from llama_ft.checkpoint.reader import Checkpoint, checkpoint_errors, complete_checkpoints
 from llama_ft.checkpoint.resume import (
+    check_same_run,
     check_steps_left,
     describe_run,
     find_checkpoint,
@@ -15,36 +16,5 @@ from llama_ft.checkpoint.resume import (
     result_step,
 )
 from llama_ft.checkpoint.run_directory import create_run_directory
-from llama_ft.checkpoint.same_run import check_same_run
 from llama_ft.checkpoint.state import own_state, restore, restore_weights
 from llama_ft.checkpoint.writer import CheckpointWriter, to_host
-
-__all__ = [
-    "Checkpoint",
-    "CheckpointWriter",
-    "Exporter",
-    "check_export",
-    "check_same_run",
-    "check_steps_left",
-    "complete_checkpoints",
-    "create_run_directory",
-    "checkpoint_errors",
-    "describe_run",
-    "export_adapter",
-    "export_model",
-    "find_checkpoint",
-    "find_valid",
-    "finished_result",
-    "global_batch",
-    "merge_adapter",
-    "open_best",
-    "own_state",
-    "restore",
-    "restore_weights",
-    "result_step",
-    "save_dtype",
-    "to_host",
-    "tokens_added",
-    "understood_adapter",
-    "write_model_card",
-]
