@@ -301,16 +301,16 @@ def train(
                 watch.device_peak_bytes,
                 job.signals.asked(),
                 writer.has_failed,
-                *watch.growth(),
+                watch.growth.bytes_per_step,
                 speed.flops,
-            )  # [ranks, 8]
+            )  # [ranks, 7]
             skipped = scale.is_used and scale.note(step, *numbers.read())  # fp16 has to know at once
             lr = training.learning_rate(settings, step - 1, total_steps, todo.epoch)
             training.update_weights(optimizer, lr, numbers.failed if skipped else unread.failed_with(numbers))
             if step == scale.skipped_steps + 1:  # the first that was not skipped has made the states
                 log.info(training.describe_state(optimizer, job))
-            watch.end_step(ranks[:, 5:7])
-            speed.end_step(step, ranks[:, 0].sum().item(), ranks[:, 7].sum().item())
+            watch.end_step(ranks[:, 5])
+            speed.end_step(step, ranks[:, 0].sum().item(), ranks[:, 6].sum().item())
 
             progress.step, progress.position = step, todo.position
             progress.target_tokens += todo.target_tokens

@@ -58,17 +58,6 @@ def test_ranks_other_than_0_log_nothing(tmp_path: Path, screen: io.StringIO) -> 
     assert screen.getvalue() == ""
 
 
-def test_trackers_get_what_the_file_gets(tmp_path: Path, screen: io.StringIO) -> None:
-    with RunLog(tmp_path, OFFLINE, {"train": {"lr": 0.1}}, total_steps=2) as run_log:
-        run_log.log_step(1, {"train/loss": 8.0})
-        run_log.log_step(2, {"train/loss": 7.0, "eval/loss": 7.5, "eval/perplexity": 1808.0})
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    assert [event.value for event in events.Scalars("train/loss")] == [8.0, 7.0]
-    assert [(event.step, event.value) for event in events.Scalars("eval/loss")] == [(2, 7.5)]
-    assert "wandb sync" in screen.getvalue().splitlines()[-1]
-
-
 def test_a_tracker_that_dies_is_told_once_and_training_goes_on(tmp_path: Path, screen: io.StringIO) -> None:
     with RunLog(tmp_path, OFFLINE, {}, total_steps=50) as run_log:
         run_log.log_step(1, {"train/loss": 8.0})

@@ -33,13 +33,6 @@ def test_a_resumed_run_keeps_the_answer_before_tuning(tmp_path: Path) -> None:
     assert told == [("before", "half a character \udc80"), ("after", "2")]
 
 
-def test_other_ranks_write_nothing(tmp_path: Path) -> None:
-    silent = RunMetadata(tmp_path, enabled=False)
-    silent.add(units=[1])
-    silent.add_sample("before", {"question": "?"})
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_file_that_cannot_be_written_or_read_is_told_and_ends_nothing(tmp_path: Path, screen: io.StringIO) -> None:
     (tmp_path / FACTS_FILE).write_text("{")
     kept = RunMetadata(tmp_path)
