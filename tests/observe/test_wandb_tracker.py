@@ -266,25 +266,6 @@ def test_wandb_mode_of_the_environment_decides_what_is_written(
 SAMPLES = [{"when": "before", "question": "2 + 2?", "answer": "half a letter \udc80", "reference": "4"}]
 
 
-def test_wandb_per_rank_gives_each_rank_a_run_of_one_group(tmp_path: Path, screen: io.StringIO) -> None:
-    output_dir = tmp_path / "run"
-    output_dir.mkdir()
-    tracking = TrackingConfig(use_wandb=True, wandb_mode="offline", wandb_per_rank=True)
-    for rank, first, resume_step in ((0, 1, None), (1, 1, None), (1, 3, 2)):
-        with RunLog(output_dir, tracking, {}, 2, rank, resume_step, tracker_ids={"wandb": "abc"}) as run_log:
-            for step in (first, first + 1):
-                run_log.log_step(step, {"train/loss": 1.0, "memory/host_peak_bytes": [10 * step, 20 * step]})
-    found = {}
-    for run_dir in sorted((output_dir / "wandb").glob("offline-run-*"), key=os.path.getmtime):
-        run = next(record.run for record in offline_records(run_dir) if record.HasField("run"))
-        history = offline_history(run_dir)
-        assert run.run_group == "run"
-        found[run.display_name] = run.run_id, [float(row["memory/host_peak_bytes"]) for row in history]
-        assert ("train/loss" in history[0]) == (run.run_id == "abc"), "what is of all ranks is rank 0's"
-    assert found == {"run-rank0": ("abc", [10.0, 20.0]), "run-rank1": ("abc-rank1", [20.0, 40.0, 60.0, 80.0])}
-    assert len((output_dir / "metrics.jsonl").read_text().splitlines()) == 2, "written by rank 0 only"
-
-
 def test_wandb_online_without_a_key_is_told_at_once(tmp_path: Path) -> None:
     done, seconds = run_online(tmp_path)
     assert done.returncode == 2

@@ -23,7 +23,7 @@ MAY_DIFFER = {
     "output_dir", "overwrite", "resume", "resume_allow_changes", "save_model", "save_steps", "save_every_epoch",
     "save_async", "keep_last", "save_dtype", "max_shard_size",
     "use_wandb", "wandb_project", "wandb_entity", "wandb_name", "wandb_tags", "wandb_mode", "use_tensorboard",
-    "wandb_group", "wandb_job_type", "wandb_notes", "wandb_per_rank", "wandb_log_model",
+    "wandb_group", "wandb_job_type", "wandb_notes", "wandb_log_model",
     "use_mlflow", "mlflow_tracking_uri", "mlflow_experiment", "mlflow_name", "mlflow_tags", "mlflow_log_model",
     "no_plan", "memory_snapshot", "use_profiler", "profiler_dir", "flop_counter", "flop_counter_start",
 }  # fmt: skip

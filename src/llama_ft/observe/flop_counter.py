@@ -14,11 +14,11 @@ def counter() -> FlopCounterMode:
     import bitsandbytes  # noqa: F401  # registers torch.ops.bitsandbytes
 
     aten, quantized = torch.ops.aten, torch.ops.bitsandbytes
-    attention = aten._scaled_dot_product_flash_attention_for_cpu
-    backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
     mapping: dict[Any, Any] = {
-        attention: lambda query, key, value, *_, **__: sdpa_flop_count(query, key, value),
-        backward: lambda gradient, query, key, value, *_, **__: sdpa_backward_flop_count(gradient, query, key, value),
+        aten._scaled_dot_product_flash_attention_for_cpu: lambda *shapes, **_: sdpa_flop_count(*shapes[:3]),
+        aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda *shapes, **_: sdpa_backward_flop_count(
+            *shapes[:4]
+        ),
         aten.addmm_: lambda added, a, b, **_: 2 * prod(a) * b[-1],
         # Rows sorted by expert [rows, k] x weights [experts, k, n]; for the weights' gradient [k, rows] x [rows, n].
         aten._grouped_mm: lambda a, b, *_, **__: 2 * prod(a) * b[-1],

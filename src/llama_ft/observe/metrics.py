@@ -79,12 +79,5 @@ def one_series_per_rank(metrics: Metrics) -> dict[str, float]:
     return series
 
 
-def series_of_rank(metrics: Metrics, rank: int) -> dict[str, float]:
-    """`metrics` as one rank's run shows them: its own value of each list; what is of all ranks, rank 0 alone has."""
-    own = {name: value[rank] for name, value in metrics.items() if isinstance(value, Sequence)}
-    shared = {name: value for name, value in metrics.items() if not isinstance(value, Sequence)}
-    return (shared if rank == 0 else {}) | own
-
-
 def _number(value: Any) -> Any:
     return [_number(one) for one in value] if isinstance(value, list) else math.nan if value is None else value

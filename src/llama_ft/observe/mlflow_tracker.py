@@ -67,14 +67,10 @@ def check_mlflow(config: TrackingConfig, output_dir: Path) -> None:
 
 
 class MlflowTracker:
-    """One MLflow run: settings as parameters, metrics with their steps, commit and tags, the result where asked for.
+    """One MLflow run: settings as parameters, metrics with their steps, commit and tags; see start_trackers.
 
-    Of a resumed run MLflow keeps what it has: neither steps that it has nor parameters are logged again.
-
-    Args: as those of WandbTracker; `code` is the commit that runs.
-
-    Raises:
-        UserError: the store does not take the run.
+    Of a resumed run MLflow keeps what it has: neither steps that it has nor parameters are logged again. Where the
+    store does not have it, a new one begins.
     """
 
     name = "MLflow"

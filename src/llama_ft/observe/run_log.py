@@ -1,13 +1,10 @@
 """Everything a run says about itself while it trains, behind one call per logged step."""
 
 import contextlib
-import secrets
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
-
-import torch.distributed as dist
 
 from llama_ft.config.settings import TrackingConfig
 from llama_ft.errors import reason
@@ -34,11 +31,11 @@ class RunLog:
         tracking: which trackers to start.
         resolved: the run's configuration as plain values, for the trackers.
         total_steps: the last step of the run.
-        rank: on every rank but 0 the log does nothing, except for a W&B run of the rank's own with wandb_per_rank.
+        rank: on every rank but 0 the log does nothing.
         resume_step: optimizer steps of the checkpoint that is resumed from; None for a new run.
         resumed_dir: the directory of the run that is resumed, where it is another one.
-        tracker_ids: `tracker_ids` of the run that is resumed, as its checkpoint has them. Without them, or in another
-            directory, this one is a new run for W&B, with the earlier steps in it.
+        tracker_ids: of the run that is resumed, as its checkpoint has them. Without them, or in another directory, this
+            one is a new run for the trackers, with the earlier steps in it.
 
     Raises:
         UserError: a tracker cannot start.
@@ -59,24 +56,19 @@ class RunLog:
         self.tracker_ids = {} if branches_off else dict(tracker_ids or {})
         self._is_main = rank == 0
         self._open = contextlib.ExitStack()
-        self._failed_trackers: list[Tracker] = []
-        if tracking.use_wandb and tracking.wandb_per_rank:
-            box = [self.tracker_ids.get("wandb") or secrets.token_hex(4)]
-            if dist.is_initialized():
-                dist.broadcast_object_list(box, src=0)
-            self.tracker_ids["wandb"] = box[0]
-        self._trackers = start_trackers(tracking, output_dir, resolved, resume_step, self.tracker_ids, rank)
+        self._trackers, self._failed_trackers = list[Tracker](), list[Tracker]()
+        self._last_step, self._progress_shown = resume_step or 0, False
+        if not self._is_main:
+            return
+        self._trackers = start_trackers(tracking, output_dir, resolved, resume_step, self.tracker_ids)
+        for tracker in self._trackers:
+            self.tracker_ids |= tracker.ids
         earlier = None if resumed_dir is None else resumed_dir / METRICS_FILE
-        if self._is_main:
-            for tracker in self._trackers:
-                self.tracker_ids |= tracker.ids
-            self._metrics_log = MetricsLog(output_dir / METRICS_FILE, resume_step, earlier)
-            self._open.callback(self._metrics_log.close)
-            self._progress = ProgressBar(total_steps, resume_step or 0)
-            self._progress_shown = False
-        self._last_step = resume_step or 0
+        self._metrics_log = MetricsLog(output_dir / METRICS_FILE, resume_step, earlier)
+        self._open.callback(self._metrics_log.close)
+        self._progress = ProgressBar(total_steps, self._last_step)
         if self._trackers and resume_step is not None:
-            for step, metrics in records_up_to(earlier or output_dir / METRICS_FILE, resume_step):
+            for step, metrics in records_up_to(output_dir / METRICS_FILE, resume_step):
                 self._log_to_trackers(step, metrics)
 
     def __enter__(self) -> Self:
@@ -107,11 +99,10 @@ class RunLog:
             metrics: keys of metrics.jsonl, without `step`. When the step ended with an evaluation, eval/loss and
                 eval/perplexity belong in the same call: a step has one line.
         """
-        if self._is_main:
-            self._metrics_log.write({"step": step, **metrics})
-        self._log_to_trackers(step, metrics)
         if not self._is_main:
             return
+        self._metrics_log.write({"step": step, **metrics})
+        self._log_to_trackers(step, metrics)
         if not self._progress_shown:  # not earlier: its clock is the training's, not the loading's
             self._open.enter_context(self._progress)
             self._progress_shown = True
@@ -125,7 +116,7 @@ class RunLog:
         """Show the answers before and after fine-tuning in the trackers."""
         # An answer that was cut short may end with half a character, which UTF-8 does not have.
         whole = [{key: text.encode("utf-8", "replace").decode() for key, text in it.items()} for it in samples]
-        for tracker in self._trackers if samples and self._is_main else ():
+        for tracker in self._trackers if samples else ():
             try:
                 tracker.log_samples(whole, self._last_step)
             except Exception as error:

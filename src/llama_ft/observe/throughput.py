@@ -3,7 +3,7 @@
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol, Self
+from typing import Protocol, Self
 
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
@@ -28,16 +28,6 @@ class MicroBatch(Protocol):
 
     @property
     def target_tokens(self) -> int: ...
-
-
-class _Ended(NamedTuple):
-    """A step. Its seconds are the host's; on a GPU those between the two events count."""
-
-    tokens: float
-    flops: float
-    waited_seconds: float
-    seconds: float
-    events: tuple[torch.cuda.Event, torch.cuda.Event] | None
 
 
 class ThroughputMeter:
@@ -78,9 +68,10 @@ class ThroughputMeter:
         self._rate, self._peak = (sum(each) if all(each) else None for each in rates.T.tolist())
         self._steps = 0
         self._started = self._waited = 0.0
-        self._unread: dict[int, _Ended] = {}
+        # By step: tokens, FLOPs, seconds of waiting, the host's seconds, and on a GPU the events that count instead.
+        self._unread: dict[int, tuple[float, float, float, float, list[torch.cuda.Event]]] = {}
         self._is_cuda = job.device.type == "cuda"
-        self._begun: torch.cuda.Event | None = None
+        self._events: list[torch.cuda.Event] = []
         self._profile: profile | None = None
         self._is_to_count = settings.flop_counter and job.is_main
         self._counter: FlopCounterMode | None = None
@@ -120,7 +111,8 @@ class ThroughputMeter:
             self._is_to_count = False
             self._counter = flop_counter.counter().__enter__()
         self._started = time.perf_counter() - waited_seconds
-        self._begun = self._mark()
+        self._events = []
+        self._mark()
 
     def end_step(self, step: int, tokens: float, flops: float) -> None:
         """Its weights are updated, or on a GPU will be.
@@ -130,9 +122,8 @@ class ThroughputMeter:
             tokens: input tokens that are not padding, of all ranks.
             flops: `flops` of all ranks.
         """
-        seconds, done = time.perf_counter() - self._started, self._mark()
-        events = (self._begun, done) if self._begun is not None and done is not None else None
-        self._unread[step] = _Ended(tokens, flops, self._waited, seconds, events)
+        self._mark()
+        self._unread[step] = tokens, flops, self._waited, time.perf_counter() - self._started, self._events
         if self._counter is not None:
             self._counter.__exit__(None, None, None)
             log.info(flop_counter.describe(self._counter, self.flops, step))
@@ -143,10 +134,9 @@ class ThroughputMeter:
     def metrics(self, step: int) -> dict[str, float]:
         """Of a step that has ended, once. On a GPU this waits until it really has, and its seconds are the device's."""
         tokens, flops, waited_seconds, seconds, events = self._unread.pop(step)
-        if events is not None:
-            begun, done = events
-            done.synchronize()
-            seconds = begun.elapsed_time(done) / 1000 + waited_seconds
+        if events:
+            events[1].synchronize()
+            seconds = events[0].elapsed_time(events[1]) / 1000 + waited_seconds
         found = {
             "perf/tokens_per_second": tokens / seconds,
             "perf/step_seconds": seconds,
@@ -155,13 +145,11 @@ class ThroughputMeter:
         limits = {"perf/matmul_utilization": self._rate, "perf/mfu": self._peak}
         return found | {name: flops / seconds / limit for name, limit in limits.items() if limit}
 
-    def _mark(self) -> torch.cuda.Event | None:
-        """This moment in what the GPU has been sent."""
-        if not self._is_cuda:
-            return None
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+    def _mark(self) -> None:
+        """Note this moment in what the GPU has been sent."""
+        if self._is_cuda:
+            self._events.append(torch.cuda.Event(enable_timing=True))
+            self._events[-1].record()
 
     def _log_profile(self, finished: profile) -> None:
         if self._steps <= STEPS_BEFORE_PROFILE:

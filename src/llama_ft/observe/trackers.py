@@ -23,7 +23,7 @@ class Tracker(Protocol):
 
     name: str
     ids: dict[str, str]  # by which a resumed run finds what it goes on with
-    takes_result: bool  # whether it was asked for a copy of the result
+    takes_result: bool  # whether it was asked for a copy of the final model or adapter
 
     def log(self, metrics: Metrics, step: int) -> None:
         """Take what was measured at `step`, unless it is there already; a list holds one value per rank."""
@@ -32,27 +32,16 @@ class Tracker(Protocol):
         """Take the answers before and after fine-tuning; `step` is the last one that was logged."""
 
     def log_result(self, folder: Path, step: int, is_best: bool, base_model: str) -> None:
-        """Take a copy of the final model or adapter, and return when it has arrived. Called in a thread of its own.
-
-        Args:
-            folder: where it is.
-            step: whose weights they are.
-            is_best: whether the validation loss was lowest at that step.
-            base_model: what was fine-tuned.
-        """
+        """Take a copy of a model or adapter with the weights of `step`, perhaps of the lowest validation loss, and
+        return when it has arrived. Called in a thread of its own."""
 
     def finish(self, exit_code: int, stopped: bool = False) -> None:
         """Write out what is left; exit_code is not 0 when the run failed, stopped is true when it can be resumed."""
 
 
 class TensorboardTracker:
-    """Event files in output_dir/tensorboard; `tensorboard --logdir output` shows every run below it.
-
-    Args:
-        output_dir: the run's directory.
-        resolved: the run's configuration, shown on the Text page.
-        resume_step: the step that is resumed from; what earlier files have of later steps is not shown any more.
-    """
+    """Event files in output_dir/tensorboard; see start_trackers. What earlier ones have of steps after the one that is
+    resumed from is not shown any more."""
 
     name = "TensorBoard"
     ids: dict[str, str] = {}
@@ -87,11 +76,7 @@ class TensorboardTracker:
 
 
 def check_trackers(config: TrackingConfig, output_dir: str | None) -> None:
-    """Find out whether W&B and MLflow will take this run, so that what is missing is told before a model is loaded.
-
-    Args:
-        config: which trackers.
-        output_dir: the run's directory as it was set.
+    """Find out before a model is loaded whether W&B and MLflow will take this run into its `output_dir`.
 
     Raises:
         UserError: no key, no package, no server that answers within seconds, or no place to write to.
@@ -108,17 +93,15 @@ def start_trackers(
     resolved: dict[str, Any],
     resume_step: int | None = None,
     ids: Mapping[str, str] | None = None,
-    rank: int = 0,
 ) -> list[Tracker]:
     """Start what the configuration asks for.
 
     Args:
         config: which trackers, and their settings.
-        output_dir: the run's directory, which must exist.
+        output_dir: the run's directory, which must exist; it names the run when no name is given.
         resolved: the run's configuration as plain values, logged with the run; secrets in it are not.
         resume_step: the step that is resumed from; None for a new run.
         ids: the `Tracker.ids` to go on with.
-        rank: ranks other than 0 have trackers with wandb_per_rank only.
 
     Raises:
         UserError: W&B or MLflow cannot be used, or its server refuses or does not answer.
@@ -128,12 +111,12 @@ def start_trackers(
     try:
         if config.use_wandb and wandb_mode(config) == "disabled":
             log.info("W&B: WANDB_MODE is disabled, so it gets nothing; --wandb_mode online or offline says otherwise.")
-        elif config.use_wandb and (rank == 0 or config.wandb_per_rank):
+        elif config.use_wandb:
             with_code = settings | ({"git": code} if code else {})
-            trackers.append(WandbTracker(config, output_dir, with_code, resume_step, known.get("wandb"), rank))
-        if config.use_tensorboard and rank == 0:
+            trackers.append(WandbTracker(config, output_dir, with_code, resume_step, known.get("wandb")))
+        if config.use_tensorboard:
             trackers.append(TensorboardTracker(output_dir, settings, resume_step))
-        if config.use_mlflow and rank == 0:
+        if config.use_mlflow:
             trackers.append(MlflowTracker(config, output_dir, settings, code, known.get("mlflow")))
     except BaseException:
         for tracker in trackers:  # or its run would be shown as running

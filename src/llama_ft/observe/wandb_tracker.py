@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from llama_ft.config.settings import TrackingConfig
 from llama_ft.errors import UserError, reason
-from llama_ft.observe.metrics import Metrics, one_series_per_rank, series_of_rank
+from llama_ft.observe.metrics import Metrics, one_series_per_rank
 from llama_ft.runtime.console import log
 
 if TYPE_CHECKING:
@@ -73,23 +73,12 @@ def check_wandb_login(config: TrackingConfig) -> None:
 
 
 class WandbTracker:
-    """One W&B run, its files in output_dir/wandb.
+    """One W&B run, its files in output_dir/wandb; see start_trackers.
 
     Of a resumed run online, W&B keeps what it has and takes nothing for those steps again. (`resume_from`, which would
     cut them off, is a preview that not every server has.) Offline it cannot know what the server has, and uploading a
     "resumed" run would number its steps on from there; so each attempt is the whole run, under the same id, and
     uploading the last one replaces what was uploaded before.
-
-    Args:
-        config: project, entity, name, tags, mode and the like.
-        output_dir: the run's directory; its name is the run's name when none is given.
-        resolved: the run's configuration as plain values.
-        resume_step: the step that is resumed from; None for a new run.
-        run_id: the W&B run to resume; for a new run with wandb_per_rank, the id that rank 0's run is to have.
-        rank: with wandb_per_rank this rank's run shows its own memory, and rank 0's all that is of all ranks.
-
-    Raises:
-        UserError: the run is online and W&B does not take it.
     """
 
     name = "W&B"
@@ -101,14 +90,8 @@ class WandbTracker:
         resolved: dict[str, Any],
         resume_step: int | None = None,
         run_id: str | None = None,
-        rank: int = 0,
     ) -> None:
-        self._rank = rank if config.wandb_per_rank else None
-        self.takes_result = config.wandb_log_model and rank == 0
-        name, group = config.wandb_name or output_dir.resolve().name, config.wandb_group
-        if config.wandb_per_rank:
-            name, group = f"{name}-rank{rank}", group or name
-            run_id = f"{run_id}-rank{rank}" if rank else run_id
+        self.takes_result = config.wandb_log_model
         self._offline = wandb_mode(config) == "offline"
         check_wandb_login(config)
         import wandb
@@ -120,8 +103,8 @@ class WandbTracker:
                 job_type=config.wandb_job_type,
                 notes=config.wandb_notes,
                 tags=config.wandb_tags,
-                name=name,
-                group=group,
+                name=config.wandb_name or output_dir.resolve().name,
+                group=config.wandb_group,
                 dir=str(output_dir),
                 config=resolved,
                 id=run_id,
@@ -130,8 +113,7 @@ class WandbTracker:
             )
         except (wandb.Error, ValueError) as error:  # the latter of a tag that is too long
             raise UserError(
-                f"--use_wandb: W&B did not take the run: {' '.join(str(error).split())}\n"
-                f"A run that was deleted there goes on in another --wandb_project only. {OFFLINE_HINT}"
+                f"--use_wandb: W&B did not take the run: {' '.join(str(error).split())}\n{OFFLINE_HINT}"
             ) from error
         self.ids = {"wandb": self._run.id}
         self._first_step = self._run.starting_step
@@ -142,8 +124,7 @@ class WandbTracker:
 
     def log(self, metrics: Metrics, step: int) -> None:
         if step >= self._first_step:  # W&B would drop the others, with a warning each
-            series = one_series_per_rank(metrics) if self._rank is None else series_of_rank(metrics, self._rank)
-            self._run.log(series, step=step)
+            self._run.log(one_series_per_rank(metrics), step=step)
 
     def log_samples(self, samples: "Samples", step: int) -> None:
         """A table of the answers before and after fine-tuning."""
@@ -154,10 +135,8 @@ class WandbTracker:
         self._run.log({"samples": table}, step=max(step, self._first_step))
 
     def log_result(self, folder: Path, step: int, is_best: bool, base_model: str) -> None:
-        """Upload it as the artifact model-<run id>; offline it stays where it is until `wandb sync` takes it.
-
-        Neither way copies it: W&B's staging folder would need the model's size once more in the user's home.
-        """
+        """Upload it as the artifact model-<run id>; offline it stays where it is until `wandb sync` takes it. Neither
+        way copies it: W&B's staging folder would need its size once more in the user's home."""
         import wandb
 
         metadata = {"base_model": base_model, "step": step}

@@ -37,7 +37,7 @@ def read_report_flags(argv: list[str], description: str) -> ReportFlags:
         errors.append("RUN is needed: report.py RUN [RUN...].")
     elif options.out is None:
         options.out = COMPARISON if len(options.places) > 1 else str(Path(options.places[0]) / REPORT_FILE)
-    elif Path(options.out).suffix not in (".html", ".htm"):
+    elif Path(options.out).suffix not in (".html", ".htm"):  # anything else would be somebody's file
         errors.append(f"--out {options.out}: expected a file whose name ends in .html.")
     elif not Path(options.out).expanduser().absolute().parent.is_dir():
         errors.append(f"--out {options.out}: there is no folder {Path(options.out).parent}.")
@@ -46,10 +46,6 @@ def read_report_flags(argv: list[str], description: str) -> ReportFlags:
 
 
 def _problem(folder: Path) -> str:
-    if error := folder_problem(folder, "a run's directory"):
-        return error
-    if is_run(folder):
-        return ""
-    runs = sorted(entry.name for entry in folder.iterdir() if is_run(entry))
-    held = f" It holds runs: {', '.join(runs[:5])}{', ...' if len(runs) > 5 else ''}." if runs else ""
-    return f"is not a run's directory: it has neither status.json nor metrics.jsonl.{held}"
+    is_foreign = folder.is_dir() and not is_run(folder)
+    told = "is not a run's directory: it has neither status.json nor metrics.jsonl."
+    return told if is_foreign else folder_problem(folder, "a run's directory") or ""
