@@ -36,13 +36,8 @@ def plan() -> Plan:
         ("reserved_bytes", "outside_bytes", "host_load_bytes", "host_save_bytes"), MIB
     )
     sizes |= {"checkpoint_bytes": MIB, "result_bytes": MIB, "sent_bytes": {"all_gather": 9 * MIB}}
-    sizes |= {
-        "largest_unit": "lm_head",
-        "largest_unit_bytes": 40 * MIB,
-        "tokens": 4096,
-        "is_quick": False,
-        "seconds": 1,
-    }
+    sizes |= {"largest_unit": "lm_head", "largest_unit_bytes": 40 * MIB}
+    sizes |= {"tokens": 4096, "is_quick": False, "seconds": 1}
     return Plan("cuda", 2, 0, peaks, [Moment(*moment) for moment in timeline()], **sizes)
 
 

@@ -1,7 +1,6 @@
 """MLflow with a real local store, read back by MLflow; and a small local server for what goes over the network."""
 
 import contextlib
-import http.server
 import io
 import json
 import os
@@ -10,7 +9,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -18,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from local_server import serve
 from mlflow import MlflowClient
 
 from llama_ft.config.settings import TrackingConfig
@@ -95,7 +94,7 @@ def test_mlflow_reads_back_the_whole_run(tmp_path: Path, screen: io.StringIO) ->
     assert Path(copy).read_bytes() == b"weights"
     table = json.loads(Path(client.download_artifacts(ids["mlflow"], "samples.json", str(tmp_path))).read_text())
     assert table["data"] == [["before", "2 + 2?", "5", "4"], ["after", "2 + 2?", "4", "4"]]
-    assert f"mlflow ui --backend-store-uri {tmp_path}/output/mlruns shows it." in screen.getvalue()
+    assert f"mlflow ui --backend-store-uri file://{tmp_path}/output/mlruns shows it." in screen.getvalue()
 
 
 def test_a_resumed_run_goes_on_in_mlflow_each_step_once(tmp_path: Path, screen: io.StringIO) -> None:
@@ -170,45 +169,22 @@ class MlflowServer:
     url: str = ""
     sent: list[tuple[str, str, dict[str, Any]]] = field(default_factory=list)  # path, authorization, body
 
-    def answer(self, path: str) -> dict[str, Any]:
+    def answer(self, path: str, authorization: str, body: bytes) -> tuple[int, object]:
+        path = path.partition("/api/2.0/mlflow/")[2].partition("?")[0]
+        self.sent.append((path, authorization, json.loads(body or b"{}")))
         info = {"run_id": "r1", "run_uuid": "r1", "experiment_id": "1", "status": "RUNNING"}
         info["lifecycle_stage"] = "active"
         run = {"run": {"info": info, "data": {}}}
         experiment = {"experiment_id": "1", "name": "llama_ft", "lifecycle_stage": "active"}
-        return {"experiments/get-by-name": {"experiment": experiment}, "runs/create": run, "runs/get": run}.get(
-            path, {}
-        )
+        known = {"experiments/get-by-name": {"experiment": experiment}, "runs/create": run, "runs/get": run}
+        return 200, known.get(path, {})
 
 
 @pytest.fixture
 def server() -> Iterator[MlflowServer]:
     fake = MlflowServer()
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers.get("content-length", 0))) or b"{}")
-            path = self.path.partition("/api/2.0/mlflow/")[2].partition("?")[0]
-            fake.sent.append((path, self.headers.get("Authorization", ""), body))
-            reply = json.dumps(fake.answer(path)).encode()
-            self.send_response(200)
-            self.send_header("content-length", str(len(reply)))
-            self.end_headers()
-            self.wfile.write(reply)
-
-        do_GET = do_PATCH = do_POST
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    listening = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    listening.daemon_threads = True
-    thread = threading.Thread(target=listening.serve_forever)
-    thread.start()
-    fake.url = f"http://127.0.0.1:{listening.server_port}"
-    yield fake
-    listening.shutdown()
-    thread.join()
-    listening.server_close()
+    with serve(fake.answer) as fake.url:
+        yield fake
 
 
 def test_a_server_gets_the_run_and_nobody_else_the_password(

@@ -61,14 +61,6 @@ def test_what_is_there_is_printed_readably(metrics: dict[str, float], shown: str
     assert printed.getvalue() == f"step 1/1  {shown}\n"
 
 
-def test_fast_steps_print_the_first_and_the_last_line_only() -> None:
-    console, printed = file_console()
-    with ProgressBar(500, console=console, seconds_between_lines=3600) as progress:
-        for step in range(1, 501):
-            progress.update(step, STEP)
-    assert [line.split("  ")[0] for line in visible_lines(printed)] == ["step 1/500", "step 500/500"]
-
-
 def test_a_run_that_ends_early_still_prints_its_last_step() -> None:
     console, printed = file_console()
     with ProgressBar(500, console=console, seconds_between_lines=3600) as progress:

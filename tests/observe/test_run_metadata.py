@@ -20,6 +20,7 @@ def test_facts_are_merged_key_by_key_and_lists_replaced(tmp_path: Path) -> None:
     kept = RunMetadata(tmp_path)
     kept.add(memory={"phases": {"load": [1]}, "unit": "device"}, units=[1, 2])
     kept.add(memory={"phases": {"load": [2], "save": [3]}}, units=[4])
+    RunMetadata(tmp_path, enabled=False).add(units=[5])
     assert facts(tmp_path) == {"memory": {"phases": {"load": [2], "save": [3]}, "unit": "device"}, "units": [4]}
 
 

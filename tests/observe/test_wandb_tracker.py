@@ -1,7 +1,6 @@
 """W&B offline, its files read back; W&B online, in a process of its own against a small local server."""
 
 import contextlib
-import http.server
 import io
 import json
 import os
@@ -19,13 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from local_server import serve
 from wandb.proto.wandb_internal_pb2 import Record
 
 from llama_ft.config.settings import TrackingConfig
 from llama_ft.errors import UserError
 from llama_ft.observe.run_log import RunLog
 from llama_ft.observe.trackers import start_trackers
-from llama_ft.observe.wandb_tracker import WandbTracker, wandb_mode
+from llama_ft.observe.wandb_tracker import wandb_mode
 
 RESOLVED = {"train": {"lr": 0.001, "num_epochs": 2}, "model": {"model_name": "demo"}}
 SOURCE = Path(__file__).parents[2] / "src"
@@ -67,7 +67,7 @@ class WandbServer:
     silent_after_start: bool = False
     closing: threading.Event = field(default_factory=threading.Event)
 
-    def answer(self, path: str, body: bytes) -> tuple[int, dict[str, object]]:
+    def answer(self, path: str, authorization: str, body: bytes) -> tuple[int, dict[str, object]]:
         self.requests.append((path, body))
         if self.refuses_keys:
             return 401, {"data": None}
@@ -111,29 +111,9 @@ class WandbServer:
 @pytest.fixture
 def wandb_server() -> Iterator[WandbServer]:
     fake = WandbServer()
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers.get("content-length", 0)))
-            status, reply = fake.answer(self.path, body)
-            self.send_response(status)
-            self.send_header("content-type", "application/json")
-            self.end_headers()
-            self.wfile.write(json.dumps(reply).encode())
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    fake.url = f"http://127.0.0.1:{server.server_port}"
-    yield fake
-    fake.closing.set()
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with serve(fake.answer) as fake.url:
+        yield fake
+        fake.closing.set()
 
 
 def offline_records(run_dir: Path) -> Iterator[Record]:
@@ -225,42 +205,21 @@ def test_wandb_offline_keeps_everything_but_machine_user_and_code_and_says_how_t
     assert [path for path in (run_dir / "files").rglob("*") if path.is_file()] == [samples]
 
 
-@pytest.mark.parametrize(
-    ("setting", "environment", "mode"),
-    [
-        (None, "", "online"),
-        (None, "offline", "offline"),
-        (None, "disabled", "disabled"),
-        ("online", "offline", "online"),
-        ("offline", "disabled", "offline"),
-    ],
-)
-def test_the_environments_mode_counts_where_none_is_set(
-    setting: Any, environment: str, mode: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("WANDB_MODE", environment)
-    assert wandb_mode(TrackingConfig(use_wandb=True, wandb_mode=setting)) == mode
-
-
-def test_what_wandb_does_not_take_is_told_in_its_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WANDB_MODE", "of")
-    with pytest.raises(UserError, match="W&B did not take the run: .*mode"):
-        WandbTracker(TrackingConfig(use_wandb=True), tmp_path, RESOLVED)
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    with pytest.raises(UserError, match="W&B did not take the run: .*is 65 characters"):
-        WandbTracker(TrackingConfig(use_wandb=True, wandb_tags=["x" * 65]), tmp_path, RESOLVED)
-
-
 def test_wandb_mode_of_the_environment_decides_what_is_written(
     tmp_path: Path, screen: io.StringIO, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WANDB_MODE", "disabled")
     assert start_trackers(TrackingConfig(use_wandb=True), tmp_path, RESOLVED) == []
     assert "WANDB_MODE is disabled" in screen.getvalue() and not list(tmp_path.iterdir())
+    assert wandb_mode(TrackingConfig(use_wandb=True, wandb_mode="online")) == "online"
     monkeypatch.setenv("WANDB_MODE", "offline")
+    with pytest.raises(UserError, match="W&B did not take the run: .*is 65 characters"):
+        start_trackers(TrackingConfig(use_wandb=True, wandb_tags=["x" * 65]), tmp_path, RESOLVED)
     (tracker,) = start_trackers(TrackingConfig(use_wandb=True), tmp_path, RESOLVED)
     tracker.finish(0)
-    assert len(list((tmp_path / "wandb").glob("offline-run-*"))) == 1
+    (run_dir,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
+    names = [record.run.display_name for record in offline_records(run_dir.parent) if record.HasField("run")]
+    assert names[0] == tmp_path.name
 
 
 SAMPLES = [{"when": "before", "question": "2 + 2?", "answer": "half a letter \udc80", "reference": "4"}]

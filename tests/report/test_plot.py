@@ -45,12 +45,12 @@ def test_a_short_curve_is_drawn_point_by_point_and_interrupted_where_a_value_is_
 def test_the_mean_behind_a_smoothed_line_is_that_of_the_points_around() -> None:
     values = numpy.random.default_rng(1).normal(size=1000)
     values[500] = numpy.nan
-    each, mean = smoothed("loss", numpy.arange(1000), values)
+    each, mean = smoothed(Series("loss", numpy.arange(1000), values))
     assert each.style == "faint" and numpy.array_equal(each.y, values, equal_nan=True)
     for place in (0, 7, 490, 510, 999):
         around = values[max(place - 20, 0) : place + 21]
         assert mean.y[place] == pytest.approx(numpy.nanmean(around))
-    assert [series.style for series in smoothed("loss", numpy.arange(5), values[:5])] == ["line"]
+    assert [series.style for series in smoothed(Series("loss", numpy.arange(5), values[:5]))] == ["line"]
 
 
 def test_the_axis_is_logarithmic_only_where_it_may_be_and_the_values_ask_for_it() -> None:

@@ -53,11 +53,10 @@ class FlopFormula:
     """The model FLOPs of any rows.
 
     Attributes:
-        per_token: of matmuls with weights, the LM head's included.
+        per_token: of matmuls with weights, the LM head's included; `per_target` is its part of that.
         per_pair: window (None: no limit) -> of attention, over all layers with that window.
         weights: N.
         product: rows and columns of the largest weight matrix of a layer.
-        per_target: the LM head's part of `per_token`.
     """
 
     per_token: float
@@ -107,10 +106,12 @@ def flop_formula(model: PreTrainedModel) -> FlopFormula:
         count = quantized.get(key, parameter.numel())
         if key in layer_of and count > product[0] * product[1] and parameter.ndim == 2:
             product = (parameter.shape[0], count // parameter.shape[0])
-        active = float(count)
-        chosen, experts = _experts(configs[layer_of.get(key, 0)])
-        if chosen and (parameter.ndim == 3 or ".experts." in name):
-            active *= chosen / (parameter.shape[0] if parameter.ndim == 3 else experts)
+        active, own = float(count), configs[layer_of.get(key, 0)]
+        experts = getattr(own, "num_local_experts", None) or getattr(own, "num_experts", None)
+        if experts and (parameter.ndim == 3 or ".experts." in name):  # those that a token goes to
+            active *= (getattr(own, "num_experts_per_tok", None) or experts) / (
+                parameter.shape[0] if parameter.ndim == 3 else experts
+            )
         is_above = layer_of.get(key, len(layers)) >= first
         flops = active * (2 + 2 * is_above + 2 * (key in trained))
         per_token += flops
@@ -123,12 +124,6 @@ def flop_formula(model: PreTrainedModel) -> FlopFormula:
         if window != 0:
             per_pair[window] += _attention_flops(configs[number]) * (3 if number >= first else 1)
     return FlopFormula(per_token, dict(per_pair), round(weights), product, per_target)
-
-
-def _experts(config: PretrainedConfig) -> tuple[int, int]:
-    """How many of how many a token goes to; 0 where there are none."""
-    experts = next((n for name in ("num_local_experts", "num_experts") if (n := getattr(config, name, None))), 0)
-    return (getattr(config, "num_experts_per_tok", None) or 0) if experts else 0, experts
 
 
 def _attention_flops(config: PretrainedConfig) -> int:
@@ -161,15 +156,10 @@ def published_peak(dtype: torch.dtype, device: torch.device) -> float:
 
 
 def product_rate(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> float:
-    """FLOP/s of a matmul such as a model's layers compute, the fastest of those in a tenth of a second.
+    """FLOP/s of a matmul with a weight of that shape, or of fewer rows, the fastest of those in a tenth of a second.
 
     All ranks call it at the same time, since those of a machine share its cores, caches and power. A random state is
     left as it is, and device memory is given back.
-
-    Args:
-        shape: of the weight; fewer rows of it are taken where it is very large.
-        dtype: that the model computes in.
-        device: where.
     """
     rows, tokens = max(1, min(shape[0], MOST_WEIGHTS[device.type] // shape[1])), MOST_TOKENS[device.type]
     generator = torch.Generator(device).manual_seed(0)  # on GPUs constant numbers are multiplied faster

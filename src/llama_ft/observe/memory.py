@@ -45,22 +45,14 @@ Peaks = dict[Phase, dict[str, int]]
 
 
 class MemoryUse(NamedTuple):
-    """What a process holds, in bytes; peaks are since `reset_peaks`. 0 is what is not known, or not there.
+    """What a process holds, in bytes; peaks are since `reset_peaks`. 0 is what is not known, or not there."""
 
-    Attributes:
-        anonymous: resident host memory no file stands behind.
-        mapped: resident pages of files and shared memory.
-        resident_peak: largest sum of both.
-        device, device_peak: tensors on the CUDA device, and the most of them.
-        device_reserved_peak: most that the CUDA allocator held, free blocks included.
-    """
-
-    anonymous: int = 0
-    mapped: int = 0
-    resident_peak: int = 0
-    device: int = 0
+    anonymous: int = 0  # resident host memory no file stands behind
+    mapped: int = 0  # resident pages of files and shared memory
+    resident_peak: int = 0  # largest sum of both
+    device: int = 0  # tensors on the CUDA device
     device_peak: int = 0
-    device_reserved_peak: int = 0
+    device_reserved_peak: int = 0  # most that the CUDA allocator held, free blocks included
 
 
 def memory_use(device: torch.device) -> MemoryUse:
@@ -99,9 +91,6 @@ class MemoryMonitor:
     not of its anonymous part: that is taken as VmHWM less the mapped pages at the phase's end, and at least what was
     anonymous at both ends; while files are mapped it is sampled. Ranks are compared after loading and in the second
     step, and each step is looked at for a leak.
-
-    Args:
-        job: the ranks.
 
     Attributes:
         phase: the present one; None outside of any.
@@ -255,19 +244,12 @@ def _table(ranks: list[Peaks], kinds: list[str]) -> str:
 
 
 class Held(NamedTuple):
-    """What a rank holds at a moment at which it should hold its shards and nothing else, in bytes.
+    """What a rank holds at a moment at which it should hold its shards and nothing else, in bytes."""
 
-    Attributes:
-        holders: by what holds it, each storage once.
-        memory: as the kernel and the CUDA allocator count it.
-        model: all parameters of all ranks, as they are stored.
-        fuller: how many times as much as this one a rank with full shards has of what is trained.
-    """
-
-    holders: dict[str, int]
-    memory: dict[str, int]
-    model: int
-    fuller: float = 1.0
+    holders: dict[str, int]  # by what holds it, each storage once
+    memory: dict[str, int]  # as the kernel and the CUDA allocator count it
+    model: int  # all parameters of all ranks, as they are stored
+    fuller: float = 1.0  # how many times as much as this rank one with full shards has of what is trained
 
 
 def held_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None, memory: dict[str, int]) -> Held:
@@ -289,11 +271,7 @@ def held_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None, memo
 
 def find_differences(ranks: list[Held], moment: str) -> list[str]:
     """A warning for each rank that has over 5 % more than is usual and due, about the first thing of which it has.
-
-    Args:
-        ranks: what each holds.
-        moment: "after loading" or "in the second step".
-    """
+    `moment` is "after loading" or "in the second step"."""
     warnings, named = list[str](), set[int]()
     measured = {"device memory": DEVICE_NOISE, "host memory": HOST_NOISE[moment]}
     for name in [*dict.fromkeys(name for rank in ranks for name in rank.holders), *measured]:
@@ -379,14 +357,8 @@ def record_memory() -> None:
 
 
 def write_snapshot(run: Path, rank: int, moment: str) -> Path:
-    """Write run/memory/rank-0-step-3.pickle, for pytorch.org/memory_viz. It holds sizes, times, and the lines of code
-    that allocated, with their paths; no content of any tensor.
-
-    Args:
-        run: the run's directory.
-        rank: this process's.
-        moment: the end of the name.
-    """
+    """Write memory/rank-<rank>-<moment>.pickle in the run's directory, for pytorch.org/memory_viz: sizes, times and
+    lines of code that allocated, with their paths; no content of any tensor."""
     file = run / "memory" / f"rank-{rank}-{moment}.pickle"
     file.parent.mkdir(exist_ok=True)
     torch.cuda.memory._dump_snapshot(str(file))

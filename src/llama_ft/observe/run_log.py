@@ -96,8 +96,8 @@ class RunLog:
 
         Args:
             step: optimizer steps done.
-            metrics: keys of metrics.jsonl, without `step`. When the step ended with an evaluation, eval/loss and
-                eval/perplexity belong in the same call: a step has one line.
+            metrics: keys of metrics.jsonl, without `step`; of a step with an evaluation eval/loss and eval/perplexity
+                too, since a step has one line.
         """
         if not self._is_main:
             return
@@ -123,10 +123,11 @@ class RunLog:
                 _warn(tracker, "has no samples; facts.json has them.", error)
 
     def log_result(self, folder: Path, outcome: Mapping[str, Any], base_model: str, seconds: float) -> None:
-        """Give the result to the trackers that were asked to take it. What fails is told, and the run goes on.
+        """Give the final model or adapter to the trackers that were asked to take it, in so many seconds. What fails is
+        reported, and the run goes on.
 
         Args:
-            folder: the model or adapter.
+            folder: where it is.
             outcome: of training: `weights_of`, whose step's weights these are, and `best_step`, where the validation
                 loss was lowest; 0 where there was none.
             base_model: what was fine-tuned.

@@ -22,11 +22,8 @@ CHECKOUT = Path(__file__).resolve().parents[3]
 class RunMetadata:
     """Keeps one facts.json current, in a directory that exists. Secrets do not get into it.
 
-    A run that is resumed in its directory keeps its file, so that the answer before fine-tuning stays.
-
-    Args:
-        output_dir: the run's directory.
-        enabled: False on every rank but 0: nothing is written then.
+    A run that is resumed in its directory keeps its file, so that the answer before fine-tuning stays. Of all ranks
+    only 0 is `enabled` to write.
     """
 
     def __init__(self, output_dir: Path, enabled: bool = True) -> None:
@@ -83,12 +80,8 @@ def masked(value: Any) -> Any:
 
 
 def environment(versions: dict[str, str], layout: str) -> dict[str, str]:
-    """What a run runs on and by what command, name -> text.
-
-    Args:
-        versions: of Python and the libraries that compute.
-        layout: ranks, devices and mesh, as the run prints them.
-    """
+    """What a run runs on and by what command, name -> text; with the versions of Python and the libraries that compute,
+    and the layout of the ranks as the run prints it."""
     found = {"command": shlex.join(sys.argv), "ranks": layout, **versions}
     found["host"] = f"{socket.gethostname()}, {os.cpu_count()} cores"
     if torch.cuda.is_available():

@@ -75,7 +75,8 @@ class MemoryFacts:
     def holder_bars(self) -> tuple[str, list[Bar]]:
         """What holds memory at the largest peak of training, predicted: its phase, and a bar for each category."""
         peaks = [peak for peak in self._plan if peak["phase"] in TRAINING_PHASES] or self._plan
-        largest = max(peaks, key=lambda peak: peak["bytes"], default={"phase": "", "holders": {}})
+        nothing: dict[str, Any] = {"phase": "", "holders": {}}
+        largest = max(peaks, key=lambda peak: peak["bytes"], default=nothing)
         held = {name: size for name, size in largest["holders"].items() if size}
         return str(largest["phase"]), _bars(MEMORY_CATEGORIES, held, {})
 
@@ -83,7 +84,7 @@ class MemoryFacts:
         """What the step leaves on the highest rank, measured on the tensors themselves, and the same of the plan."""
         names = dict.fromkeys(name for rank in self._holders for name in rank)
         measured = {name: float(max(rank.get(name, 0.0) for rank in self._holders)) for name in names}
-        held = next((peak["holders"] for peak in self._plan if peak["phase"] == "optimizer step"), {})
+        held: dict[str, float] = next((peak["holders"] for peak in self._plan if peak["phase"] == "optimizer step"), {})
         return _bars(MEMORY_CATEGORIES, {name: held[name] for name in names if held.get(name)}, measured)
 
     def rank_table(self) -> dict[str, list[dict[str, Any]]]:

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 from markupsafe import Markup
 
-from llama_ft.config.messages import show
 from llama_ft.report.memory import MemoryFacts
 from llama_ft.report.plot import TEMPLATES, Plot, Series, histogram, number, smoothed
 from llama_ft.report.run import Run, differing_settings
@@ -36,13 +35,7 @@ UTILIZATIONS = (  # key, title of its card, where the run's facts have what it i
     ("perf/mfu", "MFU", "published_flops_per_second", "published"),
     ("perf/matmul_utilization", "Matmul utilization", "product_flops_per_second", "measured"),
 )
-NOISY = (
-    "train/loss",
-    "train/grad_norm",
-    "perf/tokens_per_second",
-    "perf/step_seconds",
-    *(it[0] for it in UTILIZATIONS),
-)
+NOISY = ("perf/", "train/grad_norm")
 
 
 class Card(NamedTuple):
@@ -66,8 +59,6 @@ def report_page(run: Run) -> str:
         "run.html",
         title=run.name,
         run=run,
-        about=_about(run),
-        outcome=_outcome(run),
         cards=_cards(run),
         plots=[plot.svg() for plot in plots],
         memory=memory,
@@ -128,28 +119,6 @@ def _render(template: str, **values: Any) -> str:
     return page.encode("utf-8", "replace").decode()  # an answer may hold half a character
 
 
-def _about(run: Run) -> str:
-    names = ("model.model_name", "data.dataset")
-    model, rows = (show(run.settings[name]) if name in run.settings else "" for name in names)
-    method = "full tuning"
-    if run.settings.get("peft.use_peft"):
-        method = "LoRA"
-        mode = run.settings.get("quantization.mode")
-        method += f" beside {mode} weights" if mode not in (None, "none") else ""
-    return f"{method} of {model} on {rows}" if model else ""
-
-
-def _outcome(run: Run) -> str:
-    """That the run stopped early, and which step the final model is of, where that is not the last one."""
-    total, weights_of = run.facts.get("total_steps"), run.facts.get("weights_of")
-    lines = []
-    if run.status.get("state") == "finished" and total and run.step < total:
-        lines.append(f"Stopped early, after step {run.step:,} of {total:,}: the validation loss no longer fell.")
-    if weights_of is not None and weights_of != run.step:
-        lines.append(f"The final model has the weights of step {weights_of:,}, with the best validation loss.")
-    return " ".join(lines)
-
-
 def _cards(run: Run) -> list[Card]:
     curves, cards = run.curves, []
     total = run.facts.get("total_steps")
@@ -177,11 +146,11 @@ def _cards(run: Run) -> list[Card]:
     elif math.isfinite(predicted):
         cards.append(Card("Predicted peak", number(predicted, "bytes"), "nothing was measured"))
     ranks = max([len(peaks) for peaks in run.rank_peaks.values()] + [int(run.plan.get("world_size", 0))])
-    on_gpu = "memory/device_peak_bytes" in run.rank_peaks or run.plan.get("device") == "cuda"
     if ranks:
+        on_gpu = memory.is_like_for_like or run.plan.get("device") == "cuda"
         machine = run.facts.get("environment", {}).get("GPUs" if on_gpu else "host", "")
-        count = f"{ranks} rank{'s' if ranks > 1 else ''}"
-        cards.append(Card("Device", "GPU" if on_gpu else "CPU", f"{count}; {machine}" if machine else count))
+        words = [f"{ranks} rank{'s' if ranks > 1 else ''}", *([machine] if machine else [])]
+        cards.append(Card("Device", "GPU" if on_gpu else "CPU", "; ".join(words)))
     return cards
 
 
@@ -189,6 +158,5 @@ def _lines(run: Run, key: str, name: str, colour: int = 0) -> list[Series]:
     """A curve; of one that is noisy also its mean, last."""
     if (curve := run.curves.get(key)) is None:
         return []
-    if key in NOISY:
-        return smoothed(name, curve.steps, curve.values, colour)
-    return [Series(name, curve.steps, curve.values, "line", colour)]
+    series = Series(name, curve.steps, curve.values, "line", colour)
+    return smoothed(series) if key == "train/loss" or key.startswith(NOISY) else [series]

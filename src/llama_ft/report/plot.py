@@ -25,20 +25,13 @@ LOG_RATIO = 50  # of the largest value to the least, from where on an axis is lo
 
 @dataclass(frozen=True, eq=False)
 class Series:
-    """A line of a plot.
+    """A line of a plot."""
 
-    Attributes:
-        name: for the legend.
-        x, y: its points, x ascending; NaN interrupts the line.
-        style: `line`; `faint`, behind a smoothed one; `dots`, joined by a line; `area`, filled down to the axis.
-        colour: 0 to 7; others begin again, dashed.
-    """
-
-    name: str
-    x: numpy.ndarray
-    y: numpy.ndarray
-    style: str = "line"
-    colour: int = 0
+    name: str  # for the legend
+    x: numpy.ndarray  # ascending
+    y: numpy.ndarray  # NaN interrupts the line
+    style: str = "line"  # or faint, behind a smoothed one; dots, joined by a line; area, filled down to the axis
+    colour: int = 0  # 0 to 7; others begin again, dashed
 
     @property
     def css(self) -> str:
@@ -48,27 +41,16 @@ class Series:
 
 @dataclass
 class Plot:
-    """A plot and its axes.
-
-    Attributes:
-        title: what is shown.
-        series: what is drawn; later ones on top.
-        unit: behind values; "bytes" writes them as MiB and GiB.
-        log: a logarithmic scale, where the values ask for it; else the scale begins at zero.
-        labels: names of x = 0, 1, ...: modules at work, instead of steps.
-        bands: (from, to, name) of parts of the x axis.
-        named: a single series is named, too.
-        width, height: of the drawing, in its own units: about pixels on a screen.
-    """
+    """A plot and its axes."""
 
     title: str
-    series: list[Series]
-    unit: str = ""
-    log: bool = False
-    labels: Sequence[str] = ()
-    bands: Sequence[tuple[float, float, str]] = ()
-    named: bool = False
-    width: int = 440
+    series: list[Series]  # later ones on top
+    unit: str = ""  # behind values; "bytes" writes them as MiB and GiB
+    log: bool = False  # a logarithmic scale, where the values ask for it; else the scale begins at zero
+    labels: Sequence[str] = ()  # names of x = 0, 1, ...: modules at work, instead of steps
+    bands: Sequence[tuple[float, float, str]] = ()  # (from, to, name) of parts of the x axis
+    named: bool = False  # a single series is named, too
+    width: int = 440  # of the drawing, in its own units: about pixels on a screen
     height: int = 220
 
     def svg(self) -> Markup:
@@ -170,30 +152,29 @@ def ticks(low: float, high: float, most: int, binary: bool = False) -> list[floa
 
 
 def thin(series: Series) -> Series:
-    """At most two points a bin, its lowest and its highest in their order, or what is not finite: spikes stay."""
+    """At most a few points a bin, its lowest, its highest and what is not finite, in their order: spikes stay."""
     count = len(series.x)
     if count <= 2 * BINS:
         return series
     kept = {0, count - 1}
-    for places in numpy.array_split(numpy.arange(count), BINS):  # argmin and argmax find a NaN first
-        kept |= {int(places[numpy.argmin(series.y[places])]), int(places[numpy.argmax(series.y[places])])}
-        finite = places[numpy.isfinite(series.y[places])]
-        if len(finite):
-            kept |= {int(finite[numpy.argmin(series.y[finite])]), int(finite[numpy.argmax(series.y[finite])])}
+    for places in numpy.array_split(numpy.arange(count), BINS):
+        for part in (places, places[numpy.isfinite(series.y[places])]):  # argmin and argmax find a NaN first
+            kept |= {int(part[find(series.y[part])]) for find in (numpy.argmin, numpy.argmax) if len(part)}
     chosen = numpy.array(sorted(kept))
     return replace(series, x=series.x[chosen], y=series.y[chosen])
 
 
-def smoothed(name: str, x: numpy.ndarray, y: numpy.ndarray, colour: int = 0) -> list[Series]:
+def smoothed(series: Series) -> list[Series]:
     """A line, or where it has many points the mean of those around each before a faint line of them all."""
-    if len(y) < SMOOTH_FROM:
-        return [Series(name, x, y, "line", colour)]
-    half = max(2, len(y) // SMOOTH_SHARE // 2)
+    count, y = len(series.y), series.y
+    if count < SMOOTH_FROM:
+        return [series]
+    half = max(2, count // SMOOTH_SHARE // 2)
     window, finite = numpy.ones(2 * half + 1), numpy.isfinite(y)
     sums = numpy.convolve(numpy.where(finite, y, 0.0), window)[half:-half]
     counts = numpy.convolve(finite, window)[half:-half]
     mean = numpy.where(counts > 0.5, sums / numpy.maximum(counts, 1), numpy.nan)
-    return [Series("each step", x, y, "faint", colour), Series(name, x, mean, "line", colour)]
+    return [replace(series, name="each step", style="faint"), replace(series, y=mean)]
 
 
 def histogram(counts: Sequence[int], edges: Sequence[float], name: str, colour: int = 0) -> Markup:

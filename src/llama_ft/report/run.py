@@ -6,6 +6,7 @@ from array import array
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -112,15 +113,10 @@ def _read(run: Run, name: str, parse: Callable[[str], Any]) -> dict[str, Any]:
     """The mapping in a file; empty where there is none, and where it is damaged."""
     path = run.folder / name
     try:
-        value = parse(path.read_text(encoding="utf-8"))
-        if not isinstance(value, dict):
-            raise ValueError("expected a mapping")
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, yaml.YAMLError) as error:
+        return dict(parse(path.read_text(encoding="utf-8")) if path.exists() else {})
+    except (OSError, ValueError, TypeError, yaml.YAMLError) as error:
         run.damaged.append(f"{path}: {reason(error)}")
         return {}
-    return value
 
 
 def _read_metrics(run: Run) -> None:
@@ -144,17 +140,12 @@ def _read_metrics(run: Run) -> None:
 def _take_line(run: Run, record: dict[str, Any], pairs: "dict[str, array[float]]") -> None:
     step = record.pop("step") + 0.0
     for key, value in record.items():
-        if value is None:
-            value = math.nan
-        elif type(value) is list:
-            value = [math.nan if number is None else number for number in value]
-            if (before := run.rank_peaks.get(key)) != value:
-                before = before or value
-                run.rank_peaks[key] = [*map(max, before, value), *value[len(before) :]]
+        value = [math.nan if one is None else one for one in value] if type(value) is list else value
+        if type(value) is list:
+            before = run.rank_peaks.get(key, [])
+            run.rank_peaks[key] = [max(pair) for pair in zip_longest(before, value, fillvalue=0.0)]
             value = max(value, default=math.nan)
-        both = pairs[key]
-        both.append(step)
-        both.append(value)
+        pairs[key].extend((step, math.nan if value is None else value))
 
 
 def is_run(folder: Path) -> bool:
