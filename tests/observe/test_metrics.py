@@ -35,14 +35,6 @@ def test_each_record_is_on_disk_as_a_line_as_soon_as_it_is_written(tmp_path: Pat
     metrics.close()
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_numbers_json_does_not_have_become_null(tmp_path: Path, value: float) -> None:
-    metrics = MetricsLog(tmp_path / "metrics.jsonl")
-    metrics.write({"step": 1, "train/loss": value, "memory/device_peak_bytes": [1.0, value]})
-    metrics.close()
-    assert strict_records(metrics.path) == [{"step": 1, "train/loss": None, "memory/device_peak_bytes": [1.0, None]}]
-
-
 def write_steps(path: Path, first: int, last: int, resume_step: int | None = None, source: Path | None = None) -> None:
     metrics = MetricsLog(path, resume_step, source)
     for step in range(first, last + 1):
@@ -130,7 +122,8 @@ def test_a_kill_at_any_moment_loses_no_line_of_a_saved_step(tmp_path: Path) -> N
 def test_records_are_read_back_as_they_were_logged(tmp_path: Path) -> None:
     metrics = MetricsLog(tmp_path / "metrics.jsonl")
     metrics.write({"step": 1, "train/loss": 2.5, "train/grad_norm": math.nan, "memory/host_peak_bytes": [1, math.inf]})
-    ((step, record),) = records_up_to(tmp_path / "metrics.jsonl", 1)
+    assert strict_records(metrics.path)[0]["memory/host_peak_bytes"] == [1, None]
+    ((step, record),) = records_up_to(metrics.path, 1)
     assert step == 1
     assert repr(record) == "{'train/loss': 2.5, 'train/grad_norm': nan, 'memory/host_peak_bytes': [1, nan]}"
 

@@ -3,7 +3,6 @@
 import io
 import math
 import re
-import threading
 
 import pytest
 from rich.console import Console
@@ -111,26 +110,3 @@ def test_the_time_left_of_a_resumed_run_is_by_its_own_speed() -> None:
     bar = visible_lines(printed)[-1]
     assert re.match(r"step +910/1000 ", bar)
     assert bar.endswith("0:03:20 left 0:30:00")  # 10 steps in 200 s, so 90 in 1800 s
-
-
-def test_lines_of_other_threads_stay_whole_beside_the_bar() -> None:
-    console, printed = terminal_console(columns=120)
-    lines = [[f"thread {thread} wrote line {line} of its checkpoint" for line in range(30)] for thread in range(4)]
-
-    def write(own_lines: list[str]) -> None:
-        for line in own_lines:
-            console.print(line)
-
-    with ProgressBar(1000, console=console) as progress:
-        threads = [threading.Thread(target=write, args=(own_lines,)) for own_lines in lines]
-        for thread in threads:
-            thread.start()
-        step = 0
-        while any(thread.is_alive() for thread in threads):
-            step += 1
-            progress.update(step, STEP)
-        for thread in threads:
-            thread.join()
-    seen = visible_lines(printed)
-    assert sorted(line for line in seen if "wrote line" in line) == sorted(sum(lines, []))
-    assert seen[-1].startswith("step")

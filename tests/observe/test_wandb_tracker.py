@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shlex
-import socket
 import struct
 import subprocess
 import sys
@@ -225,17 +224,6 @@ def test_wandb_mode_of_the_environment_decides_what_is_written(
 SAMPLES = [{"when": "before", "question": "2 + 2?", "answer": "half a letter \udc80", "reference": "4"}]
 
 
-def test_wandb_online_without_a_key_is_told_at_once(tmp_path: Path) -> None:
-    done, seconds = run_online(tmp_path)
-    assert done.returncode == 2
-    assert done.stderr == (
-        "error: --use_wandb: this machine has no W&B key.\n"
-        "       Run wandb login, or set WANDB_API_KEY; --wandb_mode offline needs neither key nor network.\n"
-    )
-    assert seconds < 30
-    assert list((tmp_path / "run").iterdir()) == []
-
-
 def test_wandb_with_a_refused_key_is_told(tmp_path: Path, wandb_server: WandbServer) -> None:
     wandb_server.refuses_keys = True
     done, _ = run_online(tmp_path, WANDB_BASE_URL=wandb_server.url, WANDB_API_KEY="a" * 40)
@@ -243,18 +231,6 @@ def test_wandb_with_a_refused_key_is_told(tmp_path: Path, wandb_server: WandbSer
     assert done.stderr.startswith(f"error: --use_wandb: Failed to authenticate with {wandb_server.url}")
     assert "wandb login --relogin" in done.stderr and "--wandb_mode offline" in done.stderr
     assert "Traceback" not in done.stderr
-
-
-@pytest.mark.slow
-def test_an_unreachable_wandb_server_is_told_within_30_seconds(tmp_path: Path) -> None:
-    with socket.socket() as nobody_listens:
-        nobody_listens.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{nobody_listens.getsockname()[1]}"
-        done, seconds = run_online(tmp_path, WANDB_BASE_URL=url, WANDB_API_KEY="a" * 40)
-    assert done.returncode == 2
-    assert url in done.stderr and "--wandb_mode offline" in done.stderr
-    assert seconds < 30
-    assert list((tmp_path / "run").iterdir()) == []
 
 
 def test_wandb_online_sends_metrics_and_nothing_about_the_machine(tmp_path: Path, wandb_server: WandbServer) -> None:

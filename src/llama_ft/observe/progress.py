@@ -18,12 +18,8 @@ SPEED_WINDOW_SECONDS = 300.0  # steps take much the same time; rich's own 30 s h
 class ProgressBar:
     """Shows step, losses, learning rate and speed; a context manager. For rank 0 only.
 
-    Args:
-        total_steps: the last step of the run.
-        steps_done: steps a resumed run had already done.
-        console: where to; log lines through the same console appear above the bar.
-        seconds_between_lines: where there is no terminal, the first and the last update are printed and, between
-            them, one every so many seconds.
+    Where the console, above whose bar log lines appear, is no terminal, the first and the last update are printed and,
+    between them, one every so many seconds. A resumed run has `steps_done` already.
     """
 
     def __init__(

@@ -94,14 +94,7 @@ def start_trackers(
     resume_step: int | None = None,
     ids: Mapping[str, str] | None = None,
 ) -> list[Tracker]:
-    """Start what the configuration asks for.
-
-    Args:
-        config: which trackers, and their settings.
-        output_dir: the run's directory, which must exist; it names the run when no name is given.
-        resolved: the run's configuration as plain values, logged with the run; secrets in it are not.
-        resume_step: the step that is resumed from; None for a new run.
-        ids: the `Tracker.ids` to go on with.
+    """Start what the configuration asks for; see RunLog. `ids` are the `Tracker.ids` to go on with.
 
     Raises:
         UserError: W&B or MLflow cannot be used, or its server refuses or does not answer.

@@ -36,14 +36,10 @@ class Bar(NamedTuple):
 class MemoryFacts:
     """What a run's directory tells of its memory.
 
-    Args:
-        run: that was read.
-
     Attributes:
         measured: the phases' peaks on the rank with the highest.
         predicted: the plan's, NaN without a plan.
-        is_like_for_like: whether what was measured is what the plan counts; on the CPU, Python and its libraries are
-            measured too.
+        is_like_for_like: whether both count the same; on the CPU, Python and its libraries are measured too.
     """
 
     def __init__(self, run: Run) -> None:

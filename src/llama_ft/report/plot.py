@@ -112,13 +112,12 @@ class Plot:
 
     def path(self, series: Series) -> str:
         """A line through the points; a NaN interrupts it, and a point by itself is a dot of the line's width."""
-        words, y_before = [], math.nan
-        heights = [self.y(float(value)) for value in series.y] + [math.nan]
-        for x, y, y_after in zip(series.x, heights, heights[1:], strict=False):
+        words, before = [], math.nan
+        for x, value in zip(series.x, series.y, strict=True):
+            y = self.y(float(value))
             if y == y:
-                alone = y_before != y_before and y_after != y_after
-                words.append(f"{'L' if y_before == y_before else 'M'}{self.x(x)} {y}" + ("h.5" if alone else ""))
-            y_before = y
+                words.append(f"L{self.x(x)} {y}" if before == before else f"M{self.x(x)} {y}h.5")
+            before = y
         return "".join(words)
 
 
