@@ -11,7 +11,7 @@ LONGEST_FILE = 400
 # Lines per folder. They only go down; the goal is 15,000 in all.
 LINES = {
     "": 600, "checkpoint": 2450, "config": 2450, "data": 4700, "evaluation": 720, "inference": 1400, "models": 3600,
-    "observe": 1740, "plan": 2420, "report": 730, "runtime": 1490, "training": 1450,
+    "observe": 1720, "plan": 2420, "report": 730, "runtime": 1490, "training": 1450,
 }  # fmt: skip
 # What each folder imports of the others. config knows nobody; tools know the rest and are known by no other folder.
 BELOW = {

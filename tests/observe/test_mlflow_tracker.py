@@ -68,7 +68,8 @@ def history(client: MlflowClient, run_id: str, key: str) -> list[tuple[int, floa
     return [(metric.step, metric.value) for metric in client.get_metric_history(run_id, key)]
 
 
-def test_mlflow_reads_back_the_whole_run(tmp_path: Path, screen: io.StringIO) -> None:
+def test_mlflow_reads_back_the_whole_run(tmp_path: Path, screen: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", [str(SOURCE / "mine.py")])  # whose checkout is the run's
     output_dir = tmp_path / "output" / "lora"
     (output_dir / "model").mkdir(parents=True)
     (output_dir / "model" / "adapter_model.safetensors").write_bytes(b"weights")
