@@ -36,13 +36,8 @@ def plan() -> Plan:
         ("reserved_bytes", "outside_bytes", "host_load_bytes", "host_save_bytes"), MIB
     )
     sizes |= {"checkpoint_bytes": MIB, "result_bytes": MIB, "sent_bytes": {"all_gather": 9 * MIB}}
-    sizes |= {
-        "largest_unit": "lm_head",
-        "largest_unit_bytes": 40 * MIB,
-        "tokens": 4096,
-        "is_quick": False,
-        "seconds": 1,
-    }
+    sizes |= {"largest_unit": "lm_head", "largest_unit_bytes": 40 * MIB}
+    sizes |= {"tokens": 4096, "is_quick": False, "seconds": 1}
     return Plan("cuda", 2, peaks, [Moment(*moment) for moment in timeline()], **sizes)
 
 
@@ -86,18 +81,7 @@ def write_facts(folder: Path) -> None:
     facts.add(
         environment={"command": f"recipes/finetuning.py --dataset {MARKUP} HF_TOKEN={SECRET}", "GPUs": "2 x H100"}
     )
-    parts = {"matrix products": 1.0, "attention": 0.0, "waiting for data": 1.0}
-    at_rate = {"matrix products": 0.75, "attention": 0.0}
-    facts.add(
-        speed={
-            "product_flops_per_second": [4e14, 4e14],
-            "published_flops_per_second": 2e15,
-            "step": 4,
-            "seconds": 2.0,
-            "parts": parts,
-        }
-    )
-    facts.add(speed={"at_measured_rate": at_rate})
+    facts.add(speed={"product_flops_per_second": [4e14, 4e14], "published_flops_per_second": 2e15})
     layers = [f"model.layers.{n}" for n in range(LAYERS)]
     facts.add(
         units=[{"name": n, "kind": "Layer", "parameters": 10**6, "bytes": 2 * 10**6, "layers": 1} for n in layers]
@@ -107,5 +91,5 @@ def write_facts(folder: Path) -> None:
     facts.add_sample("after", {**answer, "answer": "That."})
     peaks = {"backward": [{"device_peak_bytes": 235 * MIB, "device_reserved_bytes": 250 * MIB}] * 2}
     held = {"sharded parameters": 60 * MIB, "optimizer state": 60 * MIB}
-    facts.add(memory={"phases": peaks, "holders": [held, {**held, "optimizer state": 80 * MIB}]})
-    facts.add(memory={"unit": "device", "warnings": [MARKUP]})
+    holders = [held, {**held, "optimizer state": 80 * MIB}]
+    facts.add(memory={"phases": peaks, "holders": holders, "warnings": [MARKUP]})

@@ -31,7 +31,7 @@ class RankNumbers(NamedTuple):
     tokens: torch.Tensor  # input tokens that are not padding
     flops: torch.Tensor  # model FLOPs of these
     peak_bytes: torch.Tensor  # largest host and device memory so far, [ranks, 2]
-    growth: torch.Tensor  # bytes that device and host memory grow by per step, [ranks, 2]; 0 without a leak
+    growth: torch.Tensor  # bytes that memory grows by per step; 0 without a leak
     stop_asked: torch.Tensor  # what the rank was asked to stop by; see StopSignals
     save_failed: torch.Tensor  # 1 if the rank could not write the checkpoint in flight
 
@@ -217,12 +217,12 @@ class Run:
             self._throughput.flops,
             self.memory.host_peak_bytes,
             self.memory.device_peak_bytes,
-            *self.memory.growth(),
+            self.memory.growth.bytes_per_step,
             self.job.signals.asked(),
             self.writer.has_failed,
         )
-        tokens, flops, *_, asked, failed = gathered.unbind(1)
-        return RankNumbers(tokens, flops, gathered[:, 2:4], gathered[:, 4:6], asked, failed)
+        tokens, flops, _, _, growth, asked, failed = gathered.unbind(1)
+        return RankNumbers(tokens, flops, gathered[:, 2:4], growth, asked, failed)
 
     def failed(self, step: data.StepBatches, result: StepResult) -> torch.Tensor:
         """Whether the weights must stay as they are, not 0 on the device: the loss or the gradient norm is not finite.

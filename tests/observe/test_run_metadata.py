@@ -20,6 +20,7 @@ def test_facts_are_merged_key_by_key_and_lists_replaced(tmp_path: Path) -> None:
     kept = RunMetadata(tmp_path)
     kept.add(memory={"phases": {"load": [1]}, "unit": "device"}, units=[1, 2])
     kept.add(memory={"phases": {"load": [2], "save": [3]}}, units=[4])
+    RunMetadata(tmp_path, enabled=False).add(units=[5])
     assert facts(tmp_path) == {"memory": {"phases": {"load": [2], "save": [3]}, "unit": "device"}, "units": [4]}
 
 
@@ -31,13 +32,6 @@ def test_a_resumed_run_keeps_the_answer_before_tuning(tmp_path: Path) -> None:
     resumed.add_sample("after", None)
     told = [(sample["when"], sample["answer"]) for sample in facts(tmp_path)["samples"]]
     assert told == [("before", "half a character \udc80"), ("after", "2")]
-
-
-def test_other_ranks_write_nothing(tmp_path: Path) -> None:
-    silent = RunMetadata(tmp_path, enabled=False)
-    silent.add(units=[1])
-    silent.add_sample("before", {"question": "?"})
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_file_that_cannot_be_written_or_read_is_told_and_ends_nothing(tmp_path: Path, screen: io.StringIO) -> None:

@@ -194,9 +194,6 @@ class TrackingConfig:
     wandb_notes: str | None = None
     """Notes on the W&B run."""
 
-    wandb_per_rank: bool = False
-    """A W&B run for every rank, in one group, each with its own memory and machine load; else one run, rank 0's."""
-
     wandb_log_model: bool = False
     """Upload output_dir/model to W&B at the end, as an artifact with the aliases latest, step-N and, where it has the
     lowest validation loss, best."""

@@ -6,8 +6,6 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-from llama_ft.observe.flops import Flops
-
 SHARES_SHOWN = 0.001
 
 
@@ -16,11 +14,11 @@ def counter() -> FlopCounterMode:
     import bitsandbytes  # noqa: F401  # registers torch.ops.bitsandbytes
 
     aten, quantized = torch.ops.aten, torch.ops.bitsandbytes
-    attention = aten._scaled_dot_product_flash_attention_for_cpu
-    backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
     mapping: dict[Any, Any] = {
-        attention: lambda query, key, value, *_, **__: sdpa_flop_count(query, key, value),
-        backward: lambda gradient, query, key, value, *_, **__: sdpa_backward_flop_count(gradient, query, key, value),
+        aten._scaled_dot_product_flash_attention_for_cpu: lambda *shapes, **_: sdpa_flop_count(*shapes[:3]),
+        aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda *shapes, **_: sdpa_backward_flop_count(
+            *shapes[:4]
+        ),
         aten.addmm_: lambda added, a, b, **_: 2 * prod(a) * b[-1],
         # Rows sorted by expert [rows, k] x weights [experts, k, n]; for the weights' gradient [k, rows] x [rows, n].
         aten._grouped_mm: lambda a, b, *_, **__: 2 * prod(a) * b[-1],
@@ -34,15 +32,15 @@ def counter() -> FlopCounterMode:
     return FlopCounterMode(display=False, custom_mapping=mapping)
 
 
-def describe(counted: FlopCounterMode, formula: Flops, step: int) -> str:
-    """A table of what was counted in a step, beside what the formula has for the same rows."""
-    by_operator = counted.get_flop_counts().get("Global", {})
-    total, expected = sum(by_operator.values()), sum(formula)
+def describe(counted: FlopCounterMode, expected: float, step: int) -> str:
+    """What was counted in a step by operator, beside what the formula has for the same samples."""
+    total = counted.get_total_flops()
+    by_operator = sorted(counted.get_flop_counts().get("Global", {}).items(), key=lambda item: -item[1])
     lines = [
         f"FLOPs of step {step} on rank 0: {flops_text(total)} as torch counts them, {flops_text(expected)} by the "
-        f"formula of perf/mfu ({flops_text(formula.attention)} of them attention): {total / expected:.2f} x"
+        f"formula of perf/mfu: {total / expected:.2f} x"
     ]
-    for operator, flops in sorted(by_operator.items(), key=lambda item: -item[1]):
+    for operator, flops in by_operator:
         if flops > SHARES_SHOWN * total:
             lines.append(f"  {operator!s:<58} {flops_text(flops):>12} {flops / total:>7.1%}")
     return "\n".join(lines)

@@ -1,23 +1,18 @@
 """Everything a run says about itself while it trains, behind one call per logged step."""
 
 import contextlib
-import secrets
-import threading
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
-
-import torch.distributed as dist
 
 from llama_ft.config.settings import TrackingConfig
 from llama_ft.errors import reason
 from llama_ft.masking import mask_secrets
 from llama_ft.observe.metrics import Metrics, MetricsLog, records_up_to
+from llama_ft.observe.mlflow_tracker import in_thread
 from llama_ft.observe.progress import ProgressBar
-from llama_ft.observe.trackers import Result, Samples, Tracker, start_trackers
+from llama_ft.observe.trackers import Samples, Tracker, start_trackers
 from llama_ft.runtime.console import log
 
 METRICS_FILE = "metrics.jsonl"
@@ -36,11 +31,11 @@ class RunLog:
         tracking: which trackers to start.
         resolved: the run's configuration as plain values, for the trackers.
         total_steps: the last step of the run.
-        rank: on every rank but 0 the log does nothing, except for a W&B run of the rank's own with wandb_per_rank.
+        rank: on every rank but 0 the log does nothing.
         resume_step: optimizer steps of the checkpoint that is resumed from; None for a new run.
         resumed_dir: the directory of the run that is resumed, where it is another one.
-        tracker_ids: `tracker_ids` of the run that is resumed, as its checkpoint has them. Without them, or in another
-            directory, this one is a new run for W&B, with the earlier steps in it.
+        tracker_ids: of the run that is resumed, as its checkpoint has them. Without them, or in another directory, this
+            one is a new run for the trackers, with the earlier steps in it.
 
     Raises:
         UserError: a tracker cannot start.
@@ -61,29 +56,25 @@ class RunLog:
         self.tracker_ids = {} if branches_off else dict(tracker_ids or {})
         self._is_main = rank == 0
         self._open = contextlib.ExitStack()
-        self._failed_trackers: list[Tracker] = []
-        if tracking.use_wandb and tracking.wandb_per_rank:
-            self.tracker_ids["wandb"] = _agreed(self.tracker_ids.get("wandb") or secrets.token_hex(4))
-        self._trackers = start_trackers(tracking, output_dir, resolved, resume_step, self.tracker_ids, rank)
+        self._trackers, self._failed_trackers = list[Tracker](), list[Tracker]()
+        self._last_step, self._progress_shown = resume_step or 0, False
+        if not self._is_main:
+            return
+        self._trackers = start_trackers(tracking, output_dir, resolved, resume_step, self.tracker_ids)
+        for tracker in self._trackers:
+            self.tracker_ids |= tracker.ids
         earlier = None if resumed_dir is None else resumed_dir / METRICS_FILE
-        if self._is_main:
-            for tracker in self._trackers:
-                self.tracker_ids |= tracker.ids
-            self._metrics_log = MetricsLog(output_dir / METRICS_FILE, resume_step, earlier)
-            self._open.callback(self._metrics_log.close)
-            self._progress = ProgressBar(total_steps, resume_step or 0)
-            self._progress_shown = False
-        self._last_step = resume_step or 0
+        self._metrics_log = MetricsLog(output_dir / METRICS_FILE, resume_step, earlier)
+        self._open.callback(self._metrics_log.close)
+        self._progress = ProgressBar(total_steps, self._last_step)
         if self._trackers and resume_step is not None:
-            for step, metrics in records_up_to(earlier or output_dir / METRICS_FILE, resume_step):
+            for step, metrics in records_up_to(output_dir / METRICS_FILE, resume_step):
                 self._log_to_trackers(step, metrics)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         self._open.close()  # the bar first, so that what trackers have to say comes below it
         code = getattr(error, "exit_code", None)  # of a run that was asked to stop, and so can be resumed
         stopped = isinstance(code, int)
@@ -105,14 +96,13 @@ class RunLog:
 
         Args:
             step: optimizer steps done.
-            metrics: keys of metrics.jsonl, without `step`. When the step ended with an evaluation, eval/loss and
-                eval/perplexity belong in the same call: a step has one line.
+            metrics: keys of metrics.jsonl, without `step`; of a step with an evaluation eval/loss and eval/perplexity
+                too, since a step has one line.
         """
-        if self._is_main:
-            self._metrics_log.write({"step": step, **metrics})
-        self._log_to_trackers(step, metrics)
         if not self._is_main:
             return
+        self._metrics_log.write({"step": step, **metrics})
+        self._log_to_trackers(step, metrics)
         if not self._progress_shown:  # not earlier: its clock is the training's, not the loading's
             self._open.enter_context(self._progress)
             self._progress_shown = True
@@ -123,31 +113,34 @@ class RunLog:
             self._progress.note_evaluation(step, loss, perplexity)
 
     def log_samples(self, samples: Samples) -> None:
-        """Show the answers before and after tuning in the trackers."""
-        for tracker in self._trackers if samples and self._is_main else ():
+        """Show the answers before and after fine-tuning in the trackers."""
+        # An answer that was cut short may end with half a character, which UTF-8 does not have.
+        whole = [{key: text.encode("utf-8", "replace").decode() for key, text in it.items()} for it in samples]
+        for tracker in self._trackers if samples else ():
             try:
-                tracker.log_samples([_whole(sample) for sample in samples], self._last_step)
+                tracker.log_samples(whole, self._last_step)
             except Exception as error:
                 _warn(tracker, "has no samples; facts.json has them.", error)
 
     def log_result(self, folder: Path, outcome: Mapping[str, Any], base_model: str, seconds: float) -> None:
-        """Give the result to the trackers that were asked to take it. What fails is told, and the run goes on.
+        """Give the final model or adapter to the trackers that were asked to take it, in so many seconds. What fails is
+        reported, and the run goes on.
 
         Args:
-            folder: the model or adapter.
+            folder: where it is.
             outcome: of training: `weights_of`, whose step's weights these are, and `best_step`, where the validation
                 loss was lowest; 0 where there was none.
-            base_model: what was tuned.
+            base_model: what was fine-tuned.
             seconds: how long this may take for all.
         """
         takers = [tracker for tracker in self._trackers if tracker.takes_result]
         step, best_step = outcome["weights_of"], outcome["best_step"]
-        result = Result(folder, step, step == best_step > 0, {"base_model": mask_secrets(base_model), "step": step})
+        result = folder, step, step == best_step > 0, mask_secrets(base_model)
         for tracker in takers:
             try:
-                within(seconds / len(takers), partial(tracker.log_result, result))
+                in_thread(partial(tracker.log_result, *result)).result(seconds / len(takers))
             except Exception as error:
-                _warn(tracker, f"did not take the result, which is in {result.folder}.", error)
+                _warn(tracker, f"did not take the result, which is in {folder}.", error)
 
     def _log_to_trackers(self, step: int, metrics: Metrics) -> None:
         self._last_step = step
@@ -160,40 +153,5 @@ class RunLog:
                 _warn(tracker, f"failed at step {step} and gets no more metrics; metrics.jsonl goes on.", error)
 
 
-def within(seconds: float, do: Callable[[], object]) -> None:
-    """Run `do` in a thread that does not keep the process alive, and return when it is done.
-
-    Raises:
-        TimeoutError: it has not ended after so many seconds; it goes on, as long as the process does.
-        Exception: what `do` raised.
-    """
-    done: Future[object] = Future()
-
-    def run() -> None:
-        try:
-            done.set_result(do())
-        except Exception as error:  # raised again by result
-            done.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    try:
-        done.result(seconds)
-    except TimeoutError as error:
-        raise TimeoutError(str(error) or f"not done after {seconds:.0f} s") from None
-
-
 def _warn(tracker: Tracker, what: str, error: Exception) -> None:
     log.warning(f"{tracker.name} {what} ({mask_secrets(reason(error))})")
-
-
-def _agreed(text: str) -> str:
-    """Rank 0's text, on every rank."""
-    box = [text]
-    if dist.is_initialized():
-        dist.broadcast_object_list(box, src=0)
-    return box[0]
-
-
-def _whole(sample: dict[str, str]) -> dict[str, str]:
-    """Without halves of characters, which an answer cut short may end with and UTF-8 does not have."""
-    return {key: value.encode("utf-8", "replace").decode() for key, value in sample.items()}

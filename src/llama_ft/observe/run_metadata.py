@@ -17,17 +17,13 @@ from llama_ft.runtime.console import log
 
 FACTS_FILE = "facts.json"
 CHECKOUT = Path(__file__).resolve().parents[3]
-DRIVER_VERSION = Path("/proc/driver/nvidia/version")
 
 
 class RunMetadata:
     """Keeps one facts.json current, in a directory that exists. Secrets do not get into it.
 
-    A run that goes on in its directory goes on with its file, so that the answer before tuning stays.
-
-    Args:
-        output_dir: the run's directory.
-        enabled: False on every rank but 0: nothing is written then.
+    A run that is resumed in its directory keeps its file, so that the answer before fine-tuning stays. Of all ranks
+    only 0 is `enabled` to write.
     """
 
     def __init__(self, output_dir: Path, enabled: bool = True) -> None:
@@ -37,7 +33,7 @@ class RunMetadata:
         if enabled and self.path.exists():
             try:
                 self._facts = dict(json.loads(self.path.read_text()))
-            except (OSError, ValueError, TypeError):  # of an earlier attempt: what it knew is found out again
+            except (OSError, ValueError, TypeError):  # what the earlier attempt knew is found out again
                 log.warning(f"{self.path} cannot be read; it begins anew.")
 
     def add(self, **facts: Any) -> None:
@@ -57,7 +53,7 @@ class RunMetadata:
     def add_sample(self, when: str, sample: dict[str, str] | None) -> None:
         """Add an answer: question, answer and reference, in place of an earlier one of the same moment."""
         if sample is not None:
-            others = [old for old in self._facts.get("samples", []) if old.get("when") != when]
+            others = [old for old in self.samples if old.get("when") != when]
             self.add(samples=[*others, {"when": when, **sample}])
 
     @property
@@ -84,20 +80,14 @@ def masked(value: Any) -> Any:
 
 
 def environment(versions: dict[str, str], layout: str) -> dict[str, str]:
-    """What a run runs on and by what command, name -> text.
-
-    Args:
-        versions: of Python and the libraries that compute.
-        layout: ranks, devices and mesh, as the run prints them.
-    """
+    """What a run runs on and by what command, name -> text; with the versions of Python and the libraries that compute,
+    and the layout of the ranks as the run prints it."""
     found = {"command": shlex.join(sys.argv), "ranks": layout, **versions}
     found["host"] = f"{socket.gethostname()}, {os.cpu_count()} cores"
     if torch.cuda.is_available():
         gpus = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
         found["GPUs"] = ", ".join(f"{gpus.count(name)} x {name}" for name in dict.fromkeys(gpus))
         found["CUDA"] = str(torch.version.cuda)
-        if DRIVER_VERSION.exists():
-            found["driver"] = DRIVER_VERSION.read_text().partition("\n")[0].removeprefix("NVRM version: ")
     if state := git_state():
         found["commit"] = state["commit"][:12] + (", changed" if state["dirty"] else "")
     return found
@@ -105,10 +95,7 @@ def environment(versions: dict[str, str], layout: str) -> dict[str, str]:
 
 def git_state() -> dict[str, Any] | None:
     """`commit` of the checkout that the script lies in, else of this package, and whether tracked files differ from it
-    (`dirty`); None where neither is in one.
-
-    Nothing of what git knows beside these two, such as remotes, is asked for.
-    """
+    (`dirty`); None where neither is in one. Nothing else that git knows, such as remotes, is asked for."""
     for folder in (Path(sys.argv[0]).resolve().parent, CHECKOUT):
         command = ["git", "-C", str(folder), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"]
         try:

@@ -3,7 +3,6 @@
 import contextlib
 import textwrap
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,51 +18,30 @@ from llama_ft.runtime.console import log
 Samples = list[dict[str, str]]  # when (before, after), question, answer, reference
 
 
-@dataclass(frozen=True)
-class Result:
-    """What a run leaves.
-
-    Attributes:
-        folder: the model in Hugging Face format, or the adapter.
-        step: whose weights they are.
-        is_best: whether the validation loss was lowest at that step.
-        about: a few facts, for people.
-    """
-
-    folder: Path
-    step: int
-    is_best: bool
-    about: Mapping[str, Any]
-
-
 class Tracker(Protocol):
     """Something that shows the metrics of a run. Its methods may raise: RunLog goes on without it then."""
 
     name: str
     ids: dict[str, str]  # by which a resumed run finds what it goes on with
-    takes_result: bool  # whether it was asked for a copy of the result
+    takes_result: bool  # whether it was asked for a copy of the final model or adapter
 
     def log(self, metrics: Metrics, step: int) -> None:
         """Take what was measured at `step`, unless it is there already; a list holds one value per rank."""
 
     def log_samples(self, samples: Samples, step: int) -> None:
-        """Take the answers before and after tuning; `step` is the last one that was logged."""
+        """Take the answers before and after fine-tuning; `step` is the last one that was logged."""
 
-    def log_result(self, result: Result) -> None:
-        """Take a copy of the result, and return when it has arrived. Called in a thread of its own."""
+    def log_result(self, folder: Path, step: int, is_best: bool, base_model: str) -> None:
+        """Take a copy of a model or adapter with the weights of `step`, perhaps of the lowest validation loss, and
+        return when it has arrived. Called in a thread of its own."""
 
     def finish(self, exit_code: int, stopped: bool = False) -> None:
         """Write out what is left; exit_code is not 0 when the run failed, stopped is true when it can be resumed."""
 
 
 class TensorboardTracker:
-    """Event files in output_dir/tensorboard; `tensorboard --logdir output` shows every run below it.
-
-    Args:
-        output_dir: the run's directory.
-        resolved: the run's configuration, shown on the Text page.
-        resume_step: the step that is resumed from; what earlier files have of later steps is not shown any more.
-    """
+    """Event files in output_dir/tensorboard; see start_trackers. What earlier ones have of steps after the one that is
+    resumed from is not shown any more."""
 
     name = "TensorBoard"
     ids: dict[str, str] = {}
@@ -73,25 +51,24 @@ class TensorboardTracker:
         from torch.utils.tensorboard import SummaryWriter  # 0.5 s that only its users pay
 
         folder = output_dir / "tensorboard"
-        goes_on = resume_step is not None and any(folder.glob("events.out.tfevents.*"))
-        self._first_step = resume_step + 1 if goes_on and resume_step is not None else 0
+        has_earlier = any(folder.glob("events.out.tfevents.*"))
+        self._first_step = resume_step + 1 if resume_step is not None and has_earlier else 0
         self._writer = SummaryWriter(str(folder), purge_step=self._first_step)
         as_yaml = yaml.safe_dump(resolved, sort_keys=False)
         self._writer.add_text("config", textwrap.indent(as_yaml, "    "), self._first_step)  # a code block
 
     def log(self, metrics: Metrics, step: int) -> None:
-        if step < self._first_step:
-            return
-        for series, value in one_series_per_rank(metrics).items():
-            self._writer.add_scalar(series, value, step)
-        self._writer.flush()  # what a kill takes away would be missing after a resume
+        if step >= self._first_step:
+            for series, value in one_series_per_rank(metrics).items():
+                self._writer.add_scalar(series, value, step)
+            self._writer.flush()  # what a kill takes away would be missing after a resume
 
     def log_samples(self, samples: Samples, step: int) -> None:
         for sample in samples:
             text = "\n\n".join(f"**{part}**\n\n{sample[part]}" for part in ("question", "answer", "reference"))
             self._writer.add_text(f"sample/{sample['when']}", text, step)
 
-    def log_result(self, result: Result) -> None:
+    def log_result(self, folder: Path, step: int, is_best: bool, base_model: str) -> None:
         """TensorBoard keeps no files."""
 
     def finish(self, exit_code: int, stopped: bool = False) -> None:
@@ -99,11 +76,7 @@ class TensorboardTracker:
 
 
 def check_trackers(config: TrackingConfig, output_dir: str | None) -> None:
-    """Find out whether W&B and MLflow will take this run, so that what is missing is told before a model is loaded.
-
-    Args:
-        config: which trackers.
-        output_dir: the run's directory as it was set.
+    """Find out before a model is loaded whether W&B and MLflow will take this run into its `output_dir`.
 
     Raises:
         UserError: no key, no package, no server that answers within seconds, or no place to write to.
@@ -120,17 +93,8 @@ def start_trackers(
     resolved: dict[str, Any],
     resume_step: int | None = None,
     ids: Mapping[str, str] | None = None,
-    rank: int = 0,
 ) -> list[Tracker]:
-    """Start what the configuration asks for.
-
-    Args:
-        config: which trackers, and their settings.
-        output_dir: the run's directory, which must exist.
-        resolved: the run's configuration as plain values, logged with the run; secrets in it are not.
-        resume_step: the step that is resumed from; None for a new run.
-        ids: the `Tracker.ids` to go on with.
-        rank: ranks other than 0 have trackers with wandb_per_rank only.
+    """Start what the configuration asks for; see RunLog. `ids` are the `Tracker.ids` to go on with.
 
     Raises:
         UserError: W&B or MLflow cannot be used, or its server refuses or does not answer.
@@ -140,12 +104,12 @@ def start_trackers(
     try:
         if config.use_wandb and wandb_mode(config) == "disabled":
             log.info("W&B: WANDB_MODE is disabled, so it gets nothing; --wandb_mode online or offline says otherwise.")
-        elif config.use_wandb and (rank == 0 or config.wandb_per_rank):
-            settings_and_code = settings | ({"git": code} if code else {})
-            trackers.append(WandbTracker(config, output_dir, settings_and_code, resume_step, known.get("wandb"), rank))
-        if config.use_tensorboard and rank == 0:
+        elif config.use_wandb:
+            with_code = settings | ({"git": code} if code else {})
+            trackers.append(WandbTracker(config, output_dir, with_code, resume_step, known.get("wandb")))
+        if config.use_tensorboard:
             trackers.append(TensorboardTracker(output_dir, settings, resume_step))
-        if config.use_mlflow and rank == 0:
+        if config.use_mlflow:
             trackers.append(MlflowTracker(config, output_dir, settings, code, known.get("mlflow")))
     except BaseException:
         for tracker in trackers:  # or its run would be shown as running

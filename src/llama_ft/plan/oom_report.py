@@ -19,8 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from llama_ft.config import Config, to_yaml
 from llama_ft.config.messages import size_text
-from llama_ft.observe.memory import memory_use, record_memory, write_snapshot
-from llama_ft.observe.watch import MemoryMonitor
+from llama_ft.observe.memory import MemoryMonitor, memory_use, record_memory, write_snapshot
 from llama_ft.phases import Phase
 from llama_ft.plan.gpus import free_bytes, free_text
 from llama_ft.plan.types import Plan, read_plan
