@@ -86,6 +86,7 @@ def main(**flags: str) -> None:
                 vocabulary_size=None if config.model.resize_embeddings else models.vocabulary_size(model_config),
                 add_tokens=config.model.resize_embeddings,
                 verify=job.local_rank == 0,
+                examples=training.SupervisedFineTuning.examples,
             )
         log.info("\n".join(rows.summary))
         if job.is_main:

@@ -16,16 +16,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from llama_ft.data import (
-    BatchSampler,
-    Demo,
-    Encoder,
-    collate,
-    evaluation_batches,
-    pad_token_id,
-    row_lengths,
-    target_token_counts,
-)
+from llama_ft.data import Demo, Encoder, collate, evaluation_batches, pad_token_id, row_lengths, target_token_counts
+from llama_ft.data.batches import BatchSampler
 
 LENGTHS = [(7 * row) % 53 + 2 for row in range(103)]
 TARGETS = [length // 2 for length in LENGTHS]

@@ -112,7 +112,7 @@ def test_full_disk_is_told_and_nothing_is_left(tmp_path: Path) -> None:
         (folder / "half").write_text("half")
         Path("/dev/full").write_text("more")
 
-    with pytest.raises(RunFailure, match="the disk is full; 0 MiB were written, and are removed.\n.* LLAMA_FT_CACHE"):
+    with pytest.raises(RunFailure, match="the disk is full; .*\n.* LLAMA_FT_CACHE"):
         build_once(tmp_path / "a", build)
     assert list(tmp_path.iterdir()) == []
 

@@ -323,15 +323,15 @@ def test_built_in_templates_show_the_tools(text: Callable[..., str], name: str) 
 
 
 def test_tools_that_a_template_would_lose_are_refused(text: Callable[..., str]) -> None:
-    with pytest.raises(BadRow, match="no place for tools; expected one that has"):
+    with pytest.raises(BadRow, match="leaves out tools"):
         text(GEMMA, TWO, tools=TOOLS)
-    with pytest.raises(BadRow, match="no place for tool_calls; expected one that has"):
+    with pytest.raises(BadRow, match="leaves out tool_calls"):
         text(BUILT_IN["alpaca"], WITH_TOOLS)
 
 
 def test_a_system_turn_that_a_template_would_lose_is_refused(make_tokenizer: MakeTokenizer) -> None:
     template = "{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}"
-    with pytest.raises(BadRow, match="leaves the system turn out"):
+    with pytest.raises(BadRow, match="leaves out the system message"):
         ChatRenderer(make_tokenizer([], template)).render([system("Be brief."), *ONE])
 
 
@@ -373,7 +373,7 @@ def test_what_a_tool_returns_is_not_in_the_loss_where_it_stands_inside_a_turn(
 
 
 def test_text_beside_a_call_that_a_template_would_lose_is_refused(text: Callable[..., str]) -> None:
-    with pytest.raises(BadRow, match=r'"messages\[1\]": the chat template leaves out the text beside "tool_calls"'):
+    with pytest.raises(BadRow, match=r'leaves out the text beside "tool_calls"'):
         text(LLAMA31, [user("Hi"), assistant("I ask.", tool_calls=CALL), tool("no"), assistant("yes")])
     assert f"[[{CALLED}<|eot_id|>]]" in text(LLAMA31, WITH_TOOLS)
 
@@ -442,9 +442,8 @@ def test_a_template_file_is_taken_and_saved_with_the_tokenizer(plain: PreTrained
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, r"mine.jinja: no such file, nor one of alpaca, chatml, llama3, mistral\."),
-        (b"", "mine.jinja is empty"),
-        (b"\xff", "mine.jinja cannot be read"),
+        (None, "mine.jinja: expected one of alpaca, chatml, llama3, mistral or a file"),
+        (b"\xff", "mine.jinja: expected one of alpaca, .*codec can't decode"),
         (b"{% for m in messages %}\n\n{{ m.content + }}{% endfor %}", "mine.jinja, line 3: "),
         (b"{{ messages | shorten }}", "mine.jinja, line 1: No filter named 'shorten'"),
     ],
@@ -457,21 +456,6 @@ def test_a_template_file_that_cannot_be_used_is_refused(
         file.write_bytes(content)
     with pytest.raises(UserError, match=message):
         ensure_chat_template(plain, str(file))
-
-
-@pytest.mark.parametrize(
-    ("name", "missing"),
-    [
-        ("llama3", ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]),
-        ("chatml", ["<|im_start|>", "<|im_end|>"]),
-        ("mistral", []),
-        ("alpaca", []),
-    ],
-)
-def test_special_tokens_that_the_tokenizer_lacks_are_found(
-    plain: PreTrainedTokenizerFast, name: str, missing: list[str]
-) -> None:
-    assert missing_tokens(BUILT_IN[name], plain) == missing
 
 
 def test_headings_in_plain_text_are_no_missing_tokens(make_tokenizer: MakeTokenizer) -> None:
@@ -511,11 +495,6 @@ def test_what_a_template_writes_does_not_depend_on_the_day() -> None:
     assert render_chat(template, {}, ONE)[0] == "2024-07-26 00:00:00.000000 26 Jul 2024"
 
 
-def test_an_answer_about_thoughts_is_no_thought_that_is_lost(chatml: PreTrainedTokenizerFast) -> None:
-    text, _ = ChatRenderer(chatml).render([user("Hi"), assistant("a <think>b</think> c")])
-    assert "a <think>b</think> c" in text
-
-
 @pytest.mark.parametrize("key", ["reasoning_content", "thinking"])
 def test_a_thought_beside_the_last_answer_is_not_lost_unnoticed(chatml: PreTrainedTokenizerFast, key: str) -> None:
     chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "yes", key: "hm"}]
@@ -524,9 +503,3 @@ def test_a_thought_beside_the_last_answer_is_not_lost_unnoticed(chatml: PreTrain
     chatml.chat_template = chatml.chat_template.replace("m.content +", f"(m.{key} or '') + m.content +")
     [kept] = Encoder(chatml, 99).encode({"messages": chat}, "messages")
     assert "hmyes" in chatml.decode(kept.input_ids)
-
-
-def test_a_developer_turn_is_a_system_turn(chatml: PreTrainedTokenizerFast) -> None:
-    turns = [{"role": role, "content": "Hi"} for role in ("developer", "user", "assistant")]
-    [encoded] = Encoder(chatml, 99).encode({"messages": turns}, "messages")
-    assert chatml.decode(encoded.input_ids).startswith("<|im_start|>system\nHi<|im_end|>")

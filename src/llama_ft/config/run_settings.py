@@ -38,7 +38,7 @@ class DataConfig:
     answered by its docstrings; or a mix, '[{path: a.jsonl, weight: 2}, {path: org/name, weight: 0.3, split: test}]': a
     weight of 2.5 takes each row twice an epoch and half of them, chosen by a hash of the row, once more."""
 
-    dataset_format: Literal["auto", "alpaca", "messages", "sharegpt", "prompt_completion", "text", "tokenized"] = "auto"
+    dataset_format: str = "auto"
     """alpaca: columns instruction, input, output. messages: chat turns of role and content. sharegpt: conversations,
     turns of from and value. prompt_completion: prompt, completion. text: continued pre-training. tokenized: input_ids
     and perhaps labels. auto: told by the columns."""

@@ -19,6 +19,7 @@ from llama_ft.runtime.console import log
 
 BUILDING, CHECKSUMS = ".building-", "checksums.json"
 SECONDS_TO_LOCK, SECONDS_TO_GIVE_UP = 60.0, 86_400.0
+ELSEWHERE = "The environment variable LLAMA_FT_CACHE names another place."
 
 
 def cache_dir() -> Path:
@@ -28,9 +29,7 @@ def cache_dir() -> Path:
     """
     if own := os.environ.get("LLAMA_FT_CACHE"):
         return Path(own)
-    if shared := os.environ.get("XDG_CACHE_HOME"):
-        return Path(shared) / "llama_ft"
-    return Path.home() / ".cache" / "llama_ft"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "llama_ft"
 
 
 def build_once(target: Path, build: Callable[[Path], object], verify: bool = True) -> Path:
@@ -62,10 +61,7 @@ def build_once(target: Path, build: Callable[[Path], object], verify: bool = Tru
             shutil.rmtree(target)
         temporary.mkdir(parents=True)
     except OSError as error:
-        raise UserError(
-            f"{target.parent}: the cache folder cannot be written ({error.strerror}).\n"
-            "The environment variable LLAMA_FT_CACHE names another place."
-        ) from None
+        raise UserError(f"{target.parent}: the cache cannot be written ({error.strerror}).\n{ELSEWHERE}") from None
     try:
         with _locked(temporary):
             _remove_leftovers(target.parent)
@@ -75,15 +71,15 @@ def build_once(target: Path, build: Callable[[Path], object], verify: bool = Tru
             for file in _files(temporary):  # the name of a folder must not reach the disk before what is in it
                 with open(file, "rb") as opened:
                     os.fsync(opened.fileno())
-            _move_into_place(temporary, target)
+            try:
+                temporary.rename(target)
+            except OSError:
+                if _corrupted_file(target):  # otherwise another process was faster, and its folder is as good
+                    raise
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        written = sum(file.stat().st_size for file in _files(temporary))
-        raise RunFailure(
-            f"{target.parent}: the disk is full; {written / 2**20:,.0f} MiB were written, and are removed.\n"
-            "The environment variable LLAMA_FT_CACHE names another place for the cache."
-        ) from None
+        raise RunFailure(f"{target.parent}: the disk is full; what was written is removed.\n{ELSEWHERE}") from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return target
@@ -109,7 +105,7 @@ def _locked(folder: Path) -> Iterator[bool | None]:
 
 
 def _remove_leftovers(folder: Path) -> None:
-    """Remove the folders of builders that are gone. Where there are no locks, it is those unchanged for a day."""
+    """Remove the folders of builders that are gone. Without locks, it is those unchanged for a day."""
     for leftover in folder.glob(f"{BUILDING}*"):
         with suppress(OSError):  # its builder has just finished, or it is another user's
             age = time.time() - max(path.stat().st_mtime for path in (leftover, *leftover.iterdir()))
@@ -126,7 +122,7 @@ def _files(folder: Path) -> list[Path]:
 
 def _checksum(file: Path) -> str:
     with open(file, "rb") as opened:
-        return hashlib.file_digest(opened, xxhash.xxh3_128).hexdigest()  # 6 GB/s where SHA-256 takes 0.9
+        return hashlib.file_digest(opened, xxhash.xxh3_128).hexdigest()  # 6 GB/s, SHA-256: 0.9
 
 
 def _corrupted_file(folder: Path) -> str | None:
@@ -140,12 +136,3 @@ def _corrupted_file(folder: Path) -> str | None:
     except (OSError, ValueError, AttributeError, TypeError, RecursionError):
         return name
     return None if checksums else CHECKSUMS
-
-
-def _move_into_place(temporary: Path, target: Path) -> None:
-    """Rename, unless a finished folder is there by now."""
-    try:
-        temporary.rename(target)
-    except OSError:
-        if _corrupted_file(target):  # otherwise another process was faster, and its folder is as good
-            raise

@@ -65,6 +65,7 @@ def measure(
             add_tokens=asked.resized,
             use=split or "train",
             verify=job.local_rank == 0,
+            examples=training.SupervisedFineTuning.examples,
         )
     rows = tokenized.train if split else tokenized.validation
     counted = tokenized.report.train if split else tokenized.report.validation

@@ -8,7 +8,7 @@ from datasets import Dataset
 from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.config import TrainConfig
-from llama_ft.data import collate, evaluation_batches, row_lengths
+from llama_ft.data import collate, evaluation_batches, group_size, row_lengths
 from llama_ft.runtime import Runtime
 from llama_ft.training.objective import Objective
 from llama_ft.training.step import free_unsharded
@@ -63,6 +63,7 @@ def mean_loss(
         settings.val_batch_size,
         settings.max_eval_step,
         pack_length,
+        group_size(validation),
     )
     model.eval()
     loss = torch.zeros((), dtype=torch.float64, device=runtime.device)
