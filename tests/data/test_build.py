@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from datasets import Dataset
 from forked import forked
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -212,9 +211,9 @@ def test_a_killed_run_leaves_no_process_and_its_folder_is_removed_by_the_next(
     assert left.name.startswith(".building-")
     small = write(tmp_path / "small.jsonl", pairs(3))
     prepared(small, llama3, tmp_path / "cache", 1)
-    assert left in built(tmp_path / "cache"), "too young: its builder may not have its lock yet"
+    assert left in built(tmp_path / "cache"), "too young: its builder may still work"
     for path in (*left.iterdir(), left):
-        os.utime(path, (time.time() - 120,) * 2)
+        os.utime(path, (time.time() - 90_000,) * 2)
     prepared(small, llama3, tmp_path / "cache", 1, skip_bad_rows=True)
     assert left not in built(tmp_path / "cache") and len(built(tmp_path / "cache")) == 2
 
@@ -224,16 +223,6 @@ def state_of(pid: str) -> str:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
         return "Z"
-
-
-def test_rows_in_both_splits_are_told(llama3: PreTrainedTokenizerFast, tmp_path: Path) -> None:
-    train = write(tmp_path / "train.jsonl", [*pairs(5), *pairs(2), *pairs(4, "no")])
-    held = write(tmp_path / "held.jsonl", [{"instruction": "Hi", "output": "new"}, {**pairs(4)[3], "id": 7}])
-    data = prepared(train, llama3, tmp_path, 1, validation=str(held))
-    assert data.report.train.copies == 2 and data.report.shared == 1
-    assert "training: 2 rows the same as an earlier one, token for token" in data.summary
-    line = f"validation: 1 rows are in the training rows too, token for token: {held}:2 ({train}:4)"
-    assert line in data.summary
 
 
 def test_fingerprint_is_that_of_the_tokens_however_they_are_laid_out(
@@ -313,15 +302,6 @@ def test_ranks_with_other_rows_than_rank_0_end_the_run_and_the_first_rank_rebuil
     assert finished.output.count("error: --dataset: rank 1 has other rows than rank 0.") == 2
     assert finished.output.count("train.arrow is missing or corrupted") == 1
     assert finished.output.count("rows again True") == 2
-
-
-def test_a_row_of_any_size_is_a_chunk_by_itself(llama3: PreTrainedTokenizerFast, tmp_path: Path) -> None:
-    rows = [*pairs(2), {"instruction": "Hi", "output": "yes " * 300_000}, *pairs(2)]
-    chunks = list(chunks_of(Source("x", "", lambda: ((str(n), row) for n, row in enumerate(rows))), "alpaca"))
-    assert [[place for place, _ in chunk] for chunk in chunks] == [["0", "1", "2"], ["3", "4"]]
-    data = prepared(write(tmp_path / "my.jsonl", rows), llama3, tmp_path, 2)
-    assert data.train["source"][:] == [f"{tmp_path}/my.jsonl:{number}" for number in range(1, 6)]
-    assert isinstance(data.train, Dataset)
 
 
 def right_and_wrong(row: Any, row_format: str, encoder: Encoder) -> list[Any]:

@@ -6,7 +6,6 @@ import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
-import datasets
 import fsspec
 import pyarrow
 import pyarrow.feather
@@ -53,44 +52,23 @@ def test_json_array_counts_rows(tmp_path: Path) -> None:
     rows = list(rows_of_file(path))
     assert rows[:2] == [(f"{path} row 1", {"a": 1}), (f"{path} row 2", {"a": [2]})]
     assert isinstance(rows[2][1], BadRow)
-
-
-def test_json_file_of_one_object_a_line_is_read_too(tmp_path: Path) -> None:
-    path = written(tmp_path / "my.json", '{"a": 1}\n{"a": 2}\n')
+    path.write_text('{"a": 1}\n{"a": 2}\n')  # or one object per line
     assert [row for _, row in rows_of_file(path)] == [{"a": 1}, {"a": 2}]
-
-
-@pytest.mark.parametrize("content", ["[]", " [ ] \n", ""])
-def test_json_without_rows_has_none(tmp_path: Path, content: str) -> None:
-    assert list(rows_of_file(written(tmp_path / "my.json", content))) == []
+    assert list(rows_of_file(written(path, " [ ] \n"))) == list(rows_of_file(written(path, ""))) == []
 
 
 def test_csv_counts_rows_after_the_header(tmp_path: Path) -> None:
-    path = written(tmp_path / "my.csv", '\ufeffinstruction,output\n"Hi,\nyou",yes\n\nHi,no\n')
+    path = written(tmp_path / "my.csv", '\ufeffinstruction,output\n"Hi,\nyou",yes\n\nHi,' + "y" * 200_000 + "\n")
     assert list(rows_of_file(path)) == [
         (f"{path} row 1", {"instruction": "Hi,\nyou", "output": "yes"}),
-        (f"{path} row 2", {"instruction": "Hi", "output": "no"}),
+        (f"{path} row 2", {"instruction": "Hi", "output": "y" * 200_000}),
     ]
-
-
-def test_csv_takes_fields_longer_than_pythons_limit(tmp_path: Path) -> None:
-    path = written(tmp_path / "my.csv", "instruction,output\nHi," + "y" * 200_000 + "\n")
-    assert len(next(rows_of_file(path))[1]["output"]) == 200_000
 
 
 def test_csv_row_of_too_many_fields_is_told(tmp_path: Path) -> None:
     (_, problem), (_, good) = rows_of_file(written(tmp_path / "my.csv", "a,b\n1,2,3\n1,2\n"))
     assert str(problem) == "the row has 3 fields; expected 2, as in the header."
     assert good == {"a": "1", "b": "2"}
-
-
-def test_parquet_gives_chats_as_lists_and_counts_rows(tmp_path: Path) -> None:
-    path = tmp_path / "my.parquet"
-    rows = [{"messages": [{"role": "user", "content": f"Hi {number}"}]} for number in range(2500)]
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    read = list(rows_of_file(path))
-    assert [row for _, row in read] == rows
-    assert read[-1][0] == f"{path} row 2500"
 
 
 ROWS = [{"instruction": f"Hi {number}", "output": "é"} for number in range(5)]
@@ -134,12 +112,6 @@ def test_every_kind_of_file_holds_the_same_rows_here_and_behind_a_url(tmp_path: 
     remote = list(rows_of_file(url))
     assert [row for _, row in remote] == ROWS
     assert remote[0][0].startswith(url)
-
-
-def test_arrow_file_of_datasets_cache_is_read(tmp_path: Path) -> None:
-    datasets.Dataset.from_list(ROWS).save_to_disk(tmp_path / "saved")
-    (path,) = (tmp_path / "saved").glob("*.arrow")
-    assert [row for _, row in rows_of_file(path)] == ROWS
 
 
 @pytest.mark.parametrize("suffix", [".parquet", ".arrow"])
@@ -194,18 +166,6 @@ def test_file_that_cannot_be_read_on_is_told(tmp_path: Path, name: str, content:
     with pytest.raises(UserError) as caught:
         list(rows_of_file(path))
     assert caught.value.messages[0].removeprefix(f"{path}: ").startswith(text.format(path=path))
-
-
-@pytest.mark.parametrize("name", ["my.jsonl", "my.jsonl.gz", "my.jsonl.zst", "my.csv", "my.json"])
-def test_file_of_no_bytes_has_no_rows(tmp_path: Path, name: str) -> None:
-    assert list(rows_of_file(written(tmp_path / name, b""))) == []
-
-
-def test_url_that_cannot_be_opened_is_told() -> None:
-    with pytest.raises(UserError, match="memory://nowhere/my.jsonl: cannot be read: no such file."):
-        list(rows_of_file("memory://nowhere/my.jsonl"))
-    with pytest.raises(UserError, match="no-such-protocol://a/my.jsonl: cannot be read: Protocol not known"):
-        list(rows_of_file("no-such-protocol://a/my.jsonl"))
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from llama_ft.config.settings import DataConfig
 from llama_ft.data import Demo, TokenizedData, prepare
-from llama_ft.data.sources import Split
 from llama_ft.errors import UserError
 
 
@@ -45,6 +44,10 @@ def test_rows_come_out_as_tokens_labels_counts_and_places(llama3: PreTrainedToke
     assert row["target_tokens"] == 2 == sum(label != -100 for label in row["labels"])
     assert data.train.features["input_ids"].feature.dtype == "int32"
     assert data.validation is None
+    assert data.chat_sample == [
+        {"role": "user", "content": "Hi 0"},
+        {"role": "assistant", "content": "yes"},
+    ]
     assert "no validation data: --validation FILE or --validation 0.05" in data.summary
     assert data.summary[0] == f"{path}: format alpaca, columns instruction, output"
     assert data.summary[2].split()[:4] == ["training", "3", "45", "6"]
@@ -127,19 +130,6 @@ def test_validation_file_may_be_of_another_format(llama3: PreTrainedTokenizerFas
     assert data.chat_sample == chat["messages"]
 
 
-@pytest.mark.parametrize(("use", "rows"), [("train", 3), ("validation", 2)])
-def test_the_split_meant_for_a_use_is_taken_whole(
-    llama3: PreTrainedTokenizerFast, tmp_path: Path, use: Split, rows: int
-) -> None:
-    (tmp_path / "data").mkdir()
-    write_rows(tmp_path / "data" / "train.jsonl", pairs(3))
-    write_rows(tmp_path / "data" / "test.jsonl", pairs(2))
-    config = DataConfig(dataset=str(tmp_path / "data"))
-    cache = tmp_path / "cache"
-    data = prepare(config, llama3, context_length=64, cache=cache, want_validation=False, use=use)
-    assert len(data.train) == rows and data.validation is None
-
-
 def test_formats_and_the_columns_that_are_used_and_ignored_are_printed(
     llama3: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
@@ -156,15 +146,6 @@ def test_formats_and_the_columns_that_are_used_and_ignored_are_printed(
         f"{third}: format messages, columns messages; ignored: id, text",
     ]
     assert data.validation is not None and "Be brief." in llama3.decode(data.validation[0]["input_ids"])
-
-
-def test_tokenized_rows_leave_the_tokenizer_without_a_template(plain: PreTrainedTokenizerFast, tmp_path: Path) -> None:
-    path = write_rows(tmp_path / "my.jsonl", [{"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}])
-    data = prepared(path, plain, tmp_path / "cache")
-    assert data.train[0]["input_ids"] == [5, 6, 7]
-    assert data.train[0]["labels"] == [-100, 6, 7]
-    assert data.chat_sample is None
-    assert plain.chat_template is None
 
 
 def test_cache_is_used_until_something_changes(
@@ -231,23 +212,6 @@ def test_corrupted_cache_is_not_trained_on(
 
 
 REBUILT = "This directory of the cache is deleted and built again."
-
-
-def test_function_is_read_again_when_it_returns_other_rows(llama3: PreTrainedTokenizerFast, tmp_path: Path) -> None:
-    rows = write_rows(tmp_path / "rows.json", ["2"])
-    path = tmp_path / "my.py"
-    path.write_text(
-        "import datasets, pathlib\n"
-        "def f(config, tokenizer, split):\n"
-        f"    count = int(pathlib.Path({str(rows)!r}).read_text()) if split == 'train' else 1\n"
-        "    return datasets.Dataset.from_list([{'instruction': 'Hi', 'output': 'yes'}] * count)\n"
-    )
-    data = prepared(f"{path}:f", llama3, tmp_path / "cache")
-    assert (len(data.train), len(data.validation or [])) == (2, 1)
-    prepared(f"{path}:f", llama3, tmp_path / "cache")
-    assert len(cached(tmp_path / "cache")) == 1
-    write_rows(rows, ["3"])
-    assert len(prepared(f"{path}:f", llama3, tmp_path / "cache").train) == 3
 
 
 def test_ids_beyond_the_models_vocabulary_are_refused_whether_cached_or_not(

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast
 from llama_ft.config.settings import DataConfig, DatasetPart
 from llama_ft.data import open_source
 from llama_ft.data.formats import BadRow
-from llama_ft.data.sources import Source, brings_validation, identity_of
+from llama_ft.data.sources import Source, brings_validation
 from llama_ft.errors import UserError
 
 
@@ -68,18 +68,6 @@ def test_dataset_that_is_none_is_told(llama3: PreTrainedTokenizerFast, tmp_path:
     assert text.format(folder=tmp_path) in caught.value.messages[0]
 
 
-def test_function_of_a_formatted_dataset_gives_plain_lists(llama3: PreTrainedTokenizerFast, tmp_path: Path) -> None:
-    path = tmp_path / "tensors.py"
-    path.write_text(
-        "import datasets\n"
-        "def f(config, tokenizer, split):\n"
-        "    assert (config.dataset_format, tokenizer.eos_token, split) == ('auto', '<|eot_id|>', 'train')\n"
-        "    rows = [{'input_ids': [1, 2], 'labels': [1, 2]}]\n"
-        "    return datasets.Dataset.from_list(rows).with_format('torch')\n"
-    )
-    assert opened(f"{path}:f", llama3, tmp_path)[0][1] == {"input_ids": [1, 2], "labels": [1, 2]}
-
-
 # What is read from where: every file has rows that name it.
 
 Opener = Callable[..., Source]
@@ -114,14 +102,6 @@ def test_folder_is_all_data_files_in_it_in_order_of_their_names(source_of: Opene
     assert texts(source) == ["a/z", "b", "c"]
     assert [place for place, _ in source.read()][2] == f"{tmp_path}/data/c.csv row 1"
     assert not brings_validation(str(tmp_path / "data"))
-
-
-def test_glob_is_the_files_that_match_and_a_name_that_exists_is_no_glob(source_of: Opener, tmp_path: Path) -> None:
-    for name in ("b.jsonl", "a.jsonl", "a.json", "deep/c.jsonl", "d[1].jsonl"):
-        write(tmp_path / name, name)
-    assert texts(source_of(f"{tmp_path}/?.jsonl")) == ["a.jsonl", "b.jsonl"]
-    assert texts(source_of(f"{tmp_path}/**/*.jsonl")) == ["a.jsonl", "b.jsonl", "d[1].jsonl", "deep/c.jsonl"]
-    assert texts(source_of(f"{tmp_path}/d[1].jsonl")) == ["d[1].jsonl"]
 
 
 def test_urls_of_a_file_a_pattern_and_a_folder(source_of: Opener, tmp_path: Path) -> None:
@@ -407,14 +387,3 @@ def test_a_hub_that_cannot_be_reached_is_told_soon(tmp_path: Path) -> None:
     assert first.startswith("0 UserError error: org/name: no local data") and "refused" in first.lower()
     assert second.startswith("1 UserError error: org/name: no local data") and "another rank has asked it" in second
     assert time.monotonic() - started < 20  # most of it imports; datasets alone tries for 25 s, twice
-
-
-def test_a_file_of_gigabytes_is_known_by_size_and_time(tmp_path: Path) -> None:
-    file = tmp_path / "big.jsonl"
-    with open(file, "wb") as big:
-        big.truncate(2**31 + 5)  # a hole: nothing is written
-    os.utime(file, ns=(1, 1))
-    before = identity_of([str(file)])
-    assert identity_of([str(file)]) == before
-    os.utime(file, ns=(2, 2))
-    assert identity_of([str(file)]) != before

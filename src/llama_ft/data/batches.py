@@ -46,10 +46,8 @@ class BatchSampler:
         lengths: tokens of each row.
         target_tokens: labels of each row that count in the loss.
         pack_length: tokens of a packed sequence; None: no packing, each row is dealt by itself.
-        global_batch: packs (or rows) of one optimizer step over all ranks.
-        world_size: ranks that share them.
-        rank: the one this plan is for.
-        micro_batch: most packs (or rows) of one micro-batch of one rank.
+        global_batch, micro_batch: most packs (or rows) of an optimizer step of all ranks, of a micro-batch of one.
+        world_size, rank: ranks that share them, and the one this plan is for.
         seed: of the order.
         group: so many neighbouring rows, the examples of one sample, are dealt, packed and batched together. Where
             rows are counted above, groups are, and a pack has room for `group` times its length.
@@ -167,8 +165,7 @@ def evaluation_batches(
 
     Args:
         lengths: tokens of each row of the validation data.
-        world_size: ranks that share them.
-        rank: the one asked for.
+        world_size, rank: ranks that share them, and the one asked for.
         batch_size: most rows, or packs, in a batch of one rank.
         max_batches: most batches of a rank; 0 = all rows.
         pack_length: tokens of a packed sequence; None: no packing.
@@ -294,4 +291,7 @@ def target_token_counts(dataset: "Dataset") -> numpy.ndarray:
 
 def group_size(dataset: "Dataset") -> int:
     """How many neighbouring rows belong together: as many examples as an objective makes of one sample."""
-    return int(dataset[0]["group"]) if len(dataset) and "group" in dataset.column_names else 1
+    sizes = dataset.with_format("arrow")[:]["group"].unique().to_pylist() if "group" in dataset.column_names else []
+    if len(sizes) > 1:
+        raise ValueError(f"the objective made {sizes} examples of a sample; expected always as many")
+    return sizes[0] if sizes else 1

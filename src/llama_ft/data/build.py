@@ -75,10 +75,10 @@ def content_hash(row: Row) -> int:
     return int.from_bytes(hashlib.sha256(content.encode("utf-8", "surrogatepass")).digest()[:8], "big")
 
 
-def chunks_of(source: Source, wanted: str, if_empty: str = "") -> Iterator[Chunk]:
+def chunks_of(source: Source, wanted: str) -> Iterator[Chunk]:
     """Group rows by number and size, so that memory is bounded. Arguments as of `Source.formatted_rows`."""
     chunk, size = Chunk(), 0
-    for place, row, row_format in source.formatted_rows(wanted, if_empty=if_empty):
+    for place, row, row_format in source.formatted_rows(wanted):
         chunk.append((place, pickle.dumps((row, row_format), pickle.HIGHEST_PROTOCOL)))
         size += len(chunk[-1][1])
         if len(chunk) == CHUNK_ROWS or size >= CHUNK_BYTES:

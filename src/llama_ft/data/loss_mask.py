@@ -92,13 +92,9 @@ class ChatRenderer:
         answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         if len(blocks) == len(answers):
             return [block for index, block in zip(answers, blocks, strict=True) if index in wanted]
-        if not blocks:
-            raise BadRow("the {% generation %} block of the chat template marks no answer in this chat.")
-        if wanted != answers:
-            raise BadRow(
-                f"the chat template has {len(blocks)} {{% generation %}} blocks for {len(answers)} answers, so those "
-                "to be left out cannot be told; expected one block an answer."
-            )
+        if not blocks or wanted != answers:
+            count = f"{len(blocks)} {{% generation %}} blocks for {len(answers)} answers"
+            raise BadRow(f"the chat template has {count}; expected one block per answer.")
         return blocks
 
     def _text(self, messages: list[Message], tools: Tools | None, open_answer: bool = False) -> str:
@@ -156,10 +152,8 @@ class ChatRenderer:
         after = _after_probe(probed_text, messages[index])
         end = len(text) - len(after)
         if not (found and text.startswith(before) and text.endswith(after) and len(before) <= end):
-            raise BadRow(
-                f'"messages[{index}]": the chat template changes other turns with this one, so where it stands cannot '
-                "be told;\nexpected a template with a {% generation %} block around answers."
-            )
+            changed = f'"messages[{index}]": the chat template changes other turns with this one'
+            raise BadRow(f"{changed}; expected a template with a {{% generation %}} block around answers.")
         bare = {key: value for key, value in probed.items() if key not in THOUGHTS} | {"content": PROBE}
         if bare == probed:
             return len(before), len(before), end

@@ -181,7 +181,7 @@ def _look_at_formats(source: Source, validation: Source | None, wanted: str) -> 
     """What the first rows hold (a list is a chat), and lines about the formats and columns of all parts."""
     kinds, lines = set[type](), dict[str, list[str]]()
     for part in [*(source.parts or (source,)), *([validation] if validation else [])]:
-        rows = part.first_rows(if_empty=HOW_TO_VALIDATE if part is validation else "")
+        rows = part.first_rows()
         columns = {column for row in rows for column in row}
         row_format = find_format(part.name, columns, wanted)
         for row in rows:
@@ -213,7 +213,7 @@ def _key(job: _Job, code: str) -> str:
         *((job.validation.name, job.validation.identity) if job.validation else (str(job.fraction),)),
         *(job.wanted_format, str(job.skip_bad_rows)),
         *(encoder.truncation, encoder.labels, str(encoder.context_length)),
-        tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else str(tokenizer.get_vocab()),
+        tokenizer.backend_tokenizer.to_str(),
         json.dumps(tokenizer.special_tokens_map, default=str, sort_keys=True),
         json.dumps(tokenizer.chat_template, sort_keys=True),
     ]
@@ -228,7 +228,7 @@ def _build(folder: Path, job: _Job, processes: int) -> None:
     bad, bad_in_train, rows = BadRows(job.skip_bad_rows), 0, 0
     started = logged = time.monotonic()
     for source in filter(None, (job.source, job.validation)):
-        chunks = chunks_of(source, job.wanted_format, HOW_TO_VALIDATE if source is job.validation else "")
+        chunks = chunks_of(source, job.wanted_format)
         with closing(encode_chunks(chunks, job.encoder, job.examples, processes)) as encoded_chunks:
             for chunk, encoded in encoded_chunks:
                 bad.note(encoded)
@@ -277,14 +277,12 @@ def check_ids(largest_id: int, name: str, tokenizer: "PreTrainedTokenizerBase", 
 
 def _check_not_empty(job: _Job, name: str, split: SplitStatistics, bad: int) -> None:
     """Refuse an empty split, saying where its rows went."""
-    if split.rows:
-        return
+    too_long = f"longer than --context_length {job.encoder.context_length} (--truncation)"
     counts = {
         "bad": bad,
         "without anything to train on": split.without_target,
-        f"longer than --context_length {job.encoder.context_length} (--truncation)": split.dropped + split.truncated,
+        too_long: split.dropped + split.truncated,
     }
-    why = ", ".join(f"{count:,} rows are {what}" for what, count in counts.items() if count)
-    raise UserError(
-        f"{name}: no row is left to train on or to validate with: {why or 'none was chosen'}.\n{HOW_TO_VALIDATE}"
-    )
+    why = ", ".join(f"{count:,} rows are {what}" for what, count in counts.items() if count) or "none was chosen"
+    if not split.rows:
+        raise UserError(f"{name}: no row is left to train on or to validate with: {why}.\n{HOW_TO_VALIDATE}")

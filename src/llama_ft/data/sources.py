@@ -68,23 +68,23 @@ class Source:
     weight: float = 1.0
     parts: tuple["Source", ...] = ()
 
-    def first_rows(self, if_empty: str = "") -> list[Row]:
-        """The good ones of the first rows; `if_empty` is what to do about it if there are none, for the message."""
+    def first_rows(self) -> list[Row]:
+        """The good ones of the first rows."""
         first = list(itertools.islice(self.read(), ROWS_LOOKED_AT))
         if not first:
-            raise UserError(f"{self.name}: holds no rows.\n{if_empty}".rstrip())
+            raise UserError(f"{self.name}: holds no rows.")
         rows = [row for _, row in first if not isinstance(row, BadRow)]
         if not rows:  # most likely no file of this kind at all
             raise UserError(*[f"{place}: {row}" for place, row in first][:PROBLEMS_SHOWN])
         return rows
 
-    def row_format(self, wanted: str, *, if_empty: str = "") -> RowFormat:
+    def row_format(self, wanted: str) -> RowFormat:
         """Tell the format from the columns of the first rows, see `find_format` and `first_rows`."""
-        return find_format(self.name, {column for row in self.first_rows(if_empty) for column in row}, wanted)
+        return find_format(self.name, {column for row in self.first_rows() for column in row}, wanted)
 
-    def formatted_rows(self, wanted: str, *, if_empty: str = "") -> Iterator[tuple[str, Row | BadRow, RowFormat]]:
+    def formatted_rows(self, wanted: str) -> Iterator[tuple[str, Row | BadRow, RowFormat]]:
         """Yield (place, row, its format), each row as often as its weight says; parts of a mixture alternate."""
-        reading = [part._weighted(part.row_format(wanted, if_empty=if_empty)) for part in self.parts or (self,)]
+        reading = [part._weighted(part.row_format(wanted)) for part in self.parts or (self,)]
         while reading:
             for rows in reading.copy():
                 if (taken := next(rows, None)) is None:

@@ -90,10 +90,11 @@ class StreamedBatches:
             encoded = encode_chunk(chunk, self._encoder, self._examples)
             bad.note(encoded)
             if len(encoded.table):
-                bad.end()
-                return _dataset([encoded.table])
+                break
         bad.end()
-        raise self._nothing_left()
+        if not len(encoded.table):
+            raise self._nothing_left()
+        return _dataset([encoded.table])
 
     def describe(self) -> str:
         """How samples are laid out and how many steps they are, for people."""
@@ -134,11 +135,9 @@ class StreamedBatches:
                     batches = [
                         collate(window.rows, rows, self._pad_token_id, plan.is_packed) for rows in share.micro_batches
                     ]
-                    now = dict(
-                        zip(START, (window.epoch, window.first_chunk, window.number, step_in_window + 1), strict=True)
-                    )
-                    epochs_seen = float(window.epoch + is_end)
-                    yield StepBatches(step, window.epoch, epochs_seen, is_end, share.target_tokens, batches, now)
+                    now = dict(zip(START, (*window[:3], step_in_window + 1), strict=True))
+                    seen = float(window.epoch + is_end)
+                    yield StepBatches(step, window.epoch, seen, is_end, share.target_tokens, batches, now)
                     step += 1
                 skip = 0
 

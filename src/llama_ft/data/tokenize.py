@@ -13,7 +13,6 @@ from llama_ft.data.loss_mask import ChatRenderer
 from llama_ft.errors import UserError
 
 if TYPE_CHECKING:
-    import tokenizers
     from transformers import PreTrainedTokenizerBase
 
 LONGEST_TEXT = 10_000_000  # characters: a tokenizer takes up to 200 bytes for each, and 20 s for all
@@ -68,25 +67,14 @@ class Encoder:
         self.truncation = truncation
         self.labels = labels
         self._vocabulary_size = len(tokenizer)
-        tokenizer("")  # switches off whatever truncation and padding the tokenizer was saved with
+        if not tokenizer.is_fast:
+            raise UserError(f"{type(tokenizer).__name__}: expected a fast tokenizer, one with a tokenizer.json.")
+        self._bos = added_bos(tokenizer)  # this also switches off the truncation and padding it was saved with
 
     @cached_property
     def _renderer(self) -> ChatRenderer:
         """Made when the first chat comes: other rows make no demands on the chat template."""
         return ChatRenderer(self.tokenizer, "assistant" if self.labels == "auto" else self.labels)
-
-    @property
-    def _backend(self) -> "tokenizers.Tokenizer":
-        if not self.tokenizer.is_fast:
-            raise UserError(
-                f"the tokenizer ({type(self.tokenizer).__name__}) cannot tell which characters a token stands for.\n"
-                "Expected a fast tokenizer, one with a tokenizer.json."
-            )
-        return self.tokenizer.backend_tokenizer
-
-    @cached_property
-    def _bos(self) -> list[int]:
-        return added_bos(self.tokenizer)
 
     def read(self, row: Row, row_format: RowFormat) -> Content:
         """What a row holds.
@@ -175,7 +163,7 @@ class Encoder:
             half = f"\\u{ord(text[error.start]):04x}"
             raise BadRow(f"{half} is half of a character (a lone surrogate); expected Unicode text.") from None
         # The backend's own call: tokenizer(text) sets truncation and padding anew each time, a tenth of the time here.
-        encoding = self._backend.encode(text, add_special_tokens=False)
+        encoding = self.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
         input_ids: list[int] = encoding.ids
         labels = [IGNORED] * len(input_ids)
         for first, last in tokens_of_spans(text, encoding.offsets, spans):
