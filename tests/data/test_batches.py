@@ -2,20 +2,15 @@
 
 import itertools
 import math
-import random
 from collections.abc import Callable
-from typing import NamedTuple
 
 import numpy
 import pytest
 import torch
 from datasets import Dataset
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from tokenizers import Tokenizer, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from llama_ft.data import Demo, Encoder, collate, evaluation_batches, pad_token_id, row_lengths, target_token_counts
+from llama_ft.data import Demo, collate, evaluation_batches, pad_token_id
 from llama_ft.data.batches import BatchSampler
 
 LENGTHS = [(7 * row) % 53 + 2 for row in range(103)]
@@ -110,78 +105,6 @@ def test_padded_rows_of_a_step_are_of_like_length() -> None:
     assert lengths.sum() > 0.97 * padded  # in random order it is 0.56
     means = [batch.mean() for batch in steps[:50]]
     assert means != sorted(means) and means != sorted(means, reverse=True)
-
-
-class Once(NamedTuple):
-    """One way to share rows out."""
-
-    truncation: str
-    pack_length: int | None
-    world_size: int
-    micro_batch: int
-    accumulation: int
-
-
-@settings(max_examples=80, deadline=None)
-@given(
-    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=25),
-    masked=st.integers(0, 2**16),
-    way=st.builds(
-        Once,
-        st.sampled_from(["right", "left", "drop", "split"]),
-        st.sampled_from([None, 12]),
-        st.integers(1, 4),
-        st.integers(1, 3),
-        st.integers(1, 3),
-    ),
-)
-def test_every_label_the_length_policy_keeps_is_trained_on_exactly_once_an_epoch(
-    lengths: list[int], masked: int, way: Once
-) -> None:
-    """Each token has an id of its own, so that what is predicted, and from which token before it, can be counted."""
-    encoder = Encoder(PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE())), 12, way.truncation)
-    chance, pieces, wanted, first = random.Random(masked), [], [], 0
-    for length in lengths:
-        ids = list(range(first, first + length))
-        labels = [token if chance.random() < 0.6 else -100 for token in ids]
-        first += length
-        if length <= 12 or way.truncation == "split":
-            kept = range(1, length)
-        else:
-            kept = {"right": range(1, 12), "left": range(length - 11, length), "drop": range(0)}[way.truncation]
-        wanted += [labels[index] for index in kept if labels[index] != -100]
-        pieces += [piece for piece in encoder.fit(ids, labels) if piece.target_tokens]
-    if not pieces:
-        assert wanted == []
-        return
-    dataset = Dataset.from_list(
-        [
-            {"input_ids": p.input_ids, "labels": p.labels, "target_tokens": p.target_tokens, "source": str(n)}
-            for n, p in enumerate(pieces)
-        ]
-    )
-    shape = {
-        "world_size": way.world_size,
-        "micro_batch": way.micro_batch,
-        "pack_length": way.pack_length,
-        "seed": masked,
-    }
-    shape["global_batch"] = way.world_size * way.micro_batch * way.accumulation
-    trained, counted = [], 0
-    plans = [
-        BatchSampler(row_lengths(dataset), target_token_counts(dataset), rank=rank, **shape)
-        for rank in range(way.world_size)
-    ]
-    for step in range(plans[0].steps_per_epoch):
-        shares = [plan.step(0, step) for plan in plans]
-        counted += shares[0].target_tokens
-        for indices in (indices for share in shares for indices in share.micro_batches):
-            batch = collate(dataset, indices, 0, way.pack_length is not None)
-            for ids, labels in zip(batch.input_ids.tolist(), batch.labels.tolist(), strict=True):
-                predicted = [(before, label) for before, label in itertools.pairwise(zip(ids, labels, strict=True))]
-                trained += [label for (_, _), (_, label) in predicted if label != -100]
-                assert all(label in (-100, before + 1) for (before, _), (_, label) in predicted)
-    assert sorted(trained) == sorted(wanted) and counted == len(wanted)
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +17,12 @@ from forked import forked
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from llama_ft.config.settings import DataConfig
-from llama_ft.data import Encoder, TokenizedData, collate, one_example, prepare
+from llama_ft.data import Encoder, TokenizedData, collate, prepare
 from llama_ft.data.batches import BatchSampler, evaluation_batches, group_size, row_lengths, target_token_counts
 from llama_ft.data.build import (
     CHUNK_ROWS,
     CHUNKS_INLINE,
-    chunks_of,
-    encode_chunks,
 )
-from llama_ft.data.sources import Source
 from llama_ft.errors import RunFailure, UserError
 
 ROWS_INLINE = CHUNKS_INLINE * CHUNK_ROWS
@@ -128,25 +125,6 @@ def test_bad_rows_are_told_in_their_order(llama3: PreTrainedTokenizerFast, tmp_p
         f"{odd_rows}:{number}" for number in (6, 506, 1006, 1506, 2006)
     ]
     assert built(tmp_path) == [] and multiprocessing.active_children() == []
-
-
-def test_what_is_read_ahead_is_bounded(llama3: PreTrainedTokenizerFast) -> None:
-    read = 0
-
-    def rows() -> Iterator[tuple[str, dict[str, Any]]]:
-        nonlocal read
-        for number in range(100 * CHUNK_ROWS):
-            read += 1
-            yield str(number), {"instruction": "Hi", "output": f"yes {number}"}
-
-    done, most = 0, 0
-    chunks = chunks_of(Source("x", "", rows), "alpaca")
-    for chunk, encoded in encode_chunks(chunks, Encoder(llama3, 40), one_example, 2):
-        done += len(chunk)
-        most = max(most, read - done)
-        assert encoded.rows["pieces"].tolist() == [1] * len(chunk)
-    assert done == 100 * CHUNK_ROWS
-    assert most <= CHUNKS_INLINE * CHUNK_ROWS
 
 
 def when_tokenizing(act: Callable[[Any], None]) -> threading.Thread:

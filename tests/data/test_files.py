@@ -125,26 +125,6 @@ def test_keys_that_only_other_objects_have_are_no_nulls_in_columnar_files(tmp_pa
 
 
 @pytest.mark.parametrize(
-    "name", ["my.jsonl.gz", "my.jsonl.zst", "my.csv.gz", "my.parquet", "stream.arrow", "file.arrow"]
-)
-def test_file_that_is_cut_off_is_told_wherever_it_ends(tmp_path: Path, name: str) -> None:
-    path = tmp_path / name
-    KINDS[name](path)
-    whole = path.read_bytes()
-    told = 0
-    for end in range(1, len(whole), max(1, len(whole) // 40)):
-        path.write_bytes(whole[:end])
-        try:
-            rows = [row for _, row in rows_of_file(path)]
-        except UserError as error:
-            told += 1
-            assert error.messages[0].startswith(str(path))
-        else:  # between two members, or in what follows the last row
-            assert rows == ROWS[: len(rows)] or isinstance(rows[-1], BadRow)
-    assert told > 20
-
-
-@pytest.mark.parametrize(
     ("name", "content", "text"),
     [
         ("my.jsonl.gz", b"not zipped", "cannot be read: Not a gzipped file"),

@@ -111,7 +111,8 @@ def test_urls_of_a_file_a_pattern_and_a_folder(source_of: Opener, tmp_path: Path
             file.write(json.dumps({"text": name}))
     assert texts(source_of(f"{base}/b.jsonl")) == ["b.jsonl"]
     assert texts(source_of(f"{base}/*.jsonl")) == texts(source_of(f"{base}/")) == ["a.jsonl", "b.jsonl"]
-    assert texts(source_of(f"file://{write(tmp_path / 'c.jsonl', 'c')}")) == ["c"]
+    assert texts(source_of(f"file://{write(tmp_path / 'c[1].jsonl', 'c')}")) == ["c"]
+    assert texts(source_of(f"{tmp_path}/c[1].jsonl")) == texts(source_of(f"{tmp_path}/*.jsonl")) == ["c"]
     with pytest.raises(UserError, match="nothing/: no data files there."):
         source_of(f"{base}/nothing/")
     with pytest.raises(UserError, match="s3://bucket/my.jsonl: cannot be read: Install s3fs"):
@@ -128,7 +129,7 @@ def test_files_named_by_split_are_splits(source_of: Opener, tmp_path: Path) -> N
     assert texts(source_of(folder, dataset_split="test")) == ["test/rows.jsonl"]
     config = DataConfig(dataset=folder, validation="test")
     named = open_source("test", "validation", config=config, tokenizer=None, cache=tmp_path)  # type: ignore[arg-type]
-    assert texts(named) == ["test/rows.jsonl"]
+    assert texts(named) == texts(source_of([{"path": folder, "split": "test"}])) == ["test/rows.jsonl"]
     with pytest.raises(UserError, match="data: has no split dev. It has train, validation, test."):
         source_of(folder, dataset_split="dev")
 

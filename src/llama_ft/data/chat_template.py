@@ -114,9 +114,8 @@ def missing_tokens(
     before, after = _around_an_answer(template, tokenizer, subject)
     known = tokenizer.get_added_vocab().keys() | tokenizer.all_special_tokens
     ends = [marker for marker in END_MARKER.findall(after) if marker not in known]
-    if not ends:
-        return []
-    return list(dict.fromkeys(marker for marker in [*MARKER.findall(before), *ends] if marker not in known))
+    markers = [*MARKER.findall(before), *ends] if ends else []
+    return list(dict.fromkeys(marker for marker in markers if marker not in known))
 
 
 def _around_an_answer(template: str, tokenizer: "PreTrainedTokenizerBase", subject: str) -> tuple[str, str]:

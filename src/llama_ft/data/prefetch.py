@@ -25,10 +25,8 @@ class StepBatches:
     """One optimizer step of one rank, ready to compute.
 
     Attributes:
-        step: counted from 1.
-        epoch: the one it is in, counted from 0.
-        epochs_seen: after it, with fractions.
-        ends_epoch: it is the last of its epoch.
+        step, epoch: counted from 1, and from 0.
+        epochs_seen, ends_epoch: after it, with fractions; whether it is the last of its epoch.
         target_tokens: labels that count in the loss, in the whole global batch over all ranks.
         batches: this rank's micro-batches; as many on every rank.
         position: where a stream stands after it, for the checkpoint.
