@@ -33,8 +33,10 @@ from transformers.modeling_utils import PreTrainedModel  # noqa: E402
 
 from llama_ft import data, models, runtime, training  # noqa: E402
 from llama_ft.config import DataConfig, FSDPConfig, ModelConfig  # noqa: E402
-from llama_ft.data.batches import Batch  # noqa: E402
+from llama_ft.data.batches import Batch, BatchSampler  # noqa: E402
 from llama_ft.data.packing import pack_rows  # noqa: E402
+from llama_ft.data.prefetch import PreparedBatches, StepBatches  # noqa: E402
+from llama_ft.processes import cores  # noqa: E402
 from llama_ft.runtime import Runtime  # noqa: E402
 
 GIB = 2**30
@@ -87,8 +89,9 @@ def tokenize(config: DataConfig, tokenizer: PreTrainedTokenizerBase, length: int
         started = time.perf_counter()
         rows = data.prepare(config, tokenizer, context_length=length, cache=Path(folder), want_validation=False)
         seconds = time.perf_counter() - started
+        processes = config.tokenize_processes or cores()
         train, name = rows.report.train, "demo" if config.dataset == "demo" else "generated"
-        counts = f"{train.rows:,} | {train.tokens:,} | {rows.report.processes} | {seconds:.1f} s"
+        counts = f"{train.rows:,} | {train.tokens:,} | {processes} | {seconds:.1f} s"
         print(f"| {name} | {counts} | {train.rows / seconds:,.0f} | {train.tokens / seconds:,.0f} |", end="")
         return rows, seconds
 
@@ -142,11 +145,11 @@ def speed(rows: data.TokenizedData, folder: Path, job: Runtime, turns: int) -> N
     waited, stepped = dict.fromkeys(ways, 0.0), dict.fromkeys(ways, 0.0)
     built = {way: build(folder, job, way == "packing") for way in ways}
     with contextlib.ExitStack() as stack:
-        feeds: dict[str, Iterator[data.StepBatches]] = {}
+        feeds: dict[str, Iterator[StepBatches]] = {}
         ahead = {}
         for way, (pack_length, plan) in ways.items():
-            prepared = data.PreparedBatches(
-                rows.train, data.BatchSampler(lengths, targets, pack_length=pack_length, **plan), 0, 1, 0
+            prepared = PreparedBatches(
+                rows.train, BatchSampler(lengths, targets, pack_length=pack_length, **plan), 0, 1, 0
             )
             ahead[way] = stack.enter_context(data.Prefetcher(prepared.steps(1, turns + 1, {})))
             feeds[way] = iter(ahead[way])

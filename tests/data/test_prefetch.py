@@ -53,20 +53,3 @@ def test_an_error_is_raised_where_its_item_was_due() -> None:
         for number in ahead:
             taken.append(number)
     assert taken == [1]
-
-
-def test_waiting_is_measured() -> None:
-    def slow() -> Generator[int, None, None]:
-        for number in range(3):
-            threading.Event().wait(0.2)
-            yield number
-
-    with Prefetcher(slow()) as ahead:
-        waited = [ahead.waited_seconds for _ in ahead]
-    assert all(0.1 < seconds < 5 for seconds in waited)
-    with Prefetcher(numbers([], threading.Event(), 3)) as ahead:
-        items = iter(ahead)
-        next(items)
-        time.sleep(0.2)
-        next(items)
-        assert ahead.waited_seconds < 0.1

@@ -63,7 +63,7 @@ def test_rows_that_leaked_or_were_skipped_stand_above_the_data_table(run_dir: Pa
     (folder / "facts.json").write_text(json.dumps(facts))
     data = report_page(read_run(folder)).partition("<h2>Data</h2>")[2].partition("<table>")[0]
     assert data.count('class="warn"') == 2
-    assert "10 rows are in the training rows too" in data and "8 bad rows left out" in data
+    assert "10 rows are in the training rows too" in data and "8 bad rows skipped" in data
 
 
 def test_each_measure_of_memory_has_a_name_of_its_own(run_dir: Path, tmp_path: Path) -> None:

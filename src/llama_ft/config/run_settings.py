@@ -73,7 +73,7 @@ class DataConfig:
     datasets.Dataset; llama-recipes' samsum, grammar or alpaca; demo: Python's docstrings as questions and answers; or
     a mix, '[{path: a.jsonl, weight: 2.5}, {path: org/name, split: test}]': 2.5 takes half of the rows a third time."""
 
-    dataset_format: Literal["auto", "alpaca", "messages", "sharegpt", "prompt_completion", "text", "tokenized"] = "auto"
+    dataset_format: str = "auto"
     """alpaca: columns instruction, input, output. messages: chat turns of role and content. sharegpt: conversations,
     turns of from and value. prompt_completion: prompt, completion. text: continued pre-training. tokenized: input_ids
     and perhaps labels. auto: told by the columns."""

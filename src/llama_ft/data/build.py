@@ -1,8 +1,7 @@
 """Tokenizing a dataset to disk: chunks of rows go out to several processes, tables of tokens come back in order.
 
-The processes are forked. Measured from a recipe that has imported all it needs: four forked
-ones answer after 0.06 s and hold 9 MiB each; spawned ones import the recipe again (41 s until all
-four work). They use neither torch nor the GPU nor the console.
+The processes are forked: they answer after 0.06 s and hold 9 MiB each, where spawned ones would import the recipe
+again (41 s until four work). They use neither torch nor the GPU nor the console.
 """
 
 import gc
@@ -14,10 +13,10 @@ import os
 import pickle
 import signal
 import sys
-import traceback
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
-from multiprocessing.connection import Connection
+from collections.abc import Generator, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,212 +28,160 @@ from datasets.arrow_writer import ArrowWriter
 
 from llama_ft.data.formats import BadRow, Message, Row
 from llama_ft.data.sources import Source
-from llama_ft.data.statistics import ROW, BuildReport, SplitStatistics, histogram_edges
-from llama_ft.data.tokenize import Encoded, Encoder
+from llama_ft.data.statistics import ROW, SplitStatistics
+from llama_ft.data.tokenize import Encoded, Encoder, ExamplesOf
 from llama_ft.errors import RunFailure, UserError
 from llama_ft.processes import end_with
 
+# Examples, or pieces of them. `group` neighbouring ones are of one row and stay together; `source` is the row's place.
 FEATURES = Features(
     {
-        "input_ids": List(Value("int32")),
-        "labels": List(Value("int32")),
-        "target_tokens": Value("int32"),
+        **{name: List(Value("int32")) for name in ("input_ids", "labels")},
+        **{name: Value("int32") for name in ("target_tokens", "group")},
         "source": Value("string"),
     }
 )
 CHUNK_ROWS, CHUNK_BYTES = 256, 2**20
 CHUNKS_INLINE = 8  # up to here one process is done before others have had their first chunk
-PLACES_NAMED = 3
 BAD_ROWS_SHOWN = 5
 ROWS_SEARCHED_AFTER_A_BAD_ONE = 10_000  # for more bad rows to report at once; a big file must not take minutes
-SKIP_HINT = "(--skip_bad_rows leaves such rows out and counts them)"
-
-
-class Chunk(NamedTuple):
-    """Some neighbouring rows.
-
-    Attributes:
-        places: of each row.
-        parts: which part of a mix each is of; 0 where there is no mix.
-        rows: each row and its format, pickled: their size is known, and they are pickled once.
-    """
-
-    places: list[str]
-    parts: list[int]
-    rows: list[bytes]
+Chunk = list[tuple[str, bytes]]  # some neighbouring rows: place; row and format, pickled, as their size is then known
 
 
 class EncodedChunk(NamedTuple):
     """What became of a chunk.
 
     Attributes:
-        table: what is trained on, columns of FEATURES: rows, or the pieces of those that were split.
-        row_of_piece: the row of the chunk that each of them is of.
-        digests: a hash of the tokens and labels of each.
+        table: what is trained on, columns of FEATURES.
+        row_of_piece: the row of the chunk that each of its rows is of.
         rows: what became of each row of the chunk, see `ROW`.
         problems: the bad rows, each with its place.
     """
 
     table: pyarrow.Table
     row_of_piece: numpy.ndarray
-    digests: numpy.ndarray
     rows: numpy.ndarray
     problems: list[str]
 
+    @property
+    def largest_id(self) -> int:
+        """The largest token id, -1 without any."""
+        return int(self.table["input_ids"].combine_chunks().flatten().to_numpy().max(initial=-1))
+
 
 def content_hash(row: Row) -> int:
-    """64 bits that twins share, wherever they stand."""
+    """64 bits that equal rows share."""
     content = json.dumps(row, sort_keys=True, ensure_ascii=False, default=str)
     return int.from_bytes(hashlib.sha256(content.encode("utf-8", "surrogatepass")).digest()[:8], "big")
 
 
-def chunks_of(source: Source, wanted: str, if_empty: str = "") -> Iterator[Chunk]:
-    """Group rows by number and size, so that what is in work stays small whatever the rows are.
-
-    Arguments as of `Source.formatted_rows`.
-    """
-    chunk, size = Chunk([], [], []), 0
-    for place, row, row_format, part in source.formatted_rows(wanted, if_empty=if_empty):
-        try:
-            packed = pickle.dumps((row, row_format), pickle.HIGHEST_PROTOCOL)
-        except (RecursionError, TypeError, AttributeError, pickle.PicklingError) as error:
-            packed = pickle.dumps((BadRow(f"holds what is no data: {error}."), row_format))
-        chunk.places.append(place)
-        chunk.parts.append(part)
-        chunk.rows.append(packed)
-        size += len(packed)
-        if len(chunk.rows) == CHUNK_ROWS or size >= CHUNK_BYTES:
+def chunks_of(source: Source, wanted: str) -> Iterator[Chunk]:
+    """Group rows by number and size, so that memory is bounded. Arguments as of `Source.formatted_rows`."""
+    chunk, size = Chunk(), 0
+    for place, row, row_format in source.formatted_rows(wanted):
+        chunk.append((place, pickle.dumps((row, row_format), pickle.HIGHEST_PROTOCOL)))
+        size += len(chunk[-1][1])
+        if len(chunk) == CHUNK_ROWS or size >= CHUNK_BYTES:
             yield chunk
-            chunk, size = Chunk([], [], []), 0
-    if chunk.rows:
+            chunk, size = Chunk(), 0
+    if chunk:
         yield chunk
 
 
-def encode_chunk(chunk: Chunk, encoder: Encoder) -> EncodedChunk:
+def encode_chunk(chunk: Chunk, encoder: Encoder, examples_of: ExamplesOf) -> EncodedChunk:
     """Tokenize the rows of a chunk."""
-    pieces: list[Encoded] = []
-    row_of_piece, problems = [], []
-    rows = numpy.zeros(len(chunk.rows), ROW)
-    rows["pieces"], rows["part"] = -1, chunk.parts
-    for number, packed in enumerate(chunk.rows):
+    pieces = list[tuple[int, Encoded, int]]()  # the row, a piece of it, the size of its group
+    rows, problems = numpy.zeros(len(chunk), ROW), list[str]()
+    for number, (place, packed) in enumerate(chunk):
+        row, row_format = pickle.loads(packed)
         try:
-            row, row_format = pickle.loads(packed)
             if isinstance(row, BadRow):
                 raise row
-            whole, _ = tokenized = encoder.tokenize(row, row_format)
-            made = encoder.fit(*tokenized)
+            examples = examples_of(row, row_format, encoder)
+            groups = list(zip(*(encoder.fit(*example) for example in examples), strict=False))
         except (BadRow, RecursionError) as problem:
-            problems.append(f"{chunk.places[number]}: {problem}")
+            rows[number]["pieces"] = -1
+            problems.append(f"{place}: {problem}")
             continue
-        trained = [piece for piece in made if piece.target_tokens]
-        counts = [(1, len(piece.input_ids), piece.target_tokens) for piece in trained]
+        trained = [group for group in groups if all(piece.target_tokens for piece in group)]
+        own = [(number, piece, len(group)) for group in trained for piece in group]
         rows[number] = (
-            content_hash(row), len(whole), len(made), *(sum(column) for column in zip((0, 0, 0), *counts, strict=True)),
-            any(piece.truncated for piece in made), chunk.parts[number],
+            content_hash(row), sum(len(input_ids) for input_ids, _ in examples), len(groups), len(own),
+            sum(len(piece.input_ids) for _, piece, _ in own), sum(piece.target_tokens for _, piece, _ in own),
+            any(piece.truncated for group in groups for piece in group),
         )  # fmt: skip
-        pieces += trained
-        row_of_piece += [number] * len(trained)
-    ends = numpy.cumsum([0, *(len(piece.input_ids) for piece in pieces)]).astype(numpy.int32)
+        pieces += own
+    ends = numpy.cumsum([0, *(len(piece.input_ids) for _, piece, _ in pieces)]).astype(numpy.int32)
     input_ids, labels = (
         numpy.fromiter(itertools.chain.from_iterable(column), numpy.int32)
-        for column in ((piece.input_ids for piece in pieces), (piece.labels for piece in pieces))
+        for column in ((piece.input_ids for _, piece, _ in pieces), (piece.labels for _, piece, _ in pieces))
     )
-    digests = [
-        xxhash.xxh3_64_intdigest(input_ids[start:end].tobytes() + labels[start:end].tobytes())
-        for start, end in itertools.pairwise(ends)
-    ]
     columns = {
         "input_ids": pyarrow.ListArray.from_arrays(ends, input_ids),
         "labels": pyarrow.ListArray.from_arrays(ends, labels),
-        "target_tokens": [piece.target_tokens for piece in pieces],
-        "source": [chunk.places[row] for row in row_of_piece],
+        "target_tokens": [piece.target_tokens for _, piece, _ in pieces],
+        "group": [group for _, _, group in pieces],
+        "source": [chunk[row][0] for row, _, _ in pieces],
     }
-    return EncodedChunk(
-        pyarrow.table(columns, schema=FEATURES.arrow_schema),
-        numpy.array(row_of_piece, numpy.int32),
-        numpy.array(digests, numpy.uint64),
-        rows,
-        problems,
-    )
-
-
-def enough_processes(chunks: Iterator[Chunk], most: int) -> tuple[int, Iterator[Chunk]]:
-    """Tell how many processes chunks are worth, after a look at the first; return the chunks as well."""
-    first = list(itertools.islice(chunks, CHUNKS_INLINE))
-    return most if len(first) == CHUNKS_INLINE else 1, itertools.chain(first, chunks)
+    table = pyarrow.table(columns, schema=FEATURES.arrow_schema)
+    return EncodedChunk(table, numpy.array([row for row, _, _ in pieces], numpy.int32), rows, problems)
 
 
 def encode_chunks(
-    chunks: Iterator[Chunk], encoder: Encoder, processes: int
+    chunks: Iterator[Chunk], encoder: Encoder, examples_of: ExamplesOf, processes: int
 ) -> Generator[tuple[Chunk, EncodedChunk], None, None]:
     """Yield chunks and what became of them, in order. Closing it ends the processes.
 
     Args:
         chunks: of all rows.
         encoder: what tokenizes.
-        processes: that share the work; 1: this one does it.
+        examples_of: makes the examples of a row.
+        processes: that share the work, if there are chunks enough; 1: this one does it.
 
     Raises:
         RunFailure: one of them was killed.
     """
-    if processes == 1:
+    first = list(itertools.islice(chunks, CHUNKS_INLINE)) if processes > 1 else []
+    chunks = itertools.chain(first, chunks)
+    if len(first) < CHUNKS_INLINE:
         for chunk in chunks:
-            yield chunk, encode_chunk(chunk, encoder)
+            yield chunk, encode_chunk(chunk, encoder, examples_of)
         return
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # it warns of forks else
-    context: Any = multiprocessing.get_context("fork" if sys.platform == "linux" else None)
-    workers, busy = list[Any](), deque[tuple[Connection, Chunk]]()
+    context = multiprocessing.get_context("fork" if sys.platform == "linux" else None)
+    pool = ProcessPoolExecutor(processes, context, _start_worker, (os.getpid(), encoder, examples_of))
+    busy = deque[tuple[Chunk, Future[EncodedChunk]]]()
     try:
-        # One chunk at a time to each, in turns: neither side waits to write to a pipe that the other does not read.
-        for chunk in itertools.islice(chunks, processes):
-            ours, theirs = context.Pipe()
-            workers.append(context.Process(target=_work, args=(theirs, encoder, os.getpid()), daemon=True))
-            workers[-1].start()
-            theirs.close()  # so that the end of a worker is the end of its pipe
-            busy.append((ours, chunk))
-            ours.send(chunk)
+        while chunk := next(chunks, []):
+            busy.append((chunk, pool.submit(_encode_in_worker, chunk)))
+            if len(busy) > processes:
+                yield busy[0][0], busy[0][1].result()
+                busy.popleft()
         while busy:
-            pipe, chunk = busy[0]
-            result = pipe.recv()
+            yield busy[0][0], busy[0][1].result()
             busy.popleft()
-            if following := next(chunks, None):
-                busy.append((pipe, following))
-                pipe.send(following)
-            if isinstance(result, Exception):
-                raise result
-            yield chunk, result
-    except (EOFError, ConnectionError):
-        size, place = max(
-            (len(row), place) for _, chunk in busy for place, row in zip(chunk.places, chunk.rows, strict=True)
-        )
+    except BrokenProcessPool:
         raise RunFailure(
-            "a process that tokenized was killed, most likely by the kernel, for want of host memory.\n"
-            f"There were {processes} of them; the largest row they had was {place}, of {size:,} bytes.\n"
-            f"--tokenize_processes {processes // 2} takes less memory."
+            f"one of the {processes} processes that tokenized was killed, most likely by the kernel, for want of host "
+            f"memory.\nIt was near {busy[0][0][0][0]}. --tokenize_processes {processes // 2} takes less memory."
         ) from None
     finally:
-        for worker in workers:
-            worker.kill()  # it has nothing to clean up, and may be in the middle of a chunk
-            worker.join()
+        pool.shutdown(cancel_futures=True)
 
 
-def _work(pipe: Connection, encoder: Encoder, parent: int) -> None:
-    """What a worker does until it is killed."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # a terminal or a batch system sends them to all
-        signal.signal(number, signal.SIG_IGN)
-    end_with(parent, oom_score=500)  # where memory runs out, the kernel shall take this one: the run can then say why
+_OWN: list[Any] = []  # of a worker: what tokenizes and what makes examples, which are not sent with each chunk
+
+
+def _start_worker(parent: int, *own: Any) -> None:
+    _OWN[:] = own
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # by which the pool ends the others if one was killed
+    end_with(parent, oom_score=500)  # if memory runs out, the kernel shall take this one: the run can then say why
     gc.freeze()  # the collector would touch, and so copy, all that is shared with the parent
-    while True:
-        result: EncodedChunk | Exception
-        try:
-            result = encode_chunk(pipe.recv(), encoder)
-        except EOFError:
-            return
-        except UserError as error:
-            result = error
-        except Exception:
-            result = RuntimeError(f"while tokenizing\n{traceback.format_exc()}")
-        pipe.send(result)
+
+
+def _encode_in_worker(chunk: Chunk) -> EncodedChunk:
+    return encode_chunk(chunk, *_OWN)
 
 
 class SplitWriter:
@@ -243,22 +190,19 @@ class SplitWriter:
     Args:
         path: of the file.
         encoder: what tokenizes the rows.
-        parts: names of the parts that a mix has.
 
     Attributes:
-        statistics: complete once `report_on` has closed the file.
+        statistics: complete once the file is closed.
         first_chat: the chat of the first row that is one.
     """
 
-    def __init__(self, path: Path, encoder: Encoder, parts: Sequence[str] = ()) -> None:
-        self.parts = parts
+    def __init__(self, path: Path, encoder: Encoder) -> None:
         self.statistics = SplitStatistics()
         self.first_chat: list[Message] | None = None
         self._path = path
         self._encoder = encoder
-        self._rows = [numpy.zeros(0, ROW)]  # 35 bytes a row, with its digest 43: a million take 43 MB
-        self._digests = [numpy.zeros(0, numpy.uint64)]
-        self._repeats, self._last_row = 0, ("", 0)
+        self._rows = [numpy.zeros(0, ROW)]  # 33 bytes per row, 41 with its digest: 41 MB per million
+        self._digests = list[int]()
         self._checksums = [xxhash.xxh3_128() for _ in range(3)]
         self._writer = ArrowWriter(path=str(path), features=FEATURES)
 
@@ -270,67 +214,41 @@ class SplitWriter:
             encoded: the same, tokenized.
             mine: bool [rows], which of them belong to this split.
         """
-        statistics, rows = self.statistics, encoded.rows
-        self._rows.append(rows[mine & (rows["pieces"] >= 0)])
-        without = numpy.flatnonzero(mine & (rows["pieces"] > 0) & (rows["trained"] == 0))
-        first = dict.fromkeys([*statistics.first_without_target, *(chunk.places[row] for row in without)])
-        statistics.first_without_target = list(first)[:PLACES_NAMED]
+        self._rows.append(encoded.rows[mine & (encoded.rows["pieces"] >= 0)])
         kept = mine[encoded.row_of_piece]
         if not kept.any():
             return
         if self.first_chat is None:
-            row, row_format = pickle.loads(chunk.rows[encoded.row_of_piece[kept][0]])
-            self.first_chat = self._encoder.messages(row, row_format)
-        table = encoded.table if kept.all() else encoded.table.filter(pyarrow.array(kept))
+            self.first_chat = self._encoder.messages(*pickle.loads(chunk[encoded.row_of_piece[kept][0]][1]))
+        table = encoded.table.filter(pyarrow.array(kept))
+        self.statistics.largest_id = max(self.statistics.largest_id, encoded.largest_id)
         input_ids, labels = (table[name].combine_chunks() for name in ("input_ids", "labels"))
-        values = [input_ids.value_lengths().to_numpy(), *(each.flatten().to_numpy() for each in (input_ids, labels))]
-        for checksum, each in zip(self._checksums, values, strict=True):
+        values = [numpy.ascontiguousarray(each.flatten().to_numpy()) for each in (input_ids, labels)]
+        lengths = input_ids.value_lengths().to_numpy()
+        for checksum, each in zip(self._checksums, (lengths, *values), strict=True):
             checksum.update(numpy.ascontiguousarray(each).data)
-        if (largest_id := int(values[1].max())) > statistics.largest_id:
-            row = int(numpy.searchsorted(values[0].cumsum(), values[1].argmax(), side="right"))
-            statistics.largest_id, statistics.largest_id_at = largest_id, table["source"][row].as_py()
+        for end, length in zip(lengths.cumsum(), lengths, strict=True):
+            self._digests.append(
+                xxhash.xxh3_64_intdigest(b"".join(each[end - length : end].tobytes() for each in values))
+            )
         self._writer.write_table(table)
-        self._digests.append(encoded.digests[kept])
-        places = list(zip(chunk.places, rows["content"].tolist(), strict=True))
-        before = [self._last_row, *places[:-1]]  # a mix takes some rows several times, one after the other
-        again = numpy.array([row == last for row, last in zip(places, before, strict=True)])
-        self._repeats += int(again[encoded.row_of_piece[kept]].sum())
-        self._last_row = places[-1]
 
     def close(self) -> tuple[numpy.ndarray, numpy.ndarray]:
-        """Finish the file; return the rows it was made of and the digests of those in it."""
+        """Finish the file; return what became of the rows it was made of, and a hash of each that is in it."""
         self._writer.finalize()
-        digests = numpy.concatenate(self._digests)
-        self.statistics.copies = len(digests) - len(numpy.unique(digests)) - self._repeats
+        digests = numpy.array(self._digests, numpy.uint64)
+        self.statistics.copies = len(digests) - len(numpy.unique(digests))
         checksums = "".join(checksum.hexdigest() for checksum in self._checksums)
         self.statistics.fingerprint = xxhash.xxh3_128_hexdigest(checksums.encode())
         return numpy.concatenate(self._rows), digests
 
-    def places(self, rows: Sequence[int]) -> list[str]:
-        """Where rows of the finished file came from."""
-        return Dataset.from_file(str(self._path))[rows]["source"] if len(rows) else []
-
-
-def report_on(train: SplitWriter, validation: SplitWriter | None) -> BuildReport:
-    """Close the files and say what is in them."""
-    writers = [train] if validation is None else [train, validation]
-    closed = [writer.close() for writer in writers]
-    lengths = numpy.concatenate([rows["tokens"] for rows, _ in closed])
-    edges = histogram_edges(int(lengths.min()), int(lengths.max())) if len(lengths) else []
-    for writer, (rows, _) in zip(writers, closed, strict=True):
-        writer.statistics.count(rows, edges, writer.parts)
-    report = BuildReport(train.statistics, validation.statistics if validation else None, edges)
-    if validation is not None:
-        trained, held_out = (digests for _, digests in closed)
-        twins = numpy.flatnonzero(numpy.isin(held_out, trained))
-        first = [int(numpy.flatnonzero(trained == held_out[row])[0]) for row in twins[:PLACES_NAMED]]
-        pairs = zip(validation.places(twins[:PLACES_NAMED].tolist()), train.places(first), strict=True)
-        report.shared, report.first_shared = len(twins), [f"{place} ({at})" for place, at in pairs]
-    return report
+    def place(self, row: int) -> str:
+        """Where a row of the finished file came from."""
+        return Dataset.from_file(str(self._path))[row]["source"]
 
 
 class BadRows:
-    """Collects rows that cannot be used: to stop with the first few, or to leave them out and count."""
+    """Collects rows that cannot be used: to stop with the first few, or to skip and count them."""
 
     def __init__(self, skip: bool) -> None:
         self.skip = skip
@@ -353,4 +271,4 @@ class BadRows:
     def end(self) -> None:
         """Stop the run if there are bad rows that are not to be skipped; called when all rows are read, too."""
         if self.count and not self.skip:
-            raise UserError(*self.first[:-1], f"{self.first[-1]}\n{SKIP_HINT}")
+            raise UserError(*self.first[:-1], f"{self.first[-1]}\n(--skip_bad_rows skips such rows and counts them)")

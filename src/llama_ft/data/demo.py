@@ -6,11 +6,9 @@ the demo is loaded like any model and any data.
 
 import json
 import platform
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from llama_ft.data.cache import build_once
 from llama_ft.data.demo_rows import write_demo_rows
@@ -51,20 +49,14 @@ class Demo:
 
 
 def build_demo(cache: Path) -> Demo:
-    """Build the demo's model and data under `cache`, once for each Python version.
-
-    Args:
-        cache: the cache folder, `cache_dir()` or another.
-
-    Returns:
-        The paths of the model folder and of both .jsonl files.
-    """
-    folder = build_once(cache / f"demo-py{platform.python_version()}-v{VERSION}", _build)
+    """Build the demo's model and data under the folder `cache`, once for each Python version."""
+    version = platform.python_version()
+    folder = build_once(cache / f"demo-py{version}-v{VERSION}", _build)
     facts = json.loads((folder / "demo.json").read_text())
     about_model = f"demo model: a Llama of {facts['parameters'] / 1e6:.1f} M parameters in {folder / 'model'}"
     about_rows = (
         f"demo rows: {facts['train']:,} training and {facts['validation']:,} validation rows from the docstrings of "
-        f"Python {platform.python_version()}'s standard library in {folder / 'train.jsonl'}"
+        f"Python {version}'s standard library in {folder / 'train.jsonl'}"
     )
     return Demo(folder / "model", folder / "train.jsonl", folder / "validation.jsonl", about_model, about_rows)
 
@@ -110,12 +102,10 @@ def _save_model(folder: Path, tokenizer: "PreTrainedTokenizerFast") -> int:
     """Save a freshly initialised Llama with grouped-query attention in fp32; return its parameter count."""
     import torch
     from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+    from transformers.utils import logging
 
-    token_ids = {
-        "bos_token_id": tokenizer.bos_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-    }
+    names = ("bos_token_id", "eos_token_id", "pad_token_id")
+    token_ids: dict[str, Any] = {name: getattr(tokenizer, name) for name in names}
     config = LlamaConfig(
         vocab_size=VOCABULARY_SIZE,
         hidden_size=256,
@@ -135,19 +125,9 @@ def _save_model(folder: Path, tokenizer: "PreTrainedTokenizerFast") -> int:
     model.generation_config = GenerationConfig(**token_ids)
     # transformers saves on rank 0 only, but every node with a disk of its own needs the files.
     model.should_save_on_this_rank = lambda is_main_process: is_main_process  # type: ignore[method-assign]
-    with _no_progress_bars():
-        model.save_pretrained(folder, max_shard_size="8MB")  # 26 MB in all: several shards, as big models have
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
-@contextmanager
-def _no_progress_bars() -> Iterator[None]:
-    from transformers.utils import logging
-
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
+    model.save_pretrained(folder, max_shard_size="8MB")  # 26 MB in all: several shards, as big models have
+    if shown:
+        logging.enable_progress_bar()
+    return sum(parameter.numel() for parameter in model.parameters())

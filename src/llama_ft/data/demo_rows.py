@@ -1,6 +1,6 @@
-"""Rows of the embedded demo: questions about Python's standard library, answered by its docstrings.
+"""Samples of the embedded demo: questions about Python's standard library, answered by its docstrings.
 
-The sources of the running Python are read with `ast`; nothing is imported. The same Python gives the same rows.
+The sources of the running Python are read with `ast`; nothing is imported. The same Python gives the same samples.
 """
 
 import ast
@@ -9,8 +9,8 @@ import json
 import sysconfig
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 SKIPPED_FOLDERS = frozenset(
     "site-packages dist-packages test tests idlelib lib2to3 turtledemo ensurepip pydoc_data __pycache__".split()
@@ -24,12 +24,10 @@ QUESTIONS = (
     "Describe the {kind} `{name}`.",
     "What is the {kind} `{name}` for?",
 )
+Function = ast.FunctionDef | ast.AsyncFunctionDef
 
-Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
-
-@dataclass(frozen=True)
-class Documented:
+class Documented(NamedTuple):
     """A module, class, function or method with its docstring."""
 
     name: str
@@ -40,23 +38,22 @@ class Documented:
 
 def write_demo_rows(folder: Path) -> dict[str, int]:
     """Write train.jsonl and validation.jsonl (columns instruction, input, output) into `folder`; return their rows."""
-    counts = {"train": 0, "validation": 0}
+    rows: dict[str, list[str]] = {"train": [], "validation": []}
     seen: set[str] = set()
-    with (
-        # errors: a docstring may hold half a surrogate pair, which UTF-8 cannot
-        open(folder / "train.jsonl", "w", encoding="utf-8", errors="replace") as train,
-        open(folder / "validation.jsonl", "w", encoding="utf-8", errors="replace") as validation,
-    ):
-        for item in sorted(documented_items(Path(sysconfig.get_path("stdlib"))), key=lambda item: item.name):
-            # One answer under two names (posixpath and ntpath share many) could stand in both splits: keep the first.
-            answer = " ".join(item.docstring.lower().split())
-            if len(item.docstring) < SHORTEST_ANSWER or answer in seen:
-                continue
-            seen.add(answer)
-            split, file = ("validation", validation) if _is_validation(item.name) else ("train", train)
-            file.write(json.dumps(_row(item), ensure_ascii=False) + "\n")
-            counts[split] += 1
-    return counts
+    for item in sorted(documented_items(Path(sysconfig.get_path("stdlib"))), key=lambda item: item.name):
+        # One answer under two names (posixpath and ntpath share many) could stand in both splits: keep the first.
+        answer = " ".join(item.docstring.lower().split())
+        if len(item.docstring) < SHORTEST_ANSWER or answer in seen:
+            continue
+        seen.add(answer)
+        question = QUESTIONS[_stable_hash("question " + item.name) % len(QUESTIONS)]
+        instruction = question.format(kind=item.kind, name=item.name)
+        row = {"instruction": instruction, "input": item.signature, "output": item.docstring}
+        is_held_out = _stable_hash("split " + item.name) / 2**64 < VALIDATION_SHARE
+        rows["validation" if is_held_out else "train"].append(json.dumps(row, ensure_ascii=False) + "\n")
+    for split, lines in rows.items():  # errors: a docstring may hold half a surrogate pair, which UTF-8 cannot
+        (folder / f"{split}.jsonl").write_text("".join(lines), encoding="utf-8", errors="replace")
+    return {split: len(lines) for split, lines in rows.items()}
 
 
 def documented_items(library: Path) -> Iterator[Documented]:
@@ -75,43 +72,24 @@ def documented_items(library: Path) -> Iterator[Documented]:
         yield from _walk(module, name, "module", "")
 
 
-def _walk(node: ast.Module | Definition, name: str, kind: str, signature: str) -> Iterator[Documented]:
+def _walk(node: ast.Module | ast.ClassDef | Function, name: str, kind: str, signature: str) -> Iterator[Documented]:
     """Yield the node and, for modules and classes, what is defined directly in it."""
     if docstring := ast.get_docstring(node):  # cleaned as inspect.cleandoc does
         yield Documented(name, kind, signature, docstring)
-    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-        return
-    for child in node.body:
-        if not isinstance(child, Definition) or _is_private(child.name):
-            continue
-        if isinstance(child, ast.ClassDef):
+    for child in node.body if isinstance(node, ast.Module | ast.ClassDef) else ():
+        if isinstance(child, ast.ClassDef) and not _is_private(child.name):
             bases = ", ".join(map(ast.unparse, child.bases))
-            yield from _walk(
-                child, f"{name}.{child.name}", "class", f"class {child.name}" + (f"({bases})" if bases else "")
-            )
-        else:
+            yield from _walk(child, f"{name}.{child.name}", "class", f"class {child.name}" + f"({bases})" * bool(bases))
+        elif isinstance(child, Function) and not _is_private(child.name):
+            prefix = "async def" if isinstance(child, ast.AsyncFunctionDef) else "def"
+            returns = f" -> {ast.unparse(child.returns)}" if child.returns else ""
+            head = f"{prefix} {child.name}({ast.unparse(child.args)}){returns}"
             child_kind = "method" if isinstance(node, ast.ClassDef) else "function"
-            yield from _walk(child, f"{name}.{child.name}", child_kind, _function_signature(child))
-
-
-def _function_signature(node: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
-    prefix = "async def" if isinstance(node, ast.AsyncFunctionDef) else "def"
-    returns = f" -> {ast.unparse(node.returns)}" if node.returns else ""
-    return f"{prefix} {node.name}({ast.unparse(node.args)}){returns}"
+            yield from _walk(child, f"{name}.{child.name}", child_kind, head)
 
 
 def _is_private(name: str) -> bool:
     return name.startswith("_") and name != "__init__"
-
-
-def _row(item: Documented) -> dict[str, str]:
-    question = QUESTIONS[_stable_hash("question " + item.name) % len(QUESTIONS)]
-    instruction = question.format(kind=item.kind, name=item.name)
-    return {"instruction": instruction, "input": item.signature, "output": item.docstring}
-
-
-def _is_validation(name: str) -> bool:
-    return _stable_hash("split " + name) / 2**64 < VALIDATION_SHARE
 
 
 def _stable_hash(text: str) -> int:

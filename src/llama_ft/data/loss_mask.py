@@ -2,8 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Iterator
 from os.path import commonprefix
 from typing import TYPE_CHECKING, Any
 
@@ -53,7 +52,7 @@ class ChatRenderer:
         calls = any(message.get("tool_calls") for message in messages)
         for used, name in ((tools, "tools"), (calls, "tool_calls")):
             if used and not re.search(rf"\b{name}\b", self.template):
-                raise BadRow(f"the chat template has no place for {name}; expected one that has (--chat_template).")
+                raise BadRow(f"the chat template leaves out {name}; expected one that has them (--chat_template).")
         if calls and NO_CONTENT.search(self.template):
             messages = [
                 {**turn, "content": turn["content"] or None} if turn.get("tool_calls") else turn for turn in messages
@@ -67,37 +66,22 @@ class ChatRenderer:
                 text, spans = self._render([_with_arguments_as_text(message) for message in messages], tools)
             except BadRow:
                 raise refusal from None
-        first, last = messages[0], messages[-1]["content"] or ""
-        if first["role"] == "system" and first["content"].strip() not in text:
-            raise BadRow("the chat template leaves the system turn out; expected one that has it (--chat_template).")
-        thought, ended, _ = last.partition("</think>")
-        if ended and thought.rpartition("<think>")[2].strip() not in text:
-            raise BadRow(
-                "the chat template leaves out what the last answer has before </think>; expected one that has it."
-            )
-        for key in THOUGHTS:
-            thought = messages[-1].get(key)
-            if isinstance(thought, str) and thought.strip() not in text:
-                raise BadRow(f'the chat template leaves out the last answer\'s "{key}"; expected one that has it.')
-        for index, message in enumerate(messages):
-            if message.get("tool_calls") and _thoughts_and_text(message)[1].strip() not in text:
-                raise BadRow(
-                    f'"messages[{index}]": the chat template leaves out the text beside "tool_calls"; expected one '
-                    "that has it (--chat_template)."
-                )
+        for what, content in _must_appear(messages):
+            if content.strip() not in text:
+                raise BadRow(f"the chat template leaves out {what}; expected one that has it (--chat_template).")
         return text, spans
 
     def _render(self, messages: list[Message], tools: Tools | None) -> tuple[str, list[Span]]:
         text, blocks = render_chat(self.template, self._special_tokens, messages, tools, self.has_generation_block)
-        spans = partial(self._answers, messages, tools, text, blocks)
         answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         unweighted = [index for index, message in enumerate(messages) if message.get("weight") == 0]
-        if self.labels == "all":
-            found = [self._content(messages, tools, index, text) for index in unweighted if index not in answers]
-            others = [(start, end) for start, _, end in found]
-            return text, _outside(others + spans([index for index in answers if index in unweighted]), len(text))
         wanted = answers[-1:] if self.labels == "completion" else answers
-        return text, spans([index for index in wanted if index not in unweighted])
+        wanted = [index for index in wanted if (index in unweighted) == (self.labels == "all")]
+        spans = self._answers(messages, tools, text, blocks, wanted)
+        if self.labels != "all":
+            return text, spans
+        others = [self._content(messages, tools, index, text) for index in unweighted if index not in answers]
+        return text, _outside([*((start, end) for start, _, end in others), *spans], len(text))
 
     def _answers(
         self, messages: list[Message], tools: Tools | None, text: str, blocks: list[Span], wanted: list[int]
@@ -108,13 +92,9 @@ class ChatRenderer:
         answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         if len(blocks) == len(answers):
             return [block for index, block in zip(answers, blocks, strict=True) if index in wanted]
-        if not blocks:
-            raise BadRow("the {% generation %} block of the chat template marks no answer in this chat.")
-        if wanted != answers:
-            raise BadRow(
-                f"the chat template has {len(blocks)} {{% generation %}} blocks for {len(answers)} answers, so those "
-                "to be left out cannot be told; expected one block an answer."
-            )
+        if not blocks or wanted != answers:
+            count = f"{len(blocks)} {{% generation %}} blocks for {len(answers)} answers"
+            raise BadRow(f"the chat template has {count}; expected one block per answer.")
         return blocks
 
     def _text(self, messages: list[Message], tools: Tools | None, open_answer: bool = False) -> str:
@@ -126,7 +106,7 @@ class ChatRenderer:
             so_far = messages[: index + 1]
             alone = text if len(so_far) == len(messages) else self._text(so_far, tools)
             if text.startswith(alone):
-                return [(start, self._turn_end(alone, start, partial(self._text, so_far, tools, True)))]
+                return [(start, self._turn_end(alone, start, so_far, tools))]
         turn_start, content_start, content_end = self._content(messages, tools, index, text)
         start = turn_start if start is None else start
         probed = [*messages[:index], _with_probe(messages[index])]
@@ -172,30 +152,44 @@ class ChatRenderer:
         after = _after_probe(probed_text, messages[index])
         end = len(text) - len(after)
         if not (found and text.startswith(before) and text.endswith(after) and len(before) <= end):
-            raise BadRow(
-                f'"messages[{index}]": the chat template changes other turns with this one, so where it stands cannot '
-                "be told;\nexpected a template with a {% generation %} block around answers."
-            )
+            changed = f'"messages[{index}]": the chat template changes other turns with this one'
+            raise BadRow(f"{changed}; expected a template with a {{% generation %}} block around answers.")
         bare = {key: value for key, value in probed.items() if key not in THOUGHTS} | {"content": PROBE}
         if bare == probed:
             return len(before), len(before), end
         bare_text = self._text([*messages[:index], bare, *messages[index + 1 :]], tools)
         return len(commonprefix([bare_text, text])), len(before), end
 
-    def _turn_end(self, text: str, start: int, open_text: Callable[[], str] | None = None) -> int:
+    def _turn_end(self, text: str, start: int, messages: list[Message], tools: Tools | None) -> int:
         """The end of an answer that ends the text: its end-of-turn token, without the line break after it."""
         trimmed = text.rstrip()
         last = next((token for token in self._tokens if trimmed.endswith(token)), None)
         if last is None or len(trimmed) <= start:
             return len(text)
         before = trimmed[: -len(last)].rstrip()
-        if open_text is not None and len(before) > start and before.endswith(self._tokens):
+        if len(before) > start and before.endswith(self._tokens):
             # Two tokens: of Phi-3's <|end|> <|endoftext|> the second ends the chat, not the turn, and is not there
             # when the chat goes on; Qwen's </tool_call> <|im_end|> are.
-            common = commonprefix([trimmed, open_text()])
+            common = commonprefix([trimmed, self._text(messages, tools, open_answer=True)])
             ends = [match.end() for match in self._token.finditer(common, start)]
             return ends[-1] if ends else len(trimmed)
         return len(trimmed)
+
+
+def _must_appear(messages: list[Message]) -> Iterator[tuple[str, str]]:
+    """What templates are known to lose, and its text."""
+    last = messages[-1]
+    if messages[0]["role"] == "system":
+        yield "the system message", messages[0]["content"]
+    thought, ended, _ = (last["content"] or "").partition("</think>")
+    if ended:
+        yield "what the last answer has before </think>", thought.rpartition("<think>")[2]
+    for key in THOUGHTS:
+        if isinstance(last.get(key), str):
+            yield f'the last answer\'s "{key}"', last[key]
+    for message in messages:
+        if message.get("tool_calls"):
+            yield 'the text beside "tool_calls"', _thoughts_and_text(message)[1]
 
 
 def _thoughts_and_text(message: Message) -> tuple[str, str]:
@@ -228,9 +222,5 @@ def _with_arguments_as_text(message: Message) -> Message:
             return {**call, "function": as_text(call["function"])}
         return {**call, "arguments": json.dumps(call.get("arguments"), ensure_ascii=False)}
 
-    if not message.get("tool_calls"):
-        return message
-    return {
-        **message,
-        "tool_calls": [as_text(call) for call in message["tool_calls"]],
-    }
+    calls = message.get("tool_calls")
+    return {**message, "tool_calls": [as_text(call) for call in calls]} if calls else message

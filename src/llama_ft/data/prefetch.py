@@ -8,7 +8,7 @@ from collections.abc import Generator, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import TYPE_CHECKING, Generic, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 from llama_ft.data.batches import Batch, BatchSampler, collate
 
@@ -25,10 +25,8 @@ class StepBatches:
     """One optimizer step of one rank, ready to compute.
 
     Attributes:
-        step: counted from 1.
-        epoch: the one it is in, counted from 0.
-        epochs_seen: after it, with fractions.
-        ends_epoch: it is the last of its epoch.
+        step, epoch: counted from 1, and from 0.
+        epochs_seen, ends_epoch: after it, with fractions; whether it is the last of its epoch.
         target_tokens: labels that count in the loss, in the whole global batch over all ranks.
         batches: this rank's micro-batches; as many on every rank.
         position: where a stream stands after it, for the checkpoint.
@@ -47,7 +45,7 @@ class PreparedBatches:
     """Tokenized rows on disk, and the plan by which they are trained on.
 
     Args:
-        rows: columns input_ids, labels and source, memory-mapped.
+        rows: columns as of `build.FEATURES`, memory-mapped.
         plan: which of them each step has.
         pad_token_id: fills padded rows.
         num_epochs: passes over the rows.
@@ -57,44 +55,36 @@ class PreparedBatches:
     def __init__(
         self, rows: "Dataset", plan: BatchSampler, pad_token_id: int, num_epochs: int, max_train_step: int
     ) -> None:
-        self.rows = rows
-        self.plan = plan
+        self._rows, self._plan, self._pad_token_id = rows, plan, pad_token_id
         self.pack_length = plan.pack_length
-        self.total_steps = plan.steps_per_epoch * num_epochs
-        self.total_steps = min(self.total_steps, max_train_step or self.total_steps)
-        self._pad_token_id = pad_token_id
+        all_steps = plan.steps_per_epoch * num_epochs
+        self.total_steps = min(all_steps, max_train_step or all_steps)
 
     @property
     def size(self) -> int | None:
         """Packs, or rows, of an epoch."""
-        return len(self.plan)
+        return len(self._plan)
 
     def first_rows(self) -> "Dataset":
         """Some rows, for showing."""
-        return self.rows
+        return self._rows
 
     def describe(self) -> str:
         """How rows are laid out and how many steps they are, for people."""
-        plan, unit = self.plan, "packs" if self.plan.is_packed else "rows"
+        unit = "packs" if self._plan.is_packed else "rows"
         return (
-            f"{plan.describe()}\n{self.total_steps} optimizer steps of {plan.global_batch} {unit}, "
-            f"{plan.steps_per_epoch} to the epoch"
+            f"{self._plan.describe()}\n{self.total_steps} optimizer steps of {self._plan.global_batch} {unit}, "
+            f"{self._plan.steps_per_epoch} to the epoch"
         )
 
     def steps(self, first: int, last: int, _: dict[str, int]) -> Generator[StepBatches, None, None]:
         """Yield the steps `first` to `last`, counted from 1, both included."""
-        per_epoch = self.plan.steps_per_epoch
+        plan, per_epoch = self._plan, self._plan.steps_per_epoch
         for step in range(first, last + 1):
             epoch, step_in_epoch = divmod(step - 1, per_epoch)
-            share = self.plan.step(epoch, step_in_epoch)
-            yield StepBatches(
-                step,
-                epoch,
-                step / per_epoch,
-                step_in_epoch == per_epoch - 1,
-                share.target_tokens,
-                [collate(self.rows, rows, self._pad_token_id, self.plan.is_packed) for rows in share.micro_batches],
-            )
+            share, is_end = plan.step(epoch, step_in_epoch), step_in_epoch == per_epoch - 1
+            batches = [collate(self._rows, rows, self._pad_token_id, plan.is_packed) for rows in share.micro_batches]
+            yield StepBatches(step, epoch, step / per_epoch, is_end, share.target_tokens, batches)
 
 
 class Prefetcher(Generic[T]):
@@ -111,7 +101,7 @@ class Prefetcher(Generic[T]):
     def __init__(self, items: Generator[T, None, None], count: int = STEPS_AHEAD) -> None:
         self.waited_seconds = 0.0
         self._items = items
-        self._ready: queue.Queue[T | _End] = queue.Queue(count)
+        self._ready = queue.Queue[Any](count)  # items, then the error that ended them, StopIteration if none did
         self._is_wanted = True
         self._thread = threading.Thread(target=self._work, name="ahead", daemon=True)
 
@@ -134,12 +124,11 @@ class Prefetcher(Generic[T]):
             started = time.perf_counter()
             item = self._ready.get()
             self.waited_seconds = time.perf_counter() - started
-            if not isinstance(item, _End):
-                yield item
-            elif item.error is not None:
-                raise item.error
-            else:
+            if isinstance(item, StopIteration):
                 return
+            if isinstance(item, BaseException):
+                raise item
+            yield item
 
     def _work(self) -> None:
         try:
@@ -148,13 +137,6 @@ class Prefetcher(Generic[T]):
                 if not self._is_wanted:
                     self._items.close()
                     return
-            self._ready.put(_End(None))
+            self._ready.put(StopIteration())
         except BaseException as error:  # noqa: BLE001  # raised again where the next item is awaited
-            self._ready.put(_End(error))
-
-
-@dataclass(frozen=True)
-class _End:
-    """There is no further item."""
-
-    error: BaseException | None
+            self._ready.put(error)

@@ -1,4 +1,4 @@
-"""Rows as people read them: what is trained on in colour, or between [[ and ]] where there is no colour."""
+"""Samples as people read them: what is trained on in color, or between [[ and ]] without colors."""
 
 import itertools
 import logging
@@ -17,95 +17,78 @@ if TYPE_CHECKING:
     from llama_ft.data.batches import Batch
 
 BATCH_ROWS = 2
-SAMPLE_TOKENS, BATCH_TOKENS = 2000, 300  # longest text of a row; of a longer one the middle is left out
-PADDING_RUN = 4
+SAMPLE_TOKENS, BATCH_TOKENS = 2000, 300  # tokens shown of a sample; of a longer one the beginning and the end
 # One token after the other in two shades, so that it can be seen where a token ends.
 TRAINED, CONTEXT = ("black on green", "black on bright_green"), ("default", "dim")
 
 
 def show_samples(rows: "Dataset", tokenizer: "PreTrainedTokenizerBase", count: int) -> None:
-    """Print the first rows token by token, on the rank whose log is read.
+    """Print the first samples token by token, on the rank whose log is read.
 
     Args:
         rows: columns input_ids, labels and source.
         tokenizer: theirs.
-        count: how many rows.
+        count: how many samples.
     """
     if not log.isEnabledFor(logging.INFO):
         return
-    for index in range(min(count, len(rows))):
-        row = rows[index]
-        ids, labels = row["input_ids"], [IGNORED, *row["labels"][1:]]  # nothing predicts the first token
-        trained = len(labels) - labels.count(IGNORED)
-        legend = "in colour" if console.is_terminal else "between [[ and ]]"
-        console.print(f"\n{row['source']}: {len(ids):,} tokens, {trained:,} of them trained on, {legend}")
-        console.print(marked_text(ids, labels, tokenizer, SAMPLE_TOKENS, colour=console.is_terminal))
+    legend = "in color" if console.is_terminal else "between [[ and ]]"
+    for row in itertools.islice(rows, count):
+        text = marked_text(row["input_ids"], row["labels"], tokenizer, SAMPLE_TOKENS, color=console.is_terminal)
+        console.print(
+            f"\n{row['source']}: {len(row['labels']):,} tokens, what is trained on is {legend}", text, sep="\n"
+        )
     console.print()
 
 
 def describe_first_batch(batch: "Batch", tokenizer: "PreTrainedTokenizerBase") -> str:
-    """The text of a batch's first rows for the log, what is trained on between [[ and ]]."""
+    """The text of a batch's first samples for the log, what is trained on between [[ and ]]."""
     if batch.is_packed:
         rows = zip(*(part[0].split(batch.row_lengths) for part in (batch.input_ids, batch.labels)), strict=True)
     else:
         rows = zip(batch.input_ids, batch.labels, strict=True)
-    count = len(batch.row_lengths)
-    lines = [f"The first batch: {count:,} row{'s' if count > 1 else ''}; what is trained on is between [[ and ]]:"]
+    lines = [f"The first batch: {len(batch.row_lengths):,} rows; what is trained on is between [[ and ]]:"]
     for (ids, labels), length in zip(itertools.islice(rows, BATCH_ROWS), batch.row_lengths, strict=False):
-        text = marked_text(ids.tolist(), [IGNORED, *labels.tolist()[1:]], tokenizer, BATCH_TOKENS, colour=False)
+        text = marked_text(ids[:length].tolist(), labels[:length].tolist(), tokenizer, BATCH_TOKENS)
         lines.append(f"  {length:,} tokens: {text.plain}")
     return "\n".join(lines)
 
 
 def marked_text(
-    input_ids: Sequence[int], labels: Sequence[int], tokenizer: "PreTrainedTokenizerBase", most: int, colour: bool
+    input_ids: Sequence[int],
+    labels: Sequence[int],
+    tokenizer: "PreTrainedTokenizerBase",
+    most: int,
+    color: bool = False,
 ) -> Text:
-    """The text of a row with its label mask. Padding at its end is counted instead of shown.
+    """The text of a sample with its loss mask.
 
     Args:
         input_ids: its tokens.
-        labels: -100 where not trained on.
+        labels: -100 where not trained on; nothing predicts the first token.
         tokenizer: theirs.
-        most: tokens shown; of a longer row the beginning and the end.
-        colour: in colour instead of between [[ and ]].
+        most: tokens shown.
+        color: in color instead of between [[ and ]].
     """
+    text, waiting, inside = Text(), list[int](), False  # waiting: tokens that are only a part of a character
     end = len(input_ids)
-    while end > 0 and input_ids[end - 1] == input_ids[-1] and labels[end - 1] == IGNORED:
-        end -= 1
-    padding = len(input_ids) - end if len(input_ids) - end >= PADDING_RUN else 0
-    end = len(input_ids) - padding
-    text = Text()
-    for start, stop in [(0, end)] if end <= most else [(0, most - most // 4), (end - most // 4, end)]:
-        if start > 0:
-            text.append(f" ... {start - (most - most // 4):,} tokens ... ")
-        _append(text, input_ids, labels, range(start, stop), tokenizer, colour)
-    if padding:
-        text.append(f" ... {padding:,} x {tokenizer.decode([input_ids[-1]])}")
-    return text
-
-
-def _append(
-    text: Text,
-    input_ids: Sequence[int],
-    labels: Sequence[int],
-    shown: range,
-    tokenizer: "PreTrainedTokenizerBase",
-    colour: bool,
-) -> None:
-    waiting: list[int] = []  # tokens that are only a part of a character
-    inside = False
-    for position in shown:
+    shown = [*range(end)] if end <= most else [*range(most - most // 4), *range(end - most // 4, end)]
+    for position, following in itertools.zip_longest(shown, shown[1:]):
         waiting.append(input_ids[position])
-        trained = labels[position] != IGNORED
-        ends = position + 1 == shown.stop or (labels[position + 1] != IGNORED) != trained
-        before = list(input_ids[max(shown.start, position + 1 - len(waiting) - 1) : position + 1 - len(waiting)])
-        # Decoded after its neighbour: alone it would lose the space that SentencePiece's tokens begin with.
-        piece = str(tokenizer.decode(before + waiting))[len(tokenizer.decode(before)) :]
+        is_trained = position > 0 and labels[position] != IGNORED
+        ends = following != position + 1 or (labels[following] != IGNORED) != is_trained
+        # Decoded after its neighbor: alone it would lose the space that SentencePiece's tokens begin with.
+        first = position + 1 - len(waiting)
+        before = list(input_ids[max(0, first - 1) : first])
+        piece = str(tokenizer.decode([*before, *waiting]))[len(tokenizer.decode(before)) :]
         if piece.endswith("\N{REPLACEMENT CHARACTER}") and not ends and len(waiting) < 4:
             continue
         waiting = []
-        if colour:
-            text.append(piece, style=(TRAINED if trained else CONTEXT)[position % 2])
-            continue
-        text.append(("[[" if trained and not inside else "") + piece + ("]]" if trained and ends else ""))
-        inside = trained and not ends
+        if color:
+            text.append(piece, style=(TRAINED if is_trained else CONTEXT)[position % 2])
+        else:
+            text.append(("[[" if is_trained and not inside else "") + piece + ("]]" if is_trained and ends else ""))
+            inside = is_trained and not ends
+        if following not in (None, position + 1):
+            text.append(f" ... {following - position - 1:,} tokens ... ")
+    return text

@@ -1,7 +1,6 @@
 """What `--dataset` and `--validation` may name, and the rows behind it."""
 
 import dataclasses
-import functools
 import hashlib
 import importlib.util
 import itertools
@@ -31,7 +30,7 @@ from llama_ft.config.data_names import (
 )
 from llama_ft.config.settings import DataConfig, DatasetPart
 from llama_ft.data.demo import build_demo
-from llama_ft.data.files import BATCH_BYTES, Rows, rows_of_file, without_nulls
+from llama_ft.data.files import ROWS_AT_ONCE, Rows, rows_of_file, without_nulls
 from llama_ft.data.formats import BadRow, Row, RowFormat, find_format
 from llama_ft.data.hub_datasets import READY, load_from_hub, revision_of, rows_over_the_network
 from llama_ft.errors import UserError, reason
@@ -44,8 +43,11 @@ Split = Literal["train", "validation"]
 PROBLEMS_SHOWN = 3
 ROWS_LOOKED_AT = 100  # for the columns: rows of a .jsonl may lack one or another
 # As `datasets` tells splits: a word in a file's or folder's name, between marks or digits.
-SPLIT_WORDS = {"validation": "validation|valid|val|dev|eval|evaluation", "test": "test|testing"}
-SAMPLED_FROM, SAMPLES, BLOCK = 2**31, 64, 2**22  # bytes; 2 GiB take a second to read
+SPLIT_WORDS = {
+    split: re.compile(rf"(^|[-._ /0-9])({words})([-._ /0-9]|$)")
+    for split, words in {"validation": "validation|valid|val|dev|eval|evaluation", "test": "test|testing"}.items()
+}
+READ_WHOLE = 2**31  # bytes; 2 GiB take a second to read
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ class Source:
         identity: changes whenever the rows may have changed.
         read: starts reading from the first row.
         weight: how often each row is taken; of 2.3, every row twice and three tenths of them a third time.
-        parts: what it is mixed of; empty if it is no mix.
+        parts: what it is mixed of; empty if it is no mixture.
     """
 
     name: str
@@ -66,37 +68,23 @@ class Source:
     weight: float = 1.0
     parts: tuple["Source", ...] = ()
 
-    def first_rows(self, if_empty: str = "") -> list[Row]:
-        """The good ones of the first rows.
-
-        Args:
-            if_empty: what to do about it when there are no rows, for the message.
-        """
+    def first_rows(self) -> list[Row]:
+        """The good ones of the first rows."""
         first = list(itertools.islice(self.read(), ROWS_LOOKED_AT))
         if not first:
-            raise UserError(f"{self.name}: holds no rows." + (f"\n{if_empty}" if if_empty else ""))
+            raise UserError(f"{self.name}: holds no rows.")
         rows = [row for _, row in first if not isinstance(row, BadRow)]
         if not rows:  # most likely no file of this kind at all
             raise UserError(*[f"{place}: {row}" for place, row in first][:PROBLEMS_SHOWN])
         return rows
 
-    def row_format(self, wanted: str, *, if_empty: str = "") -> RowFormat:
-        """Tell the format of the rows from the columns of the first ones.
+    def row_format(self, wanted: str) -> RowFormat:
+        """Tell the format from the columns of the first rows, see `find_format` and `first_rows`."""
+        return find_format(self.name, {column for row in self.first_rows() for column in row}, wanted)
 
-        Args:
-            wanted: `auto`, or the format that they must have.
-            if_empty: as of `first_rows`.
-        """
-        return find_format(self.name, {column for row in self.first_rows(if_empty) for column in row}, wanted)
-
-    def formatted_rows(self, wanted: str, *, if_empty: str = "") -> Iterator[tuple[str, Row | BadRow, RowFormat, int]]:
-        """Yield (place, row, its format, number of its part), each row as often as its weight says; parts take turns.
-
-        Arguments as of `row_format`.
-        """
-        parts = self.parts or (self,)
-        formats = [part.row_format(wanted, if_empty=if_empty) for part in parts]
-        reading = [_weighted(part, formats[number], number) for number, part in enumerate(parts)]
+    def formatted_rows(self, wanted: str) -> Iterator[tuple[str, Row | BadRow, RowFormat]]:
+        """Yield (place, row, its format), each row as often as its weight says; parts of a mixture alternate."""
+        reading = [part._weighted(part.row_format(wanted)) for part in self.parts or (self,)]
         while reading:
             for rows in reading.copy():
                 if (taken := next(rows, None)) is None:
@@ -104,14 +92,10 @@ class Source:
                 else:
                     yield from taken
 
-
-def _weighted(
-    source: Source, row_format: RowFormat, number: int
-) -> Iterator[list[tuple[str, Row | BadRow, RowFormat, int]]]:
-    """Yield every row as often as it is taken."""
-    for place, row in source.read():
-        times = 1 if isinstance(row, BadRow) or source.weight == 1 else times_taken(row, source.weight)
-        yield [(place, row, row_format, number)] * times
+    def _weighted(self, row_format: RowFormat) -> Iterator[list[tuple[str, Row | BadRow, RowFormat]]]:
+        for place, row in self.read():
+            times = 1 if isinstance(row, BadRow) or self.weight == 1 else times_taken(row, self.weight)
+            yield [(place, row, row_format)] * times
 
 
 def times_taken(row: Row, weight: float) -> int:
@@ -119,9 +103,8 @@ def times_taken(row: Row, weight: float) -> int:
 
     The hash is another than the one that chooses validation rows, or a weight of 0.05 would choose just those.
     """
-    whole = int(weight)
     content = json.dumps(row, sort_keys=True, ensure_ascii=False, default=str).encode("utf-8", "surrogatepass")
-    return whole + (xxhash.xxh3_64_intdigest(content, seed=1) / 2**64 < weight - whole)
+    return int(weight) + (xxhash.xxh3_64_intdigest(content, seed=1) / 2**64 < weight - int(weight))
 
 
 def open_source(
@@ -135,7 +118,7 @@ def open_source(
     """Find what `dataset` names.
 
     Args:
-        dataset: the name of one dataset or of a split of config.dataset, or the parts of a mix (`path` and perhaps
+        dataset: the name of one dataset or of a split of config.dataset, or the parts of a mixture (`path` and perhaps
             `weight` and `split`).
         split: what it is for: which part of the demo or of data with splits, and what a user's function is called with.
         config: handed to a user's function; its dataset_split is what is trained on.
@@ -145,14 +128,35 @@ def open_source(
     Raises:
         UserError: there is no such thing, or it cannot be read.
     """
-    open_named = functools.partial(_open_named, use=split, config=config, tokenizer=tokenizer, cache=cache)
+
+    def opened(name: str, wanted: str | None) -> Source:
+        """Open one dataset; `wanted` is the split, None for the one that fits validation best."""
+        kind = kind_of_data(name)
+        if kind == "demo":
+            demo = build_demo(cache)
+            return _files_source(name, [str(demo.train_file if split == "train" else demo.validation_file)])
+        if problem := data_problem(name):
+            raise UserError(f"{name}: {problem}")
+        if kind == "function":
+            rows = call_user_function(name, config, tokenizer, split)
+            code = hashlib.sha256(Path(name.rpartition(":")[0]).expanduser().read_bytes()).hexdigest()
+            # _fingerprint is how datasets itself knows a table and all that was done to it
+            return Source(name, f"{code} {rows._fingerprint}", lambda: _dataset_rows(name, rows))
+        if kind == "ready":
+            ready = READY[name.removesuffix("_dataset")]
+            own = ready.train if split == "train" else ready.validation
+            raw = _split_source(ready.hub_name, own if wanted in (None, "train") else wanted)
+            read = lambda: ((place, row) for place, given in raw.read() for row in ready.rows(given))  # noqa: E731
+            return dataclasses.replace(raw, read=read)
+        return _split_source(name, wanted, config.streaming)
+
     default = config.dataset_split if split == "train" else None
     if isinstance(dataset, str):
         if split == "validation" and is_split_of(dataset, config.dataset):
-            return open_named(str(config.dataset), dataset)
-        return open_named(dataset, default)
+            return opened(str(config.dataset), dataset)
+        return opened(dataset, default)
     parts = tuple(
-        dataclasses.replace(open_named(part["path"], part.get("split") or default), weight=part.get("weight", 1.0))
+        dataclasses.replace(opened(part["path"], part.get("split") or default), weight=part.get("weight", 1.0))
         for part in dataset
     )
     identity = " ".join(f"{part.identity} x {part.weight}" for part in parts)
@@ -161,7 +165,7 @@ def open_source(
 
 
 def brings_validation(dataset: str | list[DatasetPart], streaming: bool = False) -> bool:
-    """Tell whether a dataset has a validation split of its own. A mix has none. To stream, none is downloaded."""
+    """Tell whether a dataset has a validation split of its own. A mixture has none. To stream, none is downloaded."""
     if not isinstance(dataset, str) or not has_splits(dataset):
         return isinstance(dataset, str) and kind_of_data(dataset) in ("demo", "function")
     if kind_of_data(dataset) == "ready":
@@ -169,46 +173,18 @@ def brings_validation(dataset: str | list[DatasetPart], streaming: bool = False)
     return "validation" in splits_of(dataset, streaming)
 
 
-def _open_named(
-    name: str,
-    wanted: str | None,
-    *,
-    use: Split,
-    config: DataConfig,
-    tokenizer: "PreTrainedTokenizerBase",
-    cache: Path,
-) -> Source:
-    """Open one dataset; `wanted` is the split, None for the one that fits validation best."""
-    kind = kind_of_data(name)
-    if kind == "demo":
-        demo = build_demo(cache)
-        return _files_source(name, [str(demo.train_file if use == "train" else demo.validation_file)])
-    if problem := data_problem(name):
-        raise UserError(f"{name}: {problem}")
-    if kind == "function":
-        rows = call_user_function(name, config, tokenizer, use)
-        code = hashlib.sha256(Path(name.rpartition(":")[0]).expanduser().read_bytes()).hexdigest()
-        # _fingerprint is how datasets itself knows a table and all that was done to it
-        return Source(name, f"{code} {rows._fingerprint}", lambda: _dataset_rows(name, rows))
-    if kind == "ready":
-        ready = READY[name.removesuffix("_dataset")]
-        default = ready.train if use == "train" else ready.validation
-        raw = _split_source(ready.hub_name, default if wanted in (None, "train") else wanted)
-        return dataclasses.replace(
-            raw, read=lambda: ((place, row) for place, given in raw.read() for row in ready.rows(given))
-        )
-    return _split_source(name, wanted, config.streaming)
-
-
 def _split_source(name: str, wanted: str | None, streaming: bool = False) -> Source:
-    """A dataset that may have splits: of the hub, files, or a folder."""
+    """A dataset that may have splits: of the Hub, files, or a folder."""
     splits, is_hub = splits_of(name, streaming), kind_of_data(name) == "hub"
-    split = wanted or best_for_validation(name, list(splits))
-    if set(splits) == {""} and split == "train":
-        split = ""
-    if split not in splits and not is_hub:
-        has = ", ".join(splits) if set(splits) != {""} else "no splits"
-        raise UserError(f"{name}: has no split {split}. It has {has}.")
+    best = next((split for split in ("validation", "test", *splits) if split in splits), "train")
+    split = "" if set(splits) == {""} and wanted in (None, "train") else wanted or best
+    if (
+        split not in splits
+        and not is_hub
+        or (wanted is None and best not in ("validation", "test") and len(splits) > 1)
+    ):
+        lacks = f"no {f'split {wanted}' if wanted else 'validation split'}"
+        raise UserError(f"{name}: has {lacks}. It has {', '.join(filter(None, splits)) or 'no splits'}.")
     title = f"{name} {split}".strip()
     if is_hub and streaming:  # the validation rows too: one split cannot be downloaded by itself
         streamed = load_from_hub(name, split, streaming=True)
@@ -229,71 +205,41 @@ def splits_of(name: str, streaming: bool = False) -> dict[str, Any]:
     if kind == "hub":
         return dict(load_from_hub(name, None, streaming))
     if kind == "folder" and any((path / sign).is_file() for sign in SAVED_BY_DATASETS):
-        return _saved_splits(name, path)
-    if kind == "url":
-        files = _remote_files(name)
-    elif kind == "folder":
-        files = [str(file) for file in data_files(path)]
-    else:
+        import datasets
+
+        saved = datasets.load_from_disk(str(path))
+        return dict(saved) if isinstance(saved, datasets.DatasetDict) else {"": saved}
+    if kind in ("glob", "file"):
         return {"": globbed(name) if kind == "glob" else [str(path)]}
-    if len(files) == 1 and data_suffix(name):
-        return {"": files}
+    if kind == "folder":
+        files = [str(file) for file in data_files(path)]
+    elif data_suffix(name) and not any(mark in name for mark in "*["):
+        return {"": [name]}
+    else:
+        files = _remote_files(name)
     splits: dict[str, list[str]] = {}
     for file in files:
-        inside = file.removeprefix(str(path)) if kind == "folder" else Path(file).name
-        splits.setdefault(_split_of(inside), []).append(file)
+        inside = (file.removeprefix(str(path)) if kind == "folder" else Path(file).name).lower()
+        found = (split for split, words in SPLIT_WORDS.items() if re.search(words, inside))
+        splits.setdefault(next(found, "train"), []).append(file)
     return {"": files} if set(splits) == {"train"} else splits
 
 
-def _split_of(file: str) -> str:
-    """The split that a file's path inside its folder speaks of."""
-    for split, words in SPLIT_WORDS.items():
-        if re.search(rf"(^|[-._ /0-9])({words})([-._ /0-9]|$)", file.lower()):
-            return split
-    return "train"
-
-
-def best_for_validation(name: str, splits: list[str]) -> str:
-    """Return the split that is validated on where none is named: the only one, or validation, or test.
-
-    Raises:
-        UserError: there are several others.
-    """
-    if best := next((split for split in ("validation", "test") if split in splits), None):
-        return best
-    if len(splits) == 1:
-        return splits[0]
-    raise UserError(f"--validation {name}: has no validation split. It has {', '.join(splits)}.")
-
-
-def _saved_splits(name: str, folder: Path) -> dict[str, "Dataset"]:
-    import datasets
-
-    try:
-        saved = datasets.load_from_disk(str(folder))
-    except Exception as error:  # of json, pyarrow and datasets: whatever is wrong with its files
-        raise UserError(f"{name}: cannot be read as a folder that datasets saved: {reason(error)}.") from error
-    return dict(saved) if isinstance(saved, datasets.DatasetDict) else {"": saved}
-
-
 def _remote_files(name: str) -> list[str]:
-    """The files behind a URL, which may be a pattern or a folder."""
-    if data_suffix(name) and not any(mark in name for mark in "*["):
-        return [name]
+    """The files behind a URL that is a pattern or a folder."""
     try:
         system, path = fsspec.core.url_to_fs(name)
         found = system.find(path) if name.endswith("/") else system.glob(path)
-        files = [str(system.unstrip_protocol(file)) for file in sorted(found) if data_suffix(file)]
     except Exception as error:  # of any network library, or that none is installed for this kind of URL
         raise UserError(f"{name}: cannot be read: {reason(error)}.") from error
-    if not files:
-        raise UserError(f"{name}: no data files there.")
-    return files
+    if files := [str(system.unstrip_protocol(file)) for file in sorted(found) if data_suffix(file)]:
+        return files
+    raise UserError(f"{name}: no data files there.")
 
 
 def identity_of(files: Sequence[str]) -> str:
-    """Their contents, wherever they lie; of files beyond SAMPLED_FROM bytes their size, time and some blocks, since
-    each rank asks; of remote files what their server says: name, size, time, checksum."""
+    """A hash of their contents, wherever they lie; beyond READ_WHOLE bytes of size and time, since each rank asks; of
+    remote files of what their server says: name, size, time, checksum."""
     digest = xxhash.xxh3_128()
     for name in files:
         try:
@@ -304,14 +250,10 @@ def identity_of(files: Sequence[str]) -> str:
             with open(name, "rb") as file:
                 about = os.fstat(file.fileno())
                 digest.update(f"{about.st_size}\n".encode())
-                if about.st_size > SAMPLED_FROM:
+                if about.st_size > READ_WHOLE:
                     digest.update(f"{about.st_mtime_ns}\n".encode())
-                    for block in range(SAMPLES):
-                        file.seek((about.st_size - BLOCK) * block // (SAMPLES - 1))
-                        digest.update(file.read(BLOCK))
-                    continue
-                while data := file.read(BLOCK):
-                    digest.update(data)
+                else:
+                    digest.update(hashlib.file_digest(file, xxhash.xxh3_128).digest())
         except Exception as error:  # of a disk or any network library
             raise UserError(f"{name}: cannot be read: {reason(error)}.") from error
     return digest.hexdigest()
@@ -319,15 +261,12 @@ def identity_of(files: Sequence[str]) -> str:
 
 def _files_source(name: str, files: list[str]) -> Source:
     shown = files[0] if len(files) == 1 else name
-    return Source(
-        shown, identity_of(files), lambda: itertools.chain.from_iterable(rows_of_file(file) for file in files)
-    )
+    return Source(shown, identity_of(files), lambda: itertools.chain.from_iterable(map(rows_of_file, files)))
 
 
 def _dataset_rows(name: str, dataset: "Dataset") -> Rows:
     plain = dataset.with_format(None)  # a user's set_format("torch") would give tensors instead of lists
-    at_once = max(1, min(1000, BATCH_BYTES * len(plain) // (plain.data.nbytes + 1)))
-    batches = (zip(*columns.values(), strict=True) for columns in plain.iter(batch_size=at_once))
+    batches = (zip(*columns.values(), strict=True) for columns in plain.iter(batch_size=ROWS_AT_ONCE))
     for number, values in enumerate(itertools.chain.from_iterable(batches), start=1):
         yield f"{name} row {number}", without_nulls(dict(zip(plain.column_names, values, strict=True)))
 
@@ -350,17 +289,11 @@ def call_user_function(name: str, *arguments: Any) -> "Dataset":
     try:
         spec.loader.exec_module(module)
         rows = getattr(module, function)(*arguments)
-    except UserError:
-        raise
     except (Exception, SystemExit) as error:
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
-        if isinstance(error, SyntaxError) and error.filename == str(path):
-            lines = [error.lineno]
         place = ":".join(map(str, [path, *lines[-1:]]))
         raise UserError(f"{place}: {function}: {type(error).__name__}: {error}") from error
     if not isinstance(rows, datasets.Dataset):
-        raise UserError(
-            f"{name} returned a {type(rows).__name__}; expected a datasets.Dataset.\n"
-            "(datasets.Dataset.from_list(rows) makes one from a list of dicts)"
-        )
+        made = "(datasets.Dataset.from_list(rows) makes one from a list of dicts)"
+        raise UserError(f"{name} returned a {type(rows).__name__}; expected a datasets.Dataset.\n{made}")
     return rows

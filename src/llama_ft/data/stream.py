@@ -1,17 +1,16 @@
-"""Rows that are read and tokenized while training, for data larger than the disk.
+"""Samples that are read and tokenized while training, for data larger than the disk.
 
     rows of the source   | window 0: shuffle_buffer rows | window 1 ...     each is shuffled, packed and dealt
     chunks of a window   0 1 2 3 4 5 ...                                    like a small data set
     tokenized by rank    0 1 0 1 0 1                                        and exchanged, so that all know all
 
-What a window holds, and in which order its rows are trained on, does not depend on the number of ranks. A checkpoint
+What a window holds, and in which order its samples are trained on, does not depend on the number of ranks. A checkpoint
 notes where its window begins in the source and how many of its steps are done: a resumed run reads up to there without
 tokenizing.
 """
 
 import itertools
 import traceback
-from collections import Counter
 from collections.abc import Generator, Iterator
 from contextlib import closing
 from datetime import timedelta
@@ -23,38 +22,24 @@ import torch.distributed as dist
 from datasets import Dataset
 from datasets.table import InMemoryTable
 
-from llama_ft.config import Config, DataConfig, TrainConfig
-from llama_ft.data.batches import BatchSampler, collate, mixed, row_lengths, target_token_counts
+from llama_ft.config import Config
+from llama_ft.data.batches import BatchSampler, collate, group_size, mixed, row_lengths, target_token_counts
 from llama_ft.data.build import BadRows, Chunk, EncodedChunk, chunks_of, encode_chunk, encode_chunks
 from llama_ft.data.prefetch import Prefetcher, PreparedBatches, StepBatches
-from llama_ft.data.prepare import TokenizedData
-from llama_ft.data.sources import Source
-from llama_ft.data.statistics import SplitStatistics
-from llama_ft.data.tokenize import Encoder
+from llama_ft.data.prepare import TokenizedData, check_ids
 from llama_ft.errors import UserError
 from llama_ft.runtime.console import log
 
 if TYPE_CHECKING:
     from llama_ft.runtime import Runtime
 
-NO_ROW = (
-    "no row can be trained on: all are bad, longer than --context_length (--truncation says what becomes of them), or "
-    "without\nan answer in it."
-)
 START = {"epoch": 0, "chunk": 0, "window": 0, "step_in_window": 0}
 CLOSED, ENDED = "closed", "ended"
 
 
 class Window(NamedTuple):
-    """Rows that are shuffled and packed together.
-
-    Attributes:
-        epoch: the pass over the source, counted from 0.
-        first_chunk: where it begins in the source.
-        number: counted from 0 within the epoch.
-        ends_epoch: it is the last of its epoch.
-        rows: columns as of `build.FEATURES`, in memory.
-    """
+    """Samples that are shuffled and packed together: which pass over the source, where it begins there, and its number
+    in the pass, all counted from 0; whether it is the last of the pass; columns as of `build.FEATURES`, in memory."""
 
     epoch: int
     first_chunk: int
@@ -64,39 +49,30 @@ class Window(NamedTuple):
 
 
 class StreamedBatches:
-    """The training rows of a run with `streaming`. The same interface as `PreparedBatches`; all ranks make one.
+    """The training samples of a run with `streaming`. The same interface as `PreparedBatches`; all ranks make one.
 
-    Args:
-        source: of the rows.
-        encoder: tokenizes them.
-        config: dataset_format, shuffle_buffer, skip_bad_rows, tokenize_processes.
-        settings: batch_size_training, max_train_step and seed.
-        pack_length: tokens of a packed sequence; None: no packing.
-        global_batch: packs (or rows) of an optimizer step.
-        pad_token_id: fills padded rows.
-        vocabulary_size: of the model, or None.
-        runtime: the ranks that share the work.
+    Arguments as of `plan_training`.
     """
 
     def __init__(
         self,
-        source: Source,
-        encoder: Encoder,
-        config: DataConfig,
-        settings: TrainConfig,
-        pack_length: int | None,
+        config: Config,
+        data: TokenizedData,
+        context_length: int,
         global_batch: int,
         pad_token_id: int,
         vocabulary_size: int | None,
         runtime: "Runtime",
     ) -> None:
-        self.total_steps, self.pack_length = settings.max_train_step, pack_length
-        self._source, self._encoder, self._config, self._seed = source, encoder, config, settings.seed
+        assert data.stream is not None
+        self._source, self._encoder, self._examples = data.stream
+        self.total_steps, self._seed, self._config = config.train.max_train_step, config.train.seed, config.data
+        self.pack_length = context_length if config.data.batching_strategy == "packing" else None
         self._global_batch, self._pad_token_id, self._vocabulary_size = global_batch, pad_token_id, vocabulary_size
-        self._rank, self._world_size = runtime.rank, runtime.world_size
-        self._batch_plan = partial(
-            BatchSampler, pack_length=pack_length, global_batch=global_batch, world_size=runtime.world_size,
-            rank=runtime.rank, micro_batch=settings.batch_size_training,
+        self._runtime = runtime
+        self._plan = partial(
+            BatchSampler, pack_length=self.pack_length, global_batch=global_batch, world_size=runtime.world_size,
+            rank=runtime.rank, micro_batch=config.train.batch_size_training,
         )  # fmt: skip
         self._is_wanted, self._is_over = True, False
         # One of its own: its collectives run in a thread, in no fixed order with those of training.
@@ -108,19 +84,20 @@ class StreamedBatches:
         return None
 
     def first_rows(self) -> Dataset:
-        """The first rows of the source, tokenized on every rank."""
+        """The first samples of the source, tokenized on every rank."""
         bad = BadRows(self._config.skip_bad_rows)
         for chunk in chunks_of(self._source, self._config.dataset_format):
-            encoded = encode_chunk(chunk, self._encoder)
+            encoded = encode_chunk(chunk, self._encoder, self._examples)
             bad.note(encoded)
             if len(encoded.table):
-                bad.end()
-                return _dataset([encoded.table])
+                break
         bad.end()
-        raise UserError(f"{self._source.name}: {NO_ROW}")
+        if not len(encoded.table):
+            raise self._nothing_left()
+        return _dataset([encoded.table])
 
     def describe(self) -> str:
-        """How rows are laid out and how many steps they are, for people."""
+        """How samples are laid out and how many steps they are, for people."""
         unit = "rows" if self.pack_length is None else f"packs of {self.pack_length:,} tokens"
         return (
             f"{self._source.name} is read while training, {self._config.shuffle_buffer:,} rows ahead, and from the "
@@ -141,13 +118,13 @@ class StreamedBatches:
         step, skip = first, position["step_in_window"]
         with Prefetcher(self._windows(position), 1) as ready:
             for window in ready:
-                seed = mixed(self._seed, window.epoch, window.number)
-                plan = self._batch_plan(row_lengths(window.rows), target_token_counts(window.rows), seed=seed)
+                seed, group = mixed(self._seed, window.epoch, window.number), group_size(window.rows)
+                lengths, targets = row_lengths(window.rows), target_token_counts(window.rows)
+                plan = self._plan(lengths, targets, seed=seed, group=group)
                 if step == first and len(plan) < self._global_batch and not window.ends_epoch:
                     log.warning(
-                        f"--shuffle_buffer {self._config.shuffle_buffer}: these rows make {len(plan):,} of the "
-                        f"{self._global_batch:,} {'packs' if plan.is_packed else 'rows'} of a step, so steps are "
-                        "smaller. A larger one fills them."
+                        f"--shuffle_buffer {self._config.shuffle_buffer}: its rows fill {len(plan):,} of the "
+                        f"{self._global_batch:,} places of a step, so steps are smaller. A larger one fills them."
                     )
                 for step_in_window in range(skip, plan.steps_per_epoch):
                     if step > last:
@@ -158,11 +135,9 @@ class StreamedBatches:
                     batches = [
                         collate(window.rows, rows, self._pad_token_id, plan.is_packed) for rows in share.micro_batches
                     ]
-                    now = dict(
-                        zip(START, (window.epoch, window.first_chunk, window.number, step_in_window + 1), strict=True)
-                    )
-                    epochs_seen = float(window.epoch + is_end)
-                    yield StepBatches(step, window.epoch, epochs_seen, is_end, share.target_tokens, batches, now)
+                    now = dict(zip(START, (*window[:3], step_in_window + 1), strict=True))
+                    seen = float(window.epoch + is_end)
+                    yield StepBatches(step, window.epoch, seen, is_end, share.target_tokens, batches, now)
                     step += 1
                 skip = 0
 
@@ -186,12 +161,11 @@ class StreamedBatches:
 
     def _pass(self, epoch: int, number: int, first_chunk: int) -> Generator[Window, None, None]:
         bad, at = BadRows(self._config.skip_bad_rows), first_chunk
-        tables, rows_in_window, counts = list[pyarrow.Table](), 0, Counter[str]()
+        tables, rows_in_window = list[pyarrow.Table](), 0
         with closing(self._exchanged(first_chunk)) as exchanged:
             for encoded in exchanged:
                 bad.note(encoded)
-                self._check_ids(encoded)
-                self._count(encoded, counts)
+                check_ids(encoded.largest_id, self._source.name, self._encoder.tokenizer, self._vocabulary_size)
                 if rows_in_window >= self._config.shuffle_buffer:
                     yield Window(epoch, first_chunk, number, False, _dataset(tables))
                     tables, rows_in_window, number, first_chunk = [], 0, number + 1, at
@@ -202,40 +176,22 @@ class StreamedBatches:
             return
         bad.end()
         if rows_in_window == 0 and number == 0:
-            raise UserError(f"{self._source.name}: {NO_ROW}")
-        counts[f"left out as bad, the first: {'; '.join(bad.first)}"] = bad.count
-        lost, tokens = counts.pop("lost", 0), counts.pop("tokens", 1)
-        told = [f"{count:,} {what}" for what, count in counts.items() if count]
-        told += [f"{lost / tokens:.1%} of the tokens lost"] if lost else []
-        if told:
-            log.warning(
-                f"rows of {self._source.name} at --context_length {self._encoder.context_length}: {'; '.join(told)}"
-            )
+            raise self._nothing_left()
+        if bad.count:
+            log.warning(f"{self._source.name}: {bad.count:,} bad rows skipped: {'; '.join(bad.first)}")
         if rows_in_window:
             yield Window(epoch, first_chunk, number, True, _dataset(tables))
 
-    def _count(self, encoded: EncodedChunk, counts: Counter[str]) -> None:
-        one = SplitStatistics()
-        one.count(encoded.rows[encoded.rows["pieces"] >= 0])
-        counts["cut"] += one.truncated
-        counts["left out as too long"] += one.dropped
-        counts["without anything to train on"] += one.without_target
-        counts["lost"] += one.lost_tokens
-        counts["tokens"] += one.tokens_before
-
-    def _check_ids(self, encoded: EncodedChunk) -> None:
-        largest = int(encoded.table["input_ids"].combine_chunks().flatten().to_numpy().max(initial=0))
-        if self._vocabulary_size is not None and largest >= self._vocabulary_size:
-            raise UserError(
-                f"{self._source.name}: token {largest} is beyond the model's {self._vocabulary_size} tokens.\nThe "
-                "tokenizer is not this model's: --tokenizer_name names another."
-            )
+    def _nothing_left(self) -> UserError:
+        why = "all are bad, longer than --context_length (see --truncation), or without an answer in it"
+        return UserError(f"{self._source.name}: no row can be trained on: {why}.")
 
     def _exchanged(self, first_chunk: int) -> Generator[EncodedChunk, None, None]:
         """Yield the chunks of one pass in order, each tokenized by one rank, until the last or until it is over."""
         chunks = chunks_of(self._source, self._config.dataset_format)
-        mine = itertools.islice(chunks, first_chunk + self._rank, None, self._world_size)
-        with closing(encode_chunks(mine, self._encoder, self._config.tokenize_processes or 1)) as own:
+        mine = itertools.islice(chunks, first_chunk + self._runtime.rank, None, self._runtime.world_size)
+        processes = self._config.tokenize_processes or 1
+        with closing(encode_chunks(mine, self._encoder, self._examples, processes)) as own:
             while True:
                 items = self._gather(_next(own) if self._is_wanted else CLOSED)
                 # Before any is yielded: who is closed there must not call the others once more.
@@ -248,7 +204,7 @@ class StreamedBatches:
                     yield item
 
     def _gather(self, item: Any) -> list[Any]:
-        everyone: list[Any] = [None] * self._world_size
+        everyone: list[Any] = [None] * self._runtime.world_size
         dist.all_gather_object(everyone, item, group=self._group)
         return everyone
 
@@ -266,7 +222,7 @@ def _next(own: Iterator[tuple[Chunk, EncodedChunk]]) -> Any:
     except UserError as error:  # every rank should hear of it, not wait
         return error
     except Exception:
-        return RuntimeError(f"while rows were read and tokenized\n{traceback.format_exc()}")
+        return RuntimeError(f"while samples were read and tokenized\n{traceback.format_exc()}")
 
 
 TrainingBatches = PreparedBatches | StreamedBatches
@@ -281,19 +237,19 @@ def plan_training(
     vocabulary_size: int | None,
     runtime: "Runtime",
 ) -> TrainingBatches:
-    """Settle which rows this rank sees at which step: a function of (seed, epoch, step), and of nothing else.
+    """Settle which samples this rank sees at which step: a function of (seed, epoch, step), and of nothing else.
 
     Args:
         config: the resolved configuration.
         data: of `prepare`.
-        context_length: tokens of a pack.
-        global_batch: packs (or rows) of an optimizer step over all ranks.
-        pad_token_id: fills padded rows.
-        vocabulary_size: of the model, or None: ids of streamed rows are not checked.
+        context_length: tokens of a packed sequence.
+        global_batch: packed sequences (or samples) of an optimizer step over all ranks.
+        pad_token_id: fills padded samples.
+        vocabulary_size: of the model, or None: ids of streamed samples are not checked.
         runtime: the ranks; all of them call this.
 
     Raises:
-        UserError: they have other rows than rank 0, and would train on some twice and on others never.
+        UserError: they have other samples than rank 0, and would train on some twice and on others never.
     """
     prints: list[dict[str, str]] = [{}] * runtime.world_size
     dist.all_gather_object(prints, data.fingerprints())
@@ -302,16 +258,14 @@ def plan_training(
             f"--dataset: rank {', '.join(other)} has other rows than rank 0.\nExpected the same files on every node, "
             "and the same rows in the same order whenever a function is called: a shuffle in it needs a seed."
         )
-    settings = config.train
+    settings, rows = config.train, data.train
     pack_length = context_length if config.data.batching_strategy == "packing" else None
     if data.stream is not None:
-        source, encoder = data.stream
-        return StreamedBatches(
-            source, encoder, config.data, settings, pack_length, global_batch, pad_token_id, vocabulary_size, runtime
-        )
-    assert data.train is not None  # one or the other
+        return StreamedBatches(config, data, context_length, global_batch, pad_token_id, vocabulary_size, runtime)
+    assert rows is not None  # one or the other
     plan = BatchSampler(
-        row_lengths(data.train), target_token_counts(data.train), pack_length=pack_length, global_batch=global_batch,
+        row_lengths(rows), target_token_counts(rows), pack_length=pack_length, global_batch=global_batch,
         world_size=runtime.world_size, rank=runtime.rank, micro_batch=settings.batch_size_training, seed=settings.seed,
+        group=group_size(rows),
     )  # fmt: skip
-    return PreparedBatches(data.train, plan, pad_token_id, settings.num_epochs, settings.max_train_step)
+    return PreparedBatches(rows, plan, pad_token_id, settings.num_epochs, settings.max_train_step)

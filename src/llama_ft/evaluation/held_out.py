@@ -39,6 +39,7 @@ def measure(
             add_tokens=has_new_tokens,
             use=split or "train",
             verify=job.local_rank == 0,
+            examples=training.SupervisedFineTuning.examples,
         )
     log.info("\n".join(tokenized.summary))
     samples = tokenized.train if split else tokenized.validation

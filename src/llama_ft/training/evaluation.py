@@ -8,7 +8,7 @@ from datasets import Dataset
 from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.config import TrainConfig
-from llama_ft.data import collate, evaluation_batches, row_lengths
+from llama_ft.data import collate, evaluation_batches, group_size, row_lengths
 from llama_ft.runtime import Runtime
 from llama_ft.training.objective import Objective
 from llama_ft.training.step import free_unsharded
@@ -57,9 +57,10 @@ def mean_loss(
         runtime: sums over its ranks.
     """
     ranks, sizes = (runtime.world_size, runtime.rank), (settings.val_batch_size, settings.max_eval_step)
+    group = group_size(validation)
     model.eval()
     loss, count = torch.zeros((), dtype=torch.float64, device=runtime.device), 0
-    for indices in evaluation_batches(row_lengths(validation), *ranks, *sizes, pack_length):
+    for indices in evaluation_batches(row_lengths(validation), *ranks, *sizes, pack_length, group):
         batch = collate(validation, indices, pad_token_id, pack_length is not None)
         summed = objective.loss(model, batch, runtime)
         loss += summed.loss

@@ -11,7 +11,9 @@ import torch
 from torch.nn import functional as F
 from transformers.modeling_utils import PreTrainedModel
 
-from llama_ft.data import IGNORED, Batch
+from llama_ft.data import IGNORED, Batch, Encoder, one_example
+from llama_ft.data.formats import Row, RowFormat
+from llama_ft.data.tokenize import Example
 from llama_ft.models import LossFunction, cross_entropy, has_chunked_loss, packed_arguments, router_loss
 from llama_ft.runtime import Runtime, sent
 
@@ -28,7 +30,13 @@ class LossSum:
 
 
 class Objective(Protocol):
-    """What the training step, evaluation and the planner call."""
+    """What tokenizing, the training step, evaluation and the planner call."""
+
+    @staticmethod
+    def examples(row: Row, row_format: RowFormat, encoder: Encoder) -> list[Example]:
+        """Turn a sample into tokens and loss masks of any length: always the same number of them, such as the chosen
+        and the rejected response of a pair. They are neighbors in one micro-batch: rows of `batch.input_ids`, or
+        lengths in `batch.row_lengths`. `encoder.tokenize` makes one of a sample of any format."""
 
     def loss(self, model: PreTrainedModel, batch: Batch, runtime: Runtime) -> LossSum:
         """Compute the loss of a micro-batch. All ranks call it together, as often as each other, so that it may
@@ -53,6 +61,11 @@ def training_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 class SupervisedFineTuning:
     """Predict the next token, where it is in the loss; with the routers' auxiliary loss if config.json asks for it."""
+
+    @staticmethod
+    def examples(row: Row, row_format: RowFormat, encoder: Encoder) -> list[Example]:
+        """See `Objective`; a sample is one example."""
+        return one_example(row, row_format, encoder)
 
     def loss(self, model: PreTrainedModel, batch: Batch, runtime: Runtime) -> LossSum:
         """See `Objective`; counts loss tokens."""
