@@ -16,6 +16,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft import checkpoint, data, models, observe, report, runtime, training
 from llama_ft.config import Config, check_device, differences, parse_duration, to_yaml
+from llama_ft.data.prefetch import StepBatches
 from llama_ft.plan.oom_report import explain_errors
 from llama_ft.plan.predict import BuildModel
 from llama_ft.plan.preflight import Preflight
@@ -199,18 +200,18 @@ class Run:
             yield
 
     @property
-    def remaining_steps(self) -> Generator[data.StepBatches, None, None]:
+    def remaining_steps(self) -> Generator[StepBatches, None, None]:
         """The batches of the steps that are left, on this rank."""
         last = self.state.step if self.state.best.should_stop else self.batches.total_steps
         return self.batches.steps(self.state.step + 1, last, self.state.position)
 
-    def begin_step(self, step: data.StepBatches, waited_seconds: float, tokenizer: PreTrainedTokenizerBase) -> None:
+    def begin_step(self, step: StepBatches, waited_seconds: float, tokenizer: PreTrainedTokenizerBase) -> None:
         """Before the forward pass; the batches were waited for that long."""
         self._throughput.begin_step(step.step, step.batches, waited_seconds)
         if step.step == 1:
             log.info(data.describe_first_batch(step.batches[0], tokenizer))
 
-    def gather(self, step: data.StepBatches) -> RankNumbers:
+    def gather(self, step: StepBatches) -> RankNumbers:
         """Every rank's numbers, in one all-gather between hosts."""
         gathered = self.job.all_gather_floats(
             sum(batch.tokens for batch in step.batches),
@@ -224,7 +225,7 @@ class Run:
         tokens, flops, _, _, growth, asked, failed = gathered.unbind(1)
         return RankNumbers(tokens, flops, gathered[:, 2:4], growth, asked, failed)
 
-    def failed(self, step: data.StepBatches, result: StepResult) -> torch.Tensor:
+    def failed(self, step: StepBatches, result: StepResult) -> torch.Tensor:
         """Whether the weights must stay as they are, not 0 on the device: the loss or the gradient norm is not finite.
         In fp16, which waits for the device here, gradients that overflow lower the loss scale instead."""
         scale = self.state.scale
@@ -233,7 +234,7 @@ class Run:
 
     def end_step(
         self,
-        step: data.StepBatches,
+        step: StepBatches,
         result: StepResult,
         losses: Sequence[LossSum],
         numbers: RankNumbers,
