@@ -10,8 +10,8 @@ SOURCE = REPOSITORY / "src" / "llama_ft"
 LONGEST_FILE = 400
 # Lines per folder. They only go down; the goal is 15,000 in all.
 LINES = {
-    "": 600, "checkpoint": 2450, "config": 2450, "data": 4700, "evaluation": 720, "inference": 1400, "models": 3600,
-    "observe": 2320, "plan": 2420, "report": 880, "runtime": 1490, "training": 1450,
+    "": 560, "checkpoint": 2450, "config": 2450, "data": 4700, "evaluation": 720, "inference": 1400, "models": 3600,
+    "observe": 2320, "plan": 2420, "report": 880, "runtime": 1160, "training": 1450,
 }  # fmt: skip
 # What each folder imports of the others. config knows nobody; tools know the rest and are known by no other folder.
 BELOW = {

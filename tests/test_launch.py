@@ -1,6 +1,5 @@
 """What is in launch/: checked by the tools of those it is for, and run as far as one machine can."""
 
-import ast
 import json
 import os
 import re
@@ -85,13 +84,10 @@ def test_linters_find_nothing_in_skypilots_commands_and_the_dockerfile() -> None
 
 
 def test_the_image_gets_all_that_the_recipes_need_and_nothing_else() -> None:
-    patterns = (REPOSITORY / ".dockerignore").read_text().splitlines()
-    taken = {pattern[1:] for pattern in patterns if pattern.startswith("!")}
-    licenses = re.search(r"license_files=(\[.*?\])", (REPOSITORY / "setup.py").read_text())
-    assert "*" in patterns
-    assert {"configs", "launch", "recipes", "src", "setup.py", "requirements*.txt", "README.md"} <= taken
-    assert licenses is not None and set(ast.literal_eval(licenses[1])) <= taken
-    assert not taken & {"output", "wandb", ".git", ".venv", "tests"}
+    patterns = set((REPOSITORY / ".dockerignore").read_text().splitlines())
+    needed = ("configs", "launch", "recipes", "src", "setup.py", "requirements*.txt", "README.md", "LICENSE", "NOTICE")
+    assert {"*", *(f"!{name}" for name in needed)} <= patterns
+    assert not patterns & {f"!{name}" for name in ("output", "wandb", ".git", ".venv", "tests")}
 
 
 def test_kubernetes_knows_what_the_job_asks_for() -> None:
@@ -207,10 +203,9 @@ def signalled(number: int, command: str, folder: Path) -> tuple[int, float]:
     return process.wait(60), time.monotonic() - sent
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_is_passed_on_and_waited_for(number: int, tmp_path: Path) -> None:
+def test_a_signal_is_passed_on_and_waited_for(tmp_path: Path) -> None:
     command = "trap 'sleep 0.5; touch saved; exit 1' TERM; touch begun; while true; do sleep 0.05; done"
-    exit_code, _ = signalled(number, command, tmp_path)
+    exit_code, _ = signalled(signal.SIGTERM, command, tmp_path)
     assert (exit_code, (tmp_path / "saved").exists()) == (143, True)
 
 

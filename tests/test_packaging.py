@@ -8,9 +8,8 @@ import subprocess
 import sys
 import sysconfig
 import venv
-from importlib.metadata import Distribution, PackageMetadata, distribution
+from importlib.metadata import Distribution, PackageMetadata
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -190,13 +189,6 @@ def test_the_tested_versions_lie_within_the_ranges(ranges: dict[str, Requirement
         assert ranges[name].specifier.contains(pinned(requirement)), ranges[name]
 
 
-def test_torch_2_11_to_2_13_and_python_3_11_to_3_13(ranges: dict[str, Requirement], metadata: Distribution) -> None:
-    allowed = ["2.10.0", "2.11.0", "2.12.1", "2.13.0", "2.14.0"]
-    assert [version for version in allowed if ranges["torch"].specifier.contains(version)] == allowed[1:4]
-    assert minor_pythons(metadata.metadata) == ["3.11", "3.12", "3.13"]
-    assert metadata.metadata["Requires-Python"] == ">=3.11"
-
-
 def minor_pythons(metadata: PackageMetadata) -> list[str]:
     classifiers = metadata.get_all("Classifier") or []
     return [found[1] for line in classifiers if (found := re.fullmatch(r".*:: Python :: (3\.\d+)", line))]
@@ -224,32 +216,12 @@ def test_what_is_imported_is_required(metadata: Distribution, ranges: dict[str, 
     assert not missing
 
 
-def test_the_notices_name_every_requirement_with_its_license(metadata: Distribution) -> None:
+def test_the_notices_name_every_requirement(metadata: Distribution) -> None:
     notices = (REPOSITORY / "THIRD_PARTY_NOTICES.md").read_text()
     table = dict(re.findall(r"^\| ([\w-]+) \| (.+) \|$", notices, re.MULTILINE))
-    del table["package"]
-    assert {canonicalize_name(name) for name in table} == pins().keys()
-    compared = 0
-    for name, stated in table.items():
-        package = distribution(name)
-        if package.version.partition("+")[0] == pinned(pins()[canonicalize_name(name)]):
-            assert stated == stated_license(package.metadata), name
-            compared += 1
-    assert compared > 3  # beside the oldest versions few are those of requirements.txt
+    assert {canonicalize_name(name) for name in table} - {"package"} == pins().keys() and all(table.values())
     for name in set(metadata.metadata.get_all("Provides-Extra") or []) - {"dev"}:
         assert f"\n- {name}: " in notices
-
-
-def stated_license(metadata: PackageMetadata) -> str:
-    """As an SPDX expression, as a word, or as a classifier."""
-    if stated := metadata.get_all("License-Expression") or metadata.get_all("License"):
-        return str(stated[0]).partition("\n")[0]
-    classifiers = [line for line in metadata.get_all("Classifier") or [] if line.startswith("License ::")]
-    return ", ".join(line.rpartition(" :: ")[2] for line in classifiers)
-
-
-def workflow() -> dict[str, Any]:
-    return dict(yaml.safe_load((REPOSITORY / ".github" / "workflows" / "ci.yml").read_text())["jobs"])
 
 
 def test_the_workflow_is_one_that_github_reads() -> None:
@@ -258,7 +230,8 @@ def test_the_workflow_is_one_that_github_reads() -> None:
 
 
 def test_the_matrix_is_what_is_promised(metadata: Distribution, ranges: dict[str, Requirement]) -> None:
-    axes = workflow()["matrix"]["strategy"]["matrix"]
-    assert axes["python"] == minor_pythons(metadata.metadata)
+    workflow = yaml.safe_load((REPOSITORY / ".github" / "workflows" / "ci.yml").read_text())
+    axes = workflow["jobs"]["matrix"]["strategy"]["matrix"]
+    assert axes["python"] == minor_pythons(metadata.metadata) == ["3.11", "3.12", "3.13"]
     versions = [f"2.{minor}" for minor in range(30) if ranges["torch"].specifier.contains(f"2.{minor}.0")]
-    assert axes["torch"] == versions
+    assert axes["torch"] == versions == ["2.11", "2.12", "2.13"]

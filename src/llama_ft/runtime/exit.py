@@ -125,7 +125,8 @@ def exit_process(
     elif not is_stop:  # a signal reaches every rank: nobody has to be waited for
         with suppress(RuntimeError, ConnectionError):  # the store went down with its host
             failure = store.get(FAILURE_KEY).decode() if store is not None and store.check([FAILURE_KEY]) else ""
-        is_ended = told_to_end.wait(SECONDS_TO_BE_ENDED + (SECONDS_TO_ADVISE if "advises" in failure else 0))
+        to_print = 0.25 * SECONDS_TO_BE_ENDED if "final" in failure else SECONDS_TO_BE_ENDED
+        is_ended = told_to_end.wait(SECONDS_TO_ADVISE if "advises" in failure else to_print)
         if not is_ended and "final" in failure and os.environ.get("LOCAL_RANK") == "0":
             restarts.end_restarts()  # the rank that failed has ended its own node's
     for stream in (sys.stdout, sys.stderr):

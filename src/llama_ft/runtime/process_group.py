@@ -190,7 +190,7 @@ def start(
         The Runtime. NCCL carries CUDA tensors, gloo CPU tensors.
 
     Raises:
-        UserError: (told, exit code 2) more processes than GPUs, or ranks that do not divide into groups.
+        UserError: more processes than GPUs, or ranks that do not divide into groups.
     """
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     local_rank, local_world_size = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
@@ -233,8 +233,7 @@ def start(
             places = (rank, world_size, local_rank, local_world_size, place, storage)
             runtime = Runtime(*places, note, mesh, store, job_store, signals=signals)
             if world_size > 1:
-                groups = {each.group_name: each for each in (dist.group.WORLD, *mesh.get_all_groups()) if each}
-                watchdog = Watchdog(store, [*groups.values()], place, timeout_seconds, end)
+                watchdog = Watchdog(store, mesh, timeout_seconds, end)
             with watchdog or nullcontext():
                 try:
                     yield runtime
@@ -267,10 +266,8 @@ def _pick_device(device: str, gpus: int, local_rank: int, local_world_size: int)
     if device == "cpu" or gpus == 0:
         return torch.device("cpu")
     if local_world_size > gpus:
-        raise UserError(
-            f"{local_world_size} processes on {socket.gethostname()}, which has {gpus} GPU{'s' if gpus > 1 else ''}: "
-            f"each process needs its own.\n--nproc_per_node {gpus} uses what is there; --device cpu trains on the CPU."
-        )
+        problem = f"{local_world_size} processes on {socket.gethostname()}, each of which needs a GPU: it has {gpus}."
+        raise UserError(f"{problem}\n--nproc_per_node {gpus} uses what is there; --device cpu trains on the CPU.")
     return torch.device("cuda", local_rank)
 
 
@@ -280,10 +277,9 @@ def resolve_degree(shard_degree: int | str, world_size: int, local_world_size: i
         return world_size
     degree = local_world_size if shard_degree == "node" else int(shard_degree)
     if world_size % degree:
-        raise UserError(
-            f"--sharding_group_size {degree}: {world_size} ranks do not divide into groups of {degree}.\n"
-            f"It must be one of {', '.join(str(d) for d in range(1, world_size + 1) if world_size % d == 0)}."
-        )
+        divisors = ", ".join(str(d) for d in range(1, world_size + 1) if world_size % d == 0)
+        problem = f"--sharding_group_size {degree}: {world_size} ranks do not divide into groups of {degree}."
+        raise UserError(f"{problem} Possible are {divisors}.")
     return degree
 
 

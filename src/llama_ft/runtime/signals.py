@@ -3,12 +3,9 @@
 Outside the loop a signal ends the process at once. Inside, it is noted; every rank puts `asked()` among the numbers
 that are gathered once per step, and `agreed()` of that column is the same on all of them.
 
-Python runs signal handlers in the main thread between bytecodes: a rank that waits for others inside gloo or NCCL does
-not see its own. So a thread reads the numbers of signals from a socket that CPython's C handler writes to. It ends the
-process by itself if the main thread cannot, and at a second Ctrl-C.
-
-torchrun sends its ranks SIGINT at a terminal's Ctrl-C, SIGHUP when the terminal goes away (under nohup, too), and
-SIGTERM at a second Ctrl-C or when another rank has died. SIGKILL follows 30 s later, or after --shutdown-timeout.
+A rank that waits for others inside gloo or NCCL does not run Python's signal handlers. So a thread reads the numbers of
+signals from a socket that CPython's C handler writes to. It ends the process by itself if the main thread cannot, and
+at a second Ctrl-C. torchrun passes signals on, and sends SIGTERM when another rank has died; SIGKILL 30 s later.
 """
 
 import math
@@ -30,11 +27,8 @@ import torch.distributed as dist
 from llama_ft.config import parse_duration
 from llama_ft.runtime.exit import Stop, Stopped
 
-SIGNALS: dict[int, Stop] = {
-    signal.SIGTERM: Stop(143, "SIGTERM"),
-    signal.SIGINT: Stop(130, "Ctrl-C"),
-    signal.SIGHUP: Stop(129, "SIGHUP"),
-}
+NAMES = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C", signal.SIGHUP: "SIGHUP"}
+SIGNALS: dict[int, Stop] = {number: Stop(128 + number, name) for number, name in NAMES.items()}
 TIME_IS_UP = 0.5  # in the gathered column; smaller than the number of any signal (SIGHUP is 1), which goes first
 TORCHRUN_GRACE_SECONDS = 30
 SECONDS_OF_ONE_CTRL_C = 0.5  # launchers may deliver the same Ctrl-C twice
@@ -43,14 +37,10 @@ SECONDS_TO_REACT, SECONDS_TO_CLOSE = 2.0, 20.0  # outside the loop: to leave C++
 
 
 class StopSignals:
-    """Whether this process is asked to stop.
-
-    Attributes:
-        told_to_end: set by the first of SIGNALS.
-    """
+    """Whether this process is asked to stop."""
 
     def __init__(self) -> None:
-        self.told_to_end = threading.Event()
+        self.told_to_end = threading.Event()  # set by the first of SIGNALS
         self._phase: Literal["at once", "between steps", "closing"] = "at once"
         self._error: BaseException | None = None  # what this process is ending with
         self._signal, self._signal_time = 0, math.inf

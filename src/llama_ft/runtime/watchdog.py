@@ -20,6 +20,7 @@ from typing import NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from llama_ft.errors import LostRank
 from llama_ft.runtime.exit import FAILURE_KEY
@@ -50,23 +51,18 @@ class Watchdog(threading.Thread):
 
     Args:
         store: this attempt's store.
-        groups: the process groups whose collectives count.
-        device: where this process computes.
+        mesh: on whose process groups ranks wait for each other.
         seconds: how long a rank may wait for others.
         end: ends this process after an error, from any thread.
     """
 
     def __init__(
-        self,
-        store: dist.Store,
-        groups: Sequence[dist.ProcessGroup],
-        device: torch.device,
-        seconds: float,
-        end: Callable[[BaseException], NoReturn],
+        self, store: dist.Store, mesh: DeviceMesh, seconds: float, end: Callable[[BaseException], NoReturn]
     ) -> None:
         super().__init__(name="watchdog", daemon=True)
         self._store = store.clone()  # type: ignore[attr-defined]  # the main thread may be waiting on the other one
-        self._groups, self._device, self._seconds, self._end = groups, device, seconds, end
+        groups = {group.group_name: group for group in (dist.group.WORLD, *mesh.get_all_groups()) if group}
+        self._groups, self._device, self._seconds, self._end = [*groups.values()], mesh.device_type, seconds, end
         self._ended = threading.Event()
         self._state: object = None
         self._since = time.monotonic()  # when `_state` was first seen
@@ -125,8 +121,8 @@ class Watchdog(threading.Thread):
         With CUDA collectives are queued, and waited for at any line that needs a number on the host: so there it is the
         line, and that no memory has been allocated meanwhile, which all computing does.
         """
-        if frame and self._device.type == "cuda" and frame.f_code.co_filename != threading.__file__:  # for a thread
-            allocations = torch.cuda.memory_stats(self._device).get("allocation.all.allocated", 0)
+        if frame and self._device == "cuda" and frame.f_code.co_filename != threading.__file__:  # for a thread
+            allocations = torch.cuda.memory_stats().get("allocation.all.allocated", 0)
             return collectives, allocations, id(frame), frame.f_lasti
         while frame is not None and frame.f_code.co_filename.startswith(TORCH):
             if frame.f_code.co_filename.startswith(f"{TORCH}distributed{os.sep}"):
