@@ -13,11 +13,7 @@ from llama_ft import restarts
 from llama_ft.masking import mask_urls, printable
 
 SECONDS_TO_BE_ENDED = 20
-NO_ANSWER = {
-    socket.gaierror: "host not found",
-    ConnectionRefusedError: "connection refused",
-    TimeoutError: "timed out",
-}
+NO_ANSWER = {socket.gaierror: "host not found", ConnectionRefusedError: "connection refused", TimeoutError: "timed out"}
 
 
 class UserError(Exception):
