@@ -10,17 +10,17 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from conftest import REPOSITORY
 from forked import Finished, forked
 
 from llama_ft.runtime.exit import Stop
-from llama_ft.runtime.signals import Peers, StopSignals, grace_warning
+from llama_ft.runtime.signals import StopSignals, grace_warning
 
 JOB = str(Path(__file__).with_name("stopping_job.py"))
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
@@ -55,24 +55,19 @@ class Running:
 
 
 @contextmanager
-def job(folder: Path, *arguments: str, launcher: list[str]) -> Iterator[Running]:
+def job(folder: Path, *arguments: str, launcher: list[str] = TORCHRUN) -> Iterator[Running]:
     """Start the job as a shell would: in a process group of its own."""
+    command = [sys.executable, *launcher, JOB, str(folder), *arguments]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY / "src"), "OMP_NUM_THREADS": "1"}
     with (folder / "output").open("wb") as output:
-        process = subprocess.Popen(
-            [sys.executable, *launcher, JOB, str(folder), *arguments],
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            env=environment,
-            start_new_session=True,
-        )
+        streams: Any = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
+        process = subprocess.Popen(command, **streams, env=environment, start_new_session=True)
     try:
         yield Running(folder, process)
     finally:
-        for rank in folder.glob("process-*"):
-            end_group(int(rank.read_text()))
-        end_group(process.pid)
+        for group in [*(int(rank.read_text()) for rank in folder.glob("process-*")), process.pid]:
+            with suppress(ProcessLookupError):
+                os.killpg(group, signal.SIGKILL)
         process.wait()
 
 
@@ -106,20 +101,13 @@ def one_process(folder: Path, way: str) -> Iterator[Running]:
                 process.send_signal(signal.SIGKILL)
 
 
-def end_group(leader: int) -> None:
-    try:
-        os.killpg(leader, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
-
-
 def stopped_line(running: Running, reason: str, step: str) -> str:
     checkpoint = running.folder / "checkpoints" / f"step-{int(step):06d}"
     return f"stopped by {reason} after step {step}. To go on: --resume {checkpoint}"
 
 
 def test_sigterm_to_torchrun_stops_all_ranks_after_the_same_step(tmp_path: Path) -> None:
-    with job(tmp_path, "rank 0 saves longer", launcher=TORCHRUN) as running:
+    with job(tmp_path, "rank 0 saves longer") as running:
         running.wait_for("training-0", "training-1")
         running.process.terminate()
         running.end()
@@ -131,7 +119,7 @@ def test_sigterm_to_torchrun_stops_all_ranks_after_the_same_step(tmp_path: Path)
 
 
 def test_a_second_ctrl_c_at_torchrun_ends_all_ranks_without_waiting_for_the_save(tmp_path: Path) -> None:
-    with job(tmp_path, "saves for ever", launcher=TORCHRUN) as running:
+    with job(tmp_path, "saves for ever") as running:
         running.wait_for("training-0", "training-1")
         os.killpg(running.process.pid, signal.SIGINT)  # what a terminal does
         running.wait_for("saving-0", "saving-1")
@@ -161,7 +149,7 @@ def test_stop_after_ends_torchrun_with_exit_code_0_and_no_restart(tmp_path: Path
 
 
 def test_a_rank_that_hangs_while_another_is_killed_leaves_within_5_seconds_and_saves_nothing(tmp_path: Path) -> None:
-    with job(tmp_path, "rank 0 hangs", launcher=TORCHRUN) as running:
+    with job(tmp_path, "rank 0 hangs") as running:
         running.wait_for("training-0", "training-1")
         killed = int(running.read("process-1"))
         started = time.monotonic()
@@ -169,54 +157,37 @@ def test_a_rank_that_hangs_while_another_is_killed_leaves_within_5_seconds_and_s
         assert running.end() == 1
     assert time.monotonic() - started < 5
     assert not list(tmp_path.glob("saved-*"))
-    lost = f"error: lost contact with another rank: rank 1 \\(process {killed}\\) "
-    assert len(re.findall(lost + r"(was killed \(exit code -9\)|has ended)\.", running.output)) == 1
+    assert running.output.count(f"error: lost contact with another rank: rank 1 (process {killed}) has ended") == 1
     assert "stopped by" not in running.output and "--resume" not in running.output  # there is no checkpoint
     assert running.status["state"] == "failed" and running.status["exit_code"] == 1
 
 
 @pytest.mark.parametrize(
-    ("number", "name", "code"),
-    [
-        (signal.SIGTERM, "SIGTERM", 143),
-        (signal.SIGHUP, "SIGHUP", 129),
-        pytest.param(signal.SIGINT, "Ctrl-C", 130, marks=pytest.mark.slow),
-    ],
-)
-def test_a_signal_stops_one_process_after_a_step(tmp_path: Path, number: int, name: str, code: int) -> None:
-    with one_process(tmp_path, "") as running:
-        running.wait_for("training-0")
-        running.process.send_signal(number)
-        assert running.end() == code
-    line = stopped_line(running, name, running.read("saved-0"))
-    assert running.output.splitlines() == [line]
-    assert running.status["state"] == "stopped" and running.status["message"] == line
-
-
-@pytest.mark.parametrize(
     ("way", "number", "name", "code"),
     [
+        ("", signal.SIGTERM, "SIGTERM", 143),
+        ("", signal.SIGHUP, "SIGHUP", 129),
         ("loads in Python", signal.SIGTERM, "SIGTERM", 143),
         ("loads in C++", signal.SIGINT, "Ctrl-C", 130),
-        ("loads in Python", signal.SIGHUP, "SIGHUP", 129),
-        pytest.param("loads in C++", signal.SIGTERM, "SIGTERM", 143, marks=pytest.mark.slow),
-        pytest.param("loads in Python", signal.SIGINT, "Ctrl-C", 130, marks=pytest.mark.slow),
+        pytest.param("", signal.SIGINT, "Ctrl-C", 130, marks=pytest.mark.slow),
     ],
 )
-def test_a_signal_before_the_loop_ends_the_process_at_once(
+def test_a_signal_stops_one_process_after_a_step_or_before_the_loop_at_once(
     tmp_path: Path, way: str, number: int, name: str, code: int
 ) -> None:
     with one_process(tmp_path, way) as running:
-        running.wait_for("loading-0")
+        running.wait_for("loading-0" if way else "training-0")
         started = time.monotonic()
         running.process.send_signal(number)
         assert running.end() == code
     assert time.monotonic() - started < 5
-    assert running.output == f"stopped by {name}\n"
-    assert running.status == {"state": "stopped", "step": 0, "exit_code": code, "message": f"stopped by {name}"}
+    step = 0 if way else int(running.read("saved-0"))
+    line = f"stopped by {name}" if way else stopped_line(running, name, str(step))
+    assert running.output == f"{line}\n"
+    assert running.status == {"state": "stopped", "step": step, "exit_code": code, "message": line}
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_that_launchers_deliver_twice_is_one(number: int) -> None:
     stopping, ended = StopSignals(), []
     with stopping.listening(ended.append):
@@ -241,8 +212,7 @@ def test_a_hangup_that_nohup_has_ignored_stays_ignored() -> None:
     assert stopping.asked() == 0 and not ended
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_forked_process_that_is_terminated_does_not_stop_its_parent(number: int) -> None:
+def test_a_forked_process_that_is_terminated_does_not_stop_its_parent() -> None:
     stopping, ended = StopSignals(), []
     with stopping.listening(ended.append):
         context = multiprocessing.get_context("fork")
@@ -250,29 +220,10 @@ def test_a_forked_process_that_is_terminated_does_not_stop_its_parent(number: in
         child = context.Process(target=lambda: (runs.set(), time.sleep(60)))
         child.start()
         assert runs.wait(30)
-        os.kill(child.pid, number)
+        os.kill(child.pid, signal.SIGTERM)
         child.join()
-    assert child.exitcode == -number
+    assert child.exitcode == -signal.SIGTERM
     assert stopping.asked() == 0 and not ended
-
-
-def test_a_dead_rank_counts_as_gone_before_it_is_reaped_and_one_of_another_node_never(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    store = dist.TCPStore("localhost", 0, is_master=True)
-    peer = subprocess.Popen(["sleep", "60"])
-    monkeypatch.setenv("GROUP_RANK", "0")
-    store.set("process/1", f"{peer.pid} 0")
-    store.set("process/2", "1 1")  # process 1 of node 1
-    peers = Peers(0, 3, store)
-    try:
-        assert peers.gone() == ""
-    finally:
-        peer.kill()
-    os.waitid(os.P_PID, peer.pid, os.WEXITED | os.WNOWAIT)
-    assert peers.gone() == f"rank 1 (process {peer.pid}) was killed (exit code -9)"
-    peer.wait()
-    assert peers.gone() == f"rank 1 (process {peer.pid}) has ended"
 
 
 def test_ranks_that_are_asked_differently_agree_on_the_signal() -> None:
@@ -291,5 +242,3 @@ def test_a_save_longer_than_torchrun_waits_is_told_with_the_setting(monkeypatch:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "any")
     assert grace_warning(29) is None
     assert "torchrun --shutdown-timeout 80 " in str(grace_warning(40))
-    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "60")
-    assert grace_warning(40) is None  # who has set it knows
