@@ -349,7 +349,7 @@ class Run:
     def log_result(self, result: Path) -> None:
         """Give the final model or adapter to the trackers that take it."""
         self.facts.add(weights_of=self._weights_of)
-        seconds = self.job.timeout_seconds / 2  # the other ranks wait for it
+        seconds = parse_duration(self.config.train.collective_timeout) / 2  # the other ranks wait for it
         self.log.log_result(result, self._outcome(), self.config.model.model_name, seconds)
 
     def _outcome(self) -> dict[str, Any]:

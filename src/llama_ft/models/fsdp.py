@@ -17,6 +17,7 @@ from llama_ft.config import FSDPConfig
 from llama_ft.errors import UserError
 from llama_ft.models.build import decoder_layers
 from llama_ft.models.quantized import weight_counts
+from llama_ft.models.torch_2_11 import allow_integers
 from llama_ft.runtime.precision import Precision
 
 
@@ -49,6 +50,7 @@ def apply_fsdp(model: PreTrainedModel, mesh: DeviceMesh, fsdp: FSDPConfig, preci
     # Pinned, so that copies to and from the GPU overlap with its work.
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if fsdp.fsdp_cpu_offload else OffloadPolicy()
     free_after_forward = fsdp.sharding_strategy != "SHARD_GRAD_OP"
+    allow_integers()
     shard_one = partial(fully_shard, mesh=mesh, mp_policy=policy, offload_policy=offload, ignored_params=ready)
     for module in modules:
         # The head's backward pass follows its forward pass at once: freed in between it would be gathered twice.

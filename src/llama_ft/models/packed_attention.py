@@ -22,6 +22,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.errors import UserError
 from llama_ft.models.build import function_beside
+from llama_ft.models.torch_2_11 import shared_heads
 from llama_ft.runtime.devices import sent
 
 ATEN = torch.ops.aten
@@ -124,7 +125,7 @@ def _packed_sdpa(
             packed_rows.longest,
             scale=arguments.get("scaling"),
             window_size=(-1, 0) if window is None else (window - 1, 0),
-            enable_gqa=query.shape[1] != key.shape[1],
+            **shared_heads(query, key),
         )
         assert isinstance(output, torch.Tensor)
         return output.unsqueeze(0), None
