@@ -20,7 +20,7 @@ from conftest import REPOSITORY
 from forked import Finished, forked
 
 from llama_ft.runtime.exit import Stop
-from llama_ft.runtime.signals import StopSignals, grace_warning
+from llama_ft.runtime.signals import StopSignals
 
 JOB = str(Path(__file__).with_name("stopping_job.py"))
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
@@ -235,10 +235,3 @@ def test_ranks_that_are_asked_differently_agree_on_the_signal() -> None:
         assert stopping.agreed(torch.tensor([0.5, 15.0, 0.0])) == Stop(143, "SIGTERM")
         assert stopping.agreed(torch.tensor([2.0, 0.5])) == Stop(130, "Ctrl-C")
         assert stopping.agreed(torch.tensor([0.5, 1.0])) == Stop(129, "SIGHUP")
-
-
-def test_a_save_longer_than_torchrun_waits_is_told_with_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert grace_warning(1000) is None  # without torchrun nobody kills
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "any")
-    assert grace_warning(29) is None
-    assert "torchrun --shutdown-timeout 80 " in str(grace_warning(40))

@@ -67,7 +67,7 @@ def test_of_ranks_that_all_wait_those_with_fewer_collectives_are_named(
     collectives: tuple[int, ...], message: list[str]
 ) -> None:
     """On CUDA a rank that sleeps looks like one that waits."""
-    reports = [Report(0, "0", f"gpu{n}", 40 + n, True, made, f"{n}.py:7 in f") for n, made in enumerate(collectives)]
+    reports = [Report(0, f"gpu{n}", 40 + n, True, made, f"{n}.py:7 in f") for n, made in enumerate(collectives)]
     lines = describe_hang(reports, 2, 1800.0).splitlines()
-    assert "30 min (--collective_timeout)" in lines[0]
+    assert "1800 s (--collective_timeout)" in lines[0]
     assert len(lines) == len(message) and all(line.startswith(it) for line, it in zip(lines, message, strict=True))

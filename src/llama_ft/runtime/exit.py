@@ -24,13 +24,12 @@ from llama_ft import restarts
 from llama_ft.errors import LostRank, RunFailure, UserError
 from llama_ft.masking import printable
 from llama_ft.runtime.out_of_memory import KILLED, KILLED_BY, shortage
-from llama_ft.runtime.status import RunStatus, State
+from llama_ft.runtime.status import RunStatus
 
 FAILURE_KEY = "llama_ft/failure"
 SECONDS_FOR_THE_CAUSE = 3.0
 SECONDS_TO_SEE_AN_END = 0.3  # torchrun reaps a rank within 0.1 s of its end
-SECONDS_TO_BE_ENDED, SECONDS_TO_ADVISE = 20.0, 150.0
-INDENT = " " * 7
+SECONDS_TO_BE_ENDED = 20.0
 COMMUNICATION_SIGNS = ("gloo", "nccl", "connection closed", "connection reset", "broken pipe", "tcpstore")
 _LEAVING = threading.Lock()
 
@@ -64,11 +63,8 @@ class Explainer(Protocol):
     """Knows what a run was meant to need: plan.oom_report.MemoryReport, which the recipe gives its Runtime."""
 
     def describe(self, error: BaseException) -> str: ...
-
     def advise(self, error: BaseException) -> str: ...
-
     def describe_kill(self) -> str: ...
-
     def last_end(self, run: Path) -> str: ...
 
 
@@ -113,11 +109,10 @@ def exit_process(
         knows_the_cause = rank == 0 if is_mistake else not _is_broken(error)
         prints = rank == 0 if is_agreed else _is_first(store, failure, 0 if knows_the_cause else SECONDS_FOR_THE_CAUSE)
     if prints:
-        message = _message(error, rank, explainer, status)
-        _print(message, "stopped" if is_stop else "failed", exit_code, status)
-        if memory is not None and explainer is not None:
-            advice = textwrap.indent(_explained(partial(explainer.advise, error), "No advice"), INDENT)
-            _print(advice, "failed", exit_code, status, after=f"{message}\n")
+        _print(text := _message(error, rank, explainer, status), status, is_stop, exit_code)
+        if memory is not None and explainer is not None:  # takes minutes
+            advice = _indented(_explained(partial(explainer.advise, error), "No advice"))
+            _print(advice, status, is_stop, exit_code, before=f"{text}\n")
         if status is not None:
             status.at_end()
         if is_final:
@@ -125,9 +120,9 @@ def exit_process(
     elif not is_stop:  # a signal reaches every rank: nobody has to be waited for
         with suppress(RuntimeError, ConnectionError):  # the store went down with its host
             failure = store.get(FAILURE_KEY).decode() if store is not None and store.check([FAILURE_KEY]) else ""
-        to_print = 0.25 * SECONDS_TO_BE_ENDED if "final" in failure else SECONDS_TO_BE_ENDED
-        is_ended = told_to_end.wait(SECONDS_TO_ADVISE if "advises" in failure else to_print)
-        if not is_ended and "final" in failure and os.environ.get("LOCAL_RANK") == "0":
+        is_final = "final" in failure
+        is_ended = told_to_end.wait(150.0 if "advises" in failure else 5.0 if is_final else SECONDS_TO_BE_ENDED)
+        if not is_ended and is_final and os.environ.get("LOCAL_RANK") == "0":
             restarts.end_restarts()  # the rank that failed has ended its own node's
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):
@@ -155,7 +150,7 @@ def _is_first(store: dist.Store, failure: str, seconds: float) -> bool:
 
 
 def _message(error: BaseException, rank: int, explainer: Explainer | None, status: RunStatus | None) -> str:
-    run, way_on = status.path.parent if status is not None else None, ""
+    run, way_on = (status.path.parent if status is not None else None), ""
     if isinstance(error, KeyboardInterrupt | Stopped):
         message = error.message if isinstance(error, Stopped) else "stopped by Ctrl-C"
         if status is not None and status.step and "after step" not in message:
@@ -166,7 +161,9 @@ def _message(error: BaseException, rank: int, explainer: Explainer | None, statu
     if run is not None and any((run / "checkpoints").glob("step-*")):
         way_on += f"\nThe same command goes on from the last complete checkpoint with --output_dir {run} --resume auto"
     if isinstance(error, UserError):
-        return str(error) + (textwrap.indent(way_on, INDENT) if isinstance(error, LostRank) else "")
+        return str(error) + (_indented(way_on) if isinstance(error, LostRank) else "")
+    if isinstance(error, FileNotFoundError) and run is not None and not run.exists():
+        return f"error: {run} was deleted or moved during the run, which cannot go on without it."
     if (kind := shortage(error)) is not None:
         what = f"ran out of {'host' if kind == 'host' else 'GPU'} memory: {str(error).strip() or type(error).__name__}"
         what = _explained(partial(explainer.describe, error), what) if explainer is not None else what
@@ -180,13 +177,16 @@ def _message(error: BaseException, rank: int, explainer: Explainer | None, statu
     return str(RunFailure(f"rank {rank} {what}"))
 
 
-def _print(text: str, state: State, exit_code: int, status: RunStatus | None, after: str = "") -> None:
-    """Print a message, and write it to status.json behind what came before it."""
+def _print(text: str, status: RunStatus | None, is_stop: bool, exit_code: int, before: str = "") -> None:
+    """Print a message, and write it to status.json after what was printed before."""
     if status is not None:
-        status.write(state, exit_code, after + text)
-    stderr = sys.__stderr__ or sys.stderr  # another thread may have redirected the latter
-    with suppress(OSError):  # nobody reads it any more
-        print(f"{printable(text)}\n", end="", file=stderr, flush=True)  # in one piece: torchrun writes there, too
+        status.write("stopped" if is_stop else "failed", exit_code, before + text)
+    with suppress(OSError):  # nobody reads it any more. In one piece, as torchrun writes there, too
+        print(f"{printable(text)}\n", end="", file=sys.__stderr__ or sys.stderr, flush=True)
+
+
+def _indented(text: str) -> str:
+    return textwrap.indent(text, " " * 7)
 
 
 def _explained(explain: Callable[[], str], otherwise: str = "") -> str:

@@ -12,6 +12,7 @@ import threading
 import time
 import uuid
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -27,7 +28,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from llama_ft.errors import LostRank, UserError
 from llama_ft.processes import cores
 from llama_ft.runtime.console import configure_console
-from llama_ft.runtime.devices import DeviceNote, device_lines, take_device
+from llama_ft.runtime.devices import configure_cuda, take_device
 from llama_ft.runtime.exit import Explainer, Stopped, exit_process
 from llama_ft.runtime.signals import StopSignals
 from llama_ft.runtime.status import RunStatus
@@ -35,7 +36,7 @@ from llama_ft.runtime.watchdog import Watchdog
 
 T = TypeVar("T")
 SECONDS_AFTER_WATCHDOG = 60.0  # NCCL's own time-out ends a process with a dump that names nobody
-# Products of 16 bits that oneDNN keeps compiled, one for each shape; its own 1,024 take 0.9 GiB, these half of that.
+# 16-bit matmuls that oneDNN keeps compiled, one for each shape; its own 1,024 take 0.9 GiB, these half of that.
 PRIMITIVES = 128
 LEAST_SECONDS_TO_START = 600.0  # importing torch from a cold file system can take minutes
 _STARTS = itertools.count()  # a script that starts several times in one process does several runs
@@ -66,7 +67,7 @@ class Runtime:
     local_world_size: int
     device: torch.device
     storage_device: torch.device
-    device_note: DeviceNote
+    device_note: str
     mesh: DeviceMesh
     store: dist.Store | None
     job_store: dist.Store | None = None
@@ -110,16 +111,13 @@ class Runtime:
         """Every rank's numbers as float64 [world_size, len(numbers)]; a collective that waits for no device."""
         mine = torch.tensor(numbers, dtype=torch.float64)
         everyone = [torch.empty_like(mine) for _ in range(self.world_size)]
-        if self.world_size == 1:
-            return mine[None]
         dist.all_gather(everyone, mine)
         return torch.stack(everyone)
 
     def mean_over_ranks(self, value: torch.Tensor) -> torch.Tensor:
         """The mean of each rank's value, without gradient, on its device. All ranks call it together."""
         mean = value.detach().clone()
-        if self.world_size > 1:
-            dist.all_reduce(mean)
+        dist.all_reduce(mean)
         return mean / self.world_size
 
     @property
@@ -147,7 +145,7 @@ class Runtime:
                 self.status.write_step()
 
     def describe(self, rows: int, micro_batches: int, global_batch: int, unit: str = "row") -> str:
-        """Which device each rank has, and how parameters and batches lie over them; all ranks call it.
+        """Which devices the ranks have, and how parameters and batches are distributed; all ranks call it.
 
         Args:
             rows: or packs, of one micro-batch of one rank.
@@ -157,7 +155,8 @@ class Runtime:
         """
         notes: list[Any] = [None] * self.world_size
         dist.all_gather_object(notes, self.device_note)
-        lines = ["1 process" if self.world_size == 1 else f"{self.world_size} processes", *device_lines(notes)]
+        lines = ["1 process" if self.world_size == 1 else f"{self.world_size} processes"]
+        lines += [f"{count} x {note}" for note, count in Counter(notes).items()]
         shards = self.mesh["shard"].size()
         where = f"rows of every parameter split over {shards} ranks" if shards > 1 else "whole model on each rank"
         lines.append(f"mesh replicate {self.world_size // shards} x shard {shards}: the {where}")
@@ -213,16 +212,14 @@ def start(
                 store, job_store = _meet(rank, world_size, timeout_seconds)
             else:
                 store = dist.HashStore()
+            configure_cuda()
             place = _pick_device(device, torch.cuda.device_count(), local_rank, local_world_size)
             storage = torch.device("cpu") if cpu_offload else place
-            degree = resolve_degree(shard_degree, world_size, local_world_size)
-            if place.type == "cuda":
-                torch.cuda.set_device(place)
-            else:
-                os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", str(PRIMITIVES))
             if "cpu" in (place.type, storage.type) and local_world_size > 1:
                 if os.environ.get("OMP_NUM_THREADS", "1") == "1":  # torchrun's, which would leave cores idle
                     torch.set_num_threads(max(1, cores() // local_world_size))
+            os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", str(PRIMITIVES))
+            degree = resolve_degree(shard_degree, world_size, local_world_size)
             note = take_device(place, memory_fraction)
             timeout = timedelta(seconds=timeout_seconds + SECONDS_AFTER_WATCHDOG)
             backend, device_id = ("cpu:gloo,cuda:nccl", place) if place.type == "cuda" else ("gloo", None)
@@ -277,9 +274,7 @@ def resolve_degree(shard_degree: int | str, world_size: int, local_world_size: i
         return world_size
     degree = local_world_size if shard_degree == "node" else int(shard_degree)
     if world_size % degree:
-        divisors = ", ".join(str(d) for d in range(1, world_size + 1) if world_size % d == 0)
-        problem = f"--sharding_group_size {degree}: {world_size} ranks do not divide into groups of {degree}."
-        raise UserError(f"{problem} Possible are {divisors}.")
+        raise UserError(f"--sharding_group_size {degree}: {world_size} ranks do not divide into groups of {degree}.")
     return degree
 
 
@@ -299,22 +294,22 @@ def _silence_libraries(rank: int) -> None:
 def _meet(rank: int, world_size: int, seconds: float) -> tuple[dist.Store, dist.Store]:
     """Wait for all ranks at the address that torchrun has set; this attempt's store, and the one of all attempts.
 
-    torchrun's agent keeps the store that the ranks meet in, so what is written there outlives them. That is how an
-    attempt finds the run directory of the one before, and why each attempt needs keys of its own for everything else.
-    torchrun's count of restarts will not do: it counts each node's own. So rank 0 makes a name up, and gives it to
-    whoever asks with a number made up for that, until all have it; questions that earlier attempts left do no harm.
+    torchrun's agent keeps the store, so what is written there outlives the ranks: an attempt finds the run directory
+    of the one before. For everything else each attempt needs a name. torchrun's count of restarts is none, as each node
+    counts its own. So rank 0 makes a name up and answers each rank's question, which has a number of this attempt.
     """
-    timeout, name, missing = max(seconds, LEAST_SECONDS_TO_START), uuid.uuid4().hex, [*range(1, world_size)]
+    timeout, name = max(seconds, LEAST_SECONDS_TO_START), uuid.uuid4().hex
     shared, _, _ = next(iter(dist.rendezvous("env://", rank, world_size, timeout=timedelta(seconds=timeout))))
     store, deadline = dist.PrefixStore("llama_ft/meeting", shared), time.monotonic() + timeout
-    if rank != 0:
-        store.set(f"question/{rank}", question := name)
-        try:
+    try:
+        if rank != 0:
+            store.set(f"question/{rank}", question := name)
             name = store.get(f"answer/{question}").decode()
-        except dist.DistStoreError as error:
-            raise LostRank(f"rank 0 has not started within {timeout:g} s.") from error
-        store.set(f"{name}/{rank}", "")
-    while rank == 0 and (missing := [other for other in missing if not store.check([f"{name}/{other}"])]):
+            store.set(f"{name}/{rank}", "")
+    except dist.DistStoreError as error:
+        raise LostRank(f"rank 0 has not started within {timeout:g} s.") from error
+    missing = [*range(1, world_size)] if rank == 0 else []
+    while missing := [other for other in missing if not store.check([f"{name}/{other}"])]:
         if time.monotonic() > deadline:
             raise LostRank(f"rank {', '.join(map(str, missing))} has not started within {timeout:g} s.")
         for other in missing:

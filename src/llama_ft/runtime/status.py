@@ -14,12 +14,12 @@ State = Literal["running", "finished", "stopped", "failed"]
 
 
 class RunStatus:
-    """Keeps one status.json current. `step` is the last optimizer step that was completed.
+    """Keeps one status.json current.
 
     Args:
         output_dir: the run's directory, which must exist.
-        at_end: called once the run's last state is written and told; it must not raise.
-        step: of the checkpoint that the run goes on from.
+        at_end: called once the run's last state is written and printed; it must not raise.
+        step: the last optimizer step that was completed.
     """
 
     def __init__(self, output_dir: Path, at_end: Callable[[], None] = lambda: None, step: int = 0) -> None:
@@ -35,7 +35,7 @@ class RunStatus:
             print(f"warning: {self.path} could not be written: {error}", file=sys.stderr)
 
     def write_step(self) -> None:
-        """Say how far the run is, now and then, unless another rank has said how it ended."""
+        """Write how far the run is, now and then, unless another rank has written how it ended."""
         if time.monotonic() - self._step_time > SECONDS_BETWEEN_STEPS and self.path.exists():
             self._step_time = time.monotonic()
             if '"state": "running"' in self.path.read_text():
