@@ -1,8 +1,8 @@
 """How a run that fails or is stopped ends: one message, printed once, and every process gone.
 
-When a rank leaves, torchrun ends the others within a tenth of a second (SIGTERM, and SIGKILL 30 s later). So the first
-rank to write under one key of the rendezvous store prints its message before it leaves, and the others wait to be
-ended. A rank whose peer has died sees only a broken connection: it lets the rank that knows the cause go first.
+When a rank leaves, torchrun ends the others at once (SIGTERM, and SIGKILL 30 s later). So the first rank to write under
+one key of the store prints its message before it leaves, and the others wait to be ended. A rank whose peer has died
+sees only a broken connection: it lets the rank that knows the cause go first.
 """
 
 import errno
@@ -53,10 +53,8 @@ class Stopped(SystemExit):
     def __init__(self, stop: Stop, step: int | None = None, checkpoint: Path | None = None) -> None:
         super().__init__(stop.exit_code)
         self.exit_code, self.agreed = stop.exit_code, step is not None
-        self.message = f"stopped by {stop.reason}"
-        if step is not None:
-            way_on = f"To go on: --resume {checkpoint}" if checkpoint else "Nothing was saved."
-            self.message += f" after step {step}. {way_on}"
+        way_on = f"To go on: --resume {checkpoint}" if checkpoint else "Nothing was saved."
+        self.message = f"stopped by {stop.reason}" + (f" after step {step}. {way_on}" if self.agreed else "")
 
 
 class Explainer(Protocol):
@@ -80,9 +78,9 @@ def exit_process(
     """End this process after `error`, and print it if this rank is the one to do so.
 
     Args:
-        error: what ended the run. UserError, Stopped and KeyboardInterrupt are printed without a traceback.
+        error: what ended the run.
         rank: this process's rank.
-        store: the rendezvous store all ranks share; None before they have met.
+        store: what all ranks share; None before they have met.
         status: the run's status file, when the run has a directory.
         told_to_end: set once a signal has asked this process to end (runtime.signals).
         describe_lost: which other rank has ended, if that can be seen (runtime.watchdog).
@@ -101,8 +99,7 @@ def exit_process(
         exit_code = 2
     # What would happen again: a mistake, a full disk, a loss that is not finite, too little memory for the first step.
     is_final = is_mistake or (memory is not None and (status is None or status.step == 0))
-    advises = memory is not None and explainer is not None
-    failure = f"{'final ' if is_final else ''}{'advises ' if advises else ''}{rank}"
+    failure = f"{'final' if is_final else ''} {'advises' if memory and explainer else ''} {rank}"
     if store is None:  # the others see what rank 0 sees; if nothing has ended this one by then, they do not
         prints = rank == 0 or not told_to_end.wait(SECONDS_TO_BE_ENDED)
     else:
@@ -127,8 +124,7 @@ def exit_process(
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):
             stream.flush()
-    # Not sys.exit: destructors of a broken process group can wait for peers that are gone.
-    os._exit(exit_code)
+    os._exit(exit_code)  # as destructors of a broken process group can wait for peers that are gone
 
 
 def _is_broken(error: BaseException) -> bool:
@@ -140,22 +136,20 @@ def _is_broken(error: BaseException) -> bool:
 
 def _is_first(store: dist.Store, failure: str, seconds: float) -> bool:
     """Whether no other rank has written its failure within some seconds; this one's is in the store then."""
-    try:
-        deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + seconds
+    with suppress(RuntimeError, ConnectionError):
         while not store.check([FAILURE_KEY]) and time.monotonic() < deadline:
             time.sleep(0.1)  # store.wait prints warnings of its own when its time is up
         return store.compare_set(FAILURE_KEY, "", failure).decode() == failure
-    except (RuntimeError, ConnectionError):
-        return True  # the store went down with its host: better said twice than not at all
+    return True  # the store went down with its host: better said twice than not at all
 
 
 def _message(error: BaseException, rank: int, explainer: Explainer | None, status: RunStatus | None) -> str:
     run, way_on = (status.path.parent if status is not None else None), ""
     if isinstance(error, KeyboardInterrupt | Stopped):
         message = error.message if isinstance(error, Stopped) else "stopped by Ctrl-C"
-        if status is not None and status.step and "after step" not in message:
-            message += f". To go on: --output_dir {run} --resume auto"
-        return message
+        is_whole = status is None or not status.step or "after step" in message
+        return message if is_whole else f"{message}. To go on: --output_dir {run} --resume auto"
     if explainer is not None and KILLED in str(error):
         way_on = f"\n{_explained(explainer.describe_kill)}"
     if run is not None and any((run / "checkpoints").glob("step-*")):

@@ -36,8 +36,6 @@ from llama_ft.runtime.watchdog import Watchdog
 
 T = TypeVar("T")
 SECONDS_AFTER_WATCHDOG = 60.0  # NCCL's own time-out ends a process with a dump that names nobody
-# 16-bit matmuls that oneDNN keeps compiled, one for each shape; its own 1,024 take 0.9 GiB, these half of that.
-PRIMITIVES = 128
 LEAST_SECONDS_TO_START = 600.0  # importing torch from a cold file system can take minutes
 _STARTS = itertools.count()  # a script that starts several times in one process does several runs
 
@@ -145,17 +143,11 @@ class Runtime:
                 self.status.write_step()
 
     def describe(self, rows: int, micro_batches: int, global_batch: int, unit: str = "row") -> str:
-        """Which devices the ranks have, and how parameters and batches are distributed; all ranks call it.
-
-        Args:
-            rows: or packs, of one micro-batch of one rank.
-            micro_batches: per optimizer step.
-            global_batch: rows, or packs, of an optimizer step.
-            unit: row or pack.
-        """
+        """Which devices the ranks have, and how parameters and batches are distributed; all ranks call it. `rows`, of
+        one micro-batch of one rank, and `global_batch` are counted in `unit`, row or pack."""
         notes: list[Any] = [None] * self.world_size
         dist.all_gather_object(notes, self.device_note)
-        lines = ["1 process" if self.world_size == 1 else f"{self.world_size} processes"]
+        lines = [f"{self.world_size} process{'es' * (self.world_size > 1)}"]
         lines += [f"{count} x {note}" for note, count in Counter(notes).items()]
         shards = self.mesh["shard"].size()
         where = f"rows of every parameter split over {shards} ranks" if shards > 1 else "whole model on each rank"
@@ -191,8 +183,8 @@ def start(
     Raises:
         UserError: more processes than GPUs, or ranks that do not divide into groups.
     """
-    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    local_rank, local_world_size = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    names = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+    rank, world_size, local_rank, local_world_size = (int(os.environ.get(*name)) for name in names.items())
     configure_console(rank)
     _silence_libraries(rank)
     signals = StopSignals()
@@ -218,7 +210,8 @@ def start(
             if "cpu" in (place.type, storage.type) and local_world_size > 1:
                 if os.environ.get("OMP_NUM_THREADS", "1") == "1":  # torchrun's, which would leave cores idle
                     torch.set_num_threads(max(1, cores() // local_world_size))
-            os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", str(PRIMITIVES))
+            # Compiled 16-bit matmuls on the CPU, one for each shape; oneDNN's own 1,024 take 0.9 GiB, these half.
+            os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128")
             degree = resolve_degree(shard_degree, world_size, local_world_size)
             note = take_device(place, memory_fraction)
             timeout = timedelta(seconds=timeout_seconds + SECONDS_AFTER_WATCHDOG)
@@ -301,13 +294,13 @@ def _meet(rank: int, world_size: int, seconds: float) -> tuple[dist.Store, dist.
     timeout, name = max(seconds, LEAST_SECONDS_TO_START), uuid.uuid4().hex
     shared, _, _ = next(iter(dist.rendezvous("env://", rank, world_size, timeout=timedelta(seconds=timeout))))
     store, deadline = dist.PrefixStore("llama_ft/meeting", shared), time.monotonic() + timeout
-    try:
-        if rank != 0:
-            store.set(f"question/{rank}", question := name)
+    if rank != 0:
+        store.set(f"question/{rank}", question := name)
+        try:
             name = store.get(f"answer/{question}").decode()
-            store.set(f"{name}/{rank}", "")
-    except dist.DistStoreError as error:
-        raise LostRank(f"rank 0 has not started within {timeout:g} s.") from error
+        except dist.DistStoreError as error:
+            raise LostRank(f"rank 0 has not started within {timeout:g} s.") from error
+        store.set(f"{name}/{rank}", "")
     missing = [*range(1, world_size)] if rank == 0 else []
     while missing := [other for other in missing if not store.check([f"{name}/{other}"])]:
         if time.monotonic() > deadline:

@@ -5,7 +5,7 @@ that are gathered once per step, and `agreed()` of that column is the same on al
 
 A rank that waits for others inside gloo or NCCL does not run Python's signal handlers. So a thread reads the numbers of
 signals from a socket that CPython's C handler writes to. It ends the process by itself if the main thread cannot, and
-at a second Ctrl-C. torchrun passes signals on, and sends SIGTERM when another rank has died; SIGKILL 30 s later.
+at a second Ctrl-C.
 """
 
 import math
@@ -74,12 +74,7 @@ class StopSignals:
 
     @contextmanager
     def between_steps(self, stop_after: str | None) -> Iterator[None]:
-        """Let what asks to stop wait for `agreed` while the block, the training loop, runs.
-
-        Args:
-            stop_after: --stop_after. The run stops at the end of the first step that ends later; the time counts from
-                the start of torchrun, or of this process without it. Writing the checkpoint comes on top.
-        """
+        """Let what asks to stop, a signal or --stop_after, wait for `agreed` while the training loop runs."""
         if stop_after is not None:
             self._stop_after = stop_after
             self._deadline = time.monotonic() + parse_duration(stop_after) - seconds_running()
@@ -112,23 +107,21 @@ class StopSignals:
             self._error = KeyboardInterrupt() if number == signal.SIGINT else Stopped(SIGNALS[number])
             raise self._error
 
-    def _seconds_asked(self) -> float:
-        return time.monotonic() - self._signal_time  # -inf before the first signal
-
     def _watch(self, signals: socket.socket, end: Callable[[BaseException], NoReturn]) -> None:
         while True:
-            if select.select([signals], [], [], SECONDS_BETWEEN_LOOKS if self._signal else None)[0]:
-                if not (numbers := signals.recv(64)):
-                    return
-                for number in SIGNALS.keys() & set(numbers):  # whatever else has a handler in Python comes here, too
-                    if not self._signal:
-                        self._signal, self._signal_time = number, time.monotonic()
-                        self.told_to_end.set()  # the last: who waits for it may ask which signal it was
-                    # SIGTERM may come twice to a healthy rank, but not after Ctrl-C: torchrun makes it of the second.
-                    elif signal.SIGINT in (number, self._signal) and self._seconds_asked() > SECONDS_OF_ONE_CTRL_C:
-                        end(self._error or Stopped(Stop(130, "a second Ctrl-C, without saving")))
-            limit = SECONDS_TO_REACT if self._error is None else SECONDS_TO_CLOSE
-            if self._phase == "at once" and self._seconds_asked() > limit:
+            is_ready = select.select([signals], [], [], SECONDS_BETWEEN_LOOKS if self._signal else None)[0]
+            numbers = signals.recv(64) if is_ready else b""
+            if is_ready and not numbers:
+                return
+            waited = time.monotonic() - self._signal_time  # -inf before the first signal
+            for number in SIGNALS.keys() & set(numbers):  # whatever else has a handler in Python comes here, too
+                if not self._signal:
+                    self._signal, self._signal_time = number, time.monotonic()
+                    self.told_to_end.set()  # the last: who waits for it may ask which signal it was
+                # SIGTERM may come twice to a healthy rank, but not after Ctrl-C: torchrun makes it of the second one.
+                elif signal.SIGINT in (number, self._signal) and waited > SECONDS_OF_ONE_CTRL_C:
+                    end(self._error or Stopped(Stop(130, "a second Ctrl-C, without saving")))
+            if self._phase == "at once" and waited > (SECONDS_TO_REACT if self._error is None else SECONDS_TO_CLOSE):
                 end(self._error or Stopped(SIGNALS[self._signal]))
 
 

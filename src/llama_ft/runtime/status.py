@@ -1,9 +1,9 @@
-"""output_dir/status.json: how a run stands, for scripts that cannot read torchrun's exit code (always 0 or 1)."""
+"""output_dir/status.json: how a run stands, for scripts: torchrun's exit code is always 0 or 1."""
 
 import json
-import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
@@ -27,12 +27,10 @@ class RunStatus:
         self._step_time = 0.0
 
     def write(self, state: State, exit_code: int | None = None, message: str = "") -> None:
-        """Replace the file, or warn if that is not possible: a full disk must not hide the message itself."""
+        """Replace the file, if that is possible: a full disk must not hide the message itself."""
         record = {"state": state, "step": self.step, "exit_code": exit_code, "message": message}
-        try:
+        with suppress(OSError):
             replace_text(self.path, json.dumps(record) + "\n")
-        except OSError as error:
-            print(f"warning: {self.path} could not be written: {error}", file=sys.stderr)
 
     def write_step(self) -> None:
         """Write how far the run is, now and then, unless another rank has written how it ended."""
