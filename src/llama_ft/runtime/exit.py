@@ -42,13 +42,8 @@ class Stop(NamedTuple):
 
 
 class Stopped(SystemExit):
-    """Ends a run that was asked to stop. All ranks raise it after the same step, or one for itself without a step.
-
-    Args:
-        stop: why.
-        step: optimizer steps done.
-        checkpoint: what was saved; None: nothing.
-    """
+    """Ends a run that was asked to stop. All ranks raise it after the same step, with the checkpoint that was saved, or
+    one for itself without a step."""
 
     def __init__(self, stop: Stop, step: int | None = None, checkpoint: Path | None = None) -> None:
         super().__init__(stop.exit_code)
@@ -75,11 +70,11 @@ def exit_process(
     describe_lost: Callable[[], str] = str,
     explainer: Explainer | None = None,
 ) -> NoReturn:
-    """End this process after `error`, and print it if this rank is the one to do so.
+    """End this process after `error`, and print it if `rank` is the one to do so.
 
     Args:
         error: what ended the run.
-        rank: this process's rank.
+        rank: this process's.
         store: what all ranks share; None before they have met.
         status: the run's status file, when the run has a directory.
         told_to_end: set once a signal has asked this process to end (runtime.signals).

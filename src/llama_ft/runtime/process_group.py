@@ -42,37 +42,22 @@ _STARTS = itertools.count()  # a script that starts several times in one process
 
 @dataclass
 class Runtime:
-    """This process's place in the job.
+    """This process's place in the job."""
 
-    Attributes:
-        rank: number of this process among `world_size`.
-        local_rank: number of this process on its node, among `local_world_size`.
-        device: where this process computes.
-        storage_device: where parameters and optimizer state live: `device`, or the CPU with offloading.
-        device_note: what the device is, for people.
-        mesh: `("shard",)`, or `("replicate", "shard")` when the model is held more than once.
-        store: this attempt's part of the rendezvous store; None on one process without torchrun.
-        job_store: the part that outlives an attempt, with the directory of the run.
-        status: the run's status.json on rank 0 and on any rank that fails; None until the run has a directory.
-        signals: whether the run is asked to stop.
-        explainer: explains ends that have to do with memory; the recipe sets it.
-        lock: on rank 0 the open file that keeps others out of the run's directory.
-    """
-
-    rank: int
+    rank: int  # among `world_size`
     world_size: int
-    local_rank: int
+    local_rank: int  # on its node, among `local_world_size`
     local_world_size: int
-    device: torch.device
-    storage_device: torch.device
-    device_note: str
-    mesh: DeviceMesh
-    store: dist.Store | None
-    job_store: dist.Store | None = None
-    status: RunStatus | None = None
-    signals: StopSignals = field(default_factory=StopSignals)
-    explainer: Explainer | None = None
-    lock: IO[str] | None = None
+    device: torch.device  # where this process computes
+    storage_device: torch.device  # of parameters and optimizer state: `device`, or the CPU with offloading
+    device_note: str  # what the device is, for people
+    mesh: DeviceMesh  # ("shard",), or ("replicate", "shard") when the model is held more than once
+    store: dist.Store | None  # this attempt's part of the rendezvous store; None in a plan
+    job_store: dist.Store | None = None  # outlives an attempt, with the directory of the run; None without torchrun
+    status: RunStatus | None = None  # of the run, on each rank; None until it has a directory
+    signals: StopSignals = field(default_factory=StopSignals)  # whether the run is asked to stop
+    explainer: Explainer | None = None  # explains ends that have to do with memory; the recipe sets it
+    lock: IO[str] | None = None  # on rank 0 the open file that keeps others out of the run's directory
     _turns: int = 0
 
     @property

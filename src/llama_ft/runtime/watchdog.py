@@ -126,13 +126,7 @@ class Watchdog(threading.Thread):
 
 
 def describe_hang(reports: Sequence[Report], asker: int, seconds: float) -> str:
-    """The message that names the ranks which did not arrive.
-
-    Args:
-        reports: the newest of every rank.
-        asker: the rank that waits.
-        seconds: how long.
-    """
+    """The message that names the ranks which did not arrive, by every rank's newest report; rank `asker` waits."""
     missing = [rank for rank, report in enumerate(reports) if not report.waits]
     if not missing:  # each waits for another: those with fewer collectives have not come as far as the others
         furthest = max(report.collectives for report in reports)
