@@ -145,12 +145,11 @@ def runtime() -> Iterator["Runtime"]:
     from torch.distributed.device_mesh import init_device_mesh
 
     from llama_ft.runtime import Runtime
-    from llama_ft.runtime.devices import DeviceNote
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("shard",))
     cpu = torch.device("cpu")
-    yield Runtime(0, 1, 0, 1, cpu, cpu, DeviceNote("node1", "CPU", "1 thread"), mesh, None)
+    yield Runtime(0, 1, 0, 1, cpu, cpu, "CPU", mesh, None)
     dist.destroy_process_group()
 
 

@@ -1,4 +1,4 @@
-"""The one exception for a user's mistake, and what the exceptions of libraries say, on one line."""
+"""The exceptions for users, and what the exceptions of libraries say, on one line."""
 
 import gc
 import os
@@ -59,11 +59,8 @@ def reason(error: BaseException) -> str:
 
 @contextmanager
 def before_imports() -> Iterator[None]:
-    """`exit_on_error` around what is answered before the imports of torch and transformers, which take 6 s.
-
-    Looking through what they make for garbage, again and again, would take 2 s more: it stays off until
-    `runtime.configure_console`.
-    """
+    """`exit_on_error` around what is answered before the imports of torch and transformers, which take 6 s, and would
+    take 8 with garbage collection: it stays off until `runtime.configure_console`."""
     for name, mode in {"stdin": "r", "stdout": "w", "stderr": "w"}.items():
         if getattr(sys, name) is None:  # the shell has closed it (<&-, >&-)
             setattr(sys, name, open(os.devnull, mode))
@@ -79,8 +76,7 @@ def exit_on_error() -> Iterator[None]:
     """Print the user's errors once, on rank 0, and exit with code 2; torchrun does not try again.
 
     The other ranks see the same errors and wait to be ended: if one of them left first, torchrun would end rank 0
-    before it has printed them. A rank that is still here after 20 s sees what rank 0 does not (a file that is missing
-    on this node only), and prints it.
+    before it has printed them. A rank that is still here after 20 s sees what rank 0 does not, and prints it.
     """
     try:
         yield
@@ -95,15 +91,15 @@ def exit_on_error() -> Iterator[None]:
 
 def _rank_0_leaves() -> bool:
     """Wait until the agent of rank 0's node is gone, whose port the ranks would meet at; False: it stays."""
-    has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     for _ in range(SECONDS_TO_BE_ENDED):
         time.sleep(1)
-        try:
-            if has_agent:
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            try:
                 socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), 1.0).close()
-        except OSError as error:
-            if isinstance(error, ConnectionError):  # too slow an answer is none
+            except ConnectionError:
                 return True
+            except OSError:  # too slow an answer is none
+                pass
     return False
 
 

@@ -1,11 +1,8 @@
-"""One run: what the parts of the recipe share, and the bookkeeping around its training loop.
-
-Nothing here computes a loss, a gradient or a weight: the recipe does, and tells a `Run` what came of it.
-"""
+"""The bookkeeping of a run. Nothing here computes a loss, a gradient or a weight: the recipe does."""
 
 import dataclasses
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -51,13 +48,9 @@ class Run:
 
     Attributes:
         config: the settings, with what the machine decided.
-        job: the ranks.
-        memory: notes the peaks of each phase.
         resumed: the checkpoint that the run goes on from; None for a new run.
         is_finished: the run that is to be resumed came to its end already, and nothing is left to do.
         global_batch: packed sequences, or samples, of an optimizer step over all ranks.
-        state: how far training is.
-        directory: of the run, once `open` has made it.
     """
 
     def __init__(
@@ -74,8 +67,11 @@ class Run:
         self._sources, self._preflight = sources, preflight
         self._info = checkpoint.describe_run(config)
         self._check_same_run()
-        self.is_finished = resumed is not None and self._is_finished(resumed)
-        if self.is_finished:
+        result = checkpoint.finished_result(resumed, config.checkpoint) if resumed else None
+        self.is_finished = result is not None
+        if resumed is not None and result is not None:
+            log.info(f"This run was finished after step {resumed.step}; its result is {result}")
+            job.begin_run(resumed.run, resumed.step)
             return
         settings = config.train
         self.global_batch = checkpoint.global_batch(settings, resumed, job.world_size)
@@ -88,12 +84,6 @@ class Run:
 
     # Before training
 
-    def _is_finished(self, resumed: checkpoint.Checkpoint) -> bool:
-        if result := checkpoint.finished_result(resumed, self.config.checkpoint):
-            log.info(f"This run was finished after step {resumed.step}; its result is {result}")
-            self.job.begin_run(resumed.run, resumed.step)
-        return result is not None
-
     def check_inputs(
         self,
         folder: Path,
@@ -102,8 +92,7 @@ class Run:
         new_tokens: models.NewTokens | None,
         dataset: data.TokenizedData,
     ) -> None:
-        """Check what is known before the weights: that the result can be written, and that a resumed run has the same
-        model and data."""
+        """Check that the result can be written, and that a resumed run has the same model and data."""
         log.info("\n".join(dataset.summary))
         if self.job.is_main:
             checkpoint.check_export(model_config, tokenizer, folder)
@@ -116,7 +105,7 @@ class Run:
         self._check_same_run()
 
     def check_batches(self, batches: data.TrainingBatches, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Say how many steps there are, what looks odd, and what samples look like."""
+        """Log the number of steps, advice and samples."""
         log.info(batches.describe())
         for advice in training.advice(self.config, batches.total_steps, self.global_batch, batches.size):
             log.warning(advice)
@@ -132,8 +121,7 @@ class Run:
         dataset: data.TokenizedData,
         batches: data.TrainingBatches,
     ) -> Config:
-        """Begin to plan the run's memory in another process, and return the settings; wait for the plan only where it
-        chooses activation_checkpointing."""
+        """Begin to plan the memory in another process; wait for it only where it chooses activation_checkpointing."""
         self.config = self._preflight.ask(self.config, folder, new_tokens, dataset, batches, self.job)
         self._info["config"] = dataclasses.asdict(self.config)
         return self.config
@@ -142,31 +130,28 @@ class Run:
     def open(
         self, dataset: data.TokenizedData, batches: data.TrainingBatches, units: Sequence[models.Unit]
     ) -> Iterator[None]:
-        """Make the run's directory with config.yaml, facts.json and metrics.jsonl, and start the trackers. Until here
-        nothing has been written: a mistake leaves nothing behind."""
+        """Make the run's directory, before which nothing is written, and start the trackers."""
         config, job, resumed = self.config, self.job, self.resumed
         self.dataset, self.batches = dataset, batches
-        self.directory = checkpoint.create_run_directory(config.checkpoint, config.model.model_name, job, resumed)
-        log.info(f"Run directory: {self.directory}")
-        job.begin_run(
-            self.directory, resumed.step if resumed else 0, at_end=partial(report.write_or_warn, self.directory)
+        self.directory = folder = checkpoint.create_run_directory(
+            config.checkpoint, config.model.model_name, job, resumed
         )
+        log.info(f"Run directory: {folder}")
+        job.begin_run(folder, resumed.step if resumed else 0, at_end=partial(report.write_or_warn, folder))
         if job.is_main:
-            repeat = f"--config {self.directory}/config.yaml repeats this run"
-            (self.directory / "config.yaml").write_text(to_yaml(config, repeat))
-        self._preflight.tell(self.directory)
-        self.facts = observe.RunMetadata(self.directory, job.is_main)
+            text = to_yaml(config, f"--config {folder}/config.yaml repeats this run")
+            (folder / "config.yaml").write_text(text)
+        self._preflight.tell(folder)
+        self.facts = observe.RunMetadata(folder, job.is_main)
         environment = observe.environment(self._info["versions"], self._layout)
         self.facts.add(environment=environment, data=dataset.facts(), total_steps=batches.total_steps)
         self.facts.add(units=[dataclasses.asdict(unit) for unit in units])
-        self.writer = checkpoint.CheckpointWriter(self.directory, config.checkpoint, self._info, job)
+        self.writer = checkpoint.CheckpointWriter(folder, config.checkpoint, self._info, job)
         resolved, earlier = dataclasses.asdict(config), dict[str, Any]()
         if resumed is not None:
             ids = resumed.trainer["trackers"]
             earlier = {"resume_step": resumed.step, "resumed_dir": resumed.run, "tracker_ids": ids}
-        with observe.RunLog(
-            self.directory, config.tracking, resolved, batches.total_steps, job.rank, **earlier
-        ) as self.log:
+        with observe.RunLog(folder, config.tracking, resolved, batches.total_steps, job.rank, **earlier) as self.log:
             yield
 
     def _check_same_run(self) -> None:
@@ -177,13 +162,13 @@ class Run:
     # Training
 
     def restore(self, model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> None:
-        """Load weights, optimizer, random numbers and `state` of the checkpoint that is resumed from, if any."""
+        """Load the checkpoint that is resumed from, if any."""
         self._pending, self._metrics, self._is_best = training.PendingMetrics(self.job.device), dict[str, Any](), False
         if self.resumed is not None:
             self.state.load_state_dict(self.resumed.trainer["progress"])
             checkpoint.restore(self.resumed, model, optimizer, self.config.train, self.job)
             self._metrics = self.resumed.trainer["metrics"]
-        self._started_after = self.state.step
+        self._snapshot_step = self.state.step + observe.SNAPSHOT_STEPS
 
     @contextmanager
     def training(self, model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> Iterator[None]:
@@ -193,10 +178,8 @@ class Run:
         dtype = runtime.PRECISIONS[config.train.precision].compute
         self._throughput = observe.ThroughputMeter(model, config.profile, dtype, self.directory, self.facts, job)
         self.memory.begin_training(model, optimizer, self.facts)
-        with ExitStack() as stack:
-            for part in (self.log.training(), self.writer, job.signals.between_steps(config.train.stop_after)):
-                stack.enter_context(part)
-            stack.enter_context(self._throughput)
+        signals = job.signals.between_steps(config.train.stop_after)
+        with self.log.training(), self.writer, signals, self._throughput:
             yield
 
     @property
@@ -206,7 +189,7 @@ class Run:
         return self.batches.steps(self.state.step + 1, last, self.state.position)
 
     def begin_step(self, step: StepBatches, waited_seconds: float, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Before the forward pass; the batches were waited for that long."""
+        """Begin to measure; training waited that long for the batches."""
         self._throughput.begin_step(step.step, step.batches, waited_seconds)
         if step.step == 1:
             log.info(data.describe_first_batch(step.batches[0], tokenizer))
@@ -226,19 +209,14 @@ class Run:
         return RankNumbers(tokens, flops, gathered[:, 2:4], growth, asked, failed)
 
     def failed(self, step: StepBatches, result: StepResult) -> torch.Tensor:
-        """Whether the weights must stay as they are, not 0 on the device: the loss or the gradient norm is not finite.
-        In fp16, which waits for the device here, gradients that overflow lower the loss scale instead."""
+        """Whether the weights must stay as they are (not 0, on the device): the loss or the gradient norm is not
+        finite. fp16 waits for the device here: gradients that overflow lower the loss scale."""
         scale = self.state.scale
         self._is_skipped = scale.is_used and scale.note(step.step, *result.read())
         return result.failed if self._is_skipped else self._pending.failed_with(result)
 
     def end_step(
-        self,
-        step: StepBatches,
-        result: StepResult,
-        losses: Sequence[LossSum],
-        numbers: RankNumbers,
-        lr: float,
+        self, step: StepBatches, result: StepResult, losses: Sequence[LossSum], numbers: RankNumbers, lr: float
     ) -> Due:
         """Note a step whose weights are updated. On a GPU its loss is read, and logged, when the next step has been
         sent, unless something needs it now."""
@@ -269,14 +247,12 @@ class Run:
             if not is_logged_later and training.is_due(read.step, config.train.log_steps, read is newest and is_last):
                 self.log.log_step(read.step, read.metrics | self.writer.timings())
         self.job.note_step(step.step)
-        snapshot_step = min(self._started_after + observe.SNAPSHOT_STEPS, self.batches.total_steps)
-        if config.memory.memory_snapshot and step.step == snapshot_step:
-            written = observe.write_snapshot(self.directory, self.job.rank, f"step-{step.step}")
-            log.info(f"Memory snapshot: {written}")
+        if config.memory.memory_snapshot and step.step == min(self._snapshot_step, self.batches.total_steps):
+            log.info(f"Memory snapshot: {observe.write_snapshot(self.directory, self.job.rank, f'step-{step.step}')}")
         return due
 
     def evaluate(self, model: PreTrainedModel, objective: Objective, pad: int) -> None:
-        """Compute and log the validation loss, and note whether it is the best so far."""
+        """Compute and log the validation loss."""
         self.memory.enter("evaluation")
         settings, samples, pack_length = self.config.train, self.dataset.validation, self.batches.pack_length
         assert samples is not None
@@ -289,12 +265,13 @@ class Run:
         """Whether to save after this step: the settings ask for it, or the validation loss is the best so far."""
         if self._save_failed:
             self.writer.finish()  # raises what has failed
-        self._asked = due.save or self._save_asked(self._ends_run(due))
+        self._ends_run = due.is_last or self.state.best.should_stop
+        self._asked = due.save or self._save_asked(self._ends_run)
         return self._asked or (self._is_best and self.config.checkpoint.save_model)
 
     def save(self, due: Due, model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> None:
         """Begin to write a checkpoint; training goes on when a copy in host memory is made."""
-        record: dict[str, Any] = {"progress": self.state.state_dict(), "ends_run": self._ends_run(due)}
+        record: dict[str, Any] = {"progress": self.state.state_dict(), "ends_run": self._ends_run}
         record |= {"metrics": self._metrics, "trackers": self.log.tracker_ids}
         self.memory.enter("save")
         best_loss = self.state.best.loss if self._is_best else None
@@ -315,16 +292,13 @@ class Run:
             raise runtime.Stopped(due.stop, self.state.step, self.writer.last)
         return False
 
-    def _ends_run(self, due: Due) -> bool:
-        return due.is_last or self.state.best.should_stop
-
     def _save_asked(self, ends_run: bool) -> bool:
         return self.writer.is_due(self.state.step, self._ends_epoch, ends_run)
 
     # After training
 
     def take_best_weights(self, model: PreTrainedModel) -> None:
-        """Wait for the last checkpoint; with early stopping load the weights with the best validation loss."""
+        """With early stopping load the weights with the best validation loss."""
         self.writer.finish()
         best, self._weights_of = self.state.best, self.state.step
         if (step := checkpoint.result_step(self.config, self.state.step, best.step)) != self.state.step:
@@ -359,13 +333,13 @@ class Run:
 
 @contextmanager
 def start_run(requested: Config, sources: dict[str, str], build_model: BuildModel, planner: Path) -> Iterator[Run]:
-    """Start the ranks, find the checkpoint to resume from, and settle what only the machine can tell.
+    """Start the ranks, and find the checkpoint to resume from.
 
     Args:
         requested: the settings, as the command line and YAML have them.
         sources: dotted name -> the flag or the line of the YAML that set it.
         build_model: the recipe's; the planner runs it on fake tensors.
-        planner: recipes/plan.py, which is named where memory runs out.
+        planner: recipes/plan.py.
     """
     settings, fsdp = requested.train, requested.fsdp
     preflight = Preflight(build_model, off=requested.memory.no_plan)  # forks, before there is a thread

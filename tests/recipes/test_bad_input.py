@@ -40,7 +40,7 @@ CASES = {
     "missing model folder": case(f"--model_name @modle {ROWS}", "modle: no such folder", "Did you mean", "model?"),
     "no weights": case(f"--model_name @no_weights {ROWS}", "no_weights", "holds no weights"),
     "truncated weights": case(f"--model_name @truncated {ROWS}", "truncated/model-00001-of-00003.safetensors",
-                              "damaged", "download it again"),
+                              "missing, truncated or damaged"),
     "missing tensor": case(f"--model_name @missing_tensor {ROWS}", "missing_tensor: ", "missing: model.layers.0"),
     "extra tensor": case(f"--model_name @extra_tensor {ROWS}", "extra_tensor: ",
                          "not part of the model: model.layers.7.mlp.up_proj.weight"),
@@ -48,8 +48,6 @@ CASES = {
                          "--tokenizer_name"),
     "tokenizer of more ids than the model": case(f"--model_name @small_vocabulary {ROWS}", "token 300", "280",
                                                  "--tokenizer_name"),
-    "half a generation config": case(f"--model_name @bad_generation {ROWS}", "bad_generation/generation_config.json: "
-                                     "not a JSON object", "delete it"),
     "hub out of reach": case(f"--model_name org/name {ROWS}", "--model_name org/name", "no such folder",
                              "http://127.0.0.1:9", "path of a local folder", HF_ENDPOINT="http://127.0.0.1:9"),
     # The data.

@@ -376,8 +376,8 @@ def test_the_same_seed_gives_the_same_losses_on_any_number_of_ranks(
 
 @pytest.mark.slow
 def test_the_first_lines_tell_devices_layout_and_batches(launches: Callable[[int, bool], Launch]) -> None:
-    assert re.search(r"\n1 process\n  rank 0 on \S+: CPU, \d+ threads?\n  mesh ", launches(1, False).output)
-    assert re.search(r"\n4 processes\n  ranks 0-3 on \S+: CPU, \d+ threads? each\n  mesh ", launches(4, False).output)
+    assert re.search(r"\n1 process\n  1 x CPU on \S+, threads: \d+\n  mesh ", launches(1, False).output)
+    assert re.search(r"\n4 processes\n  4 x CPU on \S+, threads: \d+\n  mesh ", launches(4, False).output)
     for mesh in ("replicate 1 x shard 4", "replicate 2 x shard 2", "replicate 4 x shard 1"):
         assert f"\n  mesh {mesh}: " in launches(4, False).output
     assert "\n  global batch: 16 packs = ranks (4) x micro-batch (2) x accumulation (2)\n" in (

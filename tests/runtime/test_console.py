@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 from conftest import ENVIRONMENT, REPOSITORY
-from rich.text import Text
 
 from llama_ft.errors import UserError
 from llama_ft.runtime import configure_console, console, log
@@ -36,14 +35,6 @@ def test_control_characters_of_files_do_not_reach_the_terminal(monkeypatch: pyte
     assert console.file.getvalue().count(f"{HARMLESS}\n") == 2
     message = str(UserError(f"configs/mine.yaml:3: train.{HOSTILE} is not a setting."))
     assert HARMLESS in message and "\x1b" not in message and "\x9b" not in message
-
-
-def test_styles_of_our_own_survive_beside_control_characters(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(console, "file", io.StringIO())
-    monkeypatch.setattr(console, "_force_terminal", True)
-    monkeypatch.setattr(console, "_color_system", 1)
-    console.print(Text("x\x1b[2J").append("y\x1b", style="red").append("z"))
-    assert console.file.getvalue() == "x\ufffd[2J\x1b[31my\ufffd\x1b[0mz\n"
 
 
 @pytest.mark.parametrize("reader", ["a pipe", "a terminal", None])

@@ -3,12 +3,10 @@
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from conftest import ENVIRONMENT, REPOSITORY, Finished, torchrun
+from conftest import Finished, torchrun
 from forked import forked
 
 JOB = str(Path(__file__).with_name("failing_job.py"))
@@ -63,24 +61,14 @@ def test_a_killed_rank_takes_the_job_down_within_30_seconds(tmp_path: Path) -> N
     assert_nothing_is_left(finished)
 
 
-def test_a_mistake_that_nobody_reads_has_its_exit_code(tmp_path: Path) -> None:
-    command = [sys.executable, JOB, "every rank sees the same mistake", str(tmp_path)]
-    with subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env={**ENVIRONMENT}, cwd=REPOSITORY
-    ) as job:
-        assert job.stderr is not None
-        job.stderr.close()
-        assert job.wait(timeout=100) == 2
-    assert status_of(tmp_path)["exit_code"] == 2
-
-
-def test_one_process_that_finishes_says_so(tmp_path: Path) -> None:
-    finished = forked(JOB, "nothing", tmp_path)
-    assert finished.exit_code == 0
-    assert status_of(tmp_path) == {"state": "finished", "step": 3, "exit_code": 0, "message": ""}
-
-
 def test_others_wait_for_the_first_process_of_a_node_longer_than_the_time_out(tmp_path: Path) -> None:
     finished = forked(JOB, "rank 0 goes first", tmp_path, ranks=2)
     assert finished.exit_code == 0, finished.output
     assert re.findall("^rank.*", finished.output, re.M) == [f"rank {r} is first or finds it done: True" for r in (0, 1)]
+
+
+def test_a_run_directory_that_is_deleted_during_the_run_is_told_without_a_traceback(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    finished = forked(JOB, "the run directory is deleted", tmp_path / "run")
+    assert finished.exit_code == 1 and "Traceback" not in finished.output
+    assert f"error: {tmp_path}/run was deleted or moved during the run" in finished.output

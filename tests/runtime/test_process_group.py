@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from llama_ft.errors import UserError
-from llama_ft.runtime.devices import DeviceNote, device_lines
 from llama_ft.runtime.process_group import _pick_device, resolve_degree
 
 
@@ -26,19 +25,5 @@ def test_a_copy_of_the_model_is_shared_by_all_ranks_a_node_or_as_many_as_asked()
     assert resolve_degree("world", 8, 4) == 8
     assert resolve_degree("node", 8, 4) == 4
     assert resolve_degree(2, 8, 4) == 2
-    with pytest.raises(UserError, match="--sharding_group_size 4.*1, 2, 3, 6"):
+    with pytest.raises(UserError, match="--sharding_group_size 4"):
         resolve_degree(4, 6, 2)
-
-
-def test_ranks_that_differ_in_number_only_share_a_line_and_a_shared_gpu_has_its_own() -> None:
-    notes = [
-        DeviceNote(host, f"cuda:{n}", "H200; shared" if (host, n) == ("b", 1) else "H200")
-        for host in "ab"
-        for n in range(4)
-    ]
-    assert device_lines(notes) == [
-        "ranks 0-3 on a: cuda:0-3, H200",
-        "rank 4 on b: cuda:0, H200",
-        "rank 5 on b: cuda:1, H200; shared",
-        "ranks 6-7 on b: cuda:2-3, H200",
-    ]

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -17,10 +16,9 @@ from typing import Any
 import pytest
 import torch
 from conftest import REPOSITORY
-from forked import Finished, forked
 
 from llama_ft.runtime.exit import Stop
-from llama_ft.runtime.signals import StopSignals, grace_warning
+from llama_ft.runtime.signals import StopSignals
 
 JOB = str(Path(__file__).with_name("stopping_job.py"))
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
@@ -29,7 +27,7 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "
 class Running:
     """A job that has been started; its files tell what it does."""
 
-    def __init__(self, folder: Path, process: "subprocess.Popen[bytes] | Forked") -> None:
+    def __init__(self, folder: Path, process: subprocess.Popen[bytes]) -> None:
         self.folder, self.process = folder, process
 
     def wait_for(self, *names: str) -> None:
@@ -69,36 +67,6 @@ def job(folder: Path, *arguments: str, launcher: list[str] = TORCHRUN) -> Iterat
             with suppress(ProcessLookupError):
                 os.killpg(group, signal.SIGKILL)
         process.wait()
-
-
-class Forked:
-    """The job as one process from forked.py, with what is used here of a Popen."""
-
-    def __init__(self, folder: Path, ended: Future[Finished]) -> None:
-        self.folder, self.ended = folder, ended
-
-    def poll(self) -> int | None:
-        return self.wait(0) if self.ended.done() else None
-
-    def wait(self, timeout: float) -> int:
-        finished = self.ended.result(timeout)
-        (self.folder / "output").write_text(finished.output)
-        return finished.exit_code
-
-    def send_signal(self, number: int) -> None:
-        os.kill(int((self.folder / "process-0").read_text()), number)
-
-
-@contextmanager
-def one_process(folder: Path, way: str) -> Iterator[Running]:
-    """The job without a launcher."""
-    with ThreadPoolExecutor(1) as pool:
-        process = Forked(folder, pool.submit(forked, JOB, folder, way))
-        try:
-            yield Running(folder, process)
-        finally:
-            if process.poll() is None:
-                process.send_signal(signal.SIGKILL)
 
 
 def stopped_line(running: Running, reason: str, step: str) -> str:
@@ -165,17 +133,15 @@ def test_a_rank_that_hangs_while_another_is_killed_leaves_within_5_seconds_and_s
 @pytest.mark.parametrize(
     ("way", "number", "name", "code"),
     [
-        ("", signal.SIGTERM, "SIGTERM", 143),
         ("", signal.SIGHUP, "SIGHUP", 129),
         ("loads in Python", signal.SIGTERM, "SIGTERM", 143),
         ("loads in C++", signal.SIGINT, "Ctrl-C", 130),
-        pytest.param("", signal.SIGINT, "Ctrl-C", 130, marks=pytest.mark.slow),
     ],
 )
 def test_a_signal_stops_one_process_after_a_step_or_before_the_loop_at_once(
     tmp_path: Path, way: str, number: int, name: str, code: int
 ) -> None:
-    with one_process(tmp_path, way) as running:
+    with job(tmp_path, way, launcher=[]) as running:
         running.wait_for("loading-0" if way else "training-0")
         started = time.monotonic()
         running.process.send_signal(number)
@@ -196,20 +162,6 @@ def test_a_signal_that_launchers_deliver_twice_is_one(number: int) -> None:
             assert stopping.told_to_end.wait(10)
             os.kill(os.getpid(), number)
     assert stopping.asked() == number and not ended
-
-
-def test_a_hangup_that_nohup_has_ignored_stays_ignored() -> None:
-    stopping, ended = StopSignals(), []
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        with stopping.listening(ended.append):
-            assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-            os.kill(os.getpid(), signal.SIGHUP)
-            assert not stopping.told_to_end.wait(0.5)
-        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGHUP, before)
-    assert stopping.asked() == 0 and not ended
 
 
 def test_a_forked_process_that_is_terminated_does_not_stop_its_parent() -> None:
@@ -235,10 +187,3 @@ def test_ranks_that_are_asked_differently_agree_on_the_signal() -> None:
         assert stopping.agreed(torch.tensor([0.5, 15.0, 0.0])) == Stop(143, "SIGTERM")
         assert stopping.agreed(torch.tensor([2.0, 0.5])) == Stop(130, "Ctrl-C")
         assert stopping.agreed(torch.tensor([0.5, 1.0])) == Stop(129, "SIGHUP")
-
-
-def test_a_save_longer_than_torchrun_waits_is_told_with_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert grace_warning(1000) is None  # without torchrun nobody kills
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "any")
-    assert grace_warning(29) is None
-    assert "torchrun --shutdown-timeout 80 " in str(grace_warning(40))

@@ -56,10 +56,7 @@ def test_a_stopped_rank_and_one_in_a_loop_are_named_and_the_job_ends(tmp_path: P
 @pytest.mark.parametrize(
     ("collectives", "message"),
     [
-        (
-            (9, 8, 9),
-            ["rank 1 did not arrive", "rank 2 waits at 2.py:7 in f", "rank 1 (gpu1, pid 41) is at 1.py:7 in f"],
-        ),
+        ((9, 8, 9), ["rank 1 did not", "rank 2 waits at 2.py:7 in f", "rank 1 (gpu1, pid 41) is"]),
         ((9, 9, 9), ["all ranks wait", "rank 2 waits", "rank 0 (gpu0, pid 40) is at", "rank 1 (gpu1, pid 41) is at"]),
     ],
 )
@@ -67,7 +64,7 @@ def test_of_ranks_that_all_wait_those_with_fewer_collectives_are_named(
     collectives: tuple[int, ...], message: list[str]
 ) -> None:
     """On CUDA a rank that sleeps looks like one that waits."""
-    reports = [Report(0, "0", f"gpu{n}", 40 + n, True, made, f"{n}.py:7 in f") for n, made in enumerate(collectives)]
+    reports = [Report(0, f"gpu{n}", 40 + n, True, made, f"{n}.py:7 in f") for n, made in enumerate(collectives)]
     lines = describe_hang(reports, 2, 1800.0).splitlines()
-    assert "30 min (--collective_timeout)" in lines[0]
+    assert "1800 s (--collective_timeout)" in lines[0]
     assert len(lines) == len(message) and all(line.startswith(it) for line, it in zip(lines, message, strict=True))

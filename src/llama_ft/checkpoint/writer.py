@@ -35,7 +35,7 @@ from llama_ft.config import CheckpointConfig
 from llama_ft.config.messages import size_text
 from llama_ft.errors import RunFailure, UserError, reason
 from llama_ft.models.shards import local_shard
-from llama_ft.runtime import Runtime, grace_warning, log
+from llama_ft.runtime import Runtime, log
 
 SPACE_FOR_THE_REST = 2**20  # headers, trainer.json, checksums
 
@@ -66,7 +66,6 @@ class CheckpointWriter:
         self._group = dist.new_group(backend="gloo", timeout=timedelta(hours=6))
         self._in_flight: Future[None] | None = None
         self._timings: dict[str, float] = {}
-        self._has_warned = False
         if runtime.is_main:
             for leftover in (*self._folder.glob(".writing-step-*"), *self._folder.glob(".removing-step-*")):
                 shutil.rmtree(leftover, ignore_errors=True)
@@ -128,9 +127,6 @@ class CheckpointWriter:
                 self._timings["perf/save_seconds"] = seconds = time.perf_counter() - started
                 done = f"{size_text(total)}, training waited {stall:.2f} s, written after {seconds:.2f} s"
                 log.info(f"Checkpoint {step_folder(self.run, step).name}: {done}")
-                if not self._has_warned and (warning := grace_warning(seconds)):
-                    log.warning(warning)
-                    self._has_warned = True
             except BaseException as error:
                 future.set_exception(error)
             else:

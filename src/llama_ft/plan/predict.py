@@ -2,7 +2,6 @@
 
 import dataclasses
 import logging
-import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,7 +22,6 @@ from llama_ft.plan.torch_internals import FakeStore
 from llama_ft.plan.tracker import Tracker
 from llama_ft.plan.types import Peak, Plan, PlanRequest
 from llama_ft.runtime import Runtime, log
-from llama_ft.runtime.devices import DeviceNote
 from llama_ft.runtime.process_group import mesh_over, resolve_degree
 
 QUICK_LAYERS = (3, 5)
@@ -238,7 +236,7 @@ def _fake_world(request: PlanRequest) -> Iterator[Runtime]:
     degree = resolve_degree(models.shard_degree(request.config.fsdp), ranks, local_ranks)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
-        here, note = torch.device("cpu"), DeviceNote(socket.gethostname(), "fake", "")
-        yield Runtime(0, ranks, 0, local_ranks, here, here, note, mesh_over("cpu", ranks, degree), None)
+        here = torch.device("cpu")
+        yield Runtime(0, ranks, 0, local_ranks, here, here, "fake", mesh_over("cpu", ranks, degree), None)
     finally:
         dist.destroy_process_group()

@@ -14,8 +14,8 @@ from llama_ft.masking import printable
 
 
 class _Console(Console):
-    """Falls silent, instead of ending the process, when its reader is gone (`| head`, a closed terminal), or the disk
-    full that it is redirected to. Prints no control characters: some texts come from data and other files."""
+    """Prints no control characters of data and files, and falls silent, instead of ending the process, when its reader
+    is gone (`| head`, a closed terminal) or its disk full."""
 
     def print(self, *objects: Any, **options: Any) -> None:
         for it in objects:

@@ -32,15 +32,13 @@ def shortage(error: BaseException) -> Shortage | None:
 
 
 class HostMemory(NamedTuple):
-    """What the processes of this machine, container or job may use together: how much, whose it is (the machine's, or
-    what limits it), and what the kernel could still give away."""
+    """What the processes of this machine, or of its smallest control group, may use together and may still take."""
 
     bytes: int
-    whose: str
     available_bytes: int
 
     def __str__(self) -> str:
-        return f"Host memory: {size_text(self.bytes)} ({self.whose}), {size_text(self.available_bytes)} of it free."
+        return f"Host memory: {size_text(self.bytes)}, {size_text(self.available_bytes)} of it free."
 
 
 def host_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> HostMemory | None:
@@ -50,7 +48,7 @@ def host_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> HostMemory | None
         groups = (proc / "self" / "cgroup").read_text().splitlines()
     except OSError:
         return None
-    total, free, whose = 1024 * int(kilobytes["MemTotal"]), 1024 * int(kilobytes["MemAvailable"]), "the machine's"
+    total, free = 1024 * int(kilobytes["MemTotal"]), 1024 * int(kilobytes["MemAvailable"])
     for controllers, path in (line.split(":", 2)[1:] for line in groups):
         own = cgroups / controllers / path.lstrip("/")  # v2 names no controllers
         for group in (own, *own.parents) if controllers in ("", "memory") else ():
@@ -58,5 +56,5 @@ def host_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> HostMemory | None
                 with suppress(OSError, ValueError):  # "max": no limit
                     limit, use = int((group / limit_file).read_text()), int((group / use_file).read_text())
                     if limit < total:
-                        total, free, whose = limit, max(0, min(limit - use, free)), "the limit of this control group"
-    return HostMemory(total, whose, free)
+                        total, free = limit, max(0, min(limit - use, free))
+    return HostMemory(total, free)

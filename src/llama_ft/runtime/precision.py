@@ -1,32 +1,24 @@
 """What each --precision means in dtypes, and whether this machine computes bf16 at a useful speed."""
 
-from dataclasses import dataclass
+from functools import partial
 from timeit import repeat
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
 from llama_ft.errors import UserError
 
 PrecisionName = Literal["bf16_mixed", "bf16_pure", "fp32", "fp16"]
-SLOW = 1.5  # from this factor on the CPU is taken to have no 16-bit products of its own
+SLOW = 1.5  # without AVX512-BF16 or AMX a CPU emulates 16-bit matmuls, several times slower
 
 
-@dataclass(frozen=True)
-class Precision:
-    """Dtypes of one run.
+class Precision(NamedTuple):
+    """Dtypes of one run."""
 
-    Attributes:
-        trained: storage of weights that are trained.
-        frozen: storage of weights that are not.
-        compute: weights and activations in forward and backward.
-        reduce: gradients while they are summed over ranks.
-    """
-
-    trained: torch.dtype
-    frozen: torch.dtype
-    compute: torch.dtype
-    reduce: torch.dtype
+    trained: torch.dtype  # storage of weights that are trained
+    frozen: torch.dtype  # storage of weights that are not
+    compute: torch.dtype  # weights and activations in forward and backward
+    reduce: torch.dtype  # gradients while they are summed over ranks
 
 
 PRECISIONS = {
@@ -38,10 +30,10 @@ PRECISIONS = {
 
 
 def product_slowdown(dtype: torch.dtype) -> float:
-    """Time of a matrix product in `dtype` over an fp32 one on this CPU; without AVX512-BF16 or AMX it emulates bf16."""
-    half, full = (torch.ones(512, 512, dtype=each) for each in (dtype, torch.float32))
-    seconds = [min(repeat(lambda: torch.mm(it, it), number=1, repeat=4)) for it in (half, full)]  # noqa: B023
-    return seconds[0] / seconds[1]
+    """Time of a matmul in `dtype` over one in fp32 on this CPU."""
+    factors = [torch.ones(512, 512, dtype=each) for each in (dtype, torch.float32)]
+    half, full = (min(repeat(partial(torch.mm, each, each), number=1, repeat=4)) for each in factors)
+    return half / full
 
 
 def advise_precision(asked: PrecisionName, free_to_choose: bool, device: torch.device) -> tuple[PrecisionName, str]:
@@ -55,13 +47,13 @@ def advise_precision(asked: PrecisionName, free_to_choose: bool, device: torch.d
     Raises:
         UserError: bf16 on a GPU without it.
     """
-    dtype, is_gpu, slowdown = PRECISIONS[asked].compute, device.type == "cuda", 1.0
+    dtype, is_gpu = PRECISIONS[asked].compute, device.type == "cuda"
     if is_gpu:
         is_slow = dtype == torch.bfloat16 and not torch.cuda.is_bf16_supported(including_emulation=False)
         what = "this GPU does not compute bf16"
     else:
-        is_slow = dtype != torch.float32 and (slowdown := product_slowdown(dtype)) > SLOW
-        name = "bf16" if dtype == torch.bfloat16 else "fp16"
+        slowdown = 1.0 if dtype == torch.float32 else product_slowdown(dtype)
+        is_slow, name = slowdown > SLOW, asked.partition("_")[0]
         what = f"this CPU only emulates {name} matrix products, {slowdown:.0f} times slower than fp32 ones"
     if is_slow and free_to_choose:
         return "fp32", f"precision=fp32: {what}."

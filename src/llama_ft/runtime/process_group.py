@@ -12,6 +12,7 @@ import threading
 import time
 import uuid
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -27,7 +28,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from llama_ft.errors import LostRank, UserError
 from llama_ft.processes import cores
 from llama_ft.runtime.console import configure_console
-from llama_ft.runtime.devices import DeviceNote, device_lines, take_device
+from llama_ft.runtime.devices import configure_cuda, take_device
 from llama_ft.runtime.exit import Explainer, Stopped, exit_process
 from llama_ft.runtime.signals import StopSignals
 from llama_ft.runtime.status import RunStatus
@@ -35,45 +36,28 @@ from llama_ft.runtime.watchdog import Watchdog
 
 T = TypeVar("T")
 SECONDS_AFTER_WATCHDOG = 60.0  # NCCL's own time-out ends a process with a dump that names nobody
-# Products of 16 bits that oneDNN keeps compiled, one for each shape; its own 1,024 take 0.9 GiB, these half of that.
-PRIMITIVES = 128
 LEAST_SECONDS_TO_START = 600.0  # importing torch from a cold file system can take minutes
 _STARTS = itertools.count()  # a script that starts several times in one process does several runs
 
 
 @dataclass
 class Runtime:
-    """This process's place in the job.
+    """This process's place in the job."""
 
-    Attributes:
-        rank: number of this process among `world_size`.
-        local_rank: number of this process on its node, among `local_world_size`.
-        device: where this process computes.
-        storage_device: where parameters and optimizer state live: `device`, or the CPU with offloading.
-        device_note: what the device is, for people.
-        mesh: `("shard",)`, or `("replicate", "shard")` when the model is held more than once.
-        store: this attempt's part of the rendezvous store; None on one process without torchrun.
-        job_store: the part that outlives an attempt, with the directory of the run.
-        status: the run's status.json on rank 0 and on any rank that fails; None until the run has a directory.
-        signals: whether the run is asked to stop.
-        explainer: explains ends that have to do with memory; the recipe sets it.
-        lock: on rank 0 the open file that keeps others out of the run's directory.
-    """
-
-    rank: int
+    rank: int  # among `world_size`
     world_size: int
-    local_rank: int
+    local_rank: int  # on its node, among `local_world_size`
     local_world_size: int
-    device: torch.device
-    storage_device: torch.device
-    device_note: DeviceNote
-    mesh: DeviceMesh
-    store: dist.Store | None
-    job_store: dist.Store | None = None
-    status: RunStatus | None = None
-    signals: StopSignals = field(default_factory=StopSignals)
-    explainer: Explainer | None = None
-    lock: IO[str] | None = None
+    device: torch.device  # where this process computes
+    storage_device: torch.device  # of parameters and optimizer state: `device`, or the CPU with offloading
+    device_note: str  # what the device is, for people
+    mesh: DeviceMesh  # ("shard",), or ("replicate", "shard") when the model is held more than once
+    store: dist.Store | None  # this attempt's part of the rendezvous store; None in a plan
+    job_store: dist.Store | None = None  # outlives an attempt, with the directory of the run; None without torchrun
+    status: RunStatus | None = None  # of the run, on each rank; None until it has a directory
+    signals: StopSignals = field(default_factory=StopSignals)  # whether the run is asked to stop
+    explainer: Explainer | None = None  # explains ends that have to do with memory; the recipe sets it
+    lock: IO[str] | None = None  # on rank 0 the open file that keeps others out of the run's directory
     _turns: int = 0
 
     @property
@@ -110,16 +94,13 @@ class Runtime:
         """Every rank's numbers as float64 [world_size, len(numbers)]; a collective that waits for no device."""
         mine = torch.tensor(numbers, dtype=torch.float64)
         everyone = [torch.empty_like(mine) for _ in range(self.world_size)]
-        if self.world_size == 1:
-            return mine[None]
         dist.all_gather(everyone, mine)
         return torch.stack(everyone)
 
     def mean_over_ranks(self, value: torch.Tensor) -> torch.Tensor:
         """The mean of each rank's value, without gradient, on its device. All ranks call it together."""
         mean = value.detach().clone()
-        if self.world_size > 1:
-            dist.all_reduce(mean)
+        dist.all_reduce(mean)
         return mean / self.world_size
 
     @property
@@ -147,17 +128,12 @@ class Runtime:
                 self.status.write_step()
 
     def describe(self, rows: int, micro_batches: int, global_batch: int, unit: str = "row") -> str:
-        """Which device each rank has, and how parameters and batches lie over them; all ranks call it.
-
-        Args:
-            rows: or packs, of one micro-batch of one rank.
-            micro_batches: per optimizer step.
-            global_batch: rows, or packs, of an optimizer step.
-            unit: row or pack.
-        """
+        """Which devices the ranks have, and how parameters and batches are distributed; all ranks call it. `rows`, of
+        one micro-batch of one rank, and `global_batch` are counted in `unit`, row or pack."""
         notes: list[Any] = [None] * self.world_size
         dist.all_gather_object(notes, self.device_note)
-        lines = ["1 process" if self.world_size == 1 else f"{self.world_size} processes", *device_lines(notes)]
+        lines = [f"{self.world_size} process{'es' * (self.world_size > 1)}"]
+        lines += [f"{count} x {note}" for note, count in Counter(notes).items()]
         shards = self.mesh["shard"].size()
         where = f"rows of every parameter split over {shards} ranks" if shards > 1 else "whole model on each rank"
         lines.append(f"mesh replicate {self.world_size // shards} x shard {shards}: the {where}")
@@ -192,8 +168,8 @@ def start(
     Raises:
         UserError: more processes than GPUs, or ranks that do not divide into groups.
     """
-    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    local_rank, local_world_size = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    names = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+    rank, world_size, local_rank, local_world_size = (int(os.environ.get(*name)) for name in names.items())
     configure_console(rank)
     _silence_libraries(rank)
     signals = StopSignals()
@@ -213,16 +189,15 @@ def start(
                 store, job_store = _meet(rank, world_size, timeout_seconds)
             else:
                 store = dist.HashStore()
+            configure_cuda()
             place = _pick_device(device, torch.cuda.device_count(), local_rank, local_world_size)
             storage = torch.device("cpu") if cpu_offload else place
-            degree = resolve_degree(shard_degree, world_size, local_world_size)
-            if place.type == "cuda":
-                torch.cuda.set_device(place)
-            else:
-                os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", str(PRIMITIVES))
             if "cpu" in (place.type, storage.type) and local_world_size > 1:
                 if os.environ.get("OMP_NUM_THREADS", "1") == "1":  # torchrun's, which would leave cores idle
                     torch.set_num_threads(max(1, cores() // local_world_size))
+            # Compiled 16-bit matmuls on the CPU, one for each shape; oneDNN's own 1,024 take 0.9 GiB, these half.
+            os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128")
+            degree = resolve_degree(shard_degree, world_size, local_world_size)
             note = take_device(place, memory_fraction)
             timeout = timedelta(seconds=timeout_seconds + SECONDS_AFTER_WATCHDOG)
             backend, device_id = ("cpu:gloo,cuda:nccl", place) if place.type == "cuda" else ("gloo", None)
@@ -277,9 +252,7 @@ def resolve_degree(shard_degree: int | str, world_size: int, local_world_size: i
         return world_size
     degree = local_world_size if shard_degree == "node" else int(shard_degree)
     if world_size % degree:
-        divisors = ", ".join(str(d) for d in range(1, world_size + 1) if world_size % d == 0)
-        problem = f"--sharding_group_size {degree}: {world_size} ranks do not divide into groups of {degree}."
-        raise UserError(f"{problem} Possible are {divisors}.")
+        raise UserError(f"--sharding_group_size {degree}: {world_size} ranks do not divide into groups of {degree}.")
     return degree
 
 
@@ -299,12 +272,11 @@ def _silence_libraries(rank: int) -> None:
 def _meet(rank: int, world_size: int, seconds: float) -> tuple[dist.Store, dist.Store]:
     """Wait for all ranks at the address that torchrun has set; this attempt's store, and the one of all attempts.
 
-    torchrun's agent keeps the store that the ranks meet in, so what is written there outlives them. That is how an
-    attempt finds the run directory of the one before, and why each attempt needs keys of its own for everything else.
-    torchrun's count of restarts will not do: it counts each node's own. So rank 0 makes a name up, and gives it to
-    whoever asks with a number made up for that, until all have it; questions that earlier attempts left do no harm.
+    torchrun's agent keeps the store, so what is written there outlives the ranks: an attempt finds the run directory
+    of the one before. For everything else each attempt needs a name. torchrun's count of restarts is none, as each node
+    counts its own. So rank 0 makes a name up and answers each rank's question, which has a number of this attempt.
     """
-    timeout, name, missing = max(seconds, LEAST_SECONDS_TO_START), uuid.uuid4().hex, [*range(1, world_size)]
+    timeout, name = max(seconds, LEAST_SECONDS_TO_START), uuid.uuid4().hex
     shared, _, _ = next(iter(dist.rendezvous("env://", rank, world_size, timeout=timedelta(seconds=timeout))))
     store, deadline = dist.PrefixStore("llama_ft/meeting", shared), time.monotonic() + timeout
     if rank != 0:
@@ -314,7 +286,8 @@ def _meet(rank: int, world_size: int, seconds: float) -> tuple[dist.Store, dist.
         except dist.DistStoreError as error:
             raise LostRank(f"rank 0 has not started within {timeout:g} s.") from error
         store.set(f"{name}/{rank}", "")
-    while rank == 0 and (missing := [other for other in missing if not store.check([f"{name}/{other}"])]):
+    missing = [*range(1, world_size)] if rank == 0 else []
+    while missing := [other for other in missing if not store.check([f"{name}/{other}"])]:
         if time.monotonic() > deadline:
             raise LostRank(f"rank {', '.join(map(str, missing))} has not started within {timeout:g} s.")
         for other in missing:

@@ -5,7 +5,7 @@ that are gathered once per step, and `agreed()` of that column is the same on al
 
 A rank that waits for others inside gloo or NCCL does not run Python's signal handlers. So a thread reads the numbers of
 signals from a socket that CPython's C handler writes to. It ends the process by itself if the main thread cannot, and
-at a second Ctrl-C. torchrun passes signals on, and sends SIGTERM when another rank has died; SIGKILL 30 s later.
+at a second Ctrl-C.
 """
 
 import math
@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Literal, NoReturn
 
 import torch
@@ -30,7 +29,6 @@ from llama_ft.runtime.exit import Stop, Stopped
 NAMES = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C", signal.SIGHUP: "SIGHUP"}
 SIGNALS: dict[int, Stop] = {number: Stop(128 + number, name) for number, name in NAMES.items()}
 TIME_IS_UP = 0.5  # in the gathered column; smaller than the number of any signal (SIGHUP is 1), which goes first
-TORCHRUN_GRACE_SECONDS = 30
 SECONDS_OF_ONE_CTRL_C = 0.5  # launchers may deliver the same Ctrl-C twice
 SECONDS_BETWEEN_LOOKS = 0.25
 SECONDS_TO_REACT, SECONDS_TO_CLOSE = 2.0, 20.0  # outside the loop: to leave C++, and then to close trackers
@@ -76,12 +74,7 @@ class StopSignals:
 
     @contextmanager
     def between_steps(self, stop_after: str | None) -> Iterator[None]:
-        """Let what asks to stop wait for `agreed` while the block, the training loop, runs.
-
-        Args:
-            stop_after: --stop_after. The run stops at the end of the first step that ends later; the time counts from
-                the start of torchrun, or of this process without it. Writing the checkpoint comes on top.
-        """
+        """Let what asks to stop, a signal or --stop_after, wait for `agreed` while the training loop runs."""
         if stop_after is not None:
             self._stop_after = stop_after
             self._deadline = time.monotonic() + parse_duration(stop_after) - seconds_running()
@@ -93,18 +86,14 @@ class StopSignals:
             raise
         self._phase = "at once"
         if self._signal:
-            self._interrupt(self._signal, None)
+            self._interrupt(self._signal)
 
     def asked(self) -> float:
         """What asks this rank to stop, as a number to gather from all ranks; 0: nothing."""
         return self._signal or (TIME_IS_UP if time.monotonic() > self._deadline else 0)
 
     def agreed(self, asked: torch.Tensor) -> Stop | None:
-        """Why all ranks stop after this step, if they do.
-
-        Args:
-            asked: every rank's `asked()`.
-        """
+        """Why all ranks stop after this step, if they do; of every rank's `asked()`."""
         number = float(asked.max())
         return None if number == 0 else SIGNALS.get(int(number)) or Stop(0, f"--stop_after {self._stop_after}")
 
@@ -112,7 +101,7 @@ class StopSignals:
         """From now on nothing interrupts the main thread, which ends with an error."""
         self._error, self._phase = error, "closing"
 
-    def _interrupt(self, number: int, _: FrameType | None) -> None:
+    def _interrupt(self, number: int, *_: object) -> None:
         """The handler of all SIGNALS, in the main thread."""
         if self._phase == "at once" and self._error is None:
             self._error = KeyboardInterrupt() if number == signal.SIGINT else Stopped(SIGNALS[number])
@@ -120,23 +109,20 @@ class StopSignals:
 
     def _watch(self, signals: socket.socket, end: Callable[[BaseException], NoReturn]) -> None:
         while True:
-            if select.select([signals], [], [], SECONDS_BETWEEN_LOOKS if self._signal else None)[0]:
-                numbers = signals.recv(64)
-                if not numbers:
-                    return
-                for number in SIGNALS.keys() & set(numbers):  # whatever else has a handler in Python comes here, too
-                    self._note(number, end)
-            limit = SECONDS_TO_REACT if self._error is None else SECONDS_TO_CLOSE
-            if self._phase == "at once" and self._signal and time.monotonic() > self._signal_time + limit:
+            is_ready = select.select([signals], [], [], SECONDS_BETWEEN_LOOKS if self._signal else None)[0]
+            numbers = signals.recv(64) if is_ready else b""
+            if is_ready and not numbers:
+                return
+            waited = time.monotonic() - self._signal_time  # -inf before the first signal
+            for number in SIGNALS.keys() & set(numbers):  # whatever else has a handler in Python comes here, too
+                if not self._signal:
+                    self._signal, self._signal_time = number, time.monotonic()
+                    self.told_to_end.set()  # the last: who waits for it may ask which signal it was
+                # SIGTERM may come twice to a healthy rank, but not after Ctrl-C: torchrun makes it of the second one.
+                elif signal.SIGINT in (number, self._signal) and waited > SECONDS_OF_ONE_CTRL_C:
+                    end(self._error or Stopped(Stop(130, "a second Ctrl-C, without saving")))
+            if self._phase == "at once" and waited > (SECONDS_TO_REACT if self._error is None else SECONDS_TO_CLOSE):
                 end(self._error or Stopped(SIGNALS[self._signal]))
-
-    def _note(self, number: int, end: Callable[[BaseException], NoReturn]) -> None:
-        if not self._signal:
-            self._signal, self._signal_time = number, time.monotonic()
-            self.told_to_end.set()  # the last: who waits for it may ask which signal it was
-        # SIGTERM may come twice to a healthy rank, but not after Ctrl-C: torchrun makes it of the second one.
-        elif signal.SIGINT in (number, self._signal) and time.monotonic() > self._signal_time + SECONDS_OF_ONE_CTRL_C:
-            end(self._error or Stopped(Stop(130, "a second Ctrl-C, without saving")))
 
 
 def seconds_running() -> float:
@@ -144,14 +130,3 @@ def seconds_running() -> float:
     process = os.getppid() if dist.is_torchelastic_launched() else os.getpid()
     fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     return time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
-
-
-def grace_warning(seconds: float) -> str | None:
-    """What to tell people whose saves take so many seconds, if torchrun would kill ranks in the middle of one."""
-    if seconds < TORCHRUN_GRACE_SECONDS or not dist.is_torchelastic_launched():
-        return None
-    return (
-        f"A save took {seconds:.0f} s. {TORCHRUN_GRACE_SECONDS} s after SIGTERM, SIGHUP or Ctrl-C torchrun kills its "
-        f"ranks, and the checkpoint is lost.\n"
-        f"torchrun --shutdown-timeout {math.ceil(2 * seconds / 10) * 10} gives it time (torch 2.12 or newer)."
-    )

@@ -1,9 +1,9 @@
-"""output_dir/status.json: how a run stands, for scripts that cannot read torchrun's exit code (always 0 or 1)."""
+"""output_dir/status.json: how a run stands, for scripts: torchrun's exit code is always 0 or 1."""
 
 import json
-import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
@@ -14,12 +14,12 @@ State = Literal["running", "finished", "stopped", "failed"]
 
 
 class RunStatus:
-    """Keeps one status.json current. `step` is the last optimizer step that was completed.
+    """Keeps one status.json current.
 
     Args:
         output_dir: the run's directory, which must exist.
-        at_end: called once the run's last state is written and told; it must not raise.
-        step: of the checkpoint that the run goes on from.
+        at_end: called once the run's last state is written and printed; it must not raise.
+        step: the last optimizer step that was completed.
     """
 
     def __init__(self, output_dir: Path, at_end: Callable[[], None] = lambda: None, step: int = 0) -> None:
@@ -27,15 +27,13 @@ class RunStatus:
         self._step_time = 0.0
 
     def write(self, state: State, exit_code: int | None = None, message: str = "") -> None:
-        """Replace the file, or warn if that is not possible: a full disk must not hide the message itself."""
+        """Replace the file, if that is possible: a full disk must not hide the message itself."""
         record = {"state": state, "step": self.step, "exit_code": exit_code, "message": message}
-        try:
+        with suppress(OSError):
             replace_text(self.path, json.dumps(record) + "\n")
-        except OSError as error:
-            print(f"warning: {self.path} could not be written: {error}", file=sys.stderr)
 
     def write_step(self) -> None:
-        """Say how far the run is, now and then, unless another rank has said how it ended."""
+        """Write how far the run is, now and then, unless another rank has written how it ended."""
         if time.monotonic() - self._step_time > SECONDS_BETWEEN_STEPS and self.path.exists():
             self._step_time = time.monotonic()
             if '"state": "running"' in self.path.read_text():

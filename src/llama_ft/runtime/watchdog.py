@@ -26,24 +26,20 @@ from llama_ft.errors import LostRank
 from llama_ft.runtime.exit import FAILURE_KEY
 from llama_ft.runtime.out_of_memory import KILLED, KILLED_BY, host_memory
 
-SECONDS_BETWEEN_LOOKS = 2.0
-SECONDS_OF_SILENCE = 5.0
-MOST_NAMED = 8
+SECONDS_BETWEEN_LOOKS, SECONDS_OF_SILENCE = 2.0, 5.0
 TORCH = str(Path(torch.__file__).parent) + os.sep
 SKIPPED_FRAMES = (TORCH, str(Path(__file__).parent) + os.sep, contextlib.__file__, "<frozen")  # whose lines say nothing
 
 
 class Report(NamedTuple):
-    """What a rank's watchdog sees, and when: its process, whether the main thread waits, after how many collectives,
-    and where it is. The node is torchrun's number of its agent."""
+    """What a rank's watchdog sees, and when."""
 
     time: float
-    node: str
     host: str
     pid: int
-    waits: bool
-    collectives: int
-    place: str
+    waits: bool  # its main thread
+    collectives: int  # begun so far
+    place: str  # of its main thread
 
 
 class Watchdog(threading.Thread):
@@ -63,15 +59,14 @@ class Watchdog(threading.Thread):
         self._store = store.clone()  # type: ignore[attr-defined]  # the main thread may be waiting on the other one
         groups = {group.group_name: group for group in (dist.group.WORLD, *mesh.get_all_groups()) if group}
         self._groups, self._device, self._seconds, self._end = [*groups.values()], mesh.device_type, seconds, end
-        self._ended = threading.Event()
-        self._state: object = None
-        self._since = time.monotonic()  # when `_state` was first seen
-        self._peers = dict[int, int]()  # processes of the other ranks of this node
+        self._processes, self._ended = dict[int, int](), threading.Event()
+        self._state, self._since = object(), time.monotonic()  # when it was first seen
 
     def __enter__(self) -> None:
         self._look()
-        others = {rank: report for rank, report in enumerate(self._reports()) if rank != dist.get_rank()}
-        self._peers = {rank: report.pid for rank, report in others.items() if report.node == _node()}
+        first = dist.get_rank() - int(os.environ.get("LOCAL_RANK", 0))
+        here = range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+        self._processes = {rank: self._report(rank).pid for rank in here}  # of this node
         self.start()
 
     def __exit__(self, *_: object) -> None:
@@ -91,7 +86,7 @@ class Watchdog(threading.Thread):
 
     def describe_lost(self) -> str:
         """Which rank of this node has ended, for people; "" if none has."""
-        for rank, pid in self._peers.items():
+        for rank, pid in self._processes.items():
             try:
                 os.kill(pid, 0)
             except ProcessLookupError:
@@ -102,18 +97,17 @@ class Watchdog(threading.Thread):
     def _look(self) -> None:
         now, frame, rank = time.monotonic(), sys._current_frames()[threading.main_thread().ident or 0], dist.get_rank()
         collectives = sum(group._get_sequence_number_for_group() for group in self._groups)  # type: ignore[attr-defined]
-        state = self._state_at(frame, collectives)
-        if state != self._state:
+        if (state := self._state_at(frame, collectives)) != self._state:
             self._state, self._since = state, now
-        who, waits = (_node(), socket.gethostname(), os.getpid()), now - self._since
-        report = (time.time(), *who, waits > self._seconds / 2, collectives, place(frame))
+        waits = now - self._since
+        report = (time.time(), socket.gethostname(), os.getpid(), waits > self._seconds / 2, collectives, place(frame))
         self._store.set(f"watchdog/{rank}", json.dumps(report))
         if waits > self._seconds:
-            self._end(LostRank(describe_hang(self._reports(), rank, self._seconds)))
+            reports = [self._report(rank) for rank in range(dist.get_world_size())]
+            self._end(LostRank(describe_hang(reports, rank, self._seconds)))
 
-    def _reports(self) -> list[Report]:
-        keys = [f"watchdog/{rank}" for rank in range(dist.get_world_size())]
-        return [Report(*json.loads(self._store.get(key))) for key in keys]
+    def _report(self, rank: int) -> Report:
+        return Report(*json.loads(self._store.get(f"watchdog/{rank}")))
 
     def _state_at(self, frame: FrameType | None, collectives: int) -> object:
         """What stays equal only while this rank waits.
@@ -132,22 +126,15 @@ class Watchdog(threading.Thread):
 
 
 def describe_hang(reports: Sequence[Report], asker: int, seconds: float) -> str:
-    """The message that names the ranks which did not arrive.
-
-    Args:
-        reports: the newest of every rank.
-        asker: the rank that waits.
-        seconds: how long.
-    """
+    """The message that names the ranks which did not arrive, by every rank's newest report; rank `asker` waits."""
     missing = [rank for rank, report in enumerate(reports) if not report.waits]
     if not missing:  # each waits for another: those with fewer collectives have not come as far as the others
         furthest = max(report.collectives for report in reports)
         missing = [rank for rank, report in enumerate(reports) if report.collectives < furthest]
-    time_out = f"{seconds / 60:g} min" if seconds >= 120 else f"{seconds:g} s"
     names = ", ".join(map(str, missing))
     head = f"rank {names} did not arrive; the others have waited" if missing else "all ranks wait"
-    lines = [f"{head} for {time_out} (--collective_timeout).", f"rank {asker} waits at {reports[asker].place}"]
-    for rank in (missing or [rank for rank in range(len(reports)) if rank != asker])[:MOST_NAMED]:
+    lines = [f"{head} for {seconds:g} s (--collective_timeout).", f"rank {asker} waits at {reports[asker].place}"]
+    for rank in (missing or [rank for rank in range(len(reports)) if rank != asker])[:8]:
         is_silent = reports[rank].time < reports[asker].time - SECONDS_OF_SILENCE
         state = "does not answer: it is stopped or gone" if is_silent else f"is at {reports[rank].place}"
         lines.append(f"rank {rank} ({reports[rank].host}, pid {reports[rank].pid}) {state}")
@@ -159,7 +146,3 @@ def place(frame: FrameType | None) -> str:
     while frame is not None and frame.f_code.co_filename.startswith(SKIPPED_FRAMES):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}" if frame else "an unknown line"
-
-
-def _node() -> str:
-    return os.environ.get("GROUP_RANK") or socket.gethostname()
