@@ -199,47 +199,28 @@ def test_a_corrupted_checkpoint_is_refused_by_file_and_a_run_falls_back(bases: P
         find_valid(tmp_path)
 
 
-def test_too_little_space_is_told_with_the_size_before_writing(
-    bases: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    checkpoint = save_checkpoint(tmp_path, tuned(load(bases / "llama")), settings_of(bases / "llama"))
-    usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=50_000))
-    with pytest.raises(RunFailure, match=r"needs 0\.1 MiB, and 0\.0 MiB are free"):
-        prepare(checkpoint).write_model(tmp_path / "out", None, 10**9)
-    assert not (tmp_path / "out").exists()
-
-
-def front_and_body(folder: Path) -> tuple[dict[str, Any], str]:
-    _, front, body = (folder / "README.md").read_text().split("---\n", 2)
-    return yaml.safe_load(front), body
-
-
-def test_the_card_tells_settings_data_metrics_and_versions_but_no_folders_and_secrets(tmp_path: Path) -> None:
-    base, urls = (
-        "/home/someone/Llama-3.1-8B",
-        ["http://me:hunter2@host/a.jsonl", "https://host/b?X-Amz-Signature=hunter2"],
-    )
-    config = dataclasses.asdict(settings_of(Path(base), {"use_peft": True}))
-    trainer = {"step": 12, "metrics": METRICS, "versions": {"torch": "2.13.0"}, "config": config}
+def test_the_card_tells_base_data_settings_and_loss_but_no_folders_and_secrets(tmp_path: Path) -> None:
+    urls = ["http://me:hunter2@host/a.jsonl", "https://host/b?X-Amz-Signature=hunter2"]
+    config = dataclasses.asdict(settings_of(Path("/home/someone/Llama-3.1-8B"), {"use_peft": True, "r": 4}))
+    trainer = {"step": 12, "metrics": METRICS, "config": config}
     (tmp_path / "adapter_config.json").touch()
-    write_model_card(tmp_path, base, trainer)
-    front, body = front_and_body(tmp_path)
-    assert front == {"library_name": "peft", "pipeline_tag": "text-generation", "tags": ["llama_ft", "lora"]}
+
+    def card(base: str) -> str:
+        write_model_card(tmp_path, base, trainer)
+        return (tmp_path / "README.md").read_text()
+
+    local, of_hub = card("/home/someone/Llama-3.1-8B"), card("meta-llama/Llama-3.1-8B")
+    _, front, body = local.split("---\n", 2)
+    assert yaml.safe_load(front) == {
+        "library_name": "peft", "pipeline_tag": "text-generation", "tags": ["llama_ft", "lora"]
+    }  # fmt: skip
     assert "/home/someone" not in body and "PeftModel" in body
     assert "LoRA adapter for Llama-3.1-8B, trained on rows.jsonl with llama_ft. The base model's license" in body
     facts = yaml.safe_load(re.search(r"```yaml\n(.*?)```", body, re.DOTALL)[1])  # type: ignore[index]
-    assert facts["versions"] == {"torch": "2.13.0"}
-    assert facts["results"].items() >= {"optimizer steps": 12, "tokens": 12345, "eval/loss": 1.5}.items()
-    settings = {"model_name": "Llama-3.1-8B", "lr": 2e-3, "use_peft": True, "dataset": "rows.jsonl"}
-    assert facts["settings that differ from the defaults"] == settings
-    write_model_card(tmp_path, "meta-llama/Llama-3.1-8B", trainer)
-    assert front_and_body(tmp_path)[0]["base_model"] == "meta-llama/Llama-3.1-8B"
-    assert 'from_pretrained("meta-llama/Llama-3.1-8B")' in front_and_body(tmp_path)[1]
+    assert facts.items() >= {"optimizer steps": 12, "validation loss": 1.5, "lr": 2e-3, "r": 4}.items()
+    assert "base_model: meta-llama/Llama-3.1-8B" in of_hub and 'from_pretrained("meta-llama/Llama-3.1-8B")' in of_hub
     for config["data"]["dataset"] in (urls[0], [{"path": url} for url in urls]):
-        write_model_card(tmp_path, "/models/base", trainer)
-        card = (tmp_path / "README.md").read_text()
-        assert "hunter2" not in card and "http://***@host/a.jsonl" in card
+        assert "hunter2" not in card("/models/base") and "http://***@host/a.jsonl" in card("/models/base")
 
 
 class Hub(BaseHTTPRequestHandler):

@@ -82,7 +82,7 @@ def test_a_quantized_runs_adapter_is_merged_into_the_original_weights(
 
     folder, finished = merged
     assert finished.exit_code == 0, finished.output
-    assert f"The merged model: {folder}" in finished.output
+    assert f"Written: {folder}" in finished.output
     base = AutoModelForCausalLM.from_pretrained(runs / "base")
     before = {name: tensor.clone() for name, tensor in base.state_dict().items()}
     reference = PeftModel.from_pretrained(base, runs / "4bit" / "model").merge_and_unload().state_dict()
@@ -162,7 +162,7 @@ import torch
 from checkpoint_by_hand import save_checkpoint
 from peft import LoraConfig, get_peft_model
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
-from llama_ft.checkpoint import Exporter, find_valid, merge_adapter
+from llama_ft.checkpoint import Exporter, find_valid
 from llama_ft.config import Config, ModelConfig
 
 folder, tokenizer = Path(sys.argv[1]), sys.argv[2:]
@@ -192,7 +192,7 @@ else:
     def export(way, name):
         out = folder / f"{name}-{way}-out"
         if way == "adapter":
-            merge_adapter(folder / f"{name}-adapter", folder / name, out, None, 10**10, False, name)
+            Exporter.of_adapter(folder / f"{name}-adapter", folder / name, name, False).write_merged(out, None, 10**10)
         else:
             checkpoint = find_valid(folder / f"{name}-full")
             Exporter.prepare(checkpoint, None, None, False, merge=True).write_model(out, torch.bfloat16, 10**10)
