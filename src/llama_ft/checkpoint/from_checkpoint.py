@@ -20,7 +20,7 @@ from llama_ft.checkpoint import export
 from llama_ft.checkpoint.export import SavedWeights, written_aside
 from llama_ft.checkpoint.merge import adapter_changes, check_settings, merged_weights, tokens_added, understood_adapter
 from llama_ft.checkpoint.model_card import write_model_card
-from llama_ft.checkpoint.reader import TRAINER_FILE, Checkpoint, complete_checkpoints, step_folder
+from llama_ft.checkpoint.reader import Checkpoint, complete_checkpoints, step_folder
 from llama_ft.checkpoint.resume import first_valid, result_step
 from llama_ft.checkpoint.state import check_same_tensors
 from llama_ft.config import Config, ModelConfig
@@ -47,11 +47,10 @@ def find_valid(place: Path) -> Checkpoint:
     if not candidates or not newest.trainer.get("ends_run"):
         return newest
     step = result_step(recorded_config(newest), newest.step, int(newest.trainer["progress"]["best"]["step"]))
-    best = step_folder(newest.run, step)
-    if best == newest.folder:
+    if step == newest.step:
         return newest
     log.info(f"{newest.run} ended after step {newest.step}; its result is step {step}, with the best validation loss.")
-    return first_valid([best, newest.folder])
+    return first_valid([step_folder(newest.run, step), newest.folder])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,11 +109,8 @@ class Exporter:
         if named == "demo":
             base = data.build_demo(data.cache_dir()).model_dir
         else:
-            recorded = f"{checkpoint.folder / TRAINER_FILE} (--base_model overrides it): base model"
-            base = models.local_folder(named, "--base_model" if base_model else recorded, weights=reads_weights)
-        then = trainer.get("contents", {}).get("model_name")
-        if base_model is None and reads_weights and then not in (None, models.fingerprint(base)):
-            log.warning(f"{base} holds another model than when {checkpoint.folder} was written.")
+            place = "--base_model" if base_model else f"{checkpoint.folder} (--base_model overrides it): base model"
+            base = models.local_folder(named, place, weights=reads_weights)
         new = models.NewTokens(**trainer["new_tokens"]) if trainer.get("new_tokens") else None
         settings = ModelConfig(model_name=str(base), trust_remote_code=trust_remote_code)
         model, adapter = models.build_on_meta(models.load_model_config(base, trust_remote_code), settings, new), None
@@ -124,9 +120,8 @@ class Exporter:
             models.freeze_first_layers(model, config.model.num_freeze_layers)
         expected = {f"model.{name}": p for name, p in model.named_parameters() if p.requires_grad}
         check_same_tensors(checkpoint, expected, "model.")
-        named_tokenizer, folder = tokenizer_name or config.model.tokenizer_name, base
-        if named_tokenizer is not None:
-            folder = models.local_folder(named_tokenizer, "--tokenizer_name", weights=False)
+        other = tokenizer_name or config.model.tokenizer_name
+        folder = models.local_folder(other, "--tokenizer_name", weights=False) if other else base
         tokenizer = models.load_tokenizer(folder, trust_remote_code)
         tokenizer.chat_template = trainer["chat_template"]
         if tokenizer.chat_template and config.model.resize_embeddings:

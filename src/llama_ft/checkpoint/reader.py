@@ -1,14 +1,8 @@
 """checkpoints/step-000100/ from the outside: is it what was written, and any rows of any tensor, whoever wrote them.
 
-    shard-00001-model-00001-of-00001.safetensors
-                     one per rank, as torch.distributed.checkpoint names and reads them: rows of the trained parameters
-                     (model.<name>) and optimizer states (optimizer.state.<name>.<state>), and the states of the rank's
-                     random number generators (rng.<rank>.cpu, rng.<rank>.cuda)
-    trainer.json     where the run was, and how it was set
-    checksums.txt    what every other file must hold; `xxh128sum -c checksums.txt` checks it too
-
-A header says at which row of its tensor a piece begins: nothing depends on the number of ranks that wrote it. Nothing
-here is ever unpickled.
+docs/checkpoints.md says what the files hold: each rank's rows as safetensors, trainer.json and checksums.txt. A header
+says at which row of its tensor a piece begins: nothing depends on the number of ranks that wrote it. Nothing here is
+ever unpickled.
 """
 
 import copy
@@ -35,7 +29,7 @@ SHARDING_INFO, SAVED_OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"  # torch's n
 
 class Checkpoint:
     """A checkpoint, open for reading: headers and trainer.json are read, tensors when they are asked for. No file stays
-    open or mapped: one that is deleted gives its space back.
+    open or mapped: deleting one frees its space.
 
     Args:
         folder: checkpoints/step-000100.

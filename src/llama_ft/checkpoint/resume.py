@@ -144,10 +144,10 @@ def open_best(step: int, run: Path, runtime: Runtime) -> Checkpoint | None:
     """The checkpoint of a run's `step`, the one with the best validation loss; if it is not valid, a warning and None.
     All ranks call it together."""
     folder = step_folder(run, step)
-    if errors := _shared_errors(runtime, folder):
-        log.warning(f"{folder}, the best checkpoint, cannot be used: {'; '.join(errors)}. The last weights are used.")
-        return None
-    return Checkpoint(folder)
+    if not (errors := _shared_errors(runtime, folder)):
+        return Checkpoint(folder)
+    log.warning(f"{folder}, the best checkpoint, cannot be used: {'; '.join(errors)}. The last weights are used.")
+    return None
 
 
 def finished_result(resumed: Checkpoint, settings: CheckpointConfig) -> Path | None:

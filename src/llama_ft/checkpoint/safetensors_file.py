@@ -18,7 +18,6 @@ from llama_ft.models.source import DTYPES, SINGLE_FILE, StoredTensor
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 PIECE_BYTES = 2**22  # hashed and written at once: it is then still in the processor's cache
 WRITE_BACK_BYTES = 2**24  # between two calls to SafetensorsFile._write_back
-NO_METADATA: Mapping[str, str] = {}
 Headers = Mapping[str, torch.Tensor | StoredTensor]  # only shape and dtype are used
 
 
@@ -37,7 +36,7 @@ class SafetensorsFile:
         ValueError: on leaving the block, if not exactly the announced bytes were appended.
     """
 
-    def __init__(self, path: Path, headers: Headers, metadata: Mapping[str, str] = NO_METADATA) -> None:
+    def __init__(self, path: Path, headers: Headers, metadata: Mapping[str, str] = {}) -> None:
         table: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
         offset = 0
         for name, header in headers.items():
