@@ -1,8 +1,5 @@
 """A checkpoint as a model directory: on one process, without a process group, a block of rows at a time.
 
-    full fine-tuning   trained tensors from the checkpoint, frozen ones and buffers from the base model
-    LoRA               the adapter as peft saves it, or merged into the base model
-
 Names, layout, dtypes and the files beside the weights are those that a run writes at its end.
 """
 
