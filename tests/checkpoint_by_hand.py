@@ -34,15 +34,8 @@ def save_checkpoint(
         file = folder / f"shard-{rank + 1:05d}-model-00001-of-00001.safetensors"
         save_file({name: t.contiguous() for name, t in own.items()}, file, header)
     sections = dataclasses.asdict(config)
-    trainer = {
-        "format": 2,
-        "step": step,
-        "world_size": RANKS,
-        "metrics": METRICS,
-        "config": sections,
-        "chat_template": None,
-    }
-    (folder / "trainer.json").write_text(json.dumps({**trainer, "versions": {"torch": "2.13.0"}, **more}))
+    trainer = {"format": 2, "step": step, "world_size": RANKS, "metrics": METRICS, "config": sections}
+    (folder / "trainer.json").write_text(json.dumps({**trainer, "chat_template": None, "versions": {}, **more}))
     files = sorted(folder.iterdir())
     sums = [f"{xxhash.xxh3_128(file.read_bytes()).hexdigest()}  {file.name}\n" for file in files]
     (folder / "checksums.txt").write_text("".join(sums))

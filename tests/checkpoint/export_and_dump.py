@@ -34,18 +34,8 @@ if __name__ == "__main__":
             models.freeze_first_layers(model, case.get("frozen_layers", 0))
             models.set_storage_dtypes(model, precision)
             models.apply_fsdp(model, job.mesh, FSDPConfig(enable_fsdp=True, min_num_params=1000), precision)
-            dtypes = models.load_weights(
-                model,
-                folder,
-                models.ShardGroup(job.mesh),
-                job.device,
-                job.device,
-                True,
-                adapter,
-                peft,
-                0,
-                precision.frozen,
-            )
+            group, device, frozen = models.ShardGroup(job.mesh), job.device, precision.frozen
+            dtypes = models.load_weights(model, folder, group, device, device, True, adapter, peft, 0, frozen)
             optimizer = training.build_optimizer(model, TrainConfig(lr=1e-2))
             model.train()
             for _ in range(3):

@@ -6,8 +6,6 @@ import importlib.util
 import json
 import re
 import shutil
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +14,10 @@ import torch
 import yaml
 from checkpoint_by_hand import METRICS, load, logits, save_checkpoint, stored
 from conftest import REPOSITORY
-from huggingface_hub import constants
-from safetensors.torch import load_file, save_file
 
 from llama_ft.checkpoint import Exporter, find_valid, write_model_card
 from llama_ft.config import CheckpointConfig, Config, DataConfig, ModelConfig, PeftConfig, TrainConfig
 from llama_ft.errors import RunFailure, UserError
-from llama_ft.models.source import fingerprint
-from llama_ft.runtime import log
 
 LORA = {"use_peft": True, "target_modules": "all-linear", "r": 4, "lora_alpha": 6, "lora_dropout": 0}
 
@@ -152,20 +146,9 @@ def test_an_adapter_is_what_peft_would_save_and_merges_as_peft_merges(case: str,
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
-def test_a_base_that_has_moved_is_named_and_one_that_was_changed_is_warned_of(
-    bases: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(log, "propagate", True)
-    base = shutil.copytree(bases / "llama", tmp_path / "base")
-    contents = {"model_name": fingerprint(base)}
-    checkpoint = save_checkpoint(tmp_path, tuned(load(base)), settings_of(base), contents=contents)
-    prepare(checkpoint)
-    assert not caplog.messages
-    changed = sorted(base.glob("*.safetensors"))[-1]
-    save_file({name: tensor + 1 for name, tensor in load_file(changed).items()}, changed, {"format": "pt"})
-    prepare(checkpoint)
-    assert f"{base} holds another model than when" in caplog.text
-    shutil.rmtree(base)
+def test_a_base_that_has_moved_or_does_not_fit_is_refused_with_the_way_out(bases: Path, tmp_path: Path) -> None:
+    weights = dict(tuned(load(bases / "llama")))
+    checkpoint = save_checkpoint(tmp_path, weights, settings_of(tmp_path / "gone"))
     with pytest.raises(UserError, match="--base_model overrides it"):
         prepare(checkpoint)
     trusting = save_checkpoint(tmp_path / "other", {}, settings_of(bases / "llama", trust_remote_code=True))
@@ -173,14 +156,9 @@ def test_a_base_that_has_moved_is_named_and_one_that_was_changed_is_warned_of(
         prepare(trusting)
     prepare(checkpoint, base_model=str(bases / "llama")).write_model(tmp_path / "out", None, 10**9)
     assert (tmp_path / "out" / "model.safetensors").exists()
-
-
-def test_a_checkpoint_that_does_not_fit_its_base_is_refused_with_names(bases: Path, tmp_path: Path) -> None:
-    weights = dict(tuned(load(bases / "llama")))
     weights["lm_head.weight"] = weights["lm_head.weight"][:-1]
-    checkpoint = save_checkpoint(tmp_path, weights, settings_of(bases / "llama"))
     with pytest.raises(UserError, match=r"lm_head.weight: .* there, \(301, 32\) here"):
-        prepare(checkpoint)
+        prepare(save_checkpoint(tmp_path / "cut", weights, settings_of(bases / "llama")))
 
 
 def test_a_corrupted_checkpoint_is_refused_by_file_and_a_run_falls_back(bases: Path, tmp_path: Path) -> None:
@@ -199,86 +177,59 @@ def test_a_corrupted_checkpoint_is_refused_by_file_and_a_run_falls_back(bases: P
         find_valid(tmp_path)
 
 
-def test_too_little_space_is_told_with_the_size_before_writing(
-    bases: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    checkpoint = save_checkpoint(tmp_path, tuned(load(bases / "llama")), settings_of(bases / "llama"))
-    usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=50_000))
-    with pytest.raises(RunFailure, match=r"needs 0\.1 MiB, and 0\.0 MiB are free"):
-        prepare(checkpoint).write_model(tmp_path / "out", None, 10**9)
-    assert not (tmp_path / "out").exists()
-
-
-def front_and_body(folder: Path) -> tuple[dict[str, Any], str]:
-    _, front, body = (folder / "README.md").read_text().split("---\n", 2)
-    return yaml.safe_load(front), body
-
-
-def test_the_card_tells_settings_data_metrics_and_versions_but_no_folders_and_secrets(tmp_path: Path) -> None:
-    base, urls = (
-        "/home/someone/Llama-3.1-8B",
-        ["http://me:hunter2@host/a.jsonl", "https://host/b?X-Amz-Signature=hunter2"],
-    )
-    config = dataclasses.asdict(settings_of(Path(base), {"use_peft": True}))
-    trainer = {"step": 12, "metrics": METRICS, "versions": {"torch": "2.13.0"}, "config": config}
+def test_the_card_tells_base_data_settings_and_loss_but_no_folders_and_secrets(tmp_path: Path) -> None:
+    urls = ["http://me:hunter2@host/a.jsonl", "https://host/b?X-Amz-Signature=hunter2"]
+    config = dataclasses.asdict(settings_of(Path("/home/someone/Llama-3.1-8B"), {"use_peft": True, "r": 4}))
+    trainer = {"step": 12, "metrics": METRICS, "config": config}
     (tmp_path / "adapter_config.json").touch()
-    write_model_card(tmp_path, base, trainer)
-    front, body = front_and_body(tmp_path)
-    assert front == {"library_name": "peft", "pipeline_tag": "text-generation", "tags": ["llama_ft", "lora"]}
+
+    def card(base: str) -> str:
+        write_model_card(tmp_path, base, trainer)
+        return (tmp_path / "README.md").read_text()
+
+    local, of_hub = card("/home/someone/Llama-3.1-8B"), card("meta-llama/Llama-3.1-8B")
+    _, front, body = local.split("---\n", 2)
+    assert yaml.safe_load(front) == {
+        "library_name": "peft", "pipeline_tag": "text-generation", "tags": ["llama_ft", "lora"]
+    }  # fmt: skip
     assert "/home/someone" not in body and "PeftModel" in body
     assert "LoRA adapter for Llama-3.1-8B, trained on rows.jsonl with llama_ft. The base model's license" in body
     facts = yaml.safe_load(re.search(r"```yaml\n(.*?)```", body, re.DOTALL)[1])  # type: ignore[index]
-    assert facts["versions"] == {"torch": "2.13.0"}
-    assert facts["results"].items() >= {"optimizer steps": 12, "tokens": 12345, "eval/loss": 1.5}.items()
-    settings = {"model_name": "Llama-3.1-8B", "lr": 2e-3, "use_peft": True, "dataset": "rows.jsonl"}
-    assert facts["settings that differ from the defaults"] == settings
-    write_model_card(tmp_path, "meta-llama/Llama-3.1-8B", trainer)
-    assert front_and_body(tmp_path)[0]["base_model"] == "meta-llama/Llama-3.1-8B"
-    assert 'from_pretrained("meta-llama/Llama-3.1-8B")' in front_and_body(tmp_path)[1]
+    assert facts.items() >= {"optimizer steps": 12, "validation loss": 1.5, "lr": 2e-3, "r": 4}.items()
+    assert "base_model: meta-llama/Llama-3.1-8B" in of_hub and 'from_pretrained("meta-llama/Llama-3.1-8B")' in of_hub
     for config["data"]["dataset"] in (urls[0], [{"path": url} for url in urls]):
-        write_model_card(tmp_path, "/models/base", trainer)
-        card = (tmp_path / "README.md").read_text()
-        assert "hunter2" not in card and "http://***@host/a.jsonl" in card
+        assert "hunter2" not in card("/models/base") and "http://***@host/a.jsonl" in card("/models/base")
 
 
-class Hub(BaseHTTPRequestHandler):
-    """A Hugging Face Hub with a public repository, which takes note of what it is sent."""
+class Hub:
+    """In place of huggingface_hub.HfApi, with one repository."""
 
-    paths: list[str] = []
-    address = ""
+    private, uploaded = False, set[str]()
 
-    def do_GET(self) -> None:
-        self.reply({"id": "me/model", "private": False})
+    def create_repo(self, name: str, private: bool, exist_ok: bool) -> str:
+        return f"https://hub/{name}"
 
-    def do_POST(self) -> None:
-        self.rfile.read(int(self.headers["Content-Length"]))
-        Hub.paths.append(self.path)
-        assert self.headers["Authorization"] == "Bearer hf_of_the_environment"
-        self.reply({"url": f"{Hub.address}/me/model"})
+    def model_info(self, name: str) -> "Hub":
+        return self
 
-    def reply(self, answer: dict[str, Any]) -> None:
-        content = json.dumps(answer).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
+    def upload_folder(self, repo_id: str, folder_path: Path, commit_message: str) -> None:
+        self.uploaded = {file.name for file in folder_path.iterdir()}
 
 
-def test_what_must_stay_private_is_not_uploaded_to_a_public_repository(
+def test_a_folder_is_uploaded_but_what_must_stay_private_not_to_a_public_repository(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = importlib.util.spec_from_file_location("export_recipe", REPOSITORY / "recipes" / "export.py")
     assert spec is not None and spec.loader is not None
-    recipe = importlib.util.module_from_spec(spec)
+    recipe, hub = importlib.util.module_from_spec(spec), Hub()
     spec.loader.exec_module(recipe)
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    Hub.address = f"http://127.0.0.1:{server.server_port}"
-    monkeypatch.setattr(constants, "ENDPOINT", Hub.address)
-    monkeypatch.setenv("HF_TOKEN", "hf_of_the_environment")
+    monkeypatch.setattr(recipe, "HfApi", lambda: hub)
     write_model_card(tmp_path, "meta-llama/Llama-3.1-8B")
     with pytest.raises(RunFailure, match="is public"):
         recipe.upload(tmp_path, "me/model", private=True)
-    assert Hub.paths == ["/api/repos/create"]
-    server.shutdown()
+    assert hub.uploaded == set()
+    assert recipe.upload(tmp_path, "me/model", private=False) == "https://hub/me/model"
+    assert hub.uploaded == {"README.md"}
+    hub.private, hub.uploaded = True, set()
+    recipe.upload(tmp_path, "me/model", private=True)
+    assert hub.uploaded == {"README.md"}

@@ -71,29 +71,21 @@ def test_a_flipped_bit_anywhere_is_found_and_its_file_named(written: Path) -> No
         file.write_bytes(broken)
         assert any(file.name in line for line in checkpoint_errors(written)), (file, number)
         file.write_bytes(sound)
-    assert checkpoint_errors(written) == []
-    (written / shard_file(0)).unlink()
-    assert sorted(checkpoint_errors(written, 0, 2) + checkpoint_errors(written, 1, 2)) == checkpoint_errors(written)
     lines = (written / "checksums.txt").read_text()
     (written / "checksums.txt").write_text(lines.replace("  shard", "  ../shard"))
     assert checkpoint_errors(written) == ["checksums.txt: not what was written"]
 
 
 @pytest.mark.parametrize("name", [shard_file(0), "trainer.json", "checksums.txt"])
-@pytest.mark.parametrize("kind", ["missing", "cut short", "empty", "longer", "a folder"])
-def test_a_file_that_is_not_whole_is_found_and_named(written: Path, name: str, kind: str) -> None:
+def test_a_file_that_is_not_whole_is_found_and_named(written: Path, name: str) -> None:
     file = written / name
     content = file.read_bytes()
+    for damaged in (content[:-1], content + b"\n", b""):
+        file.write_bytes(damaged)
+        assert any(name in line for line in checkpoint_errors(written))
     file.unlink()
-    match kind:
-        case "cut short":
-            file.write_bytes(content[:-1])
-        case "empty":
-            file.touch()
-        case "longer":
-            file.write_bytes(content + b"\n")
-        case "a folder":
-            file.mkdir()
+    assert any(name in line for line in checkpoint_errors(written))
+    file.mkdir()
     assert any(name in line for line in checkpoint_errors(written))
 
 

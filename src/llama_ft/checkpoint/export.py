@@ -10,6 +10,7 @@ import tempfile
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -20,7 +21,6 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.checkpoint.safetensors_file import Headers, SafetensorsFile, split_into_files
-from llama_ft.config.messages import size_text
 from llama_ft.data import stop_token_ids
 from llama_ft.errors import RunFailure
 from llama_ft.models import Adapter, ShardGroup
@@ -48,7 +48,7 @@ def saved_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 class SavedWeights:
-    """Weights that are written, and where their values come from.
+    """Weights that are written, and where they come from.
 
     Args:
         tensors: parameters and buffers by name; only their shapes and dtypes are used.
@@ -73,14 +73,11 @@ class SavedWeights:
         }
         alone = [SavedGroup([name], {name: tuple(tensor.shape)}) for name, tensor in tensors.items()]
         self.groups = alone if groups is None else groups
-        self.headers = [
-            {
-                n: torch.empty(it, dtype=self.dtypes[group.parameters[0]], device="meta")
-                for n, it in group.tensors.items()
-            }
-            for group in self.groups
-        ]
-        self.nbytes = sum(header.nbytes for headers in self.headers for header in headers.values())
+        self.headers = [self._headers(group) for group in self.groups]
+
+    def _headers(self, group: SavedGroup) -> dict[str, torch.Tensor]:
+        dtype = self.dtypes[group.parameters[0]]
+        return {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in group.tensors.items()}
 
     def main_dtype(self) -> torch.dtype:
         """The dtype of most numbers: what config.json says, so what transformers loads the model as."""
@@ -96,7 +93,8 @@ class SavedWeights:
             self.write_file(folder / file, members)
         if len(files) > 1:
             held = {name: file for file, members in files.items() for it in members for name in self.headers[it]}
-            index = {"metadata": {"total_size": self.nbytes}, "weight_map": held}
+            total_size = sum(header.nbytes for headers in self.headers for header in headers.values())
+            index = {"metadata": {"total_size": total_size}, "weight_map": held}
             (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
 
     def write_file(self, path: Path, members: Iterable[int]) -> None:
@@ -183,10 +181,7 @@ def export_adapter(
     """Write the adapter as a peft folder; all ranks call it, rank 0 writes. Arguments as in export_model."""
     tensors = {adapter.keys[name]: p for name, p in model.named_parameters() if name in adapter.keys}
     weights = SavedWeights(tensors, _gathered(tensors, runtime), save_dtype)
-
-    def write(aside: Path) -> None:
-        write_adapter(aside, adapter, weights, tokenizer)
-
+    write = partial(write_adapter, adapter=adapter, weights=weights, tokenizer=tokenizer)
     _write_from_ranks(folder, weights, write, write_card, runtime)
 
 
@@ -230,12 +225,9 @@ def _write_from_ranks(folder: Path, weights: SavedWeights, write: Write, write_c
 
 
 @contextmanager
-def written_aside(folder: Path, advice: str = "Nothing is left of it.", needed: int = 0) -> Iterator[Path]:
-    """A directory beside `folder` that takes its place once it is complete, and is deleted if that fails. A RunFailure
-    if `needed` bytes are not free, or the disk does not take them."""
-    existing = next(parent for parent in folder.absolute().parents if parent.exists())
-    if (free := shutil.disk_usage(existing).free) < needed:
-        raise RunFailure(f"{folder}: needs {size_text(needed)}, and {size_text(free)} are free there.")
+def written_aside(folder: Path, advice: str = "Nothing is left of it.") -> Iterator[Path]:
+    """A directory beside `folder` that takes its place once it is complete, and is deleted if that fails; a RunFailure
+    if the disk does not take it."""
     aside = folder.with_name(f".writing-{folder.name}")
     try:
         shutil.rmtree(aside, ignore_errors=True)
@@ -285,8 +277,7 @@ def _stop_at_turns(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     stops = stop_token_ids(tokenizer, known)
     if stops != (known if isinstance(known, list) else [known] if known is not None else []):
         own = settings if file.exists() else {"bos_token_id": settings.get("bos_token_id")}
-        own = {key: value for key, value in own.items() if value is not None} | {"eos_token_id": stops}
-        file.write_text(json.dumps(own, indent=2) + "\n")
+        file.write_text(json.dumps(own | {"eos_token_id": stops}, indent=2) + "\n")
 
 
 def write_adapter(folder: Path, adapter: Adapter, weights: SavedWeights, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -12,6 +12,7 @@ Whatever else PEFT can do, its merge_and_unload merges, with the whole model in 
 """
 
 import json
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -25,15 +26,13 @@ from transformers import PretrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from llama_ft.checkpoint.export import SavedWeights, write_model_settings, written_aside
-from llama_ft.checkpoint.model_card import write_model_card
-from llama_ft.config import ModelConfig
+from llama_ft.checkpoint.export import SavedWeights
 from llama_ft.errors import UserError
-from llama_ft.models import Adapter, NewTokens, build_on_meta, load_model_config, load_tokenizer, lora, vocabulary_size
+from llama_ft.models import NewTokens, lora, vocabulary_size
 from llama_ft.models.conversion import ConvertedSource
 from llama_ft.models.load_weights import account_for
 from llama_ft.models.new_tokens import TokenRows, grow
-from llama_ft.models.source import SafetensorsSource, blocks, open_weights
+from llama_ft.models.source import WeightSource, blocks, open_weights
 from llama_ft.runtime import log
 
 # What an adapter_config.json may set. Anything else that is not left at its default is not merged here.
@@ -48,100 +47,74 @@ USE_PEFT = "merge_and_unload of PEFT merges it, with the whole model in memory."
 Change = Callable[[torch.Tensor, int], torch.Tensor]  # rows of the base, number of the first -> the merged model's
 
 
-def merge_adapter(
-    adapter: Path,
-    base: Path,
-    folder: Path,
-    save_dtype: torch.dtype | None,
-    max_shard_bytes: int,
-    trust_remote_code: bool,
-    base_name: str,
-    trainer: Mapping[str, Any] | None = None,
-) -> None:
-    """Write the merged model. In addition to the mapped files, only a few blocks of rows are in memory.
+def merged_weights(
+    model: PreTrainedModel, changes: Mapping[str, Change], base: Path, save_dtype: torch.dtype | None
+) -> SavedWeights:
+    """Return the merged model's weights; writing them takes a few blocks of rows of memory and the mapped files.
 
     Args:
-        adapter: directory as PEFT saves it.
+        model: skeleton with the adapter; its config is changed if embedding and head are one tensor no longer.
+        changes: what the adapter does; see adapter_changes.
         base: directory of the model as it was before quantization.
-        folder: where to; complete or absent. What is there is replaced.
         save_dtype: of floating tensors; None: what each has in the base.
-        max_shard_bytes: largest file.
-        trust_remote_code: whether the base may bring code of its own.
-        base_name: what the model card calls the base.
-        trainer: what it tells of the run, as a checkpoint's trainer.json holds it.
 
     Raises:
-        UserError: the adapter is of a kind that cannot be merged, or does not fit the base; the base is quantized.
-        RunFailure: the disk is full.
+        UserError: the base is quantized, its weights are not those of its config.json, or in another layout.
     """
-    settings, config = understood_adapter(adapter), load_model_config(base, trust_remote_code)
-    if getattr(config, "quantization_config", None) is not None:
+    if getattr(model.config, "quantization_config", None) is not None:
         raise UserError(f"{base}: quantized. --base_model names the unquantized model that it was made from.")
-    wanted = ModelConfig(model_name=str(base), trust_remote_code=trust_remote_code)
-    model = build_on_meta(config, wanted, tokens_added(settings, config))
-    aliases: dict[int, list[str]] = {}  # names of parameters that are one tensor
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        aliases.setdefault(id(parameter), []).append(name)
     stored = open_weights(base)
     converted = ConvertedSource(stored, model)
     account_for(model, grow(converted, model).tensors, base)
-    changes = _changes(adapter, base, model, settings)
+    ties = defaultdict[int, list[str]](list)  # names of each parameter of the base: a tied one has several
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if not lora.is_adapter_weight(name) and ".modules_to_save." not in name:
+            ties[id(parameter)].append(lora.checkpoint_key(name))
 
-    stored_names = {name: converted.stored_name(name) for name in {*converted.tensors, *changes}}
-    made_of = {name: name for name in stored.tensors}  # name written -> name in the base
-    is_untied = False
-    for tie in aliases.values():
-        absent = [name for name in tie if not stored_names.get(name)]
-        if len({changes.get(name) for name in tie}) == 1:
-            changes = {name: change for name, change in changes.items() if len(tie) == 1 or name not in absent}
-        else:  # what was one tensor is no longer the same everywhere
-            is_untied = True
-            source = next(stored_name for name in tie if (stored_name := stored_names.get(name)))
-            made_of |= dict.fromkeys(absent, source)
-            stored_names |= {name: name for name in absent}
-    for name in changes:
-        if not stored_names[name]:
-            raise UserError(f"{adapter}: changes {name}, which {base} stores in another layout.\n{USE_PEFT}")
-    by_stored_name = {str(stored_names[name]): change for name, change in changes.items()}
+    written: dict[str, tuple[str, Change | None]] = {name: (name, None) for name in stored.tensors}
+    for tie in ties.values():
+        does, held = {name: changes.get(name) for name in tie}, {name: converted.stored_name(name) for name in tie}
+        source, is_one = next(filter(None, held.values()), None), len(set(does.values())) == 1
+        if source is None and any(does.values()):
+            raise UserError(f"{tie[0]}: {base} stores it in another layout.\n{USE_PEFT}")
+        for name, change in does.items():
+            if source and (target := held[name] or ("" if is_one else name)):  # else it is still one tensor
+                written[target] = held[name] or source, change
     grown = grow(stored, model, converted.stored_name)
 
     def rows(name: str, dtype: torch.dtype) -> Iterator[torch.Tensor]:
-        change, start = by_stored_name.get(name), 0
-        for block in blocks(grown, made_of[name]):
+        (source, change), start = written[name], 0
+        for block in blocks(grown, source):
             yield (change(block, start) if change else block).to(dtype)
             start += len(block) if block.dim() else 1
 
-    tensors = {name: grown.tensors[source] for name, source in made_of.items()}
-    weights = SavedWeights(tensors, rows, save_dtype)
-    log.info(f"Merging into {base}: {len(changes)} of {len(tensors)} tensors change")
-    if is_untied:
-        config.tie_word_embeddings = False
+    log.info(f"Merging into {base}: {len(changes)} of {len(written)} tensors change")
+    if len(written) > len(stored.tensors):
+        model.config.tie_word_embeddings = False
         log.info("Embedding and head, which were one tensor, are two now: tie_word_embeddings becomes false.")
-    with written_aside(folder, needed=weights.nbytes) as aside:
-        tokenizer = load_tokenizer(adapter if any(adapter.glob("tokenizer*")) else base, trust_remote_code)
-        write_model_settings(aside, config, weights.main_dtype(), tokenizer, base)
-        weights.write(aside, max_shard_bytes)
-        write_model_card(aside, base_name, trainer)
+    return SavedWeights({name: grown.tensors[source] for name, (source, _) in written.items()}, rows, save_dtype)
 
 
 def understood_adapter(adapter: Path) -> LoraConfig:
-    """Return a saved adapter's settings.
+    """Return a saved adapter's settings. Raises as check_settings."""
+    config: LoraConfig = lora.saved_config(adapter)
+    check_settings(json.loads((adapter / lora.ADAPTER_CONFIG).read_text()), str(adapter))
+    return config
 
-    Raises:
-        UserError: not all of them are understood here, so that the result would be another model.
-    """
-    config, defaults = lora.saved_config(adapter), LoraConfig()
-    settings = json.loads((adapter / lora.ADAPTER_CONFIG).read_text())
+
+def check_settings(settings: Mapping[str, Any], place: str) -> None:
+    """Raise a UserError unless all settings of an adapter are understood here, so that the result is its model."""
+    defaults = LoraConfig()
     others = [
         f"{name} = {value}"
         for name, value in settings.items()
         if (name not in UNDERSTOOD and value and value != getattr(defaults, name, None))
         or (name == "init_lora_weights" and value not in LEAVES_THE_BASE_ALONE)
         or (name == "task_type" and value not in (None, "CAUSAL_LM"))
+        or (name == "peft_type" and value != "LORA")
     ]
     if others:
-        raise UserError(f"{adapter / lora.ADAPTER_CONFIG}: {', '.join(others)} is not supported here.\n{USE_PEFT}")
-    return config
+        raise UserError(f"{place}: an adapter with {', '.join(others)} is not supported here.\n{USE_PEFT}")
 
 
 def tokens_added(adapter: LoraConfig, model_config: PretrainedConfig) -> NewTokens | None:
@@ -150,22 +123,18 @@ def tokens_added(adapter: LoraConfig, model_config: PretrainedConfig) -> NewToke
     return NewTokens(ids, stored_rows, max(stored_rows, ids[-1] + 1)) if ids else None
 
 
-def _changes(folder: Path, base: Path, model: PreTrainedModel, settings: LoraConfig) -> dict[str, Change]:
-    """Name of a parameter of the model -> what the adapter does to it, the same object if it does the same to two;
-    every tensor of the adapter is accounted for. The adapter is injected into the model."""
-    source = SafetensorsSource([folder / lora.ADAPTER_WEIGHTS])
-    adapter = lora.inject_adapter(model, settings)
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    token_rows = {name: layer for name, layer in model.named_modules() if isinstance(layer, TokenRows)}
-    own = {id(p): adapter.keys[name] for name, p in model.named_parameters() if name in adapter.keys}
-    # PEFT also saves the weight of an embedding that has an adapter and, with a resized embedding, the trained rows of
-    # a tied head a second time.
-    weights = {f"{lora.PEFT_PREFIX}{name}": p for name, p in parameters.items() if id(p) not in own}
-    saved_too = {k: p for k, p in weights.items() if k in source.tensors and source.tensors[k].shape == tuple(p.shape)}
-    copies = {f"{lora.PEFT_PREFIX}{name}.trainable_tokens_delta" for name, it in token_rows.items() if it.tied_adapter}
-    headers = {key: header for key, header in source.tensors.items() if key not in copies | saved_too.keys()}
-    lora.check_saved_adapter(headers, model, adapter, folder / lora.ADAPTER_WEIGHTS, str(base))
-    replacing = own | {id(p): key for key, p in saved_too.items()}
+def adapter_changes(model: PreTrainedModel, keys: Mapping[str, str], source: WeightSource) -> dict[str, Change]:
+    """Say what an adapter does to the parameters of its base, the same object if it does the same to two.
+
+    Args:
+        model: skeleton with the adapter.
+        keys: trained parameter of the model -> its name in `source`.
+        source: the adapter's weights.
+
+    Raises:
+        UserError: a layer is of a kind that is not merged here.
+    """
+    key_of = {id(parameter): keys[name] for name, parameter in model.named_parameters() if name in keys}
 
     @cache
     def replaced(key: str) -> Change:
@@ -183,38 +152,36 @@ def _changes(folder: Path, base: Path, model: PreTrainedModel, settings: LoraCon
         return change
 
     changes = {}
-    for name, parameter in parameters.items():
-        if id(parameter) in replacing and not lora.is_adapter_weight(name):
-            changes[lora.checkpoint_key(name)] = replaced(replacing[id(parameter)])
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if id(parameter) in key_of and not lora.is_adapter_weight(name):
+            changes[lora.checkpoint_key(name)] = replaced(key_of[id(parameter)])
     for name, module in model.named_modules():
+        target = lora.checkpoint_key(f"{name}.base_layer.weight")
         if isinstance(module, LoraLayer):
-            changes[lora.checkpoint_key(f"{name}.base_layer.weight")] = _low_rank(name, module, source, adapter)
-    for name, layer in token_rows.items():
-        rows = with_rows(own[id(layer.trainable_tokens_delta["default"])], tuple(layer.token_indices["default"]))
-        changes[lora.checkpoint_key(f"{name}.base_layer.weight")] = rows
+            changes[target] = _low_rank(name, module, keys, source)
+        elif isinstance(module, TokenRows):
+            key, ids = key_of[id(module.trainable_tokens_delta["default"])], tuple(module.token_indices["default"])
+            changes[target] = with_rows(key, ids)
     return changes
 
 
-def _low_rank(name: str, layer: LoraLayer, source: SafetensorsSource, adapter: Adapter) -> Change:
+def _low_rank(name: str, layer: LoraLayer, keys: Mapping[str, str], source: WeightSource) -> Change:
     """Add B A, in fp32, and with DoRA scale the rows."""
-    base = layer.get_base_layer()
-    if not isinstance(base, (nn.Linear, Conv1D, nn.Embedding)):
+    base, scaling = layer.get_base_layer(), layer.scaling["default"]
+    if not isinstance(base, (nn.Linear, Conv1D)):
         raise UserError(f"{name} is a {type(base).__name__}, which is not merged here.\n{USE_PEFT}")
 
     def read(part: str) -> torch.Tensor:
-        return source.read(adapter.keys[f"{name}.{part}"]).float()
+        return source.read(keys[f"{name}.{part}"]).float()
 
     def change(block: torch.Tensor, start: int) -> torch.Tensor:
-        scaling, stop = layer.scaling["default"], start + len(block)
-        if isinstance(base, nn.Embedding):  # its weight is [tokens, width], A [r, tokens]
-            left, right = read("lora_embedding_A.default").T, read("lora_embedding_B.default").T
-        else:
-            left, right = read("lora_B.default.weight"), read("lora_A.default.weight")
-            if isinstance(base, Conv1D):  # its weight is [in, out]
-                left, right = right.T, left.T
-        merged = torch.addmm(block.float(), left[start:stop] * scaling, right)
-        if f"{name}.lora_magnitude_vector.default.weight" in adapter.keys:
-            magnitude = read("lora_magnitude_vector.default.weight")[start:stop]
+        rows = slice(start, start + len(block))
+        left, right = read("lora_B.default.weight"), read("lora_A.default.weight")
+        if isinstance(base, Conv1D):  # its weight is [in, out]
+            left, right = right.T, left.T
+        merged = torch.addmm(block.float(), left[rows] * scaling, right)
+        if f"{name}.lora_magnitude_vector.default.weight" in keys:
+            magnitude = read("lora_magnitude_vector.default.weight")[rows]
             merged *= (magnitude / torch.linalg.vector_norm(merged, dim=1)).unsqueeze(1)
         return merged
 

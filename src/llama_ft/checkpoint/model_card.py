@@ -6,14 +6,11 @@ from typing import Any
 
 import yaml
 
-from llama_ft.checkpoint.resume import versions
-from llama_ft.config.dump import ONE_RUN_ONLY
-from llama_ft.config.paths import INPUTS, looks_local
-from llama_ft.config.settings import SETTINGS
+from llama_ft.config.paths import looks_local
 from llama_ft.masking import mask_secrets
 
-NOT_IN_RECIPE = (*ONE_RUN_ONLY, "device")
-METRICS = ("epoch", "tokens", "train/loss", "eval/loss", "eval/perplexity")
+SHOWN = ("num_epochs", "lr", "optimizer", "precision", "context_length", "seed")
+SHOWN_WITH_LORA = ("peft_method", "r", "lora_alpha", "target_modules", "use_dora", "use_rslora", "mode")
 PLACE = '"path/to/this/folder"'
 
 
@@ -26,11 +23,10 @@ def write_model_card(folder: Path, base_model: str, trainer: Mapping[str, Any] |
         folder: holds adapter_config.json, or else a whole model.
         base_model: the Hub name or directory of the base model, or demo.
         trainer: what is known of the run, as a checkpoint's trainer.json holds it: step, metrics, config (sections of
-            settings) and versions. None if an adapter of unknown origin is merged.
+            settings). None if an adapter of unknown origin is merged.
     """
     run, base = trainer or {}, _without_folder(base_model)
-    sections = {name: section for name, section in run.get("config", {}).items() if name != "tracking"}
-    settings = {name: value for section in sections.values() for name, value in section.items()}
+    settings = {name: value for section in run.get("config", {}).values() for name, value in section.items()}
     is_adapter, is_lora = (folder / "adapter_config.json").exists(), settings.get("use_peft", True)
     is_on_hub = base_model != "demo" and not looks_local(base_model)
     front: dict[str, Any] = {"base_model": base_model} if is_on_hub else {}
@@ -46,17 +42,12 @@ def write_model_card(folder: Path, base_model: str, trainer: Mapping[str, Any] |
         if new["rows"] > new["stored_rows"]:
             load += f"base.resize_token_embeddings({new['rows']}, mean_resizing=False)\n"
         load += f"model = PeftModel.from_pretrained(base, {PLACE})"
-    if data := _without_folder(settings.get("dataset", [])):
-        what += f", trained on {data if isinstance(data, str) else ', '.join(part['path'] for part in data)}"
-    facts: dict[str, Any] = {"versions": run.get("versions") or versions()}
+    facts = {name: settings[name] for name in (*SHOWN, *(SHOWN_WITH_LORA if is_lora else ())) if name in settings}
     if run:
-        metrics = {name: value for name, value in run.get("metrics", {}).items() if name in METRICS}
-        facts["results"] = {"optimizer steps": run["step"], "global batch": run.get("global_batch"), **metrics}
-        facts["settings that differ from the defaults"] = {
-            name: _without_folder(it) if name in INPUTS else it
-            for name, it in settings.items()
-            if name not in NOT_IN_RECIPE and not (name in SETTINGS and it == SETTINGS[name].default)
-        }
+        facts |= {"optimizer steps": run["step"], "validation loss": run["metrics"].get("eval/loss")}
+    if data := settings.get("dataset"):
+        mixture = [{"path": data}] if isinstance(data, str) else data
+        what += f", trained on {', '.join(_without_folder(part['path']) for part in mixture)}"
     (folder / "README.md").write_text(f"""---
 {yaml.safe_dump(front, sort_keys=False)}---
 
@@ -71,17 +62,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 tokenizer = AutoTokenizer.from_pretrained({PLACE})
 ```
 
-## Training
-
 ```yaml
 {yaml.safe_dump(facts, sort_keys=False, allow_unicode=True)}```
 """)
 
 
-def _without_folder(value: Any) -> Any:
-    """A hub name or a relative path as it is; of an absolute path the last part; of a mixture, each part so."""
-    if isinstance(value, list):
-        return [{**part, "path": _without_folder(part["path"])} for part in value]
-    if "://" in value:
-        return mask_secrets(value)
-    return Path(value).name if value.startswith(("/", "~")) else value
+def _without_folder(name: str) -> str:
+    """A Hub name or a relative path as it is; of an absolute path the last part; of a URL all but its secrets."""
+    if "://" in name:
+        return mask_secrets(name)
+    return Path(name).name if name.startswith(("/", "~")) else name

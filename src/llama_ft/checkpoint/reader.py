@@ -1,16 +1,11 @@
 """checkpoints/step-000100/ from the outside: is it what was written, and any rows of any tensor, whoever wrote them.
 
-    shard-00001-model-00001-of-00001.safetensors
-                     one per rank, as torch.distributed.checkpoint names and reads them: rows of the trained parameters
-                     (model.<name>) and optimizer states (optimizer.state.<name>.<state>), and the states of the rank's
-                     random number generators (rng.<rank>.cpu, rng.<rank>.cuda)
-    trainer.json     where the run was, and how it was set
-    checksums.txt    what every other file must hold; `xxh128sum -c checksums.txt` checks it too
-
-A header says at which row of its tensor a piece begins: nothing depends on the number of ranks that wrote it. Nothing
-here is ever unpickled.
+docs/checkpoints.md says what the files hold: each rank's rows as safetensors, trainer.json and checksums.txt. A header
+says at which row of its tensor a piece begins: nothing depends on the number of ranks that wrote it. Nothing here is
+ever unpickled.
 """
 
+import copy
 import json
 import re
 from pathlib import Path
@@ -21,7 +16,7 @@ import xxhash
 from safetensors import safe_open
 
 from llama_ft.errors import UserError
-from llama_ft.models.source import DTYPES, StoredTensor
+from llama_ft.models.source import DTYPES, StoredTensor, WeightSource
 
 TRAINER_FILE = "trainer.json"
 CHECKSUMS_FILE = "checksums.txt"
@@ -34,7 +29,7 @@ SHARDING_INFO, SAVED_OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"  # torch's n
 
 class Checkpoint:
     """A checkpoint, open for reading: headers and trainer.json are read, tensors when they are asked for. No file stays
-    open or mapped: one that is deleted gives its space back.
+    open or mapped: deleting one frees its space.
 
     Args:
         folder: checkpoints/step-000100.
@@ -51,6 +46,7 @@ class Checkpoint:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.tensors: dict[str, StoredTensor] = {}
+        self._prefix = ""  # of the names in the files
         self._pieces: dict[str, list[tuple[int, int, Path]]] = {}  # first row, last, file
         try:
             self.trainer: dict[str, Any] = json.loads((folder / TRAINER_FILE).read_text())
@@ -81,47 +77,35 @@ class Checkpoint:
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Rows [start, stop) of dimension 0, in the dtype they are stored in; only they are read."""
-        header = self.tensors[name]
+        header, key = self.tensors[name], self._prefix + name
         rows = torch.empty((stop - start, *header.shape[1:]), dtype=header.dtype)
-        for first, last, file in self._pieces[name]:
+        for first, last, file in self._pieces[key]:
             low, high = max(start, first), min(stop, last)
             if low < high:
                 with safe_open(file, framework="pt") as opened:
-                    rows[low - start : high - start] = opened.get_slice(name)[low - first : high - first]
+                    rows[low - start : high - start] = opened.get_slice(key)[low - first : high - first]
         return rows
 
     def read(self, name: str) -> torch.Tensor:
         """A whole tensor in the dtype it is stored in."""
         if shape := self.tensors[name].shape:
             return self.read_rows(name, 0, shape[0])
-        with safe_open(self._pieces[name][0][2], framework="pt") as opened:
-            return torch.clone(opened.get_tensor(name))
+        key = self._prefix + name
+        with safe_open(self._pieces[key][0][2], framework="pt") as opened:
+            return torch.clone(opened.get_tensor(key))
 
     def generator_states(self, rank: int) -> dict[str, torch.Tensor]:
         """Device type -> state of a rank's random number generator; nothing for a rank that did not write it."""
         prefix = f"rng.{rank}."
         return {name.removeprefix(prefix): self.read(name) for name in self.tensors if name.startswith(prefix)}
 
-    def weights(self) -> "TrainedWeights":
+    def weights(self) -> WeightSource:
         """The trained parameters by the model's own names."""
-        return TrainedWeights(self)
-
-
-class TrainedWeights:
-    """The trained parameters of a checkpoint as a `models.source.WeightSource`."""
-
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self._checkpoint = checkpoint
-        named = checkpoint.tensors.items()
-        self.tensors = {name.removeprefix("model."): it for name, it in named if name.startswith("model.")}
-
-    def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """See `WeightSource`."""
-        return self._checkpoint.read_rows(f"model.{name}", start, stop)
-
-    def read(self, name: str) -> torch.Tensor:
-        """See `WeightSource`."""
-        return self._checkpoint.read(f"model.{name}")
+        trained = copy.copy(self)
+        trained._prefix = "model."
+        named = self.tensors.items()
+        trained.tensors = {name.removeprefix("model."): it for name, it in named if name.startswith("model.")}
+        return trained
 
 
 def shard_file(rank: int) -> str:

@@ -15,7 +15,7 @@ from llama_ft import __version__
 from llama_ft.checkpoint import reader
 from llama_ft.checkpoint.reader import Checkpoint, checkpoint_errors, complete_checkpoints, step_folder
 from llama_ft.config import CheckpointConfig, Config, TrainConfig
-from llama_ft.config.messages import NO_PLACES, show, subject
+from llama_ft.config.messages import show, subject
 from llama_ft.config.settings import SETTINGS
 from llama_ft.errors import RunFailure, UserError
 from llama_ft.runtime import Runtime, log
@@ -49,7 +49,7 @@ def find_checkpoint(settings: CheckpointConfig, runtime: Runtime) -> Checkpoint 
         UserError: --resume names no checkpoint.
         RunFailure: the checkpoint it names is corrupted, or all that --resume auto could take are.
     """
-    if not (candidates := runtime.broadcast_from_rank0(lambda: _candidates(settings, runtime.earlier_run))):
+    if not (candidates := runtime.broadcast_from_rank0(partial(_candidates, settings, runtime.earlier_run))):
         return None
     checkpoint = first_valid(candidates, partial(_shared_errors, runtime))
     log.info(f"Going on from {checkpoint.folder}, after step {checkpoint.step}")
@@ -99,7 +99,7 @@ def _shared_errors(runtime: Runtime, folder: Path) -> list[str]:
 
 
 def check_same_run(
-    saved: Mapping[str, Any], now: Mapping[str, Any], allowed: list[str], places: Mapping[str, str] = NO_PLACES
+    saved: Mapping[str, Any], now: Mapping[str, Any], allowed: list[str], places: Mapping[str, str]
 ) -> None:
     """Refuse to resume a run with settings that would make it another one.
 
@@ -125,19 +125,12 @@ def check_same_run(
         is_other = name in contents and name in then and contents[name] != then[name]
         may_differ = name in MAY_DIFFER or SETTINGS[name].section in SECTIONS_THAT_MAY_DIFFER
         if name not in allowed and (is_other or (old != value and not may_differ)):
-            was = (
-                "and its content (or the tokenizer or chat template) has changed"
-                if old == value
-                else f"was {show(old)}"
-            )
+            was = f"was {show(old)}" if old != value else "and its content, tokenizer or chat template has changed"
             changed[name] = f"{subject(name, by_field)} is {show(value)}, {was}"
     if changed:
-        differences = "\n".join(changed.values())
-        raise UserError(
-            f"--resume: this would be another run than the one that was saved:\n{differences}\nSet them as they were, "
-            "or choose another --output_dir. If the same parameters are trained, this resumes all the same:\n"
-            f"--resume_allow_changes {','.join(changed)}"
-        )
+        heading = "--resume: this would be another run than the one that was saved:"
+        allow = f"If the trained parameters stay the same, this allows it:\n--resume_allow_changes {','.join(changed)}"
+        raise UserError("\n".join([heading, *changed.values(), allow]))
 
 
 def result_step(config: Config, step: int, best_step: int) -> int:
@@ -151,10 +144,10 @@ def open_best(step: int, run: Path, runtime: Runtime) -> Checkpoint | None:
     """The checkpoint of a run's `step`, the one with the best validation loss; if it is not valid, a warning and None.
     All ranks call it together."""
     folder = step_folder(run, step)
-    if errors := _shared_errors(runtime, folder):
-        log.warning(f"{folder}, the best checkpoint, cannot be used: {'; '.join(errors)}. The last weights are used.")
-        return None
-    return Checkpoint(folder)
+    if not (errors := _shared_errors(runtime, folder)):
+        return Checkpoint(folder)
+    log.warning(f"{folder}, the best checkpoint, cannot be used: {'; '.join(errors)}. The last weights are used.")
+    return None
 
 
 def finished_result(resumed: Checkpoint, settings: CheckpointConfig) -> Path | None:
@@ -195,8 +188,5 @@ def global_batch(settings: TrainConfig, resumed: Checkpoint | None, world_size: 
     kept, before = int(resumed.trainer["global_batch"]), resumed.trainer["config"]["train"]
     if asked != kept and any(before[name] != getattr(settings, name) for name in BATCH_SETTINGS):
         was = ", ".join(f"{name} {before[name]}" for name in BATCH_SETTINGS)
-        raise UserError(
-            f"--resume: {' x '.join(BATCH_SETTINGS)} x {world_size} ranks is {asked} per step, and the run has had "
-            f"{kept}.\nLeave both as they were ({was}): the {kept} are then distributed over the ranks there are."
-        )
+        raise UserError(f"--resume: the global batch would be {asked}, and the run has had {kept}. Leave {was}.")
     return kept

@@ -21,10 +21,7 @@ SECONDS_FOR_ANOTHER_TO_END = 10.0  # the ranks of a run that was stopped a momen
 
 
 def create_run_directory(
-    checkpoint: CheckpointConfig,
-    model_name: str,
-    runtime: Runtime,
-    resumed: Checkpoint | None = None,
+    checkpoint: CheckpointConfig, model_name: str, runtime: Runtime, resumed: Checkpoint | None = None
 ) -> Path:
     """Rank 0 creates output_dir and every rank gets its path. An attempt that torchrun has started again uses the
     directory of the one before it.
@@ -83,9 +80,9 @@ def _lock(folder: Path) -> IO[str] | None:
         except BlockingIOError as error:
             if time.monotonic() > deadline:
                 file.seek(0)
+                holder = file.read().strip()
                 raise UserError(
-                    f"--output_dir {folder}: another process is at work there ({file.read().strip()}).\nEnd it first, "
-                    "or choose another output_dir. The ranks of a torchrun that was killed with -9 live on."
+                    f"--output_dir {folder}: another process is at work there ({holder}). End it."
                 ) from error
             time.sleep(0.2)
         except OSError:  # a file system without locks
@@ -101,13 +98,9 @@ def _remove_earlier_run(folder: Path, settings: CheckpointConfig, may_remove: bo
     checked. --resume auto also starts from scratch after a run that was ended before its first checkpoint."""
     held = run_entries(folder)
     if held and not may_remove and (settings.resume != "auto" or (folder / "model").exists()):
-        raise UserError(
-            f"--output_dir {folder}: already holds a run or its result, and no checkpoint to resume from.\nChoose "
-            "another output_dir, or --overwrite it."
-        )
+        raise UserError(f"--output_dir {folder}: already holds a run or its result. --overwrite replaces it.")
     if held:
-        reason = "--overwrite" if settings.overwrite else "No checkpoint to go on from"
-        log.info(f"{reason}: removing {', '.join(path.name for path in held)} of the earlier run in {folder}")
+        log.info(f"Removing {', '.join(path.name for path in held)} of the earlier run in {folder}")
     for path in held:
         shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 

@@ -1,8 +1,7 @@
 """Writing checkpoints/step-000100/ while training goes on: complete or absent, whatever happens meanwhile.
 
 Training waits while a rank copies its rows to host memory. A thread then has torch.distributed.checkpoint write them
-under another name and agree with the other ranks' threads that all is on the disk, and rank 0 renames the directory.
-The threads talk over a process group of their own. How a checkpoint looks is in reader.py.
+under another name, over a process group of its own, and rank 0 renames the directory when all is on the disk.
 """
 
 import json
