@@ -72,6 +72,7 @@ def _break_models(folder: Path, save_model: Callable[..., Path]) -> None:
     (folder / "no_vocabulary" / "config.json").write_text(json.dumps({**settings, "model_type": "qwen3"}))
     without("no_weights", "*.safetensors*")
     (without("old_weights", "*.safetensors*") / "pytorch_model.bin").write_bytes(b"PK")
+    (without("bad_generation") / "generation_config.json").write_text('{"eos_token_id": ')
     save_model(folder / "small_vocabulary", vocab_size=280)
     _save_models_that_leak(folder)
 

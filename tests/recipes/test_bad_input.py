@@ -44,6 +44,8 @@ CASES = {
     "missing tensor": case(f"--model_name @missing_tensor {ROWS}", "missing_tensor: ", "missing: model.layers.0"),
     "extra tensor": case(f"--model_name @extra_tensor {ROWS}", "extra_tensor: ",
                          "not part of the model: model.layers.7.mlp.up_proj.weight"),
+    "half a generation config": case(f"--model_name @bad_generation {ROWS}", "bad_generation: ",
+                                     "generation_config.json"),
     "no tokenizer": case(f"--model_name @no_tokenizer {ROWS}", "no_tokenizer: no usable tokenizer",
                          "--tokenizer_name"),
     "tokenizer of more ids than the model": case(f"--model_name @small_vocabulary {ROWS}", "token 300", "280",

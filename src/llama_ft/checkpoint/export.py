@@ -22,7 +22,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.checkpoint.safetensors_file import Headers, SafetensorsFile, split_into_files
 from llama_ft.data import stop_token_ids
-from llama_ft.errors import RunFailure
+from llama_ft.errors import RunFailure, UserError, reason
 from llama_ft.models import Adapter, ShardGroup
 from llama_ft.models.conversion import SavedGroup, open_source, saved_layout
 from llama_ft.models.load_weights import account_for
@@ -246,7 +246,11 @@ def check_export(model_config: PretrainedConfig, tokenizer: PreTrainedTokenizerB
     """Write what stands beside the weights of a final model into a directory that is deleted, so that what cannot be
     written stops a run before training and not after it. Arguments as of write_model_settings."""
     with tempfile.TemporaryDirectory() as folder:
-        write_model_settings(Path(folder), model_config, None, tokenizer, source)
+        try:
+            write_model_settings(Path(folder), model_config, None, tokenizer, source)
+        except Exception as error:  # of whatever the libraries find wrong with these files
+            what = "config.json, generation_config.json or the tokenizer cannot be saved with the final model"
+            raise UserError(f"{source}: {what}: {reason(error)}") from error
 
 
 def write_model_settings(
