@@ -11,7 +11,6 @@ import signal
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from llama_ft.config import Config, ModelConfig
 from llama_ft.errors import RunFailure, before_imports, exit_on_error
@@ -38,23 +37,22 @@ with exit_on_error():  # if torch has changed
 
 def main(config: Config, options: PlanFlags) -> int:
     """From the settings to the plan on the screen. Returns the exit code; with --fit 3 if changes fit, 4 if none."""
-    ranks, local_ranks = options.nproc, options.nproc_per_node or options.nproc
-    device = "cpu" if config.train.device == "cpu" else "cuda"
-    request = PlanRequest(config, find_folder(config.model), ranks, local_ranks, "cpu" if device == "cpu" else "cuda")
+    folder, is_cpu = find_folder(config.model), config.train.device == "cpu"
+    request = PlanRequest(config, folder, options.nproc, options.nproc_per_node or 1, "cpu" if is_cpu else "cuda")
     if config.model.resize_embeddings:
         request = with_new_tokens(request)
     tell = partial(print, file=sys.stderr, flush=True)
     try:
         if config.train.activation_checkpointing == "auto":
-            room = options.fit_bytes or free_bytes(torch.device(device), local_ranks)
+            room = options.fit_bytes or free_bytes(torch.device(request.device), request.local_world_size)
             chosen, why, _ = choose_checkpointing(request, build_model, room)
             tell(f"activation_checkpointing auto: {why}")
             request = dataclasses.replace(request, config=chosen)
         planned = predict(request, build_model, options.quick)
     except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:  # of the model's own code, mostly
         raise RunFailure(f"This model could not be planned: {type(error).__name__}: {error}") from error
-    text, values = describe(planned), dict[str, Any](plan=dataclasses.asdict(planned))
-    exit_code = 0
+    values: dict[str, object] = {"plan": dataclasses.asdict(planned)}
+    text, exit_code = describe(planned), 0
     if options.fit:
         fits = find_fits(request, build_model, options.fit_bytes, planned, options.quick, tell)
         exit_code = 0 if has_room(planned, options.fit_bytes) else 3 if fits else 4
@@ -63,7 +61,7 @@ def main(config: Config, options: PlanFlags) -> int:
         values |= {"fits_as_it_is": exit_code == 0, "fits": answers}
         if options.fit_out:
             write_fits(fits, Path(options.fit_out))
-    print(json.dumps(values) if options.json else text)
+    print(json.dumps(values) if options.json else text, flush=True)
     return exit_code
 
 
@@ -90,9 +88,7 @@ if __name__ == "__main__":
     configure_console(rank=1 if OPTIONS.json else 0)
     with exit_on_error():
         try:
-            exit_code = main(CONFIG, OPTIONS)
-            sys.stdout.flush()
-            sys.exit(exit_code)
+            sys.exit(main(CONFIG, OPTIONS))
         except KeyboardInterrupt:
             print("stopped by Ctrl-C", file=sys.stderr)
             sys.exit(130)
