@@ -27,40 +27,42 @@ from finetuning import build_model  # noqa: E402
 
 from llama_ft import data, models  # noqa: E402
 from llama_ft.plan.gpus import free_bytes  # noqa: E402
-from llama_ft.plan.types import PlanRequest  # noqa: E402
+from llama_ft.plan.types import PlanRequest, describe  # noqa: E402
 from llama_ft.runtime import configure_console  # noqa: E402
 
 with exit_on_error():  # if torch has changed
-    from llama_ft.plan.describe import describe
-    from llama_ft.plan.fit import Ladder, choose_checkpointing
+    from llama_ft.plan.fit import choose_checkpointing, describe_fits, find_fits, has_room, write_fits
     from llama_ft.plan.predict import predict
 
 
-def main(config: Config, options: PlanFlags) -> None:
-    """From the settings to the plan on the screen."""
-    ranks, local_ranks = options.nproc, options.nproc_per_node or options.nproc
-    device = "cpu" if config.train.device == "cpu" else "cuda"
-    request = PlanRequest(config, find_folder(config.model), ranks, local_ranks, "cpu" if device == "cpu" else "cuda")
+def main(config: Config, options: PlanFlags) -> int:
+    """From the settings to the plan on the screen. Returns the exit code; with --fit 3 if changes fit, 4 if none."""
+    folder, is_cpu = find_folder(config.model), config.train.device == "cpu"
+    request = PlanRequest(config, folder, options.nproc, options.nproc_per_node or 1, "cpu" if is_cpu else "cuda")
     if config.model.resize_embeddings:
         request = with_new_tokens(request)
     tell = partial(print, file=sys.stderr, flush=True)
     try:
         if config.train.activation_checkpointing == "auto":
-            room = options.fit_bytes or free_bytes(torch.device(device), local_ranks)
+            room = options.fit_bytes or free_bytes(torch.device(request.device), request.local_world_size)
             chosen, why, _ = choose_checkpointing(request, build_model, room)
             tell(f"activation_checkpointing auto: {why}")
             request = dataclasses.replace(request, config=chosen)
         planned = predict(request, build_model, options.quick)
     except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:  # of the model's own code, mostly
         raise RunFailure(f"This model could not be planned: {type(error).__name__}: {error}") from error
-    text, values = describe(planned), {"plan": planned.to_json()}
+    values: dict[str, object] = {"plan": dataclasses.asdict(planned)}
+    text, exit_code = describe(planned), 0
     if options.fit:
-        ladder = Ladder(request, build_model, options.fit_bytes, planned, options.quick, tell)
-        ladder.climb()
-        text, values = f"{text}\n\n{ladder.describe()}", values | ladder.to_json()
+        fits = find_fits(request, build_model, options.fit_bytes, planned, options.quick, tell)
+        exit_code = 0 if has_room(planned, options.fit_bytes) else 3 if fits else 4
+        text += f"\n\n{describe_fits(planned, fits, options.fit_bytes)}"
+        answers = [{"flags": it.flags, "gives_up": it.gives_up, "peak_bytes": it.plan.device_bytes} for it in fits]
+        values |= {"fits_as_it_is": exit_code == 0, "fits": answers}
         if options.fit_out:
-            ladder.write(Path(options.fit_out))
-    print(json.dumps(values) if options.json else text)
+            write_fits(fits, Path(options.fit_out))
+    print(json.dumps(values) if options.json else text, flush=True)
+    return exit_code
 
 
 def find_folder(model: ModelConfig) -> Path:
@@ -86,8 +88,7 @@ if __name__ == "__main__":
     configure_console(rank=1 if OPTIONS.json else 0)
     with exit_on_error():
         try:
-            main(CONFIG, OPTIONS)
-            sys.stdout.flush()
+            sys.exit(main(CONFIG, OPTIONS))
         except KeyboardInterrupt:
             print("stopped by Ctrl-C", file=sys.stderr)
             sys.exit(130)

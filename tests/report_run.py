@@ -35,9 +35,8 @@ def plan() -> Plan:
     sizes: dict[str, Any] = dict.fromkeys(
         ("reserved_bytes", "outside_bytes", "host_load_bytes", "host_save_bytes"), MIB
     )
-    sizes |= {"checkpoint_bytes": MIB, "result_bytes": MIB, "sent_bytes": {"all_gather": 9 * MIB}}
-    sizes |= {"largest_unit": "lm_head", "largest_unit_bytes": 40 * MIB}
-    sizes |= {"tokens": 4096, "is_quick": False, "seconds": 1}
+    sizes |= {"checkpoint_bytes": MIB, "result_bytes": MIB}
+    sizes |= {"tokens": 4096, "is_quick": False}
     return Plan("cuda", 2, peaks, [Moment(*moment) for moment in timeline()], **sizes)
 
 

@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-
 
 @pytest.fixture
 def plan(finetuning: ModuleType) -> Callable[..., Any]:

@@ -1,6 +1,6 @@
 import pytest
 
-from llama_ft.plan.cuda_allocator import CachingAllocator, reserved_bytes
+from llama_ft.plan.cuda_allocator import reserved_bytes
 
 MIB = 2**20
 CASES = {
@@ -16,6 +16,15 @@ CASES = {
         [(1, 96 * MIB), (1, -96 * MIB), *((n, 32 * MIB) for n in (2, 3, 4)), (3, -32 * MIB), (5, 40 * MIB)],
         136,
     ),
+    "the smallest block that is large enough is taken": (
+        [*((n, n * MIB) for n in (30, 20, 12)), (30, -30 * MIB), (20, -20 * MIB), (1, 13 * MIB), (2, 30 * MIB)],
+        62,
+    ),
+    "of two that are alike the one at the lower address is taken": (
+        [(1, 160 * MIB), (1, -160 * MIB), *((n, 32 * MIB) for n in (2, 3, 4, 5, 6)), (3, -32 * MIB), (5, -32 * MIB)]
+        + [(7, 32 * MIB), (2, -32 * MIB), (8, 64 * MIB)],
+        224,
+    ),
     "free segments are given back before more is asked for": ([(1, 64 * MIB), (1, -64 * MIB), (2, 100 * MIB)], 100),
     "a storage that is resized comes and goes": ([(1, 50 * MIB), (1, -50 * MIB), (1, 50 * MIB), (1, -20 * MIB)], 50),
 }
@@ -25,12 +34,3 @@ CASES = {
 def test_what_a_device_must_have_is_what_the_allocator_takes(name: str) -> None:
     events, expected = CASES[name]
     assert reserved_bytes(events) == expected * MIB
-
-
-def test_the_smallest_block_that_is_large_enough_is_taken() -> None:
-    allocator = CachingAllocator()
-    for block in [allocator.allocate(size * MIB) for size in (30, 20, 12)]:
-        allocator.free(block)
-    assert allocator.allocate(13 * MIB).size == 13 * MIB
-    assert allocator.reserved == 62 * MIB
-    assert sorted(block.size // MIB for _, _, block in allocator._free[False]) == [7, 12, 30]

@@ -52,6 +52,8 @@ def test_full_tuning_holds_its_share_of_weights_gradients_and_states(plan: Plan,
     assert step["gradients"] == own
     assert step["optimizer state"] == pytest.approx(2 * own, abs=8 * len(shapes))  # and a step counter each
     assert held(planned, "load")["sharded parameters"] == own
+    copies = plan(tmp_path / "model", ranks, *FLAGS[1:])  # without --enable_fsdp
+    assert held(copies, "optimizer step")["sharded parameters"] == 4 * PARAMETERS
 
 
 def test_experts_are_planned_in_fp32(plan: Plan, tmp_path: Path) -> None:
@@ -82,21 +84,6 @@ def test_quantized_layers_are_held_in_their_bits(plan: Plan, tmp_path: Path, mod
     scales = rows + HIDDEN * (inner // 64 if mode == "4bit" else 1)
     weights = rows * HIDDEN + HIDDEN * inner
     assert held(planned, "optimizer step")["quantized parts"] == LAYERS * (weights * bits // 8 + 4 * scales) // 2
-
-
-def test_ranks_send_what_rings_send(plan: Plan, tmp_path: Path) -> None:
-    planned = plan(llama(tmp_path / "model"), 4, *FLAGS)
-    # Weights travel in bf16 for the forward and again for the backward pass, gradients in fp32. The root unit stays
-    # gathered in between: the last norm, and embedding and head, of fewer than a million parameters.
-    root = 2 * VOCABULARY * HIDDEN + HIDDEN
-    assert planned.sent_bytes["all-gather"] == 2 * (2 * PARAMETERS - root) * 3 // 4
-    assert planned.sent_bytes["reduce-scatter"] == pytest.approx(4 * PARAMETERS * 3 / 4, rel=1e-3)
-
-
-def test_without_sharding_a_rank_holds_the_whole_model(plan: Plan, tmp_path: Path) -> None:
-    planned = plan(llama(tmp_path / "model"), 4, *FLAGS[1:])
-    assert held(planned, "optimizer step")["sharded parameters"] == 4 * PARAMETERS
-    assert planned.sent_bytes["all-reduce"] == pytest.approx(2 * 4 * PARAMETERS * 3 / 4, rel=0.01)
 
 
 def test_the_loss_holds_logits_of_a_piece_however_many_tokens_there_are(plan: Plan, tmp_path: Path) -> None:
@@ -158,7 +145,6 @@ def test_a_quick_plan_is_a_full_one(plan: Plan, tmp_path: Path) -> None:
     for exact, guess in zip(full.peaks, quick.peaks, strict=True):
         assert guess.bytes == pytest.approx(exact.bytes, rel=0.01)
     assert quick.checkpoint_bytes == full.checkpoint_bytes
-    assert quick.sent_bytes == pytest.approx(full.sent_bytes, rel=0.01)
 
 
 def test_planning_reads_no_weights_and_computes_nothing(plan: Plan, tmp_path: Path) -> None:

@@ -16,17 +16,24 @@ SHAPE = {
 
 
 def test_a_plan_is_made_of_a_config_json_alone(tmp_path: Path) -> None:
+    """And the exit code says whether it fits: 0 as it is, 3 with changes, 4 not."""
     (tmp_path / "config.json").write_text(json.dumps(SHAPE))
-    flags = ["--model_name", str(tmp_path), "--enable_fsdp", "--context_length", "64", "--nproc", "64"]
-    finished = forked(PLAN, *flags)
+    flags = ["--model_name", tmp_path, "--enable_fsdp", "--nproc", "64", "--fit"]
+    finished = forked(PLAN, *flags, "h100")
     assert finished.exit_code == 0, finished.output
-    assert "Rank 0 of 64 ranks (CUDA)" in finished.output
-    for said in ("logits and loss", "A GPU needs", "Sent by each rank in a step: all-gather"):
+    for said in ("Rank 0 of 64 ranks (CUDA)", "logits and loss", "A GPU needs", "It fits 79.10 GiB as it is"):
         assert said in finished.output
-    finished = forked(PLAN, *flags, "--json")
-    plan = json.loads(finished.output)["plan"]
+    lean = ["--use_peft", "--quantization", "4bit", "--activation_checkpointing", "full", "--batch_size_training", "1"]
+    finished = forked(PLAN, *flags, "1MB", *lean)
+    assert finished.exit_code == 4, finished.output
+    finished = forked(PLAN, *flags, "8MB", "--device", "cpu", "--json", "--fit_out", tmp_path / "fits")
+    assert finished.exit_code == 3 and (tmp_path / "fits" / "fit-1.yaml").is_file(), finished.output
+    answer = json.loads(finished.output.strip().rpartition("\n")[2])
+    assert answer["fits"][0]["flags"] == ["--activation_checkpointing full"]
+    plan = answer["plan"]
     assert plan["world_size"] == 64
-    assert [peak["phase"] for peak in plan["peaks"]] == ["load", "forward", "backward", "optimizer step", "evaluation"]
+    phases = ["load", "forward", "backward", "optimizer step", "evaluation", "save"]
+    assert [peak["phase"] for peak in plan["peaks"]] == phases
     labels = [moment["label"] for moment in plan["timeline"]]
     assert "forward model.layers.1" in labels and "backward model.layers.0" in labels
 

@@ -210,8 +210,7 @@ class _ChunkedLoss(torch.autograd.Function):
             if by_hidden is not None:
                 by_hidden[start : start + size] = found.pop(0)
             # In fp32: many roundings to 16 bits would add up.
-            so_far = zip(by_trained, found, strict=True)
-            by_trained = found if start == 0 else [sums.float().add_(part) for sums, part in so_far]
+            by_trained = found if start == 0 else [a.float().add_(b) for a, b in zip(by_trained, found, strict=True)]
         ctx.by_hidden, ctx.by_trained = by_hidden, by_trained
         return total
 

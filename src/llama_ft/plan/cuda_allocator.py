@@ -17,6 +17,7 @@ ROUND, SMALL, LARGE_BUFFER, OWN_SEGMENT, SEGMENT_ROUND = 512, 2**20, 20 * 2**20,
 
 @dataclass(eq=False)
 class _Block:
+    address: int
     size: int
     is_small: bool
     before: "_Block | None" = None
@@ -25,15 +26,10 @@ class _Block:
 
 
 class CachingAllocator:
-    """The allocator's blocks.
-
-    Attributes:
-        reserved: bytes taken from the device now.
-        most: the most there were.
-    """
+    """The allocator's blocks."""
 
     def __init__(self) -> None:
-        self.reserved = self.most = 0
+        self.reserved = self.most = self._end = 0  # bytes taken from the device now, the most there were, ever
         self._free: dict[bool, list[tuple[int, int, _Block]]] = {True: [], False: []}
 
     def allocate(self, nbytes: int) -> _Block:
@@ -46,7 +42,7 @@ class CachingAllocator:
         block.is_free = False
         left = block.size - size
         if left >= ROUND if is_small else left > SMALL:
-            rest = _Block(left, is_small, block, block.after)
+            rest = _Block(block.address + size, left, is_small, block, block.after)
             if block.after is not None:
                 block.after.before = rest
             block.size, block.after = size, rest
@@ -57,7 +53,7 @@ class CachingAllocator:
         """Give a block back, merged with free neighbours."""
         if (other := block.before) is not None and other.is_free:
             self._take_out(other)
-            block.size, block.before = block.size + other.size, other.before
+            block.address, block.size, block.before = other.address, block.size + other.size, other.before
             if block.before is not None:
                 block.before.after = block
         if (other := block.after) is not None and other.is_free:
@@ -76,24 +72,21 @@ class CachingAllocator:
                 self.reserved -= block.size
         self.reserved += whole
         self.most = max(self.most, self.reserved)
-        return _Block(whole, is_small)
+        self._end += whole
+        return _Block(self._end - whole, whole, is_small)
 
     def _put_back(self, block: _Block) -> None:
         block.is_free = True
-        bisect.insort(self._free[block.is_small], (block.size, id(block), block))
+        bisect.insort(self._free[block.is_small], (block.size, block.address, block))
 
     def _take_out(self, block: _Block) -> None:
         pool = self._free[block.is_small]
-        del pool[bisect.bisect_left(pool, (block.size, id(block)))]
+        del pool[bisect.bisect_left(pool, (block.size, block.address))]
         block.is_free = False
 
 
 def reserved_bytes(events: Iterable[tuple[int, int]]) -> int:
-    """Bytes a device must have for a sequence of allocations and frees.
-
-    Args:
-        events: (number of a storage, bytes more or fewer); a storage may come and go more than once.
-    """
+    """Bytes a device must have for a sequence of (number of a storage, bytes more or fewer)."""
     allocator, blocks = CachingAllocator(), dict[int, tuple[_Block, int]]()
     for number, more in events:
         block, size = blocks.pop(number, (None, 0))

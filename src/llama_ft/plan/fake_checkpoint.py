@@ -4,10 +4,11 @@ So a checkpoint that is on the hub only, or that is cut down to a few of its lay
 """
 
 import json
+import os
 import re
 import tempfile
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -28,29 +29,8 @@ from llama_ft.models.lora import checkpoint_key
 NAMES = {dtype: name for name, dtype in source.DTYPES.items()}
 
 
-def read_headers(file: Path) -> dict[str, source.StoredTensor]:
-    """The tensors that a safetensors file's header promises; nothing else of it has to be there.
-
-    Source: https://huggingface.co/docs/safetensors
-    """
-    with source.told_as_damage(file), open(file, "rb") as opened:
-        size = int.from_bytes(opened.read(8), "little")
-        header = json.loads(opened.read(size))
-        header.pop("__metadata__", None)
-        found = {name: (tuple(it["shape"]), it["dtype"]) for name, it in header.items()}
-    return {name: source.stored_tensor(file, name, *what) for name, what in found.items()}
-
-
 class HeaderSource(source.SafetensorsSource):
-    """The tensors of safetensors files without their values: what is read lies in memory that is the file's.
-
-    Args:
-        files: of which nothing but the headers has to be there.
-    """
-
-    def __init__(self, files: list[Path]) -> None:
-        self.tensors = {name: header for file in files for name, header in read_headers(file).items()}
-        self.metadata = {}
+    """The tensors of safetensors files without their values: what is read lies in memory that is the file's."""
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         """See `WeightSource`."""
@@ -100,19 +80,8 @@ def planned_models(device: str) -> Iterator[None]:
 
 @contextmanager
 def fake_checkpoint(folder: Path, model: ModelConfig, layers: int | None) -> Iterator[Path]:
-    """A folder to plan with.
-
-    Args:
-        folder: config.json, and perhaps weights.
-        model: settings.
-        layers: how many decoder layers it is to have; None: all.
-
-    Yields:
-        `folder` itself where it has the weights and all layers are wanted.
-
-    Raises:
-        UserError: config.json or a header cannot be read.
-    """
+    """Yield a folder to plan with, of so many decoder layers (None: all): `folder` itself if it has the weights and all
+    layers are wanted. Raises UserError if config.json or a header cannot be read."""
     has_weights = bool(source.weight_files(folder))
     if has_weights and layers is None:
         yield folder
@@ -151,17 +120,12 @@ def _with_layers(config: PretrainedConfig, count: int) -> PretrainedConfig:
 
 def _headers_of(config: PretrainedConfig, model: ModelConfig) -> dict[str, source.StoredTensor]:
     """From the hub, which tells them without the weights; else as a model of this config would be stored."""
-    nowhere = Path()
     if not Path(model.model_name).expanduser().is_dir() and model.model_name != "demo":
-        try:
+        # The hub may not be reached, or have .bin files.
+        with suppress(OSError, HfHubHTTPError, NotASafetensorsRepoError):
             files = get_safetensors_metadata(model.model_name).files_metadata.values()
-        except (OSError, HfHubHTTPError, NotASafetensorsRepoError):
-            pass  # the hub cannot be reached, or has .bin files
-        else:
-            tensors = [item for file in files for item in file.tensors.items()]
-            return {
-                name: source.StoredTensor(nowhere, tuple(it.shape), source.DTYPES[it.dtype]) for name, it in tensors
-            }
+            tensors = {name: it for file in files for name, it in file.tensors.items()}
+            return {name: source.stored_tensor(Path(), name, tuple(it.shape), it.dtype) for name, it in tensors.items()}
     if getattr(config, "quantization_config", None):
         raise UserError(
             f"--model_name {model.model_name}: it is quantized, and what its files hold cannot be known without them."
@@ -169,7 +133,7 @@ def _headers_of(config: PretrainedConfig, model: ModelConfig) -> dict[str, sourc
         )
     dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16
     parameters = build_on_meta(deepcopy(config), model).named_parameters()
-    return {checkpoint_key(name): source.StoredTensor(nowhere, tuple(it.shape), dtype) for name, it in parameters}
+    return {checkpoint_key(name): source.StoredTensor(Path(), tuple(it.shape), dtype) for name, it in parameters}
 
 
 def _first_layers(
@@ -184,10 +148,11 @@ def _first_layers(
 
 
 def _write_headers(file: Path, headers: dict[str, source.StoredTensor]) -> None:
-    """A safetensors file that ends after its header; see read_headers."""
+    """A safetensors file whose data are a hole that takes no room. Source: https://huggingface.co/docs/safetensors"""
     entries, end = dict[str, object](), 0
     for name, header in headers.items():
         begin, end = end, end + header.nbytes
         entries[name] = {"dtype": NAMES[header.dtype], "shape": list(header.shape), "data_offsets": [begin, end]}
     text = json.dumps(entries).encode()
     file.write_bytes(len(text).to_bytes(8, "little") + text)
+    os.truncate(file, 8 + len(text) + end)

@@ -29,14 +29,7 @@ TABLE: dict[str, float] = {
 
 
 def device_bytes(text: str) -> int:
-    """What `--fit` names: `h100`, `80GiB`, `24000MB`.
-
-    Args:
-        text: the name of a GPU, or the memory of a rank.
-
-    Raises:
-        UserError: it is neither.
-    """
+    """Return what `--fit` names: `h100`, `80GiB`, `24000MB`; UserError if it is neither a GPU nor a size."""
     if gigabytes := TABLE.get(text.lower()):
         return int(gigabytes * 2**30)
     try:
@@ -49,14 +42,8 @@ def device_bytes(text: str) -> int:
 
 
 def free_bytes(device: Any, local_world_size: int, memory_fraction: float | None = None) -> float:
-    """What a rank of this machine could hold on a device now, as a plan counts it: CUDA itself included, Python's
-    libraries not; inf where that cannot be known.
-
-    Args:
-        device: the rank's torch.device.
-        local_world_size: ranks that share the host's memory.
-        memory_fraction: the share of a GPU that torch may take, in addition to what CUDA and NCCL take.
-    """
+    """Return what a rank of this machine could hold on a torch.device now, as a plan counts it: with CUDA itself and
+    NCCL, without Python's libraries; inf where that cannot be known. `memory_fraction` is torch's share of a GPU."""
     import torch  # takes 6 s, and a command line is answered before
 
     from llama_ft.runtime.out_of_memory import host_memory
@@ -72,5 +59,5 @@ def free_bytes(device: Any, local_world_size: int, memory_fraction: float | None
 
 
 def free_text(free: float) -> str:
-    """What `free_bytes` has returned, for people."""
+    """Show what `free_bytes` has returned."""
     return "unknown" if math.isinf(free) else size_text(int(free))

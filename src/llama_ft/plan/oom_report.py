@@ -15,33 +15,27 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from llama_ft.config import Config, to_yaml
 from llama_ft.config.messages import size_text
-from llama_ft.observe.memory import MemoryMonitor, memory_use, record_memory, write_snapshot
+from llama_ft.observe.memory import MemoryMonitor, held_tensors, memory_use, record_memory, write_snapshot
 from llama_ft.phases import Phase
 from llama_ft.plan.gpus import free_bytes, free_text
 from llama_ft.plan.types import Plan, read_plan
 from llama_ft.runtime import Runtime
-from llama_ft.runtime.out_of_memory import KILLED, KILLED_BY, host_memory, shortage
+from llama_ft.runtime.out_of_memory import KILLED, KILLED_BY, shortage
 
 SECONDS_TO_PLAN = 120.0
 NEEDS_LESS = 0.9
 STEP_PHASES: tuple[Phase, ...] = ("forward", "backward", "optimizer step")
 TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_", "PET_")
+PAGE = "What takes less host memory: docs/exit-code-9.md."
 
 
 @contextmanager
 def explain_errors(config: Config, job: Runtime, watch: MemoryMonitor, planner: Path) -> Iterator[None]:
-    """Have this rank explain what ends the block, if that has to do with memory.
-
-    Args:
-        config: the run's settings.
-        job: the ranks.
-        watch: of the block's phases.
-        planner: recipes/plan.py, which is asked what would fit.
-    """
+    """Have this rank explain what ends the block, if that has to do with memory: in which phase of `watch`, and what
+    would fit by the answer of `planner`, recipes/plan.py."""
     job.explainer = report = MemoryReport(config, job, planner)
     if config.memory.memory_snapshot and job.device.type == "cuda":
         record_memory()
@@ -67,37 +61,36 @@ class MemoryReport:
 
     def describe(self, error: BaseException) -> str:
         """Where memory ran out, what held most of it, and what was planned beside what is available."""
-        job, is_host, is_cuda = self._job, shortage(error) == "host", self._job.device.type == "cuda"
+        job, kind, is_cuda = self._job, shortage(error), self._job.device.type == "cuda"
         frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
         model, optimizer = _first_local(frames, nn.Module), _first_local(frames, torch.optim.Optimizer)
         where = f" in the {self.phase} phase" if self.phase else ""
         where += f" of step {job.status.step + 1}" if job.status and self.phase in STEP_PHASES else ""
         where += f", in {module}" if (module := module_at_work(frames, model)) else ""
         message = (str(error).strip() or type(error).__name__).splitlines()[0].rpartition("err == 0. ")[2].rstrip(".")
-        lines = [f"ran out of {'host' if is_host else 'GPU'} memory{where}: {message}."]
-        if is_host and is_cuda:  # tensors are not what fills the host
-            return "\n".join([*lines, self.describe_kill()])
+        lines = [f"ran out of {'host' if kind == 'host' else 'GPU'} memory{where}: {message}."]
+        if kind == "host" and is_cuda:  # tensors are not what fills the host
+            return f"{lines[0]}\n{self.describe_kill()}"
         use, plan = memory_use(job.device), self._plan(self._run)
         total = use.device if is_cuda else max(0, use.anonymous - self._before.anonymous)
-        lines.append(f"Held most: {held_most(model, optimizer, job.device, total)}.")
+        lines.append(f"Held most: {held_most(model, optimizer, total)}.")
         planned = f"Planned: {size_text(plan.device_bytes)}, most in {plan.peak.phase}" if plan else "No plan"
-        host = f" {host_memory()}" if is_host else ""
-        lines.append(f"{planned}; available per rank: {free_text(self._free)}.{host}")
+        lines.append(f"{planned}; available per rank: {free_text(self._free)}.")
         if self._config.memory.memory_snapshot and self._run:
             lines.append(f"Memory snapshot: {write_snapshot(self._run, job.rank, 'out-of-memory')}")
         return "\n".join(lines)
 
     def advise(self, error: BaseException) -> str:
         """What would fit, as plan.py answers in SECONDS_TO_PLAN."""
-        job, plan, limit = self._job, self._plan(self._run), self._free
+        job, run, limit = self._job, self._run, self._free
         if shortage(error) == "host" and job.device.type == "cuda":
-            return "What would fit: see docs/exit-code-9.md."
+            return PAGE
         traceback.clear_frames(error.__traceback__)  # plan.py needs memory, too: activations and states go
         gc.collect()
-        if plan is not None:  # if it did fit, it was wrong, and something has to become less all the same
+        if plan := self._plan(run):  # if it did fit, it was wrong: less is needed all the same
             limit = min(limit, NEEDS_LESS * plan.device_bytes)
         with tempfile.NamedTemporaryFile("w", suffix=".yaml") as settings:
-            resolved = self._run / "config.yaml" if self._run else Path()  # with what the machine decided
+            resolved = run / "config.yaml" if run is not None else Path()  # with what the machine decided
             settings.write(resolved.read_text() if resolved.is_file() else to_yaml(self._config))
             settings.flush()
             asked = [sys.executable, self._planner, "--config", settings.name, "--nproc", job.world_size]
@@ -117,14 +110,11 @@ class MemoryReport:
         return f"The run in {run} was {KILLED} or its machine lost power. {KILLED_BY}\n{self.describe_kill(run)}"
 
     def describe_kill(self, run: Path | None = None) -> str:
-        """Planned and measured host memory of a run (None: this one), and where to read what takes less."""
-        run, lines = run or self._run, list[str]()
-        if plan := self._plan(run):
-            load, save = size_text(plan.host_load_bytes), size_text(plan.host_save_bytes)
-            lines.append(f"Planned on the host per rank, besides Python: {load} while loading, {save} while saving.")
-        if run and (peaks := _last_peaks(run)):
-            lines.append(f"The ranks' peaks at the last logged step: {', '.join(map(size_text, peaks))}.")
-        return "\n".join([*lines, "What takes less host memory: docs/exit-code-9.md."])
+        """What of host memory was planned for a run (None: this one), and where to read what takes less."""
+        if (plan := self._plan(run or self._run)) is None:
+            return PAGE
+        load, save = size_text(plan.host_load_bytes), size_text(plan.host_save_bytes)
+        return f"Planned on the host per rank, besides Python: {load} while loading, {save} while saving.\n{PAGE}"
 
     @property
     def _run(self) -> Path | None:
@@ -140,29 +130,14 @@ def module_at_work(frames: list[FrameType], model: nn.Module | None) -> str:
     return next((name for frame in reversed(frames) if (name := names.get(id(frame.f_locals.get("self"))))), "")
 
 
-def held_most(
-    model: nn.Module | None, optimizer: torch.optim.Optimizer | None, device: torch.device, total: int
-) -> str:
-    """What holds a rank's memory, the largest first.
-
-    Args:
-        model: as it is on this rank; None: not built yet.
-        optimizer: None: not built yet.
-        device: whose memory.
-        total: bytes of all tensors.
-    """
+def held_most(model: nn.Module | None, optimizer: torch.optim.Optimizer | None, total: int) -> str:
+    """What holds a rank's `total` bytes of tensors, the largest first; model and optimizer may not be built yet."""
     # While a unit is gathered, the model's parameters are the whole ones; the optimizer's are always the shards.
     trained = [parameter for group in optimizer.param_groups for parameter in group["params"]] if optimizer else []
-    parameters = [*trained, *(model.parameters() if model is not None else [])]
-    states = [value for state in optimizer.state.values() for value in state.values()] if optimizer else []
-    tensors = {"parameters": parameters, "gradients": [it.grad for it in parameters], "optimizer states": states}
-    held = dict[str, int]()
-    for name, values in tensors.items():
-        local = [it.to_local() if isinstance(it, DTensor) else it for it in values if isinstance(it, torch.Tensor)]
-        storages = [it.untyped_storage() for it in local if it.device.type == device.type]
-        held[name] = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+    parameters = nn.ParameterList([*trained, *(model.parameters() if model is not None else [])])
+    held = held_tensors(parameters, optimizer, {}).holders
     held["activations and the rest"] = max(0, total - sum(held.values()))
-    return ", ".join(f"{name} {size_text(size)}" for name, size in sorted(held.items(), key=lambda it: -it[1]) if size)
+    return ", ".join(f"{name} {size_text(size)}" for name, size in sorted(held.items(), key=lambda it: -it[1]))
 
 
 def ask_planner(command: list[str], seconds: float = SECONDS_TO_PLAN) -> str:
@@ -172,26 +147,15 @@ def ask_planner(command: list[str], seconds: float = SECONDS_TO_PLAN) -> str:
     environment |= {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
     try:
         planner = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=seconds)
-        answer = json.loads(planner.stdout.strip().rpartition("\n")[2])
+        fits = json.loads(planner.stdout.strip().rpartition("\n")[2])["fits"]
     except subprocess.TimeoutExpired:
         return f"not found out within {seconds:g} s. Ask recipes/plan.py --fit."
     except ValueError:
         return f"not found out, {planner.stderr.strip().rpartition(chr(10))[2] or f'exit code {planner.returncode}'}"
-    fits = [f"{' '.join(it['flags'])} ({size_text(it['peak_bytes'])})" for it in answer["fits"]]
-    ranks = [f"the same training on {answer['fits_on_ranks']} ranks"] if answer.get("fits_on_ranks") else []
-    return " or ".join([*fits, *ranks]) or "none of the changes that were planned."
+    texts = [f"{' '.join(it['flags'])} ({size_text(it['peak_bytes'])})" for it in fits]
+    return " or ".join(texts) or "none of the changes that were planned."
 
 
 def _first_local(frames: list[FrameType], kind: type[Any]) -> Any:
     """The recipe's model or optimizer: the first local variable of that type, from the outermost frame on."""
     return next((value for frame in frames for value in frame.f_locals.values() if isinstance(value, kind)), None)
-
-
-def _last_peaks(run: Path) -> list[int]:
-    """Every rank's host peak as it was logged last."""
-    try:
-        lines = (run / "metrics.jsonl").read_text().splitlines()[:-1]  # the last may be cut short
-        logged = [line for line in lines if '"memory/host_peak_bytes"' in line]
-        return [int(peak) for peak in json.loads(logged[-1])["memory/host_peak_bytes"]] if logged else []
-    except (OSError, ValueError):
-        return []

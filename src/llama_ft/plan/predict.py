@@ -2,7 +2,6 @@
 
 import dataclasses
 import logging
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,7 +18,7 @@ from llama_ft.plan.cuda_allocator import reserved_bytes
 from llama_ft.plan.fake_checkpoint import fake_checkpoint, layers_are_alike, planned_models
 from llama_ft.plan.gpus import CUDA_CONTEXT_BYTES, NCCL_BYTES
 from llama_ft.plan.torch_internals import FakeStore
-from llama_ft.plan.tracker import Tracker
+from llama_ft.plan.tracker import Tracker, states_of
 from llama_ft.plan.types import Peak, Plan, PlanRequest
 from llama_ft.runtime import Runtime, log
 from llama_ft.runtime.process_group import mesh_over, resolve_degree
@@ -35,30 +34,19 @@ BuildModel = Callable[..., tuple[PreTrainedModel, models.Adapter | None, dict[st
 
 
 def predict(request: PlanRequest, build_model: BuildModel, quick: bool = False) -> Plan:
-    """Plan the memory of rank 0. This process must not have a process group.
-
-    Args:
-        request: what is planned.
-        build_model: the recipe's.
-        quick: extrapolate from models of 3 and 5 layers, where all layers are alike.
-
-    Raises:
-        UserError: as the run itself would.
-    """
-    started, level = time.perf_counter(), log.level
+    """Plan the memory of rank 0, with the recipe's `build_model`; `quick` extrapolates from models of 3 and 5 layers
+    where all layers are alike. This process must not have a process group. Raises UserError as the run itself would."""
+    level = log.level
     log.setLevel(logging.ERROR)  # what building a model says, the run itself says
     try:
         model_config = models.load_model_config(request.folder, request.config.model.trust_remote_code)
         layers = getattr(model_config.get_text_config(), "num_hidden_layers", 0)
-        is_quick = quick and layers > QUICK_LAYERS[1] and layers_are_alike(model_config, request.config.model)
-        if is_quick:
+        if quick and layers > QUICK_LAYERS[1] and layers_are_alike(model_config, request.config.model):
             few, more = (_plan_with(request, build_model, count) for count in QUICK_LAYERS)
-            plan = _extrapolate(few, more, layers)
-        else:
-            plan = _plan_with(request, build_model, None)
+            return _extrapolate(few, more, layers)
+        return _plan_with(request, build_model, None)
     finally:
         log.setLevel(level)
-    return dataclasses.replace(plan, is_quick=is_quick, seconds=time.perf_counter() - started)
 
 
 def _plan_with(request: PlanRequest, build_model: BuildModel, layers: int | None) -> Plan:
@@ -67,34 +55,30 @@ def _plan_with(request: PlanRequest, build_model: BuildModel, layers: int | None
         tracker = Tracker(request.device)
         model_config = models.load_model_config(folder, config.model.trust_remote_code)
         context_length = models.resolve_context_length(config.data.context_length, model_config)
-        batch = _full_batch(request, request.micro_batch, context_length)
+        rows = config.train.batch_size_training
+        if request.size is not None:
+            rows = min(rows, max(1, -(-request.size // request.world_size)))
+        batch = _full_batch(request, rows, context_length)
         validation = None
         if config.train.run_validation and request.has_validation:
             validation = _full_batch(request, config.train.val_batch_size, context_length)
         with planned_models(request.device), tracker.planning():
-            model, _, stored_dtypes, units = build_model(config, folder, model_config, request.new_tokens, tracker, job)
+            model, _, stored_dtypes, _ = build_model(config, folder, model_config, request.new_tokens, tracker, job)
             tracker.watch(model)
             optimizer = _two_steps(config, model, batch, validation, tracker, job)
             of_the_device = len(tracker.ledger.events)
             tracker.enter("save")
             saved = checkpoint.to_host(checkpoint.own_state(model, optimizer, job))
             del tracker.ledger.events[of_the_device:]  # copies lie on the host
-        states = [value for state in optimizer.state.values() for value in state.values()]
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        staged = [*trained, *(value for value in states if isinstance(value, torch.Tensor))]
-        unit = max(units, key=lambda unit: unit.bytes)
+        staged = [parameter for parameter in model.parameters() if parameter.requires_grad] + states_of(optimizer)
         return Plan(
             device=request.device,
             world_size=request.world_size,
             timeline=tracker.ledger.timeline,
             checkpoint_bytes=sum(tensor.numel() * tensor.element_size() for tensor in staged),  # of all ranks
             result_bytes=_result_bytes(config, model, stored_dtypes),
-            sent_bytes=dict(tracker.sent),
-            largest_unit=unit.name,
-            largest_unit_bytes=unit.bytes,
-            tokens=request.micro_batch * request.row_length(context_length),
-            is_quick=False,
-            seconds=0.0,
+            tokens=batch.tokens,
+            is_quick=layers is not None,
             **_memory(request, tracker, sum(tensor.nbytes for tensor in saved.values())),
         )
 
@@ -137,13 +121,10 @@ def _two_steps(
 def _full_batch(request: PlanRequest, rows: int, context_length: int) -> Batch:
     """A micro-batch as large as one can be."""
     is_packed = request.config.data.batching_strategy == "packing"
-    if is_packed:
-        # On CUDA one kernel takes all rows; on the CPU attention goes row by row, here a row a pack.
-        lengths = [context_length * rows] if request.device == "cuda" else [context_length] * rows
-        ids = torch.zeros(1, context_length * rows, dtype=torch.int64)
-    else:
-        lengths = [request.row_length(context_length)] * rows
-        ids = torch.zeros(rows, lengths[0], dtype=torch.int64)
+    length = context_length if is_packed else min(context_length, request.longest_row or context_length)
+    # Packed: on CUDA one kernel takes all rows; on the CPU attention goes row by row, here a row a pack.
+    lengths = [length * rows] if is_packed and request.device == "cuda" else [length] * rows
+    ids = torch.zeros((1, length * rows) if is_packed else (rows, length), dtype=torch.int64)
     labels = ids.clone()
     labels[:, round(labels.shape[1] * request.target_share) :] = IGNORED
     return Batch(ids, labels, lengths, is_packed, [""] * len(lengths))
@@ -168,7 +149,10 @@ def _memory(request: PlanRequest, tracker: Tracker, saved_bytes: int) -> dict[st
     offloaded, peaks = 0, list(by_phase.values())
     if request.config.fsdp.fsdp_cpu_offload:  # gradients go to the host as soon as they are reduced
         offloaded = sum(by_phase["optimizer step"].holders[holder] for holder in OFFLOADED)
-        peaks = [_without_offloaded(peak) for peak in peaks]
+        kept = [{**peak.holders, **dict.fromkeys(OFFLOADED, 0)} for peak in peaks]
+        peaks = [
+            dataclasses.replace(it, holders=on, bytes=sum(on.values())) for it, on in zip(peaks, kept, strict=True)
+        ]
     largest = max(peak.bytes for peak in peaks)
     # The events are of all tensors, wherever they are.
     reserved = round(SLACK * largest) if request.config.fsdp.fsdp_cpu_offload else reserved_bytes(tracker.ledger.events)
@@ -179,11 +163,6 @@ def _memory(request: PlanRequest, tracker: Tracker, saved_bytes: int) -> dict[st
         "host_load_bytes": load.holders["temporaries"] + offloaded,
         "host_save_bytes": saved_bytes + offloaded,
     }
-
-
-def _without_offloaded(peak: Peak) -> Peak:
-    holders = {**peak.holders, **dict.fromkeys(OFFLOADED, 0)}
-    return dataclasses.replace(peak, holders=holders, bytes=sum(holders.values()))
 
 
 def _plannable(config: Config) -> Config:
@@ -220,13 +199,12 @@ def _extrapolate(few: Plan, more: Plan, layers: int) -> Plan:
     for before, after in zip(few.peaks, more.peaks, strict=True):
         holders = {name: at(before.holders[name], after.holders[name]) for name in before.holders}
         peaks.append(Peak(before.phase, sum(holders.values()), holders, after.module))
-    names = ("host_load_bytes", "host_save_bytes", "checkpoint_bytes", "result_bytes")
+    names = ("host_load_bytes", "host_save_bytes", "checkpoint_bytes", "result_bytes", "reserved_bytes")
     numbers: dict[str, Any] = {name: at(getattr(few, name), getattr(more, name)) for name in names}
-    sent = {name: at(few.sent_bytes[name], more.sent_bytes[name]) for name in few.sent_bytes}
     largest = max(peak.bytes for peak in peaks)
-    on_cpu = at(few.reserved_bytes, more.reserved_bytes)  # and more than the peaks where a copy is being written
-    numbers["reserved_bytes"] = round(SLACK * largest) if more.device == "cuda" else max(largest, on_cpu)
-    return dataclasses.replace(more, peaks=peaks, timeline=[], sent_bytes=sent, **numbers)
+    on_cpu = max(largest, numbers["reserved_bytes"])  # more than the peaks where a copy is being written
+    numbers["reserved_bytes"] = round(SLACK * largest) if more.device == "cuda" else on_cpu
+    return dataclasses.replace(more, peaks=peaks, timeline=[], **numbers)
 
 
 @contextmanager

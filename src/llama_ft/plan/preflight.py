@@ -29,7 +29,6 @@ from llama_ft.processes import end_with
 from llama_ft.runtime import Runtime, log
 
 SECONDS_FOR_PLAN, SECONDS_FOR_ADVICE, SECONDS_FOR_CHOICE = 15.0, 60.0, 120.0
-NICE = 10
 
 BuildModel = Callable[..., Any]  # as llama_ft.plan.predict has it, which is not imported here
 
@@ -68,8 +67,6 @@ class Preflight:
             The settings with what was chosen.
         """
         is_auto = config.train.activation_checkpointing == "auto"
-        if self._pipe is None and not is_auto:
-            return config
         self._free = free_bytes(job.device, job.local_world_size, config.train.device_memory_fraction)
         self._free_on_host = free_bytes(torch.device("cpu"), job.local_world_size)
         if is_auto:
@@ -106,9 +103,6 @@ class Preflight:
             log.info(f"Planned: {needs} at most ({where}); plan.json says what holds it")
             if plan.device_bytes > self._free:
                 fits = self._receive(SECONDS_FOR_ADVICE)
-                if isinstance(fits, list):
-                    sizes = [(fit, size_text(fit.plan.device_bytes)) for fit in fits]
-                    fits = "\n  ".join(f"{' '.join(it.flags)} would need {size} ({it.gives_up})" for it, size in sizes)
                 log.warning(f"This run will most likely not fit: it needs {needs}. What would fit:\n  {fits}")
             host = max(plan.host_load_bytes, plan.host_save_bytes)
             if plan.device == "cuda" and host > self._free_on_host:
@@ -133,8 +127,7 @@ class Preflight:
             if self._pipe.poll(seconds):
                 return self._pipe.recv()
         except (EOFError, OSError):
-            self._process.join(1)
-            return f"the planner ended (exit code {self._process.exitcode})"
+            return "the planner has ended"
         return f"it took over {seconds:.0f} s. recipes/plan.py has no limit"
 
 
@@ -143,7 +136,7 @@ def _serve(pipe: Connection, parents: Connection, build_model: BuildModel, paren
     parents.close()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the run, which ends this
-    os.nice(NICE)
+    os.nice(10)
     end_with(parent, oom_score=1000)
     torch.set_num_threads(1)
     with suppress(EOFError, OSError):
@@ -154,9 +147,9 @@ def _serve(pipe: Connection, parents: Connection, build_model: BuildModel, paren
 
 def _answers(request: PlanRequest, free: float, build_model: BuildModel) -> Iterator[Any]:
     """What `activation_checkpointing auto` comes to be, if it is that, the plan, and if that is too much, what would
-    fit; in place of an answer a text that says why there is none."""
+    fit, in words; in place of an answer a text that says why there is none."""
     try:
-        from llama_ft.plan.fit import Ladder, choose_checkpointing
+        from llama_ft.plan.fit import choose_checkpointing, find_fits
         from llama_ft.plan.predict import predict
 
         if request.config.train.activation_checkpointing == "auto":
@@ -167,8 +160,9 @@ def _answers(request: PlanRequest, free: float, build_model: BuildModel) -> Iter
             plan = predict(request, build_model, quick=True)
         yield plan
         if plan.device_bytes > free:
-            ladder = Ladder(request, build_model, int(free), plan, quick=True, tell=log.debug)
-            ladder.climb()
-            yield ladder.fits
+            fits = find_fits(request, build_model, free, plan, True, log.debug)
+            sizes = [(it, size_text(it.plan.device_bytes)) for it in fits]
+            lines = [f"{' '.join(it.flags)} would need {size} ({it.gives_up})" for it, size in sizes]
+            yield "\n  ".join(lines) or "none of the changes that were planned"
     except Exception as error:  # what is wrong with the run, the run will say
         yield reason(error)

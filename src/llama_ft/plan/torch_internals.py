@@ -4,7 +4,6 @@ UserError: then nothing can be planned, and training goes on without a plan."""
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from llama_ft.errors import UserError
@@ -60,11 +59,3 @@ def storage_key(storage: torch.UntypedStorage) -> int:
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's part, without an operator that would be counted."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
-def ranks_of(args: Any) -> int:
-    """Return how many ranks a collective's process group has; 1 without a process group."""
-    for value in args:
-        if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
-            return dist.ProcessGroup.unbox(value).size()
-    return 1

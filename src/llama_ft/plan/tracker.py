@@ -5,8 +5,10 @@ DTensor every operator of this rank passes here with local shapes: a mode that a
 asked again for the operators that these are made of.
 """
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -18,9 +20,9 @@ from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.models import lora_linear
 from llama_ft.models.build import decoder_layers
-from llama_ft.phases import MemoryCategory, Phase
+from llama_ft.phases import MEMORY_CATEGORIES, MemoryCategory, Phase
 from llama_ft.plan import torch_internals as internals
-from llama_ft.plan.memory_ledger import MemoryLedger
+from llama_ft.plan.types import Moment, Peak
 
 HELD_IN: dict[Phase, MemoryCategory] = {
     "load": "temporaries",
@@ -33,7 +35,6 @@ HELD_IN: dict[Phase, MemoryCategory] = {
 # cuBLAS' workspace, which torch allocates with the first matrix product and keeps (Hopper's; others take 8 MiB).
 # Source: aten/src/ATen/cuda/CublasHandlePool.cpp
 CUBLAS_BYTES = 32 * 2**20
-OF_A_STEP: tuple[Phase, ...] = ("forward", "backward", "optimizer step")
 # What fully_shard allocates where.
 ALLOCATING: dict[tuple[Any, str], MemoryCategory] = {
     internals.ALL_GATHER: "communication buffers",
@@ -41,32 +42,97 @@ ALLOCATING: dict[tuple[Any, str], MemoryCategory] = {
     internals.REDUCE: "communication buffers",
     internals.ACCUMULATE: "gradients",
 }
-# A collective's operators begin with -> its name, and how often a rank sends (n - 1) / n of its bytes on a ring of n
-# ranks. Source: https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/usage/collectives.html
-COLLECTIVES = {
-    "allgather": ("all-gather", 1),
-    "reduce_scatter": ("reduce-scatter", 1),
-    "allreduce": ("all-reduce", 2),
-    "broadcast": ("broadcast", 1),
-}
+
+
+class MemoryLedger:
+    """Storages that are alive, their bytes and holders, and the peak of each phase."""
+
+    def __init__(self) -> None:
+        self.now = 0  # bytes of all
+        self.holders: dict[MemoryCategory, int] = dict.fromkeys(MEMORY_CATEGORIES, 0)
+        self.holder: MemoryCategory = "temporaries"  # of what is allocated from now on
+        self.phase: Phase | None = None  # whose peak is being measured
+        self.peaks: dict[Phase, Peak] = {}
+        self.module = ""  # at work, for the peaks
+        self.timeline: list[Moment] = []
+        self.events: list[tuple[int, int]] = []  # every change: (storage, bytes more or fewer)
+        self._alive: dict[int, tuple[int, int, MemoryCategory]] = {}
+        self._numbered = 0
+
+    def begin(self, phase: Phase, holder: MemoryCategory) -> None:
+        """Measure the peak of a phase; what is allocated belongs to `holder`."""
+        self.phase, self.holder, self.module = phase, holder, ""
+        self._note_peak()
+        self.mark(phase)
+
+    def note(self, storage: torch.UntypedStorage) -> None:
+        """A storage that may be new or may have been resized."""
+        key, nbytes = internals.storage_key(storage), storage.nbytes()
+        number, before, holder = self._alive.get(key, (0, 0, self.holder))
+        if key not in self._alive:
+            self._numbered = number = self._numbered + 1
+            weakref.finalize(storage, self._drop, key)
+        if nbytes != before:
+            self._change(number, nbytes - before, holder)
+        self._alive[key] = (number, nbytes, holder)
+
+    def note_temporary(self, nbytes: int) -> None:
+        """Memory that an operator takes and gives back before it returns."""
+        if nbytes:
+            number = self.note_kept(nbytes)
+            self._change(number, -nbytes, "temporaries")
+
+    def note_kept(self, nbytes: int) -> int:
+        """Memory that a library takes and keeps; returns its number."""
+        self._numbered += 1
+        self._change(self._numbered, nbytes, "temporaries")
+        return self._numbered
+
+    def assign(self, tensors: Iterable[torch.Tensor], holder: MemoryCategory) -> None:
+        """Say who holds tensors that are alive already; of DTensors this rank's part."""
+        for tensor in tensors:
+            key = internals.storage_key(internals.local_part(tensor).untyped_storage())
+            if key in self._alive:
+                number, nbytes, before = self._alive[key]
+                self._alive[key] = (number, nbytes, holder)
+                self.holders[before] -= nbytes
+                self.holders[holder] += nbytes
+
+    def settle(self, phase: Phase, holder: MemoryCategory, others: Iterable[MemoryCategory]) -> None:
+        """At the peak of a phase, what `others` hold now was counted as `holder`'s: they had not been assigned yet."""
+        peak = self.peaks[phase]
+        moved = {other: self.holders[other] for other in others}
+        holders = {**peak.holders, **moved, holder: peak.holders[holder] - sum(moved.values())}
+        self.peaks[phase] = replace(peak, holders=holders)
+
+    def mark(self, label: str) -> None:
+        """Put a moment on the timeline."""
+        self.timeline.append(Moment(label, self.now, self.holders["gathered units"]))
+
+    def _note_peak(self) -> None:
+        if self.phase is not None and (self.phase not in self.peaks or self.now > self.peaks[self.phase].bytes):
+            self.peaks[self.phase] = Peak(self.phase, self.now, dict(self.holders), self.module)
+
+    def _change(self, number: int, more: int, holder: MemoryCategory) -> None:
+        self.now += more
+        self.holders[holder] += more
+        self.events.append((number, more))
+        if more > 0:
+            self._note_peak()
+
+    def _drop(self, key: int) -> None:
+        number, nbytes, holder = self._alive.pop(key)
+        if nbytes:
+            self._change(number, -nbytes, holder)
 
 
 class Tracker(internals.TorchDispatchMode):
     """Keeps a ledger of every operator's tensors; a PhaseMonitor. Until the first phase, loading, begins, tensors are
-    real: the skeleton is on the meta device anyway.
-
-    Args:
-        device: cuda or cpu: what is planned for.
-
-    Attributes:
-        ledger: what is alive.
-        sent: bytes that this rank's collectives have sent, by collective.
-    """
+    real: the skeleton is on the meta device anyway. `device` is what is planned for, cuda or cpu."""
 
     def __init__(self, device: str) -> None:
         super().__init__()
-        self.ledger, self.sent = MemoryLedger(), dict[str, int]()
-        self._is_cuda = device == "cuda"
+        self.ledger, self._is_cuda = MemoryLedger(), device == "cuda"
         self._workspace_bytes = CUBLAS_BYTES if self._is_cuda else 0  # not allocated yet
         self._module_names: dict[nn.Module, str] = {}
         self._units: set[nn.Module] = set()
@@ -88,11 +154,8 @@ class Tracker(internals.TorchDispatchMode):
         if self.ledger.phase is None or _computes_for_real(func, args, kwargs):
             with internals.unset_fake_temporarily():
                 return func(*args, **kwargs)
-        if func.namespace == "c10d":
-            kind, sent_bytes, gloo_bytes = _collective(func, args)
-            if sent_bytes and self.ledger.phase in OF_A_STEP:
-                self.sent[kind] = self.sent.get(kind, 0) + sent_bytes
-            self.ledger.note_temporary(0 if self._is_cuda else gloo_bytes)
+        if func.namespace == "c10d" and not self._is_cuda:
+            self.ledger.note_temporary(_gloo_bytes(func, args))
         self.ledger.note_temporary(_workspace_bytes(func, args, self._is_cuda))
         if self._workspace_bytes and internals.operator_name(func) in ("mm", "addmm", "bmm"):
             self.ledger.note_kept(self._workspace_bytes)
@@ -146,19 +209,16 @@ class Tracker(internals.TorchDispatchMode):
         """Keep of what has been measured only the loading: the next step is the one to show."""
         self.ledger.peaks = {"load": self.ledger.peaks["load"]}
         self.ledger.timeline = []
-        self.sent.clear()
 
     def note_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Assign the states that an optimizer has made."""
-        states = [value for state in optimizer.state.values() for value in state.values()]
-        self.ledger.assign([value for value in states if isinstance(value, torch.Tensor)], "optimizer state")
+        self.ledger.assign(states_of(optimizer), "optimizer state")
 
     def watch(self, model: PreTrainedModel) -> None:
         """Follow a model's forward and backward passes by module; assign its parameters."""
         for parameter in model.parameters():
-            self.ledger.assign(
-                [parameter], "sharded parameters" if parameter.is_floating_point() else "quantized parts"
-            )
+            holder: MemoryCategory = "sharded parameters" if parameter.is_floating_point() else "quantized parts"
+            self.ledger.assign([parameter], holder)
         self.ledger.settle("load", "temporaries", ("sharded parameters", "quantized parts"))
         self._module_names = {module: name for name, module in model.named_modules()}
         layers = set(decoder_layers(model))
@@ -180,7 +240,7 @@ class Tracker(internals.TorchDispatchMode):
         if module is self._head:
             self.ledger.holder = "logits and loss"
             if args and isinstance(args[0], torch.Tensor) and args[0].requires_grad:
-                args[0].register_hook(self._leave_head)
+                args[0].register_hook(lambda _: setattr(self.ledger, "holder", "activations"))
         if module in self._units:
             self.ledger.mark(f"forward {self._module_names[module] or 'the model'}")
 
@@ -202,12 +262,15 @@ class Tracker(internals.TorchDispatchMode):
         self.ledger.module = name
         self.ledger.mark(f"backward {name}")
 
-    def _leave_head(self, _: torch.Tensor) -> None:
-        self.ledger.holder = "activations"
-
     def _assign_gradient(self, parameter: torch.Tensor) -> None:
         if parameter.grad is not None:
             self.ledger.assign([parameter.grad], "gradients")
+
+
+def states_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Return the tensors that an optimizer has made."""
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    return [value for value in states if isinstance(value, torch.Tensor)]
 
 
 def _computes_for_real(func: Any, args: Any, kwargs: Any) -> bool:
@@ -218,11 +281,7 @@ def _computes_for_real(func: Any, args: Any, kwargs: Any) -> bool:
         return True
     tensors = [*_tensors(args), *_tensors(kwargs.values())]
     if not tensors:
-        return (
-            func.namespace == "aten"
-            and internals.operator_name(func) == "arange"
-            and kwargs.get("dtype") in (None, torch.int64)
-        )
+        return func.overloadpacket is torch.ops.aten.arange and kwargs.get("dtype") in (None, torch.int64)
     if any(isinstance(tensor, internals.FakeTensor) for tensor in tensors):
         return False
     on_meta = [tensor.device.type == "meta" for tensor in tensors]
@@ -238,17 +297,12 @@ def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
             yield from _tensors(value)
 
 
-def _collective(func: Any, args: Any) -> tuple[str, int, int]:
-    """A collective's name, the bytes this rank sends, and what gloo takes beside the arguments: its reduce-scatter is
-    an all-reduce of a copy of the input, and its all-gather receives into memory of its own. Source: AsyncAllgatherWork
-    in torch's ProcessGroupGloo.cpp."""
-    name, ranks = internals.operator_name(func).strip("_"), internals.ranks_of(args)
-    kind, times = next((it for start, it in COLLECTIVES.items() if name.startswith(start)), ("", 0))
-    sizes = [value.nbytes for value in internals.tree_leaves(args) if isinstance(value, torch.Tensor)]
-    if not kind or not sizes:
-        return "", 0, 0
-    sent_bytes = max(sizes[0], sum(sizes[1:])) * (times * (ranks - 1) / ranks)
-    return kind, int(sent_bytes), max(sizes) if kind in ("all-gather", "reduce-scatter") else 0
+def _gloo_bytes(func: Any, args: Any) -> int:
+    """What gloo takes beside a collective's arguments: its reduce-scatter is an all-reduce of a copy of the input, and
+    its all-gather receives into memory of its own. Source: AsyncAllgatherWork in torch's ProcessGroupGloo.cpp."""
+    if not internals.operator_name(func).strip("_").startswith(("allgather", "reduce_scatter")):
+        return 0
+    return max((value.nbytes for value in internals.tree_leaves(args) if isinstance(value, torch.Tensor)), default=0)
 
 
 def _workspace_bytes(func: Any, args: Any, is_cuda: bool) -> int:
