@@ -53,8 +53,7 @@ def test_a_step_with_its_evaluation_is_one_line(tmp_path: Path, screen: io.Strin
 def test_ranks_other_than_0_log_nothing(tmp_path: Path, screen: io.StringIO) -> None:
     with RunLog(tmp_path, OFFLINE, {}, total_steps=2, rank=1) as run_log:
         run_log.log_step(1, {"train/loss": 8.0})
-        run_log.log_samples([{"when": "after"}])
-        run_log.log_result(tmp_path, {"weights_of": 1, "best_step": 0}, "base", 60)
+        run_log.log_result(tmp_path, {"weights_of": 1, "best_step": 0}, 60)
     assert list(tmp_path.iterdir()) == []
     assert screen.getvalue() == ""
 
