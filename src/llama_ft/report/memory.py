@@ -3,7 +3,6 @@
 import itertools
 import math
 from collections.abc import Sequence
-from statistics import median_low
 from typing import Any, NamedTuple
 
 import numpy
@@ -12,14 +11,10 @@ from llama_ft.phases import MEMORY_CATEGORIES, PHASES
 from llama_ft.report.plot import Plot, Series
 from llama_ft.report.run import Run
 
-MIB = 2**20
 TRAINING_PHASES = ("forward", "backward", "optimizer step")
-TITLES = {  # of the lists in metrics.jsonl, and of the kinds in facts.json
+TITLES = {  # of lists in metrics.jsonl
     "memory/device_peak_bytes": "device, whole run",
     "memory/host_peak_bytes": "host (RSS), whole run",
-    "device_reserved_bytes": "reserved, at most",
-    "device_fragmented_bytes": "fragmented, at most",
-    "anonymous_peak_bytes": "host, anonymous, at most",
 }
 
 
@@ -83,20 +78,14 @@ class MemoryFacts:
         held: dict[str, float] = next((peak["holders"] for peak in self._plan if peak["phase"] == "optimizer step"), {})
         return _bars(MEMORY_CATEGORIES, {name: held[name] for name in names if held.get(name)}, measured)
 
-    def rank_table(self) -> dict[str, list[dict[str, Any]]]:
-        """What each rank measured: column -> a cell for each rank, with its size, its share of the largest, and whether
-        it is over 5 % more than is usual."""
+    def rank_table(self) -> dict[str, list[float | None]]:
+        """What each rank measured, by phase and holder: column -> bytes of each rank, as far as ranks have them all."""
         peaks = self._run.rank_peaks
-        columns: dict[str, Sequence[Any]] = {TITLES[key]: peaks[key] for key in list(TITLES)[:2] if key in peaks}
+        columns: dict[str, Any] = {title: peaks[key] for key, title in TITLES.items() if key in peaks}
         columns |= {phase: [rank.get(self._kind) for rank in ranks] for phase, ranks in self._phases.items()}
-        kinds = dict.fromkeys(kind for ranks in self._phases.values() for rank in ranks for kind in rank)
-        for kind in (kind for kind in kinds if kind != self._kind):
-            by_phase = [[rank.get(kind) or 0 for rank in ranks] for ranks in self._phases.values()]
-            columns[TITLES.get(kind, kind)] = [max(sizes) for sizes in zip(*by_phase, strict=False)]
         for name in dict.fromkeys(name for rank in self._holders for name in rank):
             columns[f"holds: {name}"] = [rank.get(name) for rank in self._holders]
-        ranks = max(map(len, columns.values()), default=0)
-        return {name: _cells(name, [*column, *[None] * (ranks - len(column))]) for name, column in columns.items()}
+        return columns
 
     def step_plot(self) -> Plot:
         """Predicted memory over one step, FSDP units gathered and freed."""
@@ -112,14 +101,6 @@ class MemoryFacts:
         series = [Series("all", x, total, "area", 0), Series("without gathered units", x, total - gathered, "area", 2)]
         title = "Memory over one step, predicted"
         return Plot(title, series, "bytes", labels=labels, bands=bands, width=1180, height=290)
-
-
-def _cells(name: str, column: Sequence[float | None]) -> list[dict[str, Any]]:
-    known = [size if size is not None and math.isfinite(size) else 0 for size in column]
-    usual, largest = median_low(known), max(known) or 1
-    # Tensors are counted exactly; of host memory Python and its libraries take what they like.
-    most = max(1.05 * usual, usual + (MIB if name.startswith(("holds", "device")) else 128 * MIB))
-    return [{"size": size or None, "share": size / largest, "is_odd": size > most} for size in known]
 
 
 def _phase_of(label: str) -> str:

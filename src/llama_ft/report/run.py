@@ -39,17 +39,14 @@ class Curve:
 
     @property
     def lowest(self) -> tuple[int, float]:
-        """The step of the lowest value, and that value; (0, NaN) where there is none."""
-        if not numpy.isfinite(self.values).any():
-            return 0, math.nan
-        place = int(numpy.nanargmin(self.values))
+        """The step of the lowest value, and that value."""
+        place = int(numpy.where(numpy.isfinite(self.values), self.values, math.inf).argmin())
         return int(self.steps[place]), float(self.values[place])
 
     @property
     def median(self) -> float:
         """Of the second half, where things have settled."""
-        half = self.values[len(self.values) // 2 :]
-        return float(numpy.nanmedian(half)) if numpy.isfinite(half).any() else math.nan
+        return float(numpy.median(self.values[len(self.values) // 2 :]))
 
 
 @dataclass
