@@ -4,8 +4,6 @@ import contextlib
 import io
 import json
 import os
-import re
-import shlex
 import struct
 import subprocess
 import sys
@@ -307,41 +305,3 @@ def test_wandb_online_goes_on_with_its_run(
         offline_history(run_dir) for run_dir in sorted((tmp_path / "run" / "wandb").glob("run-*"), key=os.path.getctime)
     ]
     assert [[row["_step"] for row in rows] for rows in told] == [["0", "1", "2", "3", "4"], ["4", "5"], ["5", "6"]]
-
-
-def test_wandb_gets_the_whole_run_where_it_does_not_have_it(
-    tmp_path: Path, wandb_server: WandbServer, login: None, screen: io.StringIO
-) -> None:
-    run = Attempt(tmp_path / "run", TrackingConfig())
-    run.run(0, 3, 1.0)
-    assert run.ids == {}
-    run.tracking = TrackingConfig(use_wandb=True)
-    run.run(3, 4, 2.0, resume_step=2)
-    run_id, expected = run.ids["wandb"], [(0, 1.0), (1, 1.0), (2, 1.0), (3, 2.0), (4, 2.0)]
-    assert wandb_server.losses(run_id) == expected
-
-    wandb_server.history.clear()  # another server or project
-    run.run(5, 5, 3.0, resume_step=4)
-    assert wandb_server.losses(run_id) == [*expected, (5, 3.0)]
-
-
-def test_the_last_offline_attempt_uploads_the_whole_run(
-    tmp_path: Path, wandb_server: WandbServer, login: None, screen: io.StringIO
-) -> None:
-    run = Attempt(tmp_path / "run", TrackingConfig(use_wandb=True, wandb_mode="offline"))
-    run.run(0, 4, 1.0)
-    run_id = run.ids["wandb"]
-    upload(screen)
-    assert wandb_server.losses(run_id) == [(step, 1.0) for step in range(5)]
-    run.run(3, 5, 2.0, resume_step=2)
-    assert run.ids == {"wandb": run_id}
-    upload(screen)
-    assert wandb_server.losses(run_id) == [(0, 1.0), (1, 1.0), (2, 1.0), (3, 2.0), (4, 2.0), (5, 2.0)]
-
-
-def upload(screen: io.StringIO) -> None:
-    """Run the command that was printed last."""
-    command = re.findall(r"W&B: wandb (sync .*) uploads this run", screen.getvalue())[-1]
-    wandb = Path(sys.executable).with_name("wandb")
-    home = os.environ["HOME"]  # it writes a log to the folder that it is called in
-    subprocess.run([wandb, *shlex.split(command)], check=True, capture_output=True, timeout=60, cwd=home)

@@ -1,7 +1,4 @@
-"""MLflow: a run on a server or in a folder.
-
-mlflow is imported inside the functions: it is optional, and takes some seconds.
-"""
+"""MLflow: a run on a server or in a folder. mlflow is imported inside the functions: it is optional and slow."""
 
 import contextlib
 import logging
@@ -28,10 +25,10 @@ ENVIRONMENT = {
 
 
 def check_mlflow(config: TrackingConfig, output_dir: Path) -> Any:
-    """Make an MlflowClient, and find out whether it takes this run.
+    """Return an MlflowClient whose store answers.
 
     Raises:
-        UserError: the package is missing, the server does not answer or refuses, or the folder cannot be written to.
+        UserError: the package is missing, or the store does not answer.
     """
     store = _store(config, output_dir)
     for name, value in ENVIRONMENT.items():
@@ -53,11 +50,8 @@ def check_mlflow(config: TrackingConfig, output_dir: Path) -> Any:
 
 
 class MlflowTracker:
-    """One MLflow run: settings as parameters, metrics with their steps, commit and tags; see start_trackers.
-
-    Of a resumed run MLflow keeps what it has: neither steps that it has nor parameters are logged again. Where the
-    store does not have it, a new one begins.
-    """
+    """One MLflow run: settings, metrics, commit and tags; see start_trackers. Of a resumed run MLflow keeps what it has;
+    where the store does not have it, a new one begins."""
 
     name = "MLflow"
 

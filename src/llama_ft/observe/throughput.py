@@ -140,7 +140,6 @@ class ThroughputMeter:
 
     def _log_profile(self, finished: profile) -> None:
         if self._steps <= STEPS_BEFORE_PROFILE:
-            log.warning(f"--use_profiler: nothing is profiled: training ended before step {STEPS_BEFORE_PROFILE + 1}.")
             return
         by = "self_device_time_total" if self._is_cuda else "self_cpu_time_total"
         log.info(finished.key_averages().table(sort_by=by, row_limit=OPERATORS_SHOWN, max_name_column_width=50))

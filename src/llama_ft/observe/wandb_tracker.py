@@ -1,5 +1,4 @@
-"""Weights & Biases: nothing printed but where the run is, and nothing sent but configuration, commit, metrics, machine
-load and, where it is asked for, the result.
+"""Weights & Biases: it gets configuration, commit, metrics, machine load and, where it is asked for, the result.
 
 wandb is imported inside the functions: it takes a second and starts a process of its own.
 """

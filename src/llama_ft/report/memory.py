@@ -12,10 +12,6 @@ from llama_ft.report.plot import Plot, Series
 from llama_ft.report.run import Run
 
 TRAINING_PHASES = ("forward", "backward", "optimizer step")
-TITLES = {  # of lists in metrics.jsonl
-    "memory/device_peak_bytes": "device, whole run",
-    "memory/host_peak_bytes": "host (RSS), whole run",
-}
 
 
 class Bar(NamedTuple):
@@ -79,13 +75,11 @@ class MemoryFacts:
         return _bars(MEMORY_CATEGORIES, {name: held[name] for name in names if held.get(name)}, measured)
 
     def rank_table(self) -> dict[str, list[float | None]]:
-        """What each rank measured, by phase and holder: column -> bytes of each rank, as far as ranks have them all."""
-        peaks = self._run.rank_peaks
-        columns: dict[str, Any] = {title: peaks[key] for key, title in TITLES.items() if key in peaks}
+        """What each rank measured, by phase and holder: column -> bytes of each rank."""
+        columns = {key.removeprefix("memory/"): list(peaks) for key, peaks in self._run.rank_peaks.items()}
         columns |= {phase: [rank.get(self._kind) for rank in ranks] for phase, ranks in self._phases.items()}
-        for name in dict.fromkeys(name for rank in self._holders for name in rank):
-            columns[f"holds: {name}"] = [rank.get(name) for rank in self._holders]
-        return columns
+        names = dict.fromkeys(name for rank in self._holders for name in rank)
+        return columns | {f"holds: {name}": [rank.get(name) for rank in self._holders] for name in names}
 
     def step_plot(self) -> Plot:
         """Predicted memory over one step, FSDP units gathered and freed."""
@@ -93,10 +87,9 @@ class MemoryFacts:
         labels = [moment["label"].replace(" the model", " model") for moment in timeline]
         x, total = numpy.arange(len(timeline)), numpy.array([float(moment["bytes"]) for moment in timeline])
         gathered = numpy.array([float(moment["gathered_bytes"]) for moment in timeline])
-        bands = list[tuple[float, float, str]]()
-        for phase, group in itertools.groupby(x.tolist(), key=lambda n: _phase_of(labels[n])):
-            places = list(group)
-            first, last = places[0], places[-1]
+        bands = []
+        for phase, group in itertools.groupby(range(len(labels)), key=lambda n: _phase_of(labels[n])):
+            first, *_, last = [*group] * 2
             bands.append((max(first - 0.5, 0), min(last + 0.5, len(labels) - 1), phase))
         series = [Series("all", x, total, "area", 0), Series("without gathered units", x, total - gathered, "area", 2)]
         title = "Memory over one step, predicted"

@@ -31,10 +31,6 @@ METRIC_PLOTS = (  # key, title, unit
     ("memory/host_peak_bytes", "Host memory (RSS), peak so far, fullest rank", "bytes"),
     ("train/loss_scale", "Loss scale", ""),
 )
-UTILIZATIONS = (  # key, title of its card, where the run's facts have what it is a share of
-    ("perf/mfu", "MFU", "published_flops_per_second", "published"),
-    ("perf/matmul_utilization", "Matmul utilization", "product_flops_per_second", "measured"),
-)
 NOISY = ("perf/", "train/grad_norm")
 
 
@@ -114,11 +110,9 @@ def _cards(run: Run) -> list[Card]:
         cards.append(Card("Validation loss", number(held_out.last, digits=4), f"best {lowest:.4g} at step {step:,}"))
     if speed := curves.get("perf/tokens_per_second"):
         cards.append(Card("Tokens per second", f"{speed.median:,.0f}", "median of the second half"))
-    for key, title, fact, how in UTILIZATIONS:
-        if utilization := curves.get(key):
-            rates = run.facts.get("speed", {}).get(fact) or 0.0
-            rate = (sum(rates) if isinstance(rates, list) else rates) / 1e12
-            cards.append(Card(title, f"{utilization.median:.0%}", f"of {rate:.3g} TFLOP/s, {how}" if rate else ""))
+    if utilization := curves.get("perf/mfu") or curves.get("perf/matmul_utilization"):
+        title, share = ("MFU", "published") if "perf/mfu" in curves else ("Matmul utilization", "measured")
+        cards.append(Card(title, f"{utilization.median:.0%}", f"of the {share} FLOP/s"))
     memory = MemoryFacts(run)
     (peak, kind), predicted, what = memory.measured_peak(), memory.predicted, ""
     if math.isfinite(predicted):
@@ -126,14 +120,9 @@ def _cards(run: Run) -> list[Card]:
         what = f"{plan} ({peak / predicted - 1:+.0%})" if memory.is_like_for_like else f"with Python; {plan}"
     if math.isfinite(peak):
         cards.append(Card(f"Peak of {kind}", number(peak, "bytes"), what))
-    elif math.isfinite(predicted):
-        cards.append(Card("Predicted peak", number(predicted, "bytes"), "nothing was measured"))
-    ranks = max([len(peaks) for peaks in run.rank_peaks.values()] + [int(run.plan.get("world_size", 0))])
-    if ranks:
-        on_gpu = memory.is_like_for_like or run.plan.get("device") == "cuda"
-        machine = run.facts.get("environment", {}).get("GPUs" if on_gpu else "host", "")
-        words = [f"{ranks} rank{'s' if ranks > 1 else ''}", *([machine] if machine else [])]
-        cards.append(Card("Device", "GPU" if on_gpu else "CPU", "; ".join(words)))
+    if ranks := max([len(peaks) for peaks in run.rank_peaks.values()], default=0):
+        machine = run.facts.get("environment", {}).get("GPUs" if memory.is_like_for_like else "host", "")
+        cards.append(Card("Ranks", f"{ranks}", machine))
     return cards
 
 

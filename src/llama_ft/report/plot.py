@@ -122,10 +122,8 @@ def number(value: float, unit: str = "", digits: int = 3) -> str:
         power = next((p for p in (4, 3, 2, 1) if abs(value) >= 1024**p), 0)
         return f"{value / 1024**power:.{digits}g} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}" if value else "0"
     if value and not 1e-3 <= abs(value) < 1e4:
-        for power, letter in ((9, "G"), (6, "M"), (3, "k")):
-            if 10**power <= abs(value) < 10 ** (power + 3):
-                return f"{value / 10**power:.{digits}g}{letter}"
-        return f"{value:.{digits}g}"
+        power = next((p for p in (3, 2, 1) if 1000**p <= abs(value) < 1e12), 0)
+        return f"{value / 1000**power:.{digits}g}{' kMG'[power].strip()}"
     return f"{int(value)}" if value == int(value) else f"{value:.{max(digits, 4)}g}"
 
 
