@@ -63,10 +63,8 @@ def memory_use(device: torch.device) -> MemoryUse:
 
 
 def reset_peaks(device: torch.device) -> None:
-    """Start a new phase: peaks read from here on count from the present use.
-
-    Where clear_refs cannot be written (macOS, some containers) the host peak stays that of the whole process.
-    """
+    """Start a new phase: peaks count from the present use. Where clear_refs cannot be written (macOS, some containers)
+    the host peak stays that of the whole process."""
     with contextlib.suppress(OSError):
         PROC_CLEAR_REFS.write_bytes(b"5")  # sets VmHWM to the present resident size
     if device.type == "cuda":
@@ -192,8 +190,7 @@ def _free_unused_heap() -> None:
 
 
 def _table(ranks: list[Peaks]) -> str:
-    """Peaks by phase, the largest of the ranks'; where they differ by more than 5 %, also the least and whose the
-    largest is."""
+    """Peaks by phase; where ranks differ by more than 5 %, the least and the largest."""
     lines = ["peaks in MiB"]
     for phase, own in ranks[0].items():
         cells = []

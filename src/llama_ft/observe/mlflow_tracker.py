@@ -50,8 +50,8 @@ def check_mlflow(config: TrackingConfig, output_dir: Path) -> Any:
 
 
 class MlflowTracker:
-    """One MLflow run: settings, metrics, commit and tags; see start_trackers. Of a resumed run MLflow keeps what it has;
-    where the store does not have it, a new one begins."""
+    """One MLflow run: settings, metrics, commit and tags; see start_trackers. A resumed run goes on in the
+    same one, if the store has it."""
 
     name = "MLflow"
 

@@ -87,13 +87,8 @@ class RunLog:
         return self._open
 
     def log_step(self, step: int, metrics: Metrics) -> None:
-        """Write one line of metrics.jsonl and tell the trackers and the screen.
-
-        Args:
-            step: optimizer steps done.
-            metrics: keys of metrics.jsonl, without `step`; of a step with an evaluation eval/loss and eval/perplexity
-                too, since a step has one line.
-        """
+        """Write one line of metrics.jsonl after `step` optimizer steps, and tell the trackers and the screen.
+        `metrics` also has eval/loss and eval/perplexity after an evaluation, since a step has one line."""
         if not self._is_main:
             return
         self._metrics_log.write({"step": step, **metrics})
@@ -108,13 +103,8 @@ class RunLog:
             self._progress.note_evaluation(step, loss, perplexity)
 
     def log_result(self, folder: Path, outcome: Mapping[str, Any], seconds: float) -> None:
-        """Give the final model or adapter to the trackers that were asked to take it; what fails is a warning.
-
-        Args:
-            folder: where it is.
-            outcome: of training: `weights_of`, whose step's weights these are, and `best_step` of the validation loss.
-            seconds: how long this may take for all.
-        """
+        """Give the final model or adapter in `folder` to the trackers that were asked to take it, within `seconds`;
+        what fails is a warning. `outcome` has `weights_of`, whose step's weights these are, and `best_step`."""
         step, best_step = outcome["weights_of"], outcome["best_step"]
 
         def give(tracker: Tracker) -> None:

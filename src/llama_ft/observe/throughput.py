@@ -98,13 +98,7 @@ class ThroughputMeter:
         self._end = self._end or self._now()
 
     def end_step(self, step: int, tokens: float, flops: float) -> None:
-        """Its weights are updated, or on a GPU will be.
-
-        Args:
-            step: the present one.
-            tokens: input tokens that are not padding, of all ranks.
-            flops: `flops` of all ranks.
-        """
+        """Its weights are updated, or on a GPU will be. `tokens` (without padding) and `flops` are of all ranks."""
         assert self._end is not None
         before, self._end = self._end, self._now()
         self._unread[step] = tokens, flops, self._waited, before, self._end

@@ -74,9 +74,9 @@ class MemoryFacts:
         held: dict[str, float] = next((peak["holders"] for peak in self._plan if peak["phase"] == "optimizer step"), {})
         return _bars(MEMORY_CATEGORIES, {name: held[name] for name in names if held.get(name)}, measured)
 
-    def rank_table(self) -> dict[str, list[float | None]]:
+    def rank_table(self) -> dict[str, list[Any]]:
         """What each rank measured, by phase and holder: column -> bytes of each rank."""
-        columns = {key.removeprefix("memory/"): list(peaks) for key, peaks in self._run.rank_peaks.items()}
+        columns: dict[str, list[Any]] = dict(self._run.rank_peaks)
         columns |= {phase: [rank.get(self._kind) for rank in ranks] for phase, ranks in self._phases.items()}
         names = dict.fromkeys(name for rank in self._holders for name in rank)
         return columns | {f"holds: {name}": [rank.get(name) for rank in self._holders] for name in names}

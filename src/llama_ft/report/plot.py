@@ -18,7 +18,6 @@ from llama_ft.masking import mask_secrets
 
 BINS = 240  # of a plot 440 wide: two points a bin is all that can be told apart
 SMOOTH_FROM, SMOOTH_SHARE = 20, 25  # smoothed lines from so many points on, over 1/25 of them
-COLOURS = 8
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,12 +28,7 @@ class Series:
     x: numpy.ndarray  # ascending
     y: numpy.ndarray  # NaN interrupts the line
     style: str = "line"  # or faint, behind a smoothed one; dots, joined by a line; area, filled down to the axis
-    colour: int = 0  # 0 to 7; others begin again, dashed
-
-    @property
-    def css(self) -> str:
-        """Its class."""
-        return f"series{self.colour % COLOURS}" + (" dashed" if self.colour >= COLOURS else "")
+    colour: int = 0  # those from 8 on begin again
 
 
 @dataclass
