@@ -68,7 +68,7 @@ def main(**flags: str) -> None:
         # With activation_checkpointing=auto the planner chooses it here; else it plans while the weights are loaded.
         planned = run.plan_memory(folder, new_tokens, dataset, batches)
         model, adapter, stored_dtypes, units = build_model(planned, folder, model_config, new_tokens, run.memory, job)
-        run.memory.loaded(model)
+        run.memory.leave()
         if batches.pack_length is not None:
             dtype = runtime.PRECISIONS[config.train.precision].compute
             training.check_packing(model, batches.first_rows(), batches.pack_length, dtype, job)

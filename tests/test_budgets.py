@@ -11,7 +11,7 @@ LONGEST_FILE = 400
 # Lines per folder. They only go down; the goal is 15,000 in all.
 LINES = {
     "": 450, "checkpoint": 1780, "config": 1990, "data": 3480, "evaluation": 420, "inference": 760, "models": 2900,
-    "observe": 1720, "plan": 1650, "report": 720, "run": 380, "runtime": 1050, "training": 1280,
+    "observe": 1420, "plan": 1650, "report": 630, "run": 380, "runtime": 1050, "training": 1280,
 }  # fmt: skip
 # What each folder imports of the others. config knows nobody; tools know the rest and are known by no other folder.
 BELOW = {

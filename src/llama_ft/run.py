@@ -29,7 +29,6 @@ class RankNumbers(NamedTuple):
     tokens: torch.Tensor  # input tokens that are not padding
     flops: torch.Tensor  # model FLOPs of these
     peak_bytes: torch.Tensor  # largest host and device memory so far, [ranks, 2]
-    growth: torch.Tensor  # bytes that memory grows by per step; 0 without a leak
     stop_asked: torch.Tensor  # what the rank was asked to stop by; see StopSignals
     save_failed: torch.Tensor  # 1 if the rank could not write the checkpoint in flight
 
@@ -190,7 +189,9 @@ class Run:
 
     def begin_step(self, step: StepBatches, waited_seconds: float, tokenizer: PreTrainedTokenizerBase) -> None:
         """Begin to measure; training waited that long for the batches."""
-        self._throughput.begin_step(step.step, step.batches, waited_seconds)
+        lengths = [length for batch in step.batches for length in batch.row_lengths]
+        targets = sum(batch.target_tokens for batch in step.batches)
+        self._throughput.begin_step(step.step, lengths, targets, waited_seconds)
         if step.step == 1:
             log.info(data.describe_first_batch(step.batches[0], tokenizer))
 
@@ -201,12 +202,11 @@ class Run:
             self._throughput.flops,
             self.memory.host_peak_bytes,
             self.memory.device_peak_bytes,
-            self.memory.growth.bytes_per_step,
             self.job.signals.asked(),
             self.writer.has_failed,
         )
-        tokens, flops, _, _, growth, asked, failed = gathered.unbind(1)
-        return RankNumbers(tokens, flops, gathered[:, 2:4], growth, asked, failed)
+        tokens, flops, _, _, asked, failed = gathered.unbind(1)
+        return RankNumbers(tokens, flops, gathered[:, 2:4], asked, failed)
 
     def failed(self, step: StepBatches, result: StepResult) -> torch.Tensor:
         """Whether the weights must stay as they are (not 0, on the device): the loss or the gradient norm is not
@@ -223,7 +223,7 @@ class Run:
         config, state = self.config, self.state
         if step.step == state.scale.skipped_steps + 1:  # the first that was not skipped has made the states
             log.info(training.describe_state(self._optimizer, self.job))
-        self.memory.end_step(numbers.growth)
+        self.memory.end_step()
         self._throughput.end_step(step.step, numbers.tokens.sum().item(), numbers.flops.sum().item())
         state.step, state.position = step.step, step.position
         state.target_tokens += step.target_tokens
@@ -260,6 +260,7 @@ class Run:
         self._metrics |= values
         self._is_best = self.state.step > 0 and self.state.best.update(values["eval/loss"], self.state.step)
         self.log.log_step(self.state.step, self._metrics | self.writer.timings())
+        self._throughput.pause()
 
     def save_due(self, due: Due) -> bool:
         """Whether to save after this step: the settings ask for it, or the validation loss is the best so far."""
@@ -276,6 +277,7 @@ class Run:
         self.memory.enter("save")
         best_loss = self.state.best.loss if self._is_best else None
         self.writer.save(self.state.step, model, optimizer, record, self._asked, best_loss)
+        self._throughput.pause()
 
     def should_stop(self, due: Due) -> bool:
         """Whether early stopping ends training here.
@@ -308,13 +310,11 @@ class Run:
                 log.info(f"The weights of step {best.step}, with the best validation loss {best.loss:.4f}, are taken.")
 
     def show_answer(self, when: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, pad: int) -> None:
-        """Print the model's answer to a prompt of the validation set, and keep it for the report and the trackers."""
+        """Print the model's answer to a prompt of the validation set, and keep it for the report."""
         self.memory.enter("evaluation")
         length = self.config.train.sample_tokens
         shown = training.show_answer(when, model, tokenizer, self.dataset.chat_sample, length, pad, self.job)
         self.facts.add_sample(when.lower(), shown)
-        if when == "After":
-            self.log.log_samples(self.facts.samples)
 
     def trainer_record(self) -> dict[str, Any]:
         """What the model card says of the run; see checkpoint.write_model_card."""
@@ -324,7 +324,7 @@ class Run:
         """Give the final model or adapter to the trackers that take it."""
         self.facts.add(weights_of=self._weights_of)
         seconds = parse_duration(self.config.train.collective_timeout) / 2  # the other ranks wait for it
-        self.log.log_result(result, self._outcome(), self.config.model.model_name, seconds)
+        self.log.log_result(result, self._outcome(), seconds)
 
     def _outcome(self) -> dict[str, Any]:
         weights = {"weights_of": self._weights_of, "best_step": self.state.best.step}

@@ -2,7 +2,6 @@
 broken on purpose."""
 
 import json
-import math
 import re
 import time
 from collections.abc import Callable
@@ -13,14 +12,14 @@ import pytest
 import torch
 from forked import forked
 
-from llama_ft.observe import MemoryMonitor, RunMetadata, memory_metrics, memory_use, reset_peaks
-from llama_ft.observe.memory import Growth, Held, find_differences
+from llama_ft.observe import MemoryMonitor, RunMetadata, memory_use, reset_peaks
+from llama_ft.observe.memory import Held, find_differences
 from llama_ft.phases import Phase
 from llama_ft.runtime import Runtime
 
 JOB = Path(__file__).with_name("memory_job.py")
 CPU = torch.device("cpu")
-MIB = 2**20
+MIB, COPIES = 2**20, 4  # of the model, which a rank of memory_job.py keeps
 HIDDEN, MIDDLE, LAYERS, WORDS, KEYS = 512, 1344, 5, 301, 256
 LAYER = 2 * HIDDEN * HIDDEN + 2 * KEYS * HIDDEN + 3 * HIDDEN * MIDDLE + 2 * HIDDEN
 WEIGHTS = LAYERS * LAYER + 2 * WORDS * HIDDEN + HIDDEN
@@ -40,11 +39,6 @@ def test_the_host_peak_outlives_the_allocation_until_it_is_reset() -> None:
     assert 290 * MIB < after - before < 330 * MIB
     assert fresh.resident_peak < after - 250 * MIB
     assert fresh.device == fresh.device_peak == fresh.device_reserved_peak == 0
-
-
-def test_peaks_that_no_rank_measured_have_no_key() -> None:
-    on_the_cpu = torch.tensor([[2.0**33, 0.0], [2.0**34, 0.0]], dtype=torch.float64)
-    assert memory_metrics(on_the_cpu) == {"memory/host_peak_bytes": [2**33, 2**34]}
 
 
 def test_each_phase_has_the_peak_of_what_was_allocated_in_it(runtime: Runtime) -> None:
@@ -102,40 +96,6 @@ def test_a_run_that_fails_leaves_the_phases_it_had(runtime: Runtime, tmp_path: P
     assert phases["forward"][0]["anonymous_peak_bytes"] - memory_use(CPU).anonymous > 50 * MIB
 
 
-def leak_in(held: list[float]) -> tuple[float, int | None]:
-    """Found MiB a step, and after how many steps."""
-    growth = Growth()
-    for step, mebibytes in enumerate(held, start=1):
-        growth.note(int(mebibytes * MIB))
-        if growth.bytes_per_step:
-            return growth.bytes_per_step / MIB, step
-    return 0.0, None
-
-
-def test_a_leak_is_found_within_fifty_steps() -> None:
-    assert leak_in([900 + 4.0 * step for step in range(60)]) == (pytest.approx(4.0, rel=0.01), 50)
-
-
-def test_a_leak_is_found_through_checkpoints_and_rows_of_uneven_length() -> None:
-    spikes = [200.0 if step % 10 == 0 else 40.0 * (step * 7919 % 5) / 4 for step in range(400)]
-    per_step, found = leak_in([900 + 4.0 * step + spikes[step] for step in range(400)])
-    assert per_step == pytest.approx(4.0, rel=0.2)
-    assert found is not None and found <= 200
-
-
-@pytest.mark.parametrize(
-    "held",
-    [
-        pytest.param([900 + 500 * (1 - math.exp(-step / 30)) for step in range(2000)], id="warm-up"),
-        pytest.param([900 + 60.0 * (step // 100) for step in range(200)], id="evaluations keep a buffer each, twice"),
-        pytest.param([900 + 30 * math.log(step + 1) for step in range(5000)], id="ever longer rows, ever more rarely"),
-        pytest.param([900 + 0.01 * step for step in range(5000)], id="less than 64 MiB"),
-    ],
-)
-def test_what_is_no_leak_is_not_called_one(held: list[float]) -> None:
-    assert leak_in(held) == (0.0, None)
-
-
 def ranks_with(sizes: list[int], fuller: float = 1.0, host: list[int] | None = None) -> list[Held]:
     host = [0] * len(sizes) if host is None else host
     return [
@@ -148,20 +108,20 @@ def test_a_last_rank_with_fewer_rows_is_as_it_should_be() -> None:
     # 9 rows over 8 ranks: four hold 2, one 1, three none; torch.chunk deals them so.
     ranks = ranks_with([200, 200, 200, 200, 100, 0, 0, 0])
     ranks[4] = ranks[4]._replace(fuller=2.0)
-    assert find_differences(ranks, "after loading") == []
+    assert find_differences(ranks) == []
 
 
 @pytest.mark.parametrize(
     ("ranks", "warning"),
     [
         (ranks_with([500, 500, 4000, 500]), "rank 2 holds 3.91 GiB of sharded parameters, the other ranks 500.0 MiB"),
-        (ranks_with([0, 0], host=[2000, 4000]), "rank 1 holds 3.91 GiB of host memory, the other ranks 1.95 GiB: 1.95"),
+        (ranks_with([0, 0], host=[2000, 4000]), "rank 1 holds 3.91 GiB of host memory, the other ranks 1.95 GiB"),
         (ranks_with([0, 0, 0], host=[60, 40, 70]), ""),  # Python takes some here and there
         (ranks_with([0, 0, 0], host=[4000, 4150, 4000]), ""),  # under 5 %
     ],
 )
 def test_a_rank_that_holds_more_than_the_others_is_named(ranks: list[Held], warning: str) -> None:
-    found = find_differences(ranks, "after loading")
+    found = find_differences(ranks)
     assert len(found) == bool(warning) and warning in "".join(found)
 
 
@@ -172,13 +132,12 @@ def runs(save_model: Callable[..., Path], rows16: Path, tmp_path_factory: pytest
     shape = {"hidden_size": HIDDEN, "intermediate_size": MIDDLE, "num_hidden_layers": LAYERS, "vocab_size": WORDS}
     large, tiny = save_model(folder / "large", **shape), save_model(folder / "tiny")
     always = ["--enable_fsdp", "--dataset", str(rows16), "--precision", "fp32", "--save_model", "False"]
-    always += ["--run_validation", "False", "--batch_size_training", "1", "--no_plan"]
+    always += ["--batch_size_training", "1", "--no_plan"]
     always += ["--batching_strategy", "padding"]
-    short = ["--model_name", str(large), "--max_train_step", "2", *always]
-    long = ["--model_name", str(tiny), "--max_train_step", "52", "--num_epochs", "100", *always]
+    short = ["--model_name", str(large), "--max_train_step", "2", *always, "--run_validation", "False"]
+    steady = ["--model_name", str(tiny), "--max_train_step", "4", "--save_steps", "2", "--eval_steps", "2", *always]
     cases = {
-        "leak": ("step", long),
-        "steady": ("nothing", [*long, "--save_steps", "8", "--validation", str(rows16), "--eval_steps", "5"]),
+        "steady": ("nothing", [*steady, "--validation", str(rows16)]),
         "sound": ("nothing", [*short, "--low_cpu_fsdp", "--activation_checkpointing", "full"]),
         "whole": ("loading", short),
         "states": ("states", short),
@@ -187,10 +146,6 @@ def runs(save_model: Callable[..., Path], rows16: Path, tmp_path_factory: pytest
         {"name": name, "broken": broken, "flags": [*flags, "--lr", "1e-5", "--output_dir", str(folder / name)]}
         for name, (broken, flags) in cases.items()
     ]
-    for case in listed:
-        if "--validation" in case["flags"]:
-            case["flags"].remove("--run_validation")
-            case["flags"].remove("False")
     (folder / "cases.json").write_text(json.dumps(listed))
     finished = forked(JOB, folder / "cases.json", ranks=2)
     assert finished.exit_code == 0, finished.output
@@ -214,11 +169,9 @@ def test_a_sound_run_is_not_warned(runs: dict[str, Any], name: str) -> None:
 def test_a_whole_model_on_one_rank_is_found_though_it_is_no_parameter(runs: dict[str, Any]) -> None:
     output, facts = runs["whole"]
     (warning,) = warnings(output)
-    found = re.match(
-        r"warning: after loading, rank 0 holds ([\d.]+) MiB of host memory, the other ranks ([\d.]+)", warning
-    )
+    found = re.match(r"warning: rank 0 holds ([\d.]+) MiB of host memory, the other ranks ([\d.]+) MiB", warning)
     assert found is not None
-    assert float(found[1]) - float(found[2]) == pytest.approx(4 * WEIGHTS / MIB, rel=0.1)
+    assert float(found[1]) - float(found[2]) == pytest.approx(COPIES * 4 * WEIGHTS / MIB, rel=0.2)
     assert f"The whole model is {4 * WEIGHTS / MIB:,.1f} MiB" in warning
     assert f"warning: {facts['warnings'][0]}".startswith(warning)
 
@@ -227,13 +180,6 @@ def test_states_of_the_whole_model_on_one_rank_are_named(runs: dict[str, Any]) -
     whole, sharded = 4 * WEIGHTS / MIB, 8 * WEIGHTS / 2 / MIB
     warning = warnings(runs["states"][0])[0]
     assert f"rank 1 holds {whole + sharded:,.1f} MiB of optimizer state, the other ranks {sharded:,.1f} MiB" in warning
-
-
-def test_a_leak_is_told_with_its_rank_and_size(runs: dict[str, Any]) -> None:
-    (warning,) = warnings(runs["leak"][0])
-    found = re.match(r"warning: memory grows with every step, by ([\d.]+) MiB on rank 1", warning)
-    assert found is not None
-    assert float(found[1]) == pytest.approx(4.0, rel=0.25)
 
 
 def test_facts_have_the_phases_of_both_ranks(runs: dict[str, Any]) -> None:

@@ -81,13 +81,6 @@ def test_a_run_resumed_in_another_directory_takes_the_earlier_lines_over(tmp_pat
     assert steps(earlier) == list(range(9))
 
 
-def test_a_checkpoint_without_its_run_starts_a_file_of_its_own(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    for _ in range(2):
-        write_steps(path, 6, 7, resume_step=5, source=tmp_path / "gone.jsonl")
-        assert steps(path) == [6, 7]
-
-
 def resume_again_and_again(path: Path, checkpoint: Path) -> None:
     """As a run that is resumed from the checkpoint before its last one: forward 40 steps, back 20."""
     while True:

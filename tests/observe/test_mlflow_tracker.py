@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -22,13 +21,10 @@ from mlflow import MlflowClient
 from llama_ft.config.settings import TrackingConfig
 from llama_ft.errors import UserError
 from llama_ft.observe import RunLog, check_trackers
+from llama_ft.observe.run_metadata import git_commit
 
 SOURCE = Path(__file__).parents[2] / "src"
 SETTINGS = {"train": {"lr": 0.001, "seed": None}, "data": {"dataset": "https://me:hunter2@host/rows", "mix": "x" * 900}}
-SAMPLES = [
-    {"when": "before", "question": "2 + 2?", "answer": "5", "reference": "4"},
-    {"when": "after", "question": "2 + 2?", "answer": "4", "reference": "4"},
-]
 
 
 class Stopped(BaseException):
@@ -59,8 +55,7 @@ def log_run(
                 run_log.log_step(step, {"epoch": step / 9, "train/loss": loss, "memory/host_peak_bytes": [1.0, 2.0]})
             if error is not None:
                 raise error
-            run_log.log_samples(SAMPLES)
-        run_log.log_result(output_dir / "model", {"weights_of": steps[-1], "best_step": 0}, "base", 60)
+        run_log.log_result(output_dir / "model", {"weights_of": steps[-1], "best_step": 0}, 60)
     return run_log.tracker_ids
 
 
@@ -86,15 +81,12 @@ def test_mlflow_reads_back_the_whole_run(tmp_path: Path, screen: io.StringIO, mo
     assert history(client, ids["mlflow"], "memory/host_peak_bytes/rank1") == [(1, 2.0), (2, 2.0), (3, 2.0)]
     parameters = {"train.lr": "0.001", "train.seed": "None", "data.dataset": "https://***@host/rows"}
     assert run.data.params == parameters | {"data.mix": "x" * 500}
-    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=SOURCE, capture_output=True, text=True).stdout.strip()
-    assert run.data.tags.get("mlflow.source.git.commit", "") == head  # neither, where the tests run from an archive
+    assert run.data.tags.get("mlflow.source.git.commit") == git_commit()
     assert {name: run.data.tags[name] for name in ("team", "model.step", "model.best")} == {
         "team": "a=b", "model.step": "3", "model.best": "false",
     }  # fmt: skip
     copy = client.download_artifacts(ids["mlflow"], "model/adapter_model.safetensors", str(tmp_path))
     assert Path(copy).read_bytes() == b"weights"
-    table = json.loads(Path(client.download_artifacts(ids["mlflow"], "samples.json", str(tmp_path))).read_text())
-    assert table["data"] == [["before", "2 + 2?", "5", "4"], ["after", "2 + 2?", "4", "4"]]
     assert f"mlflow ui --backend-store-uri file://{tmp_path}/output/mlruns shows it." in screen.getvalue()
 
 
@@ -122,11 +114,11 @@ def test_a_store_that_breaks_is_told_once_and_training_goes_on(tmp_path: Path, s
     with RunLog(output_dir, TrackingConfig(use_mlflow=True), SETTINGS, 400) as run_log:
         shutil.rmtree(tmp_path / "mlruns")
         (tmp_path / "mlruns").write_text("no folder any more")
-        for step in range(1, 100):
+        for step in range(1, 4):
             run_log.log_step(step, {"train/loss": 1.0})
-            time.sleep(0.01)
-    assert len((output_dir / "metrics.jsonl").read_text().splitlines()) == 99
-    assert screen.getvalue().count("gets no more metrics; metrics.jsonl goes on.") == 1
+    assert len((output_dir / "metrics.jsonl").read_text().splitlines()) == 3
+    assert screen.getvalue().count("warning: MLflow") == 1
+    assert "gets no more metrics; metrics.jsonl goes on." in screen.getvalue()
 
 
 def test_without_the_package_the_command_that_installs_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,7 +130,7 @@ def test_without_the_package_the_command_that_installs_it_is_told(monkeypatch: p
 @pytest.mark.parametrize(
     ("place", "said"),
     [
-        ("file", "{tmp}/file is not a folder"),
+        ("file", "{tmp}/file did not take the run"),
         ("http://me:hunter2@127.0.0.1:{port}", "http://***@127.0.0.1:{port} did not take the run"),
         ("http://127.0.0.1:9", "did not take the run: the host does not answer (connection refused)\n"),
         ("http://no-such-host.invalid", "did not take the run: the host does not answer (host not found)\n"),

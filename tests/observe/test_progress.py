@@ -1,10 +1,8 @@
 """The bar on a terminal and the lines of a log file, as they are printed."""
 
 import io
-import math
 import re
 
-import pytest
 from rich.console import Console
 
 from llama_ft.observe.progress import ProgressBar
@@ -42,22 +40,6 @@ def test_a_log_file_gets_plain_lines() -> None:
         progress.update(12, STEP)
     expected = "step 12/100  loss 6.213  lr 1.2e-03  grad_norm 1.32  8,412 tokens/s  MFU 38%  1.3 s/step\n"
     assert printed.getvalue() == expected
-
-
-@pytest.mark.parametrize(
-    ("metrics", "shown"),
-    [
-        ({"perf/matmul_utilization": 0.384}, "matmul 38%"),
-        ({"perf/step_seconds": 0.0482}, "48 ms/step"),
-        ({"train/loss": math.nan}, "loss nan"),
-        ({"train/loss": 3.2e-5}, "loss 3.2e-05"),
-    ],
-)
-def test_what_is_there_is_printed_readably(metrics: dict[str, float], shown: str) -> None:
-    console, printed = file_console()
-    with ProgressBar(1, console=console) as progress:
-        progress.update(1, metrics)
-    assert printed.getvalue() == f"step 1/1  {shown}\n"
 
 
 def test_a_run_that_ends_early_still_prints_its_last_step() -> None:

@@ -1,10 +1,8 @@
-"""RunLog with real files and real trackers, also ones that break."""
+"""RunLog with real files and real trackers."""
 
 import io
 import json
 import math
-import os
-import signal
 from pathlib import Path
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -13,21 +11,11 @@ from llama_ft.config.settings import TrackingConfig
 from llama_ft.observe import RunLog
 
 NO_TRACKERS = TrackingConfig()
-TOLD = "gets no more metrics; metrics.jsonl goes on"
 OFFLINE = TrackingConfig(use_wandb=True, wandb_mode="offline", use_tensorboard=True)
 
 
 def records(output_dir: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
-
-
-def wandb_process() -> int:
-    """The process wandb started for this one."""
-    for status in Path("/proc").glob("[0-9]*/status"):
-        text = status.read_text()
-        if f"PPid:\t{os.getpid()}\n" in text and "wandb-core" in text.splitlines()[0]:
-            return int(status.parent.name)
-    raise AssertionError("wandb has no process")
 
 
 def test_a_step_with_its_evaluation_is_one_line(tmp_path: Path, screen: io.StringIO) -> None:
@@ -53,29 +41,9 @@ def test_a_step_with_its_evaluation_is_one_line(tmp_path: Path, screen: io.Strin
 def test_ranks_other_than_0_log_nothing(tmp_path: Path, screen: io.StringIO) -> None:
     with RunLog(tmp_path, OFFLINE, {}, total_steps=2, rank=1) as run_log:
         run_log.log_step(1, {"train/loss": 8.0})
-        run_log.log_samples([{"when": "after"}])
-        run_log.log_result(tmp_path, {"weights_of": 1, "best_step": 0}, "base", 60)
+        run_log.log_result(tmp_path, {"weights_of": 1, "best_step": 0}, 60)
     assert list(tmp_path.iterdir()) == []
     assert screen.getvalue() == ""
-
-
-def test_a_tracker_that_dies_is_told_once_and_training_goes_on(tmp_path: Path, screen: io.StringIO) -> None:
-    with RunLog(tmp_path, OFFLINE, {}, total_steps=50) as run_log:
-        run_log.log_step(1, {"train/loss": 8.0})
-        pid = wandb_process()
-        os.kill(pid, signal.SIGKILL)
-        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-        last = 1
-        while last < 50 or (last < 20_000 and TOLD not in screen.getvalue()):  # wandb notices in a thread of its own
-            last += 1
-            run_log.log_step(last, {"train/loss": 7.0})
-    assert [record["step"] for record in records(tmp_path)] == list(range(1, last + 1))
-    printed = screen.getvalue()
-    assert printed.count(TOLD) == 1
-    assert "wandb sync" in printed and "Traceback" not in printed
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    assert events.Scalars("train/loss")[-1].step == last
 
 
 def test_a_run_resumed_in_another_directory_has_its_whole_history_there(tmp_path: Path, screen: io.StringIO) -> None:

@@ -4,8 +4,6 @@ import contextlib
 import io
 import json
 import os
-import re
-import shlex
 import struct
 import subprocess
 import sys
@@ -23,6 +21,7 @@ from wandb.proto.wandb_internal_pb2 import Record
 from llama_ft.config.settings import TrackingConfig
 from llama_ft.errors import UserError
 from llama_ft.observe.run_log import RunLog
+from llama_ft.observe.run_metadata import git_commit
 from llama_ft.observe.trackers import start_trackers
 from llama_ft.observe.wandb_tracker import wandb_mode
 
@@ -170,8 +169,7 @@ def test_wandb_offline_keeps_everything_but_machine_user_and_code_and_says_how_t
     with RunLog(tmp_path, config, RESOLVED, 2) as run_log:
         for step in (1, 2):
             run_log.log_step(step, {"train/loss": 6.0 / step, "memory/host_peak_bytes": [10, 20]})
-        run_log.log_samples(SAMPLES)
-        run_log.log_result(tmp_path / "model", {"weights_of": 2, "best_step": 2}, "my_models/base", 60)
+        run_log.log_result(tmp_path / "model", {"weights_of": 2, "best_step": 2}, 60)
 
     (run_dir,) = (tmp_path / "wandb").glob("offline-run-*")
     assert f"wandb sync {run_dir} uploads this run" in screen.getvalue()
@@ -181,48 +179,37 @@ def test_wandb_offline_keeps_everything_but_machine_user_and_code_and_says_how_t
     assert list(run.tags) == ["lora", "8b"]
     assert (run.run_group, run.job_type, run.notes) == ("sweep", "train", "the first of three")
     settings = {item.key or "/".join(item.nested_key): item.value_json for item in run.config.update}
-    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=SOURCE, capture_output=True, text=True).stdout.strip()
-    if head:  # the tests may run from an archive
-        assert json.loads(settings["git"])["commit"] == head
+    assert json.loads(settings["git"])["commit"] == git_commit()
     assert '{"lr":0.001,"num_epochs":2}' in [item.value_json for item in run.config.update]
     history = offline_history(run_dir)
     assert [float(row["train/loss"]) for row in history] == [6.0, 3.0]
     assert [float(row["memory/host_peak_bytes/rank1"]) for row in history] == [20.0, 20.0]
     assert [row["_step"] for row in history] == ["1", "2"]
 
-    table, model = [record.artifact for record in records if record.HasField("artifact")]
-    assert (table.type, model.type, set(model.aliases)) == ("run_table", "model", {"latest", "step-2", "best"})
-    assert json.loads(model.metadata) == {"base_model": "my_models/base", "step": 2}
-    (file,) = model.manifest.contents
-    assert file.local_path == f"{tmp_path}/model/adapter_model.safetensors", "the result is not copied"
-    (samples,) = (run_dir / "files" / "media" / "table").iterdir()
-    assert json.loads(samples.read_text())["data"] == [["before", "2 + 2?", "half a letter ?", "4"]]
+    (model,) = [record.artifact for record in records if record.HasField("artifact")]
+    assert (model.type, set(model.aliases)) == ("model", {"latest", "step-2", "best"})
+    assert [file.path for file in model.manifest.contents] == ["adapter_model.safetensors"]
 
     assert {(run.host, run.git.remote_url, run.git.commit) for run in runs} == {("", "", "")}
     kept = next(run_dir.glob("*.wandb")).read_bytes()
     for path in (sys.executable, sys.argv[0], __file__):
         assert path.encode() not in kept
-    assert [path for path in (run_dir / "files").rglob("*") if path.is_file()] == [samples]
+    assert not [path for path in (run_dir / "files").rglob("*") if path.is_file()]
 
 
-def test_wandb_mode_of_the_environment_decides_what_is_written(
-    tmp_path: Path, screen: io.StringIO, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wandb_mode_of_the_environment_decides_what_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = TrackingConfig(use_wandb=True)
     monkeypatch.setenv("WANDB_MODE", "disabled")
-    assert start_trackers(TrackingConfig(use_wandb=True), tmp_path, RESOLVED) == []
-    assert "WANDB_MODE is disabled" in screen.getvalue() and not list(tmp_path.iterdir())
+    assert start_trackers(asked, tmp_path, RESOLVED, None, {}) == [] and not list(tmp_path.iterdir())
     assert wandb_mode(TrackingConfig(use_wandb=True, wandb_mode="online")) == "online"
     monkeypatch.setenv("WANDB_MODE", "offline")
-    with pytest.raises(UserError, match="W&B did not take the run: .*is 65 characters"):
-        start_trackers(TrackingConfig(use_wandb=True, wandb_tags=["x" * 65]), tmp_path, RESOLVED)
-    (tracker,) = start_trackers(TrackingConfig(use_wandb=True), tmp_path, RESOLVED)
+    with pytest.raises(UserError, match="W&B did not take the run: "):
+        start_trackers(TrackingConfig(use_wandb=True, wandb_tags=["x" * 65]), tmp_path, RESOLVED, None, {})
+    (tracker,) = start_trackers(asked, tmp_path, RESOLVED, None, {})
     tracker.finish(0)
     (run_dir,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
     names = [record.run.display_name for record in offline_records(run_dir.parent) if record.HasField("run")]
     assert names[0] == tmp_path.name
-
-
-SAMPLES = [{"when": "before", "question": "2 + 2?", "answer": "half a letter \udc80", "reference": "4"}]
 
 
 def test_wandb_with_a_refused_key_is_told(tmp_path: Path, wandb_server: WandbServer) -> None:
@@ -318,41 +305,3 @@ def test_wandb_online_goes_on_with_its_run(
         offline_history(run_dir) for run_dir in sorted((tmp_path / "run" / "wandb").glob("run-*"), key=os.path.getctime)
     ]
     assert [[row["_step"] for row in rows] for rows in told] == [["0", "1", "2", "3", "4"], ["4", "5"], ["5", "6"]]
-
-
-def test_wandb_gets_the_whole_run_where_it_does_not_have_it(
-    tmp_path: Path, wandb_server: WandbServer, login: None, screen: io.StringIO
-) -> None:
-    run = Attempt(tmp_path / "run", TrackingConfig())
-    run.run(0, 3, 1.0)
-    assert run.ids == {}
-    run.tracking = TrackingConfig(use_wandb=True)
-    run.run(3, 4, 2.0, resume_step=2)
-    run_id, expected = run.ids["wandb"], [(0, 1.0), (1, 1.0), (2, 1.0), (3, 2.0), (4, 2.0)]
-    assert wandb_server.losses(run_id) == expected
-
-    wandb_server.history.clear()  # another server or project
-    run.run(5, 5, 3.0, resume_step=4)
-    assert wandb_server.losses(run_id) == [*expected, (5, 3.0)]
-
-
-def test_the_last_offline_attempt_uploads_the_whole_run(
-    tmp_path: Path, wandb_server: WandbServer, login: None, screen: io.StringIO
-) -> None:
-    run = Attempt(tmp_path / "run", TrackingConfig(use_wandb=True, wandb_mode="offline"))
-    run.run(0, 4, 1.0)
-    run_id = run.ids["wandb"]
-    upload(screen)
-    assert wandb_server.losses(run_id) == [(step, 1.0) for step in range(5)]
-    run.run(3, 5, 2.0, resume_step=2)
-    assert run.ids == {"wandb": run_id}
-    upload(screen)
-    assert wandb_server.losses(run_id) == [(0, 1.0), (1, 1.0), (2, 1.0), (3, 2.0), (4, 2.0), (5, 2.0)]
-
-
-def upload(screen: io.StringIO) -> None:
-    """Run the command that was printed last."""
-    command = re.findall(r"W&B: wandb (sync .*) uploads this run", screen.getvalue())[-1]
-    wandb = Path(sys.executable).with_name("wandb")
-    home = os.environ["HOME"]  # it writes a log to the folder that it is called in
-    subprocess.run([wandb, *shlex.split(command)], check=True, capture_output=True, timeout=60, cwd=home)

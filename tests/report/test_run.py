@@ -70,7 +70,7 @@ def test_each_measure_of_memory_has_a_name_of_its_own(run_dir: Path, tmp_path: P
     """On the CPU the card is of anonymous memory, which RSS exceeds by what is mapped from files."""
     page = report_page(read_run(run_dir))
     assert '<div class="name">Peak of GPU memory</div>' in page
-    assert "Host memory (RSS), peak so far" in page and "host (RSS), whole run" in page
+    assert "Host memory (RSS), peak so far" in page and "host_peak_bytes" in page
     folder = copied(run_dir, tmp_path / "cpu")
     for name, device in (("metrics.jsonl", '"memory/device_peak_bytes"'), ("facts.json", '"device_peak_bytes"')):
         text = (folder / name).read_text().replace(device, '"other"' if "/" in device else '"anonymous_peak_bytes"')

@@ -1,14 +1,13 @@
-"""Model FLOPs: what a step's mathematics needs at least, whatever a run computes beside it; and how many FLOPs a device
-can compute, measured and as published.
+"""Model FLOPs: what a step's mathematics needs at least; and how many FLOPs a device can compute, measured and as
+published.
 
 FLOPs of a token, counting a multiplication and an addition as two:
 
 - Each weight of a matmul costs 2 forward, 2 for its gradient where it is trained, and 2 for the gradient of its input
-  where something below is trained: 6 N in full fine-tuning, 4 N beside frozen weights. N has no embeddings, norms and
-  biases, of experts those that a token is sent to, and the LM head where there is a label.
+  where something below is trained. N has no embeddings, norms and biases, of experts those that a token is sent to, and
+  the LM head where there is a label.
 - Attention costs 2 x heads x (key width + value width) forward for each pair of tokens that see each other, and twice
-  that backward. A row of n tokens has n (n + 1) / 2 such pairs, fewer with a sliding window. (The usual 12 x layers x
-  heads x head_dim x n a token also counts the pairs that the causal mask takes away.)
+  that backward. A row of n tokens has n (n + 1) / 2 such pairs, fewer with a sliding window.
 
 What activation checkpointing computes again is not counted (model FLOPs, not hardware FLOPs).
 
@@ -157,10 +156,7 @@ def published_peak(dtype: torch.dtype, device: torch.device) -> float:
 
 def product_rate(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> float:
     """FLOP/s of a matmul with a weight of that shape, or of fewer rows, the fastest of those in a tenth of a second.
-
-    All ranks call it at the same time, since those of a machine share its cores, caches and power. A random state is
-    left as it is, and device memory is given back.
-    """
+    All ranks call it at the same time: those of a machine share its cores, caches and power."""
     rows, tokens = max(1, min(shape[0], MOST_WEIGHTS[device.type] // shape[1])), MOST_TOKENS[device.type]
     generator = torch.Generator(device).manual_seed(0)  # on GPUs constant numbers are multiplied faster
     x, weight = (torch.randn(n, shape[1], generator=generator, device=device).to(dtype) for n in (tokens, rows))
@@ -179,3 +175,9 @@ def product_rate(shape: tuple[int, int], dtype: torch.dtype, device: torch.devic
     if device.type == "cuda":
         torch.cuda.empty_cache()
     return 2.0 * tokens * rows * shape[1] / best
+
+
+def flops_text(flops: float) -> str:
+    """12.3 GFLOP."""
+    power = max(0, min(5, (len(f"{flops:.0f}") - 1) // 3))
+    return f"{flops / 1000**power:.3g} {['', 'k', 'M', 'G', 'T', 'P'][power]}FLOP"

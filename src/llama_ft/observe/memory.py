@@ -1,12 +1,10 @@
 """Memory as the kernel and the CUDA allocator count it: now, at the peak of each phase, and on the ranks side by side.
 
-Peaks are read, not polled: a thread that samples memory costs a multiple of the step and still misses the peak.
 Source: VmHWM, RssAnon and clear_refs in `man 5 proc`; torch.cuda.memory_stats.
 """
 
 import contextlib
 import ctypes
-import itertools
 import re
 import threading
 from collections.abc import Iterable
@@ -16,8 +14,6 @@ from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.table import Table
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -37,8 +33,7 @@ SECONDS_BETWEEN_SAMPLES = 0.01
 COMPARED_STEP = 2  # of this process; the first has no optimizer states yet
 LARGEST_SHARE = 1.05
 # Tensors are counted exactly. The CUDA allocator rounds up; Python and its libraries take host memory when they like.
-DEVICE_NOISE, HOST_NOISE = 32 * MIB, {"after loading": 32 * MIB, "in the second step": 128 * MIB}
-LEAST_LEAK_BYTES, LEAST_LEAK_SHARE = 64 * MIB, 0.01  # of what is held
+NOISE = {"device memory": 32 * MIB, "host memory": 128 * MIB}
 SNAPSHOT_STEPS = 3  # of this process: the second has all optimizer states, the third repeats it
 MOST_EVENTS = 100_000  # the last ones: a larger snapshot is too much for the viewer's browser
 Peaks = dict[Phase, dict[str, int]]
@@ -68,10 +63,8 @@ def memory_use(device: torch.device) -> MemoryUse:
 
 
 def reset_peaks(device: torch.device) -> None:
-    """Start a new phase: peaks read from here on count from the present use.
-
-    Where clear_refs cannot be written (macOS, some containers) the host peak stays that of the whole process.
-    """
+    """Start a new phase: peaks count from the present use. Where clear_refs cannot be written (macOS, some containers)
+    the host peak stays that of the whole process."""
     with contextlib.suppress(OSError):
         PROC_CLEAR_REFS.write_bytes(b"5")  # sets VmHWM to the present resident size
     if device.type == "cuda":
@@ -87,52 +80,45 @@ def memory_metrics(peaks: torch.Tensor) -> dict[str, list[int]]:
 class MemoryMonitor:
     """A PhaseMonitor, and a context manager around the whole of a run; every rank has one.
 
-    Each `enter` reads the peaks since the last one and resets them. The kernel has a peak of resident memory (VmHWM),
-    not of its anonymous part: that is taken as VmHWM less the mapped pages at the phase's end, and at least what was
-    anonymous at both ends; while files are mapped it is sampled. Ranks are compared after loading and in the second
-    step, and each step is looked at for a leak.
+    The kernel has a peak of resident memory (VmHWM), not of its anonymous part: that is taken as VmHWM less the mapped
+    pages at the phase's end; while files are mapped it is sampled. Ranks are compared in the second step.
 
     Attributes:
         phase: the present one; None outside of any.
         by_phase: the largest peaks in bytes, as facts.json has them; fragmented is reserved less allocated.
         host_peak_bytes: largest resident size since training began, up to the present phase.
         device_peak_bytes: largest sum of tensors on the CUDA device likewise; 0 on the CPU.
-        growth: finds what this rank loses with every step to a leak.
     """
 
     def __init__(self, job: Runtime) -> None:
         self.phase: Phase | None = None
         self.by_phase: Peaks = {}
         self.host_peak_bytes = self.device_peak_bytes = 0
-        self.growth = Growth()
         self._job, self._is_cuda = job, job.device.type == "cuda"
         self._before = self._base = MemoryUse()
         self._sampled, self._sampling = 0, threading.Event()
-        self._model: nn.Module | None = None
-        self._optimizer: torch.optim.Optimizer | None = None
+        self._training: tuple[nn.Module, torch.optim.Optimizer] | None = None
         self._facts = RunMetadata(Path(), enabled=False)
-        self._steps, self._has_leak = 0, False
-        self._warnings, self._ranks = list[str](), list[Peaks]()
+        self._steps, self._ranks = 0, list[Peaks]()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        self._leave()
-        if self._model is not None and error is None:
+        self.leave()
+        if self._training is not None and error is None:
             self._log_peaks()
         else:  # the others may be gone: what they had when they were last asked
             self._add_phases([self.by_phase, *self._ranks[1:]])
 
     def enter(self, phase: Phase) -> None:
         """See PhaseMonitor."""
-        self._before = self._leave()
+        self._before = self.leave()
         if phase == "load":
             _free_unused_heap()
             self._base = memory_use(CPU)
-        if phase == "optimizer step" and self._model is not None and self._steps == COMPARED_STEP - 1:
-            ranks = self._compare(self._model, "in the second step")
-            self._facts.add(memory={"holders": [rank.holders for rank in ranks]})
+        if phase == "optimizer step" and self._training is not None and self._steps == COMPARED_STEP - 1:
+            self._compare(*self._training)
         self.phase = phase
         reset_peaks(self._job.device)
         if phase in MAPS_FILES:
@@ -143,7 +129,7 @@ class MemoryMonitor:
         while not done.wait(SECONDS_BETWEEN_SAMPLES):
             self._sampled = max(self._sampled, memory_use(CPU).anonymous)
 
-    def _leave(self) -> MemoryUse:
+    def leave(self) -> MemoryUse:
         """End the present phase; returns the use right now."""
         self._sampling.set()
         now = memory_use(self._job.device)
@@ -161,58 +147,36 @@ class MemoryMonitor:
             self.phase = None
         return now
 
-    def loaded(self, model: nn.Module) -> None:
-        """Compare the ranks, which have their weights and nothing else yet. All of them call it."""
-        self._leave()
-        self._compare(model, "after loading")
-
     def begin_training(self, model: nn.Module, optimizer: torch.optim.Optimizer, facts: RunMetadata) -> None:
         """From now on steps follow. Loading is no part of the peaks of the whole run."""
-        self._model, self._optimizer, self._facts = model, optimizer, facts
-        facts.add(memory={"warnings": self._warnings})
-        self._leave()
+        self._training, self._facts = (model, optimizer), facts
+        facts.add(memory={"warnings": []})
+        self.leave()
         self.host_peak_bytes = self.device_peak_bytes = 0
         reset_peaks(self._job.device)
 
-    def end_step(self, growth: torch.Tensor) -> None:
-        """An optimizer step is done, gradients are freed. All ranks call it.
-
-        Args:
-            growth: `growth.bytes_per_step` of every rank before this step's end.
-        """
+    def end_step(self) -> None:
+        """An optimizer step is done. All ranks call it."""
         self._steps += 1
-        use = memory_use(self._job.device)
-        self.growth.note(use.device + use.anonymous)
-        if growth.any() and not self._has_leak:
-            self._has_leak, rank = True, int(growth.argmax())
-            self._warn(
-                f"memory grows with every step, by {growth[rank] / MIB:.1f} MiB on rank {rank}.\nSomething keeps what "
-                "a step has made: a loss or another tensor that is put into a list needs .item() or .detach()."
-            )
         if self._steps == COMPARED_STEP:
             self._log_peaks()
 
-    def _compare(self, model: nn.Module, moment: str) -> list["Held"]:
+    def _compare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         _free_unused_heap()
         use = memory_use(self._job.device)
         memory = {"device memory": use.device, "host memory": use.anonymous - self._base.anonymous}
-        ranks = [held_tensors(model, self._optimizer, memory)] * self._job.world_size
+        ranks = [held_tensors(model, optimizer, memory)] * self._job.world_size
         dist.all_gather_object(ranks, ranks[0])
-        for warning in find_differences(ranks, moment):
-            self._warn(warning)
-        return ranks
-
-    def _warn(self, text: str) -> None:
-        log.warning(text)
-        self._warnings.append(text)
-        self._facts.add(memory={"warnings": self._warnings})
+        warnings = find_differences(ranks)
+        for warning in warnings:
+            log.warning(warning)
+        self._facts.add(memory={"holders": [rank.holders for rank in ranks], "warnings": warnings})
 
     def _log_peaks(self) -> None:
         self._ranks = [{}] * self._job.world_size
         dist.all_gather_object(self._ranks, self.by_phase)
         self._add_phases(self._ranks)
-        kinds = ["device_peak_bytes", "device_reserved_bytes", "device_fragmented_bytes"] if self._is_cuda else []
-        log.info(_table(self._ranks, [*kinds, "anonymous_peak_bytes"]))
+        log.info(_table(self._ranks))
 
     def _add_phases(self, ranks: list[Peaks]) -> None:
         phases = [phase for phase in PHASES if any(phase in rank for rank in ranks)]
@@ -225,26 +189,23 @@ def _free_unused_heap() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def _table(ranks: list[Peaks], kinds: list[str]) -> str:
-    """Peaks by phase, the largest of the ranks'; where they differ by more than 5 %, the least too and whose the
-    largest is."""
-    table = Table("peaks in MiB", *(kind.removesuffix("_bytes").replace("_", " ") for kind in kinds), box=None)
-    for phase in (phase for phase in PHASES if phase in ranks[0]):
+def _table(ranks: list[Peaks]) -> str:
+    """Peaks by phase; where ranks differ by more than 5 %, the least and the largest."""
+    lines = ["peaks in MiB"]
+    for phase, own in ranks[0].items():
         cells = []
-        for kind in kinds:
+        for kind in own:
             sizes = [rank.get(phase, {}).get(kind, 0) / MIB for rank in ranks]
             least, most = min(sizes), max(sizes)
-            differ = most > LARGEST_SHARE * least
-            cells.append(f"{least:,.0f} to {most:,.0f} (rank {sizes.index(most)})" if differ else f"{most:,.0f}")
-        table.add_row(phase, *cells)
-    console = Console(width=200)
-    with console.capture() as text:
-        console.print(table)
-    return "\n".join(line.rstrip() for line in text.get().splitlines())
+            text = f"{least:,.0f} to {most:,.0f} (rank {sizes.index(most)})"
+            name = kind.removesuffix("_bytes").replace("_", " ")
+            cells.append(f"{name} {text if most > LARGEST_SHARE * least else f'{most:,.0f}'}")
+        lines.append(f"  {phase:<15} {', '.join(cells)}")
+    return "\n".join(lines)
 
 
 class Held(NamedTuple):
-    """What a rank holds at a moment at which it should hold its shards and nothing else, in bytes."""
+    """What a rank holds where it should hold its shards, their gradients and states, and nothing else, in bytes."""
 
     holders: dict[str, int]  # by what holds it, each storage once
     memory: dict[str, int]  # as the kernel and the CUDA allocator count it
@@ -252,16 +213,15 @@ class Held(NamedTuple):
     fuller: float = 1.0  # how many times as much as this rank one with full shards has of what is trained
 
 
-def held_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None, memory: dict[str, int]) -> Held:
+def held_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, memory: dict[str, int]) -> Held:
     """What this rank's parameters, gradients and optimizer states take."""
     parameters = list(model.parameters())
     trained = [p for p in parameters if p.requires_grad]
-    states = [value for state in optimizer.state.values() for value in state.values()] if optimizer is not None else []
     members: dict[MemoryCategory, list[Any]] = {
         "sharded parameters": [p for p in parameters if p.is_floating_point()],
         "quantized parts": [p for p in parameters if not p.is_floating_point()],
         "gradients": [p.grad for p in trained if p.grad is not None],
-        "optimizer state": [value for value in states if torch.is_tensor(value)],
+        "optimizer state": [v for state in optimizer.state.values() for v in state.values() if torch.is_tensor(v)],
     }
     holders = {str(name): size for name, tensors in members.items() if (size := _storage_bytes(tensors))}
     # Rows are dealt like torch.chunk, so it is the last ranks that have fewer.
@@ -269,27 +229,22 @@ def held_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None, memo
     return Held(holders, memory, sum(p.nbytes for p in parameters), fuller)
 
 
-def find_differences(ranks: list[Held], moment: str) -> list[str]:
-    """A warning for each rank that has over 5 % more than is usual and due, about the first thing of which it has.
-    `moment` is "after loading" or "in the second step"."""
-    warnings, named = list[str](), set[int]()
-    measured = {"device memory": DEVICE_NOISE, "host memory": HOST_NOISE[moment]}
-    for name in [*dict.fromkeys(name for rank in ranks for name in rank.holders), *measured]:
+def find_differences(ranks: list[Held]) -> list[str]:
+    """A warning for each rank that has over 5 % more than is usual and due, about the first thing of which it has."""
+    warnings = dict[int, str]()
+    for name in [*dict.fromkeys(name for rank in ranks for name in rank.holders), *NOISE]:
         sizes = [(rank.holders | rank.memory).get(name, 0) for rank in ranks]
-        due = [0 if name in measured else size * rank.fuller for size, rank in zip(sizes, ranks, strict=True)]
+        due = [0 if name in NOISE else size * rank.fuller for size, rank in zip(sizes, ranks, strict=True)]
         usual = max(median_low(sizes), median_low(due))  # of two ranks the smaller is usual
         for rank, size in enumerate(sizes):
-            if size > max(usual * LARGEST_SHARE, usual + measured.get(name, MIB)) and rank not in named:
-                named.add(rank)
-                why = "they are not sharded like theirs"
-                if name in measured:
-                    why = f"{size_text(size - usual)} belong to no sharded parameter and no state of the optimizer"
-                warnings.append(
-                    f"{moment}, rank {rank} holds {size_text(size)} of {name}, the other ranks {size_text(usual)}: "
-                    f"{why}. The whole model is {size_text(ranks[rank].model)}.\nLook for what that rank alone does: "
-                    "from_pretrained, torch.load or full_tensor where rank == 0 would do this."
+            if size > max(usual * LARGEST_SHARE, usual + NOISE.get(name, MIB)):
+                warnings.setdefault(
+                    rank,
+                    f"rank {rank} holds {size_text(size)} of {name}, the other ranks {size_text(usual)}. The whole "
+                    f"model is {size_text(ranks[rank].model)}.\nLook for what that rank alone does: from_pretrained, "
+                    "torch.load or full_tensor where rank == 0 would do this.",
                 )
-    return warnings
+    return list(warnings.values())
 
 
 def _full_shard_bytes(parameter: torch.Tensor) -> int:
@@ -309,46 +264,6 @@ def _storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Of this rank's part of them: whole storages, since a view of a few rows keeps all of them."""
     storages = [_local(tensor).untyped_storage() for tensor in tensors]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-
-
-class Growth:
-    """Finds memory that grows with every step, looking at it at the same point of each.
-
-    Steps are taken in eight blocks, of each of which the least use counts; full blocks are joined in pairs, so that the
-    looks come after 26, 50, 98... steps. It is a leak when twice in a row each block is above the one before, both
-    halves rise alike, and it is 64 MiB and 1 % in all.
-
-    Attributes:
-        bytes_per_step: of the leak; 0 while none is found.
-    """
-
-    def __init__(self) -> None:
-        self.bytes_per_step = 0.0
-        self._suspected, self._block_steps = False, 3
-        self._block, self._lows = list[int](), list[int]()
-        self._skipped = 2  # optimizer states, caches and buffers are made
-
-    def note(self, held_bytes: int) -> None:
-        """Take the use after one more step."""
-        if self._skipped:
-            self._skipped -= 1
-            return
-        self._block.append(held_bytes)
-        if len(self._block) == self._block_steps:
-            self._lows.append(min(self._block))
-            self._block = []
-        if len(self._lows) < 8:
-            return
-        lows, rise = self._lows, self._lows[-1] - self._lows[0]
-        halves = lows[3] - lows[0], lows[7] - lows[4]
-        # What warms up rises less and less, and an evaluation or a save lifts the level once.
-        is_steady = all(a < b for a, b in itertools.pairwise(lows)) and min(halves) >= 0.6 * max(halves)
-        rises = is_steady and rise >= max(LEAST_LEAK_BYTES, LEAST_LEAK_SHARE * lows[-1])
-        if rises and self._suspected and not self.bytes_per_step:
-            self.bytes_per_step = rise / (7 * self._block_steps)
-        self._suspected = rises
-        self._lows = [min(pair) for pair in zip(lows[::2], lows[1::2], strict=True)]
-        self._block_steps *= 2
 
 
 def record_memory() -> None:

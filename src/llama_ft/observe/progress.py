@@ -31,12 +31,10 @@ class ProgressBar:
         seconds_between_lines: float = 2.0,
     ) -> None:
         self.total_steps = total_steps
-        self._console = console
-        self._seconds_between_lines = seconds_between_lines
-        self._last_line_at = -math.inf
-        self._waiting_line: str | None = None
+        self._console, self._seconds_between_lines = console, seconds_between_lines
+        self._last_line_at, self._waiting_line = -math.inf, ""
         self._latest: Metrics = {}
-        self._evaluation_loss: float | None = None
+        self._validation = ""
         self._wide = wide = console.width >= WIDE_COLUMNS
         self._bar: Progress | None = None
         if console.is_terminal:
@@ -59,7 +57,7 @@ class ProgressBar:
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         if self._bar is not None:
             self._bar.stop()
-        elif self._waiting_line is not None:  # a run that ended early has not printed its last step yet
+        elif self._waiting_line:  # a run that ended early has not printed its last step yet
             self._console.print(self._waiting_line)
 
     def update(self, step: int, metrics: Metrics) -> None:
@@ -71,21 +69,19 @@ class ProgressBar:
         self._waiting_line = "  ".join([f"step {step}/{self.total_steps}", *_describe(metrics)])
         if time.monotonic() - self._last_line_at >= self._seconds_between_lines or step >= self.total_steps:
             self._console.print(self._waiting_line)
-            self._last_line_at, self._waiting_line = time.monotonic(), None
+            self._last_line_at, self._waiting_line = time.monotonic(), ""
 
     def note_evaluation(self, step: int, loss: float, perplexity: float) -> None:
         """Print the validation loss after `step` as a line of its own, and keep it beside the bar."""
-        self._evaluation_loss = loss
+        self._validation = f"{'held-out' if self._wide else 'val'} {_number(loss, 3)}"
         numbers = f"held-out loss {_number(loss, 3)}  perplexity {_number(perplexity, 2)}"
         self._console.print(f"step {step}/{self.total_steps}  {numbers}")
         if self._bar is not None:
             self._bar.update(self._task, numbers=self._numbers())
 
     def _numbers(self) -> str:
-        parts = _describe(self._latest, brief=not self._wide)
-        if self._evaluation_loss is not None:
-            parts.insert(1, f"{'held-out' if self._wide else 'val'} {_number(self._evaluation_loss, 3)}")
-        return "  ".join(parts)
+        first, *rest = _describe(self._latest, brief=not self._wide) or [""]
+        return "  ".join(part for part in (first, self._validation, *rest) if part)
 
 
 def _describe(metrics: Metrics, brief: bool = False) -> list[str]:

@@ -1,5 +1,6 @@
 """output_dir/facts.json: what a run knows about itself beside its metrics, for report.html."""
 
+import contextlib
 import json
 import os
 import shlex
@@ -29,12 +30,7 @@ class RunMetadata:
     def __init__(self, output_dir: Path, enabled: bool = True) -> None:
         self.path = output_dir / FACTS_FILE
         self._enabled = enabled
-        self._facts: dict[str, Any] = {}
-        if enabled and self.path.exists():
-            try:
-                self._facts = dict(json.loads(self.path.read_text()))
-            except (OSError, ValueError, TypeError):  # what the earlier attempt knew is found out again
-                log.warning(f"{self.path} cannot be read; it begins anew.")
+        self._facts: dict[str, Any] = json.loads(self.path.read_text()) if enabled and self.path.exists() else {}
 
     def add(self, **facts: Any) -> None:
         """Merge `facts`, plain values, into the file: dicts key by key, anything else in place of what was there.
@@ -53,13 +49,8 @@ class RunMetadata:
     def add_sample(self, when: str, sample: dict[str, str] | None) -> None:
         """Add an answer: question, answer and reference, in place of an earlier one of the same moment."""
         if sample is not None:
-            others = [old for old in self.samples if old.get("when") != when]
+            others = [old for old in self._facts.get("samples", []) if old.get("when") != when]
             self.add(samples=[*others, {"when": when, **sample}])
-
-    @property
-    def samples(self) -> list[dict[str, str]]:
-        """The answers so far: when (before or after), question, answer and reference."""
-        return list(self._facts.get("samples", []))
 
 
 def _merge(into: dict[str, Any], new: dict[str, Any]) -> None:
@@ -88,19 +79,16 @@ def environment(versions: dict[str, str], layout: str) -> dict[str, str]:
         gpus = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
         found["GPUs"] = ", ".join(f"{gpus.count(name)} x {name}" for name in dict.fromkeys(gpus))
         found["CUDA"] = str(torch.version.cuda)
-    if state := git_state():
-        found["commit"] = state["commit"][:12] + (", changed" if state["dirty"] else "")
+    if commit := git_commit():
+        found["commit"] = commit
     return found
 
 
-def git_state() -> dict[str, Any] | None:
-    """`commit` of the checkout that the script lies in, else of this package, and whether tracked files differ from it
-    (`dirty`); None where neither is in one. Nothing else that git knows, such as remotes, is asked for."""
+def git_commit() -> str | None:
+    """The short commit of the checkout that the script, or else this package, lies in; with ", changed" where tracked
+    files differ from it. Nothing else that git knows, such as remotes, is asked for."""
     for folder in (Path(sys.argv[0]).resolve().parent, CHECKOUT):
-        command = ["git", "-C", str(folder), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"]
-        try:
-            found = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout.strip()
-        except (OSError, subprocess.SubprocessError):
-            continue
-        return {"commit": found.removesuffix("+"), "dirty": found.endswith("+")}
+        command = ["git", "-C", str(folder), "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty=, changed"]
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            return subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout.strip()
     return None

@@ -1,6 +1,5 @@
 """Where metrics go besides metrics.jsonl: Weights & Biases, TensorBoard and MLflow, behind one small interface."""
 
-import contextlib
 import textwrap
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,11 +10,8 @@ import yaml
 from llama_ft.config.settings import TrackingConfig
 from llama_ft.observe.metrics import Metrics, one_series_per_rank
 from llama_ft.observe.mlflow_tracker import MlflowTracker, check_mlflow
-from llama_ft.observe.run_metadata import git_state, masked
+from llama_ft.observe.run_metadata import git_commit, masked
 from llama_ft.observe.wandb_tracker import WandbTracker, check_wandb_login, wandb_mode
-from llama_ft.runtime.console import log
-
-Samples = list[dict[str, str]]  # when (before, after), question, answer, reference
 
 
 class Tracker(Protocol):
@@ -28,20 +24,15 @@ class Tracker(Protocol):
     def log(self, metrics: Metrics, step: int) -> None:
         """Take what was measured at `step`, unless it is there already; a list holds one value per rank."""
 
-    def log_samples(self, samples: Samples, step: int) -> None:
-        """Take the answers before and after fine-tuning; `step` is the last one that was logged."""
-
-    def log_result(self, folder: Path, step: int, is_best: bool, base_model: str) -> None:
-        """Take a copy of a model or adapter with the weights of `step`, perhaps of the lowest validation loss, and
-        return when it has arrived. Called in a thread of its own."""
+    def log_result(self, folder: Path, step: int, is_best: bool) -> None:
+        """Take a copy of a model or adapter with the weights of `step`; return when it has arrived."""
 
     def finish(self, exit_code: int, stopped: bool = False) -> None:
         """Write out what is left; exit_code is not 0 when the run failed, stopped is true when it can be resumed."""
 
 
 class TensorboardTracker:
-    """Event files in output_dir/tensorboard; see start_trackers. What earlier ones have of steps after the one that is
-    resumed from is not shown any more."""
+    """Event files in output_dir/tensorboard; those of steps after the one that is resumed from are purged."""
 
     name = "TensorBoard"
     ids: dict[str, str] = {}
@@ -63,12 +54,7 @@ class TensorboardTracker:
                 self._writer.add_scalar(series, value, step)
             self._writer.flush()  # what a kill takes away would be missing after a resume
 
-    def log_samples(self, samples: Samples, step: int) -> None:
-        for sample in samples:
-            text = "\n\n".join(f"**{part}**\n\n{sample[part]}" for part in ("question", "answer", "reference"))
-            self._writer.add_text(f"sample/{sample['when']}", text, step)
-
-    def log_result(self, folder: Path, step: int, is_best: bool, base_model: str) -> None:
+    def log_result(self, folder: Path, step: int, is_best: bool) -> None:
         """TensorBoard keeps no files."""
 
     def finish(self, exit_code: int, stopped: bool = False) -> None:
@@ -91,29 +77,20 @@ def start_trackers(
     config: TrackingConfig,
     output_dir: Path,
     resolved: dict[str, Any],
-    resume_step: int | None = None,
-    ids: Mapping[str, str] | None = None,
+    resume_step: int | None,
+    ids: Mapping[str, str],
 ) -> list[Tracker]:
     """Start what the configuration asks for; see RunLog. `ids` are the `Tracker.ids` to go on with.
 
     Raises:
         UserError: W&B or MLflow cannot be used, or its server refuses or does not answer.
     """
-    known, trackers = ids or {}, list[Tracker]()
-    settings, code = masked(resolved), git_state() if config.use_wandb or config.use_mlflow else None
-    try:
-        if config.use_wandb and wandb_mode(config) == "disabled":
-            log.info("W&B: WANDB_MODE is disabled, so it gets nothing; --wandb_mode online or offline says otherwise.")
-        elif config.use_wandb:
-            with_code = settings | ({"git": code} if code else {})
-            trackers.append(WandbTracker(config, output_dir, with_code, resume_step, known.get("wandb")))
-        if config.use_tensorboard:
-            trackers.append(TensorboardTracker(output_dir, settings, resume_step))
-        if config.use_mlflow:
-            trackers.append(MlflowTracker(config, output_dir, settings, code, known.get("mlflow")))
-    except BaseException:
-        for tracker in trackers:  # or its run would be shown as running
-            with contextlib.suppress(Exception):
-                tracker.finish(1)
-        raise
+    trackers, settings, commit = list[Tracker](), masked(resolved), git_commit()
+    if config.use_wandb and wandb_mode(config) != "disabled":
+        with_commit = settings | {"git": {"commit": commit}}
+        trackers.append(WandbTracker(config, output_dir, with_commit, resume_step, ids.get("wandb")))
+    if config.use_tensorboard:
+        trackers.append(TensorboardTracker(output_dir, settings, resume_step))
+    if config.use_mlflow:
+        trackers.append(MlflowTracker(config, output_dir, settings, commit, ids.get("mlflow")))
     return trackers

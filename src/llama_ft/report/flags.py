@@ -33,11 +33,11 @@ def read_report_flags(argv: list[str], description: str) -> ReportFlags:
     options, _, errors = read(argv, ReportFlags, description)
     errors += [] if options.places else ["RUN is needed: report.py RUN [RUN...]."]
     for name in options.places:
-        folder, no_run = (
+        folder, nothing = (
             Path(name).expanduser(),
-            "is not a run's directory: it has neither status.json nor metrics.jsonl.",
+            "has neither status.json nor metrics.jsonl: no run's directory.",
         )
-        if error := folder_problem(folder, "a run's directory") or (None if is_run(folder) else no_run):
+        if error := folder_problem(folder, "a run's directory") or (None if is_run(folder) else nothing):
             errors.append(f"{name}: {error}")
     check(errors)
     options.out = options.out or ("comparison.html" if options.places[1:] else f"{options.places[0]}/{REPORT_FILE}")

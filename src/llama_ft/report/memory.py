@@ -3,7 +3,6 @@
 import itertools
 import math
 from collections.abc import Sequence
-from statistics import median_low
 from typing import Any, NamedTuple
 
 import numpy
@@ -12,15 +11,7 @@ from llama_ft.phases import MEMORY_CATEGORIES, PHASES
 from llama_ft.report.plot import Plot, Series
 from llama_ft.report.run import Run
 
-MIB = 2**20
 TRAINING_PHASES = ("forward", "backward", "optimizer step")
-TITLES = {  # of the lists in metrics.jsonl, and of the kinds in facts.json
-    "memory/device_peak_bytes": "device, whole run",
-    "memory/host_peak_bytes": "host (RSS), whole run",
-    "device_reserved_bytes": "reserved, at most",
-    "device_fragmented_bytes": "fragmented, at most",
-    "anonymous_peak_bytes": "host, anonymous, at most",
-}
 
 
 class Bar(NamedTuple):
@@ -83,20 +74,12 @@ class MemoryFacts:
         held: dict[str, float] = next((peak["holders"] for peak in self._plan if peak["phase"] == "optimizer step"), {})
         return _bars(MEMORY_CATEGORIES, {name: held[name] for name in names if held.get(name)}, measured)
 
-    def rank_table(self) -> dict[str, list[dict[str, Any]]]:
-        """What each rank measured: column -> a cell for each rank, with its size, its share of the largest, and whether
-        it is over 5 % more than is usual."""
-        peaks = self._run.rank_peaks
-        columns: dict[str, Sequence[Any]] = {TITLES[key]: peaks[key] for key in list(TITLES)[:2] if key in peaks}
+    def rank_table(self) -> dict[str, list[Any]]:
+        """What each rank measured, by phase and holder: column -> bytes of each rank."""
+        columns: dict[str, list[Any]] = dict(self._run.rank_peaks)
         columns |= {phase: [rank.get(self._kind) for rank in ranks] for phase, ranks in self._phases.items()}
-        kinds = dict.fromkeys(kind for ranks in self._phases.values() for rank in ranks for kind in rank)
-        for kind in (kind for kind in kinds if kind != self._kind):
-            by_phase = [[rank.get(kind) or 0 for rank in ranks] for ranks in self._phases.values()]
-            columns[TITLES.get(kind, kind)] = [max(sizes) for sizes in zip(*by_phase, strict=False)]
-        for name in dict.fromkeys(name for rank in self._holders for name in rank):
-            columns[f"holds: {name}"] = [rank.get(name) for rank in self._holders]
-        ranks = max(map(len, columns.values()), default=0)
-        return {name: _cells(name, [*column, *[None] * (ranks - len(column))]) for name, column in columns.items()}
+        names = dict.fromkeys(name for rank in self._holders for name in rank)
+        return columns | {f"holds: {name}": [rank.get(name) for rank in self._holders] for name in names}
 
     def step_plot(self) -> Plot:
         """Predicted memory over one step, FSDP units gathered and freed."""
@@ -104,22 +87,13 @@ class MemoryFacts:
         labels = [moment["label"].replace(" the model", " model") for moment in timeline]
         x, total = numpy.arange(len(timeline)), numpy.array([float(moment["bytes"]) for moment in timeline])
         gathered = numpy.array([float(moment["gathered_bytes"]) for moment in timeline])
-        bands = list[tuple[float, float, str]]()
-        for phase, group in itertools.groupby(x.tolist(), key=lambda n: _phase_of(labels[n])):
-            places = list(group)
-            first, last = places[0], places[-1]
+        bands = []
+        for phase, group in itertools.groupby(range(len(labels)), key=lambda n: _phase_of(labels[n])):
+            first, *_, last = [*group] * 2
             bands.append((max(first - 0.5, 0), min(last + 0.5, len(labels) - 1), phase))
         series = [Series("all", x, total, "area", 0), Series("without gathered units", x, total - gathered, "area", 2)]
         title = "Memory over one step, predicted"
         return Plot(title, series, "bytes", labels=labels, bands=bands, width=1180, height=290)
-
-
-def _cells(name: str, column: Sequence[float | None]) -> list[dict[str, Any]]:
-    known = [size if size is not None and math.isfinite(size) else 0 for size in column]
-    usual, largest = median_low(known), max(known) or 1
-    # Tensors are counted exactly; of host memory Python and its libraries take what they like.
-    most = max(1.05 * usual, usual + (MIB if name.startswith(("holds", "device")) else 128 * MIB))
-    return [{"size": size or None, "share": size / largest, "is_odd": size > most} for size in known]
 
 
 def _phase_of(label: str) -> str:

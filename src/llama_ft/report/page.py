@@ -15,25 +15,21 @@ from typing import Any, NamedTuple
 from markupsafe import Markup
 
 from llama_ft.report.memory import MemoryFacts
-from llama_ft.report.plot import TEMPLATES, Plot, Series, histogram, number, smoothed
+from llama_ft.report.plot import TEMPLATES, Plot, Series, number, smoothed
 from llama_ft.report.run import Run, differing_settings
 
 HERE = Path(__file__).parent
 ENDINGS = {"finished": "good", "failed": "bad", "stopped": "warn", "running": "info"}
-METRIC_PLOTS = (  # key, title, unit, whether a logarithmic axis may be better
-    ("train/lr", "Learning rate", "", False),
-    ("train/grad_norm", "Gradient norm, before clipping", "", True),
-    ("perf/tokens_per_second", "Tokens per second, all ranks", "", False),
-    ("perf/mfu", "Model FLOPs utilization (MFU), of the published peak", "", False),
-    ("perf/matmul_utilization", "Matmul utilization, of the measured rate", "", False),
-    ("perf/step_seconds", "Seconds a step", "s", False),
-    ("memory/device_peak_bytes", "Device memory, peak so far, fullest rank", "bytes", False),
-    ("memory/host_peak_bytes", "Host memory (RSS), peak so far, fullest rank", "bytes", False),
-    ("train/loss_scale", "Loss scale", "", True),
-)
-UTILIZATIONS = (  # key, title of its card, where the run's facts have what it is a share of
-    ("perf/mfu", "MFU", "published_flops_per_second", "published"),
-    ("perf/matmul_utilization", "Matmul utilization", "product_flops_per_second", "measured"),
+METRIC_PLOTS = (  # key, title, unit
+    ("train/lr", "Learning rate", ""),
+    ("train/grad_norm", "Gradient norm, before clipping", ""),
+    ("perf/tokens_per_second", "Tokens per second, all ranks", ""),
+    ("perf/mfu", "Model FLOPs utilization (MFU), of the published peak", ""),
+    ("perf/matmul_utilization", "Matmul utilization, of the measured rate", ""),
+    ("perf/step_seconds", "Seconds a step", "s"),
+    ("memory/device_peak_bytes", "Device memory, peak so far, fullest rank", "bytes"),
+    ("memory/host_peak_bytes", "Host memory (RSS), peak so far, fullest rank", "bytes"),
+    ("train/loss_scale", "Loss scale", ""),
 )
 NOISY = ("perf/", "train/grad_norm")
 
@@ -51,10 +47,9 @@ def report_page(run: Run) -> str:
     loss = _lines(run, "train/loss", "training")
     if held_out := run.curves.get("eval/loss"):
         loss.append(Series("validation", held_out.steps, held_out.values, "dots", 1))
-    plots = [Plot("Loss", loss, log=True)]
-    plots += [Plot(title, _lines(run, key, "mean"), unit, log) for key, title, unit, log in METRIC_PLOTS]
-    memory, data = MemoryFacts(run), run.facts.get("data", {})
-    splits = (("Training rows", data.get("train"), 0), ("Validation rows", data.get("validation"), 1))
+    plots = [Plot("Loss", loss, fits=True)]
+    plots += [Plot(title, _lines(run, key, "mean"), unit) for key, title, unit in METRIC_PLOTS]
+    memory = MemoryFacts(run)
     return _render(
         "run.html",
         title=run.name,
@@ -63,8 +58,6 @@ def report_page(run: Run) -> str:
         plots=[plot.svg() for plot in plots],
         memory=memory,
         step_plot=memory.step_plot().svg(),
-        units=unit_groups(run.facts.get("units", [])),
-        histograms=[histogram(it["histogram"], data["edges"], title, colour) for title, it, colour in splits if it],
         differing=differing_settings([run]),
     )
 
@@ -73,13 +66,13 @@ def comparison_page(runs: Sequence[Run]) -> str:
     """Several runs on one page: curves over each other, what they were, and in what they differ."""
     if len({run.name for run in runs}) < len(runs):
         runs = [dataclasses.replace(run, name=str(run.folder)) for run in runs]
-    looks = [("train/loss", "Loss", "", True), ("eval/loss", "Validation loss", "", True), *METRIC_PLOTS]
+    looks = [("train/loss", "Loss", ""), ("eval/loss", "Validation loss", ""), *METRIC_PLOTS]
     plots = []
-    for key, title, unit, log in looks:  # of each run one line: the mean where there is one
+    for key, title, unit in looks:  # of each run one line: the mean where there is one
         lines = [line for n, run in enumerate(runs) for line in _lines(run, key, run.name, n)[-1:]]
         if key == "eval/loss":
             lines = [dataclasses.replace(line, style="dots") for line in lines]
-        plots.append(Plot(title, lines, unit, log, named=True))
+        plots.append(Plot(title, lines, unit, fits=key.endswith("/loss"), named=True))
     columns = [{card.name: card for card in _cards(run)} for run in runs]
     return _render(
         "compare.html",
@@ -89,20 +82,6 @@ def comparison_page(runs: Sequence[Run]) -> str:
         plots=[plot.svg() for plot in plots],
         differing=differing_settings(list(runs)),
     )
-
-
-def unit_groups(units: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """FSDP units, equal ones counted together; of each group the names and the share of the model."""
-    total = sum(unit["parameters"] for unit in units) or 1
-    groups: dict[tuple[str, int, int], list[str]] = {}
-    for unit in units:
-        kind = unit["kind"] if unit["name"] else "rest of the model"
-        name = unit["name"] or "everything that is in no other unit"
-        groups.setdefault((kind, unit["parameters"], unit["bytes"]), []).append(name)
-    return [
-        {"kind": kind, "parameters": count, "bytes": size, "share": count * len(names) / total, "names": names}
-        for (kind, count, size), names in groups.items()
-    ]
 
 
 def _render(template: str, **values: Any) -> str:
@@ -131,11 +110,9 @@ def _cards(run: Run) -> list[Card]:
         cards.append(Card("Validation loss", number(held_out.last, digits=4), f"best {lowest:.4g} at step {step:,}"))
     if speed := curves.get("perf/tokens_per_second"):
         cards.append(Card("Tokens per second", f"{speed.median:,.0f}", "median of the second half"))
-    for key, title, fact, how in UTILIZATIONS:
-        if utilization := curves.get(key):
-            rates = run.facts.get("speed", {}).get(fact) or 0.0
-            rate = (sum(rates) if isinstance(rates, list) else rates) / 1e12
-            cards.append(Card(title, f"{utilization.median:.0%}", f"of {rate:.3g} TFLOP/s, {how}" if rate else ""))
+    if utilization := curves.get("perf/mfu") or curves.get("perf/matmul_utilization"):
+        title, share = ("MFU", "published") if "perf/mfu" in curves else ("Matmul utilization", "measured")
+        cards.append(Card(title, f"{utilization.median:.0%}", f"of the {share} FLOP/s"))
     memory = MemoryFacts(run)
     (peak, kind), predicted, what = memory.measured_peak(), memory.predicted, ""
     if math.isfinite(predicted):
@@ -143,14 +120,9 @@ def _cards(run: Run) -> list[Card]:
         what = f"{plan} ({peak / predicted - 1:+.0%})" if memory.is_like_for_like else f"with Python; {plan}"
     if math.isfinite(peak):
         cards.append(Card(f"Peak of {kind}", number(peak, "bytes"), what))
-    elif math.isfinite(predicted):
-        cards.append(Card("Predicted peak", number(predicted, "bytes"), "nothing was measured"))
-    ranks = max([len(peaks) for peaks in run.rank_peaks.values()] + [int(run.plan.get("world_size", 0))])
-    if ranks:
-        on_gpu = memory.is_like_for_like or run.plan.get("device") == "cuda"
-        machine = run.facts.get("environment", {}).get("GPUs" if on_gpu else "host", "")
-        words = [f"{ranks} rank{'s' if ranks > 1 else ''}", *([machine] if machine else [])]
-        cards.append(Card("Device", "GPU" if on_gpu else "CPU", "; ".join(words)))
+    if ranks := max([len(peaks) for peaks in run.rank_peaks.values()], default=0):
+        machine = run.facts.get("environment", {}).get("GPUs" if memory.is_like_for_like else "host", "")
+        cards.append(Card("Ranks", f"{ranks}", machine))
     return cards
 
 

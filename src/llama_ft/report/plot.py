@@ -1,7 +1,6 @@
-"""Plots as inline SVG: light, scalable, in the page's own colours, readable without JavaScript and printable.
+"""Plots as inline SVG: in the page's own colours (classes of style.css), readable without JavaScript and printable.
 
-Colours and strokes are classes of style.css (`series0` to `series7`), so that a plot follows the reader's theme. Next
-to each plot lie its points as JSON, which script.js shows under the pointer. plot.html has the markup.
+Next to each plot lie its points as JSON, which script.js shows under the pointer. plot.html has the markup.
 """
 
 import json
@@ -19,8 +18,6 @@ from llama_ft.masking import mask_secrets
 
 BINS = 240  # of a plot 440 wide: two points a bin is all that can be told apart
 SMOOTH_FROM, SMOOTH_SHARE = 20, 25  # smoothed lines from so many points on, over 1/25 of them
-COLOURS = 8
-LOG_RATIO = 50  # of the largest value to the least, from where on an axis is logarithmic
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,12 +28,7 @@ class Series:
     x: numpy.ndarray  # ascending
     y: numpy.ndarray  # NaN interrupts the line
     style: str = "line"  # or faint, behind a smoothed one; dots, joined by a line; area, filled down to the axis
-    colour: int = 0  # 0 to 7; others begin again, dashed
-
-    @property
-    def css(self) -> str:
-        """Its class."""
-        return f"series{self.colour % COLOURS}" + (" dashed" if self.colour >= COLOURS else "")
+    colour: int = 0  # those from 8 on begin again
 
 
 @dataclass
@@ -46,7 +38,7 @@ class Plot:
     title: str
     series: list[Series]  # later ones on top
     unit: str = ""  # behind values; "bytes" writes them as MiB and GiB
-    log: bool = False  # a logarithmic scale, where the values ask for it; else the scale begins at zero
+    fits: bool = False  # whether the scale begins at the lowest value instead of zero
     labels: Sequence[str] = ()  # names of x = 0, 1, ...: modules at work, instead of steps
     bands: Sequence[tuple[float, float, str]] = ()  # (from, to, name) of parts of the x axis
     named: bool = False  # a single series is named, too
@@ -64,17 +56,10 @@ class Plot:
         self._x_low, self._x_high = _widened(float(xs.min()), float(xs.max()))
         ys = ys[numpy.isfinite(ys)]
         low, high = float(ys.min()), float(ys.max())
-        self._is_log = self.log and low > 0 and high / low >= LOG_RATIO
-        if self._is_log:
-            low, high = math.log10(low), math.log10(high)
-            marks = [10.0**power for power in range(math.floor(low), math.ceil(high) + 1)]
-        else:
-            low, high = _widened(low if self.log else min(low, 0.0), high)
-            marks = ticks(low, high, 5, binary=self.unit == "bytes")
+        low, high = _widened(low if self.fits else min(low, 0.0), high)
         room = (high - low) * 0.04
-        self._low, self._high = low - room * (self._is_log or low != 0), high + room
-        y_ticks = [(self.y(mark), number(mark, self.unit)) for mark in marks]
-        self.y_ticks = [(at, text) for at, text in y_ticks if self.top - 1 <= at <= self.bottom + 1]
+        self._low, self._high = low - room * (low != 0), high + room
+        self.y_ticks = [(self.y(mark), number(mark, self.unit)) for mark in ticks(low, high, 5, self.unit == "bytes")]
         steps = [] if self.labels else ticks(self._x_low, self._x_high, 6)
         self.x_ticks = [(self.x(step), number(step)) for step in steps if step == int(step)]
         shown = sorted(self.series, key=lambda one: one.style == "faint")  # a faint line's values come last
@@ -101,9 +86,7 @@ class Plot:
 
     def y(self, value: float) -> float:
         """Likewise; NaN for what is not finite."""
-        if not math.isfinite(value) or self._is_log and value <= 0:
-            return math.nan
-        share = ((math.log10(value) if self._is_log else value) - self._low) / (self._high - self._low)
+        share = (value - self._low) / (self._high - self._low) if math.isfinite(value) else math.nan
         return round(self.bottom - share * (self.bottom - self.top), 1)
 
     def points(self, series: Series) -> list[tuple[float, float]]:
@@ -133,10 +116,8 @@ def number(value: float, unit: str = "", digits: int = 3) -> str:
         power = next((p for p in (4, 3, 2, 1) if abs(value) >= 1024**p), 0)
         return f"{value / 1024**power:.{digits}g} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}" if value else "0"
     if value and not 1e-3 <= abs(value) < 1e4:
-        for power, letter in ((9, "G"), (6, "M"), (3, "k")):
-            if 10**power <= abs(value) < 10 ** (power + 3):
-                return f"{value / 10**power:.{digits}g}{letter}"
-        return f"{value:.{digits}g}"
+        power = next((p for p in (3, 2, 1) if 1000**p <= abs(value) < 1e12), 0)
+        return f"{value / 1000**power:.{digits}g}{' kMG'[power].strip()}"
     return f"{int(value)}" if value == int(value) else f"{value:.{max(digits, 4)}g}"
 
 
@@ -176,13 +157,6 @@ def smoothed(series: Series) -> list[Series]:
     return [replace(series, name="each step", style="faint"), replace(series, y=mean)]
 
 
-def histogram(counts: Sequence[int], edges: Sequence[float], name: str, colour: int = 0) -> Markup:
-    """Bars of samples by their length, from `edges[n]` to `edges[n + 1]` tokens each."""
-    spans = [(math.ceil(low), math.ceil(high) - 1) for low, high in zip(edges, edges[1:], strict=False)]
-    macro = TEMPLATES.get_template("plot.html").module.histogram  # type: ignore[attr-defined]
-    return Markup(macro(name, list(zip(counts, spans, strict=True)), colour)) if any(counts) else Markup("")
-
-
 TEMPLATES = Environment(
     loader=FileSystemLoader(Path(__file__).parent),
     autoescape=True,
@@ -194,6 +168,5 @@ TEMPLATES.globals["zip"] = zip
 TEMPLATES.filters |= {
     "size": lambda value: "" if value is None else number(value, "bytes", digits=4),
     "percent": lambda share: f"{share * 100:.1f}",
-    "number": number,
     "show": show,
 }

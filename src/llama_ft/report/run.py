@@ -2,7 +2,6 @@
 
 import json
 import math
-from array import array
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -39,17 +38,14 @@ class Curve:
 
     @property
     def lowest(self) -> tuple[int, float]:
-        """The step of the lowest value, and that value; (0, NaN) where there is none."""
-        if not numpy.isfinite(self.values).any():
-            return 0, math.nan
-        place = int(numpy.nanargmin(self.values))
+        """The step of the lowest value, and that value."""
+        place = int(numpy.where(numpy.isfinite(self.values), self.values, math.inf).argmin())
         return int(self.steps[place]), float(self.values[place])
 
     @property
     def median(self) -> float:
         """Of the second half, where things have settled."""
-        half = self.values[len(self.values) // 2 :]
-        return float(numpy.nanmedian(half)) if numpy.isfinite(half).any() else math.nan
+        return float(numpy.median(self.values[len(self.values) // 2 :]))
 
 
 @dataclass
@@ -120,24 +116,19 @@ def _read(run: Run, name: str, parse: Callable[[str], Any]) -> dict[str, Any]:
 
 
 def _read_metrics(run: Run) -> None:
-    """metrics.jsonl, line by line: of a million steps only the numbers are kept."""
-    path = run.folder / "metrics.jsonl"
-    pairs: dict[str, array[float]] = defaultdict(lambda: array("d"))  # step, value, step, value...
-    place = 1
+    path, place = run.folder / "metrics.jsonl", 0
+    pairs: dict[str, list[float]] = defaultdict(list)  # step, value, step, value...
     try:
-        with path.open("rb") as lines:
-            for line in lines:
-                if line.endswith(b"\n"):  # else it is being written, or a kill has cut it short
-                    _take_line(run, json.loads(line), pairs)
-                place += 1
-    except FileNotFoundError:
-        return
+        for line in path.open("rb") if path.exists() else ():
+            place += 1
+            if line.endswith(b"\n"):  # else it is being written, or a kill has cut it short
+                _take_line(run, json.loads(line), pairs)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         run.damaged.append(f"{path}:{place}: {reason(error)}; what follows is left out")
     run.curves = {key: Curve(both[::2], both[1::2]) for key, both in ((k, numpy.array(v)) for k, v in pairs.items())}
 
 
-def _take_line(run: Run, record: dict[str, Any], pairs: "dict[str, array[float]]") -> None:
+def _take_line(run: Run, record: dict[str, Any], pairs: dict[str, list[float]]) -> None:
     step = record.pop("step") + 0.0
     for key, value in record.items():
         value = [math.nan if one is None else one for one in value] if type(value) is list else value
