@@ -13,13 +13,13 @@ runs, with its adapter, soft cap or scale, sharded or not.
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import get_device_states, set_device_states
 from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.models.build import router_loss
@@ -101,10 +101,9 @@ def use_chunked_loss(model: PreTrainedModel) -> bool:
         size = max(FEWEST_POSITIONS, LOGITS_AT_ONCE[hidden.device.type] // vocabulary)
         trained = [parameter for parameter in head.parameters() if parameter.requires_grad]
         if per_token or not (torch.is_grad_enabled() and (hidden.requires_grad or trained)):
-            chunks = zip(hidden.split(size), targets.split(size), strict=True)
-            losses = torch.cat([checkpoint(losses_of, *chunk, use_reentrant=False) for chunk in chunks])
+            losses = _TokenLosses.apply(hidden, targets, losses_of, size, *trained)
             return losses if per_token else losses.sum()
-        return _ChunkedLoss.apply(hidden, targets, losses_of, size, *trained)
+        return _SummedLoss.apply(hidden, targets, losses_of, size, *trained)
 
     model.forward = forward
     head.forward = head_forward
@@ -185,43 +184,77 @@ class CrossEntropy(torch.autograd.Function):
         return gradient.mul_(factors.unsqueeze(1)).to(ctx.dtype), None
 
 
-class _ChunkedLoss(torch.autograd.Function):
+class _SummedLoss(torch.autograd.Function):
     """Summed loss of hidden states [targets, width], `size` at a time. Gradients are made in the forward pass, and
     scaled in the backward pass."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: torch.Tensor,
-        targets: torch.Tensor,
-        losses_of: LossFunction,
-        size: int,
-        *trained: torch.Tensor,
-    ) -> torch.Tensor:
-        for_hidden, total = ctx.needs_input_grad[0], torch.zeros((), dtype=torch.float32, device=hidden.device)
-        by_hidden, by_trained = torch.empty_like(hidden) if for_hidden else None, list[torch.Tensor]()
-        for start in range(0, max(1, len(targets)), size):  # once without targets: gradients are zero then
-            chunk = hidden[start : start + size].detach().requires_grad_(for_hidden)
-            with torch.enable_grad():
-                losses = losses_of(chunk, targets[start : start + size])
-            total += losses.detach().sum()
-            inputs = [chunk, *trained] if for_hidden else trained
-            found = list(torch.autograd.grad(losses, inputs, torch.ones_like(losses), materialize_grads=True))
-            if by_hidden is not None:
-                by_hidden[start : start + size] = found.pop(0)
-            # In fp32: many roundings to 16 bits would add up.
-            so_far = zip(by_trained, found, strict=True)
-            by_trained = found if start == 0 else [sums.float().add_(part) for sums, part in so_far]
-        ctx.by_hidden, ctx.by_trained = by_hidden, by_trained
+    def forward(ctx: Any, hidden: torch.Tensor, targets: torch.Tensor, losses_of: Any, size: int, *trained: Any) -> Any:
+        ctx.whole = ctx.needs_input_grad[0]
+        ones = torch.ones_like(targets, dtype=torch.float32)
+        total, ctx.gradients = _sum_and_gradients(hidden, targets, ones, losses_of, size, trained, ctx.whole)
         return total
 
     @staticmethod
     def backward(ctx: Any, factor: torch.Tensor) -> Any:
-        by_hidden, by_trained = ctx.by_hidden, ctx.by_trained
-        ctx.by_hidden = ctx.by_trained = None
-        for gradient in (by_hidden, *by_trained):
-            if gradient is not None:
-                gradient.mul_(factor)
-        # Only now does autograd round them to the parameters' dtype: the sum over all targets, before it is divided by
-        # their number, can be more than fp16 holds.
-        return by_hidden, None, None, None, *by_trained
+        gradients, ctx.gradients = ctx.gradients, None
+        for gradient in gradients:
+            gradient.mul_(factor)
+        return _returned(gradients, ctx.whole)
+
+
+class _TokenLosses(torch.autograd.Function):
+    """Losses [targets]. The backward pass knows what each is multiplied by, and computes the logits again, with the
+    random numbers of the forward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, targets: torch.Tensor, losses_of: Any, size: int, *trained: Any) -> Any:
+        ctx.random = torch.get_rng_state(), get_device_states(hidden)
+        ctx.arguments = hidden.detach(), targets, losses_of, size, trained, ctx.needs_input_grad[0]
+        chunks = zip(hidden.split(size), targets.split(size), strict=True)
+        return torch.cat([losses_of(*chunk) for chunk in chunks])
+
+    @staticmethod
+    def backward(ctx: Any, factors: torch.Tensor) -> Any:
+        hidden, targets, *others = ctx.arguments
+        with torch.random.fork_rng(devices=ctx.random[1][0], device_type=hidden.device.type):
+            torch.set_rng_state(ctx.random[0])
+            set_device_states(*ctx.random[1])
+            _, gradients = _sum_and_gradients(hidden, targets, factors, *others)
+        return _returned(gradients, others[-1])
+
+
+def _sum_and_gradients(
+    hidden: torch.Tensor,
+    targets: torch.Tensor,
+    factors: torch.Tensor,
+    losses_of: LossFunction,
+    size: int,
+    trained: Sequence[torch.Tensor],
+    for_hidden: bool,
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """The sum of all losses, and gradients of the losses times their `factors`: of hidden states if `for_hidden`, and
+    of `trained`."""
+    total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+    by_hidden, by_trained = [torch.empty_like(hidden)] if for_hidden else [], list[torch.Tensor]()
+    for start in range(0, max(1, len(targets)), size):  # once without targets: gradients are zero then
+        part = slice(start, start + size)
+        chunk = hidden[part].detach().requires_grad_(for_hidden)
+        with torch.enable_grad():
+            losses = losses_of(chunk, targets[part])
+        total += losses.detach().sum()
+        inputs = [chunk, *trained] if for_hidden else trained
+        found = list(torch.autograd.grad(losses, inputs, factors[part].to(losses.dtype), materialize_grads=True))
+        if for_hidden:
+            by_hidden[0][part] = found.pop(0)
+        # In fp32: many roundings to 16 bits would add up.
+        so_far = zip(by_trained, found, strict=True)
+        by_trained = found if start == 0 else [sums.float().add_(part) for sums, part in so_far]
+    return total, by_hidden + by_trained
+
+
+def _returned(gradients: list[torch.Tensor], for_hidden: bool) -> tuple[Any, ...]:
+    """In the order of the inputs. Only now does autograd round them to the parameters' dtype: the sum over all targets,
+    before it is divided by their number, can be more than fp16 holds."""
+    by_hidden = gradients[0] if for_hidden else None
+    return by_hidden, None, None, None, *gradients[for_hidden:]

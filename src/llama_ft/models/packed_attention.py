@@ -22,6 +22,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.errors import UserError
 from llama_ft.models.build import function_beside
+from llama_ft.models.mask_notes import noted
 from llama_ft.models.torch_2_11 import shared_heads
 from llama_ft.runtime.devices import sent
 
@@ -80,7 +81,8 @@ def packed_arguments(model: PreTrainedModel, lengths: list[int], device: torch.d
     ends = torch.tensor([0, *lengths]).cumsum(0)
     positions = torch.arange(int(ends[-1])) - torch.repeat_interleave(ends[:-1], torch.tensor(lengths))
     offsets, longest = sent(ends.to(torch.int32), device), max(lengths)
-    arguments: dict[str, Any] = {"position_ids": sent(positions.unsqueeze(0), device), "attention_mask": None}
+    position_ids = noted(sent(positions.unsqueeze(0), device), needs_no_mask=True)
+    arguments: dict[str, Any] = {"position_ids": position_ids, "attention_mask": None}
     if model.config._attn_implementation in ("packed_sdpa", "packed_eager"):
         return arguments | {"packed_rows": PackedRows(tuple(lengths), offsets, longest)}
     # flash_attention_2 and 3, as transformers hands them on

@@ -14,7 +14,7 @@ from transformers.modeling_utils import PreTrainedModel
 from llama_ft.data import IGNORED, Batch, Encoder, one_example
 from llama_ft.data.formats import Row, RowFormat
 from llama_ft.data.tokenize import Example
-from llama_ft.models import LossFunction, cross_entropy, has_chunked_loss, packed_arguments, router_loss
+from llama_ft.models import LossFunction, cross_entropy, has_chunked_loss, noted, packed_arguments, router_loss
 from llama_ft.runtime import Runtime, sent
 
 
@@ -94,11 +94,11 @@ def target_losses(
     aims = _aims(batch)
     on_host = (aims != IGNORED).nonzero().squeeze(1)  # computed there: the device is not waited for
     positions, targets = sent(on_host, device), sent(aims[on_host], device)  # [targets]
-    layout = (
-        packed_arguments(model, batch.row_lengths, device)
-        if batch.is_packed
-        else {"attention_mask": sent(batch.attention_mask, device)}
-    )
+    if batch.is_packed:
+        layout = packed_arguments(model, batch.row_lengths, device)
+    else:
+        mask = batch.attention_mask.bool()
+        layout = {"attention_mask": noted(sent(mask, device), needs_no_mask=bool(mask.all()))}
     inputs: dict[str, Any] = {"input_ids": sent(batch.input_ids, device), "use_cache": False, **layout}
     if has_chunked_loss(model):
         losses: tuple[torch.Tensor, torch.Tensor | float] = model(
