@@ -4,9 +4,8 @@ import json
 import sys
 
 from llama_ft.errors import UserError
-from llama_ft.models import hub, local_folder
+from llama_ft.models import local_folder
 
-hub.PROBE_SECONDS = 2.0  # instead of what a run waits for a silent hub
 outcomes = {}
 for name in sys.argv[1:]:
     try:

@@ -11,8 +11,6 @@ from llama_ft.config import ModelConfig, QuantizationConfig
 from llama_ft.errors import UserError
 from llama_ft.models import build_on_meta, choose_quantization, quantize_linears
 from llama_ft.models.load_weights import account_for
-from llama_ft.models.prequantized import read_4bit
-from llama_ft.models.quantized import FourBit
 from llama_ft.models.source import open_weights
 
 NESTED = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
@@ -54,9 +52,3 @@ def test_a_config_that_says_something_else_than_the_tensors_is_refused(
             quantize_linears(model, quantization)
         account_for(model, open_weights(folder).tensors, folder)
     assert told in str(refused.value)
-
-
-def test_values_of_another_kind_than_config_says_are_refused(stored: dict[str, Path]) -> None:
-    source = open_weights(stored["4bit"])
-    with pytest.raises(UserError, match=r"stored in nf4, blocks of 64; config.json says 4bit \(fp4"):
-        read_4bit(source, "model.layers.0.mlp.up_proj.weight", 64, FourBit("fp4", 64, None), 0, 4)

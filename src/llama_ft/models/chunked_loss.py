@@ -81,22 +81,16 @@ def use_chunked_loss(model: PreTrainedModel) -> bool:
             return plain_forward(*args, **kwargs)
         decoded = decoder(*args, **kwargs)
         hidden = decoded.last_hidden_state.flatten(0, 1).index_select(0, positions)  # [targets, width]
-        loss = head(hidden, targets=targets, loss_fn=loss_fn, per_token=per_token)
+        loss = head(hidden, loss_of=(targets, loss_fn, per_token))
         return loss, router_loss(model, decoded, kwargs.get("attention_mask"))
 
-    def head_forward(
-        hidden: torch.Tensor,
-        *args: Any,
-        targets: torch.Tensor | None = None,
-        loss_fn: LossFunction = cross_entropy,
-        per_token: bool = False,
-        **kwargs: Any,
-    ) -> Any:
-        if targets is None:
+    def head_forward(hidden: torch.Tensor, *args: Any, loss_of: Any = None, **kwargs: Any) -> Any:
+        if loss_of is None:
             return plain_head(hidden, *args, **kwargs)
+        targets, loss_fn, per_token = loss_of
 
         def losses_of(chunk: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-            return loss_fn(logits_of(chunk), wanted)
+            return cast(torch.Tensor, loss_fn(logits_of(chunk), wanted))
 
         size = max(FEWEST_POSITIONS, LOGITS_AT_ONCE[hidden.device.type] // vocabulary)
         trained = [parameter for parameter in head.parameters() if parameter.requires_grad]

@@ -149,14 +149,11 @@ def _describe_units(
 
 def unit_table(units: list[Unit]) -> str:
     """The units as lines for people: equal ones counted together, the largest named."""
-    groups: dict[tuple[str, int], list[Unit]] = {}
-    for unit in units:
-        groups.setdefault((unit.kind if unit.name else "rest of the model", unit.parameters), []).append(unit)
+    groups = Counter((unit.kind if unit.name else "rest of the model", unit.parameters, unit.bytes) for unit in units)
     lines = [f"{'FSDP units':<32} {'count':>6} {'parameters each':>16} {'gathered':>10}"]
-    for (kind, parameters), members in groups.items():
-        lines.append(f"  {kind:<30} {len(members):>6} {parameters:>16,} {members[0].bytes / 2**20:>6.1f} MiB")
-    largest = max(units, key=lambda unit: unit.parameters)
-    total = sum(unit.parameters for unit in units)
+    for (kind, parameters, gathered), count in groups.items():
+        lines.append(f"  {kind:<30} {count:>6} {parameters:>16,} {gathered / 2**20:>6.1f} MiB")
+    largest, total = max(units, key=lambda unit: unit.parameters), sum(unit.parameters for unit in units)
     name, share = largest.name or "the rest", largest.parameters / total
     lines.append(f"  {len(units)} units, {total:,} parameters; the largest, {name}, is {share:.0%}")
     return "\n".join(lines)

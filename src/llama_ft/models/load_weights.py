@@ -167,7 +167,7 @@ def account_for(model: PreTrainedModel, headers: dict[str, StoredTensor], folder
             aliases[id(parameter)].append(checkpoint_key(name))
     quantized = {id(module.weight): module for module in model.modules() if isinstance(module, QuantizedLinear)}
     scales = {id(layer.scale) for layer in quantized.values()}
-    missing, reshaped, unlike, keys, ties = [], [], [], dict[str, str](), model.all_tied_weights_keys
+    missing, unlike, keys, ties = [], [], dict[str, str](), model.all_tied_weights_keys
     for name, parameter in model.named_parameters():
         if is_adapter_weight(name) or id(parameter) in scales:
             continue
@@ -179,7 +179,7 @@ def account_for(model: PreTrainedModel, headers: dict[str, StoredTensor], folder
             missing.append(candidates[0])
             continue
         if (stored := stored_shape(key, headers, shape)) != shape:
-            reshaped.append(f"{key} is {list(stored)}, config.json makes it {list(shape)}")
+            unlike.append(f"{key} is {list(stored)}, config.json makes it {list(shape)}")
             continue
         keys[name] = key
         form, expected = stored_form(key, headers), layer.scheme.name[:4] if layer and layer.is_stored else "float"
@@ -191,9 +191,8 @@ def account_for(model: PreTrainedModel, headers: dict[str, StoredTensor], folder
     # Llama 2's checkpoints hold each layer's rotary frequencies, which are computed now; transformers skips them too.
     ignored = [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq"]
     extra = [key for key in headers if key not in known and not any(re.search(pattern, key) for pattern in ignored)]
-    wrong = {"missing": missing, "not part of the model": extra, "wrong shape": reshaped, "quantization": unlike}
-    if any(wrong.values()):
-        lines = [f"{title}: {listed(names)}" for title, names in wrong.items() if names]
+    wrong = {"missing": missing, "not part of the model": extra, "not as in config.json": unlike}
+    if lines := [f"{title}: {listed(names)}" for title, names in wrong.items() if names]:
         heading = f"{folder}: its weights are not those of the model its config.json describes."
         raise UserError("\n".join([heading, *lines]))
     return keys

@@ -5,6 +5,7 @@ import json
 import math
 import re
 import warnings
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -21,7 +22,7 @@ from llama_ft.errors import UserError
 from llama_ft.models.lora_linear import use_fused_lora
 from llama_ft.models.new_tokens import NewTokens, use_token_rows
 from llama_ft.models.quantized import QuantizedLinear
-from llama_ft.models.source import StoredTensor
+from llama_ft.models.source import StoredTensor, listed
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PEFT_PREFIX = "base_model.model."  # what peft puts before every name of the model it wraps
@@ -86,8 +87,7 @@ def inject_adapter(model: PreTrainedModel, settings: LoraConfig | LoHaConfig) ->
     use_fused_lora(model)
     for name, module in model.named_modules():
         if getattr(module, "lora_magnitude_vector", None) and not isinstance(module.base_layer, nn.Linear):
-            kind = type(module.base_layer).__name__
-            raise UserError(f"--peft.use_dora: {name} is a {kind}; DoRA works on linear layers only.")
+            raise UserError(f"--peft.use_dora: {name} is no linear layer.")
     assert isinstance(adapted, PeftModel)
     # peft itself names the tensors: it is handed every parameter, and what it returns is traced back.
     parameters = dict(adapted.named_parameters(remove_duplicate=False))
@@ -100,9 +100,8 @@ def _new_config(peft: PeftConfig) -> LoraConfig | LoHaConfig:
     common: dict[str, Any] = {"task_type": "CAUSAL_LM", "r": peft.r, "target_modules": peft.target_modules}
     common["modules_to_save"] = peft.modules_to_save
     if peft.peft_method == "loha":
-        defaults = PeftConfig()
         for name in ("bias", "use_rslora", "use_dora", "init_lora_weights"):
-            if getattr(peft, name) != getattr(defaults, name):
+            if getattr(peft, name) != getattr(PeftConfig(), name):
                 raise UserError(f"--peft.{name}: peft_method loha has no such setting.")
         return LoHaConfig(**common, alpha=peft.lora_alpha)  # type: ignore[arg-type]  # fractions work
     return LoraConfig(
@@ -160,9 +159,9 @@ def _check_saved_rows(model: PreTrainedModel, lora: LoraConfig | LoHaConfig, new
     others = set(new.ids) - trained if new is not None and not lora.modules_to_save else set[int]()
     if others or max(trained, default=0) >= rows:
         raise UserError(
-            f"--from_peft_checkpoint: this adapter trains the rows of {len(trained)} tokens. The model has {rows} "
-            f"rows, and {len(others)} new tokens that the adapter does not train.\n--resize_embeddings takes those of "
-            "--tokenizer_name, which can be the adapter's folder; recipes/export.py merges an adapter."
+            f"--from_peft_checkpoint: this adapter trains the rows of {len(trained)} tokens. The model has {rows} rows "
+            f"and {len(others)} new tokens that the adapter does not train.\nUse --resize_embeddings, and the "
+            "adapter's folder as --tokenizer_name."
         )
 
 
@@ -174,11 +173,10 @@ def linear_names(model: PreTrainedModel) -> list[str]:
 
 
 def _takes_adapter(model: PreTrainedModel, settings: Any, name: str, module: nn.Module) -> bool:
-    try:
+    with suppress(ValueError):  # Mamba's kernels read the weight of out_proj and never call the layer
         _check_lora_target_modules_mamba(settings, model, name.rsplit(".", 1)[-1])
-    except ValueError:  # Mamba's kernels read the weight of out_proj and never call the layer
-        return False
-    return _is_linear(module)
+        return _is_linear(module)
+    return False
 
 
 def _is_linear(module: nn.Module) -> bool:
@@ -228,16 +226,10 @@ def check_saved_adapter(
     """Raise a UserError unless a saved adapter's tensors are those that the model's adapter needs."""
     needed = {adapter.keys[name]: tuple(p.shape) for name, p in model.named_parameters() if name in adapter.keys}
     stored = {key: header.shape for key, header in headers.items()}
-    wrong = [key for key in sorted(needed.keys() | stored.keys()) if needed.get(key) != stored.get(key)]
+    keys = sorted(needed.keys() | stored.keys())
+    wrong = [f"{it} {stored.get(it)} for {needed.get(it)}" for it in keys if needed.get(it) != stored.get(it)]
     if wrong:
-        lines = [
-            f"{key} is {list(stored.get(key, []))}, expected {list(needed[key])}"
-            if key in needed
-            else f"{key} is not part of this adapter"
-            for key in wrong[:5]
-        ]
-        heading = f"{file}: does not fit {base}; was it trained on another model? {len(wrong)} tensors differ:"
-        raise UserError("\n".join([heading, *lines]))
+        raise UserError(f"{file}: does not fit {base}; was it trained on another model?\nIt has {listed(wrong)}.")
 
 
 def initial_rows(name: str, shape: tuple[int, ...], gaussian: bool, seed: int, rows: slice) -> torch.Tensor:

@@ -1,7 +1,6 @@
 """Which layers are quantized, and how: what the settings ask for, or what the checkpoint brings."""
 
-from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -16,8 +15,7 @@ from llama_ft.models.quantized import FourBit, Int8, QuantizedLinear, Scheme, to
 from llama_ft.models.source import listed
 
 
-@dataclass(frozen=True)
-class Quantization:
+class Quantization(NamedTuple):
     """What is quantized and how."""
 
     scheme: Scheme
@@ -71,30 +69,28 @@ def quantize_linears(model: PreTrainedModel, quantization: Quantization) -> str:
     skip = [*(quantization.skip or ()), *(model._keep_in_fp32_modules or ())]
     skip += [] if own else get_keys_to_not_convert(model)
     linears = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
-    if not quantization.is_stored:
-        for pattern in quantization.skip or ():
-            if all(should_convert_module(name, [pattern]) for name in linears):
-                ends = ", ".join(dict.fromkeys(name.rsplit(".", 1)[-1] for name in linears))
-                raise UserError(f"--skip_modules [{pattern}]: no linear layer's name ends in it. They end in: {ends}.")
+    for pattern in () if quantization.is_stored else quantization.skip or ():
+        if all(should_convert_module(name, [pattern]) for name in linears):
+            ends = ", ".join(dict.fromkeys(name.rsplit(".", 1)[-1] for name in linears))
+            raise UserError(f"--skip_modules [{pattern}]: no linear layer's name ends in it. They end in: {ends}.")
     chosen = {name: module for name, module in linears.items() if should_convert_module(name, skip)}
-    broken = [name for name, linear in chosen.items() if not scheme.is_whole(linear.in_features)]
+    broken = [name for name, linear in chosen.items() if linear.in_features % scheme.block_size]
     quantized = [name for name in chosen if name not in broken]
     if not quantized or (broken and quantization.is_stored):
         raise UserError(
             f"--quantization: this model does not work in {scheme.name}: of its {len(linears)} linear layers "
             f"{len(linears) - len(chosen)} are skipped, and the rows of {len(broken)} are not whole blocks."
         )
-    before = sum(linears[name].weight.numel() for name in quantized)
-    for name in quantized:
-        model.set_submodule(name, QuantizedLinear(linears[name], scheme, quantization.is_stored))
-    layers = [module for module in model.modules() if isinstance(module, QuantizedLinear)]
-    held = sum(layer.weight.nbytes + layer.scale.nbytes for layer in layers)
-    lines = [
+    layers = {name: QuantizedLinear(linears[name], scheme, quantization.is_stored) for name in quantized}
+    for name, layer in layers.items():
+        model.set_submodule(name, layer)
+    before = sum(linears[name].weight.numel() for name in layers)
+    held = sum(layer.weight.nbytes + layer.scale.nbytes for layer in layers.values())
+    summary = (
         f"Quantized to {scheme.name}: {len(layers)} linear layers, {before:,} weights in {held / 2**20:,.1f} MiB; "
-        f"{total_weights(model) - before:,} weights stay as they are."
-    ]
-    if skipped := [name for name in linears if name not in chosen]:
-        lines.append(f"  Linear layers left out: {listed(skipped)}")
-    if broken:
-        lines.append(f"  Left out because their rows are not whole blocks: {listed(broken)}")
-    return "\n".join(lines)
+    )
+    summary += f"{total_weights(model) - before:,} weights stay as they are."
+    skipped = [name for name in linears if name not in chosen]
+    for why, names in {"Linear layers left out": skipped, "Their rows are not whole blocks": broken}.items():
+        summary += f"\n  {why}: {listed(names)}" if names else ""
+    return summary

@@ -34,16 +34,11 @@ class Int8:
     weights_per_byte = 1
     weight_dtype = torch.int8
 
-    @property
-    def name(self) -> str:
-        """For people."""
-        return "8bit"
-
-    def is_whole(self, in_features: int) -> bool:
-        """Whether rows can be quantized one by one."""
-        return True
+    name = "8bit"  # for people
+    block_size = 1
 
     def scale_shape(self, out_features: int, in_features: int) -> tuple[int, ...]:
+        """Of the scale of a weight [out, in]."""
         return (out_features,)
 
     def quantize(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -90,11 +85,8 @@ class FourBit:
         """For people."""
         return f"4bit ({self.quant_type}, blocks of {self.block_size})"
 
-    def is_whole(self, in_features: int) -> bool:
-        """Whether rows can be quantized one by one."""
-        return in_features % self.block_size == 0
-
     def scale_shape(self, out_features: int, in_features: int) -> tuple[int, ...]:
+        """Of the scales of a weight [out, in]."""
         return (out_features, in_features // self.block_size)
 
     def quantize(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
