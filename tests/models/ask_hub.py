@@ -9,8 +9,7 @@ from llama_ft.models import local_folder
 outcomes = {}
 for name in sys.argv[1:]:
     try:
-        outcome = str(local_folder(name, "--model_name"))
+        outcomes[name] = str(local_folder(name, "--model_name"))
     except UserError as error:
-        outcome = str(error)
-    outcomes[name] = {"outcome": outcome}
+        outcomes[name] = str(error)
 print(json.dumps(outcomes))

@@ -144,13 +144,6 @@ def test_in_fp16_the_gradient_of_the_head_may_exceed_fp16_before_it_is_divided(l
     assert (found - expected).norm() < 0.01 * expected.norm()
 
 
-def test_logits_are_still_to_be_had_and_the_head_is_called_as_ever(llama: LlamaForCausalLM) -> None:
-    expected = llama(input_ids=ROWS).logits
-    model = taught(llama)
-    torch.testing.assert_close(model(input_ids=ROWS).logits, expected)
-    assert model._supports_logits_to_keep()  # generate() looks at the parameters of forward
-
-
 class Largest(TorchDispatchMode):
     """Notes the elements of the largest tensor an operator makes."""
 

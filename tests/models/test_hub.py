@@ -62,7 +62,7 @@ def endpoint() -> Iterator[str]:
     server.shutdown()
 
 
-def ask(endpoint: str, home: Path, *names: str) -> dict[str, dict]:
+def ask(endpoint: str, home: Path, *names: str) -> dict[str, str]:
     script = str(Path(__file__).with_name("ask_hub.py"))
     finished = run([sys.executable, script, *names], HF_ENDPOINT=endpoint, HF_HOME=str(home), HF_HUB_DISABLE_XET="1")
     assert finished.exit_code == 0, finished.output
@@ -75,29 +75,26 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def outcomes(endpoint: str, home: Path) -> dict[str, dict]:
+def outcomes(endpoint: str, home: Path) -> dict[str, str]:
     return ask(endpoint, home, *REFUSALS, "my model", "org/fine", "org/old")
 
 
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("org/gated", ["Ask for access at http", "/org/gated", "hf auth login"]),
-        ("org/absent", ["hf auth login", "path of a local folder"]),
-        ("org/old", ["the hub has no safetensors of it"]),
-        ("my model", ["owner/model"]),
+        ("org/gated", "Ask for access at http"),
+        ("org/absent", "hf auth login"),
+        ("org/old", "the hub has no safetensors of it"),
+        ("my model", "owner/model"),
     ],
 )
-def test_each_refusal_of_the_hub_has_its_message(name: str, says: list[str], outcomes: dict[str, dict]) -> None:
-    told = outcomes[name]["outcome"]
-    assert told.startswith(f"error: --model_name {name}: ") and told.count("error: ") == 1
-    for words in says:
-        assert words in told
+def test_each_refusal_of_the_hub_has_its_message(name: str, says: str, outcomes: dict[str, str]) -> None:
+    assert outcomes[name].startswith(f"error: --model_name {name}: ") and says in outcomes[name]
 
 
-def test_only_safetensors_are_downloaded_and_need_no_hub_then(outcomes: dict[str, dict], home: Path) -> None:
-    folder = Path(outcomes["org/fine"]["outcome"])
+def test_only_safetensors_are_downloaded_and_need_no_hub_then(outcomes: dict[str, str], home: Path) -> None:
+    folder = Path(outcomes["org/fine"])
     assert {file.name for file in folder.iterdir()} == {"config.json", "model.safetensors"}
     again = ask("http://127.0.0.1:9", home, "org/fine", "org/other")
-    assert again["org/fine"]["outcome"] == str(folder)
-    assert "http://127.0.0.1:9" in again["org/other"]["outcome"]
+    assert again["org/fine"] == str(folder)
+    assert "http://127.0.0.1:9" in again["org/other"]

@@ -104,15 +104,8 @@ def _new_config(peft: PeftConfig) -> LoraConfig | LoHaConfig:
             if getattr(peft, name) != getattr(PeftConfig(), name):
                 raise UserError(f"--peft.{name}: peft_method loha has no such setting.")
         return LoHaConfig(**common, alpha=peft.lora_alpha)  # type: ignore[arg-type]  # fractions work
-    return LoraConfig(
-        **common,
-        lora_alpha=peft.lora_alpha,  # type: ignore[arg-type]  # peft's annotation; fractions work
-        lora_dropout=peft.lora_dropout,
-        bias=peft.bias,
-        use_rslora=peft.use_rslora,
-        use_dora=peft.use_dora,
-        init_lora_weights="gaussian" if peft.init_lora_weights == "gaussian" else True,
-    )
+    common |= {name: getattr(peft, name) for name in ("lora_alpha", "lora_dropout", "bias", "use_rslora", "use_dora")}
+    return LoraConfig(**common, init_lora_weights="gaussian" if peft.init_lora_weights == "gaussian" else True)
 
 
 def saved_config(folder: Path, methods: tuple[str, ...] = ("LORA",)) -> Any:
