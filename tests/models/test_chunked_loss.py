@@ -130,6 +130,16 @@ def test_in_16_bits_it_is_as_near_to_fp32_as_all_logits_at_once(
         assert error < 1.2 * their_error + 1e-3, name
 
 
+def test_losses_per_token_have_the_gradients_of_their_sum_with_dropout_too(llama: LlamaForCausalLM) -> None:
+    settings = {"target_modules": ["q_proj", "lm_head"], "init_lora_weights": False}
+    get_peft_model(llama, LoraConfig(r=4, lora_dropout=0.5, **settings))
+    llama, results = taught(llama).train(), []
+    for per_token in (False, True):
+        torch.manual_seed(5)
+        results.append(loss_and_gradients(llama, True, per_token))
+    torch.testing.assert_close(*results)
+
+
 def test_in_fp16_the_gradient_of_the_head_may_exceed_fp16_before_it_is_divided(llama: LlamaForCausalLM) -> None:
     """Each piece of 16 targets has a gradient below 65,504, all 83 together do not."""
     torch.nn.init.constant_(llama.model.norm.weight, 1000.0)

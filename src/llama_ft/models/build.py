@@ -30,10 +30,7 @@ def load_tokenizer(folder: Path, trust_remote_code: bool) -> PreTrainedTokenizer
             raise ValueError(f"it has only special tokens; missing: {absent}")
         return tokenizer
     except Exception as error:  # transformers raises half a dozen types here, all meaning the same to the user
-        raise UserError(
-            f"{folder}: no usable tokenizer here ({reason(error)}).\n--tokenizer_name names another folder or hub "
-            "model to take it from."
-        ) from error
+        raise UserError(f"{folder}: no usable tokenizer ({reason(error)}). --tokenizer_name names another.") from error
 
 
 def load_model_config(folder: Path, trust_remote_code: bool) -> PretrainedConfig:
@@ -50,10 +47,8 @@ def build_on_meta(config: PretrainedConfig, model: ModelConfig, new: NewTokens |
     # AutoModelForCausalLM builds the whole model for some of these (gemma3) and only its decoder for others (qwen3_5),
     # whose export would lack the vision tower. Phi-4-multimodal has no text_config.
     if any(key.startswith(("vision", "audio")) for key in config.sub_configs) or config.get_text_config() is not config:
-        raise UserError(
-            f"--model_name {model.model_name}: models of model_type {config.model_type} also take images or sound; "
-            "only text models are supported."
-        )
+        problem = f"models of model_type {config.model_type} also take images or sound"
+        raise UserError(f"--model_name {model.model_name}: {problem}; only text models are supported.")
     if new is not None:
         config.get_text_config().vocab_size = new.rows
     try:

@@ -95,9 +95,9 @@ def use_chunked_loss(model: PreTrainedModel) -> bool:
         size = max(FEWEST_POSITIONS, LOGITS_AT_ONCE[hidden.device.type] // vocabulary)
         trained = [parameter for parameter in head.parameters() if parameter.requires_grad]
         if per_token or not (torch.is_grad_enabled() and (hidden.requires_grad or trained)):
-            losses = _TokenLosses.apply(hidden, targets, losses_of, size, *trained)
+            losses = _ChunkedLoss.apply(hidden, targets, losses_of, size, True, *trained)
             return losses if per_token else losses.sum()
-        return _SummedLoss.apply(hidden, targets, losses_of, size, *trained)
+        return _ChunkedLoss.apply(hidden, targets, losses_of, size, False, *trained)
 
     model.forward = forward
     head.forward = head_forward
@@ -178,44 +178,38 @@ class CrossEntropy(torch.autograd.Function):
         return gradient.mul_(factors.unsqueeze(1)).to(ctx.dtype), None
 
 
-class _SummedLoss(torch.autograd.Function):
-    """Summed loss of hidden states [targets, width], `size` at a time. Gradients are made in the forward pass, and
-    scaled in the backward pass."""
+class _ChunkedLoss(torch.autograd.Function):
+    """Loss of hidden states [targets, width], `size` at a time. Gradients of the sum are made in the forward pass and
+    scaled in the backward pass. Of losses per token only the backward pass knows what each is multiplied by: it makes
+    the logits again, with the random numbers of the forward pass."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, targets: torch.Tensor, losses_of: Any, size: int, *trained: Any) -> Any:
-        ctx.whole = ctx.needs_input_grad[0]
+    def forward(ctx: Any, hidden: Any, targets: Any, losses_of: Any, size: int, per_token: bool, *trained: Any) -> Any:
+        ctx.arguments, ctx.gradients = (losses_of, size, trained, ctx.needs_input_grad[0]), None
+        if per_token:
+            ctx.inputs, ctx.random = (hidden.detach(), targets), (torch.get_rng_state(), get_device_states(hidden))
+            chunks = zip(hidden.split(size), targets.split(size), strict=True)
+            return torch.cat([losses_of(*chunk) for chunk in chunks])
         ones = torch.ones_like(targets, dtype=torch.float32)
-        total, ctx.gradients = _sum_and_gradients(hidden, targets, ones, losses_of, size, trained, ctx.whole)
+        total, ctx.gradients = _sum_and_gradients(hidden, targets, ones, *ctx.arguments)
         return total
 
     @staticmethod
-    def backward(ctx: Any, factor: torch.Tensor) -> Any:
-        gradients, ctx.gradients = ctx.gradients, None
-        for gradient in gradients:
-            gradient.mul_(factor)
-        return _returned(gradients, ctx.whole)
-
-
-class _TokenLosses(torch.autograd.Function):
-    """Losses [targets]. The backward pass knows what each is multiplied by, and computes the logits again, with the
-    random numbers of the forward pass."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, targets: torch.Tensor, losses_of: Any, size: int, *trained: Any) -> Any:
-        ctx.random = torch.get_rng_state(), get_device_states(hidden)
-        ctx.arguments = hidden.detach(), targets, losses_of, size, trained, ctx.needs_input_grad[0]
-        chunks = zip(hidden.split(size), targets.split(size), strict=True)
-        return torch.cat([losses_of(*chunk) for chunk in chunks])
-
-    @staticmethod
     def backward(ctx: Any, factors: torch.Tensor) -> Any:
-        hidden, targets, *others = ctx.arguments
-        with torch.random.fork_rng(devices=ctx.random[1][0], device_type=hidden.device.type):
-            torch.set_rng_state(ctx.random[0])
-            set_device_states(*ctx.random[1])
-            _, gradients = _sum_and_gradients(hidden, targets, factors, *others)
-        return _returned(gradients, others[-1])
+        gradients, ctx.gradients = ctx.gradients, None
+        if gradients is not None:
+            for gradient in gradients:
+                gradient.mul_(factors)
+        else:
+            (hidden, targets), (cpu_state, states) = ctx.inputs, ctx.random
+            with torch.random.fork_rng(devices=states[0], device_type=factors.device.type):
+                torch.set_rng_state(cpu_state)
+                set_device_states(*states)
+                _, gradients = _sum_and_gradients(hidden, targets, factors, *ctx.arguments)
+        # Only now does autograd round them to the parameters' dtype: the sum over all targets, before it is divided by
+        # their number, can be more than fp16 holds.
+        by_hidden = [gradients.pop(0)] if ctx.needs_input_grad[0] else [None]
+        return *by_hidden, None, None, None, None, *gradients
 
 
 def _sum_and_gradients(
@@ -245,10 +239,3 @@ def _sum_and_gradients(
         so_far = zip(by_trained, found, strict=True)
         by_trained = found if start == 0 else [sums.float().add_(part) for sums, part in so_far]
     return total, by_hidden + by_trained
-
-
-def _returned(gradients: list[torch.Tensor], for_hidden: bool) -> tuple[Any, ...]:
-    """In the order of the inputs. Only now does autograd round them to the parameters' dtype: the sum over all targets,
-    before it is divided by their number, can be more than fp16 holds."""
-    by_hidden = gradients[0] if for_hidden else None
-    return by_hidden, None, None, None, *gradients[for_hidden:]

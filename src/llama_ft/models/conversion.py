@@ -58,13 +58,8 @@ def open_source(folder: Path, model: PreTrainedModel) -> WeightSource:
 
 class ConvertedSource:
     """The tensors of another source under the model's names and in its shapes. Opening reads headers only; a UserError
-    if tensors do not fit together.
-
-    Args:
-        source: the checkpoint's tensors as they are stored.
-        model: skeleton that `note_conversions` has seen. Those of its conversions that this checkpoint needs stay in
-            `model._weight_conversions`, as in transformers.
-    """
+    if tensors do not fit together. `model` is a skeleton that `note_conversions` has seen: of its conversions those
+    that this checkpoint needs stay in `model._weight_conversions`, as in transformers."""
 
     def __init__(self, source: WeightSource, model: PreTrainedModel) -> None:
         self._source = source
@@ -144,19 +139,12 @@ class ConvertedSource:
 
 @dataclass(frozen=True)
 class SavedGroup:
-    """Parameters that are saved together, in the layout the checkpoint had.
+    """Parameters that are saved together, in the layout the checkpoint had."""
 
-    Attributes:
-        parameters: their names.
-        tensors: name -> shape of what is written, in this order.
-        group: converts them; None: only the name changes.
-        by_row: each row of the (one) parameter becomes tensors of its own: it need not be gathered whole.
-    """
-
-    parameters: list[str]
-    tensors: dict[str, tuple[int, ...]]
-    group: "_Group | None" = None
-    by_row: bool = False
+    parameters: list[str]  # their names
+    tensors: dict[str, tuple[int, ...]]  # name -> shape of what is written, in this order
+    group: "_Group | None" = None  # converts them; None: only the name changes
+    by_row: bool = False  # each row of the (one) parameter becomes tensors of its own: it need not be gathered whole
 
     def convert(self, values: dict[str, torch.Tensor]) -> list[torch.Tensor]:
         """What is written of these parameters or, by_row, of a row of one, in the order of `tensors`."""

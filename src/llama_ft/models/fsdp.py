@@ -34,13 +34,12 @@ class Unit:
 
 def apply_fsdp(model: PreTrainedModel, mesh: DeviceMesh, fsdp: FSDPConfig, precision: Precision) -> list[Unit]:
     """Apply fully_shard to the units of the wrap policy, then to the root. Returns the units, root last; a UserError if
-    the policy finds no decoder layer class.
+    the policy finds no decoder layer class. Without enable_fsdp the units only bound what is cast at once.
 
     Args:
         model: on the meta device, adapters injected.
         mesh: one dimension shards; two replicate over the first and shard over the second.
-        fsdp: wrap policy, strategy, offloading; without enable_fsdp the mesh does not shard and the units only bound
-            what is cast to the compute dtype at once.
+        fsdp: wrap policy, strategy, offloading.
         precision: dtypes to gather and to reduce in.
     """
     modules = _modules_to_wrap(model, fsdp)
@@ -88,10 +87,7 @@ def _modules_to_wrap(model: PreTrainedModel, fsdp: FSDPConfig) -> list[nn.Module
         return _modules_by_size(model, fsdp.min_num_params)
     layers = decoder_layers(model)
     if not layers:
-        raise UserError(
-            f"--fsdp_wrap_policy {fsdp.fsdp_wrap_policy}: transformers names no decoder layer class for this model.\n"
-            "Use --fsdp_wrap_policy size."
-        )
+        raise UserError("transformers names no decoder layer class for this model. Use --fsdp_wrap_policy size.")
     if fsdp.fsdp_wrap_policy == "transformer":
         return layers
     ends = [module for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module is not None]

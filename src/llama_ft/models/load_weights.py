@@ -84,9 +84,10 @@ def load_weights(
             elif is_adapter_weight(name) and "_magnitude_vector" not in name and "trainable_tokens_delta" not in name:
                 rows, gaussian = slice(*group.own_rows(parameter.shape[0])), peft.init_lora_weights == "gaussian"
                 local_shard(parameter).copy_(initial_rows(name, tuple(parameter.shape), gaussian, seed, rows))
-        if saved_adapter is None:
-            for rows_trained, key, ids in _token_rows(model, keys):
-                loader.fill(_as_stored(rows_trained, key, loader.headers, ids))
+        for name, layer in model.named_modules():
+            if saved_adapter is None and isinstance(layer, TokenRows) and layer.tied_adapter is None:
+                copies, ids = layer.trainable_tokens_delta["default"], layer.token_indices["default"]
+                loader.fill(_as_stored(copies, keys[f"{name}.base_layer.weight"], loader.headers, ids))
         for each in (loader, saved_adapter):
             if each is not None:
                 each.finish()
@@ -131,14 +132,6 @@ def _as_stored(
     # The narrower of the two dtypes travels: conversion gives the same bits on either side.
     wire = min(headers[key].dtype, shard.dtype, key=lambda dtype: dtype.itemsize)
     return ShardLoad([shard], tuple(parameter.shape), [wire], make)
-
-
-def _token_rows(model: nn.Module, keys: dict[str, str]) -> Iterator[tuple[torch.Tensor, str, list[int]]]:
-    """Rows that are trained by themselves, of which tensor of the checkpoint they are copies, and which rows of it."""
-    for name, layer in model.named_modules():
-        if isinstance(layer, TokenRows) and layer.tied_adapter is None:
-            rows = layer.trainable_tokens_delta["default"]
-            yield rows, keys[f"{name}.base_layer.weight"], layer.token_indices["default"]
 
 
 def _to_quantized(
@@ -244,10 +237,8 @@ def _fill_buffers(model: PreTrainedModel, loader: Loader) -> None:
     compute_buffers(model, model)
     left = [n for n, b in computed.items() if model.get_buffer(n) is b and b._version == versions[n]]
     if left:
-        raise UserError(
-            f"--model_name: models of model_type {model.config.model_type} are not supported: neither the checkpoint "
-            f"nor Transformers has values for these buffers:\n{listed(left)}"
-        )
+        kind = f"--model_name: model_type {model.config.model_type} is not supported"
+        raise UserError(f"{kind}: neither the checkpoint nor Transformers has values for:\n{listed(left)}")
 
 
 def compute_buffers(module: nn.Module, model: PreTrainedModel) -> None:

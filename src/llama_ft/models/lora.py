@@ -42,17 +42,14 @@ class Adapter:
 
 
 def inject_lora(model: PreTrainedModel, peft: PeftConfig, base_name: str, new: NewTokens | None = None) -> Adapter:
-    """Freeze the model and add (meta) adapters to the linear layers `peft` names, in place.
+    """Freeze a skeleton and add (meta) adapters to the linear layers `peft` names, in place. A UserError if it has no
+    such layers, they take no adapter of this kind, or a saved adapter cannot be continued.
 
     Args:
-        model: skeleton on the meta device.
+        model: on the meta device.
         peft: rank, targets and the rest; taken from the adapter's own file with from_peft_checkpoint.
         base_name: model name or folder to record in adapter_config.json.
         new: tokens whose rows of embedding and head are trained too.
-
-    Raises:
-        UserError: a target or a module to save that the model does not have, a saved adapter that cannot be continued,
-            layers or rows whose adapters of this kind cannot be trained.
     """
     saved = peft.from_peft_checkpoint
     settings = saved_config(Path(saved), tuple(METHODS)) if saved else _new_config(peft)
@@ -193,10 +190,8 @@ def _check_names(model: PreTrainedModel, settings: LoraConfig | LoHaConfig) -> N
     for setting, names in {"target_modules": targets, "modules_to_save": settings.modules_to_save}.items():
         found = {name: [m for full, m in modules.items() if full.endswith(f".{name}")] for name in sorted(names or ())}
         if absent := [name for name, matches in found.items() if not matches]:
-            raise UserError(
-                f"--peft.{setting} [{', '.join(absent)}]: this model has no module of that name.\n"
-                f"Its linear layers: {', '.join(linear_names(model))}."
-            )
+            known = ", ".join(linear_names(model))
+            raise UserError(f"--peft.{setting} [{', '.join(absent)}]: not in this model. It has: {known}.")
         if setting == "modules_to_save" and any(isinstance(m, QuantizedLinear) for ms in found.values() for m in ms):
             raise UserError("--peft.modules_to_save: quantized weights cannot be trained. Name them in --skip_modules.")
 
@@ -241,8 +236,5 @@ def initial_rows(name: str, shape: tuple[int, ...], gaussian: bool, seed: int, r
     elif any(part in name for part in STARTS_NORMAL):
         nn.init.normal_(value, generator=generator)
     elif not any(part in name for part in STARTS_AT_ZERO):
-        raise UserError(
-            f"--use_peft: the first value of {name}, which peft has added, is not known.\n"
-            "Install a version of peft that requirements.txt names."
-        )
+        raise UserError(f"--use_peft: no first value is known of {name}. Install the peft of requirements.txt.")
     return value[rows]

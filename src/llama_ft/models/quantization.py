@@ -42,19 +42,13 @@ def choose_quantization(
     method = note.get("quant_method", "bitsandbytes")
     quant_type = note.get("bnb_4bit_quant_type", "fp4")
     if method != "bitsandbytes" or quant_type not in ("nf4", "fp4"):
-        raise UserError(
-            f"--model_name: this checkpoint is quantized with {method} ({quant_type}), which is not supported.\n"
-            "Use the original model, perhaps with --quantization 8bit or 4bit."
-        )
+        raise UserError(f"--model_name: it is quantized with {method} ({quant_type}). Use the original model.")
     mode: Literal["8bit", "4bit"] = "8bit" if note.get("load_in_8bit") else "4bit"
     threshold = float(note.get("llm_int8_threshold", 6.0))
     if settings.mode not in ("none", mode):
         raise UserError(f"--quantization {settings.mode}: this checkpoint is quantized already, with {mode}.")
     if not use_peft:
-        raise UserError(
-            f"--model_name: this checkpoint is quantized ({mode}), and quantized weights cannot be trained.\n"
-            "--use_peft trains adapters beside them; to train the weights themselves, use the original model."
-        )
+        raise UserError(f"--model_name: quantized weights ({mode}) cannot be trained. Use --use_peft.")
     del model_config.quantization_config
     # transformers quantizes in blocks of 64 only, and does not write that down.
     scheme = Int8(threshold) if mode == "8bit" else FourBit(quant_type, 64, dtype)

@@ -165,5 +165,5 @@ def told_as_damage(file: Path) -> Iterator[None]:
         yield
     except Exception as error:  # the header may be anything: no JSON, a list, or longer than memory
         raise UserError(
-            f"{file}: cannot be read as safetensors ({reason(error)}).\nIt is missing, truncated or damaged."
+            f"{file}: cannot be read as safetensors ({reason(error)}).\nIt is missing or damaged: download it again."
         ) from error

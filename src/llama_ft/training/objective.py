@@ -44,7 +44,7 @@ class Objective(Protocol):
 
 
 def training_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """The loss of each token in training. To train another loss of single tokens, change this function.
+    """The loss of each token in training, float32 [targets]. To train another loss of tokens, change this function.
 
     It sees a few hundred targets at a time, and may be any function that autograd differentiates. The validation loss
     stays the plain cross-entropy, so that it can be compared between runs.
@@ -52,9 +52,6 @@ def training_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     Args:
         logits: [targets, vocab], in the dtype that the model computes in.
         targets: int64 [targets], the tokens to predict.
-
-    Returns:
-        float32 [targets].
     """
     return cross_entropy(logits, targets)
 
