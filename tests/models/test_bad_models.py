@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import BertConfig, GPTNeoXConfig
 
 from llama_ft.config import ModelConfig
 from llama_ft.errors import UserError
@@ -18,34 +17,23 @@ from llama_ft.models.source import open_weights
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32, "vocab_size": 64}
 
 
-def refusal(folder: Path, model_config: dict[str, object]) -> str:
+def build(folder: Path, model_config: dict[str, object]) -> None:
     (folder / "config.json").write_text(json.dumps(model_config))
-    with pytest.raises(UserError) as refused:
-        build_on_meta(load_model_config(folder, False), ModelConfig(model_name="mine"))
-    return str(refused.value)
-
-
-def test_an_encoder_is_refused_though_transformers_would_build_it(tmp_path: Path) -> None:
-    message = refusal(tmp_path, BertConfig(**SMALL).to_dict())
-    assert "--model_name mine: BertLMHeadModel is an encoder" in message
-    GPTNeoXConfig(**SMALL).save_pretrained(tmp_path)
-    assert GPTNeoXConfig().is_decoder is False, "its default, though it is one"
-    build_on_meta(load_model_config(tmp_path, False), ModelConfig(model_name="mine"))
+    build_on_meta(load_model_config(folder, False), ModelConfig(model_name="mine"))
 
 
 # Of gemma3 transformers' causal language model is the whole model, of qwen3_5 its decoder; phi4 has no text_config.
-@pytest.mark.parametrize("model_type", ["gemma3", "qwen3_5", "qwen3_5_moe", "qwen4_exp", "phi4_multimodal", "llava"])
+@pytest.mark.parametrize("model_type", ["gemma3", "qwen3_5", "phi4_multimodal"])
 def test_a_model_that_also_takes_images_is_rejected(tmp_path: Path, model_type: str) -> None:
-    message = refusal(tmp_path, {"model_type": model_type, "architectures": ["Mine"]})
-    assert f"--model_name mine: models of model_type {model_type} also take images" in message
+    with pytest.raises(UserError, match=f"models of model_type {model_type} also take images"):
+        build(tmp_path, {"model_type": model_type, "architectures": ["Mine"]})
 
 
-def test_an_unknown_architecture_and_a_malformed_config_are_refused_with_the_folder(tmp_path: Path) -> None:
-    assert f"{tmp_path}: its config.json cannot be used" in refusal(tmp_path, {"model_type": "lamma"})
-    assert "a causal language model of model_type t5" in refusal(tmp_path, {"model_type": "t5"})
-    (tmp_path / "config.json").write_text('{"model_type": "llama",')
-    with pytest.raises(UserError, match="config.json cannot be used"):
-        load_model_config(tmp_path, False)
+def test_an_unknown_architecture_is_rejected(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=f"{tmp_path}: its config.json cannot be used"):
+        build(tmp_path, {"model_type": "lamma"})
+    with pytest.raises(UserError, match="a causal language model of model_type t5"):
+        build(tmp_path, {"model_type": "t5"})
 
 
 @pytest.mark.parametrize(
@@ -58,14 +46,11 @@ def test_headers_that_are_damaged_are_refused(tmp_path: Path, content: bytes) ->
         open_weights(tmp_path)
 
 
-@pytest.mark.parametrize(("model_type", "left"), [("qwen3", []), ("gemma2", []), ("qwen3", ["tokenizer_config.json"])])
-def test_a_tokenizer_without_its_files_is_refused_naming_them(tmp_path: Path, model_type: str, left: list[str]) -> None:
+@pytest.mark.parametrize("model_type", ["qwen3", "gemma2"])
+def test_a_tokenizer_without_its_files_is_refused_naming_them(tmp_path: Path, model_type: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**SMALL, "model_type": model_type}))
-    for file in left:
-        (tmp_path / file).write_text('{"eos_token": "<|im_end|>"}')
-    with pytest.raises(UserError, match="only special tokens") as refused:
+    with pytest.raises(UserError, match=f"(?s){tmp_path}.*only special tokens.*--tokenizer_name"):
         load_tokenizer(tmp_path, False)
-    assert str(tmp_path) in str(refused.value) and "--tokenizer_name" in str(refused.value)
 
 
 def test_weights_that_are_links_are_read_and_pipes_and_devices_are_refused(tmp_path: Path) -> None:

@@ -51,9 +51,12 @@ def taught(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def loss_and_gradients(model: PreTrainedModel, in_pieces: bool) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def loss_and_gradients(
+    model: PreTrainedModel, in_pieces: bool, per_token: bool = False
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     if in_pieces:
-        loss, _ = model(input_ids=ROWS, use_cache=False, positions=POSITIONS, targets=TARGETS)
+        loss, _ = model(input_ids=ROWS, use_cache=False, positions=POSITIONS, targets=TARGETS, per_token=per_token)
+        loss = loss.sum()
     else:
         logits = model(input_ids=ROWS, use_cache=False).logits.flatten(0, 1)[POSITIONS]
         loss = torch.nn.functional.cross_entropy(logits.float(), TARGETS, reduction="sum")
@@ -112,13 +115,29 @@ def test_adapters_on_and_beside_the_head(llama: LlamaForCausalLM, adapter: str) 
     check(taught(llama), rtol=1e-5, atol=1e-5)
 
 
-def test_in_16_bits_it_is_as_near_to_fp32_as_all_logits_at_once(llama: LlamaForCausalLM) -> None:
+@pytest.mark.parametrize("per_token", [False, True])
+def test_in_16_bits_it_is_as_near_to_fp32_as_all_logits_at_once(
+    llama: LlamaForCausalLM, per_token: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In pieces of 2: what is rounded to 16 bits 42 times shows."""
+    monkeypatch.setattr(chunked_loss, "FEWEST_POSITIONS", 2)
+    monkeypatch.setattr(chunked_loss, "LOGITS_AT_ONCE", {"cpu": 1})
     exact = loss_and_gradients(llama, in_pieces=False)[1]
     llama = taught(llama.bfloat16())
-    theirs, ours = (loss_and_gradients(llama, in_pieces)[1] for in_pieces in (False, True))
+    theirs, ours = (loss_and_gradients(llama, in_pieces, per_token)[1] for in_pieces in (False, True))
     for name, gradient in exact.items():
         error, their_error = ((it[name].float() - gradient).norm() / gradient.norm() for it in (ours, theirs))
         assert error < 1.2 * their_error + 1e-3, name
+
+
+def test_losses_per_token_have_the_gradients_of_their_sum_with_dropout_too(llama: LlamaForCausalLM) -> None:
+    settings = {"target_modules": ["q_proj", "lm_head"], "init_lora_weights": False}
+    get_peft_model(llama, LoraConfig(r=4, lora_dropout=0.5, **settings))
+    llama, results = taught(llama).train(), []
+    for per_token in (False, True):
+        torch.manual_seed(5)
+        results.append(loss_and_gradients(llama, True, per_token))
+    torch.testing.assert_close(*results)
 
 
 def test_in_fp16_the_gradient_of_the_head_may_exceed_fp16_before_it_is_divided(llama: LlamaForCausalLM) -> None:
@@ -133,13 +152,6 @@ def test_in_fp16_the_gradient_of_the_head_may_exceed_fp16_before_it_is_divided(l
     (llama(input_ids=ROWS, use_cache=False, positions=POSITIONS, targets=targets)[0] / 83).backward()
     found = llama.lm_head.weight.grad.float()
     assert (found - expected).norm() < 0.01 * expected.norm()
-
-
-def test_logits_are_still_to_be_had_and_the_head_is_called_as_ever(llama: LlamaForCausalLM) -> None:
-    expected = llama(input_ids=ROWS).logits
-    model = taught(llama)
-    torch.testing.assert_close(model(input_ids=ROWS).logits, expected)
-    assert model._supports_logits_to_keep()  # generate() looks at the parameters of forward
 
 
 class Largest(TorchDispatchMode):

@@ -18,15 +18,9 @@ from llama_ft.runtime import PRECISIONS
 from llama_ft.training import build_optimizer
 
 
-def llama(layers: int = 4, tied: bool = False) -> LlamaForCausalLM:
-    config = LlamaConfig(
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        vocab_size=1000,
-        tie_word_embeddings=tied,
-    )
+def llama(tied: bool = False) -> LlamaForCausalLM:
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "vocab_size": 1000}
+    config = LlamaConfig(**shape, num_hidden_layers=4, tie_word_embeddings=tied)
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
     model.tie_weights()
@@ -38,34 +32,26 @@ def units_of(model: torch.nn.Module, **fsdp: object) -> list[Unit]:
     return _describe_units(model, _modules_to_wrap(model, settings), torch.bfloat16)
 
 
-def names(units: list[Unit]) -> list[str]:
-    return [unit.name for unit in units]
-
-
 LAYERS = [f"model.layers.{n}" for n in range(4)]
 
 
 def test_layers_are_units_and_with_hybrid_big_embeddings_and_heads_too() -> None:
     units = units_of(llama(), fsdp_wrap_policy="transformer")
-    assert names(units) == [*LAYERS, ""]
-    assert units[-1].parameters == 2 * 64 * 1000 + 64
-    assert names(units_of(llama(), min_num_params=60_000)) == [*LAYERS, "model.embed_tokens", "lm_head", ""]
-    assert names(units_of(llama(), min_num_params=70_000)) == [*LAYERS, ""]
+    assert [unit.name for unit in units] == [*LAYERS, ""] and units[-1].parameters == 2 * 64 * 1000 + 64
+    assert [unit.name for unit in units_of(llama(), min_num_params=60_000)] == [
+        *LAYERS,
+        "model.embed_tokens",
+        "lm_head",
+        "",
+    ]
+    assert [unit.name for unit in units_of(llama(), min_num_params=70_000)] == [*LAYERS, ""]
 
 
 def test_the_size_policy_wraps_innermost_first_and_leaves_no_unit_below_the_limit_but_the_root() -> None:
     units = units_of(llama(), fsdp_wrap_policy="size", min_num_params=20_000)
     assert all(unit.parameters >= 20_000 for unit in units[:-1])
-    assert "model.layers.0.mlp" in names(units) and "model.embed_tokens" in names(units)
-
-
-@pytest.mark.parametrize("policy", ["transformer", "size", "hybrid"])
-def test_every_parameter_is_in_exactly_one_unit(policy: str) -> None:
-    for tied in (False, True):
-        model = llama(tied=tied)
-        units = units_of(model, fsdp_wrap_policy=policy, min_num_params=9_000)
-        assert sum(unit.parameters for unit in units) == sum(p.numel() for p in model.parameters())
-        assert not tied or (units[-1].name == "" and units[-1].parameters >= 64 * 1000)
+    assert sum(unit.parameters for unit in units) == sum(p.numel() for p in llama().parameters())
+    assert {"model.layers.0.mlp", "model.embed_tokens"} < {unit.name for unit in units}
 
 
 def test_the_strategy_says_how_many_ranks_share_a_copy_of_the_model() -> None:
@@ -78,9 +64,8 @@ def test_the_strategy_says_how_many_ranks_share_a_copy_of_the_model() -> None:
 
 def test_gradients_are_the_same_with_parameters_offloaded() -> None:
     torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, vocab_size=50
-    )
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "vocab_size": 50}
+    config = LlamaConfig(**shape, num_hidden_layers=2)
     plain, offloaded = LlamaForCausalLM(config), LlamaForCausalLM(config)
     offloaded.load_state_dict(plain.state_dict())
     settings = FSDPConfig(enable_fsdp=True, fsdp_cpu_offload=True)

@@ -25,31 +25,37 @@ MODES = {
 NESTED = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
 WORDS = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_quant_storage": torch.bfloat16}
 STORED = {"8bit": MODES["8bit"][1], "nf4": MODES["nf4"][1], "nested": NESTED, "words": WORDS}
+BF16_LORA = {"peft": LORA, "precision": "bf16_mixed"}
+# Case -> model, and what differs from loading it in fp32, sharded over all ranks.
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "untied": ("untied", {}),
+    "tied": ("tied", {}),
+    "copies": ("untied", {}),
+    "lora": ("untied", BF16_LORA),
+    "dora": ("untied", {"peft": {**LORA, "use_dora": True}}),
+    "gaussian": ("untied", {"peft": {**LORA, "init_lora_weights": "gaussian"}}),
+    "head": ("tied", {"peft": {**LORA, "modules_to_save": ["lm_head"]}}),
+    **{name: ("odd", {**BF16_LORA, "quantization": settings}) for name, (settings, _) in MODES.items()},
+    **{f"stored-{name}": (f"stored-{name}", BF16_LORA) for name in STORED},
+}
 WORLD_SIZES = [1, pytest.param(2, marks=pytest.mark.slow), 4]
 Held = dict[str, torch.Tensor]
 
 
 @pytest.fixture(scope="module")
-def odd_model(save_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Layers of 65 rows, layers of 6 (of which rank 3 of 4 gets none), and layers whose rows are not whole blocks."""
-    folder = tmp_path_factory.mktemp("odd")
-    return save_model(folder, hidden_size=64, intermediate_size=65, head_dim=6, num_key_value_heads=1)
-
-
-@pytest.fixture(scope="module")
-def whole_model(save_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Layers whose rows are whole blocks, which 4-bit checkpoints must have."""
-    return save_model(tmp_path_factory.mktemp("whole"), hidden_size=64, intermediate_size=192, num_key_value_heads=1)
-
-
-@pytest.fixture(scope="module")
-def stored_models(whole_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The same model, quantized and saved by transformers."""
-    folders = {}
+def folders(
+    tiny_model: Path, tied_model: Path, save_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Path]:
+    """Models by name. odd has layers of 65 rows, layers of 6 (of which rank 3 of 4 gets none), and rows that are not
+    whole blocks. Those of whole are; the stored ones are it, quantized and saved by transformers."""
+    make = tmp_path_factory.mktemp
+    found = {"untied": tiny_model, "tied": tied_model}
+    found["odd"] = save_model(make("odd"), hidden_size=64, intermediate_size=65, head_dim=6, num_key_value_heads=1)
+    found["whole"] = save_model(make("whole"), hidden_size=64, intermediate_size=192, num_key_value_heads=1)
     for name, settings in STORED.items():
-        folders[name] = tmp_path_factory.mktemp(f"stored-{name}")
-        quantized(whole_model, settings).save_pretrained(folders[name], max_shard_size="60KB")
-    return folders
+        found[f"stored-{name}"] = make(f"stored-{name}")
+        quantized(found["whole"], settings).save_pretrained(found[f"stored-{name}"], max_shard_size="60KB")
+    return found
 
 
 def quantized(folder: Path, settings: dict[str, Any]) -> torch.nn.Module:
@@ -60,57 +66,32 @@ def quantized(folder: Path, settings: dict[str, Any]) -> torch.nn.Module:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, quantization_config=config)
 
 
-def cases_of(
-    world_size: int, untied: Path, tied: Path, odd: Path, stored: dict[str, Path]
-) -> dict[str, dict[str, Any]]:
-    cases: dict[str, dict[str, Any]] = {}
-    for way in ("slices", "scatter"):
-        plain = {"scatter": way == "scatter", "peft": {}, "precision": "fp32", "shard_degree": "world"}
-        cases[f"untied-{way}"] = {**plain, "model": str(untied)}
-        cases[f"tied-{way}"] = {**plain, "model": str(tied)}
-        cases[f"lora-{way}"] = {**plain, "model": str(untied), "peft": LORA, "precision": "bf16_mixed"}
-        cases[f"dora-{way}"] = {**plain, "model": str(untied), "peft": {**LORA, "use_dora": True}}
-        cases[f"gaussian-{way}"] = {**plain, "model": str(untied), "peft": {**LORA, "init_lora_weights": "gaussian"}}
-        cases[f"head-{way}"] = {**plain, "model": str(tied), "peft": {**LORA, "modules_to_save": ["lm_head"]}}
-        lora = {**plain, "peft": LORA, "precision": "bf16_mixed"}
-        for name, (settings, _) in MODES.items():
-            cases[f"{name}-{way}"] = {**lora, "model": str(odd), "quantization": settings}
-        for name, folder in stored.items():
-            cases[f"stored-{name}-{way}"] = {**lora, "model": str(folder)}
-        cases[f"copies-{way}"] = {**plain, "model": str(untied), "shard_degree": 2 if world_size == 4 else 1}
-    return cases
-
-
 @pytest.fixture(scope="module")
-def held(
-    tiny_model: Path,
-    tied_model: Path,
-    odd_model: Path,
-    stored_models: dict[str, Path],
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Callable[[int], dict[str, list[Held]]]:
+def held(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[str, list[Held]]]:
     """World size -> case -> what each rank holds, of one launch."""
 
     @functools.cache
     def launch(world_size: int) -> dict[str, list[Held]]:
-        out = tmp_path_factory.mktemp(f"held{world_size}")
-        cases = cases_of(world_size, tiny_model, tied_model, odd_model, stored_models)
+        out, cases = tmp_path_factory.mktemp(f"held{world_size}"), {}
+        for name, (model, settings) in CASES.items():
+            degree = {"shard_degree": 2 if world_size == 4 else 1} if name == "copies" else {}
+            plain = {"model": str(folders[model]), "peft": {}, "precision": "fp32", "shard_degree": "world"}
+            for way in ("slices", "scatter"):
+                cases[f"{name}-{way}"] = {**plain, **settings, **degree, "scatter": way == "scatter"}
         (out / "cases.json").write_text(json.dumps(cases))
         finished = forked(SCRIPT, out / "cases.json", out, ranks=world_size if world_size > 1 else 0)
         assert finished.exit_code == 0, finished.output
-        return {
-            name: [torch.load(out / f"{name}-rank{rank}.pt", weights_only=True) for rank in range(world_size)]
-            for name in cases
-        }
+        files = {name: [out / f"{name}-rank{rank}.pt" for rank in range(world_size)] for name in cases}
+        return {name: [torch.load(file, weights_only=True) for file in several] for name, several in files.items()}
 
     return launch
 
 
 @pytest.fixture(scope="module")
-def of_bitsandbytes(odd_model: Path, whole_model: Path) -> Callable[[str], Held]:
+def of_bitsandbytes(folders: dict[str, Path]) -> Callable[[str], Held]:
     """Case -> what plain transformers and bitsandbytes hold."""
-    settings = {name: (odd_model, theirs) for name, (_, theirs) in MODES.items()}
-    settings |= {f"stored-{name}": (whole_model, theirs) for name, theirs in STORED.items()}
+    settings = {name: (folders["odd"], theirs) for name, (_, theirs) in MODES.items()}
+    settings |= {f"stored-{name}": (folders["whole"], theirs) for name, theirs in STORED.items()}
     return functools.cache(lambda case: expected_of(quantized(*settings[case])))
 
 
@@ -129,15 +110,14 @@ def chunk(tensor: torch.Tensor, shards: int, index: int) -> torch.Tensor:
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("way", ["slices", "scatter"])
 def test_every_rank_holds_the_rows_torch_chunk_gives_it(
-    held: Callable[[int], dict[str, list[Held]]], tiny_model: Path, tied_model: Path, world_size: int, way: str
+    held: Callable[[int], dict[str, list[Held]]], folders: dict[str, Path], world_size: int, way: str
 ) -> None:
-    for name, folder in (("untied", tiny_model), ("tied", tied_model)):
-        expected = reference(folder)
+    for name, degree in {"untied": world_size, "tied": world_size, "copies": 2 if world_size == 4 else 1}.items():
+        expected = reference(folders[CASES[name][0]])
         for rank, shards in enumerate(held(world_size)[f"{name}-{way}"]):
             assert shards.keys() == expected.keys()
             for key, tensor in expected.items():
-                whole = "inv_freq" in key
-                rows = tensor if whole else chunk(tensor, world_size, rank)
+                rows = tensor if "inv_freq" in key else chunk(tensor, degree, rank % degree)
                 assert torch.equal(shards[key], rows), (name, rank, key)
 
 
@@ -149,18 +129,6 @@ def test_a_buffer_that_nobody_fills_is_an_error(tiny_model: Path, runtime: Runti
             model, tiny_model, ShardGroup(runtime.mesh), runtime.device, runtime.device, scatter=False, adapter=None,
             peft=PeftConfig(), seed=0, frozen_dtype=torch.float32,
         )  # fmt: skip
-
-
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-@pytest.mark.parametrize("way", ["slices", "scatter"])
-def test_copies_of_the_model_are_equal(
-    held: Callable[[int], dict[str, list[Held]]], tiny_model: Path, world_size: int, way: str
-) -> None:
-    expected, degree = reference(tiny_model), 2 if world_size == 4 else 1
-    for rank, shards in enumerate(held(world_size)[f"copies-{way}"]):
-        for key, tensor in expected.items():
-            rows = tensor if "inv_freq" in key else chunk(tensor, degree, rank % degree)
-            assert torch.equal(shards[key], rows), (rank, key)
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
@@ -189,20 +157,6 @@ def test_adapters_begin_as_peft_begins_them(held: Callable[[int], dict[str, list
     assert gaussian.std().item() == pytest.approx(1 / 6, rel=0.1)
 
 
-def test_dora_magnitudes_are_those_of_peft_on_loaded_weights(
-    held: Callable[[int], dict[str, list[Held]]], tiny_model: Path
-) -> None:
-    from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM
-
-    settings = LoraConfig(r=6, target_modules="all-linear", use_dora=True, task_type="CAUSAL_LM")
-    model = get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32), settings)
-    expected = {k: p for k, p in model.get_base_model().named_parameters() if "lora_magnitude_vector" in k}
-    assert len(expected) == 14
-    for key, magnitude in expected.items():
-        torch.testing.assert_close(held(4)["dora-scatter"][0][key], chunk(magnitude, 4, 0), rtol=1e-6, atol=0)
-
-
 def expected_of(model: torch.nn.Module) -> Held:
     """Parameter name -> what plain bitsandbytes holds: rows of int8 or of packed bytes, and the bits of the scales."""
     import bitsandbytes
@@ -229,13 +183,12 @@ def expected_of(model: torch.nn.Module) -> Held:
 def test_every_rank_holds_its_rows_of_what_bitsandbytes_makes_of_the_whole_model(
     held: Callable[[int], dict[str, list[Held]]],
     of_bitsandbytes: Callable[[str], Held],
-    odd_model: Path,
-    whole_model: Path,
+    folders: dict[str, Path],
     world_size: int,
     way: str,
     case: str,
 ) -> None:
-    folder = whole_model if case.startswith("stored-") else odd_model
+    folder = folders["whole" if case.startswith("stored-") else "odd"]
     expected, plain = of_bitsandbytes(case), reference(folder, torch.bfloat16)
     assert len(expected) == (20 if case in ("nf4", "fp4") else 28)  # two layers of each have rows of 65 or 24 inputs
     for rank, shards in enumerate(held(world_size)[f"{case}-{way}"]):

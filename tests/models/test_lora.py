@@ -49,10 +49,8 @@ def test_all_linear_leaves_out_what_no_adapter_works_in(
 
 
 def test_each_target_that_matches_nothing_is_named_even_when_another_matches(tiny_model: Path) -> None:
-    with pytest.raises(UserError) as refused:
+    with pytest.raises(UserError, match=r"(?s)\[key, query\].*q_proj, k_proj, v_proj, o_proj, gate_proj"):
         inject_lora(skeleton(tiny_model), PeftConfig(use_peft=True, target_modules=["q_proj", "query", "key"]), "base")
-    assert "[key, query]" in str(refused.value)
-    assert "q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj" in str(refused.value)
 
 
 def test_only_lora_adapters_are_continued(tiny_model: Path, tmp_path: Path) -> None:

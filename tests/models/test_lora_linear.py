@@ -8,7 +8,6 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
 from llama_ft.models.lora_linear import FusedLora, use_fused_lora
 from llama_ft.models.quantized import FourBit, Int8, QuantizedLinear, Scheme
@@ -114,16 +113,6 @@ def test_compiled_it_is_one_graph_with_the_same_results(scheme: str, dropout: fl
     torch._dynamo.reset()
     compiled = torch.compile(layer_of(model), backend="aot_eager", fullgraph=True)
     assert all(map(torch.equal, passes(compiled, model, torch.float32), expected))
-
-
-def test_checkpointed_its_product_is_not_needed_again_and_gradients_are_the_same() -> None:
-    model = model_of(dtype=torch.bfloat16, lora_dropout=0.3)
-    use_fused_lora(model)
-    expected = passes(model, model, torch.bfloat16)
-    model.zero_grad()
-    with Calls() as calls:
-        found = passes(lambda x: checkpoint(model, x, use_reentrant=False), model, torch.bfloat16)
-    assert calls.forward == 1 and all(map(torch.equal, found, expected))
 
 
 def freeze_adapter(model: PeftModel) -> None:

@@ -6,13 +6,13 @@ from typing import Any
 import bitsandbytes
 import pytest
 import torch
-from transformers import AutoConfig, GPT2Config, PretrainedConfig
+from transformers import AutoConfig, PretrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.config import ModelConfig, QuantizationConfig
 from llama_ft.errors import UserError
 from llama_ft.models import build_on_meta, choose_quantization, quantize_linears, total_weights
-from llama_ft.models.quantized import FourBit, Int8, QuantizedLinear, Scheme, scheme_of
+from llama_ft.models.quantized import FourBit, Int8, QuantizedLinear, Scheme
 
 SCHEMES: dict[str, Scheme] = {
     "8bit": Int8(6.0),
@@ -52,23 +52,10 @@ def bitsandbytes_layer(scheme: Scheme, weight: torch.Tensor, bias: torch.Tensor)
     return layer.to("cpu").train()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", SCHEMES)
-def test_weights_are_dequantized_as_bitsandbytes_does(name: str, dtype: torch.dtype) -> None:
-    scheme, weight = SCHEMES[name], torch.randn(40, 256)
-    packed, scale = scheme.quantize(weight)
-    if isinstance(scheme, Int8):
-        expected = bitsandbytes.functional.int8_vectorwise_dequant(packed, scale.view(torch.float32))
-    else:
-        state = bitsandbytes.functional.quantize_4bit(weight, None, None, scheme.block_size, False, scheme.quant_type)
-        expected = bitsandbytes.functional.dequantize_4bit(*state)
-    torch.testing.assert_close(scheme.dequantize(packed, scale, dtype), expected.to(dtype))
-    assert scheme_of(scheme.code) == scheme
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", SCHEMES)
 def test_values_and_gradients_are_those_of_bitsandbytes_layers(name: str, dtype: torch.dtype) -> None:
+    """Their forward pass multiplies by the weight, their backward pass by the weight they dequantize."""
     torch.manual_seed(0)
     weight, bias = torch.randn(40, 256, dtype=dtype), torch.randn(40, dtype=dtype)
     inputs = torch.randn(2, 5, 256, dtype=dtype)
@@ -111,28 +98,28 @@ def test_what_is_left_out_is_listed(tiny_model: Path) -> None:
     summary = quantize_linears(model, quantization)
     assert "Quantized to 4bit (nf4, blocks of 32): 11 linear layers" in summary
     assert "Linear layers left out: model.layers.0.self_attn.q_proj, lm_head" in summary
-    assert "rows are not whole blocks: model.layers.0.mlp.down_proj, model.layers.1.mlp.down_proj" in summary
+    assert "Their rows are not whole blocks: model.layers.0.mlp.down_proj, model.layers.1.mlp.down_proj" in summary
     assert type(model.model.layers[0].self_attn.q_proj) is torch.nn.Linear
     assert isinstance(model.model.layers[1].self_attn.q_proj, QuantizedLinear)
     assert total_weights(model) == weights
 
 
-def refusal(model_dir: Path, use_peft: bool = True, stored: dict[str, Any] | None = None, **settings: Any) -> str:
-    config, model = skeleton_of(model_dir)
+@pytest.mark.parametrize(
+    ("settings", "use_peft", "stored", "told"),
+    [
+        ({"mode": "8bit", "skip_modules": ["q_prj"]}, True, None, "q_prj"),
+        ({"mode": "4bit"}, True, {"load_in_8bit": True}, "quantized already, with 8bit"),
+        ({}, True, {"quant_method": "gptq", "bits": 4}, "quantized with gptq"),
+        ({}, False, {"load_in_4bit": True}, "--use_peft"),
+    ],
+)
+def test_what_cannot_be_quantized_is_refused_with_the_way_out(
+    tiny_model: Path, settings: dict[str, Any], use_peft: bool, stored: dict[str, Any] | None, told: str
+) -> None:
+    config, model = skeleton_of(tiny_model)
     if stored is not None:
         config.quantization_config = stored
-    with pytest.raises(UserError) as refused:
+    with pytest.raises(UserError, match=told):
         quantization = choose_quantization(QuantizationConfig(**settings), config, use_peft)
         assert quantization is not None
         quantize_linears(model, quantization)
-    return str(refused.value)
-
-
-def test_what_cannot_be_quantized_is_refused_with_the_way_out(tiny_model: Path, tmp_path: Path) -> None:
-    eight, four = {"load_in_8bit": True, "quant_method": "bitsandbytes"}, {"load_in_4bit": True}
-    assert "q_prj" in refusal(tiny_model, mode="8bit", skip_modules=["q_prj"])
-    assert "quantized already, with 8bit" in refusal(tiny_model, mode="4bit", stored=eight)
-    assert "quantized with gptq" in refusal(tiny_model, stored={"quant_method": "gptq", "bits": 4})
-    assert "--use_peft trains adapters" in refusal(tiny_model, use_peft=False, stored=four)
-    GPT2Config(n_layer=1, n_embd=64, n_head=2, vocab_size=100).save_pretrained(tmp_path)
-    assert "this model does not work in 8bit" in refusal(tmp_path, mode="8bit")

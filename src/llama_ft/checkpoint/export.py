@@ -108,7 +108,7 @@ class SavedWeights:
     def _converted(self, group: SavedGroup) -> Iterator[torch.Tensor]:
         """All of the group's tensors, piece by piece as they arrive, unless a conversion needs them whole."""
         first, dtype = group.parameters[0], self.dtypes[group.parameters[0]]
-        if not group.is_converted:
+        if group.group is None:
             yield from self.rows(first, dtype)
         elif group.by_row:
             for several in self.rows(first, dtype):

@@ -28,6 +28,7 @@ from llama_ft.models.hub import local_folder, portable_name
 from llama_ft.models.liger import apply_liger
 from llama_ft.models.load_weights import load_weights
 from llama_ft.models.lora import Adapter, inject_lora
+from llama_ft.models.mask_notes import noted
 from llama_ft.models.new_tokens import NewTokens
 from llama_ft.models.packed_attention import packed_arguments, use_packed_attention
 from llama_ft.models.quantization import Quantization, choose_quantization, quantize_linears

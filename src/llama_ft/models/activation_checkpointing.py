@@ -8,7 +8,6 @@ from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext,
 from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.config import TrainConfig
-from llama_ft.errors import UserError
 
 # Matrix products and attention by operator name, torch's, bitsandbytes', ours and flash-attn's: their outputs are what
 # selective keeps. By name, because many of them exist only with their package or device.
@@ -27,16 +26,9 @@ def checkpoint_activations(model: PreTrainedModel, train: TrainConfig) -> None:
     full and every_k keep a layer's input only. selective also keeps the outputs of matmuls and attention, which are not
     recomputed. With activation_offload the inputs of recomputed layers wait in pinned host memory. transformers
     checkpoints a layer's `forward`, below the hooks of `fully_shard`, so a recomputed layer is all-gathered once.
-
-    A UserError if this architecture cannot be checkpointed.
     """
     if train.activation_checkpointing == "off":
         return
-    if not model.supports_gradient_checkpointing:
-        raise UserError(
-            f"--activation_checkpointing {train.activation_checkpointing}: transformers' {type(model).__name__} "
-            "does not support it; use off."
-        )
     settings: dict[str, Any] = {"use_reentrant": False}
     if train.activation_checkpointing == "selective":
         settings["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_expensive)

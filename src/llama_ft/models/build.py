@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -30,10 +30,7 @@ def load_tokenizer(folder: Path, trust_remote_code: bool) -> PreTrainedTokenizer
             raise ValueError(f"it has only special tokens; missing: {absent}")
         return tokenizer
     except Exception as error:  # transformers raises half a dozen types here, all meaning the same to the user
-        raise UserError(
-            f"{folder}: no usable tokenizer here ({reason(error)}).\n--tokenizer_name names another folder or hub "
-            "model to take it from."
-        ) from error
+        raise UserError(f"{folder}: no usable tokenizer ({reason(error)}). --tokenizer_name names another.") from error
 
 
 def load_model_config(folder: Path, trust_remote_code: bool) -> PretrainedConfig:
@@ -45,19 +42,13 @@ def load_model_config(folder: Path, trust_remote_code: bool) -> PretrainedConfig
 
 
 def build_on_meta(config: PretrainedConfig, model: ModelConfig, new: NewTokens | None = None) -> PreTrainedModel:
-    """The causal language model of `config` on the meta device, tied weights tied, with rows for new tokens.
-
-    Raises:
-        UserError: transformers has no causal language model for this architecture, it is an encoder or also takes
-            images or sound, or the attention implementation is not available for it on this machine.
-    """
+    """The causal language model of `config` on the meta device, tied weights tied, with rows for new tokens. A
+    UserError if transformers has none, it also takes images or sound, or its attention is not available here."""
     # AutoModelForCausalLM builds the whole model for some of these (gemma3) and only its decoder for others (qwen3_5),
     # whose export would lack the vision tower. Phi-4-multimodal has no text_config.
     if any(key.startswith(("vision", "audio")) for key in config.sub_configs) or config.get_text_config() is not config:
-        raise UserError(
-            f"--model_name {model.model_name}: models of model_type {config.model_type} also take images or sound; "
-            "only text models are supported."
-        )
+        problem = f"models of model_type {config.model_type} also take images or sound"
+        raise UserError(f"--model_name {model.model_name}: {problem}; only text models are supported.")
     if new is not None:
         config.get_text_config().vocab_size = new.rows
     try:
@@ -73,11 +64,6 @@ def build_on_meta(config: PretrainedConfig, model: ModelConfig, new: NewTokens |
             f"--model_name {model.model_name}: transformers cannot build a causal language model of model_type "
             f"{config.model_type} ({type(error).__name__}: {reason(error)})."
         ) from error
-    # transformers builds BERT and its kin with a warning; their training loss falls to zero: tokens see the next one.
-    if not (getattr(config, "is_decoder", True) or any(getattr(m, "is_causal", False) for m in skeleton.modules())):
-        raise UserError(
-            f"--model_name {model.model_name}: {type(skeleton).__name__} is an encoder. Use a causal language model."
-        )
     skeleton.tie_weights()
     note_conversions(skeleton)
     if new is not None and new.rows > new.stored_rows:
@@ -89,11 +75,8 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
     """The model's decoder layers from input to output, of the classes that transformers names in `_no_split_modules`;
     of those within one another (Mamba's) the outermost. fully_shard derives a class of its own from theirs."""
     kinds = set(getattr(model, "_no_split_modules", None) or ())
-    found = {
-        name: module
-        for name, module in model.named_modules()
-        if not kinds.isdisjoint(kind.__name__ for kind in type(module).__mro__)
-    }
+    modules = dict(model.named_modules())
+    found = {name: m for name, m in modules.items() if not kinds.isdisjoint(kind.__name__ for kind in type(m).__mro__)}
     return [m for name, m in found.items() if not any(name.startswith(f"{outer}.") for outer in found)]
 
 
@@ -112,8 +95,7 @@ def router_loss(model: PreTrainedModel, output: Any, attention_mask: torch.Tenso
     balance = function_beside(model, "load_balancing_loss_func")
     experts: dict[str, Any] = {"num_experts": model.num_experts, "top_k": model.num_experts_per_tok}
     loss: torch.Tensor = balance(output.router_logits, **experts, attention_mask=attention_mask)
-    factor: Any = model.aux_loss_coef if model.config.model_type == "jetmoe" else model.router_aux_loss_coef
-    return loss * factor
+    return loss * cast(float, model.router_aux_loss_coef)
 
 
 def freeze_first_layers(model: PreTrainedModel, count: int) -> None:
@@ -151,17 +133,12 @@ def find_new_tokens(
     except UserError:  # it has none, and --tokenizer_name names another
         known = tokenizer.get_vocab()
     ids = sorted(id_ for id_, token in names.items() if id_ >= stored or known.get(token) != id_)
-    if not ids:
-        log.info("--resize_embeddings: the model has all of the tokenizer's tokens already; nothing is added.")
-        return None
-    new = NewTokens(ids, stored, max(stored, ids[-1] + 1))
-    what = f"the embedding grows from {stored:,} rows to {new.rows:,}, the new ones begin as the mean of the others"
-    if new.rows == stored:
-        what = f"they take spare rows of its {stored:,}, and begin as these are stored"
+    new = NewTokens(ids, stored, max([stored, *(id_ + 1 for id_ in ids)]))
     log.info(
-        f"--resize_embeddings: {len(ids):,} tokens are new to the model ({listed([names[i] for i in ids])}): {what}."
+        f"--resize_embeddings: {len(ids):,} tokens are new to the model ({listed([names[i] for i in ids])}); the "
+        f"embedding has {new.rows:,} rows, {new.rows - stored:,} of them new, which begin as the mean of the others."
     )
-    return new
+    return new if ids else None
 
 
 def resolve_context_length(asked: int | None, config: PretrainedConfig) -> int:

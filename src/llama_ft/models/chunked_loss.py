@@ -13,13 +13,13 @@ runs, with its adapter, soft cap or scale, sharded or not.
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import get_device_states, set_device_states
 from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.models.build import router_loss
@@ -81,30 +81,23 @@ def use_chunked_loss(model: PreTrainedModel) -> bool:
             return plain_forward(*args, **kwargs)
         decoded = decoder(*args, **kwargs)
         hidden = decoded.last_hidden_state.flatten(0, 1).index_select(0, positions)  # [targets, width]
-        loss = head(hidden, targets=targets, loss_fn=loss_fn, per_token=per_token)
+        loss = head(hidden, loss_of=(targets, loss_fn, per_token))
         return loss, router_loss(model, decoded, kwargs.get("attention_mask"))
 
-    def head_forward(
-        hidden: torch.Tensor,
-        *args: Any,
-        targets: torch.Tensor | None = None,
-        loss_fn: LossFunction = cross_entropy,
-        per_token: bool = False,
-        **kwargs: Any,
-    ) -> Any:
-        if targets is None:
+    def head_forward(hidden: torch.Tensor, *args: Any, loss_of: Any = None, **kwargs: Any) -> Any:
+        if loss_of is None:
             return plain_head(hidden, *args, **kwargs)
+        targets, loss_fn, per_token = loss_of
 
         def losses_of(chunk: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-            return loss_fn(logits_of(chunk), wanted)
+            return cast(torch.Tensor, loss_fn(logits_of(chunk), wanted))
 
         size = max(FEWEST_POSITIONS, LOGITS_AT_ONCE[hidden.device.type] // vocabulary)
         trained = [parameter for parameter in head.parameters() if parameter.requires_grad]
         if per_token or not (torch.is_grad_enabled() and (hidden.requires_grad or trained)):
-            chunks = zip(hidden.split(size), targets.split(size), strict=True)
-            losses = torch.cat([checkpoint(losses_of, *chunk, use_reentrant=False) for chunk in chunks])
+            losses = _ChunkedLoss.apply(hidden, targets, losses_of, size, True, *trained)
             return losses if per_token else losses.sum()
-        return _ChunkedLoss.apply(hidden, targets, losses_of, size, *trained)
+        return _ChunkedLoss.apply(hidden, targets, losses_of, size, False, *trained)
 
     model.forward = forward
     head.forward = head_forward
@@ -186,41 +179,63 @@ class CrossEntropy(torch.autograd.Function):
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """Summed loss of hidden states [targets, width], `size` at a time. Gradients are made in the forward pass, and
-    scaled in the backward pass."""
+    """Loss of hidden states [targets, width], `size` at a time. Gradients of the sum are made in the forward pass and
+    scaled in the backward pass. Of losses per token only the backward pass knows what each is multiplied by: it makes
+    the logits again, with the random numbers of the forward pass."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: torch.Tensor,
-        targets: torch.Tensor,
-        losses_of: LossFunction,
-        size: int,
-        *trained: torch.Tensor,
-    ) -> torch.Tensor:
-        for_hidden, total = ctx.needs_input_grad[0], torch.zeros((), dtype=torch.float32, device=hidden.device)
-        by_hidden, by_trained = torch.empty_like(hidden) if for_hidden else None, list[torch.Tensor]()
-        for start in range(0, max(1, len(targets)), size):  # once without targets: gradients are zero then
-            chunk = hidden[start : start + size].detach().requires_grad_(for_hidden)
-            with torch.enable_grad():
-                losses = losses_of(chunk, targets[start : start + size])
-            total += losses.detach().sum()
-            inputs = [chunk, *trained] if for_hidden else trained
-            found = list(torch.autograd.grad(losses, inputs, torch.ones_like(losses), materialize_grads=True))
-            if by_hidden is not None:
-                by_hidden[start : start + size] = found.pop(0)
-            # In fp32: many roundings to 16 bits would add up.
-            by_trained = found if start == 0 else [a.float().add_(b) for a, b in zip(by_trained, found, strict=True)]
-        ctx.by_hidden, ctx.by_trained = by_hidden, by_trained
+    def forward(ctx: Any, hidden: Any, targets: Any, losses_of: Any, size: int, per_token: bool, *trained: Any) -> Any:
+        ctx.arguments, ctx.gradients = (losses_of, size, trained, ctx.needs_input_grad[0]), None
+        if per_token:
+            ctx.inputs, ctx.random = (hidden.detach(), targets), (torch.get_rng_state(), get_device_states(hidden))
+            chunks = zip(hidden.split(size), targets.split(size), strict=True)
+            return torch.cat([losses_of(*chunk) for chunk in chunks])
+        ones = torch.ones_like(targets, dtype=torch.float32)
+        total, ctx.gradients = _sum_and_gradients(hidden, targets, ones, *ctx.arguments)
         return total
 
     @staticmethod
-    def backward(ctx: Any, factor: torch.Tensor) -> Any:
-        by_hidden, by_trained = ctx.by_hidden, ctx.by_trained
-        ctx.by_hidden = ctx.by_trained = None
-        for gradient in (by_hidden, *by_trained):
-            if gradient is not None:
-                gradient.mul_(factor)
+    def backward(ctx: Any, factors: torch.Tensor) -> Any:
+        gradients, ctx.gradients = ctx.gradients, None
+        if gradients is not None:
+            for gradient in gradients:
+                gradient.mul_(factors)
+        else:
+            (hidden, targets), (cpu_state, states) = ctx.inputs, ctx.random
+            with torch.random.fork_rng(devices=states[0], device_type=factors.device.type):
+                torch.set_rng_state(cpu_state)
+                set_device_states(*states)
+                _, gradients = _sum_and_gradients(hidden, targets, factors, *ctx.arguments)
         # Only now does autograd round them to the parameters' dtype: the sum over all targets, before it is divided by
         # their number, can be more than fp16 holds.
-        return by_hidden, None, None, None, *by_trained
+        by_hidden = [gradients.pop(0)] if ctx.needs_input_grad[0] else [None]
+        return *by_hidden, None, None, None, None, *gradients
+
+
+def _sum_and_gradients(
+    hidden: torch.Tensor,
+    targets: torch.Tensor,
+    factors: torch.Tensor,
+    losses_of: LossFunction,
+    size: int,
+    trained: Sequence[torch.Tensor],
+    for_hidden: bool,
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """The sum of all losses, and gradients of the losses times their `factors`: of hidden states if `for_hidden`, and
+    of `trained`."""
+    total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+    by_hidden, by_trained = [torch.empty_like(hidden)] if for_hidden else [], list[torch.Tensor]()
+    for start in range(0, max(1, len(targets)), size):  # once without targets: gradients are zero then
+        part = slice(start, start + size)
+        chunk = hidden[part].detach().requires_grad_(for_hidden)
+        with torch.enable_grad():
+            losses = losses_of(chunk, targets[part])
+        total += losses.detach().sum()
+        inputs = [chunk, *trained] if for_hidden else trained
+        found = list(torch.autograd.grad(losses, inputs, factors[part].to(losses.dtype), materialize_grads=True))
+        if for_hidden:
+            by_hidden[0][part] = found.pop(0)
+        # In fp32: many roundings to 16 bits would add up.
+        # Nothing here may keep the gradients of a chunk longer: of a large head they are a gigabyte.
+        by_trained = found if start == 0 else [a.float().add_(b) for a, b in zip(by_trained, found, strict=True)]
+    return total, by_hidden + by_trained

@@ -58,13 +58,8 @@ def open_source(folder: Path, model: PreTrainedModel) -> WeightSource:
 
 class ConvertedSource:
     """The tensors of another source under the model's names and in its shapes. Opening reads headers only; a UserError
-    if tensors do not fit together.
-
-    Args:
-        source: the checkpoint's tensors as they are stored.
-        model: skeleton that `note_conversions` has seen. Those of its conversions that this checkpoint needs stay in
-            `model._weight_conversions`, as in transformers.
-    """
+    if tensors do not fit together. `model` is a skeleton that `note_conversions` has seen: of its conversions those
+    that this checkpoint needs stay in `model._weight_conversions`, as in transformers."""
 
     def __init__(self, source: WeightSource, model: PreTrainedModel) -> None:
         self._source = source
@@ -124,14 +119,12 @@ class ConvertedSource:
         return group
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Rows [start, stop) in the stored dtype. Only what they need is read, unless rows cross (Interleave)."""
+        """Rows [start, stop) in the stored dtype. Of stacked experts only those are read, else the whole group once."""
         if name in self._renamed:
             return self._source.read_rows(self._renamed[name], start, stop)
         group = self._groups[name]
         if group.by_expert:
             return group.convert(self._source.read, slice(start, stop))[name]
-        if group.by_row:
-            return group.convert(lambda key: self._source.read_rows(key, start, stop))[name]
         if self._whole is None or self._whole[0] != group.target:
             self._whole = None  # free it before the next
             self._whole = (group.target, group.convert(self._source.read))
@@ -146,24 +139,12 @@ class ConvertedSource:
 
 @dataclass(frozen=True)
 class SavedGroup:
-    """Parameters that are saved together, in the layout the checkpoint had.
+    """Parameters that are saved together, in the layout the checkpoint had."""
 
-    Attributes:
-        parameters: their names.
-        tensors: name -> shape of what is written, in this order.
-        group: converts them; None: only the name changes.
-        by_row: each row of the (one) parameter becomes tensors of its own: it need not be gathered whole.
-    """
-
-    parameters: list[str]
-    tensors: dict[str, tuple[int, ...]]
-    group: "_Group | None" = None
-    by_row: bool = False
-
-    @property
-    def is_converted(self) -> bool:
-        """Whether more than the name changes."""
-        return self.group is not None
+    parameters: list[str]  # their names
+    tensors: dict[str, tuple[int, ...]]  # name -> shape of what is written, in this order
+    group: "_Group | None" = None  # converts them; None: only the name changes
+    by_row: bool = False  # each row of the (one) parameter becomes tensors of its own: it need not be gathered whole
 
     def convert(self, values: dict[str, torch.Tensor]) -> list[torch.Tensor]:
         """What is written of these parameters or, by_row, of a row of one, in the order of `tensors`."""
@@ -200,10 +181,8 @@ def _reverted(group: "_Group", tensors: dict[str, torch.Tensor], renamings: list
     made = group.convert(lambda name: torch.empty(tensors[name].shape, device="meta"))
     shapes = {apply_renamings(name, renamings): tuple(tensor.shape) for name, tensor in made.items()}
     parameters, operations = group.in_order(), group.converter.operations
-    last = operations[-1]
-    if not (
-        isinstance(last, SplitModulelist) and last.dim == 0 and _keeps_rows(operations[:-1]) and len(parameters) == 1
-    ):
+    splits_rows = isinstance(operations[-1], SplitModulelist) and operations[-1].dim == 0
+    if not splits_rows or not _keeps_rows(operations[:-1]) or len(parameters) != 1:
         return SavedGroup(parameters, shapes, group)
     # transformers' order is all experts' w1, then all experts' w3; rows arrive expert by expert.
     names, experts = list(shapes), tensors[parameters[0]].shape[0]
@@ -227,11 +206,6 @@ class _Group:
         first, *others = self.converter.operations
         return isinstance(first, MergeModulelist) and first.dim == 0 and _keeps_rows(others)
 
-    @property
-    def by_row(self) -> bool:
-        """Whether a row of the result needs only the same row of each tensor."""
-        return _keeps_rows(self.converter.operations)
-
     def in_order(self) -> list[str]:
         """Every collected tensor, in the order of the converter's patterns."""
         return [name for pattern in self.converter.source_patterns for name in self.collected.get(pattern, [])]
@@ -253,10 +227,9 @@ def _context(model: PreTrainedModel) -> dict[str, Any]:
 
 def _keeps_rows(operations: Iterable[ConversionOps]) -> bool:
     """Whether every operation works within the rows of dimension 0."""
-
-    def keeps(operation: ConversionOps) -> bool:
-        if isinstance(operation, Transpose):
-            return min(operation.dim0, operation.dim1) > 0 and not operation.check_dims
-        return isinstance(operation, (Concatenate, Chunk, Split, Interleave)) and operation.dim > 0
-
-    return all(keeps(operation) for operation in operations)
+    return all(
+        min(operation.dim0, operation.dim1) > 0 and not operation.check_dims
+        if isinstance(operation, Transpose)
+        else isinstance(operation, (Concatenate, Chunk, Split, Interleave)) and operation.dim > 0
+        for operation in operations
+    )

@@ -34,13 +34,12 @@ class Unit:
 
 def apply_fsdp(model: PreTrainedModel, mesh: DeviceMesh, fsdp: FSDPConfig, precision: Precision) -> list[Unit]:
     """Apply fully_shard to the units of the wrap policy, then to the root. Returns the units, root last; a UserError if
-    the policy finds no decoder layer class.
+    the policy finds no decoder layer class. Without enable_fsdp the units only bound what is cast at once.
 
     Args:
         model: on the meta device, adapters injected.
         mesh: one dimension shards; two replicate over the first and shard over the second.
-        fsdp: wrap policy, strategy, offloading; without enable_fsdp the mesh does not shard and the units only bound
-            what is cast to the compute dtype at once.
+        fsdp: wrap policy, strategy, offloading.
         precision: dtypes to gather and to reduce in.
     """
     modules = _modules_to_wrap(model, fsdp)
@@ -88,10 +87,7 @@ def _modules_to_wrap(model: PreTrainedModel, fsdp: FSDPConfig) -> list[nn.Module
         return _modules_by_size(model, fsdp.min_num_params)
     layers = decoder_layers(model)
     if not layers:
-        raise UserError(
-            f"--fsdp_wrap_policy {fsdp.fsdp_wrap_policy}: transformers names no decoder layer class for this model.\n"
-            "Use --fsdp_wrap_policy size."
-        )
+        raise UserError("transformers names no decoder layer class for this model. Use --fsdp_wrap_policy size.")
     if fsdp.fsdp_wrap_policy == "transformer":
         return layers
     ends = [module for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module is not None]
@@ -149,14 +145,11 @@ def _describe_units(
 
 def unit_table(units: list[Unit]) -> str:
     """The units as lines for people: equal ones counted together, the largest named."""
-    groups: dict[tuple[str, int], list[Unit]] = {}
-    for unit in units:
-        groups.setdefault((unit.kind if unit.name else "rest of the model", unit.parameters), []).append(unit)
+    groups = Counter((unit.kind if unit.name else "rest of the model", unit.parameters, unit.bytes) for unit in units)
     lines = [f"{'FSDP units':<32} {'count':>6} {'parameters each':>16} {'gathered':>10}"]
-    for (kind, parameters), members in groups.items():
-        lines.append(f"  {kind:<30} {len(members):>6} {parameters:>16,} {members[0].bytes / 2**20:>6.1f} MiB")
-    largest = max(units, key=lambda unit: unit.parameters)
-    total = sum(unit.parameters for unit in units)
+    for (kind, parameters, gathered), count in groups.items():
+        lines.append(f"  {kind:<30} {count:>6} {parameters:>16,} {gathered / 2**20:>6.1f} MiB")
+    largest, total = max(units, key=lambda unit: unit.parameters), sum(unit.parameters for unit in units)
     name, share = largest.name or "the rest", largest.parameters / total
     lines.append(f"  {len(units)} units, {total:,} parameters; the largest, {name}, is {share:.0%}")
     return "\n".join(lines)

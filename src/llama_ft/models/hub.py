@@ -10,7 +10,7 @@ from llama_ft.errors import UserError, reason
 from llama_ft.runtime.console import log
 
 NEEDED_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.py"]
-PROBE_SECONDS = 10.0
+DUPLICATES = ["consolidated*", "original/*"]  # where Mistral and Meta put the same weights a second time
 
 
 def local_folder(name: str, flag: str, ask_hub: bool = True, weights: bool = True) -> Path:
@@ -23,29 +23,26 @@ def local_folder(name: str, flag: str, ask_hub: bool = True, weights: bool = Tru
         ask_hub: False if another process of this node has just done so: the hub's cache then has it.
         weights: whether the weights are needed, which are safetensors.
     """
-    folder = Path(name).expanduser()
-    if folder.is_dir():
+    if (folder := Path(name).expanduser()).is_dir():
         return folder
     if not ask_hub:
         return Path(snapshot_download(name, allow_patterns=NEEDED_FILES, local_files_only=True))
     try:
-        offered = {file.rfilename for file in model_info(name, timeout=PROBE_SECONDS).siblings or ()}
-        if weights and not any(file.endswith(".safetensors") for file in offered):
+        files = model_info(name, timeout=10).siblings or ()
+        if weights and not any(file.rfilename.endswith(".safetensors") for file in files):
             raise UserError(f"{flag} {name}: the hub has no safetensors of it. {TO_SAFETENSORS}")
         patterns = NEEDED_FILES + (["*.safetensors"] if weights else [])
-        # Mistral and Meta put the same weights a second time into consolidated.safetensors or original/.
-        skipped = ["consolidated*", "original/*"]
-        return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=skipped))
+        return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=DUPLICATES))
     except (HFValidationError, HTTPError, OSError) as error:
         try:
             downloaded = Path(snapshot_download(name, allow_patterns=NEEDED_FILES, local_files_only=True))
         except (HFValidationError, LocalEntryNotFoundError):
-            page = f"{constants.ENDPOINT}/{name}"
-            way_out = f"Give the path of a local folder, or owner/model. A private {page} needs `hf auth login`."
+            way_out = "Give the path of a local folder, or owner/model"
             if isinstance(error, GatedRepoError):
-                way_out = f"Ask for access at {page}, then log in with `hf auth login` (or set HF_TOKEN)."
+                way_out = f"Ask for access at {constants.ENDPOINT}/{name}"
             raise UserError(
-                f"{flag} {name}: no such folder, and the hub does not give it ({reason(error)}).\n{way_out}"
+                f"{flag} {name}: no such folder, and {constants.ENDPOINT} does not give it ({reason(error)}).\n"
+                f"{way_out}; `hf auth login` logs in (or set HF_TOKEN)."
             ) from error
     log.info(f"{name}: the hub cannot be reached; using the copy downloaded earlier, {downloaded}")
     return downloaded

@@ -14,15 +14,10 @@ def apply_liger(model: PreTrainedModel, train: TrainConfig) -> None:
     try:
         from liger_kernel.transformers import monkey_patch
     except ImportError as error:
-        raise UserError(
-            f"--use_liger: the package liger-kernel cannot be imported ({error}).\n"
-            "pip install liger-kernel, or leave the flag out."
-        ) from error
+        raise UserError(f"--use_liger: pip install liger-kernel; it cannot be imported ({error}).") from error
     known = monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN
     if model.config.model_type not in known:
-        raise UserError(
-            f"--use_liger: no kernels for model_type {model.config.model_type}. Liger has: {', '.join(sorted(known))}."
-        )
+        raise UserError(f"--use_liger: no kernels for {model.config.model_type}, only {', '.join(sorted(known))}.")
     # Liger rotates queries and keys where they lie. Those that selective keeps would be rotated again when the layer is
     # recomputed, and the gradients wrong without a message.
     kernels = {"rope": False} if train.activation_checkpointing == "selective" else {}

@@ -84,9 +84,10 @@ def load_weights(
             elif is_adapter_weight(name) and "_magnitude_vector" not in name and "trainable_tokens_delta" not in name:
                 rows, gaussian = slice(*group.own_rows(parameter.shape[0])), peft.init_lora_weights == "gaussian"
                 local_shard(parameter).copy_(initial_rows(name, tuple(parameter.shape), gaussian, seed, rows))
-        if saved_adapter is None:
-            for rows_trained, key, ids in _token_rows(model, keys):
-                loader.fill(_as_stored(rows_trained, key, loader.headers, ids))
+        for name, layer in model.named_modules():
+            if saved_adapter is None and isinstance(layer, TokenRows) and layer.tied_adapter is None:
+                copies, ids = layer.trainable_tokens_delta["default"], layer.token_indices["default"]
+                loader.fill(_as_stored(copies, keys[f"{name}.base_layer.weight"], loader.headers, ids))
         for each in (loader, saved_adapter):
             if each is not None:
                 each.finish()
@@ -133,14 +134,6 @@ def _as_stored(
     return ShardLoad([shard], tuple(parameter.shape), [wire], make)
 
 
-def _token_rows(model: nn.Module, keys: dict[str, str]) -> Iterator[tuple[torch.Tensor, str, list[int]]]:
-    """Rows that are trained by themselves, of which tensor of the checkpoint they are copies, and which rows of it."""
-    for name, layer in model.named_modules():
-        if isinstance(layer, TokenRows) and layer.tied_adapter is None:
-            rows = layer.trainable_tokens_delta["default"]
-            yield rows, keys[f"{name}.base_layer.weight"], layer.token_indices["default"]
-
-
 def _to_quantized(
     layer: QuantizedLinear, key: str, headers: dict[str, StoredTensor], dtype: torch.dtype, device: torch.device
 ) -> ShardLoad:
@@ -167,7 +160,7 @@ def account_for(model: PreTrainedModel, headers: dict[str, StoredTensor], folder
             aliases[id(parameter)].append(checkpoint_key(name))
     quantized = {id(module.weight): module for module in model.modules() if isinstance(module, QuantizedLinear)}
     scales = {id(layer.scale) for layer in quantized.values()}
-    missing, reshaped, unlike, keys, ties = [], [], [], dict[str, str](), model.all_tied_weights_keys
+    missing, unlike, keys, ties = [], [], dict[str, str](), model.all_tied_weights_keys
     for name, parameter in model.named_parameters():
         if is_adapter_weight(name) or id(parameter) in scales:
             continue
@@ -179,7 +172,7 @@ def account_for(model: PreTrainedModel, headers: dict[str, StoredTensor], folder
             missing.append(candidates[0])
             continue
         if (stored := stored_shape(key, headers, shape)) != shape:
-            reshaped.append(f"{key} is {list(stored)}, config.json makes it {list(shape)}")
+            unlike.append(f"{key} is {list(stored)}, config.json makes it {list(shape)}")
             continue
         keys[name] = key
         form, expected = stored_form(key, headers), layer.scheme.name[:4] if layer and layer.is_stored else "float"
@@ -191,9 +184,8 @@ def account_for(model: PreTrainedModel, headers: dict[str, StoredTensor], folder
     # Llama 2's checkpoints hold each layer's rotary frequencies, which are computed now; transformers skips them too.
     ignored = [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq"]
     extra = [key for key in headers if key not in known and not any(re.search(pattern, key) for pattern in ignored)]
-    wrong = {"missing": missing, "not part of the model": extra, "wrong shape": reshaped, "quantization": unlike}
-    if any(wrong.values()):
-        lines = [f"{title}: {listed(names)}" for title, names in wrong.items() if names]
+    wrong = {"missing": missing, "not part of the model": extra, "not as in config.json": unlike}
+    if lines := [f"{title}: {listed(names)}" for title, names in wrong.items() if names]:
         heading = f"{folder}: its weights are not those of the model its config.json describes."
         raise UserError("\n".join([heading, *lines]))
     return keys
@@ -245,10 +237,8 @@ def _fill_buffers(model: PreTrainedModel, loader: Loader) -> None:
     compute_buffers(model, model)
     left = [n for n, b in computed.items() if model.get_buffer(n) is b and b._version == versions[n]]
     if left:
-        raise UserError(
-            f"--model_name: models of model_type {model.config.model_type} are not supported: neither the checkpoint "
-            f"nor Transformers has values for these buffers:\n{listed(left)}"
-        )
+        kind = f"--model_name: model_type {model.config.model_type} is not supported"
+        raise UserError(f"{kind}: neither the checkpoint nor Transformers has values for:\n{listed(left)}")
 
 
 def compute_buffers(module: nn.Module, model: PreTrainedModel) -> None:

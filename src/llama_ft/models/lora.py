@@ -5,6 +5,7 @@ import json
 import math
 import re
 import warnings
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -21,7 +22,7 @@ from llama_ft.errors import UserError
 from llama_ft.models.lora_linear import use_fused_lora
 from llama_ft.models.new_tokens import NewTokens, use_token_rows
 from llama_ft.models.quantized import QuantizedLinear
-from llama_ft.models.source import StoredTensor
+from llama_ft.models.source import StoredTensor, listed
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PEFT_PREFIX = "base_model.model."  # what peft puts before every name of the model it wraps
@@ -41,17 +42,14 @@ class Adapter:
 
 
 def inject_lora(model: PreTrainedModel, peft: PeftConfig, base_name: str, new: NewTokens | None = None) -> Adapter:
-    """Freeze the model and add (meta) adapters to the linear layers `peft` names, in place.
+    """Freeze a skeleton and add (meta) adapters to the linear layers `peft` names, in place. A UserError if it has no
+    such layers, they take no adapter of this kind, or a saved adapter cannot be continued.
 
     Args:
-        model: skeleton on the meta device.
+        model: on the meta device.
         peft: rank, targets and the rest; taken from the adapter's own file with from_peft_checkpoint.
         base_name: model name or folder to record in adapter_config.json.
         new: tokens whose rows of embedding and head are trained too.
-
-    Raises:
-        UserError: a target or a module to save that the model does not have, a saved adapter that cannot be continued,
-            layers or rows whose adapters of this kind cannot be trained.
     """
     saved = peft.from_peft_checkpoint
     settings = saved_config(Path(saved), tuple(METHODS)) if saved else _new_config(peft)
@@ -86,8 +84,7 @@ def inject_adapter(model: PreTrainedModel, settings: LoraConfig | LoHaConfig) ->
     use_fused_lora(model)
     for name, module in model.named_modules():
         if getattr(module, "lora_magnitude_vector", None) and not isinstance(module.base_layer, nn.Linear):
-            kind = type(module.base_layer).__name__
-            raise UserError(f"--peft.use_dora: {name} is a {kind}; DoRA works on linear layers only.")
+            raise UserError(f"--peft.use_dora: {name} is no linear layer.")
     assert isinstance(adapted, PeftModel)
     # peft itself names the tensors: it is handed every parameter, and what it returns is traced back.
     parameters = dict(adapted.named_parameters(remove_duplicate=False))
@@ -100,20 +97,12 @@ def _new_config(peft: PeftConfig) -> LoraConfig | LoHaConfig:
     common: dict[str, Any] = {"task_type": "CAUSAL_LM", "r": peft.r, "target_modules": peft.target_modules}
     common["modules_to_save"] = peft.modules_to_save
     if peft.peft_method == "loha":
-        defaults = PeftConfig()
         for name in ("bias", "use_rslora", "use_dora", "init_lora_weights"):
-            if getattr(peft, name) != getattr(defaults, name):
+            if getattr(peft, name) != getattr(PeftConfig(), name):
                 raise UserError(f"--peft.{name}: peft_method loha has no such setting.")
         return LoHaConfig(**common, alpha=peft.lora_alpha)  # type: ignore[arg-type]  # fractions work
-    return LoraConfig(
-        **common,
-        lora_alpha=peft.lora_alpha,  # type: ignore[arg-type]  # peft's annotation; fractions work
-        lora_dropout=peft.lora_dropout,
-        bias=peft.bias,
-        use_rslora=peft.use_rslora,
-        use_dora=peft.use_dora,
-        init_lora_weights="gaussian" if peft.init_lora_weights == "gaussian" else True,
-    )
+    common |= {name: getattr(peft, name) for name in ("lora_alpha", "lora_dropout", "bias", "use_rslora", "use_dora")}
+    return LoraConfig(**common, init_lora_weights="gaussian" if peft.init_lora_weights == "gaussian" else True)
 
 
 def saved_config(folder: Path, methods: tuple[str, ...] = ("LORA",)) -> Any:
@@ -160,9 +149,9 @@ def _check_saved_rows(model: PreTrainedModel, lora: LoraConfig | LoHaConfig, new
     others = set(new.ids) - trained if new is not None and not lora.modules_to_save else set[int]()
     if others or max(trained, default=0) >= rows:
         raise UserError(
-            f"--from_peft_checkpoint: this adapter trains the rows of {len(trained)} tokens. The model has {rows} "
-            f"rows, and {len(others)} new tokens that the adapter does not train.\n--resize_embeddings takes those of "
-            "--tokenizer_name, which can be the adapter's folder; recipes/export.py merges an adapter."
+            f"--from_peft_checkpoint: this adapter trains the rows of {len(trained)} tokens. The model has {rows} rows "
+            f"and {len(others)} new tokens that the adapter does not train.\nUse --resize_embeddings, and the "
+            "adapter's folder as --tokenizer_name."
         )
 
 
@@ -174,11 +163,10 @@ def linear_names(model: PreTrainedModel) -> list[str]:
 
 
 def _takes_adapter(model: PreTrainedModel, settings: Any, name: str, module: nn.Module) -> bool:
-    try:
+    with suppress(ValueError):  # Mamba's kernels read the weight of out_proj and never call the layer
         _check_lora_target_modules_mamba(settings, model, name.rsplit(".", 1)[-1])
-    except ValueError:  # Mamba's kernels read the weight of out_proj and never call the layer
-        return False
-    return _is_linear(module)
+        return _is_linear(module)
+    return False
 
 
 def _is_linear(module: nn.Module) -> bool:
@@ -202,10 +190,8 @@ def _check_names(model: PreTrainedModel, settings: LoraConfig | LoHaConfig) -> N
     for setting, names in {"target_modules": targets, "modules_to_save": settings.modules_to_save}.items():
         found = {name: [m for full, m in modules.items() if full.endswith(f".{name}")] for name in sorted(names or ())}
         if absent := [name for name, matches in found.items() if not matches]:
-            raise UserError(
-                f"--peft.{setting} [{', '.join(absent)}]: this model has no module of that name.\n"
-                f"Its linear layers: {', '.join(linear_names(model))}."
-            )
+            known = ", ".join(linear_names(model))
+            raise UserError(f"--peft.{setting} [{', '.join(absent)}]: not in this model. It has: {known}.")
         if setting == "modules_to_save" and any(isinstance(m, QuantizedLinear) for ms in found.values() for m in ms):
             raise UserError("--peft.modules_to_save: quantized weights cannot be trained. Name them in --skip_modules.")
 
@@ -228,16 +214,10 @@ def check_saved_adapter(
     """Raise a UserError unless a saved adapter's tensors are those that the model's adapter needs."""
     needed = {adapter.keys[name]: tuple(p.shape) for name, p in model.named_parameters() if name in adapter.keys}
     stored = {key: header.shape for key, header in headers.items()}
-    wrong = [key for key in sorted(needed.keys() | stored.keys()) if needed.get(key) != stored.get(key)]
+    keys = sorted(needed.keys() | stored.keys())
+    wrong = [f"{it} {stored.get(it)} for {needed.get(it)}" for it in keys if needed.get(it) != stored.get(it)]
     if wrong:
-        lines = [
-            f"{key} is {list(stored.get(key, []))}, expected {list(needed[key])}"
-            if key in needed
-            else f"{key} is not part of this adapter"
-            for key in wrong[:5]
-        ]
-        heading = f"{file}: does not fit {base}; was it trained on another model? {len(wrong)} tensors differ:"
-        raise UserError("\n".join([heading, *lines]))
+        raise UserError(f"{file}: does not fit {base}; was it trained on another model?\nIt has {listed(wrong)}.")
 
 
 def initial_rows(name: str, shape: tuple[int, ...], gaussian: bool, seed: int, rows: slice) -> torch.Tensor:
@@ -256,8 +236,5 @@ def initial_rows(name: str, shape: tuple[int, ...], gaussian: bool, seed: int, r
     elif any(part in name for part in STARTS_NORMAL):
         nn.init.normal_(value, generator=generator)
     elif not any(part in name for part in STARTS_AT_ZERO):
-        raise UserError(
-            f"--use_peft: the first value of {name}, which peft has added, is not known.\n"
-            "Install a version of peft that requirements.txt names."
-        )
+        raise UserError(f"--use_peft: no first value is known of {name}. Install the peft of requirements.txt.")
     return value[rows]

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.flop_counter import register_flop_formula
 
-from llama_ft.models.quantized import QuantizedLinear, frozen_product, scheme_of
+from llama_ft.models.quantized import SCHEMES, QuantizedLinear, frozen_product
 
 _LIBRARY = torch.library.Library("llama_ft", "DEF")
 _LIBRARY.define(
@@ -32,7 +32,7 @@ def _lora_linear(x: Any, u: Any, weight: Any, scale: Any, bias: Any, b: Any, sca
     if scale is None:
         y = functional.linear(x, weight, bias)
     else:
-        y = frozen_product(x, weight, scale, scheme_of(scheme))
+        y = frozen_product(x, weight, scale, SCHEMES[scheme])
         y = y if bias is None else y.add_(bias)
     return y.addmm_(u, b.t(), alpha=scaling)
 
@@ -89,7 +89,7 @@ class _LowRank(torch.autograd.Function):
         t, dx = g @ b, None
         da = t.t() @ (flat if mask is None else flat * mask)
         if ctx.needs_input_grad[0]:
-            w = weight if scale is None else scheme_of(ctx.scheme).dequantize(weight, scale, x.dtype)
+            w = weight if scale is None else SCHEMES[ctx.scheme].dequantize(weight, scale, x.dtype)
             dx = g @ w
             dx = dx.addmm_(t, a, alpha=scaling) if mask is None else dx.addcmul_(t @ a, mask, value=scaling / keep)
             dx = dx.view(x.shape)
@@ -119,7 +119,7 @@ class FusedLora(LoraLinear):
         if args or kwargs or self.disable_adapters or self.merged or len(names) != 1 or not self._is_plain(names[0], x):
             return super().forward(x, *args, **kwargs)
         name, base, dropout = names[0], self.base_layer, self.lora_dropout[names[0]]
-        scale, scheme = (base.scale, base.scheme.code) if isinstance(base, QuantizedLinear) else (None, "")
+        scale, scheme = (base.scale, base.scheme_name) if isinstance(base, QuantizedLinear) else (None, "")
         p = dropout.p if isinstance(dropout, nn.Dropout) and dropout.training else 0.0
         a, b, scaling = cast(Any, self.lora_A[name]).weight, cast(Any, self.lora_B[name]).weight, self.scaling[name]
         zeros, u = _LowRank.apply(x, base.weight, scale, a, b, scaling, p, scheme)

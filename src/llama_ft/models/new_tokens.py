@@ -107,11 +107,7 @@ class TokenRows(TrainableTokensLayer):
 
 
 def use_token_rows(model: nn.Module) -> None:
-    """Give peft's layers the forward above.
-
-    Raises:
-        UserError: one of them stands around a head whose rows cannot be trained by themselves.
-    """
+    """Give peft's layers the forward above; a UserError if the rows of a head cannot be trained by themselves."""
     for name, layer in model.named_modules():
         if type(layer) is TrainableTokensLayer:
             head, base = name.removesuffix(".token_adapter"), layer.base_layer

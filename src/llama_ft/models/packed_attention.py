@@ -9,7 +9,7 @@ without packed rows (padded batches, generation) go on to those.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -22,6 +22,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.errors import UserError
 from llama_ft.models.build import function_beside
+from llama_ft.models.mask_notes import noted
 from llama_ft.models.torch_2_11 import shared_heads
 from llama_ft.runtime.devices import sent
 
@@ -80,7 +81,8 @@ def packed_arguments(model: PreTrainedModel, lengths: list[int], device: torch.d
     ends = torch.tensor([0, *lengths]).cumsum(0)
     positions = torch.arange(int(ends[-1])) - torch.repeat_interleave(ends[:-1], torch.tensor(lengths))
     offsets, longest = sent(ends.to(torch.int32), device), max(lengths)
-    arguments: dict[str, Any] = {"position_ids": sent(positions.unsqueeze(0), device), "attention_mask": None}
+    position_ids = noted(sent(positions.unsqueeze(0), device), needs_no_mask=True)
+    arguments: dict[str, Any] = {"position_ids": position_ids, "attention_mask": None}
     if model.config._attn_implementation in ("packed_sdpa", "packed_eager"):
         return arguments | {"packed_rows": PackedRows(tuple(lengths), offsets, longest)}
     # flash_attention_2 and 3, as transformers hands them on
@@ -88,66 +90,43 @@ def packed_arguments(model: PreTrainedModel, lengths: list[int], device: torch.d
     return arguments | ends_and_lengths | {"max_length_q": longest, "max_length_k": longest}
 
 
-def _mask_if_given(
-    make_mask: Callable[..., torch.Tensor | None],
-    *,
-    attention_mask: torch.Tensor | None = None,
-    q_length: int,
-    kv_length: int,
-    **arguments: Any,
-) -> torch.Tensor | None:
+def _mask_if_given(make_mask: Callable[..., torch.Tensor | None], **arguments: Any) -> torch.Tensor | None:
     """No mask for packed rows, which come without one and without a cache; else transformers' own."""
-    if attention_mask is None and q_length == kv_length:
+    if arguments.get("attention_mask") is None and arguments["q_length"] == arguments["kv_length"]:
         return None
-    return make_mask(attention_mask=attention_mask, q_length=q_length, kv_length=kv_length, **arguments)
+    return make_mask(**arguments)
 
 
 def _packed_sdpa(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    packed_rows: PackedRows | None = None,
-    **arguments: Any,
+    module: nn.Module, *tensors: Any, packed_rows: PackedRows | None = None, **arguments: Any
 ) -> Attention:
-    """sdpa on packed rows. Shapes as transformers has them: [1, heads, tokens, head_dim] in, [1, tokens, heads,
-    head_dim] out."""
-    if attention_mask is None and packed_rows is not None and _kernel_takes(query, value, arguments):
-        window = arguments.get("sliding_window")
+    """sdpa on packed rows: query, key and value [1, heads, tokens, head_dim] and a mask or None -> [1, tokens, heads,
+    head_dim]."""
+    (query, key, value, attention_mask), window = tensors, arguments.get("sliding_window")
+    rows = packed_rows if attention_mask is None else None
+    if rows is not None and _kernel_takes(query, value, arguments):
         output = varlen_attn(
             query[0].transpose(0, 1),  # [tokens, heads, head_dim]
             key[0].transpose(0, 1),
             value[0].transpose(0, 1),
-            packed_rows.offsets,
-            packed_rows.offsets,
-            packed_rows.longest,
-            packed_rows.longest,
+            rows.offsets,
+            rows.offsets,
+            rows.longest,
+            rows.longest,
             scale=arguments.get("scaling"),
             window_size=(-1, 0) if window is None else (window - 1, 0),
             **shared_heads(query, key),
         )
-        assert isinstance(output, torch.Tensor)
-        return output.unsqueeze(0), None
-    if attention_mask is None and packed_rows is not None and _cpu_kernel_takes(query, value, arguments):
-        window = arguments.get("sliding_window")
-        output = _CpuAttention.apply(query, key, value, packed_rows.lengths, arguments.get("scaling"), window)
+        return cast(torch.Tensor, output).unsqueeze(0), None
+    if rows is not None and _cpu_kernel_takes(query, value, arguments):
+        output = _CpuAttention.apply(query, key, value, rows.lengths, arguments.get("scaling"), window)
         return output.transpose(1, 2), None
-    return _row_by_row(sdpa_attention_forward, module, query, key, value, attention_mask, packed_rows, arguments)
+    return _row_by_row(sdpa_attention_forward, module, *tensors, packed_rows, arguments)
 
 
-def _packed_eager(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    packed_rows: PackedRows | None = None,
-    **arguments: Any,
-) -> Attention:
+def _packed_eager(module: nn.Module, *tensors: Any, packed_rows: PackedRows | None = None, **extra: Any) -> Attention:
     """The model's own eager attention, with its soft caps and sinks, on packed rows."""
-    eager = function_beside(module, "eager_attention_forward")
-    return _row_by_row(eager, module, query, key, value, attention_mask, packed_rows, arguments)
+    return _row_by_row(function_beside(module, "eager_attention_forward"), module, *tensors, packed_rows, extra)
 
 
 def _kernel_takes(query: torch.Tensor, value: torch.Tensor, arguments: dict[str, Any]) -> bool:
@@ -177,9 +156,7 @@ class _CpuAttention(torch.autograd.Function):
     and values do so in the kernel."""
 
     @staticmethod
-    def forward(
-        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: Any, scale: Any, window: Any
-    ) -> torch.Tensor:
+    def forward(ctx: Any, query: Any, key: Any, value: Any, lengths: Any, scale: Any, window: Any) -> torch.Tensor:
         ctx.lengths, ctx.scale, ctx.window = lengths, scale, window
         output, sums = torch.empty_like(query), []
         for *row, row_output in _rows(lengths, query, key, value, output):

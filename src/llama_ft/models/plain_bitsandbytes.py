@@ -8,12 +8,10 @@ import os
 _SWITCH = "TORCHDYNAMO_DISABLE"
 _before = os.environ.get(_SWITCH)
 os.environ[_SWITCH] = "1"
-_logger = logging.getLogger("bitsandbytes.backends.cpu.ops")
-_logger.setLevel(logging.ERROR)
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 try:
     import bitsandbytes  # noqa: F401
 finally:
-    _logger.setLevel(logging.NOTSET)
     os.environ.pop(_SWITCH)
     if _before is not None:
         os.environ[_SWITCH] = _before

@@ -47,10 +47,7 @@ def read_8bit(source: WeightSource, key: str, start: int, stop: int) -> tuple[to
     """Rows [start, stop): weight int8 [n, in] and scale, the bits of fp32 [n]."""
     layout = _beside(key, "weight_format")
     if layout in source.tensors and source.read(layout).item() != 0:
-        raise UserError(
-            f"{source.tensors[key].file}: {key} was stored by a bitsandbytes older than 0.45, and not by rows.\n"
-            "Save the model again with a current one, or use the original model."
-        )
+        raise UserError(f"{source.tensors[key].file}: {key} is not stored by rows. Use the original model.")
     scale = source.read_rows(_beside(key, "SCB"), start, stop).float()
     return source.read_rows(key, start, stop), scale.view(torch.int32)
 
@@ -66,10 +63,7 @@ def read_4bit(
     note = next(name for name in source.tensors if name.startswith(f"{key}.quant_state."))
     state: dict[str, Any] = json.loads(bytes(source.read(note).tolist()))
     if (state["quant_type"], state["blocksize"]) != (scheme.quant_type, scheme.block_size):
-        raise UserError(
-            f"{source.tensors[key].file}: {key} is stored in {state['quant_type']}, blocks of {state['blocksize']}; "
-            f"config.json says {scheme.name}."
-        )
+        raise UserError(f"{source.tensors[key].file}: {key} is not stored in {scheme.name}, as config.json says.")
     blocks = in_features // scheme.block_size
     first, last = start * blocks, stop * blocks
     scale = source.read_rows(f"{key}.absmax", first, last)

@@ -1,7 +1,6 @@
 """Which layers are quantized, and how: what the settings ask for, or what the checkpoint brings."""
 
-from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -16,8 +15,7 @@ from llama_ft.models.quantized import FourBit, Int8, QuantizedLinear, Scheme, to
 from llama_ft.models.source import listed
 
 
-@dataclass(frozen=True)
-class Quantization:
+class Quantization(NamedTuple):
     """What is quantized and how."""
 
     scheme: Scheme
@@ -44,19 +42,13 @@ def choose_quantization(
     method = note.get("quant_method", "bitsandbytes")
     quant_type = note.get("bnb_4bit_quant_type", "fp4")
     if method != "bitsandbytes" or quant_type not in ("nf4", "fp4"):
-        raise UserError(
-            f"--model_name: this checkpoint is quantized with {method} ({quant_type}), which is not supported.\n"
-            "Use the original model, perhaps with --quantization 8bit or 4bit."
-        )
+        raise UserError(f"--model_name: it is quantized with {method} ({quant_type}). Use the original model.")
     mode: Literal["8bit", "4bit"] = "8bit" if note.get("load_in_8bit") else "4bit"
     threshold = float(note.get("llm_int8_threshold", 6.0))
     if settings.mode not in ("none", mode):
         raise UserError(f"--quantization {settings.mode}: this checkpoint is quantized already, with {mode}.")
     if not use_peft:
-        raise UserError(
-            f"--model_name: this checkpoint is quantized ({mode}), and quantized weights cannot be trained.\n"
-            "--use_peft trains adapters beside them; to train the weights themselves, use the original model."
-        )
+        raise UserError(f"--model_name: quantized weights ({mode}) cannot be trained. Use --use_peft.")
     del model_config.quantization_config
     # transformers quantizes in blocks of 64 only, and does not write that down.
     scheme = Int8(threshold) if mode == "8bit" else FourBit(quant_type, 64, dtype)
@@ -71,30 +63,28 @@ def quantize_linears(model: PreTrainedModel, quantization: Quantization) -> str:
     skip = [*(quantization.skip or ()), *(model._keep_in_fp32_modules or ())]
     skip += [] if own else get_keys_to_not_convert(model)
     linears = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
-    if not quantization.is_stored:
-        for pattern in quantization.skip or ():
-            if all(should_convert_module(name, [pattern]) for name in linears):
-                ends = ", ".join(dict.fromkeys(name.rsplit(".", 1)[-1] for name in linears))
-                raise UserError(f"--skip_modules [{pattern}]: no linear layer's name ends in it. They end in: {ends}.")
+    for pattern in () if quantization.is_stored else quantization.skip or ():
+        if all(should_convert_module(name, [pattern]) for name in linears):
+            ends = ", ".join(dict.fromkeys(name.rsplit(".", 1)[-1] for name in linears))
+            raise UserError(f"--skip_modules [{pattern}]: no linear layer's name ends in it. They end in: {ends}.")
     chosen = {name: module for name, module in linears.items() if should_convert_module(name, skip)}
-    broken = [name for name, linear in chosen.items() if not scheme.is_whole(linear.in_features)]
+    broken = [name for name, linear in chosen.items() if linear.in_features % scheme.block_size]
     quantized = [name for name in chosen if name not in broken]
     if not quantized or (broken and quantization.is_stored):
         raise UserError(
             f"--quantization: this model does not work in {scheme.name}: of its {len(linears)} linear layers "
             f"{len(linears) - len(chosen)} are skipped, and the rows of {len(broken)} are not whole blocks."
         )
-    before = sum(linears[name].weight.numel() for name in quantized)
-    for name in quantized:
-        model.set_submodule(name, QuantizedLinear(linears[name], scheme, quantization.is_stored))
-    layers = [module for module in model.modules() if isinstance(module, QuantizedLinear)]
-    held = sum(layer.weight.nbytes + layer.scale.nbytes for layer in layers)
-    lines = [
+    layers = {name: QuantizedLinear(linears[name], scheme, quantization.is_stored) for name in quantized}
+    for name, layer in layers.items():
+        model.set_submodule(name, layer)
+    before = sum(linears[name].weight.numel() for name in layers)
+    held = sum(layer.weight.nbytes + layer.scale.nbytes for layer in layers.values())
+    summary = (
         f"Quantized to {scheme.name}: {len(layers)} linear layers, {before:,} weights in {held / 2**20:,.1f} MiB; "
-        f"{total_weights(model) - before:,} weights stay as they are."
-    ]
-    if skipped := [name for name in linears if name not in chosen]:
-        lines.append(f"  Linear layers left out: {listed(skipped)}")
-    if broken:
-        lines.append(f"  Left out because their rows are not whole blocks: {listed(broken)}")
-    return "\n".join(lines)
+    )
+    summary += f"{total_weights(model) - before:,} weights stay as they are."
+    skipped = [name for name in linears if name not in chosen]
+    for why, names in {"Linear layers left out": skipped, "Their rows are not whole blocks": broken}.items():
+        summary += f"\n  {why}: {listed(names)}" if names else ""
+    return summary

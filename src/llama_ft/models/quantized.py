@@ -34,16 +34,11 @@ class Int8:
     weights_per_byte = 1
     weight_dtype = torch.int8
 
-    @property
-    def name(self) -> str:
-        """For people."""
-        return "8bit"
-
-    def is_whole(self, in_features: int) -> bool:
-        """Whether rows can be quantized one by one."""
-        return True
+    name = "8bit"  # for people
+    block_size = 1
 
     def scale_shape(self, out_features: int, in_features: int) -> tuple[int, ...]:
+        """Of the scale of a weight [out, in]."""
         return (out_features,)
 
     def quantize(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -57,11 +52,6 @@ class Int8:
         if _on_cuda(weight):
             return weight.to(dtype).mul_(factor)
         return weight.float().mul_(factor).to(dtype)  # the same bits 6 times as fast: torch vectorizes no mixed product
-
-    @property
-    def code(self) -> str:
-        """For scheme_of."""
-        return f"8bit {self.threshold}"
 
     def matmul(self, inputs: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         """inputs [..., in] x weight -> [..., out] of the inputs' dtype. The weight is dequantized: bitsandbytes' way,
@@ -90,11 +80,8 @@ class FourBit:
         """For people."""
         return f"4bit ({self.quant_type}, blocks of {self.block_size})"
 
-    def is_whole(self, in_features: int) -> bool:
-        """Whether rows can be quantized one by one."""
-        return in_features % self.block_size == 0
-
     def scale_shape(self, out_features: int, in_features: int) -> tuple[int, ...]:
+        """Of the scales of a weight [out, in]."""
         return (out_features, in_features // self.block_size)
 
     def quantize(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -109,11 +96,6 @@ class FourBit:
         packed = weight.view(-1, 1)
         return cast(torch.Tensor, OPS.dequantize_4bit(packed, absmax, self.block_size, self.quant_type, shape, dtype))
 
-    @property
-    def code(self) -> str:
-        """For scheme_of."""
-        return f"{self.quant_type} {self.block_size} {str(self.compute_dtype or '').removeprefix('torch.')}"
-
     def matmul(self, inputs: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         """inputs [..., in] x weight -> [..., out] of the inputs' dtype."""
         shape, absmax = (weight.shape[0], weight.shape[1] * 2), scale.view(torch.float32).view(-1)
@@ -125,13 +107,7 @@ class FourBit:
 Scheme = Int8 | FourBit
 
 
-def scheme_of(code: str) -> Scheme:
-    """The scheme whose `code` it is: operators take text and no objects."""
-    kind, number, *compute = code.split(" ")
-    if kind == "8bit":
-        return Int8(float(number))
-    quant_type: Literal["nf4", "fp4"] = "nf4" if kind == "nf4" else "fp4"
-    return FourBit(quant_type, int(number), getattr(torch, compute[0]) if compute[0] else None)
+SCHEMES: dict[str, Scheme] = {}  # of this process's layers, by the name that operators know: they take no objects
 
 
 def frozen_product(inputs: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, scheme: Scheme) -> torch.Tensor:
@@ -165,6 +141,8 @@ class QuantizedLinear(nn.Linear):
         nn.Module.__init__(self)
         self.is_stored = is_stored
         self.in_features, self.out_features, self.scheme = linear.in_features, linear.out_features, scheme
+        self.scheme_name = repr(scheme)
+        SCHEMES[self.scheme_name] = scheme
         packed = (self.out_features, self.in_features // scheme.weights_per_byte)
         weight = torch.empty(packed, dtype=scheme.weight_dtype, device="meta")
         scale = torch.empty(scheme.scale_shape(self.out_features, self.in_features), dtype=torch.int32, device="meta")

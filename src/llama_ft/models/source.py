@@ -65,14 +65,12 @@ class SafetensorsSource:
                 self.tensors[name] = stored_tensor(file, name, tuple(header.get_shape()), header.get_dtype())
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Rows [start, stop) of dimension 0 in the file's dtype; only they are read."""
-        rows: torch.Tensor = self._handles[self.tensors[name].file].get_slice(name)[start:stop]
-        return rows
+        """See `WeightSource`; only these rows are read."""
+        return self._handles[self.tensors[name].file].get_slice(name)[start:stop]
 
     def read(self, name: str) -> torch.Tensor:
-        """A whole tensor in the file's dtype."""
-        tensor: torch.Tensor = self._handles[self.tensors[name].file].get_tensor(name)
-        return tensor
+        """See `WeightSource`."""
+        return self._handles[self.tensors[name].file].get_tensor(name)
 
 
 class OverlaidSource:
@@ -167,5 +165,5 @@ def told_as_damage(file: Path) -> Iterator[None]:
         yield
     except Exception as error:  # the header may be anything: no JSON, a list, or longer than memory
         raise UserError(
-            f"{file}: cannot be read as safetensors ({reason(error)}).\nIt is missing, truncated or damaged."
+            f"{file}: cannot be read as safetensors ({reason(error)}).\nIt is missing or damaged: download it again."
         ) from error

@@ -213,15 +213,16 @@ class Held(NamedTuple):
     fuller: float = 1.0  # how many times as much as this rank one with full shards has of what is trained
 
 
-def held_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, memory: dict[str, int]) -> Held:
+def held_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None, memory: dict[str, int]) -> Held:
     """What this rank's parameters, gradients and optimizer states take."""
+    states = optimizer.state.values() if optimizer is not None else []
     parameters = list(model.parameters())
     trained = [p for p in parameters if p.requires_grad]
     members: dict[MemoryCategory, list[Any]] = {
         "sharded parameters": [p for p in parameters if p.is_floating_point()],
         "quantized parts": [p for p in parameters if not p.is_floating_point()],
         "gradients": [p.grad for p in trained if p.grad is not None],
-        "optimizer state": [v for state in optimizer.state.values() for v in state.values() if torch.is_tensor(v)],
+        "optimizer state": [value for state in states for value in state.values() if torch.is_tensor(value)],
     }
     holders = {str(name): size for name, tensors in members.items() if (size := _storage_bytes(tensors))}
     # Rows are dealt like torch.chunk, so it is the last ranks that have fewer.

@@ -10,14 +10,8 @@ WARMUP_SHARE = 5
 
 
 def advice(config: Config, total_steps: int, global_batch: int, size: int | None) -> list[str]:
-    """Settings that are mostly a mistake, each with what would be usual.
-
-    Args:
-        config: the run's.
-        total_steps: optimizer steps of the whole run.
-        global_batch: packed sequences (or samples) of an optimizer step over all ranks.
-        size: packed sequences (or samples) of an epoch; None: streamed samples are not counted.
-    """
+    """Settings that are mostly a mistake, each with what would be usual. `global_batch` and `size` (of an epoch; None:
+    streamed samples are not counted) are in packed sequences, or in samples without packing."""
     train, given_model = config.train, config.model.model_name != "demo"
     found = []
     if given_model and config.data.dataset == "demo":
@@ -36,14 +30,12 @@ def advice(config: Config, total_steps: int, global_batch: int, size: int | None
         found.append(
             f"warmup_steps is {train.warmup_steps} of {total_steps} optimizer steps: --warmup_steps lowers it."
         )
-    if given_model and (usual := _usual_rate(train.optimizer in ADAM, config.peft.use_peft, train.lr)):
+    if train.optimizer not in ADAM:
+        is_usual, usual = train.lr > OTHERS_LR, "1e-3 or above for SGD and Adafactor"
+    elif config.peft.use_peft:
+        is_usual, usual = train.lr <= LORA_LR, "1e-4 to 3e-4 for adapters"
+    else:
+        is_usual, usual = train.lr <= FULL_TUNING_LR, "1e-5 to 2e-5 for all weights of a pretrained model"
+    if given_model and not is_usual:
         found.append(f"lr is {train.lr:g}, usual is {usual}. --lr sets it.")
     return found
-
-
-def _usual_rate(is_adam: bool, use_peft: bool, lr: float) -> str | None:
-    if not is_adam:
-        return "1e-3 or above for SGD and Adafactor" if lr <= OTHERS_LR else None
-    if use_peft:
-        return "1e-4 to 3e-4 for adapters" if lr > LORA_LR else None
-    return "1e-5 to 2e-5 for all weights of a pretrained model" if lr > FULL_TUNING_LR else None

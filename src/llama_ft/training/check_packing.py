@@ -29,15 +29,8 @@ TOLERANCE_LOSS = 0.01  # of a sum over some fifty targets, where logits are roun
 def check_packing(model: PreTrainedModel, rows: Dataset, longest: int, dtype: torch.dtype, runtime: Runtime) -> None:
     """Compare the logits of a few packed rows with those of each row alone, and the chunked loss with that of all
     logits; if that differs, the loss is not chunked. All ranks take part. A UserError if logits differ by more than
-    rounding.
-
-    Args:
-        model: sharded and loaded, in training mode.
-        rows: tokenized.
-        longest: tokens that a row can have.
-        dtype: that it computes in.
-        runtime: where it computes.
-    """
+    rounding. The model is loaded, and in training mode; `longest` is how many tokens a row can have, `dtype` the one
+    that it computes in."""
     taken = collate(rows, range(min(ROWS, len(rows))), 0)
     rows_taken = [ids[:length] for ids, length in zip(taken.input_ids, taken.row_lengths, strict=True)]
     parts = [ids[:TOKENS] for ids in rows_taken]

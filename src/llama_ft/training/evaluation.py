@@ -54,7 +54,7 @@ def mean_loss(
         settings: val_batch_size and max_eval_step.
         pad_token_id: fills rows of a batch up to the longest.
         pack_length: tokens of a packed sequence; None: no packing.
-        runtime: sums over its ranks.
+        runtime: the ranks.
     """
     ranks, sizes = (runtime.world_size, runtime.rank), (settings.val_batch_size, settings.max_eval_step)
     group = group_size(validation)

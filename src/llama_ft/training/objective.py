@@ -14,7 +14,7 @@ from transformers.modeling_utils import PreTrainedModel
 from llama_ft.data import IGNORED, Batch, Encoder, one_example
 from llama_ft.data.formats import Row, RowFormat
 from llama_ft.data.tokenize import Example
-from llama_ft.models import LossFunction, cross_entropy, has_chunked_loss, packed_arguments, router_loss
+from llama_ft.models import LossFunction, cross_entropy, has_chunked_loss, noted, packed_arguments, router_loss
 from llama_ft.runtime import Runtime, sent
 
 
@@ -44,7 +44,7 @@ class Objective(Protocol):
 
 
 def training_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """The loss of each token in training. To train another loss of single tokens, change this function.
+    """The loss of each token in training, float32 [targets]. To train another loss of tokens, change this function.
 
     It sees a few hundred targets at a time, and may be any function that autograd differentiates. The validation loss
     stays the plain cross-entropy, so that it can be compared between runs.
@@ -52,9 +52,6 @@ def training_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     Args:
         logits: [targets, vocab], in the dtype that the model computes in.
         targets: int64 [targets], the tokens to predict.
-
-    Returns:
-        float32 [targets].
     """
     return cross_entropy(logits, targets)
 
@@ -94,11 +91,11 @@ def target_losses(
     aims = _aims(batch)
     on_host = (aims != IGNORED).nonzero().squeeze(1)  # computed there: the device is not waited for
     positions, targets = sent(on_host, device), sent(aims[on_host], device)  # [targets]
-    layout = (
-        packed_arguments(model, batch.row_lengths, device)
-        if batch.is_packed
-        else {"attention_mask": sent(batch.attention_mask, device)}
-    )
+    if batch.is_packed:
+        layout = packed_arguments(model, batch.row_lengths, device)
+    else:
+        mask = batch.attention_mask.bool()
+        layout = {"attention_mask": noted(sent(mask, device), needs_no_mask=bool(mask.all()))}
     inputs: dict[str, Any] = {"input_ids": sent(batch.input_ids, device), "use_cache": False, **layout}
     if has_chunked_loss(model):
         losses: tuple[torch.Tensor, torch.Tensor | float] = model(

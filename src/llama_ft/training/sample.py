@@ -10,8 +10,6 @@ from llama_ft.data import stop_token_ids
 from llama_ft.runtime import Runtime, log
 from llama_ft.training.step import free_unsharded
 
-SHOWN_CHARACTERS = 240
-
 
 def show_answer(
     when: str,
@@ -29,10 +27,7 @@ def show_answer(
     *question, reference = conversation
     text = answer(model, tokenizer, question, new_tokens, pad_token_id, runtime)
     shown = {"question": question[-1]["content"], "answer": text, "reference": reference["content"]}
-    lines = [
-        f"  {name + ':':<10} {textwrap.shorten(text, SHOWN_CHARACTERS, placeholder=' ...')}"
-        for name, text in shown.items()
-    ]
+    lines = [f"  {name + ':':<10} {textwrap.shorten(it, 240, placeholder=' ...')}" for name, it in shown.items()]
     log.info("\n".join([f"\n{when} tuning", *lines, ""]))
     return shown
 
