@@ -148,18 +148,13 @@ def test_an_adapter_is_used_with_the_quantization_of_its_run(
 def test_a_fully_tuned_checkpoint_is_quantized_from_its_own_weights(
     full: tuple[Path, Any], tiny_model: Path, runtime: Runtime
 ) -> None:
-    from transformers import BitsAndBytesConfig
-
     run, reference = full
     reference.save_pretrained(run / "other")
-    by_transformers = load(run / "other", quantization_config=BitsAndBytesConfig(load_in_8bit=True), device_map="cpu")
-    by_transformers.save_pretrained(run / "eight")
     found = opened(run, runtime, quantization="8bit")
-    torch.testing.assert_close(logits(found.model), logits(by_transformers).float(), rtol=0, atol=0.15)
+    torch.testing.assert_close(logits(found.model), logits(reference), rtol=0, atol=0.15)
+    same = opened(run / "other", runtime, quantization="8bit", tokenizer_name=str(tiny_model))
+    assert torch.equal(logits(found.model), logits(same.model)) and ", 8bit, " in same.about
     assert not torch.equal(logits(found.model), logits(reference))
-    for folder, bits in {"other": "8bit", "eight": None}.items():
-        same = opened(run / folder, runtime, quantization=bits, tokenizer_name=str(tiny_model))
-        assert torch.equal(logits(found.model), logits(same.model)) and ", 8bit, " in same.about
 
 
 def test_what_cannot_be_loaded_is_told(adapted: tuple[Path, Any], tiny_model: Path, runtime: Runtime) -> None:

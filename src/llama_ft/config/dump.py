@@ -99,19 +99,12 @@ def to_yaml(config: Config, header: str = "") -> str:
 
 
 def json_schema() -> dict[str, Any]:
-    """Return the schema (draft 2020-12): sections, settings, types, choices, ranges, meanings and defaults."""
+    """Return pydantic's schema (draft 2020-12) with the short forms that the loader takes too."""
     schema = TypeAdapter(Config).json_schema()
     sections = schema["$defs"]
-    for setting in SETTINGS.values():
-        section_class = schema["properties"][setting.section]["$ref"].rpartition("/")[2]
-        field = sections[section_class]["properties"][setting.name]
-        field.pop("title")
-        field |= {"description": setting.meaning, "default": setting.default}
     validation = sections["DataConfig"]["properties"]["validation"]["anyOf"]
     validation.insert(1, {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1})
     mode = {**sections["QuantizationConfig"]["properties"]["mode"], "description": "Short for quantization.mode."}
     schema["properties"]["quantization"] = {"anyOf": [{"$ref": "#/$defs/QuantizationConfig"}, mode]}
-    for section in sections.values():
-        del section["title"]
     draft = "https://json-schema.org/draft/2020-12/schema"
     return {"$schema": draft, **schema, "title": "llama_ft recipe", "additionalProperties": False}

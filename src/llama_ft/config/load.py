@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from llama_ft.config.dump import help_text
-from llama_ft.config.messages import brief, nearest, one_of, show, subject
+from llama_ft.config.messages import nearest, one_of, show, subject
 from llama_ft.config.parse import Parsed, as_keywords, read_flags, read_yaml, words_of
 from llama_ft.config.paths import check_paths
 from llama_ft.config.rules import broken_rules, drop_overridden
@@ -117,7 +117,7 @@ def convert(
         except ValidationError as refusal:
             for error in refusal.errors(include_url=False, include_input=False):
                 *_, name = [str(part) for part in error["loc"][:2] if part in table]
-                head, part = f"{subject(name, places)} {brief(show(values[name]))}", error["loc"][3:]
+                head, part = f"{subject(name, places)} {show(values[name])}", error["loc"][3:]
                 if table[name].kind == "data" and isinstance(values[name], list):
                     head = f"{subject(name, places)}[{'].'.join(map(str, part))}"
                     if not part:

@@ -116,7 +116,6 @@ def read_flags(
     find: Find = known,
     explain: Callable[[str], str] = explain_unknown,
     positional: str | None = None,
-    repeated: frozenset[str] = frozenset(),
 ) -> Parsed:
     """Read what a command line sets.
 
@@ -125,7 +124,6 @@ def read_flags(
         find: the setting of a flag's name, or None.
         explain: what to say of an unknown name.
         positional: the field that takes words without a flag, as a list; None: they are errors.
-        repeated: fields that may be given again; their values become a list.
     """
     parsed = Parsed()
     for word in words_of(argv):
@@ -141,9 +139,6 @@ def read_flags(
             parsed.errors.append(word.flag + explain(word.name))
         elif error:
             parsed.errors.append(f"{word.flag}{error}")
-        elif setting.name in repeated:
-            parsed.values.setdefault(setting.name, []).append(text)
-            parsed.places[setting.name] = word.flag
         elif setting.name in parsed.places:
             parsed.errors.append(f"{word.flag}: given twice.")
         else:
