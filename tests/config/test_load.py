@@ -18,7 +18,7 @@ from llama_ft.config.dump import to_yaml
         ("--num_epochs 1.5", "--num_epochs 1.5: must be a valid integer."),
         ("--train.num_epochs 0", "--train.num_epochs 0: must be at least 1."),
         ("--run_validation maybe", "--run_validation maybe: must be a valid boolean."),
-        ("--optimizer adamw", "--optimizer adamw: expected AdamW, anyprecision, AdamW8bit, SGD or Adafactor. "
+        ("--optimizer adamw", "--optimizer adamw: expected one of AdamW, anyprecision, AdamW8bit, SGD, Adafactor. "
                               "Did you mean AdamW?"),
     ],
 )  # fmt: skip

@@ -66,7 +66,7 @@ def test_quantization_has_a_short_form(recipe, text: str) -> None:
         ("checkpoint:\n  output_dir: ''", "mine.yaml:2: checkpoint.output_dir: the value is empty."),
         ("train:\n  lr: {a: 1}", "mine.yaml:2: train.lr {}: must be a valid number."),
         ("peft:\n  r: 0\n  use_peft: 1", "mine.yaml:2: peft.r 0: must be at least 1."),
-        ("train:\n  precision: bf6", "mine.yaml:2: train.precision bf6: expected bf16_mixed, bf16_pure, "),
+        ("train:\n  precision: bf6", "mine.yaml:2: train.precision bf6: expected one of bf16_mixed, bf16_pure, "),
         ("- lr", "--config mine.yaml: a config is sections with settings"),
     ],
 )

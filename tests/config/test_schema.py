@@ -9,7 +9,7 @@ import jsonschema
 import pytest
 import yaml
 
-from llama_ft.config import Config, load_recipe
+from llama_ft.config import Config, load
 from llama_ft.config.dump import json_schema
 from llama_ft.config.settings import SETTINGS
 
@@ -57,7 +57,7 @@ def test_every_recipe_names_the_schema_fits_it_and_loads(file: Path) -> None:
     text = file.read_text()
     assert text.startswith("# yaml-language-server: $schema=schema.json\n")
     jsonschema.validate(as_editors_read(text), json_schema())
-    load_recipe(file, paths=False)
+    load([f"--config={file}"], paths=False)
 
 
 @pytest.mark.parametrize(

@@ -28,12 +28,7 @@ def help_text(description: str, script: str) -> str:
     """
     name = Path(script).name
     python, torchrun = (name, f"--no-python {name}") if is_console_script(script) else (f"python {script}", script)
-    usage = (
-        f"Usage:\n"
-        f"  {python} [flags]\n"
-        f"  {python} --config configs/quickstart.yaml [flags]\n"
-        f"  torchrun --nproc_per_node 2 {torchrun} --enable_fsdp [flags]"
-    )
+    usage = f"Usage:\n  {python} [flags]\n  torchrun --nproc_per_node 2 {torchrun} --enable_fsdp [flags]"
     notes = (
         "Flags are written --lr 1e-4 or --lr=1e-4, or with their section: --train.lr 1e-4. Switches stand alone "
         "(--use_peft) or take true or false, and --no_save_model turns one off. Lists are written a,b,c, and none "

@@ -46,12 +46,6 @@ def size_text(size_bytes: float) -> str:
     return f"{size_bytes / 2**30:,.2f} GiB" if size_bytes >= 2**30 else f"{size_bytes / 2**20:,.1f} MiB"
 
 
-def one_of(words: Iterable[str]) -> str:
-    """Join words as `a, b or c`."""
-    *others, last = words
-    return f"{', '.join(others)} or {last}" if others else last
-
-
 def nearest(word: str, candidates: Iterable[str], least: float = 0.6) -> str | None:
     """Return the candidate that word is most likely a slip of, if any is near, `least` of at most 1."""
     names = {candidate.lower(): candidate for candidate in candidates}
@@ -62,8 +56,9 @@ def nearest(word: str, candidates: Iterable[str], least: float = 0.6) -> str | N
 def nearest_file(path: Path) -> str:
     """Return ` Did you mean <path>?` with the entry of the same folder whose name is nearest, or nothing."""
     try:
-        entries = {entry.stem: entry for entry in path.parent.iterdir() if entry.name != path.name}
+        others = [entry for entry in path.parent.iterdir() if entry.name != path.name]
     except OSError:
         return ""
+    entries = {entry.stem: entry for entry in sorted(others, key=lambda entry: entry.suffix == path.suffix)}
     match = nearest(path.stem, entries, 0.65)
     return f" Did you mean {entries[match]}?" if match else ""

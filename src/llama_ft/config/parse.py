@@ -131,10 +131,8 @@ def read_flags(
         if not word.flag and positional:
             parsed.values.setdefault(positional, []).append(word.value)
         elif not word.flag:
-            meant = f"Did you mean --config {word.value}?" if str(word.value).endswith((".yaml", ".yml")) else ""
-            parsed.errors.append(
-                f'"{word.value}" stands alone. {meant or "A flag takes one value; lists are written a,b,c."}'
-            )
+            taken = "A flag takes one value; lists are written a,b,c, and a config --config FILE."
+            parsed.errors.append(f'"{word.value}" stands alone. {taken}')
         elif setting is None:
             parsed.errors.append(word.flag + explain(word.name))
         elif error:
@@ -162,8 +160,6 @@ def _read(word: Word, find: Find) -> tuple[Setting | None, str, str]:
         return setting, "", f": --no_ goes with switches, and takes no value. Write --{setting.name}."
     if is_negated or word.value is None:
         return setting, off if is_negated else on, "" if is_switch else " needs a value."
-    if not word.value.strip():
-        return setting, "", ": the value is empty."
     if shorthand and word.value.lower() in (*TRUE_WORDS, *FALSE_WORDS):
         return setting, on if word.value.lower() in TRUE_WORDS else off, ""
     return setting, word.value, ""

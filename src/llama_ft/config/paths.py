@@ -49,7 +49,7 @@ def check_paths(values: Mapping[str, Any], places: Mapping[str, str], invalid: s
         "tokenizer_name": lambda name: _folder(name) if name not in BUILT_IN_MODELS and looks_local(name) else None,
         "dataset": dataset,
         "validation": validation,
-        "from_peft_checkpoint": adapter_problem,
+        "from_peft_checkpoint": lambda name: _folder(name, "adapter_config.json", "adapter_model.safetensors"),
         "chat_template": lambda name: None if name in BUILT_IN_TEMPLATES else file_problem(name),
         "output_dir": output_dir,
     }
@@ -108,11 +108,6 @@ def model_problem(name: str) -> str | None:
     has_weights = any(Path(name).expanduser().glob("*.safetensors"))
     no_weights = None if has_weights else f"holds no weights in *.safetensors. {TO_SAFETENSORS}"
     return _folder(name, "config.json") or no_weights
-
-
-def adapter_problem(name: str) -> str | None:
-    """Say why `name` is no folder as peft writes it."""
-    return _folder(name, "adapter_config.json", "adapter_model.safetensors")
 
 
 def _folder(name: str, *files: str) -> str | None:
