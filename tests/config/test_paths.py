@@ -35,6 +35,7 @@ def test_a_good_model_data_and_adapter_pass(mistakes, files: Files) -> None:
         ("--model_name ./modle", "--model_name ./modle: no such folder. Did you mean model?"),
         ("--model_name model/config.json", "--model_name model/config.json: is a file; expected a folder"),
         ("--model_name empty", "--model_name empty: holds no config.json."),
+        ("--model_name model", "--model_name model: holds no weights in *.safetensors."),
         ("--use_peft --from_peft_checkpoint nope", "--from_peft_checkpoint nope: no such folder."),
         ("--use_peft --from_peft_checkpoint lora", "--from_peft_checkpoint lora: holds no adapter_model.safetensors."),
         ("--chat_template chatlm", "--chat_template chatlm: no such file."),
