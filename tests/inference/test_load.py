@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -94,20 +93,6 @@ def test_a_run_without_a_result_gives_its_newest_sound_checkpoint(
     assert torch.equal(logits(opened(run, runtime).model), logits(reference)), "the newest is damaged"
     with pytest.raises(RunFailure, match="damaged"):
         opened(newer, runtime)
-
-
-def test_a_checkpoint_of_stacked_experts_is_what_was_trained(
-    save_tokenizer: Callable[..., Path], tmp_path: Path, runtime: Runtime
-) -> None:
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    torch.manual_seed(0)
-    experts = MixtralConfig(**shape, num_local_experts=3, num_key_value_heads=2, vocab_size=301)
-    MixtralForCausalLM(experts).save_pretrained(save_tokenizer(tmp_path / "base"))
-    model = load(tmp_path / "base")
-    checkpoint = save_checkpoint(tmp_path / "run", tuned(model), settings(tmp_path / "base"))
-    assert torch.equal(logits(opened(checkpoint, runtime).model), logits(model))
 
 
 def test_an_adapter_stands_beside_its_base_wherever_it_is_taken_from(
