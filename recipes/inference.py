@@ -9,7 +9,6 @@ import io
 import os
 import signal
 import sys
-from pathlib import Path
 
 if __name__ == "__main__":  # no traceback out of an import; runtime.start takes it over
     signal.signal(signal.SIGINT, lambda *_: os.write(2, b"stopped by Ctrl-C\n") and os._exit(130))
@@ -43,7 +42,7 @@ def main(options: InferenceFlags) -> None:
     with runtime.start(options.device, degree, timeout_seconds=SECONDS_TO_WAIT) as job:
         has_prompt = bool(options.prompt or options.prompt_file or options.prompts)
         is_chat = job.broadcast_from_rank0(lambda: options.chat or (not has_prompt and sys.stdin.isatty()))
-        prompts = read_prompts(Path(options.prompts).expanduser()) if options.prompts else []
+        prompts = read_prompts(options.prompts) if options.prompts else []
         prompt = "" if prompts or is_chat else job.broadcast_from_rank0(lambda: one_prompt(options))
         opened = open_model(options.places[0], options, job)
         if job.world_size == 1:
@@ -63,7 +62,7 @@ def main(options: InferenceFlags) -> None:
 
 def answer_one(prompt: str, answerer: Answerer, job: Runtime) -> int:
     """Stream the answer to one prompt to stdout; return 1 if it was truncated."""
-    [answer] = answerer.answer([answerer.tokens(prompt)], [0], print_part if job.is_main else None)
+    [answer] = answerer.answer([answerer.tokens(prompt)], print_part if job.is_main else None)
     if job.is_main:
         print(flush=True)
     return int(answer.is_truncated)

@@ -12,7 +12,7 @@ import pytest
 from conftest import REPOSITORY
 from model_shapes import CONFIGS, PARAMETERS, write_config
 
-from llama_ft.config import Config, ModelConfig, load, load_recipe
+from llama_ft.config import Config, ModelConfig, load
 from llama_ft.plan.fit import USABLE
 from llama_ft.plan.gpus import TABLE
 from llama_ft.plan.predict import predict
@@ -89,7 +89,7 @@ def test_the_tables_are_of_the_recipes_that_there_are() -> None:
 
 @pytest.mark.parametrize("stem", RECIPES)
 def test_the_table_says_what_the_recipe_sets(stem: str) -> None:
-    config, _ = load_recipe(RECIPES[stem], paths=False)
+    config, _ = load([f"--config={RECIPES[stem]}"], paths=False)
     method, context_length, planned, tokens = rows()[stem][-4:]
     bits = config.quantization.mode
     assert ("LoRA" in method) == config.peft.use_peft
@@ -139,7 +139,7 @@ def request_for(config: Config, hardware: Hardware, folder: Path) -> PlanRequest
     "stem", [pytest.param(it, marks=[] if it in PLANNED_ALWAYS else pytest.mark.slow) for it in RECIPES]
 )
 def test_the_plan_is_what_the_head_says_and_fits(stem: str, finetuning: ModuleType, tmp_path: Path) -> None:
-    config, _ = load_recipe(RECIPES[stem], paths=False)
+    config, _ = load([f"--config={RECIPES[stem]}"], paths=False)
     hardware = hardware_of(stem)
     plan = predict(request_for(config, hardware, tmp_path / "model"), finetuning.build_model, quick=True)
     gc.collect()

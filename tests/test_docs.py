@@ -13,7 +13,6 @@ NAMES = [str(path.relative_to(REPOSITORY)) for path in sorted((REPOSITORY / "doc
 NAMES += [name for name in OTHERS if (REPOSITORY / name).exists()]
 PAGES = [Page(name) for name in NAMES]
 README = Page("README.md")
-LONGEST_PAGE, LONGEST_TABLE = 130, 200  # lines; of pages that go through flag after flag
 SECONDS_A_COMMAND = 180  # of a machine whose cores are busy
 # Commands of the README that are not run set up an environment, or ask for a hub, nodes or a checkpoint by its step, or
 # train on the whole demo.
@@ -42,14 +41,6 @@ def not_printed(page: Page, output: str) -> list[str]:
 @pytest.fixture(scope="module")
 def laid_out(save_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     return lay_out(tmp_path_factory.mktemp("pages") / "copy", save_model)
-
-
-@pytest.mark.parametrize("page", PAGES, ids=NAMES)
-def test_a_page_has_one_title_and_is_short(page: Page) -> None:
-    first, *rest = page.prose.splitlines()
-    assert first.startswith("# ")
-    assert not [line for line in rest if line.startswith("# ")]
-    assert len(page.text.splitlines()) <= (LONGEST_TABLE if "/from-" in page.name else LONGEST_PAGE)
 
 
 @pytest.mark.parametrize("page", [*PAGES, README], ids=[*NAMES, "README.md"])

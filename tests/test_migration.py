@@ -122,19 +122,6 @@ def test_every_field_of_llama_recipes_is_accepted_or_refused_with_what_to_use(co
             assert told[told_as] == default, f"{config}.{name}"
 
 
-def test_what_is_said_about_a_name_of_llama_recipes_is_what_its_page_says() -> None:
-    for row in table(LLAMA_RECIPES_PAGE):
-        here = {setting_in(entry.name)[0] for entry in row.here}
-        for name, _ in row.theirs:
-            setting, said = known(name), explain_unknown(name)
-            named = (
-                {setting.name}
-                if setting
-                else here & set(re.findall(r"\w+", re.split(" here: |Did you mean ", said)[-1]))
-            )
-            assert named <= here and bool(named) == bool(here), f"{name}: the page says {here}, the program {said}"
-
-
 @each_page
 def test_a_page_has_their_command_and_the_same_here(page: str) -> None:
     shown = Page(page)

@@ -22,14 +22,6 @@ EXAMPLE_OF_MISTAKES = "$ python recipes/finetuning.py "
 BAD = Path("configs/bad.yaml")
 
 
-def test_flags_of_the_methods_table_load() -> None:
-    table = README.partition("## Methods")[2].partition("\n## ")[0]
-    shown = [code for row in re.findall(r"^\| .*$", table, re.MULTILINE) for code in re.findall(r"`(--[^`]+)`", row)]
-    assert len(shown) > 10
-    for code in shown:
-        load(["--model_name", "m", "--dataset", "rows.jsonl", *shlex.split(code)], paths=False)
-
-
 def test_the_mistakes_shown_are_what_is_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     BAD.parent.mkdir()

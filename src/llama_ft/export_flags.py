@@ -59,31 +59,26 @@ class ExportFlags:
     # No flags: settled by the others. base_place names the base model in messages.
     source: ClassVar[Path]
     out: ClassVar[Path]
-    kind: ClassVar[str]
+    kind: ClassVar[Literal["checkpoint", "run", "adapter"] | None]
     base_place: ClassVar[str]
 
 
 def read_export_flags(argv: list[str], description: str) -> ExportFlags:
-    """Return the flags, with `source`, `out`, `kind`, `base_model` and `base_place` settled.
-
-    Raises:
-        UserError: with one message for every error.
-        SystemExit: 0 after --help.
-    """
+    """Return the flags, with `source`, `out`, `kind`, `base_model` and `base_place` settled; raise UserError with all
+    errors."""
     options, _, errors = read(argv, ExportFlags, description, {"dtype": "save_dtype"})
     if len(options.places) != 2:
         raise UserError(*errors, "Expected export.py CHECKPOINT OUT: what is read, and the directory that is written.")
     source, out = options.places
     step = f"checkpoints/step-{options.step:06d}" if options.step else ""
     options.source, options.out = Path(source).expanduser() / step, Path(out).expanduser().absolute()
-    kind = export_kind(options.source)
-    if kind is None:
+    options.kind = export_kind(options.source)
+    if options.kind is None:
         none = "is neither a checkpoint, nor a run's directory, nor an adapter."
         raise UserError(*errors, f"{options.source}: {folder_problem(options.source, 'a directory') or none}")
-    options.kind = kind
     options.base_place = "--base_model" if options.base_model else f"{source} (--base_model overrides it): base model"
-    settings = {} if kind == "adapter" else recorded_settings(options.source)
-    if kind == "adapter" and not options.base_model:
+    settings = recorded_settings(options.source)
+    if options.kind == "adapter" and not options.base_model:
         options.base_model = base_model_of(source)
     base = options.base_model or settings.get("model_name")
     if base and (error := model_problem(base)):

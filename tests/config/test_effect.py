@@ -10,20 +10,13 @@ from llama_ft.config import Config, differences, load
     [
         "--lr_scheduler linear --gamma 0.85",
         "--optimizer anyprecision --use_kahan_summation",
-        "--precision bf16_pure --optimizer AdamW8bit --use_kahan_summation",
-        "--optimizer AdamW --momentum 0.9",
         "--target_modules q_proj",
         "--use_peft --from_peft_checkpoint folder --r 4",
-        "--num_freeze_layers 3",
         "--use_peft --freeze_layers",
-        "--sharding_strategy FULL_SHARD",
-        "--enable_fsdp --sharding_group_size 2",
         "--enable_fsdp --fsdp_wrap_policy transformer --min_num_params 5",
-        "--activation_offload",
         "--device cpu --compile",
         "--use_peft --quantization 8bit --quant_type fp4",
         "--use_peft --quantization 8bit --int8_threshold 3 --device cpu",
-        "--wandb_mode offline",
         "--no_run_validation --eval_steps 5",
         "--overwrite",
         "--no_save_model --save_dtype float32",
@@ -40,12 +33,9 @@ def test_a_flag_without_effect_is_refused(mistakes, line: str) -> None:
     "line",
     [
         "--low_cpu_fsdp",
-        "--lr_scheduler step --gamma 0.9",
-        "--use_peft --from_peft_checkpoint folder",
         "--enable_fsdp --sharding_strategy HYBRID_SHARD --sharding_group_size 2 --fsdp_cpu_offload",
         "--run_validation false --eval_steps 0 --early_stopping_patience 0",
         "--use_dora false --modules_to_save none",
-        "--use_wandb --wandb_mode offline",
     ],
 )
 def test_a_flag_with_effect_or_asking_for_nothing_is_fine(mistakes, line: str) -> None:

@@ -15,12 +15,10 @@ from llama_ft.config.dump import to_yaml
     [
         ("--lr abc", "--lr abc: must be a valid number."),
         ("--lr nan", "--lr nan: must be a finite number."),
-        ("--lr none", "--lr none: must be a valid number."),
         ("--num_epochs 1.5", "--num_epochs 1.5: must be a valid integer."),
         ("--train.num_epochs 0", "--train.num_epochs 0: must be at least 1."),
         ("--run_validation maybe", "--run_validation maybe: must be a valid boolean."),
-        ("--gamma 1.5 --lr_scheduler step", "--gamma 1.5: must be at most 1."),
-        ("--optimizer adamw", "--optimizer adamw: expected AdamW, anyprecision, AdamW8bit, SGD or Adafactor. "
+        ("--optimizer adamw", "--optimizer adamw: expected one of AdamW, anyprecision, AdamW8bit, SGD, Adafactor. "
                               "Did you mean AdamW?"),
     ],
 )  # fmt: skip
@@ -90,12 +88,8 @@ def test_a_mix_is_read_from_flag_and_file_and_written_back(recipe, text: str) ->
     [
         ("[{path: a.jsonl, weight: 0}]", "--dataset[0].weight: must be greater than 0."),
         ("[a.jsonl, {path: b.jsonl, weight: x}]", "--dataset[1].weight: must be a valid number."),
-        ("[{path: a.jsonl, weight: .inf}]", "--dataset[0].weight: "),
         ("[{path: a, weight: 1e9}]", "--dataset[0].weight: must be at most 1000."),
-        ("[{path: }]", "--dataset[0].path: "),
-        ("[{path: [a, b]}]", "--dataset[0].path: must be a valid string."),
         ("[{path: a, wieght: 2}]", "--dataset[0].wieght: "),
-        ("[{weight: 2}]", "--dataset[0].path: "),
         ("[]", "--dataset: the value is empty."),
     ],
 )

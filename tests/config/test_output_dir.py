@@ -76,15 +76,6 @@ def test_a_directory_without_a_runs_marker_is_neither_overwritten_nor_resumed(
         assert message.startswith(f"--output_dir mine: holds {entry.split('/')[0]} but no .llama_ft-run")
 
 
-def test_a_run_of_a_version_without_markers_can_be_resumed_and_not_overwritten(mistakes, tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run")
-    (run / RUN_MARKER).unlink()
-    assert mistakes("--output_dir", "run", "--resume", "auto", paths=True) == []
-    for more in ([], ["--overwrite"]):
-        (message,) = mistakes("--output_dir", "run", *more, paths=True)
-        assert "but no .llama_ft-run" in message
-
-
 def test_only_what_a_run_wrote_may_be_deleted(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     for name in (".writing-step-000011", ".removing-step-000009", "best.json", "set-aside-1-step-000012", "epoch_1"):
@@ -120,14 +111,8 @@ def test_only_what_an_export_wrote_may_be_replaced(tmp_path: Path) -> None:
 def test_a_file_in_the_way_is_named(mistakes, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     assert mistakes("--output_dir", "file", paths=True) == ["--output_dir file: file is not a folder."]
-    assert mistakes("--output_dir", "file/below", paths=True) == [
-        f"--output_dir file/below: {tmp_path}/file is not a folder."
-    ]
-
-
-def test_a_place_where_nobody_can_write_is_refused_even_to_root(mistakes) -> None:
     (message,) = mistakes("--output_dir", "/proc/run", paths=True)
-    assert message.startswith("--output_dir /proc/run: /proc cannot be written to: ")
+    assert message.startswith("--output_dir /proc/run: /proc cannot be written to: "), "even to root"
 
 
 def test_the_other_ranks_do_not_trip_over_the_run_that_rank_0_has_begun(

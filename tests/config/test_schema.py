@@ -9,7 +9,7 @@ import jsonschema
 import pytest
 import yaml
 
-from llama_ft.config import Config, load_recipe
+from llama_ft.config import Config, load
 from llama_ft.config.dump import json_schema
 from llama_ft.config.settings import SETTINGS
 
@@ -57,7 +57,7 @@ def test_every_recipe_names_the_schema_fits_it_and_loads(file: Path) -> None:
     text = file.read_text()
     assert text.startswith("# yaml-language-server: $schema=schema.json\n")
     jsonschema.validate(as_editors_read(text), json_schema())
-    load_recipe(file, paths=False)
+    load([f"--config={file}"], paths=False)
 
 
 @pytest.mark.parametrize(
@@ -67,11 +67,9 @@ def test_every_recipe_names_the_schema_fits_it_and_loads(file: Path) -> None:
         ("quantization: {mode: 4bit}", True),
         ("data: {validation: 0.05}", True),
         ("train: {lr: 1e-4, activation_checkpointing: off}", True),
-        ("peft: {target_modules: [a, b]}", True),
         ("lr: 1", False),
         ("train: {lrr: 1}", False),
         ("train: {precision: bf61}", False),
-        ("train: {num_epochs: 0}", False),
         ("data: {validation: 5}", False),
     ],
 )

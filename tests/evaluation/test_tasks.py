@@ -70,8 +70,6 @@ def test_what_cannot_be_found_or_asked_is_reported(tied_model: Path, ask: Callab
         ({}, {"apply_chat_template": True}, "chat.template"),
         (long, {}, r"\(256\) must be"),
         ({"unsafe_code": True}, {}, "unsafe"),
-        ({"doc_to_image": "question"}, {}, "multimodal"),
-        ({}, {"num_fewshot": 10}, ""),
     ]
     for changed, flags, part in cases:
         with pytest.raises(UserError, match=f"^error: --tasks: lm-evaluation-harness cannot ask them: .*{part}"):

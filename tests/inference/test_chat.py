@@ -23,12 +23,10 @@ class Counts(Answerer):
     def __init__(self, tokenizer: Any, options: InferenceFlags, context: int) -> None:
         self.tokenizer, self._options, self.context = tokenizer, options, context
         self.asked: list[str] = []
-        self.numbers: list[int] = []
 
-    def answer(self, prompts: Any, numbers: Any, show: Any = None, stopped: Any = None) -> list[Answer]:
+    def answer(self, prompts: Any, show: Any = None, stopped: Any = None) -> list[Answer]:
         self.longest_answer(len(prompts[0]))
         self.asked += [str(self.tokenizer.decode(prompt)) for prompt in prompts]
-        self.numbers += numbers
         show(f"answer {len(self.asked)}")
         return [Answer(f"answer {len(self.asked)}", is_truncated=False)]
 
@@ -59,7 +57,7 @@ def test_answers_alone_go_to_stdout_and_each_question_has_the_earlier_turns(
     assert talk.asked[0] == "[system]Be brief.[user]one"
     assert talk.asked[1] == "[system]Be brief.[user]one[assistant]answer 1[user]two"
     assert talk.asked[2].endswith("[assistant]answer 2[user] /three")
-    assert talk.asked[3:] == ["[system]Be brief.[user]four"] and talk.numbers == [0, 1, 2, 3]
+    assert talk.asked[3:] == ["[system]Be brief.[user]four"]
 
 
 def test_the_oldest_turns_are_dropped_where_they_no_longer_fit(

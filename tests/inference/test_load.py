@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -96,20 +95,6 @@ def test_a_run_without_a_result_gives_its_newest_sound_checkpoint(
         opened(newer, runtime)
 
 
-def test_a_checkpoint_of_stacked_experts_is_what_was_trained(
-    save_tokenizer: Callable[..., Path], tmp_path: Path, runtime: Runtime
-) -> None:
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    torch.manual_seed(0)
-    experts = MixtralConfig(**shape, num_local_experts=3, num_key_value_heads=2, vocab_size=301)
-    MixtralForCausalLM(experts).save_pretrained(save_tokenizer(tmp_path / "base"))
-    model = load(tmp_path / "base")
-    checkpoint = save_checkpoint(tmp_path / "run", tuned(model), settings(tmp_path / "base"))
-    assert torch.equal(logits(opened(checkpoint, runtime).model), logits(model))
-
-
 def test_an_adapter_stands_beside_its_base_wherever_it_is_taken_from(
     adapted: tuple[Path, Any], tiny_model: Path, tmp_path: Path, runtime: Runtime
 ) -> None:
@@ -148,18 +133,13 @@ def test_an_adapter_is_used_with_the_quantization_of_its_run(
 def test_a_fully_tuned_checkpoint_is_quantized_from_its_own_weights(
     full: tuple[Path, Any], tiny_model: Path, runtime: Runtime
 ) -> None:
-    from transformers import BitsAndBytesConfig
-
     run, reference = full
     reference.save_pretrained(run / "other")
-    by_transformers = load(run / "other", quantization_config=BitsAndBytesConfig(load_in_8bit=True), device_map="cpu")
-    by_transformers.save_pretrained(run / "eight")
     found = opened(run, runtime, quantization="8bit")
-    torch.testing.assert_close(logits(found.model), logits(by_transformers).float(), rtol=0, atol=0.15)
+    torch.testing.assert_close(logits(found.model), logits(reference), rtol=0, atol=0.15)
+    same = opened(run / "other", runtime, quantization="8bit", tokenizer_name=str(tiny_model))
+    assert torch.equal(logits(found.model), logits(same.model)) and ", 8bit, " in same.about
     assert not torch.equal(logits(found.model), logits(reference))
-    for folder, bits in {"other": "8bit", "eight": None}.items():
-        same = opened(run / folder, runtime, quantization=bits, tokenizer_name=str(tiny_model))
-        assert torch.equal(logits(found.model), logits(same.model)) and ", 8bit, " in same.about
 
 
 def test_what_cannot_be_loaded_is_told(adapted: tuple[Path, Any], tiny_model: Path, runtime: Runtime) -> None:

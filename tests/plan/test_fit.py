@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from model_shapes import write_config
 
-from llama_ft.config import Config, load, load_recipe
+from llama_ft.config import Config, load
 from llama_ft.plan.fit import Fit, changed, describe_fits, find_fits, flags_of, ladder, write_fits
 from llama_ft.plan.gpus import device_bytes
 from llama_ft.plan.predict import predict
@@ -56,7 +56,7 @@ def test_every_change_is_a_config_that_loads_with_the_same_batch(
                 fits.append(Fit(config, flags_of(request.config, config), "time", planned))
     write_fits(fits[:5], tmp_path)
     for number, fit in enumerate(fits[:5], 1):
-        assert load_recipe(tmp_path / f"fit-{number}.yaml", paths=False)[0] == fit.config
+        assert load([f"--config={tmp_path}/fit-{number}.yaml"], paths=False)[0] == fit.config
     assert len(fits) > 2
 
 

@@ -125,11 +125,9 @@ def test_two_ranks_stream_one_answer(runs: Path, full_answers: list[str]) -> Non
     assert "sharded across 2 ranks" in finished.output
 
 
-def test_sampled_answers_of_a_quantized_model_are_the_same_sharded(runs: Path) -> None:
-    flags = ["--quantization", "8bit", "--temperature", "0.8", "--seed", "7"]
-    alone = answers(runs, runs / "lora", *flags)
-    assert answers(runs, runs / "lora", *flags, "--batch_size", "3", "--enable_fsdp", ranks=2) == alone
-    assert answers(runs, runs / "lora", *flags[:-1], "8") != alone
+def test_a_quantized_model_answers_the_same_sharded(runs: Path) -> None:
+    alone = answers(runs, runs / "lora", "--quantization", "8bit")
+    assert answers(runs, runs / "lora", "--quantization", "8bit", "--enable_fsdp", ranks=2) == alone
 
 
 def command(*flags: str | Path) -> list[str]:
@@ -144,18 +142,6 @@ def test_one_prompt_comes_through_a_pipe_and_only_its_answer_goes_on(runs: Path,
     )  # fmt: skip
     assert (finished.returncode, finished.stdout) == (0, f"{full_answers[0]}\n"), finished.stderr
     assert f"{runs}/full/model, fp32, cpu" in finished.stderr and "temperature 0, " in finished.stderr
-
-
-def test_mistakes_are_told_in_a_line(runs: Path, tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "Hi"}\n{"prompt": "' + "long " * 300 + '"}\n')
-    for flags, told in {
-        (runs / "full", "--prompts", tmp_path / "rows.jsonl"): "--prompts: prompt 2: the prompt has",
-        (runs / "base", "--chat"): "--chat: this model's tokenizer has no chat template.",
-    }.items():
-        finished = inference(*flags)
-        assert finished.exit_code == 2 and told in finished.output and "Traceback" not in finished.output, (
-            finished.output
-        )
 
 
 def test_ctrl_c_while_libraries_are_imported_is_told_in_a_line(runs: Path) -> None:
@@ -237,10 +223,3 @@ def test_a_conversation_in_a_terminal(terminal: Terminal) -> None:
     terminal.read_until(PROMPT)
     terminal.type("\x04")
     assert terminal.exit_code() == 0
-
-
-@pytest.mark.slow
-def test_a_conversation_ends_at_sigterm(terminal: Terminal) -> None:
-    terminal.read_until(r"Ctrl-D ends[^\n]*\n(?s:.*)> ")
-    os.kill(terminal.pid, signal.SIGTERM)
-    assert terminal.exit_code() == 143 and "Traceback" not in terminal.seen

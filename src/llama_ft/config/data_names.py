@@ -91,14 +91,16 @@ def data_problem(name: str) -> str | None:
         return f"which function? Write {file}:function." if name.endswith((".py", ":")) else None
     if kind == "folder" and not any((path / sign).is_file() for sign in SAVED_BY_DATASETS):
         return None if any(data_files(path)) else f"is a folder without data files. Data are {DATA_FORMS}."
-    files = globbed(name) if kind == "glob" else [name] if kind == "file" and path.exists() else []
-    if unknown := [file for file in files if not data_suffix(file)]:
-        shown = unknown[0] if kind == "glob" else f"a {path.suffix or 'file without suffix'}"
-        return f"what {shown} holds is not known. Data are {DATA_FORMS}."
     if kind == "glob":
-        return None if files else "no file matches."
-    if kind != "file" or files:  # data are read more than once: to know them again, and to tell their columns
-        return NOT_REGULAR if files and not path.is_file() else None
+        files = globbed(name)
+        return None if files and all(map(data_suffix, files)) else f"matches no file, or others than {DATA_FORMS}."
+    if kind != "file":
+        return None
+    if path.exists():
+        if not path.is_file():  # data are read more than once: to know them again, and to tell their columns
+            return NOT_REGULAR
+        kept = path.suffix or "file without suffix"
+        return None if data_suffix(name) else f"what a {kept} holds is not known. Data are {DATA_FORMS}."
     if (near := nearest_file(path)) or data_suffix(name):
         return f"no such file.{near}"
     return f"is neither data nor a built-in dataset ({', '.join(('demo', *READY_DATASETS))}). Data are {DATA_FORMS}."

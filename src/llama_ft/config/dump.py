@@ -28,12 +28,7 @@ def help_text(description: str, script: str) -> str:
     """
     name = Path(script).name
     python, torchrun = (name, f"--no-python {name}") if is_console_script(script) else (f"python {script}", script)
-    usage = (
-        f"Usage:\n"
-        f"  {python} [flags]\n"
-        f"  {python} --config configs/quickstart.yaml [flags]\n"
-        f"  torchrun --nproc_per_node 2 {torchrun} --enable_fsdp [flags]"
-    )
+    usage = f"Usage:\n  {python} [flags]\n  torchrun --nproc_per_node 2 {torchrun} --enable_fsdp [flags]"
     notes = (
         "Flags are written --lr 1e-4 or --lr=1e-4, or with their section: --train.lr 1e-4. Switches stand alone "
         "(--use_peft) or take true or false, and --no_save_model turns one off. Lists are written a,b,c, and none "
@@ -99,19 +94,12 @@ def to_yaml(config: Config, header: str = "") -> str:
 
 
 def json_schema() -> dict[str, Any]:
-    """Return the schema (draft 2020-12): sections, settings, types, choices, ranges, meanings and defaults."""
+    """Return pydantic's schema (draft 2020-12) with the short forms that the loader takes too."""
     schema = TypeAdapter(Config).json_schema()
     sections = schema["$defs"]
-    for setting in SETTINGS.values():
-        section_class = schema["properties"][setting.section]["$ref"].rpartition("/")[2]
-        field = sections[section_class]["properties"][setting.name]
-        field.pop("title")
-        field |= {"description": setting.meaning, "default": setting.default}
     validation = sections["DataConfig"]["properties"]["validation"]["anyOf"]
     validation.insert(1, {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1})
     mode = {**sections["QuantizationConfig"]["properties"]["mode"], "description": "Short for quantization.mode."}
     schema["properties"]["quantization"] = {"anyOf": [{"$ref": "#/$defs/QuantizationConfig"}, mode]}
-    for section in sections.values():
-        del section["title"]
     draft = "https://json-schema.org/draft/2020-12/schema"
     return {"$schema": draft, **schema, "title": "llama_ft recipe", "additionalProperties": False}

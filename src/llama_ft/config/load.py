@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from llama_ft.config.dump import help_text
-from llama_ft.config.messages import brief, nearest, one_of, show, subject
+from llama_ft.config.messages import nearest, show, subject
 from llama_ft.config.parse import Parsed, as_keywords, read_flags, read_yaml, words_of
 from llama_ft.config.paths import check_paths
 from llama_ft.config.rules import broken_rules, drop_overridden
@@ -87,11 +87,6 @@ def config_file(argv: list[str]) -> tuple[str | None, Parsed]:
     return (named[0] or None if named else None), parsed
 
 
-def load_recipe(path: Path, *, paths: bool = True) -> tuple[Config, dict[str, str]]:
-    """Read one YAML config, without a command line. Args, returns and raises as `load`."""
-    return load([f"--config={path}"], paths=paths)
-
-
 def convert(
     values: Mapping[str, Any], places: Mapping[str, str], settings_class: Any = Config
 ) -> tuple[Any, dict[str, str]]:
@@ -117,13 +112,13 @@ def convert(
         except ValidationError as refusal:
             for error in refusal.errors(include_url=False, include_input=False):
                 *_, name = [str(part) for part in error["loc"][:2] if part in table]
-                head, part = f"{subject(name, places)} {brief(show(values[name]))}", error["loc"][3:]
+                head, part = f"{subject(name, places)} {show(values[name])}", error["loc"][3:]
                 if table[name].kind == "data" and isinstance(values[name], list):
                     head = f"{subject(name, places)}[{'].'.join(map(str, part))}"
                     if not part:
                         continue  # that a list is no text
                 match = nearest(str(values[name]), choices := table[name].choices)
-                wanted = f"expected {one_of(choices)}" if choices else _plain(error["msg"])
+                wanted = f"expected one of {', '.join(choices)}" if choices else _plain(error["msg"])
                 wrong.setdefault(name, f"{head}: {wanted}." + (f" Did you mean {match}?" if match else ""))
 
 

@@ -9,7 +9,6 @@ from typing import Any
 from llama_ft.config.settings import SETTINGS
 
 NO_PLACES: Mapping[str, str] = {}
-LONGEST_SHOWN = 100
 
 
 def is_flag(place: str) -> bool:
@@ -42,20 +41,9 @@ def show(value: Any) -> str:
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
 
-def brief(text: str) -> str:
-    """Show what may be much too long."""
-    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}... ({len(text)} characters)"
-
-
 def size_text(size_bytes: float) -> str:
     """Show a size in memory or on disk: `1.22 GiB`, `48.5 MiB`."""
     return f"{size_bytes / 2**30:,.2f} GiB" if size_bytes >= 2**30 else f"{size_bytes / 2**20:,.1f} MiB"
-
-
-def one_of(words: Iterable[str]) -> str:
-    """Join words as `a, b or c`."""
-    *others, last = words
-    return f"{', '.join(others)} or {last}" if others else last
 
 
 def nearest(word: str, candidates: Iterable[str], least: float = 0.6) -> str | None:
@@ -68,11 +56,9 @@ def nearest(word: str, candidates: Iterable[str], least: float = 0.6) -> str | N
 def nearest_file(path: Path) -> str:
     """Return ` Did you mean <path>?` with the entry of the same folder whose name is nearest, or nothing."""
     try:
-        entries = [entry for entry in path.parent.iterdir() if entry.name != path.name]  # a link may lead nowhere
+        others = [entry for entry in path.parent.iterdir() if entry.name != path.name]
     except OSError:
         return ""
-    for is_same in (True, False):  # that files share an ending says little: first those that do, then the others
-        stems = {entry.stem: entry for entry in entries if (entry.suffix == path.suffix) is is_same}
-        if match := nearest(path.stem, stems, 0.65):
-            return f" Did you mean {stems[match]}?"
-    return ""
+    entries = {entry.stem: entry for entry in sorted(others, key=lambda entry: entry.suffix == path.suffix)}
+    match = nearest(path.stem, entries, 0.65)
+    return f" Did you mean {entries[match]}?" if match else ""

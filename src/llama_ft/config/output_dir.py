@@ -18,10 +18,6 @@ RUN_ENTRIES = (
 )  # fmt: skip
 # Of checkpoints/, only these: set-aside-* and what other people put there stay.
 CHECKPOINT_ENTRIES = re.compile(r"(\.writing-|\.removing-)?step-\d{6,}|\.?best\.json")
-TOKENIZER_PATTERNS = (
-    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template.*", "additional_chat_templates/*",
-    "vocab.*", "merges.txt", "*.model", "*.tiktoken",
-)  # fmt: skip
 # All that an exported model's or adapter's folder holds, and so all that --overwrite may delete there. The base model's
 # Python files are not in it: they cannot be told from the user's.
 MODEL_PATTERNS = (
@@ -82,13 +78,11 @@ def output_dir_problem(
             return f"is what {name} reads. Choose another output_dir."
     if not any((path / entry).exists() for entry in RUN_ENTRIES):
         return None  # other people's files may stay: a run writes beside them
-    goes_on = goes_on and not overwrite
-    is_resumable = goes_on and any(path.glob("checkpoints/step-*/trainer.json"))  # earlier versions left no marker
-    if (foreign := foreign_entries(path)) and not is_resumable:
+    if foreign := foreign_entries(path):
         return foreign
     if not goes_on and not overwrite:
         return "already holds a run. Choose another output_dir, --resume auto to go on with it, or --overwrite."
-    return None if goes_on or attempt() else deleted_input(run_entries(path), inputs)
+    return deleted_input(run_entries(path), inputs) if overwrite and not attempt() else None
 
 
 def model_dir_problem(directory: str, overwrite: bool, inputs: Mapping[str, str | None]) -> str | None:

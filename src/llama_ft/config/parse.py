@@ -116,7 +116,6 @@ def read_flags(
     find: Find = known,
     explain: Callable[[str], str] = explain_unknown,
     positional: str | None = None,
-    repeated: frozenset[str] = frozenset(),
 ) -> Parsed:
     """Read what a command line sets.
 
@@ -125,7 +124,6 @@ def read_flags(
         find: the setting of a flag's name, or None.
         explain: what to say of an unknown name.
         positional: the field that takes words without a flag, as a list; None: they are errors.
-        repeated: fields that may be given again; their values become a list.
     """
     parsed = Parsed()
     for word in words_of(argv):
@@ -133,17 +131,12 @@ def read_flags(
         if not word.flag and positional:
             parsed.values.setdefault(positional, []).append(word.value)
         elif not word.flag:
-            meant = f"Did you mean --config {word.value}?" if str(word.value).endswith((".yaml", ".yml")) else ""
-            parsed.errors.append(
-                f'"{word.value}" stands alone. {meant or "A flag takes one value; lists are written a,b,c."}'
-            )
+            taken = "A flag takes one value; lists are written a,b,c, and a config --config FILE."
+            parsed.errors.append(f'"{word.value}" stands alone. {taken}')
         elif setting is None:
             parsed.errors.append(word.flag + explain(word.name))
         elif error:
             parsed.errors.append(f"{word.flag}{error}")
-        elif setting.name in repeated:
-            parsed.values.setdefault(setting.name, []).append(text)
-            parsed.places[setting.name] = word.flag
         elif setting.name in parsed.places:
             parsed.errors.append(f"{word.flag}: given twice.")
         else:
@@ -167,8 +160,6 @@ def _read(word: Word, find: Find) -> tuple[Setting | None, str, str]:
         return setting, "", f": --no_ goes with switches, and takes no value. Write --{setting.name}."
     if is_negated or word.value is None:
         return setting, off if is_negated else on, "" if is_switch else " needs a value."
-    if not word.value.strip():
-        return setting, "", ": the value is empty."
     if shorthand and word.value.lower() in (*TRUE_WORDS, *FALSE_WORDS):
         return setting, on if word.value.lower() in TRUE_WORDS else off, ""
     return setting, word.value, ""

@@ -3,7 +3,6 @@
 import json
 import os
 from collections.abc import Callable, Mapping
-from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +30,9 @@ def check_paths(values: Mapping[str, Any], places: Mapping[str, str], invalid: s
     """
 
     def dataset(value: str | list[dict[str, str]]) -> str | None:
-        problems = {part["path"]: data_problem(part["path"]) for part in value} if isinstance(value, list) else {}
-        parts = next((f"{path}: {problem}" for path, problem in problems.items() if problem), None)
-        return parts if isinstance(value, list) else data_problem(value)
+        if isinstance(value, str):
+            return data_problem(value)
+        return next((f"{part['path']}: {why}" for part in value if (why := data_problem(part["path"]))), None)
 
     def output_dir(name: str | None) -> str | None:
         return output_dir_problem(name, values["overwrite"], inputs, _goes_on(values["resume"], name))
@@ -50,7 +49,7 @@ def check_paths(values: Mapping[str, Any], places: Mapping[str, str], invalid: s
         "tokenizer_name": lambda name: _folder(name) if name not in BUILT_IN_MODELS and looks_local(name) else None,
         "dataset": dataset,
         "validation": validation,
-        "from_peft_checkpoint": adapter_problem,
+        "from_peft_checkpoint": lambda name: _folder(name, "adapter_config.json", "adapter_model.safetensors"),
         "chat_template": lambda name: None if name in BUILT_IN_TEMPLATES else file_problem(name),
         "output_dir": output_dir,
     }
@@ -61,26 +60,17 @@ def check_paths(values: Mapping[str, Any], places: Mapping[str, str], invalid: s
             continue
         if holds_secret(value):
             messages.append(f"{subject(name, places)} {SECRET}")  # as its rule, which not all callers ask
-        elif problem := looks_safely(problem_of)(value):
+            continue
+        try:
+            problem = problem_of(value)
+        except (OSError, ValueError) as error:  # no permission, a name that is too long
+            problem = f"cannot be looked at: {reason(error)}."
+        if problem:
             shown = "" if value is None or isinstance(value, list) else f" {value}"
             messages.append(f"{subject(name, places)}{shown}: {problem}")
     return messages
 
 
-def looks_safely(problem_of: Callable[[Any], str | None]) -> Callable[[Any], str | None]:
-    """Have what says why a path is wrong say so too where it cannot be looked at: no permission, a name too long."""
-
-    @wraps(problem_of)
-    def told(value: Any) -> str | None:
-        try:
-            return problem_of(value)
-        except (OSError, ValueError, RuntimeError) as error:
-            return f"cannot be looked at: {reason(error)}."
-
-    return told
-
-
-@looks_safely
 def file_problem(name: str) -> str | None:
     """Say why `name` is no file that can be read."""
     file = Path(name).expanduser()
@@ -91,19 +81,12 @@ def file_problem(name: str) -> str | None:
     return f"no such file.{nearest_file(file)}"
 
 
-@looks_safely
 def output_problem(name: str) -> str | None:
     """Say why no file `name` can be written; rank 0 alone asks, because it alone writes."""
     file = Path(name).expanduser()
     if os.environ.get("RANK", "0") != "0":
         return None
-    if file.is_dir():
-        return "is a folder; expected a file in it."
-    if file.exists() and not file.is_file():
-        return "is a device, a pipe or the like; expected a plain file."
-    if file.exists():
-        return None if os.access(file, os.W_OK) else "cannot be written to: Permission denied."
-    return not_writable(file.parent)
+    return not_writable(file.parent) if file.is_file() or not file.exists() else "is not a plain file."
 
 
 def folder_problem(folder: Path, expected: str) -> str | None:
@@ -118,7 +101,6 @@ def looks_local(name: str) -> bool:
     return name.startswith((".", "/", "~")) or name.count("/") > 1 or name.endswith("/") or Path(name).exists()
 
 
-@looks_safely
 def model_problem(name: str) -> str | None:
     """Say why `name` is neither a folder with config.json nor a hub name."""
     if name in BUILT_IN_MODELS or not looks_local(name):
@@ -126,12 +108,6 @@ def model_problem(name: str) -> str | None:
     has_weights = any(Path(name).expanduser().glob("*.safetensors"))
     no_weights = None if has_weights else f"holds no weights in *.safetensors. {TO_SAFETENSORS}"
     return _folder(name, "config.json") or no_weights
-
-
-@looks_safely
-def adapter_problem(name: str) -> str | None:
-    """Say why `name` is no folder as peft writes it."""
-    return _folder(name, "adapter_config.json", "adapter_model.safetensors")
 
 
 def _folder(name: str, *files: str) -> str | None:

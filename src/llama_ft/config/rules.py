@@ -5,6 +5,7 @@ once.
 """
 
 from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 from llama_ft.config.data_names import has_splits, kind_of_data
@@ -30,29 +31,21 @@ def as_fraction(validation: str | None) -> float | None:
         return None
 
 
-class Read:
-    """The settings by field name as attributes."""
-
-    def __init__(self, values: Mapping[str, Any]) -> None:
-        self._values = values
-
-    def __getattr__(self, name: str) -> Any:
-        return self._values[name]
-
-    def brings_validation(self) -> bool:
-        """A file or a mixture is training data only; the demo, a Python function and data with splits bring more."""
-        dataset = self.dataset
-        return self.validation is not None or (
-            isinstance(dataset, str) and (has_splits(dataset) or kind_of_data(dataset) in ("demo", "function"))
-        )
+def brings_validation(s: Any) -> bool:
+    """Tell whether settings, by field name as attributes, may bring validation data: a file or a mixture is training
+    data only; the demo, a Python function and data with splits bring more."""
+    is_more = isinstance(s.dataset, str) and (has_splits(s.dataset) or kind_of_data(s.dataset) in ("demo", "function"))
+    return s.validation is not None or is_more
 
 
 # The field that the message is about, what is wrong, and the message, where {} stands for the field's value.
-RULES: tuple[tuple[str, Callable[[Read], Any], str], ...] = (
+RULES: tuple[tuple[str, Callable[[Any], Any], str], ...] = (
     ("validation", lambda s: not 0 < (0.5 if (share := as_fraction(s.validation)) is None else share) < 1,
      "is {}; a fraction lies between 0 and 1, such as 0.05."),
-    ("early_stopping_patience", lambda s: s.early_stopping_patience and s.run_validation and not s.brings_validation(),
+    ("early_stopping_patience", lambda s: s.early_stopping_patience and s.run_validation and not brings_validation(s),
      "has no effect without validation data. Add validation 0.05, or a file."),
+    ("warmup_steps", lambda s: s.max_train_step and s.warmup_steps >= s.max_train_step,
+     "is {}, and training ends after max_train_step {max_train_step}: lr is never reached. Use fewer."),
     ("modules_to_save",
      lambda s: isinstance(s.target_modules, list) and {*s.target_modules} & {*(s.modules_to_save or [])},
      "is {}, and target_modules names one of them, too. A module has an adapter or is trained."),
@@ -82,8 +75,6 @@ RULES: tuple[tuple[str, Callable[[Read], Any], str], ...] = (
      "is auto, which looks for checkpoints in output_dir. Add the run's --output_dir."),
     ("resume", lambda s: s.resume == "auto" and s.overwrite,
      "is auto, which resumes the run that overwrite deletes. Remove one."),
-    ("resume_allow_changes", lambda s: {*s.resume_allow_changes} - SETTINGS.keys(),
-     "names {}; not all of them are settings."),
     ("streaming", lambda s: s.streaming and s.max_train_step == 0,
      "has no end that is known beforehand. Add --max_train_step, the optimizer steps to train."),
     ("validation", lambda s: s.streaming and as_fraction(s.validation) is not None,
@@ -140,8 +131,9 @@ def broken_rules(values: Mapping[str, Any], places: Mapping[str, str] = NO_PLACE
         places: field name -> where it was set.
     """
     messages: dict[tuple[str, str], str] = {}
+    settings = SimpleNamespace(**values)
     for name, is_broken, text in RULES:
-        if is_broken(Read(values)):
+        if is_broken(settings):
             shown = show(values[name]).strip("[]")
             messages[name, text] = f"{subject(name, places)} {text.format(shown, **values)}"
     for name, value in values.items():

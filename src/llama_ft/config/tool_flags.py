@@ -18,8 +18,6 @@ def read(
     flags: Any,
     description: str,
     other_names: Mapping[str, str] | None = None,
-    gone: Mapping[str, str] | None = None,
-    repeated: frozenset[str] = frozenset(),
     others: Iterable[str] = (),
 ) -> tuple[Any, Parsed, list[str]]:
     """Read a tool's own flags.
@@ -29,8 +27,6 @@ def read(
         flags: the dataclass of its flags; a field `places` takes the words that stand alone.
         description: what the script does; its first paragraph is printed by --help.
         other_names: further name of a flag -> its name.
-        gone: names from elsewhere -> what to do instead.
-        repeated: flags that may be given again.
         others: names of flags that are read elsewhere, for "Did you mean".
 
     Returns:
@@ -44,13 +40,11 @@ def read(
         sys.exit(0)
 
     def explain(name: str) -> str:
-        if instead := (gone or {}).get(name):
-            return f" is not a flag here: {instead}."
         meant = nearest(name, [*table, *others])
         return " is not a flag. " + (f"Did you mean --{meant}?" if meant else "--help lists them all.")
 
     names, positional = other_names or {}, "places" if places else None
-    parsed = read_flags(argv, lambda name: table.get(names.get(name, name)), explain, positional, repeated)
+    parsed = read_flags(argv, lambda name: table.get(names.get(name, name)), explain, positional)
     options, wrong = convert(parsed.values, parsed.places, flags)
     return options, parsed, [*parsed.errors, *wrong.values()]
 

@@ -4,6 +4,7 @@ import importlib.util
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field
@@ -12,11 +13,11 @@ from pydantic.dataclasses import dataclass as settings_dataclass
 from llama_ft.config.load import convert
 from llama_ft.config.parse import read_flags, words_of
 from llama_ft.config.paths import base_model_of, check_paths, looks_local, model_problem
-from llama_ft.config.rules import Read
+from llama_ft.config.rules import brings_validation
 from llama_ft.config.run_settings import STRICT, Count, CountOrZero
 from llama_ft.config.settings import SETTINGS, Config, values_of
 from llama_ft.config.tool_flags import check, read
-from llama_ft.inference.flags import REMOVED_FLAGS, ModelFlags, check_models, check_output_file
+from llama_ft.inference.flags import ModelFlags, check_models, check_output_file
 from llama_ft.inference.results import find_result, settings_beside
 
 # Settings of the training recipe that say which samples there are, and how they are read and batched.
@@ -81,13 +82,13 @@ def read_evaluate_flags(argv: list[str], description: str) -> Evaluation:
     for word in words_of(argv):
         (data if word.flag and word.name in FROM_TRAINING else own).extend(word.as_typed)
     about = f"{description.partition(chr(10) * 2)[0]} Flags of the training recipe about data work, too."
-    flags, _, errors = read(own, EvaluateFlags, about, gone=REMOVED_FLAGS, others=FROM_TRAINING)
+    flags, _, errors = read(own, EvaluateFlags, about, others=FROM_TRAINING)
     given = read_flags(data)
     errors += [*given.errors, *check_models(flags)]
     if flags.output_file:
-        errors += check_output_file(flags.output_file, flags.overwrite) or _check_results(Path(flags.output_file))
+        errors += check_output_file(flags.output_file, flags.overwrite) or _check_results(flags.output_file)
     if flags.tasks and importlib.util.find_spec("lm_eval") is None:
-        errors.append("--tasks: lm-evaluation-harness is not installed.\npip install -e '.[eval]' installs it.")
+        errors.append("--tasks: needs lm-evaluation-harness. pip install -e '.[eval]' installs it.")
     check(errors)
     what = Evaluation(flags, [_asked(place, flags) for place in flags.places], Config())
     for place, _, base in what.asked:
@@ -125,7 +126,7 @@ def _settle_samples(what: Evaluation, given: dict[str, Any], places: dict[str, s
         what.samples = f"all samples of {config.dataset}"
     elif "dataset" in given:
         what.samples = f"the validation set of {config.dataset} (--validation {config.validation})"
-    elif runs and Read(values_of(run)).brings_validation():
+    elif runs and brings_validation(SimpleNamespace(**values_of(run))):
         what.samples = f"the validation set of {place}" + (f" ({config.validation})" if config.validation else "")
         if chosen := given.keys() & {"validation", "dataset_split"}:
             return [f"--{name}: needs --dataset; without it, the run's own validation set is used." for name in chosen]
@@ -137,13 +138,12 @@ def _settle_samples(what: Evaluation, given: dict[str, Any], places: dict[str, s
     return check_paths(values_of(what.config), shown, SETTINGS.keys() - READ) if what.samples else []
 
 
-def _check_results(file: Path) -> list[str]:
+def _check_results(name: str) -> list[str]:
     """Return an error if the file holds something other than results: only results are replaced."""
+    file = Path(name).expanduser()
     try:
-        held = json.loads(file.expanduser().read_text() or "{}") if file.expanduser().exists() else {}
-    except (OSError, ValueError):
-        held = None
-    is_ours = isinstance(held, dict) and (not held or {"rows", "task_settings", "models"} <= held.keys())
-    return (
-        [] if is_ours else [f"--output_file {file}: does not hold results, so it is not replaced. Name another file."]
-    )
+        if not file.exists() or {"rows", "task_settings", "models"} <= json.loads(file.read_text()).keys():
+            return []
+    except (OSError, ValueError, AttributeError):
+        pass
+    return [f"--output_file {name}: does not hold results, so it is not replaced. Name another file."]

@@ -9,8 +9,6 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase, set_seed
 from transformers.modeling_utils import PreTrainedModel
 
@@ -31,8 +29,7 @@ def find_tasks(flags: EvaluateFlags, job: Runtime) -> dict[str, Any]:
             manager = TaskManager(include_defaults=by_name)
             loaded: dict[str, Any] = manager.load(flags.tasks)
         except Exception as error:  # of yaml, jinja, datasets, the Hub or the task's own code
-            tasks = f"--tasks {','.join(flags.tasks)}: cannot be loaded ({reason(error)})"
-            raise UserError(f"{tasks}. `lm-eval ls tasks` lists all names.") from error
+            raise UserError(f"--tasks {','.join(flags.tasks)}: cannot be loaded ({reason(error)}).") from error
     for task in loaded["tasks"].values():  # the rest of this function and the seeds are as in lm_eval.simple_evaluate
         task.set_fewshot_seed(seed=1234)
         own = task.get_config("num_fewshot")
@@ -47,9 +44,8 @@ def ask_tasks(
     tokenizer: PreTrainedTokenizerBase,
     flags: EvaluateFlags,
     job: Runtime,
-) -> Metrics | None:
-    """Ask a model all questions. Ranks that each hold a whole model share the questions; ranks that share a model all
-    ask the same ones.
+) -> Metrics:
+    """Ask a model all questions; every rank asks the same ones.
 
     Args:
         loaded: what `find_tasks` returns.
@@ -59,34 +55,17 @@ def ask_tasks(
         job: the ranks; all of them call this.
 
     Returns:
-        Task -> metric -> value and stderr, on rank 0.
+        Task -> metric -> value and stderr.
     """
     from lm_eval.evaluator import evaluate
-    from lm_eval.evaluator_utils import get_sample_size
     from lm_eval.models.huggingface import HFLM
-
-    class Loaded(HFLM):
-        """With this job's ranks in place of accelerate's."""
-
-        def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-            return job.all_gather_floats(tensor.item())[:, 0].long()  # only single numbers are gathered
-
-        def barrier(self) -> None:
-            dist.barrier()
-
-        def _model_generate(self, context: torch.Tensor, max_length: int, stop: list[str], **settings: Any) -> Any:
-            settings["synced_gpus"] = flags.enable_fsdp and job.world_size > 1
-            return super()._model_generate(context, max_length, stop, **settings)
 
     # It is tied already, and transformers' way fails if an adapter wraps the embedding or the head.
     model.tie_weights = lambda *_, **__: None  # type: ignore[method-assign]
     set_seed(1234)
     random.seed(0)
     try:
-        lm = Loaded(pretrained=model, tokenizer=tokenizer, batch_size=flags.batch_size)
-        counts = [get_sample_size(task, flags.limit) or len(task.eval_docs) for task in loaded["tasks"].values()]
-        if not flags.enable_fsdp and min(counts) >= job.world_size:  # lm_eval fails on a rank without a question
-            lm._rank, lm._world_size = job.rank, job.world_size
+        lm = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=flags.batch_size)
         with _quiet(job):
             found = evaluate(
                 lm=lm,
@@ -98,17 +77,15 @@ def ask_tasks(
             )
     except (ValueError, AssertionError) as error:  # such as tasks with images, or that run the model's code
         raise UserError(f"--tasks: lm-evaluation-harness cannot ask them: {reason(error)}.") from error
-    return None if found is None else _metrics(found)
+    return _metrics(found)
 
 
 @contextlib.contextmanager
 def _quiet(job: Runtime) -> Iterator[None]:
     """Show only errors of lm_eval's log, and its progress bars only in a terminal."""
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    if job.is_main and sys.stderr.isatty():
-        yield
-        return
-    with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere):
+    is_shown = job.is_main and sys.stderr.isatty()
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(sys.stderr if is_shown else nowhere):
         yield
 
 

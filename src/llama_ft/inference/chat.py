@@ -23,7 +23,7 @@ def converse(answerer: Answerer, job: Runtime) -> None:
     if not answerer.tokenizer.chat_template:
         raise UserError("--chat: this model's tokenizer has no chat template. --prompt takes text to continue.")
     messages: Messages = []
-    answers, is_answering, stop = 0, False, Event()
+    is_answering, stop = False, Event()
 
     def interrupt(*_: Any) -> None:
         """Stop the answer, the second time at once."""
@@ -50,11 +50,11 @@ def converse(answerer: Answerer, job: Runtime) -> None:
                 ids = answerer.tokens(asked)
                 stop.clear()
                 is_answering = True
-                [answer] = answerer.answer([ids], [answers], print_part if job.is_main else None, stop.is_set)
+                [answer] = answerer.answer([ids], print_part if job.is_main else None, stop.is_set)
                 print_part("\n" if job.is_main else "")
                 if stop.is_set() or answer.is_truncated:
                     log.info("(stopped)" if stop.is_set() else "(truncated: --max_new_tokens N allows longer answers)")
-                messages, answers = [*asked, {"role": "assistant", "content": answer.text}], answers + 1
+                messages = [*asked, {"role": "assistant", "content": answer.text}]
         except KeyboardInterrupt:
             log.info("\n(Ctrl-D or /exit ends)")
         except RunFailure:

@@ -1,6 +1,5 @@
 """The command line of recipes/inference.py."""
 
-import os
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -11,11 +10,6 @@ from llama_ft.config.paths import model_problem, output_problem
 from llama_ft.config.run_settings import STRICT, Count, CountOrZero
 from llama_ft.config.tool_flags import check, read
 from llama_ft.inference.results import result_problem
-
-# llama-recipes' flags whose meaning is gone.
-GONE = """min_length length_penalty use_cache max_padding_length use_fast_kernels low_cpu_fsdp share_gradio use_auditnlg
-enable_azure_content_safety enable_sensitive_topics enable_salesforce_content_safety enable_llamaguard_content_safety"""
-REMOVED_FLAGS = dict.fromkeys(GONE.split(), "llama-recipes had it, and nothing here needs it. Remove it")
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -102,24 +96,21 @@ class InferenceFlags(ModelFlags):
     """False is --temperature 0."""
 
     seed: CountOrZero = 42
-    """Seed of sampling, combined with the number of the prompt."""
+    """Seed of sampling."""
 
 
 def read_inference_flags(argv: list[str], description: str) -> InferenceFlags:
     """Return the flags, with the one model to load in `places`; raise UserError with all errors."""
-    options, parsed, errors = read(argv, InferenceFlags, description, gone=REMOVED_FLAGS)
+    options, parsed, errors = read(argv, InferenceFlags, description)
     errors += check_models(options)
-    if len(options.places) > 1:
-        errors.append(f"{' and '.join(options.places)}: several models. Name one.")
-    given = [f"--{name}" for name in ("prompt", "prompt_file", "prompts", "chat") if name in parsed.places]
-    if len(given) > 1:
-        errors.append(f"{' and '.join(given)}: cannot be combined. Give one of them.")
+    prompts = [f"--{name}" for name in ("prompt", "prompt_file", "prompts", "chat") if name in parsed.places]
+    for given in (options.places, prompts):
+        if len(given) > 1:
+            errors.append(f"{' and '.join(given)}: cannot be combined. Give one of them.")
     if options.output_file:
         errors += check_output_file(options.output_file, options.overwrite)
         if Path(options.output_file).expanduser().resolve() == Path(options.prompts or "").expanduser().resolve():
             errors.append(f"--output_file {options.output_file}: is what --prompts reads. Choose another file.")
-    if int(os.environ.get("WORLD_SIZE") or 1) > 1 and not options.prompts and not options.enable_fsdp:
-        errors.append("Each of the processes would answer. --enable_fsdp shards the model across them.")
     check(errors)
     return options
 

@@ -1,20 +1,19 @@
 """Answers by Transformers' own generate: greedy or sampled, one streamed or many in a batch, on one rank or several.
 
-In fp32 an answer depends neither on its neighbors in the batch nor on the number of ranks: padding is on the left and
-masked, and each row samples from its own generator, seeded by (seed, number of the prompt).
+In fp32 a greedy answer depends neither on its neighbors in the batch nor on the number of ranks: padding is on the left
+and masked.
 """
 
 import copy
-import hashlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import datetime
 from typing import Any, NamedTuple
 
 import torch
 from jinja2.exceptions import TemplateError
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
-from transformers.generation import BaseStreamer, TopKLogitsWarper, TopPLogitsWarper
+from transformers.generation import BaseStreamer
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from llama_ft.data import own_template, pad_token_id
@@ -27,8 +26,6 @@ from llama_ft.training import free_unsharded
 
 DEFAULTS = {"temperature": 1.0, "top_p": 1.0, "top_k": 50, "repetition_penalty": 1.0}  # Transformers' own
 OF_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "typical_p", "top_h", "epsilon_cutoff", "eta_cutoff")
-# A later token may still change so many characters: tokenizers that clean up spaces make "don't" of "do n't".
-UNSETTLED = 4
 Messages = list[dict[str, Any]]
 Show = Callable[[str], None]
 
@@ -57,7 +54,7 @@ class Answerer:
         opened: the model and its tokenizer. Its generation config is changed.
         options: how it answers. With enable_fsdp all ranks call `answer` together, each with prompts of its own, or
             with none.
-        job: the ranks.
+        job: the ranks; torch's random numbers are seeded on all of them.
     """
 
     def __init__(self, opened: Opened, options: InferenceFlags, job: Runtime) -> None:
@@ -67,29 +64,31 @@ class Answerer:
         config = copy.deepcopy(self.model.generation_config)
         self.sampling = settle_sampling(options, config)
         self._ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
-        for name in OF_SAMPLING:  # _NextToken samples instead, so that each row has its own generator
-            setattr(config, name, None)
-        config.do_sample, config.num_beams, config.max_length = False, 1, None
-        config.num_return_sequences, config.return_dict_in_generate = 1, False
+        is_sampled = self.sampling["temperature"] > 0
+        unused = () if is_sampled else OF_SAMPLING  # of which Transformers would warn
+        changed = {**self.sampling, **dict.fromkeys(unused), "do_sample": is_sampled, "num_beams": 1}
+        changed |= {"max_length": None, "num_return_sequences": 1, "return_dict_in_generate": False}
+        for name, value in changed.items():
+            setattr(config, name, value)
         self.model.generation_config = config
+        torch.manual_seed(options.seed + (job.rank if options.prompts else 0))  # one prompt is answered by all ranks
 
     def tokens(self, prompt: Messages | str) -> list[int]:
         """Return the token ids of a prompt; raise UserError if the chat template rejects it."""
-        if self.tokenizer.chat_template:
-            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-            if self._options.system_prompt and messages[0]["role"] not in ("system", "developer"):
-                messages = [{"role": "system", "content": self._options.system_prompt}, *messages]
-            # Training writes the same date into every sample; an answer's date is today's.
-            template = _compile_jinja_template(own_template(self.tokenizer))
-            template.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
-            try:
-                ids: Any = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-            except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
-                raise UserError(f"the chat template rejects the prompt ({error}).") from error
-        elif isinstance(prompt, str) and not self._options.system_prompt:
-            ids = self.tokenizer(prompt)["input_ids"]
-        else:
+        if not self.tokenizer.chat_template:
+            if isinstance(prompt, str) and not self._options.system_prompt:
+                return list(self.tokenizer(prompt)["input_ids"])
             raise UserError("a conversation needs a chat template, and the tokenizer has none.")
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        if self._options.system_prompt and messages[0]["role"] not in ("system", "developer"):
+            messages = [{"role": "system", "content": self._options.system_prompt}, *messages]
+        # Training writes the same date into every sample; an answer's date is today's.
+        template = _compile_jinja_template(own_template(self.tokenizer))
+        template.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
+        try:
+            ids: Any = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+            raise UserError(f"the chat template rejects the prompt ({error}).") from error
         return list(ids)
 
     def longest_answer(self, prompt_tokens: int) -> int:
@@ -100,17 +99,12 @@ class Answerer:
 
     @torch.no_grad()
     def answer(
-        self,
-        prompts: list[list[int]],
-        numbers: Sequence[int],
-        show: Show | None = None,
-        stopped: Callable[[], bool] = lambda: False,
+        self, prompts: list[list[int]], show: Show | None = None, stopped: Callable[[], bool] = lambda: False
     ) -> list[Answer]:
         """Answer prompts in one batch.
 
         Args:
             prompts: token ids. All have the same `longest_answer`: a model with learned positions has no others.
-            numbers: their numbers, for sampling.
             show: is called with the text of the one prompt's answer as it comes.
             stopped: asked after each token, whether to end here.
         """
@@ -131,9 +125,8 @@ class Answerer:
             input_ids=ids.to(self._job.device),
             attention_mask=mask.to(self._job.device),
             max_new_tokens=limit,
-            repetition_penalty=self.sampling["repetition_penalty"],
             pad_token_id=self._pad,
-            logits_processor=LogitsProcessorList([_NextToken(self.sampling, self._options.seed, numbers or [0])]),
+            logits_processor=LogitsProcessorList([_Finite()]),
             stopping_criteria=StoppingCriteriaList([stop_all]),
             streamer=_Streamer(self._text, show) if show is not None else None,
             synced_gpus=is_sharded,
@@ -151,33 +144,15 @@ class Answerer:
         return str(self.tokenizer.decode(self._said(tokens), skip_special_tokens=True))
 
 
-class _NextToken(LogitsProcessor):
-    """Sample: keep of each row's scores only the token that the row's own generator draws, with a number in [0, 1) from
-    the host, and the token in whose part of the cumulative probabilities it lies. Also reject NaN and infinities."""
-
-    def __init__(self, sampling: dict[str, Any], seed: int, numbers: Sequence[int]) -> None:
-        self._temperature: float = sampling["temperature"]
-        # Hashed: seed + 1 is not to give a row what seed gives the next one, and torch takes the lower 32 bits only.
-        digests = [hashlib.sha256(f"{seed}/{number}".encode()).digest() for number in numbers]
-        self._generators = [torch.Generator().manual_seed(int.from_bytes(digest[:4])) for digest in digests]
-        self._warpers: list[LogitsProcessor] = [TopKLogitsWarper(sampling["top_k"])] if sampling["top_k"] else []
-        self._warpers += [TopPLogitsWarper(sampling["top_p"])] if sampling["top_p"] < 1 else []
+class _Finite(LogitsProcessor):
+    """Reject NaN and infinities, of which an answer would be made all the same."""
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         if not scores.amax(dim=-1).isfinite().all():  # a single -inf is a token that is never said
             raise RunFailure(
                 "The model's logits are not finite: its weights are corrupted, or it needs --precision bf16."
             )
-        if not self._temperature:
-            return scores
-        scores = scores / self._temperature
-        for warper in self._warpers:
-            scores = warper(input_ids, scores)
-        sums = scores.softmax(dim=-1, dtype=torch.float64).cumsum(dim=-1)  # [rows, vocab]
-        numbers = [torch.rand((), generator=generator, dtype=torch.float64) for generator in self._generators]
-        drawn = torch.stack(numbers).to(sums.device)[:, None] * sums[:, -1:]
-        chosen = torch.searchsorted(sums, drawn, right=True).clamp(max=sums.shape[-1] - 1)
-        return torch.full_like(scores, -torch.inf).scatter_(1, chosen, 0.0)
+        return scores
 
 
 class _Streamer(BaseStreamer):
@@ -191,14 +166,11 @@ class _Streamer(BaseStreamer):
     def put(self, value: torch.Tensor) -> None:
         """Take the prompt, then a token at a time."""
         self._tokens = [] if self._tokens is None else self._tokens + value.tolist()
-        if len(self._tokens) % (1 + len(self._tokens) // 1000) == 0:  # decoding takes 1 us per token
-            # Replacement characters at the end are so far only the first bytes of a character.
-            self._hand_on(self._decode(self._tokens).rstrip("\N{REPLACEMENT CHARACTER}")[:-UNSETTLED])
+        # Replacement characters at the end are so far only the first bytes of a character.
+        text = self._decode(self._tokens).rstrip("\N{REPLACEMENT CHARACTER}")
+        self._show(text[self._shown :])
+        self._shown = max(self._shown, len(text))  # half a character may hide the one before it
 
     def end(self) -> None:
         """Show the rest."""
-        self._hand_on(self._decode(self._tokens or []))
-
-    def _hand_on(self, text: str) -> None:
-        self._show(text[self._shown :])
-        self._shown = max(self._shown, len(text))
+        self._show(self._decode(self._tokens or [])[self._shown :])

@@ -2,10 +2,10 @@
 
 import json
 import sys
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from itertools import groupby
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch.distributed as dist
 
@@ -20,7 +20,7 @@ def one_prompt(options: InferenceFlags) -> str:
     """Return the one prompt to answer: of --prompt, --prompt_file or stdin."""
     text = options.prompt
     if options.prompt_file:
-        text = _text_of(Path(options.prompt_file).expanduser(), "--prompt_file").rstrip("\n")
+        text = _text_of(options.prompt_file, "--prompt_file").rstrip("\n")
     elif text is None:
         text = sys.stdin.read().removeprefix("\ufeff").rstrip("\n")
     if not text.strip():
@@ -28,36 +28,36 @@ def one_prompt(options: InferenceFlags) -> str:
     return text
 
 
-def _text_of(file: Path, flag: str) -> str:
+def _text_of(name: str, flag: str) -> str:
     try:
-        return file.read_text(encoding="utf-8-sig")
+        return Path(name).expanduser().read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{flag} {file}: cannot be read ({reason(error)}).") from error
+        raise UserError(f"{flag} {name}: cannot be read ({reason(error)}).") from error
 
 
-def read_prompts(file: Path) -> list[tuple[dict[str, Any], Messages | str]]:
+def read_prompts(name: str) -> list[tuple[dict[str, Any], Messages | str]]:
     """Read the prompts of a file: .txt, one per line; or .jsonl, samples with `prompt` or `messages`.
 
     Returns:
         Each sample, which gets the answer, with its prompt: text, or a conversation without its last answer.
     """
     prompts = []
-    for line, text in enumerate(_text_of(file, "--prompts").split("\n"), start=1):
+    for line, text in enumerate(_text_of(name, "--prompts").split("\n"), start=1):
         if text.strip():
             try:
-                row = {"prompt": text} if file.suffix == ".txt" else json.loads(text)
+                row = {"prompt": text} if name.endswith(".txt") else json.loads(text)
                 prompts.append((row, _asked(row)))
             except (ValueError, LookupError, TypeError, AttributeError, RecursionError, BadRow) as error:
-                raise UserError(f"{file}:{line}: {reason(error)}.") from error
+                raise UserError(f"{name}:{line}: {reason(error)}.") from error
     if not prompts:
-        raise UserError(f"--prompts {file}: holds no prompts.")
+        raise UserError(f"--prompts {name}: holds no prompts.")
     return prompts
 
 
 def _asked(row: Any) -> Messages | str:
-    if "answer" in row or ("prompt" in row) == ("messages" in row):
-        raise ValueError('expected an object with "prompt" or "messages", and without "answer"')
-    value = row.get("prompt", row.get("messages"))
+    if "answer" in row:
+        raise ValueError('"answer" would be replaced')
+    value = row["prompt"] if "prompt" in row else row["messages"]
     if isinstance(value, str) and value.strip():
         return value
     asked = [
@@ -91,26 +91,22 @@ def answer_prompts(
         except UserError as error:
             raise UserError(f"--prompts: prompt {number}: {error.messages[0]}") from error
     truncated, batch = 0, options.batch_size * job.world_size
-    with _answers_file(options) if job.is_main else nullcontext() as file:
+    file, has_file = Path(options.output_file or "").expanduser(), options.output_file and job.is_main
+    if has_file:
+        file.parent.mkdir(parents=True, exist_ok=True)
+    mode = "w" if options.overwrite else "x"
+    with open(file, mode, encoding="utf-8", errors="replace") if has_file else nullcontext(sys.stdout) as out:
         for _, alike in groupby(range(len(prompts)), key=limits.__getitem__):
             places = list(alike)
             for together in (places[start : start + batch] for start in range(0, len(places), batch)):
                 mine = together[job.rank :: job.world_size]
                 everyone: list[Any] = [None] * job.world_size
-                dist.all_gather_object(everyone, answerer.answer([tokens[place] for place in mine], mine))
+                dist.all_gather_object(everyone, answerer.answer([tokens[place] for place in mine]))
                 for index, place in enumerate(together):
                     answer = everyone[index % job.world_size][index // job.world_size]
                     truncated += answer.is_truncated
-                    if file is not None:
+                    if job.is_main:
                         row = {**prompts[place][0], "answer": answer.text}
-                        print(json.dumps(row, ensure_ascii=False), file=file, flush=True)
+                        print(json.dumps(row, ensure_ascii=False), file=out, flush=True)
                 log.info(f"{together[-1] + 1} of {len(prompts)} prompts answered")
     return truncated
-
-
-def _answers_file(options: InferenceFlags) -> AbstractContextManager[TextIO]:
-    if not options.output_file:
-        return nullcontext(sys.stdout)
-    file = Path(options.output_file).expanduser()
-    file.parent.mkdir(parents=True, exist_ok=True)
-    return open(file, "w" if options.overwrite else "x", encoding="utf-8", errors="replace", newline="\n")

@@ -8,7 +8,7 @@ from typing import Literal
 import yaml
 from pydantic import ValidationError
 
-from llama_ft.config.paths import folder_problem, looks_local, looks_safely
+from llama_ft.config.paths import folder_problem, looks_local
 from llama_ft.config.settings import Config, QuantizationConfig
 from llama_ft.export_flags import export_kind
 
@@ -29,7 +29,6 @@ def find_result(folder: Path) -> tuple[Result, Path] | None:
     return ("run", folder) if kind == "run" else None
 
 
-@looks_safely
 def result_problem(name: str) -> str | None:
     """Return why `name` cannot be loaded: it is no run, checkpoint, adapter, model directory or Hub name."""
     if not looks_local(name):
