@@ -12,6 +12,7 @@ import pyarrow.feather
 import pyarrow.parquet
 import pytest
 
+from llama_ft.data import files
 from llama_ft.data.files import rows_of_file
 from llama_ft.data.formats import BadRow
 from llama_ft.errors import UserError
@@ -167,6 +168,20 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path, name: str) -> None:
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 10 * 2**20 < 30_000 * 1000
+
+
+@pytest.mark.parametrize("name", ["my.jsonl", "my.jsonl.gz"])
+def test_a_line_without_end_is_not_read_whole(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "LONGEST_LINE", 2**20)
+    text = '{"text": 1}\n{"text": "' + "x" * 50_000_000
+    path = written(tmp_path / name, gzip.compress(text.encode(), 1) if name.endswith(".gz") else text)
+    del text
+    tracemalloc.start()
+    with pytest.raises(UserError, match=f"{name}:2: the line has over 1,048,576 bytes"):
+        list(rows_of_file(path))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 16 * 2**20
 
 
 def test_big_rows_of_parquet_are_turned_into_objects_few_at_a_time(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from llama_ft.data.formats import BadRow, Row
 from llama_ft.errors import UserError, reason
 
 Rows = Iterator[tuple[str, Row | BadRow]]  # each with its place
+LONGEST_LINE = 2**27  # bytes; the longest text of a sample, 10 million characters, takes at most 120 million as JSON
 LONGEST_FIELD = 2**27  # bytes of a CSV field; Python's own limit of 131,072 is shorter than many chats
 ROWS_AT_ONCE, BATCH_BYTES = 64, 2**24  # of a columnar file turned into Python objects
 
@@ -42,6 +43,8 @@ def rows_of_file(path: Path | str) -> Rows:
     try:
         for place, row in READERS[data_suffix(name)](name):
             yield place, row
+    except UserError:
+        raise
     except Exception as error:  # of a disk, a decoder, pyarrow or any network library
         after = f" after {place}" if place else ""
         raise UserError(f"{name}: cannot be read{after}: {reason(error)}.") from error
@@ -66,7 +69,10 @@ def _json_rows(name: str) -> Rows:
             for number, value in enumerate(values, start=1):
                 yield f"{name} row {number}", _object_or_bad(value)
             return
-        for number, line in enumerate(file, start=1):
+        lines = iter(lambda: file.readline(LONGEST_LINE + 1), b"")  # one of 1 GiB takes 1 MiB in a .gz
+        for number, line in enumerate(lines, start=1):
+            if len(line) > LONGEST_LINE:
+                raise UserError(f"{name}:{number}: the line has over {LONGEST_LINE:,} bytes.")
             line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
             if line.strip():
                 yield f"{name}:{number}", _row_of_line(line)
