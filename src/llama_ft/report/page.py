@@ -64,7 +64,7 @@ def report_page(run: Run) -> str:
         memory=memory,
         step_plot=memory.step_plot().svg(),
         units=unit_groups(run.facts.get("units", [])),
-        histograms=[histogram(it["histogram"], data["edges"], title, colour) for title, it, colour in splits if it],
+        histograms=[histogram(it["histogram"], title, colour) for title, it, colour in splits if it],
         differing=differing_settings([run]),
     )
 

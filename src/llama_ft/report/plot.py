@@ -176,11 +176,12 @@ def smoothed(series: Series) -> list[Series]:
     return [replace(series, name="each step", style="faint"), replace(series, y=mean)]
 
 
-def histogram(counts: Sequence[int], edges: Sequence[float], name: str, colour: int = 0) -> Markup:
-    """Bars of samples by their length, from `edges[n]` to `edges[n + 1]` tokens each."""
-    spans = [(math.ceil(low), math.ceil(high) - 1) for low, high in zip(edges, edges[1:], strict=False)]
+def histogram(counts: Sequence[int], name: str, colour: int = 0) -> Markup:
+    """Bars of samples by their length, bar n from 2**n to 2**(n + 1) - 1 tokens, without empty bars at both ends."""
+    filled = [power for power, count in enumerate(counts) if count]
+    bars = [(counts[n], (2**n, 2 ** (n + 1) - 1)) for n in range(min(filled, default=0), max(filled, default=-1) + 1)]
     macro = TEMPLATES.get_template("plot.html").module.histogram  # type: ignore[attr-defined]
-    return Markup(macro(name, list(zip(counts, spans, strict=True)), colour)) if any(counts) else Markup("")
+    return Markup(macro(name, bars, colour)) if bars else Markup("")
 
 
 TEMPLATES = Environment(
