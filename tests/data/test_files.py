@@ -8,7 +8,6 @@ from pathlib import Path
 
 import fsspec
 import pyarrow
-import pyarrow.feather
 import pyarrow.parquet
 import pytest
 
@@ -81,12 +80,6 @@ def zstd(data: bytes) -> bytes:
     return pyarrow.compress(data, codec="zstd", asbytes=True)
 
 
-def write_arrow_stream(path: Path) -> None:
-    table = pyarrow.Table.from_pylist(ROWS)
-    with pyarrow.OSFile(str(path), "wb") as file, pyarrow.ipc.new_stream(file, table.schema) as writer:
-        writer.write_table(table)
-
-
 KINDS: dict[str, Callable[[Path], object]] = {
     "my.jsonl": lambda path: path.write_bytes(LINES),
     "my.jsonl.gz": lambda path: path.write_bytes(gzip.compress(LINES[:60]) + gzip.compress(LINES[60:])),  # two members
@@ -98,8 +91,6 @@ KINDS: dict[str, Callable[[Path], object]] = {
     "my.csv.gz": lambda path: path.write_bytes(gzip.compress(CSV)),
     "my.csv.zst": lambda path: path.write_bytes(zstd(CSV)),
     "my.parquet": lambda path: pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), path),
-    "stream.arrow": write_arrow_stream,
-    "file.arrow": lambda path: pyarrow.feather.write_feather(pyarrow.Table.from_pylist(ROWS), str(path)),
 }
 
 
@@ -115,14 +106,13 @@ def test_every_kind_of_file_holds_the_same_rows_here_and_behind_a_url(tmp_path: 
     assert remote[0][0].startswith(url)
 
 
-@pytest.mark.parametrize("suffix", [".parquet", ".arrow"])
-def test_keys_that_only_other_objects_have_are_no_nulls_in_columnar_files(tmp_path: Path, suffix: str) -> None:
+def test_keys_that_only_other_objects_have_are_no_nulls_in_parquet(tmp_path: Path) -> None:
     turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "yes", "weight": 0}]
     table = pyarrow.Table.from_pylist([{"messages": turns, "id": None, "labels": [1, 2]}])
-    path = tmp_path / f"my{suffix}"
-    write: Callable = pyarrow.parquet.write_table if suffix == ".parquet" else pyarrow.feather.write_feather
-    write(table, str(path))
-    assert [row for _, row in rows_of_file(path)] == [{"messages": turns, "id": None, "labels": [1, 2]}]
+    pyarrow.parquet.write_table(table, tmp_path / "my.parquet")
+    assert [row for _, row in rows_of_file(tmp_path / "my.parquet")] == [
+        {"messages": turns, "id": None, "labels": [1, 2]}
+    ]
 
 
 @pytest.mark.parametrize(
@@ -130,7 +120,6 @@ def test_keys_that_only_other_objects_have_are_no_nulls_in_columnar_files(tmp_pa
     [
         ("my.jsonl.gz", b"not zipped", "cannot be read: Not a gzipped file"),
         ("my.jsonl.zst", b"not zipped", "cannot be read: ZSTD decompress failed"),
-        ("my.arrow", b"no arrow at all", "cannot be read: "),
         ("my.parquet", b"", "cannot be read: "),
         ("my.parquet", b"a,b\n1,2\n", "cannot be read: "),
         ("my.csv", b"a,b\n1,2\n3,\xff\n", "cannot be read: "),

@@ -10,14 +10,13 @@ import gzip
 import io
 import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import fsspec
 import pyarrow
-import pyarrow.ipc
 import pyarrow.parquet
 
 from llama_ft.config.data_names import data_suffix, is_url
@@ -108,29 +107,14 @@ def _csv_rows(name: str) -> Rows:
 
 
 def _parquet_rows(name: str) -> Rows:
-    with _arrow_file(name) as opened, pyarrow.parquet.ParquetFile(opened) as file:
+    opened = fsspec.open(name, "rb").open() if is_url(name) else name
+    with pyarrow.parquet.ParquetFile(opened, memory_map=True) as file:
         of_groups = [file.metadata.row_group(index) for index in range(file.metadata.num_row_groups)]
         row_bytes = sum(group.total_byte_size for group in of_groups) // max(1, file.metadata.num_rows) + 1
-        yield from _batch_rows(name, file.iter_batches(batch_size=max(1, min(ROWS_AT_ONCE, BATCH_BYTES // row_bytes))))
-
-
-def _arrow_rows(name: str) -> Rows:
-    """Rows of an Arrow file, or of the stream that `datasets` writes."""
-    with _arrow_file(name) as file:
-        is_stream = bytes(file.read(6)) != b"ARROW1"
-        file.seek(0)
-        whole = pyarrow.ipc.open_stream(file) if is_stream else pyarrow.ipc.open_file(file)
-        yield from _batch_rows(name, whole if is_stream else map(whole.get_batch, range(whole.num_record_batches)))
-
-
-def _arrow_file(name: str) -> Any:
-    return pyarrow.PythonFile(fsspec.open(name, "rb").open(), "r") if is_url(name) else pyarrow.memory_map(name)
-
-
-def _batch_rows(name: str, batches: Iterable[Any]) -> Rows:
-    parts = (batch.slice(start, ROWS_AT_ONCE) for batch in batches for start in range(0, batch.num_rows, ROWS_AT_ONCE))
-    for number, row in enumerate(itertools.chain.from_iterable(part.to_pylist() for part in parts), start=1):
-        yield f"{name} row {number}", without_nulls(row)
+        batches = file.iter_batches(batch_size=max(1, min(ROWS_AT_ONCE, BATCH_BYTES // row_bytes)))
+        rows = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
+        for number, row in enumerate(rows, start=1):
+            yield f"{name} row {number}", without_nulls(row)
 
 
 def without_nulls(row: Row) -> Row:
@@ -151,5 +135,4 @@ READERS: dict[str, Callable[[str], Rows]] = {
     ".json": _json_rows,
     ".csv": _csv_rows,
     ".parquet": _parquet_rows,
-    ".arrow": _arrow_rows,
 }
