@@ -10,7 +10,7 @@ SOURCE = REPOSITORY / "src" / "llama_ft"
 LONGEST_FILE = 400
 # Lines per folder. They only go down; the goal is 15,000 in all.
 LINES = {
-    "": 450, "checkpoint": 1870, "config": 1990, "data": 3480, "evaluation": 420, "inference": 760, "models": 2900,
+    "": 450, "checkpoint": 1870, "config": 1990, "data": 3160, "evaluation": 420, "inference": 760, "models": 2900,
     "observe": 1720, "plan": 2010, "report": 720, "run": 400, "runtime": 1160, "training": 1280,
 }  # fmt: skip
 # What each folder imports of the others. config knows nobody; tools know the rest and are known by no other folder.

@@ -120,9 +120,7 @@ def test_the_table_counts_what_became_of_each_row(
 def test_bad_rows_are_told_in_their_order(llama3: PreTrainedTokenizerFast, tmp_path: Path, odd_rows: Path) -> None:
     with pytest.raises(UserError) as told:
         prepared(odd_rows, llama3, tmp_path, 3)
-    assert [message.split(": ")[0] for message in told.value.messages] == [
-        f"{odd_rows}:{number}" for number in (6, 506, 1006, 1506, 2006)
-    ]
+    assert [message.split(": ")[0] for message in told.value.messages] == [f"{odd_rows}:6"]
     assert built(tmp_path) == [] and multiprocessing.active_children() == []
 
 

@@ -56,7 +56,7 @@ def test_format_is_told_by_the_columns(columns: str, expected: str) -> None:
     ("columns", "wanted", "text"),
     [
         ("txt id", "auto", "my.jsonl: its columns are id, txt, which fit no format"),
-        ("prompt", "prompt_completion", "prompt_completion (prompt, completion)"),
+        ("prompt", "prompt_completion", "prompt_completion (prompt and completion)"),
         ("text", "alpacca", "--dataset_format is alpacca"),
         ("messages input_ids", "auto", "which fit messages and tokenized;"),
     ],

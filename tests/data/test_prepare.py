@@ -130,7 +130,6 @@ def test_validation_file_may_be_of_another_format(llama3: PreTrainedTokenizerFas
 def test_formats_and_the_columns_that_are_used_and_ignored_are_printed(
     llama3: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
-    """Of all parts and the validation rows, those with the same columns in one line."""
     rows = [{**row, "system": "Be brief.", "id": 1} for row in pairs(2)]
     first, second = write_rows(tmp_path / "a.jsonl", rows), write_rows(tmp_path / "b.jsonl", rows)
     chats = [{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "no"}]}]
@@ -138,9 +137,11 @@ def test_formats_and_the_columns_that_are_used_and_ignored_are_printed(
     mix: Any = [{"path": str(first)}, {"path": str(third)}]
     config = DataConfig(dataset=mix, validation=str(second))
     data = prepare(config, llama3, context_length=64, cache=tmp_path / "cache", want_validation=True)
-    assert data.summary[:2] == [
-        f"{first}, {second}: format alpaca, columns instruction, output, system; ignored: id",
+    alpaca = "format alpaca, columns instruction, output, system; ignored: id"
+    assert data.summary[:3] == [
+        f"{first}: {alpaca}",
         f"{third}: format messages, columns messages; ignored: id, text",
+        f"{second}: {alpaca}",
     ]
     assert data.validation is not None and "Be brief." in llama3.decode(data.validation[0]["input_ids"])
 

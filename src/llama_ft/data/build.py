@@ -44,7 +44,6 @@ FEATURES = Features(
 CHUNK_ROWS, CHUNK_BYTES = 256, 2**20
 CHUNKS_INLINE = 8  # up to here one process is done before others have had their first chunk
 BAD_ROWS_SHOWN = 5
-ROWS_SEARCHED_AFTER_A_BAD_ONE = 10_000  # for more bad rows to report at once; a big file must not take minutes
 Chunk = list[tuple[str, bytes]]  # some neighbouring rows: place; row and format, pickled, as their size is then known
 
 
@@ -234,27 +233,18 @@ class SplitWriter:
 
 
 class BadRows:
-    """Collects rows that cannot be used: to stop with the first few, or to skip and count them."""
+    """Counts rows that cannot be used, or stops at the first ones."""
 
     def __init__(self, skip: bool) -> None:
-        self.skip = skip
-        self.count = 0
-        self.first: list[str] = []
-        self._rows_since_first = 0
+        self.skip, self.count, self.first = skip, 0, list[str]()
 
     def note(self, encoded: EncodedChunk) -> None:
         """Note the bad rows of a chunk.
 
         Raises:
-            UserError: there are bad rows, they are not to be skipped, and there is enough to report.
+            UserError: there are some, and they are not to be skipped.
         """
         self.count += len(encoded.problems)
         self.first = [*self.first, *encoded.problems][:BAD_ROWS_SHOWN]
-        self._rows_since_first += len(encoded.rows) if self.count else 0
-        if self.count >= BAD_ROWS_SHOWN or self._rows_since_first > ROWS_SEARCHED_AFTER_A_BAD_ONE:
-            self.end()
-
-    def end(self) -> None:
-        """Stop the run if there are bad rows that are not to be skipped; called when all rows are read, too."""
         if self.count and not self.skip:
             raise UserError(*self.first[:-1], f"{self.first[-1]}\n(--skip_bad_rows skips such rows and counts them)")

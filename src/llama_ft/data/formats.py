@@ -79,7 +79,7 @@ def find_format(dataset: str, columns: Collection[str], wanted: str) -> RowForma
     plainly = [name for name in fitting if name != "text"] or fitting
     if wanted == "auto" and len(plainly) == 1:
         return plainly[0]
-    known = ", ".join(f"{name} ({', '.join(one.required)})" for name, one in FORMATS.items())
+    known = ", ".join(f"{name} ({' and '.join(one.required)})" for name, one in FORMATS.items())
     fits = f"which fit {' and '.join(plainly) or 'no format'}"
     raise UserError(
         f"{dataset}: its columns are {', '.join(sorted(columns))}, {fits}; --dataset_format is {wanted}.\n"

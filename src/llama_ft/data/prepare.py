@@ -1,12 +1,11 @@
 """One call from `--dataset` to tokenized samples on disk, taken from the cache when nothing has changed."""
 
-import dataclasses
 import hashlib
 import inspect
 import json
 import time
 from contextlib import closing, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -72,13 +71,9 @@ class TokenizedData:
 
     def facts(self) -> dict[str, Any]:
         """What was counted, as plain values, for the run's report."""
-        counted = dataclasses.asdict(self.report)
-        return {
-            "summary": self.summary,
-            "warnings": warnings_of(self.report),
-            "train": counted["train"],
-            "validation": counted["validation"] if self.validation is not None else None,
-        }
+        validation = self.report.validation if self.validation is not None else None
+        splits = {"train": asdict(self.report.train), "validation": validation and asdict(validation)}
+        return {"summary": self.summary, "warnings": warnings_of(self.report), **splits}
 
 
 @dataclass(frozen=True)
@@ -146,12 +141,10 @@ def prepare(
     job = _Job(source, fraction, validation, config.dataset_format, config.skip_bad_rows, encoder, examples)
     streamed, held_out = SplitStatistics(), "validation"
     if config.streaming:
-        nameless = dataclasses.replace(source, name="")
+        nameless = replace(source, name="")
         how = f"{CODE_VERSION} {examples.__qualname__}"
-        streamed.fingerprint = _key(
-            dataclasses.replace(job, source=nameless, validation=None, skip_bad_rows=False), how
-        )
-        job, held_out = dataclasses.replace(job, source=validation or source, validation=None), "train"
+        streamed.fingerprint = _key(replace(job, source=nameless, validation=None, skip_bad_rows=False), how)
+        job, held_out = replace(job, source=validation or source, validation=None), "train"
     report, folder = BuildReport(streamed), cache / "tokenized" / _key(job, _code(examples))
     if not config.streaming or validation:
         processes = config.tokenize_processes or cores()
@@ -176,8 +169,8 @@ def prepare(
 
 
 def _look_at_formats(source: Source, validation: Source | None, wanted: str) -> tuple[set[type], list[str]]:
-    """What the first rows hold (a list is a chat), and lines about the formats and columns of all parts."""
-    kinds, lines = set[type](), dict[str, list[str]]()
+    """What the first rows hold (a list is a chat), and a line about the format and the columns of each part."""
+    kinds, lines = set[type](), list[str]()
     for part in [*(source.parts or (source,)), *([validation] if validation else [])]:
         rows = part.first_rows()
         columns = {column for row in rows for column in row}
@@ -185,12 +178,11 @@ def _look_at_formats(source: Source, validation: Source | None, wanted: str) -> 
         for row in rows:
             with suppress(BadRow):
                 kinds.add(type(FORMATS[row_format].read(row)))
-        known = (*FORMATS[row_format].required, *FORMATS[row_format].optional)
-        line = f"format {row_format}, columns {', '.join(name for name in known if name in columns)}"
-        if ignored := sorted(columns.difference(known)):
-            line += f"; ignored: {', '.join(ignored)}"
-        lines.setdefault(line, []).append(part.name)
-    return kinds, [f"{', '.join(dict.fromkeys(names))}: {line}" for line, names in lines.items()]
+        known = [*FORMATS[row_format].required, *FORMATS[row_format].optional]
+        used, ignored = [name for name in known if name in columns], sorted(columns.difference(known))
+        more = f"; ignored: {', '.join(ignored)}" if ignored else ""
+        lines.append(f"{part.name}: format {row_format}, columns {', '.join(used)}{more}")
+    return kinds, lines
 
 
 def _code(examples: ExamplesOf) -> str:
@@ -240,7 +232,6 @@ def _build(folder: Path, job: _Job, processes: int) -> None:
                 if time.monotonic() - logged > SECONDS_BETWEEN_LINES:
                     logged = time.monotonic()
                     log.info(f"tokenizing: {rows:,} rows in {logged - started:.0f} s")
-        bad.end()
     sample = (validation or train).first_chat
     report = BuildReport(train.close(), validation.close() if validation else None, bad.count, bad.first, sample)
     for split, source in ((report.train, job.source), (report.validation, job.validation or job.source)):

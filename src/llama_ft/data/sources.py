@@ -94,17 +94,13 @@ class Source:
 
     def _weighted(self, row_format: RowFormat) -> Iterator[list[tuple[str, Row | BadRow, RowFormat]]]:
         for place, row in self.read():
-            times = 1 if isinstance(row, BadRow) or self.weight == 1 else times_taken(row, self.weight)
+            times = 1 if isinstance(row, BadRow) else int(self.weight)
+            if self.weight % 1 and not isinstance(row, BadRow):
+                # Another hash than the one that chooses validation rows: a weight of 0.05 would choose just those.
+                content = json.dumps(row, sort_keys=True, ensure_ascii=False, default=str)
+                share = xxhash.xxh3_64_intdigest(content.encode("utf-8", "surrogatepass"), seed=1) / 2**64
+                times += share < self.weight - int(self.weight)
             yield [(place, row, row_format)] * times
-
-
-def times_taken(row: Row, weight: float) -> int:
-    """How often a row is taken: the whole part of weight, and once more if a hash of the row says so.
-
-    The hash is another than the one that chooses validation rows, or a weight of 0.05 would choose just those.
-    """
-    content = json.dumps(row, sort_keys=True, ensure_ascii=False, default=str).encode("utf-8", "surrogatepass")
-    return int(weight) + (xxhash.xxh3_64_intdigest(content, seed=1) / 2**64 < weight - int(weight))
 
 
 def open_source(
