@@ -212,7 +212,8 @@ class SplitWriter:
         if not kept.any():
             return
         if self.first_chat is None:
-            self.first_chat = self._encoder.messages(*pickle.loads(chunk[encoded.row_of_piece[kept][0]][1]))
+            content = self._encoder.read(*pickle.loads(chunk[encoded.row_of_piece[kept][0]][1]))
+            self.first_chat = content if isinstance(content, list) else None
         table = encoded.table.filter(pyarrow.array(kept))
         input_ids, labels = (table[name].combine_chunks() for name in ("input_ids", "labels"))
         arrays = [each.to_numpy() for each in (input_ids.value_lengths(), input_ids.flatten(), labels.flatten())]
