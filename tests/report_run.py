@@ -70,13 +70,10 @@ def write_run(folder: Path, state: Any = "finished", steps: int = 60, lr: str = 
 
 def write_facts(folder: Path) -> None:
     facts = RunMetadata(folder)
-    histogram = [3, 0, 40, 12, 5]
-    split = {"rows": 60, "tokens": 6000, "target_tokens": 3000, "lengths": [40, 120, 200], "histogram": histogram}
-    split |= dict.fromkeys(("truncated", "dropped", "split", "without_target", "copies"), 0) | {"parts": {}}
-    edges = [8, 16, 32, 64, 128, 256]
-    facts.add(
-        data={"summary": [f"training {MARKUP}"], "train": split, "validation": {**split, "rows": 7}, "edges": edges}
-    )
+    histogram = [0, 0, 0, 3, 0, 40, 12, 5, 0]
+    split = {"rows": 60, "tokens": 6000, "target_tokens": 3000, "longest": 200, "histogram": histogram}
+    split |= {"truncated": 0, "skipped": 0}
+    facts.add(data={"summary": [f"training {MARKUP}"], "train": split, "validation": {**split, "rows": 7}})
     facts.add(
         environment={"command": f"recipes/finetuning.py --dataset {MARKUP} HF_TOKEN={SECRET}", "GPUs": "2 x H100"}
     )

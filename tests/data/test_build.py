@@ -74,8 +74,8 @@ def test_several_processes_write_the_same_files_as_one(
         assert (first / name).read_bytes() == (second / name).read_bytes()
     assert one.summary == three.summary
     train = one.report.train
-    assert one.report.bad_rows == 6 and (train.without_target + train.dropped > 20 or truncation == "split")
-    assert (train.split > 0) == (truncation == "split") and (train.dropped > 0) == (truncation == "drop")
+    assert one.report.bad_rows == 6 and (train.skipped > 20) == (truncation != "split")
+    assert (train.truncated > 0) == (truncation == "right")
     assert multiprocessing.active_children() == []
 
 
@@ -99,31 +99,28 @@ def test_rows_on_disk_are_what_the_encoder_makes_of_each_row(
     assert data.report.train.target_tokens == sum(counts)
     assert data.report.train.rows == len(expected)
     assert sum(data.report.train.histogram) == len(whole)
-    assert data.report.train.lengths == [sorted(whole)[len(whole) // 2], *data.report.train.lengths[1:2], max(whole)]
+    assert data.report.train.longest == max(whole)
 
 
 @pytest.mark.parametrize("truncation", ["right", "left", "drop", "split"])
-def test_lengths_are_those_before_truncation_and_the_share_of_lost_tokens_is_printed(
+def test_the_table_counts_what_became_of_each_row(
     llama3: PreTrainedTokenizerFast, tmp_path: Path, truncation: str
 ) -> None:
     """Ten rows of 15 tokens, one of 94, and one of 72 whose answer is at its end."""
     rows = [*pairs(10), {"instruction": "Hi 0", "output": "yes" * 40}, {"instruction": "Hi" * 60, "output": "yes"}]
     data = prepared(write(tmp_path / "my.jsonl", rows), llama3, tmp_path, 1, truncation=truncation)
     train = data.report.train
-    assert train.lengths == [15, 72, 94]
-    lost = {"right": 94 - 40 + 72, "left": 94 - 40 + 72 - 40, "drop": 94 + 72, "split": 40 - 1}[truncation]
-    assert train.lost_tokens == lost
-    share = lost / (316 if truncation != "split" else train.tokens + lost)
-    assert f"training: {share:.1%} of the tokens are lost, {lost}" in data.summary
-    assert data.summary[1].endswith("(lengths before truncation)")
+    assert train.longest == 94 and train.histogram[3:7] == [10, 0, 0, 2] and sum(train.histogram) == 12
+    counts = {"right": (11, 1, 1), "left": (12, 2, 0), "drop": (10, 0, 2), "split": (14, 0, 0)}[truncation]
+    assert (train.rows, train.truncated, train.skipped) == counts
+    words = ["training", train.rows, train.tokens, train.target_tokens, 94, train.truncated, train.skipped]
+    assert data.summary[2].split() == list(map(str, words))
 
 
 def test_bad_rows_are_told_in_their_order(llama3: PreTrainedTokenizerFast, tmp_path: Path, odd_rows: Path) -> None:
     with pytest.raises(UserError) as told:
         prepared(odd_rows, llama3, tmp_path, 3)
-    assert [message.split(": ")[0] for message in told.value.messages] == [
-        f"{odd_rows}:{number}" for number in (6, 506, 1006, 1506, 2006)
-    ]
+    assert [message.split(": ")[0] for message in told.value.messages] == [f"{odd_rows}:6"]
     assert built(tmp_path) == [] and multiprocessing.active_children() == []
 
 

@@ -74,13 +74,13 @@ def test_corrupted_folder_is_named_and_built_again(
     assert (target / "another").exists() and len(caplog.records) == 1, "not corrupted, so not built again"
 
 
-@pytest.mark.parametrize("checksums", ["", "[]", "null", "{}", "[" * 100_000])
-def test_folder_with_other_checksums_is_built_again(tmp_path: Path, checksums: str) -> None:
-    target = build_once(tmp_path / "a", lambda folder: (folder / "done").write_text("x"))
-    (target / "done").write_text("y")
-    (target / "checksums.json").write_text(checksums)
-    build_once(tmp_path / "a", lambda folder: (folder / "done").write_text("x"))
-    assert (target / "done").read_text() == "x"
+def test_folder_with_unreadable_checksums_is_built_again(tmp_path: Path) -> None:
+    for checksums in ("", "[]", "null", "{}", "[" * 100_000):
+        target = build_once(tmp_path / "a", lambda folder: (folder / "done").write_text("x"))
+        (target / "done").write_text("y")
+        (target / CHECKSUMS).write_text(checksums)
+        build_once(tmp_path / "a", lambda folder: (folder / "done").write_text("x"))
+        assert (target / "done").read_text() == "x"
 
 
 def test_cache_that_cannot_be_written_is_told(tmp_path: Path) -> None:

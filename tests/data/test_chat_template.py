@@ -102,8 +102,6 @@ DEEPSEEK_R1 = """
 {%- for m in messages %}
     {%- if m.role == 'user' %}{{- '<|User|>' + m.content }}
     {%- elif m.role == 'tool' %}{{- '<|tool|>' + m.content }}
-    {%- elif m.tool_calls and m.content is none %}
-        {{- '<|Assistant|><|call|>' + m.tool_calls[0].function.arguments + '</s>' }}
     {%- else %}{{- '<|Assistant|>' + m.content.split('</think>')[-1] + '</s>' }}
     {%- endif %}
 {%- endfor %}
@@ -287,7 +285,6 @@ CALLED = '{"name": "f", "arguments": {"x": 1}}'
             f"[/AVAILABLE_TOOLS][INST] Hi[/INST][[[TOOL_CALLS] {CALLED}</s>]]"
             "[TOOL_RESULTS] no[/TOOL_RESULTS] [[yes</s>]]",
         ),
-        (DEEPSEEK_R1, None, '<s><|User|>Hi<|Assistant|>[[<|call|>{"x": 1}</s>]]<|tool|>no<|Assistant|>[[yes</s>]]'),
         (
             BUILT_IN["llama3"],
             None,

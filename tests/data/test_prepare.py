@@ -50,7 +50,7 @@ def test_rows_come_out_as_tokens_labels_counts_and_places(llama3: PreTrainedToke
     ]
     assert "no validation data: --validation FILE or --validation 0.05" in data.summary
     assert data.summary[0] == f"{path}: format alpaca, columns instruction, output"
-    assert data.summary[2].split()[:4] == ["training", "3", "45", "6"]
+    assert data.summary[2].split() == ["training", "3", "45", "6", "15", "0", "0"]
 
 
 def test_demo_brings_its_own_validation_rows(demo: Demo, demo_cache: Path) -> None:
@@ -62,7 +62,7 @@ def test_demo_brings_its_own_validation_rows(demo: Demo, demo_cache: Path) -> No
     assert data.chat_sample is not None
     assert [turn["role"] for turn in data.chat_sample] == ["user", "assistant"]
     assert max(map(len, data.train["input_ids"])) == 512
-    assert any("truncated at --context_length 512" in line for line in data.summary)
+    assert data.report.train.truncated > 10
 
 
 def test_first_bad_rows_are_reported_together(llama3: PreTrainedTokenizerFast, tmp_path: Path) -> None:
@@ -82,21 +82,18 @@ def test_what_was_skipped_and_truncated_is_counted(llama3: PreTrainedTokenizerFa
     path = write_rows(tmp_path / "my.jsonl", rows)
     data = prepared(path, llama3, tmp_path / "cache", skip_bad_rows=True)
     assert len(data.train) == 3
-    lines = [line for line in data.summary if "1 rows" in line or "bad rows" in line]
-    assert [line.partition(" at ")[0].partition(" within")[0] for line in lines[:2]] == [
-        "training: 1 rows truncated",
-        "training: 1 rows skipped, nothing to train on",
-    ]
-    assert lines[2].startswith(f'2 bad rows skipped: {path}:4: "output" is empty') and f"{path}:5: " in lines[2]
+    assert (data.report.train.truncated, data.report.train.skipped) == (0, 1)
+    (line,) = (line for line in data.summary if "bad rows" in line)
+    assert line.startswith(f'2 bad rows skipped: {path}:4: "output" is empty') and f"{path}:5: " in line
 
 
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
         ({"validation": "1.5"}, "expected a fraction between 0 and 1"),
-        ({"validation": "0.0001"}, "my.jsonl: no row is left .*: none was chosen.\n *Expected a larger fraction"),
-        ({"context_length": 8}, "my.jsonl: no row is left .* 3 rows are longer than --context_length 8"),
-        ({"validation": "bad.jsonl", "skip_bad_rows": True}, "bad.jsonl: no row is left .* 3 rows are bad"),
+        ({"validation": "0.0001"}, "my.jsonl: no row is left .*: 0 are longer .*\n *Expected .* larger fraction"),
+        ({"context_length": 8}, "my.jsonl: no row is left .* 3 are longer than --context_length 8"),
+        ({"validation": "bad.jsonl", "skip_bad_rows": True}, "bad.jsonl: no row is left .* 3 are bad"),
     ],
 )
 def test_a_split_without_rows_is_refused(
@@ -133,7 +130,6 @@ def test_validation_file_may_be_of_another_format(llama3: PreTrainedTokenizerFas
 def test_formats_and_the_columns_that_are_used_and_ignored_are_printed(
     llama3: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
-    """Of all parts and the validation rows, those with the same columns in one line."""
     rows = [{**row, "system": "Be brief.", "id": 1} for row in pairs(2)]
     first, second = write_rows(tmp_path / "a.jsonl", rows), write_rows(tmp_path / "b.jsonl", rows)
     chats = [{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "no"}]}]
@@ -141,9 +137,11 @@ def test_formats_and_the_columns_that_are_used_and_ignored_are_printed(
     mix: Any = [{"path": str(first)}, {"path": str(third)}]
     config = DataConfig(dataset=mix, validation=str(second))
     data = prepare(config, llama3, context_length=64, cache=tmp_path / "cache", want_validation=True)
-    assert data.summary[:2] == [
-        f"{first}, {second}: format alpaca, columns instruction, output, system; ignored: id",
+    alpaca = "format alpaca, columns instruction, output, system; ignored: id"
+    assert data.summary[:3] == [
+        f"{first}: {alpaca}",
         f"{third}: format messages, columns messages; ignored: id, text",
+        f"{second}: {alpaca}",
     ]
     assert data.validation is not None and "Be brief." in llama3.decode(data.validation[0]["input_ids"])
 

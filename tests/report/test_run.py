@@ -55,15 +55,14 @@ def test_the_head_says_that_a_run_stopped_early_and_whose_weights_it_kept(run_di
     )
 
 
-def test_rows_that_leaked_or_were_skipped_stand_above_the_data_table(run_dir: Path, tmp_path: Path) -> None:
-    folder = copied(run_dir, tmp_path / "leak")
-    counted = BuildReport(SplitStatistics(), SplitStatistics(), shared=10, first_shared=["a:1"], bad_rows=8)
+def test_bad_rows_that_were_skipped_stand_above_the_data_table(run_dir: Path, tmp_path: Path) -> None:
+    folder = copied(run_dir, tmp_path / "bad")
+    counted = BuildReport(SplitStatistics(), bad_rows=8, first_bad_rows=["a:1"])
     facts = json.loads((folder / "facts.json").read_text())
-    facts["data"]["warnings"] = warnings_of(counted, want_validation=True)
+    facts["data"]["warnings"] = warnings_of(counted)
     (folder / "facts.json").write_text(json.dumps(facts))
     data = report_page(read_run(folder)).partition("<h2>Data</h2>")[2].partition("<table>")[0]
-    assert data.count('class="warn"') == 2
-    assert "10 rows are in the training rows too" in data and "8 bad rows skipped" in data
+    assert data.count('class="warn"') == 1 and "8 bad rows skipped: a:1; ..." in data
 
 
 def test_each_measure_of_memory_has_a_name_of_its_own(run_dir: Path, tmp_path: Path) -> None:

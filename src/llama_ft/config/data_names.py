@@ -11,10 +11,10 @@ from llama_ft.config.messages import nearest_file
 
 Kind = Literal["demo", "ready", "function", "url", "file", "folder", "glob", "hub"]
 READY_DATASETS = ("samsum", "grammar", "alpaca")  # by llama-recipes' names, also as samsum_dataset
-DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".arrow")
+DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 COMPRESSED_SUFFIXES = tuple(kind + packed for kind in (".jsonl", ".json", ".csv") for packed in (".gz", ".zst"))
 DATA_FORMS = (
-    ".jsonl, .json, .csv (also .gz, .zst), .parquet and .arrow, folders and globs of them, hub names (org/name), and "
+    ".jsonl, .json, .csv (also .gz, .zst) and .parquet, folders and globs of them, hub names (org/name), and "
     "path/to/file.py:function"
 )
 NOT_REGULAR = "is not a regular file. Write what a pipe gives to a file first."

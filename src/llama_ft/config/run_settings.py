@@ -68,7 +68,7 @@ class DataConfig:
     """What is trained on."""
 
     dataset: str | list[DatasetPart] = "demo"
-    """A .jsonl, .json, .csv (also .gz, .zst), .parquet or .arrow file, a folder or a glob of them; a URL of such a file
+    """A .jsonl, .json, .csv (also .gz, .zst) or .parquet file, a folder or a glob of them; a URL of such a file
     (s3://, https://); a hub name (org/name or org/name:configuration); path/to/file.py:function returning a
     datasets.Dataset; llama-recipes' samsum, grammar or alpaca; demo: Python's docstrings as questions and answers; or
     a mix, '[{path: a.jsonl, weight: 2.5}, {path: org/name, split: test}]': 2.5 takes half of the rows a third time."""

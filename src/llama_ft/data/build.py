@@ -23,12 +23,12 @@ from typing import Any, NamedTuple
 import numpy
 import pyarrow
 import xxhash
-from datasets import Dataset, Features, List, Value
+from datasets import Features, List, Value
 from datasets.arrow_writer import ArrowWriter
 
 from llama_ft.data.formats import BadRow, Message, Row
 from llama_ft.data.sources import Source
-from llama_ft.data.statistics import ROW, SplitStatistics
+from llama_ft.data.statistics import BAD, ROW, SKIPPED, TRUNCATED, WHOLE, SplitStatistics
 from llama_ft.data.tokenize import Encoded, Encoder, ExamplesOf
 from llama_ft.errors import RunFailure, UserError
 from llama_ft.processes import end_with
@@ -44,7 +44,6 @@ FEATURES = Features(
 CHUNK_ROWS, CHUNK_BYTES = 256, 2**20
 CHUNKS_INLINE = 8  # up to here one process is done before others have had their first chunk
 BAD_ROWS_SHOWN = 5
-ROWS_SEARCHED_AFTER_A_BAD_ONE = 10_000  # for more bad rows to report at once; a big file must not take minutes
 Chunk = list[tuple[str, bytes]]  # some neighbouring rows: place; row and format, pickled, as their size is then known
 
 
@@ -100,17 +99,14 @@ def encode_chunk(chunk: Chunk, encoder: Encoder, examples_of: ExamplesOf) -> Enc
             examples = examples_of(row, row_format, encoder)
             groups = list(zip(*(encoder.fit(*example) for example in examples), strict=False))
         except (BadRow, RecursionError) as problem:
-            rows[number]["pieces"] = -1
+            rows[number]["fate"] = BAD
             problems.append(f"{place}: {problem}")
             continue
         trained = [group for group in groups if all(piece.target_tokens for piece in group)]
-        own = [(number, piece, len(group)) for group in trained for piece in group]
-        rows[number] = (
-            content_hash(row), sum(len(input_ids) for input_ids, _ in examples), len(groups), len(own),
-            sum(len(piece.input_ids) for _, piece, _ in own), sum(piece.target_tokens for _, piece, _ in own),
-            any(piece.truncated for group in groups for piece in group),
-        )  # fmt: skip
-        pieces += own
+        is_truncated = any(piece.truncated for group in groups for piece in group)
+        fate = (TRUNCATED if is_truncated else WHOLE) if trained else SKIPPED
+        rows[number] = content_hash(row), sum(len(input_ids) for input_ids, _ in examples), fate
+        pieces += [(number, piece, len(group)) for group in trained for piece in group]
     ends = numpy.cumsum([0, *(len(piece.input_ids) for _, piece, _ in pieces)]).astype(numpy.int32)
     input_ids, labels = (
         numpy.fromiter(itertools.chain.from_iterable(column), numpy.int32)
@@ -199,10 +195,7 @@ class SplitWriter:
     def __init__(self, path: Path, encoder: Encoder) -> None:
         self.statistics = SplitStatistics()
         self.first_chat: list[Message] | None = None
-        self._path = path
         self._encoder = encoder
-        self._rows = [numpy.zeros(0, ROW)]  # 33 bytes per row, 41 with its digest: 41 MB per million
-        self._digests = list[int]()
         self._checksums = [xxhash.xxh3_128() for _ in range(3)]
         self._writer = ArrowWriter(path=str(path), features=FEATURES)
 
@@ -214,61 +207,45 @@ class SplitWriter:
             encoded: the same, tokenized.
             mine: bool [rows], which of them belong to this split.
         """
-        self._rows.append(encoded.rows[mine & (encoded.rows["pieces"] >= 0)])
+        self.statistics.count(encoded.rows[mine])
         kept = mine[encoded.row_of_piece]
         if not kept.any():
             return
         if self.first_chat is None:
-            self.first_chat = self._encoder.messages(*pickle.loads(chunk[encoded.row_of_piece[kept][0]][1]))
+            content = self._encoder.read(*pickle.loads(chunk[encoded.row_of_piece[kept][0]][1]))
+            self.first_chat = content if isinstance(content, list) else None
         table = encoded.table.filter(pyarrow.array(kept))
-        self.statistics.largest_id = max(self.statistics.largest_id, encoded.largest_id)
         input_ids, labels = (table[name].combine_chunks() for name in ("input_ids", "labels"))
-        values = [numpy.ascontiguousarray(each.flatten().to_numpy()) for each in (input_ids, labels)]
-        lengths = input_ids.value_lengths().to_numpy()
-        for checksum, each in zip(self._checksums, (lengths, *values), strict=True):
-            checksum.update(numpy.ascontiguousarray(each).data)
-        for end, length in zip(lengths.cumsum(), lengths, strict=True):
-            self._digests.append(
-                xxhash.xxh3_64_intdigest(b"".join(each[end - length : end].tobytes() for each in values))
-            )
+        arrays = [each.to_numpy() for each in (input_ids.value_lengths(), input_ids.flatten(), labels.flatten())]
+        for checksum, array in zip(self._checksums, arrays, strict=True):
+            checksum.update(numpy.ascontiguousarray(array).data)
+        self.statistics.rows += len(table)
+        self.statistics.tokens += len(arrays[1])
+        self.statistics.target_tokens += int(table["target_tokens"].to_numpy().sum())
+        self.statistics.largest_id = max(self.statistics.largest_id, int(arrays[1].max()))
         self._writer.write_table(table)
 
-    def close(self) -> tuple[numpy.ndarray, numpy.ndarray]:
-        """Finish the file; return what became of the rows it was made of, and a hash of each that is in it."""
+    def close(self) -> SplitStatistics:
+        """Finish the file; return what was counted."""
         self._writer.finalize()
-        digests = numpy.array(self._digests, numpy.uint64)
-        self.statistics.copies = len(digests) - len(numpy.unique(digests))
         checksums = "".join(checksum.hexdigest() for checksum in self._checksums)
         self.statistics.fingerprint = xxhash.xxh3_128_hexdigest(checksums.encode())
-        return numpy.concatenate(self._rows), digests
-
-    def place(self, row: int) -> str:
-        """Where a row of the finished file came from."""
-        return Dataset.from_file(str(self._path))[row]["source"]
+        return self.statistics
 
 
 class BadRows:
-    """Collects rows that cannot be used: to stop with the first few, or to skip and count them."""
+    """Counts rows that cannot be used, or stops at the first ones."""
 
     def __init__(self, skip: bool) -> None:
-        self.skip = skip
-        self.count = 0
-        self.first: list[str] = []
-        self._rows_since_first = 0
+        self.skip, self.count, self.first = skip, 0, list[str]()
 
     def note(self, encoded: EncodedChunk) -> None:
         """Note the bad rows of a chunk.
 
         Raises:
-            UserError: there are bad rows, they are not to be skipped, and there is enough to report.
+            UserError: there are some, and they are not to be skipped.
         """
         self.count += len(encoded.problems)
         self.first = [*self.first, *encoded.problems][:BAD_ROWS_SHOWN]
-        self._rows_since_first += len(encoded.rows) if self.count else 0
-        if self.count >= BAD_ROWS_SHOWN or self._rows_since_first > ROWS_SEARCHED_AFTER_A_BAD_ONE:
-            self.end()
-
-    def end(self) -> None:
-        """Stop the run if there are bad rows that are not to be skipped; called when all rows are read, too."""
         if self.count and not self.skip:
             raise UserError(*self.first[:-1], f"{self.first[-1]}\n(--skip_bad_rows skips such rows and counts them)")

@@ -10,14 +10,13 @@ import gzip
 import io
 import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import fsspec
 import pyarrow
-import pyarrow.ipc
 import pyarrow.parquet
 
 from llama_ft.config.data_names import data_suffix, is_url
@@ -25,6 +24,7 @@ from llama_ft.data.formats import BadRow, Row
 from llama_ft.errors import UserError, reason
 
 Rows = Iterator[tuple[str, Row | BadRow]]  # each with its place
+LONGEST_LINE = 2**27  # bytes; the longest text of a sample, 10 million characters, takes at most 120 million as JSON
 LONGEST_FIELD = 2**27  # bytes of a CSV field; Python's own limit of 131,072 is shorter than many chats
 ROWS_AT_ONCE, BATCH_BYTES = 64, 2**24  # of a columnar file turned into Python objects
 
@@ -42,6 +42,8 @@ def rows_of_file(path: Path | str) -> Rows:
     try:
         for place, row in READERS[data_suffix(name)](name):
             yield place, row
+    except UserError:
+        raise
     except Exception as error:  # of a disk, a decoder, pyarrow or any network library
         after = f" after {place}" if place else ""
         raise UserError(f"{name}: cannot be read{after}: {reason(error)}.") from error
@@ -66,7 +68,10 @@ def _json_rows(name: str) -> Rows:
             for number, value in enumerate(values, start=1):
                 yield f"{name} row {number}", _object_or_bad(value)
             return
-        for number, line in enumerate(file, start=1):
+        lines = iter(lambda: file.readline(LONGEST_LINE + 1), b"")  # one of 1 GiB takes 1 MiB in a .gz
+        for number, line in enumerate(lines, start=1):
+            if len(line) > LONGEST_LINE:
+                raise UserError(f"{name}:{number}: the line has over {LONGEST_LINE:,} bytes.")
             line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
             if line.strip():
                 yield f"{name}:{number}", _row_of_line(line)
@@ -102,29 +107,14 @@ def _csv_rows(name: str) -> Rows:
 
 
 def _parquet_rows(name: str) -> Rows:
-    with _arrow_file(name) as opened, pyarrow.parquet.ParquetFile(opened) as file:
+    opened = fsspec.open(name, "rb").open() if is_url(name) else name
+    with pyarrow.parquet.ParquetFile(opened, memory_map=True) as file:
         of_groups = [file.metadata.row_group(index) for index in range(file.metadata.num_row_groups)]
         row_bytes = sum(group.total_byte_size for group in of_groups) // max(1, file.metadata.num_rows) + 1
-        yield from _batch_rows(name, file.iter_batches(batch_size=max(1, min(ROWS_AT_ONCE, BATCH_BYTES // row_bytes))))
-
-
-def _arrow_rows(name: str) -> Rows:
-    """Rows of an Arrow file, or of the stream that `datasets` writes."""
-    with _arrow_file(name) as file:
-        is_stream = bytes(file.read(6)) != b"ARROW1"
-        file.seek(0)
-        whole = pyarrow.ipc.open_stream(file) if is_stream else pyarrow.ipc.open_file(file)
-        yield from _batch_rows(name, whole if is_stream else map(whole.get_batch, range(whole.num_record_batches)))
-
-
-def _arrow_file(name: str) -> Any:
-    return pyarrow.PythonFile(fsspec.open(name, "rb").open(), "r") if is_url(name) else pyarrow.memory_map(name)
-
-
-def _batch_rows(name: str, batches: Iterable[Any]) -> Rows:
-    parts = (batch.slice(start, ROWS_AT_ONCE) for batch in batches for start in range(0, batch.num_rows, ROWS_AT_ONCE))
-    for number, row in enumerate(itertools.chain.from_iterable(part.to_pylist() for part in parts), start=1):
-        yield f"{name} row {number}", without_nulls(row)
+        batches = file.iter_batches(batch_size=max(1, min(ROWS_AT_ONCE, BATCH_BYTES // row_bytes)))
+        rows = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
+        for number, row in enumerate(rows, start=1):
+            yield f"{name} row {number}", without_nulls(row)
 
 
 def without_nulls(row: Row) -> Row:
@@ -145,5 +135,4 @@ READERS: dict[str, Callable[[str], Rows]] = {
     ".json": _json_rows,
     ".csv": _csv_rows,
     ".parquet": _parquet_rows,
-    ".arrow": _arrow_rows,
 }

@@ -51,6 +51,14 @@ ROLES_AFTER = {
 class BadRow(Exception):
     """A row that cannot be trained on. The text says what is wrong in it; where it stands is the reader's to say."""
 
+    @classmethod
+    def of(cls, place: str, value: Any, expected: str) -> "BadRow":
+        """Say that the field `place` of a row is `value`, and what was expected there."""
+        shown = json.dumps(value, ensure_ascii=False, default=str)
+        is_nothing = value is None or value in ("", [], {})
+        shown = ("missing" if value is None else "empty") if is_nothing else shown[:60] + "..." * (len(shown) > 60)
+        return cls(f'"{place}" is {shown}; expected {expected}.')
+
 
 def find_format(dataset: str, columns: Collection[str], wanted: str) -> RowFormat:
     """Tell the format of a dataset from its columns, or check that the format asked for fits them.
@@ -63,25 +71,20 @@ def find_format(dataset: str, columns: Collection[str], wanted: str) -> RowForma
         wanted: `auto` or a format (`--dataset_format`).
 
     Raises:
-        UserError: there is no such format, or the columns fit no format, several, or not the one asked for.
+        UserError: the columns fit no format, several, or not the one asked for.
     """
-    expected = {name: " and ".join(known.required) for name, known in FORMATS.items()}
     fitting = [name for name, known in FORMATS.items() if set(known.required) <= set(columns)]
     if wanted in fitting:
         return wanted
-    if wanted not in ("auto", *FORMATS):
-        raise UserError(f"--dataset_format {wanted}: expected auto, {', '.join(FORMATS)}.")
-    found = f"{dataset}: its columns are {', '.join(sorted(columns))}"
-    if wanted != "auto":
-        raise UserError(f"{found}. --dataset_format {wanted} needs {expected[wanted]}.")
-    if not fitting:
-        raise UserError(
-            f"{found}.\nExpected {', or '.join(f'{needed} ({name})' for name, needed in expected.items())}."
-        )
     plainly = [name for name in fitting if name != "text"] or fitting
-    if len(plainly) > 1:
-        raise UserError(f"{found}, which fit {' and '.join(plainly)}.\n--dataset_format says which is meant.")
-    return plainly[0]
+    if wanted == "auto" and len(plainly) == 1:
+        return plainly[0]
+    known = ", ".join(f"{name} ({' and '.join(one.required)})" for name, one in FORMATS.items())
+    fits = f"which fit {' and '.join(plainly) or 'no format'}"
+    raise UserError(
+        f"{dataset}: its columns are {', '.join(sorted(columns))}, {fits}; --dataset_format is {wanted}.\n"
+        f"Expected columns of one of these formats, or --dataset_format with its name: {known}."
+    )
 
 
 def alpaca_messages(row: Row, *, input_heading: str = "") -> list[Message]:
@@ -99,7 +102,7 @@ def alpaca_messages(row: Row, *, input_heading: str = "") -> list[Message]:
         instruction += f"\n\n{input_heading}{_text(row, 'input')}"
     history = _parsed_if_text(row, "history") or []
     if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
-        raise BadRow(f'"history" is {_shown(history)}; expected a list of pairs of question and answer.')
+        raise BadRow.of("history", history, "a list of pairs of question and answer")
     turns = list[tuple[str, Any]]()
     for number, pair in enumerate(history):
         for side, role in enumerate(("user", "assistant")):
@@ -109,33 +112,22 @@ def alpaca_messages(row: Row, *, input_heading: str = "") -> list[Message]:
     return _checked_chat(_with_system(row, turns))
 
 
-def chat_messages(row: Row) -> list[Message]:
+def chat_messages(row: Row, column: str = "messages") -> list[Message]:
     """Check the messages of a row and return them without their empty fields.
 
     They are an optional system message, then user and assistant in alternation, with tool messages after an assistant;
-    the last is an assistant's. Parquet gives every message all keys, so those that are null are taken out. Contents
-    that are lists of text parts become text, arguments of tool calls that are JSON text become objects, as templates
-    have them.
+    the last is an assistant's. ShareGPT's keys from and value count as role and content. Contents that are lists of
+    text parts become text, arguments of tool calls that are JSON text become objects, as templates have them.
 
     Raises:
         BadRow: naming the message and the field.
     """
-    return _checked_chat(_with_system(row, _turns(row, "messages")))
+    return _checked_chat(_with_system(row, _turns(row, column)))
 
 
 def sharegpt_messages(row: Row) -> list[Message]:
-    """Check the turns of `conversations` and return them as `chat_messages` does.
-
-    Raises:
-        BadRow: naming the turn and the field.
-    """
-    turns = []
-    for place, turn in _turns(row, "conversations"):
-        if isinstance(turn, dict) and "from" in turn:
-            others = {key: value for key, value in turn.items() if key not in ("from", "value")}
-            turn = {**others, "role": turn["from"], "content": turn.get("value")}
-        turns.append((place, turn))
-    return _checked_chat(_with_system(row, turns), ("from", "value"))
+    """Check the turns of `conversations` and return them as `chat_messages` does."""
+    return chat_messages(row, "conversations")
 
 
 def prompt_completion(row: Row) -> tuple[str, str] | list[Message]:
@@ -154,7 +146,7 @@ def prompt_completion(row: Row) -> tuple[str, str] | list[Message]:
     prompt = _with_system(row, _turns(row, "prompt"))
     messages = _checked_chat([*prompt, *_turns(row, "completion")])
     if messages[len(prompt)]["role"] != "assistant":
-        raise BadRow(f'"completion[0].role" is "{messages[len(prompt)]["role"]}"; expected assistant.')
+        raise BadRow.of("completion[0].role", messages[len(prompt)]["role"], "assistant")
     for message in messages[: len(prompt)]:
         if message["role"] == "assistant":
             message["weight"] = 0
@@ -162,11 +154,7 @@ def prompt_completion(row: Row) -> tuple[str, str] | list[Message]:
 
 
 def plain_text(row: Row) -> tuple[str, str]:
-    """Return the text of a row for continued pre-training, after an empty prompt.
-
-    Raises:
-        BadRow: it is missing, empty or no text.
-    """
+    """Return the text of a row for continued pre-training, after an empty prompt."""
     return "", _text(row, "text")
 
 
@@ -177,7 +165,7 @@ def token_row(row: Row) -> TokenRow:
         row: input_ids, perhaps labels (every token where missing) and perhaps attention_mask, of one length.
 
     Raises:
-        BadRow: naming the column and the position.
+        BadRow: naming the column.
     """
     input_ids = _integers(row, "input_ids")
     labels = input_ids if row.get("labels") is None else _integers(row, "labels")
@@ -190,15 +178,8 @@ def token_row(row: Row) -> TokenRow:
 
 
 def tools_of(row: Row) -> list[dict[str, Any]] | None:
-    """Return the tools a chat may call, from the column `tools`: a list of objects, or its JSON text.
-
-    Raises:
-        BadRow: the column holds something else.
-    """
-    tools = _parsed_if_text(row, "tools") or []
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise BadRow(f'"tools" is {_shown(tools)}; expected a list of objects, or one as JSON text.')
-    return tools or None
+    """Return the tools a chat may call, from the column `tools`: a list of objects, or its JSON text."""
+    return _objects(_parsed_if_text(row, "tools") or [], "tools") or None
 
 
 def content_text(content: Any, place: str) -> str:
@@ -207,12 +188,10 @@ def content_text(content: Any, place: str) -> str:
     Raises:
         BadRow: it is something else.
     """
-    if isinstance(content, list) and all(
-        isinstance(part, dict) and isinstance(part.get("text"), str) for part in content
-    ):
+    if isinstance(content, list) and all(isinstance(it, dict) and isinstance(it.get("text"), str) for it in content):
         return "".join(part["text"] for part in content)
     if not isinstance(content, str):
-        raise BadRow(f'"{place}" is {_shown(content)}; expected text or text parts.')
+        raise BadRow.of(place, content, "text or text parts")
     return content
 
 
@@ -220,7 +199,7 @@ def _turns(row: Row, column: str) -> list[tuple[str, Any]]:
     """The messages of a column, each with its place."""
     turns = row.get(column)
     if not isinstance(turns, list) or not turns:
-        raise BadRow(f'"{column}" is {_shown(turns)}; expected a list of messages.')
+        raise BadRow.of(column, turns, "a list of messages")
     return [(f"{column}[{index}]", turn) for index, turn in enumerate(turns)]
 
 
@@ -232,88 +211,78 @@ def _with_system(row: Row, turns: list[tuple[str, Any]]) -> list[tuple[str, Any]
     return [("system", {"role": "system", "content": system}), *turns]
 
 
-def _checked_chat(turns: list[tuple[str, Any]], keys: tuple[str, str] = ("role", "content")) -> list[Message]:
-    """Check (place, message) one after another; keys are what the row calls role and content."""
+def _checked_chat(turns: list[tuple[str, Any]]) -> list[Message]:
+    """Check (place, message) one after another."""
     messages = list[Message]()
     for place, turn in turns:
         if not isinstance(turn, dict):
-            raise BadRow(f'"{place}" is {_shown(turn)}; expected an object of {keys[0]} and {keys[1]}.')
-        message = {key: value for key, value in turn.items() if value is not None}
-        given = message.get("role")
-        role = message["role"] = ROLES.get(given) if isinstance(given, str) else None
+            raise BadRow.of(place, turn, "an object of role and content")
+        keys = ("from", "value") if "from" in turn else ("role", "content")
+        message: Message = {"role": turn.get(keys[0]), "content": turn.get(keys[1])}
+        message |= {key: value for key, value in turn.items() if key not in keys and value is not None}
+        role = message["role"] = ROLES.get(str(message["role"]))
         allowed = ROLES_AFTER[messages[-1]["role"] if messages else None]
         if role not in allowed:
-            raise BadRow(f'"{place}.{keys[0]}" is {_shown(given)}; expected {" or ".join(allowed)} here.')
-        if message.get("tool_calls"):
-            message["tool_calls"] = _tool_calls(message["tool_calls"], f"{place}.tool_calls")
-        may_be_empty = role in ("system", "tool") or (role == "assistant" and message.get("tool_calls"))
-        if role == "assistant" and may_be_empty:
-            message.setdefault("content", "")
-        message["content"] = content_text(message.get("content"), f"{place}.{keys[1]}")
+            raise BadRow.of(f"{place}.{keys[0]}", turn.get(keys[0]), f"{' or '.join(allowed)} here")
+        if calls := message.get("tool_calls"):
+            calls = _objects(calls, f"{place}.tool_calls")
+            message["tool_calls"] = [_call(call, f"{place}.tool_calls[{n}]") for n, call in enumerate(calls)]
+        may_be_empty = role in ("system", "tool") or (role == "assistant" and calls)
+        if message["content"] is None and role == "assistant" and calls:
+            message["content"] = ""
+        message["content"] = content_text(message["content"], f"{place}.{keys[1]}")
         if not may_be_empty and not message["content"].strip():
-            raise BadRow(f'"{place}.{keys[1]}" is empty; expected what the {role} says.')
+            raise BadRow.of(f"{place}.{keys[1]}", "", f"what the {role} says")
         if message.get("weight", 1) not in (0, 1):
-            raise BadRow(f'"{place}.weight" is {_shown(message["weight"])}; expected 0 (not trained on) or 1.')
+            raise BadRow.of(f"{place}.weight", message["weight"], "0 (not trained on) or 1")
         messages.append(message)
     if messages[-1]["role"] != "assistant":
-        raise BadRow(f'"{turns[-1][0]}.{keys[0]}", the last, is "{messages[-1]["role"]}"; expected assistant.')
+        raise BadRow.of(turns[-1][0], messages[-1]["role"], "an assistant's message as the last")
     return messages
-
-
-def _tool_calls(calls: Any, place: str) -> list[dict[str, Any]]:
-    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
-        raise BadRow(f'"{place}" is {_shown(calls)}; expected a list of objects.')
-    return [_call(call, f"{place}[{index}]") for index, call in enumerate(calls)]
 
 
 def _call(call: dict[str, Any], place: str) -> dict[str, Any]:
     """OpenAI's arguments are JSON text; templates write objects as JSON, and would quote text a second time."""
     if isinstance(function := call.get("function"), dict):
         return {**call, "function": _call(function, f"{place}.function")}
-    if not isinstance(arguments := call.get("arguments"), str):
+    if not isinstance(call.get("arguments"), str):
         return call
-    return {**call, "arguments": _parsed(arguments, f"{place}.arguments") if arguments.strip() else {}}
+    return {**call, "arguments": _parsed_if_text(call, "arguments", f"{place}.") or {}}
 
 
-def _parsed(text: str, place: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        raise BadRow(f'"{place}" is {_shown(text)}; expected JSON.') from None
-
-
-def _parsed_if_text(row: Row, column: str) -> Any:
+def _parsed_if_text(row: Row, column: str, place: str = "") -> Any:
     """A column as it is, or what its JSON text says: a .csv has nothing but text."""
     value = row.get(column)
     if not isinstance(value, str):
         return value
-    return _parsed(value, column) if value.strip() else None
+    try:
+        return json.loads(value) if value.strip() else None
+    except (ValueError, RecursionError):
+        raise BadRow.of(place + column, value, "JSON") from None
 
 
 def _is_blank(value: Any) -> bool:
     return value is None or (isinstance(value, str) and not value.strip())
 
 
+def _objects(values: Any, place: str) -> list[dict[str, Any]]:
+    if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
+        raise BadRow.of(place, values, "a list of objects")
+    return values
+
+
 def _integers(row: Row, column: str) -> list[int]:
     values = row.get(column)
     if not isinstance(values, list) or not set(map(type, values)) <= {int}:  # not isinstance: True is an int
-        raise BadRow(f'"{column}" is {_shown(values)}; expected a list of integers.')
+        raise BadRow.of(column, values, "a list of integers")
     return values
 
 
 def _text(row: Row, column: str) -> str:
     value = row.get(column)
     if not isinstance(value, str) or not value.strip():
-        raise BadRow(f'"{column}" is {_shown(value)}; expected text.')
+        raise BadRow.of(column, value, "text")
     return value
-
-
-def _shown(value: Any) -> str:
-    """A value as it fits into one line of a message."""
-    if value is None or value in ("", [], {}):
-        return "missing" if value is None else "empty"
-    text = json.dumps(value, ensure_ascii=False, default=str)
-    return text if len(text) <= 60 else f"{text[:60]}..."
 
 
 FORMATS: dict[str, Format] = {

@@ -1,15 +1,11 @@
 """Datasets of the Hugging Face Hub, and llama-recipes' own ones."""
 
 import functools
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from llama_ft.data.files import without_nulls
 from llama_ft.data.formats import Row
-from llama_ft.errors import RunFailure, UserError, reason
-
-PROBE_SECONDS = 10.0
+from llama_ft.errors import UserError, reason
 
 
 class ReadyDataset(NamedTuple):
@@ -39,73 +35,23 @@ READY = {
 
 @functools.cache
 def load_from_hub(name: str, split: str | None, streaming: bool = False) -> Any:
-    """Load a dataset by `datasets`, from its cache if the Hub cannot be reached or another rank has just asked it.
+    """Load a dataset by `datasets`, which takes it from its cache if the Hub cannot be reached.
 
     Args:
         name: org/name, or org/name:configuration.
-        split: as datasets understands it (`train`, `train[:5%]`); None for all.
-        streaming: rows come over the network as they are read; every rank asks the Hub for itself.
-
-    Returns:
-        A memory-mapped Dataset, or an IterableDataset to stream; for all splits a dict of them.
+        split: as datasets understands it (`train`, `train[:5%]`); None for a dict of all.
+        streaming: samples come over the network as they are read.
 
     Raises:
-        UserError: there is no such dataset or split, no access to it, or it cannot be had now.
+        UserError: there is no such dataset or split, no access to it, or the Hub cannot be reached.
     """
     import datasets
 
     path, _, configuration = name.partition(":")
-    before, refusal = datasets.config.HF_HUB_OFFLINE, "HF_HUB_OFFLINE is set"
-    if not before:
-        is_first = streaming or os.environ.get("LOCAL_RANK", "0") == "0"
-        refusal = _unreachable(path) if is_first else "another rank has asked it"
-    datasets.config.HF_HUB_OFFLINE = bool(refusal)  # it would try for 25 s
     try:
-        if streaming and refusal:
-            raise ConnectionError(refusal)
         return datasets.load_dataset(path, configuration or None, split=split, streaming=streaming)
     except Exception as error:  # of datasets, huggingface_hub, httpx, pyarrow...: all about this one dataset
         cause = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else None
-        where = f"the cache, as the Hub was not asked ({refusal})" if refusal else "the Hub"
-        what = f"no local data of this name, and it cannot be had from {where}: {reason(cause or error)}"
-        raise UserError(f"{name}: {what}") from error
-    finally:
-        datasets.config.HF_HUB_OFFLINE = before
-
-
-def revision_of(name: str) -> str:
-    """The commit that the Hub has of a dataset; only if it can be reached."""
-    import huggingface_hub
-
-    return str(huggingface_hub.dataset_info(name.partition(":")[0], timeout=PROBE_SECONDS).sha)
-
-
-def rows_over_the_network(name: str, dataset: Any) -> Iterator[tuple[str, Row]]:
-    """Yield (place, row) of an IterableDataset.
-
-    Raises:
-        RunFailure: the connection was lost, and `datasets` has given up.
-    """
-    number = 0
-    try:
-        for number, row in enumerate(dataset, start=1):
-            yield f"{name} row {number}", without_nulls(row)
-    except Exception as error:  # of any library between here and the Hub
-        raise RunFailure(
-            f"{name}: cannot be read after row {number}: {reason(error)}\n"
-            "--resume auto continues from the last checkpoint."
+        raise UserError(
+            f"{name}: no local data of this name, and `datasets` cannot load it: {reason(cause or error)}"
         ) from error
-
-
-@functools.cache
-def _unreachable(path: str) -> str:
-    """Why the Hub gives no answer; empty if it does, even if there is no such dataset."""
-    import huggingface_hub
-    from huggingface_hub.errors import HfHubHTTPError
-
-    try:
-        huggingface_hub.dataset_info(path, timeout=PROBE_SECONDS)
-    except Exception as error:  # of httpx: no name, no route, no answer in time
-        answered = isinstance(error, HfHubHTTPError) and error.response is not None
-        return "" if answered and error.response.status_code < 500 else reason(error)  # type: ignore[attr-defined]
-    return ""

@@ -1,10 +1,9 @@
 """Which characters of a rendered chat are trained on: the answers, exactly."""
 
-import json
 import re
 from collections.abc import Iterator
 from os.path import commonprefix
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from llama_ft.data.chat_template import PROBE, Span, Tools, own_template, render_chat
 from llama_ft.data.formats import BadRow, Message
@@ -57,45 +56,29 @@ class ChatRenderer:
             messages = [
                 {**turn, "content": turn["content"] or None} if turn.get("tool_calls") else turn for turn in messages
             ]
-        try:
-            text, spans = self._render(messages, tools)
-        except BadRow as refusal:
-            if not calls:
-                raise
-            try:  # as DeepSeek's templates want them
-                text, spans = self._render([_with_arguments_as_text(message) for message in messages], tools)
-            except BadRow:
-                raise refusal from None
+        text, blocks = render_chat(self.template, self._special_tokens, messages, tools, self.has_generation_block)
         for what, content in _must_appear(messages):
             if content.strip() not in text:
                 raise BadRow(f"the chat template leaves out {what}; expected one that has it (--chat_template).")
-        return text, spans
-
-    def _render(self, messages: list[Message], tools: Tools | None) -> tuple[str, list[Span]]:
-        text, blocks = render_chat(self.template, self._special_tokens, messages, tools, self.has_generation_block)
         answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         unweighted = [index for index, message in enumerate(messages) if message.get("weight") == 0]
         wanted = answers[-1:] if self.labels == "completion" else answers
         wanted = [index for index in wanted if (index in unweighted) == (self.labels == "all")]
-        spans = self._answers(messages, tools, text, blocks, wanted)
+        if not self.has_generation_block or not wanted:
+            spans = [span for index in wanted for span in self._answer(messages, tools, index, text)]
+        elif len(blocks) == len(answers):
+            spans = [block for index, block in zip(answers, blocks, strict=True) if index in wanted]
+        elif blocks and wanted == answers:
+            spans = blocks
+        else:
+            count = f"{len(blocks)} {{% generation %}} blocks for {len(answers)} answers"
+            raise BadRow(f"the chat template has {count}; expected one block per answer.")
         if self.labels != "all":
             return text, spans
         others = [self._content(messages, tools, index, text) for index in unweighted if index not in answers]
-        return text, _outside([*((start, end) for start, _, end in others), *spans], len(text))
-
-    def _answers(
-        self, messages: list[Message], tools: Tools | None, text: str, blocks: list[Span], wanted: list[int]
-    ) -> list[Span]:
-        """Where the assistant turns `wanted` stand in the text."""
-        if not self.has_generation_block or not wanted:
-            return [span for index in wanted for span in self._answer(messages, tools, index, text)]
-        answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-        if len(blocks) == len(answers):
-            return [block for index, block in zip(answers, blocks, strict=True) if index in wanted]
-        if not blocks or wanted != answers:
-            count = f"{len(blocks)} {{% generation %}} blocks for {len(answers)} answers"
-            raise BadRow(f"the chat template has {count}; expected one block per answer.")
-        return blocks
+        edges = sorted([*((start, end) for start, _, end in others), *spans])
+        bounds = [0, *(edge for span in edges for edge in span), len(text)]
+        return text, [(start, end) for start, end in zip(bounds[::2], bounds[1::2], strict=True) if start < end]
 
     def _text(self, messages: list[Message], tools: Tools | None, open_answer: bool = False) -> str:
         return render_chat(self.template, self._special_tokens, messages, tools, open_answer=open_answer)[0]
@@ -206,21 +189,3 @@ def _after_probe(text: str, message: Message) -> str:
     """What follows the probe; where there was no content, calls of tools follow without the line break before them."""
     after = text.partition(PROBE)[2]
     return after if _thoughts_and_text(message)[1].strip() else after.lstrip()
-
-
-def _outside(spans: list[Span], length: int) -> list[Span]:
-    """What of [0, length) the spans leave."""
-    edges = [0, *(edge for span in sorted(spans) for edge in span), length]
-    return [(start, end) for start, end in zip(edges[::2], edges[1::2], strict=True) if start < end]
-
-
-def _with_arguments_as_text(message: Message) -> Message:
-    """As OpenAI has them: JSON text."""
-
-    def as_text(call: dict[str, Any]) -> dict[str, Any]:
-        if "function" in call:
-            return {**call, "function": as_text(call["function"])}
-        return {**call, "arguments": json.dumps(call.get("arguments"), ensure_ascii=False)}
-
-    calls = message.get("tool_calls")
-    return {**message, "tool_calls": [as_text(call) for call in calls]} if calls else message

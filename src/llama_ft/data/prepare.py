@@ -1,12 +1,11 @@
 """One call from `--dataset` to tokenized samples on disk, taken from the cache when nothing has changed."""
 
-import dataclasses
 import hashlib
 import inspect
 import json
 import time
 from contextlib import closing, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +18,7 @@ from llama_ft.data.cache import build_once
 from llama_ft.data.chat_template import ensure_chat_template
 from llama_ft.data.formats import FORMATS, BadRow, Message, TokenRow, find_format
 from llama_ft.data.sources import Source, Split, brings_validation, open_source
-from llama_ft.data.statistics import BuildReport, SplitStatistics, describe, histogram_edges, warnings_of
+from llama_ft.data.statistics import BuildReport, SplitStatistics, describe, warnings_of
 from llama_ft.data.tokenize import Encoder, ExamplesOf, one_example
 from llama_ft.errors import UserError
 from llama_ft.processes import cores
@@ -30,8 +29,7 @@ if TYPE_CHECKING:
 
 CODE_VERSION = 6  # raise it when streamed rows come out as other tokens; the cache compares the code itself
 CODE = ("build", "chat_template", "formats", "loss_mask", "statistics", "tokenize")
-SECONDS_BETWEEN_LINES, PLACES_NAMED = 10.0, 3
-HOW_TO_VALIDATE = "Expected a larger fraction (equal rows go together), a file, or --run_validation False."
+SECONDS_BETWEEN_LINES = 10.0
 
 
 @dataclass(frozen=True)
@@ -64,7 +62,7 @@ class TokenizedData:
     @property
     def longest_row(self) -> int | None:
         """Tokens of the longest training row before truncation; None with streaming."""
-        return self.report.train.lengths[-1] if self.report.train.lengths else None
+        return self.report.train.longest or None
 
     @property
     def target_share(self) -> float:
@@ -73,14 +71,9 @@ class TokenizedData:
 
     def facts(self) -> dict[str, Any]:
         """What was counted, as plain values, for the run's report."""
-        counted = dataclasses.asdict(self.report)
-        return {
-            "summary": self.summary,
-            "warnings": warnings_of(self.report, self.validation is not None),
-            "train": counted["train"],
-            "validation": counted["validation"] if self.validation is not None else None,
-            "edges": self.report.edges,
-        }
+        validation = self.report.validation if self.validation is not None else None
+        splits = {"train": asdict(self.report.train), "validation": validation and asdict(validation)}
+        return {"summary": self.summary, "warnings": warnings_of(self.report), **splits}
 
 
 @dataclass(frozen=True)
@@ -148,12 +141,10 @@ def prepare(
     job = _Job(source, fraction, validation, config.dataset_format, config.skip_bad_rows, encoder, examples)
     streamed, held_out = SplitStatistics(), "validation"
     if config.streaming:
-        nameless = dataclasses.replace(source, name="")
+        nameless = replace(source, name="")
         how = f"{CODE_VERSION} {examples.__qualname__}"
-        streamed.fingerprint = _key(
-            dataclasses.replace(job, source=nameless, validation=None, skip_bad_rows=False), how
-        )
-        job, held_out = dataclasses.replace(job, source=validation or source, validation=None), "train"
+        streamed.fingerprint = _key(replace(job, source=nameless, validation=None, skip_bad_rows=False), how)
+        job, held_out = replace(job, source=validation or source, validation=None), "train"
     report, folder = BuildReport(streamed), cache / "tokenized" / _key(job, _code(examples))
     if not config.streaming or validation:
         processes = config.tokenize_processes or cores()
@@ -163,7 +154,7 @@ def prepare(
             report.train, report.validation = streamed, report.train
     for split in (report.train, report.validation):
         check_ids(split.largest_id if split else -1, source.name, tokenizer, vocabulary_size)
-    summary = [*([note] if note else []), *summary, *describe(report, context_length, want_validation)]
+    summary = [*([note] if note else []), *summary, *describe(report, want_validation)]
     has_validation = report.validation is not None and want_validation
     if want_validation and not has_validation:
         summary.append("no validation data: --validation FILE or --validation 0.05")
@@ -178,8 +169,8 @@ def prepare(
 
 
 def _look_at_formats(source: Source, validation: Source | None, wanted: str) -> tuple[set[type], list[str]]:
-    """What the first rows hold (a list is a chat), and lines about the formats and columns of all parts."""
-    kinds, lines = set[type](), dict[str, list[str]]()
+    """What the first rows hold (a list is a chat), and a line about the format and the columns of each part."""
+    kinds, lines = set[type](), list[str]()
     for part in [*(source.parts or (source,)), *([validation] if validation else [])]:
         rows = part.first_rows()
         columns = {column for row in rows for column in row}
@@ -187,12 +178,11 @@ def _look_at_formats(source: Source, validation: Source | None, wanted: str) -> 
         for row in rows:
             with suppress(BadRow):
                 kinds.add(type(FORMATS[row_format].read(row)))
-        known = (*FORMATS[row_format].required, *FORMATS[row_format].optional)
-        line = f"format {row_format}, columns {', '.join(name for name in known if name in columns)}"
-        if ignored := sorted(columns.difference(known)):
-            line += f"; ignored: {', '.join(ignored)}"
-        lines.setdefault(line, []).append(part.name)
-    return kinds, [f"{', '.join(dict.fromkeys(names))}: {line}" for line, names in lines.items()]
+        known = [*FORMATS[row_format].required, *FORMATS[row_format].optional]
+        used, ignored = [name for name in known if name in columns], sorted(columns.difference(known))
+        more = f"; ignored: {', '.join(ignored)}" if ignored else ""
+        lines.append(f"{part.name}: format {row_format}, columns {', '.join(used)}{more}")
+    return kinds, lines
 
 
 def _code(examples: ExamplesOf) -> str:
@@ -225,7 +215,7 @@ def _build(folder: Path, job: _Job, processes: int) -> None:
     train, validation = SplitWriter(folder / "train.arrow", job.encoder), None
     if job.fraction or job.validation:
         validation = SplitWriter(folder / "validation.arrow", job.encoder)
-    bad, bad_in_train, rows = BadRows(job.skip_bad_rows), 0, 0
+    bad, rows = BadRows(job.skip_bad_rows), 0
     started = logged = time.monotonic()
     for source in filter(None, (job.source, job.validation)):
         chunks = chunks_of(source, job.wanted_format)
@@ -242,25 +232,15 @@ def _build(folder: Path, job: _Job, processes: int) -> None:
                 if time.monotonic() - logged > SECONDS_BETWEEN_LINES:
                     logged = time.monotonic()
                     log.info(f"tokenizing: {rows:,} rows in {logged - started:.0f} s")
-        bad.end()
-        bad_in_train = bad.count if source is job.source else bad_in_train
-    writers = [train] if validation is None else [train, validation]
-    closed = [writer.close() for writer in writers]
-    edges = histogram_edges(numpy.concatenate([became["tokens"] for became, _ in closed]))
-    report = BuildReport(train.statistics, validation.statistics if validation else None, edges)
-    report.bad_rows, report.first_bad_rows = bad.count, bad.first
-    for writer, (became, _) in zip(writers, closed, strict=True):
-        writer.statistics.count(became, edges)
-    _check_not_empty(job, job.source.name, train.statistics, bad_in_train)
-    if validation is not None:
-        name = (job.validation or job.source).name
-        _check_not_empty(job, name, validation.statistics, bad.count - bad_in_train)
-        trained, held_out = (digests for _, digests in closed)
-        twins = numpy.flatnonzero(numpy.isin(held_out, trained))
-        first = {int(twin): int(numpy.flatnonzero(trained == held_out[twin])[0]) for twin in twins[:PLACES_NAMED]}
-        report.shared = len(twins)
-        report.first_shared = [f"{validation.place(twin)} ({train.place(row)})" for twin, row in first.items()]
-    report.chat_sample = writers[-1].first_chat
+    sample = (validation or train).first_chat
+    report = BuildReport(train.close(), validation.close() if validation else None, bad.count, bad.first, sample)
+    for split, source in ((report.train, job.source), (report.validation, job.validation or job.source)):
+        if split and not split.rows:
+            why = f"longer than --context_length {job.encoder.context_length} or without anything to train on"
+            raise UserError(
+                f"{source.name}: no row is left to train on or to validate with: {split.skipped:,} are {why}, "
+                f"{bad.count:,} are bad.\nExpected other rows, a larger fraction, or --run_validation False."
+            )
     report.save(folder / "meta.json")
     log.info(f"tokenized {rows:,} rows in {time.monotonic() - started:.1f} s")
 
@@ -273,16 +253,3 @@ def check_ids(largest_id: int, name: str, tokenizer: "PreTrainedTokenizerBase", 
             f"{name}: token {largest_id} ({token}) is beyond the model's {vocabulary_size} tokens.\n"
             "The tokenizer is not this model's: --tokenizer_name names another."
         )
-
-
-def _check_not_empty(job: _Job, name: str, split: SplitStatistics, bad: int) -> None:
-    """Refuse an empty split, saying where its rows went."""
-    too_long = f"longer than --context_length {job.encoder.context_length} (--truncation)"
-    counts = {
-        "bad": bad,
-        "without anything to train on": split.without_target,
-        too_long: split.dropped + split.truncated,
-    }
-    why = ", ".join(f"{count:,} rows are {what}" for what, count in counts.items() if count) or "none was chosen"
-    if not split.rows:
-        raise UserError(f"{name}: no row is left to train on or to validate with: {why}.\n{HOW_TO_VALIDATE}")

@@ -9,7 +9,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -32,7 +32,7 @@ from llama_ft.config.settings import DataConfig, DatasetPart
 from llama_ft.data.demo import build_demo
 from llama_ft.data.files import ROWS_AT_ONCE, Rows, rows_of_file, without_nulls
 from llama_ft.data.formats import BadRow, Row, RowFormat, find_format
-from llama_ft.data.hub_datasets import READY, load_from_hub, revision_of, rows_over_the_network
+from llama_ft.data.hub_datasets import READY, load_from_hub
 from llama_ft.errors import UserError, reason
 
 if TYPE_CHECKING:
@@ -94,17 +94,13 @@ class Source:
 
     def _weighted(self, row_format: RowFormat) -> Iterator[list[tuple[str, Row | BadRow, RowFormat]]]:
         for place, row in self.read():
-            times = 1 if isinstance(row, BadRow) or self.weight == 1 else times_taken(row, self.weight)
+            times = 1 if isinstance(row, BadRow) else int(self.weight)
+            if self.weight % 1 and not isinstance(row, BadRow):
+                # Another hash than the one that chooses validation rows: a weight of 0.05 would choose just those.
+                content = json.dumps(row, sort_keys=True, ensure_ascii=False, default=str)
+                share = xxhash.xxh3_64_intdigest(content.encode("utf-8", "surrogatepass"), seed=1) / 2**64
+                times += share < self.weight - int(self.weight)
             yield [(place, row, row_format)] * times
-
-
-def times_taken(row: Row, weight: float) -> int:
-    """How often a row is taken: the whole part of weight, and once more if a hash of the row says so.
-
-    The hash is another than the one that chooses validation rows, or a weight of 0.05 would choose just those.
-    """
-    content = json.dumps(row, sort_keys=True, ensure_ascii=False, default=str).encode("utf-8", "surrogatepass")
-    return int(weight) + (xxhash.xxh3_64_intdigest(content, seed=1) / 2**64 < weight - int(weight))
 
 
 def open_source(
@@ -176,20 +172,20 @@ def brings_validation(dataset: str | list[DatasetPart], streaming: bool = False)
 def _split_source(name: str, wanted: str | None, streaming: bool = False) -> Source:
     """A dataset that may have splits: of the Hub, files, or a folder."""
     splits, is_hub = splits_of(name, streaming), kind_of_data(name) == "hub"
-    best = next((split for split in ("validation", "test", *splits) if split in splits), "train")
-    split = "" if set(splits) == {""} and wanted in (None, "train") else wanted or best
-    if (
-        split not in splits
-        and not is_hub
-        or (wanted is None and best not in ("validation", "test") and len(splits) > 1)
-    ):
-        lacks = f"no {f'split {wanted}' if wanted else 'validation split'}"
-        raise UserError(f"{name}: has {lacks}. It has {', '.join(filter(None, splits)) or 'no splits'}.")
+    held_out = [split for split in ("validation", "test") if split in splits]
+    split = wanted or next(iter(held_out or splits if held_out or len(splits) == 1 else []), "validation")
+    if wanted == "train" and set(splits) == {""}:
+        split = ""
+    if split not in splits and not (is_hub and wanted):  # the Hub's may be train[:5%]
+        raise UserError(f"{name}: has no split {split}. It has {', '.join(filter(None, splits)) or 'no splits'}.")
     title = f"{name} {split}".strip()
     if is_hub and streaming:  # the validation rows too: one split cannot be downloaded by itself
+        import huggingface_hub
+
         streamed = load_from_hub(name, split, streaming=True)
-        return Source(title, f"{title} {revision_of(name)}", lambda: rows_over_the_network(title, streamed))
-    rows = splits[split] if split in splits else load_from_hub(name, split)  # train[:5%]
+        revision = huggingface_hub.dataset_info(name.partition(":")[0]).sha
+        return Source(title, f"{title} {revision}", lambda: _numbered(title, streamed))
+    rows = splits[split] if split in splits else load_from_hub(name, split)
     if isinstance(rows, list):
         return _files_source(title, rows)
     files = [file["filename"] for file in rows.cache_files]
@@ -211,18 +207,14 @@ def splits_of(name: str, streaming: bool = False) -> dict[str, Any]:
         return dict(saved) if isinstance(saved, datasets.DatasetDict) else {"": saved}
     if kind in ("glob", "file"):
         return {"": globbed(name) if kind == "glob" else [str(path)]}
-    if kind == "folder":
-        files = [str(file) for file in data_files(path)]
-    elif data_suffix(name) and not any(mark in name for mark in "*["):
+    if kind == "url" and data_suffix(name) and not any(mark in name for mark in "*["):
         return {"": [name]}
-    else:
-        files = _remote_files(name)
     splits: dict[str, list[str]] = {}
-    for file in files:
+    for file in [str(file) for file in data_files(path)] if kind == "folder" else _remote_files(name):
         inside = (file.removeprefix(str(path)) if kind == "folder" else Path(file).name).lower()
         found = (split for split, words in SPLIT_WORDS.items() if re.search(words, inside))
         splits.setdefault(next(found, "train"), []).append(file)
-    return {"": files} if set(splits) == {"train"} else splits
+    return {"": splits["train"]} if set(splits) == {"train"} else splits
 
 
 def _remote_files(name: str) -> list[str]:
@@ -249,11 +241,9 @@ def identity_of(files: Sequence[str]) -> str:
                 continue
             with open(name, "rb") as file:
                 about = os.fstat(file.fileno())
-                digest.update(f"{about.st_size}\n".encode())
-                if about.st_size > READ_WHOLE:
-                    digest.update(f"{about.st_mtime_ns}\n".encode())
-                else:
-                    digest.update(hashlib.file_digest(file, xxhash.xxh3_128).digest())
+                is_big = about.st_size > READ_WHOLE
+                content = str(about.st_mtime_ns) if is_big else hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
+                digest.update(f"{about.st_size} {content}\n".encode())
         except Exception as error:  # of a disk or any network library
             raise UserError(f"{name}: cannot be read: {reason(error)}.") from error
     return digest.hexdigest()
@@ -267,8 +257,12 @@ def _files_source(name: str, files: list[str]) -> Source:
 def _dataset_rows(name: str, dataset: "Dataset") -> Rows:
     plain = dataset.with_format(None)  # a user's set_format("torch") would give tensors instead of lists
     batches = (zip(*columns.values(), strict=True) for columns in plain.iter(batch_size=ROWS_AT_ONCE))
-    for number, values in enumerate(itertools.chain.from_iterable(batches), start=1):
-        yield f"{name} row {number}", without_nulls(dict(zip(plain.column_names, values, strict=True)))
+    rows = (dict(zip(plain.column_names, values, strict=True)) for values in itertools.chain.from_iterable(batches))
+    return _numbered(name, rows)
+
+
+def _numbered(name: str, rows: Iterable[Row]) -> Rows:
+    return ((f"{name} row {number}", without_nulls(row)) for number, row in enumerate(rows, start=1))
 
 
 def call_user_function(name: str, *arguments: Any) -> "Dataset":

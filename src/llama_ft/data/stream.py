@@ -91,7 +91,6 @@ class StreamedBatches:
             bad.note(encoded)
             if len(encoded.table):
                 break
-        bad.end()
         if not len(encoded.table):
             raise self._nothing_left()
         return _dataset([encoded.table])
@@ -160,26 +159,23 @@ class StreamedBatches:
                 self._gather(CLOSED)
 
     def _pass(self, epoch: int, number: int, first_chunk: int) -> Generator[Window, None, None]:
-        bad, at = BadRows(self._config.skip_bad_rows), first_chunk
-        tables, rows_in_window = list[pyarrow.Table](), 0
+        bad, at, tables = BadRows(self._config.skip_bad_rows), first_chunk, list[pyarrow.Table]()
         with closing(self._exchanged(first_chunk)) as exchanged:
             for encoded in exchanged:
                 bad.note(encoded)
                 check_ids(encoded.largest_id, self._source.name, self._encoder.tokenizer, self._vocabulary_size)
-                if rows_in_window >= self._config.shuffle_buffer:
+                if sum(map(len, tables)) >= self._config.shuffle_buffer:
                     yield Window(epoch, first_chunk, number, False, _dataset(tables))
-                    tables, rows_in_window, number, first_chunk = [], 0, number + 1, at
+                    tables, number, first_chunk = [], number + 1, at
                 tables.append(encoded.table)
-                rows_in_window += len(encoded.table)
                 at += 1
         if self._is_over:
             return
-        bad.end()
-        if rows_in_window == 0 and number == 0:
+        if not any(map(len, tables)) and number == 0:
             raise self._nothing_left()
         if bad.count:
             log.warning(f"{self._source.name}: {bad.count:,} bad rows skipped: {'; '.join(bad.first)}")
-        if rows_in_window:
+        if any(map(len, tables)):
             yield Window(epoch, first_chunk, number, True, _dataset(tables))
 
     def _nothing_left(self) -> UserError:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from llama_ft.data import formats
 from llama_ft.data.chat_template import ALPACA, INPUT_HEADING, Span, added_bos
-from llama_ft.data.formats import FORMATS, BadRow, Content, Message, Row, RowFormat, TokenRow
+from llama_ft.data.formats import FORMATS, BadRow, Content, Row, RowFormat, TokenRow
 from llama_ft.data.loss_mask import ChatRenderer
 from llama_ft.errors import UserError
 
@@ -85,11 +85,6 @@ class Encoder:
         if row_format == "alpaca" and self.tokenizer.chat_template == ALPACA:
             return formats.alpaca_messages(row, input_heading=INPUT_HEADING)
         return FORMATS[row_format].read(row)
-
-    def messages(self, row: Row, row_format: RowFormat) -> list[Message] | None:
-        """The chat in a row, None if it is tokens or plain text. Errors as of `read`."""
-        content = self.read(row, row_format)
-        return content if isinstance(content, list) else None
 
     def encode(self, row: Row, row_format: RowFormat) -> list[Encoded]:
         """Turn a row of data into pieces of at most context_length tokens, see `tokenize` and `fit`."""
