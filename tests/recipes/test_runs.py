@@ -347,7 +347,7 @@ def test_every_run_leaves_a_report(launch: Finished, folder: Path) -> None:
     facts = json.loads((folder / "no_pad" / "facts.json").read_text())
     assert [sample["when"] for sample in facts["samples"]] == ["before", "after"]
     assert {unit["kind"] for unit in facts["units"]} >= {"LlamaDecoderLayer"}
-    assert facts["data"]["train"]["rows"] == 16 and sum(facts["data"]["train"]["histogram"]) == 16
+    assert facts["data"]["train"]["rows"] == 16
     assert facts["total_steps"] == max(line["step"] for line in metrics(folder / "no_pad"))
     for shown in (">finished<", "<b>Loss</b>", "LlamaDecoderLayer", "Training rows", "after tuning", "2 processes"):
         assert shown in page

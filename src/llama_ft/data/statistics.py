@@ -26,7 +26,6 @@ class SplitStatistics:
         tokens, target_tokens: their tokens, and those that count in the loss.
         truncated, skipped: samples of which a part was cut off, and those too long or without a token in the loss.
         longest: tokens of the longest sample before truncation.
-        histogram: samples by length before truncation; item n counts those of 2**n to 2**(n + 1) - 1 tokens.
         largest_id: the largest token id.
         fingerprint: a checksum of all tokens and labels, in order.
     """
@@ -37,7 +36,6 @@ class SplitStatistics:
     truncated: int = 0
     skipped: int = 0
     longest: int = 0
-    histogram: list[int] = field(default_factory=lambda: [0] * 32)
     largest_id: int = -1
     fingerprint: str = ""
 
@@ -47,8 +45,6 @@ class SplitStatistics:
         self.skipped += int((rows["fate"] == SKIPPED).sum())
         lengths = rows["tokens"][(rows["fate"] != BAD) & (rows["tokens"] > 0)]
         self.longest = int(max(self.longest, lengths.max(initial=0)))
-        counts = numpy.bincount(numpy.log2(lengths).astype(int), minlength=len(self.histogram))
-        self.histogram = (counts + self.histogram).tolist()
 
 
 @dataclass
