@@ -26,18 +26,15 @@ def subject(name: str, places: Mapping[str, str]) -> str:
     Returns:
         `--lr` as typed, `configs/mine.yaml:12: train.lr`, or `train.lr` where no place is known.
     """
-    place = places.get(name, "")
-    if is_flag(place):
-        return place
-    return f"{place}: {SETTINGS[name].dotted}" if place else SETTINGS[name].dotted
+    place, dotted = places.get(name, ""), SETTINGS[name].dotted
+    return place if is_flag(place) else f"{place}: {dotted}" if place else dotted
 
 
 def show(value: Any) -> str:
     """Show a value as it would be typed."""
-    if isinstance(value, list) and any(isinstance(item, dict) for item in value):
-        return json.dumps(value, ensure_ascii=False)
     if isinstance(value, list):
-        return "[" + ",".join(map(str, value)) + "]"
+        has_dicts = any(isinstance(item, dict) for item in value)
+        return json.dumps(value, ensure_ascii=False) if has_dicts else f"[{','.join(map(str, value))}]"
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
 
