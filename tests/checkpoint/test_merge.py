@@ -119,9 +119,9 @@ def test_another_base_or_tensor_is_refused_with_what_differs(bases: Path, tmp_pa
     tensors = stored(adapter)
     extra = {**tensors, "base_model.model.model.extra.weight": torch.ones(2)}
     save_file(extra, adapter / "adapter_model.safetensors")
-    assert "base_model.model.model.extra.weight is not part" in refusal(adapter, base, tmp_path)
+    assert "It has base_model.model.model.extra.weight" in refusal(adapter, base, tmp_path)
     save_file({n: t[:, :-1].clone() for n, t in tensors.items()}, adapter / "adapter_model.safetensors")
-    assert "q_proj.lora_A.weight is [4, 31], expected [4, 32]" in refusal(adapter, base, tmp_path)
+    assert "q_proj.lora_A.weight (4, 31) for (4, 32)" in refusal(adapter, base, tmp_path)
     config = json.loads((base / "config.json").read_text())
     note = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     (base / "config.json").write_text(json.dumps({**config, "quantization_config": note}))

@@ -52,7 +52,7 @@ def test_what_is_wrong_with_a_function_is_told(
     [
         ("my_dta.jsonl", "my_dta.jsonl: no such file. Did you mean {folder}/my_data.jsonl?"),
         ("folder.csv", "folder.csv: is a folder without data files."),
-        ("*.parquet", "*.parquet: no file matches."),
+        ("*.parquet", "*.parquet: matches no file"),
         ("my_data.jsonl", "my_data.jsonl: holds no rows."),
         ("bad.jsonl", "bad.jsonl:1: malformed JSON"),
     ],

@@ -57,6 +57,7 @@ def _break_models(folder: Path, save_model: Callable[..., Path]) -> None:
         return folder / name
 
     without("no_tokenizer", "tokenizer*")
+    (without("bad_generation") / "generation_config.json").write_text('{"eos_token_id": ')
     save_model(folder / "small_vocabulary", vocab_size=280)
     _save_falcon(folder)
 

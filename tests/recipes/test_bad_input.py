@@ -64,7 +64,7 @@ CASES = {
                                          "rows.jsonl:1: the chat template refuses this chat: no tools here",
                                          "--skip_bad_rows", errors=5),
     "every row dropped": case(f"{GOOD} --context_length 40 --truncation drop", "rows.jsonl: no row is left",
-                              "16 rows are longer than --context_length 40", "--truncation"),
+                              "16 are longer than --context_length 40", "--truncation"),
     # How chats are written, and what is learned of them.
     "template of tokens that are none": case(f"{GOOD} --chat_template chatml", "--chat_template chatml writes "
                                              "<|im_start|>, <|im_end|>: no tokens of this tokenizer",
@@ -155,7 +155,7 @@ def test_bad_input_leaves_nothing_behind(outcome: Outcome, cache: Path) -> None:
     [
         (f"{GOOD} --lrr 1e-4", "error: --lrr is not a flag. Did you mean --lr?", True),
         (f"{MODEL} --dataset @malformed.jsonl", "malformed.jsonl:3: malformed JSON", False),
-        (f"--model_name @truncated {ROWS} --enable_fsdp --low_cpu_fsdp", "missing, truncated or damaged", False),
+        (f"--model_name @truncated {ROWS} --enable_fsdp --low_cpu_fsdp", "missing or damaged", False),
     ],
     ids=["before torch", "while the other rank waits", "on the one rank that reads"],
 )

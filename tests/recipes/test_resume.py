@@ -251,7 +251,6 @@ def test_auto_takes_the_newest_sound_checkpoint(two_ranks: Path) -> None:
     """Newest damaged: told, set aside, and the run goes on from the one before, in its own directory."""
     run_dir = two_ranks / "SGD"
     whole = facts(run_dir)
-    (run_dir / ".llama_ft-run").unlink()  # runs of earlier versions have none
     newest = run_dir / "checkpoints" / "step-000004" / "shard-00002-model-00001-of-00001.safetensors"
     content = bytearray(newest.read_bytes())
     content[-1] ^= 1

@@ -236,7 +236,9 @@ def _build(folder: Path, job: _Job, processes: int) -> None:
     report = BuildReport(train.close(), validation.close() if validation else None, bad.count, bad.first, sample)
     for split, source in ((report.train, job.source), (report.validation, job.validation or job.source)):
         if split and not split.rows:
-            why = f"longer than --context_length {job.encoder.context_length} or without anything to train on"
+            why = (
+                f"longer than --context_length {job.encoder.context_length} (see --truncation) or have nothing to learn"
+            )
             raise UserError(
                 f"{source.name}: no row is left to train on or to validate with: {split.skipped:,} are {why}, "
                 f"{bad.count:,} are bad.\nExpected other rows, a larger fraction, or --run_validation False."
