@@ -5,19 +5,20 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 
-QUICKSTART := torchrun --nproc_per_node 2 recipes/finetuning.py --enable_fsdp --low_cpu_fsdp
+QUICKSTART := recipes/finetuning.py --enable_fsdp --low_cpu_fsdp
 
 .PHONY: quickstart test test-all lint clean
 
-# Two GPUs serve one process each; with fewer, two processes share the CPU's cores (gloo). torchrun would give each
-# process one thread, and say so, unless OMP_NUM_THREADS is set.
+# One or two GPUs serve one process each; without a GPU, two processes share the CPU's cores (gloo). torchrun would give
+# each process one thread, and say so, unless OMP_NUM_THREADS is set.
 quickstart: $(VENV)/.installed
 	@set -e; \
 	set -- $$($(BIN)/python -c 'import torch; print(torch.cuda.device_count(), max(1, torch.get_num_threads() // 2))'); \
 	export OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$$2} PATH="$(CURDIR)/$(BIN):$$PATH"; \
-	if [ "$$1" -ge 2 ]; then device=; else device=' --device cpu'; fi; \
-	echo "$(QUICKSTART)$$device"; \
-	exec $(QUICKSTART)$$device
+	if [ "$$1" -eq 1 ]; then ranks=1; else ranks=2; fi; \
+	set -- torchrun --nproc_per_node $$ranks $(QUICKSTART); \
+	echo "$$@"; \
+	exec "$$@"
 
 # Two workers, a file to each: a test mostly waits, for ranks that wait for each other. The slow ones have time limits and
 # want the machine for themselves.

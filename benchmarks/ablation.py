@@ -13,7 +13,7 @@ of the machine's load falls on all of them (on CUDA, where several models may no
     loss        the loss without the logits; positions without a label are skipped
     packing     rows packed, attention within each of them, no mask and no padding
     lora        adapters and frozen weight in one product, nothing stored that a frozen path does not need
-    sharding    what models/units.py does beyond fully_shard on every layer and the root
+    sharding    what models/fsdp.py does beyond fully_shard on every layer and the root
     late        loss and norm are read a step late (CUDA)
     compile     --compile (CUDA)
 
@@ -56,7 +56,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from llama_ft import data, models, runtime, training  # noqa: E402
 from llama_ft.config import Config, load  # noqa: E402
 from llama_ft.models import lora  # noqa: E402
-from llama_ft.phases import NOBODY  # noqa: E402
+from llama_ft.phases import NULL_MONITOR  # noqa: E402
 from llama_ft.runtime import Runtime  # noqa: E402
 
 LENGTH, LORA_RANK, LR, GIB = 512, 16, 1e-4, 2**30
@@ -77,12 +77,12 @@ def switched_off(off: set[str]) -> Iterator[None]:
     """The recipe's functions with some of its parts replaced by plain ones."""
     with contextlib.ExitStack() as stack:
         if "loss" in off:
-            stack.enter_context(patch.object(models, "use_head_loss", lambda model: True))
+            stack.enter_context(patch.object(models, "use_chunked_loss", lambda model: True))
             stack.enter_context(patch.object(training.SupervisedFineTuning, "loss", loss_of_all_logits))
         if "lora" in off:
             stack.enter_context(patch.object(lora, "use_fused_lora", lambda model: None))
         if "sharding" in off:
-            stack.enter_context(patch.object(models, "shard", shard_plainly))
+            stack.enter_context(patch.object(models, "apply_fsdp", shard_plainly))
         yield
 
 
@@ -200,7 +200,7 @@ class Recipe(Row):
         self.config, self.job = config, job
         model_config = models.load_model_config(folder, False)
         with switched_off(off):
-            self.model, *_ = finetuning.build_model(config, folder, model_config, None, NOBODY, job)
+            self.model, *_ = finetuning.build_model(config, folder, model_config, None, NULL_MONITOR, job)
         self.optimizer = training.build_optimizer(self.model, config.train)
         self.model.train()
 
@@ -212,7 +212,7 @@ class Recipe(Row):
             losses = training.accumulate_gradients(
                 self.model, objective, batches, targets, self.config.peft.use_peft, self.job
             )
-            numbers = training.finish_gradients(self.model, losses, targets, self.config.train, 1.0, self.job)
+            numbers = training.clip_and_reduce_norm(self.model, losses, targets, self.config.train, 1.0, self.job)
             training.update_weights(self.optimizer, LR, numbers.failed)
             unread.append(numbers)
             while len(unread) > ("late" not in self.off):
@@ -272,7 +272,7 @@ def feed_for(config: Config, folder: Path, job: Runtime) -> Feed:
     """This rank's micro-batches, step by step, as the recipe deals them."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     vocabulary = models.vocabulary_size(models.load_model_config(folder, False))
-    with job.node_leader_first():
+    with job.local_main_process_first():
         rows = data.prepare(
             config.data,
             tokenizer,
@@ -284,7 +284,7 @@ def feed_for(config: Config, folder: Path, job: Runtime) -> Feed:
     batch = config.train.batch_size_training * job.world_size
     pad = data.pad_token_id(tokenizer, vocabulary)
     steps = data.plan_training(config, rows, LENGTH, batch, pad, vocabulary, job)
-    with data.Ahead(steps.steps(1, steps.total_steps, {})) as ahead:
+    with data.Prefetcher(steps.steps(1, steps.total_steps, {})) as ahead:
         for todo in ahead:
             yield todo.batches, todo.target_tokens
 

@@ -61,14 +61,16 @@ class Trainee:
     def __init__(self, folder: Path, kind: str, tokens: int, job: Runtime) -> None:
         precision, peft = runtime.PRECISIONS["fp32"], KINDS[kind]
         self.job = job
-        self.model: PreTrainedModel = models.build_skeleton(
+        self.model: PreTrainedModel = models.build_on_meta(
             models.load_model_config(folder, False), ModelConfig(model_name=str(folder))
         )
         adapter = models.inject_lora(self.model, peft, str(folder)) if peft.use_peft else None
         models.set_storage_dtypes(self.model, precision)
-        models.shard(self.model, job.mesh, FSDPConfig(enable_fsdp=True), precision)
+        models.apply_fsdp(self.model, job.mesh, FSDPConfig(enable_fsdp=True), precision)
         group = models.ShardGroup(job.mesh)
-        models.materialize(self.model, folder, group, job.device, job.device, False, adapter, peft, 0, precision.frozen)
+        models.load_weights(
+            self.model, folder, group, job.device, job.device, False, adapter, peft, 0, precision.frozen
+        )
         self.optimizer = build_optimizer(self.model, SETTINGS)
         self.batch = torch.randint(0, self.model.config.vocab_size, (1, tokens), device=job.device)
         self.step()
@@ -79,7 +81,7 @@ class Trainee:
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self.job.gather_numbers(loss.item())
+        self.job.all_gather_floats(loss.item())
 
 
 def measure_round(number: int, trainee: Trainee, folder: Path, job: Runtime) -> Round:
@@ -87,7 +89,7 @@ def measure_round(number: int, trainee: Trainee, folder: Path, job: Runtime) -> 
     freed just before."""
     usual = statistics.median(slowest(trainee.step, job) for _ in range(USUAL_STEPS))
     nbytes = sum(tensor.nbytes for tensor in own_rows(trainee, job).values())
-    found: Round = {"usual step": usual, "bytes": job.gather_numbers(nbytes).sum().item()}
+    found: Round = {"usual step": usual, "bytes": job.all_gather_floats(nbytes).sum().item()}
     ways = list(WAYS)
     for way in ways[number % len(ways) :] + ways[: number % len(ways)]:
         if job.is_main:
@@ -130,11 +132,11 @@ def measure_save(way: str, number: int, usual: float, trainee: Trainee, folder: 
         trainee.step()
         steps += 1
         timings |= writer.timings()
-        complete = bool(job.gather_numbers("perf/save_seconds" in timings).all())
+        complete = bool(job.all_gather_floats("perf/save_seconds" in timings).all())
     lost = time.perf_counter() - resumed - steps * usual
     writer.finish()
     timings |= writer.timings()
-    total = job.gather_numbers(timings["perf/save_seconds"]).max().item()
+    total = job.all_gather_floats(timings["perf/save_seconds"]).max().item()
     if way == "sync" and writer.last is not None:
         timings = measure_resume(Checkpoint(writer.last), trainee, job)
     return {f"{way} stall": stall, f"{way} total": total, f"{way} lost": lost, **timings}
@@ -182,7 +184,7 @@ def slowest(work: Callable[[], None], job: Runtime) -> float:
     work()
     if job.device.type == "cuda":
         torch.cuda.synchronize()
-    return job.gather_numbers(time.perf_counter() - started).max().item()
+    return job.all_gather_floats(time.perf_counter() - started).max().item()
 
 
 def worker(asked: argparse.Namespace) -> None:

@@ -39,7 +39,7 @@ import torch  # noqa: E402
 from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast  # noqa: E402
 
-from llama_ft.checkpoint import complete_checkpoints, damage, find_sound  # noqa: E402
+from llama_ft.checkpoint import checkpoint_errors, complete_checkpoints, find_valid  # noqa: E402
 
 FLAGS = (
     "--enable_fsdp --precision fp32 --lr 1e-2 --batch_size_training 2 --gradient_accumulation_steps 2 --num_epochs 3 "
@@ -240,7 +240,7 @@ def unfinished(run: Path) -> set[tuple[str, int]]:
 
 def unsound(run: Path) -> list[str]:
     """Complaints about checkpoints that have the name of a complete one."""
-    return [f"{folder.name}: {line}" for folder in complete_checkpoints(run) for line in damage(folder)]
+    return [f"{folder.name}: {line}" for folder in complete_checkpoints(run) for line in checkpoint_errors(folder)]
 
 
 def flip_bits(run: Path, flips: int, chance: random.Random) -> list[str]:
@@ -255,10 +255,10 @@ def flip_bits(run: Path, flips: int, chance: random.Random) -> list[str]:
         if number % 2 and file.suffix == ".safetensors":
             place = chance.randrange(8 + int.from_bytes(valid[:8], "little"))  # in its header
         file.write_bytes(valid[:place] + bytes([valid[place] ^ 1 << bit]) + valid[place + 1 :])
-        if not any(file.name in line for line in damage(newest)) or find_sound(run).folder != before:
+        if not any(file.name in line for line in checkpoint_errors(newest)) or find_valid(run).folder != before:
             missed.append(f"bit {bit} of byte {place} of {file} was flipped, and that was not found")
         file.write_bytes(valid)
-    return missed + damage(newest)
+    return missed + checkpoint_errors(newest)
 
 
 def reference_run(inputs: Path, method: str) -> tuple[Path, float]:
@@ -299,8 +299,8 @@ class Crashes:
             newest = next(iter(complete_checkpoints(run)), Path("no checkpoint")).name
             about = f"{method}, {moment}, {who}; {newest}, {count_lines(run)} lines {' '.join(leftovers)}"
             print(f"kill {self.kills} of {self.wanted}: {about}", flush=True)
-            if complaints := unsound(run):
-                return complaints
+            if problems := unsound(run):
+                return problems
 
     def kill(self, launch: Launch) -> str:
         """The whole job, or one rank; says which, or nothing if it has ended by itself."""
@@ -339,9 +339,9 @@ def main() -> None:
                 raise SystemExit("\n".join(missed))
             print(f"{asked.flips} of {asked.flips} flipped bits were found ({method})", flush=True)
         reference, startup = references[method]
-        complaints = crashes.finish_run(run, method, startup) or differences(run, reference)
-        if complaints:
-            raise SystemExit("\n".join([*complaints, f"{run} is not {reference}; both are kept"]))
+        problems = crashes.finish_run(run, method, startup) or differences(run, reference)
+        if problems:
+            raise SystemExit("\n".join([*problems, f"{run} is not {reference}; both are kept"]))
         shutil.rmtree(run)
         runs += 1
         print(f"run {runs} ({method}) is identical to the uninterrupted one", flush=True)

@@ -33,8 +33,10 @@ from transformers.modeling_utils import PreTrainedModel  # noqa: E402
 
 from llama_ft import data, models, runtime, training  # noqa: E402
 from llama_ft.config import DataConfig, FSDPConfig, ModelConfig  # noqa: E402
-from llama_ft.data.batches import Batch  # noqa: E402
+from llama_ft.data.batches import Batch, BatchSampler  # noqa: E402
 from llama_ft.data.packing import pack_rows  # noqa: E402
+from llama_ft.data.prefetch import PreparedBatches, StepBatches  # noqa: E402
+from llama_ft.processes import cores  # noqa: E402
 from llama_ft.runtime import Runtime  # noqa: E402
 
 GIB = 2**30
@@ -87,8 +89,9 @@ def tokenize(config: DataConfig, tokenizer: PreTrainedTokenizerBase, length: int
         started = time.perf_counter()
         rows = data.prepare(config, tokenizer, context_length=length, cache=Path(folder), want_validation=False)
         seconds = time.perf_counter() - started
+        processes = config.tokenize_processes or cores()
         train, name = rows.report.train, "demo" if config.dataset == "demo" else "generated"
-        counts = f"{train.rows:,} | {train.tokens:,} | {rows.report.processes} | {seconds:.1f} s"
+        counts = f"{train.rows:,} | {train.tokens:,} | {processes} | {seconds:.1f} s"
         print(f"| {name} | {counts} | {train.rows / seconds:,.0f} | {train.tokens / seconds:,.0f} |", end="")
         return rows, seconds
 
@@ -96,26 +99,26 @@ def tokenize(config: DataConfig, tokenizer: PreTrainedTokenizerBase, length: int
 def packs_table(lengths: numpy.ndarray) -> None:
     print("\n| tokens a pack | rows | packs | full, the last pack aside | least number (tokens / pack) | seconds |")
     print("|---|---|---|---|---|---|")
-    for capacity in CAPACITIES:
-        short = numpy.minimum(lengths, capacity)
+    for pack_length in CAPACITIES:
+        short = numpy.minimum(lengths, pack_length)
         started = time.perf_counter()
-        packs = pack_rows(short, capacity)
+        packs = pack_rows(short, pack_length)
         seconds = time.perf_counter() - started
-        full = numpy.sort(packs.tokens)[1:].mean() / capacity
-        least = -(-int(short.sum()) // capacity)
-        print(f"| {capacity} | {len(short):,} | {len(packs):,} | {full:.2%} | {least:,} | {seconds:.2f} |")
+        full = numpy.sort(packs.tokens)[1:].mean() / pack_length
+        least = -(-int(short.sum()) // pack_length)
+        print(f"| {pack_length} | {len(short):,} | {len(packs):,} | {full:.2%} | {least:,} | {seconds:.2f} |")
 
 
 def build(folder: Path, job: Runtime, packed: bool) -> PreTrainedModel:
     """The demo's model on a mesh of one, as recipes/finetuning.py makes it."""
     precision = runtime.PRECISIONS["fp32"]
-    model = models.build_skeleton(models.load_model_config(folder, False), ModelConfig(model_name=str(folder)))
+    model = models.build_on_meta(models.load_model_config(folder, False), ModelConfig(model_name=str(folder)))
     if packed:
         models.use_packed_attention(model)
     models.set_storage_dtypes(model, precision)
-    models.shard(model, job.mesh, FSDPConfig(), precision)
+    models.apply_fsdp(model, job.mesh, FSDPConfig(), precision)
     group = models.ShardGroup(job.mesh)
-    models.materialize(model, folder, group, job.device, job.storage_device, False, None, None, 0, precision.frozen)
+    models.load_weights(model, folder, group, job.device, job.storage_device, False, None, None, 0, precision.frozen)
     return model
 
 
@@ -142,13 +145,13 @@ def speed(rows: data.TokenizedData, folder: Path, job: Runtime, turns: int) -> N
     waited, stepped = dict.fromkeys(ways, 0.0), dict.fromkeys(ways, 0.0)
     built = {way: build(folder, job, way == "packing") for way in ways}
     with contextlib.ExitStack() as stack:
-        feeds: dict[str, Iterator[data.StepBatches]] = {}
+        feeds: dict[str, Iterator[StepBatches]] = {}
         ahead = {}
-        for way, (capacity, plan) in ways.items():
-            prepared = data.PreparedRows(
-                rows.train, data.BatchPlan(lengths, targets, capacity=capacity, **plan), 0, 1, 0
+        for way, (pack_length, plan) in ways.items():
+            prepared = PreparedBatches(
+                rows.train, BatchSampler(lengths, targets, pack_length=pack_length, **plan), 0, 1, 0
             )
-            ahead[way] = stack.enter_context(data.Ahead(prepared.steps(1, turns + 1, {})))
+            ahead[way] = stack.enter_context(data.Prefetcher(prepared.steps(1, turns + 1, {})))
             feeds[way] = iter(ahead[way])
         for turn in range(turns + 1):
             for way, model in built.items():

@@ -94,14 +94,14 @@ def load(folder: Path, case: Case, job: Runtime) -> PreTrainedModel:
     """Skeleton, shards, weights: the steps of build_model in recipes/finetuning.py."""
     precision_name, peft, settings = TARGETS[case.target]
     precision = runtime.PRECISIONS[precision_name]
-    model = models.build_skeleton(models.load_model_config(folder, False), ModelConfig(model_name=str(folder)))
+    model = models.build_on_meta(models.load_model_config(folder, False), ModelConfig(model_name=str(folder)))
     if quantization := models.choose_quantization(settings, model.config, peft.use_peft):
         models.quantize_linears(model, quantization)
     adapter = models.inject_lora(model, peft, str(folder)) if peft.use_peft else None
     models.set_storage_dtypes(model, precision)
-    models.shard(model, job.mesh, FSDPConfig(enable_fsdp=True), precision)
+    models.apply_fsdp(model, job.mesh, FSDPConfig(enable_fsdp=True), precision)
     group, scatter = models.ShardGroup(job.mesh), case.way == "scatter"
-    models.materialize(
+    models.load_weights(
         model, folder, group, job.device, job.storage_device, scatter, adapter, peft, 0, precision.frozen
     )
     return model

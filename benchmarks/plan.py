@@ -34,8 +34,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast 
 
 from llama_ft.config import load  # noqa: E402
 from llama_ft.plan import predict as planner  # noqa: E402
-from llama_ft.plan.predict import PlanRequest  # noqa: E402
-from llama_ft.plan.record import Plan  # noqa: E402
+from llama_ft.plan.types import Plan, PlanRequest  # noqa: E402
 
 METHODS = {
     "full": [],

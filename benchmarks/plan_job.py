@@ -122,7 +122,7 @@ class Phases:
 
 def watch_recipe(finetuning: Any, phases: Phases) -> None:
     """From now on every run's phases are marked where the recipe tells its own watch of them."""
-    build_model, check_rows, enter = finetuning.build_model, training.check_rows_stay_apart, observe.MemoryWatch.enter
+    build_model, check_rows, enter = finetuning.build_model, training.check_packing, observe.MemoryMonitor.enter
 
     def building(*given: Any, **named: Any) -> Any:
         phases.begin()
@@ -132,13 +132,13 @@ def watch_recipe(finetuning: Any, phases: Phases) -> None:
         phases.enter("check")  # a small forward pass before the first step
         check_rows(*given, **named)
 
-    def entering(watch: observe.MemoryWatch, phase: Phase) -> None:
+    def entering(watch: observe.MemoryMonitor, phase: Phase) -> None:
         phases.step += phase == "forward"
         phases.enter(phase)
         enter(watch, phase)
 
-    finetuning.build_model, training.check_rows_stay_apart = building, checking
-    observe.MemoryWatch.enter = entering  # type: ignore[method-assign, assignment]
+    finetuning.build_model, training.check_packing = building, checking
+    observe.MemoryMonitor.enter = entering  # type: ignore[method-assign, assignment]
 
 
 class Dump:

@@ -47,7 +47,7 @@ from tokenizers.models import WordLevel  # noqa: E402
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast  # noqa: E402
 
 from llama_ft.data import build_demo, cache_dir  # noqa: E402
-from llama_ft.data.batches import BatchPlan  # noqa: E402
+from llama_ft.data.batches import BatchSampler  # noqa: E402
 
 MIB = 2**20
 LR, LORA_RANK, SEED = 1e-4, 16, 42
@@ -354,8 +354,8 @@ def natural_rows(model: Path, longest: int, tokens: int) -> list[dict[str, list[
 def our_order(rows: list[dict[str, list[int]]], length: int, batch: int) -> list[int]:
     """Numbers of the rows in the order of our steps."""
     counts, targets = [len(row["input_ids"]) for row in rows], [len(row["labels"]) - 1 for row in rows]
-    plan = BatchPlan(
-        counts, targets, capacity=length, global_batch=batch, world_size=1, rank=0, micro_batch=batch, seed=SEED
+    plan = BatchSampler(
+        counts, targets, pack_length=length, global_batch=batch, world_size=1, rank=0, micro_batch=batch, seed=SEED
     )
     steps = [plan.step(0, step) for step in range(plan.steps_per_epoch)]
     return [row for step in steps for share in step.micro_batches for row in share]

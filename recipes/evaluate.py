@@ -4,12 +4,11 @@ MODEL is a run's directory, a checkpoint, a saved adapter, or the directory or H
 model of each. Without --dataset the samples are the run's validation set, and the loss is the run's own at that step.
 """
 
-import dataclasses
 import gc
-import json
 import os
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ if __name__ == "__main__":  # no traceback out of an import; runtime.start takes
 
 from llama_ft.config import FSDPConfig  # noqa: E402
 from llama_ft.errors import before_imports  # noqa: E402
-from llama_ft.evaluation.flags import TASK_FLAGS, Asked, Evaluation, read_evaluate_flags  # noqa: E402
+from llama_ft.evaluation.flags import Asked, Evaluation, read_evaluate_flags  # noqa: E402
 
 if __name__ == "__main__":
     with before_imports():
@@ -27,69 +26,69 @@ if __name__ == "__main__":
 import torch  # noqa: E402
 from transformers import PreTrainedTokenizerBase  # noqa: E402
 
-from llama_ft import data, models, runtime  # noqa: E402
-from llama_ft.evaluation.held_out import describe_samples, describe_tokenizer, find_models, measure  # noqa: E402
-from llama_ft.evaluation.results import Evaluated, describe, to_json  # noqa: E402
-from llama_ft.evaluation.tasks import Tasks, find_tasks  # noqa: E402
+from llama_ft import models, runtime  # noqa: E402
+from llama_ft.evaluation.held_out import measure  # noqa: E402
+from llama_ft.evaluation.results import Evaluated, describe, write_json  # noqa: E402
+from llama_ft.evaluation.tasks import ask_tasks, find_tasks  # noqa: E402
 from llama_ft.inference.load import open_model  # noqa: E402
-from llama_ft.inference.prompts import answers_to  # noqa: E402
+from llama_ft.replace_text import replace_text  # noqa: E402
 from llama_ft.runtime import Runtime, log  # noqa: E402
 
-LOADING = ("base_model", "tokenizer_name", "trust_remote_code", "enable_fsdp")
+TASK_SETTINGS = ("limit", "num_fewshot", "apply_chat_template", "batch_size")
 
 
 def main(what: Evaluation) -> None:
     """From the flags to the tables on the screen."""
-    with runtime.start(what.flags.device, models.shard_degree(FSDPConfig(enable_fsdp=what.flags.enable_fsdp))) as job:
-        find_models(what, job)
-        tasks = find_tasks(what.flags, job) if what.flags.tasks else None
-        tuned, bases = list[Evaluated](), dict[tuple[Asked, str, int | None], Evaluated]()
-        for asked, base in what.asked:
-            result, tokenizer, rows = evaluate(asked, None, tasks, what, job)
-            other = 0 if tuned else None
-            if base is not None:
+    flags = what.flags
+    with runtime.start(flags.device, models.shard_degree(FSDPConfig(enable_fsdp=flags.enable_fsdp))) as job:
+        tasks = find_tasks(flags, job) if flags.tasks else None
+        results, bases = list[Evaluated](), list[tuple[Any, Evaluated]]()
+        for asked in what.asked:
+            tuned, tokenizer = evaluate(asked, None, tasks, what, job)
+            base = results[0] if results else None
+            if asked.base is not None:
                 # On the same tokens as the fine-tuned model: with its tokenizer and chat template.
-                alike = (base, describe_tokenizer(tokenizer), rows)
-                if alike not in bases:
-                    if base.name in {known.name for known in bases.values()}:
-                        base = dataclasses.replace(base, name=f"{base.name}, asked as {asked.name}")
-                    bases[alike], *_ = evaluate(base, (tokenizer, rows), tasks, what, job)
-                other = list(bases).index(alike)
-            tuned.append(dataclasses.replace(result, compared_with=other))
-        results, samples = [*bases.values(), *tuned], describe_samples(what)
+                run = asked.run and (asked.run.model, asked.run.quantization, asked.run.train.precision)
+                alike = asked.base, tokenizer.chat_template, len(tokenizer), run
+                base = next((known for key, known in bases if key == alike), None)
+                if base is None:
+                    base, _ = evaluate(asked, tokenizer, tasks, what, job)
+                    bases.append((alike, base))
+                    results.append(base)
+            results.append(replace(tuned, base=base))
         if job.is_main:
-            log.info(f"\n{describe(results, samples, what.flags.limit)}")
-            if what.flags.output_file:
-                settings = {name: getattr(what.flags, name) for name in (*TASK_FLAGS, "batch_size")}
-                with answers_to(Path(what.flags.output_file).expanduser(), overwrite=True) as file:
-                    json.dump(to_json(results, samples, settings), file, indent=2)
-                log.info(f"\nResults: {what.flags.output_file}")
+            log.info(f"\n{describe(results, what.samples, flags.limit)}")
+            if flags.output_file:
+                settings = {name: getattr(flags, name) for name in TASK_SETTINGS}
+                file = Path(flags.output_file).expanduser()
+                file.parent.mkdir(parents=True, exist_ok=True)
+                replace_text(file, write_json(results, what.samples, settings))
+                log.info(f"\nResults: {flags.output_file}")
 
 
 def evaluate(
     asked: Asked,
-    like: tuple[PreTrainedTokenizerBase, int | None] | None,
-    tasks: Tasks | None,
+    tokenizer: PreTrainedTokenizerBase | None,
+    tasks: dict[str, Any] | None,
     what: Evaluation,
     job: Runtime,
-) -> tuple[Evaluated, PreTrainedTokenizerBase, int | None]:
-    """Load a model and evaluate it, perhaps with the tokenizer and as many rows of the embedding as another model."""
-    place = str(data.build_demo(data.cache_dir()).model_dir) if asked.place == "demo" else asked.place
-    how: dict[str, Any] = {name: getattr(what.flags, name) for name in LOADING}
-    how |= {"quantization": asked.quantization, "precision": asked.precision}
-    opened = open_model(place, **how, tokenizer=like and like[0], rows=like and like[1], job=job)
+) -> tuple[Evaluated, PreTrainedTokenizerBase]:
+    """Load a model and evaluate it; with the tokenizer of the fine-tuned model: its base model."""
+    flags = replace(what.flags, precision=what.flags.precision or (asked.run.train.precision if asked.run else "auto"))
+    if tokenizer is None:
+        name, opened = asked.place, open_model(asked.place, flags, job)
+    else:
+        name = f"base: {asked.base}" + (f" (of {asked.place})" if len(what.asked) > 1 else "")
+        opened = open_model(str(asked.base), flags, job, asked.run, tokenizer)
     log.info(opened.about)
-    tokenizer, rows = like[0] if like else opened.tokenizer, models.vocabulary_size(opened.model.config)
-    held_out = None
-    if what.rows != "none":
-        held_out = measure(opened.model, tokenizer, what.config, what.split, asked, job)
-    answers = tasks.ask(opened.model, tokenizer, what.flags.enable_fsdp, job) if tasks is not None else None
-    result = Evaluated(asked.name, opened.about, held_out, answers)
+    held_out = measure(opened.model, opened.tokenizer, asked, what, job) if what.samples else None
+    answers = ask_tasks(tasks, opened.model, opened.tokenizer, flags, job) if tasks is not None else None
+    result, tokenizer = Evaluated(name, opened.about, held_out, answers), opened.tokenizer
     del opened
     gc.collect()  # before the next one is loaded
     if job.device.type == "cuda":
         torch.cuda.empty_cache()
-    return result, tokenizer, rows
+    return result, tokenizer
 
 
 if __name__ == "__main__":

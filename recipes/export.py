@@ -28,26 +28,23 @@ def main(options: ExportFlags) -> None:
     """From a checkpoint to a folder that anyone can load, and to the hub."""
     folder, place = options.out, options.source
     write = (folder, checkpoint.save_dtype(options.save_dtype), parse_size(options.max_shard_size))
-    what = "merged model"
     if options.kind == "adapter" and options.base_model:
         base = models.local_folder(options.base_model, options.base_place)
         log.info(f"The adapter: {place}")
-        checkpoint.merge_adapter(place, base, *write, options.trust_remote_code, options.base_model)
+        exporter = checkpoint.Exporter.of_adapter(place, base, options.base_model, options.trust_remote_code)
     else:
-        valid = checkpoint.find_sound(place)
+        valid = checkpoint.find_valid(place)
         log.info(f"The checkpoint: {valid.folder}, after step {valid.step}")
         exporter = checkpoint.Exporter.prepare(
             valid, options.base_model, options.tokenizer_name, options.trust_remote_code, merge=options.merge
         )
-        if exporter.adapter is None:
-            exporter.write_model(*write)
-            what = "fine-tuned model"
-        elif options.merge:
-            exporter.write_merged(*write)
-        else:
-            exporter.write_adapter(*write[:2])
-            what = "adapter"
-    log.info(f"The {what}: {folder}")
+    if exporter.adapter is None:
+        exporter.write_model(*write)
+    elif options.merge or options.kind == "adapter":
+        exporter.write_merged(*write)
+    else:
+        exporter.write_adapter(*write[:2])
+    log.info(f"Written: {folder}")
     if options.push_to_hub:
         log.info(f"Uploaded to {upload(folder, options.push_to_hub, options.private)}")
 

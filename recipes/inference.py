@@ -9,31 +9,30 @@ import io
 import os
 import signal
 import sys
-from pathlib import Path
 
 if __name__ == "__main__":  # no traceback out of an import; runtime.start takes it over
     signal.signal(signal.SIGINT, lambda *_: os.write(2, b"stopped by Ctrl-C\n") and os._exit(130))
 
 from llama_ft.config import FSDPConfig  # noqa: E402
-from llama_ft.errors import UserError, before_imports  # noqa: E402
+from llama_ft.errors import before_imports  # noqa: E402
 from llama_ft.inference.flags import InferenceFlags, read_inference_flags  # noqa: E402
 
 if __name__ == "__main__":
     with before_imports():
         OPTIONS = read_inference_flags(sys.argv[1:], str(__doc__))
     if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")  # what is not UTF-8 is reported later
+        sys.stdin.reconfigure(encoding="utf-8", errors="replace")
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(encoding="utf-8")  # a locale may have no place for what a model says
+        sys.stdout.reconfigure(encoding="utf-8", errors="replace")  # a locale may have no place for what a model says
 
 from llama_ft import models, runtime  # noqa: E402
 from llama_ft.inference.chat import converse, print_part  # noqa: E402
-from llama_ft.inference.generate import Answerer, Sampling, settle_sampling  # noqa: E402
+from llama_ft.inference.generate import Answerer  # noqa: E402
 from llama_ft.inference.load import open_model  # noqa: E402
-from llama_ft.inference.prompts import Encoding, answer_prompts, choose_encoding, one_prompt, read_prompts  # noqa: E402
+from llama_ft.inference.prompts import answer_prompts, one_prompt, read_prompts  # noqa: E402
 from llama_ft.runtime import Runtime, log  # noqa: E402
 
-SECONDS_TO_WAIT = 7 * 24 * 3600.0  # ranks wait for each other as long as someone thinks about the next question
+SECONDS_TO_WAIT = 7 * 24 * 3600.0  # ranks wait for each other as long as someone thinks about the next message
 
 
 def main(options: InferenceFlags) -> None:
@@ -41,46 +40,32 @@ def main(options: InferenceFlags) -> None:
     runtime.console.file = sys.stderr  # stdout is for answers
     degree = models.shard_degree(FSDPConfig(enable_fsdp=options.enable_fsdp))
     with runtime.start(options.device, degree, timeout_seconds=SECONDS_TO_WAIT) as job:
-        source = Path(options.prompts).expanduser() if options.prompts else Path()
-        prompts = read_prompts(source, options.output_key) if options.mode == "many" else []
-        prompt = job.from_main(lambda: one_prompt(options)) if options.mode == "one" else ""
-        opened = open_model(
-            options.places[0],
-            base_model=options.base_model,
-            tokenizer_name=options.tokenizer_name,
-            quantization=options.quantization,
-            precision=options.precision or "auto",
-            trust_remote_code=options.trust_remote_code,
-            enable_fsdp=options.enable_fsdp,
-            job=job,
-        )
+        has_prompt = bool(options.prompt or options.prompt_file or options.prompts)
+        is_chat = job.broadcast_from_rank0(lambda: options.chat or (not has_prompt and sys.stdin.isatty()))
+        prompts = read_prompts(options.prompts) if options.prompts else []
+        prompt = "" if prompts or is_chat else job.broadcast_from_rank0(lambda: one_prompt(options))
+        opened = open_model(options.places[0], options, job)
         if job.world_size == 1:
             signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # whoever reads the answers may stop reading
         log.info(opened.about)
-        sampling = settle_sampling(options, opened.model.generation_config)
-        answerer = Answerer(opened, job, is_sharded=options.enable_fsdp and job.world_size > 1)
-        encoding = choose_encoding(opened.tokenizer, options.no_chat_template, options.system_prompt)
-        log.info(sampling.describe)
-        if options.mode == "many":
-            truncated = answer_prompts(prompts, source, answerer, encoding, sampling, options, job)
-        elif options.mode == "one":
-            truncated = answer_one(prompt, answerer, encoding, sampling, job)
-        else:
-            truncated = 0
-            converse(answerer, encoding, sampling, job)
-        if truncated:
+        answerer = Answerer(opened, options, job)
+        log.info(", ".join(f"{name} {value:g}" for name, value in answerer.sampling.items()))
+        if is_chat:
+            converse(answerer, job)
+        elif (
+            truncated := answer_prompts(prompts, answerer, options, job)
+            if prompts
+            else answer_one(prompt, answerer, job)
+        ):
             log.info(f"{truncated} answers were truncated; --max_new_tokens allows longer ones.")
 
 
-def answer_one(prompt: str, answerer: Answerer, encoding: Encoding, sampling: Sampling, job: Runtime) -> int:
+def answer_one(prompt: str, answerer: Answerer, job: Runtime) -> int:
     """Stream the answer to one prompt to stdout; return 1 if it was truncated."""
-    ids = encoding.tokens(prompt)
-    if answerer.longest_answer(len(ids), sampling) < 1:
-        raise UserError(f"The prompt has {len(ids)} tokens, and the model {answerer.context} positions.")
-    [answer] = answerer.answer([ids], [0], sampling, print_part if job.is_main else None)
+    [answer] = answerer.answer([answerer.tokens(prompt)], print_part if job.is_main else None)
     if job.is_main:
         print(flush=True)
-    return int(answer.is_cut)
+    return int(answer.is_truncated)
 
 
 if __name__ == "__main__":

@@ -20,64 +20,49 @@ DEMO_CONFIG = Path(__file__).resolve().parent.parent / "configs" / "quickstart.y
 
 if __name__ == "__main__":
     with before_imports():
-        CONFIG, PLACES, OPTIONS = read_plan_flags(sys.argv[1:], DEMO_CONFIG, str(__doc__))
+        CONFIG, _, OPTIONS = read_plan_flags(sys.argv[1:], DEMO_CONFIG, str(__doc__))
 
 import torch  # noqa: E402
 from finetuning import build_model  # noqa: E402
 
 from llama_ft import data, models  # noqa: E402
-from llama_ft.plan.choose import choose_checkpointing, free_bytes, is_open  # noqa: E402
-from llama_ft.plan.describe import describe  # noqa: E402
-from llama_ft.plan.fit import find_fits  # noqa: E402
-from llama_ft.plan.predict import PlanRequest, predict  # noqa: E402
+from llama_ft.plan.gpus import free_bytes  # noqa: E402
+from llama_ft.plan.types import PlanRequest, describe  # noqa: E402
 from llama_ft.runtime import configure_console  # noqa: E402
 
+with exit_on_error():  # if torch has changed
+    from llama_ft.plan.fit import choose_checkpointing, describe_fits, find_fits, has_room, write_fits
+    from llama_ft.plan.predict import predict
 
-def main(config: Config, places: dict[str, str], options: PlanFlags) -> None:
-    """From the settings to the plan on the screen."""
-    request = PlanRequest(
-        config,
-        find_folder(config.model),
-        options.nproc,
-        options.nproc_per_node or options.nproc,
-        device="cpu" if config.train.device == "cpu" else "cuda",
-    )
+
+def main(config: Config, options: PlanFlags) -> int:
+    """From the settings to the plan on the screen. Returns the exit code; with --fit 3 if changes fit, 4 if none."""
+    folder, is_cpu = find_folder(config.model), config.train.device == "cpu"
+    request = PlanRequest(config, folder, options.nproc, options.nproc_per_node or 1, "cpu" if is_cpu else "cuda")
     if config.model.resize_embeddings:
         request = with_new_tokens(request)
+    tell = partial(print, file=sys.stderr, flush=True)
     try:
-        if is_open(config):
-            request, places = with_checkpointing(request, places, options)
+        if config.train.activation_checkpointing == "auto":
+            room = options.fit_bytes or free_bytes(torch.device(request.device), request.local_world_size)
+            chosen, why, _ = choose_checkpointing(request, build_model, room)
+            tell(f"activation_checkpointing auto: {why}")
+            request = dataclasses.replace(request, config=chosen)
         planned = predict(request, build_model, options.quick)
     except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:  # of the model's own code, mostly
         raise RunFailure(f"This model could not be planned: {type(error).__name__}: {error}") from error
-    if not options.json:
-        print(describe(planned))
-    answer = None
-    if options.device:
-        tell = partial(print, file=sys.stderr, flush=True)
-        answer = find_fits(request, build_model, options.device, planned, options.quick, tell)
-        commands = answer.commands(places, options.recipe)
+    values: dict[str, object] = {"plan": dataclasses.asdict(planned)}
+    text, exit_code = describe(planned), 0
+    if options.fit:
+        fits = find_fits(request, build_model, options.fit_bytes, planned, options.quick, tell)
+        exit_code = 0 if has_room(planned, options.fit_bytes) else 3 if fits else 4
+        text += f"\n\n{describe_fits(planned, fits, options.fit_bytes)}"
+        answers = [{"flags": it.flags, "gives_up": it.gives_up, "peak_bytes": it.plan.device_bytes} for it in fits]
+        values |= {"fits_as_it_is": exit_code == 0, "fits": answers}
         if options.fit_out:
-            commands = answer.write(Path(options.fit_out))
-            if not answer.fits:
-                print(f"--fit_out {options.fit_out}: there is no answer to write.", file=sys.stderr)
-        if not options.json:
-            print("\n" + answer.describe(commands))
-    if options.json:
-        print(json.dumps({"plan": planned.to_json(), **(answer.to_json() if answer else {})}))
-
-
-def with_checkpointing(
-    request: PlanRequest, places: dict[str, str], options: PlanFlags
-) -> tuple[PlanRequest, dict[str, str]]:
-    """With what `activation_checkpointing auto` comes to be on the device that is asked about, or on this machine's;
-    nobody has set that."""
-    here = torch.device(request.device)
-    room = options.device.bytes if options.device else free_bytes(here, request.local_world_size)
-    choice = choose_checkpointing(request, build_model, room)
-    print(choice.why, file=sys.stderr)
-    others = {name: place for name, place in places.items() if name != "train.activation_checkpointing"}
-    return dataclasses.replace(request, config=choice.config), others
+            write_fits(fits, Path(options.fit_out))
+    print(json.dumps(values) if options.json else text, flush=True)
+    return exit_code
 
 
 def find_folder(model: ModelConfig) -> Path:
@@ -89,13 +74,12 @@ def find_folder(model: ModelConfig) -> Path:
 
 def with_new_tokens(request: PlanRequest) -> PlanRequest:
     """With the rows that the run's tokenizer makes the embedding grow by."""
-    model, folder = request.config.model, request.folder
-    tokens = folder
+    model, tokens = request.config.model, request.folder
     if model.tokenizer_name is not None:
         tokens = models.local_folder(model.tokenizer_name, "--tokenizer_name", weights=False)
     tokenizer = models.load_tokenizer(tokens, model.trust_remote_code)
-    model_config = models.load_model_config(folder, model.trust_remote_code)
-    new_tokens = models.find_new_tokens(tokenizer, folder, model_config, model)
+    model_config = models.load_model_config(request.folder, model.trust_remote_code)
+    new_tokens = models.find_new_tokens(tokenizer, request.folder, model_config, model)
     return dataclasses.replace(request, new_tokens=new_tokens)
 
 
@@ -104,8 +88,7 @@ if __name__ == "__main__":
     configure_console(rank=1 if OPTIONS.json else 0)
     with exit_on_error():
         try:
-            main(CONFIG, PLACES, OPTIONS)
-            sys.stdout.flush()
+            sys.exit(main(CONFIG, OPTIONS))
         except KeyboardInterrupt:
             print("stopped by Ctrl-C", file=sys.stderr)
             sys.exit(130)

@@ -1,16 +1,18 @@
-"""A checkpoint as a run of two ranks writes it, made without the code that writes them."""
+"""A checkpoint as a run of two ranks writes it, made without the code that writes them; what was exported."""
 
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 import xxhash
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from llama_ft.config import Config
 
 RANKS = 2
+IDS = torch.tensor([[1, 17, 42, 5, 99, 250, 3]])
 METRICS = {"epoch": 1.5, "tokens": 12345, "train/loss": 1.25, "eval/loss": 1.5, "perf/step_seconds": 0.5}
 
 
@@ -32,16 +34,26 @@ def save_checkpoint(
         file = folder / f"shard-{rank + 1:05d}-model-00001-of-00001.safetensors"
         save_file({name: t.contiguous() for name, t in own.items()}, file, header)
     sections = dataclasses.asdict(config)
-    trainer = {
-        "format": 2,
-        "step": step,
-        "world_size": RANKS,
-        "metrics": METRICS,
-        "config": sections,
-        "chat_template": None,
-    }
-    (folder / "trainer.json").write_text(json.dumps({**trainer, "versions": {"torch": "2.13.0"}, **more}))
+    trainer = {"format": 2, "step": step, "world_size": RANKS, "metrics": METRICS, "config": sections}
+    (folder / "trainer.json").write_text(json.dumps({**trainer, "chat_template": None, "versions": {}, **more}))
     files = sorted(folder.iterdir())
     sums = [f"{xxhash.xxh3_128(file.read_bytes()).hexdigest()}  {file.name}\n" for file in files]
     (folder / "checksums.txt").write_text("".join(sums))
     return folder
+
+
+def load(folder: Path, **settings: Any) -> Any:
+    """A model by transformers alone."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, **{"dtype": torch.float32, **settings}).eval()
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=IDS).logits
+
+
+def stored(folder: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a folder by the safetensors library alone."""
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}

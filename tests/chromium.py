@@ -32,7 +32,7 @@ class Page:
 
     Attributes:
         requests: addresses that the page asked for since `open`.
-        complaints: what the browser logged since then: violations of the content security policy, errors in scripts.
+        problems: what the browser logged since then: violations of the content security policy, errors in scripts.
     """
 
     def __init__(self, to_browser: int, from_browser: int) -> None:
@@ -40,7 +40,7 @@ class Page:
         target = self._ask("Target.createTarget", url="about:blank")["targetId"]
         self._session = self._ask("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         self.requests: list[str] = []
-        self.complaints: list[str] = []
+        self.problems: list[str] = []
         for domain in ("Page", "Network", "Log", "Runtime"):
             self._ask(f"{domain}.enable")
 
@@ -50,7 +50,7 @@ class Page:
         self._ask(
             "Emulation.setDeviceMetricsOverride", width=width, height=800, deviceScaleFactor=1, mobile=width < 500
         )
-        self.requests, self.complaints = [], []
+        self.requests, self.problems = [], []
         self._ask("Page.navigate", url=file.absolute().as_uri())
         while self.run("document.readyState") != "complete" or self.run("location.href") == "about:blank":
             time.sleep(0.05)
@@ -76,9 +76,9 @@ class Page:
             if answer.get("method") == "Network.requestWillBeSent":
                 self.requests.append(answer["params"]["request"]["url"])
             elif answer.get("method") == "Log.entryAdded":
-                self.complaints.append(answer["params"]["entry"]["text"])
+                self.problems.append(answer["params"]["entry"]["text"])
             elif answer.get("method") == "Runtime.exceptionThrown":
-                self.complaints.append(str(answer["params"]["exceptionDetails"]))
+                self.problems.append(str(answer["params"]["exceptionDetails"]))
 
     def _read(self) -> dict[str, Any]:
         while b"\0" not in self._buffer:

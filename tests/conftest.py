@@ -1,14 +1,14 @@
 """Small real things to train on, and processes: new interpreters, torchrun's, and (forked.py) cheaper ones.
 
-A new process that imports torch costs 5 to 8 s of a core, and torchrun 2 s more. So many cases share one launch, and
-`forked` begins where the imports have ended; `run`, `torchrun` and `recipe` are for what depends on the interpreter's
-start, on variables that libraries read when they are imported, or on torchrun's agent."""
+A new process that imports torch costs 5 to 8 s of a core. So many cases share one launch, and `forked` begins where
+imports have ended; `run`, `torchrun` and `recipe` are for what depends on Python's start or torchrun's agent."""
 
 import importlib.util
 import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -25,29 +25,14 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 RECIPE = REPOSITORY / "recipes" / "finetuning.py"
 QUESTIONS = ["What is a shard", "Who reads the checkpoint", "Why is the loss a sum", "Where do adapters live"]
-ANSWERS = [
-    "Some rows of a weight.",
-    "Rank 0.",
-    "So that it does not depend on how rows were dealt.",
-    "Beside.",
-]
+ANSWERS = ["Some rows of a weight.", "Rank 0.", "So that it does not depend on how rows were dealt.", "Beside."]
 
 
 def run(command: list[str], timeout: float = 240, **environment: str) -> Finished:
     """Run a command as a user would, with this checkout's package and one thread a process."""
-    import time
-
-    started = time.monotonic()
-    finished = subprocess.run(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        stdin=subprocess.DEVNULL,
-        text=True,
-        timeout=timeout,
-        cwd=REPOSITORY,
-        env={**os.environ, **ENVIRONMENT, **environment},
-    )
+    started, variables = time.monotonic(), {**os.environ, **ENVIRONMENT, **environment}
+    streams: Any = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    finished = subprocess.run(command, **streams, text=True, timeout=timeout, cwd=REPOSITORY, env=variables)
     return Finished(finished.returncode, finished.stdout, time.monotonic() - started)
 
 
@@ -104,10 +89,8 @@ def save_tokenizer() -> Callable[..., Path]:
         inner.decoder = decoders.ByteLevel()
         special = ["<s>", "</s>", *(["<pad>"] if pad else [])]
         alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-        trainer = trainers.BpeTrainer(
-            vocab_size=301, special_tokens=special, initial_alphabet=alphabet, show_progress=False
-        )
-        inner.train_from_iterator(QUESTIONS + ANSWERS, trainer)
+        sizes = {"vocab_size": 301, "special_tokens": special, "initial_alphabet": alphabet}
+        inner.train_from_iterator(QUESTIONS + ANSWERS, trainers.BpeTrainer(**sizes, show_progress=False))
         tokens = {"bos_token": "<s>", "eos_token": "</s>", **({"pad_token": "<pad>"} if pad else {})}
         tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, **tokens)
         tokenizer.save_pretrained(folder)
@@ -162,24 +145,19 @@ def runtime() -> Iterator["Runtime"]:
     from torch.distributed.device_mesh import init_device_mesh
 
     from llama_ft.runtime import Runtime
-    from llama_ft.runtime.devices import DeviceNote
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("shard",))
     cpu = torch.device("cpu")
-    yield Runtime(0, 1, 0, 1, cpu, cpu, DeviceNote("node1", "CPU", "1 thread"), mesh, None)
+    yield Runtime(0, 1, 0, 1, cpu, cpu, "CPU", mesh, None)
     dist.destroy_process_group()
 
 
 def write_rows(file: Path, count: int) -> Path:
     """A .jsonl file of alpaca rows of uneven length, no two alike."""
-    rows = [
-        {
-            "instruction": f"{QUESTIONS[n % 4]}, number {n}?",
-            "output": " ".join([ANSWERS[(n + n // 4) % 4]] * (1 + n % 5)),
-        }
-        for n in range(count)
-    ]
+    questions = [f"{QUESTIONS[n % 4]}, number {n}?" for n in range(count)]
+    answers = [" ".join([ANSWERS[(n + n // 4) % 4]] * (1 + n % 5)) for n in range(count)]
+    rows = [{"instruction": question, "output": answer} for question, answer in zip(questions, answers, strict=True)]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return file
 

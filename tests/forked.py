@@ -1,9 +1,7 @@
 """Processes that have torch imported when they begin: forks of a server that has imported it once.
 
-Importing torch, transformers and what belongs to them takes every process 5 to 8 s of a core, mostly more than what a
-test then wants of it. What is forked here is a process of its own all the same: it runs a script from its first line,
-with a command line, an environment, an output and an exit code, and ranks meet over gloo as those of torchrun do. What
-depends on torchrun's agent, or on how a process begins, is tested with conftest's `torchrun` and `run`.
+Importing torch and transformers takes every process 5 to 8 s of a core. What is forked here is a process of its own all
+the same, with a command line, an environment, an output and an exit code; ranks meet over gloo as torchrun's do.
 """
 
 import multiprocessing

@@ -2,7 +2,6 @@
 
 import csv
 import importlib
-import importlib.util
 import json
 import os
 import re
@@ -11,7 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
@@ -43,13 +42,8 @@ ROWS = 400  # a few packs of 4,096 tokens
 
 @dataclass(frozen=True)
 class Command:
-    """One line of a bash block, its continuations joined.
-
-    Attributes:
-        text: as it is printed, without comment.
-        words: as bash splits them; operators are words of their own.
-        needs: what it needs that a laptop without network lacks; empty where it is to be run.
-    """
+    """One line of a bash block, its continuations joined: its text without comment, its words as bash splits them, and
+    what it needs that a laptop without network lacks (empty where it is to be run)."""
 
     text: str
     words: list[str]
@@ -69,11 +63,7 @@ class Command:
 
 
 class Page:
-    """A page of the repository.
-
-    Args:
-        name: its path from the root.
-    """
+    """A page of the repository, by its path from the root."""
 
     def __init__(self, name: str) -> None:
         self.name, self.path = name, REPOSITORY / name
@@ -133,35 +123,25 @@ def read_commands(block: str) -> list[Command]:
     return commands
 
 
-def flag_reader(script: str) -> Callable[[list[str]], Any] | None:
-    """What reads a recipe's command line; None where there is no such recipe."""
-    if not (REPOSITORY / "recipes" / f"{script}.py").exists():
-        return None
+def flag_reader(script: str) -> Callable[[list[str]], Any]:
+    """What reads a recipe's command line."""
     if script == "finetuning":
         return lambda words: load(words, DEMO_RECIPE, paths=False)
     if script == "plan":
         return lambda words: read_plan_flags(words, DEMO_RECIPE)
-    modules = {
-        "report": "report.flags",
-        "evaluate": "evaluation.flags",
-        "inference": "inference.flags",
-        "export": "export_flags",
-    }
-    reader = getattr(importlib.import_module(f"llama_ft.{modules[script]}"), f"read_{script}_flags")
-    return lambda words: reader(words, "")
+    folders = {"evaluate": "evaluation.", "export": "export_"}
+    reader = importlib.import_module(f"llama_ft.{folders.get(script, f'{script}.')}flags")
+    return lambda words: getattr(reader, f"read_{script}_flags")(words, "")
 
 
 def script_flag_names() -> set[str]:
     """Flags of the recipes that have a few of their own, out of their --help."""
     names = set[str]()
     for script in ("export", "report", "inference", "evaluate"):
-        if (reader := flag_reader(script)) is not None:
-            printed = StringIO()
-            try:
-                with redirect_stdout(printed):
-                    reader(["--help"])
-            except SystemExit:
-                names |= set(re.findall(r"--(\w+)", printed.getvalue()))
+        printed = StringIO()
+        with redirect_stdout(printed), suppress(SystemExit):
+            flag_reader(script)(["--help"])
+        names |= set(re.findall(r"--(\w+)", printed.getvalue()))
     return names
 
 
@@ -178,11 +158,8 @@ def flag_mistakes(command: Command) -> list[str]:
     for recipe in re.findall(r"--config[ =](output/\S+)", " ".join(words)):
         Path(recipe).parent.mkdir(parents=True, exist_ok=True)  # as if the run before had written it
         Path(recipe).write_text("model: {model_name: my_models/Llama-3.1-8B}\ndata: {dataset: my_data.jsonl}\n")
-    reader = flag_reader(script)
-    if reader is None:
-        return [f"there is no recipes/{script}.py"]
     try:
-        reader(words)
+        flag_reader(script)(words)
     except UserError as error:
         to_come = [word for word in words if word.startswith("output/") or ("/" in word and not Path(word).exists())]
         return [line for line in error.messages if not any(part in line for part in (*MISSING, *to_come))]
@@ -198,7 +175,7 @@ def lay_out(folder: Path, save_model: Callable[..., Path]) -> Path:
     template of Llama 3.1, and data."""
     from transformers import AutoTokenizer
 
-    from llama_ft.data.built_in_templates import LLAMA3
+    from llama_ft.data.chat_template import BUILT_IN
 
     for name in ("recipes", "src", "configs", "launch", "docs"):
         if (REPOSITORY / name).exists():
@@ -222,7 +199,7 @@ def lay_out(folder: Path, save_model: Callable[..., Path]) -> Path:
         tokenizer.add_special_tokens(
             {"bos_token": special[0], "eos_token": special[3], "additional_special_tokens": special}
         )
-        tokenizer.chat_template = LLAMA3
+        tokenizer.chat_template = BUILT_IN["llama3"]
         tokenizer.save_pretrained(place)
         config = json.loads((place / "config.json").read_text())
         ids = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}

@@ -4,9 +4,9 @@ from pathlib import Path
 from typing import Any
 
 from llama_ft.config import load, to_yaml
-from llama_ft.observe.facts import RunFacts
 from llama_ft.observe.metrics import MetricsLog
-from llama_ft.plan.record import Moment, Peak, Plan
+from llama_ft.observe.run_metadata import RunMetadata
+from llama_ft.plan.types import Moment, Peak, Plan
 from llama_ft.runtime.status import RunStatus
 
 MARKUP = '<script>alert("x")</script><img src=https://example.com/x.png>'
@@ -35,15 +35,9 @@ def plan() -> Plan:
     sizes: dict[str, Any] = dict.fromkeys(
         ("reserved_bytes", "outside_bytes", "host_load_bytes", "host_save_bytes"), MIB
     )
-    sizes |= {"checkpoint_bytes": MIB, "result_bytes": MIB, "sent_bytes": {"all_gather": 9 * MIB}}
-    sizes |= {
-        "largest_unit": "lm_head",
-        "largest_unit_bytes": 40 * MIB,
-        "tokens": 4096,
-        "is_quick": False,
-        "seconds": 1,
-    }
-    return Plan("cuda", 2, 0, peaks, [Moment(*moment) for moment in timeline()], **sizes)
+    sizes |= {"checkpoint_bytes": MIB, "result_bytes": MIB}
+    sizes |= {"tokens": 4096, "is_quick": False}
+    return Plan("cuda", 2, peaks, [Moment(*moment) for moment in timeline()], **sizes)
 
 
 def write_run(folder: Path, state: Any = "finished", steps: int = 60, lr: str = "3e-4", scale: float = 1.0) -> Path:
@@ -75,29 +69,14 @@ def write_run(folder: Path, state: Any = "finished", steps: int = 60, lr: str = 
 
 
 def write_facts(folder: Path) -> None:
-    facts = RunFacts(folder)
-    histogram = [3, 0, 40, 12, 5]
-    split = {"rows": 60, "tokens": 6000, "target_tokens": 3000, "lengths": [40, 120, 200], "histogram": histogram}
-    split |= dict.fromkeys(("truncated", "dropped", "split", "without_target", "copies"), 0) | {"parts": {}}
-    edges = [8, 16, 32, 64, 128, 256]
-    facts.add(
-        data={"summary": [f"training {MARKUP}"], "train": split, "validation": {**split, "rows": 7}, "edges": edges}
-    )
+    facts = RunMetadata(folder)
+    split = {"rows": 60, "tokens": 6000, "target_tokens": 3000, "longest": 200}
+    split |= {"truncated": 0, "skipped": 0}
+    facts.add(data={"summary": [f"training {MARKUP}"], "train": split, "validation": {**split, "rows": 7}})
     facts.add(
         environment={"command": f"recipes/finetuning.py --dataset {MARKUP} HF_TOKEN={SECRET}", "GPUs": "2 x H100"}
     )
-    parts = {"matrix products": 1.0, "attention": 0.0, "waiting for data": 1.0}
-    at_rate = {"matrix products": 0.75, "attention": 0.0}
-    facts.add(
-        speed={
-            "product_flops_per_second": [4e14, 4e14],
-            "published_flops_per_second": 2e15,
-            "step": 4,
-            "seconds": 2.0,
-            "parts": parts,
-        }
-    )
-    facts.add(speed={"at_measured_rate": at_rate})
+    facts.add(speed={"product_flops_per_second": [4e14, 4e14], "published_flops_per_second": 2e15})
     layers = [f"model.layers.{n}" for n in range(LAYERS)]
     facts.add(
         units=[{"name": n, "kind": "Layer", "parameters": 10**6, "bytes": 2 * 10**6, "layers": 1} for n in layers]
@@ -107,5 +86,5 @@ def write_facts(folder: Path) -> None:
     facts.add_sample("after", {**answer, "answer": "That."})
     peaks = {"backward": [{"device_peak_bytes": 235 * MIB, "device_reserved_bytes": 250 * MIB}] * 2}
     held = {"sharded parameters": 60 * MIB, "optimizer state": 60 * MIB}
-    facts.add(memory={"phases": peaks, "holders": [held, {**held, "optimizer state": 80 * MIB}]})
-    facts.add(memory={"unit": "device", "warnings": [MARKUP]})
+    holders = [held, {**held, "optimizer state": 80 * MIB}]
+    facts.add(memory={"phases": peaks, "holders": holders, "warnings": [MARKUP]})

@@ -10,8 +10,8 @@ SOURCE = REPOSITORY / "src" / "llama_ft"
 LONGEST_FILE = 400
 # Lines per folder. They only go down; the goal is 15,000 in all.
 LINES = {
-    "": 600, "checkpoint": 2450, "config": 2450, "data": 4700, "evaluation": 720, "inference": 1400, "models": 3600,
-    "observe": 2320, "plan": 2420, "report": 880, "runtime": 1490, "training": 1450,
+    "": 440, "checkpoint": 1780, "config": 1900, "data": 3160, "evaluation": 380, "inference": 720, "models": 2770,
+    "observe": 1420, "plan": 1650, "report": 630, "run": 380, "runtime": 1050, "training": 1190,
 }  # fmt: skip
 # What each folder imports of the others. config knows nobody; tools know the rest and are known by no other folder.
 BELOW = {
@@ -22,10 +22,13 @@ BELOW = {
     "plan": {"checkpoint", "config", "data", "models", "observe", "runtime", "training"},
     "inference": {"checkpoint", "config", "data", "models", "runtime", "training"},
     "evaluation": {"config", "data", "inference", "models", "runtime", "training"},
+    "run": {"checkpoint", "config", "data", "models", "observe", "plan", "report", "runtime", "training"},
 }  # fmt: skip
 
 
 def folder_of(file: Path) -> str:
+    if file == SOURCE / "run.py":  # of the recipe: it may import everything, and nothing imports it
+        return "run"
     return file.relative_to(SOURCE).parts[0] if file.parent != SOURCE else ""
 
 
@@ -46,8 +49,10 @@ def test_imports_point_one_way() -> None:
             if isinstance(node, ast.ImportFrom) and node.module:
                 names = [f"{node.module}.{alias.name}" for alias in node.names]
             for name in names:
+                if not name.startswith("llama_ft."):
+                    continue
                 target = name.removeprefix("llama_ft.").partition(".")[0]
-                is_other = name.startswith("llama_ft.") and (SOURCE / target).is_dir() and target != folder_of(file)
-                if is_other and target not in BELOW[folder_of(file)]:
+                is_folder = target == "run" or (SOURCE / target).is_dir()
+                if is_folder and target != folder_of(file) and target not in BELOW[folder_of(file)]:
                     wrong.append(f"{file.relative_to(SOURCE)} imports {target}")
     assert not wrong

@@ -1,6 +1,5 @@
 """What is in launch/: checked by the tools of those it is for, and run as far as one machine can."""
 
-import ast
 import json
 import os
 import re
@@ -12,7 +11,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import jsonschema
 import kubernetes.client.models
@@ -39,14 +37,10 @@ KUBERNETES = "1.34"
 SECRET = re.compile(r"hf_[A-Za-z0-9]{8}|\b[0-9a-f]{32,}\b|AKIA[0-9A-Z]{16}|-----BEGIN")
 
 
-def tool(name: str) -> str:
-    """A program that was installed beside this Python."""
-    return str(Path(sys.executable).with_name(name))
-
-
-def checked(*command: str | Path, text: str | None = None) -> str:
-    """What a linter says."""
-    finished = subprocess.run([*map(str, command)], input=text, capture_output=True, text=True, timeout=60)
+def checked(program: str, *arguments: str | Path, text: str | None = None) -> str:
+    """What a linter says that was installed beside this Python."""
+    command = [str(Path(sys.executable).with_name(program)), *map(str, arguments)]
+    finished = subprocess.run(command, input=text, capture_output=True, text=True, timeout=60)
     return f"exit code {finished.returncode}\n{finished.stdout}{finished.stderr}".strip()
 
 
@@ -63,17 +57,15 @@ def slurm_command() -> list[str]:
     text = found[0].replace('"$@"', "--config configs/quickstart.yaml --lr 1e-4")
     text = text.replace('"${model[@]}"', "--model_name /tmp/models/m").replace('"${stop_after[@]}"', "--stop_after 90s")
     text = text.replace("$((20000 + SLURM_JOB_ID % 10000))", "20001")
-    return in_shell(
-        text, OUTPUT_DIR="output/x", SLURM_JOB_NUM_NODES="2", processes="8", first_node="n1", SLURM_JOB_ID="1", logs="l"
-    )
+    slurm = {"SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "1"}
+    return in_shell(text, OUTPUT_DIR="output/x", processes="8", first_node="n1", logs="l", **slurm)
 
 
 def skypilot_command() -> list[str]:
     text = SKYPILOT["run"]
     variables = {"SKYPILOT_NUM_NODES": "1", "SKYPILOT_NUM_GPUS_PER_NODE": "8", "first_node": "10.0.0.1"}
-    return in_shell(
-        text[text.index("launch/skypilot/keep.sh") :], PATH=os.environ["PATH"], **SKYPILOT["envs"], **variables
-    )
+    variables |= {"PATH": os.environ["PATH"], **SKYPILOT["envs"]}
+    return in_shell(text[text.index("launch/skypilot/keep.sh") :], **variables)
 
 
 COMMANDS = {"slurm": slurm_command, "kubernetes": lambda: CONTAINER["args"], "skypilot": skypilot_command}
@@ -81,29 +73,14 @@ COMMANDS = {"slurm": slurm_command, "kubernetes": lambda: CONTAINER["args"], "sk
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
 def test_shellcheck_finds_nothing_in_the_scripts(script: Path) -> None:
-    assert checked(tool("shellcheck"), "--external-sources", script) == "exit code 0"
+    assert checked("shellcheck", "--external-sources", script) == "exit code 0"
     assert os.access(script, os.X_OK)
 
 
-@pytest.mark.parametrize("part", ["setup", "run"])
-def test_shellcheck_finds_nothing_in_skypilots_commands(part: str) -> None:
-    assert (
-        checked(tool("shellcheck"), "--shell", "bash", "--exclude", "SC1091", "-", text=SKYPILOT[part]) == "exit code 0"
-    )
-
-
-def test_hadolint_finds_nothing_in_the_dockerfile() -> None:
-    assert checked(tool("hadolint"), REPOSITORY / "Dockerfile") == "exit code 0"
-
-
-def test_the_image_gets_all_that_the_recipes_need_and_nothing_else() -> None:
-    patterns = (REPOSITORY / ".dockerignore").read_text().splitlines()
-    taken = {pattern[1:] for pattern in patterns if pattern.startswith("!")}
-    licenses = re.search(r"license_files=(\[.*?\])", (REPOSITORY / "setup.py").read_text())
-    assert "*" in patterns
-    assert {"configs", "launch", "recipes", "src", "setup.py", "requirements*.txt", "README.md"} <= taken
-    assert licenses is not None and set(ast.literal_eval(licenses[1])) <= taken
-    assert not taken & {"output", "wandb", ".git", ".venv", "tests"}
+def test_linters_find_nothing_in_skypilots_commands_and_the_dockerfile() -> None:
+    for part in ("setup", "run"):
+        assert checked("shellcheck", "-s", "bash", "--exclude", "SC1091", "-", text=SKYPILOT[part]) == "exit code 0"
+    assert checked("hadolint", REPOSITORY / "Dockerfile") == "exit code 0"
 
 
 def test_kubernetes_knows_what_the_job_asks_for() -> None:
@@ -113,23 +90,14 @@ def test_kubernetes_knows_what_the_job_asks_for() -> None:
         kubernetes_validate.validate(resource, KUBERNETES, strict=True)
 
 
-def as_kubeflow_reads(job: dict[str, Any]) -> dict[str, Any]:
-    """A PyTorchJob through the operator's own client, which drops what it does not know."""
+def test_the_training_operator_knows_every_field_of_the_job() -> None:
+    """Read by the operator's own client, which drops what it does not know."""
     for name in vars(kubeflow_models):
         if name.startswith("KubeflowOrg"):  # where the client looks for the types of fields
             setattr(kubernetes.client.models, name, getattr(kubeflow_models, name))
-    client = ApiClient()
-    answer = SimpleNamespace(data=json.dumps(job))
-    read: dict[str, Any] = client.sanitize_for_serialization(
-        client.deserialize(answer, kubeflow_models.KubeflowOrgV1PyTorchJob)
-    )
-    return read
-
-
-def test_the_training_operator_knows_every_field_of_the_job() -> None:
-    assert as_kubeflow_reads(JOB) == JOB
-    wrong = {**JOB, "spec": {**JOB["spec"], "elasticPolicies": JOB["spec"]["elasticPolicy"]}}
-    assert as_kubeflow_reads(wrong) != wrong
+    client, answer = ApiClient(), SimpleNamespace(data=json.dumps(JOB))
+    read = client.deserialize(answer, kubeflow_models.KubeflowOrgV1PyTorchJob)
+    assert client.sanitize_for_serialization(read) == JOB
 
 
 def test_the_job_leaves_time_for_a_checkpoint_and_has_as_many_nodes_everywhere() -> None:
@@ -148,8 +116,6 @@ def test_skypilot_knows_every_field_of_the_task() -> None:
     jsonschema.validate(SKYPILOT["resources"], schemas["resources"])
     for mount in SKYPILOT["file_mounts"].values():
         jsonschema.validate(mount, schemas["storage"])
-    with pytest.raises(jsonschema.ValidationError):
-        jsonschema.validate({**SKYPILOT, "nodes": 2}, schemas["task"])
     assert SKYPILOT["resources"]["job_recovery"]["recover_on_exit_codes"] == [138, 143]
 
 
@@ -178,8 +144,7 @@ def test_no_secret_is_in_the_files() -> None:
     assert len(files) >= 6
     assert not [path for path in [*files, REPOSITORY / "Dockerfile"] if SECRET.search(path.read_text())]
     secrets = [entry for entry in CONTAINER["env"] if re.search("TOKEN|KEY", entry["name"])]
-    assert [entry["name"] for entry in secrets] == ["HF_TOKEN", "WANDB_API_KEY"]
-    assert all(entry.keys() == {"name", "valueFrom"} for entry in secrets)
+    assert secrets and all(entry.keys() == {"name", "valueFrom"} for entry in secrets)
     assert not any(SKYPILOT["secrets"].values())
 
 
@@ -191,15 +156,11 @@ def status(state: str, exit_code: int | None, step: int = 1) -> str:
 ATTEMPTS = {
     "finished": (f"{status('finished', 0)}", 0),
     "a mistake in a setting": (f"{status('failed', 2)}; exit 1", 2),
-    "a mistake, told before the run has begun": ("exit 1", 1),
-    "a command that is not there": ("exit 127", 127),
     "stopped by --stop_after": (f"mkdir -p checkpoints/step-000020; {status('stopped', 0)}", 138),
-    "stopped by --stop_after, nothing saved": (status("stopped", 0, step=30), 1),
     "a rank was lost after a checkpoint": (f"mkdir -p checkpoints/step-000020; {status('failed', 1)}; exit 1", 138),
     "a rank was lost, and no checkpoint is newer": (f"{status('failed', 1)}; exit 1", 1),
     "stopped by SIGTERM": (f"mkdir -p checkpoints/step-000020; {status('stopped', 143)}; exit 1", 143),
     "stopped by Ctrl-C": (f"{status('stopped', 130)}; exit 1", 143),
-    "stopped by SIGHUP": (f"{status('stopped', 129)}; exit 1", 143),
     "killed without a word": ("kill -KILL $$", 1),
 }
 
@@ -213,26 +174,6 @@ def test_the_exit_code_says_whether_to_start_again(end: str, tmp_path: Path) -> 
     assert finished.returncode == expected
 
 
-def test_a_run_that_was_finished_before_is_finished(tmp_path: Path) -> None:
-    subprocess.run(["bash", "-c", status("finished", 0)], cwd=tmp_path, check=True)
-    assert subprocess.run([RUN, tmp_path, "true"], timeout=60).returncode == 0
-    assert subprocess.run([RUN, tmp_path, "false"], timeout=60).returncode == 1
-
-
-@pytest.mark.parametrize("before", [None, "stopped", "failed", "running"])
-def test_a_directory_that_is_not_the_runs_is_a_mistake(before: str | None, tmp_path: Path) -> None:
-    folder, other = tmp_path / "folder", tmp_path / "other"
-    folder.mkdir()
-    other.mkdir()
-    if before is not None:
-        subprocess.run(["bash", "-c", status(before, 0)], cwd=folder, check=True)
-    command = [RUN, folder, "bash", "-c", status("stopped", 0, step=20)]  # --stop_after ends with 0
-    finished = subprocess.run(command, cwd=other, capture_output=True, text=True, timeout=60)
-    assert finished.returncode == 2
-    assert len(finished.stderr.splitlines()) == 1 and f"{folder}/status.json" in finished.stderr
-    assert subprocess.run([RUN, other, "bash", "-c", status("finished", 0)], cwd=other, timeout=60).returncode == 0
-
-
 def signalled(number: int, command: str, folder: Path) -> tuple[int, float]:
     """Exit code of launch/run.sh that gets a signal when its command has written `begun`, and how long it took then."""
     process = subprocess.Popen([RUN, folder, "bash", "-c", command], cwd=folder)
@@ -243,10 +184,9 @@ def signalled(number: int, command: str, folder: Path) -> tuple[int, float]:
     return process.wait(60), time.monotonic() - sent
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_is_passed_on_and_waited_for(number: int, tmp_path: Path) -> None:
+def test_a_signal_is_passed_on_and_waited_for(tmp_path: Path) -> None:
     command = "trap 'sleep 0.5; touch saved; exit 1' TERM; touch begun; while true; do sleep 0.05; done"
-    exit_code, _ = signalled(number, command, tmp_path)
+    exit_code, _ = signalled(signal.SIGTERM, command, tmp_path)
     assert (exit_code, (tmp_path / "saved").exists()) == (143, True)
 
 

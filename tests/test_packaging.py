@@ -1,7 +1,6 @@
 """What pip makes of the repository: a source archive, a wheel and an editable install, in environments of their own."""
 
 import ast
-import functools
 import os
 import re
 import shutil
@@ -9,9 +8,8 @@ import subprocess
 import sys
 import sysconfig
 import venv
-from importlib.metadata import Distribution, PackageMetadata, distribution
+from importlib.metadata import Distribution
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -19,17 +17,7 @@ from forked import REPOSITORY
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-import llama_ft
-from llama_ft import commands
-
-COMMANDS = {
-    "finetune": "finetuning",
-    "plan": "plan",
-    "export": "export",
-    "inference": "inference",
-    "evaluate": "evaluate",
-    "report": "report",
-}
+COMMANDS = {"finetune": "finetuning"} | {name: name for name in ("plan", "export", "inference", "evaluate", "report")}
 PACKAGED = ["setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE",
             "NOTICE", "THIRD_PARTY_NOTICES.md", "requirements.txt", "requirements-dev.txt", "src", "recipes",
             "configs"]  # fmt: skip
@@ -38,14 +26,8 @@ PACKAGED = ["setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "CHANGELOG
 def run(*words: object, cwd: Path, check: bool = True, **environment: str) -> subprocess.CompletedProcess[str]:
     """A command without this session's PYTHONPATH: only what is installed can be imported."""
     inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run(
-        [str(word) for word in words],
-        capture_output=True,
-        text=True,
-        cwd=cwd,
-        env={**inherited, **environment},
-        timeout=300,
-    )
+    command, variables = [str(word) for word in words], {**inherited, **environment}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=variables, timeout=300)
     assert not check or done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return done
 
@@ -114,40 +96,17 @@ def metadata(installed: Path) -> Distribution:
     return Distribution.at(folder)
 
 
-def as_script(text: str, command: str, script: Path) -> str:
-    """What a console script prints, as the script would print it about itself; line breaks aside."""
-    text = text.replace(f"torchrun --nproc_per_node 2 --no-python {command}", f"torchrun --nproc_per_node 2 {script}")
-    text = text.replace("llama-ft-plan --nproc", "python recipes/plan.py --nproc")
-    text = text.replace(f"Flags of {command}:", f"Flags of {script.name}:").replace(
-        f"  {command} ", f"  python {script} "
-    )
-    return " ".join(text.split())
-
-
-@functools.cache
-def of_script(recipe: str, flag: str) -> subprocess.CompletedProcess[str]:
-    """What `python recipes/<recipe>.py <flag>` answers."""
-    script = REPOSITORY / "recipes" / f"{recipe}.py"
-    return run(sys.executable, script, flag, cwd=REPOSITORY, check=False, PYTHONPATH=str(REPOSITORY / "src"))
-
-
-@pytest.mark.parametrize("kind", ["installed", "editable"])
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize(("flag", "exit_code"), [("--help", 0), ("--no_such_flag=1", 2)])
-def test_a_command_answers_as_its_script_does_and_before_torch_is_imported(
-    kind: str, command: str, flag: str, exit_code: int, tmp_path: Path, request: pytest.FixtureRequest
+def test_a_command_answers_before_torch_is_imported(
+    command: str, flag: str, exit_code: int, tmp_path: Path, installed: Path
 ) -> None:
-    script = REPOSITORY / "recipes" / f"{COMMANDS[command]}.py"
-    expected = of_script(COMMANDS[command], flag)
-    name = f"llama-ft-{command}"
-    program = request.getfixturevalue(kind) / name
-    found = run(program, flag, cwd=tmp_path, check=False, PYTHONPROFILEIMPORTTIME="1")
+    program = f"llama-ft-{command}"
+    found = run(installed / program, flag, cwd=tmp_path, check=False, PYTHONPROFILEIMPORTTIME="1")
     imports = [line for line in found.stderr.splitlines() if line.startswith("import time:")]
     told = "\n".join(line for line in found.stderr.splitlines() if not line.startswith("import time:"))
-    assert (found.returncode, expected.returncode) == (exit_code, exit_code), told
-    assert as_script(found.stdout, name, script) == " ".join(expected.stdout.split())
-    by_script = told.replace(f"needed: {name} ", f"needed: python recipes/{script.name} ")
-    assert by_script.strip() == expected.stderr.strip()
+    assert found.returncode == exit_code, told
+    assert (program if flag == "--help" else "no_such_flag") in found.stdout + told
     assert len(imports) > 100
     assert not [line for line in imports if line.rpartition("|")[2].strip() in ("torch", "transformers")]
 
@@ -187,15 +146,6 @@ def test_the_demo_trains_out_of_a_wheel_on_two_ranks(installed: Path, tmp_path: 
     assert "It fits 2.00 GiB as it is" in plan.stdout
 
 
-def test_messages_name_the_command_that_was_called(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["recipes/finetuning.py"])
-    assert commands.shown("plan") == "python recipes/plan.py"
-    assert commands.shown("finetuning", "torchrun --nnodes 2") == "torchrun --nnodes 2 recipes/finetuning.py"
-    monkeypatch.setattr(sys, "argv", ["/some/where/bin/llama-ft-finetune"])
-    assert commands.shown("plan") == "llama-ft-plan"
-    assert commands.shown("finetuning", "torchrun --nnodes 2") == "torchrun --nnodes 2 --no-python llama-ft-finetune"
-
-
 def read_requirements(text: str) -> dict[str, Requirement]:
     found = [Requirement(line) for line in text.splitlines() if line and not line.startswith("#")]
     return {canonicalize_name(each.name): each for each in found}
@@ -228,22 +178,6 @@ def test_the_tested_versions_lie_within_the_ranges(ranges: dict[str, Requirement
         assert ranges[name].specifier.contains(pinned(requirement)), ranges[name]
 
 
-def test_torch_2_11_to_2_13_and_python_3_11_to_3_13(ranges: dict[str, Requirement], metadata: Distribution) -> None:
-    allowed = ["2.10.0", "2.11.0", "2.12.1", "2.13.0", "2.14.0"]
-    assert [version for version in allowed if ranges["torch"].specifier.contains(version)] == allowed[1:4]
-    assert minor_pythons(metadata.metadata) == ["3.11", "3.12", "3.13"]
-    assert metadata.metadata["Requires-Python"] == ">=3.11"
-
-
-def minor_pythons(metadata: PackageMetadata) -> list[str]:
-    classifiers = metadata.get_all("Classifier") or []
-    return [found[1] for line in classifiers if (found := re.fullmatch(r".*:: Python :: (3\.\d+)", line))]
-
-
-def test_the_dev_extra_is_requirements_dev(metadata: Distribution) -> None:
-    assert extra(metadata, "dev") == read_requirements((REPOSITORY / "requirements-dev.txt").read_text())
-
-
 def test_what_is_imported_is_required(metadata: Distribution, ranges: dict[str, Requirement]) -> None:
     own = {"llama_ft", *(file.stem for file in (REPOSITORY / "recipes").glob("*.py"))}
     extras = metadata.metadata.get_all("Provides-Extra") or []
@@ -266,36 +200,12 @@ def test_what_is_imported_is_required(metadata: Distribution, ranges: dict[str, 
     assert not missing
 
 
-def test_the_notices_name_every_requirement_with_its_license(metadata: Distribution) -> None:
+def test_the_notices_name_every_requirement(metadata: Distribution) -> None:
     notices = (REPOSITORY / "THIRD_PARTY_NOTICES.md").read_text()
     table = dict(re.findall(r"^\| ([\w-]+) \| (.+) \|$", notices, re.MULTILINE))
-    del table["package"]
-    assert {canonicalize_name(name) for name in table} == pins().keys()
-    compared = 0
-    for name, stated in table.items():
-        package = distribution(name)
-        if package.version.partition("+")[0] == pinned(pins()[canonicalize_name(name)]):
-            assert stated == stated_license(package.metadata), name
-            compared += 1
-    assert compared > 3  # beside the oldest versions few are those of requirements.txt
+    assert {canonicalize_name(name) for name in table} - {"package"} == pins().keys() and all(table.values())
     for name in set(metadata.metadata.get_all("Provides-Extra") or []) - {"dev"}:
         assert f"\n- {name}: " in notices
-
-
-def stated_license(metadata: PackageMetadata) -> str:
-    """As an SPDX expression, as a word, or as a classifier."""
-    if stated := metadata.get_all("License-Expression") or metadata.get_all("License"):
-        return str(stated[0]).partition("\n")[0]
-    classifiers = [line for line in metadata.get_all("Classifier") or [] if line.startswith("License ::")]
-    return ", ".join(line.rpartition(" :: ")[2] for line in classifiers)
-
-
-def test_the_changelog_has_this_version() -> None:
-    assert f"\n## [{llama_ft.__version__}] - " in (REPOSITORY / "CHANGELOG.md").read_text()
-
-
-def workflow() -> dict[str, Any]:
-    return dict(yaml.safe_load((REPOSITORY / ".github" / "workflows" / "ci.yml").read_text())["jobs"])
 
 
 def test_the_workflow_is_one_that_github_reads() -> None:
@@ -304,25 +214,11 @@ def test_the_workflow_is_one_that_github_reads() -> None:
 
 
 def test_the_matrix_is_what_is_promised(metadata: Distribution, ranges: dict[str, Requirement]) -> None:
-    axes = workflow()["matrix"]["strategy"]["matrix"]
-    assert axes["python"] == minor_pythons(metadata.metadata)
+    workflow = yaml.safe_load((REPOSITORY / ".github" / "workflows" / "ci.yml").read_text())
+    axes = workflow["jobs"]["matrix"]["strategy"]["matrix"]
+    classifiers = metadata.metadata.get_all("Classifier") or []
+    pythons = [found[1] for line in classifiers if (found := re.fullmatch(r".*:: Python :: (3\.\d+)", line))]
+    assert axes["python"] == pythons == ["3.11", "3.12", "3.13"]
     versions = [f"2.{minor}" for minor in range(30) if ranges["torch"].specifier.contains(f"2.{minor}.0")]
-    assert axes["torch"] == versions
-
-
-def test_what_ci_runs_is_there() -> None:
-    steps = [step["run"] for job in workflow().values() for step in job["steps"] if "run" in step]
-    assert ".ci/run" in steps
-    assert os.access(REPOSITORY / ".ci" / "run", os.X_OK)
-    makefile = (REPOSITORY / "Makefile").read_text()
-    for target in re.findall(r"^make (\S+)$", (REPOSITORY / ".ci" / "run").read_text(), re.MULTILINE):
-        assert f"\n{target}:" in makefile
-    assert "ruff check ." in makefile and "ruff format --check ." in makefile and "mypy src recipes" in makefile
-
-
-def test_pre_commit_runs_the_tools_of_requirements_dev() -> None:
-    [local] = yaml.safe_load((REPOSITORY / ".pre-commit-config.yaml").read_text())["repos"]
-    tools = {hook["entry"].removeprefix("sh -c '").split()[0].rpartition("/")[2] for hook in local["hooks"]}
-    assert {hook["language"] for hook in local["hooks"]} == {"system"}
-    named = read_requirements((REPOSITORY / "requirements-dev.txt").read_text())
-    assert tools - {"python"} == {"ruff", "mypy"} <= named.keys()
+    assert axes["torch"] == versions == ["2.11", "2.12", "2.13"]
+    assert metadata.metadata["Requires-Python"] == ">=3.11"

@@ -1,27 +1,15 @@
 """Commands that are printed can be pasted: torchrun's own parser takes them, and then the recipe's."""
 
-import itertools
 import re
 import shlex
-from pathlib import Path
 
 import pytest
 from conftest import REPOSITORY
-from pages import Page
 from torch.distributed.run import get_args_parser
 
 from llama_ft.config import load
 from llama_ft.config.dump import help_text
 from llama_ft.config.settings import SETTINGS
-from llama_ft.plan.changes import changed
-from llama_ft.plan.fit import FitAnswer
-from llama_ft.plan.gpus import Device
-from llama_ft.plan.predict import PlanRequest
-from llama_ft.plan.record import Plan
-
-PAGES = sorted(str(it.relative_to(REPOSITORY)) for it in REPOSITORY.glob("docs/*.md"))
-PAGES += ["README.md", "configs/README.md", "launch/README.md"]
-PLAN = Plan("cuda", 1, 0, [], [], 0, 0, 0, 0, 0, 0, {}, "", 0, 512, True, 1.0)
 
 
 def words_of_script(command: str) -> list[str]:
@@ -37,31 +25,6 @@ def test_torchrun_hands_every_flag_on(name: str) -> None:
     flag = SETTINGS[name].flag
     assert words_of_script(f"torchrun --nproc_per_node 2 recipes/finetuning.py {flag} 1") == [flag, "1"]
     assert words_of_script(f"torchrun --nproc_per_node 2 recipes/finetuning.py {flag}=1") == [f"{flag}=1"]
-
-
-@pytest.mark.parametrize(("world", "nodes"), [(1, 1), (2, 1), (16, 2)])
-def test_the_commands_of_fit_make_the_recipe_that_was_planned(world: int, nodes: int, tmp_path: Path) -> None:
-    typed = ["--model_name", "some model", "--dataset", "my rows.jsonl", "--use_peft", "--peft.r", "16"]
-    typed += ["--target_modules", "q_proj,v_proj", "--run_validation", "false", "--lr=2e-4"]
-    config, places = load(typed, paths=False)
-    request = PlanRequest(config, Path("some model"), world, world // nodes, "cuda")
-    fit = changed(config, {"mode": "4bit", "activation_checkpointing": "full", "enable_fsdp": True}, "cuda")
-    more = changed(config, {"r": 4, "batch_size_training": 1, "precision": "bf16_pure"}, "cuda")
-    assert fit is not None and more is not None
-    answer = FitAnswer(request, Device("small", 1), PLAN, False, [(fit, PLAN), (more, PLAN)])
-    for command, wanted in zip(answer.commands(places, None), (fit, more), strict=True):
-        assert command.startswith("torchrun ") == (world > 1)
-        assert load(words_of_script(command), paths=False)[0] == wanted
-    written = answer.write(tmp_path / "with blanks")
-    assert load(words_of_script(written[0]), paths=False)[0] == fit
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_torchrun_takes_the_commands_of_the_pages(page: str) -> None:
-    for command in Page(page).commands():
-        words = list(itertools.takewhile(lambda word: word.strip("();<>|&"), command.words))
-        if "torchrun" in words:
-            words_of_script(shlex.join(words[words.index("torchrun") :]))
 
 
 def test_torchrun_takes_the_commands_of_the_help_and_of_the_recipes() -> None:

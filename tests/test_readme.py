@@ -1,6 +1,5 @@
 """README.md keeps its word: what it shows parses, loads and works, and what it names is there."""
 
-import ast
 import json
 import re
 import shlex
@@ -10,9 +9,9 @@ from typing import Any
 
 import pytest
 from conftest import REPOSITORY
-from pages import MINE, Page, make_targets, write_tickets
+from pages import Page, write_tickets
 
-from llama_ft.config import load, load_recipe
+from llama_ft.config import load
 from llama_ft.config.output_dir import RUN_ENTRIES
 from llama_ft.config.settings import DataConfig
 from llama_ft.errors import UserError
@@ -23,83 +22,15 @@ EXAMPLE_OF_MISTAKES = "$ python recipes/finetuning.py "
 BAD = Path("configs/bad.yaml")
 
 
-def blocks(language: str) -> list[str]:
-    return PAGE.blocks(language)
-
-
-def commands() -> list[list[str]]:
-    """Every command line in a bash block, without its comment."""
-    return [command.words for command in PAGE.commands()]
-
-
-def recipe_flags() -> list[list[str]]:
-    called = [command.script() for command in PAGE.commands()]
-    return [found[1] for found in called if found is not None and found[0] == "finetuning"]
-
-
-def inline_code() -> list[str]:
-    return PAGE.inline_code()
-
-
-@pytest.fixture
-def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A working directory with the recipes that the README's commands name."""
-    (tmp_path / "configs").mkdir()
-    for recipe in (REPOSITORY / "configs").glob("*.yaml"):
-        (tmp_path / "configs" / recipe.name).write_text(recipe.read_text())
-    [text] = blocks("yaml")
-    (tmp_path / MINE).write_text(text)
-    (tmp_path / "output" / "mine").mkdir(parents=True)
-    (tmp_path / "output" / "mine" / "config.yaml").write_text(text)  # as if the run before had written it
+def test_the_mistakes_shown_are_what_is_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-
-
-def test_the_two_commands_come_first() -> None:
-    assert [words[:2] for words in commands()[:2]] == [["make", "quickstart"], ["make", "test"]]
-
-
-def test_every_make_target_exists() -> None:
-    named = re.findall(r"\bmake ([a-z-]+)", " ".join(inline_code() + [shlex.join(words) for words in commands()]))
-    assert len(set(named)) >= 4
-    assert set(named) <= make_targets()
-
-
-@pytest.mark.parametrize("flags", recipe_flags(), ids=" ".join)
-def test_every_command_of_the_recipe_loads(flags: list[str], mine: None) -> None:
-    load(flags, paths=False)
-
-
-def test_every_flag_named_is_one() -> None:
-    named = {flag for code in inline_code() for flag in re.findall(r"--([A-Za-z0-9_.]+)", code)}
-    assert len(named) > 40
-    assert not PAGE.unknown_flags()
-
-
-def test_flags_of_the_methods_table_load() -> None:
-    table = README.partition("## Methods")[2].partition("\n## ")[0]
-    shown = [code for row in re.findall(r"^\| .*$", table, re.MULTILINE) for code in re.findall(r"`(--[^`]+)`", row)]
-    assert len(shown) > 10
-    for code in shown:
-        load(["--model_name", "m", "--dataset", "rows.jsonl", *shlex.split(code)], paths=False)
-
-
-def test_the_recipe_shown_loads(mine: None) -> None:
-    config, _ = load_recipe(MINE, paths=False)
-    assert config.peft.use_peft
-
-
-def test_the_mistakes_shown_are_what_is_printed(mine: None) -> None:
-    [shown] = [block for block in blocks("text") if block.startswith(EXAMPLE_OF_MISTAKES)]
+    BAD.parent.mkdir()
+    [shown] = [block for block in PAGE.blocks("text") if block.startswith(EXAMPLE_OF_MISTAKES)]
     command, _, printed = shown.partition("\n")
     BAD.write_text("train:\n  learning_rate: 1e-4\n  num_epochs: 0\n")
     with pytest.raises(UserError) as refusal:
         load(shlex.split(command.removeprefix(EXAMPLE_OF_MISTAKES)), paths=False)
     assert str(refusal.value) == printed.rstrip("\n")
-
-
-@pytest.mark.parametrize("snippet", blocks("python"))
-def test_every_python_snippet_compiles(snippet: str) -> None:
-    ast.parse(snippet)
 
 
 def prepared(dataset: str, save_tokenizer: Callable[..., Path], tmp_path: Path) -> Any:
@@ -121,21 +52,11 @@ def test_the_custom_dataset_works(
     assert data.chat_sample[0]["content"] == "Question 0?"
 
 
-@pytest.mark.parametrize("row", [row for block in blocks("json") for row in block.splitlines()])
+@pytest.mark.parametrize("row", [row for block in PAGE.blocks("json") for row in block.splitlines()])
 def test_every_row_shown_can_be_trained_on(row: str, save_tokenizer: Callable[..., Path], tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps(json.loads(row)) + "\n")
     assert len(prepared(str(path), save_tokenizer, tmp_path).train) == 1
-
-
-def test_files_named_exist() -> None:
-    folders = ("recipes/", "src/", "configs/", "docs/", "tests/")
-    named = {code for code in inline_code() if code.startswith(folders) and code != str(MINE)}
-    links = set(re.findall(r"\]\((?!https?:)([^)#]+)", README))
-    assert len(named) > 8
-    assert {"docs/run.svg", "recipes/finetuning.py"} <= links
-    assert not [name for name in named | links if not (REPOSITORY / name).exists()]
-    assert "configs/README.md" in links  # where every recipe is named: tests/test_configs.py
 
 
 def test_every_folder_of_the_package_is_described() -> None:

@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 import peers  # noqa: E402
 import throughput  # noqa: E402
 
-from llama_ft.data.batches import BatchPlan  # noqa: E402
+from llama_ft.data.batches import BatchSampler  # noqa: E402
 
 
 def run(losses: list[float], untuned: float | None = None, step_seconds: tuple[float, ...] = ()) -> throughput.Run:
@@ -52,10 +52,10 @@ def test_a_peer_sees_in_each_step_the_rows_that_two_of_our_ranks_see() -> None:
     for step in range(6):
         seen = set[int]()
         for rank in range(2):
-            plan = BatchPlan(
+            plan = BatchSampler(
                 [8] * 24,
                 [7] * 24,
-                capacity=8,
+                pack_length=8,
                 global_batch=4,
                 world_size=2,
                 rank=rank,

@@ -1,7 +1,7 @@
 """The console scripts llama-ft-finetune, llama-ft-plan and so on: each runs the recipe that it is named after.
 
 After `pip install -e .` that is the repository's own recipes/*.py, which people edit; a plain install has a copy of
-recipes/ and configs/ inside the package. Nothing heavy may be imported here: --help and mistakes are answered at once.
+recipes/ and configs/ inside the package. Nothing heavy is imported here.
 """
 
 import sys

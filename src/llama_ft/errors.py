@@ -1,7 +1,4 @@
-"""The one exception for a user's mistake. Everything that knows what the user should do differently raises it.
-
-Also what the exceptions of libraries say, on one line.
-"""
+"""The exceptions for users, and what the exceptions of libraries say, on one line."""
 
 import gc
 import os
@@ -15,17 +12,15 @@ from contextlib import contextmanager
 from llama_ft import restarts
 from llama_ft.masking import mask_urls, printable
 
-SECONDS_TO_BE_ENDED = 20.0
-SECONDS_BETWEEN_LOOKS = 0.5
+SECONDS_TO_BE_ENDED = 20
+NO_ANSWER = {socket.gaierror: "host not found", ConnectionRefusedError: "connection refused", TimeoutError: "timed out"}
 
 
 class UserError(Exception):
     """A mistake the user can mend: printed as `error: ...` without a traceback, exit code 2.
 
     Args:
-        *messages: one text per mistake, as in `configs/mine.yaml:14: train.lrr is not a setting. Did you mean
-            train.lr?`. First what is wrong and where, then what would be right; further lines are indented when
-            printed.
+        *messages: one text per mistake: first where and what is wrong, then, on further lines, what would be right.
     """
 
     def __init__(self, *messages: str) -> None:
@@ -47,8 +42,12 @@ class LostRank(RunFailure):
 
 def reason(error: BaseException) -> str:
     """What an exception of any library says, on one line and without a full stop."""
-    if answer := no_answer(error):
-        return answer
+    cause: BaseException | None = error
+    for _ in range(20):
+        for kind, why in NO_ANSWER.items():
+            if isinstance(cause, kind):
+                return f"the host does not answer ({why})"
+        cause = cause and (cause.__cause__ or cause.__context__)
     if type(error) is FileNotFoundError:
         return "no such file"  # fsspec says nothing but the name again
     if isinstance(error, KeyError):
@@ -58,34 +57,13 @@ def reason(error: BaseException) -> str:
     return (f"{first} {rest[0].strip()}" if rest and first.endswith(":") else first).rstrip(".")
 
 
-def no_answer(error: BaseException) -> str | None:
-    """Say why no host answered, where that is what an exception of a network library comes from."""
-    for cause in _causes(error):
-        if isinstance(cause, socket.gaierror):
-            return "the host does not answer (host not found)"
-        if isinstance(cause, ConnectionRefusedError):
-            return "the host does not answer (connection refused)"
-        if isinstance(cause, TimeoutError):
-            return "the host does not answer (timed out)"
-    return None
-
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    seen = set[int]()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        yield error
-        error = error.__cause__ or error.__context__
-
-
 @contextmanager
 def before_imports() -> Iterator[None]:
-    """`exit_on_error` around what is answered before the imports of torch and transformers, which take 6 s.
-
-    Looking through what they make for garbage, again and again, would take 2 s more: it stays off until
-    `runtime.configure_console`.
-    """
-    _open_closed_streams()
+    """`exit_on_error` around what is answered before the imports of torch and transformers, which take 6 s, and would
+    take 8 with garbage collection: it stays off until `runtime.configure_console`."""
+    for name, mode in {"stdin": "r", "stdout": "w", "stderr": "w"}.items():
+        if getattr(sys, name) is None:  # the shell has closed it (<&-, >&-)
+            setattr(sys, name, open(os.devnull, mode))
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a recipe may have set one that says more
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback out of an import; runtime.start takes it over
     with exit_on_error():
@@ -93,20 +71,12 @@ def before_imports() -> Iterator[None]:
     gc.disable()
 
 
-def _open_closed_streams() -> None:
-    """Put an empty file where Python has no stdin, stdout or stderr, because the shell has closed it (<&-, >&-)."""
-    for name, mode in {"stdin": "r", "stdout": "w", "stderr": "w"}.items():
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, mode))
-
-
 @contextmanager
 def exit_on_error() -> Iterator[None]:
     """Print the user's errors once, on rank 0, and exit with code 2; torchrun does not try again.
 
     The other ranks see the same errors and wait to be ended: if one of them left first, torchrun would end rank 0
-    before it has printed them. A rank that is still here after 20 s sees what rank 0 does not (a file that is missing
-    on this node only), and prints it.
+    before it has printed them. A rank that is still here after 20 s sees what rank 0 does not, and prints it.
     """
     try:
         yield
@@ -121,17 +91,15 @@ def exit_on_error() -> Iterator[None]:
 
 def _rank_0_leaves() -> bool:
     """Wait until the agent of rank 0's node is gone, whose port the ranks would meet at; False: it stays."""
-    has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    deadline = time.monotonic() + SECONDS_TO_BE_ENDED
-    while time.monotonic() < deadline:
-        time.sleep(SECONDS_BETWEEN_LOOKS)
-        try:
-            if has_agent:
+    for _ in range(SECONDS_TO_BE_ENDED):
+        time.sleep(1)
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            try:
                 socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), 1.0).close()
-        except ConnectionError:
-            return True
-        except OSError:  # too slow an answer is none
-            pass
+            except ConnectionError:
+                return True
+            except OSError:  # too slow an answer is none
+                pass
     return False
 
 

@@ -39,7 +39,6 @@ _KEY = re.compile(
 _URL = re.compile(r"(?<!\S)\S*://\S+")
 _USER = re.compile(rf"\bhttps?://[^/\s?#]*@|://{_USER_AND_PASSWORD}", re.IGNORECASE)
 _QUERY = re.compile(rf"{_IN_QUERY}[^&\s]", re.IGNORECASE)
-_SECRET_NAME = re.compile(rf"[\w.-]*{_NAMES}", re.IGNORECASE)
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]|\r(?!\n)")  # all but tab and line ends
 
 
@@ -69,8 +68,3 @@ def is_url_with_secret(text: str) -> bool:
 def holds_key(text: str) -> bool:
     """Tell a text with a key or a password in it, by its form; a commit cannot be told from one of W&B's older keys."""
     return _KEY.search(text) is not None
-
-
-def is_secret_name(name: str) -> bool:
-    """Tell a name whose value is a secret: `api_key`, `hf_token`."""
-    return _SECRET_NAME.fullmatch(name) is not None

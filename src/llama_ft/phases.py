@@ -5,7 +5,7 @@ from typing import Literal, Protocol, get_args
 Phase = Literal["load", "forward", "backward", "optimizer step", "evaluation", "save"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
 
-Holder = Literal[
+MemoryCategory = Literal[
     "sharded parameters",
     "quantized parts",
     "gathered units",
@@ -16,18 +16,18 @@ Holder = Literal[
     "communication buffers",
     "temporaries",
 ]
-HOLDERS: tuple[Holder, ...] = get_args(Holder)
+MEMORY_CATEGORIES: tuple[MemoryCategory, ...] = get_args(MemoryCategory)
 
 
-class PhaseWatch(Protocol):
+class PhaseMonitor(Protocol):
     """Whoever wants to know which phase a run is in: what measures peaks, and the planner."""
 
     def enter(self, phase: Phase) -> None:
         """From now on it is this one; the one before has ended."""
 
 
-class _Nobody:
+class _NullMonitor:
     def enter(self, phase: Phase) -> None: ...
 
 
-NOBODY: PhaseWatch = _Nobody()
+NULL_MONITOR: PhaseMonitor = _NullMonitor()

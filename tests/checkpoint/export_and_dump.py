@@ -6,18 +6,12 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from llama_ft import checkpoint, models, runtime, training
 from llama_ft.config import CheckpointConfig, FSDPConfig, ModelConfig, PeftConfig, TrainConfig
 from llama_ft.data import Batch
 from llama_ft.models.shards import local_shard
-from llama_ft.training.step import free_gathered
-
-
-def meetings() -> int:
-    """How many collectives this rank has begun, as its watchdog counts them."""
-    return dist.group.WORLD._get_sequence_number_for_group()
+from llama_ft.training.step import free_unsharded
 
 
 def write_card(result: Path, aside: Path) -> None:
@@ -34,24 +28,14 @@ if __name__ == "__main__":
         with runtime.start("cpu", case.get("shards", "world")) as job:
             folder, precision = Path(case["model"]), runtime.PRECISIONS[case.get("precision", "fp32")]
             tokenizer = models.load_tokenizer(folder, False)
-            model = models.build_skeleton(models.load_model_config(folder, False), ModelConfig(model_name=str(folder)))
+            model = models.build_on_meta(models.load_model_config(folder, False), ModelConfig(model_name=str(folder)))
             peft = PeftConfig(**case["peft"])
             adapter = models.inject_lora(model, peft, str(folder)) if peft.use_peft else None
             models.freeze_first_layers(model, case.get("frozen_layers", 0))
             models.set_storage_dtypes(model, precision)
-            models.shard(model, job.mesh, FSDPConfig(enable_fsdp=True, min_num_params=1000), precision)
-            dtypes = models.materialize(
-                model,
-                folder,
-                models.ShardGroup(job.mesh),
-                job.device,
-                job.device,
-                True,
-                adapter,
-                peft,
-                0,
-                precision.frozen,
-            )
+            models.apply_fsdp(model, job.mesh, FSDPConfig(enable_fsdp=True, min_num_params=1000), precision)
+            group, device, frozen = models.ShardGroup(job.mesh), job.device, precision.frozen
+            dtypes = models.load_weights(model, folder, group, device, device, True, adapter, peft, 0, frozen)
             optimizer = training.build_optimizer(model, TrainConfig(lr=1e-2))
             model.train()
             for _ in range(3):
@@ -67,15 +51,13 @@ if __name__ == "__main__":
             model.eval()
             with torch.no_grad():
                 logits = model(input_ids=ids, use_cache=False).logits
-            free_gathered(model)
+            free_unsharded(model)
             dtype = getattr(torch, case["dtype"]) if case["dtype"] else None
-            met_before = meetings()
             card = partial(write_card, target / "model")
             if adapter is None:
                 checkpoint.export_model(model, target / "model", folder, dtypes, dtype, 60_000, tokenizer, card, job)
             else:
                 checkpoint.export_adapter(model, adapter, target / "model", dtype, tokenizer, card, job)
-            (target / f"meetings-{job.rank}").write_text(str(meetings() - met_before))
 
             # Spoil the trained weights, then take them back from the checkpoint.
             with torch.no_grad():

@@ -1,92 +1,25 @@
-"""What is made of a checkpoint, against transformers' and peft's own saving of the same weights; damage, other bases,
-the model card and the hub."""
+"""What is made of a checkpoint, against transformers' and peft's own saving of the same weights; corruption, other
+bases, the model card and the hub."""
 
-import base64
 import dataclasses
 import importlib.util
 import json
 import re
 import shutil
-import threading
-from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
-from checkpoint_by_hand import METRICS, save_checkpoint
+from checkpoint_by_hand import METRICS, load, logits, save_checkpoint, stored
 from conftest import REPOSITORY
-from huggingface_hub import constants
-from safetensors.torch import load_file, save_file
 
-from llama_ft.checkpoint import Exporter, check_export, find_sound, write_model_card
+from llama_ft.checkpoint import Exporter, find_valid, write_model_card
 from llama_ft.config import CheckpointConfig, Config, DataConfig, ModelConfig, PeftConfig, TrainConfig
 from llama_ft.errors import RunFailure, UserError
-from llama_ft.models import load_model_config, load_tokenizer
-from llama_ft.models.source import fingerprint
-from llama_ft.runtime import log
 
-Make = Callable[..., Path]
 LORA = {"use_peft": True, "target_modules": "all-linear", "r": 4, "lora_alpha": 6, "lora_dropout": 0}
-IDS = torch.tensor([[1, 17, 42, 5, 99, 250, 3]])
-
-
-@pytest.fixture(autouse=True)
-def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even the tensors of tiny models take several blocks of rows."""
-    monkeypatch.setattr("llama_ft.models.source.BLOCK_ELEMENTS", 500)
-
-
-@pytest.fixture(scope="module")
-def bases(save_model: Make, save_tokenizer: Make, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of base models with tokenizers."""
-    from transformers import (
-        DeepseekV3Config,
-        DeepseekV3ForCausalLM,
-        GPT2Config,
-        GPT2LMHeadModel,
-        MixtralConfig,
-        MixtralForCausalLM,
-    )
-
-    folder = tmp_path_factory.mktemp("bases")
-    save_model(folder / "llama")
-    save_model(folder / "tied", tied=True)
-    for name, dtype in (("half", torch.bfloat16), ("fp16", torch.float16)):
-        shutil.copytree(folder / "llama", folder / name, ignore=shutil.ignore_patterns("*.safetensors*"))
-        load(folder / "llama").to(dtype).save_pretrained(folder / name)
-    torch.manual_seed(1)
-    gpt2 = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=301, initializer_range=0.1))
-    gpt2.save_pretrained(save_tokenizer(folder / "gpt2"))
-    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    experts = {"num_local_experts": 3, "num_key_value_heads": 2, "vocab_size": 301}
-    MixtralForCausalLM(MixtralConfig(**shape, **experts)).save_pretrained(save_tokenizer(folder / "mixtral"))
-    deep = {**shape, "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "moe_intermediate_size": 16,
-            "vocab_size": 301, "first_k_dense_replace": 1, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
-            "qk_nope_head_dim": 8, "v_head_dim": 8, "num_experts_per_tok": 2}  # fmt: skip
-    deepseek = DeepseekV3ForCausalLM(DeepseekV3Config(**deep))
-    for name, buffer in deepseek.named_buffers():
-        if name.endswith("e_score_correction_bias"):
-            buffer.uniform_(-0.5, 0.5)
-    deepseek.save_pretrained(save_tokenizer(folder / "deepseek"))
-    return folder
-
-
-def load(folder: Path, **settings: Any) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(folder, **{"dtype": torch.float32, **settings}).eval()
-
-
-def logits(model: Any) -> torch.Tensor:
-    with torch.no_grad():
-        return model(input_ids=IDS).logits
-
-
-def stored(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
 def settings_of(base: Path, peft: dict[str, Any] | None = None, **model: Any) -> Config:
@@ -120,15 +53,14 @@ def adapted(base: Path, **settings: Any) -> Any:
 
 
 def prepare(checkpoint: Path, merge: bool = False, base_model: str | None = None) -> Exporter:
-    return Exporter.prepare(find_sound(checkpoint), base_model, None, trust_remote_code=False, merge=merge)
+    return Exporter.prepare(find_valid(checkpoint), base_model, None, trust_remote_code=False, merge=merge)
 
 
 FULL: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "tied": ("tied", {}),
-    "frozen layer": ("half", {"freeze_layers": True}),
+    "frozen layer, bf16 base": ("half", {"freeze_layers": True}),
     "frozen layer, fp16 base": ("fp16", {"freeze_layers": True}),
-    "bf16 base": ("half", {}),
     "GPT-2": ("gpt2", {}),
     "stacked experts": ("mixtral", {}),
     "buffers that are saved": ("deepseek", {}),
@@ -178,41 +110,6 @@ def test_what_stands_beside_the_weights_is_carried_over(bases: Path, tmp_path: P
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
-@pytest.mark.parametrize("text", ["[1, 2]", '{"eos_token_id": '])
-def test_a_generation_config_that_is_none_is_told_before_anything_is_written(
-    text: str, bases: Path, tmp_path: Path
-) -> None:
-    base = shutil.copytree(bases / "llama", tmp_path / "base")
-    checkpoint = save_checkpoint(tmp_path, tuned(load(base)), settings_of(base))
-    config, tokenizer = load_model_config(base, False), load_tokenizer(base, False)
-    check_export(config, tokenizer, base)
-    (base / "generation_config.json").write_text(text)
-    with pytest.raises(UserError, match=f"{base}/generation_config.json: not a JSON object"):
-        check_export(config, tokenizer, base)
-    with pytest.raises(UserError, match=f"{base}/generation_config.json: not a JSON object"):
-        prepare(checkpoint).write_model(tmp_path / "out", None, 10**9)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "checkpoints"]
-
-
-def test_a_tokenizer_that_cannot_be_saved_is_told_with_the_models_folder(bases: Path) -> None:
-    from transformers import PreTrainedTokenizer
-
-    class Unsaveable(PreTrainedTokenizer):
-        """Copies its vocabulary from a file that is gone."""
-
-        vocab_size = 0
-
-        def get_vocab(self) -> dict[str, int]:
-            return {}
-
-        def save_vocabulary(self, save_directory: str, filename_prefix: str | None = None) -> tuple[str, ...]:
-            return (shutil.copy("gone/tokenizer.model", save_directory),)
-
-    base = bases / "llama"
-    with pytest.raises(UserError, match=f"{base}: the config or the tokenizer cannot be saved.*gone/tokenizer.model"):
-        check_export(load_model_config(base, False), Unsaveable(), base)
-
-
 ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
     "lora": ("llama", {}),
     "dora": ("llama", {"use_dora": True}),
@@ -249,226 +146,90 @@ def test_an_adapter_is_what_peft_would_save_and_merges_as_peft_merges(case: str,
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
-def test_a_base_that_has_moved_is_named_anew(bases: Path, tmp_path: Path) -> None:
-    checkpoint = save_checkpoint(tmp_path, tuned(load(bases / "llama")), settings_of(tmp_path / "gone"))
+def test_a_base_that_has_moved_or_does_not_fit_is_refused_with_the_way_out(bases: Path, tmp_path: Path) -> None:
+    weights = dict(tuned(load(bases / "llama")))
+    checkpoint = save_checkpoint(tmp_path, weights, settings_of(tmp_path / "gone"))
     with pytest.raises(UserError, match="--base_model overrides it"):
         prepare(checkpoint)
+    trusting = save_checkpoint(tmp_path / "other", {}, settings_of(bases / "llama", trust_remote_code=True))
+    with pytest.raises(UserError, match="--trust_remote_code"):
+        prepare(trusting)
     prepare(checkpoint, base_model=str(bases / "llama")).write_model(tmp_path / "out", None, 10**9)
     assert (tmp_path / "out" / "model.safetensors").exists()
+    weights["lm_head.weight"] = weights["lm_head.weight"][:-1]
+    with pytest.raises(UserError, match=r"lm_head.weight: .* there, \(301, 32\) here"):
+        prepare(save_checkpoint(tmp_path / "cut", weights, settings_of(bases / "llama")))
 
 
-def test_a_base_whose_weights_were_changed_since_is_warned_of(
-    bases: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(log, "propagate", True)
-    base = tmp_path / "base"
-    shutil.copytree(bases / "llama", base)
-    contents = {"model_name": fingerprint(base)}
-    checkpoint = save_checkpoint(tmp_path, tuned(load(base)), settings_of(base), contents=contents)
-    prepare(checkpoint)
-    assert not caplog.messages
-    changed = sorted(base.glob("*.safetensors"))[-1]
-    save_file({name: tensor + 1 for name, tensor in load_file(changed).items()}, changed, {"format": "pt"})
-    prepare(checkpoint)
-    assert f"{base} holds another model than when" in caplog.text
-
-
-def test_the_settings_of_an_earlier_adapter_are_asked_for(bases: Path, tmp_path: Path) -> None:
-    config = settings_of(bases / "llama", {**LORA, "from_peft_checkpoint": str(tmp_path / "gone")})
-    with pytest.raises(UserError, match="continued an adapter") as error:
-        prepare(save_checkpoint(tmp_path, {}, config))
-    assert f"{tmp_path}/gone: no such folder" in str(error.value)
-
-
-def test_a_checkpoint_that_does_not_fit_its_base_is_refused_with_names(bases: Path, tmp_path: Path) -> None:
-    weights = dict(tuned(load(bases / "llama")))
-    weights["model.norm.weight"] = weights["model.norm.weight"][:-1]
-    del weights["lm_head.weight"]
-    checkpoint = save_checkpoint(tmp_path, weights, settings_of(bases / "llama"))
-    with pytest.raises(UserError) as error:
-        prepare(checkpoint)
-    assert "lm_head.weight: absent, expected (301, 32)" in str(error.value)
-    assert "model.norm.weight: (31,), expected (32,)" in str(error.value)
-
-
-def test_remote_code_needs_the_word_of_who_exports(bases: Path, tmp_path: Path) -> None:
-    weights = tuned(load(bases / "llama"))
-    checkpoint = save_checkpoint(tmp_path, weights, settings_of(bases / "llama", trust_remote_code=True))
-    with pytest.raises(UserError, match="--trust_remote_code"):
-        prepare(checkpoint)
-
-
-def test_a_damaged_checkpoint_is_refused_by_file_and_a_run_falls_back(bases: Path, tmp_path: Path) -> None:
+def test_a_corrupted_checkpoint_is_refused_by_file_and_a_run_falls_back(bases: Path, tmp_path: Path) -> None:
     weights, config = tuned(load(bases / "llama")), settings_of(bases / "llama")
     older, newer = (save_checkpoint(tmp_path, weights, config, step) for step in (1, 2))
-    assert find_sound(tmp_path).folder == newer
+    assert find_valid(tmp_path).folder == newer
     file = newer / "shard-00002-model-00001-of-00001.safetensors"
     content = bytearray(file.read_bytes())
     content[-1000] ^= 1
     file.write_bytes(content)
     with pytest.raises(RunFailure, match="shard-00002-model-00001-of-00001.safetensors"):
-        find_sound(newer)
-    assert find_sound(tmp_path).folder == older
+        find_valid(newer)
+    assert find_valid(tmp_path).folder == older
     (older / "trainer.json").unlink()
-    with pytest.raises(RunFailure, match="all of its checkpoints are damaged"):
-        find_sound(tmp_path)
+    with pytest.raises(RunFailure, match="there is no earlier checkpoint"):
+        find_valid(tmp_path)
 
 
-def test_too_little_space_is_told_with_the_size_before_writing(
-    bases: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    checkpoint = save_checkpoint(tmp_path, tuned(load(bases / "llama")), settings_of(bases / "llama"))
-    usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=50_000))
-    with pytest.raises(RunFailure, match=r"needs 0\.1 MiB, and 0\.0 MiB are free"):
-        prepare(checkpoint).write_model(tmp_path / "out", None, 10**9)
-    assert not (tmp_path / "out").exists()
-
-
-def front_and_body(folder: Path) -> tuple[dict[str, Any], str]:
-    _, front, body = (folder / "README.md").read_text().split("---\n", 2)
-    return yaml.safe_load(front), body
-
-
-def test_the_card_tells_recipe_data_metrics_and_versions_and_no_local_folders(tmp_path: Path) -> None:
-    trainer = {"step": 12, "metrics": METRICS, "versions": {"torch": "2.13.0"}}
-    config = settings_of(Path("/home/someone/models/Llama-3.1-8B"), {"use_peft": True})
-    trainer["config"] = dataclasses.asdict(config)
+def test_the_card_tells_base_data_settings_and_loss_but_no_folders_and_secrets(tmp_path: Path) -> None:
+    urls = ["http://me:hunter2@host/a.jsonl", "https://host/b?X-Amz-Signature=hunter2"]
+    config = dataclasses.asdict(settings_of(Path("/home/someone/Llama-3.1-8B"), {"use_peft": True, "r": 4}))
+    trainer = {"step": 12, "metrics": METRICS, "config": config}
     (tmp_path / "adapter_config.json").touch()
-    write_model_card(tmp_path, "/home/someone/models/Llama-3.1-8B", trainer)
-    front, body = front_and_body(tmp_path)
-    assert front == {"library_name": "peft", "pipeline_tag": "text-generation", "tags": ["llama_ft", "lora"]}
-    assert "/home/someone" not in body
-    assert (
-        "LoRA adapter for Llama-3.1-8B, trained on rows.jsonl with llama_ft. The base model's license applies" in body
-    )
-    for said in ("12,345", "1.25", "torch 2.13.0", "PeftModel"):
-        assert said in body, body
-    recipe = yaml.safe_load(re.search(r"```yaml\n(.*?)```", body, re.DOTALL)[1])  # type: ignore[index]
-    assert recipe == {
-        "model": {"model_name": "Llama-3.1-8B"},
-        "train": {"lr": 2e-3},
-        "peft": {"use_peft": True},
-        "data": {"dataset": "rows.jsonl"},
-    }
-    write_model_card(tmp_path, "meta-llama/Llama-3.1-8B", trainer)
-    assert front_and_body(tmp_path)[0]["base_model"] == "meta-llama/Llama-3.1-8B"
-    assert 'from_pretrained("meta-llama/Llama-3.1-8B")' in front_and_body(tmp_path)[1]
 
+    def card(base: str) -> str:
+        write_model_card(tmp_path, base, trainer)
+        return (tmp_path / "README.md").read_text()
 
-def test_the_card_of_an_older_run_with_a_secret_in_a_url_tells_none(tmp_path: Path) -> None:
-    config = dataclasses.asdict(settings_of(Path("/models/base"), {"use_peft": True}))
-    trainer = {"step": 12, "metrics": METRICS, "versions": {"torch": "2.13.0"}, "config": config}
-    urls = ["http://me:hunter2@host/a.jsonl", "https://host/b.jsonl?X-Amz-Signature=hunter2&x=1"]
+    local, of_hub = card("/home/someone/Llama-3.1-8B"), card("meta-llama/Llama-3.1-8B")
+    _, front, body = local.split("---\n", 2)
+    assert yaml.safe_load(front) == {
+        "library_name": "peft", "pipeline_tag": "text-generation", "tags": ["llama_ft", "lora"]
+    }  # fmt: skip
+    assert "/home/someone" not in body and "PeftModel" in body
+    assert "LoRA adapter for Llama-3.1-8B, trained on rows.jsonl with llama_ft. The base model's license" in body
+    facts = yaml.safe_load(re.search(r"```yaml\n(.*?)```", body, re.DOTALL)[1])  # type: ignore[index]
+    assert facts.items() >= {"optimizer steps": 12, "validation loss": 1.5, "lr": 2e-3, "r": 4}.items()
+    assert "base_model: meta-llama/Llama-3.1-8B" in of_hub and 'from_pretrained("meta-llama/Llama-3.1-8B")' in of_hub
     for config["data"]["dataset"] in (urls[0], [{"path": url} for url in urls]):
-        config["data"]["validation"] = urls[1]
-        write_model_card(tmp_path, "/models/base", trainer)
-        card = (tmp_path / "README.md").read_text()
-        assert "hunter2" not in card and "http://***@host/a.jsonl" in card and "X-Amz-Signature=***&x=1" in card
+        assert "hunter2" not in card("/models/base") and "http://***@host/a.jsonl" in card("/models/base")
 
 
-def test_the_demos_model_is_built_again_where_it_is_missing(cache: Path, tmp_path: Path) -> None:
-    from llama_ft.data import build_demo
+class Hub:
+    """In place of huggingface_hub.HfApi, with one repository."""
 
-    demo = build_demo(cache)
-    reference = adapted(demo.model_dir, target_modules=["q_proj"])
-    trained = {n.removeprefix("base_model.model."): p for n, p in reference.named_parameters() if p.requires_grad}
-    config = settings_of(Path("demo"), {**LORA, "target_modules": ["q_proj"]})
-    prepare(save_checkpoint(tmp_path, trained, config)).write_adapter(tmp_path / "out", None)
-    settings = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
-    assert settings["base_model_name_or_path"] == str(demo.model_dir.resolve())
-    assert "LoRA adapter for demo" in front_and_body(tmp_path / "out")[1]
+    private, uploaded = False, set[str]()
+
+    def create_repo(self, name: str, private: bool, exist_ok: bool) -> str:
+        return f"https://hub/{name}"
+
+    def model_info(self, name: str) -> "Hub":
+        return self
+
+    def upload_folder(self, repo_id: str, folder_path: Path, commit_message: str) -> None:
+        self.uploaded = {file.name for file in folder_path.iterdir()}
 
 
-def upload(folder: Path, repository: str, private: bool) -> str:
+def test_a_folder_is_uploaded_but_what_must_stay_private_not_to_a_public_repository(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     spec = importlib.util.spec_from_file_location("export_recipe", REPOSITORY / "recipes" / "export.py")
     assert spec is not None and spec.loader is not None
-    recipe = importlib.util.module_from_spec(spec)
+    recipe, hub = importlib.util.module_from_spec(spec), Hub()
     spec.loader.exec_module(recipe)
-    return str(recipe.upload(folder, repository, private))
-
-
-class Hub(ThreadingHTTPServer):
-    """As much of the Hugging Face hub as an upload speaks to.
-
-    Attributes:
-        files: path -> content of all that was committed.
-        tokens: what requests were signed with.
-        is_private: of the repository.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), HubRequest)
-        self.files: dict[str, bytes] = {}
-        self.tokens: set[str | None] = set()
-        self.is_private = True
-        self.address = f"http://127.0.0.1:{self.server_port}"
-
-
-class HubRequest(BaseHTTPRequestHandler):
-    server: Hub
-
-    def do_GET(self) -> None:
-        self.reply({"id": "me/model", "private": self.server.is_private})
-
-    def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["Content-Length"])).decode()
-        self.server.tokens.add(self.headers["Authorization"])
-        if self.path.endswith("/preupload/main"):
-            files = [{"path": file["path"]} for file in json.loads(body)["files"]]
-            self.reply({"files": [{**file, "uploadMode": "regular", "shouldIgnore": False} for file in files]})
-            return
-        if "/commit/" in self.path:
-            for line in map(json.loads, body.splitlines()):
-                if line["key"] == "file":
-                    self.server.files[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
-        where = f"{self.server.address}/me/model"
-        self.reply({"url": where, "commitUrl": f"{where}/commit/1", "commitOid": "1"})
-
-    def reply(self, answer: dict[str, Any]) -> None:
-        content = json.dumps(answer).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
-
-    def log_message(self, format: str, *arguments: Any) -> None:
-        pass
-
-
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    server = Hub()
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    monkeypatch.setattr(constants, "ENDPOINT", server.address)
-    monkeypatch.setenv("HF_TOKEN", "hf_of_the_environment")
-    yield server
-    server.shutdown()
-
-
-def test_a_folder_arrives_at_the_hub_signed_with_the_environments_token(hub: Hub, tmp_path: Path) -> None:
+    monkeypatch.setattr(recipe, "HfApi", lambda: hub)
     write_model_card(tmp_path, "meta-llama/Llama-3.1-8B")
-    save_file({"weight": torch.ones(3)}, tmp_path / "model.safetensors")
-    assert upload(tmp_path, "me/model", private=True) == f"{hub.address}/me/model"
-    assert hub.files == {file.name: file.read_bytes() for file in tmp_path.iterdir()}
-    assert hub.tokens == {"Bearer hf_of_the_environment"}
-
-
-def test_what_must_stay_private_is_not_uploaded_to_a_public_repository(hub: Hub, tmp_path: Path) -> None:
-    hub.is_private = False
-    write_model_card(tmp_path, "demo")
     with pytest.raises(RunFailure, match="is public"):
-        upload(tmp_path, "me/model", private=True)
-    assert not hub.files
-
-
-def test_a_hub_that_cannot_be_reached_leaves_the_folder_as_it_is(
-    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hub.shutdown()
-    hub.server_close()
-    write_model_card(tmp_path, "demo")
-    with pytest.raises(RunFailure, match="connection refused") as error:
-        upload(tmp_path, "me/model", private=False)
-    assert f"`hf upload me/model {tmp_path}`" in str(error.value) and "hf_of_the" not in str(error.value)
-    assert [file.name for file in tmp_path.iterdir()] == ["README.md"]
+        recipe.upload(tmp_path, "me/model", private=True)
+    assert hub.uploaded == set()
+    assert recipe.upload(tmp_path, "me/model", private=False) == "https://hub/me/model"
+    assert hub.uploaded == {"README.md"}
+    hub.private, hub.uploaded = True, set()
+    recipe.upload(tmp_path, "me/model", private=True)
+    assert hub.uploaded == {"README.md"}

@@ -65,17 +65,6 @@ def test_a_process_that_was_killed_holds_no_directory(busy: tuple[Path, int], ru
     runtime.lock.close()
 
 
-def test_a_result_without_checkpoints_is_not_begun_anew(tmp_path: Path, runtime: Runtime) -> None:
-    (tmp_path / RUN_MARKER).touch()
-    (tmp_path / "model").mkdir()
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
-    with pytest.raises(UserError, match="holds a result but no checkpoint to go on from"):
-        create_run_directory(CheckpointConfig(output_dir=str(tmp_path), resume="auto"), "m", runtime)
-    assert (tmp_path / "model").is_dir() and (tmp_path / "metrics.jsonl").exists()
-    assert runtime.lock is not None
-    runtime.lock.close()
-
-
 @pytest.mark.parametrize("way", [{"overwrite": True}, {"resume": "auto"}])
 def test_files_that_no_run_wrote_are_never_removed(way: dict[str, Any], tmp_path: Path, runtime: Runtime) -> None:
     (tmp_path / "checkpoints" / "epoch_1").mkdir(parents=True)
@@ -88,7 +77,7 @@ def test_files_that_no_run_wrote_are_never_removed(way: dict[str, Any], tmp_path
 
 
 @pytest.mark.parametrize("way", [{"overwrite": True}, {"resume": "auto"}])
-def test_what_was_set_aside_or_put_into_checkpoints_stays(
+def test_what_was_set_aside_or_put_into_checkpoints_and_a_result_without_them_stay(
     way: dict[str, Any], tmp_path: Path, runtime: Runtime
 ) -> None:
     (tmp_path / RUN_MARKER).touch()
@@ -100,4 +89,9 @@ def test_what_was_set_aside_or_put_into_checkpoints_stays(
     assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == kept
     assert {path.name for path in tmp_path.iterdir()} == {RUN_MARKER, "checkpoints"}
     assert runtime.lock is not None
+    runtime.lock.close()
+    (tmp_path / "model").mkdir()
+    with pytest.raises(UserError, match="already holds a run or its result"):
+        create_run_directory(CheckpointConfig(output_dir=str(tmp_path), resume="auto"), "m", runtime)
+    assert (tmp_path / "model").is_dir() and runtime.lock is not None
     runtime.lock.close()

@@ -4,7 +4,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from llama_ft.checkpoint.safetensors_file import SafetensorsFile, TensorHeader
+from llama_ft.checkpoint.safetensors_file import SafetensorsFile
 
 TENSORS = {
     "a": torch.randn(5, 3),
@@ -14,12 +14,8 @@ TENSORS = {
 }
 
 
-def headers() -> dict[str, TensorHeader]:
-    return {name: TensorHeader(tuple(tensor.shape), tensor.dtype) for name, tensor in TENSORS.items()}
-
-
 def test_rows_appended_in_pieces_are_read_back_by_safetensors(tmp_path: Path) -> None:
-    with SafetensorsFile(tmp_path / "x.safetensors", headers(), enabled=True) as file:
+    with SafetensorsFile(tmp_path / "x.safetensors", TENSORS) as file:
         for tensor in TENSORS.values():
             for rows in tensor.split(2):
                 file.append(rows)
@@ -30,11 +26,5 @@ def test_rows_appended_in_pieces_are_read_back_by_safetensors(tmp_path: Path) ->
 
 def test_a_file_with_rows_missing_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="bytes written"):
-        with SafetensorsFile(tmp_path / "x.safetensors", headers(), enabled=True) as file:
+        with SafetensorsFile(tmp_path / "x.safetensors", TENSORS) as file:
             file.append(TENSORS["a"])
-
-
-def test_ranks_that_do_not_write_touch_no_file(tmp_path: Path) -> None:
-    with SafetensorsFile(tmp_path / "x.safetensors", headers(), enabled=False):
-        pass
-    assert not (tmp_path / "x.safetensors").exists()

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from llama_ft.config import load
-from llama_ft.config.aliases import TRANSLATIONS
 from llama_ft.errors import UserError
 
 Mistakes = Callable[..., list[str]]
@@ -14,14 +13,14 @@ Mistakes = Callable[..., list[str]]
 
 @pytest.fixture
 def mistakes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Mistakes:
-    """Return the messages that a command line brings up, without TRANSLATIONS, run in an empty folder."""
+    """Return the messages that a command line brings up run in an empty folder."""
     monkeypatch.chdir(tmp_path)
 
     def messages_of(*argv: str, paths: bool = False) -> list[str]:
         try:
             load(list(argv), paths=paths)
         except UserError as error:
-            return [message.removesuffix(f"\n{TRANSLATIONS}") for message in error.messages]
+            return list(error.messages)
         return []
 
     return messages_of

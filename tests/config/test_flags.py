@@ -5,7 +5,6 @@ import shlex
 import pytest
 
 from llama_ft.config import Config, load
-from llama_ft.errors import UserError
 
 
 def parsed(line: str) -> Config:
@@ -19,10 +18,6 @@ def test_a_setting_has_a_plain_and_a_dotted_flag_with_or_without_equals(line: st
     assert parsed(line).train.lr == 0.001
 
 
-def test_hyphens_stand_for_underscores() -> None:
-    assert parsed("--batch-size-training 7").train.batch_size_training == 7
-
-
 @pytest.mark.parametrize("word", ["", "True", "true", "1", "yes", "on"])
 def test_a_switch_is_turned_on_bare_or_with_a_word(word: str) -> None:
     assert parsed(f"--use_peft {word}").peft.use_peft is True
@@ -34,13 +29,6 @@ def test_a_switch_is_turned_on_bare_or_with_a_word(word: str) -> None:
 )  # fmt: skip
 def test_a_switch_is_turned_off_in_every_spelling(flag: str) -> None:
     assert parsed(flag).checkpoint.save_model is False
-
-
-def test_a_switch_before_another_flag_and_at_the_end_needs_no_value() -> None:
-    config = parsed("--enable_fsdp --low_cpu_fsdp --use_peft --peft_method lora --num_epochs 1 --save_model")
-    assert (
-        config.fsdp.enable_fsdp and config.fsdp.low_cpu_fsdp and config.peft.use_peft and config.train.num_epochs == 1
-    )
 
 
 @pytest.mark.parametrize("text", ["q_proj,k_proj", "[q_proj,k_proj]", "[q_proj, k_proj]", "['q_proj','k_proj']"])
@@ -79,13 +67,6 @@ def test_llama_recipes_prefixes_name_the_same_settings() -> None:
     assert config.tracking.wandb_project == "mine"
 
 
-def test_places_are_the_flags_as_typed() -> None:
-    _, places = load(["--train.lr", "1e-3", "--use-peft", "--no_save_model"], paths=False)
-    assert places == {
-        "train.lr": "--train.lr", "peft.use_peft": "--use-peft", "checkpoint.save_model": "--no_save_model"
-    }  # fmt: skip
-
-
 def test_a_negative_number_is_a_value(mistakes) -> None:
     assert mistakes("--lr", "-1", "--seed", "-3") == [
         "--lr -1: must be greater than 0.",
@@ -94,63 +75,25 @@ def test_a_negative_number_is_a_value(mistakes) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "message"),
+    ("line", "told"),
     [
         ("--lrr 1e-4", "--lrr is not a flag. Did you mean --lr?"),
-        ("--train.lrr 1e-4", "--train.lrr is not a flag. Did you mean --lr?"),
-        ("--data.lr 1", "--data.lr is not a flag. Did you mean --lr?"),
-        ("--learning_rate 1e-4", "--learning_rate is not a flag. Did you mean --lr?"),
-        ("--learning-rat 1e-4", "--learning-rat is not a flag. Did you mean --lr?"),
-        ("--max-seq-length 9", "--max-seq-length is not a flag. Did you mean --context_length?"),
-        ("--lora_r 9", "--lora_r is not a flag. Did you mean --peft.r?"),
-        ("--bf16", "--bf16 is not a flag. Did you mean --precision bf16_mixed?"),
-        ("--load_in_8bit", "--load_in_8bit is not a flag. Did you mean --quantization 8bit?"),
-        ("--project x", "--project is llama-recipes' name; here it is --wandb_project."),
-        ("--confg x.yaml", "--confg is not a flag. Did you mean --config?"),
-        ("--zzzzzz", "--zzzzzz is not a flag. --help lists them all."),
-        ("-lr 1e-4", "-lr: flags begin with two plain dashes. Did you mean --lr?"),
-        ("—lr 1e-4", "—lr: flags begin with two plain dashes. Did you mean --lr?"),
-        ("--lr", "--lr needs a value: a number."),
-        ("--lr --use_peft", "--lr needs a value: a number."),
-        ("--precision", "--precision needs a value: bf16_mixed, bf16_pure, fp32 or fp16."),
+        ("--learning-rate 1e-4", "--learning-rate is not a flag. Did you mean --lr? docs/from-*.md"),
+        ("--load_in_8bit", "Did you mean --quantization 8bit?"),
+        ("--confg x.yaml", "Did you mean --config?"),
+        ("--zzzzzz", "--zzzzzz is not a flag. --help lists them all, and docs/from-*.md"),
+        ("--lr --use_peft", "--lr needs a value."),
         ("--model_name=", "--model_name: the value is empty."),
-        ("--model.lora_rank 9", "--model.lora_rank is not a flag. Did you mean --peft.r?"),
-        ("--cutoff_len 9", "--cutoff_len is not a flag. Did you mean --context_length?"),
-        ("--warmup_ratio 0.1", "--warmup_ratio is not a flag. Did you mean --warmup_steps?"),
-        ("--hsdp False", "--hsdp is llama-recipes' name; for False leave it out."),
-        ("--enable_activation_checkpointing off", "--enable_activation_checkpointing is llama-recipes' name; for off "
-                                                  "leave it out."),
-        ("--lr 1 --lr 2", "--lr: given twice."),
-        ("--lr 1 --train.lr 2", "--train.lr: given twice, as --lr and --train.lr."),
-        ("--use_peft --no_use_peft", "--no_use_peft: given twice, as --use_peft and --no_use_peft."),
-        ("--config a.yaml --config b.yaml", "--config: given twice."),
-        ("--config", "--config needs a file, as configs/mine.yaml."),
-        ("--no_lr", "--no_lr: lr is not a switch; --no_ goes with switches only."),
-        ("--no_use_peft true", "--no_use_peft true: --no_use_peft takes no value. Or write --use_peft false."),
-        ("stray", '"stray" stands alone: a value follows its flag, as in --lr 1e-4.'),
-        ("lr=3", '"lr=3" is not a flag. Did you mean --lr=3?'),
-        ("mine.yaml", '"mine.yaml" stands alone. Did you mean --config mine.yaml?'),
-        ("--use_peft --target_modules q v", '"v" after --target_modules q stands alone: a flag takes one value, and '
-                                            "lists are written a,b,c."),
-        ("--lora_config.lr 1", "--lora_config.lr is not a flag. Did you mean --lr?"),
-        ("--", "-- is not a flag. --help lists them all."),
+        ("--lr 1 --train.lr 2", "--train.lr: given twice."),
+        ("--config", "--config: names one file"),
+        ("--no_lr", "--no_lr: --no_ goes with switches"),
+        ("mine.yaml", '"mine.yaml" stands alone.'),
+        ("--use_peft --target_modules q v", '"v" stands alone.'),
     ],
-)  # fmt: skip
-def test_each_slip_on_the_command_line_has_its_message(mistakes, line: str, message: str) -> None:
-    found = mistakes(*shlex.split(line))
-    assert message in found
-    assert len(found) == 1 or line.startswith("--config a.yaml")  # a.yaml is not there either
-
-
-@pytest.mark.parametrize("line", ["--gradient_checkpointing --packing", "--pure_bf16", "--config=mine.yaml"])
-def test_foreign_names_bring_up_the_pages_about_them_once_and_a_slip_does_not(recipe, line: str) -> None:
-    recipe("train:\n  learning_rate: 3\n")
-    with pytest.raises(UserError) as refusal:
-        load([*line.split(), "--lrr", "1"], paths=False)
-    assert str(refusal.value).count("docs/from-*.md") == 1
-    with pytest.raises(UserError) as refusal:
-        load(["--lrr", "1", "--lr="], paths=False)
-    assert "docs/from-" not in str(refusal.value)
+)
+def test_each_slip_on_the_command_line_has_its_message(mistakes, line: str, told: str) -> None:
+    (message,) = mistakes(*shlex.split(line))
+    assert told in message
 
 
 @pytest.mark.parametrize(
@@ -158,13 +101,7 @@ def test_foreign_names_bring_up_the_pages_about_them_once_and_a_slip_does_not(re
     [
         ("--one_gpu", "Leave it out"),
         ("--pure_bf16", "precision bf16_pure"),
-        ("--fsdp_config.pure_bf16", "precision bf16_pure"),
-        ("--mixed_precision False", "precision bf16_mixed"),
-        ("--use_fast_kernels", "attn_implementation"),
-        ("--dist_checkpoint_root_folder model_checkpoints", "output_dir"),
-        ("--hsdp", "HYBRID_SHARD"),
-        ("--fsdp_activation_checkpointing", "activation_checkpointing full"),
-        ("--use_double_quant", "scales are kept in fp32"),
+        ("--fsdp_config.hsdp", "HYBRID_SHARD"),
         ("--custom_dataset.file mine.py", "path/to/file.py:function"),
     ],
 )

@@ -9,7 +9,7 @@ import jsonschema
 import pytest
 import yaml
 
-from llama_ft.config import Config, load_recipe, to_yaml
+from llama_ft.config import Config, load
 from llama_ft.config.dump import json_schema
 from llama_ft.config.settings import SETTINGS
 
@@ -41,11 +41,7 @@ def is_valid(text: str) -> bool:
 
 def test_the_written_schema_is_current() -> None:
     written = json.loads((CONFIGS / "schema.json").read_text())
-    assert written == json_schema(), "run: python -m llama_ft.config.dump > configs/schema.json"
-
-
-def test_the_schema_is_one() -> None:
-    jsonschema.Draft202012Validator.check_schema(json_schema())
+    assert written == json_schema(), "run: python -m llama_ft.config > configs/schema.json"
 
 
 def test_every_setting_has_a_meaning_and_its_name_is_unique() -> None:
@@ -61,31 +57,21 @@ def test_every_recipe_names_the_schema_fits_it_and_loads(file: Path) -> None:
     text = file.read_text()
     assert text.startswith("# yaml-language-server: $schema=schema.json\n")
     jsonschema.validate(as_editors_read(text), json_schema())
-    load_recipe(file, paths=False)
-
-
-def test_there_are_recipes() -> None:
-    names = {file.stem for file in RECIPES}
-    assert names >= {"quickstart", "llama3.1_8b_lora_24gb", "llama3.3_70b_lora_8x80gb", "llama3.2_1b_full_24gb"}
-
-
-def test_a_written_configuration_fits_the_schema() -> None:
-    assert is_valid(to_yaml(Config(), "a header"))
+    load([f"--config={file}"], paths=False)
 
 
 @pytest.mark.parametrize(
-    "text", ["quantization: 8bit", "quantization: {mode: 4bit}", "data: {validation: 0.05}",
-             "data: {validation: a.csv}",
-             "train: {lr: 1e-4, activation_checkpointing: off}", "peft: {target_modules: all-linear}",
-             "peft: {target_modules: [a, b]}", "checkpoint: {output_dir: null}"]
-)  # fmt: skip
-def test_the_schema_takes_what_the_loader_takes(text: str) -> None:
-    assert is_valid(text)
-
-
-@pytest.mark.parametrize(
-    "text", ["lr: 1", "train: {lrr: 1}", "train: {lr: abc}", "train: {precision: bf61}", "train: {num_epochs: 0}",
-             "quantization: 3bit", "data: {validation: 5}", "trian: {}"]
-)  # fmt: skip
-def test_the_schema_refuses_what_the_loader_refuses(text: str) -> None:
-    assert not is_valid(text)
+    ("text", "takes"),
+    [
+        ("quantization: 8bit", True),
+        ("quantization: {mode: 4bit}", True),
+        ("data: {validation: 0.05}", True),
+        ("train: {lr: 1e-4, activation_checkpointing: off}", True),
+        ("lr: 1", False),
+        ("train: {lrr: 1}", False),
+        ("train: {precision: bf61}", False),
+        ("data: {validation: 5}", False),
+    ],
+)
+def test_the_schema_takes_what_the_loader_takes(text: str, takes: bool) -> None:
+    assert is_valid(text) == takes

@@ -4,13 +4,14 @@ import json
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from transformers import AutoTokenizer
 
 from llama_ft import data, runtime
-from llama_ft.config import DataConfig, TrainConfig
-from llama_ft.data.stream import StreamedRows
+from llama_ft.config import Config, DataConfig, TrainConfig
+from llama_ft.data.stream import StreamedBatches
 from llama_ft.errors import UserError
 
 
@@ -20,16 +21,20 @@ def main(folder: Path, cases: list[dict[str, Any]]) -> None:
     data.ensure_chat_template(tokenizer)
     with runtime.start("cpu", 1, False, None, 60) as job:
         for case in cases:
-            config = DataConfig(dataset=str(folder / case["file"]), streaming=True, **case["config"])
+            way = "packing" if case["pack_length"] else "padding"
+            config = DataConfig(
+                dataset=str(folder / case["file"]), streaming=True, batching_strategy=way, **case["config"]
+            )
             settings = TrainConfig(max_train_step=case["last"], batch_size_training=case["micro_batch"])
             encoder = data.Encoder(tokenizer, 200, case.get("truncation", "right"))
             source = data.open_source(config.dataset, "train", config=config, tokenizer=tokenizer, cache=folder)
-            rows = StreamedRows(source, encoder, config, settings, case["capacity"], 8, 0, None, job)
+            tokenized = SimpleNamespace(stream=(source, encoder, data.one_example))
+            rows = StreamedBatches(Config(train=settings, data=config), tokenized, 200, 8, 0, None, job)
             steps, message = [], ""
             try:
                 if case.get("first_rows"):
                     rows.first_rows()
-                with data.Ahead(rows.steps(case["first"], case["last"], case["position"])) as feed:
+                with data.Prefetcher(rows.steps(case["first"], case["last"], case["position"])) as feed:
                     for todo in feed:
                         time.sleep(case.get("pause", 0) * job.rank * (todo.step % 3))
                         own = [place.rpartition(":")[2] for batch in todo.batches for place in batch.sources]

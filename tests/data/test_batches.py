@@ -2,86 +2,67 @@
 
 import itertools
 import math
-import random
 from collections.abc import Callable
-from pathlib import Path
-from typing import NamedTuple
 
 import numpy
 import pytest
 import torch
 from datasets import Dataset
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from tokenizers import Tokenizer, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from llama_ft.data import (
-    BatchPlan,
-    Demo,
-    Encoder,
-    collate,
-    evaluation_batches,
-    pad_token_id,
-    row_lengths,
-    target_token_counts,
-)
+from llama_ft.data import Demo, collate, evaluation_batches, pad_token_id
+from llama_ft.data.batches import BatchSampler
 
 LENGTHS = [(7 * row) % 53 + 2 for row in range(103)]
 TARGETS = [length // 2 for length in LENGTHS]
-LAYOUTS = [(1, 4, 1), (1, 1, 4), (2, 2, 2), (2, 4, 1), (3, 2, 2), (4, 1, 3), (8, 2, 1), (4, 4, 16)]
+LAYOUTS = [(1, 4, 1), (1, 1, 4), (2, 2, 2), (3, 2, 2), (8, 2, 1), (4, 4, 16)]
 
 
 def plans(
-    world_size: int, micro_batch: int, accumulation: int, seed: int = 42, global_batch: int | None = None
-) -> list[BatchPlan]:
-    global_batch = global_batch or world_size * micro_batch * accumulation
-    return [
-        BatchPlan(
-            LENGTHS,
-            TARGETS,
-            global_batch=global_batch,
-            world_size=world_size,
-            rank=rank,
-            micro_batch=micro_batch,
-            seed=seed,
-        )
-        for rank in range(world_size)
-    ]
+    world_size: int, micro_batch: int, accumulation: int, seed: int = 42, pack_length: int | None = None
+) -> list[BatchSampler]:
+    shape = {"global_batch": world_size * micro_batch * accumulation, "world_size": world_size, "seed": seed}
+    shape |= {"micro_batch": micro_batch, "pack_length": pack_length}  # type: ignore[dict-item]
+    return [BatchSampler(LENGTHS, TARGETS, rank=rank, **shape) for rank in range(world_size)]
 
 
+@pytest.mark.parametrize("pack_length", [None, 60])
 @pytest.mark.parametrize(("world_size", "micro_batch", "accumulation"), LAYOUTS)
-def test_every_row_is_seen_once_an_epoch(world_size: int, micro_batch: int, accumulation: int) -> None:
-    ranks = plans(world_size, micro_batch, accumulation)
-    assert ranks[0].steps_per_epoch == math.ceil(103 / (world_size * micro_batch * accumulation))
+def test_every_row_is_seen_once_an_epoch_and_no_rank_has_more_tokens(
+    world_size: int, micro_batch: int, accumulation: int, pack_length: int | None
+) -> None:
+    global_batch = world_size * micro_batch * accumulation
+    ranks = plans(world_size, micro_batch, accumulation, pack_length=pack_length)
+    assert ranks[0].steps_per_epoch == math.ceil(len(ranks[0]) / global_batch)
     for epoch in (0, 1):
-        seen = []
+        seen, light = list[int](), 0
         for step in range(ranks[0].steps_per_epoch):
             shares = [plan.step(epoch, step) for plan in ranks]
-            rows = [row for share in shares for batch in share.micro_batches for row in batch]
             assert len({len(share.micro_batches) for share in shares}) == 1
-            assert all(len(batch) <= micro_batch for share in shares for batch in share.micro_batches)
+            tokens = [[sum(LENGTHS[row] for row in batch) for batch in share.micro_batches] for share in shares]
+            if pack_length is None:
+                assert all(len(batch) <= micro_batch for share in shares for batch in share.micro_batches)
+            else:
+                assert max(map(max, tokens)) <= pack_length * micro_batch
+            if pack_length and (step + 1) * global_batch <= len(ranks[0]):  # every micro-batch has all its packs
+                light += sum(count < 0.95 * pack_length * micro_batch for counts in tokens for count in counts)
+            rows = [row for share in shares for batch in share.micro_batches for row in batch]
             assert {share.target_tokens for share in shares} == {sum(TARGETS[row] for row in rows)}
             seen += rows
         assert sorted(seen) == list(range(103))
+        assert light <= 1  # one pack of an epoch takes what is left
 
 
-def test_global_batches_do_not_depend_on_the_number_of_ranks() -> None:
-    def global_batches(world_size: int, micro_batch: int) -> list[set[int]]:
-        ranks = plans(world_size, micro_batch, 1, global_batch=24)
+@pytest.mark.parametrize("pack_length", [None, 60])
+def test_global_batches_do_not_depend_on_the_number_of_ranks(pack_length: int | None) -> None:
+    def global_batches(*layout: int) -> list[set[int]]:
+        ranks = plans(*layout, pack_length=pack_length)
         return [
             {row for plan in ranks for batch in plan.step(1, step).micro_batches for row in batch}
             for step in range(ranks[0].steps_per_epoch)
         ]
 
-    assert global_batches(1, 24) == global_batches(1, 2) == global_batches(2, 3) == global_batches(3, 4)
-    assert global_batches(4, 6) == global_batches(1, 24)
-
-
-def test_ranks_without_rows_get_empty_micro_batches() -> None:
-    plan = BatchPlan([5, 4, 3], [1, 1, 1], global_batch=8, world_size=4, rank=3, micro_batch=2, seed=0)
-    assert plan.step(0, 0).micro_batches == [[]]
-    assert plan.step(0, 0).target_tokens == 3
+    assert global_batches(1, 12, 1) == global_batches(2, 3, 2) == global_batches(3, 4, 1) == global_batches(4, 1, 3)
 
 
 def test_order_is_a_function_of_seed_epoch_and_step_alone() -> None:
@@ -105,136 +86,25 @@ def test_each_round_of_micro_batches_has_the_longest_rows_left_on_all_ranks() ->
 def test_evaluation_sees_every_row_once(rows: int, world_size: int, batch_size: int) -> None:
     lengths = numpy.arange(rows) % 7 + 1
     ranks = [evaluation_batches(lengths, world_size, rank, batch_size) for rank in range(world_size)]
-    packed = [evaluation_batches(lengths, world_size, rank, batch_size, capacity=9) for rank in range(world_size)]
+    packed = [evaluation_batches(lengths, world_size, rank, batch_size, pack_length=9) for rank in range(world_size)]
     assert len({len(batches) for batches in packed}) == 1
     assert sorted(row for batches in packed for batch in batches for row in batch) == list(range(rows))
     assert all(lengths[batch].sum() <= 9 * batch_size for batches in packed for batch in batches)
     assert len({len(batches) for batches in ranks}) == 1
     assert sorted(row for batches in ranks for batch in batches for row in batch) == list(range(rows))
     assert all(len(batch) <= batch_size for batches in ranks for batch in batches)
-
-
-def test_evaluation_stops_after_max_batches() -> None:
-    assert evaluation_batches(numpy.ones(10), 2, 1, 2, 2) == [[1, 3], [5, 7]]
-
-
-def packed_plans(world_size: int, micro_batch: int, global_batch: int, capacity: int = 60) -> list[BatchPlan]:
-    shape = {"capacity": capacity, "global_batch": global_batch, "world_size": world_size, "micro_batch": micro_batch}
-    return [BatchPlan(LENGTHS, TARGETS, rank=rank, seed=42, **shape) for rank in range(world_size)]
-
-
-@pytest.mark.parametrize(("world_size", "micro_batch", "accumulation"), LAYOUTS)
-def test_packed_every_row_is_seen_once_an_epoch_and_no_rank_has_more_tokens(
-    world_size: int, micro_batch: int, accumulation: int
-) -> None:
-    global_batch = world_size * micro_batch * accumulation
-    ranks = packed_plans(world_size, micro_batch, global_batch)
-    packs_of = []
-    for epoch in (0, 1):
-        seen, light = [], 0
-        for step in range(ranks[0].steps_per_epoch):
-            shares = [plan.step(epoch, step) for plan in ranks]
-            assert len({len(share.micro_batches) for share in shares}) == 1
-            tokens = [[sum(LENGTHS[row] for row in batch) for batch in share.micro_batches] for share in shares]
-            assert max(map(max, tokens)) <= 60 * micro_batch
-            if (step + 1) * global_batch <= len(ranks[0]):  # every micro-batch has all its packs
-                light += sum(count < 0.95 * 60 * micro_batch for counts in tokens for count in counts)
-            rows = [row for share in shares for batch in share.micro_batches for row in batch]
-            assert {share.target_tokens for share in shares} == {sum(TARGETS[row] for row in rows)}
-            seen += rows
-        assert sorted(seen) == list(range(103))
-        assert light <= 1  # one pack of an epoch takes what is left
-        packs_of.append(seen)
-    assert packs_of[0] != packs_of[1]
-
-
-def test_packed_global_batches_do_not_depend_on_the_number_of_ranks() -> None:
-    def global_batches(world_size: int, micro_batch: int) -> list[set[int]]:
-        ranks = packed_plans(world_size, micro_batch, 12)
-        return [
-            {row for plan in ranks for batch in plan.step(1, step).micro_batches for row in batch}
-            for step in range(ranks[0].steps_per_epoch)
-        ]
-
-    assert global_batches(1, 12) == global_batches(2, 3) == global_batches(3, 4) == global_batches(4, 1)
+    assert evaluation_batches(numpy.ones(10), 2, 1, 2, 2) == [[1, 3], [5, 7]]  # max_batches
 
 
 def test_padded_rows_of_a_step_are_of_like_length() -> None:
     lengths = numpy.random.default_rng(0).integers(1, 500, 4000)
-    plan = BatchPlan(lengths, lengths, global_batch=8, world_size=1, rank=0, micro_batch=8, seed=1)
+    plan = BatchSampler(lengths, lengths, global_batch=8, world_size=1, rank=0, micro_batch=8, seed=1)
     steps = [lengths[plan.step(0, step).micro_batches[0]] for step in range(500)]
     assert sum(batch.sum() for batch in steps) == lengths.sum()
     padded = sum(batch.max() * 8 for batch in steps)
     assert lengths.sum() > 0.97 * padded  # in random order it is 0.56
     means = [batch.mean() for batch in steps[:50]]
     assert means != sorted(means) and means != sorted(means, reverse=True)
-
-
-class Once(NamedTuple):
-    """One way to share rows out."""
-
-    truncation: str
-    capacity: int | None
-    world_size: int
-    micro_batch: int
-    accumulation: int
-
-
-@settings(max_examples=80, deadline=None)
-@given(
-    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=25),
-    masked=st.integers(0, 2**16),
-    way=st.builds(
-        Once,
-        st.sampled_from(["right", "left", "drop", "split"]),
-        st.sampled_from([None, 12]),
-        st.integers(1, 4),
-        st.integers(1, 3),
-        st.integers(1, 3),
-    ),
-)
-def test_every_label_the_length_policy_keeps_is_trained_on_exactly_once_an_epoch(
-    lengths: list[int], masked: int, way: Once
-) -> None:
-    """Each token has an id of its own, so that what is predicted, and from which token before it, can be counted."""
-    encoder = Encoder(PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE())), 12, way.truncation)
-    chance, pieces, wanted, first = random.Random(masked), [], [], 0
-    for length in lengths:
-        ids = list(range(first, first + length))
-        labels = [token if chance.random() < 0.6 else -100 for token in ids]
-        first += length
-        if length <= 12 or way.truncation == "split":
-            kept = range(1, length)
-        else:
-            kept = {"right": range(1, 12), "left": range(length - 11, length), "drop": range(0)}[way.truncation]
-        wanted += [labels[index] for index in kept if labels[index] != -100]
-        pieces += [piece for piece in encoder.fit(ids, labels) if piece.target_tokens]
-    if not pieces:
-        assert wanted == []
-        return
-    dataset = Dataset.from_list(
-        [
-            {"input_ids": p.input_ids, "labels": p.labels, "target_tokens": p.target_tokens, "source": str(n)}
-            for n, p in enumerate(pieces)
-        ]
-    )
-    shape = {"world_size": way.world_size, "micro_batch": way.micro_batch, "capacity": way.capacity, "seed": masked}
-    shape["global_batch"] = way.world_size * way.micro_batch * way.accumulation
-    trained, counted = [], 0
-    plans = [
-        BatchPlan(row_lengths(dataset), target_token_counts(dataset), rank=rank, **shape)
-        for rank in range(way.world_size)
-    ]
-    for step in range(plans[0].steps_per_epoch):
-        shares = [plan.step(0, step) for plan in plans]
-        counted += shares[0].target_tokens
-        for indices in (indices for share in shares for indices in share.micro_batches):
-            batch = collate(dataset, indices, 0, way.capacity is not None)
-            for ids, labels in zip(batch.input_ids.tolist(), batch.labels.tolist(), strict=True):
-                predicted = [(before, label) for before, label in itertools.pairwise(zip(ids, labels, strict=True))]
-                trained += [label for (_, _), (_, label) in predicted if label != -100]
-                assert all(label in (-100, before + 1) for (before, _), (_, label) in predicted)
-    assert sorted(trained) == sorted(wanted) and counted == len(wanted)
 
 
 @pytest.fixture
@@ -265,21 +135,11 @@ def test_packed_rows_follow_one_another_and_no_row_predicts_the_next(rows: Datas
     assert batch.labels.tolist() == [[-100, 5, -100, *range(1, 20), -100, 2, 3]]
     assert batch.row_lengths == [2, 20, 3] and batch.sources == ["a:3", "a:2", "a:1"]
     assert (batch.tokens, batch.target_tokens) == (25, 22) and batch.input_ids.dtype == torch.int64
-    assert collate(rows, [], pad_token_id=9, is_packed=True, filler_index=1).labels.tolist() == [[-100] * 8]
-
-
-def test_empty_micro_batch_is_the_beginning_of_a_row_without_labels(rows: Dataset) -> None:
-    batch = collate(rows, [], pad_token_id=9, filler_index=1)
-    assert batch.input_ids.tolist() == [list(range(8))]
-    assert batch.attention_mask.tolist() == [[1] * 8]
-    assert batch.labels.tolist() == [[-100] * 8]
-    assert batch.sources == []
-
-
-def test_lengths_and_counts_are_those_of_the_rows(rows: Dataset, tmp_path: Path) -> None:
-    assert row_lengths(rows).tolist() == [3, 20, 2]
-    assert target_token_counts(rows).tolist() == [2, 19, 1]
-    assert row_lengths(rows.select([2, 0])).tolist() == [2, 3]
+    for is_packed in (True, False):  # a rank without rows
+        empty = collate(rows, [], pad_token_id=9, is_packed=is_packed, filler_index=1)
+        assert (empty.input_ids.tolist(), empty.labels.tolist(), empty.sources) == ([[*range(8)]], [[-100] * 8], [])
+    plan = BatchSampler([5, 4, 3], [1, 1, 1], global_batch=8, world_size=4, rank=3, micro_batch=2, seed=0)
+    assert plan.step(0, 0) == ([[]], 3)
 
 
 def test_pad_token_falls_back_to_the_end_of_turn(
@@ -288,11 +148,4 @@ def test_pad_token_falls_back_to_the_end_of_turn(
     tokenizer = AutoTokenizer.from_pretrained(demo.model_dir)
     assert pad_token_id(tokenizer) == tokenizer.pad_token_id != tokenizer.eos_token_id
     assert pad_token_id(llama3) == llama3.eos_token_id
-    assert pad_token_id(make_tokenizer([], None)) == 0
-
-
-def test_a_pad_token_that_the_model_has_no_embedding_for_is_not_used(llama3: PreTrainedTokenizerFast) -> None:
-    llama3.add_special_tokens({"pad_token": "<pad>"})
-    assert pad_token_id(llama3) == pad_token_id(llama3, len(llama3)) == len(llama3) - 1
-    assert pad_token_id(llama3, len(llama3) - 1) == llama3.eos_token_id
-    assert pad_token_id(llama3, 5) == 0
+    assert pad_token_id(llama3, 5) == pad_token_id(make_tokenizer([], None)) == 0

@@ -8,23 +8,24 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy
 import pytest
-from datasets import Dataset
 from forked import forked
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from llama_ft.config.settings import DataConfig
-from llama_ft.data import Encoder, TokenizedData, prepare
-from llama_ft.data.build import SplitWriter
-from llama_ft.data.parallel import CHUNK_ROWS, CHUNKS_AHEAD, ROWS_INLINE, ChunkEncoder, chunks_of, encode_chunk
-from llama_ft.data.sources import Source
+from llama_ft.data import Encoder, TokenizedData, collate, prepare
+from llama_ft.data.batches import BatchSampler, evaluation_batches, group_size, row_lengths, target_token_counts
+from llama_ft.data.build import (
+    CHUNK_ROWS,
+    CHUNKS_INLINE,
+)
 from llama_ft.errors import RunFailure, UserError
 
+ROWS_INLINE = CHUNKS_INLINE * CHUNK_ROWS
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
@@ -68,14 +69,13 @@ def test_several_processes_write_the_same_files_as_one(
     settings: dict[str, Any] = {"truncation": truncation, "validation": "0.1", "skip_bad_rows": True}
     one = prepared(odd_rows, llama3, tmp_path / "one", 1, **settings)
     three = prepared(odd_rows, llama3, tmp_path / "three", 3, **settings)
-    assert (one.report.processes, three.report.processes) == (1, 3)
     (first,), (second,) = built(tmp_path / "one"), built(tmp_path / "three")
     for name in ("train.arrow", "validation.arrow"):
         assert (first / name).read_bytes() == (second / name).read_bytes()
     assert one.summary == three.summary
     train = one.report.train
-    assert one.report.bad_rows == 6 and (train.without_target + train.dropped > 20 or truncation == "split")
-    assert (train.split > 0) == (truncation == "split") and (train.dropped > 0) == (truncation == "drop")
+    assert one.report.bad_rows == 6 and (train.skipped > 20) == (truncation != "split")
+    assert (train.truncated > 0) == (truncation == "right")
     assert multiprocessing.active_children() == []
 
 
@@ -98,57 +98,29 @@ def test_rows_on_disk_are_what_the_encoder_makes_of_each_row(
     assert data.report.train.tokens == sum(len(piece.input_ids) for _, piece in expected)
     assert data.report.train.target_tokens == sum(counts)
     assert data.report.train.rows == len(expected)
-    assert data.report.train.tokens_before == sum(whole) and sum(data.report.train.histogram) == len(whole)
-    assert data.report.train.lengths == [sorted(whole)[len(whole) // 2], *data.report.train.lengths[1:2], max(whole)]
+    assert data.report.train.longest == max(whole)
 
 
 @pytest.mark.parametrize("truncation", ["right", "left", "drop", "split"])
-def test_lengths_are_those_before_truncation_and_the_share_of_lost_tokens_is_printed(
+def test_the_table_counts_what_became_of_each_row(
     llama3: PreTrainedTokenizerFast, tmp_path: Path, truncation: str
 ) -> None:
     """Ten rows of 15 tokens, one of 94, and one of 72 whose answer is at its end."""
     rows = [*pairs(10), {"instruction": "Hi 0", "output": "yes" * 40}, {"instruction": "Hi" * 60, "output": "yes"}]
     data = prepared(write(tmp_path / "my.jsonl", rows), llama3, tmp_path, 1, truncation=truncation)
     train = data.report.train
-    assert train.tokens_before == 10 * 15 + 94 + 72 and train.lengths == [15, 72, 94]
-    lost = {"right": 94 - 40 + 72, "left": 94 - 40 + 72 - 40, "drop": 94 + 72, "split": 40 - 1}[truncation]
-    assert train.lost_tokens == lost
-    assert f"training: {lost / 316:.1%} of the tokens are lost, {lost} of 316" in data.summary
-    assert data.summary[1].endswith("tokens a row before truncation, 15 to 94")
+    assert train.longest == 94
+    counts = {"right": (11, 1, 1), "left": (12, 2, 0), "drop": (10, 0, 2), "split": (14, 0, 0)}[truncation]
+    assert (train.rows, train.truncated, train.skipped) == counts
+    words = ["training", train.rows, train.tokens, train.target_tokens, 94, train.truncated, train.skipped]
+    assert data.summary[2].split() == list(map(str, words))
 
 
 def test_bad_rows_are_told_in_their_order(llama3: PreTrainedTokenizerFast, tmp_path: Path, odd_rows: Path) -> None:
     with pytest.raises(UserError) as told:
         prepared(odd_rows, llama3, tmp_path, 3)
-    assert [message.split(": ")[0] for message in told.value.messages] == [
-        f"{odd_rows}:{number}" for number in (6, 506, 1006, 1506, 2006)
-    ]
+    assert [message.split(": ")[0] for message in told.value.messages] == [f"{odd_rows}:6"]
     assert built(tmp_path) == [] and multiprocessing.active_children() == []
-
-
-def test_a_users_mistake_that_a_process_finds_is_told_as_such(llama3: PreTrainedTokenizerFast, tmp_path: Path) -> None:
-    rows = [{"text": f"yes {number}"} for number in range(2 * ROWS_INLINE)]
-    with pytest.raises(UserError, match="--labels completion"):
-        prepared(write(tmp_path / "my.jsonl", rows), llama3, tmp_path, 2, labels="completion")
-
-
-def test_what_is_read_ahead_is_bounded(llama3: PreTrainedTokenizerFast) -> None:
-    read = 0
-
-    def rows() -> Iterator[tuple[str, dict[str, Any]]]:
-        nonlocal read
-        for number in range(100 * CHUNK_ROWS):
-            read += 1
-            yield str(number), {"instruction": "Hi", "output": f"yes {number}"}
-
-    done, most = 0, 0
-    with ChunkEncoder(chunks_of(Source("x", "", rows), "alpaca"), Encoder(llama3, 40), 2) as results:
-        for chunk, encoded in results:
-            done += len(chunk.rows)
-            most = max(most, read - done)
-            assert encoded.pieces.tolist() == [1] * len(chunk.rows)
-    assert done == 100 * CHUNK_ROWS
-    assert most <= max(2 * CHUNKS_AHEAD * CHUNK_ROWS, ROWS_INLINE + CHUNK_ROWS)
 
 
 def when_tokenizing(act: Callable[[Any], None]) -> threading.Thread:
@@ -168,9 +140,7 @@ def when_tokenizing(act: Callable[[Any], None]) -> threading.Thread:
 def test_a_killed_process_ends_the_run_with_a_message(llama3: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     path = write(tmp_path / "my.jsonl", pairs(60_000, "yes " * 20))
     thread = when_tokenizing(lambda worker: os.kill(worker.pid, signal.SIGKILL))
-    with pytest.raises(
-        RunFailure, match=r"was killed, most .*\n.*2 of them; .*my.jsonl:\d+, of \d+ bytes.\n *--tok.* 1 "
-    ):
+    with pytest.raises(RunFailure, match=r"was killed, most .*\n.*near .*my.jsonl:\d+. --tokenize_processes 1 "):
         prepared(path, llama3, tmp_path, 2)
     thread.join()
     assert multiprocessing.active_children() == [] and built(tmp_path) == []
@@ -215,9 +185,9 @@ def test_a_killed_run_leaves_no_process_and_its_folder_is_removed_by_the_next(
     assert left.name.startswith(".building-")
     small = write(tmp_path / "small.jsonl", pairs(3))
     prepared(small, llama3, tmp_path / "cache", 1)
-    assert left in built(tmp_path / "cache"), "too young: its builder may not have its lock yet"
+    assert left in built(tmp_path / "cache"), "too young: its builder may still work"
     for path in (*left.iterdir(), left):
-        os.utime(path, (time.time() - 120,) * 2)
+        os.utime(path, (time.time() - 90_000,) * 2)
     prepared(small, llama3, tmp_path / "cache", 1, skip_bad_rows=True)
     assert left not in built(tmp_path / "cache") and len(built(tmp_path / "cache")) == 2
 
@@ -227,41 +197,6 @@ def state_of(pid: str) -> str:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
         return "Z"
-
-
-def test_table_of_a_mix(llama3: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    write(Path("a.jsonl"), [*pairs(3), {"instruction": "Hi" * 60, "output": "yes"}, *pairs(2, "yes" * 40)])
-    write(Path("b.jsonl"), [*pairs(2), *pairs(2, "no no yes"), "{"])
-    write(Path("held.jsonl"), [*pairs(1), *pairs(1, "no")])
-    mix: Any = [{"path": "a.jsonl", "weight": 2}, {"path": "b.jsonl"}]
-    config = DataConfig(dataset=mix, validation="held.jsonl", skip_bad_rows=True)
-    data = prepare(config, llama3, context_length=40, cache=tmp_path, want_validation=True)
-    assert data.summary == [
-        "a.jsonl, b.jsonl, held.jsonl: format alpaca, columns instruction, output",
-        "            rows  tokens  trained on  median  95 %  longest  tokens a row before truncation, 15 to 94",
-        "training      14     314         132      17    94       94  █          ▂ ▄",
-        "  a.jsonl     10     250         120      72    94       94  █          ▃ ▆",
-        "  b.jsonl      4      64          12      17    17       17  █",
-        "validation     2      30           4      15    15       15  █",
-        "training: 53.4% of the tokens are lost, 360 of 674",
-        "training: 6 rows are cut at --context_length 40",
-        "training: 2 rows are left out, nothing to train on within --context_length 40: a.jsonl:4; ...",
-        "training: 2 rows are the same as an earlier one, token for token",
-        "validation: 1 row is in the training rows too, token for token: held.jsonl:1 (a.jsonl:1)",
-        "1 bad rows left out: b.jsonl:5: malformed JSON: Expecting property name enclosed in double quotes (column 2); "
-        "expected one JSON object a line.",
-    ]
-
-
-def test_rows_in_both_splits_are_told(llama3: PreTrainedTokenizerFast, tmp_path: Path) -> None:
-    train = write(tmp_path / "train.jsonl", [*pairs(5), *pairs(2), *pairs(4, "no")])
-    held = write(tmp_path / "held.jsonl", [{"instruction": "Hi", "output": "new"}, {**pairs(4)[3], "id": 7}])
-    data = prepared(train, llama3, tmp_path, 1, validation=str(held))
-    assert data.report.train.copies == 2 and data.report.shared == 1
-    assert "training: 2 rows are the same as an earlier one, token for token" in data.summary
-    line = f"validation: 1 row is in the training rows too, token for token: {held}:2 ({train}:4)"
-    assert line in data.summary
 
 
 def test_fingerprint_is_that_of_the_tokens_however_they_are_laid_out(
@@ -320,7 +255,7 @@ with runtime.start("cpu", 1, False, None, 60) as job:
             content[len(content) // 2] ^= 1
             file.write_bytes(content)
     config = DataConfig(dataset=str(folder / "same.jsonl"))
-    with job.node_leader_first():
+    with job.local_main_process_first():
         rows = data.prepare(
             config, tokenizer, context_length=40, cache=folder, want_validation=False, verify=job.local_rank == 0
         )
@@ -343,33 +278,41 @@ def test_ranks_with_other_rows_than_rank_0_end_the_run_and_the_first_rank_rebuil
     assert finished.output.count("rows again True") == 2
 
 
-def test_several_rows_made_of_one_are_no_copies_and_no_repeats(llama3: PreTrainedTokenizerFast, tmp_path: Path) -> None:
-    """As of jfleg, whose rows have four corrections each; a part of weight 2 comes twice on purpose."""
-    rows = [("row 1", row) for row in pairs(3)] + [("row 2", row) for row in pairs(4)[3:]] * 2
-    encoder = Encoder(llama3, 40)
-    writer = SplitWriter(tmp_path / "rows.arrow", encoder)
-    for start in (0, 2, 4):  # over the edges of chunks too
-        for chunk in chunks_of(Source("x", "", lambda start=start: iter(rows[start : start + 2])), "alpaca"):
-            writer.add(chunk, encode_chunk(chunk.rows, encoder), numpy.full(len(chunk.rows), True))
-    writer.close()
-    assert writer.statistics.rows == 5 and writer.statistics.copies == 0
+def right_and_wrong(row: Any, row_format: str, encoder: Encoder) -> list[Any]:
+    """What an objective over pairs makes of a row: its answer, and another one."""
+    return [encoder.tokenize({**row, "output": row["output"] + more}, row_format) for more in ("", " no" * 3)]
 
 
-def test_a_full_disk_is_an_error_of_the_kind_that_the_cache_tells(llama3: PreTrainedTokenizerFast) -> None:
-    encoder = Encoder(llama3, 40)
-    source = Source("x", "", lambda: iter([("1", {"instruction": "Hi", "output": "yes"})]))
-    (chunk,) = chunks_of(source, "alpaca")
-    writer = SplitWriter(Path("/dev/full"), encoder)
-    writer.add(chunk, encode_chunk(chunk.rows, encoder), numpy.array([True]))
-    with pytest.raises(OSError) as full:
-        writer.close()
-    assert full.value.errno == 28
-
-
-def test_a_row_of_any_size_is_a_chunk_by_itself(llama3: PreTrainedTokenizerFast, tmp_path: Path) -> None:
-    rows = [*pairs(2), {"instruction": "Hi", "output": "yes " * 300_000}, *pairs(2)]
-    chunks = list(chunks_of(Source("x", "", lambda: ((str(n), row) for n, row in enumerate(rows))), "alpaca"))
-    assert [chunk.places for chunk in chunks] == [["0", "1", "2"], ["3", "4"]]
-    data = prepared(write(tmp_path / "my.jsonl", rows), llama3, tmp_path, 2)
-    assert data.train["source"][:] == [f"{tmp_path}/my.jsonl:{number}" for number in range(1, 6)]
-    assert isinstance(data.train, Dataset)
+@pytest.mark.parametrize("pack_length", [None, 60])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_examples_of_one_row_stay_together(
+    llama3: PreTrainedTokenizerFast, tmp_path: Path, pack_length: int | None, world_size: int
+) -> None:
+    rows = [{"instruction": f"Hi {number}", "output": "yes" * (1 + number % 9)} for number in range(1, 41)]
+    rows[7]["output"] += " yes" * 100  # dropped with its twin
+    config = DataConfig(dataset=str(write(tmp_path / "my.jsonl", rows)), truncation="drop")
+    kwargs: dict[str, Any] = {"context_length": 60, "cache": tmp_path, "want_validation": False}
+    plain = prepare(DataConfig(dataset=str(write(tmp_path / "ok.jsonl", rows[9:12]))), llama3, **kwargs).train
+    data = prepare(config, llama3, examples=right_and_wrong, **kwargs).train
+    assert plain is not None and data is not None and (group_size(plain), group_size(data)) == (1, 2)
+    assert data["source"][::2] == data["source"][1::2] and len(data) < 2 * len(rows)
+    lengths, targets = row_lengths(data), target_token_counts(data)
+    seen = list[int]()
+    for rank in range(world_size):
+        plan = BatchSampler(
+            lengths, targets, pack_length=pack_length, global_batch=4, world_size=world_size, rank=rank, micro_batch=1,
+            seed=1, group=2,
+        )  # fmt: skip
+        for step in range(plan.steps_per_epoch):
+            share = plan.step(0, step)
+            for indices in share.micro_batches:
+                assert all(row % 2 == 0 for row in indices[::2]) and indices[1::2] == [row + 1 for row in indices[::2]]
+                batch = collate(data, indices, 0, plan.is_packed)
+                if indices:
+                    assert batch.row_lengths == lengths[indices].tolist() and batch.sources[::2] == batch.sources[1::2]
+                    assert pack_length is None or batch.tokens <= 2 * pack_length
+                seen += indices
+    assert sorted(seen) == list(range(len(data)))
+    held = [evaluation_batches(lengths, world_size, rank, 2, 0, pack_length, 2) for rank in range(world_size)]
+    assert sorted(row for batches in held for batch in batches for row in batch) == list(range(len(data)))
+    assert all(batch[::2] == [row - 1 for row in batch[1::2]] for batches in held for batch in batches)

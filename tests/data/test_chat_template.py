@@ -12,10 +12,9 @@ from transformers import PreTrainedTokenizerFast
 
 from llama_ft.config.paths import BUILT_IN_TEMPLATES
 from llama_ft.data import Encoder, ensure_chat_template
-from llama_ft.data.answers import ChatRenderer
-from llama_ft.data.built_in_templates import BUILT_IN
-from llama_ft.data.chat_template import missing_tokens, render_chat
+from llama_ft.data.chat_template import BUILT_IN, render_chat
 from llama_ft.data.formats import BadRow, Message
+from llama_ft.data.loss_mask import ChatRenderer
 from llama_ft.errors import UserError
 
 MakeTokenizer = Callable[..., PreTrainedTokenizerFast]
@@ -103,8 +102,6 @@ DEEPSEEK_R1 = """
 {%- for m in messages %}
     {%- if m.role == 'user' %}{{- '<|User|>' + m.content }}
     {%- elif m.role == 'tool' %}{{- '<|tool|>' + m.content }}
-    {%- elif m.tool_calls and m.content is none %}
-        {{- '<|Assistant|><|call|>' + m.tool_calls[0].function.arguments + '</s>' }}
     {%- else %}{{- '<|Assistant|>' + m.content.split('</think>')[-1] + '</s>' }}
     {%- endif %}
 {%- endfor %}
@@ -141,7 +138,9 @@ LLAMA31 = """
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|assistant|>' }}{% endif %}
 """
+NO_SYSTEM = "{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}"
 TOKENS = {
+    NO_SYSTEM: [],
     QWEN3: ["<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>", "</tool_call>"],
     NO_THINKING: ["<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>", "</tool_call>"],
     GEMMA4: ["<s>", "<|turn>", "<turn|>", "<|tool_call>", "<tool_call|>", "<|tool_response>", "<tool_response|>"],
@@ -286,7 +285,6 @@ CALLED = '{"name": "f", "arguments": {"x": 1}}'
             f"[/AVAILABLE_TOOLS][INST] Hi[/INST][[[TOOL_CALLS] {CALLED}</s>]]"
             "[TOOL_RESULTS] no[/TOOL_RESULTS] [[yes</s>]]",
         ),
-        (DEEPSEEK_R1, None, '<s><|User|>Hi<|Assistant|>[[<|call|>{"x": 1}</s>]]<|tool|>no<|Assistant|>[[yes</s>]]'),
         (
             BUILT_IN["llama3"],
             None,
@@ -315,25 +313,22 @@ def test_calls_of_tools_are_answers(text: Callable[..., str], template: str, too
     assert text(template, WITH_TOOLS, tools=tools) == expected
 
 
-@pytest.mark.parametrize("name", ["llama3", "chatml", "mistral"])
-def test_built_in_templates_show_the_tools(text: Callable[..., str], name: str) -> None:
-    before, _, _ = text(BUILT_IN[name], WITH_TOOLS, tools=TOOLS).partition("Hi")
-    assert '"f"' in before
-    both = text(BUILT_IN[name], [system("Be brief."), *WITH_TOOLS], tools=TOOLS)
-    assert both.count('"parameters": {}') == 1 and both.count("Be brief.") == 1
-
-
-def test_tools_that_a_template_would_lose_are_refused(text: Callable[..., str]) -> None:
-    with pytest.raises(BadRow, match="no place for tools; expected one that has"):
-        text(GEMMA, TWO, tools=TOOLS)
-    with pytest.raises(BadRow, match="no place for tool_calls; expected one that has"):
-        text(BUILT_IN["alpaca"], WITH_TOOLS)
-
-
-def test_a_system_turn_that_a_template_would_lose_is_refused(make_tokenizer: MakeTokenizer) -> None:
-    template = "{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}"
-    with pytest.raises(BadRow, match="leaves the system turn out"):
-        ChatRenderer(make_tokenizer([], template)).render([system("Be brief."), *ONE])
+@pytest.mark.parametrize(
+    ("template", "chat", "tools", "lost"),
+    [
+        (GEMMA, TWO, TOOLS, "tools"),
+        (BUILT_IN["alpaca"], WITH_TOOLS, None, "tool_calls"),
+        (NO_SYSTEM, [system("Be brief."), *ONE], None, "the system message"),
+        (LLAMA31, [user("Hi"), assistant("I ask.", tool_calls=CALL), tool("no"), assistant("yes")], None, "the text"),
+        (DEEPSEEK_R1, [user("Hi"), assistant("<think>\nWell.\n</think>\n\nyes")], None, "what the last answer has"),
+        (NO_SYSTEM, [user("Hi"), assistant("yes", thinking="hm")], None, 'the last answer\'s "thinking"'),
+    ],
+)
+def test_what_a_template_would_lose_is_refused(
+    text: Callable[..., str], template: str, chat: list[Message], tools: Any, lost: str
+) -> None:
+    with pytest.raises(BadRow, match=f"leaves out {lost}"):
+        text(template, chat, tools=tools)
 
 
 def test_thoughts_are_trained_where_the_model_thinks_them(text: Callable[..., str]) -> None:
@@ -344,8 +339,6 @@ def test_thoughts_are_trained_where_the_model_thinks_them(text: Callable[..., st
         "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n[[yes<|im_end|>]]\n"
         "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n[[<think>\nb\n</think>\n\nno<|im_end|>]]\n"
     )
-    with pytest.raises(BadRow, match="leaves out what the last answer has before </think>"):
-        text(DEEPSEEK_R1, [user("Hi"), assistant("<think>\nWell then.\n</think>\n\nyes")])
 
 
 @pytest.mark.parametrize(
@@ -373,12 +366,6 @@ def test_what_a_tool_returns_is_not_in_the_loss_where_it_stands_inside_a_turn(
     )
 
 
-def test_text_beside_a_call_that_a_template_would_lose_is_refused(text: Callable[..., str]) -> None:
-    with pytest.raises(BadRow, match=r'"messages\[1\]": the chat template leaves out the text beside "tool_calls"'):
-        text(LLAMA31, [user("Hi"), assistant("I ask.", tool_calls=CALL), tool("no"), assistant("yes")])
-    assert f"[[{CALLED}<|eot_id|>]]" in text(LLAMA31, WITH_TOOLS)
-
-
 @pytest.mark.parametrize("template", [GEMMA, MISTRAL, PHI3, BUILT_IN["chatml"], BUILT_IN["alpaca"]])
 def test_weights_and_labels_choose_among_the_answers(text: Callable[..., str], template: str) -> None:
     def trained(messages: list[Message], labels: str) -> list[str]:
@@ -400,28 +387,8 @@ def test_weights_and_labels_choose_among_the_answers(text: Callable[..., str], t
     )
 
 
-def test_a_block_that_cannot_be_told_apart_by_answers_is_refused(make_tokenizer: MakeTokenizer) -> None:
-    template = (
-        "{% for m in messages %}{% generation %}a{% endgeneration %}{% generation %}{{ m.content }}{% endgeneration %}"
-        "{% endfor %}"
-    )
-    renderer = ChatRenderer(make_tokenizer([], template))
-    assert renderer.render(ONE)[1] == [(0, 1), (1, 3), (3, 4), (4, 7)]
-    with pytest.raises(BadRow, match="8 {% generation %} blocks for 2 answers"):
-        renderer.render([*TWO[:-1], {**TWO[-1], "weight": 0}])
-    rendered, spans = ChatRenderer(make_tokenizer([], template), "all").render(ONE)  # which asks for no answer
-    assert spans == [(0, len(rendered))]
-
-
 def test_the_settings_know_the_built_in_templates() -> None:
-    assert tuple(BUILT_IN) == BUILT_IN_TEMPLATES
-
-
-@pytest.mark.parametrize("name", BUILT_IN)
-def test_a_built_in_template_is_taken_by_name(make_tokenizer: MakeTokenizer, name: str) -> None:
-    tokenizer = make_tokenizer(TOKENS[BUILT_IN[name]], PHI3, eos_token=TOKENS[BUILT_IN[name]][-1])
-    assert ensure_chat_template(tokenizer, name) == f"chat template: {name}, saved with the result"
-    assert tokenizer.chat_template == BUILT_IN[name]
+    assert set(BUILT_IN) == set(BUILT_IN_TEMPLATES)
 
 
 def test_chatml_begins_with_the_bos_that_the_tokenizer_adds(llama3: PreTrainedTokenizerFast) -> None:
@@ -443,9 +410,8 @@ def test_a_template_file_is_taken_and_saved_with_the_tokenizer(plain: PreTrained
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, r"mine.jinja: no such file, nor one of llama3, chatml, alpaca, mistral\."),
-        (b"", "mine.jinja is empty"),
-        (b"\xff", "mine.jinja cannot be read"),
+        (None, "mine.jinja: expected one of alpaca, chatml, llama3, mistral or a file"),
+        (b"\xff", "mine.jinja: expected one of alpaca, .*codec can't decode"),
         (b"{% for m in messages %}\n\n{{ m.content + }}{% endfor %}", "mine.jinja, line 3: "),
         (b"{{ messages | shorten }}", "mine.jinja, line 1: No filter named 'shorten'"),
     ],
@@ -458,36 +424,6 @@ def test_a_template_file_that_cannot_be_used_is_refused(
         file.write_bytes(content)
     with pytest.raises(UserError, match=message):
         ensure_chat_template(plain, str(file))
-
-
-@pytest.mark.parametrize(
-    ("name", "missing"),
-    [
-        ("llama3", ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]),
-        ("chatml", ["<|im_start|>", "<|im_end|>"]),
-        ("mistral", []),
-        ("alpaca", []),
-    ],
-)
-def test_special_tokens_that_the_tokenizer_lacks_are_found(
-    plain: PreTrainedTokenizerFast, name: str, missing: list[str]
-) -> None:
-    assert missing_tokens(BUILT_IN[name], plain) == missing
-
-
-def test_headings_in_plain_text_are_no_missing_tokens(make_tokenizer: MakeTokenizer) -> None:
-    zephyr = (
-        "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + eos_token + '\n' }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
-    )
-    assert missing_tokens(zephyr, make_tokenizer(["</s>"], None, eos_token="</s>")) == []
-
-
-def test_a_template_that_never_ends_an_answer_is_told(plain: PreTrainedTokenizerFast) -> None:
-    plain.chat_template = "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
-    assert ensure_chat_template(plain) == (
-        "the tokenizer's chat template ends answers with no token: the model does not learn where to stop"
-    )
 
 
 @pytest.mark.parametrize("wanted", [None, "chatml"])
@@ -510,24 +446,3 @@ def test_a_template_without_its_tokens_is_refused_unless_they_may_be_added(
 def test_what_a_template_writes_does_not_depend_on_the_day() -> None:
     template = "{{ strftime_now('%Y-%m-%d %H:%M:%S.%f') }} {{ date_string }}"
     assert render_chat(template, {}, ONE)[0] == "2024-07-26 00:00:00.000000 26 Jul 2024"
-
-
-def test_an_answer_about_thoughts_is_no_thought_that_is_lost(chatml: PreTrainedTokenizerFast) -> None:
-    text, _ = ChatRenderer(chatml).render([user("Hi"), assistant("a <think>b</think> c")])
-    assert "a <think>b</think> c" in text
-
-
-@pytest.mark.parametrize("key", ["reasoning_content", "thinking"])
-def test_a_thought_beside_the_last_answer_is_not_lost_unnoticed(chatml: PreTrainedTokenizerFast, key: str) -> None:
-    chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "yes", key: "hm"}]
-    with pytest.raises(BadRow, match=f'leaves out the last answer\'s "{key}"'):
-        Encoder(chatml, 99).encode({"messages": chat}, "messages")
-    chatml.chat_template = chatml.chat_template.replace("m.content +", f"(m.{key} or '') + m.content +")
-    [kept] = Encoder(chatml, 99).encode({"messages": chat}, "messages")
-    assert "hmyes" in chatml.decode(kept.input_ids)
-
-
-def test_a_developer_turn_is_a_system_turn(chatml: PreTrainedTokenizerFast) -> None:
-    turns = [{"role": role, "content": "Hi"} for role in ("developer", "user", "assistant")]
-    [encoded] = Encoder(chatml, 99).encode({"messages": turns}, "messages")
-    assert chatml.decode(encoded.input_ids).startswith("<|im_start|>system\nHi<|im_end|>")

@@ -6,15 +6,13 @@ import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
-import datasets
 import fsspec
 import pyarrow
-import pyarrow.feather
 import pyarrow.parquet
 import pytest
 
 from llama_ft.data import files
-from llama_ft.data.files import WINDOW, rows_of_file
+from llama_ft.data.files import rows_of_file
 from llama_ft.data.formats import BadRow
 from llama_ft.errors import UserError
 
@@ -33,11 +31,11 @@ def test_jsonl_counts_blank_lines_and_takes_a_byte_order_mark(tmp_path: Path) ->
     ("line", "text"),
     [
         (b'{"a": 1,}', "malformed JSON: "),
-        (b'{"a": "x', "malformed JSON: Unterminated string starting at (column 7); expected one JSON object a line."),
+        (b'{"a": "x', "malformed JSON: Unterminated string starting at"),
         (b'{"a": NaN}', "malformed JSON: NaN is no JSON value"),
         (b'{"a": "\xff"}', "byte 0xff at column 8 is not UTF-8"),
-        (b"[1, 2]", "the row is an array; expected a JSON object."),
-        (b"null", "the row is null; expected a JSON object."),
+        (b"[1, 2]", "the row is [1, 2]; expected a JSON object."),
+        (b"null", "the row is None; expected a JSON object."),
         (b"[" * 100_000, "malformed JSON: "),
     ],
 )
@@ -49,78 +47,28 @@ def test_unusable_line_of_jsonl_is_told_and_the_next_is_read(tmp_path: Path, lin
     assert isinstance(problem, BadRow) and str(problem).startswith(text)
 
 
-def test_json_array_names_line_and_row(tmp_path: Path) -> None:
+def test_json_array_counts_rows(tmp_path: Path) -> None:
     path = written(tmp_path / "my.json", json.dumps([{"a": 1}, {"a": [2]}, 3], indent=1))
     rows = list(rows_of_file(path))
-    assert rows[:2] == [(f"{path}:2 (row 1)", {"a": 1}), (f"{path}:5 (row 2)", {"a": [2]})]
-    assert str(rows[2][1]) == "the row is a number; expected a JSON object."
-
-
-def test_json_file_of_one_object_a_line_is_read_too(tmp_path: Path) -> None:
-    path = written(tmp_path / "my.json", '{"a": 1}\n{"a": 2}\n')
+    assert rows[:2] == [(f"{path} row 1", {"a": 1}), (f"{path} row 2", {"a": [2]})]
+    assert isinstance(rows[2][1], BadRow)
+    path.write_text('{"a": 1}\n{"a": 2}\n')  # or one object per line
     assert [row for _, row in rows_of_file(path)] == [{"a": 1}, {"a": 2}]
-
-
-@pytest.mark.parametrize("content", ["[]", " [ ] \n", ""])
-def test_json_without_rows_has_none(tmp_path: Path, content: str) -> None:
-    assert list(rows_of_file(written(tmp_path / "my.json", content))) == []
-
-
-@pytest.mark.parametrize(
-    ("content", "line"),
-    [
-        ('[{"a": 1}\n{"a": 2}]', 2),
-        ('[{"a": 1},\n{"a": 2}', 2),
-        ('[{"a": 1},\n{"a"}]', 2),
-        ('[\n\n{"a": 1}] x', 3),
-        (b'[{"a": 1},\n\n{"a": "\xff"}]', 3),
-    ],
-)
-def test_malformed_json_array_names_the_line(tmp_path: Path, content: bytes | str, line: int) -> None:
-    path = written(tmp_path / "my.json", content)
-    with pytest.raises(UserError) as caught:
-        list(rows_of_file(path))
-    assert caught.value.messages[0].startswith(f"{path}:{line}: ")
+    assert list(rows_of_file(written(path, " [ ] \n"))) == list(rows_of_file(written(path, ""))) == []
 
 
 def test_csv_counts_rows_after_the_header(tmp_path: Path) -> None:
-    path = written(tmp_path / "my.csv", '\ufeffinstruction,output\n"Hi,\nyou",yes\n\nHi,no\n')
+    path = written(tmp_path / "my.csv", '\ufeffinstruction,output\n"Hi,\nyou",yes\n\nHi,' + "y" * 200_000 + "\n")
     assert list(rows_of_file(path)) == [
         (f"{path} row 1", {"instruction": "Hi,\nyou", "output": "yes"}),
-        (f"{path} row 2", {"instruction": "Hi", "output": "no"}),
+        (f"{path} row 2", {"instruction": "Hi", "output": "y" * 200_000}),
     ]
-
-
-def test_csv_takes_fields_longer_than_pythons_limit(tmp_path: Path) -> None:
-    path = written(tmp_path / "my.csv", "instruction,output\nHi," + "y" * 200_000 + "\n")
-    assert len(next(rows_of_file(path))[1]["output"]) == 200_000
 
 
 def test_csv_row_of_too_many_fields_is_told(tmp_path: Path) -> None:
     (_, problem), (_, good) = rows_of_file(written(tmp_path / "my.csv", "a,b\n1,2,3\n1,2\n"))
     assert str(problem) == "the row has 3 fields; expected 2, as in the header."
     assert good == {"a": "1", "b": "2"}
-
-
-@pytest.mark.parametrize(("content", "text"), [('a,b\n1,2\n"x,3\n', " row 2: malformed CSV"), (b"a\n\xff\n", "0xff")])
-def test_malformed_csv_is_told(tmp_path: Path, content: bytes | str, text: str) -> None:
-    with pytest.raises(UserError) as caught:
-        list(rows_of_file(written(tmp_path / "my.csv", content)))
-    assert text in caught.value.messages[0]
-
-
-def test_parquet_gives_chats_as_lists_and_counts_rows(tmp_path: Path) -> None:
-    path = tmp_path / "my.parquet"
-    rows = [{"messages": [{"role": "user", "content": f"Hi {number}"}]} for number in range(2500)]
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    read = list(rows_of_file(path))
-    assert [row for _, row in read] == rows
-    assert read[-1][0] == f"{path} row 2500"
-
-
-def test_file_that_is_no_parquet_is_told(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="my.parquet: not a readable parquet file"):
-        list(rows_of_file(written(tmp_path / "my.parquet", "PAR1 is not enough")))
 
 
 ROWS = [{"instruction": f"Hi {number}", "output": "é"} for number in range(5)]
@@ -130,12 +78,6 @@ CSV = b"instruction,output\n" + b"".join(f"Hi {number},é\n".encode() for number
 
 def zstd(data: bytes) -> bytes:
     return pyarrow.compress(data, codec="zstd", asbytes=True)
-
-
-def write_arrow_stream(path: Path) -> None:
-    table = pyarrow.Table.from_pylist(ROWS)
-    with pyarrow.OSFile(str(path), "wb") as file, pyarrow.ipc.new_stream(file, table.schema) as writer:
-        writer.write_table(table)
 
 
 KINDS: dict[str, Callable[[Path], object]] = {
@@ -149,8 +91,6 @@ KINDS: dict[str, Callable[[Path], object]] = {
     "my.csv.gz": lambda path: path.write_bytes(gzip.compress(CSV)),
     "my.csv.zst": lambda path: path.write_bytes(zstd(CSV)),
     "my.parquet": lambda path: pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), path),
-    "stream.arrow": write_arrow_stream,
-    "file.arrow": lambda path: pyarrow.feather.write_feather(pyarrow.Table.from_pylist(ROWS), str(path)),
 }
 
 
@@ -166,75 +106,33 @@ def test_every_kind_of_file_holds_the_same_rows_here_and_behind_a_url(tmp_path: 
     assert remote[0][0].startswith(url)
 
 
-def test_arrow_file_of_datasets_cache_is_read(tmp_path: Path) -> None:
-    datasets.Dataset.from_list(ROWS).save_to_disk(tmp_path / "saved")
-    (path,) = (tmp_path / "saved").glob("*.arrow")
-    assert [row for _, row in rows_of_file(path)] == ROWS
-
-
-@pytest.mark.parametrize("suffix", [".parquet", ".arrow"])
-def test_keys_that_only_other_objects_have_are_no_nulls_in_columnar_files(tmp_path: Path, suffix: str) -> None:
+def test_keys_that_only_other_objects_have_are_no_nulls_in_parquet(tmp_path: Path) -> None:
     turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "yes", "weight": 0}]
     table = pyarrow.Table.from_pylist([{"messages": turns, "id": None, "labels": [1, 2]}])
-    path = tmp_path / f"my{suffix}"
-    write: Callable = pyarrow.parquet.write_table if suffix == ".parquet" else pyarrow.feather.write_feather
-    write(table, str(path))
-    assert [row for _, row in rows_of_file(path)] == [{"messages": turns, "id": None, "labels": [1, 2]}]
-
-
-@pytest.mark.parametrize(
-    "name", ["my.jsonl.gz", "my.jsonl.zst", "my.csv.gz", "my.parquet", "stream.arrow", "file.arrow"]
-)
-def test_file_that_is_cut_off_is_told_wherever_it_ends(tmp_path: Path, name: str) -> None:
-    path = tmp_path / name
-    KINDS[name](path)
-    whole = path.read_bytes()
-    told = 0
-    for end in range(1, len(whole), max(1, len(whole) // 40)):
-        path.write_bytes(whole[:end])
-        try:
-            rows = [row for _, row in rows_of_file(path)]
-        except UserError as error:
-            told += 1
-            assert error.messages[0].startswith(str(path))
-        else:  # between two members, or in what follows the last row
-            assert rows == ROWS[: len(rows)] or isinstance(rows[-1], BadRow)
-    assert told > 20
+    pyarrow.parquet.write_table(table, tmp_path / "my.parquet")
+    assert [row for _, row in rows_of_file(tmp_path / "my.parquet")] == [
+        {"messages": turns, "id": None, "labels": [1, 2]}
+    ]
 
 
 @pytest.mark.parametrize(
     ("name", "content", "text"),
     [
-        ("my.jsonl.gz", b"not zipped", "cannot be read: Not a gzipped file (b'no')."),
+        ("my.jsonl.gz", b"not zipped", "cannot be read: Not a gzipped file"),
         ("my.jsonl.zst", b"not zipped", "cannot be read: ZSTD decompress failed"),
-        ("my.arrow", b"no arrow at all", "not a readable arrow file: "),
-        ("my.arrow", b"", "not a readable arrow file: "),
-        ("my.parquet", b"", "not a readable parquet file: "),
-        ("my.csv", b"a,b\n1,2\n3,\xff\n", ":3: byte 0xff is not UTF-8.\nExpected a file of UTF-8 text."),
-        ("my.csv", b'a,b\n"1\n2,3\n', " row 1: malformed CSV: unexpected end of data"),
-        ("my.json", b'[{"a": 1},\n{"a": NaN}]', ":2: malformed JSON: NaN is no JSON value.\nExpected an array"),
-        ("my.json", b'[{"a": 1},\n\n' + b"[" * 100_000, ":3: malformed JSON: "),
-        ("my.json", b'[{"a": 1},\n{"a": "never ends', ":2: malformed JSON: Unterminated string"),
-        ("my.json", b'[{"a": 1},\n{"a": "\xc3', ":2: byte 0xc3 is not UTF-8."),
+        ("my.parquet", b"", "cannot be read: "),
+        ("my.csv", b"a,b\n1,2\n3,\xff\n", "cannot be read: "),
+        ("my.csv", b'a,b\n1,2\n"1\n2,3\n', "cannot be read after {path} row 1: unexpected end of data"),
+        ("my.json", b'[{"a": 1},\n{"a": NaN}]', "cannot be read: NaN is no JSON value"),
+        ("my.json", b'[{"a": 1},\n\n' + b"[" * 100_000, "cannot be read: "),
+        ("my.json", b'[{"a": 1},\n{"a": "never ends', "cannot be read: Unterminated string starting at: line 2"),
     ],
 )
 def test_file_that_cannot_be_read_on_is_told(tmp_path: Path, name: str, content: bytes, text: str) -> None:
     path = written(tmp_path / name, content)
     with pytest.raises(UserError) as caught:
         list(rows_of_file(path))
-    assert caught.value.messages[0].removeprefix(str(path)).removeprefix(": ").startswith(text)
-
-
-@pytest.mark.parametrize("name", ["my.jsonl", "my.jsonl.gz", "my.jsonl.zst", "my.csv", "my.json"])
-def test_file_of_no_bytes_has_no_rows(tmp_path: Path, name: str) -> None:
-    assert list(rows_of_file(written(tmp_path / name, b""))) == []
-
-
-def test_url_that_cannot_be_opened_is_told() -> None:
-    with pytest.raises(UserError, match="memory://nowhere/my.jsonl: cannot be read: no such file."):
-        list(rows_of_file("memory://nowhere/my.jsonl"))
-    with pytest.raises(UserError, match="no-such-protocol://a/my.jsonl: cannot be read: Protocol not known"):
-        list(rows_of_file("no-such-protocol://a/my.jsonl"))
+    assert caught.value.messages[0].removeprefix(f"{path}: ").startswith(text.format(path=path))
 
 
 @pytest.mark.parametrize(
@@ -246,63 +144,26 @@ def test_a_host_that_does_not_answer_is_no_missing_file(host: str, why: str) -> 
     assert str(told.value) == f"error: http://***@{host}/my.jsonl: cannot be read: the host does not answer ({why})."
 
 
-@pytest.mark.parametrize("indent", [None, 1])
-def test_array_longer_than_the_window_is_read_with_the_right_lines(tmp_path: Path, indent: int | None) -> None:
-    rows = [{"n": number, "text": '\U0001f600\\"' * (number % 700)} for number in range(1500)]
-    rows[700]["text"] = "x" * (3 * WINDOW)  # a row that several windows make
-    text = json.dumps(rows, indent=indent, ensure_ascii=True)
-    path = written(tmp_path / "my.json", text)
-    read = list(rows_of_file(path))
-    assert [row for _, row in read] == rows
-    for number in (0, 1, 699, 701, 1499):
-        line = 1 if indent is None else 2 + 4 * number
-        assert read[number][0] == f"{path}:{line} (row {number + 1})"
-
-
-@pytest.mark.parametrize("cut", range(24))
-def test_window_may_end_anywhere_in_a_row(tmp_path: Path, cut: int) -> None:
-    row = {"a": [-1.5e3, True, None], "é": "\U0001f600\n"}
-    text = "[" + " " * (WINDOW - cut) + json.dumps(row) + " , 12 ,\n" + json.dumps(row) + "]"
-    read = [row for _, row in rows_of_file(written(tmp_path / "my.json", text))]
-    assert (read[0], read[2]) == (row, row)
-    assert str(read[1]) == "the row is a number; expected a JSON object."
-
-
-@pytest.mark.parametrize("name", ["my.json", "my.jsonl", "my.jsonl.gz"])
+@pytest.mark.parametrize("name", ["my.jsonl", "my.jsonl.gz"])
 def test_memory_does_not_grow_with_the_file(tmp_path: Path, name: str) -> None:
     row = json.dumps({"text": "x" * 1000})
-    text = f"[{','.join([row] * 30_000)}]" if name == "my.json" else "\n".join([row] * 30_000)
+    text = "\n".join([row] * 30_000)
     path = written(tmp_path / name, gzip.compress(text.encode(), 1) if name.endswith(".gz") else text)
     tracemalloc.start()
     assert sum(1 for _ in rows_of_file(path)) == 30_000
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert peak < 10 * WINDOW < 30_000 * 1000
+    assert peak < 10 * 2**20 < 30_000 * 1000
 
 
-@pytest.mark.parametrize("name", ["my.json", "my.jsonl"])
-def test_row_of_30_mb_takes_a_few_times_its_size(tmp_path: Path, name: str) -> None:
-    size = 30_000_000
-    text = json.dumps({"text": "x" * size})
-    path = written(tmp_path / name, f"[{text}]" if name == "my.json" else text + "\n" + '{"text": "y"}')
-    del text
-    tracemalloc.start()
-    first = next(rows_of_file(path))[1]
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert not isinstance(first, BadRow) and len(first["text"]) == size
-    assert peak < 7 * size
-
-
-@pytest.mark.parametrize("name", ["my.json", "my.jsonl.gz", "my.csv.gz"])
+@pytest.mark.parametrize("name", ["my.jsonl", "my.jsonl.gz"])
 def test_a_line_without_end_is_not_read_whole(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "LONGEST_LINE", 2**20)
-    start = '[{"text": "' if name == "my.json" else "text\n" if name == "my.csv.gz" else '{"text": "'
-    text = start + "x" * 50_000_000
+    text = '{"text": 1}\n{"text": "' + "x" * 50_000_000
     path = written(tmp_path / name, gzip.compress(text.encode(), 1) if name.endswith(".gz") else text)
     del text
     tracemalloc.start()
-    with pytest.raises(UserError, match="has over 1,048,576 (bytes|characters)"):
+    with pytest.raises(UserError, match=f"{name}:2: the line has over 1,048,576 bytes"):
         list(rows_of_file(path))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
@@ -318,9 +179,3 @@ def test_big_rows_of_parquet_are_turned_into_objects_few_at_a_time(tmp_path: Pat
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 60_000_000 < 40 * 4_000_000
-
-
-def test_a_csv_header_with_a_name_twice_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "twice.csv").write_text("instruction,output,output\na,b,c\n")
-    with pytest.raises(UserError, match="twice.csv: its header has output twice"):
-        list(rows_of_file(str(tmp_path / "twice.csv")))

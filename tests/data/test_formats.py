@@ -1,9 +1,21 @@
-"""What is said about rows that cannot be used."""
+"""What rows become, and which field is named in rows that cannot be used."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
+from conftest import REPOSITORY
+from pages import Page
 
 from llama_ft.data.formats import (
     BadRow,
+    Row,
     alpaca_messages,
     chat_messages,
     find_format,
@@ -19,103 +31,95 @@ USER = {"role": "user", "content": "Hi"}
 ANSWER = {"role": "assistant", "content": "yes"}
 
 
+def said(role: str, content: object, **more: object) -> dict[str, Any]:
+    return {"role": role, "content": content, **more}
+
+
 @pytest.mark.parametrize(
     ("columns", "expected"),
     [
-        ({"instruction", "output"}, "alpaca"),
-        ({"instruction", "input", "output", "id"}, "alpaca"),
-        ({"messages"}, "messages"),
-        ({"messages", "prompt", "prompt_id", "text"}, "messages"),
-        ({"conversations", "id"}, "sharegpt"),
-        ({"prompt", "completion"}, "prompt_completion"),
-        ({"text", "id"}, "text"),
-        ({"instruction", "output", "text"}, "alpaca"),
-        ({"input_ids"}, "tokenized"),
-        ({"input_ids", "text"}, "tokenized"),
-        ({"input_ids", "labels", "attention_mask"}, "tokenized"),
+        ("instruction input output id", "alpaca"),
+        ("messages prompt prompt_id text", "messages"),
+        ("conversations id", "sharegpt"),
+        ("prompt completion", "prompt_completion"),
+        ("text id", "text"),
+        ("instruction output text", "alpaca"),
+        ("input_ids text", "tokenized"),
+        ("input_ids labels attention_mask", "tokenized"),
     ],
 )
-def test_format_is_told_by_the_columns(columns: set[str], expected: str) -> None:
-    assert find_format("my.jsonl", columns, "auto") == expected
+def test_format_is_told_by_the_columns(columns: str, expected: str) -> None:
+    assert find_format("my.jsonl", columns.split(), "auto") == find_format("x", columns.split(), expected) == expected
 
 
 @pytest.mark.parametrize(
     ("columns", "wanted", "text"),
     [
-        ({"txt", "id"}, "auto", "my.jsonl: its columns are id, txt.\nExpected are instruction, output and"),
-        ({"prompt"}, "prompt_completion", "--dataset_format prompt_completion needs prompt and completion, but its"),
-        ({"messages", "input_ids"}, "auto", "which fit messages and tokenized.\n--dataset_format says"),
-        ({"text"}, "messages", "my.jsonl: --dataset_format messages needs messages, but its columns are text."),
-        ({"messages", "instruction", "output"}, "auto", "which fit alpaca and messages.\n--dataset_format says"),
+        ("txt id", "auto", "my.jsonl: its columns are id, txt, which fit no format"),
+        ("prompt", "prompt_completion", "prompt_completion (prompt and completion)"),
+        ("text", "alpacca", "--dataset_format is alpacca"),
+        ("messages input_ids", "auto", "which fit messages and tokenized;"),
     ],
 )
-def test_wrong_columns_are_listed_with_what_is_expected(columns: set[str], wanted: str, text: str) -> None:
+def test_wrong_columns_are_listed_with_what_is_expected(columns: str, wanted: str, text: str) -> None:
     with pytest.raises(UserError) as caught:
-        find_format("my.jsonl", columns, wanted)
+        find_format("my.jsonl", columns.split(), wanted)
     assert text in caught.value.messages[0]
 
 
-@pytest.mark.parametrize(
-    ("row", "text"),
-    [
-        ({"output": "yes"}, '"instruction" is missing; expected the question as text.'),
-        ({"instruction": "Hi", "output": " "}, '"output" is empty; expected the answer as text.'),
-        ({"instruction": "Hi", "output": 5}, '"output" is 5; expected the answer as text.'),
-        ({"instruction": "Hi", "output": "yes", "input": ["a"]}, '"input" is a list of 1; expected text.'),
-        ({"instruction": "Hi", "output": "yes", "system": 5}, '"system.content" is 5; expected text.'),
-        (
-            {"instruction": "Hi", "output": "yes", "history": [["Hi"]]},
-            '"history" is a list of 1; expected a list of pairs of question and answer.',
-        ),
-        (
-            {"instruction": "Hi", "output": "yes", "history": "no"},
-            '"history" is "no"; expected pairs of question and answer as JSON.',
-        ),
-        (
-            {"instruction": "Hi", "output": "yes", "history": [["Hi", ""]]},
-            '"history[0][1].content" is empty; expected what the assistant says.',
-        ),
-    ],
-)
-def test_what_is_wrong_in_an_alpaca_row(row: dict, text: str) -> None:
-    with pytest.raises(BadRow) as caught:
-        alpaca_messages(row)
-    assert str(caught.value) == text
+def answered(**changes: object) -> Row:
+    """A chat whose answer is changed."""
+    return {"messages": [USER, {**ANSWER, **changes}]}
+
+
+def shared(*turns: dict[str, object]) -> Row:
+    return {"conversations": list(turns)}
 
 
 @pytest.mark.parametrize(
-    ("turns", "text"),
+    ("read", "row", "text"),
     [
-        (None, '"messages" is missing; expected a list of turns of role and content.'),
-        ("Hi", '"messages" is "Hi"; expected a list of turns of role and content.'),
-        ([], '"messages" is empty; expected turns of role and content.'),
-        (["Hi"], '"messages[0]" is "Hi"; expected an object of role and content.'),
-        ([{"content": "Hi"}], '"messages[0].role" is missing; expected system, user, assistant or tool.'),
+        (alpaca_messages, {"output": "yes"}, '"instruction" is missing'),
+        (alpaca_messages, {"instruction": "Hi", "output": " "}, '"output" is " "'),
+        (alpaca_messages, {"instruction": "Hi", "output": "yes", "input": ["a"]}, '"input" is ["a"]; expected text'),
+        (alpaca_messages, {"instruction": "Hi", "output": "yes", "system": 5}, '"system.content" is 5'),
+        (alpaca_messages, {"instruction": "Hi", "output": "yes", "history": "no"}, '"history" is "no"; expected JSON'),
+        (alpaca_messages, {"instruction": "Hi", "output": "yes", "history": [["Hi", ""]]}, '"history[0][1].content"'),
+        (chat_messages, {"messages": None}, '"messages" is missing'),
+        (chat_messages, {"messages": ["Hi"]}, '"messages[0]" is "Hi"'),
+        (chat_messages, {"messages": [{"content": "Hi"}]}, '"messages[0].role" is missing; expected system or user'),
+        (chat_messages, answered(role="asistant"), '"messages[1].role" is "asistant"; expected assistant here'),
+        (chat_messages, {"messages": [ANSWER]}, '"messages[0].role" is "assistant"; expected system or user here'),
+        (chat_messages, {"messages": [USER, ANSWER, ANSWER]}, '"messages[2].role" is "assistant"; expected user or'),
+        (chat_messages, {"messages": [USER, ANSWER, USER]}, '"messages[2]" is "user"; expected an assistant'),
+        (chat_messages, answered(content=None), '"messages[1].content" is missing'),
+        (chat_messages, answered(content=""), '"messages[1].content" is empty'),
+        (chat_messages, answered(content=[{"type": "image_url", "image_url": {}}]), '"messages[1].content" is [{'),
+        (chat_messages, answered(weight=2), '"messages[1].weight" is 2; expected 0'),
+        (chat_messages, answered(tool_calls="f()"), '"messages[1].tool_calls" is "f()"'),
         (
-            [{"role": "system", "content": ""}, USER, {"role": "asistant", "content": "yes"}],
-            '"messages[2].role" is "asistant"; expected system, user, assistant or tool.',
+            chat_messages,
+            answered(tool_calls=[{"function": {"name": "f", "arguments": "{a"}}]),
+            '"messages[1].tool_calls[0].function.arguments" is "{a"; expected JSON',
         ),
-        ([{"role": ["user"]}], '"messages[0].role" is a list of 1; expected system, user, assistant or tool.'),
-        ([ANSWER], '"messages[0].role", the first, is "assistant"; expected system or user.'),
-        ([USER, USER, ANSWER], '"messages[1].role", after "user", is "user"; expected assistant.'),
-        ([USER, ANSWER, ANSWER], '"messages[2].role", after "assistant", is "assistant"; expected user or tool.'),
-        (
-            [USER, {"role": "system", "content": "x"}],
-            '"messages[1].role", after "user", is "system"; expected assistant.',
-        ),
-        ([USER, ANSWER, USER], '"messages[2].role", the last, is "user"; expected assistant.'),
-        ([USER, {"role": "assistant"}], '"messages[1].content" is missing; expected text.'),
-        ([USER, {"role": "assistant", "content": ["a"]}], '"messages[1].content" is a list of 1; expected text.'),
-        (
-            [USER, {"role": "assistant", "content": ""}],
-            '"messages[1].content" is empty; expected what the assistant says.',
-        ),
+        (sharegpt_messages, shared({"from": "Human", "value": "Hi"}), '"conversations[0].from" is "Human"'),
+        (sharegpt_messages, shared({"from": "gpt", "value": "Hi"}), '"conversations[0].from" is "gpt"; expected'),
+        (prompt_completion, {"prompt": "Hi", "completion": ""}, '"completion" is empty'),
+        (prompt_completion, {"prompt": "Hi", "completion": [ANSWER]}, '"completion" is [{'),
+        (prompt_completion, {"prompt": [USER], "completion": "yes"}, '"completion" is "yes"; expected a list'),
+        (prompt_completion, {"prompt": [USER, ANSWER], "completion": [USER, ANSWER]}, '"completion[0].role" is "user"'),
+        (token_row, {"labels": [1]}, '"input_ids" is missing'),
+        (token_row, {"input_ids": [1, 2], "labels": [1]}, "its columns have input_ids 2, labels 1"),
+        (token_row, {"input_ids": [True], "labels": [1]}, '"input_ids" is [true]'),
+        (plain_text, {"text": 5}, '"text" is 5'),
+        (tools_of, {"tools": "[{"}, '"tools" is "[{"; expected JSON'),
+        (tools_of, {"tools": ["f"]}, '"tools" is ["f"]; expected a list of objects'),
     ],
 )
-def test_what_is_wrong_in_a_chat(turns: object, text: str) -> None:
+def test_the_field_that_is_wrong_is_named(read: Callable[[Row], object], row: Row, text: str) -> None:
     with pytest.raises(BadRow) as caught:
-        chat_messages({"messages": turns})
-    assert str(caught.value) == text
+        read(row)
+    assert str(caught.value).startswith(text)
 
 
 def test_tool_turns_follow_an_assistant_that_may_say_nothing() -> None:
@@ -126,61 +130,8 @@ def test_tool_turns_follow_an_assistant_that_may_say_nothing() -> None:
     assert checked[1] == {"role": "assistant", "content": "", "tool_calls": [{"type": "function"}]}
 
 
-@pytest.mark.parametrize(
-    ("row", "text"),
-    [
-        ({"labels": [1]}, '"input_ids" is missing; expected a list of integers.'),
-        ({"input_ids": []}, '"input_ids" is empty; expected tokens.'),
-        ({"input_ids": [1], "labels": "1"}, '"labels" is "1"; expected a list of integers.'),
-        ({"input_ids": [1, 2], "labels": [1]}, '"input_ids" has 2 entries and "labels" 1; expected as many.'),
-        ({"input_ids": [1, 9], "labels": [1, 9]}, '"input_ids[1]" is 9; expected 0 to 8, the tokenizer\'s ids.'),
-        ({"input_ids": [1, 2], "labels": [1, -1]}, '"labels[1]" is -1; expected -100 or 0 to 8.'),
-        ({"input_ids": [1, 2.5], "labels": [1, 1]}, '"input_ids[1]" is 2.5; expected an integer.'),
-        ({"input_ids": [True], "labels": [1]}, '"input_ids[0]" is True; expected an integer.'),
-        (
-            {"input_ids": [1], "labels": [1], "attention_mask": [1, 1]},
-            '"input_ids" has 1 entries and "attention_mask" 2; expected as many.',
-        ),
-    ],
-)
-def test_what_is_wrong_in_a_tokenized_row(row: dict, text: str) -> None:
-    with pytest.raises(BadRow) as caught:
-        token_row(row, vocabulary_size=9)
-    assert str(caught.value) == text
-
-
 def test_tokens_without_labels_are_all_trained_on_but_for_those_masked_out() -> None:
-    assert token_row({"input_ids": [1, 2, 3], "labels": None, "attention_mask": [0, 1, 1]}, 9) == ([2, 3], [2, 3])
-
-
-def said(role: str, content: object, **more: object) -> dict:
-    return {"role": role, "content": content, **more}
-
-
-@pytest.mark.parametrize(
-    ("answer", "text"),
-    [
-        (said("assistant", "x", weight=2), '"messages[1].weight" is 2; expected 0 (not trained on) or 1.'),
-        (said("assistant", "x", weight="0"), '"messages[1].weight" is "0"; expected 0 (not trained on) or 1.'),
-        (
-            said("assistant", [{"type": "text"}]),
-            '"messages[1].content[0]" is of type "text"; expected text parts only.',
-        ),
-        (
-            said("assistant", [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {}}]),
-            '"messages[1].content[1]" is of type "image_url"; expected text parts only.',
-        ),
-        (said("assistant", None, tool_calls="f()"), '"messages[1].tool_calls" is "f()"; expected a list of objects.'),
-        (
-            said("assistant", None, tool_calls=[{"function": {"name": "f", "arguments": "{a"}}]),
-            '"messages[1].tool_calls[0].function.arguments" is "{a"; expected the arguments as JSON.',
-        ),
-    ],
-)
-def test_what_is_wrong_in_weights_parts_and_tool_calls(answer: dict, text: str) -> None:
-    with pytest.raises(BadRow) as caught:
-        chat_messages({"messages": [USER, answer]})
-    assert str(caught.value) == text
+    assert token_row({"input_ids": [1, 2, 3], "labels": None, "attention_mask": [0, 1, 1]}) == ([2, 3], [2, 3])
 
 
 def test_openai_rows_keep_weights_and_get_text_and_arguments_as_templates_want_them() -> None:
@@ -192,28 +143,14 @@ def test_openai_rows_keep_weights_and_get_text_and_arguments_as_templates_want_t
     assert checked[1]["weight"] == 0
     assert checked[1]["tool_calls"][0]["function"] == {"name": "f", "arguments": {"city": "Lima"}}
     assert call["function"]["arguments"] == '{"city": "Lima"}'  # the row itself stays as it is
+    assert chat_messages({"messages": [said("developer", "x"), USER, ANSWER]})[0]["role"] == "system"
 
 
 @pytest.mark.parametrize(
-    ("tools", "expected"),
-    [(None, None), ([], None), ("", None), ([{"type": "f"}], [{"type": "f"}]), ('[{"type": "f"}]', [{"type": "f"}])],
+    ("tools", "expected"), [(None, None), ("", None), ([{"type": "f"}], [{"type": "f"}]), ('[{"a": 1}]', [{"a": 1}])]
 )
 def test_tools_are_a_list_or_its_json_text(tools: object, expected: object) -> None:
     assert tools_of({"tools": tools}) == expected
-
-
-@pytest.mark.parametrize(
-    ("tools", "text"),
-    [
-        ("[{", '"tools" is "[{"; expected a list of tools as JSON.'),
-        ({"type": "f"}, '"tools" is an object of type; expected a list of objects, or one as JSON text.'),
-        (["f"], '"tools" is a list of 1; expected a list of objects, or one as JSON text.'),
-    ],
-)
-def test_what_is_wrong_in_tools(tools: object, text: str) -> None:
-    with pytest.raises(BadRow) as caught:
-        tools_of({"tools": tools})
-    assert str(caught.value) == text
 
 
 def test_sharegpt_turns_become_messages() -> None:
@@ -234,30 +171,6 @@ def test_sharegpt_turns_become_messages() -> None:
     assert sharegpt_messages({"conversations": [USER, ANSWER]}) == [USER, ANSWER]  # some have OpenAI's keys there
 
 
-@pytest.mark.parametrize(
-    ("turns", "text"),
-    [
-        (None, '"conversations" is missing; expected a list of turns of from and value.'),
-        (
-            [{"from": "Human", "value": "Hi"}],
-            '"conversations[0].from" is "Human"; expected system, human, gpt or tool.',
-        ),
-        ([{"from": 1, "value": "Hi"}], '"conversations[0].from" is 1; expected system, human, gpt or tool.'),
-        ([{"from": "human"}], '"conversations[0].value" is missing; expected text.'),
-        ([{"from": "human", "value": 5}], '"conversations[0].value" is 5; expected text.'),
-        (
-            [{"from": "gpt", "value": "Hi"}],
-            '"conversations[0].from", the first, is "assistant"; expected system or user.',
-        ),
-        ([{"from": "human", "value": "Hi"}], '"conversations[0].from", the last, is "user"; expected assistant.'),
-    ],
-)
-def test_what_is_wrong_in_sharegpt_turns(turns: object, text: str) -> None:
-    with pytest.raises(BadRow) as caught:
-        sharegpt_messages({"conversations": turns})
-    assert str(caught.value) == text
-
-
 @pytest.mark.parametrize("history", [[["A", "B"], ["C", "D"]], '[["A", "B"], ["C", "D"]]'])
 def test_system_and_history_of_alpaca_rows_are_turns(history: object) -> None:
     row = {"instruction": "Hi", "input": "", "output": "yes", "system": "Be brief.", "history": history}
@@ -271,11 +184,7 @@ def test_a_system_column_is_the_system_turn_of_a_chat_that_has_none() -> None:
     brief, own = said("system", "Be brief."), said("system", "Be kind.")
     turns = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "yes"}]
     assert sharegpt_messages({"system": "Be brief.", "conversations": turns}) == [brief, USER, ANSWER]
-    first = {"from": "system", "value": "Be kind."}
-    assert sharegpt_messages({"system": "Be brief.", "conversations": [first, *turns]}) == [own, USER, ANSWER]
-    assert chat_messages({"system": "Be brief.", "messages": [USER, ANSWER]}) == [brief, USER, ANSWER]
     assert chat_messages({"system": "Be brief.", "messages": [own, USER, ANSWER]}) == [own, USER, ANSWER]
-    assert chat_messages({"system": "", "messages": [USER, ANSWER]}) == [USER, ANSWER]
     row = {"system": "Be brief.", "prompt": [USER, ANSWER, USER], "completion": [ANSWER]}
     assert prompt_completion(row) == [brief, USER, {**ANSWER, "weight": 0}, USER, ANSWER]
     row = {"system": "Be brief.", "prompt": "Hi ", "completion": "yes"}
@@ -288,37 +197,29 @@ def test_prompt_and_completion_are_texts_or_one_chat_whose_completion_alone_is_t
     assert prompt_completion(row) == [USER, {**ANSWER, "weight": 0}, USER, ANSWER]
 
 
-@pytest.mark.parametrize(
-    ("row", "text"),
-    [
-        ({"completion": "yes"}, '"prompt" is missing; expected the prompt as text.'),
-        ({"prompt": "Hi", "completion": ""}, '"completion" is empty; expected the completion as text.'),
-        ({"prompt": "Hi", "completion": [ANSWER]}, '"completion" is a list of 1; expected the completion as text.'),
-        (
-            {"prompt": [USER], "completion": "yes"},
-            '"completion" is "yes"; expected a list of turns of role and content.',
-        ),
-        (
-            {"prompt": [USER], "completion": [USER]},
-            '"completion[0].role", after "user", is "user"; expected assistant.',
-        ),
-        (
-            {"prompt": [USER, ANSWER], "completion": [USER, ANSWER]},
-            '"completion[0].role" is "user"; expected assistant.',
-        ),
-        (
-            {"prompt": [USER], "completion": [{"role": "assistant"}]},
-            '"completion[0].content" is missing; expected text.',
-        ),
-    ],
-)
-def test_what_is_wrong_in_prompt_and_completion(row: dict, text: str) -> None:
-    with pytest.raises(BadRow) as caught:
-        prompt_completion(row)
-    assert str(caught.value) == text
+TOKENIZE = """
+import sys
+from pathlib import Path
+from transformers import AutoTokenizer
+from llama_ft import data
+from llama_ft.config import DataConfig
+tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
+for wanted in ("auto", "question_answers"):
+    config = DataConfig(dataset="my_data.jsonl", dataset_format=wanted, chat_template="alpaca")
+    rows = data.prepare(config, tokenizer, context_length=99, cache=Path("cache"), want_validation=False).train
+    print([tokenizer.decode([label for label in row if label >= 0]) for row in rows["labels"]])
+"""
 
 
-def test_plain_text_is_text() -> None:
-    assert plain_text({"text": " once "}) == " once "
-    with pytest.raises(BadRow, match='"text" is 5; expected what is trained on as text.'):
-        plain_text({"text": 5})
+def test_a_format_of_the_page_is_one_change_of_one_file(save_model: Callable[..., Path], tmp_path: Path) -> None:
+    page = Page("docs/adding-a-format.md")
+    shutil.copytree(REPOSITORY / "src", tmp_path / "src", ignore=shutil.ignore_patterns("*.egg-info", "__pycache__"))
+    shutil.copytree(REPOSITORY / "configs", tmp_path / "configs")
+    (tmp_path / "change.diff").write_text(page.blocks("diff")[0])
+    (row,) = page.blocks("json")
+    (tmp_path / "my_data.jsonl").write_text(json.dumps(json.loads(row)))
+    command = [sys.executable, "-c", TOKENIZE, str(save_model(tmp_path / "model"))]
+    env = {**os.environ, "PYTHONPATH": str(tmp_path / "src")}
+    subprocess.run(["git", "apply", "change.diff"], cwd=tmp_path, check=True)
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
+    assert done.stdout.splitlines() == ["['4</s>']"] * 2, done.stderr

@@ -5,10 +5,7 @@ from collections.abc import Callable
 
 import numpy
 import pytest
-from transformers import AutoTokenizer
 
-from llama_ft.config import DataConfig
-from llama_ft.data import Demo, prepare, row_lengths
 from llama_ft.data.packing import pack_rows
 
 CHANCE = numpy.random.default_rng(0)
@@ -29,44 +26,25 @@ LENGTHS = {
 }
 
 
-def least_number(lengths: numpy.ndarray, capacity: int) -> int:
+def least_number(lengths: numpy.ndarray, pack_length: int) -> int:
     """A bound no packing can go below (Martello and Toth's L2): for every size, rows that leave no room for rows of
     that size count whole, and the small ones fill what the middle ones leave."""
-    best = math.ceil(lengths.sum() / capacity)
-    for small in numpy.unique(lengths[2 * lengths <= capacity]).tolist():
-        alone = lengths > capacity - small
-        middle = (2 * lengths > capacity) & ~alone
-        little = (2 * lengths <= capacity) & (lengths >= small)
-        over = lengths[little].sum() - (middle.sum() * capacity - lengths[middle].sum())
-        best = max(best, int(alone.sum() + middle.sum()) + max(0, math.ceil(over / capacity)))
+    best = math.ceil(lengths.sum() / pack_length)
+    for small in numpy.unique(lengths[2 * lengths <= pack_length]).tolist():
+        alone = lengths > pack_length - small
+        middle = (2 * lengths > pack_length) & ~alone
+        little = (2 * lengths <= pack_length) & (lengths >= small)
+        over = lengths[little].sum() - (middle.sum() * pack_length - lengths[middle].sum())
+        best = max(best, int(alone.sum() + middle.sum()) + max(0, math.ceil(over / pack_length)))
     return best
 
 
 @pytest.mark.parametrize("kind", LENGTHS)
 def test_packs_are_within_1_percent_of_the_least_number_or_4_for_rows_of_nearly_one_length(kind: str) -> None:
     least, most = least_number(LENGTHS[kind], CAPACITY), 1.04 if kind == "nearly equal" else 1.01
-    assert len(pack_rows(LENGTHS[kind], CAPACITY)) <= max(most * least, least + 1 if kind == "few" else 0)
-
-
-@pytest.mark.parametrize("kind", LENGTHS)
-def test_every_row_is_whole_and_in_one_pack(kind: str) -> None:
-    lengths = LENGTHS[kind]
-    packs = pack_rows(lengths, CAPACITY)
+    lengths, packs = LENGTHS[kind], pack_rows(LENGTHS[kind], CAPACITY)
+    assert len(packs) <= max(most * least, least + 1 if kind == "few" else 0)
     longest_first = numpy.sort(lengths)[::-1]
-    assert numpy.array_equal(numpy.sort(packs.slots), numpy.arange(len(lengths)))
+    assert numpy.array_equal(numpy.sort(packs.slots), numpy.arange(len(lengths)))  # each whole and in one pack
     filled = [longest_first[slots].sum() for slots in numpy.split(packs.slots, packs.offsets[1:-1])]
     assert filled == packs.tokens.tolist() and max(filled) <= CAPACITY and packs.offsets[-1] == len(lengths)
-
-
-def test_equal_rows_are_packed_as_many_as_fit() -> None:
-    assert len(pack_rows(numpy.full(1000, 300), 2048)) == math.ceil(1000 / 6)
-    assert pack_rows(numpy.array([2048, 1, 2047]), 2048).tokens.tolist() == [2048, 2048]
-    assert pack_rows(numpy.array([5]), 2048).tokens.tolist() == [5]
-
-
-def test_the_demos_packs_of_2048_are_99_percent_full(demo: Demo, demo_cache: object) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(demo.model_dir)
-    rows = prepare(DataConfig(), tokenizer, context_length=2048, cache=demo_cache, want_validation=False)  # type: ignore[arg-type]
-    packs = pack_rows(row_lengths(rows.train), 2048)
-    full = numpy.sort(packs.tokens)[1:]  # the last pack aside
-    assert full.mean() >= 0.99 * 2048

@@ -11,7 +11,6 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from llama_ft.config.settings import DataConfig
 from llama_ft.data import Demo, TokenizedData, prepare
-from llama_ft.data.sources import Split
 from llama_ft.errors import UserError
 
 
@@ -40,14 +39,18 @@ def test_rows_come_out_as_tokens_labels_counts_and_places(llama3: PreTrainedToke
     data = prepared(path, llama3, tmp_path / "cache")
     assert len(data.train) == 3
     row = data.train[1]
-    assert set(row) == {"input_ids", "labels", "target_tokens", "source"}
+    assert set(row) == {"input_ids", "labels", "target_tokens", "group", "source"}
     assert row["source"] == f"{path}:2"
     assert row["target_tokens"] == 2 == sum(label != -100 for label in row["labels"])
     assert data.train.features["input_ids"].feature.dtype == "int32"
     assert data.validation is None
+    assert data.chat_sample == [
+        {"role": "user", "content": "Hi 0"},
+        {"role": "assistant", "content": "yes"},
+    ]
     assert "no validation data: --validation FILE or --validation 0.05" in data.summary
     assert data.summary[0] == f"{path}: format alpaca, columns instruction, output"
-    assert data.summary[2].split()[:4] == ["training", "3", "45", "6"]
+    assert data.summary[2].split() == ["training", "3", "45", "6", "15", "0", "0"]
 
 
 def test_demo_brings_its_own_validation_rows(demo: Demo, demo_cache: Path) -> None:
@@ -59,7 +62,7 @@ def test_demo_brings_its_own_validation_rows(demo: Demo, demo_cache: Path) -> No
     assert data.chat_sample is not None
     assert [turn["role"] for turn in data.chat_sample] == ["user", "assistant"]
     assert max(map(len, data.train["input_ids"])) == 512
-    assert any("are cut at --context_length 512" in line for line in data.summary)
+    assert data.report.train.truncated > 10
 
 
 def test_first_bad_rows_are_reported_together(llama3: PreTrainedTokenizerFast, tmp_path: Path) -> None:
@@ -68,47 +71,38 @@ def test_first_bad_rows_are_reported_together(llama3: PreTrainedTokenizerFast, t
     path = write_rows(tmp_path / "my.jsonl", [good, bad, good, '{"messages": [', good])
     with pytest.raises(UserError) as caught:
         prepared(path, llama3, tmp_path / "cache")
-    assert str(caught.value) == (
-        f'error: {path}:2: "messages[1].role" is "asistant"; expected system, user, assistant or tool.\n'
-        f"error: {path}:4: malformed JSON: Expecting value (column 15); expected one JSON object a line.\n"
-        "       (--skip_bad_rows leaves such rows out and counts them)"
-    )
+    second, fourth = caught.value.messages
+    assert second.startswith(f'{path}:2: "messages[1].role" is "asistant"; expected assistant')
+    assert fourth.startswith(f"{path}:4: malformed JSON") and "--skip_bad_rows" in fourth
     assert cached(tmp_path / "cache") == set()
 
 
-def test_no_more_than_five_bad_rows_are_reported(llama3: PreTrainedTokenizerFast, tmp_path: Path) -> None:
-    path = write_rows(tmp_path / "my.jsonl", pairs(1) + [{"instruction": "Hi", "output": ""}] * 20)
-    with pytest.raises(UserError) as caught:
-        prepared(path, llama3, tmp_path / "cache")
-    assert len(caught.value.messages) == 5
-
-
-def test_skipped_rows_are_counted_and_named(llama3: PreTrainedTokenizerFast, tmp_path: Path) -> None:
-    path = write_rows(tmp_path / "my.jsonl", [*pairs(3), {"instruction": "Hi", "output": ""}, "{"])
+def test_what_was_skipped_and_truncated_is_counted(llama3: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    rows = [*pairs(3), {"instruction": "Hi", "output": ""}, "{", {"instruction": "Hi" * 100, "output": "yes"}]
+    path = write_rows(tmp_path / "my.jsonl", rows)
     data = prepared(path, llama3, tmp_path / "cache", skip_bad_rows=True)
     assert len(data.train) == 3
+    assert (data.report.train.truncated, data.report.train.skipped) == (0, 1)
     (line,) = (line for line in data.summary if "bad rows" in line)
-    assert line.startswith(f'2 bad rows left out: {path}:4: "output" is empty; expected the answer as text.')
-    assert f"{path}:5: malformed JSON" in line
+    assert line.startswith(f'2 bad rows skipped: {path}:4: "output" is empty') and f"{path}:5: " in line
 
 
-def test_a_file_of_bad_rows_only_is_refused_though_they_may_be_skipped(
-    llama3: PreTrainedTokenizerFast, tmp_path: Path
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"validation": "1.5"}, "expected a fraction between 0 and 1"),
+        ({"validation": "0.0001"}, "my.jsonl: no row is left .*: 0 are longer .*\n *Expected .* larger fraction"),
+        ({"context_length": 8}, "my.jsonl: no row is left .* 3 are longer than --context_length 8"),
+        ({"validation": "bad.jsonl", "skip_bad_rows": True}, "bad.jsonl: no row is left .* 3 are bad"),
+    ],
+)
+def test_a_split_without_rows_is_refused(
+    llama3: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: Any, text: str
 ) -> None:
-    path = write_rows(tmp_path / "my.jsonl", [{"instruction": "Hi", "output": ""}] * 3)
-    with pytest.raises(UserError, match="no row can be trained on: 3 bad rows were left out"):
-        prepared(path, llama3, tmp_path / "cache", skip_bad_rows=True)
-
-
-def test_row_without_an_answer_in_the_context_is_left_out(llama3: PreTrainedTokenizerFast, tmp_path: Path) -> None:
-    path = write_rows(tmp_path / "my.jsonl", [*pairs(2), {"instruction": "Hi" * 100, "output": "yes"}])
-    data = prepared(path, llama3, tmp_path / "cache")
-    assert len(data.train) == 2
-    assert "training: 1 row is cut at --context_length 64" in data.summary
-    line = f"training: 1 row is left out, nothing to train on within --context_length 64: {path}:3"
-    assert line in data.summary
-    with pytest.raises(UserError, match="longer than --context_length 8"):
-        prepared(path, llama3, tmp_path / "cache", context_length=8)
+    monkeypatch.chdir(tmp_path)
+    write_rows(Path("bad.jsonl"), [{"instruction": "Hi", "output": ""}] * 3)
+    with pytest.raises(UserError, match=text):
+        prepared(write_rows(Path("my.jsonl"), pairs(3)), llama3, tmp_path / "cache", **settings)
 
 
 def test_fraction_of_the_rows_does_not_depend_on_their_order(llama3: PreTrainedTokenizerFast, tmp_path: Path) -> None:
@@ -119,15 +113,9 @@ def test_fraction_of_the_rows_does_not_depend_on_their_order(llama3: PreTrainedT
     assert 20 < len(forward.validation) < 60
     assert len(forward.train) + len(forward.validation) == 200
     assert sorted(forward.validation["input_ids"]) == sorted(backward.validation["input_ids"])
+    unwanted = prepared(tmp_path / "a.jsonl", llama3, tmp_path / "cache", validation="0.2", want=False)
+    assert unwanted.validation is None and unwanted.train["source"][:] == forward.train["source"][:]
     assert not {str(row) for row in forward.train["input_ids"]} & {str(row) for row in forward.validation["input_ids"]}
-
-
-def test_fraction_is_held_out_when_validation_is_not_wanted(llama3: PreTrainedTokenizerFast, tmp_path: Path) -> None:
-    path = write_rows(tmp_path / "my.jsonl", pairs(200))
-    wanted = prepared(path, llama3, tmp_path / "cache", validation="0.2")
-    unwanted = prepared(path, llama3, tmp_path / "cache", validation="0.2", want=False)
-    assert unwanted.validation is None
-    assert unwanted.train["source"][:] == wanted.train["source"][:]
 
 
 def test_validation_file_may_be_of_another_format(llama3: PreTrainedTokenizerFast, tmp_path: Path) -> None:
@@ -139,41 +127,9 @@ def test_validation_file_may_be_of_another_format(llama3: PreTrainedTokenizerFas
     assert data.chat_sample == chat["messages"]
 
 
-@pytest.mark.parametrize(("use", "rows"), [("train", 3), ("validation", 2)])
-def test_the_split_meant_for_a_use_is_taken_whole(
-    llama3: PreTrainedTokenizerFast, tmp_path: Path, use: Split, rows: int
-) -> None:
-    (tmp_path / "data").mkdir()
-    write_rows(tmp_path / "data" / "train.jsonl", pairs(3))
-    write_rows(tmp_path / "data" / "test.jsonl", pairs(2))
-    config = DataConfig(dataset=str(tmp_path / "data"))
-    cache = tmp_path / "cache"
-    data = prepare(config, llama3, context_length=64, cache=cache, want_validation=False, use=use)
-    assert len(data.train) == rows and data.validation is None
-
-
-@pytest.mark.parametrize("fraction", ["0", "1", "1.5", "-0.1", "nan"])
-def test_fraction_out_of_range_is_refused(llama3: PreTrainedTokenizerFast, tmp_path: Path, fraction: str) -> None:
-    path = write_rows(tmp_path / "my.jsonl", pairs(3))
-    with pytest.raises(UserError, match="expected a fraction between 0 and 1"):
-        prepared(path, llama3, tmp_path / "cache", validation=fraction)
-
-
-def test_empty_validation_names_the_way_out(llama3: PreTrainedTokenizerFast, tmp_path: Path) -> None:
-    path = write_rows(tmp_path / "my.jsonl", pairs(3))
-    with pytest.raises(
-        UserError, match="none of the 3 rows .* was chosen for validation.\n *Expected a larger fraction"
-    ):
-        prepared(path, llama3, tmp_path / "cache", validation="0.0001")
-    empty = write_rows(tmp_path / "empty.jsonl", [])
-    with pytest.raises(UserError, match="empty.jsonl: is empty"):
-        prepared(path, llama3, tmp_path / "cache", validation=str(empty))
-
-
 def test_formats_and_the_columns_that_are_used_and_ignored_are_printed(
     llama3: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
-    """Of all parts and the validation rows, those with the same columns in one line."""
     rows = [{**row, "system": "Be brief.", "id": 1} for row in pairs(2)]
     first, second = write_rows(tmp_path / "a.jsonl", rows), write_rows(tmp_path / "b.jsonl", rows)
     chats = [{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "no"}]}]
@@ -181,33 +137,13 @@ def test_formats_and_the_columns_that_are_used_and_ignored_are_printed(
     mix: Any = [{"path": str(first)}, {"path": str(third)}]
     config = DataConfig(dataset=mix, validation=str(second))
     data = prepare(config, llama3, context_length=64, cache=tmp_path / "cache", want_validation=True)
-    assert data.summary[:2] == [
-        f"{first}, {second}: format alpaca, columns instruction, output, system; ignored: id",
+    alpaca = "format alpaca, columns instruction, output, system; ignored: id"
+    assert data.summary[:3] == [
+        f"{first}: {alpaca}",
         f"{third}: format messages, columns messages; ignored: id, text",
+        f"{second}: {alpaca}",
     ]
     assert data.validation is not None and "Be brief." in llama3.decode(data.validation[0]["input_ids"])
-
-
-def test_tokenized_rows_leave_the_tokenizer_without_a_template(plain: PreTrainedTokenizerFast, tmp_path: Path) -> None:
-    path = write_rows(tmp_path / "my.jsonl", [{"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}])
-    data = prepared(path, plain, tmp_path / "cache")
-    assert data.train[0]["input_ids"] == [5, 6, 7]
-    assert data.train[0]["labels"] == [-100, 6, 7]
-    assert data.chat_sample is None
-    assert plain.chat_template is None
-
-
-def test_built_in_template_is_set_when_the_rows_come_from_the_cache_too(
-    plain: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
-    path = write_rows(tmp_path / "my.jsonl", pairs(2))
-    first = prepared(path, plain, tmp_path / "cache")
-    plain.chat_template = None
-    again = prepared(path, plain, tmp_path / "cache")
-    assert plain.chat_template is not None
-    assert first.summary == again.summary
-    assert "### Instruction:" in first.summary[0]
-    assert len(cached(tmp_path / "cache")) == 1
 
 
 def test_cache_is_used_until_something_changes(
@@ -259,9 +195,9 @@ def test_corrupted_cache_is_not_trained_on(
     right = rows()
     (key,) = cached(cache)
     folder = cache / "tokenized" / key
-    for flip in range(24):
+    for flip in range(12):
         content = bytearray((folder / name).read_bytes())
-        content[(len(content) - 1) * flip // 23] ^= 1 << flip % 8
+        content[(len(content) - 1) * flip // 11] ^= 1 << flip % 8
         (folder / name).write_bytes(content)
         assert rows() == right
     os.truncate(folder / name, (folder / name).stat().st_size // 2)
@@ -269,43 +205,11 @@ def test_corrupted_cache_is_not_trained_on(
     (folder / name).unlink()
     assert rows() == right
     told = [record.getMessage() for record in caplog.records]
-    assert told == [f"{folder}: {name} is missing or corrupted. {REBUILT}"] * (24 + 2)
+    assert told == [f"{folder}: {name} is missing or corrupted. {REBUILT}"] * (12 + 2)
     assert cached(cache) == {key}
 
 
 REBUILT = "This directory of the cache is deleted and built again."
-
-
-def test_function_is_read_again_when_it_returns_other_rows(llama3: PreTrainedTokenizerFast, tmp_path: Path) -> None:
-    rows = write_rows(tmp_path / "rows.json", ["2"])
-    path = tmp_path / "my.py"
-    path.write_text(
-        "import datasets, pathlib\n"
-        "def f(config, tokenizer, split):\n"
-        f"    count = int(pathlib.Path({str(rows)!r}).read_text()) if split == 'train' else 1\n"
-        "    return datasets.Dataset.from_list([{'instruction': 'Hi', 'output': 'yes'}] * count)\n"
-    )
-    data = prepared(f"{path}:f", llama3, tmp_path / "cache")
-    assert (len(data.train), len(data.validation or [])) == (2, 1)
-    prepared(f"{path}:f", llama3, tmp_path / "cache")
-    assert len(cached(tmp_path / "cache")) == 1
-    write_rows(rows, ["3"])
-    assert len(prepared(f"{path}:f", llama3, tmp_path / "cache").train) == 3
-
-
-@pytest.mark.parametrize("suffix", [".json", ".csv", ".parquet"])
-def test_other_files_give_the_same_tokens(llama3: PreTrainedTokenizerFast, tmp_path: Path, suffix: str) -> None:
-    import pandas
-
-    reference = prepared(write_rows(tmp_path / "my.jsonl", pairs(5)), llama3, tmp_path / "cache")
-    frame, path = pandas.DataFrame(pairs(5)), tmp_path / f"my{suffix}"
-    {
-        ".json": lambda: frame.to_json(path, orient="records"),
-        ".csv": lambda: frame.to_csv(path, index=False),
-        ".parquet": lambda: frame.to_parquet(path),
-    }[suffix]()
-    data = prepared(path, llama3, tmp_path / "cache")
-    assert data.train["labels"][:] == reference.train["labels"][:]
 
 
 def test_ids_beyond_the_models_vocabulary_are_refused_whether_cached_or_not(
@@ -315,6 +219,6 @@ def test_ids_beyond_the_models_vocabulary_are_refused_whether_cached_or_not(
     tokenized = [{"input_ids": ids, "labels": ids} for ids in ([5, 6], [7, 40, 9], [40, 1])]
     path, config = write_rows(tmp_path / "my.jsonl", tokenized), DataConfig(dataset=str(tmp_path / "my.jsonl"))
     for _ in range(2):
-        with pytest.raises(UserError, match=rf"{path}:2: token 40 \(.*\) is beyond the model's 40 tokens"):
+        with pytest.raises(UserError, match=rf"{path}: token 40 \(.*\) is beyond the model's 40 tokens"):
             prepare(config, llama3, context_length=64, cache=tmp_path, want_validation=True, vocabulary_size=40)
         prepare(config, llama3, context_length=64, cache=tmp_path, want_validation=True, vocabulary_size=41)

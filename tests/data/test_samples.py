@@ -1,52 +1,39 @@
-"""How rows are shown to people."""
+"""How samples are shown to people."""
 
 import io
 
 import pytest
 from datasets import Dataset
-from rich.text import Text
 from transformers import PreTrainedTokenizerFast
 
 from llama_ft.data import Encoder, collate
-from llama_ft.data.samples import TRAINED, describe_first_batch, marked_text, show_samples
+from llama_ft.data.samples import describe_first_batch, marked_text, show_samples
 from llama_ft.runtime import configure_console, console
 
 ROW = {"instruction": "Hi é", "output": "yes é no"}
 
 
-def test_what_is_trained_on_stands_between_marks(chatml: PreTrainedTokenizerFast) -> None:
-    [encoded] = Encoder(chatml, 100).encode(ROW, "alpaca")
-    text = marked_text(encoded.input_ids, encoded.labels, chatml, 100, colour=False).plain
-    assert text == "<|im_start|>user\nHi é<|im_end|>\n<|im_start|>assistant\n[[yes é no<|im_end|>]]\n"
-
-
-def test_in_colour_the_text_is_the_same_and_the_answer_alone_is_marked(chatml: PreTrainedTokenizerFast) -> None:
-    [encoded] = Encoder(chatml, 100).encode(ROW, "alpaca")
-    text: Text = marked_text(encoded.input_ids, encoded.labels, chatml, 100, colour=True)
-    assert text.plain == chatml.decode(encoded.input_ids)
-    assert "".join(text.plain[span.start : span.end] for span in text.spans if span.style in TRAINED) == (
-        "yes é no<|im_end|>"
-    )
-
-
-def test_of_a_long_row_beginning_and_end_are_shown_and_padding_is_counted(chatml: PreTrainedTokenizerFast) -> None:
-    ids = chatml("Hi" + " yes" * 98 + " no")["input_ids"]
-    text = marked_text([*ids, *[0] * 50], [-100] * 99 + ids[99:] + [-100] * 50, chatml, 8, colour=False).plain
-    assert text == "Hi yes yes yes yes yes ... 92 tokens ...  yes[[ no]] ... 50 x !"
-
-
-def test_samples_are_printed_with_their_place(chatml: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_samples_are_printed_by_rank_0_with_their_place_and_what_is_trained_on(
+    chatml: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
     [encoded] = Encoder(chatml, 100).encode(ROW, "alpaca")
     row = {"input_ids": encoded.input_ids, "labels": encoded.labels, "source": "a.jsonl:3"}
     monkeypatch.setattr(console, "file", io.StringIO())
     configure_console(rank=1)
     show_samples(Dataset.from_list([row]), chatml, 1)
-    assert console.file.getvalue() == ""  # it is rank 0 that people read
+    assert console.file.getvalue() == ""
     configure_console(rank=0)
     show_samples(Dataset.from_list([row, row]), chatml, 1)
-    printed = console.file.getvalue()
-    assert printed.count("a.jsonl:3: 19 tokens, 6 of them trained on, between [[ and ]]\n") == 1
-    assert "\n[[yes é no<|im_end|>]]\n" in printed
+    text = "<|im_start|>user\nHi é<|im_end|>\n<|im_start|>assistant\n[[yes é no<|im_end|>]]\n"
+    assert f"a.jsonl:3: 19 tokens, those in the loss between [[ and ]]\n{text}" in console.file.getvalue()
+    assert console.file.getvalue().count("a.jsonl:3") == 1
+
+
+def test_of_a_long_row_the_beginning_is_shown(chatml: PreTrainedTokenizerFast) -> None:
+    ids = chatml("Hi" + " yes" * 98 + " no")["input_ids"]
+    text = marked_text(ids, [-100] * 3 + ids[3:], chatml, 5)
+    assert text.plain == "Hi yes yes[[ yes yes]] ... 95 more tokens"
+    assert [text.plain[span.start : span.end] for span in text.spans] == ["[[ yes yes]]"]
 
 
 def test_the_first_batch_is_described_row_by_row(chatml: PreTrainedTokenizerFast) -> None:
@@ -54,6 +41,5 @@ def test_the_first_batch_is_described_row_by_row(chatml: PreTrainedTokenizerFast
     rows = Dataset.from_list([{"input_ids": it, "labels": [-100, *it[1:]], "source": "a.jsonl:1"} for it in ids])
     pad = chatml.convert_tokens_to_ids("no")
     shown = ["  3 tokens: Hi[[ yes no]]", "  2 tokens: no[[ yes]]"]  # the first two are enough
-    assert describe_first_batch(collate(rows, [0, 1, 2], pad, is_packed=True), chatml).splitlines()[1:] == shown
-    padded = describe_first_batch(collate(rows, [0, 1, 2], pad), chatml).splitlines()
-    assert padded[0].startswith("The first batch: 3 rows") and padded[1] == shown[0]
+    for is_packed in (True, False):
+        assert describe_first_batch(collate(rows, [0, 1, 2], pad, is_packed), chatml).splitlines()[1:] == shown

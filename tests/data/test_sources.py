@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -20,40 +19,8 @@ from transformers import PreTrainedTokenizerFast
 from llama_ft.config.settings import DataConfig, DatasetPart
 from llama_ft.data import open_source
 from llama_ft.data.formats import BadRow
-from llama_ft.data.parallel import chunks_of, content_hash
-from llama_ft.data.sources import Source, brings_validation, times_taken
-from llama_ft.data.splits import identity_of
+from llama_ft.data.sources import Source, brings_validation
 from llama_ft.errors import UserError
-
-CUSTOM = """
-import datasets
-from dataclasses import dataclass
-
-
-@dataclass
-class Pair:
-    text: str
-
-
-def pairs(data_config, tokenizer, split):
-    rows = [{"instruction": "Hi", "output": f"{split} {data_config.dataset_format} {tokenizer.eos_token}"}]
-    return datasets.Dataset.from_list(rows)
-
-
-def a_list(data_config, tokenizer, split):
-    return [{"instruction": "Hi", "output": "yes"}]
-
-
-def deep(data_config, tokenizer, split):
-    return int(split)  # line 21
-"""
-
-
-@pytest.fixture
-def custom(tmp_path: Path) -> Path:
-    path = tmp_path / "my_data.py"
-    path.write_text(CUSTOM)
-    return path
 
 
 def opened(dataset: str, tokenizer: PreTrainedTokenizerFast, cache: Path, split: str = "train") -> list:
@@ -61,41 +28,16 @@ def opened(dataset: str, tokenizer: PreTrainedTokenizerFast, cache: Path, split:
     return list(open_source(dataset, split, config=config, tokenizer=tokenizer, cache=cache).read())  # type: ignore[arg-type]
 
 
-def test_function_is_called_with_config_tokenizer_and_split(
-    custom: Path, llama3: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
-    rows = opened(f"{custom}:pairs", llama3, tmp_path, "validation")
-    assert rows == [(f"{custom}:pairs row 1", {"instruction": "Hi", "output": "validation auto <|eot_id|>"})]
-
-
-@pytest.mark.parametrize(
-    ("function", "text"),
-    [
-        ("a_list", ":a_list returned a list; expected a datasets.Dataset."),
-        ("deep", ":21: deep raised ValueError: invalid literal for int() with base 10: 'train'"),
-        ("pair", ": there is no function pair. Did you mean pairs?"),
-        ("xyz", ": there is no function xyz. It has: Pair, pairs, a_list, deep."),
-    ],
-)
-def test_what_is_wrong_with_a_function_is_told(
-    custom: Path, llama3: PreTrainedTokenizerFast, tmp_path: Path, function: str, text: str
-) -> None:
-    with pytest.raises(UserError) as caught:
-        opened(f"{custom}:{function}", llama3, tmp_path)
-    assert caught.value.messages[0].startswith(f"{custom}{text}")
-
-
 @pytest.mark.parametrize(
     ("code", "text"),
     [
-        ("x = 1\nraise RuntimeError('no luck')\n", ":2: cannot be imported: RuntimeError: no luck"),
-        ("x = 1\n\ndef f(:\n", ":3: cannot be imported: SyntaxError: "),
-        ("import sys\nsys.exit(3)\n", ":2: cannot be imported: SystemExit: 3"),
-        ("def f(*_):\n    exit(0)\n", ":2: f raised SystemExit: 0 for the split train"),
-        ("import no_such_library\n", ":1: cannot be imported: ModuleNotFoundError: No module named 'no_such_library'"),
+        ("x = 1\nraise RuntimeError('no luck')\n", ":2: f: RuntimeError: no luck"),
+        ("def f(*_):\n    exit(0)\n", ":2: f: SystemExit: 0"),
+        ("def f(*_):\n    return []\n", ":f returned a list; expected a datasets.Dataset."),
+        ("x = 1\n", ": f: AttributeError: "),
     ],
 )
-def test_file_that_cannot_be_imported_is_told(
+def test_what_is_wrong_with_a_function_is_told(
     llama3: PreTrainedTokenizerFast, tmp_path: Path, code: str, text: str
 ) -> None:
     path = tmp_path / "broken.py"
@@ -105,54 +47,24 @@ def test_file_that_cannot_be_imported_is_told(
     assert caught.value.messages[0].startswith(f"{path}{text}")
 
 
-def test_function_of_a_formatted_dataset_gives_plain_lists(llama3: PreTrainedTokenizerFast, tmp_path: Path) -> None:
-    path = tmp_path / "tensors.py"
-    path.write_text(
-        "import datasets\n"
-        "def f(config, tokenizer, split):\n"
-        "    rows = [{'input_ids': [1, 2], 'labels': [1, 2]}]\n"
-        "    return datasets.Dataset.from_list(rows).with_format('torch')\n"
-    )
-    assert opened(f"{path}:f", llama3, tmp_path)[0][1] == {"input_ids": [1, 2], "labels": [1, 2]}
-
-
 @pytest.mark.parametrize(
     ("name", "text"),
     [
         ("my_dta.jsonl", "my_dta.jsonl: no such file. Did you mean {folder}/my_data.jsonl?"),
-        ("nothing/my.jsonl", "nothing/my.jsonl: no such file."),
-        ("my.txt", "my.txt: is neither data nor a built-in dataset (demo, samsum, grammar, alpaca). Data are .jsonl,"),
-        ("notes.xlsx", "notes.xlsx: what a .xlsx holds is not known. Data are .jsonl,"),
-        ("my_code.py", "my_code.py: which function? Write {folder}/my_code.py:function."),
-        ("missing.py:f", "missing.py: no such file."),
-        ("folder.csv", "folder.csv: is a folder without data files. Data are .jsonl,"),
-        ("*.parquet", "*.parquet: no file matches."),
-        ("notes.*", "notes.*: what {folder}/notes.xlsx holds is not known. Data are .jsonl,"),
+        ("folder.csv", "folder.csv: is a folder without data files."),
+        ("*.parquet", "*.parquet: matches no file"),
+        ("my_data.jsonl", "my_data.jsonl: holds no rows."),
+        ("bad.jsonl", "bad.jsonl:1: malformed JSON"),
     ],
 )
 def test_dataset_that_is_none_is_told(llama3: PreTrainedTokenizerFast, tmp_path: Path, name: str, text: str) -> None:
-    (tmp_path / "my_data.jsonl").write_text("{}")
+    (tmp_path / "my_data.jsonl").write_text("\n\n")
+    (tmp_path / "bad.jsonl").write_text("a\n")
     (tmp_path / "folder.csv").mkdir()
-    (tmp_path / "notes.xlsx").write_text("x")
-    (tmp_path / "my_code.py").write_text("def f(config, tokenizer, split): ...")
     with pytest.raises(UserError) as caught:
-        opened(str(tmp_path / name), llama3, tmp_path)
-    assert text.format(folder=tmp_path) in caught.value.messages[0]
-
-
-def test_columns_are_looked_for_in_more_than_the_first_row(llama3: PreTrainedTokenizerFast, tmp_path: Path) -> None:
-    path = tmp_path / "my.jsonl"
-    path.write_text('{"id": 1}\n{"instruction": "Hi", "output": "yes"}\n')
-    source = open_source(str(path), "train", config=DataConfig(), tokenizer=llama3, cache=tmp_path)
-    assert source.row_format("auto") == "alpaca"
-
-
-def test_empty_file_is_told(llama3: PreTrainedTokenizerFast, tmp_path: Path) -> None:
-    path = tmp_path / "my.jsonl"
-    path.write_text("\n\n")
-    source = open_source(str(path), "train", config=DataConfig(), tokenizer=llama3, cache=tmp_path)
-    with pytest.raises(UserError, match="holds no rows"):
+        source = open_source(str(tmp_path / name), "train", config=DataConfig(), tokenizer=llama3, cache=tmp_path)
         source.row_format("auto")
+    assert text.format(folder=tmp_path) in caught.value.messages[0]
 
 
 # What is read from where: every file has rows that name it.
@@ -191,14 +103,6 @@ def test_folder_is_all_data_files_in_it_in_order_of_their_names(source_of: Opene
     assert not brings_validation(str(tmp_path / "data"))
 
 
-def test_glob_is_the_files_that_match_and_a_name_that_exists_is_no_glob(source_of: Opener, tmp_path: Path) -> None:
-    for name in ("b.jsonl", "a.jsonl", "a.json", "deep/c.jsonl", "d[1].jsonl"):
-        write(tmp_path / name, name)
-    assert texts(source_of(f"{tmp_path}/?.jsonl")) == ["a.jsonl", "b.jsonl"]
-    assert texts(source_of(f"{tmp_path}/**/*.jsonl")) == ["a.jsonl", "b.jsonl", "d[1].jsonl", "deep/c.jsonl"]
-    assert texts(source_of(f"{tmp_path}/d[1].jsonl")) == ["d[1].jsonl"]
-
-
 def test_urls_of_a_file_a_pattern_and_a_folder(source_of: Opener, tmp_path: Path) -> None:
     base = f"memory://{tmp_path.name}"
     for name in ("b.jsonl", "a.jsonl", "notes.txt"):
@@ -207,6 +111,7 @@ def test_urls_of_a_file_a_pattern_and_a_folder(source_of: Opener, tmp_path: Path
     assert texts(source_of(f"{base}/b.jsonl")) == ["b.jsonl"]
     assert texts(source_of(f"{base}/*.jsonl")) == texts(source_of(f"{base}/")) == ["a.jsonl", "b.jsonl"]
     assert texts(source_of(f"file://{write(tmp_path / 'c.jsonl', 'c')}")) == ["c"]
+    assert texts(source_of(f"{tmp_path}/*.jsonl")) == texts(source_of(f"{tmp_path}/[a-c].jsonl")) == ["c"]
     with pytest.raises(UserError, match="nothing/: no data files there."):
         source_of(f"{base}/nothing/")
     with pytest.raises(UserError, match="s3://bucket/my.jsonl: cannot be read: Install s3fs"):
@@ -223,17 +128,9 @@ def test_files_named_by_split_are_splits(source_of: Opener, tmp_path: Path) -> N
     assert texts(source_of(folder, dataset_split="test")) == ["test/rows.jsonl"]
     config = DataConfig(dataset=folder, validation="test")
     named = open_source("test", "validation", config=config, tokenizer=None, cache=tmp_path)  # type: ignore[arg-type]
-    assert texts(named) == ["test/rows.jsonl"]
+    assert texts(named) == texts(source_of([{"path": folder, "split": "test"}])) == ["test/rows.jsonl"]
     with pytest.raises(UserError, match="data: has no split dev. It has train, validation, test."):
         source_of(folder, dataset_split="dev")
-
-
-def test_validation_data_elsewhere_are_its_validation_split_or_all_of_it(source_of: Opener, tmp_path: Path) -> None:
-    write(tmp_path / "one/test.jsonl", "only")
-    write(tmp_path / "two/test.jsonl", "test")
-    write(tmp_path / "two/train.jsonl", "train")
-    assert texts(source_of(str(tmp_path / "one"), "validation")) == ["only"]
-    assert texts(source_of(str(tmp_path / "two"), "validation")) == ["test"]
 
 
 def test_folders_that_datasets_saved(source_of: Opener, tmp_path: Path) -> None:
@@ -244,11 +141,8 @@ def test_folders_that_datasets_saved(source_of: Opener, tmp_path: Path) -> None:
     assert not brings_validation(str(tmp_path / "one"))
     assert brings_validation(str(tmp_path / "two"))
     assert texts(source_of(str(tmp_path / "two"), "validation")) == ["b"]
-    with pytest.raises(UserError, match="one: has no splits; test was asked for."):
+    with pytest.raises(UserError, match="one: has no split test. It has no splits."):
         source_of(str(tmp_path / "one"), dataset_split="test")
-    (tmp_path / "two/dataset_dict.json").write_text("{}")
-    with pytest.raises(UserError, match="two: cannot be read as a folder that datasets saved: "):
-        source_of(str(tmp_path / "two"))
 
 
 def test_identity_changes_with_what_is_in_the_files(source_of: Opener, tmp_path: Path) -> None:
@@ -271,6 +165,10 @@ def test_identity_changes_with_what_is_in_the_files(source_of: Opener, tmp_path:
     assert all(source_of(name).identity != old for name, old in zip(names, before, strict=True))
     weighted = [source_of([{"path": names[1], "weight": weight}]).identity for weight in (1, 2)]
     assert weighted[0] != weighted[1]
+    for name, text in (("one", "x"), ("same", "x"), ("other", "y")):
+        write(tmp_path / f"{name}.jsonl", text)
+    one, same, other = (source_of(str(tmp_path / f"{name}.jsonl")).identity for name in ("one", "same", "other"))
+    assert one == same != other
 
 
 # Mixes
@@ -293,12 +191,6 @@ def test_weight_is_how_often_each_row_is_taken(source_of: Opener, tmp_path: Path
     assert taken(source_of([{"path": path, "weight": weight}])) == counts
 
 
-def test_rows_that_a_weight_takes_are_others_than_a_validation_fraction_takes() -> None:
-    rows = [{"text": str(number)} for number in range(10_000)]
-    both = sum(times_taken(row, 0.1) and content_hash(row) / 2**64 < 0.1 for row in rows)
-    assert both == pytest.approx(100, abs=40)
-
-
 def test_mix_has_rows_of_all_its_parts_in_turns_each_in_its_own_format(source_of: Opener, tmp_path: Path) -> None:
     plain = write(tmp_path / "plain.jsonl", "a", "b", "c", "d")
     alpaca = tmp_path / "alpaca.csv"
@@ -306,7 +198,7 @@ def test_mix_has_rows_of_all_its_parts_in_turns_each_in_its_own_format(source_of
     parts: list[DatasetPart] = [{"path": plain}, {"path": str(alpaca), "weight": 2}]
     source = source_of(parts)
     assert source.name == f"{plain} + {alpaca}"
-    assert [(place, row_format) for place, _, row_format, _ in source.formatted_rows("auto")] == [
+    assert [(place, row_format) for place, _, row_format in source.formatted_rows("auto")] == [
         (f"{plain}:1", "text"),
         (f"{alpaca} row 1", "alpaca"),
         (f"{alpaca} row 1", "alpaca"),
@@ -316,51 +208,8 @@ def test_mix_has_rows_of_all_its_parts_in_turns_each_in_its_own_format(source_of
         (f"{plain}:3", "text"),
         (f"{plain}:4", "text"),
     ]
-    assert source.row_format("auto") == "alpaca"
-    with pytest.raises(UserError, match="alpaca.csv: --dataset_format text needs text, but its columns are"):
+    with pytest.raises(UserError, match="alpaca.csv: its columns are .* --dataset_format is text"):
         list(source.formatted_rows("text"))
-
-
-def test_part_of_a_mix_may_name_its_split(source_of: Opener, tmp_path: Path) -> None:
-    for name in ("train", "test"):
-        write(tmp_path / f"data/{name}.jsonl", name)
-    folder = str(tmp_path / "data")
-    assert texts(source_of([{"path": folder, "split": "test"}, {"path": folder}])) == ["test", "train"]
-    with pytest.raises(UserError, match="train.jsonl: has no splits; test was asked for."):
-        source_of([{"path": f"{folder}/train.jsonl", "split": "test"}])
-    assert not brings_validation([{"path": folder}])
-
-
-def test_bad_rows_of_a_weighted_part_come_once(source_of: Opener, tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"text": "a"}\n{"text": \n')
-    rows = list(source_of([{"path": str(path), "weight": 3}]).formatted_rows("auto"))
-    assert [place for place, *_ in rows] == [f"{path}:1"] * 3 + [f"{path}:2"]
-    assert isinstance(rows[3][1], BadRow)
-
-
-def test_a_part_of_a_mix_without_a_good_row_is_told_by_its_place(source_of: Opener, tmp_path: Path) -> None:
-    good, bad = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
-    good.write_text('{"text": "a"}\n')
-    bad.write_text("a\n")
-    with pytest.raises(UserError) as told:
-        next(chunks_of(source_of([{"path": str(good)}, {"path": str(bad)}]), "auto"))
-    assert told.value.messages[0].startswith(f"{bad}:1: malformed JSON")
-
-
-def test_a_mix_of_csv_files_takes_long_fields_after_the_first_file_has_ended(source_of: Opener, tmp_path: Path) -> None:
-    short, long = tmp_path / "a.csv", tmp_path / "b.csv"
-    short.write_text("text\na\n")
-    long.write_text("text\n" + "b\n" * 200 + "c" * 200_000 + "\n")
-    rows = list(source_of([{"path": str(short)}, {"path": str(long)}]).formatted_rows("auto"))
-    assert len(rows) == 202 and not any(isinstance(row, BadRow) for _, row, *_ in rows)
-
-
-def test_the_same_contents_elsewhere_have_the_same_identity(source_of: Opener, tmp_path: Path) -> None:
-    for name, text in (("a", "x"), ("b", "x"), ("c", "y")):
-        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"text": text}))
-    one, same, other = (source_of(str(tmp_path / f"{name}.jsonl")).identity for name in "abc")
-    assert one == same != other
 
 
 # The hub: `datasets` and its own cache, as an earlier download has left it.
@@ -394,9 +243,7 @@ def test_hub_dataset_is_read_from_the_cache_split_by_split(source_of: Opener, do
     assert brings_validation(name)
     assert list(source_of(name).read())[1] == ("org/first train row 2", {"text": "1"})
     assert source_of(name).identity != source_of(name, dataset_split="train[:10%]").identity
-    with pytest.raises(
-        UserError, match=r'org/first: cannot be had from its copy in the cache: Unknown split "dev". Should be one of'
-    ):
+    with pytest.raises(UserError, match=r'org/first: .* Unknown split "dev". Should be one of'):
         source_of(name, dataset_split="dev")
 
 
@@ -465,23 +312,6 @@ class Hub(BaseHTTPRequestHandler):
         pass
 
 
-ASK = """
-import os, sys
-from llama_ft.config.settings import DataConfig
-from llama_ft.data import open_source
-from llama_ft.data.hub_datasets import load_from_hub
-from llama_ft.data.sources import brings_validation
-for rank, name in (word.split() for word in sys.argv[1:]):
-    os.environ["LOCAL_RANK"] = rank
-    load_from_hub.cache_clear()
-    try:
-        source = open_source(name, "train", config=DataConfig(), tokenizer=None, cache=None)
-        print(rank, source.identity, [row["text"] for _, row in source.read()], brings_validation(name))
-    except Exception as error:
-        print(rank, type(error).__name__, error)
-"""
-
-
 STREAM = """
 import sys
 from llama_ft.config.settings import DataConfig
@@ -493,30 +323,6 @@ for use in ("train", "validation"):
     source = open_source("org/name", use, config=config, tokenizer=None, cache=None)
     print(source.name, source.identity.split()[-1], [row["text"] for _, row in source.read()])
 """
-
-
-def asked(endpoint: str, home: Path, *words: str) -> list[str]:
-    """Open hub datasets ("rank name") in one process; returns what was said about each."""
-    env = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(home), "HF_HUB_OFFLINE": "0"}
-    done = subprocess.run([sys.executable, "-c", ASK, *words], env=env, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
-
-
-def test_the_hub_is_asked_by_one_rank_of_a_node_and_the_others_read_its_cache(tmp_path: Path) -> None:
-    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        endpoint = f"http://127.0.0.1:{server.server_port}"
-        first, absent = asked(endpoint, tmp_path, "0 org/name", "0 org/absent")
-        before = len(Hub.asked)
-        (second,) = asked(endpoint, tmp_path, "1 org/name")
-        assert not [path for path in Hub.asked[before:] if "org/name" in path]
-        server.shutdown()
-    assert first.endswith("name-train.arrow'] train 2 ['a', 'b'] True")
-    assert second == first.replace("0", "1", 1)
-    assert absent.startswith("0 UserError error: org/absent: cannot be had from the hub: Dataset 'org/absent' doesn't")
-    (later,) = asked(endpoint, tmp_path, "0 org/name")  # nobody listens there any more
-    assert later == first
 
 
 def test_nothing_is_downloaded_to_be_streamed(tmp_path: Path) -> None:
@@ -532,27 +338,3 @@ def test_nothing_is_downloaded_to_be_streamed(tmp_path: Path) -> None:
         f"org/name validation {Hub.commit} ['v']",
     ], done.stderr
     assert not [*tmp_path.rglob("*.arrow"), *tmp_path.rglob("train.jsonl")]
-
-
-def test_a_hub_that_cannot_be_reached_is_told_soon(tmp_path: Path) -> None:
-    started = time.monotonic()
-    first, _, second, _ = asked("http://127.0.0.1:9", tmp_path, "0 org/name", "1 org/name")
-    told = "UserError error: org/name: no file or folder of this name here, and the hub could not be asked ("
-    assert first.startswith(f"0 {told}") and "refused" in first.lower()
-    assert second == f"1 {told}another rank has asked it)."
-    assert time.monotonic() - started < 20  # most of it imports; datasets alone tries for 25 s, twice
-
-
-def test_a_file_of_gigabytes_is_known_by_size_time_and_samples(tmp_path: Path) -> None:
-    file = tmp_path / "big.jsonl"
-    with open(file, "wb") as big:
-        big.truncate(2**31 + 5)  # a hole: nothing is written
-    os.utime(file, ns=(1, 1))
-    before = identity_of([str(file)])
-    assert identity_of([str(file)]) == before
-    os.utime(file, ns=(2, 2))
-    touched = identity_of([str(file)])
-    with open(file, "r+b") as big:
-        big.write(b"{")
-    os.utime(file, ns=(2, 2))
-    assert len({before, touched, identity_of([str(file)])}) == 3

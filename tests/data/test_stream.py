@@ -11,7 +11,7 @@ from forked import forked
 
 JOB = Path(__file__).parent / "stream_job.py"
 ROWS, BUFFER, STEPS = 900, 300, 90
-CASE: dict[str, Any] = {"file": "rows.jsonl", "first": 1, "last": STEPS, "position": {}, "capacity": 200}
+CASE: dict[str, Any] = {"file": "rows.jsonl", "first": 1, "last": STEPS, "position": {}, "pack_length": 200}
 
 
 def case(name: str, world_size: int, **changes: Any) -> dict[str, Any]:
@@ -50,7 +50,7 @@ def alone(folder: Path) -> dict[str, dict[str, Any]]:
         1,
         [
             case("packed", 1),
-            case("padded", 1, capacity=None, last=130),
+            case("padded", 1, pack_length=None, last=130),
             case("bad", 1, file="bad.jsonl"),
             case("skipped", 1, file="bad.jsonl", config={"skip_bad_rows": True}),
         ],
@@ -74,7 +74,7 @@ def test_a_pass_has_every_row_once_in_shuffled_windows(alone: dict[str, dict[str
 
 
 def test_batches_do_not_depend_on_the_number_of_ranks(alone: dict[str, dict[str, Any]], folder: Path) -> None:
-    there = run(folder, 2, [case("packed", 2), case("padded", 2, capacity=None, last=130)])
+    there = run(folder, 2, [case("packed", 2), case("padded", 2, pack_length=None, last=130)])
     for way, result in there.items():
         assert [step["rows"] for step in result["steps"]] == [step["rows"] for step in alone[way]["steps"]]
         assert [step["targets"] for step in result["steps"]] == [step["targets"] for step in alone[way]["steps"]]

@@ -1,6 +1,5 @@
 """Which tokens are trained on, token by token. In the expectations [a] is trained on and a is not."""
 
-import pickle
 from collections.abc import Callable
 
 import pytest
@@ -12,7 +11,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from llama_ft.data import Demo, Encoder, ensure_chat_template
 from llama_ft.data.formats import BadRow
-from llama_ft.data.tokenize import IGNORED, Encoded, answer_tokens
+from llama_ft.data.tokenize import IGNORED, Encoded, tokens_of_spans
 from llama_ft.errors import UserError
 
 ALPACA = {"instruction": "Hi", "output": "yes"}
@@ -35,13 +34,6 @@ def shown(tokenizer: PreTrainedTokenizerFast, pieces: list[Encoded]) -> str:
     return " ".join(f"[{token}]" if mine else token for token, mine in zip(tokens, trained, strict=True))
 
 
-def test_llama3_style_template_trains_the_answer_and_its_end_of_turn(llama3: PreTrainedTokenizerFast) -> None:
-    assert shown(llama3, Encoder(llama3, 100).encode(ALPACA, "alpaca")) == (
-        "<|begin_of_text|> <|start_header_id|> user <|end_header_id|> ĊĊ Hi <|eot_id|> "
-        "<|start_header_id|> assistant <|end_header_id|> ĊĊ [yes] [<|eot_id|>]"
-    )
-
-
 def test_llama3_style_template_trains_every_answer_of_a_long_chat(llama3: PreTrainedTokenizerFast) -> None:
     assert shown(llama3, Encoder(llama3, 100).encode(CHAT, "messages")) == (
         "<|begin_of_text|> <|start_header_id|> system <|end_header_id|> ĊĊ no <|eot_id|> "
@@ -49,26 +41,6 @@ def test_llama3_style_template_trains_every_answer_of_a_long_chat(llama3: PreTra
         "<|start_header_id|> assistant <|end_header_id|> ĊĊ [yes] [<|eot_id|>] "
         "<|start_header_id|> user <|end_header_id|> ĊĊ Hi Ġ Hi <|eot_id|> "
         "<|start_header_id|> assistant <|end_header_id|> ĊĊ [no] [Ġyes] [<|eot_id|>]"
-    )
-
-
-def test_bos_is_not_doubled_though_the_tokenizer_adds_its_own(llama3: PreTrainedTokenizerFast) -> None:
-    assert llama3("Hi")["input_ids"][0] == llama3.bos_token_id
-    [encoded] = Encoder(llama3, 100).encode(ALPACA, "alpaca")
-    assert encoded.input_ids.count(llama3.bos_token_id) == 1
-
-
-def test_chatml_does_not_train_the_line_break_after_a_turn(chatml: PreTrainedTokenizerFast) -> None:
-    assert shown(chatml, Encoder(chatml, 100).encode(CHAT, "messages")) == (
-        "<|im_start|> system Ċ no <|im_end|> Ċ <|im_start|> user Ċ Hi <|im_end|> Ċ "
-        "<|im_start|> assistant Ċ [yes] [<|im_end|>] Ċ "
-        "<|im_start|> user Ċ Hi Ġ Hi <|im_end|> Ċ <|im_start|> assistant Ċ [no] [Ġyes] [<|im_end|>] Ċ"
-    )
-
-
-def test_input_of_an_alpaca_row_follows_the_instruction(chatml: PreTrainedTokenizerFast) -> None:
-    assert shown(chatml, Encoder(chatml, 100).encode({**ALPACA, "input": "no"}, "alpaca")) == (
-        "<|im_start|> user Ċ Hi ĊĊ no <|im_end|> Ċ <|im_start|> assistant Ċ [yes] [<|im_end|>] Ċ"
     )
 
 
@@ -85,20 +57,6 @@ def test_tokenizer_without_template_gets_the_built_in_one(plain: PreTrainedToken
         "<s> no ĊĊ ### Ġ Instruction : Ċ Hi ĊĊ ### Ġ Response : Ċ [yes] [</s>] ĊĊ "
         "### Ġ Instruction : Ċ Hi Ġ Hi ĊĊ ### Ġ Response : Ċ [no] [Ġyes] [</s>]"
     )
-
-
-def test_built_in_template_does_without_special_tokens(make_tokenizer: Callable[..., PreTrainedTokenizerFast]) -> None:
-    tokenizer = make_tokenizer([], None)
-    ensure_chat_template(tokenizer)
-    assert shown(tokenizer, Encoder(tokenizer, 100).encode(ALPACA, "alpaca")) == (
-        "### Ġ Instruction : Ċ Hi ĊĊ ### Ġ Response : Ċ [yes]"
-    )
-
-
-def test_a_template_of_ones_own_is_kept(chatml: PreTrainedTokenizerFast) -> None:
-    template = chatml.chat_template
-    assert ensure_chat_template(chatml) == ""
-    assert chatml.chat_template == template
 
 
 def test_demo_template_trains_every_answer_and_agrees_with_transformers_mask(demo: Demo) -> None:
@@ -123,11 +81,6 @@ def test_offsets_without_white_space_give_the_same_mask(chatml: PreTrainedTokeni
     assert before.endswith("assistant ĊĊ [Ċ] [yes] [Ġno] [ĊĊ] [<|im_end|>] Ċ")
 
 
-def test_every_byte_of_a_character_of_several_tokens_is_trained(chatml: PreTrainedTokenizerFast) -> None:
-    encoded = Encoder(chatml, 100).encode({"instruction": "é", "output": "é"}, "alpaca")
-    assert shown(chatml, encoded).endswith("user Ċ Ã © <|im_end|> Ċ <|im_start|> assistant Ċ [Ã] [©] [<|im_end|>] Ċ")
-
-
 def test_token_over_the_edge_of_an_answer_is_trained_if_the_answer_has_its_letters(
     make_tokenizer: Callable[..., PreTrainedTokenizerFast],
 ) -> None:
@@ -141,7 +94,7 @@ def test_token_over_the_edge_of_an_answer_is_trained_if_the_answer_has_its_lette
 
 def test_token_of_white_space_over_the_edge_of_an_answer_is_not_trained() -> None:
     text = "A:\n\n\nyes"  # the prompt ends after the first line break
-    assert answer_tokens(text, [(0, 2), (2, 4), (4, 5), (5, 8)], [(3, 8)]) == [(2, 4)]
+    assert tokens_of_spans(text, [(0, 2), (2, 4), (4, 5), (5, 8)], [(3, 8)]) == [(2, 4)]
 
 
 def test_template_without_generation_prompt_trains_no_heading(
@@ -154,23 +107,6 @@ def test_template_without_generation_prompt_trains_no_heading(
     )
 
 
-def test_template_that_puts_an_empty_thought_before_the_last_answer_only(
-    make_tokenizer: Callable[..., PreTrainedTokenizerFast],
-) -> None:
-    template = (
-        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
-        "{{ '<think></think>' if loop.last and m.role == 'assistant' else '' }}{{ m.content + '<|im_end|>\n' }}"
-        "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-    )
-    special = ["<|im_start|>", "<|im_end|>", "<think>", "</think>"]
-    tokenizer = make_tokenizer(special, template, eos_token="<|im_end|>")
-    assert shown(tokenizer, Encoder(tokenizer, 100).encode(CHAT, "messages")) == (
-        "<|im_start|> system Ċ no <|im_end|> Ċ <|im_start|> user Ċ Hi <|im_end|> Ċ "
-        "<|im_start|> assistant Ċ [yes] [<|im_end|>] Ċ <|im_start|> user Ċ Hi Ġ Hi <|im_end|> Ċ "
-        "<|im_start|> assistant Ċ [<think>] [</think>] [no] [Ġyes] [<|im_end|>] Ċ"
-    )
-
-
 def test_template_that_rewrites_earlier_turns_is_refused_for_the_row(
     make_tokenizer: Callable[..., PreTrainedTokenizerFast],
 ) -> None:
@@ -180,27 +116,14 @@ def test_template_that_rewrites_earlier_turns_is_refused_for_the_row(
         Encoder(tokenizer, 100).encode(ALPACA, "alpaca")
 
 
-def test_what_the_template_itself_refuses_is_told(make_tokenizer: Callable[..., PreTrainedTokenizerFast]) -> None:
-    template = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}Hi"
-    with pytest.raises(BadRow, match="the chat template refuses this chat: no system role"):
-        Encoder(make_tokenizer([], template), 100).encode(CHAT, "messages")
-
-
-def test_target_tokens_leave_out_the_first_position(llama3: PreTrainedTokenizerFast) -> None:
-    row = {"input_ids": [1, 2, 3], "labels": [1, -100, 3]}
-    [encoded] = Encoder(llama3, 100).encode(row, "tokenized")
-    assert encoded.target_tokens == 1
-
-
-def test_pad_token_that_is_the_eos_token_is_still_trained(llama3: PreTrainedTokenizerFast) -> None:
-    llama3.pad_token = llama3.eos_token
-    [encoded] = Encoder(llama3, 100).encode(ALPACA, "alpaca")
-    assert encoded.labels[-1] == llama3.pad_token_id
-
-
-def test_tokenized_row_loses_what_its_attention_mask_hides(llama3: PreTrainedTokenizerFast) -> None:
-    row = {"input_ids": [0, 5, 6], "labels": [-100, 5, 6], "attention_mask": [0, 1, 1]}
-    assert Encoder(llama3, 100).encode(row, "tokenized") == [([5, 6], [5, 6], False)]
+def test_tokenized_row_has_ids_of_the_tokenizer_only(llama3: PreTrainedTokenizerFast) -> None:
+    encoder, beyond = Encoder(llama3, 100), len(llama3)
+    for row, place in (
+        ({"input_ids": [1, beyond]}, r"the token 313"),
+        ({"input_ids": [1, 2], "labels": [1, -1]}, r"the token -1"),
+    ):
+        with pytest.raises(BadRow, match=place):
+            encoder.encode(row, "tokenized")
 
 
 def test_line_breaks_that_an_answer_shares_with_the_prompt_are_not_trained(plain: PreTrainedTokenizerFast) -> None:
@@ -238,22 +161,11 @@ def test_plain_text_is_trained_on_throughout(llama3: PreTrainedTokenizerFast, ch
     assert shown(chatml, Encoder(chatml, 100).encode({"text": "Hi yes"}, "text")) == "[Hi] [Ġyes] [<|im_end|>]"
 
 
-def test_special_tokens_that_a_text_brings_are_not_doubled(llama3: PreTrainedTokenizerFast) -> None:
-    row = {"text": "<|begin_of_text|>Hi<|eot_id|>"}
-    assert shown(llama3, Encoder(llama3, 100).encode(row, "text")) == "[<|begin_of_text|>] [Hi] [<|eot_id|>]"
-
-
 def test_labels_that_rows_do_not_have_are_refused(llama3: PreTrainedTokenizerFast) -> None:
-    with pytest.raises(UserError, match="--labels assistant: rows of the format text have no turns"):
+    with pytest.raises(UserError, match="--labels assistant: expected auto or all for the format text"):
         Encoder(llama3, 100, labels="assistant").encode({"text": "Hi"}, "text")
-    with pytest.raises(UserError, match="--labels all: rows of the format tokenized .* what their labels say"):
+    with pytest.raises(UserError, match="--labels all: expected auto for the format tokenized"):
         Encoder(llama3, 100, labels="all").encode({"input_ids": [1, 2], "labels": [1, 2]}, "tokenized")
-
-
-def test_an_encoder_can_be_sent_to_another_process(llama3: PreTrainedTokenizerFast) -> None:
-    encoder = Encoder(llama3, 12, truncation="split", labels="completion")
-    expected = encoder.encode(CHAT, "messages")
-    assert pickle.loads(pickle.dumps(encoder)).encode(CHAT, "messages") == expected
 
 
 def test_a_special_token_that_a_user_writes_does_not_move_the_labels(llama3: PreTrainedTokenizerFast) -> None:
@@ -263,21 +175,6 @@ def test_a_special_token_that_a_user_writes_does_not_move_the_labels(llama3: Pre
         "<|eot_id|> <|start_header_id|> assistant <|end_header_id|> ĊĊ no <|eot_id|> "
         "<|start_header_id|> assistant <|end_header_id|> ĊĊ [yes] [<|eot_id|>]"
     )
-
-
-TRUNCATED = {
-    "right": [([1, 2, 3, 4], [-100, 2, 3, -100], True)],
-    "left": [([4, 5, 6, 7], [-100, 5, 6, 7], True)],
-    "drop": [],
-    "split": [([1, 2, 3, 4], [-100, 2, 3, -100], False), ([4, 5, 6, 7], [-100, 5, 6, 7], False)],
-}
-
-
-@pytest.mark.parametrize("truncation", TRUNCATED)
-def test_what_becomes_of_a_long_row(llama3: PreTrainedTokenizerFast, truncation: str) -> None:
-    row = {"input_ids": [1, 2, 3, 4, 5, 6, 7], "labels": [-100, 2, 3, -100, 5, 6, 7]}
-    assert Encoder(llama3, 4, truncation).encode(row, "tokenized") == TRUNCATED[truncation]
-    assert Encoder(llama3, 7, truncation).encode(row, "tokenized") == [(row["input_ids"], row["labels"], False)]
 
 
 @given(
@@ -315,8 +212,3 @@ def length_policy() -> Callable[..., Encoder]:
     backend = Tokenizer(models.BPE({"a": 0}, []))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
     return lambda length, truncation: Encoder(tokenizer, length, truncation)
-
-
-def test_a_text_too_long_for_a_tokenizers_memory_is_a_bad_row(plain: PreTrainedTokenizerFast) -> None:
-    with pytest.raises(BadRow, match="10,000,001 characters; expected at most 10,000,000"):
-        Encoder(plain, 16).encode({"text": "x" * 10_000_001}, "text")

@@ -5,10 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from llama_ft.errors import RunFailure, UserError
-from llama_ft.inference.prompts import Encoding, answers_to, choose_encoding, read_prompts
+from llama_ft.errors import UserError
+from llama_ft.inference.flags import InferenceFlags
+from llama_ft.inference.generate import Answerer
+from llama_ft.inference.load import open_model
+from llama_ft.inference.prompts import answer_prompts, read_prompts
+from llama_ft.runtime import Runtime
 
 TURN = {"role": "user", "content": "Hi"}
 REPLY = {"role": "assistant", "content": "Hello."}
@@ -18,113 +21,58 @@ TEMPLATE = (
 )
 
 
-@pytest.fixture
-def tokenizer(tiny_model: Path) -> PreTrainedTokenizerBase:
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(tiny_model)
-    return tokenizer
-
-
 def write(file: Path, *rows: Any) -> Path:
-    file.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    lines = (row if isinstance(row, str) else json.dumps(row) for row in rows)
+    file.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8-sig")  # as some editors save it
     return file
 
 
-def mistakes(*given: Any, **settings: Any) -> str:
-    with pytest.raises(UserError) as told:
-        read_prompts(*given, **settings)
-    return str(told.value)
-
-
 def test_prompts_are_lines_or_rows_whose_other_keys_are_kept(tmp_path: Path) -> None:
-    lines = read_prompts(write(tmp_path / "a.txt", "one", "", "  two \r"), "answer")
-    assert [(it.number, it.line, it.asked) for it in lines] == [(0, 1, "one"), (1, 3, "  two ")]
+    lines = read_prompts(str(write(tmp_path / "a.txt", "Wie heißt es?", "", "  two \r")))
+    assert [asked for _, asked in lines] == ["Wie heißt es?", "  two "]
+    parts = {"role": "user", "content": [{"type": "text", "text": "Hi"}, {"type": "text", "text": " there"}]}
     rows = [{"prompt": "Hi", "id": 7}, {"messages": [TURN, REPLY, TURN]}, {"messages": [TURN, REPLY], "weight": 2}]
-    read = read_prompts(write(tmp_path / "b.jsonl", *rows), "answer")
-    assert [it.asked for it in read] == ["Hi", [TURN, REPLY, TURN], [TURN]], "training data end in an answer"
-    assert [it.row for it in read] == rows
-
-
-@pytest.mark.parametrize(("name", "line"), [("a.txt", "Wie heißt es?"), ("a.jsonl", '{"prompt": "Wie heißt es?"}')])
-def test_a_byte_order_mark_is_no_part_of_the_first_prompt(name: str, line: str, tmp_path: Path) -> None:
-    (tmp_path / name).write_text(f"{line}\n", encoding="utf-8-sig")
-    assert [it.asked for it in read_prompts(tmp_path / name, "answer")] == ["Wie heißt es?"]
-
-
-def test_rows_that_are_no_prompts_are_told_by_their_lines(tmp_path: Path) -> None:
-    rows = [
-        {"prompt": "good"}, "{", [1], {"question": "Hi"}, {"prompt": " "}, {"prompt": "a", "messages": [TURN]},
-        {"messages": []}, {"messages": [{"role": "asker", "content": "Hi"}]}, {"messages": [{"role": "user"}]},
-        {"messages": [REPLY]}, {"prompt": "a", "answer": "b"}, "}", "}",
-    ]  # fmt: skip
-    file = write(tmp_path / "rows.jsonl", *rows)
-    told = mistakes(file, "answer").splitlines()
-    assert [line.split(": ")[1] for line in told[:10]] == [f"{file}:{line}" for line in range(2, 12)]
-    parts = (
-        "Expecting property name", "expected an object", 'with "prompt" or "messages".', '"prompt" is " "',
-        'with "prompt" or "messages".', "expected a list of messages", '"messages[0].role" is "asker"; expected system',
-        "content", "no message of a user", "--output_key names another",
-    )  # fmt: skip
-    for line, part in zip(told, parts, strict=False):
-        assert part in line
-    assert told[10] == "error: ... and 2 more lines."
-    assert "holds no prompts" in mistakes(write(tmp_path / "none.txt", "", " "), "answer")
-    (tmp_path / "bytes.txt").write_bytes(b"\xff\xfe")
-    assert "cannot be read" in mistakes(tmp_path / "bytes.txt", "answer")
-
-
-def test_a_prompt_is_written_by_the_chat_template_or_taken_as_it_is(tokenizer: PreTrainedTokenizerBase) -> None:
-    def text(encoding: Encoding, asked: Any) -> str:
-        return str(tokenizer.decode(encoding.tokens(asked)))
-
-    plain = choose_encoding(tokenizer, no_chat_template=False, system=None)
-    assert not plain.is_chat and text(plain, "Once upon") == "Once upon"
-    with pytest.raises(UserError, match="no chat template"):
-        choose_encoding(tokenizer, no_chat_template=False, system="Be brief.")
-    tokenizer.chat_template = TEMPLATE
-    chat = choose_encoding(tokenizer, no_chat_template=False, system="Be brief.")
-    assert text(chat, "Hi") == "[system]Be brief.[user]Hi[answer]"
-    assert text(chat, [{"role": "system", "content": "Be long."}, TURN]) == "[system]Be long.[user]Hi[answer]"
-    assert text(choose_encoding(tokenizer, True, None), "Hi") == "Hi"
-    with pytest.raises(UserError, match="a chat template is needed"):
-        plain.tokens([TURN])
-    with pytest.raises(UserError, match="rejects it .no tools"):
-        chat.tokens([TURN, {"role": "tool", "content": "3"}])
-
-
-def test_contents_of_text_parts_become_text_and_other_parts_are_told(tmp_path: Path) -> None:
-    parts = [{"type": "text", "text": "Hi"}, {"type": "text", "text": " there"}]
-    row = {"messages": [{"role": "user", "content": parts}], "id": 1}
-    [prompt] = read_prompts(write(tmp_path / "parts.jsonl", row), "answer")
-    assert prompt.asked == [{"role": "user", "content": "Hi there"}] and prompt.row == row
-    row["messages"][0]["content"] = [{"type": "image_url"}]
-    told = mistakes(write(tmp_path / "image.jsonl", row), "answer")
-    assert '"messages[0].content[0]" is of type "image_url"; expected text parts only.' in told
+    rows.append({"messages": [parts]})
+    read = read_prompts(str(write(tmp_path / "b.jsonl", *rows)))
+    assert [asked for _, asked in read] == [
+        "Hi", [TURN, REPLY, TURN], [TURN], [{"role": "user", "content": "Hi there"}],
+    ], "training data end in an answer"  # fmt: skip
+    assert [row for row, _ in read] == rows
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
-    [
-        ('{"prompt": null}', '"prompt" is null; expected text or a list of messages'),
-        ("[" * 100_000, "maximum recursion depth"),
-        ('{"prompt": "Hi", "id": "\\ud800"}', "'utf-8' codec can't encode character"),
-    ],
+    "row", ["{", [1], {"question": "Hi"}, {"prompt": " "}, {"messages": [REPLY]}, {"prompt": "a", "answer": "b"}]
 )
-def test_lines_that_no_answer_can_stand_in_are_told(line: str, told: str, tmp_path: Path) -> None:
-    assert f"rows.jsonl:2: {told}" in mistakes(write(tmp_path / "rows.jsonl", {"prompt": "Hi"}, line), "answer")
+def test_rows_that_are_no_prompts_are_told_by_their_lines(row: Any, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"rows\.jsonl:2: "):
+        read_prompts(str(write(tmp_path / "rows.jsonl", {"prompt": "good"}, row)))
 
 
-def test_answers_are_written_as_they_come_and_a_full_disk_is_named(tmp_path: Path) -> None:
-    file = tmp_path / "new" / "answers.jsonl"
-    with answers_to(file, overwrite=False) as answers:
-        answers.write("\u2028 é\n")
-    assert file.read_bytes() == "\u2028 é\n".encode()
-    with pytest.raises(RunFailure, match=r"answers\.jsonl: cannot be written \(File exists\)"):
-        answers_to(file, overwrite=False).__enter__()
-    full = tmp_path / "full.jsonl"
-    full.symlink_to("/dev/full")
-    with (
-        pytest.raises(RunFailure, match=r"full\.jsonl: cannot be written \(No space left on device\)"),
-        answers_to(full, overwrite=True) as answers,
-    ):
-        answers.write("one\n")
-        answers.flush()
+def test_a_prompt_is_written_by_the_chat_template_or_taken_as_it_is(
+    tiny_model: Path, tmp_path: Path, runtime: Runtime
+) -> None:
+    opened = open_model(str(tiny_model), InferenceFlags(precision="fp32"), runtime)
+
+    def text(asked: Any, system: str | None = None) -> str:
+        answerer = Answerer(opened, InferenceFlags(system_prompt=system), runtime)
+        return str(opened.tokenizer.decode(answerer.tokens(asked)))
+
+    assert text("Once upon") == "Once upon"
+    for wrong in ([TURN], None):
+        with pytest.raises(UserError, match="needs a chat template"):
+            text(wrong or "Hi", system=None if wrong else "Be brief.")
+    opened.tokenizer.chat_template = TEMPLATE
+    assert text("Hi", "Be brief.") == "[system]Be brief.[user]Hi[answer]"
+    assert text([{"role": "system", "content": "Be long."}, TURN], "Be brief.") == "[system]Be long.[user]Hi[answer]"
+    with pytest.raises(UserError, match="rejects the prompt .no tools"):
+        text([TURN, {"role": "tool", "content": "3"}])
+
+    options = InferenceFlags(output_file=f"{tmp_path}/new/answers.jsonl", max_new_tokens=3, batch_size=2)
+    rows: list[Any] = [({"id": n}, "word " * (1 + n % 2)) for n in range(5)]
+    assert answer_prompts(rows, Answerer(opened, options, runtime), options, runtime) <= 5
+    answers = [json.loads(line) for line in (tmp_path / "new" / "answers.jsonl").read_text().splitlines()]
+    assert [row["id"] for row in answers] == [0, 1, 2, 3, 4] and answers[0]["answer"] == answers[2]["answer"]
+    with pytest.raises(UserError, match="prompt 2: the prompt has"):
+        answer_prompts([rows[0], ({}, "word " * 300)], Answerer(opened, options, runtime), options, runtime)
+    with pytest.raises(FileExistsError):
+        answer_prompts(rows, Answerer(opened, options, runtime), options, runtime)

@@ -14,8 +14,8 @@ import finetuning
 
 from llama_ft import checkpoint, data, models, runtime, training
 from llama_ft.config import load
-from llama_ft.phases import NOBODY
-from llama_ft.training.step import free_gathered
+from llama_ft.phases import NULL_MONITOR
+from llama_ft.training.step import free_unsharded
 
 LENGTHS = [24, 16]  # of the rows each rank has: one pack, or a padded batch
 
@@ -32,22 +32,22 @@ if __name__ == "__main__":
         with runtime.start("cpu", models.shard_degree(config.fsdp)) as job:
             folder, result = Path(config.model.model_name), work / "results" / name
             model_config = models.load_model_config(folder, False)
-            model, adapter, stored, _ = finetuning.build_model(config, folder, model_config, None, NOBODY, job)
+            model, adapter, stored, _ = finetuning.build_model(config, folder, model_config, None, NULL_MONITOR, job)
             parts = [part.tolist() for part in rows[job.rank].split(LENGTHS)]
             own = Dataset.from_dict({"input_ids": parts, "labels": parts, "source": [name] * 2})
             is_packed = config.data.batching_strategy == "packing"
             batch = data.collate(own, range(len(LENGTHS)), 0, is_packed)
             if is_packed and not config.peft.use_peft and config.fsdp.low_cpu_fsdp:  # each architecture once
-                training.check_rows_stay_apart(model, own, 256, torch.float32, job)
+                training.check_packing(model, own, 256, torch.float32, job)
             optimizer = training.build_optimizer(model, config.train)
             model.train()
             losses = training.accumulate_gradients(model, training.SupervisedFineTuning(), [batch], targets, False, job)
-            loss, norm = training.finish_gradients(model, losses, targets, config.train, 1.0, job).read()
+            loss, norm = training.clip_and_reduce_norm(model, losses, targets, config.train, 1.0, job).read()
             training.update_weights(optimizer, 1e-2)
             model.eval()
             with torch.no_grad():
                 logits = model(input_ids=rows, use_cache=False).logits
-            free_gathered(model)
+            free_unsharded(model)
             card = partial(checkpoint.write_model_card, base_model=config.model.model_name)
             if adapter is None:
                 most = 60_000

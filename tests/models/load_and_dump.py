@@ -16,15 +16,15 @@ if __name__ == "__main__":
     for name, case in cases.items():
         with runtime.start("cpu", case["shard_degree"]) as job:
             folder, precision = Path(case["model"]), runtime.PRECISIONS[case["precision"]]
-            model = models.build_skeleton(models.load_model_config(folder, False), ModelConfig(model_name=str(folder)))
+            model = models.build_on_meta(models.load_model_config(folder, False), ModelConfig(model_name=str(folder)))
             peft = PeftConfig(**case["peft"])
             quantization = QuantizationConfig(**case.get("quantization", {}))
             if chosen := models.choose_quantization(quantization, model.config, peft.use_peft):
                 models.quantize_linears(model, chosen)
             adapter = models.inject_lora(model, peft, str(folder)) if peft.use_peft else None
             models.set_storage_dtypes(model, precision)
-            models.shard(model, job.mesh, FSDPConfig(enable_fsdp=True, min_num_params=1000), precision)
-            models.materialize(
+            models.apply_fsdp(model, job.mesh, FSDPConfig(enable_fsdp=True, min_num_params=1000), precision)
+            models.load_weights(
                 model,
                 folder,
                 models.ShardGroup(job.mesh),

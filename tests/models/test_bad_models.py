@@ -8,134 +8,49 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import BertConfig, GPTNeoXConfig, LlamaConfig, Qwen3_5TextConfig
 
-from llama_ft.config import ModelConfig, PeftConfig
+from llama_ft.config import ModelConfig
 from llama_ft.errors import UserError
-from llama_ft.models import build_skeleton, freeze_first_layers, inject_lora, load_model_config, load_tokenizer
+from llama_ft.models import build_on_meta, load_model_config, load_tokenizer
 from llama_ft.models.source import open_weights
-from llama_ft.plan.stand_in import read_headers
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32, "vocab_size": 64}
 
 
-def refusal(folder: Path, model_config: dict[str, object]) -> str:
+def build(folder: Path, model_config: dict[str, object]) -> None:
     (folder / "config.json").write_text(json.dumps(model_config))
-    with pytest.raises(UserError) as refused:
-        build_skeleton(load_model_config(folder, False), ModelConfig(model_name="mine"))
-    return str(refused.value)
-
-
-def test_an_encoder_is_refused_though_transformers_would_build_it(tmp_path: Path) -> None:
-    message = refusal(tmp_path, BertConfig(**SMALL).to_dict())
-    assert "--model_name mine: BertLMHeadModel is an encoder" in message
-
-
-def test_a_decoder_whose_config_has_a_default_is_decoder_of_false_is_taken(tmp_path: Path) -> None:
-    GPTNeoXConfig(**SMALL).save_pretrained(tmp_path)
-    assert GPTNeoXConfig().is_decoder is False
-    build_skeleton(load_model_config(tmp_path, False), ModelConfig(model_name="mine"))
+    build_on_meta(load_model_config(folder, False), ModelConfig(model_name="mine"))
 
 
 # Of gemma3 transformers' causal language model is the whole model, of qwen3_5 its decoder; phi4 has no text_config.
-@pytest.mark.parametrize("model_type", ["gemma3", "qwen3_5", "qwen3_5_moe", "qwen4_exp", "phi4_multimodal", "llava"])
+@pytest.mark.parametrize("model_type", ["gemma3", "qwen3_5", "phi4_multimodal"])
 def test_a_model_that_also_takes_images_is_rejected(tmp_path: Path, model_type: str) -> None:
-    message = refusal(tmp_path, {"model_type": model_type, "architectures": ["Mine"]})
-    assert f"--model_name mine: models of model_type {model_type} also take images" in message
+    with pytest.raises(UserError, match=f"models of model_type {model_type} also take images"):
+        build(tmp_path, {"model_type": model_type, "architectures": ["Mine"]})
 
 
-def test_a_text_only_model_of_a_multimodal_family_is_accepted(tmp_path: Path) -> None:
-    Qwen3_5TextConfig(**SMALL, layer_types=["linear_attention", "full_attention"]).save_pretrained(tmp_path)
-    build_skeleton(load_model_config(tmp_path, False), ModelConfig(model_name="mine"))
-
-
-def test_a_model_that_is_no_causal_language_model_is_refused(tmp_path: Path) -> None:
-    assert "a causal language model of model_type t5" in refusal(tmp_path, {"model_type": "t5"})
-
-
-def test_an_unknown_architecture_and_a_malformed_config_are_refused_with_the_folder(tmp_path: Path) -> None:
-    assert f"{tmp_path}: its config.json cannot be used" in refusal(tmp_path, {"model_type": "lamma"})
-    (tmp_path / "config.json").write_text('{"model_type": "llama",')
-    with pytest.raises(UserError, match="config.json cannot be used"):
-        load_model_config(tmp_path, False)
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"hidden_act": "relux"},
-        {"rope_parameters": {"rope_type": "x"}},
-        {"num_key_value_heads": 0},
-        {"hidden_size": -128},
-    ],
-)
-def test_a_config_that_transformers_makes_no_model_of_is_refused(tmp_path: Path, settings: dict[str, object]) -> None:
-    message = refusal(tmp_path, {**LlamaConfig(**SMALL).to_dict(), **settings})
-    assert "--model_name mine: transformers cannot build a causal language model of model_type llama (" in message
+def test_an_unknown_architecture_is_rejected(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=f"{tmp_path}: its config.json cannot be used"):
+        build(tmp_path, {"model_type": "lamma"})
+    with pytest.raises(UserError, match="a causal language model of model_type t5"):
+        build(tmp_path, {"model_type": "t5"})
 
 
 @pytest.mark.parametrize(
     "content", [b"", b"xx", b"\xff" * 8 + b"x", (2**62).to_bytes(8, "little"), b"\2" + b"\0" * 7 + b"[]"]
 )
-def test_headers_that_are_damaged_are_refused_in_a_plan_too(tmp_path: Path, content: bytes) -> None:
+def test_headers_that_are_damaged_are_refused(tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "model.safetensors"
     file.write_bytes(content)
-    for read in (lambda: open_weights(tmp_path), lambda: read_headers(file)):
-        with pytest.raises(UserError, match=f"{file}: cannot be read as safetensors"):
-            read()
-
-
-def test_a_dtype_that_torch_does_not_know_is_refused_with_the_tensor(tmp_path: Path) -> None:
-    header = b'{"w": {"dtype": "F8_E8M0", "shape": [2], "data_offsets": [0, 2]}}'
-    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"xx")
-    for read in (lambda: open_weights(tmp_path), lambda: read_headers(tmp_path / "model.safetensors")):
-        with pytest.raises(UserError, match="model.safetensors: w is stored as F8_E8M0"):
-            read()
-
-
-@pytest.mark.parametrize("text", ['{"weight_map": {"a": ', "[]", "{}", '{"weight_map": {"w": 3}}', "\xff"])
-def test_a_malformed_index_is_refused(tmp_path: Path, text: str) -> None:
-    (tmp_path / "model.safetensors.index.json").write_bytes(text.encode("latin-1"))
-    with pytest.raises(UserError, match="model.safetensors.index.json: not an index of weights"):
+    with pytest.raises(UserError, match=f"{file}: cannot be read as safetensors"):
         open_weights(tmp_path)
 
 
-@pytest.mark.parametrize("pattern", [".*query", "*.q_proj"])
-def test_a_pattern_of_targets_that_finds_nothing_is_refused(tiny_model: Path, pattern: str) -> None:
-    model = build_skeleton(load_model_config(tiny_model, False), ModelConfig(model_name="mine"))
-    with pytest.raises(UserError, match="--peft.target_modules can be: q_proj, k_proj"):
-        inject_lora(model, PeftConfig(use_peft=True, target_modules=pattern), "base")
-
-
-def test_freezing_every_layer_is_refused(tiny_model: Path) -> None:
-    model = build_skeleton(load_model_config(tiny_model, False), ModelConfig(model_name="mine"))
-    with pytest.raises(UserError, match="--num_freeze_layers 2: this model has 2 decoder layers"):
-        freeze_first_layers(model, 2)
-
-
-def test_a_config_that_makes_no_model_is_not_taken_for_a_bad_tokenizer(save_tokenizer, tmp_path: Path) -> None:
-    settings = {**LlamaConfig(**SMALL).to_dict(), "num_attention_heads": 5}
-    (save_tokenizer(tmp_path) / "config.json").write_text(json.dumps(settings))
-    with pytest.raises(UserError, match="config.json cannot be used.*hidden size.*32.*heads.*5") as refused:
-        load_tokenizer(tmp_path, False)
-    assert "tokenizer" not in str(refused.value)
-
-
-@pytest.mark.parametrize(("model_type", "left"), [("qwen3", []), ("gemma2", []), ("qwen3", ["tokenizer_config.json"])])
-def test_a_tokenizer_without_its_files_is_refused_naming_them(tmp_path: Path, model_type: str, left: list[str]) -> None:
+@pytest.mark.parametrize("model_type", ["qwen3", "gemma2"])
+def test_a_tokenizer_without_its_files_is_refused_naming_them(tmp_path: Path, model_type: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**SMALL, "model_type": model_type}))
-    for file in left:
-        (tmp_path / file).write_text('{"eos_token": "<|im_end|>"}')
-    with pytest.raises(UserError, match="only special tokens; missing: tokenizer.json") as refused:
+    with pytest.raises(UserError, match=f"(?s){tmp_path}.*only special tokens.*--tokenizer_name"):
         load_tokenizer(tmp_path, False)
-    assert str(tmp_path) in str(refused.value) and "--tokenizer_name" in str(refused.value)
-
-
-@pytest.mark.parametrize("name", ["../secret.safetensors", "a/../../b.safetensors", "/etc/passwd"])
-def test_an_index_that_leaves_its_folder_is_refused(tmp_path: Path, name: str) -> None:
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": name}}))
-    with pytest.raises(UserError, match=f"index.json: names {name}, which is outside of its folder"):
-        open_weights(tmp_path)
 
 
 def test_weights_that_are_links_are_read_and_pipes_and_devices_are_refused(tmp_path: Path) -> None:
@@ -157,3 +72,20 @@ def test_weights_that_are_links_are_read_and_pipes_and_devices_are_refused(tmp_p
         with pytest.raises(UserError, match=f"{file}: is not a regular file"):
             open_weights(folder)
         file.unlink()
+
+
+@pytest.mark.parametrize(
+    ("index", "problem"),
+    [
+        ('{"weight_map": {"a": ', "not an index of weights"),
+        ("[]", "not an index of weights"),
+        ('{"weight_map": {"w": 3}}', "not an index of weights"),
+        ('{"weight_map": {"w": "../secret.safetensors"}}', "outside of its folder"),
+        ('{"weight_map": {"w": "a/../../b.safetensors"}}', "outside of its folder"),
+        ('{"weight_map": {"w": "/etc/passwd"}}', "outside of its folder"),
+    ],
+)
+def test_an_index_that_is_malformed_or_leaves_its_folder_is_refused(tmp_path: Path, index: str, problem: str) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(UserError, match=f"index.json: .*{problem}"):
+        open_weights(tmp_path)

@@ -8,12 +8,12 @@ from transformers import AutoConfig
 
 from llama_ft.config import ModelConfig, PeftConfig
 from llama_ft.errors import UserError
-from llama_ft.models import build_skeleton, inject_lora, load_model_config
-from llama_ft.models.lora import initial_rows, linear_names, row_norms
+from llama_ft.models import build_on_meta, inject_lora, load_model_config
+from llama_ft.models.lora import initial_rows
 
 
 def skeleton(folder: Path) -> torch.nn.Module:
-    return build_skeleton(load_model_config(folder, False), ModelConfig(model_name=str(folder)))
+    return build_on_meta(load_model_config(folder, False), ModelConfig(model_name=str(folder)))
 
 
 def test_only_adapters_are_trained_and_nothing_has_storage(tiny_model: Path) -> None:
@@ -23,13 +23,6 @@ def test_only_adapters_are_trained_and_nothing_has_storage(tiny_model: Path) -> 
     assert trained == set(adapter.keys) and len(trained) == 2 * 2 * 2  # A and B of q_proj and v_proj in 2 layers
     assert all(parameter.is_meta for parameter in model.parameters())
     assert "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight" in adapter.keys.values()
-
-
-def test_all_linear_leaves_the_head_alone(tiny_model: Path) -> None:
-    model = skeleton(tiny_model)
-    assert linear_names(model) == ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-    adapter = inject_lora(model, PeftConfig(use_peft=True, target_modules="all-linear"), "base")
-    assert len(adapter.keys) == 2 * 7 * 2 and not any("lm_head" in key for key in adapter.keys)
 
 
 DEEPSEEK = {"num_attention_heads": 4, "head_dim": 16, "q_lora_rank": 16, "o_lora_rank": 16, "o_groups": 2,
@@ -48,7 +41,7 @@ def test_all_linear_leaves_out_what_no_adapter_works_in(
     model_type: str, shape: dict[str, Any], left_out: str, adapted: str
 ) -> None:
     config = AutoConfig.for_model(model_type, hidden_size=32, num_hidden_layers=2, vocab_size=64, **shape)
-    model = build_skeleton(config, ModelConfig(model_name=model_type))
+    model = build_on_meta(config, ModelConfig(model_name=model_type))
     assert any(name.endswith(left_out) for name, _ in model.named_modules())
     adapter = inject_lora(model, PeftConfig(use_peft=True, target_modules="all-linear", lora_dropout=0), "base")
     modules = {key.rsplit(".", 3)[1] for key in adapter.keys.values()}
@@ -56,21 +49,8 @@ def test_all_linear_leaves_out_what_no_adapter_works_in(
 
 
 def test_each_target_that_matches_nothing_is_named_even_when_another_matches(tiny_model: Path) -> None:
-    with pytest.raises(UserError) as refused:
+    with pytest.raises(UserError, match=r"(?s)\[key, query\].*q_proj, k_proj, v_proj, o_proj, gate_proj"):
         inject_lora(skeleton(tiny_model), PeftConfig(use_peft=True, target_modules=["q_proj", "query", "key"]), "base")
-    assert "[key, query]" in str(refused.value)
-    assert "q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj" in str(refused.value)
-
-
-def test_a_module_to_save_that_is_not_there_is_refused(tiny_model: Path) -> None:
-    with pytest.raises(UserError, match="modules_to_save.*score"):
-        inject_lora(skeleton(tiny_model), PeftConfig(use_peft=True, modules_to_save=["score"]), "base")
-
-
-def test_dora_on_embeddings_is_refused(tiny_model: Path) -> None:
-    settings = PeftConfig(use_peft=True, use_dora=True, target_modules=["embed_tokens"])
-    with pytest.raises(UserError, match="embed_tokens"):
-        inject_lora(skeleton(tiny_model), settings, "base")
 
 
 def test_only_lora_adapters_are_continued(tiny_model: Path, tmp_path: Path) -> None:
@@ -88,10 +68,3 @@ def test_what_peft_adds_has_a_known_first_value_or_is_refused(part: str) -> None
     assert rows.shape == (2, 3) and rows.any() == ("lora_B." not in part)
     with pytest.raises(UserError, match=r"model\.layers\.0\.q_proj\.lora_C\.default"):
         initial_rows("model.layers.0.q_proj.lora_C.default", (4, 3), False, 42, slice(1, 3))
-
-
-def test_row_norms_are_those_of_the_whole_matrix_and_of_no_rows_at_all() -> None:
-    weight = torch.randn(3000, 7)
-    torch.testing.assert_close(row_norms(weight), weight.norm(dim=1))
-    torch.testing.assert_close(row_norms(weight.bfloat16()), weight.bfloat16().float().norm(dim=1))
-    assert row_norms(weight[:0]).shape == (0,)

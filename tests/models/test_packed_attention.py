@@ -1,12 +1,10 @@
 """Rows of a pack are computed as if each stood alone: the reference is transformers on one row at a time."""
 
-import sys
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from conftest import run
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 from transformers.modeling_utils import PreTrainedModel
@@ -133,32 +131,6 @@ def test_a_pack_costs_its_rows_own_attention_and_no_mask_over_all_of_it(name: st
     assert seen.largest < sum(lengths) ** 2 / 8  # the largest are the logits, tokens x 101
     if attention == "sdpa":
         assert seen.attended == lengths * 2  # two layers
-    with Seen() as plain, torch.no_grad():  # what would be made without: the measure does see it
-        dense = make(name, attention)
-        positions = torch.cat([torch.arange(length) for length in lengths])[None]
-        dense(input_ids=torch.cat(rows(lengths))[None], position_ids=positions, use_cache=False)
-    assert plain.largest >= sum(lengths) ** 2
-
-
-@pytest.mark.parametrize("lengths", [[64] * 4 + [5, 1, 1], [7, 19, 3]])
-@pytest.mark.parametrize("window", [None, 6])
-def test_the_cpu_kernel_has_the_gradients_of_attention_with_a_dense_mask(
-    lengths: list[int], window: int | None
-) -> None:
-    total, generator = sum(lengths), torch.Generator().manual_seed(0)
-    query, key, value, wanted = (torch.randn(1, heads, total, 8, generator=generator) for heads in (4, 2, 2, 4))
-    row = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    place = torch.arange(total)
-    seen = (row[:, None] == row) & (place[:, None] >= place)
-    if window is not None:
-        seen &= place[:, None] - place < window
-    inputs = [query.requires_grad_(), key.requires_grad_(), value.requires_grad_()]
-    dense = torch.nn.functional.scaled_dot_product_attention(*inputs, attn_mask=seen, scale=0.3, enable_gqa=True)
-    expected = torch.autograd.grad(dense, inputs, wanted)
-    ours = packed_attention._CpuAttention.apply(*inputs, tuple(lengths), 0.3, window)
-    torch.testing.assert_close(ours, dense)
-    for gradient, theirs in zip(torch.autograd.grad(ours, inputs, wanted), expected, strict=True):
-        torch.testing.assert_close(gradient, theirs)
 
 
 @pytest.mark.parametrize("window", [None, 6])
@@ -176,34 +148,6 @@ def test_the_cpu_kernel_has_the_same_gradients_in_16_bits(window: int | None) ->
         assert (rounded.float() - exact).norm() < 0.01 * exact.norm()
 
 
-GRADIENTS_OF_ALL_LENGTHS = """
-import torch
-from llama_ft.models.packed_attention import _CpuAttention
-torch.set_num_threads(4)
-def grown():
-    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("RssAnon")) // 1024
-for length in range(1, 201):
-    before = grown() if length == 2 else before if length > 2 else 0
-    rows = [torch.randn(1, 4, length, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
-    _CpuAttention.apply(*rows, (length,), None, None).sum().backward()
-print("grown by", grown() - before)
-"""
-
-
-def test_rows_of_many_lengths_in_16_bits_hold_no_memory_of_their_own() -> None:
-    """torch keeps kernels for each length on each thread, 2 GiB for these on CPUs that multiply 16 bits."""
-    finished = run([sys.executable, "-c", GRADIENTS_OF_ALL_LENGTHS])
-    assert finished.exit_code == 0, finished.output
-    assert int(finished.output.rpartition("grown by")[2]) < 400
-
-
-def test_a_saved_config_does_not_know_of_packing(tmp_path: Any) -> None:
-    model = make("Llama", "sdpa")
-    use_packed_attention(model)
-    model.config.save_pretrained(tmp_path)
-    assert "packed" not in (tmp_path / "config.json").read_text()
-
-
 @pytest.mark.parametrize(
     ("name", "settings", "why"),
     [
@@ -213,6 +157,5 @@ def test_a_saved_config_does_not_know_of_packing(tmp_path: Any) -> None:
     ],
 )
 def test_a_model_that_cannot_keep_rows_apart_is_refused(name: str, settings: dict[str, Any], why: str) -> None:
-    with pytest.raises(UserError) as refused:
+    with pytest.raises(UserError, match=f"(?s){why}.*--batching_strategy padding"):
         use_packed_attention(make(name, "eager", **settings))
-    assert why in str(refused.value) and "--batching_strategy padding" in str(refused.value)

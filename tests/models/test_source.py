@@ -1,31 +1,22 @@
 """Whatever a folder's weights are stored as, rows of them are those of the model that transformers loads."""
 
 import json
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
-from transformers.conversion_mapping import register_checkpoint_conversion_mapping
-from transformers.core_model_loading import (
-    Chunk,
-    Concatenate,
-    ConversionOps,
-    Interleave,
-    Transpose,
-    WeightConverter,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, conversion_mapping
+from transformers.core_model_loading import Chunk, Interleave, WeightConverter
 from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.config import ModelConfig
 from llama_ft.errors import UserError
-from llama_ft.models import build_skeleton, load_model_config
+from llama_ft.models import build_on_meta, load_model_config
 from llama_ft.models.conversion import ConvertedSource, open_source
-from llama_ft.models.materialize import account_for
-from llama_ft.models.source import SAMPLE_BYTES, SAMPLES, SafetensorsSource, StoredTensor, fingerprint, open_weights
+from llama_ft.models.load_weights import account_for
+from llama_ft.models.source import SAMPLE_BYTES, SAMPLES, SafetensorsSource, fingerprint, open_weights
 
 SHAPE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 50,
          "num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
@@ -51,7 +42,7 @@ def save(folder: Path, model_type: str, change: Callable[[str], str] = str, **se
 
 
 def skeleton(folder: Path) -> PreTrainedModel:
-    return build_skeleton(load_model_config(folder, False), ModelConfig(model_name=str(folder)))
+    return build_on_meta(load_model_config(folder, False), ModelConfig(model_name=str(folder)))
 
 
 def check_against_transformers(folder: Path) -> None:
@@ -69,27 +60,6 @@ def check_against_transformers(folder: Path) -> None:
         assert torch.equal(torch.cat(parts).float(), parameter), name
 
 
-@pytest.mark.parametrize("model_type", MODELS)
-def test_each_layout_is_read_as_transformers_reads_it(tmp_path: Path, model_type: str) -> None:
-    check_against_transformers(save(tmp_path, model_type))
-
-
-def test_a_base_model_saved_without_its_prefix_is_read(tmp_path: Path) -> None:
-    check_against_transformers(save(tmp_path / "llama", "llama", lambda name: name.removeprefix("model.")))
-    check_against_transformers(save(tmp_path / "gpt2", "gpt2", lambda name: name.removeprefix("transformer.")))
-    tied = AutoConfig.for_model("llama", **SHAPE, tie_word_embeddings=True)
-    AutoModel.from_config(tied).save_pretrained(tmp_path / "base")
-    check_against_transformers(tmp_path / "base")
-
-
-def test_the_language_model_of_a_vision_model_is_read(tmp_path: Path) -> None:
-    def nested(name: str) -> str:
-        return name.replace("model.", "model.language_model.", 1)
-
-    assert "model.language_model.norm.weight" in load_file(save(tmp_path, "qwen3_5_text", nested) / "model.safetensors")
-    check_against_transformers(tmp_path)
-
-
 def test_a_checkpoint_that_already_has_the_models_layout_is_not_converted(tmp_path: Path) -> None:
     folder = save(tmp_path, "mixtral")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -97,6 +67,25 @@ def test_a_checkpoint_that_already_has_the_models_layout_is_not_converted(tmp_pa
     assert "model.layers.0.mlp.experts.gate_up_proj" in load_file(folder / "model.safetensors")
     check_against_transformers(folder)
     assert isinstance(open_source(folder, skeleton(folder)), SafetensorsSource)
+
+
+def nested(name: str) -> str:
+    return name.replace("model.", "model.language_model.", 1)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "change"),
+    [
+        *((model_type, str) for model_type in MODELS),
+        ("llama", lambda name: name.removeprefix("model.")),  # saved as a base model, without its prefix
+        ("gpt2", lambda name: name.removeprefix("transformer.")),
+        ("qwen3_5_text", nested),  # the language model of a vision model
+    ],
+)
+def test_each_layout_is_read_as_transformers_reads_it(
+    tmp_path: Path, model_type: str, change: Callable[[str], str]
+) -> None:
+    check_against_transformers(save(tmp_path, model_type, change))
 
 
 class Watched(SafetensorsSource):
@@ -125,113 +114,29 @@ def test_rows_of_stacked_experts_read_only_those_experts(tmp_path: Path) -> None
 
 
 @pytest.fixture
-def register() -> Iterator[Callable[[str, list[WeightConverter]], None]]:
-    """Register conversions as a user of transformers can, until the test ends."""
-    from transformers import conversion_mapping
-
-    def register(class_name: str, converters: list[WeightConverter]) -> None:
-        register_checkpoint_conversion_mapping(class_name, converters, overwrite=True)
-
+def conversions() -> Iterator[None]:
+    """Forget afterwards what a test registers, as a user of transformers can."""
     before = dict(conversion_mapping._checkpoint_conversion_mapping_cache or {})
-    yield register
+    yield
     conversion_mapping._checkpoint_conversion_mapping_cache = before or None
     conversion_mapping.USER_REGISTERED_MAPPINGS.clear()
 
 
-def below(source: str | list[str], target: str | list[str], *operations: ConversionOps) -> WeightConverter:
-    return WeightConverter(source, target, list(operations))
-
-
-CONVERSIONS = {
-    "one tensor becomes three below each other": below(
-        "attn.qkv.weight", [f"self_attn.{n}_proj.weight" for n in "qkv"], Chunk(dim=0)),
-    "two become one, laid below each other": below(
-        ["mlp.first.weight", "mlp.second.weight"], "mlp.up_proj.weight", Concatenate(dim=0)),
-    "columns side by side": below(["mlp.left.weight", "mlp.right.weight"], "mlp.down_proj.weight", Concatenate(dim=1)),
-    "rows in another order": below("mlp.mixed.weight", "mlp.gate_proj.weight", Interleave(dim=0)),
-    "columns in another order": below("mlp.mixed.weight", "mlp.gate_proj.weight", Interleave(dim=1)),
-    "turned round": below("mlp.turned.weight", "mlp.gate_proj.weight", Transpose(0, 1)),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", CONVERSIONS)
-def test_every_kind_of_conversion_gives_the_rows_of_transformers(
-    tmp_path: Path, register: Callable[[str, list[WeightConverter]], None], case: str
-) -> None:
-    register("LlamaForCausalLM", [CONVERSIONS[case]])
-    folder = save(tmp_path, "llama", num_key_value_heads=4)  # saved through the conversion undone
-    original = set(CONVERSIONS[case]._original_source_patterns)
-    assert any(pattern in name for pattern in original for name in open_weights(folder).tensors)
+def test_rows_that_a_conversion_mixes_are_those_of_transformers(tmp_path: Path, conversions: None) -> None:
+    mixed = WeightConverter("mlp.mixed.weight", "mlp.gate_proj.weight", [Interleave(dim=0)])
+    below = WeightConverter("attn.qkv.weight", [f"self_attn.{n}_proj.weight" for n in "qkv"], [Chunk(dim=0)])
+    conversion_mapping.register_checkpoint_conversion_mapping("LlamaForCausalLM", [mixed, below], overwrite=True)
+    folder = save(tmp_path, "llama", num_key_value_heads=4)  # saved through the conversions undone
+    assert {"model.layers.0.mlp.mixed.weight", "model.layers.0.attn.qkv.weight"} <= open_weights(folder).tensors.keys()
     check_against_transformers(folder)
 
 
-@pytest.mark.parametrize(("case", "is_named"), [("rows in another order", True), ("columns in another order", False)])
-def test_only_what_must_be_converted_whole_is_announced(
-    tmp_path: Path, register: Callable[[str, list[WeightConverter]], None], caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch, case: str, is_named: bool,
-) -> None:  # fmt: skip
-    from llama_ft.runtime import log
-
-    monkeypatch.setattr(log, "propagate", True)
-    register("LlamaForCausalLM", [CONVERSIONS[case]])
-    folder = save(tmp_path, "llama")
-    with caplog.at_level("INFO", logger="llama_ft"):
-        open_source(folder, skeleton(folder))
-    assert ("at the cost of a copy" in caplog.text and "layers.1.mlp.gate_proj.weight" in caplog.text) == is_named
-
-
-def without(folder: Path, part: str) -> Path:
-    tensors = load_file(folder / "model.safetensors")
-    save_file({name: t for name, t in tensors.items() if part not in name}, folder / "model.safetensors")
-    return folder
-
-
 def test_an_expert_that_is_missing_is_refused(tmp_path: Path) -> None:
-    folder = without(save(tmp_path / "both", "mixtral"), "0.block_sparse_moe.experts.3.")
+    file = save(folder := tmp_path, "mixtral") / "model.safetensors"
+    save_file({name: t for name, t in load_file(file).items() if "0.block_sparse_moe.experts.3." not in name}, file)
     model = skeleton(folder)
     with pytest.raises(UserError, match=r"experts.gate_up_proj is \[4, 96, 32\], config.json makes it \[5, 96, 32\]"):
         account_for(model, open_source(folder, model).tensors, folder)
-    folder = without(save(tmp_path / "one", "mixtral"), "0.block_sparse_moe.experts.3.w1")
-    with pytest.raises(UserError, match="do not make up model.layers.0.mlp.experts.gate_up_proj"):
-        open_source(folder, skeleton(folder))
-
-
-def test_two_tensors_for_one_parameter_are_refused(tmp_path: Path) -> None:
-    folder = save(tmp_path, "llama")
-    tensors = load_file(folder / "model.safetensors")
-    tensors["norm.weight"] = tensors["model.norm.weight"].clone()
-    save_file(tensors, folder / "model.safetensors")
-    with pytest.raises(UserError, match=r"model.norm.weight and norm.weight would both be the model's model.norm.w"):
-        open_source(folder, skeleton(folder))
-
-
-@pytest.mark.parametrize(
-    "dtype", [torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2], ids=str
-)
-def test_weights_of_other_dtypes_are_read_as_they_are(tmp_path: Path, dtype: torch.dtype) -> None:
-    folder = save(tmp_path, "mixtral")
-    tensors = load_file(folder / "model.safetensors")
-    save_file({k: t.to(dtype) for k, t in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
-    model = skeleton(folder)
-    source = open_source(folder, model)
-    gate = source.read_rows("model.layers.0.mlp.experts.gate_up_proj", 1, 2)
-    one = tensors["model.layers.0.block_sparse_moe.experts.1.w1.weight"].to(dtype)
-    assert gate.dtype == dtype and torch.equal(gate[0, :48].float(), one.float())
-
-
-def test_a_folder_with_bin_files_only_is_refused_with_how_to_convert_it(tmp_path: Path) -> None:
-    folder = save(tmp_path, "llama")
-    (folder / "pytorch_model.bin").write_bytes(b"not read")
-    open_weights(folder)
-    (folder / "model.safetensors").unlink()
-    with pytest.raises(UserError, match=r"expected model.safetensors(.|\n)*from_pretrained\(\.\.\.\)\.save_pretrained"):
-        open_weights(folder)
-
-
-def test_headers_say_where_a_tensor_lies(tmp_path: Path) -> None:
-    folder = save(tmp_path, "llama")
-    file = folder / "model.safetensors"
-    assert open_weights(folder).tensors["model.norm.weight"] == StoredTensor(file, (32,), torch.float32)
 
 
 def test_a_fingerprint_knows_a_model_from_any_that_was_tuned_or_set_otherwise(tmp_path: Path) -> None:
@@ -243,17 +148,10 @@ def test_a_fingerprint_knows_a_model_from_any_that_was_tuned_or_set_otherwise(tm
         save_file({**tensors, name: tensors[name] * 1.001}, file, {"format": "pt"})
         assert fingerprint(folder) != original, name
     save_file(tensors, file, {"format": "pt"})
-    assert fingerprint(folder) == original
     settings = json.loads((folder / "config.json").read_text())
+    incidental = {"_name_or_path": "copy", "transformers_version": "4.40.0", "dtype": "bfloat16"}
+    (folder / "config.json").write_text(json.dumps(dict(reversed((settings | incidental).items()))))
+    assert fingerprint(folder) == original
     settings["rope_parameters"]["rope_theta"] *= 2
     (folder / "config.json").write_text(json.dumps(settings))
     assert fingerprint(folder) != original
-
-
-def test_a_copy_of_a_model_has_its_fingerprint(tmp_path: Path) -> None:
-    folder = save(tmp_path / "model", "llama")
-    copy = shutil.copytree(folder, tmp_path / "copy")
-    settings = json.loads((copy / "config.json").read_text())
-    settings |= {"_name_or_path": str(copy), "transformers_version": "4.40.0", "dtype": "bfloat16"}
-    (copy / "config.json").write_text(json.dumps(dict(reversed(settings.items()))))
-    assert fingerprint(copy) == fingerprint(folder)

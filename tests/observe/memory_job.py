@@ -21,18 +21,11 @@ KEPT: list[Any] = []
 
 
 def load_whole_model_too(*arguments: Any, **keywords: Any) -> Any:
-    """materialize, and rank 0 keeps everything that is in the files beside its shards."""
+    """load_weights, and rank 0 keeps copies of everything that is in the files beside its shards."""
     if RANK == 0:
         tensors = [tensor for file in sorted(arguments[1].glob("*.safetensors")) for tensor in load_file(file).values()]
-        KEPT.extend(tensor.clone() for tensor in tensors)
+        KEPT.extend(tensor.clone() for tensor in tensors for _ in range(4))
     return MATERIALIZE(*arguments, **keywords)
-
-
-def leak_four_mebibytes(*arguments: Any, **keywords: Any) -> Any:
-    """update_weights, and rank 1 forgets to let go of something."""
-    if RANK == 1:
-        KEPT.append(torch.ones(2**20))
-    return UPDATE_WEIGHTS(*arguments, **keywords)
 
 
 def keep_states_of_the_whole_model(optimizer: torch.optim.Optimizer, *arguments: Any, **keywords: Any) -> Any:
@@ -43,12 +36,11 @@ def keep_states_of_the_whole_model(optimizer: torch.optim.Optimizer, *arguments:
             state.setdefault("whole", torch.ones(parameter.shape))
 
 
-MATERIALIZE, UPDATE_WEIGHTS = models.materialize, training.update_weights
+MATERIALIZE, UPDATE_WEIGHTS = models.load_weights, training.update_weights
 BROKEN = {
     "nothing": [],
-    "loading": [patch.object(models, "materialize", load_whole_model_too)],
+    "loading": [patch.object(models, "load_weights", load_whole_model_too)],
     "states": [patch.object(training, "update_weights", keep_states_of_the_whole_model)],
-    "step": [patch.object(training, "update_weights", leak_four_mebibytes)],
 }
 
 if __name__ == "__main__":

@@ -7,13 +7,13 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch.distributed.fsdp import fully_shard
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
     AutoModelForCausalLM,
     Gemma3TextConfig,
     Gemma4TextConfig,
     GPT2Config,
     LlamaConfig,
-    MambaConfig,
     MistralConfig,
     MixtralConfig,
     PretrainedConfig,
@@ -21,10 +21,9 @@ from transformers import (
 )
 from transformers.modeling_utils import PreTrainedModel
 
+from llama_ft.models.build import decoder_layers, freeze_first_layers
 from llama_ft.models.quantization import Quantization, quantize_linears
 from llama_ft.models.quantized import FourBit
-from llama_ft.models.skeleton import decoder_layers, freeze_first_layers
-from llama_ft.observe.flop_counter import counter
 from llama_ft.observe.flops import flop_formula, product_rate, published_peak, visible_pairs
 from llama_ft.runtime import Runtime
 
@@ -54,13 +53,15 @@ CONFIGS: dict[str, PretrainedConfig] = {
 
 def model_of(name: str) -> PreTrainedModel:
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS[name]), dtype=torch.float32)
+    return AutoModelForCausalLM.from_config(
+        copy.deepcopy(CONFIGS[name]), dtype=torch.float32, experts_implementation="eager"
+    )
 
 
 def counted(model: torch.nn.Module) -> int:
     """What torch counts of a forward and a backward pass with logits of all positions."""
     ids = torch.randint(120, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0))
-    with counter() as flops:
+    with FlopCounterMode(display=False) as flops:
         model(input_ids=ids, use_cache=False).logits.sum().backward()
     return flops.get_total_flops()
 
@@ -69,13 +70,6 @@ def expected(model: PreTrainedModel) -> float:
     """The formula, with the pairs of tokens that eager attention computes and masks."""
     products, attention = flop_formula(model).of([LENGTH] * ROWS)
     return products + attention * LENGTH**2 / visible_pairs(LENGTH)
-
-
-def test_the_head_counts_where_there_is_a_label() -> None:
-    model = model_of("llama")
-    formula = flop_formula(model)
-    skipped = formula.of([LENGTH]).products - formula.of([LENGTH], targets=3).products
-    assert skipped == 6 * model.lm_head.weight.numel() * (LENGTH - 3)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -91,6 +85,8 @@ def test_full_tuning_takes_six_for_each_weight_but_the_embeddings() -> None:
     assert (formula.weights, formula.per_token) == (weights, 6 * weights)
     # 12 x layers x heads x head_dim x length for each token where it sees all; half of it where it sees those before
     assert formula.of([1000]).attention == 12 * 3 * 32 * 1000 * 1001 / 2
+    unlabelled = formula.of([LENGTH]).products - formula.of([LENGTH], targets=3).products
+    assert unlabelled == 6 * model.lm_head.weight.numel() * (LENGTH - 3)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -135,17 +131,6 @@ def test_quantized_weights_count_as_what_they_stand_for() -> None:
     assert flop_formula(quantized) == flop_formula(plain)
 
 
-def test_the_counter_knows_4_bit_products_and_attention_on_the_cpu() -> None:
-    scheme = FourBit("nf4", 64, None)
-    with counter() as flops:
-        scheme.matmul(torch.ones(5, 128), *scheme.quantize(torch.ones(96, 128)))
-    assert flops.get_total_flops() == 2 * 5 * 128 * 96
-    query = torch.ones(2, 4, 24, 8, requires_grad=True)  # rows, heads, tokens, width
-    with counter() as flops:
-        torch.nn.functional.scaled_dot_product_attention(query, query, query, is_causal=True).sum().backward()
-    assert flops.get_total_flops() == 7 * 2 * 2 * 4 * 24 * 24 * 8  # scores, values; scores again, and 4 gradients
-
-
 def test_windows_are_those_of_the_layers() -> None:
     with torch.device("meta"):
         gemma = AutoModelForCausalLM.from_config(Gemma3TextConfig(num_hidden_layers=6, sliding_window=512))
@@ -155,24 +140,10 @@ def test_windows_are_those_of_the_layers() -> None:
     assert flop_formula(mistral).per_pair == {64: 2 * 12 * 4096}
 
 
-def test_a_model_without_attention_has_its_products() -> None:
-    mamba = AutoModelForCausalLM.from_config(MambaConfig(vocab_size=120, hidden_size=32, num_hidden_layers=2))
-    formula = flop_formula(mamba)
-    assert formula.of([100]).attention == 0
-    linear = sum(m.weight.numel() for m in mamba.modules() if isinstance(m, torch.nn.Linear))
-    assert 6 * linear < formula.per_token < 6 * 1.3 * linear  # convolutions and states beside
-
-
-@pytest.mark.parametrize(("length", "window"), [(1, None), (9, None), (9, 4), (9, 9), (3, 100), (50, 1)])
+@pytest.mark.parametrize(("length", "window"), [(1, None), (9, None), (9, 4), (3, 100)])
 def test_pairs_are_those_of_the_mask(length: int, window: int | None) -> None:
     mask = torch.ones(length, length).tril()
     assert visible_pairs(length, window) == (mask if window is None else mask.triu(1 - window)).sum()
-
-
-def test_packed_rows_cost_what_they_cost_alone() -> None:
-    formula = flop_formula(model_of("llama"))
-    alone = [formula.of([length]) for length in (30, 2, 100)]
-    assert formula.of([30, 2, 100]) == tuple(map(sum, zip(*alone, strict=True)))
 
 
 def test_the_rate_is_measured_without_touching_random_numbers() -> None:
@@ -186,9 +157,8 @@ def test_the_rate_is_measured_without_touching_random_numbers() -> None:
 @pytest.mark.parametrize(
     ("name", "teraflops"),
     [
-        ("NVIDIA H200", 989), ("NVIDIA H100 PCIe", 756), ("NVIDIA H100 80GB HBM3", 989), ("NVIDIA A100-SXM4-80GB", 312),
-        ("NVIDIA A10G", 70), ("NVIDIA GeForce RTX 4090", 165), ("NVIDIA GH200 480GB", 989), ("NVIDIA L4", 121),
-        ("Tesla T4", 65), ("A GPU of tomorrow", 0),
+        ("NVIDIA H100 PCIe", 756), ("NVIDIA H100 80GB HBM3", 989), ("NVIDIA A10G", 70), ("NVIDIA GH200 480GB", 989),
+        ("A GPU of tomorrow", 0),
     ],
 )  # fmt: skip
 def test_published_peaks_are_found_by_torchs_name(name: str, teraflops: int, monkeypatch: pytest.MonkeyPatch) -> None:

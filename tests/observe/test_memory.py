@@ -1,70 +1,201 @@
-"""Peaks of real allocations, against what the kernel says elsewhere."""
+"""Memory while a run works: phases against allocations of known size, and runs of the recipe on two ranks, most of them
+broken on purpose."""
 
-import resource
+import json
+import re
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
+from forked import forked
 
-from llama_ft.observe import memory_metrics, memory_use, reset_peaks
-from llama_ft.observe.memory import _kernel_bytes
+from llama_ft.observe import MemoryMonitor, RunMetadata, memory_use, reset_peaks
+from llama_ft.observe.memory import Held, find_differences
+from llama_ft.phases import Phase
+from llama_ft.runtime import Runtime
 
+JOB = Path(__file__).with_name("memory_job.py")
 CPU = torch.device("cpu")
-MIB = 2**20
+MIB, COPIES = 2**20, 4  # of the model, which a rank of memory_job.py keeps
+HIDDEN, MIDDLE, LAYERS, WORDS, KEYS = 512, 1344, 5, 301, 256
+LAYER = 2 * HIDDEN * HIDDEN + 2 * KEYS * HIDDEN + 3 * HIDDEN * MIDDLE + 2 * HIDDEN
+WEIGHTS = LAYERS * LAYER + 2 * WORDS * HIDDEN + HIDDEN
 
 
-def touched(size_bytes: int) -> torch.Tensor:
-    return torch.ones(size_bytes, dtype=torch.uint8)  # ones, because untouched zeros are not resident
+def touched(mebibytes: int) -> torch.Tensor:
+    return torch.ones(mebibytes * MIB, dtype=torch.uint8)  # untouched zeros would not be resident
 
 
 def test_the_host_peak_outlives_the_allocation_until_it_is_reset() -> None:
     reset_peaks(CPU)
     before = memory_use(CPU).resident_peak
-    big = touched(300 * MIB)
-    del big
+    touched(300)
     after = memory_use(CPU).resident_peak
     reset_peaks(CPU)
-    fresh = memory_use(CPU).resident_peak
+    fresh = memory_use(CPU)
     assert 290 * MIB < after - before < 330 * MIB
-    assert fresh < after - 250 * MIB
+    assert fresh.resident_peak < after - 250 * MIB
+    assert fresh.device == fresh.device_peak == fresh.device_reserved_peak == 0
 
 
-def test_the_host_peak_is_the_one_getrusage_reports() -> None:
-    big = touched(64 * MIB)
-    peak = memory_use(CPU).resident_peak
-    assert peak > 0 and len(big) == 64 * MIB
-    # ru_maxrss is the larger of the peak before and after a reset, so it can only be above.
-    assert peak <= resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 + MIB
+def test_each_phase_has_the_peak_of_what_was_allocated_in_it(runtime: Runtime) -> None:
+    watch = MemoryMonitor(runtime)
+    level = memory_use(CPU).anonymous
+    spikes: dict[Phase, int] = {"forward": 160, "backward": 320, "optimizer step": 80}
+    for phase, size in spikes.items():
+        watch.enter(phase)
+        touched(size)
+    watch.enter("forward")  # a second, smaller forward does not lower the first's
+    watch.enter("evaluation")
+    for phase, size in spikes.items():
+        assert watch.by_phase[phase]["anonymous_peak_bytes"] - level == pytest.approx(size * MIB, abs=24 * MIB)
 
 
-def test_mapped_files_do_not_count_as_anonymous(tmp_path: Path) -> None:
+def test_a_file_that_loading_maps_is_not_in_its_peak(runtime: Runtime, tmp_path: Path) -> None:
     path = tmp_path / "weights.bin"
     path.write_bytes(b"\1" * (400 * MIB))
-    before = memory_use(CPU).anonymous
+    watch = MemoryMonitor(runtime)
+    watch.enter("load")
+    level = memory_use(CPU).anonymous
     mapped = torch.from_file(str(path), shared=True, size=400 * MIB, dtype=torch.uint8)
-    assert int(mapped.max()) == 1  # reads every page (a sum would need 8 bytes for each)
-    with_map = memory_use(CPU).anonymous
-    big = touched(400 * MIB)
-    with_tensor = memory_use(CPU).anonymous
-    # Wide bounds: libraries give memory of earlier tests back at any time.
-    assert with_map - before < 200 * MIB
-    assert 300 * MIB < with_tensor - with_map and len(big) == 400 * MIB
+    assert int(mapped.max()) == 1  # reads every page
+    spike = touched(200)
+    time.sleep(0.1)  # several samples long
+    del mapped, spike
+    watch.enter("forward")
+    assert watch.by_phase["load"]["anonymous_peak_bytes"] - level == pytest.approx(200 * MIB, abs=24 * MIB)
 
 
-def test_the_cpu_has_no_device_peak() -> None:
-    touched(MIB)
-    assert memory_use(CPU).device == memory_use(CPU).device_peak == memory_use(CPU).device_reserved_peak == 0
+def test_the_whole_runs_peak_outlives_the_phases_and_leaves_loading_out(runtime: Runtime, tmp_path: Path) -> None:
+    model = torch.nn.Linear(4, 4)
+    watch = MemoryMonitor(runtime)
+    watch.enter("load")
+    touched(600)
+    watch.begin_training(model, torch.optim.SGD(model.parameters()), RunMetadata(tmp_path))
+    watch.enter("forward")
+    level = memory_use(CPU)
+    touched(250)
+    watch.enter("backward")
+    watch.enter("forward")
+    assert watch.host_peak_bytes - level.anonymous - level.mapped == pytest.approx(250 * MIB, abs=24 * MIB)
 
 
-def test_a_system_without_proc_tells_nothing(tmp_path: Path) -> None:
-    assert _kernel_bytes(tmp_path / "status") == {}
+def test_a_run_that_fails_leaves_the_phases_it_had(runtime: Runtime, tmp_path: Path) -> None:
+    model = torch.nn.Linear(4, 4)
+    with pytest.raises(ZeroDivisionError), MemoryMonitor(runtime) as watch:
+        watch.enter("load")
+        watch.begin_training(model, torch.optim.SGD(model.parameters()), RunMetadata(tmp_path))
+        watch.enter("forward")
+        touched(64)
+        raise ZeroDivisionError
+    phases = json.loads((tmp_path / "facts.json").read_text())["memory"]["phases"]
+    assert set(phases) == {"load", "forward"}
+    assert phases["forward"][0]["anonymous_peak_bytes"] - memory_use(CPU).anonymous > 50 * MIB
 
 
-def test_a_kernel_that_does_not_tell_the_peak_has_none(tmp_path: Path) -> None:
-    status = tmp_path / "status"
-    status.write_text("Name:\tpython\nVmRSS:\t    2024 kB\nRssAnon:\t    2023 kB\n")
-    assert _kernel_bytes(status) == {"RssAnon": 2023 * 1024}
+def ranks_with(sizes: list[int], fuller: float = 1.0, host: list[int] | None = None) -> list[Held]:
+    host = [0] * len(sizes) if host is None else host
+    return [
+        Held({"sharded parameters": size * MIB}, {"host memory": of_host * MIB}, 4000 * MIB, fuller if size else 1.0)
+        for size, of_host in zip(sizes, host, strict=True)
+    ]
 
 
-def test_peaks_that_no_rank_measured_have_no_key() -> None:
-    on_the_cpu = torch.tensor([[2.0**33, 0.0], [2.0**34, 0.0]], dtype=torch.float64)
-    assert memory_metrics(on_the_cpu) == {"memory/host_peak_bytes": [2**33, 2**34]}
+def test_a_last_rank_with_fewer_rows_is_as_it_should_be() -> None:
+    # 9 rows over 8 ranks: four hold 2, one 1, three none; torch.chunk deals them so.
+    ranks = ranks_with([200, 200, 200, 200, 100, 0, 0, 0])
+    ranks[4] = ranks[4]._replace(fuller=2.0)
+    assert find_differences(ranks) == []
+
+
+@pytest.mark.parametrize(
+    ("ranks", "warning"),
+    [
+        (ranks_with([500, 500, 4000, 500]), "rank 2 holds 3.91 GiB of sharded parameters, the other ranks 500.0 MiB"),
+        (ranks_with([0, 0], host=[2000, 4000]), "rank 1 holds 3.91 GiB of host memory, the other ranks 1.95 GiB"),
+        (ranks_with([0, 0, 0], host=[60, 40, 70]), ""),  # Python takes some here and there
+        (ranks_with([0, 0, 0], host=[4000, 4150, 4000]), ""),  # under 5 %
+    ],
+)
+def test_a_rank_that_holds_more_than_the_others_is_named(ranks: list[Held], warning: str) -> None:
+    found = find_differences(ranks)
+    assert len(found) == bool(warning) and warning in "".join(found)
+
+
+@pytest.fixture(scope="module")
+def runs(save_model: Callable[..., Path], rows16: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Case -> what it printed and the memory part of its facts.json; all in one launch on two ranks."""
+    folder = tmp_path_factory.mktemp("memory")
+    shape = {"hidden_size": HIDDEN, "intermediate_size": MIDDLE, "num_hidden_layers": LAYERS, "vocab_size": WORDS}
+    large, tiny = save_model(folder / "large", **shape), save_model(folder / "tiny")
+    always = ["--enable_fsdp", "--dataset", str(rows16), "--precision", "fp32", "--save_model", "False"]
+    always += ["--batch_size_training", "1", "--no_plan"]
+    always += ["--batching_strategy", "padding"]
+    short = ["--model_name", str(large), "--max_train_step", "2", *always, "--run_validation", "False"]
+    steady = ["--model_name", str(tiny), "--max_train_step", "4", "--save_steps", "2", "--eval_steps", "2", *always]
+    cases = {
+        "steady": ("nothing", [*steady, "--validation", str(rows16)]),
+        "sound": ("nothing", [*short, "--low_cpu_fsdp", "--activation_checkpointing", "full"]),
+        "whole": ("loading", short),
+        "states": ("states", short),
+    }
+    listed = [
+        {"name": name, "broken": broken, "flags": [*flags, "--lr", "1e-5", "--output_dir", str(folder / name)]}
+        for name, (broken, flags) in cases.items()
+    ]
+    (folder / "cases.json").write_text(json.dumps(listed))
+    finished = forked(JOB, folder / "cases.json", ranks=2)
+    assert finished.exit_code == 0, finished.output
+    outputs = re.split(r"^CASE (\w+).*\n", finished.output, flags=re.MULTILINE)
+    printed = dict(zip(outputs[1::2], outputs[2::2], strict=True))
+    facts = {name: json.loads((folder / name / "facts.json").read_text())["memory"] for name in cases}
+    return {name: (printed[name], facts[name]) for name in cases}
+
+
+def warnings(output: str) -> list[str]:
+    return [line for line in output.splitlines() if line.startswith("warning:")]
+
+
+@pytest.mark.parametrize("name", ["sound", "steady"])
+def test_a_sound_run_is_not_warned(runs: dict[str, Any], name: str) -> None:
+    output, facts = runs[name]
+    assert warnings(output) == []
+    assert facts["warnings"] == []
+
+
+def test_a_whole_model_on_one_rank_is_found_though_it_is_no_parameter(runs: dict[str, Any]) -> None:
+    output, facts = runs["whole"]
+    (warning,) = warnings(output)
+    found = re.match(r"warning: rank 0 holds ([\d.]+) MiB of host memory, the other ranks ([\d.]+) MiB", warning)
+    assert found is not None
+    assert float(found[1]) - float(found[2]) == pytest.approx(COPIES * 4 * WEIGHTS / MIB, rel=0.2)
+    assert f"The whole model is {4 * WEIGHTS / MIB:,.1f} MiB" in warning
+    assert f"warning: {facts['warnings'][0]}".startswith(warning)
+
+
+def test_states_of_the_whole_model_on_one_rank_are_named(runs: dict[str, Any]) -> None:
+    whole, sharded = 4 * WEIGHTS / MIB, 8 * WEIGHTS / 2 / MIB
+    warning = warnings(runs["states"][0])[0]
+    assert f"rank 1 holds {whole + sharded:,.1f} MiB of optimizer state, the other ranks {sharded:,.1f} MiB" in warning
+
+
+def test_facts_have_the_phases_of_both_ranks(runs: dict[str, Any]) -> None:
+    training = {"load", "forward", "backward", "optimizer step"}
+    assert set(runs["steady"][1]["phases"]) == training | {"evaluation", "save"}
+    phases = runs["sound"][1]["phases"]
+    for rank in range(2):
+        loaded, updated = (phases[name][rank]["anonymous_peak_bytes"] for name in ("load", "optimizer step"))
+        # Weights are there in both; gradients and two states come with the step.
+        assert updated - loaded > 0.8 * 3 * 4 * WEIGHTS / 2
+    assert "peaks in MiB" in runs["sound"][0]
+
+
+def test_holders_are_those_of_the_models_shape(runs: dict[str, Any]) -> None:
+    for held in runs["sound"][1]["holders"]:
+        share = 4 * WEIGHTS / 2
+        assert held["sharded parameters"] == pytest.approx(share, rel=0.01)  # the last rank has a row less
+        assert held["gradients"] == pytest.approx(share, rel=0.01)
+        assert held["optimizer state"] == pytest.approx(2 * share, rel=0.01)

@@ -1,16 +1,13 @@
 """MLflow with a real local store, read back by MLflow; and a small local server for what goes over the network."""
 
 import contextlib
-import http.server
 import io
 import json
-import math
 import os
+import re
 import shutil
 import socket
-import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -18,18 +15,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from local_server import serve
 from mlflow import MlflowClient
 
 from llama_ft.config.settings import TrackingConfig
 from llama_ft.errors import UserError
 from llama_ft.observe import RunLog, check_trackers
+from llama_ft.observe.run_metadata import git_commit
 
 SOURCE = Path(__file__).parents[2] / "src"
 SETTINGS = {"train": {"lr": 0.001, "seed": None}, "data": {"dataset": "https://me:hunter2@host/rows", "mix": "x" * 900}}
-SAMPLES = [
-    {"when": "before", "question": "2 + 2?", "answer": "5", "reference": "4"},
-    {"when": "after", "question": "2 + 2?", "answer": "4", "reference": "4"},
-]
 
 
 class Stopped(BaseException):
@@ -49,20 +44,18 @@ def log_run(
     loss: float = 1.0,
     tracking: TrackingConfig | None = None,
     error: BaseException | None = None,
-    settings: dict[str, Any] = SETTINGS,
     **resumed: Any,
 ) -> dict[str, str]:
     """One attempt of a run; the ids that a later one goes on with."""
     output_dir.mkdir(parents=True, exist_ok=True)
     tracking = tracking or TrackingConfig(use_mlflow=True)
-    with contextlib.suppress(Stopped, ValueError), RunLog(output_dir, tracking, settings, 9, **resumed) as run_log:
+    with contextlib.suppress(Stopped, ValueError), RunLog(output_dir, tracking, SETTINGS, 9, **resumed) as run_log:
         with run_log.training():
             for step in steps:
                 run_log.log_step(step, {"epoch": step / 9, "train/loss": loss, "memory/host_peak_bytes": [1.0, 2.0]})
             if error is not None:
                 raise error
-            run_log.log_samples(SAMPLES)
-        run_log.log_result(output_dir / "model", {"weights_of": steps[-1], "best_step": 0}, "base", 60)
+        run_log.log_result(output_dir / "model", {"weights_of": steps[-1], "best_step": 0}, 60)
     return run_log.tracker_ids
 
 
@@ -70,7 +63,8 @@ def history(client: MlflowClient, run_id: str, key: str) -> list[tuple[int, floa
     return [(metric.step, metric.value) for metric in client.get_metric_history(run_id, key)]
 
 
-def test_mlflow_reads_back_the_whole_run(tmp_path: Path, screen: io.StringIO) -> None:
+def test_mlflow_reads_back_the_whole_run(tmp_path: Path, screen: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", [str(SOURCE / "mine.py")])  # whose checkout is the run's
     output_dir = tmp_path / "output" / "lora"
     (output_dir / "model").mkdir(parents=True)
     (output_dir / "model" / "adapter_model.safetensors").write_bytes(b"weights")
@@ -87,35 +81,24 @@ def test_mlflow_reads_back_the_whole_run(tmp_path: Path, screen: io.StringIO) ->
     assert history(client, ids["mlflow"], "memory/host_peak_bytes/rank1") == [(1, 2.0), (2, 2.0), (3, 2.0)]
     parameters = {"train.lr": "0.001", "train.seed": "None", "data.dataset": "https://***@host/rows"}
     assert run.data.params == parameters | {"data.mix": "x" * 500}
-    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=SOURCE, capture_output=True, text=True).stdout.strip()
-    assert run.data.tags.get("mlflow.source.git.commit", "") == head  # neither, where the tests run from an archive
+    assert run.data.tags.get("mlflow.source.git.commit") == git_commit()
     assert {name: run.data.tags[name] for name in ("team", "model.step", "model.best")} == {
         "team": "a=b", "model.step": "3", "model.best": "false",
     }  # fmt: skip
     copy = client.download_artifacts(ids["mlflow"], "model/adapter_model.safetensors", str(tmp_path))
     assert Path(copy).read_bytes() == b"weights"
-    table = json.loads(Path(client.download_artifacts(ids["mlflow"], "samples.json", str(tmp_path))).read_text())
-    assert table["data"] == [["before", "2 + 2?", "5", "4"], ["after", "2 + 2?", "4", "4"]]
-    assert f"mlflow ui --backend-store-uri {tmp_path}/output/mlruns shows it." in screen.getvalue()
-
-
-def test_mlflow_gets_no_copy_of_the_result_unasked(tmp_path: Path, screen: io.StringIO) -> None:
-    ids = log_run(tmp_path / "run", range(1, 2))
-    client = MlflowClient((tmp_path / "mlruns").as_uri())
-    assert [file.path for file in client.list_artifacts(ids["mlflow"])] == ["samples.json"]
+    assert f"mlflow ui --backend-store-uri file://{tmp_path}/output/mlruns shows it." in screen.getvalue()
 
 
 def test_a_resumed_run_goes_on_in_mlflow_each_step_once(tmp_path: Path, screen: io.StringIO) -> None:
     client, output_dir = MlflowClient((tmp_path / "mlruns").as_uri()), tmp_path / "run"
     ids = log_run(output_dir, range(1, 5), 1.0, error=Stopped())
     assert client.get_run(ids["mlflow"]).info.status == "KILLED"
-    changed = {"train": {"lr": 0.001, "seed": 7}}
-    again = log_run(output_dir, range(3, 7), 2.0, settings=changed, error=ValueError(), resume_step=2, tracker_ids=ids)
+    again = log_run(output_dir, range(3, 7), 2.0, error=ValueError(), resume_step=2, tracker_ids=ids)
     assert again == ids
     run = client.get_run(ids["mlflow"])
     assert run.info.status == "FAILED"
     assert history(client, ids["mlflow"], "train/loss") == [(1, 1.0), (2, 1.0), (3, 1.0), (4, 1.0), (5, 2.0), (6, 2.0)]
-    assert (run.data.params["train.seed"], run.data.tags["resumed.train.seed"]) == ("None", "7")
 
     other = TrackingConfig(use_mlflow=True, mlflow_tracking_uri=str(tmp_path / "another store"))
     anew = log_run(output_dir, range(7, 8), 3.0, other, resume_step=6, tracker_ids=ids)
@@ -125,51 +108,32 @@ def test_a_resumed_run_goes_on_in_mlflow_each_step_once(tmp_path: Path, screen: 
     assert history(client, anew["mlflow"], "train/loss") == expected, "it gets the steps it lacks from metrics.jsonl"
 
 
-def test_losses_that_are_no_numbers_arrive(tmp_path: Path, screen: io.StringIO) -> None:
-    ids = log_run(tmp_path / "run", range(1, 2), math.inf)
-    ((_, value),) = history(MlflowClient((tmp_path / "mlruns").as_uri()), ids["mlflow"], "train/loss")
-    assert value > 1e300
-
-
 def test_a_store_that_breaks_is_told_once_and_training_goes_on(tmp_path: Path, screen: io.StringIO) -> None:
     output_dir = tmp_path / "run"
     output_dir.mkdir()
     with RunLog(output_dir, TrackingConfig(use_mlflow=True), SETTINGS, 400) as run_log:
         shutil.rmtree(tmp_path / "mlruns")
         (tmp_path / "mlruns").write_text("no folder any more")
-        for step in range(1, 100):
+        for step in range(1, 4):
             run_log.log_step(step, {"train/loss": 1.0})
-            time.sleep(0.01)
-    assert len((output_dir / "metrics.jsonl").read_text().splitlines()) == 99
-    assert screen.getvalue().count("gets no more metrics; metrics.jsonl goes on.") == 1
+    assert len((output_dir / "metrics.jsonl").read_text().splitlines()) == 3
+    assert screen.getvalue().count("warning: MLflow") == 1
+    assert "gets no more metrics; metrics.jsonl goes on." in screen.getvalue()
 
 
-def test_without_the_package_the_command_that_installs_it_is_told(tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text(
-        "import importlib.util\nfind = importlib.util.find_spec\n"
-        "importlib.util.find_spec = lambda name, *rest: None if name == 'mlflow' else find(name, *rest)\n"
-    )
-    code = (
-        "from llama_ft.config.settings import TrackingConfig as T; from llama_ft.observe import check_trackers as c\n"
-    )
-    code += "try: c(T(use_mlflow=True), None)\nexcept Exception as error: print(error)"
-    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{SOURCE}"}
-    told = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True).stdout
-    assert told == (
-        "error: --use_mlflow: the package mlflow is not installed.\n       pip install -e .[mlflow] installs it.\n"
-    )
+def test_without_the_package_the_command_that_installs_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mlflow", None)
+    with pytest.raises(UserError, match=re.escape("pip install -e .[mlflow]")):
+        check_trackers(TrackingConfig(use_mlflow=True), None)
 
 
 @pytest.mark.parametrize(
     ("place", "said"),
     [
-        ("file", "{tmp}/file is not a folder"),
-        ("http://127.0.0.1:{port}", "http://127.0.0.1:{port} did not take the run"),
+        ("file", "{tmp}/file did not take the run"),
         ("http://me:hunter2@127.0.0.1:{port}", "http://***@127.0.0.1:{port} did not take the run"),
         ("http://127.0.0.1:9", "did not take the run: the host does not answer (connection refused)\n"),
         ("http://no-such-host.invalid", "did not take the run: the host does not answer (host not found)\n"),
-        ("http://127.0.0.1:{port}/slow", "did not take the run: the host does not answer (timed out)\n"),
-        ("https://", "did not take the run: "),
     ],
 )
 def test_a_store_that_cannot_be_used_is_told_within_seconds(
@@ -198,50 +162,22 @@ class MlflowServer:
     url: str = ""
     sent: list[tuple[str, str, dict[str, Any]]] = field(default_factory=list)  # path, authorization, body
 
-    def answer(self, path: str) -> dict[str, Any]:
-        info = {
-            "run_id": "r1",
-            "run_uuid": "r1",
-            "experiment_id": "1",
-            "status": "RUNNING",
-            "lifecycle_stage": "active",
-        }
+    def answer(self, path: str, authorization: str, body: bytes) -> tuple[int, object]:
+        path = path.partition("/api/2.0/mlflow/")[2].partition("?")[0]
+        self.sent.append((path, authorization, json.loads(body or b"{}")))
+        info = {"run_id": "r1", "run_uuid": "r1", "experiment_id": "1", "status": "RUNNING"}
+        info["lifecycle_stage"] = "active"
         run = {"run": {"info": info, "data": {}}}
         experiment = {"experiment_id": "1", "name": "llama_ft", "lifecycle_stage": "active"}
-        return {"experiments/get-by-name": {"experiment": experiment}, "runs/create": run, "runs/get": run}.get(
-            path, {}
-        )
+        known = {"experiments/get-by-name": {"experiment": experiment}, "runs/create": run, "runs/get": run}
+        return 200, known.get(path, {})
 
 
 @pytest.fixture
 def server() -> Iterator[MlflowServer]:
     fake = MlflowServer()
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers.get("content-length", 0))) or b"{}")
-            path = self.path.partition("/api/2.0/mlflow/")[2].partition("?")[0]
-            fake.sent.append((path, self.headers.get("Authorization", ""), body))
-            reply = json.dumps(fake.answer(path)).encode()
-            self.send_response(200)
-            self.send_header("content-length", str(len(reply)))
-            self.end_headers()
-            self.wfile.write(reply)
-
-        do_GET = do_PATCH = do_POST
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    listening = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    listening.daemon_threads = True
-    thread = threading.Thread(target=listening.serve_forever)
-    thread.start()
-    fake.url = f"http://127.0.0.1:{listening.server_port}"
-    yield fake
-    listening.shutdown()
-    thread.join()
-    listening.server_close()
+    with serve(fake.answer) as fake.url:
+        yield fake
 
 
 def test_a_server_gets_the_run_and_nobody_else_the_password(

@@ -1,14 +1,11 @@
 """The bar on a terminal and the lines of a log file, as they are printed."""
 
 import io
-import math
 import re
-import threading
 
-import pytest
 from rich.console import Console
 
-from llama_ft.observe import Progress
+from llama_ft.observe.progress import ProgressBar
 
 STEP = {
     "train/loss": 6.2134,
@@ -39,78 +36,30 @@ def visible_lines(printed: io.StringIO) -> list[str]:
 
 def test_a_log_file_gets_plain_lines() -> None:
     console, printed = file_console()
-    with Progress(100, console=console) as progress:
+    with ProgressBar(100, console=console) as progress:
         progress.update(12, STEP)
     expected = "step 12/100  loss 6.213  lr 1.2e-03  grad_norm 1.32  8,412 tokens/s  MFU 38%  1.3 s/step\n"
     assert printed.getvalue() == expected
 
 
-def test_without_a_published_peak_the_share_of_the_measured_rate_is_printed() -> None:
-    console, printed = file_console()
-    with Progress(1, console=console) as progress:
-        progress.update(1, {"perf/matmul_utilization": 0.384})
-    assert printed.getvalue() == "step 1/1  matmul 38%\n"
-
-
-def test_fast_steps_print_the_first_and_the_last_line_only() -> None:
-    console, printed = file_console()
-    with Progress(500, console=console, seconds_between_lines=3600) as progress:
-        for step in range(1, 501):
-            progress.update(step, STEP)
-    assert [line.split("  ")[0] for line in visible_lines(printed)] == ["step 1/500", "step 500/500"]
-
-
 def test_a_run_that_ends_early_still_prints_its_last_step() -> None:
     console, printed = file_console()
-    with Progress(500, console=console, seconds_between_lines=3600) as progress:
+    with ProgressBar(500, console=console, seconds_between_lines=3600) as progress:
         for step in range(1, 38):
             progress.update(step, STEP)
     assert [line.split("  ")[0] for line in visible_lines(printed)] == ["step 1/500", "step 37/500"]
 
 
-def test_slow_steps_print_a_line_each() -> None:
-    console, printed = file_console()
-    with Progress(5, console=console, seconds_between_lines=0) as progress:
-        for step in range(1, 6):
-            progress.update(step, STEP)
-    assert len(visible_lines(printed)) == 5
-
-
-def test_short_steps_are_told_in_milliseconds() -> None:
-    console, printed = file_console()
-    with Progress(1, console=console) as progress:
-        progress.update(1, {"perf/step_seconds": 0.0482})
-    assert printed.getvalue() == "step 1/1  48 ms/step\n"
-
-
-def test_the_last_evaluation_is_beside_the_finished_bar() -> None:
-    console, printed = terminal_console(columns=160)
-    with Progress(1, console=console) as progress:
-        progress.update(1, STEP)
-        progress.note_evaluation(1, 5.0, 148.4)
-    assert "loss 6.213  held-out 5.000" in visible_lines(printed)[-1]
-
-
 def test_an_evaluation_is_a_line_of_its_own() -> None:
     console, printed = file_console()
-    with Progress(100, console=console) as progress:
+    with ProgressBar(100, console=console) as progress:
         progress.note_evaluation(0, 9.0109, 8191.7)
     assert printed.getvalue() == "step 0/100  held-out loss 9.011  perplexity 8191.70\n"
 
 
-@pytest.mark.parametrize(
-    ("loss", "shown"), [(math.nan, "loss nan"), (math.inf, "loss inf"), (3.2e-5, "loss 3.2e-05"), (0.0, "loss 0.000")]
-)
-def test_unusual_losses_stay_readable(loss: float, shown: str) -> None:
-    console, printed = file_console()
-    with Progress(1, console=console) as progress:
-        progress.update(1, {"train/loss": loss})
-    assert printed.getvalue() == f"step 1/1  {shown}\n"
-
-
 def test_a_terminal_gets_a_bar_with_everything_beside_it() -> None:
     console, printed = terminal_console(columns=160)
-    with Progress(100, console=console) as progress:
+    with ProgressBar(100, console=console) as progress:
         progress.note_evaluation(0, 9.0109, 8191.7)
         progress.update(12, STEP)
     bar = visible_lines(printed)[-1]
@@ -122,7 +71,7 @@ def test_a_terminal_gets_a_bar_with_everything_beside_it() -> None:
 
 def test_the_bar_fits_on_80_columns() -> None:
     console, printed = terminal_console(columns=80)
-    with Progress(20000, console=console) as progress:
+    with ProgressBar(20000, console=console) as progress:
         progress.note_evaluation(0, 9.0109, 8191.7)
         progress.update(12345, STEP | {"perf/tokens_per_second": 123456.0})
     bar = visible_lines(printed)[-1]
@@ -132,54 +81,14 @@ def test_the_bar_fits_on_80_columns() -> None:
     assert re.search(r"123,456 tok/s +left [-\d]+:", bar)
 
 
-def test_a_resumed_run_starts_where_it_was() -> None:
-    console, printed = terminal_console(columns=120)
-    with Progress(100, steps_done=40, console=console):
-        pass
-    assert re.match(r"step +40/100 ", visible_lines(printed)[-1])
-
-
 def test_the_time_left_of_a_resumed_run_is_by_its_own_speed() -> None:
     now = [1000.0]
     printed = io.StringIO()
     console = Console(file=printed, force_terminal=True, width=160, highlight=False, get_time=lambda: now[0])
-    with Progress(1000, steps_done=900, console=console) as progress:
+    with ProgressBar(1000, steps_done=900, console=console) as progress:
         for step in range(901, 911):
             now[0] += 20.0
             progress.update(step, STEP)
     bar = visible_lines(printed)[-1]
     assert re.match(r"step +910/1000 ", bar)
     assert bar.endswith("0:03:20 left 0:30:00")  # 10 steps in 200 s, so 90 in 1800 s
-
-
-def test_lines_of_other_threads_stay_whole_beside_the_bar() -> None:
-    console, printed = terminal_console(columns=120)
-    lines = [[f"thread {thread} wrote line {line} of its checkpoint" for line in range(30)] for thread in range(4)]
-
-    def write(own_lines: list[str]) -> None:
-        for line in own_lines:
-            console.print(line)
-
-    with Progress(1000, console=console) as progress:
-        threads = [threading.Thread(target=write, args=(own_lines,)) for own_lines in lines]
-        for thread in threads:
-            thread.start()
-        step = 0
-        while any(thread.is_alive() for thread in threads):
-            step += 1
-            progress.update(step, STEP)
-        for thread in threads:
-            thread.join()
-    seen = visible_lines(printed)
-    assert sorted(line for line in seen if "wrote line" in line) == sorted(sum(lines, []))
-    assert seen[-1].startswith("step")
-
-
-def test_other_lines_appear_above_the_bar() -> None:
-    console, printed = terminal_console(columns=120)
-    with Progress(100, console=console) as progress:
-        progress.update(1, STEP)
-        console.print("saved checkpoints/step-000001")
-    lines = visible_lines(printed)
-    assert "saved checkpoints/step-000001" in lines
-    assert lines[-1].startswith("step")

@@ -1,13 +1,9 @@
 """W&B offline, its files read back; W&B online, in a process of its own against a small local server."""
 
 import contextlib
-import http.server
 import io
 import json
 import os
-import re
-import shlex
-import socket
 import struct
 import subprocess
 import sys
@@ -19,12 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from local_server import serve
 from wandb.proto.wandb_internal_pb2 import Record
-from wandb_artifacts import Artifacts
 
 from llama_ft.config.settings import TrackingConfig
 from llama_ft.errors import UserError
-from llama_ft.observe import RunLog, WandbTracker, start_trackers
+from llama_ft.observe.run_log import RunLog
+from llama_ft.observe.run_metadata import git_commit
+from llama_ft.observe.trackers import start_trackers
 from llama_ft.observe.wandb_tracker import wandb_mode
 
 RESOLVED = {"train": {"lr": 0.001, "num_epochs": 2}, "model": {"model_name": "demo"}}
@@ -66,10 +64,8 @@ class WandbServer:
     refuses_keys: bool = False
     silent_after_start: bool = False
     closing: threading.Event = field(default_factory=threading.Event)
-    summary: dict[str, Any] = field(default_factory=dict)
-    artifacts: Artifacts = field(default_factory=Artifacts)
 
-    def answer(self, path: str, body: bytes) -> tuple[int, dict[str, object]]:
+    def answer(self, path: str, authorization: str, body: bytes) -> tuple[int, dict[str, object]]:
         self.requests.append((path, body))
         if self.refuses_keys:
             return 401, {"data": None}
@@ -83,8 +79,6 @@ class WandbServer:
             return 200, {"data": {"upsertBucket": {"bucket": bucket, "inserted": True}}}
         if self.silent_after_start:
             self.closing.wait()
-        if (about_artifact := self.artifacts.answer(body)) is not None:
-            return 200, about_artifact
         if b"mutation CreateRunFiles" in body:
             return 200, {"data": {"createRunFiles": {"runID": "b", "uploadHeaders": [], "files": []}}}
         if b"query RunResumeStatus" in body:
@@ -103,8 +97,6 @@ class WandbServer:
         return {"id": "b", "name": run_id, "displayName": "run", "historyTail": tail, "tags": []} | counts | texts
 
     def take(self, run_id: str, stream: dict[str, Any]) -> None:
-        for line in stream.get("files", {}).get("wandb-summary.json", {"content": []})["content"]:
-            self.summary = json.loads(line)
         lines = stream.get("files", {}).get("wandb-history.jsonl", {"offset": 0, "content": []})
         self.history[run_id] |= dict(enumerate(lines["content"], lines["offset"]))
         self.ends += [{key: stream[key] for key in ("preempting", "exitcode") if key in stream}]
@@ -117,34 +109,9 @@ class WandbServer:
 @pytest.fixture
 def wandb_server() -> Iterator[WandbServer]:
     fake = WandbServer()
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers.get("content-length", 0)))
-            status, reply = fake.answer(self.path, body)
-            self.send_response(status)
-            self.send_header("content-type", "application/json")
-            self.end_headers()
-            self.wfile.write(json.dumps(reply).encode())
-
-        def do_PUT(self) -> None:
-            body = self.rfile.read(int(self.headers.get("content-length", 0)))
-            self.send_response(fake.artifacts.take(self.path, body))
-            self.end_headers()
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    fake.url = fake.artifacts.url = f"http://127.0.0.1:{server.server_port}"
-    yield fake
-    fake.closing.set()
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with serve(fake.answer) as fake.url:
+        yield fake
+        fake.closing.set()
 
 
 def offline_records(run_dir: Path) -> Iterator[Record]:
@@ -189,207 +156,60 @@ def run_online(tmp_path: Path, **environment: str) -> tuple[subprocess.Completed
     return done, time.time() - (tmp_path / "started").stat().st_mtime
 
 
-def test_wandb_offline_keeps_everything_and_says_how_to_sync(
+def test_wandb_offline_keeps_everything_but_machine_user_and_code_and_says_how_to_sync(
     tmp_path: Path, screen: io.StringIO, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    config = TrackingConfig(
-        use_wandb=True,
-        wandb_mode="offline",
-        wandb_project="docstrings",
-        wandb_entity="my-team",
-        wandb_name="first",
-        wandb_tags=["lora", "8b"],
-        wandb_group="sweep",
-        wandb_job_type="train",
-        wandb_notes="the first of three",
-    )
-    (tracker,) = start_trackers(config, tmp_path, RESOLVED)
-    for step in (1, 2):
-        tracker.log({"train/loss": 6.0 / step, "memory/host_peak_bytes": [10, 20]}, step)
-    tracker.finish(0)
+    monkeypatch.setattr(sys, "argv", [str(SOURCE / "mine.py")])  # whose checkout is the run's
+    names = {"wandb_project": "docstrings", "wandb_entity": "my-team", "wandb_name": "first", "wandb_group": "sweep"}
+    more = {"wandb_job_type": "train", "wandb_notes": "the first of three", "wandb_tags": ["lora", "8b"]}
+    config = TrackingConfig(use_wandb=True, wandb_mode="offline", wandb_log_model=True, **names, **more)  # type: ignore[arg-type]
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "adapter_model.safetensors").write_bytes(b"weights")
+    with RunLog(tmp_path, config, RESOLVED, 2) as run_log:
+        for step in (1, 2):
+            run_log.log_step(step, {"train/loss": 6.0 / step, "memory/host_peak_bytes": [10, 20]})
+        run_log.log_result(tmp_path / "model", {"weights_of": 2, "best_step": 2}, 60)
 
     (run_dir,) = (tmp_path / "wandb").glob("offline-run-*")
     assert f"wandb sync {run_dir} uploads this run" in screen.getvalue()
-    (run, *_) = [record.run for record in offline_records(run_dir) if record.HasField("run")]
+    records = list(offline_records(run_dir))
+    (run, *_) = runs = [record.run for record in records if record.HasField("run")]
     assert (run.project, run.entity, run.display_name) == ("docstrings", "my-team", "first")
     assert list(run.tags) == ["lora", "8b"]
     assert (run.run_group, run.job_type, run.notes) == ("sweep", "train", "the first of three")
     settings = {item.key or "/".join(item.nested_key): item.value_json for item in run.config.update}
-    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=SOURCE, capture_output=True, text=True).stdout.strip()
-    if head:  # the tests may run from an archive
-        assert json.loads(settings["git"])["commit"] == head
+    assert json.loads(settings["git"])["commit"] == git_commit()
     assert '{"lr":0.001,"num_epochs":2}' in [item.value_json for item in run.config.update]
     history = offline_history(run_dir)
     assert [float(row["train/loss"]) for row in history] == [6.0, 3.0]
     assert [float(row["memory/host_peak_bytes/rank1"]) for row in history] == [20.0, 20.0]
     assert [row["_step"] for row in history] == ["1", "2"]
 
+    (model,) = [record.artifact for record in records if record.HasField("artifact")]
+    assert (model.type, set(model.aliases)) == ("model", {"latest", "step-2", "best"})
+    assert [file.path for file in model.manifest.contents] == ["adapter_model.safetensors"]
 
-@pytest.mark.parametrize(
-    ("setting", "environment", "mode"),
-    [
-        (None, "", "online"),
-        (None, "offline", "offline"),
-        (None, "disabled", "disabled"),
-        ("online", "offline", "online"),
-        ("offline", "disabled", "offline"),
-    ],
-)
-def test_the_environments_mode_counts_where_none_is_set(
-    setting: Any, environment: str, mode: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("WANDB_MODE", environment)
-    assert wandb_mode(TrackingConfig(use_wandb=True, wandb_mode=setting)) == mode
-
-
-def test_what_wandb_does_not_take_is_told_in_its_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WANDB_MODE", "of")
-    with pytest.raises(UserError, match="W&B did not take the run: .*mode"):
-        WandbTracker(TrackingConfig(use_wandb=True), tmp_path, RESOLVED)
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    with pytest.raises(UserError, match="W&B did not take the run: .*is 65 characters"):
-        WandbTracker(TrackingConfig(use_wandb=True, wandb_tags=["x" * 65]), tmp_path, RESOLVED)
-
-
-def test_wandb_mode_of_the_environment_decides_what_is_written(
-    tmp_path: Path, screen: io.StringIO, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("WANDB_MODE", "disabled")
-    assert start_trackers(TrackingConfig(use_wandb=True), tmp_path, RESOLVED) == []
-    assert "WANDB_MODE is disabled" in screen.getvalue() and not list(tmp_path.iterdir())
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    (tracker,) = start_trackers(TrackingConfig(use_wandb=True), tmp_path, RESOLVED)
-    tracker.finish(0)
-    assert len(list((tmp_path / "wandb").glob("offline-run-*"))) == 1
-
-
-SAMPLES = [
-    {"when": "before", "question": "2 + 2?", "answer": "half a letter \udc80", "reference": "4"},
-    {"when": "after", "question": "2 + 2?", "answer": "4", "reference": "4"},
-]
-TABLE = ["2 + 2?", "4", "half a letter ?", "4"]
-OUTCOME = {"weights_of": 2, "best_step": 2}
-
-
-def run_with_result(output_dir: Path, mode: str, seconds: float = 60) -> Path:
-    """A run of two steps with samples and a result to upload; its directory in output_dir/wandb."""
-    (output_dir / "model").mkdir(parents=True)
-    (output_dir / "model" / "adapter_model.safetensors").write_bytes(b"weights")
-    tracking = TrackingConfig(use_wandb=True, wandb_mode=mode, wandb_log_model=True)  # type: ignore[arg-type]
-    with RunLog(output_dir, tracking, {}, 2) as run_log:
-        with run_log.training():
-            for step in (1, 2):
-                memory = [10 * step, 40 - 10 * step]
-                losses = {"train/loss": 1.0 / step, "eval/loss": 1.0 * step, "eval/perplexity": 9.0}
-                run_log.log_step(step, losses | {"memory/host_peak_bytes": memory})
-            run_log.log_samples(SAMPLES)
-        run_log.log_result(output_dir / "model", OUTCOME, "my_models/base", seconds)
-    (run_dir,) = (path for path in (output_dir / "wandb").glob("*run-*") if path.is_dir() and not path.is_symlink())
-    return run_dir
-
-
-def check_uploaded(server: WandbServer) -> None:
-    (model,) = server.artifacts.of_type("model")
-    aliases = {alias["alias"] for alias in model["aliases"]}
-    assert model["committed"] and aliases == {"latest", "step-2", "best"}
-    assert json.loads(model["metadata"]) == {"base_model": "my_models/base", "step": 2}
-    name = model["artifactCollectionName"]
-    assert server.artifacts.uploaded[f"{name}/adapter_model.safetensors"] == b"weights"
-    (table,) = server.artifacts.of_type("run_table")
-    rows = json.loads(server.artifacts.uploaded[f"{table['artifactCollectionName']}/samples.table.json"])
-    assert rows["columns"] == ["question", "reference", "before tuning", "after tuning"]
-    assert rows["data"] == [TABLE]
-    summary = server.summary
-    assert (summary["train/loss"], summary["eval/loss"]) == (0.5, {"min": 1.0, "last": 2.0})
-    largest = [summary[f"memory/host_peak_bytes/{which}"] for which in ("rank0", "rank1", "max")]
-    assert largest == [{"max": 20}, {"max": 30}, {"max": 30}]
-
-
-def test_wandb_online_takes_the_result_and_the_samples(
-    tmp_path: Path, wandb_server: WandbServer, login: None, screen: io.StringIO
-) -> None:
-    run_with_result(tmp_path / "run", "online")
-    check_uploaded(wandb_server)
-    assert ":v0, latest, step-2, best." in screen.getvalue()
-    assert wandb_server.ends[-1] == {"exitcode": 0}
-    copies = [path for path in tmp_path.rglob("*") if path.is_file() and path.read_bytes() == b"weights"]
-    assert copies == [tmp_path / "run" / "model" / "adapter_model.safetensors"], "the result is not copied for it"
-
-
-def test_an_offline_run_is_uploaded_with_its_result(
-    tmp_path: Path, wandb_server: WandbServer, login: None, screen: io.StringIO
-) -> None:
-    run_with_result(tmp_path / "run", "offline")
-    assert wandb_server.requests == []
-    upload(screen)
-    check_uploaded(wandb_server)
-
-
-@pytest.mark.slow
-def test_a_result_that_is_not_taken_ends_in_time_and_fails_nothing(
-    tmp_path: Path, wandb_server: WandbServer, login: None, screen: io.StringIO
-) -> None:
-    wandb_server.artifacts.refuses_uploads = True
-    start = time.monotonic()
-    run_dir = run_with_result(tmp_path / "run", "online", seconds=3)
-    assert time.monotonic() - start < 40
-    assert f"warning: W&B did not take the result, which is in {tmp_path}/run/model." in screen.getvalue()
-    assert wandb_server.losses(run_dir.name.rpartition("-")[2]) == [(1, 1.0), (2, 0.5)]
-    assert (tmp_path / "run" / "model" / "adapter_model.safetensors").read_bytes() == b"weights"
-
-
-def test_wandb_per_rank_gives_each_rank_a_run_of_one_group(tmp_path: Path, screen: io.StringIO) -> None:
-    output_dir = tmp_path / "run"
-    output_dir.mkdir()
-    tracking = TrackingConfig(use_wandb=True, wandb_mode="offline", wandb_per_rank=True)
-    for rank, first, resume_step in ((0, 1, None), (1, 1, None), (1, 3, 2)):
-        with RunLog(output_dir, tracking, {}, 2, rank, resume_step, tracker_ids={"wandb": "abc"}) as run_log:
-            for step in (first, first + 1):
-                run_log.log_step(step, {"train/loss": 1.0, "memory/host_peak_bytes": [10 * step, 20 * step]})
-    found = {}
-    for run_dir in sorted((output_dir / "wandb").glob("offline-run-*"), key=os.path.getmtime):
-        run = next(record.run for record in offline_records(run_dir) if record.HasField("run"))
-        history = offline_history(run_dir)
-        assert run.run_group == "run"
-        found[run.display_name] = run.run_id, [float(row["memory/host_peak_bytes"]) for row in history]
-        assert ("train/loss" in history[0]) == (run.run_id == "abc"), "what is of all ranks is rank 0's"
-    assert found == {"run-rank0": ("abc", [10.0, 20.0]), "run-rank1": ("abc-rank1", [20.0, 40.0, 60.0, 80.0])}
-    assert len((output_dir / "metrics.jsonl").read_text().splitlines()) == 2, "written by rank 0 only"
-
-
-def test_wandb_offline_keeps_machine_user_and_code_to_itself(tmp_path: Path, screen: io.StringIO) -> None:
-    tracker = WandbTracker(TrackingConfig(use_wandb=True, wandb_mode="offline"), tmp_path, RESOLVED)
-    tracker.log({"train/loss": 1.0}, 1)
-    tracker.finish(1)
-    (run_dir,) = (tmp_path / "wandb").glob("offline-run-*")
-    runs = [record.run for record in offline_records(run_dir) if record.HasField("run")]
     assert {(run.host, run.git.remote_url, run.git.commit) for run in runs} == {("", "", "")}
     kept = next(run_dir.glob("*.wandb")).read_bytes()
-    for path in {sys.executable, sys.argv[0], __file__} - {"-c"}:  # a worker's argv[0]; any two bytes may occur
+    for path in (sys.executable, sys.argv[0], __file__):
         assert path.encode() not in kept
-    assert [path for path in (run_dir / "files").rglob("*") if path.is_file()] == []
+    assert not [path for path in (run_dir / "files").rglob("*") if path.is_file()]
 
 
-def test_the_run_is_named_after_its_directory(tmp_path: Path, screen: io.StringIO) -> None:
-    output_dir = tmp_path / "Llama-3-8B-lora"
-    output_dir.mkdir()
-    tracker = WandbTracker(TrackingConfig(use_wandb=True, wandb_mode="offline"), output_dir, RESOLVED)
+def test_wandb_mode_of_the_environment_decides_what_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = TrackingConfig(use_wandb=True)
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    assert start_trackers(asked, tmp_path, RESOLVED, None, {}) == [] and not list(tmp_path.iterdir())
+    assert wandb_mode(TrackingConfig(use_wandb=True, wandb_mode="online")) == "online"
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    with pytest.raises(UserError, match="W&B did not take the run: "):
+        start_trackers(TrackingConfig(use_wandb=True, wandb_tags=["x" * 65]), tmp_path, RESOLVED, None, {})
+    (tracker,) = start_trackers(asked, tmp_path, RESOLVED, None, {})
     tracker.finish(0)
-    (run_dir,) = (output_dir / "wandb").glob("offline-run-*")
-    names = [record.run.display_name for record in offline_records(run_dir) if record.HasField("run")]
-    assert names[0] == "Llama-3-8B-lora"
-
-
-def test_wandb_online_without_a_key_is_told_at_once(tmp_path: Path) -> None:
-    done, seconds = run_online(tmp_path)
-    assert done.returncode == 2
-    assert done.stderr == (
-        "error: --use_wandb: this machine has no W&B key.\n"
-        "       Run wandb login, or set WANDB_API_KEY; --wandb_mode offline needs neither key nor network.\n"
-    )
-    assert seconds < 30
-    assert list((tmp_path / "run").iterdir()) == []
+    (run_dir,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
+    names = [record.run.display_name for record in offline_records(run_dir.parent) if record.HasField("run")]
+    assert names[0] == tmp_path.name
 
 
 def test_wandb_with_a_refused_key_is_told(tmp_path: Path, wandb_server: WandbServer) -> None:
@@ -399,18 +219,6 @@ def test_wandb_with_a_refused_key_is_told(tmp_path: Path, wandb_server: WandbSer
     assert done.stderr.startswith(f"error: --use_wandb: Failed to authenticate with {wandb_server.url}")
     assert "wandb login --relogin" in done.stderr and "--wandb_mode offline" in done.stderr
     assert "Traceback" not in done.stderr
-
-
-@pytest.mark.slow
-def test_an_unreachable_wandb_server_is_told_within_30_seconds(tmp_path: Path) -> None:
-    with socket.socket() as nobody_listens:
-        nobody_listens.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{nobody_listens.getsockname()[1]}"
-        done, seconds = run_online(tmp_path, WANDB_BASE_URL=url, WANDB_API_KEY="a" * 40)
-    assert done.returncode == 2
-    assert url in done.stderr and "--wandb_mode offline" in done.stderr
-    assert seconds < 30
-    assert list((tmp_path / "run").iterdir()) == []
 
 
 def test_wandb_online_sends_metrics_and_nothing_about_the_machine(tmp_path: Path, wandb_server: WandbServer) -> None:
@@ -497,47 +305,3 @@ def test_wandb_online_goes_on_with_its_run(
         offline_history(run_dir) for run_dir in sorted((tmp_path / "run" / "wandb").glob("run-*"), key=os.path.getctime)
     ]
     assert [[row["_step"] for row in rows] for rows in told] == [["0", "1", "2", "3", "4"], ["4", "5"], ["5", "6"]]
-
-
-def test_wandb_gets_the_whole_run_where_it_does_not_have_it(
-    tmp_path: Path, wandb_server: WandbServer, login: None, screen: io.StringIO
-) -> None:
-    run = Attempt(tmp_path / "run", TrackingConfig())
-    run.run(0, 3, 1.0)
-    assert run.ids == {}
-    run.tracking = TrackingConfig(use_wandb=True)
-    run.run(3, 4, 2.0, resume_step=2)
-    run_id, expected = run.ids["wandb"], [(0, 1.0), (1, 1.0), (2, 1.0), (3, 2.0), (4, 2.0)]
-    assert wandb_server.losses(run_id) == expected
-
-    wandb_server.history.clear()  # another server or project
-    run.run(5, 5, 3.0, resume_step=4)
-    assert wandb_server.losses(run_id) == [*expected, (5, 3.0)]
-
-
-def test_an_attempt_without_wandb_keeps_the_run_that_a_later_one_goes_on_with(tmp_path: Path) -> None:
-    run = Attempt(tmp_path / "run", TrackingConfig(), ids={"wandb": "abc"})
-    run.run(1, 1, 1.0, resume_step=0)
-    assert run.ids == {"wandb": "abc"}
-
-
-def test_the_last_offline_attempt_uploads_the_whole_run(
-    tmp_path: Path, wandb_server: WandbServer, login: None, screen: io.StringIO
-) -> None:
-    run = Attempt(tmp_path / "run", TrackingConfig(use_wandb=True, wandb_mode="offline"))
-    run.run(0, 4, 1.0)
-    run_id = run.ids["wandb"]
-    upload(screen)
-    assert wandb_server.losses(run_id) == [(step, 1.0) for step in range(5)]
-    run.run(3, 5, 2.0, resume_step=2)
-    assert run.ids == {"wandb": run_id}
-    upload(screen)
-    assert wandb_server.losses(run_id) == [(0, 1.0), (1, 1.0), (2, 1.0), (3, 2.0), (4, 2.0), (5, 2.0)]
-
-
-def upload(screen: io.StringIO) -> None:
-    """Run the command that was printed last."""
-    command = re.findall(r"W&B: wandb (sync .*) uploads this run", screen.getvalue())[-1]
-    wandb = Path(sys.executable).with_name("wandb")
-    home = os.environ["HOME"]  # it writes a log to the folder that it is called in
-    subprocess.run([wandb, *shlex.split(command)], check=True, capture_output=True, timeout=60, cwd=home)

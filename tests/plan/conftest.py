@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-
 
 @pytest.fixture
 def plan(finetuning: ModuleType) -> Callable[..., Any]:
@@ -16,7 +14,8 @@ def plan(finetuning: ModuleType) -> Callable[..., Any]:
 
     def planned(folder: Path, world_size: int, *flags: str, device: str = "cpu", quick: bool = False) -> Any:
         from llama_ft.config import load
-        from llama_ft.plan.predict import PlanRequest, predict
+        from llama_ft.plan.predict import predict
+        from llama_ft.plan.types import PlanRequest
 
         config, _ = load(["--model_name", str(folder), "--dataset", "demo", *flags], paths=False)
         request = PlanRequest(config, folder, world_size, min(8, world_size), device)  # type: ignore[arg-type]

@@ -24,8 +24,7 @@ def with_a_limit(*arguments: Any, **more: Any) -> Any:
     try:
         return accumulate(*arguments, **more)
     finally:
-        if "LIFTED" in os.environ:  # what asks for advice, as another program, has all there is
-            resource.setrlimit(resource.RLIMIT_AS, limits)
+        resource.setrlimit(resource.RLIMIT_AS, limits)  # what is asked for advice has all there is
 
 
 if __name__ == "__main__":

@@ -7,8 +7,9 @@ import os
 import shlex
 import shutil
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from conftest import RECIPE, Finished, losses, recipe
@@ -17,24 +18,16 @@ from forked import forked
 MODEL, ROWS = "--model_name @model", "--dataset @rows.jsonl"
 GOOD = f"{MODEL} {ROWS}"
 LORA = f"{GOOD} --use_peft"
-STREAMED = f"{GOOD} --streaming --max_train_step 3"
 
 
-@dataclass(frozen=True)
-class Case:
-    """A command and what its message must say.
-
-    Attributes:
-        flags: of the recipe; @name is a file of the folder `broken`.
-        says: words of the message, in any order.
-        errors: how many mistakes it names.
-        environment: of the process; with one it is a new interpreter, for libraries to read it.
-    """
+class Case(NamedTuple):
+    """A command, where @name is a file of the folder `broken`, and words of its message, which names so many mistakes.
+    With variables of its own the process is a new interpreter, for libraries to read them."""
 
     flags: str
     says: tuple[str, ...]
-    errors: int = 1
-    environment: dict[str, str] = field(default_factory=dict)
+    errors: int
+    environment: dict[str, str]
 
 
 def case(flags: str, *says: str, errors: int = 1, **environment: str) -> Case:
@@ -44,133 +37,58 @@ def case(flags: str, *says: str, errors: int = 1, **environment: str) -> Case:
 CASES = {
     # The model's folder.
     "missing model folder": case(f"--model_name @modle {ROWS}", "modle: no such folder", "Did you mean", "model?"),
-    "no config.json": case(f"--model_name @no_config {ROWS}", "--model_name", "no_config", "holds no config.json"),
-    "no weights": case(f"--model_name @no_weights {ROWS}", "no_weights", "no weights (*.safetensors)"),
-    "a .bin file": case(f"--model_name @old_weights {ROWS}", "old_weights: holds pytorch_model.bin but no",
-                        "save_pretrained"),
     "truncated weights": case(f"--model_name @truncated {ROWS}", "truncated/model-00001-of-00003.safetensors",
-                              "damaged", "download it again"),
-    "half a download": case(f"--model_name @half_downloaded {ROWS}", "half_downloaded/model-00001-of-00003",
-                            "cannot be read as safetensors", "missing, truncated or damaged"),
+                              "damaged"),
     "missing tensor": case(f"--model_name @missing_tensor {ROWS}", "missing_tensor: ", "missing: model.layers.0"),
-    "extra tensor": case(f"--model_name @extra_tensor {ROWS}", "extra_tensor: ",
-                         "not part of the model: model.layers.7.mlp.up_proj.weight"),
-    "wrong shape": case(f"--model_name @wrong_shape {ROWS}", "wrong_shape: ",
-                        "model.embed_tokens.weight is [300, 32], config.json makes it [301, 32]"),
+    "half a generation config": case(f"--model_name @bad_generation {ROWS}", "bad_generation: ",
+                                     "generation_config.json"),
     "no tokenizer": case(f"--model_name @no_tokenizer {ROWS}", "no_tokenizer: no usable tokenizer",
                          "--tokenizer_name"),
-    "tokenizer that transformers makes up": case(f"--model_name @no_vocabulary {ROWS}", "no_vocabulary: no usable",
-                                                 "missing: tokenizer.json, vocab.json, merges.txt", "--tokenizer_name"),
     "tokenizer of more ids than the model": case(f"--model_name @small_vocabulary {ROWS}", "token 300", "280",
                                                  "--tokenizer_name"),
-    "half a generation config": case(f"--model_name @bad_generation {ROWS}", "bad_generation/generation_config.json: "
-                                     "not a JSON object", "delete it"),
-    "hub switched off": case(f"--model_name org/name {ROWS}", "--model_name org/name", "no such folder",
-                             "HF_HUB_OFFLINE", HF_HUB_OFFLINE="1"),
     "hub out of reach": case(f"--model_name org/name {ROWS}", "--model_name org/name", "no such folder",
                              "http://127.0.0.1:9", "path of a local folder", HF_ENDPOINT="http://127.0.0.1:9"),
     # The data.
     "missing dataset": case(f"{MODEL} --dataset @row.jsonl", "row.jsonl: no such file", "Did you mean",
                             "rows.jsonl?"),
-    "empty dataset": case(f"{MODEL} --dataset @empty.jsonl", "--dataset", "empty.jsonl: is empty"),
     "blank dataset": case(f"{MODEL} --dataset @blank.jsonl", "blank.jsonl: holds no rows"),
-    "dataset that is a folder": case(f"{MODEL} --dataset @folder.jsonl", "is a folder without data files"),
-    "dataset that is a pipe": case(f"{MODEL} --dataset @pipe.jsonl", "pipe.jsonl", "regular file"),
-    "dataset that links to itself": case(f"{MODEL} --dataset @loop.jsonl", "loop.jsonl", "no such file"),
     "malformed line": case(f"{MODEL} --dataset @malformed.jsonl", "malformed.jsonl:3: malformed JSON",
-                           "one JSON object a line", "--skip_bad_rows"),
+                           "one JSON object per line", "--skip_bad_rows"),
     "wrong columns": case(f"{MODEL} --dataset @columns.jsonl", "columns.jsonl: its columns are answer, question",
-                          "instruction, output"),
+                          "instruction and output"),
     "bad role": case(f"{MODEL} --dataset @role.jsonl", 'role.jsonl:2: "messages[1].role" is "asistant"',
-                     "system, user, assistant or tool"),
-    "all rows bad": case(f"{MODEL} --dataset @all_bad.jsonl", 'all_bad.jsonl:1: "output" is empty',
-                         'all_bad.jsonl:2: "output" is 3', errors=2),
-    "every answer beyond the context": case(f"{GOOD} --context_length 4", "rows.jsonl: no row can be trained on",
-                                            "longer than --context_length 4"),
-    "missing function": case(f"{MODEL} --dataset @functions.py:raise", "there is no function raise",
-                             "Did you mean raises?"),
-    "function file with a slip": case(f"{MODEL} --dataset @syntax.py:rows", "syntax.py:1: cannot be imported",
-                                      "SyntaxError"),
-    "function that raises": case(f"{MODEL} --dataset @functions.py:raises", "functions.py:3: raises raised",
+                     "expected assistant"),
+    "function that raises": case(f"{MODEL} --dataset @functions.py:raises", "functions.py:3: raises: ",
                                  "IndexError: list index out of range"),
-    "function that returns a list": case(f"{MODEL} --dataset @functions.py:returns_a_list",
-                                         "functions.py:returns_a_list returned a list", "from_list"),
     "rows that a template refuses": case(f"{GOOD} --chat_template @refuses.jinja",
                                          "rows.jsonl:1: the chat template refuses this chat: no tools here",
                                          "--skip_bad_rows", errors=5),
-    "every row dropped": case(f"{GOOD} --context_length 40 --truncation drop", "rows.jsonl: no row can be trained on",
-                              "16 rows are too long", "--context_length 40", "--truncation"),
-    "rows of another format": case(f"{GOOD} --dataset_format messages", "--dataset_format messages needs messages",
-                                   "its columns are instruction, output"),
-    "a mix with a weight of 0": case(f"{MODEL} --dataset '[{{path: @rows.jsonl, weight: 0}}]'",
-                                     "--dataset[0].weight is 0", "greater than 0 and at most 1000"),
-    "a mix with a missing part": case(f"{MODEL} --dataset '[{{path: @rows.jsonl}}, {{path: @row.jsonl}}]'",
-                                      "--dataset", "row.jsonl: no such file", "Did you mean"),
-    "a mix with a slip": case(f"{MODEL} --dataset '[{{path: @rows.jsonl, wieght: 2}}]'",
-                              "--dataset[0].wieght is not known", "path, weight and split"),
+    "every row dropped": case(f"{GOOD} --context_length 40 --truncation drop", "rows.jsonl: no row is left",
+                              "16 are longer than --context_length 40", "--truncation"),
     # How chats are written, and what is learned of them.
-    "missing template": case(f"{GOOD} --chat_template @chat.jinja", "--chat_template", "chat.jinja: no such file",
-                             "llama3, chatml, alpaca, mistral"),
-    "template with a slip": case(f"{GOOD} --chat_template @open.jinja", "open.jinja, line 1:", "'endfor'"),
-    "template with a slip, tokens added": case(f"{GOOD} --chat_template @open.jinja --resize_embeddings",
-                                               "open.jinja, line 1:", "'endfor'"),
-    "blank template": case(f"{GOOD} --chat_template @blank.jinja", "blank.jinja is empty", "Jinja template"),
     "template of tokens that are none": case(f"{GOOD} --chat_template chatml", "--chat_template chatml writes "
                                              "<|im_start|>, <|im_end|>: no tokens of this tokenizer",
                                              "--resize_embeddings"),
-    "labels of rows without turns": case(f"{MODEL} --dataset @tokenized.jsonl --labels completion",
-                                         "--labels completion", "format tokenized have no turns", "Expected auto"),
-    # Packing and streaming.
     "attention that cannot pack": case(f"--model_name @falcon {ROWS}", "--batching_strategy packing: FalconForCausalLM "
                                        "cannot keep the rows of a pack apart", "Use --batching_strategy padding"),
-    "states that cannot pack": case(f"--model_name @mamba {ROWS}", "MambaForCausalLM cannot keep", "linear_attention",
-                                    "Use --batching_strategy padding"),
-    "a stream without an end": case(f"{GOOD} --streaming", "--streaming has no end", "Add --max_train_step"),
-    "a fraction of a stream": case(f"{STREAMED} --validation 0.1", "--validation is 0.1: with streaming nobody knows",
-                                   "Use a file, or a split"),
-    "epochs of a stream": case(f"{STREAMED} --num_epochs 2", "--num_epochs has no effect with streaming",
-                               "max_train_step"),
-    "a buffer without a stream": case(f"{GOOD} --shuffle_buffer 5", "--shuffle_buffer has no effect without streaming"),
-    "a stream of rows that are all dropped": case(f"{STREAMED} --context_length 40 --truncation drop",
-                                                  "rows.jsonl: no row can be trained on"),
     # Settings.
-    "longer than the model": case(f"{GOOD} --context_length 257", "--context_length 257", "256 positions"),
-    "batch of 0": case(f"{GOOD} --batch_size_training 0", "--batch_size_training 0: must be at least 1"),
-    "epochs of 0": case(f"{GOOD} --num_epochs 0", "--num_epochs 0: must be at least 1"),
     "no GPU": case(f"{GOOD} --device cuda", "--device cuda: no GPU", "--device cpu"),
     "target modules that match nothing": case(f"{LORA} --target_modules query", "target_modules [query]",
                                               "q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj"),
-    "target modules of which one matches": case(f"{LORA} --target_modules q_proj,query", "target_modules [query]",
-                                                "q_proj, k_proj"),
-    "missing adapter": case(f"{LORA} --from_peft_checkpoint @adapter", "--from_peft_checkpoint", "no such folder"),
     "adapter of another model": case(f"{LORA} --from_peft_checkpoint @other_adapter",
                                      "other_adapter/adapter_model.safetensors", "--model_name", "another model"),
     "unknown flag": case(f"{GOOD} --lrr 1e-4", "--lrr is not a flag", "Did you mean --lr?"),
     "unknown key": case("--config @typo.yaml", "typo.yaml:5: train.learning_rat is not a setting",
                         "Did you mean train.lr?"),
     "control characters in a key": case("--config @escape.yaml", "escape.yaml:2: train.l\ufffd[2Jr\ufffd is not"),
-    "tabs in YAML": case("--config @tabs.yaml", "tabs.yaml:2: not valid YAML", "\\t"),
-    "not a number": case("--config @nan.yaml", "nan.yaml:2: train.lr is", "nan", "number"),
     "several at once": case(f"--model_name @modle {ROWS} --lrr 1 --num_epochs 0 --precision fp17", "modle", "--lrr",
                             "--num_epochs 0", "fp17", "Did you mean fp16?", errors=4),
-    "empty model name": case(f"--model_name '' {ROWS}", "--model_name", "empty"),
-    "empty dataset name": case(f"{MODEL} --dataset ''", "--dataset", "empty"),
-    "quantization": case(f"{GOOD} --quantization", "--quantization is 8bit, and quantized weights", "use_peft"),
-    "resume": case(f"{GOOD} --resume auto --resume_allow_changes lrr", "names lrr", "Did you mean lr?"),
-    "no checkpoint": case(f"{GOOD} --resume @a_run", "--resume", "a_run: holds no checkpoint"),
-    "kernels and copies for GPUs": case(f"{GOOD} --use_liger --activation_checkpointing full --activation_offload",
-                                        "--use_liger needs CUDA", "--activation_offload needs CUDA", errors=2),
-    "compile": case(f"{GOOD} --compile", "--compile needs CUDA"),
+    "no checkpoint": case(f"{GOOD} --resume @a_run", "--resume", "a_run: no checkpoint there"),
     "W&B without a key": case(f"{GOOD} --use_wandb", "--use_wandb", "no W&B key", "wandb login",
                               "--wandb_mode offline", WANDB_API_KEY="", NETRC="/nowhere"),
-    "MLflow without a server": case(f"{GOOD} --use_mlflow --mlflow_tracking_uri http://127.0.0.1:9",
-                                    "--use_mlflow: http://127.0.0.1:9 did not take the run", "--mlflow_tracking_uri"),
     # Where to write.
-    "output below a file": case(f"{GOOD} --output_dir @a_file/run", "--output_dir", "a_file is not a folder"),
     "output that holds a run": case(f"{GOOD} --output_dir @a_run", "--output_dir", "already holds a run",
                                     "--overwrite"),
-    "output that holds something else": case(f"{GOOD} --output_dir @no_run --overwrite", "holds model",
-                                             "no .llama_ft-run", "Choose another output_dir"),
 }  # fmt: skip
 
 
@@ -237,10 +155,9 @@ def test_bad_input_leaves_nothing_behind(outcome: Outcome, cache: Path) -> None:
     [
         (f"{GOOD} --lrr 1e-4", "error: --lrr is not a flag. Did you mean --lr?", True),
         (f"{MODEL} --dataset @malformed.jsonl", "malformed.jsonl:3: malformed JSON", False),
-        (f"{GOOD} --device cuda", "--device cuda: no GPU", False),
-        (f"--model_name @truncated {ROWS} --enable_fsdp --low_cpu_fsdp", "missing, truncated or damaged", False),
+        (f"--model_name @truncated {ROWS} --enable_fsdp --low_cpu_fsdp", "missing or damaged", False),
     ],
-    ids=["before torch", "while the other rank waits", "before the ranks meet", "on the one rank that reads"],
+    ids=["before torch", "while the other rank waits", "on the one rank that reads"],
 )
 def test_two_ranks_tell_a_mistake_once(flags: str, says: str, by_torchrun: bool, broken: Path, tmp_path: Path) -> None:
     words = [*shlex.split(flags.replace("@", f"{broken}/")), "--output_dir", str(tmp_path / "run")]

@@ -1,7 +1,6 @@
 """The disk is full when a checkpoint is to be written: the run ends with a message, and what was there before is kept.
 
-The disk is a small tmpfs in a mount namespace, for which no privileges are needed where user namespaces are allowed.
-Where none can be made, what is written goes to /dev/full, which the kernel answers as a full disk.
+The disk is a small tmpfs in a mount namespace. Where none can be made, /dev/full stands for a full disk.
 """
 
 import errno
@@ -13,11 +12,12 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import RECIPE, Finished, metrics, run
 
-from llama_ft.checkpoint import complete_checkpoints, damage
+from llama_ft.checkpoint import checkpoint_errors, complete_checkpoints
 from llama_ft.checkpoint.writer import SPACE_FOR_THE_REST
 
 DISK_BYTES = 160 * 2**20
@@ -26,17 +26,11 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 
 @dataclass(frozen=True)
 class Disk:
-    """A file system for a run.
+    """A file system for a run."""
 
-    Attributes:
-        folder: where the run finds it.
-        seen: the same folder for this process.
-        enter: what a command begins with to see it; empty where there is no namespace.
-    """
-
-    folder: Path
-    seen: Path
-    enter: list[str]
+    folder: Path  # where the run finds it
+    seen: Path  # the same folder for this process
+    enter: list[str]  # what a command begins with to see it; empty where there is no namespace
 
     def leave_free(self, nbytes: int) -> None:
         """Have something else take all but so much of it."""
@@ -58,9 +52,8 @@ def disk(tmp_path: Path) -> Iterator[Disk]:
     mount = f"mount -t tmpfs -o size={DISK_BYTES} none {folder} && echo ready && cat"
     for unshare, enter in ((["unshare", "-rm"], ["-U", "--preserve-credentials", "-m"]), (["unshare", "-m"], ["-m"])):
         try:
-            holder = subprocess.Popen(
-                [*unshare, "sh", "-c", mount], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-            )
+            streams: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+            holder = subprocess.Popen([*unshare, "sh", "-c", mount], **streams)
         except FileNotFoundError:
             break
         with holder:
@@ -110,10 +103,9 @@ def train_while_the_disk_fills_up(disk: Disk, model: Path, rows: Path, launcher:
         if disk.enter:
             disk.leave_free(2**20)  # for status.json and the report: nothing of the checkpoint may be written yet
         else:
-            (checkpoints / ".writing-step-000002").mkdir(parents=True)
-            (checkpoints / ".writing-step-000002" / "shard-00001-model-00001-of-00001.safetensors").symlink_to(
-                "/dev/full"
-            )
+            aside = checkpoints / ".writing-step-000002"
+            aside.mkdir(parents=True)
+            (aside / "shard-00001-model-00001-of-00001.safetensors").symlink_to("/dev/full")
 
     filler = threading.Thread(target=fill)
     filler.start()
@@ -131,7 +123,7 @@ def check_what_is_left(disk: Disk, finished: Finished) -> None:
     assert f"The last complete one is {disk.folder}/run/checkpoints/step-000001" in finished.output
     folder = disk.seen / "run"
     assert {path.name for path in (folder / "checkpoints").iterdir()} == {"step-000001"}
-    assert damage(folder / "checkpoints" / "step-000001") == []
+    assert checkpoint_errors(folder / "checkpoints" / "step-000001") == []
     status = json.loads((folder / "status.json").read_text())
     assert status["state"] == "failed" and "step-000002: the checkpoint could not be" in status["message"]
 
@@ -166,4 +158,4 @@ def test_a_disk_that_fills_up_meanwhile_ends_the_run_and_with_room_it_goes_on(
     assert "step-000001, after step 1" in resumed.output
     assert [line["step"] for line in metrics(disk.seen / "run")] == [1, 2, 3]
     [newest] = complete_checkpoints(disk.seen / "run")
-    assert newest.name == "step-000003" and damage(newest) == []
+    assert newest.name == "step-000003" and checkpoint_errors(newest) == []

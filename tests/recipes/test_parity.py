@@ -3,7 +3,6 @@
 import functools
 import json
 import math
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +24,8 @@ LAUNCHES = [
     pytest.param(4, False, id="4", marks=pytest.mark.slow),
 ]
 # Cases on 2 ranks that have a launch of their own among the slow tests: what is new in each is in another case, too, or
-# is proven apart from the loop: in test_packed_attention (eager), test_units, test_activations and test_materialize.
+# is proven apart from the loop: in test_packed_attention (eager), test_fsdp, test_activation_checkpointing and
+# test_load_weights.
 FURTHER = (
     "full, 4 micro-batches",
     "lora, padded",
@@ -330,7 +330,7 @@ def test_packed_or_padded_every_layout_of_the_work_gives_the_losses_of_a_plain_l
     for name, (reference, found) in launched.cases.items():
         tolerance = 1e-2 if "bf16" in name else 1e-5
         expected = references(reference)
-        assert found == pytest.approx(expected[: len(found)], rel=tolerance), name
+        assert found == pytest.approx(expected[: len(found)], rel=1e-3 if "bit in bf16" in name else tolerance), name
         assert len(found) == (1 if "bit in bf16" in name else STEPS)
         assert len(expected) == 1 or expected[-1] < 0.98 * expected[0], "the losses compared do fall"
 
@@ -352,15 +352,6 @@ def test_after_20_steps_packed_and_padded_every_row_has_the_loss_it_has_after_th
     assert all(after < 0.95 * first for after, first in zip(tuned[1], before, strict=True))
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_quantized_first_losses_are_those_of_plain_transformers_with_bitsandbytes(
-    launches: Callable[[int, bool], Launch], references: Callable[[str], list[float]], world_size: int
-) -> None:
-    for name in ("8bit", "4bit", "8bit in bf16_mixed", "4bit in bf16_mixed"):
-        reference, found = launches(world_size, False).cases[name]
-        assert found[0] == pytest.approx(references(reference)[0], rel=1e-3 if "bf16" in name else 1e-5), name
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("world_size", "further"), [(2, True), (4, False)])
 def test_the_same_seed_gives_the_same_losses_on_any_number_of_ranks(
@@ -371,14 +362,3 @@ def test_the_same_seed_gives_the_same_losses_on_any_number_of_ranks(
     assert len(alone["packing"]) == 8, "26 packs in batches of 8 are 4"
     for way, found in launches(world_size, further).shuffled.items():
         assert found == pytest.approx(alone[way], rel=1e-5), way
-
-
-@pytest.mark.slow
-def test_the_first_lines_tell_devices_layout_and_batches(launches: Callable[[int, bool], Launch]) -> None:
-    assert re.search(r"\n1 process\n  rank 0 on \S+: CPU, \d+ threads?\n  mesh ", launches(1, False).output)
-    assert re.search(r"\n4 processes\n  ranks 0-3 on \S+: CPU, \d+ threads? each\n  mesh ", launches(4, False).output)
-    for mesh in ("replicate 1 x shard 4", "replicate 2 x shard 2", "replicate 4 x shard 1"):
-        assert f"\n  mesh {mesh}: " in launches(4, False).output
-    assert "\n  global batch: 16 packs = ranks (4) x micro-batch (2) x accumulation (2)\n" in (
-        launches(4, False).output
-    )

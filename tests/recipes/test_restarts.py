@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import RECIPE, REPOSITORY, metrics
+from conftest import ENVIRONMENT, RECIPE, metrics
 
 STEPS = 60
 DEADLINE_SECONDS = 120.0
@@ -23,14 +23,8 @@ def start(output_dir: Path, model: Path, rows: Path, *more: str, restarts: int =
     settings = "--precision fp32 --batch_size_training 2 --num_epochs 9 --eval_steps 7 --save_steps 5 --keep_last 2"
     settings += f" --enable_fsdp --use_peft --lora_dropout 0.2 --validation 0.1 --lr 1e-3 --max_train_step {STEPS}"
     flags = ["--model_name", str(model), "--dataset", str(rows), "--output_dir", str(output_dir), *settings.split()]
-    environment = {"PYTHONPATH": str(REPOSITORY / "src"), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.Popen(
-        [sys.executable, *launcher, str(RECIPE), *flags, *more],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, **environment},
-    )
+    command, environment = [sys.executable, *launcher, str(RECIPE), *flags, *more], {**os.environ, **ENVIRONMENT}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
 
 
 def wait_for_step(output_dir: Path, step: int, torchrun: subprocess.Popen[str]) -> None:

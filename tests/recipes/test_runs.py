@@ -78,14 +78,13 @@ def launch(folder: Path, tiny_model: Path, save_model: Any, rows16: Path, rows70
         + ["--use_wandb", "--wandb_mode", "offline", "--wandb_tags", "a,b", "--val_batch_size", "2"]
         + ["--context_length", "22", "--use_mlflow", "--mlflow_log_model", "--sample_tokens", "4"],
         "lora": [*FSDP, *tiny, "--dataset", str(rows70), "--validation", "0.2", *adapter, "--lr", "0.01"]
-        + ["--precision", "fp32", "--num_epochs", "1", "--lora_dropout", "0", "--show_samples", "2"],
+        + ["--precision", "fp32", "--num_epochs", "1", "--lora_dropout", "0"],
         "loha": [*tiny, *files, *LOHA.split()],
         "no_pad": [*FSDP, "--model_name", str(no_pad), "--dataset", str(rows16), *adapter, "--num_epochs", "1"]
         + ["--sample_tokens", "8", "--precision", "fp32", "--lora_dropout", "0", "--batch_size_training", "8"]
         + ["--validation", str(rows16), "--val_batch_size", "4", *PADDED],
         "custom": [*tiny, "--dataset", f"{folder}/custom.py:rows", "--precision", "bf16_pure", "--num_epochs", "2"]
-        + [*PADDED, "--use_profiler", "--flop_counter", "--flop_counter_start", "2"]
-        + ["--use_wandb", "--wandb_mode", "offline", "--wandb_per_rank"],
+        + [*PADDED, "--use_profiler", "--flop_counter", "--flop_counter_start", "2"],
         "frozen": [*FSDP, *tiny, *files, "--freeze_layers", "--num_epochs", "1", "--precision", "fp32"]
         + ["--activation_checkpointing", "full", "--gradient_accumulation_steps", "3", *PADDED],
     }
@@ -134,12 +133,8 @@ def test_the_llama_recipes_command_leaves_an_adapter_that_peft_loads(
     output = folder / "llama_recipes"
     model = PeftModel.from_pretrained(load(tiny_model), output / "model")
     assert any(parameter.any() for name, parameter in model.named_parameters() if "lora_B" in name)
-    assert json.loads((output / "status.json").read_text()) == {
-        "state": "finished",
-        "step": 3,
-        "exit_code": 0,
-        "message": "",
-    }
+    status = {"state": "finished", "step": 3, "exit_code": 0, "message": ""}
+    assert json.loads((output / "status.json").read_text()) == status
     assert len(losses(output)) == 3
     assert yaml.safe_load((output / "config.yaml").read_text())["peft"]["use_peft"] is True
     assert (output / "checkpoints" / "step-000003" / "trainer.json").exists()
@@ -158,34 +153,6 @@ def test_another_method_of_peft_trains_and_plain_peft_reads_it(
     before = held_out_loss(load(tiny_model), folder / "validation.jsonl")
     assert held_out_loss(model, folder / "validation.jsonl") == pytest.approx(found[-1], rel=2e-6)
     assert found[-1] != pytest.approx(before, rel=2e-5)
-
-
-def test_the_built_in_chat_template_is_saved_with_the_result(launch: Finished, folder: Path) -> None:
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(folder / "lora" / "model")
-    text = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "Hi"}], tokenize=False, add_generation_prompt=True
-    )
-    assert "### Response:" in text and text.count("<s>") == 1
-
-
-def test_samples_and_the_first_batch_are_shown_once_with_what_is_trained_on(
-    launch: Finished, folder: Path, rows70: Path
-) -> None:
-    output = launch.output[: launch.output.index(f"{folder}/lora\n")]  # of this run, two ranks, up to its directory
-    samples = re.findall(
-        rf"^{re.escape(str(rows70))}:(\d+): (\d+) tokens, (\d+) of them trained on", output, re.MULTILINE
-    )
-    lines = rows70.read_text().splitlines()
-    assert len(samples) == len(set(samples)) == 2
-    for number, tokens, trained in samples:
-        row = json.loads(lines[int(number) - 1])
-        assert f"{row['instruction']}\n\n### Response:\n[[{row['output']}</s>]]" in launch.output
-        assert 0 < int(trained) < int(tokens)
-    first = launch.output[launch.output.index("\n", launch.output.index(f"{folder}/lora\n")) :]
-    assert re.search(r"The first batch: \d+ rows; what is trained on is between \[\[ and \]\]:\n  \d+ tokens: ", first)
-    assert launch.output.count("The first batch: ") == launch.output.count("Run directory: ")
 
 
 def test_early_stopping_takes_the_best_weights_and_the_logged_loss_is_that_of_the_result(
@@ -222,26 +189,6 @@ def test_an_export_of_a_run_that_stopped_early_is_what_its_model_directory_holds
     assert f"/step-{best:06d}, after step {best}" in finished.output
     files = [file.name for file in (run / "model").iterdir() if file.name != "README.md"]
     assert len(files) > 4 and all((out / name).read_bytes() == (run / "model" / name).read_bytes() for name in files)
-    finished = forked(EXPORT, run, tmp_path / "newest", "--step", str(newest))
-    assert finished.exit_code == 0 and f"/step-{newest:06d}, after step {newest}" in finished.output, finished.output
-    assert (tmp_path / "newest/model.safetensors").read_bytes() != (out / "model.safetensors").read_bytes()
-
-
-def test_metrics_have_one_line_a_step_and_the_keys_that_were_measured(launch: Finished, folder: Path) -> None:
-    lines = metrics(folder / "frozen")
-    assert [line["step"] for line in lines] == [0, 1, 2, 3]  # 64 rows in batches of 24
-    assert set(lines[0]) == {"step", "eval/loss", "eval/perplexity"}
-    training = {"epoch", "tokens", "train/loss", "train/lr", "train/grad_norm"}
-    measured = {
-        f"perf/{key}" for key in ("tokens_per_second", "step_seconds", "data_wait_seconds", "matmul_utilization")
-    }
-    assert set(lines[1]) == {"step", "memory/host_peak_bytes"} | training | measured
-    assert len(lines[1]["memory/host_peak_bytes"]) == 2
-    assert lines[-1]["tokens"] == sum(
-        label != -100
-        for row in (folder / "train.jsonl").read_text().splitlines()
-        for label in json.loads(row)["labels"][1:]
-    )
 
 
 def test_the_runs_config_repeats_it_number_for_number(launch: Finished, folder: Path) -> None:
@@ -256,8 +203,6 @@ def test_trackers_hold_the_metrics(launch: Finished, folder: Path) -> None:
     assert [round(event.value, 4) for event in events.Scalars("train/loss")] == [round(x, 4) for x in losses(output)]
     assert len(list((output / "wandb").glob("offline-run-*/*.wandb"))) == 1, "one run a job"
     assert f"wandb sync {output}/wandb/offline-run-" in launch.output
-    first, second = sorted(path.stem for path in (folder / "custom" / "wandb").glob("offline-run-*/*.wandb"))
-    assert second == f"{first}-rank1", "one run a rank"
 
 
 def test_mlflow_holds_the_metrics_and_the_best_weights(
@@ -345,13 +290,6 @@ def test_every_optimizer_learns_and_tells_the_size_of_its_states(launch: Finishe
         assert sizes[name] == pytest.approx(expected, abs=0.1), (name, sizes[name])
 
 
-def test_a_function_of_the_user_gives_the_rows(launch: Finished, folder: Path) -> None:
-    lines = metrics(folder / "custom")
-    assert len(losses(folder / "custom")) == 6  # 24 rows in batches of 8, twice
-    assert sum("eval/loss" in line for line in lines) == 3  # its validation split, before and after each epoch
-    assert lines[-1]["train/loss"] < lines[1]["train/loss"]
-
-
 def test_utilization_is_six_flops_a_weight_and_token_and_attention_over_what_was_measured(
     launch: Finished, folder: Path, tiny_model: Path
 ) -> None:
@@ -369,24 +307,11 @@ def test_utilization_is_six_flops_a_weight_and_token_and_attention_over_what_was
         assert 4 < pairs < 11.5  # rows of 8 to 14 tokens, or 22 at most
 
 
-def test_every_run_tells_once_where_its_fourth_step_went(launch: Finished, folder: Path) -> None:
-    runs = [path.parent for path in folder.glob("*/facts.json")]
-    long = [run for run in runs if len(losses(run)) >= 4]
-    assert 0 < len(long) < len(runs)
-    assert launch.output.count("Where step 4 went on rank 0, ") == len(long)
-    for run in runs:
-        speed = json.loads((run / "facts.json").read_text())["speed"]
-        assert ("parts" in speed) == (run in long)
-        if run in long:
-            assert sum(speed["parts"].values()) == pytest.approx(speed["seconds"])
-            assert min(speed["parts"][part] for part in ("matrix products", "communication", "optimizer")) > 0
-
-
 def test_the_profiler_leaves_a_trace_of_each_rank_and_the_counter_its_table(launch: Finished, folder: Path) -> None:
     for rank in range(2):
         with gzip.open(folder / "custom" / "profile" / f"rank-{rank}.json.gz") as trace:
             events = [event["name"] for event in json.load(trace)["traceEvents"]]
-        assert [events.count(f"step {number}") for number in range(3, 8)] == [0, 1, 1, 1, 0]
+        assert [events.count(f"ProfilerStep#{number}") for number in range(2, 7)] == [0, 1, 1, 1, 0]  # from 0 on
         assert "aten::mm" in events
     counted = re.findall(
         r"FLOPs of step 2 on rank 0: (\S+) MFLOP as torch counts them, (\S+) MFLOP by the", launch.output
@@ -422,9 +347,9 @@ def test_every_run_leaves_a_report(launch: Finished, folder: Path) -> None:
     facts = json.loads((folder / "no_pad" / "facts.json").read_text())
     assert [sample["when"] for sample in facts["samples"]] == ["before", "after"]
     assert {unit["kind"] for unit in facts["units"]} >= {"LlamaDecoderLayer"}
-    assert facts["data"]["train"]["rows"] == 16 and sum(facts["data"]["train"]["histogram"]) == 16
+    assert facts["data"]["train"]["rows"] == 16
     assert facts["total_steps"] == max(line["step"] for line in metrics(folder / "no_pad"))
-    for shown in (">finished<", "<b>Loss</b>", "LlamaDecoderLayer", "Training rows", "after tuning", "2 processes"):
+    for shown in (">finished<", "<b>Loss</b>", "LlamaDecoderLayer", "in the loss", "after tuning", "2 processes"):
         assert shown in page
     assert "was not written" not in launch.output
     assert {path.parent.name for path in folder.glob("*/report.html")} == {

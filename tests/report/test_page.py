@@ -15,10 +15,10 @@ READERS = [("light", 1280), ("dark", 1280), ("light", 390), ("dark", 390)]
 # Of each plot: its title, and how wide and high its lines and bars are drawn.
 DRAWN = """[...document.querySelectorAll('figure')].map(figure => [
   figure.querySelector('b').textContent,
-  ...[...figure.querySelectorAll('path, rect.bar, i.bar')].map(shape => {
+  ...[...figure.querySelectorAll('path, i.bar')].map(shape => {
     const box = shape.getBoundingClientRect(), style = getComputedStyle(shape);
     const line = style.stroke === 'none' ? style.fill : style.stroke;
-    return [box.width, box.height, {path: line, rect: style.fill, i: style.backgroundColor}[shape.localName]];
+    return [box.width, box.height, {path: line, i: style.backgroundColor}[shape.localName]];
   })])"""
 TITLES = [
     "Loss", "Learning rate", "Gradient norm, before clipping", "Tokens per second, all ranks",
@@ -27,40 +27,8 @@ TITLES = [
     "Device memory, peak so far, fullest rank", "Host memory (RSS), peak so far, fullest rank",
     "Peak of each phase, fullest rank", "What holds it at the peak of training (backward)",
     "What stays for the optimizer step, tensor by tensor", "Memory over one step, predicted",
-    "Training rows", "Validation rows",
 ]  # fmt: skip
-HEADINGS = [
-    "Training",
-    "A step's seconds",
-    "Memory",
-    "Each rank",
-    "FSDP units",
-    "Data",
-    "Answers",
-    "Environment",
-    "Settings",
-]
-# Of each text on the page that is seen: how it stands out from what is behind it, as WCAG counts contrast.
-CONTRASTS = """(() => {
-  const light = (colour) => {
-    const [r, g, b] = colour.match(/[\\d.]+/g).slice(0, 3).map(Number).map(v => v / 255)
-      .map(v => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
-    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
-  };
-  const behind = (element) => {
-    for (let e = element; e; e = e.parentElement) {
-      const colour = getComputedStyle(e).backgroundColor;
-      if (colour !== 'rgba(0, 0, 0, 0)' && colour !== 'transparent') return colour;
-    }
-  };
-  return [...document.querySelectorAll('main *')]
-    .filter(e => [...e.childNodes].some(n => n.nodeType === 3 && n.textContent.trim()) && e.getClientRects().length)
-    .map(e => {
-      const style = getComputedStyle(e), text = e.closest('svg') ? style.fill : style.color;
-      const [a, b] = [light(text), light(behind(e))].sort((x, y) => y - x);
-      return [e.textContent.trim().slice(0, 40), (a + 0.05) / (b + 0.05)];
-    });
-})()"""
+HEADINGS = ["Training", "Memory", "Each rank", "FSDP units", "Data", "Answers", "Environment", "Settings"]
 POINT = """((title, share) => {
   const figure = [...document.querySelectorAll('figure')].find(f => f.querySelector('b').textContent === title);
   const box = figure.querySelector('svg').getBoundingClientRect();
@@ -91,23 +59,14 @@ def test_every_plot_is_drawn_and_no_request_leaves_the_page(page: Page, report: 
     assert [title for title, *_ in drawn] == TITLES
     for title, *shapes in drawn:
         assert shapes and all(colour not in ("none", "rgba(0, 0, 0, 0)") for *_, colour in shapes), title
-        least = any if title.endswith("rows") else all  # there is no row of some lengths
-        assert least(across > 10 and (high > 10 or across > 20) for across, high, _ in shapes), title
+        assert all(across > 10 and (high > 10 or across > 20) for across, high, _ in shapes), title
     headings = page.run("[...document.querySelectorAll('h2')].map(h => h.childNodes[0].textContent.trim())")
     assert [name for name in headings if name in HEADINGS] == HEADINGS
     assert page.requests == [report.as_uri()]
-    assert page.complaints == []
+    assert page.problems == []
     assert page.run("document.documentElement.scrollWidth") <= width
     background = page.run("getComputedStyle(document.body).backgroundColor")
     assert (sum(map(int, background[4:-1].split(","))) > 380) == (theme == "light")
-
-
-@pytest.mark.parametrize("theme", ["light", "dark"])
-def test_all_text_stands_out_from_what_is_behind_it(page: Page, report: Path, theme: str) -> None:
-    page.open(report, theme, 1280)
-    contrasts = page.run(CONTRASTS)
-    assert len(contrasts) > 100
-    assert [found for found in contrasts if found[1] < 4.5] == []
 
 
 def test_the_pointer_tells_the_values_under_it(page: Page, report: Path) -> None:
@@ -127,7 +86,7 @@ def test_the_plots_of_a_comparison_are_drawn_with_a_line_a_run(page: Page, run_d
         for title, shapes in drawn.items():
             assert len(shapes) == 2 and shapes[0][2] != shapes[1][2], title
             assert all(across > 20 for across, _, _ in shapes), title
-        assert len(page.requests) == 1 and page.complaints == []
+        assert len(page.requests) == 1 and page.problems == []
         assert page.run("document.documentElement.scrollWidth") <= width
     rows = page.run(
         "[...document.querySelectorAll('tr')].map(r => [...r.children].map(c => c.innerText.split('\\n')[0]))"
@@ -143,7 +102,7 @@ def test_markup_from_data_settings_and_messages_is_text(page: Page, tmp_path: Pa
     page.open(folder / "report.html", "light", 1280)
     assert page.run("document.querySelectorAll('img, iframe, link, a').length") == 0
     assert page.run("document.querySelectorAll('script').length") == 1
-    assert len(page.requests) == 1 and page.complaints == []
+    assert len(page.requests) == 1 and page.problems == []
     text = page.run("document.body.textContent")
     assert text.count(MARKUP) >= 6
     assert "error: no good." in text and "exit code 1" in text
@@ -156,11 +115,7 @@ def test_no_secret_is_in_facts_or_pages(run_dir: Path, report: Path) -> None:
     assert "HF_TOKEN=***" in report.read_text()
 
 
-def test_a_rank_that_holds_more_than_the_others_stands_out(page: Page, report: Path) -> None:
-    page.open(report, "light", 1280)
-    odd = "[...document.querySelectorAll('td.odd')].map(c => [c.parentElement.rowIndex - 1, c.textContent])"
-    assert page.run(odd) == [[1, "80 MiB"]]
-
-
-def test_a_report_of_a_short_run_is_small(report: Path) -> None:
+def test_each_rank_has_a_row_and_the_page_is_small(report: Path) -> None:
+    ranks = report.read_text().partition(">Each rank ")[2].partition("</section>")[0]
+    assert ranks.count("<tr>") == 3 and ranks.count(">80 MiB<") == 1
     assert report.stat().st_size < 150_000

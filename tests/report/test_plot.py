@@ -1,4 +1,4 @@
-"""Plots: what is left of many points, which axis is taken, and what is written beside it."""
+"""Plots: what is left of many points, and what is written beside it."""
 
 import json
 import re
@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 import numpy
 import pytest
 
-from llama_ft.report.plot import Plot, Series, histogram, number, smoothed, thin, ticks
+from llama_ft.report.plot import Plot, Series, number, smoothed, thin, ticks
 
 STEPS = 100_000
 
@@ -19,10 +19,6 @@ def drawn(plot: Plot) -> tuple[ElementTree.Element, dict]:
     return svg, json.loads(figure.attrib["data-plot"])
 
 
-def axis_texts(plot: Plot) -> list[str]:
-    return [text.text or "" for text in drawn(plot)[0].iter("text")]
-
-
 def test_a_long_curve_keeps_its_spikes_its_gap_and_its_ends() -> None:
     values = numpy.random.default_rng(0).normal(size=STEPS)
     values[[31_337, 77_777]] = 500.0, -400.0
@@ -31,9 +27,6 @@ def test_a_long_curve_keeps_its_spikes_its_gap_and_its_ends() -> None:
     assert len(left.x) < 1000
     assert {0, 31_337, 50_000, 77_777, STEPS - 1} <= set(left.x.tolist())
     assert numpy.array_equal(left.y, values[left.x], equal_nan=True)
-    for place in range(0, 50_000, 997):  # the band that the eye sees: no point lies above or below all its neighbours
-        near = left.y[numpy.abs(left.x - place) < STEPS / 240]
-        assert numpy.nanmin(near) <= values[place] <= numpy.nanmax(near)
 
 
 def test_a_short_curve_is_drawn_point_by_point_and_interrupted_where_a_value_is_not_finite() -> None:
@@ -48,20 +41,12 @@ def test_a_short_curve_is_drawn_point_by_point_and_interrupted_where_a_value_is_
 def test_the_mean_behind_a_smoothed_line_is_that_of_the_points_around() -> None:
     values = numpy.random.default_rng(1).normal(size=1000)
     values[500] = numpy.nan
-    each, mean = smoothed("loss", numpy.arange(1000), values)
+    each, mean = smoothed(Series("loss", numpy.arange(1000), values))
     assert each.style == "faint" and numpy.array_equal(each.y, values, equal_nan=True)
     for place in (0, 7, 490, 510, 999):
         around = values[max(place - 20, 0) : place + 21]
         assert mean.y[place] == pytest.approx(numpy.nanmean(around))
-    assert [series.style for series in smoothed("loss", numpy.arange(5), values[:5])] == ["line"]
-
-
-def test_the_axis_is_logarithmic_only_where_it_may_be_and_the_values_ask_for_it() -> None:
-    x, wide, narrow = numpy.arange(4), numpy.array([1e-2, 1, 10, 1e3]), numpy.array([1.0, 2, 3, 4])
-    assert {"0.01", "1", "100"} <= set(axis_texts(Plot("a", [Series("a", x, wide)], log=True)))
-    assert "400" in axis_texts(Plot("a", [Series("a", x, wide)]))
-    assert {"1", "2", "3", "4"} <= set(axis_texts(Plot("a", [Series("a", x, narrow)], log=True)))
-    assert "-400" in axis_texts(Plot("a", [Series("a", x, -wide)], log=True))
+    assert [series.style for series in smoothed(Series("loss", numpy.arange(5), values[:5]))] == ["line"]
 
 
 def test_a_constant_curve_a_single_point_and_zeros_are_drawn() -> None:
@@ -70,24 +55,14 @@ def test_a_constant_curve_a_single_point_and_zeros_are_drawn() -> None:
         numbers = [float(n) for n in re.findall(r"[\d.]+", next(svg.iter("path")).attrib["d"])]
         assert numbers and all(0 <= n <= 440 for n in numbers)
     assert Plot("a", [Series("a", numpy.arange(2), numpy.array([numpy.nan] * 2))]).svg() == ""
-    assert Plot("a", []).svg() == ""
 
 
 def test_names_from_the_run_are_text_and_nothing_else() -> None:
     evil = '"><script>alert(1)</script>'
     plot = Plot(evil, [Series(evil, numpy.arange(2), numpy.arange(2.0))] * 2, labels=[f"forward {evil}"] * 2)
-    assert "<script" not in str(plot.svg()) and "<script" not in str(histogram([1, 2], [1, 2, 4], evil))
+    assert "<script" not in str(plot.svg())
     svg, data = drawn(plot)
     assert data["series"][0]["name"] == evil and not list(svg.iter("script"))
-
-
-def test_bars_of_a_histogram_are_as_tall_as_their_counts() -> None:
-    svg = next(ElementTree.fromstring(str(histogram([1, 0, 4], [10, 20.5, 41, 80], "Rows"))).iter("svg"))
-    bars = [float(bar.attrib["height"]) for bar in svg.iter("rect")]
-    assert bars[1] == 0 and bars[2] == pytest.approx(4 * bars[0], rel=0.01)
-    assert [title.text for title in svg.iter("title")] == [
-        "10 to 20 tokens: 1 rows", "21 to 40 tokens: 0 rows", "41 to 79 tokens: 4 rows"
-    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -55,29 +55,26 @@ def test_the_head_says_that_a_run_stopped_early_and_whose_weights_it_kept(run_di
     )
 
 
-def test_rows_that_leaked_or_were_skipped_stand_above_the_data_table(run_dir: Path, tmp_path: Path) -> None:
-    folder = copied(run_dir, tmp_path / "leak")
-    counted = BuildReport(SplitStatistics(), SplitStatistics(), shared=10, first_shared=["a:1"], bad_rows=8)
+def test_bad_rows_that_were_skipped_stand_above_the_data_table(run_dir: Path, tmp_path: Path) -> None:
+    folder = copied(run_dir, tmp_path / "bad")
+    counted = BuildReport(SplitStatistics(), bad_rows=8, first_bad_rows=["a:1"])
     facts = json.loads((folder / "facts.json").read_text())
-    facts["data"]["warnings"] = warnings_of(counted, want_validation=True)
+    facts["data"]["warnings"] = warnings_of(counted)
     (folder / "facts.json").write_text(json.dumps(facts))
     data = report_page(read_run(folder)).partition("<h2>Data</h2>")[2].partition("<table>")[0]
-    assert data.count('class="warn"') == 2
-    assert "10 rows are in the training rows too" in data and "8 bad rows left out" in data
+    assert data.count('class="warn"') == 1 and "8 bad rows skipped: a:1; ..." in data
 
 
-@pytest.mark.parametrize(("device", "cards"), [("cuda", "Peak of GPU memory"), ("cpu", "Peak of anonymous memory")])
-def test_each_measure_of_memory_has_a_name_of_its_own(run_dir: Path, tmp_path: Path, device: str, cards: str) -> None:
+def test_each_measure_of_memory_has_a_name_of_its_own(run_dir: Path, tmp_path: Path) -> None:
     """On the CPU the card is of anonymous memory, which RSS exceeds by what is mapped from files."""
-    folder = copied(run_dir, tmp_path / device)
-    if device == "cpu":
-        text = (folder / "metrics.jsonl").read_text().replace('"memory/device_peak_bytes"', '"other"')
-        (folder / "metrics.jsonl").write_text(text)
-        facts = (folder / "facts.json").read_text().replace("device_peak_bytes", "anonymous_peak_bytes")
-        (folder / "facts.json").write_text(facts)
-    page = report_page(read_run(folder))
-    assert f'<div class="name">{cards}</div>' in page
-    assert "Host memory (RSS), peak so far" in page and "host (RSS), whole run" in page
+    page = report_page(read_run(run_dir))
+    assert '<div class="name">Peak of GPU memory</div>' in page
+    assert "Host memory (RSS), peak so far" in page and "host_peak_bytes" in page
+    folder = copied(run_dir, tmp_path / "cpu")
+    for name, device in (("metrics.jsonl", '"memory/device_peak_bytes"'), ("facts.json", '"device_peak_bytes"')):
+        text = (folder / name).read_text().replace(device, '"other"' if "/" in device else '"anonymous_peak_bytes"')
+        (folder / name).write_text(text)
+    assert '<div class="name">Peak of anonymous memory</div>' in report_page(read_run(folder))
 
 
 def test_a_run_that_is_being_written_is_read_up_to_its_last_whole_line(run_dir: Path, tmp_path: Path) -> None:
@@ -96,13 +93,6 @@ def test_an_old_run_has_a_report_of_what_it_has(run_dir: Path, tmp_path: Path) -
     assert "has no status.json (how the run ended); no config.yaml" in finished.output
     page = (tmp_path / "old" / "report.html").read_text()
     assert "<b>Loss</b>" in page and "FSDP units" not in page and "facts.json (units, data" in page
-
-
-def test_a_run_that_fails_early_has_a_report_of_why(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "early", "failed")
-    for name in ("metrics.jsonl", "plan.json", "facts.json"):
-        (folder / name).unlink()
-    assert "error: no good." in report_page(read_run(folder))
 
 
 def test_one_run_differs_from_the_defaults_and_several_from_each_other(run_dir: Path, tmp_path: Path) -> None:
@@ -126,17 +116,10 @@ def test_mistakes_are_told_together(run_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     finished = report(tmp_path / "goof", tmp_path, tmp_path / "file", "--out", tmp_path / "no" / "x.html")
     assert finished.exit_code == 2
-    assert finished.output.splitlines() == [
-        f"error: {tmp_path}/goof: no such folder. Did you mean {tmp_path}/good?",
-        f"error: {tmp_path}: is not a run's directory: it has neither status.json nor metrics.jsonl. "
-        "It holds runs: good.",
-        f"error: {tmp_path}/file: is a file; expected a run's directory.",
-        f"error: --out {tmp_path}/no/x.html: there is no folder {tmp_path}/no.",
-    ]
-    finished = report(tmp_path / "good", "--outt", "x.html")
-    assert (finished.exit_code, finished.output) == (2, "error: --outt is not a flag. Did you mean --out?\n")
+    places = (f"{tmp_path}/goof: ", f"{tmp_path}: ", f"{tmp_path}/file: ")
+    assert all(f"error: {place}" in finished.output for place in places)
     finished = report(tmp_path / "good", "--out", tmp_path / "good" / "config.yaml")
-    assert finished.exit_code == 2 and "ends in .html" in finished.output
+    assert finished.exit_code == 2 and finished.output.startswith("error: --out ")
 
 
 def test_damaged_files_are_named_and_a_run_still_ends_with_a_report(run_dir: Path, tmp_path: Path) -> None:
@@ -156,17 +139,9 @@ def test_damaged_files_are_named_and_a_run_still_ends_with_a_report(run_dir: Pat
     assert "metrics.jsonl:5: " in page and "<b>Loss</b>" in page
 
 
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("facts.json", '{"data": 7, "units": "x", "samples": {"a": 1}}'),
-        ("status.json", '{"step": "many"}'),
-        ("metrics.jsonl", '{"step": Infinity, "train/loss": 1}\n'),
-        ("plan.json", "[" * 20_000),
-    ],
-)
-def test_a_directory_of_something_else_is_told(run_dir: Path, tmp_path: Path, name: str, text: str) -> None:
-    (folder := copied(run_dir, tmp_path / "foreign")).joinpath(name).write_text(text)
+def test_a_directory_of_something_else_is_told(run_dir: Path, tmp_path: Path) -> None:
+    folder = copied(run_dir, tmp_path / "foreign")
+    (folder / "facts.json").write_text('{"data": 7, "units": "x", "samples": {"a": 1}}')
     finished = report(folder)
     assert finished.exit_code == 2 and "Traceback" not in finished.output
     assert finished.output.startswith(f"error: {folder}: no report can be made of this (")

@@ -16,8 +16,8 @@ if __name__ == "__main__":
             raise UserError("mine.yaml:3: this is not right.\nThat would be.")
     for number in range(2):
         with runtime.start("cpu", "world") as job:
-            earlier = job.from_main(lambda: job.earlier_run)  # noqa: B023
-            directory = earlier or job.from_main(lambda: folder / f"run{number}-begun-by-{os.getpid()}")  # noqa: B023
+            earlier = job.broadcast_from_rank0(lambda: job.earlier_run)  # noqa: B023
+            directory = earlier or job.broadcast_from_rank0(lambda: folder / f"run{number}-begun-by-{os.getpid()}")  # noqa: B023
             if job.is_main:
                 directory.mkdir(exist_ok=True)
             job.begin_run(directory)
@@ -26,4 +26,4 @@ if __name__ == "__main__":
                 os.kill(os.getpid(), signal.SIGKILL)
             if way == "late mistake" and number == 1 and job.rank == 1:
                 raise UserError("mine.jsonl:7: this row is not right.")
-            job.gather_numbers(1.0)
+            job.all_gather_floats(1.0)

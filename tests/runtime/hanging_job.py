@@ -17,12 +17,12 @@ if __name__ == "__main__":
         for _ in range(2):  # longer than the time-out in all, and a rank that waits each time
             if job.rank == 1:
                 time.sleep(TIMEOUT * 0.6)
-            job.gather_numbers(1.0)
+            job.all_gather_floats(1.0)
         (Path(sys.argv[1]) / f"process-{job.rank}").write_text(str(os.getpid()))
-        job.gather_numbers(2.0)
+        job.all_gather_floats(2.0)
         if job.rank == 1:
             os.kill(os.getpid(), signal.SIGSTOP)
         if job.rank == 2:
             for _ in itertools.count():  # here
                 pass
-        job.gather_numbers(3.0)
+        job.all_gather_floats(3.0)

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from llama_ft import runtime
-from llama_ft.runtime.stopping import seconds_running
+from llama_ft.runtime.signals import seconds_running
 
 
 def hang(seconds: float = 60) -> None:
@@ -34,23 +34,19 @@ if __name__ == "__main__":
 
         tell("process", os.getpid())
         tell("started", time.time() - seconds_running())
-        if way == "loads in Python":
+        if way.startswith("loads in"):
             tell("loading")
-            while True:
-                time.sleep(0.01)
-        if way == "loads in C++":
-            tell("loading")
-            hang()
-        with job.stopping.between_steps(stop_after):
+            hang() if way == "loads in C++" else time.sleep(60)
+        with job.signals.between_steps(stop_after):
             for step in itertools.count(1):
                 time.sleep(0.01 * (1 + job.rank))
                 if step == 3:
                     tell("training")
                     if way == "rank 0 hangs" and job.rank == 0:
                         hang()
-                ranks = job.gather_numbers(job.stopping.asked())
+                ranks = job.all_gather_floats(job.signals.asked())
                 job.note_step(step)
-                stop = job.stopping.agreed(ranks[:, 0])
+                stop = job.signals.agreed(ranks[:, 0])
                 if stop is not None:
                     if way == "saves for ever":
                         hang(0.7)  # a Ctrl-C after so long is another one

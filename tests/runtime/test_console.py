@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 from conftest import ENVIRONMENT, REPOSITORY
-from rich.text import Text
 
 from llama_ft.errors import UserError
 from llama_ft.runtime import configure_console, console, log
@@ -38,37 +37,16 @@ def test_control_characters_of_files_do_not_reach_the_terminal(monkeypatch: pyte
     assert HARMLESS in message and "\x1b" not in message and "\x9b" not in message
 
 
-def test_styles_of_our_own_survive_beside_control_characters(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(console, "file", io.StringIO())
-    monkeypatch.setattr(console, "_force_terminal", True)
-    monkeypatch.setattr(console, "_color_system", 1)
-    console.print(Text("x\x1b[2J").append("y\x1b", style="red").append("z"))
-    assert console.file.getvalue() == "x\ufffd[2J\x1b[31my\ufffd\x1b[0mz\n"
-
-
-def test_a_run_goes_on_when_nobody_reads_it_any_more(tmp_path: Path) -> None:
+@pytest.mark.parametrize("reader", ["a pipe", "a terminal", None])
+def test_a_run_goes_on_when_nobody_reads_it_or_the_disk_is_full(reader: str | None, tmp_path: Path) -> None:
+    """A terminal is left with disown, which keeps SIGHUP from the run."""
+    reading, output = os.pipe() if reader == "a pipe" else os.openpty()
+    if reader is None:
+        output = os.open("/dev/full", os.O_WRONLY)
     command = [sys.executable, "-c", TALKATIVE, str(tmp_path / "end")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, env={**ENVIRONMENT}, cwd=REPOSITORY) as talking:
-        assert talking.stdout is not None and talking.stdout.readline() == b"line 0\n"
-        talking.stdout.close()
-        assert talking.wait(timeout=100) == 0
-    assert (tmp_path / "end").read_text() == "True"
-
-
-def test_a_run_goes_on_when_the_disk_is_full_that_its_output_goes_to(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", TALKATIVE, str(tmp_path / "end")]
-    with open("/dev/full", "w") as full:
-        assert subprocess.run(command, stdout=full, env={**ENVIRONMENT}, cwd=REPOSITORY, timeout=100).returncode == 0
-    assert (tmp_path / "end").read_text() == "True"
-
-
-def test_a_run_goes_on_when_its_terminal_is_gone(tmp_path: Path) -> None:
-    """Left with disown, which keeps SIGHUP from it."""
-    reader, terminal = os.openpty()
-    command = [sys.executable, "-c", TALKATIVE, str(tmp_path / "end")]
-    with subprocess.Popen(command, stdout=terminal, env={**ENVIRONMENT}, cwd=REPOSITORY) as talking:
-        os.close(terminal)
-        assert os.read(reader, 6) == b"line 0"
-        os.close(reader)
+    with subprocess.Popen(command, stdout=output, env={**ENVIRONMENT}, cwd=REPOSITORY) as talking:
+        os.close(output)
+        assert reader is None or os.read(reading, 6) == b"line 0"
+        os.close(reading)
         assert talking.wait(timeout=100) == 0
     assert (tmp_path / "end").read_text() == "True"

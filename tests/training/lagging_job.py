@@ -30,6 +30,6 @@ def accumulate(model: Any, *arguments: Any, **keywords: Any) -> list[training.Lo
 
 
 training.accumulate_gradients = accumulate  # type: ignore[assignment]
-training.Unread.LAGGING = ("cpu",) if lags else ()  # type: ignore[assignment]
+training.PendingMetrics.LAGGING = ("cpu",) if lags else ()  # type: ignore[assignment]
 sys.argv = [str(RECIPE), *flags]
 runpy.run_path(str(RECIPE), run_name="__main__")

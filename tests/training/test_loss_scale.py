@@ -1,4 +1,5 @@
-"""fp16 with loss scaling, against a plain fp32 loop of one process, and the scale's own rules against GradScaler's."""
+"""fp16 with loss scaling against fp32 (whose parity with a plain loop is in tests/recipes/test_parity.py), and the
+scale's own rules against GradScaler's."""
 
 import json
 from pathlib import Path
@@ -27,30 +28,6 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def plain_losses(tiny_model: Path, rows: Path) -> list[float]:
-    """A loop in fp32, row by row."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
-    examples = [torch.tensor(json.loads(line)["input_ids"]) for line in rows.read_text().splitlines()]
-    targets = sum(len(example) - 1 for example in examples)
-    found = []
-    for _ in range(STEPS):
-        total = 0.0
-        for example in examples:
-            logits = model(input_ids=example[None]).logits[0, :-1]
-            loss = torch.nn.functional.cross_entropy(logits, example[1:], reduction="sum") / targets
-            loss.backward()
-            total += loss.item()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append(total)
-    return found
-
-
-@pytest.fixture(scope="module")
 def runs(tiny_model: Path, rows: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Output directories of the runs in fp16, all in one launch of 2 ranks."""
     folder = tmp_path_factory.mktemp("fp16_runs")
@@ -59,26 +36,23 @@ def runs(tiny_model: Path, rows: Path, tmp_path_factory: pytest.TempPathFactory)
     flags += ["--context_length", "27"]  # the longest row: a step takes all packs, and both ranks have some
     flags += ["--gradient_accumulation_steps", str(ROWS // 4), "--no_save_model", "--gradient_clipping"]
     flags += ["--gradient_clipping_threshold", "0.5"]
-    cases = [
-        (INITIAL_FACTOR, [*flags, "--output_dir", str(folder / "usual")]),
-        (TOO_MUCH, [*flags, "--output_dir", str(folder / "overflowing")]),
-    ]
+    scales = {"usual": INITIAL_FACTOR, "overflowing": TOO_MUCH, "fp32": 1.0}
+    cases = [(scale, [*flags, "--output_dir", str(folder / name)]) for name, scale in scales.items()]
+    cases[-1][1].append("--precision=fp32")
     (folder / "cases.json").write_text(json.dumps(cases))
     launched = forked(JOB, folder / "cases.json", ranks=2)
     assert launched.exit_code == 0, launched.output
     assert launched.output.count("is skipped: its gradients overflowed fp16") >= OVERFLOWS
-    return {name: folder / name for name in ("usual", "overflowing")}
+    return {name: folder / name for name in scales}
 
 
-def test_fp16_trains_as_fp32_does_within_a_percent(runs: dict[str, Path], plain_losses: list[float]) -> None:
+def test_fp16_trains_as_fp32_does_within_a_percent(runs: dict[str, Path]) -> None:
     found = losses(runs["usual"])
-    assert found == pytest.approx(plain_losses, rel=1e-2) and found[-1] < 0.9 * found[0]
+    assert found == pytest.approx(losses(runs["fp32"]), rel=1e-2) and found[-1] < 0.9 * found[0]
     assert [line["train/loss_scale"] for line in metrics(runs["usual"])] == [INITIAL_FACTOR] * STEPS
 
 
-def test_gradients_that_overflow_skip_the_step_and_halve_the_scale_until_they_fit(
-    runs: dict[str, Path], plain_losses: list[float]
-) -> None:
+def test_gradients_that_overflow_skip_the_step_and_halve_the_scale_until_they_fit(runs: dict[str, Path]) -> None:
     lines = metrics(runs["overflowing"])
     skipped = [line for line in lines if line["train/grad_norm"] is None]
     assert len(skipped) >= OVERFLOWS and skipped == lines[: len(skipped)]
@@ -88,7 +62,7 @@ def test_gradients_that_overflow_skip_the_step_and_halve_the_scale_until_they_fi
     assert lines[-1]["train/skipped_steps"] == len(skipped)
     waiting, going = losses(runs["overflowing"])[: len(skipped)], losses(runs["overflowing"])[len(skipped) :]
     assert waiting == pytest.approx([going[0]] * len(skipped), rel=1e-6), "a skipped step changes no weight"
-    assert going == pytest.approx(plain_losses[: len(going)], rel=1e-2)
+    assert going == pytest.approx(losses(runs["fp32"])[: len(going)], rel=1e-2)
 
 
 def test_the_factor_moves_as_torchs_grad_scaler_moves_it() -> None:
@@ -103,33 +77,17 @@ def test_the_factor_moves_as_torchs_grad_scaler_moves_it() -> None:
         theirs.step(optimizer)
         theirs.update()
         assert ours.note(step, 2.0, norm) == (step in (1, 2))
+        saved, ours = ours.state_dict(), LossScale.for_precision("fp16")
+        ours.load_state_dict(saved)
         assert ours.factor == theirs.get_scale(), step
     assert ours.factor == INITIAL_FACTOR / 2, "fell twice, and has grown once"
 
 
-def test_a_loss_that_is_no_number_ends_the_run_instead_of_skipping() -> None:
+def test_what_no_smaller_scale_helps_ends_the_run_instead_of_skipping() -> None:
     scale = LossScale.for_precision("fp16")
     assert not scale.note(1, NAN, NAN) and not scale.note(1, INFINITE, INFINITE)
     assert scale.factor == INITIAL_FACTOR and scale.skipped_steps == 0
-
-
-def test_overflow_at_the_smallest_scale_ends_the_run() -> None:
-    scale = LossScale.for_precision("fp16")
     skips = [scale.note(step, 2.0, NAN) for step in range(17)]
     assert skips == [True] * 15 + [False] * 2 and scale.factor == 2.0
-
-
-@pytest.mark.parametrize("precision", ["bf16_mixed", "bf16_pure", "fp32"])
-def test_other_precisions_scale_and_skip_nothing(precision: str) -> None:
-    scale = LossScale.for_precision(precision)
-    assert scale.factor == 1.0 and scale.metrics() == {}
-    assert not scale.note(1, 2.0, INFINITE), "an infinite norm is left to end the run"
-
-
-def test_a_restored_scale_goes_on_as_the_saved_one() -> None:
-    scale = LossScale.for_precision("fp16")
-    for step in range(10):
-        scale.note(step, 2.0, INFINITE if step == 3 else 1.0)
-    other = LossScale.for_precision("fp16")
-    other.load_state_dict(json.loads(json.dumps(scale.state_dict())))
-    assert other == scale and (other.good_steps, other.skipped_steps) == (6, 1)
+    without = LossScale.for_precision("bf16_mixed")
+    assert without.factor == 1.0 and without.metrics() == {} and not without.note(1, 2.0, INFINITE)

@@ -1,7 +1,10 @@
+import importlib
+import sys
 from typing import Any
 
 import pytest
 import torch
+from conftest import REPOSITORY
 from models.test_architectures import ARCHITECTURES, SHAPE
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
@@ -9,7 +12,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.config import TrainConfig
 from llama_ft.data import Batch
-from llama_ft.models import checkpoint_activations, use_head_loss, use_packed_attention
+from llama_ft.models import checkpoint_activations, use_chunked_loss, use_packed_attention
 from llama_ft.training import LossSum, target_losses, target_rows
 
 CPU = torch.device("cpu")
@@ -34,20 +37,15 @@ def batch(rows: list[list[int]], labels: list[list[int]], length: int) -> Batch:
     return Batch(padded(rows, 0), padded(labels, -100), [len(row) for row in rows], False, ["x"] * len(rows))
 
 
-def test_the_sum_is_transformers_mean_times_the_targets(model: LlamaForCausalLM) -> None:
-    ids, labels = [1, 5, 9, 30, 2], [-100, -100, 9, 30, 2]
-    theirs = model(input_ids=torch.tensor([ids]), labels=torch.tensor([labels])).loss
-    ours = token_loss_sum(model, batch([ids], [labels], 5), CPU)
-    torch.testing.assert_close(ours, theirs * 3)
-
-
 def test_padding_adds_nothing_to_the_loss_or_the_gradient(model: LlamaForCausalLM) -> None:
     rows, labels = [[1, 5, 9, 30, 2], [7, 8]], [[-100, 5, 9, 30, 2], [-100, 8]]
     together = token_loss_sum(model, batch(rows, labels, 9), CPU)
     padded = torch.autograd.grad(together, list(model.parameters()))
-    apart = token_loss_sum(model, batch(rows[:1], labels[:1], 5), CPU) + token_loss_sum(
-        model, batch(rows[1:], labels[1:], 2), CPU
-    )
+    theirs = model(input_ids=torch.tensor([rows[0]]), labels=torch.tensor([labels[0]])).loss
+    pairs = zip(rows, labels, strict=True)
+    first, second = (token_loss_sum(model, batch([row], [own], len(row)), CPU) for row, own in pairs)
+    torch.testing.assert_close(first, theirs * 4)
+    apart = first + second
     torch.testing.assert_close(together, apart)
     for ours, expected in zip(padded, torch.autograd.grad(apart, list(model.parameters())), strict=True):
         torch.testing.assert_close(ours, expected, rtol=1e-4, atol=5e-5)  # gradients go up to 10
@@ -76,6 +74,24 @@ def test_a_batch_without_targets_has_a_loss_and_gradients_of_zero(model: LlamaFo
     assert loss.item() == 0
     gradients = torch.autograd.grad(loss, list(model.parameters()))
     assert all(not gradient.any() for gradient in gradients)
+
+
+@pytest.mark.parametrize("lengths", [[4, 3], [4, 4]])
+@pytest.mark.parametrize("is_packed", [True, False])
+def test_forward_and_backward_make_the_host_wait_for_nothing(
+    model: LlamaForCausalLM, is_packed: bool, lengths: list[int]
+) -> None:
+    """Operators that would wait for a GPU are counted. Without the notes, Transformers' masks run one to four."""
+    sys.path.insert(0, str(REPOSITORY / "benchmarks"))
+    gpu_check = importlib.import_module("gpu_check")
+    ours = LlamaForCausalLM(model.config)
+    if is_packed:
+        use_packed_attention(ours)
+    rows = [[3 + n for n in range(length)] for length in lengths]
+    pack = Batch(torch.tensor([sum(rows, [])]), torch.tensor([sum(rows, [])]), lengths, True, ["x"] * 2)
+    with gpu_check.CountWaits() as counter:
+        token_loss_sum(ours, pack if is_packed else batch(rows, rows, 4), CPU).backward()
+    assert [wait for wait in counter.found if not wait.endswith(gpu_check.ON_HOST)] == []
 
 
 def with_routers(name: str) -> PreTrainedModel:
@@ -108,7 +124,7 @@ def test_where_config_json_asks_for_it_routers_are_trained_to_share_tokens_evenl
     expected.loss.backward()
     assert expected.aux_loss > 1
     checkpoint_activations(ours, TrainConfig(activation_checkpointing="full"))
-    assert not in_pieces or use_head_loss(ours)
+    assert not in_pieces or use_chunked_loss(ours)
     loss = token_loss_sum(ours, batch, CPU) / batch.target_tokens
     loss.backward()
     torch.testing.assert_close(loss, expected.loss)
@@ -159,7 +175,7 @@ def test_a_loss_over_pairs_or_beside_a_mean_is_what_its_formula_says(
     ours.load_state_dict(model.state_dict())
     if is_packed:
         use_packed_attention(ours)
-    assert not in_chunks or use_head_loss(ours)
+    assert not in_chunks or use_chunked_loss(ours)
     pack = Batch(torch.tensor([sum(rows, [])]), torch.tensor([sum(labels, [])]), [4, 4, 3, 3], True, ["x"] * 4)
     summed = objective.loss(ours, pack if is_packed else batch(rows, labels, 6), runtime)
     summed.loss.backward()

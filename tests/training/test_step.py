@@ -12,7 +12,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from llama_ft.config import TrainConfig
 from llama_ft.runtime import Runtime
-from llama_ft.training import LossSum, finish_gradients
+from llama_ft.training import LossSum, clip_and_reduce_norm
 
 SCRIPT = Path(__file__).with_name("lagging_job.py")
 TIMES = ("perf/", "memory/")
@@ -29,7 +29,7 @@ def test_norm_and_clipping_are_torchs(runtime: Runtime, clipping: bool, scale: f
     settings = TrainConfig(gradient_clipping=clipping, gradient_clipping_threshold=0.5)
     expected = clip_grad_norm_(reference.parameters(), 0.5 if clipping else float("inf"))
     losses = [LossSum(torch.tensor(loss), 7, {"margin": torch.tensor(2 * loss)}) for loss in (3.0, 4.0)]
-    result = finish_gradients(model, losses, 14, settings, scale, runtime)
+    result = clip_and_reduce_norm(model, losses, 14, settings, scale, runtime)
     assert result.read() == (0.5, pytest.approx(expected.item()))
     assert result.logged() == {"train/margin": 1.0}
     for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):

@@ -1,11 +1,12 @@
 """What a run leaves behind: its directory, complete checkpoints, and the result in Hugging Face format."""
 
 from llama_ft.checkpoint.export import check_export, export_adapter, export_model, save_dtype
-from llama_ft.checkpoint.from_checkpoint import Exporter, find_sound
-from llama_ft.checkpoint.merge import merge_adapter, tokens_added, understood_adapter
+from llama_ft.checkpoint.from_checkpoint import Exporter, find_valid
+from llama_ft.checkpoint.merge import tokens_added, understood_adapter
 from llama_ft.checkpoint.model_card import write_model_card
-from llama_ft.checkpoint.reader import Checkpoint, complete_checkpoints, damage
+from llama_ft.checkpoint.reader import Checkpoint, checkpoint_errors, complete_checkpoints
 from llama_ft.checkpoint.resume import (
+    check_same_run,
     check_steps_left,
     describe_run,
     find_checkpoint,
@@ -15,36 +16,5 @@ from llama_ft.checkpoint.resume import (
     result_step,
 )
 from llama_ft.checkpoint.run_directory import create_run_directory
-from llama_ft.checkpoint.same_run import check_same_run
 from llama_ft.checkpoint.state import own_state, restore, restore_weights
 from llama_ft.checkpoint.writer import CheckpointWriter, to_host
-
-__all__ = [
-    "Checkpoint",
-    "CheckpointWriter",
-    "Exporter",
-    "check_export",
-    "check_same_run",
-    "check_steps_left",
-    "complete_checkpoints",
-    "create_run_directory",
-    "damage",
-    "describe_run",
-    "export_adapter",
-    "export_model",
-    "find_checkpoint",
-    "find_sound",
-    "finished_result",
-    "global_batch",
-    "merge_adapter",
-    "open_best",
-    "own_state",
-    "restore",
-    "restore_weights",
-    "result_step",
-    "save_dtype",
-    "to_host",
-    "tokens_added",
-    "understood_adapter",
-    "write_model_card",
-]

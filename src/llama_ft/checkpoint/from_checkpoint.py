@@ -1,15 +1,11 @@
 """A checkpoint as a model directory: on one process, without a process group, a block of rows at a time.
 
-    full fine-tuning   trained tensors from the checkpoint, frozen ones and buffers from the base model
-    LoRA               the adapter as peft saves it, or merged into the base model
-
 Names, layout, dtypes and the files beside the weights are those that a run writes at its end.
 """
 
 import dataclasses
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from pydantic import ValidationError
@@ -17,33 +13,23 @@ from transformers import PreTrainedTokenizerBase
 from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft import data, models
-from llama_ft.checkpoint.export import (
-    adapter_tensors,
-    check_space,
-    group_headers,
-    saved_dtypes,
-    saved_tensors,
-    write_adapter,
-    write_model_settings,
-    write_weights,
-    written_aside,
-)
-from llama_ft.checkpoint.merge import merge_adapter
+from llama_ft.checkpoint import export
+from llama_ft.checkpoint.export import SavedWeights, written_aside
+from llama_ft.checkpoint.merge import adapter_changes, check_settings, merged_weights, tokens_added, understood_adapter
 from llama_ft.checkpoint.model_card import write_model_card
-from llama_ft.checkpoint.reader import TRAINER_FILE, Checkpoint, complete_checkpoints, damage, step_folder
-from llama_ft.checkpoint.resume import result_step
-from llama_ft.config import Config, adapter_complaint
-from llama_ft.config.messages import size_text
-from llama_ft.errors import RunFailure, UserError
+from llama_ft.checkpoint.reader import Checkpoint, complete_checkpoints, step_folder
+from llama_ft.checkpoint.resume import first_valid, result_step
+from llama_ft.checkpoint.state import check_same_tensors
+from llama_ft.config import Config, ModelConfig
+from llama_ft.errors import UserError
+from llama_ft.models import lora
 from llama_ft.models.conversion import open_source, saved_layout
-from llama_ft.models.materialize import account_for, compute_buffers
-from llama_ft.models.source import WeightSource, blocks
+from llama_ft.models.load_weights import account_for
+from llama_ft.models.source import OverlaidSource, SafetensorsSource, WeightSource
 from llama_ft.runtime import log
 
-NOTHING_LEFT = "Nothing is left of it."
 
-
-def find_sound(place: Path) -> Checkpoint:
+def find_valid(place: Path) -> Checkpoint:
     """Open a checkpoint, or of a run the one whose weights are its result: after early stopping the best, else the
     newest valid one. Every byte is compared with its checksum first.
 
@@ -54,57 +40,43 @@ def find_sound(place: Path) -> Checkpoint:
         RunFailure: it is corrupted, or all of the run's are.
     """
     candidates = complete_checkpoints(place)
-    for folder in candidates or [place]:
-        complaints = damage(folder)
-        if not complaints:
-            found = Checkpoint(folder)
-            return _result_of_run(found) if candidates else found
-        listed = "\n".join(complaints)
-        if not candidates:
-            raise RunFailure(f"{folder}: this checkpoint is damaged, and nothing is made of it.\n{listed}")
-        log.warning(f"{folder} is damaged and not used:\n{listed}")
-    raise RunFailure(f"{place}: all of its checkpoints are damaged.")
-
-
-def _result_of_run(newest: Checkpoint) -> Checkpoint:
-    if not newest.trainer.get("ends_run"):
+    newest = first_valid(candidates or [place])
+    if not candidates or not newest.trainer.get("ends_run"):
         return newest
     step = result_step(recorded_config(newest), newest.step, int(newest.trainer["progress"]["best"]["step"]))
     if step == newest.step:
         return newest
-    best = step_folder(newest.run, step)
-    if complaints := damage(best):
-        log.warning(f"{best}, the best checkpoint, cannot be used: {'; '.join(complaints)}. The newest one is taken.")
-        return newest
     log.info(f"{newest.run} ended after step {newest.step}; its result is step {step}, with the best validation loss.")
-    return Checkpoint(best)
+    return first_valid([step_folder(newest.run, step), newest.folder])
 
 
 @dataclasses.dataclass(frozen=True)
 class Exporter:
-    """A checkpoint, and what else is needed to make something of it.
+    """What was trained, and what else is needed to make a model or an adapter of it.
 
     Attributes:
-        checkpoint: valid.
-        config: of its run.
         base: directory of the base model.
         base_name: what the user called it.
-        tokenizer: as the run saves it.
-        new: tokens whose rows the base lacks.
+        tokenizer: as it is saved.
         model: skeleton; with LoRA the adapter is in it.
+        trained: the trained weights.
+        keys: trained parameter of the model -> its name in `trained`.
         adapter: with LoRA.
-        trust_remote_code: whether the base may bring code of its own.
+        new: tokens whose rows the base lacks.
+        config: of the run; the defaults for a saved adapter.
+        trainer: what the model card says of the run, if anything is known.
     """
 
-    checkpoint: Checkpoint
-    config: Config
     base: Path
     base_name: str
     tokenizer: PreTrainedTokenizerBase
-    new: models.NewTokens | None
     model: PreTrainedModel
+    trained: WeightSource
+    keys: dict[str, str]
     adapter: models.Adapter | None
-    trust_remote_code: bool
+    new: models.NewTokens | None
+    config: Config
+    trainer: dict[str, Any] | None
 
     @classmethod
     def prepare(
@@ -115,7 +87,7 @@ class Exporter:
         trust_remote_code: bool,
         merge: bool,
     ) -> "Exporter":
-        """Find the base model and check that the checkpoint fits it.
+        """Find the base model of a checkpoint and check that they fit.
 
         Args:
             checkpoint: valid.
@@ -129,43 +101,58 @@ class Exporter:
         """
         trainer, config = checkpoint.trainer, recorded_config(checkpoint)
         if config.model.trust_remote_code and not trust_remote_code:
-            raise UserError(
-                f"{checkpoint.folder}: its run had --trust_remote_code.\nIf you have read the Python code that comes "
-                "with the base model, give it here too."
-            )
+            raise UserError(f"{checkpoint.folder}: its run had --trust_remote_code. Add it here too, or it is not run.")
         named, reads_weights = base_model or config.model.model_name, merge or not config.peft.use_peft
         if named == "demo":
             base = data.build_demo(data.cache_dir()).model_dir
         else:
-            recorded = f"{checkpoint.folder / TRAINER_FILE} (--base_model overrides it): base model"
-            base = models.local_folder(named, "--base_model" if base_model else recorded, weights=reads_weights)
-        weights_then = trainer.get("contents", {}).get("model_name")
-        if base_model is None and reads_weights and weights_then not in (None, models.fingerprint(base)):
-            log.warning(f"{base} holds another model than when {checkpoint.folder} was written.")
-        asked = dataclasses.replace(
-            config.model, model_name=str(base), attn_implementation="auto", trust_remote_code=trust_remote_code
-        )
+            place = "--base_model" if base_model else f"{checkpoint.folder} (--base_model overrides it): base model"
+            base = models.local_folder(named, place, weights=reads_weights)
         new = models.NewTokens(**trainer["new_tokens"]) if trainer.get("new_tokens") else None
-        model, adapter = models.build_skeleton(models.load_model_config(base, trust_remote_code), asked, new), None
+        settings = ModelConfig(model_name=str(base), trust_remote_code=trust_remote_code)
+        model, adapter = models.build_on_meta(models.load_model_config(base, trust_remote_code), settings, new), None
         if config.peft.use_peft:
-            earlier = config.peft.from_peft_checkpoint
-            if earlier and (complaint := adapter_complaint(earlier)):
-                raise UserError(f"{checkpoint.folder}: its run continued an adapter. {earlier}: {complaint}")
-            adapter = models.inject_lora(model, config.peft, models.lasting_name(named, base), new)
+            adapter = models.inject_lora(model, config.peft, models.portable_name(named, base), new)
         if config.model.freeze_layers:
             models.freeze_first_layers(model, config.model.num_freeze_layers)
-        _check_fits(checkpoint, model, base)
-        named_tokenizer, folder = tokenizer_name or config.model.tokenizer_name, base
-        if named_tokenizer is not None:
-            folder = models.local_folder(named_tokenizer, "--tokenizer_name", weights=False)
+        expected = {f"model.{name}": p for name, p in model.named_parameters() if p.requires_grad}
+        check_same_tensors(checkpoint, expected, "model.")
+        other = tokenizer_name or config.model.tokenizer_name
+        folder = models.local_folder(other, "--tokenizer_name", weights=False) if other else base
         tokenizer = models.load_tokenizer(folder, trust_remote_code)
         tokenizer.chat_template = trainer["chat_template"]
         if tokenizer.chat_template and config.model.resize_embeddings:
             data.add_missing_tokens(tokenizer, data.own_template(tokenizer))
-        return cls(checkpoint, config, base, named, tokenizer, new, model, adapter, trust_remote_code)
+        trained = checkpoint.weights()
+        keys = {name: name for name in trained.tensors}
+        return cls(base, named, tokenizer, model, trained, keys, adapter, new, config, trainer)
+
+    @classmethod
+    def of_adapter(cls, folder: Path, base: Path, base_name: str, trust_remote_code: bool) -> "Exporter":
+        """Open a saved adapter, to be merged.
+
+        Args:
+            folder: as PEFT saves it.
+            base: directory of the model as it was before quantization.
+            base_name: what the model card calls it.
+            trust_remote_code: whether the base may bring code of its own.
+
+        Raises:
+            UserError: the adapter is of a kind that cannot be merged, or does not fit the base.
+        """
+        settings, config = understood_adapter(folder), models.load_model_config(base, trust_remote_code)
+        new = tokens_added(settings, config)
+        wanted = ModelConfig(model_name=str(base), trust_remote_code=trust_remote_code)
+        model = models.build_on_meta(config, wanted, new)
+        file, adapter = folder / lora.ADAPTER_WEIGHTS, lora.inject_adapter(model, settings)
+        trained = SafetensorsSource([file])
+        adapter_changes(model, adapter.keys, trained)  # names a kind of layer that is not merged before its tensors
+        lora.check_saved_adapter(trained.tensors, model, adapter, file, str(base))
+        tokenizer = models.load_tokenizer(folder if any(folder.glob("tokenizer*")) else base, trust_remote_code)
+        return cls(base, base_name, tokenizer, model, trained, adapter.keys, adapter, new, Config(), None)
 
     def write_model(self, folder: Path, save_dtype: torch.dtype | None, max_shard_bytes: int) -> None:
-        """Write a fully tuned model.
+        """Write a fully fine-tuned model.
 
         Args:
             folder: where to; what it holds is replaced.
@@ -178,62 +165,36 @@ class Exporter:
         """
         source = open_source(self.base, self.model)
         keys = account_for(self.model, source.tensors, self.base)
-        tensors = saved_tensors(self.model)
         stored = {name: source.tensors[key].dtype for name, key in keys.items()}
-        dtypes = saved_dtypes(tensors, stored, save_dtype)
-        groups = saved_layout(self.model, tensors)
-        needed = sum(header.nbytes for group in groups for header in group_headers(group, dtypes).values())
-        check_space(folder, needed)
-        trained = self.checkpoint.weights()
-        log.info(f"{len(trained.tensors)} of {len(tensors)} tensors are the checkpoint's; {size_text(needed)}")
-        computed = _computed_buffers(self.model, source)
+        rows = export.stored_rows(OverlaidSource(source, self.trained), keys | self.keys)
+        held = {**keys, **source.tensors}  # what else is saved, transformers computes: buffers that the base lacks
+        tensors = {name: tensor for name, tensor in export.saved_tensors(self.model).items() if name in held}
+        layout = saved_layout(self.model, tensors)
+        self._write(folder, SavedWeights(tensors, rows, save_dtype, stored, layout), max_shard_bytes)
 
-        def rows(name: str, dtype: torch.dtype) -> Iterator[torch.Tensor]:
-            if name in trained.tensors:
-                return (block.to(dtype) for block in blocks(trained, name))
-            if name in computed:
-                return iter([computed[name].to(dtype)])
-            return (block.to(dtype) for block in blocks(source, keys.get(name, name)))
+    def write_merged(self, folder: Path, save_dtype: torch.dtype | None, max_shard_bytes: int) -> None:
+        """Write the base with the adapter merged into it; arguments and errors as of write_model."""
+        assert self.adapter is not None
+        check_settings(self.adapter.config.to_dict(), "--merge")
+        changes = adapter_changes(self.model, self.keys, self.trained)
+        self._write(folder, merged_weights(self.model, changes, self.base, save_dtype), max_shard_bytes)
 
-        with written_aside(folder, NOTHING_LEFT) as aside:
-            write_model_settings(aside, self.model.config, tensors, dtypes, self.tokenizer, self.base)
-            write_weights(aside, groups, tensors, dtypes, max_shard_bytes, rows, enabled=True)
-            write_model_card(aside, self.base_name, self.checkpoint.trainer)
+    def _write(self, folder: Path, weights: SavedWeights, max_shard_bytes: int) -> None:
+        with written_aside(folder) as aside:
+            export.write_model_settings(aside, self.model.config, weights.main_dtype(), self.tokenizer, self.base)
+            weights.write(aside, max_shard_bytes)
+            write_model_card(aside, self.base_name, self.trainer)
 
     def write_adapter(self, folder: Path, save_dtype: torch.dtype | None) -> None:
         """Write a peft folder; arguments as of write_model, None for fp32 or what else was trained."""
-        weights = self.checkpoint.weights()
-        check_space(folder, sum(header.nbytes for header in weights.tensors.values()))
-        with written_aside(folder, NOTHING_LEFT) as aside:
-            self._write_peft_files(aside, save_dtype)
-            write_model_card(aside, self.base_name, self.checkpoint.trainer)
-
-    def write_merged(self, folder: Path, save_dtype: torch.dtype | None, max_shard_bytes: int) -> None:
-        """Write the base with the adapter merged into it, through a peft folder that is deleted afterwards. Arguments
-        as of write_model."""
-        try:
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(prefix=f".writing-{folder.name}-", dir=folder.parent) as aside:
-                self._write_peft_files(Path(aside), save_dtype=None)
-                merge_adapter(
-                    Path(aside), self.base, folder, save_dtype, max_shard_bytes, self.trust_remote_code,
-                    self.base_name, self.checkpoint.trainer,
-                )  # fmt: skip
-        except OSError as error:
-            raise RunFailure(f"{folder}: the adapter could not be written beside it ({error.strerror}).") from error
-
-    def _write_peft_files(self, folder: Path, save_dtype: torch.dtype | None) -> None:
         assert self.adapter is not None
-        weights, names = self.checkpoint.weights(), {key: name for name, key in self.adapter.keys.items()}
-        tensors = {
-            key: torch.empty(tensor.shape, dtype=weights.tensors[names[key]].dtype, device="meta")
-            for key, tensor in adapter_tensors(self.model, self.adapter).items()
-        }
-
-        def rows(key: str, dtype: torch.dtype) -> Iterator[torch.Tensor]:
-            return (block.to(dtype) for block in blocks(weights, names[key]))
-
-        write_adapter(folder, self.adapter, tensors, save_dtype, rows, self.tokenizer, enabled=True)
+        keys = self.adapter.keys
+        names = {keys[name]: self.keys[name] for name, _ in self.model.named_parameters() if name in keys}
+        tensors = {key: self.trained.tensors[name] for key, name in names.items()}
+        weights = SavedWeights(tensors, export.stored_rows(self.trained, names), save_dtype)
+        with written_aside(folder) as aside:
+            export.write_adapter(aside, self.adapter, weights, self.tokenizer)
+            write_model_card(aside, self.base_name, self.trainer)
 
 
 def recorded_config(checkpoint: Checkpoint) -> Config:
@@ -245,35 +206,4 @@ def recorded_config(checkpoint: Checkpoint) -> Config:
     try:
         return Config(**checkpoint.trainer["config"])
     except (ValidationError, KeyError, TypeError) as error:
-        raise UserError(
-            f"{checkpoint.folder / TRAINER_FILE}: its settings are not those of this version of llama_ft ({error})."
-        ) from error
-
-
-def _check_fits(checkpoint: Checkpoint, model: PreTrainedModel, base: Path) -> None:
-    """What the run trained must be what the same settings train of this base."""
-    expected = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
-    found = {name: header.shape for name, header in checkpoint.weights().tensors.items()}
-    wrong = sorted({name for name, _ in expected.items() ^ found.items()})
-    if wrong:
-        shapes = [f"{name}: {found.get(name, 'absent')}, expected {expected.get(name, 'none')}" for name in wrong[:5]]
-        raise UserError(
-            f"{checkpoint.folder}: does not fit {base}; {len(wrong)} tensors differ.\n"
-            + "\n".join(shapes)
-            + "\n--base_model names the model it was trained on."
-        )
-
-
-def _computed_buffers(model: PreTrainedModel, source: WeightSource) -> dict[str, torch.Tensor]:
-    """Persistent buffers that the base does not hold, as transformers computes them."""
-    absent = saved_tensors(model).keys() - dict(model.named_parameters()).keys() - source.tensors.keys()
-    for prefix, module in model.named_modules():
-        buffers = dict(module.named_buffers(recurse=False))
-        if any(".".join(filter(None, (prefix, name))) in absent for name in buffers):
-            for name, buffer in buffers.items():
-                module.register_buffer(
-                    name, torch.empty_like(buffer, device="cpu"), name not in module._non_persistent_buffers_set
-                )
-    if absent:
-        compute_buffers(model, model)
-    return {name: buffer for name, buffer in model.named_buffers() if name in absent}
+        raise UserError(f"{checkpoint.folder}: settings of another version of llama_ft ({error}).") from error

@@ -21,12 +21,9 @@ SECONDS_FOR_ANOTHER_TO_END = 10.0  # the ranks of a run that was stopped a momen
 
 
 def create_run_directory(
-    checkpoint: CheckpointConfig,
-    model_name: str,
-    runtime: Runtime,
-    resumed: Checkpoint | None = None,
+    checkpoint: CheckpointConfig, model_name: str, runtime: Runtime, resumed: Checkpoint | None = None
 ) -> Path:
-    """Rank 0 creates output_dir and every rank gets its path. An attempt that torchrun has started again takes the
+    """Rank 0 creates output_dir and every rank gets its path. An attempt that torchrun has started again uses the
     directory of the one before it.
 
     Args:
@@ -34,45 +31,47 @@ def create_run_directory(
             overwrite removes what an earlier run wrote in it and nothing else.
         model_name: a folder or hub name, for the default.
         runtime: the ranks.
-        resumed: the checkpoint the run goes on from. In its own run's directory, newer checkpoints are set aside.
+        resumed: the checkpoint the run resumes from. In its own run's directory, newer checkpoints are set aside.
 
     Raises:
         UserError: it holds a run or files that may be other people's, or cannot be created.
     """
 
     def create() -> Path:
-        folder = _folder(checkpoint, model_name, resumed, runtime.earlier_run)
-        if not _is_resumed_in(folder, resumed) and (foreign := foreign_entries(folder)):
+        if runtime.earlier_run is not None:
+            folder = runtime.earlier_run
+        elif checkpoint.output_dir:
+            folder = Path(checkpoint.output_dir).expanduser()
+        elif resumed is not None:
+            folder = resumed.run
+        else:
+            name = re.sub(r"[^\w.-]+", "-", Path(model_name).name or "model")
+            folder = Path("output") / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
+        is_own = resumed is not None and folder.resolve() == resumed.run.resolve()
+        if not is_own and (foreign := foreign_entries(folder)):
             raise UserError(f"--output_dir {folder}: {foreign}")
-        runtime.lock = _lock(folder)
-        if runtime.explainer is not None and (end := runtime.explainer.last_end(folder)):
-            log.warning(end)
-        _prepare(folder, checkpoint, resumed, runtime.earlier_run)
+        try:
+            runtime.lock = _lock(folder)
+            if runtime.explainer is not None and (end := runtime.explainer.last_end(folder)):
+                log.warning(end)
+            if resumed is not None and is_own:
+                _set_newer_aside(resumed)
+            else:
+                _remove_earlier_run(folder, checkpoint, checkpoint.overwrite or folder == runtime.earlier_run)
+                if resumed is not None:
+                    _branch_off(resumed, folder)
+        except OSError as error:
+            raise UserError(f"--output_dir {folder}: cannot be written ({error.strerror}).") from error
         return folder
 
-    return runtime.from_main(create)
-
-
-def _folder(settings: CheckpointConfig, model_name: str, resumed: Checkpoint | None, earlier: Path | None) -> Path:
-    if earlier is not None:
-        return earlier
-    if settings.output_dir:
-        return Path(settings.output_dir).expanduser()
-    return resumed.run if resumed else _default(model_name)
-
-
-def _is_resumed_in(folder: Path, resumed: Checkpoint | None) -> bool:
-    return resumed is not None and folder.resolve() == resumed.run.resolve()
+    return runtime.broadcast_from_rank0(create)
 
 
 def _lock(folder: Path) -> IO[str] | None:
     """Mark a directory as a run's, and keep other processes out of it for as long as this one lives, whatever ends it.
     Ranks outlive a torchrun that is killed with -9, and would go on writing there."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        file = open(folder / RUN_MARKER, "a+")
-    except OSError as error:
-        raise UserError(f"--output_dir {folder}: cannot be written ({error.strerror}).") from error
+    folder.mkdir(parents=True, exist_ok=True)
+    file = open(folder / RUN_MARKER, "a+")
     deadline = time.monotonic() + SECONDS_FOR_ANOTHER_TO_END
     while True:
         try:
@@ -81,61 +80,40 @@ def _lock(folder: Path) -> IO[str] | None:
         except BlockingIOError as error:
             if time.monotonic() > deadline:
                 file.seek(0)
+                holder = file.read().strip()
                 raise UserError(
-                    f"--output_dir {folder}: another process is at work there ({file.read().strip()}).\nEnd it first, "
-                    "or choose another output_dir. The ranks of a torchrun that was killed with -9 live on."
+                    f"--output_dir {folder}: another process is at work there ({holder}). End it."
                 ) from error
             time.sleep(0.2)
         except OSError:  # a file system without locks
             return None
-    try:
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-        file.flush()
-    except OSError as error:
-        raise UserError(f"--output_dir {folder}: cannot be written ({error.strerror}).") from error
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+    file.flush()
     return file
 
 
-def _prepare(folder: Path, settings: CheckpointConfig, resumed: Checkpoint | None, earlier: Path | None) -> None:
-    if resumed is not None and _is_resumed_in(folder, resumed):
-        _set_newer_aside(resumed)
-        return
-    held = run_entries(folder)  # looked at before anything slow began, but another run may have begun there since
-    if held and not settings.overwrite and earlier is None:
-        _check_nothing_is_lost(folder, settings)
+def _remove_earlier_run(folder: Path, settings: CheckpointConfig, may_remove: bool) -> None:
+    """Remove what an earlier run wrote, looked at again: another run may have begun there since the settings were
+    checked. --resume auto also starts from scratch after a run that was ended before its first checkpoint."""
+    held = run_entries(folder)
+    if held and not may_remove and (settings.resume != "auto" or (folder / "model").exists()):
+        raise UserError(f"--output_dir {folder}: already holds a run or its result. --overwrite replaces it.")
     if held:
-        reason = "--overwrite" if settings.overwrite and earlier is None else "No checkpoint to go on from"
-        log.info(f"{reason}: removing {', '.join(path.name for path in held)} of the earlier run in {folder}")
-    try:
-        for path in held:
-            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-        if resumed is not None:
-            _branch_off(resumed, folder)
-    except OSError as error:
-        raise UserError(f"--output_dir {folder}: cannot be written ({error.strerror}).") from error
-
-
-def _check_nothing_is_lost(folder: Path, settings: CheckpointConfig) -> None:
-    """--resume auto begins anew in the directory of a run that was ended before its first checkpoint."""
-    if settings.resume != "auto":
-        raise UserError(f"--output_dir {folder}: already holds a run.\nChoose another output_dir, or --overwrite it.")
-    if (folder / "model").exists():
-        raise UserError(
-            f"--resume auto: {folder} holds a result but no checkpoint to go on from.\nChoose another output_dir, or "
-            "begin anew with --overwrite and without --resume."
-        )
+        log.info(f"Removing {', '.join(path.name for path in held)} of the earlier run in {folder}")
+    for path in held:
+        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
 def _set_newer_aside(resumed: Checkpoint) -> None:
-    """Give what the resumed run will write again another name; nothing is deleted."""
+    """Rename what the resumed run will write again; nothing is deleted."""
     newer = [it for it in complete_checkpoints(resumed.run) if int(it.name.removeprefix("step-")) > resumed.step]
     for path in (*newer, resumed.run / "model"):
         if path.exists():
             names = (path.with_name(f"set-aside-{n}-{path.name}") for n in itertools.count(1))
             target = next(name for name in names if not name.exists())
             path.rename(target)
-            log.warning(f"{path} is newer than the checkpoint the run goes on from; it is kept as {target.name}.")
+            log.warning(f"{path} is newer than the checkpoint the run resumes from; it is kept as {target.name}.")
 
 
 def _branch_off(resumed: Checkpoint, folder: Path) -> None:
@@ -157,8 +135,3 @@ def _link(source: str, target: str) -> None:
         os.link(source, target)
     except OSError:  # another file system, or one without links
         shutil.copy2(source, target)
-
-
-def _default(model_name: str) -> Path:
-    name = re.sub(r"[^\w.-]+", "-", Path(model_name).name or "model")
-    return Path("output") / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"

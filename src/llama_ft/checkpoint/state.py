@@ -9,7 +9,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from llama_ft.checkpoint.reader import Checkpoint
@@ -31,14 +30,17 @@ def own_state(model: nn.Module, optimizer: torch.optim.Optimizer, runtime: Runti
     Where ranks hold copies of the same rows, each writes its share of them. No rank writes what it has no rows of.
     """
     create_states(optimizer)  # else torch makes a hidden step
-    shards = ShardGroup(runtime.mesh)
-    copy, copies = _which_copy(runtime.mesh)
+    copy, copies = 0, 1
+    if "replicate" in (runtime.mesh.mesh_dim_names or ()):
+        copy, copies = runtime.mesh["replicate"].get_local_rank(), runtime.mesh["replicate"].size()
+    is_first_shard = ShardGroup(runtime.mesh).index == 0
     written, loads = Tensors(), [0] * copies
     for name, tensor in _by_name(model, *get_state_dict(model, optimizer, options=OPTIONS)).items():
         rows = local_shard(tensor)
+        is_sharded = isinstance(tensor, DTensor) and any(placement.is_shard() for placement in tensor.placements)
         writer = loads.index(min(loads))
         loads[writer] += rows.nbytes
-        if writer == copy and rows.numel() and (shards.index == 0 or _is_sharded(tensor)):
+        if writer == copy and rows.numel() and (is_first_shard or is_sharded):
             written[name] = tensor
     written[f"rng.{runtime.rank}.cpu"] = torch.get_rng_state()
     if runtime.device.type == "cuda":
@@ -46,25 +48,9 @@ def own_state(model: nn.Module, optimizer: torch.optim.Optimizer, runtime: Runti
     return written
 
 
-def _which_copy(mesh: DeviceMesh) -> tuple[int, int]:
-    """Which copy of the model this rank is part of, and how many there are."""
-    if "replicate" not in (mesh.mesh_dim_names or ()):
-        return 0, 1
-    return mesh["replicate"].get_local_rank(), mesh["replicate"].size()
-
-
-def _is_sharded(tensor: torch.Tensor) -> bool:
-    return isinstance(tensor, DTensor) and any(placement.is_shard() for placement in tensor.placements)
-
-
 def _by_name(model: nn.Module, weights: Mapping[str, Any], states: Mapping[str, Any]) -> Tensors:
-    """The live tensors of a checkpoint by their names there.
-
-    Args:
-        model: its trained parameters are there, tied ones once. Buffers are not: they are the base model's.
-        weights: its state dict.
-        states: the optimizer's, flattened. Its settings are not saved: a resumed run has its own.
-    """
+    """The live tensors of a checkpoint by their names there, out of the two state dicts. Buffers are not saved: they
+    are the base model's. Nor are the optimizer's settings: a resumed run has its own."""
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     return {f"model.{name}": weights[name] for name in trained} | {
         f"optimizer.{name}": state for name, state in states.items() if name.startswith("state.")
@@ -94,7 +80,13 @@ def restore(
         log.warning(f"{train.optimizer} begins without states: those of {saved['optimizer']} are left behind.")
         optimizers = []
     restore_weights(checkpoint, model, optimizers)
-    _restore_generators(checkpoint, runtime)  # last: nothing above may draw from them
+    states = checkpoint.generator_states(runtime.rank)  # last: nothing above may draw from them
+    if "cpu" in states:
+        torch.set_rng_state(states["cpu"])
+    else:
+        torch.manual_seed(torch.initial_seed() + checkpoint.step)
+    if "cuda" in states and runtime.device.type == "cuda":
+        torch.cuda.set_rng_state(states["cuda"], runtime.device)
 
 
 def restore_weights(
@@ -104,9 +96,7 @@ def restore_weights(
     have states already. Raises as `restore`."""
     weights, states = get_state_dict(model, optimizers, options=OPTIONS)
     live = _by_name(model, weights, states)
-    _check_same(checkpoint, live, "model.", "trained parameters")
-    if optimizers:
-        _check_same(checkpoint, live, "optimizer.", "optimizer states")
+    check_same_tensors(checkpoint, live, "model.", *(["optimizer."] if optimizers else []))
     planner = dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     dcp.load(live, storage_reader=dcp.HuggingFaceStorageReader(str(checkpoint.folder)), planner=planner)
     set_state_dict(model, optimizers, model_state_dict=weights, optim_state_dict=states, options=TRAINED_ONLY)
@@ -117,29 +107,18 @@ def _kind(train: dict[str, object]) -> tuple[object, ...]:
     return train["optimizer"], train["use_kahan_summation"], train["optimizer"] == "SGD" and bool(train["momentum"])
 
 
-def _check_same(checkpoint: Checkpoint, live: Tensors, prefix: str, what: str) -> None:
+def check_same_tensors(checkpoint: Checkpoint, live: Mapping[str, torch.Tensor], *prefixes: str) -> None:
     """Compare names, shapes and dtypes before anything is read: torch ignores names that it was not asked for, and
     copies the codes of 8-bit states into numbers without an error. Floats may have another precision."""
-    here = {name: _told(tuple(it.shape), it.dtype) for name, it in live.items() if name.startswith(prefix)}
-    there = {name: _told(it.shape, it.dtype) for name, it in checkpoint.tensors.items() if name.startswith(prefix)}
-    if here != there:
-        different = sorted({name for name, _ in here.items() ^ there.items()})
+
+    def described(tensors: Mapping[str, Any]) -> dict[str, str]:
+        ours = {name: it for name, it in tensors.items() if name.startswith(prefixes)}
+        return {n: f"{tuple(it.shape)}{'' if it.dtype.is_floating_point else f' {it.dtype}'}" for n, it in ours.items()}
+
+    here, there = described(live), described(checkpoint.tensors)
+    if different := sorted({name for name, _ in here.items() ^ there.items()}):
         first = different[0]
         raise UserError(
-            f"{checkpoint.folder}: its {what} are not those of this run. {len(different)} differ, such as "
-            f"{first.removeprefix(prefix)}: {there.get(first, 'absent')} there, {here.get(first, 'absent')} here."
+            f"{checkpoint.folder}: its tensors are not those of this model. {len(different)} differ, such as {first}: "
+            f"{there.get(first, 'absent')} there, {here.get(first, 'absent')} here."
         )
-
-
-def _told(shape: tuple[int, ...], dtype: torch.dtype) -> str:
-    return f"{shape}" if dtype.is_floating_point else f"{shape} of {str(dtype).removeprefix('torch.')}"
-
-
-def _restore_generators(checkpoint: Checkpoint, runtime: Runtime) -> None:
-    states = checkpoint.generator_states(runtime.rank)
-    if "cpu" in states:
-        torch.set_rng_state(states["cpu"])
-    else:
-        torch.manual_seed(torch.initial_seed() + checkpoint.step)
-    if "cuda" in states and runtime.device.type == "cuda":
-        torch.cuda.set_rng_state(states["cuda"], runtime.device)

@@ -1,8 +1,7 @@
 """Writing checkpoints/step-000100/ while training goes on: complete or absent, whatever happens meanwhile.
 
 Training waits while a rank copies its rows to host memory. A thread then has torch.distributed.checkpoint write them
-under another name and agree with the other ranks' threads that all is on the disk, and rank 0 renames the directory.
-The threads talk over a process group of their own. How a checkpoint looks is in reader.py.
+under another name, over a process group of its own, and rank 0 renames the directory when all is on the disk.
 """
 
 import json
@@ -27,27 +26,16 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future as TorchFuture
 
-from llama_ft.checkpoint.reader import (
-    CHECKSUMS_FILE,
-    FORMAT,
-    SAVED_OFFSETS,
-    SHARDING_INFO,
-    TRAINER_FILE,
-    complete_checkpoints,
-    file_digest,
-    shard_file,
-    step_folder,
-)
-from llama_ft.checkpoint.safetensors_file import SafetensorsFile, TensorHeader
+from llama_ft.checkpoint import reader
+from llama_ft.checkpoint.reader import complete_checkpoints, step_folder
+from llama_ft.checkpoint.safetensors_file import SafetensorsFile
 from llama_ft.checkpoint.state import Tensors, own_state
 from llama_ft.config import CheckpointConfig
 from llama_ft.config.messages import size_text
-from llama_ft.errors import RunFailure, UserError
+from llama_ft.errors import RunFailure, UserError, reason
 from llama_ft.models.shards import local_shard
-from llama_ft.runtime import Runtime, grace_warning, log
+from llama_ft.runtime import Runtime, log
 
-BEST_FILE = "best.json"
-METRICS_FILE = "metrics.jsonl"
 SPACE_FOR_THE_REST = 2**20  # headers, trainer.json, checksums
 
 
@@ -60,7 +48,7 @@ class CheckpointWriter:
         about: what every trainer.json says: the configuration and what else tells one run from another.
         runtime: all ranks write together.
 
-    As a context manager it lets the save in flight come to its end where a run ends on all ranks alike.
+    As a context manager it waits for the save in flight if the run ends on all ranks alike.
 
     Attributes:
         run: the run's directory.
@@ -77,17 +65,24 @@ class CheckpointWriter:
         self._group = dist.new_group(backend="gloo", timeout=timedelta(hours=6))
         self._in_flight: Future[None] | None = None
         self._timings: dict[str, float] = {}
-        self._grace_told = False
         if runtime.is_main:
             for leftover in (*self._folder.glob(".writing-step-*"), *self._folder.glob(".removing-step-*")):
                 shutil.rmtree(leftover, ignore_errors=True)
-            self._name_best()  # a kill may have come after the rename of a checkpoint and before this
-        self.last: Path | None = runtime.from_main(lambda: next(iter(complete_checkpoints(output_dir)), None))
+            self._tidy(newest=None)  # a kill may have come after the rename of a checkpoint and before this
+        complete = runtime.broadcast_from_rank0(lambda: complete_checkpoints(output_dir))
+        self.last: Path | None = complete[0] if complete else None
 
     @property
     def has_failed(self) -> bool:
-        """Whether the save in flight has come to an end, and a bad one; `finish` then raises."""
+        """Whether the save in flight has failed; `finish` then raises."""
         return self._in_flight is not None and self._in_flight.done() and self._in_flight.exception() is not None
+
+    def is_due(self, step: int, ends_epoch: bool, ends_run: bool) -> bool:
+        """Whether the settings ask for a checkpoint after this step. A run that is stopped ends, too."""
+        settings = self._settings
+        if settings.save_model and (ends_run or (ends_epoch and settings.save_every_epoch)):
+            return True
+        return settings.save_steps > 0 and (ends_run or step % settings.save_steps == 0)
 
     def save(
         self,
@@ -105,7 +100,7 @@ class CheckpointWriter:
             model: its trained parameters are written, its frozen ones are not.
             optimizer: its states are written.
             trainer: position and counters, for trainer.json.
-            asked: False where only its validation loss keeps it: it goes when a better one is complete.
+            asked: False if only its validation loss keeps it: it goes when a better one is complete.
             best_loss: the validation loss, if it is the best so far.
 
         Raises:
@@ -113,41 +108,35 @@ class CheckpointWriter:
         """
         started = time.perf_counter()
         self.finish()
+        written = {"format": reader.FORMAT, "step": step, "world_size": self._runtime.world_size}
+        record = {**written, "asked": asked, "best_loss": best_loss, **trainer, **self.about}
         live = own_state(model, optimizer, self._runtime)
-        nbytes = self._check_space(step, sum(local_shard(tensor).nbytes for tensor in live.values()))
+        nbytes = sum(local_shard(tensor).nbytes for tensor in live.values())
+        total = int(self._runtime.all_gather_floats(nbytes).sum().item())
+        free = self._runtime.broadcast_from_rank0(lambda: shutil.disk_usage(self.run).free)
+        if free < (needed := total + SPACE_FOR_THE_REST):
+            raise self._failure(step, f"it needs {size_text(needed)}, and {size_text(free)} are free")
         copies = to_host(live)
-        record = {
-            "format": FORMAT,
-            "step": step,
-            "world_size": self._runtime.world_size,
-            "asked": asked,
-            "best_loss": best_loss,
-            **trainer,
-            **self.about,
-        }
-        stall = time.perf_counter() - started
-        self._timings["perf/save_stall_seconds"] = stall
+        self._timings["perf/save_stall_seconds"] = stall = time.perf_counter() - started
         future = self._in_flight = Future[None]()
-        told = f"{size_text(nbytes)}, training waited {stall:.2f} s"
-        save = (future, record, live, copies, started, told)
-        threading.Thread(target=self._run_save, args=save, name="checkpoint", daemon=True).start()
-        del save, copies
+
+        def write() -> None:
+            try:
+                self._write(record, live, copies)
+                self._timings["perf/save_seconds"] = seconds = time.perf_counter() - started
+                done = f"{size_text(total)}, training waited {stall:.2f} s, written after {seconds:.2f} s"
+                log.info(f"Checkpoint {step_folder(self.run, step).name}: {done}")
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result(None)
+
+        threading.Thread(target=write, name="checkpoint", daemon=True).start()
         if not self._settings.save_async:
             self.finish()
 
-    def is_due(self, step: int, ends_epoch: bool, ends_run: bool) -> bool:
-        """Whether the settings ask for a checkpoint after this step. A run that is stopped ends, too."""
-        settings = self._settings
-        if settings.save_model and (ends_run or (ends_epoch and settings.save_every_epoch)):
-            return True
-        return settings.save_steps > 0 and (ends_run or step % settings.save_steps == 0)
-
     def finish(self) -> None:
-        """Wait until nothing is being written.
-
-        Raises:
-            RunFailure: the last checkpoint could not be written.
-        """
+        """Wait until nothing is being written; a RunFailure if the last checkpoint could not be."""
         in_flight, self._in_flight = self._in_flight, None
         if in_flight is not None:
             in_flight.result()
@@ -171,31 +160,11 @@ class CheckpointWriter:
         timings, self._timings = self._timings, {}
         return timings
 
-    def _check_space(self, step: int, nbytes: int) -> int:
-        """The size of the checkpoint over all ranks, for which there must be room."""
-        total = int(self._runtime.gather_numbers(nbytes).sum().item())
-        needed = total + SPACE_FOR_THE_REST
-        free = self._runtime.from_main(lambda: shutil.disk_usage(self.run).free)
-        if free < needed:
-            raise self._failure(
-                step, f"it needs {size_text(needed)}, and {size_text(free)} are free on the disk of {self.run}"
-            )
-        return total
-
     def _failure(self, step: int, cause: str) -> RunFailure:
         kept = f"The last complete one is {self.last}." if self.last else "There is no earlier one."
         return RunFailure(f"{step_folder(self.run, step)}: the checkpoint could not be written: {cause}.\n{kept}")
 
-    def _run_save(self, future: "Future[None]", *save: Any) -> None:
-        """In the thread: write, and let the main thread know how it went."""
-        try:
-            self._write(*save)
-        except BaseException as error:
-            future.set_exception(error)
-        else:
-            future.set_result(None)
-
-    def _write(self, record: dict[str, Any], live: Tensors, copies: Tensors, started: float, told: str) -> None:
+    def _write(self, record: dict[str, Any], live: Tensors, copies: Tensors) -> None:
         final = step_folder(self.run, record["step"])
         aside = final.with_name(f".writing-{final.name}")
         storage = _ShardWriter(aside, self._runtime.rank, copies, partial(self._complete, record, aside, final))
@@ -206,86 +175,68 @@ class CheckpointWriter:
             if self._runtime.is_main:
                 shutil.rmtree(aside, ignore_errors=True)
             rank, (cause, _) = min(error.failures.items())
-            raise self._failure(record["step"], f"rank {rank}: {_reason(cause)}") from error
+            raise self._failure(record["step"], f"rank {rank}: {reason(cause)}") from error
         self.last = final
         if self._runtime.is_main:
-            self._tidy(final)
-        seconds = time.perf_counter() - started
-        self._timings["perf/save_seconds"] = seconds
-        log.info(f"Checkpoint {final.name}: {told}, written after {seconds:.2f} s")
-        if not self._grace_told and (warning := grace_warning(seconds)):
-            log.warning(warning)
-            self._grace_told = True
+            try:
+                self._tidy(final)
+            except OSError as error:  # the checkpoint is there all the same
+                log.warning(f"{self._folder} could not be tidied up after {final.name}: {reason(error)}")
 
     def _complete(self, record: dict[str, Any], aside: Path, final: Path, digests: dict[str, str]) -> None:
         """On rank 0, when all ranks have written: the two small files, then the name that says it is complete."""
         if absent := [name for name in digests if not (aside / name).is_file()]:
-            raise FileNotFoundError(None, f"{absent[0]} is not there: all nodes must see the same output_dir")
-        _write_synced(aside / TRAINER_FILE, json.dumps(record, indent=1) + "\n")
-        digests[TRAINER_FILE] = file_digest(aside / TRAINER_FILE)
-        _write_synced(aside / CHECKSUMS_FILE, "".join(f"{value}  {file}\n" for file, value in digests.items()))
+            raise OSError(None, f"{absent[0]} is not there: all nodes must see the same output_dir")
+        _write_synced(aside / reader.TRAINER_FILE, json.dumps(record, indent=1) + "\n")
+        digests[reader.TRAINER_FILE] = reader.file_digest(aside / reader.TRAINER_FILE)
+        _write_synced(aside / reader.CHECKSUMS_FILE, "".join(f"{value}  {file}\n" for file, value in digests.items()))
         _sync(aside)
         with suppress(FileNotFoundError):
-            _sync(self.run / METRICS_FILE)  # it must not know less than a checkpoint that is there
+            _sync(self.run / "metrics.jsonl")  # it must not know less than a checkpoint that is there
         os.replace(aside, final)
         _sync(self._folder)
 
-    def _tidy(self, newest: Path) -> None:
-        """What is left to do when a checkpoint is complete; should it fail, the checkpoint is there all the same."""
-        try:
-            self._remove_old(newest, self._name_best())
-        except OSError as error:
-            log.warning(f"{self._folder} could not be tidied up after {newest.name}: {_reason(error)}")
-
-    def _name_best(self) -> Path | None:
-        """Have best.json name the best checkpoint: the newest of those that were the best when they were written."""
+    def _tidy(self, newest: Path | None) -> None:
+        """Have best.json name the newest of those that were the best when they were written. Of those older than
+        `newest`, keep this one and the last keep_last that were asked for."""
+        best, asked = None, 0
         for folder in complete_checkpoints(self.run):
-            record = _trainer_record(folder)
-            if record.get("best_loss") is not None:
-                best = {"checkpoint": folder.name, "step": record["step"], "eval/loss": record["best_loss"]}
-                _write_synced(self._folder / f".{BEST_FILE}", json.dumps(best) + "\n")
-                os.replace(self._folder / f".{BEST_FILE}", self._folder / BEST_FILE)
-                return folder
-        (self._folder / BEST_FILE).unlink(missing_ok=True)
-        return None
-
-    def _remove_old(self, newest: Path, best: Path | None) -> None:
-        """Keep the newest keep_last of those asked for, and the best one."""
-        asked = 0
-        for folder in complete_checkpoints(self.run):
-            is_asked = _trainer_record(folder).get("asked")
-            if is_asked is None:
-                continue  # damaged: not ours to delete
+            try:
+                record = json.loads((folder / reader.TRAINER_FILE).read_text())
+                is_asked, loss = record["asked"], record["best_loss"]
+            except (OSError, ValueError, LookupError, TypeError):
+                continue  # corrupted: not ours to delete
             asked += is_asked
-            beyond = not is_asked or 0 < self._settings.keep_last < asked
-            if beyond and folder not in (newest, best):
+            if loss is not None and best is None:
+                best = {"checkpoint": folder.name, "step": record["step"], "eval/loss": loss}
+                _write_synced(self._folder / ".best.json", json.dumps(best) + "\n")
+                os.replace(self._folder / ".best.json", self._folder / "best.json")
+            elif newest not in (None, folder) and (not is_asked or 0 < self._settings.keep_last < asked):
                 doomed = folder.with_name(f".removing-{folder.name}")
                 os.replace(folder, doomed)  # a half-deleted directory must not look like a whole checkpoint
                 shutil.rmtree(doomed)
+        if best is None:
+            (self._folder / "best.json").unlink(missing_ok=True)
 
 
 class _ShardWriter(dcp.HuggingFaceStorageWriter):
     """torch's safetensors storage, written tensor by tensor: torch's own builds the whole file in memory.
 
-    Args:
-        folder: where to.
-        rank: of this process.
-        copies: what is written; the live tensors, which training changes, only say what they are shards of.
-        complete: called on rank 0 when all ranks have written, with the checksum of each file.
-    """
+    The copies are written; the live tensors, which training changes, only say what they are shards of. `complete` is
+    called on rank 0 when all ranks have written, with the checksum of each file."""
 
     def __init__(self, folder: Path, rank: int, copies: Tensors, complete: Callable[[dict[str, str]], None]) -> None:
         super().__init__(str(folder), save_distributed=True)
-        self._file, self._copies, self._complete = folder / shard_file(rank), copies, complete
+        self._file, self._copies, self._complete = folder / reader.shard_file(rank), copies, complete
 
     def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> TorchFuture[list[WriteResult]]:
         """Write a rank's file and sync it to disk; the result tells its checksum."""
-        offsets = {item.index.fqn: {SAVED_OFFSETS: list(item.index.offset or ())} for item in plan.items}
-        headers = {name: TensorHeader(tuple(self._copies[name].shape), self._copies[name].dtype) for name in offsets}
-        metadata = {SHARDING_INFO: json.dumps(offsets), "DCP_VERSION": "1.0"}
-        with SafetensorsFile(self._file, headers, enabled=True, metadata=metadata) as file:
-            for name in headers:
-                file.append(self._copies[name])
+        offsets = {item.index.fqn: {reader.SAVED_OFFSETS: list(item.index.offset or ())} for item in plan.items}
+        tensors = {name: self._copies[name] for name in offsets}
+        metadata = {reader.SHARDING_INFO: json.dumps(offsets), "DCP_VERSION": "1.0"}
+        with SafetensorsFile(self._file, tensors, metadata) as file:
+            for tensor in tensors.values():
+                file.append(tensor)
         written: TorchFuture[list[WriteResult]] = TorchFuture()
         written.set_result([WriteResult(MetadataIndex(self._file.name), 0, file.digest.hexdigest())])
         return written
@@ -321,15 +272,3 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _trainer_record(checkpoint: Path) -> dict[str, Any]:
-    """Its trainer.json; empty if that is damaged."""
-    try:
-        return dict(json.loads((checkpoint / TRAINER_FILE).read_text()))
-    except (OSError, ValueError, TypeError):
-        return {}
-
-
-def _reason(error: BaseException) -> str:
-    return (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__

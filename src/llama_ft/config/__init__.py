@@ -1,55 +1,20 @@
-"""Settings of a run: declared in `settings.py` and `run_settings.py`, read from YAML and the command line,
-checked all at once.
+"""Settings of a run: declared in `settings.py` and `run_settings.py`, read from YAML and the command line, and checked.
 
 Nothing here imports torch: `--help` and every error answer within a second.
 """
 
 from llama_ft.config.dump import differences, to_yaml
-from llama_ft.config.load import check_command_line, load, load_flags, load_recipe
+from llama_ft.config.load import check_command_line, load, load_flags
 from llama_ft.config.output_dir import run_entries
-from llama_ft.config.paths import adapter_complaint, base_model_of, model_complaint
-from llama_ft.config.rules import as_fraction, check_device, check_rules, parse_duration, parse_size
+from llama_ft.config.paths import base_model_of
+from llama_ft.config.rules import as_fraction, check_device
 from llama_ft.config.run_settings import (
     CheckpointConfig,
     DataConfig,
     MemoryConfig,
     ProfileConfig,
     TrackingConfig,
+    parse_duration,
+    parse_size,
 )
-from llama_ft.config.settings import (
-    Config,
-    FSDPConfig,
-    ModelConfig,
-    PeftConfig,
-    QuantizationConfig,
-    TrainConfig,
-)
-
-__all__ = [
-    "CheckpointConfig",
-    "Config",
-    "DataConfig",
-    "FSDPConfig",
-    "MemoryConfig",
-    "ModelConfig",
-    "PeftConfig",
-    "ProfileConfig",
-    "QuantizationConfig",
-    "TrackingConfig",
-    "TrainConfig",
-    "adapter_complaint",
-    "as_fraction",
-    "base_model_of",
-    "check_command_line",
-    "check_device",
-    "check_rules",
-    "differences",
-    "load",
-    "load_flags",
-    "load_recipe",
-    "model_complaint",
-    "parse_duration",
-    "parse_size",
-    "run_entries",
-    "to_yaml",
-]
+from llama_ft.config.settings import Config, FSDPConfig, ModelConfig, PeftConfig, QuantizationConfig, TrainConfig

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-from llama_ft.config.messages import nearest, nearest_file
+from llama_ft.config.messages import nearest_file
 
 Kind = Literal["demo", "ready", "function", "url", "file", "folder", "glob", "hub"]
 READY_DATASETS = ("samsum", "grammar", "alpaca")  # by llama-recipes' names, also as samsum_dataset
-DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".arrow")
+DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 COMPRESSED_SUFFIXES = tuple(kind + packed for kind in (".jsonl", ".json", ".csv") for packed in (".gz", ".zst"))
 DATA_FORMS = (
-    ".jsonl, .json, .csv (also .gz, .zst), .parquet and .arrow, folders and globs of them, hub names (org/name), and "
+    ".jsonl, .json, .csv (also .gz, .zst) and .parquet, folders and globs of them, hub names (org/name), and "
     "path/to/file.py:function"
 )
 NOT_REGULAR = "is not a regular file. Write what a pipe gives to a file first."
@@ -31,8 +31,7 @@ def is_url(name: str) -> bool:
 def data_suffix(name: str) -> str:
     """Return the suffix that says how a file is read, `.jsonl` of `my.jsonl.gz`; empty where it is no data file."""
     path = Path(name.partition("?")[0] if is_url(name) else name)
-    suffixes = "".join(path.suffixes[-2:]).lower()
-    if suffixes.endswith(COMPRESSED_SUFFIXES):
+    if "".join(path.suffixes[-2:]).lower().endswith(COMPRESSED_SUFFIXES):
         return path.suffixes[-2].lower()
     return path.suffix.lower() if path.suffix.lower() in DATA_SUFFIXES else ""
 
@@ -76,7 +75,13 @@ def data_files(folder: Path) -> Iterator[Path]:
                 yield path
 
 
-def data_complaint(name: str) -> str | None:
+def globbed(pattern: str) -> list[str]:
+    """Return the files that match, in order of their names."""
+    found = glob.glob(str(Path(pattern).expanduser()), recursive=True)
+    return sorted(file for file in found if Path(file).is_file())
+
+
+def data_problem(name: str) -> str | None:
     """Say why `name` is no dataset, as far as can be seen from here; None where nothing is wrong."""
     kind, path = kind_of_data(name), Path(name).expanduser()
     if kind == "function":
@@ -84,37 +89,18 @@ def data_complaint(name: str) -> str | None:
         if not file.is_file():
             return f"no such file.{nearest_file(file)}"
         return f"which function? Write {file}:function." if name.endswith((".py", ":")) else None
-    if kind == "url" and not data_suffix(name) and not glob.has_magic(name) and not name.endswith("/"):
-        return "is no URL of a data file; that of a folder ends in /."
     if kind == "folder" and not any((path / sign).is_file() for sign in SAVED_BY_DATASETS):
         return None if any(data_files(path)) else f"is a folder without data files. Data are {DATA_FORMS}."
     if kind == "glob":
-        found = globbed(name)
-        unknown = [file for file in found if not data_suffix(file)]
-        return f"what {unknown[0]} holds is not known. Data are {DATA_FORMS}." if unknown else (
-            None if found else "no file matches."
-        )  # fmt: skip
-    if kind == "file" and path.exists():
-        if not data_suffix(name):
-            return f"what a {path.suffix or 'file without suffix'} holds is not known. Data are {DATA_FORMS}."
-        # Data are read more than once: to know them again, and to tell their columns.
-        return ("is empty." if path.stat().st_size == 0 else None) if path.is_file() else NOT_REGULAR
-    return _missing(name, path) if kind == "file" else None
-
-
-def _missing(name: str, path: Path) -> str:
-    near = nearest_file(path)
-    if "," in name:
-        return f"no such file. Several are written '[{name.replace(',', ', ')}]'."
-    if data_suffix(name) or near:
+        files = globbed(name)
+        return None if files and all(map(data_suffix, files)) else f"matches no file, or others than {DATA_FORMS}."
+    if kind != "file":
+        return None
+    if path.exists():
+        if not path.is_file():  # data are read more than once: to know them again, and to tell their columns
+            return NOT_REGULAR
+        kept = path.suffix or "file without suffix"
+        return None if data_suffix(name) else f"what a {kept} holds is not known. Data are {DATA_FORMS}."
+    if (near := nearest_file(path)) or data_suffix(name):
         return f"no such file.{near}"
-    built_in = ("demo", *READY_DATASETS)
-    match = nearest(name, built_in)
-    hint = f" Did you mean {match}?" if match else ""
-    return f"is neither data nor a built-in dataset ({', '.join(built_in)}).{hint} Data are {DATA_FORMS}."
-
-
-def globbed(pattern: str) -> list[str]:
-    """Return the files that match, in order of their names."""
-    found = glob.glob(str(Path(pattern).expanduser()), recursive=True)
-    return sorted(file for file in found if Path(file).is_file())
+    return f"is neither data nor a built-in dataset ({', '.join(('demo', *READY_DATASETS))}). Data are {DATA_FORMS}."

@@ -10,7 +10,6 @@ import yaml
 from pydantic import TypeAdapter
 
 from llama_ft.commands import is_console_script
-from llama_ft.config.aliases import LLAMA_RECIPES
 from llama_ft.config.messages import show
 from llama_ft.config.settings import SECTIONS, SETTINGS, Config, Setting, values_of
 
@@ -29,32 +28,20 @@ def help_text(description: str, script: str) -> str:
     """
     name = Path(script).name
     python, torchrun = (name, f"--no-python {name}") if is_console_script(script) else (f"python {script}", script)
-    renamed = {old: here[4:] for old, here in LLAMA_RECIPES.items() if here.startswith("use ")}
-    parts = [
-        _paragraph(inspect.cleandoc(description).partition("\n\n")[0]),
-        f"Usage:\n"
-        f"  {python} [flags]\n"
-        f"  {python} --config configs/quickstart.yaml [flags]\n"
-        f"  torchrun --nproc_per_node 2 {torchrun} --enable_fsdp [flags]",
-        _paragraph(
-            "Flags are written --lr 1e-4 or --lr=1e-4, or with their section: --train.lr 1e-4. Switches stand alone "
-            "(--use_peft) or take true or false, and --no_save_model turns one off. Lists are written a,b,c, and none "
-            "unsets. Without a config, model_name and dataset the embedded demo runs."
-        ),
-        _paragraph(
-            "Coming from llama-recipes: its flags work by their names here, also with their prefixes "
-            "(--lora_config.r 8); one whose meaning is gone is rejected with a line saying what to use. The pages "
-            "docs/from-*.md translate the names of torchtune, TRL and axolotl, too."
-        ),
-        "\n".join([_entry("  --config FILE", "A YAML config to read first."), _entry("  --help, -h", "Print this.")]),
-        *(flags_text(_of_section(name), f"{name}: {inspect.getdoc(SECTIONS[name])}") for name in SECTIONS),
-        "\n".join(["Names of llama-recipes that are others here:", *(_entry(f"  {a}", b) for a, b in renamed.items())]),
-    ]
+    usage = f"Usage:\n  {python} [flags]\n  torchrun --nproc_per_node 2 {torchrun} --enable_fsdp [flags]"
+    notes = (
+        "Flags are written --lr 1e-4 or --lr=1e-4, or with their section: --train.lr 1e-4. Switches stand alone "
+        "(--use_peft) or take true or false, and --no_save_model turns one off. Lists are written a,b,c, and none "
+        "unsets. --config FILE reads a YAML config first; without it, model_name and dataset the embedded demo runs. "
+        "llama-recipes' flags work by their names and prefixes (--lora_config.r 8); docs/from-*.md translate those of "
+        "torchtune, TRL and axolotl."
+    )
+    parts = [textwrap.fill(text, WIDTH) for text in (inspect.cleandoc(description).partition("\n\n")[0], notes)]
+    parts.insert(1, usage)
+    for section, cls in SECTIONS.items():
+        settings = {name: setting for name, setting in SETTINGS.items() if setting.section == section}
+        parts.append(flags_text(settings, f"{section}: {inspect.getdoc(cls)}"))
     return "\n\n".join(parts) + "\n"
-
-
-def _of_section(section: str) -> dict[str, Setting]:
-    return {name: setting for name, setting in SETTINGS.items() if setting.section == section}
 
 
 def flags_text(settings: Mapping[str, Setting], title: str) -> str:
@@ -62,21 +49,13 @@ def flags_text(settings: Mapping[str, Setting], title: str) -> str:
     lines = [title]
     for setting in settings.values():
         head = f"  --{setting.name}{WORDS.get(setting.kind, ' A,B')}"
-        lines.append(
-            _entry("  --quantization [WORD]" if setting.dotted == "quantization.mode" else head, _about(setting))
+        default = (
+            ("on" if setting.default else "off") if setting.kind == "switch" else show(setting.default).strip("[]")
         )
+        choices = f"{', '.join(setting.choices)}; " if setting.choices else ""
+        text = f"{setting.meaning} [{choices}default: {default or 'empty'}]"
+        lines.append(_entry("  --quantization [WORD]" if setting.dotted == "quantization.mode" else head, text))
     return "\n".join(lines)
-
-
-def _about(setting: Setting) -> str:
-    default = setting.default
-    shown = ("on" if default else "off") if setting.kind == "switch" else show(default).strip("[]") or "empty"
-    choices = f"{', '.join(setting.choices)}; " if setting.choices else ""
-    return f"{setting.meaning} [{choices}default: {shown}]"
-
-
-def _paragraph(text: str) -> str:
-    return textwrap.fill(text, WIDTH)
 
 
 def _entry(head: str, text: str) -> str:
@@ -115,19 +94,12 @@ def to_yaml(config: Config, header: str = "") -> str:
 
 
 def json_schema() -> dict[str, Any]:
-    """Return the schema (draft 2020-12): sections, settings, types, choices, ranges, meanings and defaults."""
+    """Return pydantic's schema (draft 2020-12) with the short forms that the loader takes too."""
     schema = TypeAdapter(Config).json_schema()
     sections = schema["$defs"]
-    for setting in SETTINGS.values():
-        section_class = schema["properties"][setting.section]["$ref"].rpartition("/")[2]
-        field = sections[section_class]["properties"][setting.name]
-        field.pop("title")
-        field |= {"description": setting.meaning, "default": setting.default}
     validation = sections["DataConfig"]["properties"]["validation"]["anyOf"]
     validation.insert(1, {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1})
     mode = {**sections["QuantizationConfig"]["properties"]["mode"], "description": "Short for quantization.mode."}
     schema["properties"]["quantization"] = {"anyOf": [{"$ref": "#/$defs/QuantizationConfig"}, mode]}
-    for section in sections.values():
-        del section["title"]
     draft = "https://json-schema.org/draft/2020-12/schema"
     return {"$schema": draft, **schema, "title": "llama_ft recipe", "additionalProperties": False}

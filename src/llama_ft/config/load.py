@@ -1,4 +1,4 @@
-"""From a command line and a YAML config to one checked `Config`; every error is reported at once."""
+"""From a command line and a YAML config to one checked `Config`: first all names, values and paths, then the rules."""
 
 import sys
 from collections.abc import Mapping
@@ -7,21 +7,13 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from llama_ft.config.aliases import TRANSLATIONS
 from llama_ft.config.dump import help_text
-from llama_ft.config.messages import brief, expected, is_flag, nearest, one_of, show, subject
+from llama_ft.config.messages import nearest, show, subject
 from llama_ft.config.parse import Parsed, as_keywords, read_flags, read_yaml, words_of
 from llama_ft.config.paths import check_paths
 from llama_ft.config.rules import broken_rules, drop_overridden
-from llama_ft.config.settings import SETTINGS, Config, Setting, settings_of, values_of
+from llama_ft.config.settings import SETTINGS, Config, settings_of, values_of
 from llama_ft.errors import UserError, before_imports, exit_on_error, rank
-
-LIMITS = {
-    "greater_than_equal": ("ge", "at least"),
-    "greater_than": ("gt", "greater than"),
-    "less_than_equal": ("le", "at most"),
-    "less_than": ("lt", "less than"),
-}
 
 
 def check_command_line(description: str, demo_config: Path) -> None:
@@ -44,14 +36,7 @@ def check_command_line(description: str, demo_config: Path) -> None:
 
 
 def load_flags(flags: Mapping[str, str], demo_config: Path) -> tuple[Config, dict[str, str]]:
-    """Return the settings that `check_command_line` has found to be right, out of flags as fire passes them on.
-
-    Args:
-        flags: name -> text.
-        demo_config: see `load`.
-
-    Returns:
-        As `load`.
+    """Return what `load` does, out of flags (name -> text) as fire passes them on after `check_command_line`.
 
     Raises:
         SystemExit: 2 after errors: of a file that has changed since.
@@ -75,23 +60,18 @@ def load(argv: list[str], demo_config: Path | None = None, *, paths: bool = True
         UserError: with one message for every error.
     """
     named, flags = config_file(argv)
-    file_name = Path(named).expanduser() if named else demo_config
-    if named is None and not {"model_name", "dataset"}.isdisjoint({*flags.places, *flags.doubtful}):
-        file_name = None
+    is_demo = named is None and flags.values.keys().isdisjoint({"model_name", "dataset"})
+    file_name = demo_config if is_demo else named and Path(named).expanduser()
     file = read_yaml(file_name) if file_name else Parsed()
-    errors = [*file.errors, *flags.errors]
-    if errors and (file.is_foreign or flags.is_foreign):
-        errors[-1] += f"\n{TRANSLATIONS}"
     values, places = {**file.values, **flags.values}, {**file.places, **flags.places}
     config, wrong = convert(values, places)
-    valid = drop_overridden(values_of(config), places)
-    config, _ = convert(valid, places)
-    errors += wrong.values()
-    unknown = {*wrong, *file.doubtful, *flags.doubtful}
-    if file.readable and "config" not in unknown:
-        errors += broken_rules(valid, places, unknown)
+    errors = [*file.errors, *flags.errors, *wrong.values()]
+    if not errors:  # rules over settings that are not what was meant would mislead
+        valid = drop_overridden(values_of(config), places)
+        config, _ = convert(valid, places)
+        errors = broken_rules(valid, places)
     if paths:
-        errors += [error for error in check_paths(valid, places, unknown) if error not in errors]
+        errors += [error for error in check_paths(values_of(config), places, {*wrong}) if error not in errors]
     if errors:
         raise UserError(*errors)
     return config, {SETTINGS[name].dotted: place for name, place in places.items()}
@@ -99,20 +79,12 @@ def load(argv: list[str], demo_config: Path | None = None, *, paths: bool = True
 
 def config_file(argv: list[str]) -> tuple[str | None, Parsed]:
     """Return the value of --config, and what the other flags set."""
-    named = [word.value for word in words_of(argv) if word.flag == "--config"]
-    others = [text for word in words_of(argv) if word.flag != "--config" for text in word.as_typed]
-    parsed = read_flags(others)
-    if len(named) > 1:
-        parsed.errors.append("--config: given twice.")
-    if named and not named[0]:
-        parsed.errors.append("--config needs a file, as configs/mine.yaml.")
-        parsed.doubtful.add("config")
-    return (named[0] if named else None), parsed
-
-
-def load_recipe(path: Path, *, paths: bool = True) -> tuple[Config, dict[str, str]]:
-    """Read one YAML config, without a command line. Args, returns and raises as `load`."""
-    return load([f"--config={path}"], paths=paths)
+    words = list(words_of(argv))
+    named = [word.value or "" for word in words if word.flag == "--config"]
+    parsed = read_flags([text for word in words if word.flag != "--config" for text in word.as_typed])
+    if len(named) > 1 or named == [""]:
+        parsed.errors.append("--config: names one file, as configs/mine.yaml.")
+    return (named[0] or None if named else None), parsed
 
 
 def convert(
@@ -129,62 +101,28 @@ def convert(
         The instance, and field name -> message for each value that is not valid in itself.
     """
     table = SETTINGS if settings_class is Config else settings_of(settings_class)
-    wrong = {
-        name: _invalid(table[name], values[name], "empty", {}, places)
-        for name in values
-        if values[name] == "" or (values[name] is None and not table[name].optional)
-    }
+    wrong = {name: f"{subject(name, places)}: the value is empty." for name in values if values[name] == ""}
     while True:
         nested: dict[str, Any] = {}
-        for name, value in values.items():
-            if name not in wrong:
-                section = table[name].section
-                (nested.setdefault(section, {}) if section else nested)[name] = value
+        for name in values.keys() - wrong.keys():
+            section = table[name].section
+            (nested.setdefault(section, {}) if section else nested)[name] = values[name]
         try:
-            return settings_class(**nested), wrong
+            return settings_class(**nested), {name: wrong[name] for name in values if name in wrong}
         except ValidationError as refusal:
             for error in refusal.errors(include_url=False, include_input=False):
-                *_, name = [part for part in error["loc"][:2] if part in table]
-                setting, where = table[str(name)], error["loc"][3:]
-                if setting.kind != "data" or not isinstance(values[setting.name], list):
-                    message = _invalid(setting, values[name], error["type"], error.get("ctx", {}), places)
-                    wrong.setdefault(setting.name, message)
-                elif where:  # in a part of a dataset mixture
-                    head = f"{subject(setting.name, places)}[{'].'.join(map(str, where))}"
-                    wrong.setdefault(setting.name, _invalid_part(head, values[name], where, error["type"]))
+                *_, name = [str(part) for part in error["loc"][:2] if part in table]
+                head, part = f"{subject(name, places)} {show(values[name])}", error["loc"][3:]
+                if table[name].kind == "data" and isinstance(values[name], list):
+                    head = f"{subject(name, places)}[{'].'.join(map(str, part))}"
+                    if not part:
+                        continue  # that a list is no text
+                match = nearest(str(values[name]), choices := table[name].choices)
+                wanted = f"expected one of {', '.join(choices)}" if choices else _plain(error["msg"])
+                wrong.setdefault(name, f"{head}: {wanted}." + (f" Did you mean {match}?" if match else ""))
 
 
-def _invalid_part(head: str, parts: list[Any], where: tuple[int | str, ...], kind: str) -> str:
-    """Word an error of one part of a dataset mixture; where is its index and the key."""
-    if kind in ("extra_forbidden", "missing"):
-        return f"{head} is {'not known' if kind != 'missing' else 'missing'}; a part has path, weight and split."
-    value = parts[int(where[0])][where[1]]
-    wanted = "a number greater than 0 and at most 1000" if where[1] == "weight" else "text"
-    return f"{head} is {show(value) or 'empty'}; expected {wanted}."
-
-
-def _invalid(setting: Setting, value: Any, kind: str, context: Mapping[str, Any], places: Mapping[str, str]) -> str:
-    """Word one of pydantic's errors as ours.
-
-    On the command line the value stands behind its flag (`--lr 0: must be ...`); elsewhere the sentence has it.
-    """
-    typed = is_flag(places.get(setting.name, ""))
-    head = subject(setting.name, places)
-    shown = brief(show(value))
-    if kind == "empty":
-        return f"{head} has no value; expected {expected(setting)}."
-    if kind == "literal_error":
-        match = nearest(shown, setting.choices)
-        hint = f" Did you mean {match}?" if match else ""
-        if shown.lower() in ("none", "null"):  # what others write for unset
-            hint = f" Leave it out for {show(setting.default)}."
-        wanted = f"expected {one_of(setting.choices)}.{hint}"
-        return f"{head} {shown}: {wanted}" if typed else f'{head} is "{shown}"; {wanted}'
-    if kind in LIMITS:
-        key, words = LIMITS[kind]
-        wanted = f"must be {words} {context[key]:g}."
-        return f"{head} {shown}: {wanted}" if typed else f"{head} is {shown}; it {wanted}"
-    quoted = shown if isinstance(value, dict | list) else f'"{shown}"'
-    if typed:
-        return f"{head} {shown}: {quoted} is not {expected(setting)}."
-    return f"{head} is {quoted}; expected {expected(setting)}."
+def _plain(message: str) -> str:
+    """Say in fewer words what pydantic says."""
+    message = message.partition(", unable")[0].removeprefix("Value error, ").replace("Input should", "must")
+    return message.replace("greater than or equal to", "at least").replace("less than or equal to", "at most")

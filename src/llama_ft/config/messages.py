@@ -6,12 +6,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from llama_ft.config.settings import SETTINGS, Setting
+from llama_ft.config.settings import SETTINGS
 
 NO_PLACES: Mapping[str, str] = {}
-LONGEST_SHOWN = 100
-LIKENESS_OF_A_SLIP = 0.6  # as difflib.get_close_matches has it
-LIKENESS_OF_FILES = {True: 0.65, False: 0.8}  # with the same ending, with another; nope and NOTICE have 0.6
 
 
 def is_flag(place: str) -> bool:
@@ -29,43 +26,16 @@ def subject(name: str, places: Mapping[str, str]) -> str:
     Returns:
         `--lr` as typed, `configs/mine.yaml:12: train.lr`, or `train.lr` where no place is known.
     """
-    place = places.get(name, "")
-    if is_flag(place):
-        return place
-    return f"{place}: {SETTINGS[name].dotted}" if place else SETTINGS[name].dotted
+    place, dotted = places.get(name, ""), SETTINGS[name].dotted
+    return place if is_flag(place) else f"{place}: {dotted}" if place else dotted
 
 
 def show(value: Any) -> str:
     """Show a value as it would be typed."""
-    if value is None:
-        return "none"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, list) and any(isinstance(item, dict) for item in value):
-        return json.dumps(value, ensure_ascii=False)
     if isinstance(value, list):
-        return "[" + ",".join(map(str, value)) + "]"
-    return "a mapping" if isinstance(value, dict) else str(value)
-
-
-def expected(setting: Setting) -> str:
-    """Say what a setting takes: `a number`, or its choices."""
-    if setting.choices:
-        return one_of(setting.choices)
-    kinds = {
-        "switch": "true or false",
-        "whole number": "a whole number",
-        "number": "a number",
-        "text": "text",
-        "data": "a name, or a list of parts with path, weight and split",
-        "names": "a list of names",
-    }
-    return kinds.get(setting.kind, "a list of names, or all-linear")
-
-
-def brief(text: str) -> str:
-    """Show what may be much too long."""
-    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}... ({len(text)} characters)"
+        has_dicts = any(isinstance(item, dict) for item in value)
+        return json.dumps(value, ensure_ascii=False) if has_dicts else f"[{','.join(map(str, value))}]"
+    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
 
 def size_text(size_bytes: float) -> str:
@@ -73,40 +43,19 @@ def size_text(size_bytes: float) -> str:
     return f"{size_bytes / 2**30:,.2f} GiB" if size_bytes >= 2**30 else f"{size_bytes / 2**20:,.1f} MiB"
 
 
-def one_of(words: Iterable[str]) -> str:
-    """Join words as `a, b or c`."""
-    *others, last = words
-    return f"{', '.join(others)} or {last}" if others else last
-
-
-def nearest(word: str, candidates: Iterable[str], least: float = LIKENESS_OF_A_SLIP) -> str | None:
+def nearest(word: str, candidates: Iterable[str], least: float = 0.6) -> str | None:
     """Return the candidate that word is most likely a slip of, if any is near, `least` of at most 1."""
-    scores = {candidate: _likeness(word.lower(), candidate.lower()) for candidate in candidates}
-    best = max(scores, key=lambda candidate: scores[candidate], default=None)
-    return best if best is not None and scores[best] >= least else None
-
-
-def _likeness(word: str, candidate: str) -> float:
-    """Compare whole words, and the beginning too: bf61 is near bf16_mixed, and warmup near warmup_steps."""
-    whole = difflib.SequenceMatcher(None, word, candidate).ratio()
-    if len(word) < 4:
-        return whole
-    beginning = difflib.SequenceMatcher(None, word, candidate[: len(word)]).ratio()
-    return max(whole, beginning - 0.05)
+    names = {candidate.lower(): candidate for candidate in candidates}
+    match = difflib.get_close_matches(word.lower(), names, n=1, cutoff=least)
+    return names[match[0]] if match else None
 
 
 def nearest_file(path: Path) -> str:
-    """Return ` Did you mean <path>?` with the entry of the same folder whose name is nearest, or nothing. One with
-    another ending has to be nearer than one with the same."""
+    """Return ` Did you mean <path>?` with the entry of the same folder whose name is nearest, or nothing."""
     try:
-        entries = [entry.name for entry in path.parent.iterdir() if entry.name != path.name]  # a link may lead nowhere
+        others = [entry for entry in path.parent.iterdir() if entry.name != path.name]
     except OSError:
         return ""
-    # What a shared ending adds to the likeness says nothing: compare what stands before it.
-    for is_same, least in LIKENESS_OF_FILES.items():
-        names = {
-            name.removesuffix(path.suffix): name for name in entries if (Path(name).suffix == path.suffix) is is_same
-        }
-        if match := nearest(path.name.removesuffix(path.suffix), names, least):
-            return f" Did you mean {path.parent / names[match]}?"
-    return ""
+    entries = {entry.stem: entry for entry in sorted(others, key=lambda entry: entry.suffix == path.suffix)}
+    match = nearest(path.stem, entries, 0.65)
+    return f" Did you mean {entries[match]}?" if match else ""

@@ -1,9 +1,10 @@
-"""May a run write into this directory? A run that is there already is never touched without being asked to."""
+"""What may be written, and what may be replaced: nothing that llama_ft did not write, and nothing unasked."""
 
 import os
 import re
 import tempfile
 from collections.abc import Mapping
+from fnmatch import fnmatch
 from pathlib import Path
 
 from llama_ft.restarts import attempt
@@ -12,25 +13,21 @@ from llama_ft.restarts import attempt
 RUN_MARKER = ".llama_ft-run"
 # What a run writes into its directory, and so all that --overwrite may delete.
 RUN_ENTRIES = (
-    "status.json",
-    "config.yaml",
-    "metrics.jsonl",
-    "checkpoints",
-    "model",
-    "facts.json",
-    "plan.json",
-    "report.html",
-    "profile",
-    "tensorboard",
-    "wandb",
-)
+    "status.json", "config.yaml", "metrics.jsonl", "checkpoints", "model", "facts.json", "plan.json", "report.html",
+    "profile", "tensorboard", "wandb",
+)  # fmt: skip
 # Of checkpoints/, only these: set-aside-* and what other people put there stay.
 CHECKPOINT_ENTRIES = re.compile(r"(\.writing-|\.removing-)?step-\d{6,}|\.?best\.json")
-DEFAULT_PARENT = Path("output")
-TOKENIZER_PATTERNS = (
-    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template.*", "additional_chat_templates/*",
-    "vocab.*", "merges.txt", "*.model", "*.tiktoken",
+# All that an exported model's or adapter's folder holds, and so all that --overwrite may delete there. The base model's
+# Python files are not in it: they cannot be told from the user's.
+MODEL_PATTERNS = (
+    "config.json", "generation_config.json", "model.safetensors", "model-[0-9]*-of-[0-9]*.safetensors",
+    "model.safetensors.index.json", "adapter_config.json", "adapter_model.safetensors", "README.md", "tokenizer.json",
+    "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
+    "additional_chat_templates/*.jinja", "vocab.json", "vocab.txt", "merges.txt", "spiece.model",
+    "sentencepiece.bpe.model", "*.tiktoken",
 )  # fmt: skip
+CARD_TAG = "\n- llama_ft\n"  # in the header of every model card that checkpoint/model_card.py writes
 
 
 def run_entries(directory: Path) -> list[Path]:
@@ -51,13 +48,10 @@ def foreign_entries(directory: Path) -> str | None:
     held = [entry for entry in RUN_ENTRIES if (directory / entry).exists()]
     if not held or (directory / RUN_MARKER).is_file():
         return None
-    return (
-        f"holds {', '.join(held)} but no {RUN_MARKER}, which marks a run's directory, so nothing there is replaced. "
-        "Choose another output_dir."
-    )
+    return f"holds {', '.join(held)} but no {RUN_MARKER}, which marks a run's directory. Choose another output_dir."
 
 
-def output_dir_complaint(
+def output_dir_problem(
     directory: str | None, overwrite: bool, inputs: Mapping[str, str | None], goes_on: bool = False
 ) -> str | None:
     """Say why a run cannot write into directory.
@@ -75,7 +69,7 @@ def output_dir_complaint(
     """
     if os.environ.get("RANK", "0") != "0":
         return None
-    path = DEFAULT_PARENT if directory is None else Path(directory).expanduser()
+    path = Path(directory or "output").expanduser()
     obstacle = not_writable(path)
     if obstacle or directory is None or not path.exists():
         return obstacle
@@ -84,18 +78,28 @@ def output_dir_complaint(
             return f"is what {name} reads. Choose another output_dir."
     if not any((path / entry).exists() for entry in RUN_ENTRIES):
         return None  # other people's files may stay: a run writes beside them
-    goes_on = goes_on and not overwrite
-    is_resumable = goes_on and any(path.glob("checkpoints/step-*/trainer.json"))  # earlier versions left no marker
-    if (foreign := foreign_entries(path)) and not is_resumable:
+    if foreign := foreign_entries(path):
         return foreign
-    if goes_on:
-        return None
+    if not goes_on and not overwrite:
+        return "already holds a run. Choose another output_dir, --resume auto to go on with it, or --overwrite."
+    return deleted_input(run_entries(path), inputs) if overwrite and not attempt() else None
+
+
+def model_dir_problem(directory: str, overwrite: bool, inputs: Mapping[str, str | None]) -> str | None:
+    """Say why a model cannot be written into directory, a folder of its own. See `output_dir_problem`."""
+    path = Path(directory).expanduser()
+    obstacle = not_writable(path)
+    if obstacle or not path.exists() or not any(path.iterdir()):
+        return obstacle
+    files = [str(file.relative_to(path)) for file in sorted(path.rglob("*")) if not file.is_dir()]
+    if others := [name for name in files if not any(fnmatch(name, known) for known in MODEL_PATTERNS)]:
+        return f"holds more than a model ({', '.join(others[:5])}). Choose another output_dir."
+    card = path / "README.md"
+    if not (card.is_file() and CARD_TAG in card.read_text(errors="replace")):
+        return "holds a model that llama_ft did not write (no README.md tagged llama_ft). Choose another output_dir."
     if not overwrite:
-        return (
-            "already holds a run. Choose another output_dir, go on with that run by --resume auto, or replace it with "
-            "--overwrite."
-        )
-    return None if attempt() else deleted_input(run_entries(path), inputs)
+        return "already holds a model. Choose another output_dir, or replace that model with --overwrite."
+    return deleted_input([path], inputs)
 
 
 def deleted_input(entries: list[Path], inputs: Mapping[str, str | None]) -> str | None:

@@ -3,14 +3,13 @@
 import json
 import os
 from collections.abc import Callable, Mapping
-from functools import wraps
 from pathlib import Path
 from typing import Any
 
-from llama_ft.config.data_names import NOT_REGULAR, data_complaint, is_split_of, kind_of_data
-from llama_ft.config.messages import nearest, nearest_file, subject
-from llama_ft.config.output_dir import not_writable, output_dir_complaint
-from llama_ft.config.rules import SECRET_IN_URL, as_fraction, holds_secret
+from llama_ft.config.data_names import NOT_REGULAR, data_problem, is_split_of
+from llama_ft.config.messages import nearest_file, subject
+from llama_ft.config.output_dir import not_writable, output_dir_problem
+from llama_ft.config.rules import SECRET, as_fraction, holds_secret
 from llama_ft.errors import UserError, reason
 from llama_ft.restarts import may_be_restarted
 
@@ -30,81 +29,67 @@ def check_paths(values: Mapping[str, Any], places: Mapping[str, str], invalid: s
         invalid: fields whose own value could not be read, which are left out.
     """
 
-    def output_dir(directory: str | None) -> str | None:
-        goes_on = _goes_on(values["resume"], directory)
-        return output_dir_complaint(directory, values["overwrite"], _inputs(values), goes_on)
+    def dataset(value: str | list[dict[str, str]]) -> str | None:
+        if isinstance(value, str):
+            return data_problem(value)
+        return next((f"{part['path']}: {why}" for part in value if (why := data_problem(part["path"]))), None)
 
+    def output_dir(name: str | None) -> str | None:
+        return output_dir_problem(name, values["overwrite"], inputs, _goes_on(values["resume"], name))
+
+    def validation(name: str) -> str | None:
+        is_data = as_fraction(name) is None and not is_split_of(name, values["dataset"])
+        return data_problem(name) if is_data else None
+
+    inputs = {name: values[name] for name in (*INPUTS, *(["resume"] if values["overwrite"] else []))}
+    if isinstance(parts := inputs["dataset"], list):
+        inputs = {**inputs, **{f"dataset[{i}].path": part["path"] for i, part in enumerate(parts)}, "dataset": None}
     checks: dict[str, Callable[[Any], str | None]] = {
-        "model_name": model_complaint,
-        "tokenizer_name": _tokenizer,
-        "dataset": _data,
-        "validation": lambda validation: _validation(validation, values["dataset"]),
-        "from_peft_checkpoint": adapter_complaint,
-        "chat_template": _chat_template,
-        "resume": checkpoint_complaint,
+        "model_name": model_problem,
+        "tokenizer_name": lambda name: _folder(name) if name not in BUILT_IN_MODELS and looks_local(name) else None,
+        "dataset": dataset,
+        "validation": validation,
+        "from_peft_checkpoint": lambda name: _folder(name, "adapter_config.json", "adapter_model.safetensors"),
+        "chat_template": lambda name: None if name in BUILT_IN_TEMPLATES else file_problem(name),
         "output_dir": output_dir,
     }
     messages = []
-    for name, complaint_of in checks.items():
+    for name, problem_of in checks.items():
         value = values[name]
         if name in invalid or (value is None and name != "output_dir"):
             continue
         if holds_secret(value):
-            messages.append(f"{subject(name, places)} {SECRET_IN_URL}")  # as its rule, which not all callers ask
-        elif complaint := _told(complaint_of, value):
+            messages.append(f"{subject(name, places)} {SECRET}")  # as its rule, which not all callers ask
+            continue
+        try:
+            problem = problem_of(value)
+        except (OSError, ValueError) as error:  # no permission, a name that is too long
+            problem = f"cannot be looked at: {reason(error)}."
+        if problem:
             shown = "" if value is None or isinstance(value, list) else f" {value}"
-            messages.append(f"{subject(name, places)}{shown}: {complaint}")
+            messages.append(f"{subject(name, places)}{shown}: {problem}")
     return messages
 
 
-def _inputs(values: Mapping[str, Any]) -> dict[str, str | None]:
-    """Field name -> file or folder that the run reads; the parts of a mix one by one."""
-    inputs = {name: values[name] for name in (*INPUTS, *(["resume"] if values["overwrite"] else []))}
-    if isinstance(parts := inputs["dataset"], list):
-        del inputs["dataset"]
-        inputs.update({f"dataset[{index}].path": part["path"] for index, part in enumerate(parts)})
-    return inputs
-
-
-def _told(complaint_of: Callable[[Any], str | None], value: Any) -> str | None:
-    try:
-        return complaint_of(value)
-    except (OSError, ValueError, RuntimeError) as error:  # no permission, a name too long, a null character, ~nobody
-        return f"cannot be looked at: {reason(error)}."
-
-
-def looks_safely(complaint_of: Callable[[str], str | None]) -> Callable[[str], str | None]:
-    """Have what says why a path is wrong say so too where it cannot be looked at."""
-    return wraps(complaint_of)(lambda name: _told(complaint_of, name))
-
-
-@looks_safely
-def file_complaint(name: str) -> str | None:
+def file_problem(name: str) -> str | None:
     """Say why `name` is no file that can be read."""
     file = Path(name).expanduser()
-    if file.is_dir():
-        return "is a folder; expected a file."
-    if not file.exists():
-        return f"no such file.{nearest_file(file)}"
-    return None if file.is_file() else NOT_REGULAR
+    if file.is_file():
+        return None
+    if file.exists():
+        return "is a folder; expected a file." if file.is_dir() else NOT_REGULAR
+    return f"no such file.{nearest_file(file)}"
 
 
-@looks_safely
-def output_complaint(name: str) -> str | None:
+def output_problem(name: str) -> str | None:
     """Say why no file `name` can be written; rank 0 alone asks, because it alone writes."""
+    file = Path(name).expanduser()
     if os.environ.get("RANK", "0") != "0":
         return None
-    file = Path(name).expanduser()
-    if file.is_dir():
-        return "is a folder; expected a file in it."
-    if file.exists() and not file.is_file():
-        return "is a device, a pipe or the like; expected a plain file."
-    if file.exists():
-        return None if os.access(file, os.W_OK) else "cannot be written to: Permission denied."
-    return not_writable(file.parent)
+    return not_writable(file.parent) if file.is_file() or not file.exists() else "is not a plain file."
 
 
-def folder_complaint(folder: Path, expected: str) -> str | None:
+def folder_problem(folder: Path, expected: str) -> str | None:
     """Say why there is no such folder, which is expected to be one of something."""
     if not folder.exists():
         return f"no such folder.{nearest_file(folder)}"
@@ -116,35 +101,21 @@ def looks_local(name: str) -> bool:
     return name.startswith((".", "/", "~")) or name.count("/") > 1 or name.endswith("/") or Path(name).exists()
 
 
-@looks_safely
-def model_complaint(name: str) -> str | None:
-    """Say why `name` is neither a folder with config.json and weights nor a hub name."""
+def model_problem(name: str) -> str | None:
+    """Say why `name` is neither a folder with config.json nor a hub name."""
     if name in BUILT_IN_MODELS or not looks_local(name):
         return None
-    folder = Path(name).expanduser()
-    if complaint := folder_complaint(folder, "a folder with config.json and *.safetensors"):
-        return complaint
-    if not (folder / "config.json").is_file():
-        if (folder / "adapter_config.json").is_file():
-            return "holds an adapter, not a model. Use from_peft_checkpoint, with its base model as model_name."
-        return f"holds no config.json.{_below(folder, 'config.json')}"
-    if any(folder.glob("*.safetensors")):
-        return None
-    old = [file.name for pattern in ("*.bin", "*.pth", "*.pt", "*.gguf") for file in sorted(folder.glob(pattern))]
-    if old:
-        return f"holds {old[0]} but no *.safetensors, which are what is read here. {TO_SAFETENSORS}"
-    return "holds config.json but no weights (*.safetensors)."
+    has_weights = any(Path(name).expanduser().glob("*.safetensors"))
+    no_weights = None if has_weights else f"holds no weights in *.safetensors. {TO_SAFETENSORS}"
+    return _folder(name, "config.json") or no_weights
 
 
-def adapter_complaint(name: str) -> str | None:
-    """Say why `name` is no folder as peft writes it."""
+def _folder(name: str, *files: str) -> str | None:
+    """Say why `name` is no folder with these files."""
     folder = Path(name).expanduser()
-    if complaint := folder_complaint(folder, "a folder with adapter_config.json and adapter_model.safetensors"):
-        return complaint
-    for file in ("adapter_config.json", "adapter_model.safetensors"):
-        if not (folder / file).is_file():
-            return f"holds no {file}, so no adapter.{_below(folder, file)}"
-    return None
+    if problem := folder_problem(folder, f"a folder with {' and '.join(files) or 'files'}"):
+        return problem
+    return next((f"holds no {file}." for file in files if not (folder / file).is_file()), None)
 
 
 def base_model_of(adapter: str) -> str:
@@ -159,64 +130,10 @@ def base_model_of(adapter: str) -> str:
         name, revision = settings["base_model_name_or_path"], settings.get("revision")
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise UserError(f"{file}: cannot be read as an adapter's settings ({error}).") from error
-    if not name:
-        raise UserError(f"{file}: names no base model.\n--base_model says what the adapter was trained on.")
-    if revision not in (None, "main") and not looks_local(name):
-        raise UserError(
-            f"{file}: trained on revision {revision} of {name}.\nDownload that one, and name its folder with "
-            "--base_model."
-        )
+    if not name or (revision not in (None, "main") and not looks_local(name)):
+        held = f"names revision {revision} of {name}" if name else "names no base model"
+        raise UserError(f"{file}: {held}.\n--base_model names the folder of what the adapter was trained on.")
     return str(name)
-
-
-def _below(folder: Path, file: str) -> str:
-    """Point at the one level further down where the file is, as it is in a run's directory."""
-    return next((f" Did you mean {found.parent}?" for found in sorted(folder.glob(f"*/{file}"))), "")
-
-
-def _tokenizer(name: str) -> str | None:
-    if name in BUILT_IN_MODELS or not looks_local(name):
-        return None
-    folder = Path(name).expanduser()
-    if complaint := folder_complaint(folder, "a folder with tokenizer.json"):
-        return complaint
-    has_one = any((folder / file).is_file() for file in TOKENIZER_FILES)
-    return None if has_one else f"holds no tokenizer ({', '.join(TOKENIZER_FILES)})."
-
-
-def _chat_template(name: str) -> str | None:
-    if name in BUILT_IN_TEMPLATES:
-        return None
-    match, complaint = nearest(name, BUILT_IN_TEMPLATES), file_complaint(name)
-    hint = f" Did you mean {match}?" if match else ""
-    return f"{complaint}{hint} Built in are {', '.join(BUILT_IN_TEMPLATES)}." if complaint else None
-
-
-def _data(dataset: str | list[Any]) -> str | None:
-    if isinstance(dataset, str):
-        return data_complaint(dataset)
-    complaints = ((part["path"], data_complaint(part["path"])) for part in dataset)
-    return next((f"{path}: {complaint}" for path, complaint in complaints if complaint), None)
-
-
-def _validation(validation: str, dataset: Any) -> str | None:
-    if as_fraction(validation) is not None or is_split_of(validation, dataset):
-        return None
-    complaint = data_complaint(validation)
-    if complaint and validation in ("validation", "test", "train") and kind_of_data(validation) == "file":
-        return f"{complaint}\nAs the name of a split it needs one dataset that has splits."
-    return complaint
-
-
-def checkpoint_complaint(resume: str) -> str | None:
-    """Say why `resume` is neither auto nor a checkpoint nor a run with one. An attempt that torchrun may have started
-    again need not find it: it goes on from the one before it, which may have pruned it."""
-    folder = Path(resume).expanduser()
-    signs = ("trainer.json", "checksums.txt", "checkpoints/step-*")
-    if resume == "auto" or may_be_restarted() or any(any(folder.glob(sign)) for sign in signs):
-        return None
-    expected = "output/<run>/checkpoints/step-..., or auto"
-    return folder_complaint(folder, expected) or f"holds no checkpoint; expected {expected}."
 
 
 def _goes_on(resume: str | None, directory: str | None) -> bool:

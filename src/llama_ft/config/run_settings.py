@@ -1,8 +1,9 @@
 """Settings of data, checkpoints, trackers, memory and profiling: the second half of settings.py."""
 
+import re
 from typing import Annotated, Literal, NotRequired
 
-from pydantic import ConfigDict, Field, with_config
+from pydantic import AfterValidator, ConfigDict, Field, with_config
 from pydantic.dataclasses import dataclass
 from typing_extensions import TypedDict  # typing's own is not enough for pydantic before Python 3.12
 
@@ -15,6 +16,41 @@ STRICT = ConfigDict(
 )
 Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]
+SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?B", re.IGNORECASE)
+SIZE_BYTES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+SIZE_BYTES |= {"KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+DURATION = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?", re.IGNORECASE)
+
+
+def parse_size(text: str) -> int:
+    """Return the bytes that `5GB`, `200MB` or `1.5 TB` stand for, decimal units as the Hub counts them, or `80GiB`.
+
+    Raises:
+        ValueError: the text is no such size, or is zero.
+    """
+    match = SIZE.fullmatch(text.strip())
+    size_bytes = int(float(match[1]) * SIZE_BYTES[(match[2] or "").upper()]) if match else 0
+    if size_bytes == 0:
+        raise ValueError("expected a size such as 5GB or 200MB")
+    return size_bytes
+
+
+def parse_duration(text: str) -> int:
+    """Return the seconds that `3h50m`, `90s` or `1d` stand for.
+
+    Raises:
+        ValueError: the text is no such time, is zero, or longer than a year.
+    """
+    match = DURATION.fullmatch(text.replace(" ", ""))
+    days, hours, minutes, seconds = (int(number or 0) for number in match.groups()) if match else (0, 0, 0, 0)
+    total = ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+    if not 0 < total <= 366 * 24 * 3600:  # libraries overflow at some length
+        raise ValueError("expected a time of up to a year, such as 3h50m, 45m or 90s")
+    return total
+
+
+Size = Annotated[str, AfterValidator(lambda text: text if parse_size(text) else "")]
+Duration = Annotated[str, AfterValidator(lambda text: text if parse_duration(text) else "")]
 
 
 @with_config(ConfigDict(extra="forbid", allow_inf_nan=False))
@@ -32,13 +68,12 @@ class DataConfig:
     """What is trained on."""
 
     dataset: str | list[DatasetPart] = "demo"
-    """A .jsonl, .json, .csv (also .gz, .zst), .parquet or .arrow file, a folder or a glob of them; a URL of such a file
+    """A .jsonl, .json, .csv (also .gz, .zst) or .parquet file, a folder or a glob of them; a URL of such a file
     (s3://, https://); a hub name (org/name or org/name:configuration); path/to/file.py:function returning a
-    datasets.Dataset; llama-recipes' samsum, grammar or alpaca; demo: questions about Python's standard library,
-    answered by its docstrings; or a mix, '[{path: a.jsonl, weight: 2}, {path: org/name, weight: 0.3, split: test}]': a
-    weight of 2.5 takes each row twice an epoch and half of them, chosen by a hash of the row, once more."""
+    datasets.Dataset; llama-recipes' samsum, grammar or alpaca; demo: Python's docstrings as questions and answers; or
+    a mix, '[{path: a.jsonl, weight: 2.5}, {path: org/name, split: test}]': 2.5 takes half of the rows a third time."""
 
-    dataset_format: Literal["auto", "alpaca", "messages", "sharegpt", "prompt_completion", "text", "tokenized"] = "auto"
+    dataset_format: str = "auto"
     """alpaca: columns instruction, input, output. messages: chat turns of role and content. sharegpt: conversations,
     turns of from and value. prompt_completion: prompt, completion. text: continued pre-training. tokenized: input_ids
     and perhaps labels. auto: told by the columns."""
@@ -123,7 +158,7 @@ class CheckpointConfig:
     save_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Precision of output_dir/model; auto: the checkpoint's own, tensor by tensor, and fp32 for adapters."""
 
-    max_shard_size: str = "5GB"
+    max_shard_size: Size = "5GB"
     """Largest safetensors file of output_dir/model."""
 
 
@@ -158,9 +193,6 @@ class TrackingConfig:
 
     wandb_notes: str | None = None
     """Notes on the W&B run."""
-
-    wandb_per_rank: bool = False
-    """A W&B run for every rank, in one group, each with its own memory and machine load; else one run, rank 0's."""
 
     wandb_log_model: bool = False
     """Upload output_dir/model to W&B at the end, as an artifact with the aliases latest, step-N and, where it has the

@@ -18,6 +18,7 @@ from llama_ft.config.run_settings import (
     CountOrZero,
     DataConfig,
     DatasetPart,
+    Duration,
     MemoryConfig,
     ProfileConfig,
     TrackingConfig,
@@ -92,11 +93,11 @@ class TrainConfig:
     max_train_step: CountOrZero = 0
     """Stop after so many optimizer steps; 0 = no limit."""
 
-    stop_after: str | None = None
+    stop_after: Duration | None = None
     """Save and stop after so long a time, such as 3h50m, to be done before a batch queue's limit; --resume auto goes
     on."""
 
-    collective_timeout: str = "30m"
+    collective_timeout: Duration = "30m"
     """How long a rank waits for the others before the run ends naming those that did not arrive."""
 
     lr: Rate = 1e-4
@@ -237,7 +238,7 @@ class PeftConfig:
     modules_to_save: list[str] | None = None
     """Modules trained in full and saved with the adapter, such as lm_head."""
 
-    init_lora_weights: Literal["default", "gaussian", "pissa", "olora"] = "default"
+    init_lora_weights: Literal["default", "gaussian"] = "default"
     """default: A Kaiming uniform, B zero. gaussian: A normal with deviation 1/r, B zero."""
 
 

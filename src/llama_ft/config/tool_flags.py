@@ -1,4 +1,4 @@
-"""How a recipe's own flags are read: a dataclass of them, and the parser of the settings."""
+"""How a tool's command line is read: a dataclass of its flags, by the parser of the settings."""
 
 import sys
 from collections.abc import Iterable, Mapping
@@ -18,41 +18,33 @@ def read(
     flags: Any,
     description: str,
     other_names: Mapping[str, str] | None = None,
-    gone: Mapping[str, str] | None = None,
-    repeated: frozenset[str] = frozenset(),
     others: Iterable[str] = (),
 ) -> tuple[Any, Parsed, list[str]]:
-    """Read a recipe's own flags.
+    """Read a tool's own flags.
 
     Args:
         argv: the words after the script's name.
         flags: the dataclass of its flags; a field `places` takes the words that stand alone.
         description: what the script does; its first paragraph is printed by --help.
         other_names: further name of a flag -> its name.
-        gone: names from elsewhere -> what to do instead.
-        repeated: flags that may be given again.
         others: names of flags that are read elsewhere, for "Did you mean".
 
     Returns:
         The flags, where each was set, and the errors.
     """
     table = settings_of(flags)
+    places = table.pop("places", None)
     if {"--help", "-h"} & set(argv):
-        words = [table.pop("places").meaning] if "places" in table else []
-        text = [description.partition("\n\n")[0], *words, flags_text(table, f"Flags of {Path(sys.argv[0]).name}:")]
-        print("\n\n".join(text))
+        text = flags_text(table, f"Flags of {Path(sys.argv[0]).name}:")
+        print(description.partition("\n\n")[0], *([places.meaning] if places else []), text, sep="\n\n")
         sys.exit(0)
 
-    def find(name: str) -> Any:
-        return None if name == "places" else table.get((other_names or {}).get(name, name))
-
-    def explain(name: str, _: str | None) -> str:
-        if instead := (gone or {}).get(name):
-            return f" is not a flag here: {instead}."
+    def explain(name: str) -> str:
         meant = nearest(name, [*table, *others])
         return " is not a flag. " + (f"Did you mean --{meant}?" if meant else "--help lists them all.")
 
-    parsed = read_flags(argv, find, explain, "places" if "places" in table else None, repeated)
+    names, positional = other_names or {}, "places" if places else None
+    parsed = read_flags(argv, lambda name: table.get(names.get(name, name)), explain, positional)
     options, wrong = convert(parsed.values, parsed.places, flags)
     return options, parsed, [*parsed.errors, *wrong.values()]
 

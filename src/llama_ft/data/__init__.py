@@ -1,11 +1,10 @@
-"""Rows -> messages -> tokens and label mask -> batches, with the embedded demo among the datasets."""
+"""Rows -> messages -> tokens and loss mask -> batches, with the embedded demo among the datasets."""
 
 from llama_ft.data.batches import (
     Batch,
-    BatchPlan,
-    StepPlan,
     collate,
     evaluation_batches,
+    group_size,
     pad_token_id,
     row_lengths,
     target_token_counts,
@@ -13,39 +12,37 @@ from llama_ft.data.batches import (
 from llama_ft.data.cache import cache_dir
 from llama_ft.data.chat_template import add_missing_tokens, ensure_chat_template, own_template, stop_token_ids
 from llama_ft.data.demo import Demo, build_demo
-from llama_ft.data.feed import Ahead, PreparedRows, StepBatches
+from llama_ft.data.prefetch import Prefetcher
 from llama_ft.data.prepare import TokenizedData, prepare
 from llama_ft.data.samples import describe_first_batch, show_samples
 from llama_ft.data.sources import open_source
-from llama_ft.data.tokenize import IGNORED, Encoder
-from llama_ft.data.training_rows import TrainingRows, plan_training
+from llama_ft.data.stream import TrainingBatches, plan_training
+from llama_ft.data.tokenize import IGNORED, Encoder, one_example
 
 __all__ = [
-    "IGNORED",
-    "Ahead",
     "Batch",
-    "BatchPlan",
     "Demo",
     "Encoder",
-    "PreparedRows",
-    "StepBatches",
-    "StepPlan",
+    "IGNORED",
+    "Prefetcher",
     "TokenizedData",
-    "TrainingRows",
+    "TrainingBatches",
+    "add_missing_tokens",
     "build_demo",
     "cache_dir",
     "collate",
     "describe_first_batch",
-    "add_missing_tokens",
     "ensure_chat_template",
-    "own_template",
-    "stop_token_ids",
     "evaluation_batches",
+    "group_size",
+    "one_example",
     "open_source",
+    "own_template",
     "pad_token_id",
     "plan_training",
     "prepare",
     "row_lengths",
     "show_samples",
+    "stop_token_ids",
     "target_token_counts",
 ]

@@ -13,9 +13,10 @@ import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy
+import pyarrow.compute
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
@@ -24,38 +25,32 @@ from llama_ft.data.tokenize import IGNORED
 
 if TYPE_CHECKING:
     from datasets import Dataset
-    from pyarrow import Table
     from transformers import PreTrainedTokenizerBase
 
 FILLER_TOKENS = 8
 BATCHES_PER_BUCKET = 50  # global batches whose rows are sorted by length together; transformers' group_by_length has 50
 
 
-@dataclass(frozen=True)
-class StepPlan:
-    """One optimizer step of one rank.
-
-    Attributes:
-        micro_batches: row indices; as many micro-batches on every rank, [] where no row is left for this one.
-        target_tokens: labels that count in the loss, in the whole global batch over all ranks.
-    """
+class StepPlan(NamedTuple):
+    """One optimizer step of one rank: row indices per micro-batch (as many micro-batches on every rank, [] if no row
+    is left for this one), and how many labels count in the loss, in the whole global batch over all ranks."""
 
     micro_batches: list[list[int]]
     target_tokens: int
 
 
-class BatchPlan:
+class BatchSampler:
     """The rows of every step of every epoch.
 
     Args:
         lengths: tokens of each row.
         target_tokens: labels of each row that count in the loss.
-        capacity: tokens of a pack; None: no packing, each row is dealt by itself.
-        global_batch: packs (or rows) of one optimizer step over all ranks.
-        world_size: ranks that share them.
-        rank: the one this plan is for.
-        micro_batch: most packs (or rows) of one micro-batch of one rank.
+        pack_length: tokens of a packed sequence; None: no packing, each row is dealt by itself.
+        global_batch, micro_batch: most packs (or rows) of an optimizer step of all ranks, of a micro-batch of one.
+        world_size, rank: ranks that share them, and the one this plan is for.
         seed: of the order.
+        group: so many neighbouring rows, the examples of one sample, are dealt, packed and batched together. Where
+            rows are counted above, groups are, and a pack has room for `group` times its length.
     """
 
     def __init__(
@@ -63,27 +58,29 @@ class BatchPlan:
         lengths: Sequence[int] | numpy.ndarray,
         target_tokens: Sequence[int] | numpy.ndarray,
         *,
-        capacity: int | None = None,
+        pack_length: int | None = None,
         global_batch: int,
         world_size: int,
         rank: int,
         micro_batch: int,
         seed: int,
+        group: int = 1,
     ) -> None:
-        self._lengths = numpy.asarray(lengths)
-        self._target_tokens = numpy.asarray(target_tokens)
-        self._packs = None if capacity is None else pack_rows(self._lengths, capacity)
-        self.capacity = capacity
+        self._lengths, self._target_tokens = (_of_groups(each, group) for each in (lengths, target_tokens))
+        self._group, self._longest = group, int(numpy.max(lengths, initial=0))
+        self.pack_length = pack_length
+        self._packs = None if pack_length is None else pack_rows(self._lengths, pack_length * group)
         self.global_batch = global_batch
         self._world_size = world_size
         self._rank = rank
         self._micro_batch = micro_batch
         self._seed = seed
+        self._sizes = self._lengths if self._packs is None else self._packs.tokens
         self._order: tuple[int, numpy.ndarray, numpy.ndarray] | None = None  # the epoch, and what _epoch makes of it
 
     def __len__(self) -> int:
         """Packs, or rows, of an epoch."""
-        return len(self._lengths) if self._packs is None else len(self._packs)
+        return len(self._sizes)
 
     @property
     def is_packed(self) -> bool:
@@ -97,13 +94,11 @@ class BatchPlan:
     def describe(self) -> str:
         """How rows are laid out, for people."""
         if self._packs is None:
-            longest = int(self._lengths.max())
-            return f"rows of a micro-batch are padded to the longest (at most {longest:,} tokens)"
-        fill = self._packs.tokens.sum() / (len(self._packs) * self.capacity)  # type: ignore[operator]
-        return (
-            f"{len(self._lengths):,} rows fit into {len(self._packs):,} packs of at most {self.capacity:,} tokens, "
-            f"which are {fill:.1%} full"
-        )
+            return f"rows of a micro-batch are padded to the longest (at most {self._longest:,} tokens)"
+        capacity = self.pack_length * self._group  # type: ignore[operator]
+        fill = self._packs.tokens.sum() / (len(self._packs) * capacity)
+        packs = f"{len(self._packs):,} packs of at most {capacity:,} tokens"
+        return f"{len(self._lengths):,} rows fit into {packs}, which are {fill:.1%} full"
 
     def step(self, epoch: int, step_in_epoch: int) -> StepPlan:
         """Return this rank's share of a step.
@@ -118,16 +113,12 @@ class BatchPlan:
         rows, order = self._epoch(epoch)
         first = step_in_epoch * self.global_batch
         batch = order[first : first + self.global_batch]
-        batch = batch[numpy.argsort(-self._sizes()[batch], kind="stable")]
+        batch = batch[numpy.argsort(-self._sizes[batch], kind="stable")]
         members = [self._members(rows, item) for item in batch]
         return StepPlan(
-            [_joined(share) for share in _deal(members, self._world_size, self._rank, self._micro_batch)],
-            target_tokens=int(self._target_tokens[_joined(members)].sum()),
+            [_rows_of(share, self._group) for share in _deal(members, self._world_size, self._rank, self._micro_batch)],
+            target_tokens=int(self._target_tokens[_rows_of(members)].sum()),
         )
-
-    def _sizes(self) -> numpy.ndarray:
-        """Tokens of each pack, or row."""
-        return self._lengths if self._packs is None else self._packs.tokens
 
     def _members(self, rows: numpy.ndarray, item: int) -> list[int]:
         if self._packs is None:
@@ -167,26 +158,28 @@ def evaluation_batches(
     rank: int,
     batch_size: int,
     max_batches: int = 0,
-    capacity: int | None = None,
+    pack_length: int | None = None,
+    group: int = 1,
 ) -> list[list[int]]:
     """Return this rank's batches of an evaluation: every row on exactly one rank, as many batches on each.
 
     Args:
         lengths: tokens of each row of the validation data.
-        world_size: ranks that share them.
-        rank: the one asked for.
+        world_size, rank: ranks that share them, and the one asked for.
         batch_size: most rows, or packs, in a batch of one rank.
         max_batches: most batches of a rank; 0 = all rows.
-        capacity: tokens of a pack; None: no packing.
+        pack_length: tokens of a packed sequence; None: no packing.
+        group: as of `BatchSampler`.
     """
+    lengths = _of_groups(lengths, group)
     members = [[row] for row in range(len(lengths))]
-    if capacity is not None:
-        packs = pack_rows(lengths, capacity)
+    if pack_length is not None:
+        packs = pack_rows(lengths, pack_length * group)
         rows = numpy.argsort(-lengths, kind="stable")
         members = [rows[slots].tolist() for slots in numpy.split(packs.slots, packs.offsets[1:-1])]
         # the first packs hold the longest rows: max_batches should see some of all
         members = [members[pack] for pack in numpy.random.default_rng(0).permutation(len(members))]
-    batches = [_joined(share) for share in _deal(members, world_size, rank, batch_size)]
+    batches = [_rows_of(share, group) for share in _deal(members, world_size, rank, batch_size)]
     return batches[:max_batches] if max_batches else batches
 
 
@@ -196,8 +189,14 @@ def _deal(items: list[list[int]], world_size: int, rank: int, batch_size: int) -
     return [items[first : first + share][rank::world_size] for first in range(0, len(items), share)]
 
 
-def _joined(members: list[list[int]]) -> list[int]:
-    return [row for rows in members for row in rows]
+def _of_groups(numbers: Sequence[int] | numpy.ndarray, group: int) -> numpy.ndarray:
+    """Sums over the rows of each group."""
+    return numpy.asarray(numbers).reshape(-1, group).sum(1)
+
+
+def _rows_of(members: list[list[int]], group: int = 1) -> list[int]:
+    """The rows of groups that are given pack by pack."""
+    return [first * group + row for groups in members for first in groups for row in range(group)]
 
 
 def mixed(*numbers: int) -> int:
@@ -254,7 +253,10 @@ def collate(
     forward and backward, because the others wait for it in the collectives. It adds nothing to loss or gradient.
     """
     table = dataset.with_format("arrow")[list(indices) or [filler_index]]
-    input_ids, labels = (_values(table, name) for name in ("input_ids", "labels"))
+    input_ids, labels = (
+        torch.from_numpy(table[name].combine_chunks().flatten().to_numpy().astype(numpy.int64))
+        for name in ("input_ids", "labels")
+    )  # of all rows, one after another
     lengths, sources = table["input_ids"].combine_chunks().value_lengths().to_pylist(), table["source"].to_pylist()
     if not indices:
         input_ids, sources = input_ids[:FILLER_TOKENS], []
@@ -262,39 +264,34 @@ def collate(
     if is_packed:
         labels[torch.tensor([0, *lengths[:-1]]).cumsum(0)] = IGNORED
         return Batch(input_ids.unsqueeze(0), labels.unsqueeze(0), lengths, is_packed, sources)
-    return Batch(
-        pad_sequence(input_ids.split(lengths), batch_first=True, padding_value=pad_token_id),
-        pad_sequence(labels.split(lengths), batch_first=True, padding_value=IGNORED),
-        lengths,
-        is_packed,
-        sources,
-    )
-
-
-def _values(table: "Table", column: str) -> torch.Tensor:
-    """The tokens of all rows of a table, one after another, int64."""
-    return torch.from_numpy(table[column].combine_chunks().flatten().to_numpy().astype(numpy.int64))
+    input_ids = pad_sequence(input_ids.split(lengths), batch_first=True, padding_value=pad_token_id)
+    labels = pad_sequence(labels.split(lengths), batch_first=True, padding_value=IGNORED)
+    return Batch(input_ids, labels, lengths, is_packed, sources)
 
 
 def pad_token_id(tokenizer: "PreTrainedTokenizerBase", vocabulary_size: int | None = None) -> int:
-    """The id to pad with: the tokenizer's pad, else its eos, else 0; below vocabulary_size, the model's, where given.
+    """The id to pad with: the tokenizer's pad, else its eos, else 0; below vocabulary_size, the model's, if given.
 
-    Any would do: padding is masked by position, so a pad token that is the eos too is still learned where it ends a
-    turn.
+    Any would do: padding is masked by position, so a pad token that is the eos too is still learned as the end of a
+    message.
     """
-    for token_id in (tokenizer.pad_token_id, tokenizer.eos_token_id):
-        if token_id is not None and (vocabulary_size is None or token_id < vocabulary_size):
-            return token_id
-    return 0
+    ids = (tokenizer.pad_token_id, tokenizer.eos_token_id)
+    return next((id_ for id_ in ids if id_ is not None and (vocabulary_size is None or id_ < vocabulary_size)), 0)
 
 
 def row_lengths(dataset: "Dataset") -> numpy.ndarray:
     """Tokens of each row, read from the offsets of the Arrow lists: no token is touched."""
-    import pyarrow.compute
-
     return pyarrow.compute.list_value_length(dataset.with_format("arrow")[:]["input_ids"]).to_numpy()
 
 
 def target_token_counts(dataset: "Dataset") -> numpy.ndarray:
     """Labels of each row that count in the loss."""
     return dataset.with_format("arrow")[:]["target_tokens"].to_numpy()
+
+
+def group_size(dataset: "Dataset") -> int:
+    """How many neighbouring rows belong together: as many examples as an objective makes of one sample."""
+    sizes = dataset.with_format("arrow")[:]["group"].unique().to_pylist() if "group" in dataset.column_names else []
+    if len(sizes) > 1:
+        raise ValueError(f"the objective made {sizes} examples of a sample; expected always as many")
+    return sizes[0] if sizes else 1

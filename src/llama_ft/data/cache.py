@@ -1,15 +1,14 @@
 """Where built things are kept, and how a finished folder appears there: whole, or not at all."""
 
 import errno
-import fcntl
 import hashlib
 import json
 import os
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import xxhash
@@ -18,7 +17,8 @@ from llama_ft.errors import RunFailure, UserError
 from llama_ft.runtime.console import log
 
 BUILDING, CHECKSUMS = ".building-", "checksums.json"
-SECONDS_TO_LOCK, SECONDS_TO_GIVE_UP = 60.0, 86_400.0
+SECONDS_TO_GIVE_UP = 86_400.0
+ELSEWHERE = "The environment variable LLAMA_FT_CACHE names another place."
 
 
 def cache_dir() -> Path:
@@ -28,9 +28,7 @@ def cache_dir() -> Path:
     """
     if own := os.environ.get("LLAMA_FT_CACHE"):
         return Path(own)
-    if shared := os.environ.get("XDG_CACHE_HOME"):
-        return Path(shared) / "llama_ft"
-    return Path.home() / ".cache" / "llama_ft"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "llama_ft"
 
 
 def build_once(target: Path, build: Callable[[Path], object], verify: bool = True) -> Path:
@@ -38,7 +36,7 @@ def build_once(target: Path, build: Callable[[Path], object], verify: bool = Tru
 
     The temporary folder is a sibling that is renamed when finished, so that nobody ever sees half a folder. When
     another process finishes first, its folder is taken and ours is thrown away. What killed builders have left behind
-    is removed.
+    is removed after a day.
 
     Args:
         target: the folder wanted.
@@ -49,7 +47,7 @@ def build_once(target: Path, build: Callable[[Path], object], verify: bool = Tru
         UserError: the cache cannot be written.
         RunFailure: its disk is full.
     """
-    if target.exists():
+    if is_corrupted := target.exists():
         corrupted = _corrupted_file(target) if verify else None
         if corrupted is None:
             return target
@@ -58,66 +56,40 @@ def build_once(target: Path, build: Callable[[Path], object], verify: bool = Tru
         )
     temporary = target.parent / f"{BUILDING}{target.name}-{uuid.uuid4().hex[:8]}"
     try:
-        with suppress(FileNotFoundError):  # another process may delete it at the same time
-            shutil.rmtree(target)
+        if is_corrupted:  # otherwise what is there by now is another process's, and as good as ours
+            with suppress(FileNotFoundError):  # another process may delete it at the same time
+                shutil.rmtree(target)
         temporary.mkdir(parents=True)
     except OSError as error:
-        raise UserError(
-            f"{target.parent}: the cache folder cannot be written ({error.strerror}).\n"
-            "The environment variable LLAMA_FT_CACHE names another place."
-        ) from None
+        raise UserError(f"{target.parent}: the cache cannot be written ({error.strerror}).\n{ELSEWHERE}") from None
     try:
-        with _locked(temporary):
-            _remove_leftovers(target.parent)
-            build(temporary)
-            checksums = {str(file.relative_to(temporary)): _checksum(file) for file in _files(temporary)}
-            (temporary / CHECKSUMS).write_text(json.dumps(checksums, indent=2))
-            for file in _files(temporary):  # the name of a folder must not reach the disk before what is in it
-                with open(file, "rb") as opened:
-                    os.fsync(opened.fileno())
-            _move_into_place(temporary, target)
+        _remove_leftovers(target.parent)
+        build(temporary)
+        checksums = {str(file.relative_to(temporary)): _checksum(file) for file in _files(temporary)}
+        (temporary / CHECKSUMS).write_text(json.dumps(checksums, indent=2))
+        for file in _files(temporary):  # the name of a folder must not reach the disk before what is in it
+            with open(file, "rb") as opened:
+                os.fsync(opened.fileno())
+        try:
+            temporary.rename(target)
+        except OSError:
+            if _corrupted_file(target):  # otherwise another process was faster, and its folder is as good
+                raise
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        written = sum(file.stat().st_size for file in _files(temporary))
-        raise RunFailure(
-            f"{target.parent}: the disk is full; {written / 2**20:,.0f} MiB were written, and are removed.\n"
-            "The environment variable LLAMA_FT_CACHE names another place for the cache."
-        ) from None
+        raise RunFailure(f"{target.parent}: the disk is full; what was written is removed.\n{ELSEWHERE}") from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return target
 
 
-@contextmanager
-def _locked(folder: Path) -> Iterator[bool | None]:
-    """Hold a lock on a folder that the kernel takes back from a process that is killed.
-
-    Yields:
-        False: another process has it. None: the file system knows no locks.
-    """
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        is_ours: bool | None = True
-    except OSError as error:
-        is_ours = False if error.errno == errno.EWOULDBLOCK else None
-    try:
-        yield is_ours
-    finally:
-        os.close(descriptor)
-
-
 def _remove_leftovers(folder: Path) -> None:
-    """Remove the folders of builders that are gone. Where there are no locks, it is those unchanged for a day."""
+    """Remove the folders of builders that are gone: those unchanged for a day."""
     for leftover in folder.glob(f"{BUILDING}*"):
         with suppress(OSError):  # its builder has just finished, or it is another user's
-            age = time.time() - max(path.stat().st_mtime for path in (leftover, *leftover.iterdir()))
-            if age < SECONDS_TO_LOCK:
-                continue
-            with _locked(leftover) as is_ours:
-                if is_ours or (is_ours is None and age > SECONDS_TO_GIVE_UP):
-                    shutil.rmtree(leftover, ignore_errors=True)
+            if time.time() - max(path.stat().st_mtime for path in (leftover, *leftover.iterdir())) > SECONDS_TO_GIVE_UP:
+                shutil.rmtree(leftover, ignore_errors=True)
 
 
 def _files(folder: Path) -> list[Path]:
@@ -126,7 +98,7 @@ def _files(folder: Path) -> list[Path]:
 
 def _checksum(file: Path) -> str:
     with open(file, "rb") as opened:
-        return hashlib.file_digest(opened, xxhash.xxh3_128).hexdigest()  # 6 GB/s where SHA-256 takes 0.9
+        return hashlib.file_digest(opened, xxhash.xxh3_128).hexdigest()  # 6 GB/s, SHA-256: 0.9
 
 
 def _corrupted_file(folder: Path) -> str | None:
@@ -140,12 +112,3 @@ def _corrupted_file(folder: Path) -> str | None:
     except (OSError, ValueError, AttributeError, TypeError, RecursionError):
         return name
     return None if checksums else CHECKSUMS
-
-
-def _move_into_place(temporary: Path, target: Path) -> None:
-    """Rename, unless a finished folder is there by now."""
-    try:
-        temporary.rename(target)
-    except OSError:
-        if _corrupted_file(target):  # otherwise another process was faster, and its folder is as good
-            raise

@@ -9,13 +9,16 @@ from jinja2.exceptions import TemplateError, TemplateSyntaxError
 from tokenizers import AddedToken
 from transformers.utils.chat_template_utils import _compile_jinja_template, render_jinja_template
 
-from llama_ft.data.built_in_templates import ALPACA, BUILT_IN
+from llama_ft.commands import RECIPES
 from llama_ft.data.formats import BadRow, Message
-from llama_ft.errors import UserError
+from llama_ft.errors import UserError, reason
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+# --chat_template NAME. Their {% generation %} blocks are what --labels assistant trains on.
+BUILT_IN = {file.stem: file.read_text() for file in sorted((RECIPES.parent / "configs/chat_templates").glob("*.jinja"))}
+ALPACA = BUILT_IN["alpaca"]
 Span = tuple[int, int]  # characters [start, end)
 Tools = list[Any]  # of JSON schemas
 
@@ -40,34 +43,33 @@ def ensure_chat_template(
         add_tokens: the model's embeddings may grow: add special tokens that the tokenizer lacks.
 
     Returns:
-        A line about it for people; empty where it is the tokenizer's own.
+        A line about it for people; empty if it is the tokenizer's own.
 
     Raises:
         UserError: there is no such template, it has a mistake, or it writes special tokens that are no tokens.
     """
-    note, subject = "", "the tokenizer's chat template"
+    notes, subject = [], "the tokenizer's chat template"
     if wanted is not None:
         subject = f"--chat_template {wanted}"
         tokenizer.chat_template = _named_template(wanted, tokenizer)
-        note = f"chat template: {wanted}, saved with the result"
+        notes.append(f"chat template: {wanted}, saved with the result")
     elif not tokenizer.chat_template:
         tokenizer.chat_template = ALPACA
-        note = "the tokenizer has no chat template: rows are written as ### Instruction: and ### Response:"
+        notes.append("the tokenizer has no chat template: rows are written as ### Instruction: and ### Response:")
     template = own_template(tokenizer)
-    missing = missing_tokens(template, tokenizer, subject)
-    if missing and not add_tokens:
-        raise UserError(
-            f"{subject} writes {', '.join(missing)}: no tokens of this tokenizer, so the model could not end a turn.\n"
-            f"Expected another --chat_template ({', '.join(BUILT_IN)} or a file), or --resize_embeddings, which adds "
-            "them."
-        )
-    if missing:
+    if missing := missing_tokens(template, tokenizer, subject):
+        if not add_tokens:
+            raise UserError(
+                f"{subject} writes {', '.join(missing)}: no tokens of this tokenizer, so the model could not end a "
+                f"message.\nExpected another --chat_template ({', '.join(BUILT_IN)} or a file), or "
+                "--resize_embeddings, which adds them."
+            )
         add_missing_tokens(tokenizer, template)
-        note += f"{'; ' if note else ''}new tokens: {', '.join(missing)}"
+        notes.append(f"new tokens: {', '.join(missing)}")
     before, after = _around_an_answer(template, tokenizer, subject)
     if before and not any(token in after for token in tokenizer.get_added_vocab()):
-        note += f"{'; ' if note else ''}{subject} ends answers with no token: the model does not learn where to stop"
-    return note
+        notes.append(f"{subject} ends answers with no token: the model does not learn where to stop")
+    return "; ".join(notes)
 
 
 def own_template(tokenizer: "PreTrainedTokenizerBase") -> str:
@@ -83,25 +85,19 @@ def own_template(tokenizer: "PreTrainedTokenizerBase") -> str:
 
 
 def _named_template(wanted: str, tokenizer: "PreTrainedTokenizerBase") -> str:
-    if wanted == "chatml" and _adds_bos(tokenizer):
-        return "{{ bos_token }}" + BUILT_IN[wanted]  # Qwen has no BOS, but a Llama should not do without
-    if wanted in BUILT_IN:
-        return BUILT_IN[wanted]
-    path = Path(wanted).expanduser()
-    if not path.is_file():
-        raise UserError(f"--chat_template {wanted}: no such file, nor one of {', '.join(BUILT_IN)}.")
+    if wanted in BUILT_IN:  # Qwen, whose template chatml is, has no BOS, but a Llama should not do without
+        return ("{{ bos_token }}" if wanted == "chatml" and added_bos(tokenizer) else "") + BUILT_IN[wanted]
     try:
-        template = path.read_text(encoding="utf-8")
+        return Path(wanted).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--chat_template {wanted} cannot be read: {error}.") from None
-    if not template.strip():
-        raise UserError(f"--chat_template {wanted} is empty; expected a Jinja template.")
-    return template
+        expected = f"expected one of {', '.join(BUILT_IN)} or a file"
+        raise UserError(f"--chat_template {wanted}: {expected}, but it cannot be read: {reason(error)}.") from None
 
 
-def _adds_bos(tokenizer: "PreTrainedTokenizerBase") -> bool:
+def added_bos(tokenizer: "PreTrainedTokenizerBase") -> list[int]:
+    """The BOS that a tokenizer puts before a text by itself, if it does."""
     ids: Any = tokenizer("")["input_ids"]
-    return bool(ids) and ids[0] == tokenizer.bos_token_id
+    return [token for token in ids[:1] if token == tokenizer.bos_token_id]
 
 
 def missing_tokens(
@@ -109,7 +105,7 @@ def missing_tokens(
 ) -> list[str]:
     """Find special tokens that a template writes in a plain chat and that are no single tokens of the tokenizer.
 
-    What counts is the end of a turn: where it is a token, headings such as Zephyr's <|user|> or Mistral's [INST] are
+    What counts is the end of a message: if it is a token, headings such as Zephyr's <|user|> or Mistral's [INST] are
     taken for the plain text they are meant as.
 
     Raises:
@@ -118,13 +114,12 @@ def missing_tokens(
     before, after = _around_an_answer(template, tokenizer, subject)
     known = tokenizer.get_added_vocab().keys() | tokenizer.all_special_tokens
     ends = [marker for marker in END_MARKER.findall(after) if marker not in known]
-    if not ends:
-        return []
-    return list(dict.fromkeys(marker for marker in [*MARKER.findall(before), *ends] if marker not in known))
+    markers = [*MARKER.findall(before), *ends] if ends else []
+    return list(dict.fromkeys(marker for marker in markers if marker not in known))
 
 
 def _around_an_answer(template: str, tokenizer: "PreTrainedTokenizerBase", subject: str) -> tuple[str, str]:
-    """What a template writes before and after an answer; nothing where it wants other chats than a plain one."""
+    """What a template writes before and after an answer; nothing if it wants other chats than a plain one."""
     chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": PROBE}]
     try:
         before, _, after = render_chat(template, tokenizer.special_tokens_map, chat)[0].partition(PROBE)
@@ -136,7 +131,7 @@ def _around_an_answer(template: str, tokenizer: "PreTrainedTokenizerBase", subje
 
 
 def add_missing_tokens(tokenizer: "PreTrainedTokenizerBase", template: str) -> list[str]:
-    """Add what `missing_tokens` finds as special tokens; the end of a turn becomes the tokenizer's EOS."""
+    """Add what `missing_tokens` finds as special tokens; the end of a message becomes the tokenizer's EOS."""
     missing = missing_tokens(template, tokenizer)
     tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in missing], special_tokens=True)
     if missing:
@@ -145,7 +140,7 @@ def add_missing_tokens(tokenizer: "PreTrainedTokenizerBase", template: str) -> l
 
 
 def stop_token_ids(tokenizer: "PreTrainedTokenizerBase", known: int | list[int] | None) -> list[int]:
-    """Where an answer ends: at what the model stops at already, and at the token that ends a turn in the template.
+    """Where an answer ends: at what the model stops at already, and at the token that ends a message in the template.
 
     Args:
         tokenizer: with the chat template that was trained with, if any.

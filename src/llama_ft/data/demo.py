@@ -1,30 +1,40 @@
 """The embedded demo: a small Llama and a real dataset, built on this machine without a network.
 
-What is built is an ordinary Hugging Face folder with sharded safetensors and two .jsonl files, so that from here on
-the demo is loaded like any model and any data.
+What is built is an ordinary Hugging Face directory and two .jsonl files: questions about Python's standard library,
+answered by its docstrings. The sources of the running Python are parsed, not imported.
 """
 
+import ast
+import hashlib
 import json
 import platform
+import sysconfig
+import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from llama_ft.data.cache import build_once
-from llama_ft.data.demo_rows import write_demo_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 VERSION = 3
-VOCABULARY_SIZE = 8192
-SEED = 0
-BOS, END_OF_TURN, PAD = "<|begin|>", "<|end|>", "<|pad|>"
-SPECIAL_TOKENS = [BOS, END_OF_TURN, PAD, "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>"]
+SKIPPED = set("site-packages dist-packages test tests idlelib lib2to3 turtledemo ensurepip pydoc_data".split())
+SHORTEST_ANSWER = 20  # characters; shorter docstrings say nothing ("See above.")
+VALIDATION_SHARE = 0.05
+QUESTIONS = (
+    "What does the {kind} `{name}` do?",
+    "Explain the {kind} `{name}` of Python's standard library.",
+    "How does Python document the {kind} `{name}`?",
+    "Describe the {kind} `{name}`.",
+    "What is the {kind} `{name}` for?",
+)
+Documented = tuple[str, str, str, str]  # name, kind, signature and docstring
+Function = ast.FunctionDef | ast.AsyncFunctionDef
 
-# The generation block is what is trained on: the answer and the token that ends the turn.
+SPECIAL_TOKENS = ["<|begin|>", "<|end|>", "<|pad|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>"]
 CHAT_TEMPLATE = (
     "{{ bos_token }}"
     "{% for message in messages %}"
@@ -51,30 +61,86 @@ class Demo:
 
 
 def build_demo(cache: Path) -> Demo:
-    """Build the demo's model and data under `cache`, once for each Python version.
-
-    Args:
-        cache: the cache folder, `cache_dir()` or another.
-
-    Returns:
-        The paths of the model folder and of both .jsonl files.
-    """
-    folder = build_once(cache / f"demo-py{platform.python_version()}-v{VERSION}", _build)
+    """Build the demo's model and data under the folder `cache`, once for each Python version."""
+    version = platform.python_version()
+    folder = build_once(cache / f"demo-py{version}-v{VERSION}", _build)
     facts = json.loads((folder / "demo.json").read_text())
-    about_model = f"demo model: a Llama of {facts['parameters'] / 1e6:.1f} M parameters in {folder / 'model'}"
-    about_rows = (
-        f"demo rows: {facts['train']:,} training and {facts['validation']:,} validation rows from the docstrings of "
-        f"Python {platform.python_version()}'s standard library in {folder / 'train.jsonl'}"
-    )
-    return Demo(folder / "model", folder / "train.jsonl", folder / "validation.jsonl", about_model, about_rows)
+    model_dir, train, validation = folder / "model", folder / "train.jsonl", folder / "validation.jsonl"
+    rows = f"{facts['train']:,} training and {facts['validation']:,} validation rows"
+    about_rows = f"demo rows: {rows} from the docstrings of Python {version}'s standard library in {train}"
+    about_model = f"demo model: a Llama of {facts['parameters'] / 1e6:.1f} M parameters in {model_dir}"
+    return Demo(model_dir, train, validation, about_model, about_rows)
 
 
 def _build(folder: Path) -> None:
-    facts = write_demo_rows(folder)
+    rows = _demo_rows()
+    for split, lines in rows.items():  # errors: a docstring may hold half a surrogate pair, which UTF-8 cannot
+        (folder / f"{split}.jsonl").write_text("".join(lines), encoding="utf-8", errors="replace")
     tokenizer = _train_tokenizer(folder / "train.jsonl")
-    facts["parameters"] = _save_model(folder / "model", tokenizer)
+    facts = {split: len(lines) for split, lines in rows.items()} | {"parameters": _save_model(folder, tokenizer)}
     tokenizer.save_pretrained(folder / "model")
     (folder / "demo.json").write_text(json.dumps(facts))
+
+
+def _demo_rows() -> dict[str, list[str]]:
+    """The lines of train.jsonl and validation.jsonl."""
+    rows: dict[str, list[str]] = {"train": [], "validation": []}
+    seen = set[str]()
+    for name, kind, signature, docstring in sorted(
+        _documented(Path(sysconfig.get_path("stdlib"))), key=lambda it: it[0]
+    ):
+        # One answer under two names (posixpath and ntpath share many) could stand in both splits: keep the first.
+        answer = " ".join(docstring.lower().split())
+        if len(docstring) < SHORTEST_ANSWER or answer in seen:
+            continue
+        seen.add(answer)
+        instruction = QUESTIONS[_stable_hash("question " + name) % len(QUESTIONS)].format(kind=kind, name=name)
+        row = {"instruction": instruction, "input": signature, "output": docstring}
+        is_held_out = _stable_hash("split " + name) / 2**64 < VALIDATION_SHARE
+        rows["validation" if is_held_out else "train"].append(json.dumps(row, ensure_ascii=False) + "\n")
+    return rows
+
+
+def _documented(library: Path) -> Iterator[Documented]:
+    """Yield all that is public and has a docstring in the Python files under `library` that can be parsed."""
+    for path in sorted(library.rglob("*.py")):
+        parts = path.relative_to(library).with_suffix("").parts
+        if SKIPPED.intersection(parts) or any(map(_is_private, parts)):
+            continue
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # invalid escapes in old files
+                module = ast.parse(path.read_bytes())
+        except (SyntaxError, ValueError, OSError):
+            continue
+        yield from _walk(module, ".".join(parts[:-1] if parts[-1] == "__init__" else parts), "module", "")
+
+
+def _walk(node: ast.Module | ast.ClassDef | Function, name: str, kind: str, signature: str) -> Iterator[Documented]:
+    """Yield the node and, for modules and classes, what is defined directly in it."""
+    if docstring := ast.get_docstring(node):  # cleaned as inspect.cleandoc does
+        yield name, kind, signature, docstring
+    for child in node.body if isinstance(node, ast.Module | ast.ClassDef) else ():
+        if not isinstance(child, ast.ClassDef | Function) or _is_private(child.name):
+            continue
+        child_kind = "method" if isinstance(node, ast.ClassDef) else "function"
+        if isinstance(child, ast.ClassDef):
+            bases = ", ".join(map(ast.unparse, child.bases))
+            child_kind, head = "class", f"class {child.name}" + f"({bases})" * bool(bases)
+        else:
+            prefix = "async def" if isinstance(child, ast.AsyncFunctionDef) else "def"
+            returns = f" -> {ast.unparse(child.returns)}" if child.returns else ""
+            head = f"{prefix} {child.name}({ast.unparse(child.args)}){returns}"
+        yield from _walk(child, f"{name}.{child.name}", child_kind, head)
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith("_") and name != "__init__"
+
+
+def _stable_hash(text: str) -> int:
+    """64 bits that are the same in every process, unlike hash()."""
+    return int.from_bytes(hashlib.sha256(text.encode("utf-8", "replace")).digest()[:8], "big")
 
 
 def _train_tokenizer(train_file: Path) -> "PreTrainedTokenizerFast":
@@ -85,39 +151,30 @@ def _train_tokenizer(train_file: Path) -> "PreTrainedTokenizerFast":
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())  # a set's order would differ from run to run
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY_SIZE,
-        special_tokens=SPECIAL_TOKENS,
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),  # a set's order would differ from run to run
-        show_progress=False,
+        vocab_size=8192, special_tokens=SPECIAL_TOKENS, initial_alphabet=alphabet, show_progress=False
     )
     with open(train_file, encoding="utf-8") as lines:
         tokenizer.train_from_iterator(("\n".join(json.loads(line).values()) for line in lines), trainer)
+    bos, end, pad, *others = SPECIAL_TOKENS
+    named: dict[str, Any] = {"bos_token": bos, "eos_token": end, "pad_token": pad, "extra_special_tokens": others}
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token=BOS,
-        eos_token=END_OF_TURN,
-        pad_token=PAD,
-        extra_special_tokens=SPECIAL_TOKENS[3:],
-        clean_up_tokenization_spaces=False,
-        model_max_length=2048,
+        tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, model_max_length=2048, **named
     )
     fast.chat_template = CHAT_TEMPLATE
     return fast
 
 
 def _save_model(folder: Path, tokenizer: "PreTrainedTokenizerFast") -> int:
-    """Save a freshly initialised Llama with grouped-query attention in fp32; return its parameter count."""
+    """Save a randomly initialized Llama with grouped-query attention in fp32; return its parameter count."""
     import torch
     from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-    token_ids = {
-        "bos_token_id": tokenizer.bos_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-    }
+    names = ("bos_token_id", "eos_token_id", "pad_token_id")
+    token_ids: dict[str, Any] = {name: getattr(tokenizer, name) for name in names}
     config = LlamaConfig(
-        vocab_size=VOCABULARY_SIZE,
+        vocab_size=8192,
         hidden_size=256,
         intermediate_size=768,
         num_hidden_layers=3,
@@ -130,24 +187,10 @@ def _save_model(folder: Path, tokenizer: "PreTrainedTokenizerFast") -> int:
         **token_ids,
     )
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(SEED)
+        torch.manual_seed(0)
         model = LlamaForCausalLM(config)
     model.generation_config = GenerationConfig(**token_ids)
     # transformers saves on rank 0 only, but every node with a disk of its own needs the files.
     model.should_save_on_this_rank = lambda is_main_process: is_main_process  # type: ignore[method-assign]
-    with _no_progress_bars():
-        model.save_pretrained(folder, max_shard_size="8MB")  # 26 MB in all: several shards, as big models have
+    model.save_pretrained(folder / "model", max_shard_size="8MB")  # 26 MB in all: several shards, as big models have
     return sum(parameter.numel() for parameter in model.parameters())
-
-
-@contextmanager
-def _no_progress_bars() -> Iterator[None]:
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()

@@ -1,7 +1,7 @@
-"""Rows of data files, here or wherever fsspec reads, each with the place that an error message names.
+"""Samples of data files, here or wherever fsspec reads, each with the place that an error message names.
 
-A line that holds no usable row comes out as a `BadRow` in the row's stead, so that several can be reported together
-or skipped; a file that cannot be read on at all raises UserError. Memory holds a few rows at a time.
+A line that holds no usable sample comes out as a `BadRow` in its stead, so that several can be reported together or
+skipped. Memory holds a few samples at a time, of a JSON array all of them.
 """
 
 import codecs
@@ -10,8 +10,6 @@ import gzip
 import io
 import itertools
 import json
-import re
-import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,20 +17,16 @@ from typing import Any
 
 import fsspec
 import pyarrow
-import pyarrow.ipc
 import pyarrow.parquet
 
 from llama_ft.config.data_names import data_suffix, is_url
 from llama_ft.data.formats import BadRow, Row
 from llama_ft.errors import UserError, reason
 
-Place = str
-Rows = Iterator[tuple[Place, Row | BadRow]]
-LONGEST_LINE = 2**27  # bytes; 10 million characters, the longest text of a row, take at most 120 million as JSON
-WINDOW = 2**20  # characters of a JSON array read at a time, at least
-LONGEST_JSON_TOKEN = 16  # \ud83d\ude00 has 12 characters: an error nearer to the end may be what is cut off there
-BATCH_BYTES = 2**24  # of a columnar file turned into Python objects at a time
-BLANKS = re.compile(r"[ \t\r\n]*")
+Rows = Iterator[tuple[str, Row | BadRow]]  # each with its place
+LONGEST_LINE = 2**27  # bytes; the longest text of a sample, 10 million characters, takes at most 120 million as JSON
+LONGEST_FIELD = 2**27  # bytes of a CSV field; Python's own limit of 131,072 is shorter than many chats
+ROWS_AT_ONCE, BATCH_BYTES = 64, 2**24  # of a columnar file turned into Python objects
 
 
 def rows_of_file(path: Path | str) -> Rows:
@@ -50,19 +44,9 @@ def rows_of_file(path: Path | str) -> Rows:
             yield place, row
     except UserError:
         raise
-    except pyarrow.ArrowException as error:
-        kind = data_suffix(name).removeprefix(".")
-        raise UserError(f"{name}: not a readable {kind} file{_after(place)}: {reason(error)}.") from None
-    except (OSError, EOFError, zlib.error) as error:  # missing, not allowed, or a .gz or .zst that is cut off
-        raise UserError(f"{name}: cannot be read{_after(place)}: {reason(error)}.") from None
-    except Exception as error:
-        if not is_url(name):
-            raise  # only network libraries have errors of their own
-        raise UserError(f"{name}: cannot be read{_after(place)}: {reason(error)}.") from error
-
-
-def _after(place: str) -> str:
-    return f" after {place}" if place else ""
+    except Exception as error:  # of a disk, a decoder, pyarrow or any network library
+        after = f" after {place}" if place else ""
+        raise UserError(f"{name}: cannot be read{after}: {reason(error)}.") from error
 
 
 @contextmanager
@@ -73,136 +57,37 @@ def _opened(name: str) -> Iterator[io.BufferedReader]:
             file = gzip.GzipFile(fileobj=file)
         elif name.endswith(".zst"):
             file = pyarrow.CompressedInputStream(file, "zstd")
-        yield file if isinstance(file, io.BufferedReader) else io.BufferedReader(file, WINDOW)
+        yield file if isinstance(file, io.BufferedReader) else io.BufferedReader(file)
 
 
 def _json_rows(name: str) -> Rows:
-    """Rows of a JSON array where the file begins with [, else of one object a line, whatever the suffix says."""
+    """Rows of a JSON array where the file begins with [, else of one object per line, whatever the suffix says."""
     with _opened(name) as file:
         if file.peek(64).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
-            yield from _array_rows(_ArrayText(name, file))
+            values = json.loads(file.read().decode("utf-8-sig"), parse_constant=_refuse_constant)
+            for number, value in enumerate(values, start=1):
+                yield f"{name} row {number}", _object_or_bad(value)
             return
-        for number, line in enumerate(_lines(name, file), start=1):
-            if number == 1:
-                line = line.removeprefix(codecs.BOM_UTF8)
+        lines = iter(lambda: file.readline(LONGEST_LINE + 1), b"")  # one of 1 GiB takes 1 MiB in a .gz
+        for number, line in enumerate(lines, start=1):
+            if len(line) > LONGEST_LINE:
+                raise UserError(f"{name}:{number}: the line has over {LONGEST_LINE:,} bytes.")
+            line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
             if line.strip():
                 yield f"{name}:{number}", _row_of_line(line)
 
 
-def _lines(name: str, file: io.BufferedReader) -> Iterator[bytes]:
-    """The lines of a file. One of 1 GiB takes 1 MiB in a .gz: it is not read whole."""
-    for number in itertools.count(1):
-        line = file.readline(LONGEST_LINE + 1)
-        if len(line) > LONGEST_LINE:
-            raise UserError(f"{name}:{number}: the line has over {LONGEST_LINE:,} bytes.\nExpected shorter rows.")
-        if not line:
-            return
-        yield line
-
-
 def _row_of_line(line: bytes) -> Row | BadRow:
     try:
-        value = json.loads(line.rstrip(b"\r\n").decode("utf-8"), parse_constant=_refuse_constant)
+        return _object_or_bad(json.loads(line.rstrip(b"\r\n").decode("utf-8"), parse_constant=_refuse_constant))
     except UnicodeDecodeError as error:
         return BadRow(f"byte 0x{line[error.start]:02x} at column {error.start + 1} is not UTF-8; expected UTF-8 text.")
-    except json.JSONDecodeError as error:
-        return BadRow(f"malformed JSON: {error.msg} (column {error.colno}); expected one JSON object a line.")
     except (ValueError, RecursionError) as error:
-        return BadRow(f"malformed JSON: {error}; expected one JSON object a line.")
-    return _object_or_bad(value)
-
-
-class _ArrayText:
-    """The text of a JSON array, as a window that reads on as far as the next value needs it."""
-
-    def __init__(self, name: str, file: io.BufferedReader) -> None:
-        self.name = name
-        self._file = file
-        self._utf8 = codecs.getincrementaldecoder("utf-8-sig")()
-        self._json = json.JSONDecoder(parse_constant=_refuse_constant)
-        self._text = ""
-        self._position = self._counted_to = 0
-        self._line = 1
-
-    def line(self, position: int | None = None) -> int:
-        """The line of the file at a position of the window, or where it stands."""
-        position = self._position if position is None else position
-        self._line += self._text.count("\n", self._counted_to, position)
-        self._counted_to = position
-        return self._line
-
-    def peek(self) -> str:
-        """The next character that is no blank; none at the end of the file."""
-        while True:
-            match = BLANKS.match(self._text, self._position)
-            self._position = match.end() if match else self._position
-            if self._position < len(self._text) or not self._read_on():
-                return self._text[self._position : self._position + 1]
-
-    def take(self) -> str:
-        """The same, and step over it."""
-        character = self.peek()
-        self._position += len(character)
-        return character
-
-    def value(self) -> Any:
-        """The JSON value that begins here."""
-        while True:
-            try:
-                value, end = self._json.raw_decode(self._text, self._position)
-                if end < len(self._text) or not self._read_on():  # at the edge, 12 may be the beginning of 123
-                    self._position = end
-                    return value
-            except json.JSONDecodeError as error:
-                near_end = error.pos > len(self._text) - LONGEST_JSON_TOKEN
-                if not (near_end or error.msg.startswith("Unterminated string")) or not self._read_on():
-                    raise self.malformed(error.msg, error.pos) from None
-            except (ValueError, RecursionError) as error:
-                raise self.malformed(str(error)) from None
-
-    def malformed(self, what: str, position: int | None = None) -> UserError:
-        return UserError(f"{self.name}:{self.line(position)}: malformed JSON: {what}.\nExpected an array of objects.")
-
-    def _read_on(self) -> bool:
-        """Forget what is behind, and read as much again as is ahead; False at the end of the file."""
-        self.line()
-        ahead = self._text[self._position :]
-        if len(ahead) > LONGEST_LINE:
-            raise self.malformed(f"the row has over {LONGEST_LINE:,} characters")
-        data = self._file.read(max(WINDOW, len(ahead)))
-        try:
-            more = self._utf8.decode(data, final=not data)
-        except UnicodeDecodeError as error:
-            line = self._line + ahead.count("\n") + error.object.count(b"\n", 0, error.start)
-            raise UserError(
-                f"{self.name}:{line}: byte 0x{error.object[error.start]:02x} is not UTF-8.\n"
-                "Expected a file of UTF-8 text."
-            ) from None
-        self._text, self._position, self._counted_to = ahead + more, 0, 0
-        return bool(data)
-
-
-def _array_rows(text: _ArrayText) -> Rows:
-    text.take()
-    row_number = 0
-    while text.peek() != "]":
-        row_number += 1
-        line = text.line()
-        yield f"{text.name}:{line} (row {row_number})", _object_or_bad(text.value())
-        if text.peek() == ",":
-            text.take()
-        elif text.peek() != "]":
-            raise text.malformed("expecting ',' or ']'")
-    text.take()
-    if text.peek():
-        raise text.malformed("extra data after the array")
+        return BadRow(f"malformed JSON: {error}; expected one JSON object per line.")
 
 
 def _object_or_bad(value: Any) -> Row | BadRow:
-    if isinstance(value, dict):
-        return value
-    names = {list: "an array", str: "a string", bool: "true or false", int: "a number", float: "a number"}
-    return BadRow(f"the row is {names.get(type(value), 'null')}; expected a JSON object.")
+    return value if isinstance(value, dict) else BadRow(f"the row is {str(value)[:40]}; expected a JSON object.")
 
 
 def _refuse_constant(name: str) -> None:
@@ -210,72 +95,26 @@ def _refuse_constant(name: str) -> None:
 
 
 def _csv_rows(name: str) -> Rows:
-    # Python's own limit of 131,072 is shorter than many chats. It is one of the process: set back, it would hit another
-    # file that is being read.
-    csv.field_size_limit(LONGEST_LINE)
-    row_number = 0
-    try:
-        with _opened(name) as file:
-            reader = csv.reader(_decoded_lines(name, file), strict=True)
-            columns = next(reader, [])
-            if twice := [column for column in dict.fromkeys(columns) if columns.count(column) > 1]:
-                raise UserError(f"{name}: its header has {', '.join(twice)} twice; expected a name for each column.")
-            for values in reader:
-                if not values:
-                    continue  # a blank line
-                row_number += 1
-                yield f"{name} row {row_number}", _csv_row(columns, values)
-    except csv.Error as error:
-        raise UserError(f"{name} row {row_number + 1}: malformed CSV: {error}.") from None
-
-
-def _decoded_lines(name: str, file: io.BufferedReader) -> Iterator[str]:
-    for number, line in enumerate(_lines(name, file), start=1):
-        try:
-            yield line.decode("utf-8-sig" if number == 1 else "utf-8")
-        except UnicodeDecodeError as error:
-            raise UserError(
-                f"{name}:{number}: byte 0x{line[error.start]:02x} is not UTF-8.\nExpected a file of UTF-8 text."
-            ) from None
-
-
-def _csv_row(columns: list[str], values: list[str]) -> Row | BadRow:
-    if len(values) != len(columns):
-        return BadRow(f"the row has {len(values)} fields; expected {len(columns)}, as in the header.")
-    return dict(zip(columns, values, strict=True))
+    csv.field_size_limit(LONGEST_FIELD)  # for good: set back, it would hit another file that is being read
+    with _opened(name) as file:
+        reader = csv.reader(io.TextIOWrapper(file, "utf-8-sig", newline=""), strict=True)
+        columns = next(reader, [])
+        for number, values in enumerate(filter(None, reader), start=1):  # without blank lines
+            row: Row | BadRow = dict(zip(columns, values, strict=False))
+            if len(values) != len(columns):
+                row = BadRow(f"the row has {len(values)} fields; expected {len(columns)}, as in the header.")
+            yield f"{name} row {number}", row
 
 
 def _parquet_rows(name: str) -> Rows:
-    with _arrow_file(name) as opened, pyarrow.parquet.ParquetFile(opened) as file:
-        groups = [file.metadata.row_group(index) for index in range(file.metadata.num_row_groups)]
-        row_bytes = max((group.total_byte_size // max(group.num_rows, 1) for group in groups), default=0)
-        yield from _batch_rows(name, file.iter_batches(batch_size=max(1, min(1000, BATCH_BYTES // (row_bytes + 1)))))
-
-
-def _arrow_rows(name: str) -> Rows:
-    """Rows of an Arrow file, or of the stream that `datasets` writes."""
-    with _arrow_file(name) as file:
-        begins = bytes(file.read(6))
-        file.seek(0)
-        if begins == b"ARROW1":
-            whole = pyarrow.ipc.open_file(file)
-            yield from _batch_rows(name, map(whole.get_batch, range(whole.num_record_batches)))
-        else:
-            yield from _batch_rows(name, pyarrow.ipc.open_stream(file))
-
-
-def _arrow_file(name: str) -> Any:
-    return pyarrow.PythonFile(fsspec.open(name, "rb").open(), "r") if is_url(name) else pyarrow.memory_map(name)
-
-
-def _batch_rows(name: str, batches: Iterator[Any]) -> Rows:
-    row_number = 0
-    for batch in batches:
-        at_once = max(1, min(1000, BATCH_BYTES * batch.num_rows // (batch.nbytes + 1)))
-        for start in range(0, batch.num_rows, at_once):
-            for row in batch.slice(start, at_once).to_pylist():
-                row_number += 1
-                yield f"{name} row {row_number}", without_nulls(row)
+    opened = fsspec.open(name, "rb").open() if is_url(name) else name
+    with pyarrow.parquet.ParquetFile(opened, memory_map=True) as file:
+        of_groups = [file.metadata.row_group(index) for index in range(file.metadata.num_row_groups)]
+        row_bytes = sum(group.total_byte_size for group in of_groups) // max(1, file.metadata.num_rows) + 1
+        batches = file.iter_batches(batch_size=max(1, min(ROWS_AT_ONCE, BATCH_BYTES // row_bytes)))
+        rows = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
+        for number, row in enumerate(rows, start=1):
+            yield f"{name} row {number}", without_nulls(row)
 
 
 def without_nulls(row: Row) -> Row:
@@ -296,5 +135,4 @@ READERS: dict[str, Callable[[str], Rows]] = {
     ".json": _json_rows,
     ".csv": _csv_rows,
     ".parquet": _parquet_rows,
-    ".arrow": _arrow_rows,
 }

@@ -1,4 +1,4 @@
-"""Packing rows into sequences of one length, so that no step is spent on padding."""
+"""Packing samples into sequences of one length, so that no step is spent on padding."""
 
 from bisect import bisect_left, insort
 from dataclasses import dataclass
@@ -8,13 +8,13 @@ import numpy
 
 @dataclass(frozen=True)
 class Packs:
-    """Which rows share a sequence.
+    """Which samples share a sequence.
 
-        lengths 5 3 3 2 2 1, capacity 8    pack 0: 5 3    pack 1: 3 2 2 1
+        lengths 5 3 3 2 2 1, pack_length 8    pack 0: 5 3    pack 1: 3 2 2 1
                                            slots  [0 1 | 2 3 4 5],  offsets [0 2 6]
 
     Attributes:
-        slots: int64 [rows]; slot n is the n-th longest row. Pack by pack.
+        slots: int64 [samples]; slot n is the n-th longest sample. Pack by pack.
         offsets: int64 [packs + 1]; pack p has slots[offsets[p] : offsets[p + 1]].
         tokens: int64 [packs], in each pack.
     """
@@ -27,29 +27,19 @@ class Packs:
         return len(self.tokens)
 
 
-def pack_rows(lengths: numpy.ndarray, capacity: int) -> Packs:
-    """Put whole rows into few packs, by best fit.
+def pack_rows(lengths: numpy.ndarray, pack_length: int) -> Packs:
+    """Put whole samples into few packs: longest first, each into the fullest pack that has room.
 
-    On lengths as they occur the packs are within 1 % of the least number, within 4 % if most rows have nearly one
-    length. Which slots share a pack depends on the lengths alone, not on which row has which.
+    On lengths as they occur the packs are within 1 % of the least number, within 4 % if most samples have nearly one
+    length. Which slots share a pack depends on the lengths alone, not on which sample has which.
 
     Args:
-        lengths: tokens of each row, 1 to capacity.
-        capacity: tokens of a pack.
-    """
-    longest_first = numpy.sort(lengths)[::-1]
-    pack_of_slot = _best_fit_decreasing(longest_first, capacity)
-    count = int(pack_of_slot.max(initial=-1)) + 1
-    tokens = numpy.bincount(pack_of_slot, weights=longest_first, minlength=count).astype(numpy.int64)
-    offsets = numpy.concatenate([[0], numpy.bincount(pack_of_slot, minlength=count).cumsum()])
-    return Packs(numpy.argsort(pack_of_slot, kind="stable"), offsets, tokens)
-
-
-def _best_fit_decreasing(longest_first: numpy.ndarray, capacity: int) -> numpy.ndarray:
-    """The pack of each row, longest rows first, each into the fullest pack that has room.
+        lengths: tokens of each sample, 1 to pack_length.
+        pack_length: tokens of a packed sequence.
 
     Source: D. S. Johnson, Near-optimal bin packing algorithms, 1973: at most 11/9 of the least number, plus 4.
     """
+    longest_first = numpy.sort(lengths)[::-1]
     pack_of_slot = numpy.empty(len(longest_first), dtype=numpy.int64)
     with_room: dict[int, list[int]] = {}  # free tokens -> packs
     free_sizes: list[int] = []  # the keys of with_room, ascending
@@ -62,11 +52,13 @@ def _best_fit_decreasing(longest_first: numpy.ndarray, capacity: int) -> numpy.n
             if not with_room[free]:
                 del with_room[free], free_sizes[at]
         else:
-            free, pack, count = capacity, count, count + 1
+            free, pack, count = pack_length, count, count + 1
         pack_of_slot[slot] = pack
         if free > length:
             if free - length not in with_room:
                 with_room[free - length] = []
                 insort(free_sizes, free - length)
             with_room[free - length].append(pack)
-    return pack_of_slot
+    tokens = numpy.bincount(pack_of_slot, weights=longest_first, minlength=count).astype(numpy.int64)
+    offsets = numpy.concatenate([[0], numpy.bincount(pack_of_slot, minlength=count).cumsum()])
+    return Packs(numpy.argsort(pack_of_slot, kind="stable"), offsets, tokens)

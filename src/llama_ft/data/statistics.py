@@ -1,7 +1,6 @@
-"""What became of the rows: counted while they are tokenized, kept in meta.json, shown as a table."""
+"""What became of the samples: counted while they are tokenized, kept in meta.json, shown as a table."""
 
 import json
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -9,59 +8,43 @@ import numpy
 
 from llama_ft.data.formats import Message
 
-BINS = 14
-BARS, PLAIN_BARS = " ▁▂▃▄▅▆▇█", " .:-=+*%#"
-LONGEST_NAME = 28
-HEADINGS = ("rows", "tokens", "trained on", "median", "95 %", "longest")
+COLUMNS = {
+    "rows": "rows", "tokens": "tokens", "target_tokens": "in the loss", "longest": "longest",
+    "truncated": "truncated", "skipped": "skipped",
+}  # fmt: skip
+# A sample of the data: a hash of it; its tokens before truncation; what became of it.
+ROW = numpy.dtype([("content", "u8"), ("tokens", "i4"), ("fate", "i1")])
+BAD, WHOLE, TRUNCATED, SKIPPED = -1, 0, 1, 2
 
 
 @dataclass
 class SplitStatistics:
-    """What became of the rows of a split.
+    """What became of the samples of a split.
 
     Attributes:
-        rows: rows written; of one that was split, its pieces.
-        tokens: their tokens.
-        target_tokens: those that count in the loss.
-        lost_tokens: tokens of rows that were cut off, or of rows left out as too long or without_target.
-        tokens_before: tokens of all rows of the data but bad ones, before truncation.
-        truncated: rows of the data of which a part was cut off, whether written or without_target.
-        dropped: rows left out as they are longer than context_length.
-        split: rows that became several.
-        without_target: rows left out as nothing of them would be trained on.
-        first_without_target: places of the first of them.
-        copies: rows that repeat an earlier one, token for token.
-        lengths: tokens of a row before truncation: the median, the 95th percentile and the largest.
-        histogram: rows by length before truncation, see `BuildReport.edges`.
+        rows: samples written; of one that was split, its pieces.
+        tokens, target_tokens: their tokens, and those that count in the loss.
+        truncated, skipped: samples of which a part was cut off, and those too long or without a token in the loss.
+        longest: tokens of the longest sample before truncation.
         largest_id: the largest token id.
-        largest_id_at: the place of the first row that holds it.
         fingerprint: a checksum of all tokens and labels, in order.
-        parts: of a mix, the same by part (rows, tokens, target_tokens, lengths and histogram only).
     """
 
     rows: int = 0
     tokens: int = 0
     target_tokens: int = 0
-    lost_tokens: int = 0
-    tokens_before: int = 0
     truncated: int = 0
-    dropped: int = 0
-    split: int = 0
-    without_target: int = 0
-    first_without_target: list[str] = field(default_factory=list)
-    copies: int = 0
-    lengths: list[int] = field(default_factory=list)
-    histogram: list[int] = field(default_factory=list)
+    skipped: int = 0
+    longest: int = 0
     largest_id: int = -1
-    largest_id_at: str = ""
     fingerprint: str = ""
-    parts: dict[str, "SplitStatistics"] = field(default_factory=dict)
 
-    def measure(self, lengths: numpy.ndarray, edges: Sequence[float]) -> None:
-        """Fill in `lengths` and `histogram` from the tokens of each row before truncation."""
-        if len(lengths):
-            self.lengths = [int(numpy.percentile(lengths, q, method="nearest")) for q in (50, 95, 100)]
-        self.histogram = numpy.histogram(lengths, edges)[0].tolist()
+    def count(self, rows: numpy.ndarray) -> None:
+        """Count what became of some samples, see `ROW`."""
+        self.truncated += int((rows["fate"] == TRUNCATED).sum())
+        self.skipped += int((rows["fate"] == SKIPPED).sum())
+        lengths = rows["tokens"][(rows["fate"] != BAD) & (rows["tokens"] > 0)]
+        self.longest = int(max(self.longest, lengths.max(initial=0)))
 
 
 @dataclass
@@ -69,134 +52,42 @@ class BuildReport:
     """What is written to meta.json.
 
     Attributes:
-        train, validation: of each split; None where there is none.
-        edges: tokens at which the bars of the histograms begin, and at the end the last one ends; each as many times
-            the one before.
-        shared: rows of the validation split that are in the training split too, token for token.
-        first_shared: the first of them, both places.
-        bad_rows: rows left out by skip_bad_rows.
-        first_bad_rows: the first of them, place and reason.
+        train, validation: of each split; None if there is none.
+        bad_rows, first_bad_rows: samples skipped by skip_bad_rows; the first of them, place and reason.
         chat_sample: a chat of the validation (else the training) split, its reference answer last.
-        seconds: that the build took.
-        processes: that tokenized.
     """
 
     train: SplitStatistics
     validation: SplitStatistics | None = None
-    edges: list[float] = field(default_factory=list)
-    shared: int = 0
-    first_shared: list[str] = field(default_factory=list)
     bad_rows: int = 0
     first_bad_rows: list[str] = field(default_factory=list)
     chat_sample: list[Message] | None = None
-    seconds: float = 0.0
-    processes: int = 1
 
     def save(self, path: Path) -> None:
-        """Write as JSON."""
-        # A message may hold half a character, which UTF-8 cannot: hence ASCII.
+        """Write as JSON, in ASCII: a message may hold half a character, which UTF-8 cannot."""
         path.write_text(json.dumps(asdict(self), indent=2), encoding="ascii")
 
     @classmethod
     def load(cls, path: Path) -> "BuildReport":
         """Read what `save` wrote."""
-        values = json.loads(path.read_text(encoding="utf-8"))
-        for split in ("train", "validation"):
-            values[split] = values[split] and _statistics(values[split])
-        return cls(**values)
+        values = json.loads(path.read_text(encoding="ascii"))
+        splits = {name: values[name] and SplitStatistics(**values[name]) for name in ("train", "validation")}
+        return cls(**values | splits)
 
 
-def _statistics(values: dict) -> SplitStatistics:
-    parts = {name: _statistics(part) for name, part in values.pop("parts").items()}
-    return SplitStatistics(**values, parts=parts)
-
-
-def histogram_edges(shortest: int, longest: int) -> list[float]:
-    """The edges of BINS bars over the lengths of all rows, on a logarithmic scale: most rows are far shorter than the
-    longest."""
-    return numpy.geomspace(max(shortest, 1), max(longest, shortest, 1) + 1, BINS + 1).tolist()
-
-
-def describe(report: BuildReport, context_length: int, want_validation: bool, plain: bool = False) -> list[str]:
-    """The table and the lines under it.
-
-    Args:
-        report: what became of the rows.
-        context_length: longest row in tokens.
-        want_validation: whether the validation split is used.
-        plain: ASCII only.
-    """
-    validation = report.validation if want_validation else None
-    splits = {"training": report.train} if report.train.rows else {}  # streamed rows are not counted beforehand
-    splits |= {"validation": validation} if validation else {}
-    lines = _table(splits, report.edges, PLAIN_BARS if plain else BARS) if splits else []
-    for name, split in splits.items():
-        lines += [f"{name}: {line}" for line in _notes(split, context_length)]
-    return lines + warnings_of(report, want_validation)
-
-
-def warnings_of(report: BuildReport, want_validation: bool) -> list[str]:
-    """A line about validation rows that are trained on, and one about bad rows."""
-    lines = []
-    if want_validation and report.shared:
-        first = _named(report.first_shared, report.shared)
-        lines.append(f"validation: {_rows(report.shared)} in the training rows too, token for token: {first}")
-    if report.bad_rows:
-        lines.append(f"{report.bad_rows:,} bad rows left out: {_named(report.first_bad_rows, report.bad_rows)}")
-    return lines
-
-
-def _table(splits: dict[str, SplitStatistics], edges: Sequence[float], bars: str) -> list[str]:
-    table = [["", *HEADINGS]]
-    shapes = [f"tokens a row before truncation, {edges[0]:,.0f} to {edges[-1] - 1:,.0f}"]
-    for name, split in splits.items():
-        parts = split.parts if len(split.parts) > 1 else {}
-        for title, one in {name: split, **{_short(part): one for part, one in parts.items()}}.items():
-            numbers = (one.rows, one.tokens, one.target_tokens, *(one.lengths or [0, 0, 0]))
-            table.append([title, *(f"{number:,}" for number in numbers)])
-            shapes.append(_bars(one.histogram, bars))
+def describe(report: BuildReport, want_validation: bool) -> list[str]:
+    """The table of both splits, and the warnings."""
+    table = [("", *COLUMNS.values())]
+    for name, split in (("training", report.train), ("validation", report.validation if want_validation else None)):
+        if split is not None and split.rows:  # streamed samples are not counted beforehand
+            table.append((name, *(f"{getattr(split, column):,}" for column in COLUMNS)))
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    return [
-        "  ".join([row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))])
-        + f"  {shape}"
-        for row, shape in zip(table, shapes, strict=True)
-    ]
+    lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in table]
+    return [*(lines if len(table) > 1 else []), *warnings_of(report)]
 
 
-def _short(name: str) -> str:
-    """A part's name, indented; of a long path the end."""
-    return "  " + (name if len(name) <= LONGEST_NAME else f"...{name[3 - LONGEST_NAME :]}")
-
-
-def _bars(counts: Sequence[int], bars: str) -> str:
-    """One character a count; only 0 is blank."""
-    most = max(counts, default=0)
-    return "".join(bars[-(-count * (len(bars) - 1) // most) if most else 0] for count in counts).rstrip()
-
-
-def _notes(split: SplitStatistics, context_length: int) -> list[str]:
-    limit = f"--context_length {context_length}"
-    notes = []
-    if split.lost_tokens:
-        share = split.lost_tokens / split.tokens_before
-        notes.append(f"{share:.1%} of the tokens are lost, {split.lost_tokens:,} of {split.tokens_before:,}")
-    if split.truncated:
-        notes.append(f"{_rows(split.truncated)} cut at {limit}")
-    if split.dropped:
-        notes.append(f"{_rows(split.dropped)} left out, longer than {limit}")
-    if split.split:
-        notes.append(f"{_rows(split.split)} split at {limit}")
-    if split.without_target:
-        first = _named(split.first_without_target, split.without_target)
-        notes.append(f"{_rows(split.without_target)} left out, nothing to train on within {limit}: {first}")
-    if split.copies:
-        notes.append(f"{_rows(split.copies)} the same as an earlier one, token for token")
-    return notes
-
-
-def _rows(count: int) -> str:
-    return f"{count:,} row{' is' if count == 1 else 's are'}"
-
-
-def _named(first: list[str], count: int) -> str:
-    return "; ".join(text.splitlines()[0] for text in first) + ("; ..." if count > len(first) else "")
+def warnings_of(report: BuildReport) -> list[str]:
+    """A line about skipped bad samples, if there are any."""
+    first = "; ".join(text.splitlines()[0] for text in report.first_bad_rows)
+    more = "; ..." if report.bad_rows > len(report.first_bad_rows) else ""
+    return [f"{report.bad_rows:,} bad rows skipped: {first}{more}"] if report.bad_rows else []

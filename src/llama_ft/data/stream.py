@@ -1,10 +1,10 @@
-"""Rows that are read and tokenized while training, for data larger than the disk.
+"""Samples that are read and tokenized while training, for data larger than the disk.
 
     rows of the source   | window 0: shuffle_buffer rows | window 1 ...     each is shuffled, packed and dealt
     chunks of a window   0 1 2 3 4 5 ...                                    like a small data set
     tokenized by rank    0 1 0 1 0 1                                        and exchanged, so that all know all
 
-What a window holds, and in which order its rows are trained on, does not depend on the number of ranks. A checkpoint
+What a window holds, and in which order its samples are trained on, does not depend on the number of ranks. A checkpoint
 notes where its window begins in the source and how many of its steps are done: a resumed run reads up to there without
 tokenizing.
 """
@@ -13,47 +13,33 @@ import itertools
 import traceback
 from collections.abc import Generator, Iterator
 from contextlib import closing
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy
 import pyarrow
 import torch.distributed as dist
 from datasets import Dataset
 from datasets.table import InMemoryTable
 
-from llama_ft.config import DataConfig, TrainConfig
-from llama_ft.data.batches import BatchPlan, collate, mixed, row_lengths, target_token_counts
-from llama_ft.data.build import BadRows, table_of
-from llama_ft.data.feed import Ahead, StepBatches
-from llama_ft.data.parallel import Chunk, ChunkEncoder, EncodedChunk, chunks_of, encode_chunk
-from llama_ft.data.sources import Source
-from llama_ft.data.tokenize import Encoder
+from llama_ft.config import Config
+from llama_ft.data.batches import BatchSampler, collate, group_size, mixed, row_lengths, target_token_counts
+from llama_ft.data.build import BadRows, Chunk, EncodedChunk, chunks_of, encode_chunk, encode_chunks
+from llama_ft.data.prefetch import Prefetcher, PreparedBatches, StepBatches
+from llama_ft.data.prepare import TokenizedData, check_ids
 from llama_ft.errors import UserError
 from llama_ft.runtime.console import log
 
 if TYPE_CHECKING:
     from llama_ft.runtime import Runtime
 
-NO_ROW = (
-    "no row can be trained on: all are bad, longer than --context_length (--truncation says what becomes of them), or "
-    "without\nan answer in it."
-)
 START = {"epoch": 0, "chunk": 0, "window": 0, "step_in_window": 0}
+CLOSED, ENDED = "closed", "ended"
 
 
-@dataclass(frozen=True)
-class Window:
-    """Rows that are shuffled and packed together.
-
-    Attributes:
-        epoch: the pass over the source, counted from 0.
-        first_chunk: where it begins in the source.
-        number: counted from 0 within the epoch.
-        ends_epoch: it is the last of its epoch.
-        rows: columns as of `build.FEATURES`, in memory.
-    """
+class Window(NamedTuple):
+    """Samples that are shuffled and packed together: which pass over the source, where it begins there, and its number
+    in the pass, all counted from 0; whether it is the last of the pass; columns as of `build.FEATURES`, in memory."""
 
     epoch: int
     first_chunk: int
@@ -62,38 +48,32 @@ class Window:
     rows: Dataset
 
 
-class StreamedRows:
-    """The training rows of a run with `streaming`. The same interface as `PreparedRows`; all ranks make one.
+class StreamedBatches:
+    """The training samples of a run with `streaming`. The same interface as `PreparedBatches`; all ranks make one.
 
-    Args:
-        source: of the rows.
-        encoder: tokenizes them.
-        config: dataset_format, shuffle_buffer, skip_bad_rows, tokenize_processes.
-        settings: batch_size_training, max_train_step and seed.
-        capacity: tokens of a pack; None: no packing.
-        global_batch: packs (or rows) of an optimizer step.
-        pad_token_id: fills padded rows.
-        vocabulary_size: of the model, or None.
-        runtime: the ranks that share the work.
+    Arguments as of `plan_training`.
     """
 
     def __init__(
         self,
-        source: Source,
-        encoder: Encoder,
-        config: DataConfig,
-        settings: TrainConfig,
-        capacity: int | None,
+        config: Config,
+        data: TokenizedData,
+        context_length: int,
         global_batch: int,
         pad_token_id: int,
         vocabulary_size: int | None,
         runtime: "Runtime",
     ) -> None:
-        self.total_steps = settings.max_train_step
-        self._source, self._encoder, self._config, self._settings = source, encoder, config, settings
-        self.capacity, self._global_batch, self._pad_token_id = capacity, global_batch, pad_token_id
-        self._vocabulary_size = vocabulary_size
-        self._rank, self._world_size = runtime.rank, runtime.world_size
+        assert data.stream is not None
+        self._source, self._encoder, self._examples = data.stream
+        self.total_steps, self._seed, self._config = config.train.max_train_step, config.train.seed, config.data
+        self.pack_length = context_length if config.data.batching_strategy == "packing" else None
+        self._global_batch, self._pad_token_id, self._vocabulary_size = global_batch, pad_token_id, vocabulary_size
+        self._runtime = runtime
+        self._plan = partial(
+            BatchSampler, pack_length=self.pack_length, global_batch=global_batch, world_size=runtime.world_size,
+            rank=runtime.rank, micro_batch=config.train.batch_size_training,
+        )  # fmt: skip
         self._is_wanted, self._is_over = True, False
         # One of its own: its collectives run in a thread, in no fixed order with those of training.
         self._group = dist.new_group(backend="gloo", timeout=timedelta(hours=6))
@@ -104,22 +84,20 @@ class StreamedRows:
         return None
 
     def first_rows(self) -> Dataset:
-        """The first rows of the source, tokenized on every rank."""
-        rows, bad = Gathered(), BadRows(self._config.skip_bad_rows)
+        """The first samples of the source, tokenized on every rank."""
+        bad = BadRows(self._config.skip_bad_rows)
         for chunk in chunks_of(self._source, self._config.dataset_format):
-            encoded = encode_chunk(chunk.rows, self._encoder)
-            bad.note_chunk(chunk, encoded)
-            rows.add(chunk, encoded)
-            if rows.count:
+            encoded = encode_chunk(chunk, self._encoder, self._examples)
+            bad.note(encoded)
+            if len(encoded.table):
                 break
-        bad.end()
-        if not rows.count:
-            raise UserError(f"{self._source.name}: {NO_ROW}")
-        return rows.dataset()
+        if not len(encoded.table):
+            raise self._nothing_left()
+        return _dataset([encoded.table])
 
     def describe(self) -> str:
-        """How rows are laid out and how many steps they are, for people."""
-        unit = "rows" if self.capacity is None else f"packs of {self.capacity:,} tokens"
+        """How samples are laid out and how many steps they are, for people."""
+        unit = "rows" if self.pack_length is None else f"packs of {self.pack_length:,} tokens"
         return (
             f"{self._source.name} is read while training, {self._config.shuffle_buffer:,} rows ahead, and from the "
             f"beginning again where it ends\n{self.total_steps} optimizer steps of {self._global_batch} {unit}"
@@ -137,14 +115,15 @@ class StreamedRows:
             return
         position, self._is_wanted = position or START, True
         step, skip = first, position["step_in_window"]
-        with Ahead(self._windows(position), 1) as ready:
+        with Prefetcher(self._windows(position), 1) as ready:
             for window in ready:
-                plan = self._plan(window)
+                seed, group = mixed(self._seed, window.epoch, window.number), group_size(window.rows)
+                lengths, targets = row_lengths(window.rows), target_token_counts(window.rows)
+                plan = self._plan(lengths, targets, seed=seed, group=group)
                 if step == first and len(plan) < self._global_batch and not window.ends_epoch:
                     log.warning(
-                        f"--shuffle_buffer {self._config.shuffle_buffer}: these rows make {len(plan):,} of the "
-                        f"{self._global_batch:,} {'packs' if plan.is_packed else 'rows'} of a step, so steps are "
-                        "smaller. A larger one fills them."
+                        f"--shuffle_buffer {self._config.shuffle_buffer}: its rows fill {len(plan):,} of the "
+                        f"{self._global_batch:,} places of a step, so steps are smaller. A larger one fills them."
                     )
                 for step_in_window in range(skip, plan.steps_per_epoch):
                     if step > last:
@@ -152,37 +131,14 @@ class StreamedRows:
                         return
                     share = plan.step(0, step_in_window)
                     is_end = window.ends_epoch and step_in_window == plan.steps_per_epoch - 1
-                    yield StepBatches(
-                        step,
-                        window.epoch,
-                        float(window.epoch + is_end),
-                        is_end,
-                        share.target_tokens,
-                        [
-                            collate(window.rows, rows, self._pad_token_id, plan.is_packed)
-                            for rows in share.micro_batches
-                        ],
-                        {
-                            "epoch": window.epoch,
-                            "chunk": window.first_chunk,
-                            "window": window.number,
-                            "step_in_window": step_in_window + 1,
-                        },
-                    )
+                    batches = [
+                        collate(window.rows, rows, self._pad_token_id, plan.is_packed) for rows in share.micro_batches
+                    ]
+                    now = dict(zip(START, (*window[:3], step_in_window + 1), strict=True))
+                    seen = float(window.epoch + is_end)
+                    yield StepBatches(step, window.epoch, seen, is_end, share.target_tokens, batches, now)
                     step += 1
                 skip = 0
-
-    def _plan(self, window: Window) -> BatchPlan:
-        return BatchPlan(
-            row_lengths(window.rows),
-            target_token_counts(window.rows),
-            capacity=self.capacity,
-            global_batch=self._global_batch,
-            world_size=self._world_size,
-            rank=self._rank,
-            micro_batch=self._settings.batch_size_training,
-            seed=mixed(self._settings.seed, window.epoch, window.number),
-        )
 
     def _windows(self, position: dict[str, int]) -> Generator[Window, None, None]:
         """Yield windows without end, from the one that `position` is in.
@@ -203,51 +159,35 @@ class StreamedRows:
                 self._gather(CLOSED)
 
     def _pass(self, epoch: int, number: int, first_chunk: int) -> Generator[Window, None, None]:
-        bad, rows, at = BadRows(self._config.skip_bad_rows), Gathered(), first_chunk
-        cut = dropped = empty = lost = tokens = 0
+        bad, at, tables = BadRows(self._config.skip_bad_rows), first_chunk, list[pyarrow.Table]()
         with closing(self._exchanged(first_chunk)) as exchanged:
-            for item in exchanged:
-                bad.note_chunk(*item)
-                encoded = item[1]
-                self._check_ids(encoded)
-                cut, dropped = cut + int(encoded.truncated.sum()), dropped + int((encoded.pieces == 0).sum())
-                lost, tokens = lost + int(encoded.lost_tokens.sum()), tokens + int(encoded.row_tokens.sum())
-                empty += int((encoded.pieces > 0).sum()) - len(numpy.unique(encoded.row_of_piece))
-                if rows.count >= self._config.shuffle_buffer:
-                    yield Window(epoch, first_chunk, number, False, rows.dataset())
-                    rows, number, first_chunk = Gathered(), number + 1, at
-                rows.add(*item)
+            for encoded in exchanged:
+                bad.note(encoded)
+                check_ids(encoded.largest_id, self._source.name, self._encoder.tokenizer, self._vocabulary_size)
+                if sum(map(len, tables)) >= self._config.shuffle_buffer:
+                    yield Window(epoch, first_chunk, number, False, _dataset(tables))
+                    tables, number, first_chunk = [], number + 1, at
+                tables.append(encoded.table)
                 at += 1
         if self._is_over:
             return
-        bad.end()
-        if rows.count == 0 and number == 0:
-            raise UserError(f"{self._source.name}: {NO_ROW}")
-        counts = {"cut": cut, "left out as too long": dropped, "without anything to train on": empty}
-        counts[f"left out as bad, the first: {'; '.join(bad.first)}"] = bad.count
-        told = [f"{count:,} {what}" for what, count in counts.items() if count]
-        told += [f"{lost / tokens:.1%} of the tokens lost"] if lost else []
-        if told:
-            log.warning(
-                f"rows of {self._source.name} at --context_length {self._encoder.context_length}: {'; '.join(told)}"
-            )
-        if rows.count:
-            yield Window(epoch, first_chunk, number, True, rows.dataset())
+        if not any(map(len, tables)) and number == 0:
+            raise self._nothing_left()
+        if bad.count:
+            log.warning(f"{self._source.name}: {bad.count:,} bad rows skipped: {'; '.join(bad.first)}")
+        if any(map(len, tables)):
+            yield Window(epoch, first_chunk, number, True, _dataset(tables))
 
-    def _check_ids(self, encoded: EncodedChunk) -> None:
-        largest = int(encoded.input_ids.max(initial=0))
-        if self._vocabulary_size is not None and largest >= self._vocabulary_size:
-            raise UserError(
-                f"{self._source.name}: token {largest} is beyond the model's {self._vocabulary_size} tokens.\nThe "
-                "tokenizer is not this model's: --tokenizer_name names another."
-            )
+    def _nothing_left(self) -> UserError:
+        why = "all are bad, longer than --context_length (see --truncation), or without an answer in it"
+        return UserError(f"{self._source.name}: no row can be trained on: {why}.")
 
-    def _exchanged(self, first_chunk: int) -> Generator[tuple[Chunk, EncodedChunk], None, None]:
+    def _exchanged(self, first_chunk: int) -> Generator[EncodedChunk, None, None]:
         """Yield the chunks of one pass in order, each tokenized by one rank, until the last or until it is over."""
         chunks = chunks_of(self._source, self._config.dataset_format)
-        mine = itertools.islice(chunks, first_chunk + self._rank, None, self._world_size)
-        with ChunkEncoder(mine, self._encoder, self._config.tokenize_processes or 1) as encoder:
-            own = iter(encoder)
+        mine = itertools.islice(chunks, first_chunk + self._runtime.rank, None, self._runtime.world_size)
+        processes = self._config.tokenize_processes or 1
+        with closing(encode_chunks(mine, self._encoder, self._examples, processes)) as own:
             while True:
                 items = self._gather(_next(own) if self._is_wanted else CLOSED)
                 # Before any is yielded: who is closed there must not call the others once more.
@@ -255,45 +195,73 @@ class StreamedRows:
                 for item in items:
                     if isinstance(item, Exception):
                         raise item
-                    if not isinstance(item, tuple):
+                    if not isinstance(item, EncodedChunk):
                         return
                     yield item
 
     def _gather(self, item: Any) -> list[Any]:
-        everyone: list[Any] = [None] * self._world_size
+        everyone: list[Any] = [None] * self._runtime.world_size
         dist.all_gather_object(everyone, item, group=self._group)
         return everyone
 
 
-CLOSED, ENDED = "closed", "ended"
+def _dataset(tables: list[pyarrow.Table]) -> Dataset:
+    return Dataset(InMemoryTable(pyarrow.concat_tables(tables)))
 
 
 def _next(own: Iterator[tuple[Chunk, EncodedChunk]]) -> Any:
-    """The next chunk of this rank, without its rows, or what there is instead."""
+    """The next chunk of this rank, tokenized, or what there is instead."""
     try:
-        chunk, encoded = next(own)
+        return next(own)[1]
     except StopIteration:
         return ENDED
     except UserError as error:  # every rank should hear of it, not wait
         return error
     except Exception:
-        return RuntimeError(f"while rows were read and tokenized\n{traceback.format_exc()}")
-    return chunk._replace(rows=[]), encoded
+        return RuntimeError(f"while samples were read and tokenized\n{traceback.format_exc()}")
 
 
-class Gathered:
-    """Tokenized rows in memory."""
+TrainingBatches = PreparedBatches | StreamedBatches
 
-    def __init__(self) -> None:
-        self.count = 0
-        self._tables: list[pyarrow.Table] = []
 
-    def add(self, chunk: Chunk, encoded: EncodedChunk) -> None:
-        """Put the rows of a chunk to the others."""
-        places = [chunk.places[row] for row in encoded.row_of_piece]
-        self._tables.append(table_of(encoded.input_ids, encoded.labels, encoded.lengths, encoded.target_tokens, places))
-        self.count += len(encoded.lengths)
+def plan_training(
+    config: Config,
+    data: TokenizedData,
+    context_length: int,
+    global_batch: int,
+    pad_token_id: int,
+    vocabulary_size: int | None,
+    runtime: "Runtime",
+) -> TrainingBatches:
+    """Settle which samples this rank sees at which step: a function of (seed, epoch, step), and of nothing else.
 
-    def dataset(self) -> Dataset:
-        """All of them."""
-        return Dataset(InMemoryTable(pyarrow.concat_tables(self._tables)))
+    Args:
+        config: the resolved configuration.
+        data: of `prepare`.
+        context_length: tokens of a packed sequence.
+        global_batch: packed sequences (or samples) of an optimizer step over all ranks.
+        pad_token_id: fills padded samples.
+        vocabulary_size: of the model, or None: ids of streamed samples are not checked.
+        runtime: the ranks; all of them call this.
+
+    Raises:
+        UserError: they have other samples than rank 0, and would train on some twice and on others never.
+    """
+    prints: list[dict[str, str]] = [{}] * runtime.world_size
+    dist.all_gather_object(prints, data.fingerprints())
+    if other := [str(rank) for rank, own in enumerate(prints) if own != prints[0]]:
+        raise UserError(
+            f"--dataset: rank {', '.join(other)} has other rows than rank 0.\nExpected the same files on every node, "
+            "and the same rows in the same order whenever a function is called: a shuffle in it needs a seed."
+        )
+    settings, rows = config.train, data.train
+    pack_length = context_length if config.data.batching_strategy == "packing" else None
+    if data.stream is not None:
+        return StreamedBatches(config, data, context_length, global_batch, pad_token_id, vocabulary_size, runtime)
+    assert rows is not None  # one or the other
+    plan = BatchSampler(
+        row_lengths(rows), target_token_counts(rows), pack_length=pack_length, global_batch=global_batch,
+        world_size=runtime.world_size, rank=runtime.rank, micro_batch=settings.batch_size_training, seed=settings.seed,
+        group=group_size(rows),
+    )  # fmt: skip
+    return PreparedBatches(rows, plan, pad_token_id, settings.num_epochs, settings.max_train_step)

@@ -1,35 +1,35 @@
 """From a row to tokens and labels: what the model reads, and which of it it learns to say."""
 
 from bisect import bisect_left
+from collections.abc import Callable
 from functools import cached_property
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from llama_ft.data import formats
-from llama_ft.data.answers import ChatRenderer
-from llama_ft.data.built_in_templates import ALPACA
-from llama_ft.data.chat_template import INPUT_HEADING, Span
-from llama_ft.data.formats import BadRow, Message, Row, RowFormat
+from llama_ft.data.chat_template import ALPACA, INPUT_HEADING, Span, added_bos
+from llama_ft.data.formats import FORMATS, BadRow, Content, Row, RowFormat, TokenRow
+from llama_ft.data.loss_mask import ChatRenderer
 from llama_ft.errors import UserError
 
 if TYPE_CHECKING:
-    import tokenizers
     from transformers import PreTrainedTokenizerBase
 
 LONGEST_TEXT = 10_000_000  # characters: a tokenizer takes up to 200 bytes for each, and 20 s for all
 IGNORED = -100  # torch's cross_entropy leaves such labels out
 Truncation = Literal["right", "left", "drop", "split"]
 Labels = Literal["auto", "assistant", "completion", "all"]
+Example = tuple[list[int], list[int]]  # input ids and labels of any length, as of `Encoder.tokenize`
 
 
 class Encoded(NamedTuple):
-    """One row as tokens, or a piece of one.
+    """An example of at most context_length tokens, or a piece of a longer one.
 
     Attributes:
         input_ids: tokens, at most context_length.
         labels: the same tokens where they are trained on, elsewhere -100. Not shifted: position i is predicted from
             the positions before it, as transformers' models have it.
-        truncated: a part of the row was cut off and is lost.
+        truncated: a part was cut off and is lost.
     """
 
     input_ids: list[int]
@@ -45,14 +45,14 @@ class Encoded(NamedTuple):
 class Encoder:
     """Turns rows into tokens and labels.
 
-    Labels are a matter of position, never of the id: where the pad token is the end-of-turn token too, the end of a
-    turn is still trained on. An encoder can be pickled and sent to another process.
+    Labels are a matter of position, never of the id: if the pad token is the end-of-turn token too, the end of a
+    message is still trained on. An encoder can be pickled and sent to another process.
 
     Args:
         tokenizer: a fast tokenizer; for chats with a chat template (`ensure_chat_template`).
         context_length: tokens of the longest row.
         truncation: what happens to a longer one, see `Encoder.fit`.
-        labels: what is trained on; auto: answers of chats, completions of prompts, all of plain text.
+        labels: what is trained on; auto: responses of chats, completions of prompts, all of plain text.
     """
 
     def __init__(
@@ -66,72 +66,54 @@ class Encoder:
         self.context_length = context_length
         self.truncation = truncation
         self.labels = labels
-        self._input_heading = INPUT_HEADING if tokenizer.chat_template == ALPACA else ""
         self._vocabulary_size = len(tokenizer)
-        tokenizer("")  # switches off whatever truncation and padding the tokenizer was saved with
+        if not tokenizer.is_fast:
+            raise UserError(f"{type(tokenizer).__name__}: expected a fast tokenizer, one with a tokenizer.json.")
+        self._bos = added_bos(tokenizer)  # this also switches off the truncation and padding it was saved with
 
     @cached_property
     def _renderer(self) -> ChatRenderer:
         """Made when the first chat comes: other rows make no demands on the chat template."""
         return ChatRenderer(self.tokenizer, "assistant" if self.labels == "auto" else self.labels)
 
-    @property
-    def _backend(self) -> "tokenizers.Tokenizer":
-        if not self.tokenizer.is_fast:
-            raise UserError(
-                f"the tokenizer ({type(self.tokenizer).__name__}) cannot tell which characters a token stands for.\n"
-                "Expected a fast tokenizer, one with a tokenizer.json."
-            )
-        return self.tokenizer.backend_tokenizer
-
-    @cached_property
-    def _bos(self) -> list[int]:
-        """What the tokenizer puts before a text by itself."""
-        added: Any = self.tokenizer("")["input_ids"]
-        return [token for token in added[:1] if token == self.tokenizer.bos_token_id]
-
-    def messages(self, row: Row, row_format: RowFormat) -> list[Message] | None:
-        """The chat in a row, None where it is tokens or plain text.
+    def read(self, row: Row, row_format: RowFormat) -> Content:
+        """What a row holds.
 
         Raises:
             BadRow: the row is not as its format demands.
         """
-        if row_format == "alpaca":
-            return formats.alpaca_messages(row, input_heading=self._input_heading)
-        if row_format == "messages":
-            return formats.chat_messages(row)
-        if row_format == "sharegpt":
-            return formats.sharegpt_messages(row)
-        if row_format == "prompt_completion" and isinstance(pair := formats.prompt_completion(row), list):
-            return pair
-        return None
+        if row_format == "alpaca" and self.tokenizer.chat_template == ALPACA:
+            return formats.alpaca_messages(row, input_heading=INPUT_HEADING)
+        return FORMATS[row_format].read(row)
 
     def encode(self, row: Row, row_format: RowFormat) -> list[Encoded]:
-        """Turn a row of data into tokens and labels, at most context_length of them; see `tokenize` and `fit`."""
+        """Turn a row of data into pieces of at most context_length tokens, see `tokenize` and `fit`."""
         return self.fit(*self.tokenize(row, row_format))
 
-    def tokenize(self, row: Row, row_format: RowFormat) -> tuple[list[int], list[int]]:
+    def tokenize(self, row: Row, row_format: RowFormat) -> Example:
         """Turn a row of data into tokens and labels, however long it is.
 
         Raises:
             BadRow: the row is not as its format demands, or the chat template cannot take it.
             UserError: such rows have no labels of the kind that was asked for.
         """
-        if row_format == "tokenized":
-            self._expect_labels(row_format, "auto")
-            return formats.token_row(row, self._vocabulary_size)
-        if row_format == "text":
-            self._expect_labels(row_format, "auto", "all")
-            return self._tokenize_text("", formats.plain_text(row))
-        if row_format == "prompt_completion" and not isinstance(pair := formats.prompt_completion(row), list):
-            return self._tokenize_text(*pair)
-        messages = self.messages(row, row_format)
-        assert messages is not None
-        # The template writes all special tokens, BOS among them.
-        return self._tokenize(*self._renderer.render(messages, formats.tools_of(row)))
+        content = self.read(row, row_format)
+        if isinstance(content, list):
+            # The template writes all special tokens, BOS among them.
+            return self._tokenize(*self._renderer.render(content, formats.tools_of(row)))
+        fitting = ("auto",) if isinstance(content, TokenRow) else ("auto", "all")
+        if (isinstance(content, TokenRow) or not content[0]) and self.labels not in fitting:
+            raise UserError(f"--labels {self.labels}: expected {' or '.join(fitting)} for the format {row_format}.")
+        if isinstance(content, TokenRow):
+            bad = [token for token in content.input_ids if not 0 <= token < self._vocabulary_size]
+            bad += [token for token in content.labels if not 0 <= token < self._vocabulary_size and token != IGNORED]
+            if bad:
+                raise BadRow(f"it holds the token {bad[0]}; expected 0 to {self._vocabulary_size - 1}.")
+            return content
+        return self._tokenize_text(*content)
 
-    def _tokenize_text(self, prompt: str, completion: str) -> tuple[list[int], list[int]]:
-        """Turn text without a chat into BOS (where the tokenizer adds one), prompt, completion and EOS.
+    def _tokenize_text(self, prompt: str, completion: str) -> Example:
+        """Turn text without a chat into BOS (if the tokenizer adds one), prompt, completion and EOS.
 
         Tokens are those of the joined text, so that the completion begins with the token it has in running text.
         """
@@ -146,7 +128,7 @@ class Encoder:
         return input_ids, labels
 
     def fit(self, input_ids: list[int], labels: list[int]) -> list[Encoded]:
-        """Bring a row to context_length: one piece or, with truncation split, several; [] where it is dropped.
+        """Bring an example to context_length: one piece or, with truncation split, several; [] if it is dropped.
 
         right keeps its beginning, left its end, drop none of it. split makes pieces that overlap by one token: a
         piece's first token is context only, as nothing predicts it there, and the piece before has trained it. So
@@ -163,58 +145,50 @@ class Encoder:
             return []
         pieces = []
         for start in range(0, whole - 1, length - 1):
-            first = labels[0] if start == 0 else IGNORED
-            own = [first, *labels[start + 1 : start + length]]
+            own = [labels[0] if start == 0 else IGNORED, *labels[start + 1 : start + length]]
             pieces.append(Encoded(input_ids[start : start + length], own, truncated=False))
         return pieces
 
-    def _tokenize(self, text: str, spans: list[Span]) -> tuple[list[int], list[int]]:
+    def _tokenize(self, text: str, spans: list[Span]) -> Example:
         if len(text) > LONGEST_TEXT:
-            raise BadRow(
-                f"its text has {len(text):,} characters; expected at most {LONGEST_TEXT:,}, which are tokenized "
-                "at once. Split it into several rows."
-            )
-        _check_is_unicode(text)
+            raise BadRow(f"its text has {len(text):,} characters; expected at most {LONGEST_TEXT:,}.")
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:  # JSON can write half of a character, which no tokenizer takes
+            half = f"\\u{ord(text[error.start]):04x}"
+            raise BadRow(f"{half} is half of a character (a lone surrogate); expected Unicode text.") from None
         # The backend's own call: tokenizer(text) sets truncation and padding anew each time, a tenth of the time here.
-        encoding = self._backend.encode(text, add_special_tokens=False)
+        encoding = self.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
         input_ids: list[int] = encoding.ids
         labels = [IGNORED] * len(input_ids)
-        for first, last in answer_tokens(text, encoding.offsets, spans):
+        for first, last in tokens_of_spans(text, encoding.offsets, spans):
             labels[first:last] = input_ids[first:last]
         return input_ids, labels
 
-    def _expect_labels(self, row_format: RowFormat, *fitting: Labels) -> None:
-        if self.labels not in fitting:
-            raise UserError(
-                f"--labels {self.labels}: rows of the format {row_format} have no turns, so what is trained on is "
-                f"{'what their labels say' if row_format == 'tokenized' else 'all of them'}.\n"
-                f"Expected {' or '.join(fitting)}."
-            )
+
+# Row, its format, encoder -> the examples that an objective trains on, always the same number of them.
+ExamplesOf = Callable[[Row, RowFormat, Encoder], list[Example]]
 
 
-def _check_is_unicode(text: str) -> None:
-    r"""JSON can write half of a character (\ud800 without its other half), which no tokenizer takes."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        half = f"\\u{ord(text[error.start]):04x}"
-        raise BadRow(f"{half} is half of a character (a lone surrogate); expected Unicode text.") from None
+def one_example(row: Row, row_format: RowFormat, encoder: Encoder) -> list[Example]:
+    """The example of supervised fine-tuning: the row itself."""
+    return [encoder.tokenize(row, row_format)]
 
 
-def answer_tokens(text: str, offsets: list[tuple[int, int]], spans: list[Span]) -> list[tuple[int, int]]:
-    """Tell which tokens belong to an answer.
+def tokens_of_spans(text: str, offsets: list[tuple[int, int]], spans: list[Span]) -> list[tuple[int, int]]:
+    """Tell which tokens belong to a response.
 
     A token inside a span does. One that reaches over the edge of a span does when more than white space of it lies
-    inside: in `Answer: Yes` the token ` Yes` is the answer's, though its space is the prompt's; but the token of two
+    inside: in `Answer: Yes` the token ` Yes` is the response's, though its space is the prompt's; but the token of two
     line breaks, one of which is the prompt's, is not.
 
     Args:
         text: the rendered chat.
         offsets: the characters [start, end) of each token.
-        spans: the answers, in order.
+        spans: the responses, in order.
 
     Returns:
-        Ranges [first, last) of tokens, one a span.
+        Ranges [first, last) of tokens, one per span.
     """
     # Byte-level tokenizers may leave white space out of their offsets (trim_offsets): a token begins where the one
     # before ended. The bytes of one character share its offsets, hence the minimum.

@@ -1,4 +1,4 @@
-"""What a run, or anybody else, has left that can be loaded or exported; told without torch."""
+"""What a run, or anybody else, has left that can be loaded, found without torch."""
 
 import json
 from dataclasses import replace
@@ -8,7 +8,7 @@ from typing import Literal
 import yaml
 from pydantic import ValidationError
 
-from llama_ft.config.paths import adapter_complaint, folder_complaint, looks_local, looks_safely, model_complaint
+from llama_ft.config.paths import folder_problem, looks_local
 from llama_ft.config.settings import Config, QuantizationConfig
 from llama_ft.export_flags import export_kind
 
@@ -29,37 +29,19 @@ def find_result(folder: Path) -> tuple[Result, Path] | None:
     return ("run", folder) if kind == "run" else None
 
 
-@looks_safely
-def result_complaint(name: str) -> str | None:
-    """Say why `name` is nothing that can be loaded: a run's directory, a checkpoint, an adapter, a model's directory
-    or Hub name."""
+def result_problem(name: str) -> str | None:
+    """Return why `name` cannot be loaded: it is no run, checkpoint, adapter, model directory or Hub name."""
     if not looks_local(name):
         return None
     folder = Path(name).expanduser()
-    if complaint := folder_complaint(
-        folder, "the directory of a run, a checkpoint, or the folder of a model or an adapter"
-    ):
-        return complaint
-    found = find_result(folder)
-    if found is None:
-        if any(folder.glob("step-*")):
-            return f"holds checkpoints. Name one of them, or the run: {folder.parent}."
-        for place in (folder, folder / "model"):
-            if weights := next(iter(sorted(place.glob("*model*.safetensors"))), None):
-                needed = "adapter_config.json" if weights.name.startswith("adapter") else "config.json"
-                return f"holds {weights.relative_to(folder)} but no {needed} beside it."
-        return (
-            "is neither the directory of a run with a final model or a checkpoint, nor a checkpoint, model or adapter."
-        )
-    kind, place = found
-    if kind == "adapter":
-        return adapter_complaint(str(place))
-    return model_complaint(str(place)) if kind == "model" else None
+    if problem := folder_problem(folder, "the directory of a run, a checkpoint, a model or an adapter"):
+        return problem
+    return None if find_result(folder) else "holds no run with a final model or a checkpoint, no model and no adapter."
 
 
 def settings_beside(kind: Result, held: Path) -> Config | None:
     """Return the settings of the run that left what find_result found; None if it is of no run or of another version.
-    A whole model has no quantization of its run's: that is of what an adapter stands beside."""
+    A whole model is not quantized as in its run: only the base model below an adapter is."""
     try:
         if kind == "checkpoint":
             return Config(**json.loads((held / "trainer.json").read_text())["config"])

@@ -3,28 +3,35 @@
 import llama_ft.models.plain_bitsandbytes  # noqa: F401  # first
 
 # isort: split
-from llama_ft.models.activations import checkpoint_activations
-from llama_ft.models.compiled import compile_layers
-from llama_ft.models.head_loss import LossFunction, cross_entropy, forget_head_loss, has_head_loss, use_head_loss
-from llama_ft.models.hub import lasting_name, local_folder
-from llama_ft.models.liger import apply_liger
-from llama_ft.models.lora import Adapter, inject_lora
-from llama_ft.models.materialize import materialize
-from llama_ft.models.packed_attention import packed_arguments, use_packed_attention
-from llama_ft.models.quantization import Quantization, choose_quantization, quantize_linears
-from llama_ft.models.quantized import total_weights
-from llama_ft.models.routers import router_loss
-from llama_ft.models.shards import ShardGroup
-from llama_ft.models.skeleton import (
-    build_skeleton,
+from llama_ft.models.activation_checkpointing import checkpoint_activations
+from llama_ft.models.build import (
+    build_on_meta,
     find_new_tokens,
     freeze_first_layers,
     load_model_config,
     load_tokenizer,
     resolve_context_length,
+    router_loss,
     set_storage_dtypes,
     vocabulary_size,
 )
+from llama_ft.models.chunked_loss import (
+    LossFunction,
+    cross_entropy,
+    forget_chunked_loss,
+    has_chunked_loss,
+    use_chunked_loss,
+)
+from llama_ft.models.compiled import compile_layers
+from llama_ft.models.fsdp import Unit, apply_fsdp, shard_degree, unit_table
+from llama_ft.models.hub import local_folder, portable_name
+from llama_ft.models.liger import apply_liger
+from llama_ft.models.load_weights import load_weights
+from llama_ft.models.lora import Adapter, inject_lora
+from llama_ft.models.mask_notes import noted
+from llama_ft.models.new_tokens import NewTokens
+from llama_ft.models.packed_attention import packed_arguments, use_packed_attention
+from llama_ft.models.quantization import Quantization, choose_quantization, quantize_linears
+from llama_ft.models.quantized import total_weights
+from llama_ft.models.shards import ShardGroup
 from llama_ft.models.source import fingerprint
-from llama_ft.models.token_rows import NewTokens
-from llama_ft.models.units import Unit, shard, shard_degree, unit_table

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from llama_ft.models.skeleton import decoder_layers
+from llama_ft.models.build import decoder_layers
 from llama_ft.runtime.console import log
 
 # Graphs of one model: for training and for evaluation, of each kind of layer, of the first where its input needs no
@@ -24,16 +24,8 @@ VARYING_NUMBER = r"L\['keywords'\]\['packed_rows'\].longest"
 
 
 def compile_layers(model: nn.Module, backend: str = "inductor") -> None:
-    """Have decoder layers compute by graphs, recomputation included, in training and evaluation; not with a cache of
-    keys and values, which grows with every token of an answer.
-
-    It is `forward` that is compiled, below the hooks by which fully_shard gathers the layer's weights. Parameters keep
-    their names.
-
-    Args:
-        model: its layers as they are to be computed, checkpointed and with adapters; sharded before or after.
-        backend: of torch.compile.
-    """
+    """Compile the `forward` of decoder layers, below the hooks by which fully_shard gathers their weights; parameters
+    keep their names. Not with a cache of keys and values, which grows with every token of an answer."""
     torch._dynamo.config.recompile_limit = MOST_GRAPHS
     varies = [f"{name}:{dimension}" for name, dimensions in VARIES.items() for dimension in dimensions]
     torch.compiler.config.dynamic_sources = ",".join([*varies, VARYING_NUMBER])

@@ -1,7 +1,7 @@
 """Checkpoints whose tensors transformers renames, stacks or splits while loading: read and written by rows.
 
-transformers keeps, per architecture, a list of renamings and of converters, which run operations on the tensors they
-collect (transformers/core_model_loading.py). The same objects do the work here, on the rows that are asked for:
+transformers has renamings and converters per architecture, which run operations on the tensors they collect
+(transformers/core_model_loading.py). The same objects do the work here, on the rows that are asked for:
 
     stored   experts.0.w1 [I, H]   experts.0.w3 [I, H]   experts.1.w1 ...     Mixtral: two tensors an expert
     model    experts.gate_up_proj [experts, 2 I, H]                           rows 2 and 3 need only experts 2 and 3
@@ -13,7 +13,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -38,11 +38,8 @@ from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.errors import UserError
 from llama_ft.models.lora import checkpoint_key, is_adapter_weight
-from llama_ft.models.source import StoredTensor, WeightSource, open_weights
-from llama_ft.models.token_rows import grow
-from llama_ft.runtime.console import log
-
-NAMED_AT_MOST = 8
+from llama_ft.models.new_tokens import grow
+from llama_ft.models.source import StoredTensor, WeightSource, listed, open_weights
 
 
 def note_conversions(model: PreTrainedModel) -> None:
@@ -52,34 +49,17 @@ def note_conversions(model: PreTrainedModel) -> None:
 
 
 def open_source(folder: Path, model: PreTrainedModel) -> WeightSource:
-    """The weights of a model folder under the model's own names and in its shapes; reads headers only.
-
-    Args:
-        folder: with safetensors.
-        model: see ConvertedSource.
-
-    Raises:
-        UserError: no weights here, or they cannot be read or converted.
-    """
+    """The weights of a model folder under the model's own names and in its shapes; reads headers only. A UserError if
+    there are none, or they cannot be read or converted. `model`: see ConvertedSource."""
     source = open_weights(folder)
     converted = ConvertedSource(source, model)
-    if whole := converted.read_whole:
-        more = f", ... and {len(whole) - NAMED_AT_MOST} more" if len(whole) > NAMED_AT_MOST else ""
-        log.info(f"Converted while loading at the cost of a copy of each: {', '.join(whole[:NAMED_AT_MOST])}{more}")
     return grow(source if converted.changes_nothing else converted, model)
 
 
 class ConvertedSource:
-    """The tensors of another source under the model's names and in its shapes. Opening reads headers only.
-
-    Args:
-        source: the checkpoint's tensors as they are stored.
-        model: skeleton, possibly with adapters and sharded, that `note_conversions` has seen. Those of its conversions
-            that this checkpoint needs are left in `model._weight_conversions`, as transformers does.
-
-    Raises:
-        UserError: tensors do not fit together, or two of them would be one parameter.
-    """
+    """The tensors of another source under the model's names and in its shapes. Opening reads headers only; a UserError
+    if tensors do not fit together. `model` is a skeleton that `note_conversions` has seen: of its conversions those
+    that this checkpoint needs stay in `model._weight_conversions`, as in transformers."""
 
     def __init__(self, source: WeightSource, model: PreTrainedModel) -> None:
         self._source = source
@@ -96,15 +76,13 @@ class ConvertedSource:
                 self.tensors[name] = StoredTensor(file, tuple(tensor.shape), tensor.dtype)
         self.tensors |= {name: source.tensors[stored] for name, stored in self._renamed.items()}
         self.changes_nothing = not self._groups and all(name == stored for name, stored in self._renamed.items())
-        self.read_whole = [name for name, group in self._groups.items() if _way(group.converter.operations) == "whole"]
 
     def stored_name(self, name: str) -> str | None:
         """What the checkpoint calls a tensor of the model; None where it is made of others."""
         return self._renamed.get(name)
 
     def _collect(self, model: PreTrainedModel) -> list[tuple[str, WeightConverter, dict[str, list[str]]]]:
-        """Name every stored tensor as transformers' convert_and_load_state_dict_in_model does; returns those that a
-        converter takes, together."""
+        """Name every stored tensor as transformers does; returns those that a converter takes, together."""
         every = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
         known = {checkpoint_key(name): tensor for name, tensor in every if not is_adapter_weight(name)}
         transforms: list[WeightTransform] = deepcopy(model._weight_conversions)  # type: ignore[arg-type]
@@ -136,43 +114,21 @@ class ConvertedSource:
         except Exception as error:  # operations are any code of transformers': whatever they raise, nothing is loaded
             names = [name for several in collected.values() for name in several]
             raise UserError(
-                f"{self._source.tensors[names[0]].file}: {names[0]} and the {len(names) - 1} tensors beside it do not "
-                f"make up {target} ({error})."
+                f"{self._source.tensors[names[0]].file}: no {target} of {listed(names)} ({error})."
             ) from error
         return group
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Rows [start, stop) of dimension 0 in the stored dtype. Only what they need is read, except for the tensors
-        that were named on opening."""
+        """Rows [start, stop) in the stored dtype. Of stacked experts only those are read, else the whole group once."""
         if name in self._renamed:
             return self._source.read_rows(self._renamed[name], start, stop)
         group = self._groups[name]
-        way = _way(group.converter.operations)
-        if way == "whole":
-            if self._whole is None or self._whole[0] != group.target:
-                self._whole = None  # free it before the next
-                self._whole = (group.target, group.convert(self._source.read))
-            return self._whole[1][name][start:stop]
-        if way == "joined":
-            return self._rows_across(group.in_order(), start, stop)
-        if way == "split":
-            names = list(group.made)
-            before = sum(group.made[earlier].shape[0] for earlier in names[: names.index(name)])
-            return self._source.read_rows(group.in_order()[0], before + start, before + stop)
-        if way == "experts":
+        if group.by_expert:
             return group.convert(self._source.read, slice(start, stop))[name]
-        return group.convert(lambda key: self._source.read_rows(key, start, stop))[name]
-
-    def _rows_across(self, stored: list[str], start: int, stop: int) -> torch.Tensor:
-        """Rows [start, stop) of tensors laid one below the other."""
-        pieces, offset = [], 0
-        for name in stored:
-            rows = self._source.tensors[name].shape[0]
-            first, last = max(start - offset, 0), min(stop - offset, rows)
-            if first < last:
-                pieces.append(self._source.read_rows(name, first, last))
-            offset += rows
-        return torch.cat(pieces)
+        if self._whole is None or self._whole[0] != group.target:
+            self._whole = None  # free it before the next
+            self._whole = (group.target, group.convert(self._source.read))
+        return self._whole[1][name][start:stop]
 
     def read(self, name: str) -> torch.Tensor:
         """A whole tensor in the stored dtype."""
@@ -181,43 +137,24 @@ class ConvertedSource:
         return self.read_rows(name, 0, self.tensors[name].shape[0])
 
 
+@dataclass(frozen=True)
 class SavedGroup:
-    """Parameters that are saved together, in the layout the checkpoint had.
+    """Parameters that are saved together, in the layout the checkpoint had."""
 
-    Attributes:
-        parameters: their names.
-        tensors: name -> shape of what is written, in this order.
-        by_row: each row of the (one) parameter becomes tensors of its own: it need not be gathered whole.
-    """
-
-    def __init__(
-        self,
-        parameters: list[str],
-        tensors: dict[str, tuple[int, ...]],
-        group: "_Group | None" = None,
-        by_row: bool = False,
-    ) -> None:
-        self.parameters, self.tensors, self.by_row = parameters, tensors, by_row
-        self._group = group
-
-    @property
-    def is_converted(self) -> bool:
-        """Whether more than the name changes."""
-        return self._group is not None
+    parameters: list[str]  # their names
+    tensors: dict[str, tuple[int, ...]]  # name -> shape of what is written, in this order
+    group: "_Group | None" = None  # converts them; None: only the name changes
+    by_row: bool = False  # each row of the (one) parameter becomes tensors of its own: it need not be gathered whole
 
     def convert(self, values: dict[str, torch.Tensor]) -> list[torch.Tensor]:
         """What is written of these parameters or, by_row, of a row of one, in the order of `tensors`."""
-        assert self._group is not None
-        return list(self._group.convert(values.__getitem__).values())
+        assert self.group is not None
+        return list(self.group.convert(values.__getitem__).values())
 
 
 def saved_layout(model: PreTrainedModel, tensors: dict[str, torch.Tensor]) -> list[SavedGroup]:
-    """How transformers' revert_weight_conversion would save `tensors`: every conversion of the checkpoint undone.
-
-    Args:
-        model: loaded, so that its `_weight_conversions` are those its checkpoint needed.
-        tensors: its parameters and persistent buffers by name; only their shapes are used.
-    """
+    """How transformers' revert_weight_conversion would save `tensors`, the parameters and persistent buffers of a
+    loaded model: every conversion of its checkpoint undone. Only shapes are used."""
     used: list[WeightTransform] = model._weight_conversions  # type: ignore[assignment]
     transforms = [transform.reverse_transform() for transform in reversed(used)]
     renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
@@ -244,10 +181,8 @@ def _reverted(group: "_Group", tensors: dict[str, torch.Tensor], renamings: list
     made = group.convert(lambda name: torch.empty(tensors[name].shape, device="meta"))
     shapes = {apply_renamings(name, renamings): tuple(tensor.shape) for name, tensor in made.items()}
     parameters, operations = group.in_order(), group.converter.operations
-    last = operations[-1]
-    if not (
-        isinstance(last, SplitModulelist) and last.dim == 0 and _keeps_rows(operations[:-1]) and len(parameters) == 1
-    ):
+    splits_rows = isinstance(operations[-1], SplitModulelist) and operations[-1].dim == 0
+    if not splits_rows or not _keeps_rows(operations[:-1]) or len(parameters) != 1:
         return SavedGroup(parameters, shapes, group)
     # transformers' order is all experts' w1, then all experts' w3; rows arrive expert by expert.
     names, experts = list(shapes), tensors[parameters[0]].shape[0]
@@ -257,21 +192,19 @@ def _reverted(group: "_Group", tensors: dict[str, torch.Tensor], renamings: list
 
 @dataclass(frozen=True)
 class _Group:
-    """Tensors that one of transformers' converters takes together.
+    """Tensors that one of transformers' converters takes together."""
 
-    Attributes:
-        target: name of the first tensor it makes.
-        converter: empty, to be copied for each use.
-        collected: its source pattern -> names of the tensors, in order.
-        context: what operations may ask for.
-        made: name -> what comes of it all, on the meta device.
-    """
+    target: str  # name of the first tensor it makes
+    converter: WeightConverter  # empty, to be copied for each use
+    collected: dict[str, list[str]]  # its source pattern -> names of the tensors, in order
+    context: dict[str, Any]  # what operations may ask for
+    made: dict[str, torch.Tensor] = field(default_factory=dict)  # name -> result on the meta device
 
-    target: str
-    converter: WeightConverter
-    collected: dict[str, list[str]]
-    context: dict[str, Any]
-    made: dict[str, torch.Tensor] = field(default_factory=dict)
+    @property
+    def by_expert(self) -> bool:
+        """Whether a row of the result needs only the tensors of one expert."""
+        first, *others = self.converter.operations
+        return isinstance(first, MergeModulelist) and first.dim == 0 and _keeps_rows(others)
 
     def in_order(self) -> list[str]:
         """Every collected tensor, in the order of the converter's patterns."""
@@ -292,28 +225,11 @@ def _context(model: PreTrainedModel) -> dict[str, Any]:
     return {"model": SimpleNamespace(get_parameter=parameters.__getitem__), "config": model.config}
 
 
-def _way(operations: list[ConversionOps]) -> Literal["experts", "rows", "joined", "split", "whole"]:
-    """How rows of a converted tensor can be had: from as many experts, from the same rows of the stored tensors, from
-    tensors laid below each other, from further down in one tensor, or only by converting all of it."""
-    first, *others = operations
-    if isinstance(first, MergeModulelist) and first.dim == 0 and _keeps_rows(others):
-        return "experts"
-    if _keeps_rows(operations):
-        return "rows"
-    if not others and getattr(first, "dim", None) == 0:
-        if isinstance(first, Concatenate):
-            return "joined"
-        if isinstance(first, (Chunk, Split)):
-            return "split"
-    return "whole"
-
-
 def _keeps_rows(operations: Iterable[ConversionOps]) -> bool:
     """Whether every operation works within the rows of dimension 0."""
-
-    def keeps(operation: ConversionOps) -> bool:
-        if isinstance(operation, Transpose):
-            return min(operation.dim0, operation.dim1) > 0 and not operation.check_dims
-        return isinstance(operation, (Concatenate, Chunk, Split, Interleave)) and operation.dim > 0
-
-    return all(keeps(operation) for operation in operations)
+    return all(
+        min(operation.dim0, operation.dim1) > 0 and not operation.check_dims
+        if isinstance(operation, Transpose)
+        else isinstance(operation, (Concatenate, Chunk, Split, Interleave)) and operation.dim > 0
+        for operation in operations
+    )

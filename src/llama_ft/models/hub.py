@@ -3,73 +3,51 @@
 from pathlib import Path
 
 from huggingface_hub import constants, model_info, snapshot_download
-from huggingface_hub.errors import (
-    GatedRepoError,
-    HFValidationError,
-    HTTPError,
-    LocalEntryNotFoundError,
-    RepositoryNotFoundError,
-)
+from huggingface_hub.errors import GatedRepoError, HFValidationError, HTTPError, LocalEntryNotFoundError
 
 from llama_ft.config.paths import TO_SAFETENSORS
 from llama_ft.errors import UserError, reason
-from llama_ft.models.source import SINGLE_FILE, weight_files
 from llama_ft.runtime.console import log
 
 NEEDED_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.py"]
-PROBE_SECONDS = 10.0
-WAYS_OUT: dict[type[Exception], str] = {
-    GatedRepoError: "Ask for access at {page}, then log in with `hf auth login` (or set HF_TOKEN).",
-    RepositoryNotFoundError: "A private model needs `hf auth login`; a local one, the path of its folder.",
-    HFValidationError: "A name on the hub is as in owner/model.",
-}
-TRY_AGAIN = "Give the path of a local folder, or try again when {page} can be reached."
+DUPLICATES = ["consolidated*", "original/*"]  # where Mistral and Meta put the same weights a second time
 
 
 def local_folder(name: str, flag: str, ask_hub: bool = True, weights: bool = True) -> Path:
-    """The folder of a model or tokenizer: `name` itself where it is a folder, else the hub's files in its cache.
+    """The folder of a model or tokenizer: `name` itself if it is a folder, else the hub's files in its cache. A
+    UserError if there is none, or no safetensors in it, or no access to it.
 
     Args:
         name: a local folder or a hub name (owner/model).
         flag: the setting `name` came from, for messages.
-        ask_hub: False where another process of this node has just done so: the hub's cache then has it.
+        ask_hub: False if another process of this node has just done so: the hub's cache then has it.
         weights: whether the weights are needed, which are safetensors.
-
-    Raises:
-        UserError: no such folder or hub model, no safetensors in it, no access to a gated one, or the hub cannot be
-            reached and its cache does not hold the model.
     """
-    folder = Path(name).expanduser()
-    if folder.is_dir():
+    if (folder := Path(name).expanduser()).is_dir():
         return folder
-    # Mistral and Meta put the same weights a second time into consolidated.safetensors or original/.
-    skipped = ["consolidated*", "original/*"]
     if not ask_hub:
         return Path(snapshot_download(name, allow_patterns=NEEDED_FILES, local_files_only=True))
     try:
-        offered = {file.rfilename for file in model_info(name, timeout=PROBE_SECONDS).siblings or ()}
-        if weights and not any(file.endswith(".safetensors") for file in offered):
+        files = model_info(name, timeout=10).siblings or ()
+        if weights and not any(file.rfilename.endswith(".safetensors") for file in files):
             raise UserError(f"{flag} {name}: the hub has no safetensors of it. {TO_SAFETENSORS}")
         patterns = NEEDED_FILES + (["*.safetensors"] if weights else [])
-        return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=skipped))
+        return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=DUPLICATES))
     except (HFValidationError, HTTPError, OSError) as error:
         try:
             downloaded = Path(snapshot_download(name, allow_patterns=NEEDED_FILES, local_files_only=True))
-            is_complete = not weights or all(
-                it.exists() for it in weight_files(downloaded) or [downloaded / SINGLE_FILE]
-            )
         except (HFValidationError, LocalEntryNotFoundError):
-            is_complete = False
-        if not is_complete:
-            way_out = next((text for kind, text in WAYS_OUT.items() if isinstance(error, kind)), TRY_AGAIN)
+            way_out = "Give the path of a local folder, or owner/model"
+            if isinstance(error, GatedRepoError):
+                way_out = f"Ask for access at {constants.ENDPOINT}/{name}"
             raise UserError(
-                f"{flag} {name}: no such folder, and the hub does not give it ({reason(error)}).\n"
-                f"{way_out.format(page=f'{constants.ENDPOINT}/{name}')}"
+                f"{flag} {name}: no such folder, and {constants.ENDPOINT} does not give it ({reason(error)}).\n"
+                f"{way_out}; `hf auth login` logs in (or set HF_TOKEN)."
             ) from error
     log.info(f"{name}: the hub cannot be reached; using the copy downloaded earlier, {downloaded}")
     return downloaded
 
 
-def lasting_name(name: str, folder: Path) -> str:
+def portable_name(name: str, folder: Path) -> str:
     """What to call a model in files that outlive the run: its hub name, or its folder's absolute path."""
     return str(folder.resolve()) if name == "demo" or Path(name).expanduser().is_dir() else name

@@ -7,27 +7,17 @@ from llama_ft.errors import UserError
 
 
 def apply_liger(model: PreTrainedModel, train: TrainConfig) -> None:
-    """Patch the skeleton with Liger's own function for its architecture, before adapters and sharding.
-
-    Only `forward` methods change: weights and their names stay, and the linear layers inside are called as modules, so
-    adapters and quantized layers go in afterwards. Liger's losses stay out: ours is a sum over target tokens.
-
-    Raises:
-        UserError: liger-kernel is not installed, or does not know this architecture.
+    """Patch the `forward` methods of the skeleton with Liger's own function for its architecture, before adapters and
+    sharding. Liger's losses stay out: ours is a sum over target tokens. A UserError without liger-kernel, or if it does
+    not know this architecture.
     """
     try:
         from liger_kernel.transformers import monkey_patch
     except ImportError as error:
-        raise UserError(
-            f"--use_liger: the package liger-kernel cannot be imported ({error}).\n"
-            "pip install liger-kernel, or leave the flag out."
-        ) from error
+        raise UserError(f"--use_liger: pip install liger-kernel; it cannot be imported ({error}).") from error
     known = monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN
     if model.config.model_type not in known:
-        raise UserError(
-            f"--use_liger: Liger has no kernels for model_type {model.config.model_type}. Leave the flag out.\n"
-            f"It has them for {', '.join(sorted(known))}."
-        )
+        raise UserError(f"--use_liger: no kernels for {model.config.model_type}, only {', '.join(sorted(known))}.")
     # Liger rotates queries and keys where they lie. Those that selective keeps would be rotated again when the layer is
     # recomputed, and the gradients wrong without a message.
     kernels = {"rope": False} if train.activation_checkpointing == "selective" else {}

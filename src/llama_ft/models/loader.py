@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -26,22 +26,14 @@ MakeRows = Callable[[WeightSource, int, int], Sequence[torch.Tensor]]
 
 
 @dataclass(frozen=True)
-class Filling:
-    """Parameters whose rows are made of the same rows of the checkpoint: a weight, or a weight and its scales.
+class ShardLoad:
+    """Parameters made of the same rows of the checkpoint: a weight, or a weight and its scales."""
 
-    Attributes:
-        shards: this rank's rows of each.
-        shape: of the first parameter as a whole, in weights.
-        wire: the dtype each travels in.
-        make: (source, start, stop) -> those rows of each.
-        block_elements: most weights to make at once.
-    """
-
-    shards: list[torch.Tensor]
-    shape: tuple[int, ...]
-    wire: list[torch.dtype]
-    make: MakeRows
-    block_elements: int = BLOCK_ELEMENTS
+    shards: list[torch.Tensor]  # this rank's rows of each
+    shape: tuple[int, ...]  # of the first parameter as a whole, in weights
+    wire: list[torch.dtype]  # the dtype each travels in
+    make: MakeRows  # (source, start, stop) -> those rows of each
+    block_elements: int = BLOCK_ELEMENTS  # most weights to make at once
 
     def blocks(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
         """Rows [start, stop) in blocks of at most block_elements, or of one row."""
@@ -52,37 +44,25 @@ class Filling:
 
 @dataclass(frozen=True)
 class Loader:
-    """One way of getting rows to ranks.
+    """Gets rows to ranks."""
 
-    Attributes:
-        source: the files; None on the ranks that do not open them.
-        headers: shape and dtype of every stored tensor, known on all ranks.
-        group: which rows this rank holds.
-        scatter: rank 0 reads and sends, instead of every rank reading for itself.
-        in_flight: what rank 0 has begun to send, and what must stay until it has arrived.
-    """
+    source: WeightSource | None  # the files; None on the ranks that do not open them
+    headers: dict[str, StoredTensor]  # shape and dtype of every stored tensor, known on all ranks
+    group: ShardGroup  # which rows this rank holds
+    scatter: bool  # rank 0 reads and sends, instead of every rank reading for itself
+    in_flight: deque[tuple[dist.Work, torch.Tensor]] = field(default_factory=deque)  # kept until it has arrived
 
-    source: WeightSource | None
-    headers: dict[str, StoredTensor]
-    group: ShardGroup
-    scatter: bool
-    in_flight: deque[tuple[dist.Work, torch.Tensor]] = field(default_factory=deque)
-
-    def fill(self, filling: Filling) -> None:
-        """Put this rank's rows into the shards, converted to their dtypes. On rank 0 the last of what it sends may
-        still be on its way: see `finish`."""
+    def fill(self, load: ShardLoad) -> None:
+        """Put this rank's rows into the shards, in their dtypes. Rank 0 may still be sending: see `finish`."""
         if not self.scatter:
             assert self.source is not None
-            self._keep(filling, *self.group.own_rows(filling.shape[0]))
+            self._keep(load, *self.group.own_rows(load.shape[0]))
             return
         if self.group.in_first_copy:
-            if self.source is not None:
-                self._send(filling)
-            else:
-                self._receive(filling)
+            (self._receive if self.source is None else self._send)(load)
         if self.group.has_copies:
             self.finish()  # one communicator at a time
-            for shard in filling.shards:
+            for shard in load.shards:
                 self.group.replicate(shard)
 
     def finish(self) -> None:
@@ -93,31 +73,31 @@ class Loader:
         while self.in_flight and sum(sent.nbytes for _, sent in self.in_flight) > most_bytes:
             self.in_flight.popleft()[0].wait()
 
-    def _keep(self, filling: Filling, start: int, stop: int) -> None:
+    def _keep(self, load: ShardLoad, start: int, stop: int) -> None:
         assert self.source is not None
-        for first, last in filling.blocks(start, stop):
-            for shard, rows in zip(filling.shards, filling.make(self.source, first, last), strict=True):
+        for first, last in load.blocks(start, stop):
+            for shard, rows in zip(load.shards, load.make(self.source, first, last), strict=True):
                 shard[first - start : last - start].copy_(rows)
 
-    def _send(self, filling: Filling) -> None:
+    def _send(self, load: ShardLoad) -> None:
         """Rank 0: send the others their rows, then keep its own, which needs no one to wait."""
         assert self.source is not None
-        device = filling.shards[0].device
-        own, *others = row_ranges(filling.shape[0], self.group.size)
+        device = load.shards[0].device
+        own, *others = row_ranges(load.shape[0], self.group.size)
         for destination, (start, stop) in enumerate(others, start=1):
-            for first, last in filling.blocks(start, stop):
-                for rows, wire in zip(filling.make(self.source, first, last), filling.wire, strict=True):
+            for first, last in load.blocks(start, stop):
+                for rows, wire in zip(load.make(self.source, first, last), load.wire, strict=True):
                     block = rows.to(device=device, dtype=wire).contiguous()
                     self._leave_in_flight(BYTES_IN_FLIGHT - block.nbytes)
                     self.in_flight.append((cast(dist.Work, dist.isend(block, dst=destination)), block))
-        self._keep(filling, *own)
-        if len(filling.shards) > 1:
+        self._keep(load, *own)
+        if len(load.shards) > 1:
             self.finish()  # quantized rows come in small blocks, and holding on to those scatters the heap
 
-    def _receive(self, filling: Filling) -> None:
-        start, stop = self.group.own_rows(filling.shape[0])
-        for first, last in filling.blocks(start, stop):
-            for shard, wire in zip(filling.shards, filling.wire, strict=True):
+    def _receive(self, load: ShardLoad) -> None:
+        start, stop = self.group.own_rows(load.shape[0])
+        for first, last in load.blocks(start, stop):
+            for shard, wire in zip(load.shards, load.wire, strict=True):
                 rows = shard[first - start : last - start]
                 received = rows if rows.dtype == wire else torch.empty_like(rows, dtype=wire)
                 dist.recv(received, src=0)
@@ -129,8 +109,8 @@ class Loader:
 def open_loader(
     files: Path, model: PreTrainedModel, group: ShardGroup, scatter: bool, tuned: WeightSource | None = None
 ) -> Loader:
-    """Read the headers of a model folder, or of one safetensors file: on rank 0 and sent, or on every rank. What
-    `tuned` holds takes the place of what has the same name there."""
+    """Read the headers of a model folder, or of one safetensors file, on rank 0 or on every rank. Tensors of `tuned`
+    replace those of the same names."""
 
     def opened() -> WeightSource:
         source = open_source(files, model) if files.is_dir() else SafetensorsSource([files])
@@ -139,11 +119,8 @@ def open_loader(
     if not scatter:
         source = opened()
         return Loader(source, source.tensors, group, scatter)
-    box: list[tuple[dict[str, StoredTensor], object] | None] = [None]
     source_on_main = opened() if dist.get_rank() == 0 else None
-    if source_on_main is not None:
-        box[0] = (source_on_main.tensors, model._weight_conversions)
+    box: list[Any] = [source_on_main and source_on_main.tensors, model._weight_conversions]
     dist.broadcast_object_list(box, src=0)
-    assert box[0] is not None
-    headers, model._weight_conversions = box[0]  # type: ignore[assignment]  # which ones were needed: rank 0 knows
+    headers, model._weight_conversions = box  # which conversions were needed: rank 0 knows
     return Loader(source_on_main, headers, group, scatter)

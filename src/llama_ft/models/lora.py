@@ -5,6 +5,7 @@ import json
 import math
 import re
 import warnings
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -19,13 +20,12 @@ from transformers.pytorch_utils import Conv1D
 from llama_ft.config import PeftConfig
 from llama_ft.errors import UserError
 from llama_ft.models.lora_linear import use_fused_lora
+from llama_ft.models.new_tokens import NewTokens, use_token_rows
 from llama_ft.models.quantized import QuantizedLinear
-from llama_ft.models.source import StoredTensor
-from llama_ft.models.token_rows import NewTokens, use_token_rows
+from llama_ft.models.source import StoredTensor, listed
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PEFT_PREFIX = "base_model.model."  # what peft puts before every name of the model it wraps
-NORM_ROWS = 1024  # rows whose norm is taken at once, to bound the fp32 copy
 METHODS: dict[str, type[LoraConfig | LoHaConfig]] = {"LORA": LoraConfig, "LOHA": LoHaConfig}
 # Names of what peft adds, and how it begins: another method of peft needs its names here and a branch in _new_config.
 STARTS_UNIFORM = (".lora_A.", ".hada_w1_a.", ".hada_w1_b.", ".hada_w2_a.")
@@ -35,29 +35,21 @@ STARTS_AT_ZERO = (".lora_B.", ".lora_embedding_A.", ".hada_w2_b.")
 
 @dataclass(frozen=True)
 class Adapter:
-    """The adapter of a model: what peft calls it and its tensors.
+    """The adapter of a model: what peft calls it and its tensors."""
 
-    Attributes:
-        config: as saved in adapter_config.json.
-        keys: parameter name in the model -> tensor name in adapter_model.safetensors.
-    """
-
-    config: LoraConfig | LoHaConfig
-    keys: dict[str, str]
+    config: LoraConfig | LoHaConfig  # as saved in adapter_config.json
+    keys: dict[str, str]  # parameter name in the model -> tensor name in adapter_model.safetensors
 
 
 def inject_lora(model: PreTrainedModel, peft: PeftConfig, base_name: str, new: NewTokens | None = None) -> Adapter:
-    """Freeze the model and put (meta) adapters beside the linear layers `peft` names, in place.
+    """Freeze a skeleton and add (meta) adapters to the linear layers `peft` names, in place. A UserError if it has no
+    such layers, they take no adapter of this kind, or a saved adapter cannot be continued.
 
     Args:
-        model: skeleton on the meta device.
+        model: on the meta device.
         peft: rank, targets and the rest; taken from the adapter's own file with from_peft_checkpoint.
         base_name: model name or folder to record in adapter_config.json.
         new: tokens whose rows of embedding and head are trained too.
-
-    Raises:
-        UserError: a target or a module to save that the model does not have, a saved adapter that cannot be continued,
-            layers or rows whose adapters of this kind cannot be trained.
     """
     saved = peft.from_peft_checkpoint
     settings = saved_config(Path(saved), tuple(METHODS)) if saved else _new_config(peft)
@@ -67,10 +59,7 @@ def inject_lora(model: PreTrainedModel, peft: PeftConfig, base_name: str, new: N
         _check_saved_rows(model, settings, new)
     elif new is not None and (rows := _rows_to_train(model, settings, new.ids)):
         if not isinstance(settings, LoraConfig):
-            raise UserError(
-                f"--resize_embeddings: peft_method {peft.peft_method} does not train single rows. Use lora, or "
-                f"name {', '.join(rows)} in --peft.modules_to_save."
-            )
+            raise UserError(f"--resize_embeddings: {peft.peft_method} does not train single rows. Use lora.")
         settings.trainable_token_indices = rows
     if settings.target_modules == "all-linear":
         excluded = [n for n, m in model.named_modules() if not _takes_adapter(model, settings, n, m)]
@@ -80,61 +69,45 @@ def inject_lora(model: PreTrainedModel, peft: PeftConfig, base_name: str, new: N
 
 def inject_adapter(model: PreTrainedModel, settings: LoraConfig | LoHaConfig) -> Adapter:
     """The part of inject_lora that peft does."""
-    _check_quantized(model, settings)
+    if any(isinstance(module, QuantizedLinear) for module in model.modules()) and (
+        not isinstance(settings, LoraConfig) or settings.use_dora
+    ):
+        raise UserError("--quantization: DoRA and LoHa need the weights themselves at every step. Use plain LoRA.")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # peft warns of every meta tensor it does not initialise; we do, later
             adapted = get_peft_model(model, settings, low_cpu_mem_usage=True, autocast_adapter_dtype=False)
     except (ValueError, TypeError, NotImplementedError, re.error) as error:
-        hint = "\n--lora_dropout 0 lets it." if "lora_dropout" in str(error) else ""
-        if "trainable_token_indices" in str(error):
-            hint = (
-                "\n--peft.target_modules has a layer whose rows --resize_embeddings trains. Name embedding or head in "
-                "--peft.modules_to_save instead."
-            )
-        if settings.target_modules is not None and not hint:
-            hint = f"\n--peft.target_modules can be: {', '.join(linear_names(model))}."
+        hint = f"\n--peft.target_modules can be: {', '.join(linear_names(model))}." if settings.target_modules else ""
         raise UserError(f"peft cannot put these adapters into this model: {error}{hint}") from error
     use_token_rows(model)
     use_fused_lora(model)
     for name, module in model.named_modules():
         if getattr(module, "lora_magnitude_vector", None) and not isinstance(module.base_layer, nn.Linear):
-            kind = type(module.base_layer).__name__
-            raise UserError(f"--peft.use_dora: {name} is a {kind}; DoRA works on linear layers only.")
+            raise UserError(f"--peft.use_dora: {name} is no linear layer.")
     assert isinstance(adapted, PeftModel)
-    return Adapter(settings, _adapter_keys(adapted))
+    # peft itself names the tensors: it is handed every parameter, and what it returns is traced back.
+    parameters = dict(adapted.named_parameters(remove_duplicate=False))
+    stored = get_peft_model_state_dict(adapted, state_dict=dict(parameters), save_embedding_layers=False)
+    names = {id(parameter): name.removeprefix(PEFT_PREFIX) for name, parameter in adapted.named_parameters()}
+    return Adapter(settings, {names[id(parameter)]: key for key, parameter in stored.items()})
 
 
 def _new_config(peft: PeftConfig) -> LoraConfig | LoHaConfig:
     common: dict[str, Any] = {"task_type": "CAUSAL_LM", "r": peft.r, "target_modules": peft.target_modules}
     common["modules_to_save"] = peft.modules_to_save
     if peft.peft_method == "loha":
-        defaults = PeftConfig()
         for name in ("bias", "use_rslora", "use_dora", "init_lora_weights"):
-            if getattr(peft, name) != getattr(defaults, name):
+            if getattr(peft, name) != getattr(PeftConfig(), name):
                 raise UserError(f"--peft.{name}: peft_method loha has no such setting.")
         return LoHaConfig(**common, alpha=peft.lora_alpha)  # type: ignore[arg-type]  # fractions work
-    return LoraConfig(
-        **common,
-        lora_alpha=peft.lora_alpha,  # type: ignore[arg-type]  # peft's annotation; fractions work
-        lora_dropout=peft.lora_dropout,
-        bias=peft.bias,
-        use_rslora=peft.use_rslora,
-        use_dora=peft.use_dora,
-        init_lora_weights="gaussian" if peft.init_lora_weights == "gaussian" else True,
-    )
+    common |= {name: getattr(peft, name) for name in ("lora_alpha", "lora_dropout", "bias", "use_rslora", "use_dora")}
+    return LoraConfig(**common, init_lora_weights="gaussian" if peft.init_lora_weights == "gaussian" else True)
 
 
 def saved_config(folder: Path, methods: tuple[str, ...] = ("LORA",)) -> Any:
-    """The settings of a saved adapter.
-
-    Args:
-        folder: with adapter_config.json.
-        methods: peft's names of those that are read.
-
-    Raises:
-        UserError: of another method, or not readable.
-    """
+    """The settings of the adapter saved in `folder`; a UserError if its method is not in `methods` (peft's names), or
+    it cannot be read."""
     try:
         kind = json.loads((folder / ADAPTER_CONFIG).read_text()).get("peft_type")
         if kind not in methods:
@@ -159,10 +132,7 @@ def _rows_to_train(
     chosen = [name for name in names if not f".{name}".endswith(in_full)]
     if head is not None and head.weight is embedding.weight:
         if len(chosen) == 1:
-            raise UserError(
-                f"--peft.modules_to_save: embedding and head of this model are one, and both get new rows. Name "
-                f"{chosen[0].rsplit('.', 1)[-1]} too, or neither."
-            )
+            raise UserError("--peft.modules_to_save: embedding and head of this model are one. Name both or neither.")
         chosen = chosen[:1]
     return {name: ids for name in chosen} or None
 
@@ -176,35 +146,27 @@ def rows_trained(adapter: LoraConfig | LoHaConfig) -> set[int]:
 def _check_saved_rows(model: PreTrainedModel, lora: LoraConfig | LoHaConfig, new: NewTokens | None) -> None:
     """A saved adapter trains the rows its own run found new: these must be there, and no others be new."""
     trained, rows = rows_trained(lora), cast(nn.Embedding, model.get_input_embeddings()).num_embeddings
-    if trained and max(trained) >= rows:
+    others = set(new.ids) - trained if new is not None and not lora.modules_to_save else set[int]()
+    if others or max(trained, default=0) >= rows:
         raise UserError(
-            f"--from_peft_checkpoint: this adapter trains the row of token {max(trained)}, and the model has {rows}.\n"
-            "--resize_embeddings adds rows for the tokens of --tokenizer_name, which can be the adapter's own folder."
-        )
-    if new is not None and (others := set(new.ids) - trained) and not lora.modules_to_save:
-        raise UserError(
-            f"--from_peft_checkpoint: {len(others)} tokens are new to the model, such as {min(others)}, and this "
-            "adapter does not train their rows. Merge it into its model with recipes/export.py first."
+            f"--from_peft_checkpoint: this adapter trains the rows of {len(trained)} tokens. The model has {rows} rows "
+            f"and {len(others)} new tokens that the adapter does not train.\nUse --resize_embeddings, and the "
+            "adapter's folder as --tokenizer_name."
         )
 
 
 def linear_names(model: PreTrainedModel) -> list[str]:
-    """Last parts of the names of the linear layers an adapter can be put beside, in order, without the head."""
-    head = model.get_output_embeddings()
-    names = [
-        name.rsplit(".", 1)[-1]
-        for name, module in model.named_modules()
-        if isinstance(module, (nn.Linear, Conv1D)) and module is not head and _is_linear(module)
-    ]
-    return list(dict.fromkeys(names))
+    """Last parts of the names of the linear layers that take an adapter, in order, without the head."""
+    head, kinds = model.get_output_embeddings(), (nn.Linear, Conv1D)
+    found = [n for n, m in model.named_modules() if isinstance(m, kinds) and m is not head and _is_linear(m)]
+    return list(dict.fromkeys(name.rsplit(".", 1)[-1] for name in found))
 
 
 def _takes_adapter(model: PreTrainedModel, settings: Any, name: str, module: nn.Module) -> bool:
-    try:
+    with suppress(ValueError):  # Mamba's kernels read the weight of out_proj and never call the layer
         _check_lora_target_modules_mamba(settings, model, name.rsplit(".", 1)[-1])
-    except ValueError:  # Mamba's kernels read the weight of out_proj and never call the layer
-        return False
-    return _is_linear(module)
+        return _is_linear(module)
+    return False
 
 
 def _is_linear(module: nn.Module) -> bool:
@@ -221,30 +183,17 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _check_names(model: PreTrainedModel, settings: LoraConfig | LoHaConfig) -> None:
-    """peft ignores a name without a match as long as another one has one; here every name must match."""
-    every_name = [f".{name}" for name, _ in model.named_modules()]
-    targets = settings.target_modules
-    named = {"target_modules": [] if isinstance(targets, str) else targets, "modules_to_save": settings.modules_to_save}
-    for setting, names in named.items():
-        absent = [name for name in sorted(names or ()) if not any(full.endswith(f".{name}") for full in every_name)]
-        if absent:
-            raise UserError(
-                f"--peft.{setting} [{', '.join(absent)}]: this model has no module of that name.\n"
-                f"Its linear layers: {', '.join(linear_names(model))}."
-            )
-
-
-def _check_quantized(model: PreTrainedModel, settings: LoraConfig | LoHaConfig) -> None:
-    """A quantized layer can neither be trained in full nor lend its weight to an adapter."""
-    quantized = [name for name, module in model.named_modules() if isinstance(module, QuantizedLinear)]
-    for wanted in settings.modules_to_save or ():
-        if any(f".{name}".endswith(f".{wanted}") for name in quantized):
-            raise UserError(
-                f"--peft.modules_to_save: {wanted} is quantized, and quantized weights cannot be trained.\n"
-                f"--skip_modules {wanted} leaves it as it is."
-            )
-    if quantized and (not isinstance(settings, LoraConfig) or settings.use_dora):
-        raise UserError("--quantization: DoRA and LoHa need the weights themselves at every step. Use plain LoRA.")
+    """peft ignores a name without a match as long as another one has one; here every name must match. A module to save
+    cannot be quantized."""
+    modules = {f".{name}": module for name, module in model.named_modules()}
+    targets = [] if isinstance(settings.target_modules, str) else settings.target_modules
+    for setting, names in {"target_modules": targets, "modules_to_save": settings.modules_to_save}.items():
+        found = {name: [m for full, m in modules.items() if full.endswith(f".{name}")] for name in sorted(names or ())}
+        if absent := [name for name, matches in found.items() if not matches]:
+            known = ", ".join(linear_names(model))
+            raise UserError(f"--peft.{setting} [{', '.join(absent)}]: not in this model. It has: {known}.")
+        if setting == "modules_to_save" and any(isinstance(m, QuantizedLinear) for ms in found.values() for m in ms):
+            raise UserError("--peft.modules_to_save: quantized weights cannot be trained. Name them in --skip_modules.")
 
 
 def is_adapter_weight(name: str) -> bool:
@@ -259,68 +208,33 @@ def checkpoint_key(name: str) -> str:
     return key.replace(".original_module.", ".").replace(".modules_to_save.default.", ".")
 
 
-def _adapter_keys(adapted: PeftModel) -> dict[str, str]:
-    """Adapter.keys. peft itself does the naming: it is handed every parameter, and what it returns is traced back."""
-    parameters = dict(adapted.named_parameters(remove_duplicate=False))
-    saved = get_peft_model_state_dict(adapted, state_dict=dict(parameters), save_embedding_layers=False)
-    names = {id(parameter): name.removeprefix(PEFT_PREFIX) for name, parameter in adapted.named_parameters()}
-    return {names[id(parameter)]: key for key, parameter in saved.items()}
-
-
 def check_saved_adapter(
     headers: dict[str, StoredTensor], model: PreTrainedModel, adapter: Adapter, file: Path, base: str = "--model_name"
 ) -> None:
-    """Compare a saved adapter's tensors with those the model's adapter needs.
-
-    Raises:
-        UserError: tensors are missing, too many or of another shape.
-    """
+    """Raise a UserError unless a saved adapter's tensors are those that the model's adapter needs."""
     needed = {adapter.keys[name]: tuple(p.shape) for name, p in model.named_parameters() if name in adapter.keys}
     stored = {key: header.shape for key, header in headers.items()}
-    wrong = [f"{key} is missing" for key in needed.keys() - stored.keys()]
-    wrong += [f"{key} is not part of this adapter" for key in stored.keys() - needed.keys()]
-    wrong += [
-        f"{key} is {list(stored[key])}, expected {list(needed[key])}"
-        for key in needed.keys() & stored.keys()
-        if stored[key] != needed[key]
-    ]
+    keys = sorted(needed.keys() | stored.keys())
+    wrong = [f"{it} {stored.get(it)} for {needed.get(it)}" for it in keys if needed.get(it) != stored.get(it)]
     if wrong:
-        listed = "\n".join(sorted(wrong)[:5])
-        raise UserError(
-            f"{file}: does not fit {base}; was it trained on another model? {len(wrong)} tensors differ:\n{listed}"
-        )
+        raise UserError(f"{file}: does not fit {base}; was it trained on another model?\nIt has {listed(wrong)}.")
 
 
 def initial_rows(name: str, shape: tuple[int, ...], gaussian: bool, seed: int, rows: slice) -> torch.Tensor:
     """Rows of an adapter matrix's first value in fp32, a function of (seed, name) only: the same on any mesh.
 
     As peft initialises: LoRA's A Kaiming uniform with a = sqrt(5) or normal with deviation 1/r, B zero; the other way
-    round for embeddings. Of LoHa's four factors the last is zero.
-
-    Raises:
-        UserError: a parameter that is not known here. Zero could keep it from ever changing anything.
+    round for embeddings. Of LoHa's four factors the last is zero. A UserError for a parameter that is not known here:
+    zero could keep it from ever changing anything.
     """
     value = torch.zeros(shape)
     generator = torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:7]))
-
-    def is_one_of(parts: tuple[str, ...]) -> bool:
-        return any(part in name for part in parts)
-
     if gaussian and ".lora_A." in name:
         nn.init.normal_(value, std=1 / shape[0], generator=generator)
-    elif is_one_of(STARTS_UNIFORM):
+    elif any(part in name for part in STARTS_UNIFORM):
         nn.init.kaiming_uniform_(value, a=math.sqrt(5), generator=generator)
-    elif is_one_of(STARTS_NORMAL):
+    elif any(part in name for part in STARTS_NORMAL):
         nn.init.normal_(value, generator=generator)
-    elif not is_one_of(STARTS_AT_ZERO):
-        raise UserError(
-            f"--use_peft: the first value of {name}, which peft has added, is not known.\n"
-            "Install a version of peft that requirements.txt names."
-        )
+    elif not any(part in name for part in STARTS_AT_ZERO):
+        raise UserError(f"--use_peft: no first value is known of {name}. Install the peft of requirements.txt.")
     return value[rows]
-
-
-def row_norms(weight: torch.Tensor) -> torch.Tensor:
-    """DoRA's first magnitudes: the L2 norm of each row [rows, in] -> [rows], fp32, a block of rows at a time."""
-    blocks = [torch.linalg.vector_norm(block.float(), dim=1) for block in weight.split(NORM_ROWS)]
-    return torch.cat(blocks) if blocks else weight.new_zeros(0, dtype=torch.float32)

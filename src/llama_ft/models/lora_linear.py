@@ -1,8 +1,8 @@
 """peft's LoRA layer as one product: y = x W^T + bias + s d(x) A^T B^T, where d is dropout.
 
-Of peft's own modules each layer makes five tensors of the input's or the output's size on the way and keeps up to three
-of them for the backward pass: x, d(x) and on the CPU the mask in x's dtype. Here the low-rank part is added by the
-product itself, and kept are x (which q, k and v share), u = d(x) A^T [tokens, r] and, with dropout, a byte an element:
+peft's own layer makes five tensors of the input's or the output's size, and keeps up to three of them for the backward
+pass. Here the low-rank part is added by the product itself, and kept are x (which q, k and v share), u = d(x) A^T
+[tokens, r] and, with dropout, a byte per element:
 
     dB = s g^T u        t = s g B        dA = t^T d(x)        dx = g W + d'(t A)
 
@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.flop_counter import register_flop_formula
 
-from llama_ft.models.quantized import QuantizedLinear, frozen_product, scheme_of
+from llama_ft.models.quantized import SCHEMES, QuantizedLinear, frozen_product
 
 _LIBRARY = torch.library.Library("llama_ft", "DEF")
 _LIBRARY.define(
@@ -27,21 +27,12 @@ _LIBRARY.define(
 )
 
 
-def _lora_linear(
-    x: torch.Tensor,
-    u: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    b: torch.Tensor,
-    scaling: float,
-    scheme: str,
-) -> torch.Tensor:
+def _lora_linear(x: Any, u: Any, weight: Any, scale: Any, bias: Any, b: Any, scaling: float, scheme: str) -> Any:
     """x [n, in] and u [n, r] -> y [n, out]."""
     if scale is None:
         y = functional.linear(x, weight, bias)
     else:
-        y = frozen_product(x, weight, scale, scheme_of(scheme))
+        y = frozen_product(x, weight, scale, SCHEMES[scheme])
         y = y if bias is None else y.add_(bias)
     return y.addmm_(u, b.t(), alpha=scaling)
 
@@ -73,15 +64,7 @@ class _LowRank(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        scale: torch.Tensor | None,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        scaling: float,
-        dropout: float,
-        scheme: str,
+        ctx: Any, x: Any, weight: Any, scale: Any, a: Any, b: Any, scaling: float, dropout: float, scheme: str
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """x [..., in] -> zeros [..., out], without storage, to hand the gradient of y through, and u [n, r]."""
         ctx.factors, ctx.scheme = (scaling, 1 - dropout), scheme
@@ -106,11 +89,10 @@ class _LowRank(torch.autograd.Function):
         t, dx = g @ b, None
         da = t.t() @ (flat if mask is None else flat * mask)
         if ctx.needs_input_grad[0]:
-            w = weight if scale is None else scheme_of(ctx.scheme).dequantize(weight, scale, x.dtype)
-            if mask is None:
-                dx = (g @ w).addmm_(t, a, alpha=scaling).view(x.shape)
-            else:
-                dx = (g @ w).addcmul_(t @ a, mask, value=scaling / keep).view(x.shape)
+            w = weight if scale is None else SCHEMES[ctx.scheme].dequantize(weight, scale, x.dtype)
+            dx = g @ w
+            dx = dx.addmm_(t, a, alpha=scaling) if mask is None else dx.addcmul_(t @ a, mask, value=scaling / keep)
+            dx = dx.view(x.shape)
         return dx, None, None, da.mul_(scaling / keep), (g.t() @ u).mul_(scaling), None, None, None
 
 
@@ -137,31 +119,27 @@ class FusedLora(LoraLinear):
         if args or kwargs or self.disable_adapters or self.merged or len(names) != 1 or not self._is_plain(names[0], x):
             return super().forward(x, *args, **kwargs)
         name, base, dropout = names[0], self.base_layer, self.lora_dropout[names[0]]
-        scale, scheme = (base.scale, base.scheme.code) if isinstance(base, QuantizedLinear) else (None, "")
+        scale, scheme = (base.scale, base.scheme_name) if isinstance(base, QuantizedLinear) else (None, "")
         p = dropout.p if isinstance(dropout, nn.Dropout) and dropout.training else 0.0
-        a, b = cast(tuple[torch.Tensor, torch.Tensor], (self.lora_A[name].weight, self.lora_B[name].weight))
-        scaling = self.scaling[name]
+        a, b, scaling = cast(Any, self.lora_A[name]).weight, cast(Any, self.lora_B[name]).weight, self.scaling[name]
         zeros, u = _LowRank.apply(x, base.weight, scale, a, b, scaling, p, scheme)
         return _Product.apply(zeros, x.detach(), u, base.weight, scale, base.bias, b.detach(), scaling, scheme)
 
     def _is_plain(self, name: str, x: torch.Tensor) -> bool:
-        """Whether an adapter is a plain LoRA that is trained beside a frozen linear layer, all of one dtype, with no
-        module that is gathered by itself (fully_shard gives those classes of their own)."""
-        base, dropout = self.base_layer, self.lora_dropout[name]
-        a, b = cast(tuple[Any, Any], (self.lora_A[name], self.lora_B[name]))
+        """Whether an adapter is a plain LoRA that is trained on a frozen linear layer, all of one dtype, with no module
+        that is an FSDP unit by itself (fully_shard gives those classes of their own)."""
+        base: Any = self.base_layer
+        a, b, dropout = cast(tuple[Any, ...], (self.lora_A[name], self.lora_B[name], self.lora_dropout[name]))
         if name in self.lora_variant or type(a) is not nn.Linear or type(b) is not nn.Linear or self.lora_bias[name]:
             return False
         if type(base) not in (nn.Linear, QuantizedLinear) or type(dropout) not in (nn.Identity, nn.Dropout):
             return False
         is_trained = a.weight.requires_grad and b.weight.requires_grad
-        is_frozen = not (base.weight.requires_grad or getattr(base.bias, "requires_grad", False))
+        if any(p.requires_grad for p in base.parameters()) or (torch.is_grad_enabled() and not is_trained):
+            return False
         floats = [x, a.weight, b.weight, *([] if isinstance(base, QuantizedLinear) else [base.weight])]
-        return (
-            (is_trained or not torch.is_grad_enabled())
-            and is_frozen
-            and len({tensor.dtype for tensor in floats}) == 1
-            and (x.is_meta or not torch.is_autocast_enabled(x.device.type))  # which knows no meta device
-        )
+        has_autocast = not x.is_meta and torch.is_autocast_enabled(x.device.type)  # which knows no meta device
+        return len({tensor.dtype for tensor in floats}) == 1 and not has_autocast
 
 
 def use_fused_lora(model: nn.Module) -> None:

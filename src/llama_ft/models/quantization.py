@@ -1,7 +1,6 @@
 """Which layers are quantized, and how: what the settings ask for, or what the checkpoint brings."""
 
-from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -11,141 +10,81 @@ from transformers.quantizers.base import get_keys_to_not_convert
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from llama_ft.config import QuantizationConfig
-from llama_ft.config.settings import SETTINGS
 from llama_ft.errors import UserError
 from llama_ft.models.quantized import FourBit, Int8, QuantizedLinear, Scheme, total_weights
+from llama_ft.models.source import listed
 
-NAMED_AT_MOST = 6
 
-
-@dataclass(frozen=True)
-class Quantization:
-    """What is quantized and how.
-
-    Attributes:
-        scheme: of the quantized layers.
-        skip: names, ends of names or patterns of layers that stay as they are. Where the checkpoint is quantized these
-            are all, as transformers reads llm_int8_skip_modules; else the output head stays too.
-        is_stored: the checkpoint is quantized already.
-    """
+class Quantization(NamedTuple):
+    """What is quantized and how."""
 
     scheme: Scheme
+    # Names, ends of names or patterns of layers that stay as they are. In a quantized checkpoint these are all, as
+    # transformers reads llm_int8_skip_modules; else the LM head stays too.
     skip: list[str] | None
-    is_stored: bool
+    is_stored: bool  # the checkpoint is quantized already
 
 
 def choose_quantization(
     settings: QuantizationConfig, model_config: PretrainedConfig, use_peft: bool
 ) -> Quantization | None:
-    """The quantization asked for, or the one the checkpoint brings; its note is taken off `model_config`.
-
-    Raises:
-        UserError: the checkpoint is quantized in another way than asked for, by something else than bitsandbytes, or
-            would be trained in full.
-    """
+    """The quantization asked for, or the one of the checkpoint, which is taken off `model_config`. A UserError if the
+    checkpoint is quantized in another way than asked for, not by bitsandbytes, or would be trained in full."""
+    dtype = None if settings.compute_dtype == "auto" else cast(torch.dtype, getattr(torch, settings.compute_dtype))
     stored = getattr(model_config, "quantization_config", None)
     if stored is None:
-        return _asked_for(settings)
+        if settings.mode == "none":
+            return None
+        four_bit = FourBit(settings.quant_type, settings.block_size, dtype)
+        asked = four_bit if settings.mode == "4bit" else Int8(settings.int8_threshold)
+        return Quantization(asked, settings.skip_modules, is_stored=False)
     note: dict[str, Any] = stored if isinstance(stored, dict) else stored.to_dict()
     method = note.get("quant_method", "bitsandbytes")
     quant_type = note.get("bnb_4bit_quant_type", "fp4")
     if method != "bitsandbytes" or quant_type not in ("nf4", "fp4"):
-        raise UserError(
-            f"--model_name: this checkpoint is quantized with {method} ({quant_type}), which is not read here.\n"
-            "Use the original model, perhaps with --quantization 8bit or 4bit, or one quantized by bitsandbytes."
-        )
+        raise UserError(f"--model_name: it is quantized with {method} ({quant_type}). Use the original model.")
     mode: Literal["8bit", "4bit"] = "8bit" if note.get("load_in_8bit") else "4bit"
     threshold = float(note.get("llm_int8_threshold", 6.0))
-    # transformers quantizes in blocks of 64 only, and does not write that down.
-    fixed = {
-        "mode": mode,
-        "quant_type": quant_type,
-        "block_size": 64,
-        "int8_threshold": threshold,
-        "skip_modules": "its own",
-    }
-    for name, value in fixed.items():
-        asked = getattr(settings, name)
-        if asked not in (value, SETTINGS[name].default):
-            flag = "quantization" if name == "mode" else name
-            raise UserError(f"--{flag} {asked}: this checkpoint is quantized already, with {value}. Leave it out.")
+    if settings.mode not in ("none", mode):
+        raise UserError(f"--quantization {settings.mode}: this checkpoint is quantized already, with {mode}.")
     if not use_peft:
-        raise UserError(
-            f"--model_name: this checkpoint is quantized ({mode}), and quantized weights cannot be trained.\n"
-            "--use_peft trains adapters beside them; to train the weights themselves, use the original model."
-        )
+        raise UserError(f"--model_name: quantized weights ({mode}) cannot be trained. Use --use_peft.")
     del model_config.quantization_config
-    scheme = Int8(threshold) if mode == "8bit" else FourBit(quant_type, 64, _compute_dtype(settings.compute_dtype))
+    # transformers quantizes in blocks of 64 only, and does not write that down.
+    scheme = Int8(threshold) if mode == "8bit" else FourBit(quant_type, 64, dtype)
     return Quantization(scheme, note.get("llm_int8_skip_modules"), is_stored=True)
 
 
-def _asked_for(settings: QuantizationConfig) -> Quantization | None:
-    if settings.mode == "none":
-        return None
-    scheme: Scheme = Int8(settings.int8_threshold)
-    if settings.mode == "4bit":
-        scheme = FourBit(settings.quant_type, settings.block_size, _compute_dtype(settings.compute_dtype))
-    return Quantization(scheme, settings.skip_modules, is_stored=False)
-
-
-def _compute_dtype(name: str) -> torch.dtype | None:
-    return None if name == "auto" else cast(torch.dtype, getattr(torch, name))
-
-
 def quantize_linears(model: PreTrainedModel, quantization: Quantization) -> str:
-    """Put (meta) quantized layers in the place of linear ones.
-
-    Args:
-        model: skeleton on the meta device.
-        quantization: what and how.
-
-    Returns:
-        What was quantized and what was not, for people.
-
-    Raises:
-        UserError: no linear layer is left to quantize, or a name to skip is not in the model.
-    """
+    """Replace linear layers of a skeleton by quantized ones. Returns what was quantized and what was not, for people; a
+    UserError if no linear layer is left to quantize, or a name to skip is not in the model."""
     scheme = quantization.scheme
     own = quantization.skip is not None and quantization.is_stored
     skip = [*(quantization.skip or ()), *(model._keep_in_fp32_modules or ())]
     skip += [] if own else get_keys_to_not_convert(model)
     linears = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
-    if not quantization.is_stored:
-        for pattern in quantization.skip or ():
-            if all(should_convert_module(name, [pattern]) for name in linears):
-                ends = ", ".join(dict.fromkeys(name.rsplit(".", 1)[-1] for name in linears))
-                raise UserError(f"--skip_modules [{pattern}]: no linear layer has this name or ends in it: {ends}.")
+    for pattern in () if quantization.is_stored else quantization.skip or ():
+        if all(should_convert_module(name, [pattern]) for name in linears):
+            ends = ", ".join(dict.fromkeys(name.rsplit(".", 1)[-1] for name in linears))
+            raise UserError(f"--skip_modules [{pattern}]: no linear layer's name ends in it. They end in: {ends}.")
     chosen = {name: module for name, module in linears.items() if should_convert_module(name, skip)}
-    broken = [name for name, linear in chosen.items() if not scheme.is_whole(linear.in_features)]
+    broken = [name for name, linear in chosen.items() if linear.in_features % scheme.block_size]
     quantized = [name for name in chosen if name not in broken]
-    if not quantized:
-        flag, way_out = "--quantization", "Leave --quantization out, or skip fewer."
-        if quantization.is_stored:
-            flag, way_out = "--model_name", "Use the original model."
+    if not quantized or (broken and quantization.is_stored):
         raise UserError(
-            f"{flag}: nothing in this model can be quantized to {scheme.name}: of its {len(linears)} linear layers "
-            f"{len(linears) - len(chosen)} are skipped, and the rows of {len(chosen)} are not whole blocks.\n{way_out}"
+            f"--quantization: this model does not work in {scheme.name}: of its {len(linears)} linear layers "
+            f"{len(linears) - len(chosen)} are skipped, and the rows of {len(broken)} are not whole blocks."
         )
-    before = sum(linears[name].weight.numel() for name in quantized)
-    for name in quantized:
-        model.set_submodule(name, QuantizedLinear(linears[name], scheme, quantization.is_stored))
-    return _summary(scheme, model, before, [name for name in linears if name not in chosen], broken)
-
-
-def _summary(scheme: Scheme, model: PreTrainedModel, weights: int, skipped: list[str], broken: list[str]) -> str:
-    layers = [module for module in model.modules() if isinstance(module, QuantizedLinear)]
-    held = sum(layer.weight.nbytes + layer.scale.nbytes for layer in layers)
-    lines = [
-        f"Quantized to {scheme.name}: {len(layers)} linear layers, {weights:,} weights in {held / 2**20:,.1f} MiB; "
-        f"{total_weights(model) - weights:,} weights stay as they are."
-    ]
-    if skipped:
-        lines.append(f"  Linear layers left out: {_named(skipped)}")
-    if broken:
-        lines.append(f"  Left out because their rows are not whole blocks: {_named(broken)}")
-    return "\n".join(lines)
-
-
-def _named(names: list[str]) -> str:
-    more = f", ... and {len(names) - NAMED_AT_MOST} more" if len(names) > NAMED_AT_MOST else ""
-    return ", ".join(names[:NAMED_AT_MOST]) + more
+    layers = {name: QuantizedLinear(linears[name], scheme, quantization.is_stored) for name in quantized}
+    for name, layer in layers.items():
+        model.set_submodule(name, layer)
+    before = sum(linears[name].weight.numel() for name in layers)
+    held = sum(layer.weight.nbytes + layer.scale.nbytes for layer in layers.values())
+    summary = (
+        f"Quantized to {scheme.name}: {len(layers)} linear layers, {before:,} weights in {held / 2**20:,.1f} MiB; "
+    )
+    summary += f"{total_weights(model) - before:,} weights stay as they are."
+    skipped = [name for name in linears if name not in chosen]
+    for why, names in {"Linear layers left out": skipped, "Their rows are not whole blocks": broken}.items():
+        summary += f"\n  {why}: {listed(names)}" if names else ""
+    return summary

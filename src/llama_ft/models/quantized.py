@@ -28,26 +28,17 @@ def _on_cuda(tensor: torch.Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Int8:
-    """LLM.int8 (https://arxiv.org/abs/2208.07339): absmax of each row.
+    """LLM.int8 (https://arxiv.org/abs/2208.07339): absmax of each row."""
 
-    Attributes:
-        threshold: on CUDA, 0 rounds the inputs to int8 too and multiplies in int8.
-    """
-
-    threshold: float
+    threshold: float  # on CUDA, 0 rounds the inputs to int8 too and multiplies in int8
     weights_per_byte = 1
     weight_dtype = torch.int8
 
-    @property
-    def name(self) -> str:
-        """For people."""
-        return "8bit"
-
-    def is_whole(self, in_features: int) -> bool:
-        """Whether rows can be quantized one by one."""
-        return True
+    name = "8bit"  # for people
+    block_size = 1
 
     def scale_shape(self, out_features: int, in_features: int) -> tuple[int, ...]:
+        """Of the scale of a weight [out, in]."""
         return (out_features,)
 
     def quantize(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -62,18 +53,9 @@ class Int8:
             return weight.to(dtype).mul_(factor)
         return weight.float().mul_(factor).to(dtype)  # the same bits 6 times as fast: torch vectorizes no mixed product
 
-    @property
-    def code(self) -> str:
-        """For scheme_of."""
-        return f"8bit {self.threshold}"
-
     def matmul(self, inputs: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        """inputs [..., in] x weight -> [..., out] of the inputs' dtype.
-
-        The weight is dequantized: 7 bytes moved for each. bitsandbytes keeps only inputs beyond the threshold in 16
-        bits, passes a dozen times over tensors of the inputs' or the output's size for that, and twice makes the host
-        wait to learn which columns they are in.
-        """
+        """inputs [..., in] x weight -> [..., out] of the inputs' dtype. The weight is dequantized: bitsandbytes' way,
+        with only the inputs beyond the threshold in 16 bits, is slower and makes the host wait twice."""
         if self.threshold > 0 or not _on_cuda(inputs):
             return functional.linear(inputs, self.dequantize(weight, scale, inputs.dtype))
         flat, scale = inputs.reshape(-1, inputs.shape[-1]), scale.view(torch.float32)
@@ -85,17 +67,11 @@ class Int8:
 
 @dataclass(frozen=True)
 class FourBit:
-    """NF4 or FP4 (https://arxiv.org/abs/2305.14314): absmax of each block of a row.
+    """NF4 or FP4 (https://arxiv.org/abs/2305.14314): absmax of each block of a row."""
 
-    Attributes:
-        quant_type: the sixteen values.
-        block_size: weights that share a scale.
-        compute_dtype: of the product; None: the inputs' own.
-    """
-
-    quant_type: Literal["nf4", "fp4"]
-    block_size: int
-    compute_dtype: torch.dtype | None
+    quant_type: Literal["nf4", "fp4"]  # the sixteen values
+    block_size: int  # weights that share a scale
+    compute_dtype: torch.dtype | None  # of the product; None: the inputs' own
     weights_per_byte = 2
     weight_dtype = torch.uint8
 
@@ -104,11 +80,8 @@ class FourBit:
         """For people."""
         return f"4bit ({self.quant_type}, blocks of {self.block_size})"
 
-    def is_whole(self, in_features: int) -> bool:
-        """Whether rows can be quantized one by one."""
-        return in_features % self.block_size == 0
-
     def scale_shape(self, out_features: int, in_features: int) -> tuple[int, ...]:
+        """Of the scales of a weight [out, in]."""
         return (out_features, in_features // self.block_size)
 
     def quantize(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -120,40 +93,21 @@ class FourBit:
         """Weight and scale -> rows [n, in] of `dtype`."""
         shape = (weight.shape[0], weight.shape[1] * 2)
         absmax = scale.view(torch.float32).view(-1)
-        return cast(
-            torch.Tensor,
-            OPS.dequantize_4bit(weight.view(-1, 1), absmax, self.block_size, self.quant_type, shape, dtype),
-        )
-
-    @property
-    def code(self) -> str:
-        """For scheme_of."""
-        return f"{self.quant_type} {self.block_size} {str(self.compute_dtype or '').removeprefix('torch.')}"
+        packed = weight.view(-1, 1)
+        return cast(torch.Tensor, OPS.dequantize_4bit(packed, absmax, self.block_size, self.quant_type, shape, dtype))
 
     def matmul(self, inputs: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         """inputs [..., in] x weight -> [..., out] of the inputs' dtype."""
-        shape = (weight.shape[0], weight.shape[1] * 2)
-        output = OPS.gemm_4bit(
-            inputs.to(self.compute_dtype or inputs.dtype),
-            weight.view(-1, 1),
-            shape,
-            scale.view(torch.float32).view(-1),
-            self.block_size,
-            self.quant_type,
-        )
+        shape, absmax = (weight.shape[0], weight.shape[1] * 2), scale.view(torch.float32).view(-1)
+        wide = inputs.to(self.compute_dtype or inputs.dtype)
+        output = OPS.gemm_4bit(wide, weight.view(-1, 1), shape, absmax, self.block_size, self.quant_type)
         return cast(torch.Tensor, output).to(inputs.dtype)
 
 
 Scheme = Int8 | FourBit
 
 
-def scheme_of(code: str) -> Scheme:
-    """The scheme whose `code` it is: operators take text and no objects."""
-    kind, number, *compute = code.split(" ")
-    if kind == "8bit":
-        return Int8(float(number))
-    quant_type: Literal["nf4", "fp4"] = "nf4" if kind == "nf4" else "fp4"
-    return FourBit(quant_type, int(number), getattr(torch, compute[0]) if compute[0] else None)
+SCHEMES: dict[str, Scheme] = {}  # of this process's layers, by the name that operators know: they take no objects
 
 
 def frozen_product(inputs: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, scheme: Scheme) -> torch.Tensor:
@@ -163,19 +117,9 @@ def frozen_product(inputs: torch.Tensor, weight: torch.Tensor, scale: torch.Tens
     return scheme.matmul(inputs, weight, scale)
 
 
-def frozen_product_backward(
-    gradient: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, scheme: Scheme
-) -> torch.Tensor:
-    """The gradient [..., out] of its output -> that of its inputs [..., in]."""
-    return gradient @ scheme.dequantize(weight, scale, gradient.dtype)
-
-
 class _FrozenMatmul(torch.autograd.Function):
-    """inputs x weight, with a gradient for the inputs only.
-
-    bitsandbytes' own functions keep the inputs alive on their context, past activation checkpointing, for a weight
-    gradient that a frozen layer does not have. This one keeps nothing but the parameters.
-    """
+    """inputs x weight, with a gradient for the inputs only; keeps only the parameters. bitsandbytes' own functions
+    keep the inputs on their context, past activation checkpointing, for a weight gradient."""
 
     @staticmethod
     def forward(ctx: Any, inputs: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, scheme: Scheme) -> Any:
@@ -186,24 +130,19 @@ class _FrozenMatmul(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         weight, scale = ctx.saved_tensors
-        return frozen_product_backward(gradient, weight, scale, ctx.scheme), None, None, None
+        return gradient @ ctx.scheme.dequantize(weight, scale, gradient.dtype), None, None, None
 
 
 class QuantizedLinear(nn.Linear):
-    """A frozen linear layer with its weight in 8 or 4 bits; on the meta device, without values.
-
-    An nn.Linear, so that peft puts adapters beside it as beside any other.
-
-    Args:
-        linear: the layer it replaces, whose bias it takes over.
-        scheme: how the weight is quantized.
-        is_stored: the checkpoint holds it quantized already.
-    """
+    """A frozen linear layer with its weight in 8 or 4 bits, on the meta device, in place of `linear`. An nn.Linear, so
+    that peft adds adapters to it as to any other. `is_stored`: the checkpoint has it quantized already."""
 
     def __init__(self, linear: nn.Linear, scheme: Scheme, is_stored: bool = False) -> None:
         nn.Module.__init__(self)
         self.is_stored = is_stored
         self.in_features, self.out_features, self.scheme = linear.in_features, linear.out_features, scheme
+        self.scheme_name = repr(scheme)
+        SCHEMES[self.scheme_name] = scheme
         packed = (self.out_features, self.in_features // scheme.weights_per_byte)
         weight = torch.empty(packed, dtype=scheme.weight_dtype, device="meta")
         scale = torch.empty(scheme.scale_shape(self.out_features, self.in_features), dtype=torch.int32, device="meta")

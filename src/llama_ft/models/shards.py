@@ -35,19 +35,12 @@ def wait_for_device(tensor: torch.Tensor) -> None:
 
 
 class ShardGroup:
-    """The ranks that together hold the copy of the model rank 0 belongs to, and this rank's place.
-
-    Attributes:
-        size: ranks one copy of the model is sharded over.
-        index: which shard this rank holds.
-        has_copies: whether the model is held more than once.
-        in_first_copy: whether this rank shares a copy of the model with rank 0; its shard i is then on rank i.
-    """
+    """The ranks that together hold a copy of the model, and this rank's place."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
-        self.size = mesh["shard"].size()
-        self.index = mesh["shard"].get_local_rank()
-        self.in_first_copy = dist.get_rank() < self.size
+        self.size = mesh["shard"].size()  # ranks that one copy of the model is sharded over
+        self.index = mesh["shard"].get_local_rank()  # which shard this rank holds
+        self.in_first_copy = dist.get_rank() < self.size  # shares a copy with rank 0: shard i is on rank i
         self._replicas = mesh["replicate"].get_group() if "replicate" in (mesh.mesh_dim_names or ()) else None
         self.has_copies = self._replicas is not None
 
@@ -61,8 +54,8 @@ class ShardGroup:
             dist.broadcast(shard, src=self.index, group=self._replicas)
 
     def gather_rows(self, parameter: nn.Parameter, dtype: torch.dtype) -> Iterator[torch.Tensor]:
-        """On rank 0, yields the parameter's rows shard by shard, on the host in `dtype`; elsewhere sends and yields
-        nothing. No rank holds more than two shards."""
+        """On rank 0, yield the parameter's rows shard by shard, on the host in `dtype`; elsewhere send them. No rank
+        holds more than two shards."""
         shard = local_shard(parameter)
         if not self.in_first_copy:
             return

@@ -10,29 +10,17 @@ from typing import Any, Protocol
 import torch
 import xxhash
 from safetensors import safe_open
+from safetensors.torch import _TYPES
 
 from llama_ft.config.data_names import NOT_REGULAR
 from llama_ft.config.paths import TO_SAFETENSORS
-from llama_ft.errors import UserError
+from llama_ft.errors import UserError, reason
 
 INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
 SAMPLES, SAMPLE_BYTES = 64, 2**14  # of each file, for its fingerprint: one in about 80 MiB of a file of 5 GB
 INCIDENTAL = ("_name_or_path", "transformers_version", "torch_dtype", "dtype")  # in config.json
+DTYPES = {name: dtype for name, dtype in _TYPES.items() if isinstance(dtype, torch.dtype)}  # by their names in a header
 BLOCK_ELEMENTS = 2**20  # of a tensor that is exported, at once: temporaries in fp32 are of 4 MiB
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
 
 
 @dataclass(frozen=True)
@@ -49,11 +37,7 @@ class StoredTensor:
 
 
 class WeightSource(Protocol):
-    """Where weights come from: what they are is known at once, and rows are read when they are asked for.
-
-    Attributes:
-        tensors: every tensor by name.
-    """
+    """Where weights come from: `tensors` by name are known at once, rows are read when they are asked for."""
 
     tensors: dict[str, StoredTensor]
 
@@ -65,21 +49,12 @@ class WeightSource(Protocol):
 
 
 class SafetensorsSource:
-    """Tensors of one or more safetensors files by name. Opening reads headers only; files are memory-mapped.
-
-    Args:
-        files: the files; a name must not occur in two of them.
-
-    Attributes:
-        metadata: the texts in the files' headers.
-
-    Raises:
-        UserError: a file is missing, truncated or not safetensors, or holds a dtype that torch does not know.
-    """
+    """Tensors of safetensors files by name. Opening reads headers only; files are memory-mapped. A UserError if a file
+    is missing, truncated or not safetensors, or has a dtype that torch does not know."""
 
     def __init__(self, files: list[Path]) -> None:
         self.tensors: dict[str, StoredTensor] = {}
-        self.metadata: dict[str, str] = {}
+        self.metadata: dict[str, str] = {}  # the texts in the files' headers
         self._handles: dict[Path, Any] = {}
         for file in files:
             with told_as_damage(file):
@@ -90,14 +65,12 @@ class SafetensorsSource:
                 self.tensors[name] = stored_tensor(file, name, tuple(header.get_shape()), header.get_dtype())
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Rows [start, stop) of dimension 0 in the file's dtype; only they are read."""
-        rows: torch.Tensor = self._handles[self.tensors[name].file].get_slice(name)[start:stop]
-        return rows
+        """See `WeightSource`; only these rows are read."""
+        return self._handles[self.tensors[name].file].get_slice(name)[start:stop]
 
     def read(self, name: str) -> torch.Tensor:
-        """A whole tensor in the file's dtype."""
-        tensor: torch.Tensor = self._handles[self.tensors[name].file].get_tensor(name)
-        return tensor
+        """See `WeightSource`."""
+        return self._handles[self.tensors[name].file].get_tensor(name)
 
 
 class OverlaidSource:
@@ -116,40 +89,32 @@ class OverlaidSource:
         return (self._over if name in self._over.tensors else self._under).read(name)
 
 
-def stored_tensor(file: Path, name: str, shape: tuple[int, ...], dtype: str) -> StoredTensor:
-    """What a safetensors header says of a tensor.
+def listed(names: list[str], most: int = 8) -> str:
+    """Names for a message, those beyond `most` counted only."""
+    return ", ".join(names[:most]) + (f", ... and {len(names) - most} more" if len(names) > most else "")
 
-    Raises:
-        UserError: a dtype that torch does not know.
-    """
+
+def stored_tensor(file: Path, name: str, shape: tuple[int, ...], dtype: str) -> StoredTensor:
+    """What a safetensors header says of a tensor; a UserError for a dtype that torch does not know."""
     if dtype not in DTYPES:
         raise UserError(f"{file}: {name} is stored as {dtype}, which is not read here.")
     return StoredTensor(file, shape, DTYPES[dtype])
 
 
 def open_weights(folder: Path) -> WeightSource:
-    """The weights of a model folder as they are stored.
-
-    Raises:
-        UserError: the folder holds no safetensors, or its index names files that are not there, or one cannot be read.
-    """
+    """The weights of a model folder as they are stored; a UserError if there are none or a file cannot be read."""
     if files := weight_files(folder):
         return SafetensorsSource(files)
-    raise UserError(
-        f"{folder}: no weights here; expected {SINGLE_FILE}, or {INDEX_FILE} and the files it names.\n"
-        f"Weights in another form (.bin, .pth, .gguf): {TO_SAFETENSORS}"
-    )
+    raise UserError(f"{folder}: no {SINGLE_FILE} or {INDEX_FILE} here. Of other formats, {TO_SAFETENSORS}")
 
 
 def fingerprint(folder: Path) -> str:
-    """Tell models apart without reading them whole: what config.json says of the model, and of every file of weights
-    its size and samples from its first to its last byte. Fine-tuning moves all of a tensor, so that they see it."""
+    """Tell models apart without reading them whole: by config.json, and by the size and samples of every file of
+    weights. Fine-tuning moves all of a tensor, so that the samples see it."""
     settings = json.loads((folder / "config.json").read_text())
     lasting = {name: value for name, value in settings.items() if name not in INCIDENTAL}
     digest = xxhash.xxh3_128(json.dumps(lasting, sort_keys=True).encode())
-    for file in weight_files(folder):
-        if not file.exists():
-            continue  # whoever loads it will say so
+    for file in filter(Path.exists, weight_files(folder)):  # whoever loads a missing one will say so
         size = file.stat().st_size
         digest.update(f"{file.name} {size} ".encode())
         with open(file, "rb", buffering=0) as opened:
@@ -171,12 +136,8 @@ def blocks(source: WeightSource, name: str) -> Iterator[torch.Tensor]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files an index names or the single one; none if there is neither. Symbolic links are followed: the hub's
-    cache consists of them.
-
-    Raises:
-        UserError: the index is malformed or names files outside of the folder, or one of the files is no regular file.
-    """
+    """The files an index names or the single one; none if there is neither. Links are followed, as in the hub's cache.
+    A UserError if the index is malformed or leaves its folder, or if a file is no regular file."""
     index, single = folder / INDEX_FILE, folder / SINGLE_FILE
     if not index.exists():
         return [_regular(single)] if single.exists() else []
@@ -199,11 +160,10 @@ def _regular(file: Path) -> Path:
 
 @contextmanager
 def told_as_damage(file: Path) -> Iterator[None]:
-    """Have what goes wrong with a safetensors file told as the user's mistake."""
+    """Raise a UserError for whatever goes wrong with a safetensors file."""
     try:
         yield
     except Exception as error:  # the header may be anything: no JSON, a list, or longer than memory
         raise UserError(
-            f"{file}: cannot be read as safetensors ({str(error) or type(error).__name__}).\nThe file is missing, "
-            "truncated or damaged: copy or download it again."
+            f"{file}: cannot be read as safetensors ({reason(error)}).\nIt is missing or damaged: download it again."
         ) from error

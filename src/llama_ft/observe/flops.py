@@ -1,17 +1,15 @@
-"""Model FLOPs: what a step's mathematics needs at least, whatever a run computes beside it; and how many FLOPs a device
-can compute, measured and as published.
+"""Model FLOPs: what a step's mathematics needs at least; and how many FLOPs a device can compute, measured and as
+published.
 
 FLOPs of a token, counting a multiplication and an addition as two:
 
-- Each weight of a matrix product costs 2 forward, 2 for its gradient where it is trained, and 2 for the gradient of its
-  input where something below is trained: 6 N in full tuning, 4 N beside frozen weights. N has no embeddings, norms and
-  biases, of experts those that a token is sent to, and the output head where there is a label.
+- Each weight of a matmul costs 2 forward, 2 for its gradient where it is trained, and 2 for the gradient of its input
+  where something below is trained. N has no embeddings, norms and biases, of experts those that a token is sent to, and
+  the LM head where there is a label.
 - Attention costs 2 x heads x (key width + value width) forward for each pair of tokens that see each other, and twice
-  that backward. A row of n tokens has n (n + 1) / 2 such pairs, fewer with a sliding window; packed rows have their
-  own. (The usual 12 x layers x heads x head_dim x n a token also counts the pairs that the causal mask takes away.)
+  that backward. A row of n tokens has n (n + 1) / 2 such pairs, fewer with a sliding window.
 
-What activation checkpointing computes again is not counted (model FLOPs, not hardware FLOPs). Whether something below
-is trained is asked layer by layer.
+What activation checkpointing computes again is not counted (model FLOPs, not hardware FLOPs).
 
 Source: Kaplan et al. 2020, arXiv:2001.08361, section 2.1; Chowdhery et al. 2022 (PaLM), arXiv:2204.02311, appendix B.
 """
@@ -30,10 +28,10 @@ from transformers import PretrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
 SECONDS_MEASURED = 0.1
-# Of the product that is measured: from here on more tokens or rows of weights hardly change the rate.
+# Of the matmul that is measured: from here on more tokens or rows of weights hardly change the rate.
 MOST_TOKENS = {"cpu": 512, "cuda": 8192}
 MOST_WEIGHTS = {"cpu": 2**22, "cuda": 2**26}
-# TFLOP/s of dense 16-bit products with sums in 32 bits, from the vendors' data sheets, by a word of torch's name of the
+# TFLOP/s of dense 16-bit matmuls with sums in 32 bits, from the vendors' data sheets, by a word of torch's name of the
 # GPU; the first that fits.
 PUBLISHED_PEAKS = {
     "B200": 2250, "H200 NVL|H100 NVL": 835, "G?H200": 989, "H100 PCIe": 756, "H100": 989, "A100": 312, "A10G": 70,
@@ -54,8 +52,7 @@ class FlopFormula:
     """The model FLOPs of any rows.
 
     Attributes:
-        per_token: of matrix products with weights, the output head's included.
-        per_target: the output head's part of that.
+        per_token: of matmuls with weights, the LM head's included; `per_target` is its part of that.
         per_pair: window (None: no limit) -> of attention, over all layers with that window.
         weights: N.
         product: rows and columns of the largest weight matrix of a layer.
@@ -70,9 +67,8 @@ class FlopFormula:
     def of(self, row_lengths: Iterable[int], targets: int | None = None) -> Flops:
         """Forward and backward of rows with so many tokens, of which so many have a label (None: all)."""
         lengths = list(row_lengths)
-        attention = sum(
-            each * sum(visible_pairs(length, window) for length in lengths) for window, each in self.per_pair.items()
-        )
+        pairs = {window: sum(visible_pairs(length, window) for length in lengths) for window in self.per_pair}
+        attention = sum(each * pairs[window] for window, each in self.per_pair.items())
         unlabelled = 0 if targets is None else sum(lengths) - targets
         return Flops(self.per_token * sum(lengths) - self.per_target * unlabelled, attention)
 
@@ -85,8 +81,8 @@ def visible_pairs(length: int, window: int | None = None) -> int:
 
 def flop_formula(model: PreTrainedModel) -> FlopFormula:
     """Of a model as it is trained: adapters in it, frozen what is frozen; sharded or not."""
+    from llama_ft.models.build import decoder_layers
     from llama_ft.models.quantized import weight_counts
-    from llama_ft.models.skeleton import decoder_layers
 
     layers, quantized = decoder_layers(model), weight_counts(model)
     layer_of = {id(p): number for number, layer in enumerate(layers) for p in layer.parameters()}
@@ -109,10 +105,12 @@ def flop_formula(model: PreTrainedModel) -> FlopFormula:
         count = quantized.get(key, parameter.numel())
         if key in layer_of and count > product[0] * product[1] and parameter.ndim == 2:
             product = (parameter.shape[0], count // parameter.shape[0])
-        active = float(count)
-        chosen, experts = _experts(configs[layer_of.get(key, 0)])
-        if chosen and (parameter.ndim == 3 or ".experts." in name):
-            active *= chosen / (parameter.shape[0] if parameter.ndim == 3 else experts)
+        active, own = float(count), configs[layer_of.get(key, 0)]
+        experts = getattr(own, "num_local_experts", None) or getattr(own, "num_experts", None)
+        if experts and (parameter.ndim == 3 or ".experts." in name):  # those that a token goes to
+            active *= (getattr(own, "num_experts_per_tok", None) or experts) / (
+                parameter.shape[0] if parameter.ndim == 3 else experts
+            )
         is_above = layer_of.get(key, len(layers)) >= first
         flops = active * (2 + 2 * is_above + 2 * (key in trained))
         per_token += flops
@@ -127,12 +125,6 @@ def flop_formula(model: PreTrainedModel) -> FlopFormula:
     return FlopFormula(per_token, dict(per_pair), round(weights), product, per_target)
 
 
-def _experts(config: PretrainedConfig) -> tuple[int, int]:
-    """How many of how many a token goes to; 0 where there are none."""
-    experts = next((n for name in ("num_local_experts", "num_experts") if (n := getattr(config, name, None))), 0)
-    return (getattr(config, "num_experts_per_tok", None) or 0) if experts else 0, experts
-
-
 def _attention_flops(config: PretrainedConfig) -> int:
     """Forward, for a pair of tokens in one layer; 0 where the config does not have heads as most have them."""
     heads = getattr(config, "num_attention_heads", None)
@@ -145,7 +137,7 @@ def _attention_flops(config: PretrainedConfig) -> int:
 
 def _window(config: PretrainedConfig, layer: int) -> int | None:
     """How many tokens one sees in a layer; None: all before it, 0: it has no attention."""
-    window: int | None = getattr(config, "sliding_window", None)
+    window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)
     if kinds is None:
         return window if getattr(config, "use_sliding_window", None) is not False else None
@@ -155,7 +147,7 @@ def _window(config: PretrainedConfig, layer: int) -> int | None:
 
 
 def published_peak(dtype: torch.dtype, device: torch.device) -> float:
-    """FLOP/s of a GPU by its data sheet; 0 where that is not known here, for CPUs, and for products in 32 bits."""
+    """FLOP/s of a GPU by its data sheet; 0 where that is not known here, for CPUs, and for matmuls in 32 bits."""
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return 0.0
     name = torch.cuda.get_device_name(device)
@@ -163,30 +155,21 @@ def published_peak(dtype: torch.dtype, device: torch.device) -> float:
 
 
 def product_rate(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> float:
-    """FLOP/s of a matrix product such as a model's layers compute, the fastest of those in a tenth of a second.
-
-    All ranks call it at the same time, since those of a machine share its cores, caches and power. A random state is
-    left as it is, and device memory is given back.
-
-    Args:
-        shape: of the weight; fewer rows of it are taken where it is very large.
-        dtype: that the model computes in.
-        device: where.
-    """
-    rows = max(1, min(shape[0], MOST_WEIGHTS[device.type] // shape[1]))
-    tokens = MOST_TOKENS[device.type]
+    """FLOP/s of a matmul with a weight of that shape, or of fewer rows, the fastest of those in a tenth of a second.
+    All ranks call it at the same time: those of a machine share its cores, caches and power."""
+    rows, tokens = max(1, min(shape[0], MOST_WEIGHTS[device.type] // shape[1])), MOST_TOKENS[device.type]
     generator = torch.Generator(device).manual_seed(0)  # on GPUs constant numbers are multiplied faster
-    x = torch.randn(tokens, shape[1], generator=generator, device=device).to(dtype)
-    weight = torch.randn(rows, shape[1], generator=generator, device=device).to(dtype)
+    x, weight = (torch.randn(n, shape[1], generator=generator, device=device).to(dtype) for n in (tokens, rows))
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     repeats = 10 if device.type == "cuda" else 1  # a GPU is waited for once in ten
     linear(x, weight)  # warms up
     best, ends = float("inf"), time.perf_counter() + SECONDS_MEASURED
     while best == float("inf") or time.perf_counter() < ends:
-        _wait_for(device)
+        wait()
         started = time.perf_counter()
         for _ in range(repeats):
             linear(x, weight)
-        _wait_for(device)
+        wait()
         best = min(best, (time.perf_counter() - started) / repeats)
     del x, weight
     if device.type == "cuda":
@@ -194,6 +177,7 @@ def product_rate(shape: tuple[int, int], dtype: torch.dtype, device: torch.devic
     return 2.0 * tokens * rows * shape[1] / best
 
 
-def _wait_for(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def flops_text(flops: float) -> str:
+    """12.3 GFLOP."""
+    power = max(0, min(5, (len(f"{flops:.0f}") - 1) // 3))
+    return f"{flops / 1000**power:.3g} {['', 'k', 'M', 'G', 'T', 'P'][power]}FLOP"

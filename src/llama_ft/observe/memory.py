@@ -1,186 +1,270 @@
-"""Memory as the kernel and the CUDA allocator count it: now, at its peak, at the peak of each phase of a run.
+"""Memory as the kernel and the CUDA allocator count it: now, at the peak of each phase, and on the ranks side by side.
 
-Peaks are read, not polled: a thread that samples memory costs a multiple of the step and still misses the peak.
 Source: VmHWM, RssAnon and clear_refs in `man 5 proc`; torch.cuda.memory_stats.
 """
 
 import contextlib
 import ctypes
-import os
 import re
 import threading
-from dataclasses import dataclass
+from collections.abc import Iterable
 from pathlib import Path
+from statistics import median_low
+from typing import Any, NamedTuple, Self
 
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
 
-from llama_ft.phases import Phase
+from llama_ft.config.messages import size_text
+from llama_ft.observe.run_metadata import RunMetadata
+from llama_ft.phases import PHASES, MemoryCategory, Phase
+from llama_ft.runtime import Runtime, log
 
-PROC_STATUS = Path("/proc/self/status")
-PROC_CLEAR_REFS = Path("/proc/self/clear_refs")
-RESET_PEAK_RSS = b"5"  # sets VmHWM to the present resident size
+PROC_STATUS, PROC_CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+FIELDS = re.compile(rb"\n(VmHWM|RssAnon|RssFile|RssShmem):\s+(\d+) kB")
+CPU = torch.device("cpu")
+MIB = 2**20
 # These map checkpoints into memory or write them. The kernel keeps the peak of all resident pages only, in which pages
 # of files that are long unmapped at the phase's end cannot be told from tensors.
 MAPS_FILES: tuple[Phase, ...] = ("load", "save")
 SECONDS_BETWEEN_SAMPLES = 0.01
+COMPARED_STEP = 2  # of this process; the first has no optimizer states yet
+LARGEST_SHARE = 1.05
+# Tensors are counted exactly. The CUDA allocator rounds up; Python and its libraries take host memory when they like.
+NOISE = {"device memory": 32 * MIB, "host memory": 128 * MIB}
 SNAPSHOT_STEPS = 3  # of this process: the second has all optimizer states, the third repeats it
-# The last ones of them: some steps of an 8B model. Beyond that a snapshot is too large for the viewer's browser.
-MOST_EVENTS = 100_000
-FIELDS = re.compile(rb"\n(VmHWM|RssAnon|RssFile|RssShmem):\s+(\d+) kB")
+MOST_EVENTS = 100_000  # the last ones: a larger snapshot is too much for the viewer's browser
+Peaks = dict[Phase, dict[str, int]]
 
 
-@dataclass(frozen=True)
-class MemoryUse:
-    """What a process holds, in bytes; peaks are since `reset_peaks`. 0 is what is not known, or not there.
+class MemoryUse(NamedTuple):
+    """What a process holds, in bytes; peaks are since `reset_peaks`. 0 is what is not known, or not there."""
 
-    Attributes:
-        anonymous: resident host memory no file stands behind.
-        mapped: resident pages of files and shared memory.
-        resident_peak: largest sum of both.
-        device: tensors on the CUDA device.
-        device_peak: the most of them.
-        device_reserved_peak: most that the CUDA allocator held, free blocks included.
-    """
-
-    anonymous: int = 0
-    mapped: int = 0
-    resident_peak: int = 0
-    device: int = 0
+    anonymous: int = 0  # resident host memory no file stands behind
+    mapped: int = 0  # resident pages of files and shared memory
+    resident_peak: int = 0  # largest sum of both
+    device: int = 0  # tensors on the CUDA device
     device_peak: int = 0
-    device_reserved_peak: int = 0
+    device_reserved_peak: int = 0  # most that the CUDA allocator held, free blocks included
 
 
 def memory_use(device: torch.device) -> MemoryUse:
-    """What this process holds; took 80 to 125 us on busy cores, and waits for no kernel on the device."""
-    host = _kernel_bytes(PROC_STATUS)
+    """What this process holds; takes about 0.1 ms, and waits for no kernel on the device."""
+    found = FIELDS.findall(PROC_STATUS.read_bytes()) if PROC_STATUS.exists() else []  # Linux alone has it
+    host = {name.decode(): int(size) * 1024 for name, size in found}
     counts = (host.get("RssAnon", 0), host.get("RssFile", 0) + host.get("RssShmem", 0), host.get("VmHWM", 0))
-    if device.type != "cuda":
+    stats = torch.cuda.memory_stats_as_nested_dict(device) if device.type == "cuda" else {}
+    if not stats:  # nothing was ever allocated
         return MemoryUse(*counts)
-    told = torch.cuda.memory_stats_as_nested_dict(device)  # memory_stats sorts all of them first
-    if not told:  # nothing was ever allocated
-        return MemoryUse(*counts)
-    allocated = told["allocated_bytes"]["all"]
-    return MemoryUse(*counts, allocated["current"], allocated["peak"], told["reserved_bytes"]["all"]["peak"])
+    allocated = stats["allocated_bytes"]["all"]
+    return MemoryUse(*counts, allocated["current"], allocated["peak"], stats["reserved_bytes"]["all"]["peak"])
 
 
 def reset_peaks(device: torch.device) -> None:
-    """Start a new phase: peaks read from here on count from the present use.
-
-    Where clear_refs cannot be written (macOS, some containers) the host peak stays that of the whole process.
-    """
+    """Start a new phase: peaks count from the present use. Where clear_refs cannot be written (macOS, some containers)
+    the host peak stays that of the whole process."""
     with contextlib.suppress(OSError):
-        file = os.open(PROC_CLEAR_REFS, os.O_WRONLY)
-        try:
-            os.write(file, RESET_PEAK_RSS)
-        finally:
-            os.close(file)
+        PROC_CLEAR_REFS.write_bytes(b"5")  # sets VmHWM to the present resident size
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 
 
-def free_unused_heap() -> None:
+def memory_metrics(peaks: torch.Tensor) -> dict[str, list[int]]:
+    """Metrics keys from every rank's host and device peak, [ranks, 2] in bytes; 0 was not measured."""
+    measured = {"memory/host_peak_bytes": peaks[:, 0], "memory/device_peak_bytes": peaks[:, 1]}
+    return {key: ranks.long().tolist() for key, ranks in measured.items() if ranks.any()}
+
+
+class MemoryMonitor:
+    """A PhaseMonitor, and a context manager around the whole of a run; every rank has one.
+
+    The kernel has a peak of resident memory (VmHWM), not of its anonymous part: that is taken as VmHWM less the mapped
+    pages at the phase's end; while files are mapped it is sampled. Ranks are compared in the second step.
+
+    Attributes:
+        phase: the present one; None outside of any.
+        by_phase: the largest peaks in bytes, as facts.json has them; fragmented is reserved less allocated.
+        host_peak_bytes: largest resident size since training began, up to the present phase.
+        device_peak_bytes: largest sum of tensors on the CUDA device likewise; 0 on the CPU.
+    """
+
+    def __init__(self, job: Runtime) -> None:
+        self.phase: Phase | None = None
+        self.by_phase: Peaks = {}
+        self.host_peak_bytes = self.device_peak_bytes = 0
+        self._job, self._is_cuda = job, job.device.type == "cuda"
+        self._before = self._base = MemoryUse()
+        self._sampled, self._sampling = 0, threading.Event()
+        self._training: tuple[nn.Module, torch.optim.Optimizer] | None = None
+        self._facts = RunMetadata(Path(), enabled=False)
+        self._steps, self._ranks = 0, list[Peaks]()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        self.leave()
+        if self._training is not None and error is None:
+            self._log_peaks()
+        else:  # the others may be gone: what they had when they were last asked
+            self._add_phases([self.by_phase, *self._ranks[1:]])
+
+    def enter(self, phase: Phase) -> None:
+        """See PhaseMonitor."""
+        self._before = self.leave()
+        if phase == "load":
+            _free_unused_heap()
+            self._base = memory_use(CPU)
+        if phase == "optimizer step" and self._training is not None and self._steps == COMPARED_STEP - 1:
+            self._compare(*self._training)
+        self.phase = phase
+        reset_peaks(self._job.device)
+        if phase in MAPS_FILES:
+            self._sampled, self._sampling = 0, threading.Event()
+            threading.Thread(target=self._sample, args=(self._sampling,), daemon=True).start()
+
+    def _sample(self, done: threading.Event) -> None:
+        while not done.wait(SECONDS_BETWEEN_SAMPLES):
+            self._sampled = max(self._sampled, memory_use(CPU).anonymous)
+
+    def leave(self) -> MemoryUse:
+        """End the present phase; returns the use right now."""
+        self._sampling.set()
+        now = memory_use(self._job.device)
+        self.host_peak_bytes = max(self.host_peak_bytes, now.resident_peak)
+        self.device_peak_bytes = max(self.device_peak_bytes, now.device_peak)
+        if self.phase is not None:
+            anonymous = self._sampled if self.phase in MAPS_FILES else now.resident_peak - now.mapped
+            peaks = {"anonymous_peak_bytes": max(anonymous, self._before.anonymous, now.anonymous)}
+            if self._is_cuda:
+                peaks["device_peak_bytes"] = now.device_peak
+                peaks["device_reserved_bytes"] = now.device_reserved_peak
+                peaks["device_fragmented_bytes"] = now.device_reserved_peak - now.device_peak
+            kept = self.by_phase.setdefault(self.phase, {})
+            kept.update({name: max(kept.get(name, 0), peak) for name, peak in peaks.items()})
+            self.phase = None
+        return now
+
+    def begin_training(self, model: nn.Module, optimizer: torch.optim.Optimizer, facts: RunMetadata) -> None:
+        """From now on steps follow. Loading is no part of the peaks of the whole run."""
+        self._training, self._facts = (model, optimizer), facts
+        facts.add(memory={"warnings": []})
+        self.leave()
+        self.host_peak_bytes = self.device_peak_bytes = 0
+        reset_peaks(self._job.device)
+
+    def end_step(self) -> None:
+        """An optimizer step is done. All ranks call it."""
+        self._steps += 1
+        if self._steps == COMPARED_STEP:
+            self._log_peaks()
+
+    def _compare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        _free_unused_heap()
+        use = memory_use(self._job.device)
+        memory = {"device memory": use.device, "host memory": use.anonymous - self._base.anonymous}
+        ranks = [held_tensors(model, optimizer, memory)] * self._job.world_size
+        dist.all_gather_object(ranks, ranks[0])
+        warnings = find_differences(ranks)
+        for warning in warnings:
+            log.warning(warning)
+        self._facts.add(memory={"holders": [rank.holders for rank in ranks], "warnings": warnings})
+
+    def _log_peaks(self) -> None:
+        self._ranks = [{}] * self._job.world_size
+        dist.all_gather_object(self._ranks, self.by_phase)
+        self._add_phases(self._ranks)
+        log.info(_table(self._ranks))
+
+    def _add_phases(self, ranks: list[Peaks]) -> None:
+        phases = [phase for phase in PHASES if any(phase in rank for rank in ranks)]
+        self._facts.add(memory={"phases": {phase: [rank.get(phase, {}) for rank in ranks] for phase in phases}})
+
+
+def _free_unused_heap() -> None:
     """Have the C library give back the pages it keeps for later, so that what is resident is in use."""
     with contextlib.suppress(OSError, AttributeError):  # glibc alone has it
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def _kernel_bytes(path: Path) -> dict[str, int]:
-    """The sizes in a file of /proc; Path.read_text would take twice as long."""
-    try:
-        file = os.open(path, os.O_RDONLY)
-    except OSError:
-        return {}
-    try:
-        return {name.decode(): int(size) * 1024 for name, size in FIELDS.findall(os.read(file, 16384))}
-    finally:
-        os.close(file)
+def _table(ranks: list[Peaks]) -> str:
+    """Peaks by phase; where ranks differ by more than 5 %, the least and the largest."""
+    lines = ["peaks in MiB"]
+    for phase, own in ranks[0].items():
+        cells = []
+        for kind in own:
+            sizes = [rank.get(phase, {}).get(kind, 0) / MIB for rank in ranks]
+            least, most = min(sizes), max(sizes)
+            text = f"{least:,.0f} to {most:,.0f} (rank {sizes.index(most)})"
+            name = kind.removesuffix("_bytes").replace("_", " ")
+            cells.append(f"{name} {text if most > LARGEST_SHARE * least else f'{most:,.0f}'}")
+        lines.append(f"  {phase:<15} {', '.join(cells)}")
+    return "\n".join(lines)
 
 
-def memory_metrics(peaks: torch.Tensor) -> dict[str, list[int]]:
-    """Metrics keys from every rank's host and device peak, [ranks, 2] in bytes; 0 was not measured."""
-    host, device = peaks[:, 0].long().tolist(), peaks[:, 1].long().tolist()
-    measured = {"memory/host_peak_bytes": host, "memory/device_peak_bytes": device}
-    return {key: ranks for key, ranks in measured.items() if any(ranks)}
+class Held(NamedTuple):
+    """What a rank holds where it should hold its shards, their gradients and states, and nothing else, in bytes."""
+
+    holders: dict[str, int]  # by what holds it, each storage once
+    memory: dict[str, int]  # as the kernel and the CUDA allocator count it
+    model: int  # all parameters of all ranks, as they are stored
+    fuller: float = 1.0  # how many times as much as this rank one with full shards has of what is trained
 
 
-class PhasePeaks:
-    """A PhaseWatch: at each `enter` it reads the peaks since the last one, keeps the largest by phase, and resets them.
-
-    Entering took about 0.1 ms on busy cores, and waits for nothing on the device.
-
-    The kernel has a peak of resident memory (VmHWM), not of its anonymous part. That is taken as VmHWM less the mapped
-    pages at the phase's end, and at least what was anonymous at both ends. While files are mapped and unmapped that
-    would be wrong by gigabytes: there RssAnon is sampled every 10 ms instead, and a shorter spike is missed.
-
-    Attributes:
-        phase: the present one; None outside of any.
-        by_phase: the peaks in bytes, as facts.json has them; fragmented is what the CUDA allocator held at its peak
-            more than tensors did at theirs.
-        resident: largest VmHWM of the phases since `start_over`.
-        device: largest sum of tensors on the CUDA device since then.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.phase: Phase | None = None
-        self.by_phase: dict[Phase, dict[str, int]] = {}
-        self.resident = self.device = 0
-        self._device = device
-        self._before = MemoryUse()
-        self._sampler: _Sampler | None = None
-
-    def enter(self, phase: Phase) -> None:
-        """See PhaseWatch."""
-        self._before = self.leave()
-        self.phase = phase
-        reset_peaks(self._device)
-        if phase in MAPS_FILES:
-            self._sampler = _Sampler()
-            self._sampler.start()
-
-    def leave(self) -> MemoryUse:
-        """End the present phase; returns the use right now."""
-        sampled = 0
-        if self._sampler is not None:
-            sampled, self._sampler = self._sampler.stop(), None
-        now = memory_use(self._device)
-        self.resident, self.device = max(self.resident, now.resident_peak), max(self.device, now.device_peak)
-        if self.phase is None:
-            return now
-        anonymous = sampled if self.phase in MAPS_FILES else now.resident_peak - now.mapped
-        peaks = {"anonymous_peak_bytes": max(anonymous, self._before.anonymous, now.anonymous)}
-        if self._device.type == "cuda":
-            peaks["device_peak_bytes"] = now.device_peak
-            peaks["device_reserved_bytes"] = now.device_reserved_peak
-            peaks["device_fragmented_bytes"] = now.device_reserved_peak - now.device_peak
-        kept = self.by_phase.setdefault(self.phase, {})
-        kept.update({name: max(kept.get(name, 0), peak) for name, peak in peaks.items()})
-        self.phase = None
-        return now
-
-    def start_over(self) -> None:
-        """Begin anew with `resident` and `device`, of which loading is no part."""
-        self.leave()
-        self.resident = self.device = 0
-        reset_peaks(self._device)
+def held_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None, memory: dict[str, int]) -> Held:
+    """What this rank's parameters, gradients and optimizer states take."""
+    states = optimizer.state.values() if optimizer is not None else []
+    parameters = list(model.parameters())
+    trained = [p for p in parameters if p.requires_grad]
+    members: dict[MemoryCategory, list[Any]] = {
+        "sharded parameters": [p for p in parameters if p.is_floating_point()],
+        "quantized parts": [p for p in parameters if not p.is_floating_point()],
+        "gradients": [p.grad for p in trained if p.grad is not None],
+        "optimizer state": [value for state in states for value in state.values() if torch.is_tensor(value)],
+    }
+    holders = {str(name): size for name, tensors in members.items() if (size := _storage_bytes(tensors))}
+    # Rows are dealt like torch.chunk, so it is the last ranks that have fewer.
+    fuller = sum(map(_full_shard_bytes, trained)) / max(1, sum(_local(p).nbytes for p in trained))
+    return Held(holders, memory, sum(p.nbytes for p in parameters), fuller)
 
 
-class _Sampler(threading.Thread):
-    """Reads RssAnon until it is stopped."""
+def find_differences(ranks: list[Held]) -> list[str]:
+    """A warning for each rank that has over 5 % more than is usual and due, about the first thing of which it has."""
+    warnings = dict[int, str]()
+    for name in [*dict.fromkeys(name for rank in ranks for name in rank.holders), *NOISE]:
+        sizes = [(rank.holders | rank.memory).get(name, 0) for rank in ranks]
+        due = [0 if name in NOISE else size * rank.fuller for size, rank in zip(sizes, ranks, strict=True)]
+        usual = max(median_low(sizes), median_low(due))  # of two ranks the smaller is usual
+        for rank, size in enumerate(sizes):
+            if size > max(usual * LARGEST_SHARE, usual + NOISE.get(name, MIB)):
+                warnings.setdefault(
+                    rank,
+                    f"rank {rank} holds {size_text(size)} of {name}, the other ranks {size_text(usual)}. The whole "
+                    f"model is {size_text(ranks[rank].model)}.\nLook for what that rank alone does: from_pretrained, "
+                    "torch.load or full_tensor where rank == 0 would do this.",
+                )
+    return list(warnings.values())
 
-    def __init__(self) -> None:
-        super().__init__(name="memory of a phase", daemon=True)
-        self._peak = 0
-        self._done = threading.Event()
 
-    def run(self) -> None:
-        while not self._done.wait(SECONDS_BETWEEN_SAMPLES):
-            self._peak = max(self._peak, _kernel_bytes(PROC_STATUS).get("RssAnon", 0))
+def _full_shard_bytes(parameter: torch.Tensor) -> int:
+    shards = 1
+    if isinstance(parameter, DTensor):
+        for size, placement in zip(parameter.device_mesh.shape, parameter.placements, strict=True):
+            shards *= size if placement.is_shard() else 1
+    rows = parameter.shape[0] if parameter.ndim else 1
+    return -(-rows // shards) * (parameter.nbytes // max(1, rows))
 
-    def stop(self) -> int:
-        """The largest it saw."""
-        self._done.set()
-        self.join()
-        return self._peak
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def _storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Of this rank's part of them: whole storages, since a view of a few rows keeps all of them."""
+    storages = [_local(tensor).untyped_storage() for tensor in tensors]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def record_memory() -> None:
@@ -189,14 +273,8 @@ def record_memory() -> None:
 
 
 def write_snapshot(run: Path, rank: int, moment: str) -> Path:
-    """Write run/memory/rank-0-step-3.pickle, for pytorch.org/memory_viz. It holds sizes, times, and the lines of code
-    that allocated, with their paths; no content of any tensor.
-
-    Args:
-        run: the run's directory.
-        rank: this process's.
-        moment: the end of the name.
-    """
+    """Write memory/rank-<rank>-<moment>.pickle in the run's directory, for pytorch.org/memory_viz: sizes, times and
+    lines of code that allocated, with their paths; no content of any tensor."""
     file = run / "memory" / f"rank-{rank}-{moment}.pickle"
     file.parent.mkdir(exist_ok=True)
     torch.cuda.memory._dump_snapshot(str(file))

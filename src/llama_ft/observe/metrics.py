@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +37,8 @@ class MetricsLog:
 
     def write(self, record: Metrics) -> None:
         """Append `record` as one line and flush it; infinities and NaN, which JSON does not have, become null."""
-        line = json.dumps({key: _each(value, _finite) for key, value in record.items()})
-        self._file.write(line.encode() + b"\n")
+        finite = json.loads(json.dumps(record), parse_constant=lambda name: None)
+        self._file.write(json.dumps(finite).encode() + b"\n")
         self._file.flush()
 
     def close(self) -> None:
@@ -63,10 +63,7 @@ def records_up_to(path: Path, last_step: int) -> Iterator[tuple[int, Metrics]]:
     """Step and metrics of each line of a metrics.jsonl; null is read as NaN. Nothing where it is not there."""
     for line in _lines_up_to(path, last_step) if path.exists() else ():
         record = json.loads(line)
-        yield (
-            record.pop("step"),
-            {key: _each(value, lambda v: math.nan if v is None else v) for key, value in record.items()},
-        )
+        yield record.pop("step"), {key: _number(value) for key, value in record.items()}
 
 
 def one_series_per_rank(metrics: Metrics) -> dict[str, float]:
@@ -82,16 +79,5 @@ def one_series_per_rank(metrics: Metrics) -> dict[str, float]:
     return series
 
 
-def series_of_rank(metrics: Metrics, rank: int) -> dict[str, float]:
-    """`metrics` as one rank's run shows them: its own value of each list; what is of all ranks, rank 0 alone has."""
-    own = {name: value[rank] for name, value in metrics.items() if isinstance(value, Sequence)}
-    shared = {name: value for name, value in metrics.items() if not isinstance(value, Sequence)}
-    return (shared if rank == 0 else {}) | own
-
-
-def _each(value: Any, change: Callable[[Any], Any]) -> Any:
-    return [change(one) for one in value] if isinstance(value, Sequence) else change(value)
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+def _number(value: Any) -> Any:
+    return [_number(one) for one in value] if isinstance(value, list) else math.nan if value is None else value

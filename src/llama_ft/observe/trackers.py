@@ -1,39 +1,17 @@
 """Where metrics go besides metrics.jsonl: Weights & Biases, TensorBoard and MLflow, behind one small interface."""
 
-import contextlib
 import textwrap
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import yaml
 
 from llama_ft.config.settings import TrackingConfig
-from llama_ft.observe.facts import git_state, masked
 from llama_ft.observe.metrics import Metrics, one_series_per_rank
 from llama_ft.observe.mlflow_tracker import MlflowTracker, check_mlflow
+from llama_ft.observe.run_metadata import git_commit, masked
 from llama_ft.observe.wandb_tracker import WandbTracker, check_wandb_login, wandb_mode
-from llama_ft.runtime.console import log
-
-Samples = list[dict[str, str]]  # when (before, after), question, answer, reference
-
-
-@dataclass(frozen=True)
-class Result:
-    """What a run leaves.
-
-    Attributes:
-        folder: the model in Hugging Face format, or the adapter.
-        step: whose weights they are.
-        is_best: whether the validation loss was lowest at that step.
-        about: a few facts, for people.
-    """
-
-    folder: Path
-    step: int
-    is_best: bool
-    about: Mapping[str, Any]
 
 
 class Tracker(Protocol):
@@ -41,29 +19,20 @@ class Tracker(Protocol):
 
     name: str
     ids: dict[str, str]  # by which a resumed run finds what it goes on with
-    takes_result: bool  # whether it was asked for a copy of the result
+    takes_result: bool  # whether it was asked for a copy of the final model or adapter
 
     def log(self, metrics: Metrics, step: int) -> None:
         """Take what was measured at `step`, unless it is there already; a list holds one value per rank."""
 
-    def log_samples(self, samples: Samples, step: int) -> None:
-        """Take the answers before and after tuning; `step` is the last one that was logged."""
-
-    def log_result(self, result: Result) -> None:
-        """Take a copy of the result, and return when it has arrived. Called in a thread of its own."""
+    def log_result(self, folder: Path, step: int, is_best: bool) -> None:
+        """Take a copy of a model or adapter with the weights of `step`; return when it has arrived."""
 
     def finish(self, exit_code: int, stopped: bool = False) -> None:
         """Write out what is left; exit_code is not 0 when the run failed, stopped is true when it can be resumed."""
 
 
 class TensorboardTracker:
-    """Event files in output_dir/tensorboard; `tensorboard --logdir output` shows every run below it.
-
-    Args:
-        output_dir: the run's directory.
-        resolved: the run's configuration, shown on the Text page.
-        resume_step: the step that is resumed from; what earlier files have of later steps is not shown any more.
-    """
+    """Event files in output_dir/tensorboard; those of steps after the one that is resumed from are purged."""
 
     name = "TensorBoard"
     ids: dict[str, str] = {}
@@ -73,25 +42,19 @@ class TensorboardTracker:
         from torch.utils.tensorboard import SummaryWriter  # 0.5 s that only its users pay
 
         folder = output_dir / "tensorboard"
-        goes_on = resume_step is not None and any(folder.glob("events.out.tfevents.*"))
-        self._first_step = resume_step + 1 if goes_on and resume_step is not None else 0
+        has_earlier = any(folder.glob("events.out.tfevents.*"))
+        self._first_step = resume_step + 1 if resume_step is not None and has_earlier else 0
         self._writer = SummaryWriter(str(folder), purge_step=self._first_step)
         as_yaml = yaml.safe_dump(resolved, sort_keys=False)
         self._writer.add_text("config", textwrap.indent(as_yaml, "    "), self._first_step)  # a code block
 
     def log(self, metrics: Metrics, step: int) -> None:
-        if step < self._first_step:
-            return
-        for series, value in one_series_per_rank(metrics).items():
-            self._writer.add_scalar(series, value, step)
-        self._writer.flush()  # what a kill takes away would be missing after a resume
+        if step >= self._first_step:
+            for series, value in one_series_per_rank(metrics).items():
+                self._writer.add_scalar(series, value, step)
+            self._writer.flush()  # what a kill takes away would be missing after a resume
 
-    def log_samples(self, samples: Samples, step: int) -> None:
-        for sample in samples:
-            text = "\n\n".join(f"**{part}**\n\n{sample[part]}" for part in ("question", "answer", "reference"))
-            self._writer.add_text(f"sample/{sample['when']}", text, step)
-
-    def log_result(self, result: Result) -> None:
+    def log_result(self, folder: Path, step: int, is_best: bool) -> None:
         """TensorBoard keeps no files."""
 
     def finish(self, exit_code: int, stopped: bool = False) -> None:
@@ -99,11 +62,7 @@ class TensorboardTracker:
 
 
 def check_trackers(config: TrackingConfig, output_dir: str | None) -> None:
-    """Find out whether W&B and MLflow will take this run, so that what is missing is told before a model is loaded.
-
-    Args:
-        config: which trackers.
-        output_dir: the run's directory as it was set.
+    """Find out before a model is loaded whether W&B and MLflow will take this run into its `output_dir`.
 
     Raises:
         UserError: no key, no package, no server that answers within seconds, or no place to write to.
@@ -118,38 +77,20 @@ def start_trackers(
     config: TrackingConfig,
     output_dir: Path,
     resolved: dict[str, Any],
-    resume_step: int | None = None,
-    ids: Mapping[str, str] | None = None,
-    rank: int = 0,
+    resume_step: int | None,
+    ids: Mapping[str, str],
 ) -> list[Tracker]:
-    """Start what the configuration asks for.
-
-    Args:
-        config: which trackers, and their settings.
-        output_dir: the run's directory, which must exist.
-        resolved: the run's configuration as plain values, logged with the run; secrets in it are not.
-        resume_step: the step that is resumed from; None for a new run.
-        ids: the `Tracker.ids` to go on with.
-        rank: ranks other than 0 have trackers with wandb_per_rank only.
+    """Start what the configuration asks for; see RunLog. `ids` are the `Tracker.ids` to go on with.
 
     Raises:
         UserError: W&B or MLflow cannot be used, or its server refuses or does not answer.
     """
-    known, trackers = ids or {}, list[Tracker]()
-    settings, code = masked(resolved), git_state() if config.use_wandb or config.use_mlflow else None
-    try:
-        if config.use_wandb and wandb_mode(config) == "disabled":
-            log.info("W&B: WANDB_MODE is disabled, so it gets nothing; --wandb_mode online or offline says otherwise.")
-        elif config.use_wandb and (rank == 0 or config.wandb_per_rank):
-            settings_and_code = settings | ({"git": code} if code else {})
-            trackers.append(WandbTracker(config, output_dir, settings_and_code, resume_step, known.get("wandb"), rank))
-        if config.use_tensorboard and rank == 0:
-            trackers.append(TensorboardTracker(output_dir, settings, resume_step))
-        if config.use_mlflow and rank == 0:
-            trackers.append(MlflowTracker(config, output_dir, settings, code, known.get("mlflow")))
-    except BaseException:
-        for tracker in trackers:  # or its run would be shown as running
-            with contextlib.suppress(Exception):
-                tracker.finish(1)
-        raise
+    trackers, settings, commit = list[Tracker](), masked(resolved), git_commit()
+    if config.use_wandb and wandb_mode(config) != "disabled":
+        with_commit = settings | {"git": {"commit": commit}}
+        trackers.append(WandbTracker(config, output_dir, with_commit, resume_step, ids.get("wandb")))
+    if config.use_tensorboard:
+        trackers.append(TensorboardTracker(output_dir, settings, resume_step))
+    if config.use_mlflow:
+        trackers.append(MlflowTracker(config, output_dir, settings, commit, ids.get("mlflow")))
     return trackers

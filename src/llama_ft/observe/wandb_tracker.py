@@ -1,5 +1,4 @@
-"""Weights & Biases: nothing printed but where the run is, and nothing sent but configuration, commit, metrics, the
-sample's answers, machine load and, where it is asked for, the result.
+"""Weights & Biases: it gets configuration, commit, metrics, machine load and, where it is asked for, the result.
 
 wandb is imported inside the functions: it takes a second and starts a process of its own.
 """
@@ -8,23 +7,15 @@ import contextlib
 import os
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from llama_ft.config.settings import TrackingConfig
 from llama_ft.errors import UserError, reason
-from llama_ft.observe.metrics import Metrics, one_series_per_rank, series_of_rank
+from llama_ft.observe.metrics import Metrics, one_series_per_rank
 from llama_ft.runtime.console import log
 
-if TYPE_CHECKING:
-    from llama_ft.observe.trackers import Result, Samples
-
-INIT_TIMEOUT_SECONDS = 15.0  # after a login that was answered, or took 10 s to fail: under 30 s in all
-# Metrics are sent as they come, so little is left at the end; and a rank that failed must end within 30 s.
-FINISH_TIMEOUT_SECONDS = 10.0
-# A run that ends as preempting with another code than 0 is shown as preempted, not as failed or finished.
-STOPPED_EXIT_CODE = 143
-# Code, console, git state, host, user, paths, arguments and package lists stay at home. The load of GPUs and host is
-# sent: wandb's own process samples it every 15 s.
+STOPPED_EXIT_CODE = 143  # of a run that W&B shows as preempted, not as failed or finished
+# Code, console, git state, host, user, paths, arguments and package lists stay at home.
 PRIVATE: dict[str, Any] = {
     "silent": True,
     "console": "off",
@@ -36,22 +27,11 @@ PRIVATE: dict[str, Any] = {
     "host": "",  # x_disable_meta leaves these two in what the run is registered with
     "program": "",
     "x_save_requirements": False,
-    "init_timeout": INIT_TIMEOUT_SECONDS,
-    "finish_timeout": FINISH_TIMEOUT_SECONDS,
+    "init_timeout": 15.0,  # after a login that was answered, or took 10 s to fail: under 30 s in all
+    "finish_timeout": 10.0,  # metrics are sent as they come, so little is left; a rank that failed must end within 30 s
     "finish_timeout_raises": True,
 }
 OFFLINE_HINT = "--wandb_mode offline needs neither key nor network."
-# What the table of runs shows of a metric; of the others their last value. The step axis is W&B's own: the optimizer
-# step is what metrics are logged at.
-SUMMARIES = {
-    "eval/loss": "min,last",
-    "eval/perplexity": "min,last",
-    "perf/tokens_per_second": "mean",
-    "perf/step_seconds": "mean",
-    "perf/mfu": "mean",
-    "perf/matmul_utilization": "mean",
-    "memory/*": "max",
-}
 
 
 def wandb_mode(config: TrackingConfig) -> str:
@@ -60,17 +40,14 @@ def wandb_mode(config: TrackingConfig) -> str:
 
 
 def check_wandb_login(config: TrackingConfig) -> None:
-    """Find out whether W&B will take this run, so that a missing key is told before a model is loaded.
-
-    Asks nothing and does nothing unless W&B is to be used online; WANDB_MODE is read.
+    """Find out whether W&B will take this run.
 
     Raises:
         UserError: there is no key, the server refuses it, or the server does not answer within 10 s.
     """
-    if not config.use_wandb or wandb_mode(config) != "online":
+    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # to its makers, with the failed run and its stack
+    if wandb_mode(config) != "online":
         return
-    # W&B reports its own errors to its makers, failed run and stack included, unless told not to.
-    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
     import wandb
 
     wandb.setup(wandb.Settings(mode="online", silent=True))
@@ -87,23 +64,10 @@ def check_wandb_login(config: TrackingConfig) -> None:
 
 
 class WandbTracker:
-    """One W&B run, its files in output_dir/wandb.
+    """One W&B run, its files in output_dir/wandb; see start_trackers.
 
-    Going on with a run online, W&B keeps what it has of it and takes nothing for those steps again. (`resume_from`,
-    which would cut them off, is a preview that not every server has.) Offline it cannot know what the server has, and
-    uploading a "resumed" run would number its steps on from there; so each attempt is the whole run, under the same id,
-    and uploading the last one replaces what was uploaded before.
-
-    Args:
-        config: project, entity, name, tags, mode and the like.
-        output_dir: the run's directory; its name is the run's name when none is given.
-        resolved: the run's configuration as plain values.
-        resume_step: the step that is resumed from; None for a new run.
-        run_id: the W&B run to go on with; for a new run with wandb_per_rank, the id that rank 0's run is to have.
-        rank: with wandb_per_rank this rank's run shows its own memory, and rank 0's all that is of all ranks.
-
-    Raises:
-        UserError: the run is online and W&B does not take it.
+    Of a resumed run online, W&B keeps what it has and takes nothing for those steps again. Offline it cannot know what
+    the server has; so each attempt is the whole run, under the same id, and uploading the last one replaces the others.
     """
 
     name = "W&B"
@@ -115,17 +79,10 @@ class WandbTracker:
         resolved: dict[str, Any],
         resume_step: int | None = None,
         run_id: str | None = None,
-        rank: int = 0,
     ) -> None:
-        self._rank = rank if config.wandb_per_rank else None
-        self.takes_result = config.wandb_log_model and rank == 0
-        name, group = config.wandb_name or output_dir.resolve().name, config.wandb_group
-        if config.wandb_per_rank:
-            name, group = f"{name}-rank{rank}", group or name
-            run_id = f"{run_id}-rank{rank}" if rank else run_id
+        self.takes_result = config.wandb_log_model
         self._offline = wandb_mode(config) == "offline"
         check_wandb_login(config)
-        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         import wandb
 
         try:
@@ -135,8 +92,8 @@ class WandbTracker:
                 job_type=config.wandb_job_type,
                 notes=config.wandb_notes,
                 tags=config.wandb_tags,
-                name=name,
-                group=group,
+                name=config.wandb_name or output_dir.resolve().name,
+                group=config.wandb_group,
                 dir=str(output_dir),
                 config=resolved,
                 id=run_id,
@@ -144,56 +101,29 @@ class WandbTracker:
                 settings=wandb.Settings(mode=wandb_mode(config), **PRIVATE),
             )
         except (wandb.Error, ValueError) as error:  # the latter of a tag that is too long
-            raise UserError(
-                f"--use_wandb: W&B did not take the run: {' '.join(str(error).split())}\n"
-                f"A run that was deleted there goes on in another --wandb_project only. {OFFLINE_HINT}"
-            ) from error
+            raise UserError(f"--use_wandb: W&B did not take the run: {reason(error)}\n{OFFLINE_HINT}") from error
         self.ids = {"wandb": self._run.id}
         self._first_step = self._run.starting_step
-        self._run_dir = Path(self._run.settings.sync_dir)
-        for metric, summary in SUMMARIES.items():
-            self._run.define_metric(metric, summary=summary)
         if not self._offline:
             log.info(f"W&B: {self._run.url}{' goes on' if self._run.resumed else ''}")
 
     def log(self, metrics: Metrics, step: int) -> None:
         if step >= self._first_step:  # W&B would drop the others, with a warning each
-            series = one_series_per_rank(metrics) if self._rank is None else series_of_rank(metrics, self._rank)
-            self._run.log(series, step=step)
+            self._run.log(one_series_per_rank(metrics), step=step)
 
-    def log_samples(self, samples: "Samples", step: int) -> None:
-        """A table of the question, the reference and the answers before and after tuning."""
-        import wandb
-
-        answers = {sample["when"]: sample["answer"] for sample in samples}
-        row = [samples[-1]["question"], samples[-1]["reference"], answers.get("before", ""), answers.get("after", "")]
-        table = wandb.Table(columns=["question", "reference", "before tuning", "after tuning"], data=[row])
-        self._run.log({"samples": table}, step=max(step, self._first_step))
-
-    def log_result(self, result: "Result") -> None:
-        """Upload the folder as the artifact model-<run id>; offline it stays where it is until `wandb sync` takes it.
-
-        Neither way copies it: W&B's staging folder would need the model's size once more in the user's home.
-        """
-        import wandb
-
-        artifact = wandb.Artifact(f"model-{self._run.id}", "model", metadata=dict(result.about))
-        for file in sorted(path for path in result.folder.rglob("*") if path.is_file()):  # add_dir would print
-            name = str(file.relative_to(result.folder))
-            artifact.add_file(str(file), name, skip_cache=True, policy="immutable")
-        aliases = ["latest", f"step-{result.step}", *(["best"] if result.is_best else [])]
-        logged = self._run.log_artifact(artifact, aliases=aliases)
-        if self._offline:
-            log.info(f"W&B: {result.folder} is uploaded with the run, as long as it stays there.")
-        else:
+    def log_result(self, folder: Path, step: int, is_best: bool) -> None:
+        """Upload it as the artifact model-<run id>; offline, `wandb sync` does."""
+        aliases = ["latest", f"step-{step}", *(["best"] if is_best else [])]
+        logged = self._run.log_artifact(str(folder), f"model-{self._run.id}", "model", aliases=aliases)
+        if not self._offline:
             logged.wait()
-            log.info(f"W&B: {result.folder} is {artifact.name}, {', '.join(aliases)}.")
 
     def finish(self, exit_code: int, stopped: bool = False) -> None:
         """Send what is left, for 10 s at most, and say how to send what could not be."""
         import wandb
 
-        sync = f"wandb sync {'' if self._offline else '--include-online '}{shlex.quote(str(self._run_dir))}"
+        folder = shlex.quote(str(Path(self._run.settings.sync_dir)))
+        sync = f"wandb sync {'' if self._offline else '--include-online '}{folder}"
         try:
             if stopped:
                 self._run.mark_preempting()

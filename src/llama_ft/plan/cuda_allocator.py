@@ -1,12 +1,11 @@
 """What torch's CUDA allocator would take from the device for a sequence of allocations.
 
-It asks the device for segments, splits them and merges neighbours that are free. Free segments it keeps, until the
-device has no more: then it gives back those that are free as a whole and asks again. So what a device must have is what
-is taken when they are always given back before more is asked for. What is taken beyond the tensors is its slack. The
-rules are those of c10/cuda/CUDACachingAllocator.cpp: sizes are rounded to 512
-bytes; up to 1 MiB comes from segments of 2 MiB, up to 10 MiB from segments of 20 MiB, more has a segment of its own,
-rounded to 2 MiB; of the free blocks of its pool the smallest that is large enough is taken, and split if what is left
-is over 512 bytes (small pool) or 1 MiB (large pool). One stream; expandable segments have less slack.
+The rules are those of c10/cuda/CUDACachingAllocator.cpp: sizes are rounded to 512 bytes; up to 1 MiB comes from
+segments of 2 MiB, up to 10 MiB from segments of 20 MiB, more has a segment of its own, rounded to 2 MiB. Of the free
+blocks of its pool the smallest that is large enough is taken, and split if what is left is over 512 bytes (small pool)
+or 1 MiB (large pool); neighbours that are free are merged. Free segments are kept until the device has no more: so what
+a device must have is what is taken if they are given back before more is asked for. One stream; expandable segments
+have less slack.
 """
 
 import bisect
@@ -18,6 +17,7 @@ ROUND, SMALL, LARGE_BUFFER, OWN_SEGMENT, SEGMENT_ROUND = 512, 2**20, 20 * 2**20,
 
 @dataclass(eq=False)
 class _Block:
+    address: int
     size: int
     is_small: bool
     before: "_Block | None" = None
@@ -26,15 +26,10 @@ class _Block:
 
 
 class CachingAllocator:
-    """The allocator's blocks.
-
-    Attributes:
-        reserved: bytes taken from the device now.
-        most: the most there were.
-    """
+    """The allocator's blocks."""
 
     def __init__(self) -> None:
-        self.reserved = self.most = 0
+        self.reserved = self.most = self._end = 0  # bytes taken from the device now, the most there were, ever
         self._free: dict[bool, list[tuple[int, int, _Block]]] = {True: [], False: []}
 
     def allocate(self, nbytes: int) -> _Block:
@@ -47,7 +42,7 @@ class CachingAllocator:
         block.is_free = False
         left = block.size - size
         if left >= ROUND if is_small else left > SMALL:
-            rest = _Block(left, is_small, block, block.after)
+            rest = _Block(block.address + size, left, is_small, block, block.after)
             if block.after is not None:
                 block.after.before = rest
             block.size, block.after = size, rest
@@ -56,48 +51,42 @@ class CachingAllocator:
 
     def free(self, block: _Block) -> None:
         """Give a block back, merged with free neighbours."""
-        for other in (block.before, block.after):
-            if other is not None and other.is_free:
-                self._take_out(other)
-                block.size += other.size
-                if other is block.before:
-                    block.before = other.before
-                    if other.before is not None:
-                        other.before.after = block
-                else:
-                    block.after = other.after
-                    if other.after is not None:
-                        other.after.before = block
+        if (other := block.before) is not None and other.is_free:
+            self._take_out(other)
+            block.address, block.size, block.before = other.address, block.size + other.size, other.before
+            if block.before is not None:
+                block.before.after = block
+        if (other := block.after) is not None and other.is_free:
+            self._take_out(other)
+            block.size, block.after = block.size + other.size, other.after
+            if block.after is not None:
+                block.after.before = block
         self._put_back(block)
 
     def _segment(self, size: int, is_small: bool) -> _Block:
-        whole = (
-            2 * SMALL if is_small else LARGE_BUFFER if size < OWN_SEGMENT else -(-size // SEGMENT_ROUND) * SEGMENT_ROUND
-        )
+        large = LARGE_BUFFER if size < OWN_SEGMENT else -(-size // SEGMENT_ROUND) * SEGMENT_ROUND
+        whole = 2 * SMALL if is_small else large
         for pool in self._free.values():
             for _, _, block in [entry for entry in pool if entry[2].before is None and entry[2].after is None]:
                 self._take_out(block)
                 self.reserved -= block.size
         self.reserved += whole
         self.most = max(self.most, self.reserved)
-        return _Block(whole, is_small)
+        self._end += whole
+        return _Block(self._end - whole, whole, is_small)
 
     def _put_back(self, block: _Block) -> None:
         block.is_free = True
-        bisect.insort(self._free[block.is_small], (block.size, id(block), block))
+        bisect.insort(self._free[block.is_small], (block.size, block.address, block))
 
     def _take_out(self, block: _Block) -> None:
         pool = self._free[block.is_small]
-        del pool[bisect.bisect_left(pool, (block.size, id(block)))]
+        del pool[bisect.bisect_left(pool, (block.size, block.address))]
         block.is_free = False
 
 
 def reserved_bytes(events: Iterable[tuple[int, int]]) -> int:
-    """Bytes a device must have for a sequence of allocations and frees.
-
-    Args:
-        events: (number of a storage, bytes more or fewer); a storage may come and go more than once.
-    """
+    """Bytes a device must have for a sequence of (number of a storage, bytes more or fewer)."""
     allocator, blocks = CachingAllocator(), dict[int, tuple[_Block, int]]()
     for number, more in events:
         block, size = blocks.pop(number, (None, 0))

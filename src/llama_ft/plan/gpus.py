@@ -1,79 +1,63 @@
-"""What a device has: memory as torch sees it."""
+"""Memory of devices: as `--fit` names it, and as this machine has it."""
 
-import re
-from dataclasses import dataclass
+import math
+from typing import Any
 
 from llama_ft.config.messages import nearest, size_text
-from llama_ft.config.rules import parse_size
+from llama_ft.config.run_settings import parse_size
 from llama_ft.errors import UserError
 
-
-@dataclass(frozen=True)
-class Device:
-    """A GPU, or a CPU's share for a rank.
-
-    Attributes:
-        name: for people.
-        bytes: of its memory.
-    """
-
-    name: str
-    bytes: int
-
-
+# CUDA's context with the libraries' kernels, and NCCL's buffers for a few communicators: not torch's to count.
+CUDA_CONTEXT_BYTES, NCCL_BYTES = 600 * 2**20, 500 * 2**20
 # GiB: the low end of the totals that torch's out-of-memory messages show (22.03 on an L4, 23.64 on an RTX 4090, 79.15
 # to 79.25 on an A100): ECC, firmware and driver take the rest of what is on the box.
 TABLE: dict[str, float] = {
     "t4": 14.5,
-    "v100-16": 15.7,
-    "v100-32": 31.7,
     "a10": 22.0,
-    "a10g": 21.9,
     "l4": 21.9,
-    "a40": 44.3,
-    "a6000": 47.4,
     "l40s": 44.3,
-    "rtx6000ada": 47.3,
     "rtx3090": 23.5,
     "rtx4090": 23.5,
     "rtx5090": 31.3,
     "a100-40": 39.3,
     "a100": 79.1,
     "h100": 79.1,
-    "h100-nvl": 93.0,
     "h200": 139.7,
     "b200": 178.3,
     "mi300x": 191.5,
 }
-OTHER_NAMES = {"a100-80": "a100", "h100-80": "h100", "v100": "v100-16", "3090": "rtx3090", "4090": "rtx4090"}
-OTHER_NAMES |= {"5090": "rtx5090", "rtxa6000": "a6000", "6000ada": "rtx6000ada", "h100nvl": "h100-nvl"}
 
 
-def device_for(text: str, kind: str) -> Device:
-    """What `--fit` names: `h100`, `H100 80GB`, `80GiB`, `24000MB`.
-
-    Args:
-        text: the name of a GPU, or the memory of a rank.
-        kind: cuda or cpu.
-
-    Raises:
-        UserError: it is neither.
-    """
+def device_bytes(text: str) -> int:
+    """Return what `--fit` names: `h100`, `80GiB`, `24000MB`; UserError if it is neither a GPU nor a size."""
+    if gigabytes := TABLE.get(text.lower()):
+        return int(gigabytes * 2**30)
     try:
-        size = parse_size(text)
+        return parse_size(text)
     except ValueError:
-        pass
-    else:
-        return Device(size_text(size), size)
-    name = re.sub(r"[\s_]|nvidia|geforce|tesla|amd|-?(sxm\d?|pcie)", "", text.lower())
-    name = re.sub(r"(\d\d)g(i?b)?$", r"\1", name)  # h100 80GB
-    name = re.sub(r"^([ahv]100)-?(\d\d)$", r"\1-\2", name)
-    name = OTHER_NAMES.get(name, name)
-    if name not in TABLE or kind == "cpu":
-        hint = "." if kind == "cpu" else f", or one of {', '.join(TABLE)}."
-        meant = nearest(name, TABLE) if kind == "cuda" else None
-        raise UserError(
-            f"--fit {text}: expected the memory of a rank, such as 80GiB{hint}"
-            + (f" Did you mean {meant}?" if meant else "")
-        )
-    return Device(f"{name} ({TABLE[name]:g} GiB)", int(TABLE[name] * 2**30))
+        meant = nearest(text.lower(), TABLE)
+        hint = f" Did you mean {meant}?" if meant else ""
+        known = f"the memory of a rank, such as 80GiB, or one of {', '.join(TABLE)}"
+        raise UserError(f"--fit {text}: expected {known}.{hint}") from None
+
+
+def free_bytes(device: Any, local_world_size: int, memory_fraction: float | None = None) -> float:
+    """Return what a rank of this machine could hold on a torch.device now, as a plan counts it: with CUDA itself and
+    NCCL, without Python's libraries; inf where that cannot be known. `memory_fraction` is torch's share of a GPU."""
+    import torch  # takes 6 s, and a command line is answered before
+
+    from llama_ft.runtime.out_of_memory import host_memory
+
+    if device.type != "cuda":
+        host = host_memory()
+        return math.inf if host is None else host.available_bytes // local_world_size
+    if not torch.cuda.is_available():
+        return math.inf
+    free, total = torch.cuda.mem_get_info(device)
+    most = total if memory_fraction is None else int(total * memory_fraction) + NCCL_BYTES
+    return min(free, most) + CUDA_CONTEXT_BYTES
+
+
+def free_text(free: float) -> str:
+    """Show what `free_bytes` has returned."""
+    return "unknown" if math.isinf(free) else size_text(int(free))

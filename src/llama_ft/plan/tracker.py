@@ -5,30 +5,26 @@ DTensor every operator of this rank passes here with local shapes: a mode that a
 asked again for the operators that these are made of.
 """
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard import _fsdp_param_group
-from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._sharding_prop import ShardingPropagator
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves
 from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.models import lora_linear
-from llama_ft.models.skeleton import decoder_layers
-from llama_ft.phases import Holder, Phase
-from llama_ft.plan.ledger import Ledger
+from llama_ft.models.build import decoder_layers
+from llama_ft.phases import MEMORY_CATEGORIES, MemoryCategory, Phase
+from llama_ft.plan import torch_internals as internals
+from llama_ft.plan.types import Moment, Peak
 
-HELD_IN: dict[Phase, Holder] = {
+HELD_IN: dict[Phase, MemoryCategory] = {
     "load": "temporaries",
     "forward": "activations",
     "backward": "logits and loss",  # until it has passed the head
@@ -39,64 +35,132 @@ HELD_IN: dict[Phase, Holder] = {
 # cuBLAS' workspace, which torch allocates with the first matrix product and keeps (Hopper's; others take 8 MiB).
 # Source: aten/src/ATen/cuda/CublasHandlePool.cpp
 CUBLAS_BYTES = 32 * 2**20
-OF_A_STEP: tuple[Phase, ...] = ("forward", "backward", "optimizer step")
 # What fully_shard allocates where.
-ALLOCATING: dict[tuple[Any, str], Holder] = {
-    (_fsdp_param_group, "foreach_all_gather"): "communication buffers",
-    (_fsdp_param_group, "foreach_all_gather_copy_out"): "gathered units",
-    (_fsdp_param_group, "foreach_reduce"): "communication buffers",
-    (FSDPParam, "to_accumulated_grad_if_needed"): "gradients",
+ALLOCATING: dict[tuple[Any, str], MemoryCategory] = {
+    internals.ALL_GATHER: "communication buffers",
+    internals.COPY_OUT: "gathered units",
+    internals.REDUCE: "communication buffers",
+    internals.ACCUMULATE: "gradients",
 }
 
 
-class Tracker(TorchDispatchMode):
-    """Keeps a ledger of every operator's tensors; a PhaseWatch. Until the first phase begins, with loading, tensors are
-    real: the skeleton is on the meta device anyway.
+class MemoryLedger:
+    """Storages that are alive, their bytes and holders, and the peak of each phase."""
 
-    Args:
-        device: cuda or cpu: what is planned for.
+    def __init__(self) -> None:
+        self.now = 0  # bytes of all
+        self.holders: dict[MemoryCategory, int] = dict.fromkeys(MEMORY_CATEGORIES, 0)
+        self.holder: MemoryCategory = "temporaries"  # of what is allocated from now on
+        self.phase: Phase | None = None  # whose peak is being measured
+        self.peaks: dict[Phase, Peak] = {}
+        self.module = ""  # at work, for the peaks
+        self.timeline: list[Moment] = []
+        self.events: list[tuple[int, int]] = []  # every change: (storage, bytes more or fewer)
+        self._alive: dict[int, tuple[int, int, MemoryCategory]] = {}
+        self._numbered = 0
 
-    Attributes:
-        planned_device: the same; see llama_ft.planning.
-        ledger: what is alive.
-        traffic: what collectives have sent.
-    """
+    def begin(self, phase: Phase, holder: MemoryCategory) -> None:
+        """Measure the peak of a phase; what is allocated belongs to `holder`."""
+        self.phase, self.holder, self.module = phase, holder, ""
+        self._note_peak()
+        self.mark(phase)
+
+    def note(self, storage: torch.UntypedStorage) -> None:
+        """A storage that may be new or may have been resized."""
+        key, nbytes = internals.storage_key(storage), storage.nbytes()
+        number, before, holder = self._alive.get(key, (0, 0, self.holder))
+        if key not in self._alive:
+            self._numbered = number = self._numbered + 1
+            weakref.finalize(storage, self._drop, key)
+        if nbytes != before:
+            self._change(number, nbytes - before, holder)
+        self._alive[key] = (number, nbytes, holder)
+
+    def note_temporary(self, nbytes: int) -> None:
+        """Memory that an operator takes and gives back before it returns."""
+        if nbytes:
+            number = self.note_kept(nbytes)
+            self._change(number, -nbytes, "temporaries")
+
+    def note_kept(self, nbytes: int) -> int:
+        """Memory that a library takes and keeps; returns its number."""
+        self._numbered += 1
+        self._change(self._numbered, nbytes, "temporaries")
+        return self._numbered
+
+    def assign(self, tensors: Iterable[torch.Tensor], holder: MemoryCategory) -> None:
+        """Say who holds tensors that are alive already; of DTensors this rank's part."""
+        for tensor in tensors:
+            key = internals.storage_key(internals.local_part(tensor).untyped_storage())
+            if key in self._alive:
+                number, nbytes, before = self._alive[key]
+                self._alive[key] = (number, nbytes, holder)
+                self.holders[before] -= nbytes
+                self.holders[holder] += nbytes
+
+    def settle(self, phase: Phase, holder: MemoryCategory, others: Iterable[MemoryCategory]) -> None:
+        """At the peak of a phase, what `others` hold now was counted as `holder`'s: they had not been assigned yet."""
+        peak = self.peaks[phase]
+        moved = {other: self.holders[other] for other in others}
+        holders = {**peak.holders, **moved, holder: peak.holders[holder] - sum(moved.values())}
+        self.peaks[phase] = replace(peak, holders=holders)
+
+    def mark(self, label: str) -> None:
+        """Put a moment on the timeline."""
+        self.timeline.append(Moment(label, self.now, self.holders["gathered units"]))
+
+    def _note_peak(self) -> None:
+        if self.phase is not None and (self.phase not in self.peaks or self.now > self.peaks[self.phase].bytes):
+            self.peaks[self.phase] = Peak(self.phase, self.now, dict(self.holders), self.module)
+
+    def _change(self, number: int, more: int, holder: MemoryCategory) -> None:
+        self.now += more
+        self.holders[holder] += more
+        self.events.append((number, more))
+        if more > 0:
+            self._note_peak()
+
+    def _drop(self, key: int) -> None:
+        number, nbytes, holder = self._alive.pop(key)
+        if nbytes:
+            self._change(number, -nbytes, holder)
+
+
+class Tracker(internals.TorchDispatchMode):
+    """Keeps a ledger of every operator's tensors; a PhaseMonitor. Until the first phase, loading, begins, tensors are
+    real: the skeleton is on the meta device anyway. `device` is what is planned for, cuda or cpu."""
 
     def __init__(self, device: str) -> None:
         super().__init__()
-        self.ledger, self.traffic = Ledger(), Traffic()
-        self.planned_device = device
+        self.ledger, self._is_cuda = MemoryLedger(), device == "cuda"
+        self._workspace_bytes = CUBLAS_BYTES if self._is_cuda else 0  # not allocated yet
         self._module_names: dict[nn.Module, str] = {}
         self._units: set[nn.Module] = set()
         self._head: nn.Module | None = None
         self._hooked: set[int] = set()
 
     def enter(self, phase: Phase) -> None:
-        """See PhaseWatch."""
-        self.ledger.module = ""
+        """See PhaseMonitor."""
         self.ledger.begin(phase, HELD_IN[phase])
-        self.ledger.mark(phase)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
-        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+        if func is internals.DEVICE and isinstance(args[0], internals.FakeTensor):
             return args[0].fake_device  # more than half of all calls
         kwargs = kwargs or {}
-        if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
+        if func is internals.ITEM and isinstance(args[0], internals.FakeTensor):
             return True if args[0].dtype == torch.bool else 1.0 if args[0].is_floating_point() else 1
         if self.ledger.phase is None or _computes_for_real(func, args, kwargs):
-            with unset_fake_temporarily():
+            with internals.unset_fake_temporarily():
                 return func(*args, **kwargs)
-        if func.namespace == "c10d":
-            if self.ledger.phase in OF_A_STEP:
-                self.traffic.note(func, args)
-            if self.planned_device == "cpu":
-                self.ledger.note_temporary(self.traffic.gloo_buffer(func, args))
-        self.ledger.note_temporary(_workspace_bytes(func, args, self.planned_device))
-        if self.planned_device == "cuda" and func._opname in ("mm", "addmm", "bmm"):
-            self.ledger.keep_workspace(CUBLAS_BYTES)
-        if func is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
+        if func.namespace == "c10d" and not self._is_cuda:
+            self.ledger.note_temporary(_gloo_bytes(func, args))
+        self.ledger.note_temporary(_workspace_bytes(func, args, self._is_cuda))
+        if self._workspace_bytes and internals.operator_name(func) in ("mm", "addmm", "bmm"):
+            self.ledger.note_kept(self._workspace_bytes)
+            self._workspace_bytes = 0
+        if func is internals.GROUPED_MM and args[0].dtype != torch.bfloat16:
             # torch's fake kernel takes bf16 only, the real ones take fp32 and fp16 too.
             result = func(args[0].bfloat16(), args[1].bfloat16(), *args[2:], **kwargs).to(args[0].dtype)
         else:
@@ -109,60 +173,52 @@ class Tracker(TorchDispatchMode):
     @contextmanager
     def planning(self) -> Iterator[None]:
         """In the block, tensors are fake and all of them are seen."""
-        resize = torch.UntypedStorage.resize_
+        resize, propagate = torch.UntypedStorage.resize_, getattr(*internals.PROPAGATE)
 
         def resize_and_note(storage: torch.UntypedStorage, nbytes: int) -> torch.UntypedStorage:
             result = resize(storage, nbytes)
             self.ledger.note(storage)
             return result
 
-        propagate = ShardingPropagator._propagate_tensor_meta_non_cached
-
-        def propagate_unseen(*args: Any, **kwargs: Any) -> Any:  # on tensors of the global shape
-            with _disable_current_modes():
+        def propagate_unseen(*args: Any, **kwargs: Any) -> Any:
+            with internals._disable_current_modes():
                 return propagate(*args, **kwargs)
 
         with ExitStack() as stack:
             stack.enter_context(patch.object(torch.UntypedStorage, "resize_", resize_and_note))
-            stack.enter_context(patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", propagate_unseen))
-            for (place, name), holder in ALLOCATING.items():
-                original = getattr(place, name)
-                stack.enter_context(patch.object(place, name, self._allocating(original, holder)))
-            stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+            stack.enter_context(patch.object(*internals.PROPAGATE, propagate_unseen))
+            for place, holder in ALLOCATING.items():
+                stack.enter_context(patch.object(*place, self._allocating(getattr(*place), holder)))
+            stack.enter_context(internals.FakeTensorMode(allow_non_fake_inputs=True))
             stack.enter_context(self)
             yield
 
-    def _allocating(self, function: Callable[..., Any], holder: Holder) -> Callable[..., Any]:
+    def _allocating(self, function: Callable[..., Any], holder: MemoryCategory) -> Callable[..., Any]:
         def wrapped(*args: Any, **kwargs: Any) -> Any:
-            with self.ledger.held_by(holder):
-                result = function(*args, **kwargs)
-            if function.__name__ == "foreach_reduce":
-                self._assign_sharded_gradients(args[0])
+            before, self.ledger.holder = self.ledger.holder, holder
+            result = function(*args, **kwargs)
+            self.ledger.holder = before
+            if function.__name__ == internals.REDUCE[1]:
+                gradients = [parameter.sharded_param.grad for parameter in args[0]]
+                self.ledger.assign([gradient for gradient in gradients if gradient is not None], "gradients")
             return result
 
         return wrapped
 
-    def _assign_sharded_gradients(self, parameters: list[Any]) -> None:
-        gradients = [p.sharded_param.grad for p in parameters]
-        self.ledger.assign([gradient for gradient in gradients if gradient is not None], "gradients")
-
     def forget_steps(self) -> None:
         """Keep of what has been measured only the loading: the next step is the one to show."""
-        load = self.ledger.peaks["load"]
-        self.ledger.peaks = {"load": load}
+        self.ledger.peaks = {"load": self.ledger.peaks["load"]}
         self.ledger.timeline = []
-        self.traffic.sent.clear()
 
     def note_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Assign the states that an optimizer has made."""
-        states = [value for state in optimizer.state.values() for value in state.values()]
-        self.ledger.assign([value for value in states if isinstance(value, torch.Tensor)], "optimizer state")
+        self.ledger.assign(states_of(optimizer), "optimizer state")
 
     def watch(self, model: PreTrainedModel) -> None:
         """Follow a model's forward and backward passes by module; assign its parameters."""
-        floats = [p for p in model.parameters() if p.is_floating_point()]
-        self.ledger.assign(floats, "sharded parameters")
-        self.ledger.assign([p for p in model.parameters() if not p.is_floating_point()], "quantized parts")
+        for parameter in model.parameters():
+            holder: MemoryCategory = "sharded parameters" if parameter.is_floating_point() else "quantized parts"
+            self.ledger.assign([parameter], holder)
         self.ledger.settle("load", "temporaries", ("sharded parameters", "quantized parts"))
         self._module_names = {module: name for name, module in model.named_modules()}
         layers = set(decoder_layers(model))
@@ -175,9 +231,8 @@ class Tracker(TorchDispatchMode):
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         self.ledger.module = self._module_names[module]
         # FusedLora uses the parameters of its modules without calling them.
-        own = module.parameters() if isinstance(module, lora_linear.FusedLora) else module._parameters.values()
-        for parameter in own:
-            if parameter is not None and parameter.requires_grad and id(parameter) not in self._hooked:
+        for parameter in module.parameters(recurse=isinstance(module, lora_linear.FusedLora)):
+            if parameter.requires_grad and id(parameter) not in self._hooked:
                 self._hooked.add(id(parameter))  # fully_shard keeps its gathered parameters for good
                 parameter.register_post_accumulate_grad_hook(self._assign_gradient)
         if self.ledger.phase == "backward":  # recomputed
@@ -185,7 +240,7 @@ class Tracker(TorchDispatchMode):
         if module is self._head:
             self.ledger.holder = "logits and loss"
             if args and isinstance(args[0], torch.Tensor) and args[0].requires_grad:
-                args[0].register_hook(self._leave_head)
+                args[0].register_hook(lambda _: setattr(self.ledger, "holder", "activations"))
         if module in self._units:
             self.ledger.mark(f"forward {self._module_names[module] or 'the model'}")
 
@@ -198,7 +253,7 @@ class Tracker(TorchDispatchMode):
             return
         name = self._module_names[module] or "the model"
         self.ledger.mark(f"forward {name} ends")
-        for value in tree_leaves(result):
+        for value in internals.tree_leaves(result):
             if isinstance(value, torch.Tensor) and value.requires_grad:
                 value.register_hook(lambda _: self._begin_backward(name))
                 return
@@ -207,12 +262,15 @@ class Tracker(TorchDispatchMode):
         self.ledger.module = name
         self.ledger.mark(f"backward {name}")
 
-    def _leave_head(self, _: torch.Tensor) -> None:
-        self.ledger.holder = "activations"
-
     def _assign_gradient(self, parameter: torch.Tensor) -> None:
         if parameter.grad is not None:
             self.ledger.assign([parameter.grad], "gradients")
+
+
+def states_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Return the tensors that an optimizer has made."""
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    return [value for value in states if isinstance(value, torch.Tensor)]
 
 
 def _computes_for_real(func: Any, args: Any, kwargs: Any) -> bool:
@@ -223,8 +281,8 @@ def _computes_for_real(func: Any, args: Any, kwargs: Any) -> bool:
         return True
     tensors = [*_tensors(args), *_tensors(kwargs.values())]
     if not tensors:
-        return func.namespace == "aten" and func._opname == "arange" and kwargs.get("dtype") in (None, torch.int64)
-    if any(isinstance(tensor, FakeTensor) for tensor in tensors):
+        return func.overloadpacket is torch.ops.aten.arange and kwargs.get("dtype") in (None, torch.int64)
+    if any(isinstance(tensor, internals.FakeTensor) for tensor in tensors):
         return False
     on_meta = [tensor.device.type == "meta" for tensor in tensors]
     return all(on_meta) and device is None or not any(on_meta)
@@ -239,73 +297,31 @@ def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
             yield from _tensors(value)
 
 
-class Traffic:
-    """Bytes this rank sends, by collective, if all ranks are on a ring: of n ranks, all-gather sends n - 1 times its
-    own part, reduce-scatter (n - 1) / n of its input and all-reduce twice that. Source:
-    https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/usage/collectives.html and its performance notes.
-
-    Attributes:
-        sent: by collective.
-    """
-
-    def __init__(self) -> None:
-        self.sent: dict[str, int] = {}
-
-    def note(self, func: Any, args: Any) -> None:
-        """An operator of torch.ops.c10d is about to run."""
-        kind, ranks = _kind(func), _ranks(args)
-        tensors = [value for value in tree_leaves(args) if isinstance(value, torch.Tensor)]
-        if kind is None or ranks < 2 or not tensors:
-            return
-        largest = max(sum(tensor.nbytes for tensor in tensors[:1]), sum(tensor.nbytes for tensor in tensors[1:]))
-        share = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2, "broadcast": 1}[kind] * (ranks - 1) / ranks
-        self.sent[kind] = self.sent.get(kind, 0) + int(largest * share)
-
-    def gloo_buffer(self, func: Any, args: Any) -> int:
-        """What gloo takes beside its arguments: reduce-scatter is an all-reduce of a copy of the input, and all-gather
-        receives into memory of its own. Source: AsyncAllgatherWork in torch's ProcessGroupGloo.cpp."""
-        if _kind(func) not in ("all-gather", "reduce-scatter"):
-            return 0
-        tensors = [value for value in tree_leaves(args) if isinstance(value, torch.Tensor)]
-        return max(tensor.nbytes for tensor in tensors)
+def _gloo_bytes(func: Any, args: Any) -> int:
+    """What gloo takes beside a collective's arguments: its reduce-scatter is an all-reduce of a copy of the input, and
+    its all-gather receives into memory of its own. Source: AsyncAllgatherWork in torch's ProcessGroupGloo.cpp."""
+    if not internals.operator_name(func).strip("_").startswith(("allgather", "reduce_scatter")):
+        return 0
+    return max((value.nbytes for value in internals.tree_leaves(args) if isinstance(value, torch.Tensor)), default=0)
 
 
-def _kind(func: Any) -> str | None:
-    name = func._opname.strip("_")
-    kinds = {"allgather": "all-gather", "reduce_scatter": "reduce-scatter", "allreduce": "all-reduce"}
-    kinds["broadcast"] = "broadcast"
-    return next((kind for start, kind in kinds.items() if name.startswith(start)), None)
-
-
-def _ranks(args: Any) -> int:
-    for value in args:
-        if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
-            return dist.ProcessGroup.unbox(value).size()
-    return 1
-
-
-def _workspace_bytes(func: Any, args: Any, device: str) -> int:
-    """Bytes that an operator allocates and frees before it returns.
-
-    Args:
-        func: the operator.
-        args: its arguments.
-        device: cuda or cpu.
-    """
-    if func.namespace == "llama_ft" and func._opname == "lora_linear":
+def _workspace_bytes(func: Any, args: Any, is_cuda: bool) -> int:
+    """Bytes that an operator allocates and frees before it returns."""
+    name = internals.operator_name(func)
+    if func.namespace == "llama_ft" and name == "lora_linear":
         return lora_linear.workspace_bytes(args)
     if func.namespace != "bitsandbytes":
         return 0
     inputs: torch.Tensor = args[0]
-    if func._opname == "gemm_4bit":  # the weight is dequantized into the inputs' dtype, then multiplied
+    if name == "gemm_4bit":  # the weight is dequantized into the inputs' dtype, then multiplied
         return int(torch.Size(args[2]).numel()) * inputs.dtype.itemsize
-    if func._opname == "quantize_4bit" and device == "cpu":  # an fp32 copy, scaled, clamped, and int32 codes
+    if is_cuda:  # int32 sums, then fp16
+        return int(inputs.shape[0] * args[1].shape[0] * (4 + 2)) if name == "int8_scaled_mm" else 0
+    if name == "quantize_4bit":  # an fp32 copy, scaled, clamped, and int32 codes
         return inputs.numel() * 4 * 4
-    if func._opname == "int8_vectorwise_quant" and device == "cpu":
+    if name == "int8_vectorwise_quant":
         return inputs.numel() * 4
-    if func._opname == "optimizer_update_8bit_blockwise" and device == "cpu":
+    if name == "optimizer_update_8bit_blockwise":
         # In fp32: both states, the gradient, the second state's root before and after a division, narrower weights.
         return int(args[2].numel() * 4 * (5 if args[2].dtype == torch.float32 else 6))
-    if func._opname == "int8_scaled_mm" and device == "cuda":  # int32 sums, then fp16
-        return int(inputs.shape[0] * args[1].shape[0] * (4 + 2))
     return 0

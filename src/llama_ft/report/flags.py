@@ -1,17 +1,16 @@
 """The command line of recipes/report.py."""
 
 from pathlib import Path
+from typing import Annotated
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from llama_ft.config.paths import folder_complaint
+from llama_ft.config.paths import folder_problem
 from llama_ft.config.run_settings import STRICT
 from llama_ft.config.tool_flags import check, read
 from llama_ft.report import REPORT_FILE
 from llama_ft.report.run import is_run
-
-COMPARISON = "comparison.html"
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -21,8 +20,8 @@ class ReportFlags:
     places: list[str] = Field(default_factory=list)
     """RUN: directories of runs (output/...), which stand alone."""
 
-    out: str | None = None
-    """The file to write; if not given RUN/report.html, or comparison.html here for several runs."""
+    out: Annotated[str, Field(pattern=r"\.html?$")] | None = None
+    """The .html file to write; if not given RUN/report.html, or comparison.html here for several runs."""
 
 
 def read_report_flags(argv: list[str], description: str) -> ReportFlags:
@@ -32,24 +31,14 @@ def read_report_flags(argv: list[str], description: str) -> ReportFlags:
         UserError: with one message for every error.
     """
     options, _, errors = read(argv, ReportFlags, description)
-    errors += [f"{name}: {error}" for name in options.places if (error := _complaint(Path(name).expanduser()))]
-    if not options.places:
-        errors.append("RUN is needed: report.py RUN [RUN...].")
-    elif options.out is None:
-        options.out = COMPARISON if len(options.places) > 1 else str(Path(options.places[0]) / REPORT_FILE)
-    elif Path(options.out).suffix not in (".html", ".htm"):
-        errors.append(f"--out {options.out}: expected a file whose name ends in .html.")
-    elif not Path(options.out).expanduser().absolute().parent.is_dir():
-        errors.append(f"--out {options.out}: there is no folder {Path(options.out).parent}.")
+    errors += [] if options.places else ["RUN is needed: report.py RUN [RUN...]."]
+    for name in options.places:
+        folder, nothing = (
+            Path(name).expanduser(),
+            "has neither status.json nor metrics.jsonl: no run's directory.",
+        )
+        if error := folder_problem(folder, "a run's directory") or (None if is_run(folder) else nothing):
+            errors.append(f"{name}: {error}")
     check(errors)
+    options.out = options.out or ("comparison.html" if options.places[1:] else f"{options.places[0]}/{REPORT_FILE}")
     return options
-
-
-def _complaint(folder: Path) -> str:
-    if error := folder_complaint(folder, "a run's directory"):
-        return error
-    if is_run(folder):
-        return ""
-    runs = sorted(entry.name for entry in folder.iterdir() if is_run(entry))
-    held = f" It holds runs: {', '.join(runs[:5])}{', ...' if len(runs) > 5 else ''}." if runs else ""
-    return f"is not a run's directory: it has neither status.json nor metrics.jsonl.{held}"

@@ -10,38 +10,31 @@ import math
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from markupsafe import Markup
 
-from llama_ft.config.messages import show
-from llama_ft.report import memory
-from llama_ft.report.plot import TEMPLATES, Plot, Series, histogram, number, smoothed
+from llama_ft.report.memory import MemoryFacts
+from llama_ft.report.plot import TEMPLATES, Plot, Series, number, smoothed
 from llama_ft.report.run import Run, differing_settings
 
 HERE = Path(__file__).parent
 ENDINGS = {"finished": "good", "failed": "bad", "stopped": "warn", "running": "info"}
-METRIC_PLOTS = (  # key, title, unit, whether a logarithmic axis may be better, whether it begins at zero
-    ("train/lr", "Learning rate", "", False, True),
-    ("train/grad_norm", "Gradient norm, before clipping", "", True, False),
-    ("perf/tokens_per_second", "Tokens per second, all ranks", "", False, True),
-    ("perf/mfu", "Model FLOPs utilization (MFU), of the published peak", "", False, True),
-    ("perf/matmul_utilization", "Matmul utilization, of the measured rate", "", False, True),
-    ("perf/step_seconds", "Seconds a step", "s", True, True),
-    ("memory/device_peak_bytes", "Device memory, peak so far, fullest rank", "bytes", False, True),
-    ("memory/host_peak_bytes", "Host memory (RSS), peak so far, fullest rank", "bytes", False, True),
-    ("train/loss_scale", "Loss scale", "", True, False),
+METRIC_PLOTS = (  # key, title, unit
+    ("train/lr", "Learning rate", ""),
+    ("train/grad_norm", "Gradient norm, before clipping", ""),
+    ("perf/tokens_per_second", "Tokens per second, all ranks", ""),
+    ("perf/mfu", "Model FLOPs utilization (MFU), of the published peak", ""),
+    ("perf/matmul_utilization", "Matmul utilization, of the measured rate", ""),
+    ("perf/step_seconds", "Seconds a step", "s"),
+    ("memory/device_peak_bytes", "Device memory, peak so far, fullest rank", "bytes"),
+    ("memory/host_peak_bytes", "Host memory (RSS), peak so far, fullest rank", "bytes"),
+    ("train/loss_scale", "Loss scale", ""),
 )
-UTILIZATIONS = (  # key, title of its card, where the run's facts have what it is a share of
-    ("perf/mfu", "MFU", "published_flops_per_second", "published"),
-    ("perf/matmul_utilization", "Matmul utilization", "product_flops_per_second", "measured"),
-)
-NOISY = ["train/loss", "train/grad_norm", "perf/tokens_per_second", "perf/mfu", "perf/matmul_utilization"]
-NOISY += ["perf/step_seconds"]
+NOISY = ("perf/", "train/grad_norm")
 
 
-@dataclasses.dataclass(frozen=True)
-class Card:
+class Card(NamedTuple):
     """A number of the headline."""
 
     name: str
@@ -54,28 +47,17 @@ def report_page(run: Run) -> str:
     loss = _lines(run, "train/loss", "training")
     if held_out := run.curves.get("eval/loss"):
         loss.append(Series("validation", held_out.steps, held_out.values, "dots", 1))
-    plots = [Plot("Loss", loss, log=True)]
-    plots += [
-        Plot(title, _lines(run, key, "mean"), unit, log, from_zero) for key, title, unit, log, from_zero in METRIC_PLOTS
-    ]
-    phase, holders = memory.holder_bars(run)
+    plots = [Plot("Loss", loss, fits=True)]
+    plots += [Plot(title, _lines(run, key, "mean"), unit) for key, title, unit in METRIC_PLOTS]
+    memory = MemoryFacts(run)
     return _render(
         "run.html",
         title=run.name,
         run=run,
-        about=_about(run),
-        outcome=_outcome(run),
         cards=_cards(run),
         plots=[plot.svg() for plot in plots],
-        phase_bars=memory.phase_bars(run),
-        largest_phase=phase,
-        holder_bars=holders,
-        held_bars=memory.held_bars(run),
-        step_plot=memory.step_plot(run).svg(),
-        like_for_like=memory.is_like_for_like(run),
-        rank_table=memory.rank_table(run),
-        units=unit_groups(run.facts.get("units", [])),
-        histograms=_histograms(run.facts.get("data", {})),
+        memory=memory,
+        step_plot=memory.step_plot().svg(),
         differing=differing_settings([run]),
     )
 
@@ -84,13 +66,13 @@ def comparison_page(runs: Sequence[Run]) -> str:
     """Several runs on one page: curves over each other, what they were, and in what they differ."""
     if len({run.name for run in runs}) < len(runs):
         runs = [dataclasses.replace(run, name=str(run.folder)) for run in runs]
-    looks = [("train/loss", "Loss", "", True, False), ("eval/loss", "Validation loss", "", True, False), *METRIC_PLOTS]
+    looks = [("train/loss", "Loss", ""), ("eval/loss", "Validation loss", ""), *METRIC_PLOTS]
     plots = []
-    for key, title, unit, log, from_zero in looks:  # of each run one line: the mean where there is one
+    for key, title, unit in looks:  # of each run one line: the mean where there is one
         lines = [line for n, run in enumerate(runs) for line in _lines(run, key, run.name, n)[-1:]]
         if key == "eval/loss":
             lines = [dataclasses.replace(line, style="dots") for line in lines]
-        plots.append(Plot(title, lines, unit, log, from_zero, named=True))
+        plots.append(Plot(title, lines, unit, fits=key.endswith("/loss"), named=True))
     columns = [{card.name: card for card in _cards(run)} for run in runs]
     return _render(
         "compare.html",
@@ -100,20 +82,6 @@ def comparison_page(runs: Sequence[Run]) -> str:
         plots=[plot.svg() for plot in plots],
         differing=differing_settings(list(runs)),
     )
-
-
-def unit_groups(units: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """FSDP units, equal ones counted together; of each group the names and the share of the model."""
-    total = sum(unit["parameters"] for unit in units) or 1
-    groups: dict[tuple[str, int, int], list[str]] = {}
-    for unit in units:
-        kind = unit["kind"] if unit["name"] else "rest of the model"
-        name = unit["name"] or "everything that is in no other unit"
-        groups.setdefault((kind, unit["parameters"], unit["bytes"]), []).append(name)
-    return [
-        {"kind": kind, "parameters": count, "bytes": size, "share": count * len(names) / total, "names": names}
-        for (kind, count, size), names in groups.items()
-    ]
 
 
 def _render(template: str, **values: Any) -> str:
@@ -130,28 +98,6 @@ def _render(template: str, **values: Any) -> str:
     return page.encode("utf-8", "replace").decode()  # an answer may hold half a character
 
 
-def _about(run: Run) -> str:
-    names = ("model.model_name", "data.dataset")
-    model, rows = (show(run.settings[name]) if name in run.settings else "" for name in names)
-    method = "full tuning"
-    if run.settings.get("peft.use_peft"):
-        method = "LoRA"
-        mode = run.settings.get("quantization.mode")
-        method += f" beside {mode} weights" if mode not in (None, "none") else ""
-    return f"{method} of {model} on {rows}" if model else ""
-
-
-def _outcome(run: Run) -> str:
-    """That the run stopped early, and which step the final model is of, where that is not the last one."""
-    total, weights_of = run.facts.get("total_steps"), run.facts.get("weights_of")
-    lines = []
-    if run.status.get("state") == "finished" and total and run.step < total:
-        lines.append(f"Stopped early, after step {run.step:,} of {total:,}: the validation loss no longer fell.")
-    if weights_of is not None and weights_of != run.step:
-        lines.append(f"The final model has the weights of step {weights_of:,}, with the best validation loss.")
-    return " ".join(lines)
-
-
 def _cards(run: Run) -> list[Card]:
     curves, cards = run.curves, []
     total = run.facts.get("total_steps")
@@ -164,26 +110,19 @@ def _cards(run: Run) -> list[Card]:
         cards.append(Card("Validation loss", number(held_out.last, digits=4), f"best {lowest:.4g} at step {step:,}"))
     if speed := curves.get("perf/tokens_per_second"):
         cards.append(Card("Tokens per second", f"{speed.median:,.0f}", "median of the second half"))
-    for key, title, fact, how in UTILIZATIONS:
-        if utilization := curves.get(key):
-            rates = run.facts.get("speed", {}).get(fact) or 0.0
-            rate = (sum(rates) if isinstance(rates, list) else rates) / 1e12
-            cards.append(Card(title, f"{utilization.median:.0%}", f"of {rate:.3g} TFLOP/s, {how}" if rate else ""))
-    peak, kind = memory.measured_peak(run)
-    predicted, what = memory.predicted_peak(run), ""
+    if utilization := curves.get("perf/mfu") or curves.get("perf/matmul_utilization"):
+        title, share = ("MFU", "published") if "perf/mfu" in curves else ("Matmul utilization", "measured")
+        cards.append(Card(title, f"{utilization.median:.0%}", f"of the {share} FLOP/s"))
+    memory = MemoryFacts(run)
+    (peak, kind), predicted, what = memory.measured_peak(), memory.predicted, ""
     if math.isfinite(predicted):
         plan = f"plan: {number(predicted, 'bytes')} of tensors"
-        what = f"{plan} ({peak / predicted - 1:+.0%})" if memory.is_like_for_like(run) else f"with Python; {plan}"
+        what = f"{plan} ({peak / predicted - 1:+.0%})" if memory.is_like_for_like else f"with Python; {plan}"
     if math.isfinite(peak):
         cards.append(Card(f"Peak of {kind}", number(peak, "bytes"), what))
-    elif math.isfinite(predicted):
-        cards.append(Card("Predicted peak", number(predicted, "bytes"), "nothing was measured"))
-    ranks = max([len(peaks) for peaks in run.rank_peaks.values()] + [int(run.plan.get("world_size", 0))])
-    on_gpu = "memory/device_peak_bytes" in run.rank_peaks or run.plan.get("device") == "cuda"
-    if ranks:
-        machine = run.facts.get("environment", {}).get("GPUs" if on_gpu else "host", "")
-        count = f"{ranks} rank{'s' if ranks > 1 else ''}"
-        cards.append(Card("Device", "GPU" if on_gpu else "CPU", f"{count}; {machine}" if machine else count))
+    if ranks := max([len(peaks) for peaks in run.rank_peaks.values()], default=0):
+        machine = run.facts.get("environment", {}).get("GPUs" if memory.is_like_for_like else "host", "")
+        cards.append(Card("Ranks", f"{ranks}", machine))
     return cards
 
 
@@ -191,16 +130,5 @@ def _lines(run: Run, key: str, name: str, colour: int = 0) -> list[Series]:
     """A curve; of one that is noisy also its mean, last."""
     if (curve := run.curves.get(key)) is None:
         return []
-    if key in NOISY:
-        return smoothed(name, curve.steps, curve.values, colour)
-    return [Series(name, curve.steps, curve.values, "line", colour)]
-
-
-def _histograms(data: dict[str, Any]) -> list[Markup]:
-    splits = [("Training rows", data.get("train"), 0), ("Validation rows", data.get("validation"), 1)]
-    edges = data.get("edges", [])
-    return [
-        histogram(split["histogram"], edges, title, colour)
-        for title, split, colour in splits
-        if split and len(edges) == len(split["histogram"]) + 1
-    ]
+    series = Series(name, curve.steps, curve.values, "line", colour)
+    return smoothed(series) if key == "train/loss" or key.startswith(NOISY) else [series]

@@ -2,10 +2,10 @@
 
 import json
 import math
-from array import array
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ import yaml
 from llama_ft.config.settings import SETTINGS
 from llama_ft.errors import reason
 
-MOST_DAMAGED_LINES = 3
 PARTS = {
     "status.json": "how the run ended",
     "config.yaml": "its settings",
@@ -35,22 +34,18 @@ class Curve:
     @property
     def last(self) -> float:
         """The last finite value, NaN where there is none."""
-        finite = self.values[numpy.isfinite(self.values)]
-        return float(finite[-1]) if len(finite) else math.nan
+        return next((float(value) for value in self.values[::-1] if math.isfinite(value)), math.nan)
 
     @property
     def lowest(self) -> tuple[int, float]:
-        """The step of the lowest value, and that value; (0, NaN) where there is none."""
-        if not numpy.isfinite(self.values).any():
-            return 0, math.nan
-        place = int(numpy.nanargmin(self.values))
+        """The step of the lowest value, and that value."""
+        place = int(numpy.where(numpy.isfinite(self.values), self.values, math.inf).argmin())
         return int(self.steps[place]), float(self.values[place])
 
     @property
     def median(self) -> float:
         """Of the second half, where things have settled."""
-        half = self.values[len(self.values) // 2 :]
-        return float(numpy.nanmedian(half)) if numpy.isfinite(half).any() else math.nan
+        return float(numpy.median(self.values[len(self.values) // 2 :]))
 
 
 @dataclass
@@ -58,16 +53,13 @@ class Run:
     """What is known of a run.
 
     Attributes:
-        folder: its directory.
-        name: that directory's.
-        status: of status.json.
-        settings: by dotted name, as config.yaml has them.
-        config_text: config.yaml itself.
+        folder, name: its directory, and that directory's name.
+        status, facts, plan: of the JSON files of these names; empty where there are none.
+        settings: by dotted name, as config.yaml has them; config_text is the file itself.
         curves: by the keys of metrics.jsonl; of lists, the largest over the ranks.
         rank_peaks: of those lists, the largest of each rank.
-        facts, plan: of facts.json and plan.json; empty where there are none.
         missing: what is not there, for people.
-        damaged: one line for each file, or line of one, that cannot be read.
+        damaged: one line for each file that cannot be read, or the first such line of one.
     """
 
     folder: Path
@@ -117,55 +109,34 @@ def _read(run: Run, name: str, parse: Callable[[str], Any]) -> dict[str, Any]:
     """The mapping in a file; empty where there is none, and where it is damaged."""
     path = run.folder / name
     try:
-        value = parse(path.read_text(encoding="utf-8"))
-        if not isinstance(value, dict):
-            raise ValueError("expected a mapping")
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, yaml.YAMLError) as error:
+        return dict(parse(path.read_text(encoding="utf-8")) if path.exists() else {})
+    except (OSError, ValueError, TypeError, yaml.YAMLError) as error:
         run.damaged.append(f"{path}: {reason(error)}")
         return {}
-    return value
 
 
 def _read_metrics(run: Run) -> None:
-    """metrics.jsonl, line by line: of a million steps only the numbers are kept."""
-    path = run.folder / "metrics.jsonl"
-    pairs: dict[str, array[float]] = defaultdict(lambda: array("d"))  # step, value, step, value...
-    bad = list[str]()
+    path, place = run.folder / "metrics.jsonl", 0
+    pairs: dict[str, list[float]] = defaultdict(list)  # step, value, step, value...
     try:
-        with path.open("rb") as lines:
-            for place, line in enumerate(lines, 1):
-                if not line.endswith(b"\n"):
-                    break  # it is being written, or a kill has cut it short
-                try:
-                    _take_line(run, json.loads(line), pairs)
-                except (ValueError, KeyError, TypeError, AttributeError) as error:
-                    bad.append(f"{path}:{place}: {reason(error)}")
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        bad.append(f"{path}: {reason(error)}")
-    run.damaged += bad[:MOST_DAMAGED_LINES]
-    if more := len(bad) - MOST_DAMAGED_LINES:
-        run.damaged += [f"{path}: {more} more lines like these"] if more > 0 else []
+        for line in path.open("rb") if path.exists() else ():
+            place += 1
+            if line.endswith(b"\n"):  # else it is being written, or a kill has cut it short
+                _take_line(run, json.loads(line), pairs)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        run.damaged.append(f"{path}:{place}: {reason(error)}; what follows is left out")
     run.curves = {key: Curve(both[::2], both[1::2]) for key, both in ((k, numpy.array(v)) for k, v in pairs.items())}
 
 
-def _take_line(run: Run, record: dict[str, Any], pairs: "dict[str, array[float]]") -> None:
+def _take_line(run: Run, record: dict[str, Any], pairs: dict[str, list[float]]) -> None:
     step = record.pop("step") + 0.0
     for key, value in record.items():
-        if value is None:
-            value = math.nan
-        elif type(value) is list:
-            value = [math.nan if number is None else number for number in value]
-            if (before := run.rank_peaks.get(key)) != value:
-                before = before or value
-                run.rank_peaks[key] = [*map(max, before, value), *value[len(before) :]]
+        value = [math.nan if one is None else one for one in value] if type(value) is list else value
+        if type(value) is list:
+            before = run.rank_peaks.get(key, [])
+            run.rank_peaks[key] = [max(pair) for pair in zip_longest(before, value, fillvalue=0.0)]
             value = max(value, default=math.nan)
-        both = pairs[key]
-        both.append(step)
-        both.append(value)
+        pairs[key].extend((step, math.nan if value is None else value))
 
 
 def is_run(folder: Path) -> bool:

@@ -2,10 +2,9 @@
 
 from llama_ft.runtime.console import configure_console, console, log
 from llama_ft.runtime.devices import sent
-from llama_ft.runtime.failures import Stopped
+from llama_ft.runtime.exit import Stopped
 from llama_ft.runtime.precision import PRECISIONS, Precision, advise_precision
 from llama_ft.runtime.process_group import Runtime, start
-from llama_ft.runtime.stopping import grace_warning
 
 __all__ = [
     "PRECISIONS",
@@ -15,7 +14,6 @@ __all__ = [
     "advise_precision",
     "configure_console",
     "console",
-    "grace_warning",
     "log",
     "sent",
     "start",

@@ -1,4 +1,4 @@
-"""What people read while a run works: one logger, speaking on rank 0 only, that gets along with a progress bar."""
+"""What people read while a run works: one logger, of rank 0 only, that prints above a progress bar."""
 
 import errno
 import gc
@@ -14,11 +14,10 @@ from llama_ft.masking import printable
 
 
 class _Console(Console):
-    """Falls silent, instead of ending the process, when its reader is gone (`| head`, a closed pager, a terminal that
-    was left with disown), or the disk full that it is redirected to."""
+    """Prints no control characters of data and files, and falls silent, instead of ending the process, when its reader
+    is gone (`| head`, a closed terminal) or its disk full."""
 
     def print(self, *objects: Any, **options: Any) -> None:
-        """Print text and styled text without control characters: some of it comes from data and other files."""
         for it in objects:
             if isinstance(it, Text):
                 it.plain = printable(it.plain)  # of the same length, so that the styles stay where they are
@@ -42,15 +41,13 @@ log = logging.getLogger("llama_ft")
 
 
 class _ConsoleHandler(logging.Handler):
-    """Prints through rich, so that lines appear above a live progress bar instead of through it."""
-
     def emit(self, record: logging.LogRecord) -> None:
         prefix = "warning: " if record.levelno >= logging.WARNING else ""
         console.print(prefix + record.getMessage().replace("\n", "\n" + " " * len(prefix)))
 
 
 def configure_console(rank: int) -> None:
-    """Let rank 0 speak and keep the others silent (their errors are told by runtime.failures)."""
+    """Let rank 0 log and keep the others silent; runtime.exit prints their errors."""
     gc.freeze()  # what the imports have made stays; collecting was off since errors.before_imports
     gc.enable()
     log.handlers = [_ConsoleHandler()]

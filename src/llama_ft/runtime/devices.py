@@ -1,9 +1,7 @@
-"""Which device each rank has and how the model and the batches lie over them: the first lines of a run."""
+"""The device of each rank, and copies to it."""
 
-import itertools
+import os
 import socket
-from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -14,80 +12,34 @@ from llama_ft.config.messages import size_text
 OWN_BYTES, OWN_SHARE = 2**30, 0.02
 
 
-@dataclass(frozen=True)
-class DeviceNote:
-    """One rank's device, for people.
-
-    Attributes:
-        host: its node's name.
-        device: cuda:3, or CPU.
-        about: what it is; equal on ranks that differ in nothing worth telling.
-    """
-
-    host: str
-    device: str
-    about: str
+def configure_cuda() -> None:
+    """Set what the CUDA allocator reads at the first call, unless the user has set it."""
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 
-def take_device(device: torch.device, memory_fraction: float | None) -> DeviceNote:
-    """Look at this rank's device before anything is allocated, and limit what this process takes of it.
+def take_device(device: torch.device, memory_fraction: float | None) -> str:
+    """Make a device this process's, and return a description of it. Nothing may be allocated before.
 
     Args:
-        device: where the rank computes; current already when it is a GPU.
+        device: where the rank computes.
         memory_fraction: largest share of the GPU's memory that torch may allocate; None: all.
     """
+    host = socket.gethostname()
     if device.type != "cuda":
-        threads = torch.get_num_threads()
-        return DeviceNote(socket.gethostname(), "CPU", f"{threads} thread{'s' if threads > 1 else ''}")
+        return f"CPU on {host}, threads: {torch.get_num_threads()}"
+    torch.cuda.set_device(device)
+    torch.backends.cuda.enable_cudnn_sdp(False)  # it builds a plan of 0.1 to 0.5 s for every new shape
     free, total = torch.cuda.mem_get_info(device)
+    about = f"{torch.cuda.get_device_name(device)} on {host}, {size_text(total)}"
+    if total - free > max(OWN_BYTES, OWN_SHARE * total):
+        about += f", {device} shared with another program ({size_text(free)} free at the start)"
     if memory_fraction is not None:
         torch.cuda.set_per_process_memory_fraction(memory_fraction, device)
-    about = describe_gpu(torch.cuda.get_device_name(device), free, total, memory_fraction)
-    return DeviceNote(socket.gethostname(), str(device), about)
-
-
-def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A host tensor on the device, through pinned memory, without waiting for what the device is doing: a copy from
-    pageable memory does."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
-
-
-def describe_gpu(name: str, free_bytes: int, total_bytes: int, memory_fraction: float | None) -> str:
-    """A GPU in a phrase: its memory, what others use of it, and how much of it this run may use."""
-    about = f"{name}, {size_text(total_bytes)}"
-    if total_bytes - free_bytes > max(OWN_BYTES, OWN_SHARE * total_bytes):
-        about += f", shared with another program ({size_text(free_bytes)} free at the start)"
-    if memory_fraction is not None:
-        about += f", at most {size_text(memory_fraction * total_bytes)} used (device_memory_fraction)"
+        about += f", at most {size_text(memory_fraction * total)} used (device_memory_fraction)"
     return about
 
 
-def device_lines(notes: Sequence[DeviceNote]) -> list[str]:
-    """`ranks 0-7 on node1: cuda:0-7, NVIDIA H200, 139.81 GiB`: a line for neighbors that differ in number only.
-
-    Args:
-        notes: every rank's, in the order of ranks.
-    """
-    lines = []
-    for (host, about), group in itertools.groupby(range(len(notes)), key=lambda r: (notes[r].host, notes[r].about)):
-        first, *_, last = ranks = [*group] * 2
-        devices = notes[first].device
-        if notes[last].device != devices:
-            devices += f"-{notes[last].device.rpartition(':')[2]}"
-        numbers = f"rank {first}" if first == last else f"ranks {first}-{last}"
-        lines.append(f"{numbers} on {host}: {devices}, {about}{' each' if len(ranks) > 2 else ''}")
-    return lines
-
-
-def layout_line(copies: int, shards: int) -> str:
-    """How parameters lie over a mesh of `copies` x `shards` ranks."""
-    whole = "the whole model on each rank" if shards == 1 else f"the rows of every parameter split over {shards} ranks"
-    return f"mesh replicate {copies} x shard {shards}: {whole}"
-
-
-def batch_line(ranks: int, rows: int, micro_batches: int, global_batch: int, unit: str = "row") -> str:
-    """How a global batch is dealt: every rank, of whatever copy and shard, trains on rows of its own."""
-    if global_batch != ranks * rows * micro_batches:  # of a run that was begun on other ranks
-        return f"global batch: {global_batch} {unit}s as before, at most {rows} of them in a micro-batch of a rank"
-    product = f"ranks ({ranks}) x micro-batch ({rows}) x accumulation ({micro_batches})"
-    return f"global batch: {global_batch} {unit}s = {product}"
+def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy a host tensor to the device through pinned memory, without waiting for the device's work before it."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

@@ -1,32 +1,24 @@
 """What each --precision means in dtypes, and whether this machine computes bf16 at a useful speed."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from timeit import timeit
-from typing import Literal
+from functools import partial
+from timeit import repeat
+from typing import Literal, NamedTuple
 
 import torch
 
 from llama_ft.errors import UserError
 
 PrecisionName = Literal["bf16_mixed", "bf16_pure", "fp32", "fp16"]
+SLOW = 1.5  # without AVX512-BF16 or AMX a CPU emulates 16-bit matmuls, several times slower
 
 
-@dataclass(frozen=True)
-class Precision:
-    """Dtypes of one run.
+class Precision(NamedTuple):
+    """Dtypes of one run."""
 
-    Attributes:
-        trained: storage of weights that are trained.
-        frozen: storage of weights that are not.
-        compute: weights and activations in forward and backward.
-        reduce: gradients while they are summed over ranks.
-    """
-
-    trained: torch.dtype
-    frozen: torch.dtype
-    compute: torch.dtype
-    reduce: torch.dtype
+    trained: torch.dtype  # storage of weights that are trained
+    frozen: torch.dtype  # storage of weights that are not
+    compute: torch.dtype  # weights and activations in forward and backward
+    reduce: torch.dtype  # gradients while they are summed over ranks
 
 
 PRECISIONS = {
@@ -37,60 +29,34 @@ PRECISIONS = {
 }
 
 
-SLOW = 1.5  # from this factor on the CPU is taken to have no 16-bit products of its own
+def product_slowdown(dtype: torch.dtype) -> float:
+    """Time of a matmul in `dtype` over one in fp32 on this CPU."""
+    factors = [torch.ones(512, 512, dtype=each) for each in (dtype, torch.float32)]
+    half, full = (min(repeat(partial(torch.mm, each, each), number=1, repeat=4)) for each in factors)
+    return half / full
 
 
-def product_slowdown(dtype: torch.dtype, size: int = 512, repeats: int = 3) -> float:
-    """Time of a matrix product in `dtype` over an fp32 one on this CPU; takes about 20 ms.
-
-    CPUs without AVX512-BF16 or AMX emulate bf16: 8 times slower than fp32 on AMD Zen 3, where AMX makes it 9 times
-    faster. Measured rather than read from CPU flags, which differ by vendor.
-    """
-
-    def seconds(matrix: torch.Tensor) -> float:
-        times = [timeit(lambda: torch.nn.functional.linear(matrix, matrix), number=1) for _ in range(repeats + 1)]
-        return min(times[1:])  # the first run warms up
-
-    return seconds(torch.ones(size, size, dtype=dtype)) / seconds(torch.ones(size, size))
-
-
-def card_has_bf16() -> bool:
-    """Whether this process's GPU computes bf16 itself: NVIDIA's do from compute capability 8.0 (Ampere) on."""
-    return torch.cuda.is_bf16_supported(including_emulation=False)
-
-
-def advise_precision(
-    asked: PrecisionName,
-    free_to_choose: bool,
-    device: torch.device,
-    has_bf16: Callable[[], bool] = card_has_bf16,
-) -> tuple[PrecisionName, str]:
+def advise_precision(asked: PrecisionName, free_to_choose: bool, device: torch.device) -> tuple[PrecisionName, str]:
     """The precision to use on this device, and what to tell the user about it ("" for nothing).
 
     Args:
         asked: a key of PRECISIONS.
         free_to_choose: whether the user has left the choice open (the demo); otherwise `asked` stands.
         device: where the model computes.
-        has_bf16: asked on a GPU.
 
     Raises:
         UserError: bf16 on a GPU without it.
     """
-    dtype = PRECISIONS[asked].compute
-    if device.type == "cuda":
-        if dtype != torch.bfloat16 or has_bf16():
-            return asked, ""
-        lacking = f"{torch.cuda.get_device_name(device) if torch.cuda.is_available() else device} does not compute bf16"
-        if free_to_choose:
-            return "fp32", f"precision=fp32: {lacking}."
-        raise UserError(
-            f"--precision {asked}: {lacking}.\n--precision fp16 computes in fp16 with loss scaling and keeps fp32 "
-            "weights as bf16_mixed does; fp32 is exact and slower."
-        )
-    if dtype == torch.float32 or (slowdown := product_slowdown(dtype)) < SLOW:
-        return asked, ""
-    name = "bf16" if dtype == torch.bfloat16 else "fp16"
-    measured = f"this CPU only emulates {name} matrix products, {slowdown:.0f} times slower than fp32 ones"
-    if free_to_choose:
-        return "fp32", f"precision=fp32: {measured}."
-    return asked, f"{measured}. --precision fp32 is faster here, and takes more memory."
+    dtype, is_gpu = PRECISIONS[asked].compute, device.type == "cuda"
+    if is_gpu:
+        is_slow = dtype == torch.bfloat16 and not torch.cuda.is_bf16_supported(including_emulation=False)
+        what = "this GPU does not compute bf16"
+    else:
+        slowdown = 1.0 if dtype == torch.float32 else product_slowdown(dtype)
+        is_slow, name = slowdown > SLOW, asked.partition("_")[0]
+        what = f"this CPU only emulates {name} matrix products, {slowdown:.0f} times slower than fp32 ones"
+    if is_slow and free_to_choose:
+        return "fp32", f"precision=fp32: {what}."
+    if is_slow and is_gpu:
+        raise UserError(f"--precision {asked}: {what}.\n--precision fp16 uses loss scaling; fp32 is exact and slower.")
+    return asked, f"{what}. --precision fp32 is faster here, and takes more memory." if is_slow else ""

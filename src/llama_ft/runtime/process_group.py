@@ -5,12 +5,14 @@ copy, `replicate` before it. Everything else in llama_ft works on that mesh, so 
 sharding are one code path.
 """
 
-import math
+import itertools
 import os
 import socket
 import threading
 import time
+import uuid
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -23,77 +25,55 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from llama_ft.errors import UserError
+from llama_ft.errors import LostRank, UserError
 from llama_ft.processes import cores
-from llama_ft.runtime import elastic
 from llama_ft.runtime.console import configure_console
-from llama_ft.runtime.devices import DeviceNote, batch_line, device_lines, layout_line, take_device
-from llama_ft.runtime.failures import Explainer, leave, write_status
+from llama_ft.runtime.devices import configure_cuda, take_device
+from llama_ft.runtime.exit import Explainer, Stopped, exit_process
+from llama_ft.runtime.signals import StopSignals
 from llama_ft.runtime.status import RunStatus
-from llama_ft.runtime.stopping import Peers, Stopping
 from llama_ft.runtime.watchdog import Watchdog
 
 T = TypeVar("T")
-SECONDS_BETWEEN_STATUS = 5.0  # a file system of a cluster should not see one write a step
 SECONDS_AFTER_WATCHDOG = 60.0  # NCCL's own time-out ends a process with a dump that names nobody
-# Products of 16 bits that oneDNN keeps compiled, one for each shape: by itself 1,024. Batches differ in tokens, and a
-# step of one has 30 or so. It halves what they hold, 0.9 GiB after some hundred lengths; the rest oneDNN keeps anyway.
-PRIMITIVES = 128
+LEAST_SECONDS_TO_START = 600.0  # importing torch from a cold file system can take minutes
+_STARTS = itertools.count()  # a script that starts several times in one process does several runs
 
 
 @dataclass
 class Runtime:
-    """This process's place in the job.
+    """This process's place in the job."""
 
-    Attributes:
-        rank: number of this process among `world_size`.
-        local_rank: number of this process on its node, among `local_world_size`.
-        device: where this process computes.
-        storage_device: where parameters and optimizer state live: `device`, or the CPU with offloading.
-        device_note: what the device is, for people.
-        mesh: `("shard",)`, or `("replicate", "shard")` when the model is held more than once.
-        store: this attempt's part of the rendezvous store; None on one process without torchrun.
-        job_store: the part that outlives an attempt, for runtime.elastic.
-        status: the run's status.json on rank 0 and on any rank that fails; None until the run has a directory.
-        stopping: whether the run is asked to stop.
-        explainer: explains ends that have to do with memory; the recipe sets it.
-        lock: on rank 0 the open file that keeps others out of the run's directory.
-        timeout_seconds: how long a rank waits for others.
-    """
-
-    rank: int
+    rank: int  # among `world_size`
     world_size: int
-    local_rank: int
+    local_rank: int  # on its node, among `local_world_size`
     local_world_size: int
-    device: torch.device
-    storage_device: torch.device
-    device_note: DeviceNote
-    mesh: DeviceMesh
-    store: dist.Store | None
-    job_store: dist.Store | None = None
-    status: RunStatus | None = None
-    stopping: Stopping = field(default_factory=Stopping)
-    explainer: Explainer | None = None
-    lock: IO[str] | None = None
-    timeout_seconds: float = 1800.0
+    device: torch.device  # where this process computes
+    storage_device: torch.device  # of parameters and optimizer state: `device`, or the CPU with offloading
+    device_note: str  # what the device is, for people
+    mesh: DeviceMesh  # ("shard",), or ("replicate", "shard") when the model is held more than once
+    store: dist.Store | None  # this attempt's part of the rendezvous store; None in a plan
+    job_store: dist.Store | None = None  # outlives an attempt, with the directory of the run; None without torchrun
+    status: RunStatus | None = None  # of the run, on each rank; None until it has a directory
+    signals: StopSignals = field(default_factory=StopSignals)  # whether the run is asked to stop
+    explainer: Explainer | None = None  # explains ends that have to do with memory; the recipe sets it
+    lock: IO[str] | None = None  # on rank 0 the open file that keeps others out of the run's directory
     _turns: int = 0
-    _status_written: float = -math.inf
 
     @property
     def is_main(self) -> bool:
         return self.rank == 0
 
     @contextmanager
-    def node_leader_first(self) -> Iterator[None]:
+    def local_main_process_first(self) -> Iterator[None]:
         """Run the block on each node's first process, then on the others: they find what it has cached.
 
-        The others look into the store. In a collective they would wait for `timeout_seconds` at most, and much data is
-        downloaded and tokenized for hours.
+        The others look into the store: a collective would time out, and much data is tokenized for hours.
         """
         if self.store is None or self.world_size == 1:
             yield
             return
-        leaders = int(self.gather_numbers(self.local_rank == 0).sum())
+        leaders = int(self.all_gather_floats(self.local_rank == 0).sum())
         self._turns += 1
         done = f"turn {self._turns}"
         if self.local_rank == 0:
@@ -104,27 +84,23 @@ class Runtime:
         if self.local_rank != 0:
             yield
 
-    def from_main(self, make: Callable[[], T]) -> T:
+    def broadcast_from_rank0(self, make: Callable[[], T]) -> T:
         """What `make` returns on rank 0, where alone it runs, on every rank."""
         box = [make() if self.is_main else None]
         dist.broadcast_object_list(box, src=0)
         return cast(T, box[0])
 
-    def gather_numbers(self, *numbers: float) -> torch.Tensor:
-        """Every rank's numbers as float64 [world_size, len(numbers)]; one collective between hosts, which waits for no
-        device. One rank alone has none."""
+    def all_gather_floats(self, *numbers: float) -> torch.Tensor:
+        """Every rank's numbers as float64 [world_size, len(numbers)]; a collective that waits for no device."""
         mine = torch.tensor(numbers, dtype=torch.float64)
         everyone = [torch.empty_like(mine) for _ in range(self.world_size)]
-        if self.world_size == 1:
-            return mine[None]
         dist.all_gather(everyone, mine)
         return torch.stack(everyone)
 
     def mean_over_ranks(self, value: torch.Tensor) -> torch.Tensor:
         """The mean of each rank's value, without gradient, on its device. All ranks call it together."""
         mean = value.detach().clone()
-        if self.world_size > 1:
-            dist.all_reduce(mean)
+        dist.all_reduce(mean)
         return mean / self.world_size
 
     @property
@@ -137,41 +113,36 @@ class Runtime:
     def begin_run(self, output_dir: Path, step: int = 0, at_end: Callable[[], None] = lambda: None) -> None:
         """From now on status.json in `output_dir` says how the run stands, whichever rank ends it (and then calls
         `at_end`), and an attempt after this one goes on there."""
-        self.status = RunStatus(output_dir, at_end)
-        self.status.step = step
+        self.status = RunStatus(output_dir, at_end, step)
         if self.is_main:
             if self.job_store is not None:
                 self.job_store.set("directory", os.path.abspath(output_dir))
             self.status.write("running")
-            self._status_written = time.monotonic()
         dist.barrier()  # a rank that fails at once must not have its "failed" overwritten
 
     def note_step(self, step: int) -> None:
         """Optimizer steps done so far, for status.json."""
-        if self.status is None:
-            return
-        self.status.step = step
-        if self.is_main and time.monotonic() - self._status_written > SECONDS_BETWEEN_STATUS:
-            self.status.write_step()
-            self._status_written = time.monotonic()
+        if self.status is not None:
+            self.status.step = step
+            if self.is_main:
+                self.status.write_step()
 
     def describe(self, rows: int, micro_batches: int, global_batch: int, unit: str = "row") -> str:
-        """Which device each rank has, and how parameters and batches lie over them; all ranks call it.
-
-        Args:
-            rows: or packs, of one micro-batch of one rank.
-            micro_batches: per optimizer step.
-            global_batch: rows, or packs, of an optimizer step.
-            unit: row or pack.
-        """
+        """Which devices the ranks have, and how parameters and batches are distributed; all ranks call it. `rows`, of
+        one micro-batch of one rank, and `global_batch` are counted in `unit`, row or pack."""
         notes: list[Any] = [None] * self.world_size
         dist.all_gather_object(notes, self.device_note)
-        sizes = dict(zip(self.mesh.mesh_dim_names or (), self.mesh.shape, strict=True))
-        layout = layout_line(sizes.get("replicate", 1), sizes["shard"])
+        lines = [f"{self.world_size} process{'es' * (self.world_size > 1)}"]
+        lines += [f"{count} x {note}" for note, count in Counter(notes).items()]
+        shards = self.mesh["shard"].size()
+        where = f"rows of every parameter split over {shards} ranks" if shards > 1 else "whole model on each rank"
+        lines.append(f"mesh replicate {self.world_size // shards} x shard {shards}: the {where}")
         if self.storage_device != self.device:
-            layout += f"; parameters and optimizer in host memory, stepped by {torch.get_num_threads()} threads a rank"
-        lines = [*device_lines(notes), layout, batch_line(self.world_size, rows, micro_batches, global_batch, unit)]
-        return "\n  ".join(["1 process" if self.world_size == 1 else f"{self.world_size} processes", *lines])
+            lines.append(f"parameters and optimizer in host memory, threads per rank: {torch.get_num_threads()}")
+        product = f"ranks ({self.world_size}) x micro-batch ({rows}) x accumulation ({micro_batches})"
+        if global_batch != self.world_size * rows * micro_batches:  # of a run that was begun on other ranks
+            product = f"as before, at most {rows} in a micro-batch of a rank"
+        return "\n  ".join([*lines, f"global batch: {global_batch} {unit}s = {product}"])
 
 
 @contextmanager
@@ -182,7 +153,7 @@ def start(
     memory_fraction: float | None = None,
     timeout_seconds: float = 1800.0,
 ) -> Iterator[Runtime]:
-    """Start the process group, and end the process as `runtime.failures` says if the block fails.
+    """Start the process group, and end the process as `runtime.exit` says if the block fails.
 
     Args:
         device: auto is CUDA when there is a GPU, else the CPU.
@@ -195,81 +166,66 @@ def start(
         The Runtime. NCCL carries CUDA tensors, gloo CPU tensors.
 
     Raises:
-        UserError: (told, exit code 2) more processes than GPUs, or ranks that do not divide into groups.
+        UserError: more processes than GPUs, or ranks that do not divide into groups.
     """
-    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    names = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+    rank, world_size, local_rank, local_world_size = (int(os.environ.get(*name)) for name in names.items())
     configure_console(rank)
     _silence_libraries(rank)
-    stopping = Stopping()
+    signals = StopSignals()
     runtime: Runtime | None = None
-    store, job_store = None, None
+    store: dist.Store | None = None
+    job_store: dist.Store | None = None
+    watchdog: Watchdog | None = None
 
     def end(error: BaseException) -> NoReturn:
         status, explainer = (runtime.status, runtime.explainer) if runtime is not None else (None, None)
-        leave(error, rank, store, status, stopping.told_to_end, stopping.about_lost, explainer)
+        describe_lost = watchdog.describe_lost if watchdog is not None else str
+        exit_process(error, rank, store, status, signals.told_to_end, describe_lost, explainer)
 
-    with stopping.listening(end):
+    with signals.listening(end):
         try:
             if world_size > 1 or dist.is_torchelastic_launched():
-                store, job_store = elastic.meet(rank, world_size, timeout_seconds)
-            if store is not None and world_size > 1:
-                stopping.peers = Peers(rank, world_size, store)
+                store, job_store = _meet(rank, world_size, timeout_seconds)
+            else:
+                store = dist.HashStore()
+            configure_cuda()
+            place = _pick_device(device, torch.cuda.device_count(), local_rank, local_world_size)
+            storage = torch.device("cpu") if cpu_offload else place
+            if "cpu" in (place.type, storage.type) and local_world_size > 1:
+                if os.environ.get("OMP_NUM_THREADS", "1") == "1":  # torchrun's, which would leave cores idle
+                    torch.set_num_threads(max(1, cores() // local_world_size))
+            # Compiled 16-bit matmuls on the CPU, one for each shape; oneDNN's own 1,024 take 0.9 GiB, these half.
+            os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128")
+            degree = resolve_degree(shard_degree, world_size, local_world_size)
+            note = take_device(place, memory_fraction)
             timeout = timedelta(seconds=timeout_seconds + SECONDS_AFTER_WATCHDOG)
-            runtime = _join(rank, world_size, device, shard_degree, cpu_offload, memory_fraction, store, timeout)
-            runtime.job_store, runtime.stopping, runtime.timeout_seconds = job_store, stopping, timeout_seconds
-            with _watchdog(runtime, end) if world_size > 1 else nullcontext():
-                yield runtime
+            backend, device_id = ("cpu:gloo,cuda:nccl", place) if place.type == "cuda" else ("gloo", None)
+            dist.init_process_group(backend, None, timeout, world_size, rank, store, device_id=device_id)
+            mesh = mesh_over(place.type, world_size, degree)
+            for group in mesh.get_all_groups():
+                _set_pg_timeout(timeout, group)  # init_device_mesh takes torch's: 10 min with NCCL
+            places = (rank, world_size, local_rank, local_world_size, place, storage)
+            runtime = Runtime(*places, note, mesh, store, job_store, signals=signals)
+            if world_size > 1:
+                watchdog = Watchdog(store, mesh, timeout_seconds, end)
+            with watchdog or nullcontext():
+                try:
+                    yield runtime
+                except Stopped as stopped:
+                    if stopped.agreed:
+                        dist.barrier()  # a rank that left earlier would be taken for one that died during the save
+                    raise
                 dist.barrier()
             if runtime.is_main and runtime.status is not None:
-                write_status(runtime.status, "finished", 0, "")
+                runtime.status.write("finished", 0)
                 runtime.status.at_end()
             if runtime.lock is not None:
                 runtime.lock.close()
             dist.destroy_process_group()
         except BaseException as error:
-            end(stopping.closing(error))
-
-
-def _watchdog(runtime: Runtime, end: Callable[[BaseException], NoReturn]) -> Watchdog:
-    assert runtime.store is not None
-    groups = {group.group_name: group for group in (dist.group.WORLD, *runtime.mesh.get_all_groups()) if group}
-    return Watchdog(runtime.store, list(groups.values()), runtime.device, runtime.timeout_seconds, end)
-
-
-def _join(
-    rank: int,
-    world_size: int,
-    device: str,
-    shard_degree: int | str,
-    cpu_offload: bool,
-    memory_fraction: float | None,
-    store: dist.Store | None,
-    timeout: timedelta,
-) -> Runtime:
-    local_rank, local_world_size = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    place = _pick_device(device, torch.cuda.device_count(), local_rank, local_world_size)
-    degree = resolve_degree(shard_degree, world_size, local_world_size)
-    if place.type == "cuda":
-        torch.cuda.set_device(place)
-    if place.type == "cpu" or cpu_offload:  # an optimizer in host memory steps on the CPU
-        _set_threads(local_world_size)
-    if place.type == "cpu":
-        os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", str(PRIMITIVES))
-    note = take_device(place, memory_fraction)
-    backend = "cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo"
-    dist.init_process_group(
-        backend,
-        store=store if store is not None else dist.HashStore(),
-        rank=rank,
-        world_size=world_size,
-        timeout=timeout,
-        device_id=place if place.type == "cuda" else None,
-    )
-    mesh = mesh_over(place.type, world_size, degree)
-    for group in mesh.get_all_groups():
-        _set_pg_timeout(timeout, group)  # init_device_mesh takes torch's: 10 min with NCCL
-    storage = torch.device("cpu") if cpu_offload else place
-    return Runtime(rank, world_size, local_rank, local_world_size, place, storage, note, mesh, store)
+            signals.closing(error)
+            end(error)
 
 
 def mesh_over(device_type: str, world_size: int, degree: int) -> DeviceMesh:
@@ -285,10 +241,8 @@ def _pick_device(device: str, gpus: int, local_rank: int, local_world_size: int)
     if device == "cpu" or gpus == 0:
         return torch.device("cpu")
     if local_world_size > gpus:
-        raise UserError(
-            f"{local_world_size} processes on {socket.gethostname()}, which has {gpus} GPU{'s' if gpus > 1 else ''}: "
-            f"each process needs its own.\n--nproc_per_node {gpus} uses what is there; --device cpu trains on the CPU."
-        )
+        problem = f"{local_world_size} processes on {socket.gethostname()}, each of which needs a GPU: it has {gpus}."
+        raise UserError(f"{problem}\n--nproc_per_node {gpus} uses what is there; --device cpu trains on the CPU.")
     return torch.device("cuda", local_rank)
 
 
@@ -298,18 +252,8 @@ def resolve_degree(shard_degree: int | str, world_size: int, local_world_size: i
         return world_size
     degree = local_world_size if shard_degree == "node" else int(shard_degree)
     if world_size % degree:
-        raise UserError(
-            f"--sharding_group_size {degree}: {world_size} ranks do not divide into groups of {degree}.\n"
-            f"It must be one of {', '.join(str(d) for d in range(1, world_size + 1) if world_size % d == 0)}."
-        )
+        raise UserError(f"--sharding_group_size {degree}: {world_size} ranks do not divide into groups of {degree}.")
     return degree
-
-
-def _set_threads(local_world_size: int) -> None:
-    """Share the cores out among several processes: for those, torchrun sets OMP_NUM_THREADS=1 where the user has set
-    nothing, which would leave cores idle."""
-    if local_world_size > 1 and os.environ.get("OMP_NUM_THREADS", "1") == "1":
-        torch.set_num_threads(max(1, cores() // local_world_size))
 
 
 def _silence_libraries(rank: int) -> None:
@@ -323,3 +267,31 @@ def _silence_libraries(rank: int) -> None:
     if rank != 0:
         warnings.simplefilter("ignore")
         transformers_logging.set_verbosity_error()
+
+
+def _meet(rank: int, world_size: int, seconds: float) -> tuple[dist.Store, dist.Store]:
+    """Wait for all ranks at the address that torchrun has set; this attempt's store, and the one of all attempts.
+
+    torchrun's agent keeps the store, so what is written there outlives the ranks: an attempt finds the run directory
+    of the one before. For everything else each attempt needs a name. torchrun's count of restarts is none, as each node
+    counts its own. So rank 0 makes a name up and answers each rank's question, which has a number of this attempt.
+    """
+    timeout, name = max(seconds, LEAST_SECONDS_TO_START), uuid.uuid4().hex
+    shared, _, _ = next(iter(dist.rendezvous("env://", rank, world_size, timeout=timedelta(seconds=timeout))))
+    store, deadline = dist.PrefixStore("llama_ft/meeting", shared), time.monotonic() + timeout
+    if rank != 0:
+        store.set(f"question/{rank}", question := name)
+        try:
+            name = store.get(f"answer/{question}").decode()
+        except dist.DistStoreError as error:
+            raise LostRank(f"rank 0 has not started within {timeout:g} s.") from error
+        store.set(f"{name}/{rank}", "")
+    missing = [*range(1, world_size)] if rank == 0 else []
+    while missing := [other for other in missing if not store.check([f"{name}/{other}"])]:
+        if time.monotonic() > deadline:
+            raise LostRank(f"rank {', '.join(map(str, missing))} has not started within {timeout:g} s.")
+        for other in missing:
+            if store.check([f"question/{other}"]):
+                store.set(f"answer/{store.get(f'question/{other}').decode()}", name)
+        time.sleep(0.05)
+    return dist.PrefixStore(f"llama_ft/{name}", shared), dist.PrefixStore(f"llama_ft/run{next(_STARTS)}", shared)

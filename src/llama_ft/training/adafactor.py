@@ -4,9 +4,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from llama_ft.training.sharded_optimizer import ShardedOptimizer, zeros_for
+from llama_ft.training.sharded_optimizer import Group, ShardedOptimizer, States, zeros_for
 
 DECAY = -0.8
 SMALLEST = torch.finfo(torch.float32).eps
@@ -14,11 +15,8 @@ SMALLEST_SCALE = 1e-3
 
 
 class Adafactor(ShardedOptimizer):
-    """Adafactor as torch.optim.Adafactor computes it: a row and a column of second moments instead of a matrix.
-
-    torch's own stops on a DTensor (in-place operations on the columns' partial sums). Here each rank sums over its
-    rows, and the ranks of a shard group add up: the columns, the mean of the row factors, and the root mean squares of
-    weight and update are those of the whole parameter. Two small all-reduces a parameter. Factors are fp32 always.
+    """torch.optim.Adafactor, which does not work on DTensors: each rank sums over its rows, and the ranks of a shard
+    group add up, in two small all-reduces per parameter.
 
     Args:
         params: parameters or groups of them.
@@ -31,7 +29,7 @@ class Adafactor(ShardedOptimizer):
     def __init__(self, params: Any, lr: float, weight_decay: float = 0.0) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
 
-    def new_state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+    def new_state(self, parameter: Tensor) -> States:
         shape = tuple(parameter.shape)
         if parameter.ndim < 2:
             return {"variance": zeros_for(parameter, shape, torch.float32)}
@@ -41,18 +39,10 @@ class Adafactor(ShardedOptimizer):
             "col_var": zeros_for(parameter, columns, torch.float32, replicated=parameter.ndim == 2),
         }
 
-    def update(
-        self,
-        parameter: torch.Tensor,
-        weight: torch.Tensor,
-        gradient: torch.Tensor,
-        state: dict[str, torch.Tensor],
-        step: int,
-        group: dict[str, Any],
-    ) -> None:
+    def update(self, parameter: Tensor, weight: Tensor, grad: Tensor, state: States, step: int, group: Group) -> None:
         """See `ShardedOptimizer`."""
         newest = step**DECAY
-        squared = gradient.float().square()
+        squared = grad.float().square()
         weight_squares = weight.float().square().sum()
         if parameter.ndim == 2:
             rows = parameter.shape[0]
@@ -71,7 +61,7 @@ class Adafactor(ShardedOptimizer):
         else:
             variance = squared.copy_(state["variance"].lerp_(squared, newest))
             _add_over_shards(weight_squares, parameter)
-        update = variance.clamp_(min=SMALLEST**2).rsqrt_().mul_(gradient)
+        update = variance.clamp_(min=SMALLEST**2).rsqrt_().mul_(grad)
         update_rms = _add_over_shards(update.square().sum(), parameter).div_(parameter.numel()).sqrt_()
         weight_rms = weight_squares.div(parameter.numel()).sqrt_()
         size = weight_rms.clamp_(min=SMALLEST_SCALE) * min(group["lr"], step**-0.5)
@@ -79,7 +69,7 @@ class Adafactor(ShardedOptimizer):
         weight.sub_(update.mul_(size / update_rms.clamp_(min=1.0)))
 
 
-def _add_over_shards(sums: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+def _add_over_shards(sums: Tensor, parameter: Tensor) -> Tensor:
     """The sums over all rows, from each rank's sums over its own, in place."""
     if isinstance(parameter, DTensor):
         for dimension, placement in enumerate(parameter.placements):

@@ -2,10 +2,10 @@
 
 from typing import Any
 
-import torch
+from torch import Tensor, float32, uint8
 from torch.nn.functional import pad
 
-from llama_ft.training.sharded_optimizer import ShardedOptimizer, zeros_for
+from llama_ft.training.sharded_optimizer import Group, ShardedOptimizer, States, zeros_for
 
 BLOCK = 256  # elements that share a scale; fixed in bitsandbytes' kernels
 FEWEST = 4096  # smaller parameters keep fp32 states, as in bitsandbytes
@@ -14,12 +14,9 @@ PIECE = 2**24  # elements given to the kernel at once: its CPU form has fp32 tem
 
 
 class AdamW8bit(ShardedOptimizer):
-    """bitsandbytes' 8-bit AdamW, about 2 bytes of state a parameter.
-
-    bitsandbytes' own optimizer reads a DTensor as if it were plain memory, and its blocks of 256 run on across rows:
-    its states could not be resharded. Here its kernels (CUDA and CPU) are given a rank's local rows, and blocks end
-    with their row: codes are placed as the parameter is, their scales [rows, blocks in a row] beside them, and the
-    result does not depend on the number of ranks. Rows that are not whole blocks are padded with zeros for the kernel.
+    """bitsandbytes' 8-bit AdamW, about 2 bytes of state per parameter. Its kernels get a rank's local rows, and blocks
+    end with their row, padded with zeros: codes and their scales [rows, blocks per row] are sharded as the parameter
+    is, and the result does not depend on the number of ranks.
 
     Args:
         params: parameters or groups of them.
@@ -36,66 +33,34 @@ class AdamW8bit(ShardedOptimizer):
         self._codes = (create_dynamic_map(signed=True), create_dynamic_map(signed=False))
         self._zero_codes = tuple(int((codes == 0).nonzero()) for codes in self._codes)
 
-    def new_state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+    def new_state(self, parameter: Tensor) -> States:
         shape = tuple(parameter.shape)
         if parameter.ndim < 2 or parameter.numel() < FEWEST or shape[-1] < NARROWEST:
-            return {name: zeros_for(parameter, shape, torch.float32) for name in ("exp_avg", "exp_avg_sq")}
+            return {name: zeros_for(parameter, shape, float32) for name in ("exp_avg", "exp_avg_sq")}
         scales = (*shape[:-1], -(-shape[-1] // BLOCK))
         return {
-            "exp_avg": zeros_for(parameter, shape, torch.uint8),
-            "exp_avg_sq": zeros_for(parameter, shape, torch.uint8),
-            "absmax": zeros_for(parameter, scales, torch.float32),
-            "absmax_sq": zeros_for(parameter, scales, torch.float32),
+            "exp_avg": zeros_for(parameter, shape, uint8),
+            "exp_avg_sq": zeros_for(parameter, shape, uint8),
+            "absmax": zeros_for(parameter, scales, float32),
+            "absmax_sq": zeros_for(parameter, scales, float32),
         }
 
-    def update(
-        self,
-        parameter: torch.Tensor,
-        weight: torch.Tensor,
-        gradient: torch.Tensor,
-        state: dict[str, torch.Tensor],
-        step: int,
-        group: dict[str, Any],
-    ) -> None:
+    def update(self, parameter: Tensor, weight: Tensor, grad: Tensor, state: States, step: int, group: Group) -> None:
         """See `ShardedOptimizer`."""
-        from bitsandbytes.functional import optimizer_update_32bit
+        from bitsandbytes.functional import optimizer_update_8bit_blockwise, optimizer_update_32bit
 
         if weight.numel() == 0:
             return
-        beta1, beta2 = group["betas"]
-        if "absmax" in state:
-            self._update_quantized(weight, gradient, state, step, group)
-        else:
-            moments = state["exp_avg"], state["exp_avg_sq"]
-            optimizer_update_32bit(
-                "adam",
-                gradient,
-                weight,
-                moments[0],
-                beta1,
-                group["eps"],
-                step,
-                group["lr"],
-                moments[1],
-                beta2,
-                weight_decay=group["weight_decay"],
-            )
-
-    def _update_quantized(
-        self,
-        weight: torch.Tensor,
-        gradient: torch.Tensor,
-        state: dict[str, torch.Tensor],
-        step: int,
-        group: dict[str, Any],
-    ) -> None:
-        from bitsandbytes.functional import optimizer_update_8bit_blockwise
-
+        (beta1, beta2), eps, lr, decay = group["betas"], group["eps"], group["lr"], group["weight_decay"]
+        if "absmax" not in state:
+            mean, square = state["exp_avg"], state["exp_avg_sq"]
+            optimizer_update_32bit("adam", grad, weight, mean, beta1, eps, step, lr, square, beta2, 0.0, 0.0, decay)
+            return
         width = weight.shape[-1]
         padding = -width % BLOCK
         self._codes = signed, unsigned = self._codes[0].to(weight.device), self._codes[1].to(weight.device)
         fillers = (0, 0, *self._zero_codes)
-        tensors = (gradient, weight, *(state[name] for name in ("exp_avg", "exp_avg_sq", "absmax", "absmax_sq")))
+        tensors = (grad, weight, *(state[name] for name in ("exp_avg", "exp_avg_sq", "absmax", "absmax_sq")))
         rows_at_once = max(1, PIECE // (width + padding))
         pieces = zip(*(tensor.view(-1, tensor.shape[-1]).split(rows_at_once) for tensor in tensors), strict=True)
         for *own, absmax, absmax_sq in pieces:
@@ -106,18 +71,18 @@ class AdamW8bit(ShardedOptimizer):
                 p=whole[1],
                 state1=whole[2],
                 state2=whole[3],
-                beta1=group["betas"][0],
-                beta2=group["betas"][1],
+                beta1=beta1,
+                beta2=beta2,
                 beta3=0.0,  # of AdEMAMix, as alpha
                 alpha=0.0,
-                eps=group["eps"],
+                eps=eps,
                 step=step,
-                lr=group["lr"],
+                lr=lr,
                 qmap1=signed,
                 qmap2=unsigned,
                 absmax1=absmax.view(-1),
                 absmax2=absmax_sq.view(-1),
-                weight_decay=group["weight_decay"],
+                weight_decay=decay,
             )
             if padding:
                 for target, result in zip(own[1:], whole[1:], strict=True):

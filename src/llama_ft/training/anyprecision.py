@@ -3,34 +3,28 @@
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from llama_ft.training.sharded_optimizer import ShardedOptimizer, zeros_for
+from llama_ft.training.sharded_optimizer import Group, ShardedOptimizer, States, zeros_for
 
 PIECE = 2**24  # elements computed on at once: five fp32 temporaries of 64 MiB, however large the parameter
 
 
-def round_stochastically(target: torch.Tensor, source: torch.Tensor, generator: torch.Generator) -> None:
-    """Write `source` (fp32) into `target` (bf16), rounded up or down at random so that the mean is exact.
-
-    bf16 is the upper half of fp32's bits: a uniform number added to the lower half carries into the upper one with
-    just the probability that the lower half is of a unit.
-    """
+def round_stochastically(target: Tensor, source: Tensor, generator: torch.Generator) -> None:
+    """Write `source` (fp32) into `target` (bf16), rounded up or down at random so that the mean is exact: bf16 is the
+    upper half of fp32's bits, and a uniform number added to the lower half carries with the right probability."""
     noise = torch.empty_like(source, dtype=torch.int32).random_(0, 1 << 16, generator=generator)
     noise.add_(source.view(torch.int32)).bitwise_and_(-(1 << 16))
     target.copy_(noise.view(torch.float32))
 
 
 class AnyPrecisionAdamW(ShardedOptimizer):
-    """AdamW whose two states are bf16, 4 bytes a parameter instead of 8; computed in fp32, piece by piece.
+    """AdamW whose two states are bf16, 4 bytes per parameter instead of 8; computed in fp32, piece by piece.
 
-    A bf16 weight of 1 has neighbours 0.8 % away, so a step of 1e-4 rounds to nothing. Here a bf16 weight is rounded
-    stochastically (the steps arrive on average), or with compensated summation its lost part is kept in a third bf16
-    state and added at the next step. Without either, the second moment would stand still as well (beta2 = 0.999 moves
-    it by at most 0.1 %): the two states are always rounded stochastically. fp32 weights are not rounded at all.
-
-    The random numbers depend on the step and on the shard only: copies of a shard stay equal, and a run that goes on
-    from a checkpoint draws what it would have drawn.
+    A bf16 weight of 1 has neighbours 0.8% away, so a step of 1e-4 rounds to nothing. Here a bf16 weight is rounded
+    stochastically, or with compensated summation its lost part is kept in a third state for the next step. The random
+    numbers depend on the step and on the shard only: copies of a shard stay equal, also after a resume.
 
     Args:
         params: parameters or groups of them.
@@ -46,12 +40,7 @@ class AnyPrecisionAdamW(ShardedOptimizer):
         super().__init__(params, {"lr": lr, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": weight_decay})
         self._generators: dict[torch.device, torch.Generator] = {}
 
-    @property
-    def rounding(self) -> str:
-        """How bf16 weights are rounded, in words."""
-        return "compensated summation" if self.use_kahan_summation else "stochastic rounding"
-
-    def new_state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+    def new_state(self, parameter: Tensor) -> States:
         names = ["exp_avg", "exp_avg_sq"]
         if self.use_kahan_summation and parameter.dtype == torch.bfloat16:
             names.append("compensation")
@@ -62,15 +51,7 @@ class AnyPrecisionAdamW(ShardedOptimizer):
         self._generators.clear()  # seeded anew by the first parameter on each device
         super().step()
 
-    def update(
-        self,
-        parameter: torch.Tensor,
-        weight: torch.Tensor,
-        gradient: torch.Tensor,
-        state: dict[str, torch.Tensor],
-        step: int,
-        group: dict[str, Any],
-    ) -> None:
+    def update(self, parameter: Tensor, weight: Tensor, grad: Tensor, state: States, step: int, group: Group) -> None:
         """See `ShardedOptimizer`."""
         if weight.device not in self._generators:
             seed = step * 2**24 + _shard_number(parameter)
@@ -78,7 +59,7 @@ class AnyPrecisionAdamW(ShardedOptimizer):
         generator = self._generators[weight.device]
         lr, (beta1, beta2), eps = group["lr"], group["betas"], group["eps"]
         correction1, correction2 = 1 - beta1**step, 1 - beta2**step
-        tensors = {"weight": weight, "gradient": gradient, **{k: v for k, v in state.items() if k != "step"}}
+        tensors = {"weight": weight, "gradient": grad, **{k: v for k, v in state.items() if k != "step"}}
         for pieces in zip(*(tensor.view(-1).split(PIECE) for tensor in tensors.values()), strict=True):
             piece = dict(zip(tensors, pieces, strict=True))
             slope = piece["gradient"].float()
@@ -98,7 +79,7 @@ class AnyPrecisionAdamW(ShardedOptimizer):
                 round_stochastically(piece["weight"], exact, generator)
 
 
-def _shard_number(parameter: torch.Tensor) -> int:
+def _shard_number(parameter: Tensor) -> int:
     """Which of its shards this rank has: the same on ranks that hold copies of it."""
     if not isinstance(parameter, DTensor):
         return 0

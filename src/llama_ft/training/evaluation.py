@@ -1,4 +1,4 @@
-"""The loss on held-out rows, and when it says to stop."""
+"""The validation loss, and early stopping."""
 
 import math
 from typing import Any
@@ -8,10 +8,10 @@ from datasets import Dataset
 from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.config import TrainConfig
-from llama_ft.data import collate, evaluation_batches, row_lengths
+from llama_ft.data import collate, evaluation_batches, group_size, row_lengths
 from llama_ft.runtime import Runtime
 from llama_ft.training.objective import Objective
-from llama_ft.training.step import free_gathered
+from llama_ft.training.step import free_unsharded
 
 LARGEST_EXPONENT = 700.0  # math.exp overflows above 709
 
@@ -22,11 +22,11 @@ def evaluate(
     validation: Dataset,
     settings: TrainConfig,
     pad_token_id: int,
-    capacity: int | None,
+    pack_length: int | None,
     runtime: Runtime,
 ) -> dict[str, float]:
     """`eval/loss` and `eval/perplexity`; arguments as of `mean_loss`."""
-    mean, _ = mean_loss(model, objective, validation, settings, pad_token_id, capacity, runtime)
+    mean, _ = mean_loss(model, objective, validation, settings, pad_token_id, pack_length, runtime)
     return {"eval/loss": mean, "eval/perplexity": perplexity(mean)}
 
 
@@ -42,7 +42,7 @@ def mean_loss(
     validation: Dataset,
     settings: TrainConfig,
     pad_token_id: int,
-    capacity: int | None,
+    pack_length: int | None,
     runtime: Runtime,
 ) -> tuple[float, int]:
     """Mean loss over the validation set, dropout off, and of how many loss tokens or pairs it is.
@@ -50,45 +50,32 @@ def mean_loss(
     Args:
         model: left in training mode.
         objective: makes the loss of a batch.
-        validation: tokenized rows, shared out over the ranks; each row counts once.
+        validation: tokenized samples, sharded across ranks; each counts once.
         settings: val_batch_size and max_eval_step.
         pad_token_id: fills rows of a batch up to the longest.
-        capacity: tokens of a pack; None: no packing.
-        runtime: sums over its ranks.
+        pack_length: tokens of a packed sequence; None: no packing.
+        runtime: the ranks.
     """
-    plan = evaluation_batches(
-        row_lengths(validation),
-        runtime.world_size,
-        runtime.rank,
-        settings.val_batch_size,
-        settings.max_eval_step,
-        capacity,
-    )
+    ranks, sizes = (runtime.world_size, runtime.rank), (settings.val_batch_size, settings.max_eval_step)
+    group = group_size(validation)
     model.eval()
-    loss = torch.zeros((), dtype=torch.float64, device=runtime.device)
-    count = 0
-    for indices in plan:
-        batch = collate(validation, indices, pad_token_id, capacity is not None)
+    loss, count = torch.zeros((), dtype=torch.float64, device=runtime.device), 0
+    for indices in evaluation_batches(row_lengths(validation), *ranks, *sizes, pack_length, group):
+        batch = collate(validation, indices, pad_token_id, pack_length is not None)
         summed = objective.loss(model, batch, runtime)
         loss += summed.loss
         count += summed.count
-    free_gathered(model)
+    free_unsharded(model)
     model.train()
-    loss_sum, total = runtime.gather_numbers(loss.item(), count).sum(dim=0).tolist()
+    loss_sum, total = runtime.all_gather_floats(loss.item(), count).sum(dim=0).tolist()
     return loss_sum / total, int(total)
 
 
 class BestLoss:
-    """Keeps the best validation loss and counts the evaluations since.
-
-    Args:
-        train: early_stopping_patience and early_stopping_min_delta.
-    """
+    """Keeps the best validation loss and counts the evaluations since; `train` has the settings of early stopping."""
 
     def __init__(self, train: TrainConfig) -> None:
-        self.loss = float("inf")
-        self.step = 0
-        self.evaluations_since = 0
+        self.loss, self.step, self.evaluations_since = float("inf"), 0, 0
         self._patience, self._min_delta = train.early_stopping_patience, train.early_stopping_min_delta
 
     def update(self, loss: float, step: int) -> bool:

@@ -1,8 +1,7 @@
 """What is trained: how a sample becomes examples, and a micro-batch a loss. One plain class per method.
 
-An objective has two methods. `examples` turns a sample into tokens and loss masks; the examples of one sample stay
-together in a micro-batch. `loss` turns a micro-batch into a `LossSum`. The training step, evaluation and the planner
-know nothing else of a method.
+`examples` turns a sample into tokens and loss masks; the examples of one sample stay together in a micro-batch. `loss`
+turns a micro-batch into a `LossSum`. The training step, evaluation and the planner know nothing else of a method.
 """
 
 from dataclasses import dataclass, field
@@ -12,32 +11,32 @@ import torch
 from torch.nn import functional as F
 from transformers.modeling_utils import PreTrainedModel
 
-from llama_ft.data import IGNORED, Batch
-from llama_ft.models import LossFunction, cross_entropy, has_head_loss, packed_arguments, router_loss
+from llama_ft.data import IGNORED, Batch, Encoder, one_example
+from llama_ft.data.formats import Row, RowFormat
+from llama_ft.data.tokenize import Example
+from llama_ft.models import LossFunction, cross_entropy, has_chunked_loss, noted, packed_arguments, router_loss
 from llama_ft.runtime import Runtime, sent
 
 
 @dataclass(frozen=True)
 class LossSum:
-    """The loss of a micro-batch of one rank, as a sum.
+    """The loss of a micro-batch of one rank, as a sum. Sums over all micro-batches and ranks are divided once by the
+    count of the whole global batch, so that the loss does not depend on how samples are padded or packed."""
 
-    Sums over all micro-batches and ranks are divided once by the count of the whole global batch. So the loss does not
-    depend on how samples are dealt, padded or packed; the mean of micro-batch means would.
-
-    Attributes:
-        loss: float32 scalar on the device, with gradient. 0 with gradients of 0 for a micro-batch without samples, so
-            that its rank takes part in the collectives.
-        count: how many losses it is the sum of: loss tokens, or pairs.
-        logged: further sums by name, float32 scalars without gradient; their means over `count` are logged.
-    """
-
-    loss: torch.Tensor
-    count: int
+    loss: torch.Tensor  # float32 scalar with gradient; 0 with gradients of 0 for a micro-batch without samples
+    count: int  # how many losses it is the sum of: loss tokens, or pairs
+    # Further sums by name, float32 scalars without gradient; their means over `count` are logged.
     logged: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 class Objective(Protocol):
-    """What the training step, evaluation and the planner call."""
+    """What tokenizing, the training step, evaluation and the planner call."""
+
+    @staticmethod
+    def examples(row: Row, row_format: RowFormat, encoder: Encoder) -> list[Example]:
+        """Turn a sample into tokens and loss masks of any length: always the same number of them, such as the chosen
+        and the rejected response of a pair. They are neighbors in one micro-batch: rows of `batch.input_ids`, or
+        lengths in `batch.row_lengths`. `encoder.tokenize` makes one of a sample of any format."""
 
     def loss(self, model: PreTrainedModel, batch: Batch, runtime: Runtime) -> LossSum:
         """Compute the loss of a micro-batch. All ranks call it together, as often as each other, so that it may
@@ -45,7 +44,7 @@ class Objective(Protocol):
 
 
 def training_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """The loss of each token in training. To train another loss of single tokens, change this function.
+    """The loss of each token in training, float32 [targets]. To train another loss of tokens, change this function.
 
     It sees a few hundred targets at a time, and may be any function that autograd differentiates. The validation loss
     stays the plain cross-entropy, so that it can be compared between runs.
@@ -53,15 +52,17 @@ def training_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     Args:
         logits: [targets, vocab], in the dtype that the model computes in.
         targets: int64 [targets], the tokens to predict.
-
-    Returns:
-        float32 [targets].
     """
     return cross_entropy(logits, targets)
 
 
 class SupervisedFineTuning:
     """Predict the next token, where it is in the loss; with the routers' auxiliary loss if config.json asks for it."""
+
+    @staticmethod
+    def examples(row: Row, row_format: RowFormat, encoder: Encoder) -> list[Example]:
+        """See `Objective`; a sample is one example."""
+        return one_example(row, row_format, encoder)
 
     def loss(self, model: PreTrainedModel, batch: Batch, runtime: Runtime) -> LossSum:
         """See `Objective`; counts loss tokens."""
@@ -79,8 +80,8 @@ def target_losses(
     """Run the model on a micro-batch; return the losses of the tokens to predict, and the routers' auxiliary loss.
 
     Args:
-        model: causal language model; position t predicts token t + 1. Prepared by `use_head_loss` it makes logits of a
-            few hundred positions at a time; otherwise those of all positions with a target.
+        model: causal language model; position t predicts token t + 1. Prepared by `use_chunked_loss` it makes
+            logits of a few hundred positions at a time; otherwise those of all positions with a target.
         batch: labels are not shifted; IGNORED positions are no targets.
         device: where the model computes.
         loss_fn: logits [n, vocab] and targets [n] -> losses [n].
@@ -90,13 +91,13 @@ def target_losses(
     aims = _aims(batch)
     on_host = (aims != IGNORED).nonzero().squeeze(1)  # computed there: the device is not waited for
     positions, targets = sent(on_host, device), sent(aims[on_host], device)  # [targets]
-    layout = (
-        packed_arguments(model, batch.row_lengths, device)
-        if batch.is_packed
-        else {"attention_mask": sent(batch.attention_mask, device)}
-    )
+    if batch.is_packed:
+        layout = packed_arguments(model, batch.row_lengths, device)
+    else:
+        mask = batch.attention_mask.bool()
+        layout = {"attention_mask": noted(sent(mask, device), needs_no_mask=bool(mask.all()))}
     inputs: dict[str, Any] = {"input_ids": sent(batch.input_ids, device), "use_cache": False, **layout}
-    if has_head_loss(model):
+    if has_chunked_loss(model):
         losses: tuple[torch.Tensor, torch.Tensor | float] = model(
             **inputs, positions=positions, targets=targets, loss_fn=loss_fn, per_token=per_token
         )

@@ -15,11 +15,8 @@ from llama_ft.training.sharded_optimizer import local_tensor
 
 
 class AdamW(torch.optim.AdamW):
-    """torch's, computing on each rank's own rows; its states are DTensors placed like the parameters.
-
-    Its steps on DTensors are the same, by way of DTensor's dispatch: for 300 small parameters 3 to 5 times as long, and
-    3 s more for the first.
-    """
+    """torch's, computing on each rank's own rows, with states sharded like parameters. DTensor's dispatch takes 3 to
+    5 times as long for 300 small parameters, and 3 s more for the first step."""
 
     def first_state(self, parameter: torch.Tensor, group: dict[str, Any]) -> dict[str, torch.Tensor]:
         """All states of a parameter before its first step, as torch makes them."""
@@ -45,12 +42,10 @@ def build_optimizer(model: nn.Module, train: TrainConfig) -> torch.optim.Optimiz
     """The optimizer of the trained parameters; no weight decay on parameters of one dimension and on biases, which
     experts have in two."""
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    spared = {name for name, parameter in trained if parameter.ndim <= 1 or name.endswith("bias")}
-    groups = [
-        {"params": [p for name, p in trained if name not in spared], "weight_decay": train.weight_decay},
-        {"params": [p for name, p in trained if name in spared], "weight_decay": 0.0},
-    ]
-    groups = [group for group in groups if group["params"]]
+    decayed = [p for name, p in trained if p.ndim > 1 and not name.endswith("bias")]
+    others = [p for name, p in trained if p.ndim <= 1 or name.endswith("bias")]
+    pairs = ((decayed, train.weight_decay), (others, 0.0))
+    groups = [{"params": parameters, "weight_decay": decay} for parameters, decay in pairs if parameters]
     match train.optimizer:
         case "AdamW":
             return AdamW(groups, lr=train.lr, fused=True)
@@ -80,28 +75,24 @@ def describe_optimizer(optimizer: torch.optim.Optimizer) -> str:
     decayed = [f"weight decay {decay:g} on {count:,} parameters" for decay, count in counts.items() if decay]
     kind = " (fused)" if optimizer.defaults.get("fused") else ""
     if isinstance(optimizer, AnyPrecisionAdamW):
-        kind = f" (bf16 states, {optimizer.rounding})"
+        kind = f" (bf16 states, {'compensated summation' if optimizer.use_kahan_summation else 'stochastic rounding'})"
     return f"{type(optimizer).__name__}{kind}, {', '.join(decayed) or 'no weight decay'}; none on norms and biases"
 
 
 def describe_state(optimizer: torch.optim.Optimizer, runtime: Runtime) -> str:
     """What the states take, measured on the tensors each rank holds; after the first step. All ranks call it."""
-    state_bytes = sum(
-        local_tensor(value).nbytes
-        for state in optimizer.state.values()
-        for value in state.values()
-        if isinstance(value, torch.Tensor)
-    )
+    values = [value for state in optimizer.state.values() for value in state.values()]
+    state_bytes = sum(local_tensor(value).nbytes for value in values if isinstance(value, torch.Tensor))
     elements = sum(local_tensor(p).numel() for group in optimizer.param_groups for p in group["params"])
-    ranks = runtime.gather_numbers(state_bytes, elements)  # [ranks, 2]
+    ranks = runtime.all_gather_floats(state_bytes, elements)  # [ranks, 2]
     total, largest = ranks.sum(0), ranks[:, 0].max().item()
     per_parameter = (total[0] / total[1]).item()
     return f"Optimizer state: {largest / 2**20:.1f} MiB a rank at most, {per_parameter:.2f} bytes a trained parameter"
 
 
 def learning_rate(train: TrainConfig, step: int, total_steps: int, epoch: int) -> float:
-    """The learning rate of optimizer step `step` (0-based): a function of position only, so nothing has to be saved.
-    Warm-up, cosine, linear and constant are those of transformers.get_scheduler: the first step of a warm-up has 0.
+    """The learning rate of an optimizer step: a function of position only, so nothing has to be saved. Warm-up, cosine,
+    linear and constant are those of transformers.get_scheduler: the first step of a warm-up has 0.
 
     Args:
         train: lr, lr_scheduler, warmup_steps, gamma.
@@ -112,10 +103,6 @@ def learning_rate(train: TrainConfig, step: int, total_steps: int, epoch: int) -
     if step < train.warmup_steps:
         return train.lr * step / train.warmup_steps
     done = (step - train.warmup_steps) / max(1, total_steps - train.warmup_steps)
-    factors = {
-        "cosine": (1 + math.cos(math.pi * done)) / 2,
-        "linear": 1 - done,
-        "constant": 1.0,
-        "step": train.gamma**epoch,
-    }
+    factors = {"cosine": (1 + math.cos(math.pi * done)) / 2, "linear": 1 - done, "constant": 1.0}
+    factors["step"] = train.gamma**epoch
     return train.lr * factors[train.lr_scheduler]

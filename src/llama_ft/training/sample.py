@@ -1,4 +1,4 @@
-"""One question answered by the model as it is, before and after tuning."""
+"""A prompt of the data answered by the model, before and after fine-tuning."""
 
 import textwrap
 
@@ -8,9 +8,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.data import stop_token_ids
 from llama_ft.runtime import Runtime, log
-from llama_ft.training.step import free_gathered
-
-SHOWN_CHARACTERS = 240
+from llama_ft.training.step import free_unsharded
 
 
 def show_answer(
@@ -22,24 +20,16 @@ def show_answer(
     pad_token_id: int,
     runtime: Runtime,
 ) -> dict[str, str] | None:
-    """Print the model's answer to a conversation's last question beside the reference; `new_tokens` = 0: do nothing.
-
-    Returns:
-        question, answer and reference; None where nothing was done.
-    """
+    """Print and return the model's answer to a conversation's last question, with the question and the reference; None
+    if `new_tokens` is 0 or there is no conversation."""
     if conversation is None or new_tokens == 0:
         return None
     *question, reference = conversation
     text = answer(model, tokenizer, question, new_tokens, pad_token_id, runtime)
-    log.info(
-        f"\n{when} tuning\n  question:  {_in_a_line(question[-1]['content'])}\n  answer:    {_in_a_line(text)}\n"
-        f"  reference: {_in_a_line(reference['content'])}\n"
-    )
-    return {"question": question[-1]["content"], "answer": text, "reference": reference["content"]}
-
-
-def _in_a_line(text: str) -> str:
-    return textwrap.shorten(text, SHOWN_CHARACTERS, placeholder=" ...")
+    shown = {"question": question[-1]["content"], "answer": text, "reference": reference["content"]}
+    lines = [f"  {name + ':':<10} {textwrap.shorten(it, 240, placeholder=' ...')}" for name, it in shown.items()]
+    log.info("\n".join([f"\n{when} tuning", *lines, ""]))
+    return shown
 
 
 @torch.no_grad()
@@ -51,16 +41,8 @@ def answer(
     pad_token_id: int,
     runtime: Runtime,
 ) -> str:
-    """The model's greedy answer. Every rank runs it, since each holds only its shard of the weights.
-
-    Args:
-        model: sharded; left in training mode.
-        tokenizer: with a chat template.
-        messages: the conversation up to and including the question.
-        new_tokens: longest answer.
-        pad_token_id: silences transformers' question for one.
-        runtime: where and with whom.
-    """
+    """The model's greedy answer of at most `new_tokens` to `messages`. All ranks run it: each has only its shard of the
+    weights. The model is left in training mode."""
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     assert isinstance(prompt, BatchEncoding)
     prompt = prompt.to(model.device)  # where its shards are: FSDP2 moves inputs on to the GPU, generate() does not
@@ -75,7 +57,7 @@ def answer(
         pad_token_id=pad_token_id,
         eos_token_id=stop_token_ids(tokenizer, model.config.eos_token_id) or None,
     )
-    free_gathered(model)
+    free_unsharded(model)
     model.train()
     text = tokenizer.decode(tokens[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
     return str(text).strip()

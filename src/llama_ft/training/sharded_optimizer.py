@@ -1,20 +1,22 @@
-"""What the optimizers of this folder share: they compute on each rank's own rows, and their states are DTensors placed
-like the parameter, so that checkpoints hold every row once and load on any number of ranks."""
+"""What the optimizers of this folder share: they compute on each rank's own rows, and their states are DTensors sharded
+like the parameter, so that checkpoints load on any number of ranks."""
 
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
+States = dict[str, Tensor]
+Group = dict[str, Any]
 
-def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+
+def local_tensor(tensor: Tensor) -> Tensor:
     """This rank's rows of a DTensor, sharing its memory; a plain tensor as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def zeros_for(
-    parameter: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, replicated: bool = False
-) -> torch.Tensor:
+def zeros_for(parameter: Tensor, shape: tuple[int, ...], dtype: torch.dtype, replicated: bool = False) -> Tensor:
     """A state of zeros with the (global) `shape`, sharded by rows as the parameter is, or whole on every rank."""
     own = local_tensor(parameter)
     if not isinstance(parameter, DTensor):
@@ -32,29 +34,21 @@ def zeros_for(
 class ShardedOptimizer(torch.optim.Optimizer):
     """Calls `update` with each parameter's local rows. A state `step` is counted here, as torch's optimizers do."""
 
-    def new_state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+    def new_state(self, parameter: Tensor) -> States:
         """The states of a parameter before its first step, without `step`."""
         raise NotImplementedError
 
-    def first_state(self, parameter: torch.Tensor, group: dict[str, Any]) -> dict[str, torch.Tensor]:
+    def first_state(self, parameter: Tensor, group: Group) -> States:
         """All states of a parameter before its first step."""
         return {"step": torch.tensor(0.0), **self.new_state(parameter)}
 
-    def update(
-        self,
-        parameter: torch.Tensor,
-        weight: torch.Tensor,
-        gradient: torch.Tensor,
-        state: dict[str, torch.Tensor],
-        step: int,
-        group: dict[str, Any],
-    ) -> None:
+    def update(self, parameter: Tensor, weight: Tensor, grad: Tensor, state: States, step: int, group: Group) -> None:
         """Update this rank's rows of one parameter in place.
 
         Args:
             parameter: the DTensor (or plain tensor) itself, to know its whole shape and its mesh.
-            weight: its local rows. There may be none; what needs all ranks must still take part.
-            gradient: of the same rows, in the weight's dtype.
+            weight: its local rows, perhaps none; the rank must still take part in collectives.
+            grad: of the same rows, in the weight's dtype.
             state: the local rows of what `new_state` made.
             step: 1 at the first step.
             group: lr, weight_decay and what else `defaults` had.

@@ -15,7 +15,7 @@ from transformers.modeling_utils import PreTrainedModel
 from llama_ft.config import TrainConfig
 from llama_ft.data import Batch
 from llama_ft.errors import RunFailure
-from llama_ft.phases import NOBODY, PhaseWatch
+from llama_ft.phases import NULL_MONITOR, PhaseMonitor
 from llama_ft.runtime import Runtime
 from llama_ft.training.objective import LossSum, Objective
 from llama_ft.training.sharded_optimizer import local_tensor
@@ -31,7 +31,7 @@ def accumulate_gradients(
     reduce_last_only: bool,
     runtime: Runtime,
     loss_scale: float = 1.0,
-    watch: PhaseWatch = NOBODY,
+    watch: PhaseMonitor = NULL_MONITOR,
 ) -> list[LossSum]:
     """Forward and backward of this rank's micro-batches; gradients are those of the mean over the global batch.
 
@@ -64,11 +64,9 @@ def accumulate_gradients(
     return losses
 
 
-class StepNumbers:
-    """The loss and the gradient norm of one step, over all ranks: on the device at once, on the host when it asks.
-
-    Asking waits for the device, which then has nothing to do until the host has sent it more. So a training loop asks
-    for them when the next step is under way, and what depends on them before that stays on the device.
+class StepResult:
+    """The loss and the gradient norm of one step, over all ranks: on the device at once, on the host when it asks,
+    which waits for the device. A training loop asks when the next step is under way.
 
     Args:
         numbers: float64 [2 + logged]: sum of the losses, L2 norm of the gradients, and further sums.
@@ -101,14 +99,14 @@ class StepNumbers:
         return {f"train/{name}": value / self._count for name, value in zip(self._names, values, strict=True)}
 
 
-def finish_gradients(
+def clip_and_reduce_norm(
     model: nn.Module,
     losses: Sequence[LossSum],
     count: int,
     settings: TrainConfig,
     loss_scale: float,
     runtime: Runtime,
-) -> StepNumbers:
+) -> StepResult:
     """Divide all gradients by `loss_scale`, and clip them where gradient_clipping says so, as
     torch.nn.utils.clip_grad_norm_ does. The norm is that from before. One small all-reduce, and no wait for the device.
 
@@ -136,18 +134,12 @@ def finish_gradients(
     if settings.gradient_clipping:
         factor = (settings.gradient_clipping_threshold / (numbers[1] + 1e-6)).clamp(max=1.0)
         torch._foreach_mul_(gradients, factor.float().to(gradients[0].device))
-    return StepNumbers(numbers, count, names)
+    return StepResult(numbers, count, names)
 
 
 def update_weights(optimizer: torch.optim.Optimizer, lr: float, failed: torch.Tensor | None = None) -> None:
-    """One optimizer step at learning rate `lr`; gradients are freed.
-
-    Args:
-        optimizer: changed in place.
-        lr: learning rate.
-        failed: scalar: where it is not 0, weights and states stay as they are. The fused optimizers look at it on the
-            device; for others the host waits for it.
-    """
+    """One optimizer step at learning rate `lr`; gradients are freed. If the scalar `failed` is not 0, weights and
+    states stay as they are. The fused optimizers look at it on the device; for others the host waits for it."""
     for group in optimizer.param_groups:
         group["lr"] = lr
     if optimizer.defaults.get("fused"):
@@ -162,33 +154,19 @@ def update_weights(optimizer: torch.optim.Optimizer, lr: float, failed: torch.Te
 
 @dataclass
 class Step:
-    """A step that has been sent to the device.
-
-    Attributes:
-        step: its number.
-        numbers: what it comes to.
-        losses: of this rank's micro-batches.
-        batches: these.
-        metrics: what is known of it; `stop_if_not_finite` adds what it reads.
-        skipped: its gradients have overflowed fp16, and the weights stayed as they were.
-    """
+    """A step that has been sent to the device."""
 
     step: int
-    numbers: StepNumbers
-    losses: Sequence[LossSum]
+    numbers: StepResult
+    losses: Sequence[LossSum]  # of this rank's micro-batches
     batches: Sequence[Batch]
-    metrics: dict[str, Any]
-    skipped: bool = False
+    metrics: dict[str, Any]  # what is known of it; `stop_if_not_finite` adds what it reads
+    skipped: bool = False  # its gradients have overflowed fp16, and the weights stayed as they were
 
 
-class Unread:
-    """Steps whose loss nobody has read yet: on a GPU the newest one, at which it may still be.
-
-    Once a step has failed, no later one changes the weights, whenever that is read.
-
-    Args:
-        device: where the model computes.
-    """
+class PendingMetrics:
+    """Steps whose loss nobody has read yet: on a GPU the newest one. Once a step has failed, no later one changes the
+    weights, whenever that is read. `device`: where the model computes."""
 
     LAGGING = ("cuda",)
 
@@ -197,7 +175,7 @@ class Unread:
         self._lags = device.type in self.LAGGING
         self._failed = torch.zeros((), device=device)
 
-    def failed_with(self, numbers: StepNumbers) -> torch.Tensor:
+    def failed_with(self, numbers: StepResult) -> torch.Tensor:
         """For update_weights: whether this step or one before it has failed."""
         self._failed = torch.maximum(self._failed, numbers.failed)
         return self._failed
@@ -215,7 +193,7 @@ def is_due(step: int, every: int, otherwise: bool) -> bool:
     return otherwise or (every > 0 and step % every == 0)
 
 
-def free_gathered(model: nn.Module) -> None:
+def free_unsharded(model: nn.Module) -> None:
     """Free what a forward pass without a backward pass has left gathered (the root unit, or all with SHARD_GRAD_OP)."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -223,17 +201,8 @@ def free_gathered(model: nn.Module) -> None:
 
 
 def stop_if_not_finite(step: Step, last_checkpoint: Callable[[], Path | None], runtime: Runtime) -> None:
-    """Add a step's loss and gradient norm to its metrics, or end the run where they are no longer numbers: the weights
-    are then those from before it.
-
-    Args:
-        step: the step.
-        last_checkpoint: tells it, to name it; it may wait for one that is being written.
-        runtime: the ranks.
-
-    Raises:
-        RunFailure: on every rank, with the rows of whichever rank had them.
-    """
+    """Add a step's loss and gradient norm to its metrics, or raise a RunFailure on every rank if they are no longer
+    numbers: the weights are then those from before it. `last_checkpoint` may wait for one that is being written."""
     loss, norm = step.numbers.read()
     step.metrics |= {"train/loss": loss, "train/grad_norm": norm, **step.numbers.logged()}
     if step.skipped or (math.isfinite(loss) and math.isfinite(norm)):
@@ -245,13 +214,9 @@ def stop_if_not_finite(step: Step, last_checkpoint: Callable[[], Path | None], r
     ]
     everyone: list[list[str]] = [[] for _ in range(runtime.world_size)]
     dist.all_gather_object(everyone, mine)
-    rows = [line for lines in everyone for line in lines]
-    if len(rows) > MICRO_BATCHES_NAMED:
-        rows[MICRO_BATCHES_NAMED:] = [f"... and {len(rows) - MICRO_BATCHES_NAMED} more"]
+    rows = "\n".join([line for lines in everyone for line in lines][:MICRO_BATCHES_NAMED])
     kept = f"The last good checkpoint is {last}." if (last := last_checkpoint()) else "No checkpoint was written yet."
     raise RunFailure(
-        f"step {step.step}: the loss is {loss:g} and the gradient norm {norm:g}; the run cannot go on.\n"
-        + "The rows of this step:\n"
-        + "\n".join(rows)
-        + f"\n{kept} A lower --lr, --warmup_steps, --gradient_clipping or --precision fp32 help most often."
+        f"step {step.step}: the loss is {loss:g} and the gradient norm {norm:g}; the run cannot go on.\nThe samples of "
+        f"this step:\n{rows}\n{kept} A lower --lr, --warmup_steps, --gradient_clipping or --precision fp32 can help."
     )

@@ -1,0 +1,94 @@
+"""output_dir/facts.json: what a run knows about itself beside its metrics, for report.html."""
+
+import contextlib
+import json
+import os
+import shlex
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from llama_ft.masking import mask_secrets
+from llama_ft.replace_text import replace_text
+from llama_ft.runtime.console import log
+
+FACTS_FILE = "facts.json"
+CHECKOUT = Path(__file__).resolve().parents[3]
+
+
+class RunMetadata:
+    """Keeps one facts.json current, in a directory that exists. Secrets do not get into it.
+
+    A run that is resumed in its directory keeps its file, so that the answer before fine-tuning stays. Of all ranks
+    only 0 is `enabled` to write.
+    """
+
+    def __init__(self, output_dir: Path, enabled: bool = True) -> None:
+        self.path = output_dir / FACTS_FILE
+        self._enabled = enabled
+        self._facts: dict[str, Any] = json.loads(self.path.read_text()) if enabled and self.path.exists() else {}
+
+    def add(self, **facts: Any) -> None:
+        """Merge `facts`, plain values, into the file: dicts key by key, anything else in place of what was there.
+
+        A file that cannot be written is a warning.
+        """
+        if not self._enabled:
+            return
+        _merge(self._facts, masked(facts))
+        try:
+            # ASCII: an answer may hold half a character.
+            replace_text(self.path, json.dumps(self._facts, default=str) + "\n")
+        except OSError as error:
+            log.warning(f"{self.path} could not be written, and report.html will lack what is in it: {error.strerror}")
+
+    def add_sample(self, when: str, sample: dict[str, str] | None) -> None:
+        """Add an answer: question, answer and reference, in place of an earlier one of the same moment."""
+        if sample is not None:
+            others = [old for old in self._facts.get("samples", []) if old.get("when") != when]
+            self.add(samples=[*others, {"when": when, **sample}])
+
+
+def _merge(into: dict[str, Any], new: dict[str, Any]) -> None:
+    for key, value in new.items():
+        if isinstance(value, dict) and isinstance(into.get(key), dict):
+            _merge(into[key], value)
+        else:
+            into[key] = value
+
+
+def masked(value: Any) -> Any:
+    """Plain values, dicts and lists, with what looks like a secret in their texts replaced by ***."""
+    if isinstance(value, str):
+        return mask_secrets(value)
+    if isinstance(value, dict):
+        return {mask_secrets(str(key)): masked(inner) for key, inner in value.items()}
+    return [masked(inner) for inner in value] if isinstance(value, list | tuple) else value
+
+
+def environment(versions: dict[str, str], layout: str) -> dict[str, str]:
+    """What a run runs on and by what command, name -> text; with the versions of Python and the libraries that compute,
+    and the layout of the ranks as the run prints it."""
+    found = {"command": shlex.join(sys.argv), "ranks": layout, **versions}
+    found["host"] = f"{socket.gethostname()}, {os.cpu_count()} cores"
+    if torch.cuda.is_available():
+        gpus = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
+        found["GPUs"] = ", ".join(f"{gpus.count(name)} x {name}" for name in dict.fromkeys(gpus))
+        found["CUDA"] = str(torch.version.cuda)
+    if commit := git_commit():
+        found["commit"] = commit
+    return found
+
+
+def git_commit() -> str | None:
+    """The short commit of the checkout that the script, or else this package, lies in; with ", changed" where tracked
+    files differ from it. Nothing else that git knows, such as remotes, is asked for."""
+    for folder in (Path(sys.argv[0]).resolve().parent, CHECKOUT):
+        command = ["git", "-C", str(folder), "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty=, changed"]
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            return subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout.strip()
+    return None

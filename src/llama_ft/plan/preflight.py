@@ -1,0 +1,168 @@
+"""The check a run makes at its start: is what it will hold more than there is?
+
+The plan is made in a process of its own while the run prepares its data and loads its weights. It is forked before
+anything is started, since planning needs a process group that is not the run's; a new interpreter would first take 6 s
+to import what it needs. What the planner needs of torch is imported there only: without it a run goes on.
+"""
+
+import dataclasses
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from llama_ft.config import Config
+from llama_ft.config.messages import size_text
+from llama_ft.data import TokenizedData, TrainingBatches
+from llama_ft.errors import reason
+from llama_ft.models import NewTokens
+from llama_ft.plan.gpus import free_bytes, free_text
+from llama_ft.plan.types import Plan, PlanRequest
+from llama_ft.processes import end_with
+from llama_ft.runtime import Runtime, log
+
+SECONDS_FOR_PLAN, SECONDS_FOR_ADVICE, SECONDS_FOR_CHOICE = 15.0, 60.0, 120.0
+
+BuildModel = Callable[..., Any]  # as llama_ft.plan.predict has it, which is not imported here
+
+
+class Preflight:
+    """Plans a run while it starts. On ranks other than 0, and where planning is off, its methods do nothing.
+
+    Args:
+        build_model: the recipe's.
+        off: whether not to plan.
+    """
+
+    def __init__(self, build_model: BuildModel, off: bool) -> None:
+        self._pipe: Connection | None = None
+        if off or os.environ.get("RANK", "0") != "0":
+            return
+        context = multiprocessing.get_context("fork")
+        self._pipe, theirs = context.Pipe()
+        ends = theirs, self._pipe
+        self._process = context.Process(target=_serve, args=(*ends, build_model, os.getpid()), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def ask(
+        self,
+        config: Config,
+        folder: Path,
+        new_tokens: NewTokens | None,
+        rows: TokenizedData,
+        steps: TrainingBatches,
+        job: Runtime,
+    ) -> Config:
+        """Begin to plan, and go on; with activation_checkpointing auto wait until that is chosen, on all ranks.
+
+        Returns:
+            The settings with what was chosen.
+        """
+        is_auto = config.train.activation_checkpointing == "auto"
+        self._free = free_bytes(job.device, job.local_world_size, config.train.device_memory_fraction)
+        self._free_on_host = free_bytes(torch.device("cpu"), job.local_world_size)
+        if is_auto:
+            self._free = job.all_gather_floats(self._free).min().item()
+        if self._pipe is not None:
+            device: Any = job.device.type
+            of_data = (rows.longest_row, new_tokens, rows.target_share, steps.size, rows.validation is not None)
+            request = PlanRequest(config, folder, job.world_size, job.local_world_size, device, *of_data)
+            with suppress(OSError):
+                self._pipe.send((request, self._free))
+        if not is_auto:
+            return config
+        chosen, why = job.broadcast_from_rank0(partial(self._choice, config))
+        log.info(f"activation_checkpointing auto: {why}")
+        return chosen
+
+    def _choice(self, config: Config) -> tuple[Config, str]:
+        answer = self._receive(SECONDS_FOR_CHOICE)
+        if isinstance(answer, tuple):
+            return answer
+        self._end()
+        full = dataclasses.replace(config.train, activation_checkpointing="full")
+        return dataclasses.replace(config, train=full), f"full (not planned: {answer})"
+
+    def tell(self, output_dir: Path) -> None:
+        """Write plan.json, say what the run will hold, and warn where that is more than there is."""
+        if self._pipe is None:
+            return
+        plan = self._receive(SECONDS_FOR_PLAN)
+        if isinstance(plan, Plan):
+            plan.save(output_dir)
+            needs = f"{size_text(plan.device_bytes)} of {free_text(self._free)} a rank"
+            where = f"{plan.peak.phase}, {plan.peak.module}" if plan.peak.module else plan.peak.phase
+            log.info(f"Planned: {needs} at most ({where}); plan.json says what holds it")
+            if plan.device_bytes > self._free:
+                fits = self._receive(SECONDS_FOR_ADVICE)
+                log.warning(f"This run will most likely not fit: it needs {needs}. What would fit:\n  {fits}")
+            host = max(plan.host_load_bytes, plan.host_save_bytes)
+            if plan.device == "cuda" and host > self._free_on_host:
+                needs = f"{size_text(host)} of {free_text(self._free_on_host)} a rank"
+                log.warning(f"This run will most likely need more host memory than there is: {needs}.")
+        else:
+            log.info(f"The run's memory was not planned: {plan}")
+        self._end()
+
+    def _end(self) -> None:
+        if self._pipe is not None:
+            self._pipe.close()
+            self._pipe = None
+            self._process.kill()  # it may still be planning, on a core that the run needs
+            self._process.join()
+
+    def _receive(self, seconds: float) -> Any:
+        """What the planner sends, or in words why that is nothing."""
+        if self._pipe is None:
+            return "planning is off"
+        try:
+            if self._pipe.poll(seconds):
+                return self._pipe.recv()
+        except (EOFError, OSError):
+            return "the planner has ended"
+        return f"it took over {seconds:.0f} s. recipes/plan.py has no limit"
+
+
+def _serve(pipe: Connection, parents: Connection, build_model: BuildModel, parent: int) -> None:
+    """The process that plans one request."""
+    parents.close()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the run, which ends this
+    os.nice(10)
+    end_with(parent, oom_score=1000)
+    torch.set_num_threads(1)
+    with suppress(EOFError, OSError):
+        request, free = pipe.recv()
+        for answer in _answers(request, free, build_model):
+            pipe.send(answer)
+
+
+def _answers(request: PlanRequest, free: float, build_model: BuildModel) -> Iterator[Any]:
+    """What `activation_checkpointing auto` comes to be, if it is that, the plan, and if that is too much, what would
+    fit, in words; in place of an answer a text that says why there is none."""
+    try:
+        from llama_ft.plan.fit import choose_checkpointing, find_fits
+        from llama_ft.plan.predict import predict
+
+        if request.config.train.activation_checkpointing == "auto":
+            config, why, plan = choose_checkpointing(request, build_model, free)
+            yield config, why
+            request = dataclasses.replace(request, config=config)
+        else:
+            plan = predict(request, build_model, quick=True)
+        yield plan
+        if plan.device_bytes > free:
+            fits = find_fits(request, build_model, free, plan, True, log.debug)
+            sizes = [(it, size_text(it.plan.device_bytes)) for it in fits]
+            lines = [f"{' '.join(it.flags)} would need {size} ({it.gives_up})" for it, size in sizes]
+            yield "\n  ".join(lines) or "none of the changes that were planned"
+    except Exception as error:  # what is wrong with the run, the run will say
+        yield reason(error)

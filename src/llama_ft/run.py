@@ -1,0 +1,372 @@
+"""The bookkeeping of a run. Nothing here computes a loss, a gradient or a weight: the recipe does."""
+
+import dataclasses
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
+from transformers.modeling_utils import PreTrainedModel
+
+from llama_ft import checkpoint, data, models, observe, report, runtime, training
+from llama_ft.config import Config, check_device, differences, parse_duration, to_yaml
+from llama_ft.data.prefetch import StepBatches
+from llama_ft.plan.oom_report import explain_errors
+from llama_ft.plan.predict import BuildModel
+from llama_ft.plan.preflight import Preflight
+from llama_ft.runtime import Runtime, log
+from llama_ft.runtime.exit import Stop
+from llama_ft.training.objective import LossSum, Objective
+from llama_ft.training.step import StepResult
+
+
+class RankNumbers(NamedTuple):
+    """Numbers of every rank at one step, float64 [ranks] unless said otherwise."""
+
+    tokens: torch.Tensor  # input tokens that are not padding
+    flops: torch.Tensor  # model FLOPs of these
+    peak_bytes: torch.Tensor  # largest host and device memory so far, [ranks, 2]
+    stop_asked: torch.Tensor  # what the rank was asked to stop by; see StopSignals
+    save_failed: torch.Tensor  # 1 if the rank could not write the checkpoint in flight
+
+
+class Due(NamedTuple):
+    """What follows a step, on all ranks alike."""
+
+    evaluation: bool
+    save: bool  # as the settings ask
+    stop: Stop | None  # what asks the run to stop
+    is_last: bool
+
+
+class Run:
+    """A run on this rank, made by `start_run`.
+
+    Attributes:
+        config: the settings, with what the machine decided.
+        resumed: the checkpoint that the run goes on from; None for a new run.
+        is_finished: the run that is to be resumed came to its end already, and nothing is left to do.
+        global_batch: packed sequences, or samples, of an optimizer step over all ranks.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        sources: dict[str, str],
+        job: Runtime,
+        memory: observe.MemoryMonitor,
+        resumed: checkpoint.Checkpoint | None,
+        preflight: Preflight,
+    ) -> None:
+        self.config, self.job, self.memory, self.resumed = config, job, memory, resumed
+        self.state = training.TrainState(config.train)
+        self._sources, self._preflight = sources, preflight
+        self._info = checkpoint.describe_run(config)
+        self._check_same_run()
+        result = checkpoint.finished_result(resumed, config.checkpoint) if resumed else None
+        self.is_finished = result is not None
+        if resumed is not None and result is not None:
+            log.info(f"This run was finished after step {resumed.step}; its result is {result}")
+            job.begin_run(resumed.run, resumed.step)
+            return
+        settings = config.train
+        self.global_batch = checkpoint.global_batch(settings, resumed, job.world_size)
+        unit = "pack" if config.data.batching_strategy == "packing" else "row"
+        sizes = settings.batch_size_training, settings.gradient_accumulation_steps, self.global_batch
+        self._layout = job.describe(*sizes, unit)
+        log.info(self._layout)
+        if job.is_main:
+            observe.check_trackers(config.tracking, config.checkpoint.output_dir)
+
+    # Before training
+
+    def check_inputs(
+        self,
+        folder: Path,
+        model_config: PretrainedConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        new_tokens: models.NewTokens | None,
+        dataset: data.TokenizedData,
+    ) -> None:
+        """Check that the result can be written, and that a resumed run has the same model and data."""
+        log.info("\n".join(dataset.summary))
+        if self.job.is_main:
+            checkpoint.check_export(model_config, tokenizer, folder)
+        self._info |= {
+            "global_batch": self.global_batch,
+            "contents": {"model_name": models.fingerprint(folder), **dataset.fingerprints()},
+            "chat_template": tokenizer.chat_template,
+            "new_tokens": new_tokens and dataclasses.asdict(new_tokens),
+        }
+        self._check_same_run()
+
+    def check_batches(self, batches: data.TrainingBatches, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Log the number of steps, advice and samples."""
+        log.info(batches.describe())
+        for advice in training.advice(self.config, batches.total_steps, self.global_batch, batches.size):
+            log.warning(advice)
+        if self.config.data.show_samples:
+            data.show_samples(batches.first_rows(), tokenizer, self.config.data.show_samples)
+        if self.resumed is not None:
+            checkpoint.check_steps_left(self.resumed, batches.total_steps)
+
+    def plan_memory(
+        self,
+        folder: Path,
+        new_tokens: models.NewTokens | None,
+        dataset: data.TokenizedData,
+        batches: data.TrainingBatches,
+    ) -> Config:
+        """Begin to plan the memory in another process; wait for it only where it chooses activation_checkpointing."""
+        self.config = self._preflight.ask(self.config, folder, new_tokens, dataset, batches, self.job)
+        self._info["config"] = dataclasses.asdict(self.config)
+        return self.config
+
+    @contextmanager
+    def open(
+        self, dataset: data.TokenizedData, batches: data.TrainingBatches, units: Sequence[models.Unit]
+    ) -> Iterator[None]:
+        """Make the run's directory, before which nothing is written, and start the trackers."""
+        config, job, resumed = self.config, self.job, self.resumed
+        self.dataset, self.batches = dataset, batches
+        self.directory = folder = checkpoint.create_run_directory(
+            config.checkpoint, config.model.model_name, job, resumed
+        )
+        log.info(f"Run directory: {folder}")
+        job.begin_run(folder, resumed.step if resumed else 0, at_end=partial(report.write_or_warn, folder))
+        if job.is_main:
+            text = to_yaml(config, f"--config {folder}/config.yaml repeats this run")
+            (folder / "config.yaml").write_text(text)
+        self._preflight.tell(folder)
+        self.facts = observe.RunMetadata(folder, job.is_main)
+        environment = observe.environment(self._info["versions"], self._layout)
+        self.facts.add(environment=environment, data=dataset.facts(), total_steps=batches.total_steps)
+        self.facts.add(units=[dataclasses.asdict(unit) for unit in units])
+        self.writer = checkpoint.CheckpointWriter(folder, config.checkpoint, self._info, job)
+        resolved, earlier = dataclasses.asdict(config), dict[str, Any]()
+        if resumed is not None:
+            ids = resumed.trainer["trackers"]
+            earlier = {"resume_step": resumed.step, "resumed_dir": resumed.run, "tracker_ids": ids}
+        with observe.RunLog(folder, config.tracking, resolved, batches.total_steps, job.rank, **earlier) as self.log:
+            yield
+
+    def _check_same_run(self) -> None:
+        if self.resumed is not None:
+            allowed = self.config.checkpoint.resume_allow_changes
+            checkpoint.check_same_run(self.resumed.trainer, self._info, allowed, self._sources)
+
+    # Training
+
+    def restore(self, model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> None:
+        """Load the checkpoint that is resumed from, if any."""
+        self._pending, self._metrics, self._is_best = training.PendingMetrics(self.job.device), dict[str, Any](), False
+        if self.resumed is not None:
+            self.state.load_state_dict(self.resumed.trainer["progress"])
+            checkpoint.restore(self.resumed, model, optimizer, self.config.train, self.job)
+            self._metrics = self.resumed.trainer["metrics"]
+        self._snapshot_step = self.state.step + observe.SNAPSHOT_STEPS
+
+    @contextmanager
+    def training(self, model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        """The block of the training loop: in it steps are logged and measured, and signals wait for a step's end."""
+        config, job = self.config, self.job
+        self._optimizer = optimizer
+        dtype = runtime.PRECISIONS[config.train.precision].compute
+        self._throughput = observe.ThroughputMeter(model, config.profile, dtype, self.directory, self.facts, job)
+        self.memory.begin_training(model, optimizer, self.facts)
+        signals = job.signals.between_steps(config.train.stop_after)
+        with self.log.training(), self.writer, signals, self._throughput:
+            yield
+
+    @property
+    def remaining_steps(self) -> Generator[StepBatches, None, None]:
+        """The batches of the steps that are left, on this rank."""
+        last = self.state.step if self.state.best.should_stop else self.batches.total_steps
+        return self.batches.steps(self.state.step + 1, last, self.state.position)
+
+    def begin_step(self, step: StepBatches, waited_seconds: float, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Begin to measure; training waited that long for the batches."""
+        lengths = [length for batch in step.batches for length in batch.row_lengths]
+        targets = sum(batch.target_tokens for batch in step.batches)
+        self._throughput.begin_step(step.step, lengths, targets, waited_seconds)
+        if step.step == 1:
+            log.info(data.describe_first_batch(step.batches[0], tokenizer))
+
+    def gather(self, step: StepBatches) -> RankNumbers:
+        """Every rank's numbers, in one all-gather between hosts."""
+        gathered = self.job.all_gather_floats(
+            sum(batch.tokens for batch in step.batches),
+            self._throughput.flops,
+            self.memory.host_peak_bytes,
+            self.memory.device_peak_bytes,
+            self.job.signals.asked(),
+            self.writer.has_failed,
+        )
+        tokens, flops, _, _, asked, failed = gathered.unbind(1)
+        return RankNumbers(tokens, flops, gathered[:, 2:4], asked, failed)
+
+    def failed(self, step: StepBatches, result: StepResult) -> torch.Tensor:
+        """Whether the weights must stay as they are (not 0, on the device): the loss or the gradient norm is not
+        finite. fp16 waits for the device here: gradients that overflow lower the loss scale."""
+        scale = self.state.scale
+        self._is_skipped = scale.is_used and scale.note(step.step, *result.read())
+        return result.failed if self._is_skipped else self._pending.failed_with(result)
+
+    def end_step(
+        self, step: StepBatches, result: StepResult, losses: Sequence[LossSum], numbers: RankNumbers, lr: float
+    ) -> Due:
+        """Note a step whose weights are updated. On a GPU its loss is read, and logged, when the next step has been
+        sent, unless something needs it now."""
+        config, state = self.config, self.state
+        if step.step == state.scale.skipped_steps + 1:  # the first that was not skipped has made the states
+            log.info(training.describe_state(self._optimizer, self.job))
+        self.memory.end_step()
+        self._throughput.end_step(step.step, numbers.tokens.sum().item(), numbers.flops.sum().item())
+        state.step, state.position = step.step, step.position
+        state.target_tokens += step.target_tokens
+        self._metrics = {
+            "epoch": step.epochs_seen,
+            "tokens": state.target_tokens,
+            "train/lr": lr,
+            **observe.memory_metrics(numbers.peak_bytes),
+            **state.scale.metrics(),
+        }
+        is_last, stop = step.step == self.batches.total_steps, self.job.signals.agreed(numbers.stop_asked)
+        self._ends_epoch, self._is_best, self._save_failed = step.ends_epoch, False, bool(numbers.save_failed.any())
+        evaluation = self.dataset.validation is not None
+        evaluation &= training.is_due(step.step, config.train.eval_steps, step.ends_epoch or is_last)
+        due = Due(evaluation, self._save_asked(is_last or stop is not None), stop, is_last)
+        newest = training.Step(step.step, result, losses, step.batches, self._metrics, self._is_skipped)
+        for read in self._pending.take(newest, needed=any((evaluation, due.save, is_last, stop is not None))):
+            training.stop_if_not_finite(read, self.writer.newest, self.job)
+            read.metrics.update(self._throughput.metrics(read.step))
+            is_logged_later = evaluation and read is newest
+            if not is_logged_later and training.is_due(read.step, config.train.log_steps, read is newest and is_last):
+                self.log.log_step(read.step, read.metrics | self.writer.timings())
+        self.job.note_step(step.step)
+        if config.memory.memory_snapshot and step.step == min(self._snapshot_step, self.batches.total_steps):
+            log.info(f"Memory snapshot: {observe.write_snapshot(self.directory, self.job.rank, f'step-{step.step}')}")
+        return due
+
+    def evaluate(self, model: PreTrainedModel, objective: Objective, pad: int) -> None:
+        """Compute and log the validation loss."""
+        self.memory.enter("evaluation")
+        settings, samples, pack_length = self.config.train, self.dataset.validation, self.batches.pack_length
+        assert samples is not None
+        values = training.evaluate(model, objective, samples, settings, pad, pack_length, self.job)
+        self._metrics |= values
+        self._is_best = self.state.step > 0 and self.state.best.update(values["eval/loss"], self.state.step)
+        self.log.log_step(self.state.step, self._metrics | self.writer.timings())
+        self._throughput.pause()
+
+    def save_due(self, due: Due) -> bool:
+        """Whether to save after this step: the settings ask for it, or the validation loss is the best so far."""
+        if self._save_failed:
+            self.writer.finish()  # raises what has failed
+        self._ends_run = due.is_last or self.state.best.should_stop
+        self._asked = due.save or self._save_asked(self._ends_run)
+        return self._asked or (self._is_best and self.config.checkpoint.save_model)
+
+    def save(self, due: Due, model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> None:
+        """Begin to write a checkpoint; training goes on when a copy in host memory is made."""
+        record: dict[str, Any] = {"progress": self.state.state_dict(), "ends_run": self._ends_run}
+        record |= {"metrics": self._metrics, "trackers": self.log.tracker_ids}
+        self.memory.enter("save")
+        best_loss = self.state.best.loss if self._is_best else None
+        self.writer.save(self.state.step, model, optimizer, record, self._asked, best_loss)
+        self._throughput.pause()
+
+    def should_stop(self, due: Due) -> bool:
+        """Whether early stopping ends training here.
+
+        Raises:
+            Stopped: the run was asked to stop, and its checkpoint is written.
+        """
+        best = self.state.best
+        if best.should_stop:
+            log.info(f"Stopped early after step {self.state.step}: the validation loss was best at step {best.step}.")
+            return True
+        if due.stop is not None and not due.is_last:
+            self.writer.finish()
+            raise runtime.Stopped(due.stop, self.state.step, self.writer.last)
+        return False
+
+    def _save_asked(self, ends_run: bool) -> bool:
+        return self.writer.is_due(self.state.step, self._ends_epoch, ends_run)
+
+    # After training
+
+    def take_best_weights(self, model: PreTrainedModel) -> None:
+        """With early stopping load the weights with the best validation loss."""
+        self.writer.finish()
+        best, self._weights_of = self.state.best, self.state.step
+        if (step := checkpoint.result_step(self.config, self.state.step, best.step)) != self.state.step:
+            if (kept := checkpoint.open_best(step, self.directory, self.job)) is not None:
+                checkpoint.restore_weights(kept, model)
+                self._weights_of = step
+                log.info(f"The weights of step {best.step}, with the best validation loss {best.loss:.4f}, are taken.")
+
+    def show_answer(self, when: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, pad: int) -> None:
+        """Print the model's answer to a prompt of the validation set, and keep it for the report."""
+        self.memory.enter("evaluation")
+        length = self.config.train.sample_tokens
+        shown = training.show_answer(when, model, tokenizer, self.dataset.chat_sample, length, pad, self.job)
+        self.facts.add_sample(when.lower(), shown)
+
+    def trainer_record(self) -> dict[str, Any]:
+        """What the model card says of the run; see checkpoint.write_model_card."""
+        return {**self._outcome(), **self._info}
+
+    def log_result(self, result: Path) -> None:
+        """Give the final model or adapter to the trackers that take it."""
+        self.facts.add(weights_of=self._weights_of)
+        seconds = parse_duration(self.config.train.collective_timeout) / 2  # the other ranks wait for it
+        self.log.log_result(result, self._outcome(), seconds)
+
+    def _outcome(self) -> dict[str, Any]:
+        weights = {"weights_of": self._weights_of, "best_step": self.state.best.step}
+        return {"step": self.state.step, "metrics": self._metrics, **weights}
+
+
+@contextmanager
+def start_run(requested: Config, sources: dict[str, str], build_model: BuildModel, planner: Path) -> Iterator[Run]:
+    """Start the ranks, and find the checkpoint to resume from.
+
+    Args:
+        requested: the settings, as the command line and YAML have them.
+        sources: dotted name -> the flag or the line of the YAML that set it.
+        build_model: the recipe's; the planner runs it on fake tensors.
+        planner: recipes/plan.py.
+    """
+    settings, fsdp = requested.train, requested.fsdp
+    preflight = Preflight(build_model, off=requested.memory.no_plan)  # forks, before there is a thread
+    timeout, fraction = parse_duration(settings.collective_timeout), settings.device_memory_fraction
+    degree = models.shard_degree(fsdp)
+    with (
+        runtime.start(settings.device, degree, fsdp.fsdp_cpu_offload, fraction, timeout) as job,
+        observe.MemoryMonitor(job) as memory,
+        explain_errors(requested, job, memory, planner),
+    ):
+        resumed = checkpoint.find_checkpoint(requested.checkpoint, job)
+        config = resolve_precision(requested, sources, job, resumed)
+        log.info("\n  ".join(["Settings that differ from the defaults:", *differences(config)]))
+        run = Run(config, sources, job, memory, resumed, preflight)
+        yield run
+
+
+def resolve_precision(
+    requested: Config, sources: dict[str, str], job: Runtime, resumed: checkpoint.Checkpoint | None
+) -> Config:
+    """Choose the demo's precision by the machine, unless it was asked for; a resumed run keeps its own. Rank 0 decides
+    for all ranks."""
+    check_device(requested, sources, job.device.type)
+    is_free = requested.model.model_name == "demo" and "train.precision" not in sources
+    wanted = resumed.trainer["config"]["train"]["precision"] if resumed and is_free else requested.train.precision
+    is_free = is_free and resumed is None
+    precision, note = job.broadcast_from_rank0(lambda: runtime.advise_precision(wanted, is_free, job.device))
+    if note:
+        log.info(note)
+    return dataclasses.replace(requested, train=dataclasses.replace(requested.train, precision=precision))

@@ -1,0 +1,177 @@
+"""The loss in pieces is that of all logits at once: the reference is the same model's logits and torch's loss."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from models.test_architectures import ARCHITECTURES, SHAPE
+from peft import LoraConfig, get_peft_model
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers.modeling_utils import PreTrainedModel
+
+from llama_ft.models import chunked_loss, use_chunked_loss
+from llama_ft.models.lora_linear import use_fused_lora
+
+VOCABULARY = 320
+ROWS = torch.randint(3, VOCABULARY, (2, 50), generator=torch.Generator().manual_seed(1))
+POSITIONS = torch.randperm(100, generator=torch.Generator().manual_seed(2))[:83].sort().values
+TARGETS = torch.randint(0, VOCABULARY, (83,), generator=torch.Generator().manual_seed(3))
+LORA = {"r": 4, "lora_alpha": 8, "lora_dropout": 0.0}
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "beside the head": {"target_modules": ["q_proj", "lm_head"]},
+    "not on the head": {"target_modules": ["q_proj"]},
+    "the head in full": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+    "some rows of the head": {"target_modules": ["q_proj"], "trainable_token_indices": {"lm_head": [3, 7]}},
+}
+
+# The LM head is scaled by a number of the decoder's; the class does not name its decoder; a layer stands between both.
+ALL_LOGITS = ("OPT", "Falcon-H1", "Llama 4 text", "ModernBERT decoder")
+
+
+@pytest.fixture(autouse=True)
+def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """83 positions in pieces of 16."""
+    monkeypatch.setattr(chunked_loss, "FEWEST_POSITIONS", 16)
+    monkeypatch.setattr(chunked_loss, "LOGITS_AT_ONCE", {"cpu": VOCABULARY * 16})
+
+
+def taught(model: PreTrainedModel) -> PreTrainedModel:
+    """The model with its weights, made ready on the meta device as the recipe does."""
+    weights = dict(model.state_dict())
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    model.to("meta")
+    assert use_chunked_loss(model)
+    model.to_empty(device="cpu")
+    model.tie_weights()
+    model.load_state_dict(weights)
+    for name, buffer in model.named_buffers():
+        buffer.copy_(buffers[name])
+    return model
+
+
+def loss_and_gradients(
+    model: PreTrainedModel, in_pieces: bool, per_token: bool = False
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    if in_pieces:
+        loss, _ = model(input_ids=ROWS, use_cache=False, positions=POSITIONS, targets=TARGETS, per_token=per_token)
+        loss = loss.sum()
+    else:
+        logits = model(input_ids=ROWS, use_cache=False).logits.flatten(0, 1)[POSITIONS]
+        loss = torch.nn.functional.cross_entropy(logits.float(), TARGETS, reduction="sum")
+    (loss / 83).backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return loss.detach(), gradients
+
+
+def check(model: PreTrainedModel, **tolerance: float) -> None:
+    expected, theirs = loss_and_gradients(model, in_pieces=False)
+    loss, ours = loss_and_gradients(model, in_pieces=True)
+    with torch.no_grad():
+        evaluated, _ = model.eval()(input_ids=ROWS, use_cache=False, positions=POSITIONS, targets=TARGETS)
+    torch.testing.assert_close(evaluated, expected, **tolerance)
+    torch.testing.assert_close(loss, expected, **tolerance)
+    assert ours.keys() == theirs.keys()
+    for name in theirs:
+        torch.testing.assert_close(ours[name], theirs[name], msg=lambda text, n=name: f"{n}: {text}", **tolerance)
+
+
+def architecture(name: str) -> PreTrainedModel:
+    model_type, settings = ARCHITECTURES[name]
+    caps = {"final_logit_softcapping": 0.5, "logits_scaling": 3.0}  # where they are known; strong enough to show
+    known = AutoConfig.for_model(model_type).to_dict()
+    settings = {**SHAPE, **settings, **{key: caps[key] for key in caps if key in known}}
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(model_type, **{key: value for key, value in settings.items() if value is not None})
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config).eval()
+    return model
+
+
+@pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name not in ALL_LOGITS])
+def test_architectures_have_the_loss_and_gradients_of_all_their_logits(name: str) -> None:
+    check(taught(architecture(name)), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ALL_LOGITS)
+def test_other_architectures_keep_all_their_logits(name: str) -> None:
+    assert not use_chunked_loss(architecture(name))
+
+
+@pytest.fixture
+def llama() -> Iterator[LlamaForCausalLM]:
+    torch.manual_seed(0)
+    yield LlamaForCausalLM(LlamaConfig(**{**SHAPE, "num_hidden_layers": 1}))
+
+
+@pytest.mark.parametrize("adapter", ADAPTERS)
+def test_adapters_on_and_beside_the_head(llama: LlamaForCausalLM, adapter: str) -> None:
+    get_peft_model(llama, LoraConfig(**LORA, **ADAPTERS[adapter]))
+    use_fused_lora(llama)
+    for name, parameter in llama.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter)
+    check(taught(llama), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+def test_in_16_bits_it_is_as_near_to_fp32_as_all_logits_at_once(
+    llama: LlamaForCausalLM, per_token: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In pieces of 2: what is rounded to 16 bits 42 times shows."""
+    monkeypatch.setattr(chunked_loss, "FEWEST_POSITIONS", 2)
+    monkeypatch.setattr(chunked_loss, "LOGITS_AT_ONCE", {"cpu": 1})
+    exact = loss_and_gradients(llama, in_pieces=False)[1]
+    llama = taught(llama.bfloat16())
+    theirs, ours = (loss_and_gradients(llama, in_pieces, per_token)[1] for in_pieces in (False, True))
+    for name, gradient in exact.items():
+        error, their_error = ((it[name].float() - gradient).norm() / gradient.norm() for it in (ours, theirs))
+        assert error < 1.2 * their_error + 1e-3, name
+
+
+def test_losses_per_token_have_the_gradients_of_their_sum_with_dropout_too(llama: LlamaForCausalLM) -> None:
+    settings = {"target_modules": ["q_proj", "lm_head"], "init_lora_weights": False}
+    get_peft_model(llama, LoraConfig(r=4, lora_dropout=0.5, **settings))
+    llama, results = taught(llama).train(), []
+    for per_token in (False, True):
+        torch.manual_seed(5)
+        results.append(loss_and_gradients(llama, True, per_token))
+    torch.testing.assert_close(*results)
+
+
+def test_in_fp16_the_gradient_of_the_head_may_exceed_fp16_before_it_is_divided(llama: LlamaForCausalLM) -> None:
+    """Each piece of 16 targets has a gradient below 65,504, all 83 together do not."""
+    torch.nn.init.constant_(llama.model.norm.weight, 1000.0)
+    torch.nn.init.normal_(llama.lm_head.weight, std=1e-4)
+    targets = torch.zeros_like(TARGETS)
+    logits = llama(input_ids=ROWS, use_cache=False).logits.flatten(0, 1)[POSITIONS]
+    expected = torch.autograd.grad(torch.nn.functional.cross_entropy(logits, targets), llama.lm_head.weight)[0]
+    assert (83 * expected).abs().max() > 65_504
+    llama = taught(llama.half())
+    (llama(input_ids=ROWS, use_cache=False, positions=POSITIONS, targets=targets)[0] / 83).backward()
+    found = llama.lm_head.weight.grad.float()
+    assert (found - expected).norm() < 0.01 * expected.norm()
+
+
+class Largest(TorchDispatchMode):
+    """Notes the elements of the largest tensor an operator makes."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            self.elements = max(self.elements, result.numel())
+        return result
+
+
+def test_no_tensor_is_as_large_as_the_logits(llama: LlamaForCausalLM) -> None:
+    weights = max(parameter.numel() for parameter in llama.parameters())
+    llama = taught(llama)
+    with Largest() as at_once:
+        loss_and_gradients(llama, in_pieces=False)
+    with Largest() as in_pieces:
+        loss_and_gradients(llama, in_pieces=True)
+    assert at_once.elements >= 83 * VOCABULARY > 1.2 * weights
+    assert in_pieces.elements <= weights

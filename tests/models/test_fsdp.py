@@ -1,0 +1,133 @@
+"""Which modules become units, on the meta device: nothing here has storage."""
+
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from llama_ft.config import FSDPConfig, TrainConfig
+from llama_ft.models import apply_fsdp, set_storage_dtypes, shard_degree
+from llama_ft.models.fsdp import Unit, _describe_units, _modules_to_wrap
+from llama_ft.runtime import PRECISIONS
+from llama_ft.training import build_optimizer
+
+
+def llama(tied: bool = False) -> LlamaForCausalLM:
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "vocab_size": 1000}
+    config = LlamaConfig(**shape, num_hidden_layers=4, tie_word_embeddings=tied)
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    model.tie_weights()
+    return model
+
+
+def units_of(model: torch.nn.Module, **fsdp: object) -> list[Unit]:
+    settings = FSDPConfig(enable_fsdp=True, **fsdp)
+    return _describe_units(model, _modules_to_wrap(model, settings), torch.bfloat16)
+
+
+LAYERS = [f"model.layers.{n}" for n in range(4)]
+
+
+def test_layers_are_units_and_with_hybrid_big_embeddings_and_heads_too() -> None:
+    units = units_of(llama(), fsdp_wrap_policy="transformer")
+    assert [unit.name for unit in units] == [*LAYERS, ""] and units[-1].parameters == 2 * 64 * 1000 + 64
+    assert [unit.name for unit in units_of(llama(), min_num_params=60_000)] == [
+        *LAYERS,
+        "model.embed_tokens",
+        "lm_head",
+        "",
+    ]
+    assert [unit.name for unit in units_of(llama(), min_num_params=70_000)] == [*LAYERS, ""]
+
+
+def test_the_size_policy_wraps_innermost_first_and_leaves_no_unit_below_the_limit_but_the_root() -> None:
+    units = units_of(llama(), fsdp_wrap_policy="size", min_num_params=20_000)
+    assert all(unit.parameters >= 20_000 for unit in units[:-1])
+    assert sum(unit.parameters for unit in units) == sum(p.numel() for p in llama().parameters())
+    assert {"model.layers.0.mlp", "model.embed_tokens"} < {unit.name for unit in units}
+
+
+def test_the_strategy_says_how_many_ranks_share_a_copy_of_the_model() -> None:
+    assert shard_degree(FSDPConfig()) == 1
+    assert shard_degree(FSDPConfig(enable_fsdp=True)) == "world"
+    assert shard_degree(FSDPConfig(enable_fsdp=True, sharding_strategy="NO_SHARD")) == 1
+    assert shard_degree(FSDPConfig(enable_fsdp=True, sharding_strategy="HYBRID_SHARD")) == "node"
+    assert shard_degree(FSDPConfig(enable_fsdp=True, sharding_strategy="HYBRID_SHARD", sharding_group_size=2)) == 2
+
+
+def test_gradients_are_the_same_with_parameters_offloaded() -> None:
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "vocab_size": 50}
+    config = LlamaConfig(**shape, num_hidden_layers=2)
+    plain, offloaded = LlamaForCausalLM(config), LlamaForCausalLM(config)
+    offloaded.load_state_dict(plain.state_dict())
+    settings = FSDPConfig(enable_fsdp=True, fsdp_cpu_offload=True)
+    apply_fsdp(offloaded, mesh_of_one(), settings, PRECISIONS["fp32"])
+    state = offloaded._get_fsdp_state()
+    group = state._fsdp_param_groups[0] if hasattr(state, "_fsdp_param_groups") else state._fsdp_param_group
+    assert isinstance(group.offload_policy, CPUOffloadPolicy)
+    ids = torch.arange(20).view(2, 10)
+    for model in (plain, offloaded):
+        for _ in range(2):  # accumulated, which offloading does on the host
+            model(input_ids=ids, labels=ids).loss.backward()
+    for (name, expected), found in zip(plain.named_parameters(), offloaded.parameters(), strict=True):
+        torch.testing.assert_close(found.grad.full_tensor(), expected.grad, msg=name)
+
+
+class Collectives(TorchDispatchMode):
+    """Counts what goes to a process group, and fully_shard's copies for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional", "fsdp"):
+            self.found.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("precision", "plain"), [("fp32", 1.0), ("bf16_pure", 1.0), ("bf16_mixed", 0.9)])
+def test_one_process_trains_adapters_without_a_collective_and_copies_no_frozen_weight(
+    precision: str, plain: float
+) -> None:
+    dtypes, model = PRECISIONS[precision], llama().to_empty(device="cpu")
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+    inject_adapter_in_model(LoraConfig(r=2, target_modules="all-linear"), model)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora_" in name)
+    set_storage_dtypes(model, dtypes)
+    apply_fsdp(model, mesh_of_one(), FSDPConfig(enable_fsdp=True), dtypes)
+    stored = [parameter for parameter in model.parameters() if not isinstance(parameter, DTensor)]
+    assert sum(p.numel() for p in stored) >= plain * sum(p.numel() for p in model.parameters())
+    assert all(isinstance(p, DTensor) == (precision == "bf16_mixed") for p in model.parameters() if p.requires_grad)
+    train = TrainConfig(precision=precision)
+    optimizer = build_optimizer(model, train)
+    ids = torch.arange(20).view(2, 10)
+    with Collectives() as collectives:
+        for _ in range(2):
+            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert [name for name in collectives.found if "chunk_cat" not in name] == []
+
+
+@pytest.fixture(scope="module", autouse=True)
+def process_group() -> None:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def mesh_of_one() -> torch.distributed.device_mesh.DeviceMesh:
+    return init_device_mesh("cpu", (1,), mesh_dim_names=("shard",))

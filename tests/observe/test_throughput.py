@@ -1,0 +1,63 @@
+"""What a run says of its speed, step by step."""
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from llama_ft.config import ProfileConfig
+from llama_ft.observe import RunMetadata, ThroughputMeter
+from llama_ft.observe.flops import flop_formula
+from llama_ft.runtime import Runtime
+
+LENGTHS, TOKENS, TARGETS = [5, 9, 7], 21, 6
+
+
+@pytest.fixture(scope="module")
+def model() -> LlamaForCausalLM:
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=120, **shape))
+
+
+def watch(model: LlamaForCausalLM, folder: Path, runtime: Runtime, **settings: bool) -> ThroughputMeter:
+    return ThroughputMeter(model, ProfileConfig(**settings), torch.float32, folder, RunMetadata(folder), runtime)
+
+
+def test_a_step_counts_from_the_end_of_the_one_before_and_without_evaluation(
+    model: LlamaForCausalLM, runtime: Runtime, tmp_path: Path
+) -> None:
+    with watch(model, tmp_path, runtime) as speed:
+        for step in (1, 2, 3):
+            speed.begin_step(step, LENGTHS, TARGETS, waited_seconds=0.02)
+            time.sleep(0.05 * (step == 1))
+            speed.end_step(step, TOKENS, speed.flops)
+            time.sleep(0.3)  # logging after step 1, an evaluation after step 2
+            if step == 2:
+                speed.pause()
+        first, second, third = (speed.metrics(step) for step in (1, 2, 3))
+    assert 0.05 <= first["perf/step_seconds"] and 0.3 <= second["perf/step_seconds"]
+    assert third["perf/step_seconds"] < 0.3
+    assert first["perf/data_wait_seconds"] == 0.02
+    assert first["perf/tokens_per_second"] == pytest.approx(TOKENS / first["perf/step_seconds"])
+    rate = sum(json.loads((tmp_path / "facts.json").read_text())["speed"]["product_flops_per_second"])
+    flops = sum(flop_formula(model).of(LENGTHS, TARGETS))
+    assert "perf/mfu" not in first, "a CPU has no published peak"
+    assert first["perf/matmul_utilization"] == pytest.approx(flops / rate / first["perf/step_seconds"])
+
+
+@pytest.mark.parametrize("done", [3, 5])  # the profiler is prepared, or at work
+def test_a_run_that_ends_before_its_profile_leaves_no_profiler_behind(
+    model: LlamaForCausalLM, runtime: Runtime, tmp_path: Path, done: int
+) -> None:
+    with watch(model, tmp_path, runtime, use_profiler=True) as speed:
+        for step in range(1, done + 1):
+            speed.begin_step(step, LENGTHS, TARGETS, 0.0)
+            speed.end_step(step, TOKENS, speed.flops)
+    assert (tmp_path / "profile").exists() == (done > 3), "a shorter profile is a profile"
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        torch.ones(3).add(1)
+    assert "aten::add" in {event.key for event in profiler.key_averages()}

@@ -1,0 +1,141 @@
+"""The process that plans a run while it starts."""
+
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from llama_ft.config import Config
+
+Plan, Said = Callable[..., Any], Callable[[], str]
+FLAGS = ("--enable_fsdp", "--context_length", "128", "--batch_size_training", "2")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """config.json and no weights."""
+    from transformers import LlamaConfig
+
+    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2, "vocab_size": 1000}
+    config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, architectures=["LlamaForCausalLM"])
+    config.save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Said:
+    """What the run has logged."""
+    monkeypatch.setattr(logging.getLogger("llama_ft"), "propagate", True)
+    caplog.set_level(logging.INFO, logger="llama_ft")
+    return lambda: caplog.text
+
+
+def tell_plan(finetuning: ModuleType, folder: Path, run: Path, *flags: str) -> tuple[int, Config]:
+    """What a run of two ranks on the CPU does between its start and its first step; the planner's process id, and the
+    settings it goes on with."""
+    import torch
+
+    from llama_ft.config import load
+    from llama_ft.plan.preflight import Preflight
+
+    config, _ = load(["--model_name", str(folder), "--dataset", "demo", *FLAGS, *flags], paths=False)
+    start = Preflight(finetuning.build_model, off=False)
+    planner = start._process
+    rows = SimpleNamespace(longest_row=None, target_share=1.0, validation=[])
+    steps = SimpleNamespace(size=None)
+    job = SimpleNamespace(world_size=2, local_world_size=2, device=torch.device("cpu"))
+    job.all_gather_floats = lambda *mine: torch.tensor([mine, mine], dtype=torch.float64)
+    job.broadcast_from_rank0 = lambda make: make()
+    config = start.ask(config, folder, None, rows, steps, job)  # type: ignore[arg-type]
+    start.tell(run)
+    assert planner.pid is not None
+    return planner.pid, config
+
+
+def test_a_run_that_will_not_fit_is_told_what_would(
+    finetuning: ModuleType, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Said
+) -> None:
+    monkeypatch.setattr("llama_ft.plan.preflight.free_bytes", lambda *_: 5 * 2**20)  # and it takes 5.9 MiB
+    planner, _ = tell_plan(finetuning, folder, tmp_path)
+    first, change, *_ = said().partition("This run will")[2].splitlines()
+    assert "most likely not fit" in first and "5.0 MiB" in first
+    assert change.split()[0].startswith("--") and " would need " in change
+    assert not Path(f"/proc/{planner}").exists()
+
+
+def test_a_run_goes_on_with_what_auto_came_to_be_on_the_rank_with_the_least(
+    finetuning: ModuleType, plan: Plan, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Said
+) -> None:
+    from llama_ft.plan.types import read_plan
+
+    selective = plan(folder, 2, *FLAGS, "--activation_checkpointing", "selective")
+    monkeypatch.setattr("llama_ft.plan.preflight.free_bytes", lambda *_: int(selective.device_bytes / 0.97) + 1)
+    planner, config = tell_plan(finetuning, folder, tmp_path, "--activation_checkpointing", "auto")
+    assert config.train.activation_checkpointing == "selective"
+    written = read_plan(tmp_path)
+    assert written is not None and written.peaks == selective.peaks
+    assert "auto: selective (planned" in said()
+    assert not Path(f"/proc/{planner}").exists()
+
+
+def test_the_planner_ends_with_a_run_that_is_killed(finetuning: ModuleType) -> None:
+    from llama_ft.plan.preflight import Preflight
+
+    heard, told = os.pipe()
+    run = os.fork()
+    if run == 0:
+        try:
+            start = Preflight(finetuning.build_model, off=False)
+            os.write(told, str(start._process.pid).encode())
+        finally:
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.close(told)
+    os.waitpid(run, 0)
+    stat, deadline = Path(f"/proc/{int(os.read(heard, 32))}/stat"), time.monotonic() + 30
+    while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z" and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def chosen(finetuning: ModuleType, folder: Path, room: float, *flags: str) -> Any:
+    """What `activation_checkpointing auto` comes to be where a rank has so much room, in this process."""
+    from llama_ft.config import load
+    from llama_ft.plan.fit import choose_checkpointing
+    from llama_ft.plan.types import PlanRequest
+
+    line = ["--model_name", str(folder), "--dataset", "demo", "--activation_checkpointing", "auto", *FLAGS, *flags]
+    config, _ = load(line, paths=False)
+    config, why, plan = choose_checkpointing(PlanRequest(config, folder, 2, 2, "cpu"), finetuning.build_model, room)
+    return config.train.activation_checkpointing, why, plan.device_bytes
+
+
+def test_auto_recomputes_no_more_than_memory_asks_for(finetuning: ModuleType, plan: Plan, folder: Path) -> None:
+    ways = ("off", "selective", "full")
+    needs = {how: plan(folder, 2, *FLAGS, "--activation_checkpointing", how).device_bytes for how in ways}
+    assert needs["off"] > needs["selective"] > needs["full"]
+    for how in ways:
+        choice, why, planned = chosen(finetuning, folder, int(needs[how] / 0.97) + 1)
+        assert choice == how and planned == needs[how]
+        assert why.startswith(f"{how} (planned: ") and why.count(", ") == ways.index(how)
+    assert chosen(finetuning, folder, 2**20)[0] == "full"
+    choice, why, _ = chosen(finetuning, folder, 2**20, "--fsdp_wrap_policy", "size", "--min_num_params", "1000")
+    assert choice == "full" and "selective" not in why, "where layers are no units"
+
+
+def test_a_run_goes_on_with_a_torch_that_the_planner_does_not_know(
+    finetuning: ModuleType, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Said
+) -> None:
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+
+    for name in [name for name in sys.modules if name.startswith("llama_ft.plan.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delattr(_fsdp_param_group, "foreach_reduce")
+    _, config = tell_plan(finetuning, folder, tmp_path, "--activation_checkpointing", "auto")
+    assert config.train.activation_checkpointing == "full" and "foreach_reduce" in said()

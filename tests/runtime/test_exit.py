@@ -1,0 +1,74 @@
+"""A failing rank ends the job soon, says why once, and leaves no process behind."""
+
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+from conftest import Finished, torchrun
+from forked import forked
+
+JOB = str(Path(__file__).with_name("failing_job.py"))
+MISTAKE = "error: mine.yaml:3: this is not right.\n       That would be.\n"
+
+
+def status_of(folder: Path) -> dict[str, object]:
+    return json.loads((folder / "status.json").read_text())
+
+
+def assert_nothing_is_left(finished: Finished) -> None:
+    for pid in re.findall(r"^pid (\d+)$", finished.output, re.M):
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(pid), 0)
+
+
+def test_an_exception_on_one_rank_is_told_once_with_its_traceback(tmp_path: Path) -> None:
+    finished = torchrun(2, JOB, "one rank raises", str(tmp_path))
+    assert finished.exit_code == 1 and finished.seconds < 30
+    assert finished.output.count("ValueError: the flux capacitor is empty\nerror: rank 1 failed") == 1
+    assert "rank 0" not in finished.output.split("error: rank 1 failed")[0]
+    assert "lost contact" not in finished.output
+    assert status_of(tmp_path)["state"] == "failed" and status_of(tmp_path)["step"] == 3
+    assert "flux capacitor" in str(status_of(tmp_path)["message"])
+    assert_nothing_is_left(finished)
+
+
+@pytest.mark.parametrize(
+    ("way", "ranks"),
+    [("every rank sees the same mistake", 2), ("one rank sees a mistake", 2), ("every rank sees the same mistake", 0)],
+)
+def test_a_mistake_is_told_once_without_a_traceback(way: str, ranks: int, tmp_path: Path) -> None:
+    finished = forked(JOB, way, tmp_path, ranks=ranks)
+    assert finished.exit_code == 2 and status_of(tmp_path)["exit_code"] == 2
+    assert finished.output.count(MISTAKE) == finished.output.count("error: ") == 1
+    assert "Traceback" not in finished.output and "lost contact" not in finished.output
+    assert_nothing_is_left(finished)
+
+
+def test_a_killed_rank_takes_the_job_down_within_30_seconds(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints" / "step-000003").mkdir(parents=True)
+    finished = torchrun(2, JOB, "one rank is killed", str(tmp_path))
+    assert finished.exit_code == 1 and finished.seconds < 30
+    assert f"goes on from the last complete checkpoint with --output_dir {tmp_path} --resume auto\n" in finished.output
+    assert "exitcode  : -9" in finished.output
+    lost = (
+        r"^error: lost contact with another rank: rank 1 \(process \d+\) has ended, most likely killed \(exit code -9\)"
+    )
+    assert len(re.findall(lost, finished.output, re.MULTILINE)) == finished.output.count("error: ") == 1
+    assert "Host memory: " in finished.output
+    assert status_of(tmp_path)["state"] == "failed"
+    assert_nothing_is_left(finished)
+
+
+def test_others_wait_for_the_first_process_of_a_node_longer_than_the_time_out(tmp_path: Path) -> None:
+    finished = forked(JOB, "rank 0 goes first", tmp_path, ranks=2)
+    assert finished.exit_code == 0, finished.output
+    assert re.findall("^rank.*", finished.output, re.M) == [f"rank {r} is first or finds it done: True" for r in (0, 1)]
+
+
+def test_a_run_directory_that_is_deleted_during_the_run_is_told_without_a_traceback(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    finished = forked(JOB, "the run directory is deleted", tmp_path / "run")
+    assert finished.exit_code == 1 and "Traceback" not in finished.output
+    assert f"error: {tmp_path}/run was deleted or moved during the run" in finished.output

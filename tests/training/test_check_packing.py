@@ -1,0 +1,120 @@
+"""The check before training that a model's rows do not see each other in a pack."""
+
+import random
+from contextlib import nullcontext
+
+import pytest
+import torch
+from datasets import Dataset
+from torch.distributed.fsdp import fully_shard
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    PhimoeConfig,
+    PretrainedConfig,
+)
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import PreTrainedModel
+
+from llama_ft.errors import UserError
+from llama_ft.models import has_chunked_loss, use_chunked_loss, use_packed_attention
+from llama_ft.runtime import Runtime
+from llama_ft.training import check_packing
+
+SHAPE = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+def deaf_attention(module, query, key, value, attention_mask, **arguments):  # type: ignore[no-untyped-def]
+    """What an architecture's own code may be: causal over all it is given, whatever it is told of rows."""
+    return sdpa_attention_forward(module, query, key, value, None, is_causal=True)
+
+
+AttentionInterface.register("deaf", deaf_attention)
+AttentionMaskInterface.register("deaf", lambda **_: None)
+
+
+def make(attention: str, dtype: torch.dtype, runtime: Runtime) -> PreTrainedModel:
+    """As the recipe makes one: its attention packed, sharded, in training mode."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=101, **SHAPE))  # initial weights: hardest to tell apart
+    model.config._attn_implementation = attention
+    use_packed_attention(model)
+    model.to(dtype)
+    fully_shard(model, mesh=runtime.mesh)
+    return model.train()
+
+
+def rows(*lengths: int) -> Dataset:
+    ids = [random.Random(n).choices(range(101), k=length) for n, length in enumerate(lengths)]
+    return Dataset.from_dict({"input_ids": ids, "labels": ids, "source": ["x"] * len(ids)})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_a_model_that_keeps_rows_apart_passes_and_is_left_as_it_was(
+    attention: str, dtype: torch.dtype, runtime: Runtime
+) -> None:
+    model = make(attention, dtype, runtime)
+    before = [parameter.to_local().clone() for parameter in model.parameters()]
+    for lengths in ((40, 30, 20, 10), (3, 1, 2), (12, 12)):
+        check_packing(model, rows(*lengths), 64, dtype, runtime)
+    assert model.training
+    for parameter, expected in zip(model.parameters(), before, strict=True):
+        assert parameter.grad is None and torch.equal(parameter.to_local(), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_whose_attention_takes_no_notice_of_rows_is_refused(dtype: torch.dtype, runtime: Runtime) -> None:
+    with pytest.raises(UserError, match="(?s)LlamaForCausalLM does not keep.*Use --batching_strategy padding.$"):
+        check_packing(make("deaf", dtype, runtime), rows(40, 30, 20, 10), 64, dtype, runtime)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("kind", "longest", "is_kept"),
+    [(MistralConfig, 64, True), (PhimoeConfig, 64, False), (PhimoeConfig, 24, True)],  # no row has 25 tokens
+)
+def test_a_model_that_loses_its_sliding_window_in_a_pack_is_rejected(
+    kind: type[PretrainedConfig], longest: int, is_kept: bool, dtype: torch.dtype, runtime: Runtime
+) -> None:
+    torch.manual_seed(0)
+    config = kind(vocab_size=101, num_key_value_heads=2, sliding_window=24, initializer_range=0.1, **SHAPE)
+    config.router_jitter_noise = 0.0
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    use_packed_attention(model)
+    model.to(dtype)
+    with nullcontext() if is_kept else pytest.raises(UserError, match="does not keep packed rows apart"):
+        check_packing(model, rows(7, 5), longest, dtype, runtime)
+
+
+class Sharper(LlamaForCausalLM):
+    """An architecture whose head does something that only shows where tokens are given."""
+
+    def forward(self, input_ids=None, **arguments):  # type: ignore[no-untyped-def,override]
+        output = super().forward(input_ids=input_ids, **arguments)
+        output.logits = output.logits * (3 if input_ids is not None else 1)
+        return output
+
+
+@pytest.mark.parametrize(("kind", "is_kept"), [(LlamaForCausalLM, True), (Sharper, False)])
+def test_a_loss_in_pieces_that_is_not_that_of_the_logits_is_given_up(
+    kind: type[LlamaForCausalLM], is_kept: bool, runtime: Runtime, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        model = kind(LlamaConfig(vocab_size=101, **SHAPE))
+    use_packed_attention(model)
+    assert use_chunked_loss(model)
+    model.to_empty(device="cpu")
+    model.init_weights()
+    torch.nn.init.normal_(model.lm_head.weight)
+    model.model.rotary_emb.__init__(model.config)  # type: ignore[misc]  # its buffers are not among the weights
+    fully_shard(model, mesh=runtime.mesh)
+    with caplog.at_level("WARNING", logger="llama_ft"):
+        check_packing(model.train(), rows(40, 30), 64, torch.float32, runtime)
+    assert has_chunked_loss(model) == is_kept
+    assert ("the chunked loss of" in caplog.text) != is_kept
