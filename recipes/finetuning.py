@@ -90,6 +90,7 @@ def find_model(config: Config, ask_hub: bool) -> tuple[Path, PreTrainedTokenizer
             log.info(demo.about_rows)
     is_demo = wanted.model_name == "demo"
     folder = demo.model_dir if is_demo else models.local_folder(wanted.model_name, "--model_name", ask_hub)
+    models.load_model_config(folder, wanted.trust_remote_code)  # what is wrong there is not the tokenizer's fault
     tokens = folder
     if wanted.tokenizer_name is not None:
         tokens = models.local_folder(wanted.tokenizer_name, "--tokenizer_name", ask_hub, weights=False)

@@ -214,6 +214,7 @@ def lay_out(folder: Path, save_model: Callable[..., Path]) -> Path:
         }
         for n in range(ROWS)
     ]
+    (folder / "my_prompts.jsonl").write_text('{"prompt": "What is a shard?"}\n')
     (folder / "my_data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 

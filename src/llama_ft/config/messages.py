@@ -26,8 +26,9 @@ def subject(name: str, places: Mapping[str, str]) -> str:
     Returns:
         `--lr` as typed, `configs/mine.yaml:12: train.lr`, or `train.lr` where no place is known.
     """
-    place, dotted = places.get(name, ""), SETTINGS[name].dotted
-    return place if is_flag(place) else f"{place}: {dotted}" if place else dotted
+    if is_flag(place := places.get(name, "")):  # of any tool; the rest is of settings
+        return place
+    return f"{place}: {SETTINGS[name].dotted}" if place else SETTINGS[name].dotted
 
 
 def show(value: Any) -> str:
@@ -57,5 +58,4 @@ def nearest_file(path: Path) -> str:
     except OSError:
         return ""
     entries = {entry.stem: entry for entry in sorted(others, key=lambda entry: entry.suffix == path.suffix)}
-    match = nearest(path.stem, entries, 0.65)
-    return f" Did you mean {entries[match]}?" if match else ""
+    return f" Did you mean {entries[match]}?" if (match := nearest(path.stem, entries, 0.65)) else ""

@@ -133,7 +133,7 @@ def _settle_samples(what: Evaluation, given: dict[str, Any], places: dict[str, s
         if any(getattr(run.data, name) != getattr(other.data, name) for _, other in runs for name in SAMPLES):
             return ["The runs have different validation sets. --dataset names samples to compare them on."]
     elif not what.flags.tasks:
-        return [f"{place}: there is no validation set of a run. Give --dataset FILE with samples, or --tasks."]
+        return [f"{place}: is no run that llama_ft knows a validation set of. Give --dataset FILE, or --tasks."]
     shown = {name: places.get(name, f"{place}: its run") for name in READ}
     return check_paths(values_of(what.config), shown, SETTINGS.keys() - READ) if what.samples else []
 

@@ -35,6 +35,11 @@ def _text_of(name: str, flag: str) -> str:
         raise UserError(f"{flag} {name}: cannot be read ({reason(error)}).") from error
 
 
+PROMPT_FORMS = (
+    'expected an object with "prompt", a text, or "messages", a conversation; or a .txt file with a prompt per line.'
+)
+
+
 def read_prompts(name: str) -> list[tuple[dict[str, Any], Messages | str]]:
     """Read the prompts of a file: .txt, one per line; or .jsonl, samples with `prompt` or `messages`.
 
@@ -47,8 +52,11 @@ def read_prompts(name: str) -> list[tuple[dict[str, Any], Messages | str]]:
             try:
                 row = {"prompt": text} if name.endswith(".txt") else json.loads(text)
                 prompts.append((row, _asked(row)))
-            except (ValueError, LookupError, TypeError, AttributeError, RecursionError, BadRow) as error:
-                raise UserError(f"{name}:{line}: {reason(error)}.") from error
+            except (ValueError, RecursionError) as error:
+                raise UserError(f"{name}:{line}: malformed JSON ({reason(error)}).") from error
+            except (LookupError, TypeError, AttributeError, BadRow) as error:
+                why = str(error) if isinstance(error, BadRow) else PROMPT_FORMS
+                raise UserError(f"{name}:{line}: {why}") from error
     if not prompts:
         raise UserError(f"--prompts {name}: holds no prompts.")
     return prompts
@@ -56,7 +64,7 @@ def read_prompts(name: str) -> list[tuple[dict[str, Any], Messages | str]]:
 
 def _asked(row: Any) -> Messages | str:
     if "answer" in row:
-        raise ValueError('"answer" would be replaced')
+        raise BadRow('"answer" would be replaced.')
     value = row["prompt"] if "prompt" in row else row["messages"]
     if isinstance(value, str) and value.strip():
         return value
@@ -65,7 +73,7 @@ def _asked(row: Any) -> Messages | str:
         for place, message in enumerate(value[:-1] if value[-1]["role"] == "assistant" else value)
     ]
     if not asked or asked[-1]["role"] not in ("user", "tool"):
-        raise ValueError("there is no message of a user to answer")
+        raise BadRow("there is no message of a user to answer.")
     return asked
 
 
