@@ -83,15 +83,21 @@ def train(checkout: Path, inputs: Path, run: Path, ranks: int, flags: list[str])
     command = [sys.executable]
     if ranks:
         command += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
-    command += [str(checkout / "recipes" / "finetuning.py"), "--model_name", "model", "--output_dir", str(run), *COMMON]
+    words = ["--model_name", "model", "--dataset", "samples.jsonl", *COMMON]
+    common = [word for flag, value in _pairs(words) if flag not in flags for word in (flag, *value)]
+    command += [str(checkout / "recipes" / "finetuning.py"), "--output_dir", str(run), *common]
     known = {"PYTHONPATH": str(checkout / "src"), "OMP_NUM_THREADS": "1", "LLAMA_FT_CACHE": str(run.parent / "cache")}
-    if "--dataset" not in flags:
-        command += ["--dataset", "samples.jsonl"]
     done = subprocess.run(
         [*command, *flags], cwd=inputs, env={**os.environ, **known}, capture_output=True, text=True, check=False
     )
     if done.returncode:
         sys.exit(f"{checkout}: {' '.join(flags)}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
+
+
+def _pairs(words: list[str]) -> list[tuple[str, list[str]]]:
+    """Each flag with the words that follow it."""
+    starts = [number for number, word in enumerate(words) if word.startswith("--")]
+    return [(words[start], words[start + 1 : stop]) for start, stop in zip(starts, [*starts[1:], None], strict=True)]
 
 
 def outcome(run: Path) -> dict[str, Any]:

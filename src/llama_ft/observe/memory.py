@@ -152,6 +152,7 @@ class MemoryMonitor:
         self._training, self._facts = (model, optimizer), facts
         facts.add(memory={"warnings": []})
         self.leave()
+        _free_unused_heap()  # of loading
         self.host_peak_bytes = self.device_peak_bytes = 0
         reset_peaks(self._job.device)
 
