@@ -37,11 +37,11 @@ def main(**flags: str) -> None:
         if run.is_finished:
             return
         config, job = run.config, run.job
+        objective = training.SupervisedFineTuning()  # cross-entropy of the next token, where it is in the loss
 
         # The model's directory and tokenizer; samples become tokens and loss masks. Once per node: the cache is shared.
         with job.local_main_process_first():
-            folder, tokenizer = find_model(config, ask_hub=job.local_rank == 0)
-        model_config = models.load_model_config(folder, config.model.trust_remote_code)
+            folder, model_config, tokenizer = find_model(config, ask_hub=job.local_rank == 0)
         context_length = models.resolve_context_length(config.data.context_length, model_config)
         stored_vocabulary = models.vocabulary_size(model_config)
         with job.local_main_process_first():
@@ -54,7 +54,7 @@ def main(**flags: str) -> None:
                 vocabulary_size=None if config.model.resize_embeddings else stored_vocabulary,
                 add_tokens=config.model.resize_embeddings,
                 verify=job.local_rank == 0,
-                examples=training.SupervisedFineTuning.examples,
+                examples=objective.examples,
             )
         new_tokens = models.find_new_tokens(tokenizer, folder, model_config, config.model)
         run.check_inputs(folder, model_config, tokenizer, new_tokens, dataset)
@@ -66,21 +66,21 @@ def main(**flags: str) -> None:
         run.check_batches(batches, tokenizer)
 
         # With activation_checkpointing=auto the planner chooses it here; else it plans while the weights are loaded.
-        planned = run.plan_memory(folder, new_tokens, dataset, batches)
-        model, adapter, stored_dtypes, units = build_model(planned, folder, model_config, new_tokens, run.memory, job)
-        run.memory.leave()
-        if batches.pack_length is not None:
+        resolved = run.plan_memory(folder, new_tokens, dataset, batches)
+        model, adapter, stored_dtypes, units = build_model(resolved, folder, model_config, new_tokens, run.memory, job)
+        run.memory.leave()  # the phase "load"
+        if batches.pack_length is not None:  # packed samples must not see each other: compare a few with samples alone
             dtype = runtime.PRECISIONS[config.train.precision].compute
             training.check_packing(model, batches.first_rows(), batches.pack_length, dtype, job)
 
         with run.open(dataset, batches, units):
-            train(run, model, tokenizer, pad)
+            train(run, model, objective, tokenizer, pad)
             if config.checkpoint.save_model:
                 export(run, model, adapter, stored_dtypes, folder, tokenizer)
 
 
-def find_model(config: Config, ask_hub: bool) -> tuple[Path, PreTrainedTokenizerBase]:
-    """The model's directory and its tokenizer: the demo's, a local one, or the Hub's, which one rank per node asks."""
+def find_model(config: Config, ask_hub: bool) -> tuple[Path, PretrainedConfig, PreTrainedTokenizerBase]:
+    """The model's directory, config, tokenizer: of the demo, local, or from the Hub, which one rank of a node asks."""
     wanted = config.model
     if "demo" in (wanted.model_name, config.data.dataset):
         demo = data.build_demo(data.cache_dir())
@@ -90,11 +90,11 @@ def find_model(config: Config, ask_hub: bool) -> tuple[Path, PreTrainedTokenizer
             log.info(demo.about_rows)
     is_demo = wanted.model_name == "demo"
     folder = demo.model_dir if is_demo else models.local_folder(wanted.model_name, "--model_name", ask_hub)
-    models.load_model_config(folder, wanted.trust_remote_code)  # what is wrong there is not the tokenizer's fault
+    model_config = models.load_model_config(folder, wanted.trust_remote_code)
     tokens = folder
     if wanted.tokenizer_name is not None:
         tokens = models.local_folder(wanted.tokenizer_name, "--tokenizer_name", ask_hub, weights=False)
-    return folder, models.load_tokenizer(tokens, wanted.trust_remote_code)
+    return folder, model_config, models.load_tokenizer(tokens, wanted.trust_remote_code)
 
 
 def build_model(
@@ -147,16 +147,19 @@ def build_model(
     return model, adapter, stored_dtypes, units
 
 
-def train(run: Run, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, pad: int) -> None:
+def train(
+    run: Run, model: PreTrainedModel, objective: training.Objective, tokenizer: PreTrainedTokenizerBase, pad: int
+) -> None:
     """The training loop; all ranks run it together, and rank 0 keeps the log.
 
-    On a GPU no line of it waits for the device: a step's loss is read and logged when the next step has been sent.
+    On a GPU a step's loss is read and logged when the next step has been sent, so that the device need not wait. (In
+    fp16 it is read at once.)
     """
     config, job, state, batches = run.config, run.job, run.state, run.batches
     settings = config.train
-    objective = training.SupervisedFineTuning()  # cross-entropy of the next token, where it is in the loss
     optimizer = training.build_optimizer(model, settings)  # AdamW, unless --optimizer names another
     log.info(training.describe_optimizer(optimizer))
+    # LoRA's gradients are small: each rank keeps its own until the last micro-batch, and they are reduced once.
     reduce_last_only = config.peft.use_peft or settings.accumulate_unsharded
     torch.manual_seed(settings.seed + job.rank)  # dropout differs between ranks
     run.restore(model, optimizer)
@@ -185,7 +188,7 @@ def train(run: Run, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, 
             if due.evaluation:
                 run.evaluate(model, objective, pad)
             if run.save_due(due):
-                run.save(due, model, optimizer)
+                run.save(model, optimizer)
             if run.should_stop(due):
                 break
         run.take_best_weights(model)

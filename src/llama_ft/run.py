@@ -43,7 +43,8 @@ class Due(NamedTuple):
 
 
 class Run:
-    """A run on this rank, made by `start_run`.
+    """A run on this rank, made by `start_run`. Its methods are called in the recipe's order: `save_due`, `save` and
+    `should_stop` go by what `end_step` and `evaluate` have noted.
 
     Attributes:
         config: the settings, with what the machine decided.
@@ -270,7 +271,7 @@ class Run:
         self._asked = due.save or self._save_asked(self._ends_run)
         return self._asked or (self._is_best and self.config.checkpoint.save_model)
 
-    def save(self, due: Due, model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> None:
+    def save(self, model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> None:
         """Begin to write a checkpoint; training goes on when a copy in host memory is made."""
         record: dict[str, Any] = {"progress": self.state.state_dict(), "ends_run": self._ends_run}
         record |= {"metrics": self._metrics, "trackers": self.log.tracker_ids}
