@@ -12,15 +12,13 @@ from pathlib import Path
 from llama_ft import report
 from llama_ft.errors import UserError, exit_on_error
 from llama_ft.replace_text import replace_text
-from llama_ft.report.flags import ReportFlags, read_report_flags
+from llama_ft.report.run import ReportFlags, read_report_flags
 
 
 def main(options: ReportFlags) -> None:
     """From directories to a page."""
     try:
         runs = [report.read_run(Path(name).expanduser()) for name in options.places]
-        if damaged := [line for run in runs for line in run.damaged]:
-            raise UserError(*(f"{line}\nWithout this file, the report has the rest." for line in damaged))
         page = report.report_page(runs[0]) if len(runs) == 1 else report.comparison_page(runs)
     except UserError:
         raise
@@ -32,9 +30,6 @@ def main(options: ReportFlags) -> None:
         replace_text(path, page)
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror}.\n--out FILE names another place.") from error
-    for run in runs:
-        if run.missing:
-            print(f"{run.folder} has no {'; no '.join(run.missing)}")
     print(f"The report: {path}")
 
 

@@ -80,14 +80,14 @@ def test_mlflow_reads_back_the_whole_run(tmp_path: Path, screen: io.StringIO, mo
     assert history(client, ids["mlflow"], "train/loss") == [(1, 0.5), (2, 0.5), (3, 0.5)]
     assert history(client, ids["mlflow"], "memory/host_peak_bytes/rank1") == [(1, 2.0), (2, 2.0), (3, 2.0)]
     parameters = {"train.lr": "0.001", "train.seed": "None", "data.dataset": "https://***@host/rows"}
-    assert run.data.params == parameters | {"data.mix": "x" * 500}
+    assert run.data.params == parameters | {"data.mix": "x" * 500, "git.commit": git_commit()}
     assert run.data.tags.get("mlflow.source.git.commit") == git_commit()
     assert {name: run.data.tags[name] for name in ("team", "model.step", "model.best")} == {
         "team": "a=b", "model.step": "3", "model.best": "false",
     }  # fmt: skip
     copy = client.download_artifacts(ids["mlflow"], "model/adapter_model.safetensors", str(tmp_path))
     assert Path(copy).read_bytes() == b"weights"
-    assert f"mlflow ui --backend-store-uri file://{tmp_path}/output/mlruns shows it." in screen.getvalue()
+    assert f"MLflow: run {ids['mlflow']} in file://{tmp_path}/output/mlruns" in screen.getvalue()
 
 
 def test_a_resumed_run_goes_on_in_mlflow_each_step_once(tmp_path: Path, screen: io.StringIO) -> None:
@@ -117,8 +117,7 @@ def test_a_store_that_breaks_is_told_once_and_training_goes_on(tmp_path: Path, s
         for step in range(1, 4):
             run_log.log_step(step, {"train/loss": 1.0})
     assert len((output_dir / "metrics.jsonl").read_text().splitlines()) == 3
-    assert screen.getvalue().count("warning: MLflow") == 1
-    assert "gets no more metrics; metrics.jsonl goes on." in screen.getvalue()
+    assert screen.getvalue().count("gets no more metrics") == 1
 
 
 def test_without_the_package_the_command_that_installs_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,4 +191,4 @@ def test_a_server_gets_the_run_and_nobody_else_the_password(
     assert all(authorization.startswith("Basic ") for _, authorization, _ in server.sent)
     assert "hunter2" not in screen.getvalue() + json.dumps([body for _, _, body in server.sent])
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and b"hunter2" in path.read_bytes()]
-    assert f"MLflow: run r1. {server.url.replace('://', '://***@')}" in screen.getvalue()
+    assert f"MLflow: run r1 in {server.url.replace('://', '://***@')}" in screen.getvalue()

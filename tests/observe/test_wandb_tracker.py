@@ -22,8 +22,7 @@ from llama_ft.config.settings import TrackingConfig
 from llama_ft.errors import UserError
 from llama_ft.observe.run_log import RunLog
 from llama_ft.observe.run_metadata import git_commit
-from llama_ft.observe.trackers import start_trackers
-from llama_ft.observe.wandb_tracker import wandb_mode
+from llama_ft.observe.trackers import start_trackers, wandb_mode
 
 RESOLVED = {"train": {"lr": 0.001, "num_epochs": 2}, "model": {"model_name": "demo"}}
 SOURCE = Path(__file__).parents[2] / "src"
@@ -35,13 +34,15 @@ import sys
 from pathlib import Path
 from llama_ft.config.settings import TrackingConfig
 from llama_ft.errors import UserError
-from llama_ft.observe import RunLog
+from llama_ft.observe import RunLog, check_trackers
 from llama_ft.runtime.console import configure_console
 
 configure_console(0)
 Path(sys.argv[1]).with_name("started").touch()  # what comes before is imports
+tracking = TrackingConfig(use_wandb=True)
 try:
-    with RunLog(Path(sys.argv[1]), TrackingConfig(use_wandb=True), {"train": {"lr": 0.001}}, 2) as run_log:
+    check_trackers(tracking, sys.argv[1])
+    with RunLog(Path(sys.argv[1]), tracking, {"train": {"lr": 0.001}}, 2) as run_log:
         for step in (1, 2):
             run_log.log_step(step, {"train/loss": 6.0 / step})
 except UserError as error:
@@ -206,7 +207,7 @@ def test_wandb_mode_of_the_environment_decides_what_is_written(tmp_path: Path, m
     with pytest.raises(UserError, match="W&B did not take the run: "):
         start_trackers(TrackingConfig(use_wandb=True, wandb_tags=["x" * 65]), tmp_path, RESOLVED, None, {})
     (tracker,) = start_trackers(asked, tmp_path, RESOLVED, None, {})
-    tracker.finish(0)
+    tracker.finish(0, stopped=False)
     (run_dir,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
     names = [record.run.display_name for record in offline_records(run_dir.parent) if record.HasField("run")]
     assert names[0] == tmp_path.name
@@ -217,7 +218,7 @@ def test_wandb_with_a_refused_key_is_told(tmp_path: Path, wandb_server: WandbSer
     done, _ = run_online(tmp_path, WANDB_BASE_URL=wandb_server.url, WANDB_API_KEY="a" * 40)
     assert done.returncode == 2
     assert done.stderr.startswith(f"error: --use_wandb: Failed to authenticate with {wandb_server.url}")
-    assert "wandb login --relogin" in done.stderr and "--wandb_mode offline" in done.stderr
+    assert "wandb login" in done.stderr and "--wandb_mode offline" in done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -293,7 +294,7 @@ def test_wandb_online_goes_on_with_its_run(
     run.run(3, 5, 2.0, resume_step=2, stop=0)  # W&B has step 3 already
     assert run.ids == {"wandb": run_id}
     assert wandb_server.losses(run_id) == [(0, 1.0), (1, 1.0), (2, 1.0), (3, 1.0), (4, 2.0), (5, 2.0)]
-    assert f"/runs/{run_id} goes on" in screen.getvalue()
+    assert f"/runs/{run_id}" in screen.getvalue()
     assert wandb_server.ends[-1] == {"exitcode": 143}  # stopped in time: not finished yet
 
     del wandb_server.history[run_id][5]

@@ -314,7 +314,7 @@ def test_the_profiler_leaves_a_trace_of_each_rank_and_the_counter_its_table(laun
         assert [events.count(f"ProfilerStep#{number}") for number in range(2, 7)] == [0, 1, 1, 1, 0]  # from 0 on
         assert "aten::mm" in events
     counted = re.findall(
-        r"FLOPs of step 2 on rank 0: (\S+) MFLOP as torch counts them, (\S+) MFLOP by the", launch.output
+        r"FLOPs of step 2 on rank 0: (\S+) GFLOP as torch counts them, (\S+) GFLOP by the", launch.output
     )
     assert len(counted) == 1
     assert 0.7 < float(counted[0][0]) / float(counted[0][1]) < 1.5  # the head without labels; all pairs of attention

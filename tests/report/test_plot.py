@@ -19,33 +19,22 @@ def drawn(plot: Plot) -> tuple[ElementTree.Element, dict]:
     return svg, json.loads(figure.attrib["data-plot"])
 
 
-def test_a_long_curve_keeps_its_spikes_its_gap_and_its_ends() -> None:
+def test_a_long_curve_keeps_its_spikes_and_its_ends() -> None:
     values = numpy.random.default_rng(0).normal(size=STEPS)
     values[[31_337, 77_777]] = 500.0, -400.0
-    values[50_000] = numpy.nan
     left = thin(Series("loss", numpy.arange(STEPS), values))
     assert len(left.x) < 1000
-    assert {0, 31_337, 50_000, 77_777, STEPS - 1} <= set(left.x.tolist())
-    assert numpy.array_equal(left.y, values[left.x], equal_nan=True)
-
-
-def test_a_short_curve_is_drawn_point_by_point_and_interrupted_where_a_value_is_not_finite() -> None:
-    values = numpy.array([3.0, 2.0, numpy.nan, 1.0, numpy.inf, 0.5])
-    svg, data = drawn(Plot("Loss", [Series("loss", numpy.arange(1, 7), values)]))
-    [path] = svg.iter("path")
-    assert len(re.findall("M", path.attrib["d"])) == 3
-    assert data["series"][0]["x"] == [1, 2, 3, 4, 5, 6]
-    assert data["series"][0]["text"] == ["3", "2", "not finite", "1", "not finite", "0.5"]
+    assert {0, 31_337, 77_777, STEPS - 1} <= set(left.x.tolist())
+    assert numpy.array_equal(left.y, values[left.x])
 
 
 def test_the_mean_behind_a_smoothed_line_is_that_of_the_points_around() -> None:
     values = numpy.random.default_rng(1).normal(size=1000)
-    values[500] = numpy.nan
     each, mean = smoothed(Series("loss", numpy.arange(1000), values))
-    assert each.style == "faint" and numpy.array_equal(each.y, values, equal_nan=True)
+    assert each.style == "faint" and numpy.array_equal(each.y, values)
     for place in (0, 7, 490, 510, 999):
         around = values[max(place - 20, 0) : place + 21]
-        assert mean.y[place] == pytest.approx(numpy.nanmean(around))
+        assert mean.y[place] == pytest.approx(around.mean())
     assert [series.style for series in smoothed(Series("loss", numpy.arange(5), values[:5]))] == ["line"]
 
 
@@ -54,30 +43,24 @@ def test_a_constant_curve_a_single_point_and_zeros_are_drawn() -> None:
         svg, _ = drawn(Plot("a", [Series("a", numpy.arange(len(values)), numpy.array(values))]))
         numbers = [float(n) for n in re.findall(r"[\d.]+", next(svg.iter("path")).attrib["d"])]
         assert numbers and all(0 <= n <= 440 for n in numbers)
-    assert Plot("a", [Series("a", numpy.arange(2), numpy.array([numpy.nan] * 2))]).svg() == ""
+    assert Plot("a", []).svg() == ""
 
 
 def test_names_from_the_run_are_text_and_nothing_else() -> None:
     evil = '"><script>alert(1)</script>'
-    plot = Plot(evil, [Series(evil, numpy.arange(2), numpy.arange(2.0))] * 2, labels=[f"forward {evil}"] * 2)
+    plot = Plot(evil, [Series(evil, numpy.arange(2), numpy.arange(2.0))] * 2)
     assert "<script" not in str(plot.svg())
     svg, data = drawn(plot)
     assert data["series"][0]["name"] == evil and not list(svg.iter("script"))
 
 
 @pytest.mark.parametrize(
-    ("value", "unit", "text"),
-    [
-        (0, "", "0"), (12, "", "12"), (0.5, "", "0.5"), (2e-5, "", "2e-05"), (25_000, "", "25k"), (3e6, "", "3M"),
-        (9.1294, "", "9.129"), (0, "bytes", "0"), (1536, "bytes", "1.5 KiB"), (80 * 2**30, "bytes", "80 GiB"),
-        (float("nan"), "", "not finite"),
-    ],
-)  # fmt: skip
-def test_numbers_are_short(value: float, unit: str, text: str) -> None:
-    assert number(value, unit) == text
+    ("value", "text"), [(0, "0"), (12, "12"), (0.5, "0.5"), (2e-5, "2e-05"), (25_000, "25,000"), (9.1294, "9.129")]
+)
+def test_numbers_are_short(value: float, text: str) -> None:
+    assert number(value) == text
 
 
 def test_ticks_are_round_and_within() -> None:
     assert ticks(0, 10, 5) == [0, 2, 4, 6, 8, 10]
     assert ticks(0.9, 2.2, 5) == pytest.approx([1, 1.5, 2])
-    assert ticks(0, 3 * 2**30, 5, binary=True) == [0, 2**30, 2**31, 3 * 2**30]

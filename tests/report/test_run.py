@@ -1,7 +1,7 @@
 """Reading runs: what is there, what is missing, what is damaged; and recipes/report.py."""
 
 import json
-import math
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -12,6 +12,7 @@ from forked import Finished
 from report_run import write_run
 
 from llama_ft.data.statistics import BuildReport, SplitStatistics, warnings_of
+from llama_ft.errors import UserError
 from llama_ft.report import read_run, report_page, write_or_warn
 from llama_ft.report.run import differing_settings
 
@@ -37,11 +38,9 @@ def test_curves_are_what_was_logged(run_dir: Path) -> None:
     losses = {line["step"]: line["train/loss"] for line in lines if "train/loss" in line}
     curve = found.curves["train/loss"]
     assert dict(zip(curve.steps.tolist(), curve.values.tolist(), strict=True)) == losses
-    assert math.isnan(found.curves["train/grad_norm"].values[6])
-    assert found.curves["eval/loss"].lowest == (60, 1.5)
-    by_rank = zip(*(line["memory/device_peak_bytes"] for line in lines[1:]), strict=True)
-    assert found.rank_peaks["memory/device_peak_bytes"] == list(map(max, by_rank))
-    assert found.missing == found.damaged == []
+    assert 7 not in found.curves["train/grad_norm"].steps, "its value is not finite"
+    peaks = [max(line["memory/device_peak_bytes"]) for line in lines[1:]]
+    assert found.curves["memory/device_peak_bytes"].values.tolist() == peaks
 
 
 def test_the_head_says_that_a_run_stopped_early_and_whose_weights_it_kept(run_dir: Path, tmp_path: Path) -> None:
@@ -69,7 +68,7 @@ def test_each_measure_of_memory_has_a_name_of_its_own(run_dir: Path, tmp_path: P
     """On the CPU the card is of anonymous memory, which RSS exceeds by what is mapped from files."""
     page = report_page(read_run(run_dir))
     assert '<div class="name">Peak of GPU memory</div>' in page
-    assert "Host memory (RSS), peak so far" in page and "host_peak_bytes" in page
+    assert "Host memory (RSS), peak so far" in page
     folder = copied(run_dir, tmp_path / "cpu")
     for name, device in (("metrics.jsonl", '"memory/device_peak_bytes"'), ("facts.json", '"device_peak_bytes"')):
         text = (folder / name).read_text().replace(device, '"other"' if "/" in device else '"anonymous_peak_bytes"')
@@ -81,8 +80,7 @@ def test_a_run_that_is_being_written_is_read_up_to_its_last_whole_line(run_dir: 
     folder = copied(run_dir, tmp_path / "running")
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 61, "train/lo')
-    found = read_run(folder)
-    assert found.step == 60 and found.damaged == []
+    assert read_run(folder).step == 60
 
 
 def test_an_old_run_has_a_report_of_what_it_has(run_dir: Path, tmp_path: Path) -> None:
@@ -90,9 +88,8 @@ def test_an_old_run_has_a_report_of_what_it_has(run_dir: Path, tmp_path: Path) -
     shutil.copy(run_dir / "metrics.jsonl", tmp_path / "old")
     finished = report(tmp_path / "old")
     assert finished.exit_code == 0, finished.output
-    assert "has no status.json (how the run ended); no config.yaml" in finished.output
     page = (tmp_path / "old" / "report.html").read_text()
-    assert "<b>Loss</b>" in page and "FSDP units" not in page and "facts.json (units, data" in page
+    assert "<b>Loss</b>" in page and "FSDP units" not in page
 
 
 def test_one_run_differs_from_the_defaults_and_several_from_each_other(run_dir: Path, tmp_path: Path) -> None:
@@ -122,21 +119,17 @@ def test_mistakes_are_told_together(run_dir: Path, tmp_path: Path) -> None:
     assert finished.exit_code == 2 and finished.output.startswith("error: --out ")
 
 
-def test_damaged_files_are_named_and_a_run_still_ends_with_a_report(run_dir: Path, tmp_path: Path) -> None:
+def test_damaged_files_are_named(run_dir: Path, tmp_path: Path) -> None:
     folder = copied(run_dir, tmp_path / "damaged")
     lines = (folder / "metrics.jsonl").read_text().splitlines()
-    lines[4] = lines[4][:30]
-    (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-    (folder / "plan.json").write_text("{")
-    (folder / "config.yaml").write_text("a: [")
-    finished = report(folder)
-    assert finished.exit_code == 2
-    for place in ("metrics.jsonl:5: ", "plan.json: ", "config.yaml: "):
-        assert f"error: {folder}/{place}" in finished.output
-    assert not (folder / "report.html").exists()
-    write_or_warn(folder)
-    page = (folder / "report.html").read_text()
-    assert "metrics.jsonl:5: " in page and "<b>Loss</b>" in page
+    broken = {"plan.json": "{", "config.yaml": "a: [", "metrics.jsonl": "\n".join([*lines[:4], lines[4][:30], "", ""])}
+    for file, text in broken.items():
+        (folder / file).write_text(text)
+        with pytest.raises(UserError, match=re.escape(f"{folder}/{file}: ")):
+            read_run(folder)
+        if file != "metrics.jsonl":
+            (folder / file).unlink()
+    assert f"{folder}/metrics.jsonl: line 5: " in (finished := report(folder)).output and finished.exit_code == 2
 
 
 def test_a_directory_of_something_else_is_told(run_dir: Path, tmp_path: Path) -> None:

@@ -17,9 +17,8 @@ Source: Kaplan et al. 2020, arXiv:2001.08361, section 2.1; Chowdhery et al. 2022
 import re
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -40,13 +39,6 @@ PUBLISHED_PEAKS = {
 }  # fmt: skip
 
 
-class Flops(NamedTuple):
-    """Of some tokens."""
-
-    products: float
-    attention: float
-
-
 @dataclass(frozen=True)
 class FlopFormula:
     """The model FLOPs of any rows.
@@ -54,23 +46,21 @@ class FlopFormula:
     Attributes:
         per_token: of matmuls with weights, the LM head's included; `per_target` is its part of that.
         per_pair: window (None: no limit) -> of attention, over all layers with that window.
-        weights: N.
         product: rows and columns of the largest weight matrix of a layer.
     """
 
     per_token: float
     per_pair: dict[int | None, float]
-    weights: int
     product: tuple[int, int]
     per_target: float = 0.0
 
-    def of(self, row_lengths: Iterable[int], targets: int | None = None) -> Flops:
-        """Forward and backward of rows with so many tokens, of which so many have a label (None: all)."""
-        lengths = list(row_lengths)
-        pairs = {window: sum(visible_pairs(length, window) for length in lengths) for window in self.per_pair}
-        attention = sum(each * pairs[window] for window, each in self.per_pair.items())
-        unlabelled = 0 if targets is None else sum(lengths) - targets
-        return Flops(self.per_token * sum(lengths) - self.per_target * unlabelled, attention)
+    def of(self, lengths: Sequence[int], targets: int) -> tuple[float, float]:
+        """Forward and backward of rows with so many tokens, of which so many have a label: of matmuls with weights, and
+        of attention."""
+        attention = sum(
+            each * visible_pairs(length, window) for window, each in self.per_pair.items() for length in lengths
+        )
+        return self.per_token * sum(lengths) - self.per_target * (sum(lengths) - targets), attention
 
 
 def visible_pairs(length: int, window: int | None = None) -> int:
@@ -95,7 +85,7 @@ def flop_formula(model: PreTrainedModel) -> FlopFormula:
 
     config = model.config.get_text_config()
     configs = list(config.per_layer_config) if config.is_heterogeneous else [config] * max(1, len(layers))
-    per_token, per_target, weights, product = 0.0, 0.0, 0.0, (1, 1)
+    per_token, per_target, product = 0.0, 0.0, (1, 1)
     for name, parameter in model.named_parameters():
         key = id(parameter)
         if parameter.ndim < 2 or name.endswith("bias") or ".original_module." in name:
@@ -115,24 +105,17 @@ def flop_formula(model: PreTrainedModel) -> FlopFormula:
         flops = active * (2 + 2 * is_above + 2 * (key in trained))
         per_token += flops
         per_target += flops * (key in of_head)
-        weights += active
 
     per_pair = Counter[int | None]()
     for number in range(len(layers)):
-        window = _window(configs[number], number)
-        if window != 0:
-            per_pair[window] += _attention_flops(configs[number]) * (3 if number >= first else 1)
-    return FlopFormula(per_token, dict(per_pair), round(weights), product, per_target)
-
-
-def _attention_flops(config: PretrainedConfig) -> int:
-    """Forward, for a pair of tokens in one layer; 0 where the config does not have heads as most have them."""
-    heads = getattr(config, "num_attention_heads", None)
-    if not isinstance(heads, int):
-        return 0
-    width = getattr(config, "head_dim", None) or config.hidden_size // heads
-    key, value = getattr(config, "qk_head_dim", None) or width, getattr(config, "v_head_dim", None) or width
-    return int(2 * heads * (key + value))
+        own, window = configs[number], _window(configs[number], number)
+        heads = getattr(own, "num_attention_heads", None)
+        if window != 0 and isinstance(heads, int):  # else it has no attention, or not as most have it
+            width = getattr(own, "head_dim", None) or own.hidden_size // heads
+            key_width = getattr(own, "qk_head_dim", None) or width
+            both = key_width + (getattr(own, "v_head_dim", None) or width)
+            per_pair[window] += 2 * heads * both * (3 if number >= first else 1)
+    return FlopFormula(per_token, dict(per_pair), product, per_target)
 
 
 def _window(config: PretrainedConfig, layer: int) -> int | None:
@@ -141,9 +124,8 @@ def _window(config: PretrainedConfig, layer: int) -> int | None:
     kinds = getattr(config, "layer_types", None)
     if kinds is None:
         return window if getattr(config, "use_sliding_window", None) is not False else None
-    limits = {"full_attention": None, "sliding_attention": window}
-    limits["chunked_attention"] = getattr(config, "attention_chunk_size", None)
-    return limits.get(kinds[layer], 0)
+    chunk = getattr(config, "attention_chunk_size", None)
+    return {"full_attention": None, "sliding_attention": window, "chunked_attention": chunk}.get(kinds[layer], 0)
 
 
 def published_peak(dtype: torch.dtype, device: torch.device) -> float:
@@ -162,22 +144,12 @@ def product_rate(shape: tuple[int, int], dtype: torch.dtype, device: torch.devic
     x, weight = (torch.randn(n, shape[1], generator=generator, device=device).to(dtype) for n in (tokens, rows))
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     repeats = 10 if device.type == "cuda" else 1  # a GPU is waited for once in ten
-    linear(x, weight)  # warms up
-    best, ends = float("inf"), time.perf_counter() + SECONDS_MEASURED
-    while best == float("inf") or time.perf_counter() < ends:
+    taken, ends = list[float](), time.perf_counter() + SECONDS_MEASURED
+    while len(taken) < 2 or time.perf_counter() < ends:  # the first warms up
         wait()
         started = time.perf_counter()
         for _ in range(repeats):
             linear(x, weight)
         wait()
-        best = min(best, (time.perf_counter() - started) / repeats)
-    del x, weight
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-    return 2.0 * tokens * rows * shape[1] / best
-
-
-def flops_text(flops: float) -> str:
-    """12.3 GFLOP."""
-    power = max(0, min(5, (len(f"{flops:.0f}") - 1) // 3))
-    return f"{flops / 1000**power:.3g} {['', 'k', 'M', 'G', 'T', 'P'][power]}FLOP"
+        taken.append((time.perf_counter() - started) / repeats)
+    return 2.0 * tokens * rows * shape[1] / min(taken)

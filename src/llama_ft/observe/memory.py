@@ -5,12 +5,13 @@ Source: VmHWM, RssAnon and clear_refs in `man 5 proc`; torch.cuda.memory_stats.
 
 import contextlib
 import ctypes
+import math
 import re
 import threading
 from collections.abc import Iterable
 from pathlib import Path
 from statistics import median_low
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,14 +30,11 @@ MIB = 2**20
 # These map checkpoints into memory or write them. The kernel keeps the peak of all resident pages only, in which pages
 # of files that are long unmapped at the phase's end cannot be told from tensors.
 MAPS_FILES: tuple[Phase, ...] = ("load", "save")
-SECONDS_BETWEEN_SAMPLES = 0.01
 COMPARED_STEP = 2  # of this process; the first has no optimizer states yet
 LARGEST_SHARE = 1.05
 # Tensors are counted exactly. The CUDA allocator rounds up; Python and its libraries take host memory when they like.
 NOISE = {"device memory": 32 * MIB, "host memory": 128 * MIB}
 SNAPSHOT_STEPS = 3  # of this process: the second has all optimizer states, the third repeats it
-MOST_EVENTS = 100_000  # the last ones: a larger snapshot is too much for the viewer's browser
-Peaks = dict[Phase, dict[str, int]]
 
 
 class MemoryUse(NamedTuple):
@@ -77,7 +75,7 @@ def memory_metrics(peaks: torch.Tensor) -> dict[str, list[int]]:
     return {key: ranks.long().tolist() for key, ranks in measured.items() if ranks.any()}
 
 
-class MemoryMonitor:
+class MemoryMonitor(contextlib.AbstractContextManager["MemoryMonitor"]):
     """A PhaseMonitor, and a context manager around the whole of a run; every rank has one.
 
     The kernel has a peak of resident memory (VmHWM), not of its anonymous part: that is taken as VmHWM less the mapped
@@ -85,31 +83,25 @@ class MemoryMonitor:
 
     Attributes:
         phase: the present one; None outside of any.
-        by_phase: the largest peaks in bytes, as facts.json has them; fragmented is reserved less allocated.
+        by_phase: the largest peaks in bytes, as facts.json has them.
         host_peak_bytes: largest resident size since training began, up to the present phase.
         device_peak_bytes: largest sum of tensors on the CUDA device likewise; 0 on the CPU.
     """
 
     def __init__(self, job: Runtime) -> None:
         self.phase: Phase | None = None
-        self.by_phase: Peaks = {}
+        self.by_phase: dict[Phase, dict[str, int]] = {}
         self.host_peak_bytes = self.device_peak_bytes = 0
-        self._job, self._is_cuda = job, job.device.type == "cuda"
+        self._job, self._is_cuda, self._steps = job, job.device.type == "cuda", 0
         self._before = self._base = MemoryUse()
         self._sampled, self._sampling = 0, threading.Event()
         self._training: tuple[nn.Module, torch.optim.Optimizer] | None = None
         self._facts = RunMetadata(Path(), enabled=False)
-        self._steps, self._ranks = 0, list[Peaks]()
-
-    def __enter__(self) -> Self:
-        return self
+        self._ranks: list[dict[Phase, dict[str, int]]] = [{}] * job.world_size
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         self.leave()
-        if self._training is not None and error is None:
-            self._log_peaks()
-        else:  # the others may be gone: what they had when they were last asked
-            self._add_phases([self.by_phase, *self._ranks[1:]])
+        self._note_peaks(ask_others=self._training is not None and error is None)
 
     def enter(self, phase: Phase) -> None:
         """See PhaseMonitor."""
@@ -118,7 +110,7 @@ class MemoryMonitor:
             _free_unused_heap()
             self._base = memory_use(CPU)
         if phase == "optimizer step" and self._training is not None and self._steps == COMPARED_STEP - 1:
-            self._compare(*self._training)
+            self._compare_ranks(*self._training)
         self.phase = phase
         reset_peaks(self._job.device)
         if phase in MAPS_FILES:
@@ -126,7 +118,7 @@ class MemoryMonitor:
             threading.Thread(target=self._sample, args=(self._sampling,), daemon=True).start()
 
     def _sample(self, done: threading.Event) -> None:
-        while not done.wait(SECONDS_BETWEEN_SAMPLES):
+        while not done.wait(0.01):
             self._sampled = max(self._sampled, memory_use(CPU).anonymous)
 
     def leave(self) -> MemoryUse:
@@ -139,9 +131,7 @@ class MemoryMonitor:
             anonymous = self._sampled if self.phase in MAPS_FILES else now.resident_peak - now.mapped
             peaks = {"anonymous_peak_bytes": max(anonymous, self._before.anonymous, now.anonymous)}
             if self._is_cuda:
-                peaks["device_peak_bytes"] = now.device_peak
-                peaks["device_reserved_bytes"] = now.device_reserved_peak
-                peaks["device_fragmented_bytes"] = now.device_reserved_peak - now.device_peak
+                peaks |= {"device_peak_bytes": now.device_peak, "device_reserved_bytes": now.device_reserved_peak}
             kept = self.by_phase.setdefault(self.phase, {})
             kept.update({name: max(kept.get(name, 0), peak) for name, peak in peaks.items()})
             self.phase = None
@@ -160,9 +150,9 @@ class MemoryMonitor:
         """An optimizer step is done. All ranks call it."""
         self._steps += 1
         if self._steps == COMPARED_STEP:
-            self._log_peaks()
+            self._note_peaks(ask_others=True)
 
-    def _compare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def _compare_ranks(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         _free_unused_heap()
         use = memory_use(self._job.device)
         memory = {"device memory": use.device, "host memory": use.anonymous - self._base.anonymous}
@@ -173,36 +163,26 @@ class MemoryMonitor:
             log.warning(warning)
         self._facts.add(memory={"holders": [rank.holders for rank in ranks], "warnings": warnings})
 
-    def _log_peaks(self) -> None:
-        self._ranks = [{}] * self._job.world_size
-        dist.all_gather_object(self._ranks, self.by_phase)
-        self._add_phases(self._ranks)
-        log.info(_table(self._ranks))
-
-    def _add_phases(self, ranks: list[Peaks]) -> None:
-        phases = [phase for phase in PHASES if any(phase in rank for rank in ranks)]
-        self._facts.add(memory={"phases": {phase: [rank.get(phase, {}) for rank in ranks] for phase in phases}})
+    def _note_peaks(self, ask_others: bool) -> None:
+        self._ranks[0] = self.by_phase  # rank 0 writes the facts; the others may be gone, with what they had last
+        if ask_others:
+            dist.all_gather_object(self._ranks, self.by_phase)
+            lines = ["peaks in MiB, the least and the largest of all ranks"]
+            for phase, own in self.by_phase.items():
+                for kind in own:
+                    sizes = [rank.get(phase, {}).get(kind, 0) / MIB for rank in self._ranks]
+                    name = f"{phase}, {kind.removesuffix('_bytes').replace('_', ' ')}"
+                    rank = sizes.index(max(sizes))
+                    lines.append(f"  {name:<38} {min(sizes):>9,.0f} {sizes[rank]:>9,.0f} (rank {rank})")
+            log.info("\n".join(lines))
+        phases = {phase: [rank.get(phase, {}) for rank in self._ranks] for phase in PHASES if phase in self.by_phase}
+        self._facts.add(memory={"phases": phases})
 
 
 def _free_unused_heap() -> None:
     """Have the C library give back the pages it keeps for later, so that what is resident is in use."""
     with contextlib.suppress(OSError, AttributeError):  # glibc alone has it
         ctypes.CDLL(None).malloc_trim(0)
-
-
-def _table(ranks: list[Peaks]) -> str:
-    """Peaks by phase; where ranks differ by more than 5 %, the least and the largest."""
-    lines = ["peaks in MiB"]
-    for phase, own in ranks[0].items():
-        cells = []
-        for kind in own:
-            sizes = [rank.get(phase, {}).get(kind, 0) / MIB for rank in ranks]
-            least, most = min(sizes), max(sizes)
-            text = f"{least:,.0f} to {most:,.0f} (rank {sizes.index(most)})"
-            name = kind.removesuffix("_bytes").replace("_", " ")
-            cells.append(f"{name} {text if most > LARGEST_SHARE * least else f'{most:,.0f}'}")
-        lines.append(f"  {phase:<15} {', '.join(cells)}")
-    return "\n".join(lines)
 
 
 class Held(NamedTuple):
@@ -227,7 +207,7 @@ def held_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None, memo
     }
     holders = {str(name): size for name, tensors in members.items() if (size := _storage_bytes(tensors))}
     # Rows are dealt like torch.chunk, so it is the last ranks that have fewer.
-    fuller = sum(map(_full_shard_bytes, trained)) / max(1, sum(_local(p).nbytes for p in trained))
+    fuller = sum(map(_full_shard_bytes, trained)) / max(1, sum(getattr(p, "_local_tensor", p).nbytes for p in trained))
     return Held(holders, memory, sum(p.nbytes for p in parameters), fuller)
 
 
@@ -250,27 +230,23 @@ def find_differences(ranks: list[Held]) -> list[str]:
 
 
 def _full_shard_bytes(parameter: torch.Tensor) -> int:
-    shards = 1
-    if isinstance(parameter, DTensor):
-        for size, placement in zip(parameter.device_mesh.shape, parameter.placements, strict=True):
-            shards *= size if placement.is_shard() else 1
-    rows = parameter.shape[0] if parameter.ndim else 1
-    return -(-rows // shards) * (parameter.nbytes // max(1, rows))
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    if not isinstance(parameter, DTensor):
+        return parameter.nbytes
+    placed = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
+    shards, rows = math.prod(size for size, placement in placed if placement.is_shard()), parameter.shape[0]
+    return -(-rows // shards) * (parameter.nbytes // rows)
 
 
 def _storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Of this rank's part of them: whole storages, since a view of a few rows keeps all of them."""
-    storages = [_local(tensor).untyped_storage() for tensor in tensors]
+    storages = [getattr(tensor, "_local_tensor", tensor).untyped_storage() for tensor in tensors]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def record_memory() -> None:
-    """Have torch record who allocates what on the current CUDA device; 2 us an allocation, torch says."""
-    torch.cuda.memory._record_memory_history(context="alloc", stacks="python", max_entries=MOST_EVENTS)
+    """Have torch record who allocates what on the current CUDA device; 2 us an allocation, torch says. The last 100,000
+    are kept: a larger snapshot is too much for the viewer's browser."""
+    torch.cuda.memory._record_memory_history(context="alloc", stacks="python", max_entries=100_000)
 
 
 def write_snapshot(run: Path, rank: int, moment: str) -> Path:

@@ -1,23 +1,26 @@
-"""Everything a run says about itself while it trains, behind one call per logged step."""
+"""What a run says about itself while it trains, behind one call per logged step: metrics.jsonl, trackers, progress."""
 
 import contextlib
+import json
+import math
+import shutil
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from llama_ft.config.settings import TrackingConfig
 from llama_ft.errors import reason
 from llama_ft.masking import mask_secrets
-from llama_ft.observe.metrics import Metrics, MetricsLog, records_up_to
 from llama_ft.observe.progress import ProgressBar
 from llama_ft.observe.trackers import Tracker, start_trackers
 from llama_ft.runtime.console import log
 
 METRICS_FILE = "metrics.jsonl"
+Metrics = Mapping[str, float | Sequence[float]]  # a sequence has one value per rank
 
 
-class RunLog:
+class RunLog(contextlib.AbstractContextManager["RunLog"]):
     """metrics.jsonl, trackers and progress of one run; a context manager.
 
     The block's end closes all of it; an exception that leaves the block marks the run as failed in the trackers, or,
@@ -49,88 +52,128 @@ class RunLog:
         resumed_dir: Path | None = None,
         tracker_ids: Mapping[str, str] | None = None,
     ) -> None:
-        branches_off = resumed_dir is not None and resumed_dir.resolve() != output_dir.resolve()
-        self.tracker_ids = {} if branches_off else dict(tracker_ids or {})
-        self._is_main = rank == 0
-        self._open = contextlib.ExitStack()
-        self._trackers, self._failed = list[Tracker](), set[str]()
-        self._progress_shown = False
+        source = None
+        if resumed_dir is not None and resumed_dir.resolve() != output_dir.resolve():
+            source, tracker_ids = resumed_dir / METRICS_FILE, None
+        self.tracker_ids = dict(tracker_ids or {})
+        self._is_main, self._trackers = rank == 0, list[Tracker]()
         if not self._is_main:
             return
         self._trackers = start_trackers(tracking, output_dir, resolved, resume_step, self.tracker_ids)
-        for tracker in self._trackers:
-            self.tracker_ids |= tracker.ids
-        earlier = None if resumed_dir is None else resumed_dir / METRICS_FILE
-        self._metrics_log = MetricsLog(output_dir / METRICS_FILE, resume_step, earlier)
-        self._open.callback(self._metrics_log.close)
+        self.tracker_ids |= {tracker.key: tracker.run_id for tracker in self._trackers if tracker.run_id}
+        path = output_dir / METRICS_FILE
+        self._metrics_log = MetricsLog(path, resume_step, source)
         self._progress = ProgressBar(total_steps, resume_step or 0)
-        if self._trackers and resume_step is not None:
-            for step, metrics in records_up_to(output_dir / METRICS_FILE, resume_step):
-                self._log_to_trackers(step, metrics)
-
-    def __enter__(self) -> Self:
-        return self
+        if self._trackers:
+            for line in path.read_text().splitlines():
+                record: dict[str, Any] = json.loads(line)
+                finite = {key: math.nan if value is None else value for key, value in record.items() if key != "step"}
+                self._log_to_trackers(record["step"], finite)
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        self._open.close()  # the bar first, so that what trackers have to say comes below it
+        if self._is_main:
+            self._metrics_log.close()
         code = getattr(error, "exit_code", None)  # of a run that was asked to stop, and so can be resumed
-        stopped = isinstance(code, int)
         for tracker in self._trackers:
-            try:
-                tracker.finish(code if isinstance(code, int) else int(error is not None), stopped)
-            except Exception as failure:
-                if tracker.name not in self._failed:
-                    _warn(tracker, "could not be closed.", failure)
+            with _continue_without(tracker, "could not be closed."):
+                tracker.finish(int(error is not None) if code is None else code, stopped=code is not None)
 
-    def training(self) -> contextlib.ExitStack:
-        """The block in which steps are logged: its end closes the progress bar and metrics.jsonl, not the trackers."""
-        return self._open
+    def training(self) -> contextlib.AbstractContextManager[object]:
+        """The block in which steps are logged: the progress bar is shown in it."""
+        return self._progress if self._is_main else contextlib.nullcontext()
 
     def log_step(self, step: int, metrics: Metrics) -> None:
         """Write one line of metrics.jsonl after `step` optimizer steps, and tell the trackers and the screen.
         `metrics` also has eval/loss and eval/perplexity after an evaluation, since a step has one line."""
-        if not self._is_main:
-            return
-        self._metrics_log.write({"step": step, **metrics})
-        self._log_to_trackers(step, metrics)
-        if not self._progress_shown:  # not earlier: its clock is the training's, not the loading's
-            self._open.enter_context(self._progress)
-            self._progress_shown = True
-        if "train/loss" in metrics:
+        if self._is_main:
+            self._metrics_log.write({"step": step, **metrics})
+            self._log_to_trackers(step, metrics)
             self._progress.update(step, metrics)
-        loss, perplexity = metrics.get("eval/loss"), metrics.get("eval/perplexity")
-        if isinstance(loss, float) and isinstance(perplexity, float):
-            self._progress.note_evaluation(step, loss, perplexity)
 
     def log_result(self, folder: Path, outcome: Mapping[str, Any], seconds: float) -> None:
         """Give the final model or adapter in `folder` to the trackers that were asked to take it, within `seconds`;
         what fails is a warning. `outcome` has `weights_of`, whose step's weights these are, and `best_step`."""
         step, best_step = outcome["weights_of"], outcome["best_step"]
 
-        def give(tracker: Tracker) -> None:
-            try:
-                tracker.log_result(folder, step, step == best_step > 0)
-                log.info(f"{tracker.name} has {folder}.")
-            except Exception as error:
-                _warn(tracker, f"did not take the result, which is in {folder}.", error)
+        def give() -> None:
+            for tracker in self._trackers:
+                if tracker.takes_result:
+                    with _continue_without(tracker, f"did not take the result, which is in {folder}."):
+                        tracker.log_result(folder, step, step == best_step > 0)
 
-        takers = [tracker for tracker in self._trackers if tracker.takes_result]
-        for tracker in takers:
-            thread = threading.Thread(target=give, args=(tracker,), daemon=True)
-            thread.start()
-            thread.join(seconds / len(takers))
-            if thread.is_alive():
-                log.warning(f"{tracker.name} did not take the result in time; it is in {folder}.")
+        thread = threading.Thread(target=give, daemon=True)
+        thread.start()
+        thread.join(seconds)
+        if thread.is_alive():
+            log.warning(f"The result was not uploaded within {seconds:.0f} s; it is in {folder}.")
 
     def _log_to_trackers(self, step: int, metrics: Metrics) -> None:
+        series = one_series_per_rank(metrics)
         for tracker in self._trackers:
-            if tracker.name not in self._failed:
-                try:
-                    tracker.log(metrics, step)
-                except Exception as error:  # whatever it is: a plot is not worth a training run
-                    self._failed.add(tracker.name)
-                    _warn(tracker, f"failed at step {step} and gets no more metrics; metrics.jsonl goes on.", error)
+            if step >= tracker.first_step and not tracker.has_failed:
+                with _continue_without(tracker, f"failed at step {step} and gets no more metrics."):
+                    tracker.log(series, step)
 
 
-def _warn(tracker: Tracker, what: str, error: Exception) -> None:
-    log.warning(f"{tracker.name} {what} ({mask_secrets(reason(error))})")
+@contextlib.contextmanager
+def _continue_without(tracker: Tracker, what: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # whatever it is: a plot is not worth a training run
+        tracker.has_failed = True
+        log.warning(f"{tracker.name} {what} ({mask_secrets(reason(error))})")
+
+
+class MetricsLog:
+    """Appends records to a file of JSON lines.
+
+    What an earlier attempt logged after the step that is resumed from goes, a line cut short by a kill included, so
+    that the file has each step once. Steps only grow, so what stays is the file's beginning and cutting the rest off is
+    one system call: a kill leaves the file as it was or as it should be.
+
+    Args:
+        path: the file.
+        resume_step: the step that is resumed from, whose lines and those before it are kept; None for a new run,
+            which keeps none.
+        source: metrics.jsonl of the run that is resumed, when it is another file: its lines are taken over.
+    """
+
+    def __init__(self, path: Path, resume_step: int | None = None, source: Path | None = None) -> None:
+        if source is not None and source.exists():
+            shutil.copyfile(source, path)
+        self._file = path.open("ab")
+        self._file.truncate(sum(map(len, _lines_up_to(path, -1 if resume_step is None else resume_step))))
+
+    def write(self, record: Metrics) -> None:
+        """Append `record` as one line and flush it; infinities and NaN, which JSON does not have, become null."""
+        finite = json.loads(json.dumps(record), parse_constant=lambda name: None)
+        self._file.write(json.dumps(finite).encode() + b"\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file; closing twice is fine."""
+        self._file.close()
+
+
+def _lines_up_to(path: Path, last_step: int) -> Iterator[bytes]:
+    """The lines up to the first that is of a later step or that a kill or a power cut left unreadable."""
+    with path.open("rb") as lines:
+        for line in lines:
+            try:
+                if not line.endswith(b"\n") or json.loads(line)["step"] > last_step:
+                    return
+            except (ValueError, TypeError, KeyError):
+                return
+            yield line
+
+
+def one_series_per_rank(metrics: Metrics) -> dict[str, float]:
+    """`metrics` with each list spread out: memory/host_peak_bytes/rank0, .../rank1 and so on, and .../max of them."""
+    series: dict[str, float] = {}
+    for name, value in metrics.items():
+        if isinstance(value, Sequence):
+            series |= {f"{name}/rank{rank}": number for rank, number in enumerate(value)}
+            series[f"{name}/max"] = max(value)
+        else:
+            series[name] = value
+    return series

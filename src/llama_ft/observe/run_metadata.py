@@ -39,7 +39,8 @@ class RunMetadata:
         """
         if not self._enabled:
             return
-        _merge(self._facts, masked(facts))
+        for key, value in masked(facts).items():
+            self._facts[key] = self._facts.get(key, {}) | value if isinstance(value, dict) else value
         try:
             # ASCII: an answer may hold half a character.
             replace_text(self.path, json.dumps(self._facts, default=str) + "\n")
@@ -51,14 +52,6 @@ class RunMetadata:
         if sample is not None:
             others = [old for old in self._facts.get("samples", []) if old.get("when") != when]
             self.add(samples=[*others, {"when": when, **sample}])
-
-
-def _merge(into: dict[str, Any], new: dict[str, Any]) -> None:
-    for key, value in new.items():
-        if isinstance(value, dict) and isinstance(into.get(key), dict):
-            _merge(into[key], value)
-        else:
-            into[key] = value
 
 
 def masked(value: Any) -> Any:
@@ -73,22 +66,18 @@ def masked(value: Any) -> Any:
 def environment(versions: dict[str, str], layout: str) -> dict[str, str]:
     """What a run runs on and by what command, name -> text; with the versions of Python and the libraries that compute,
     and the layout of the ranks as the run prints it."""
-    found = {"command": shlex.join(sys.argv), "ranks": layout, **versions}
-    found["host"] = f"{socket.gethostname()}, {os.cpu_count()} cores"
+    host = f"{socket.gethostname()}, {os.cpu_count()} cores"
+    found = {"command": shlex.join(sys.argv), "ranks": layout, **versions, "host": host, "commit": git_commit()}
     if torch.cuda.is_available():
-        gpus = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
-        found["GPUs"] = ", ".join(f"{gpus.count(name)} x {name}" for name in dict.fromkeys(gpus))
-        found["CUDA"] = str(torch.version.cuda)
-    if commit := git_commit():
-        found["commit"] = commit
+        found["GPUs"] = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}, CUDA {torch.version.cuda}"
     return found
 
 
-def git_commit() -> str | None:
+def git_commit() -> str:
     """The short commit of the checkout that the script, or else this package, lies in; with ", changed" where tracked
     files differ from it. Nothing else that git knows, such as remotes, is asked for."""
     for folder in (Path(sys.argv[0]).resolve().parent, CHECKOUT):
         command = ["git", "-C", str(folder), "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty=, changed"]
         with contextlib.suppress(OSError, subprocess.SubprocessError):
             return subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout.strip()
-    return None
+    return "unknown"

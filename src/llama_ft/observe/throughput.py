@@ -12,11 +12,12 @@ from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.config import ProfileConfig
 from llama_ft.config.rules import PROFILED_STEPS, STEPS_BEFORE_PROFILE
-from llama_ft.observe.flops import flop_formula, flops_text, product_rate, published_peak
+from llama_ft.observe.flops import flop_formula, product_rate, published_peak
 from llama_ft.observe.run_metadata import RunMetadata
 from llama_ft.runtime import Runtime, log
 
 OPERATORS_SHOWN = 12
+GIGA = 1e9
 
 
 class ThroughputMeter:
@@ -49,38 +50,34 @@ class ThroughputMeter:
         job: Runtime,
     ) -> None:
         self.flops = 0.0
-        self._settings, self._job = settings, job
+        self._rank, self._is_cuda, self._waited_seconds = job.rank, job.device.type == "cuda", 0.0
         self._folder = Path(settings.profiler_dir).expanduser() if settings.profiler_dir else run / "profile"
         self._formula = formula = flop_formula(model)
         job.all_gather_floats(0)  # begin together
         rate, peak = product_rate(formula.product, dtype, job.device), published_peak(dtype, job.device)
         rates = job.all_gather_floats(rate, peak)
-        self._rate, self._peak = (sum(each) if all(each) else None for each in rates.T.tolist())
-        self._steps, self._waited = 0, 0.0
-        self._is_cuda = job.device.type == "cuda"
+        if self._is_cuda:
+            torch.cuda.empty_cache()  # of what was multiplied
+        limits = zip(("perf/matmul_utilization", "perf/mfu"), rates.T.tolist(), strict=True)
+        self._limits = {name: sum(ranks) for name, ranks in limits if all(ranks)}
         self._end: Any = None  # of the step before
         self._unread: dict[int, tuple[float, float, float, Any, Any]] = {}
-        self._profile: profile | None = None
-        self._is_to_count = settings.flop_counter and job.is_main
+        self._counted_step = settings.flop_counter_start if settings.flop_counter and job.is_main else None
         self._counter: FlopCounterMode | None = None
-        name = str(dtype).removeprefix("torch.")
-        published = f" (published peak: {flops_text(self._peak)}/s)" if self._peak else ""
-        log.info(
-            f"Matrix products in {name} run at {flops_text(self._rate or 0)}/s, all ranks together{published}. A token "
-            f"takes {flops_text(formula.per_token)}, {formula.per_token / formula.weights:.2g} for each of "
-            f"{formula.weights:,} weights, and attention"
-        )
-        speed = {"product_flops_per_second": rates[:, 0].tolist(), "published_flops_per_second": self._peak}
-        facts.add(speed=speed | {"flops_per_token": formula.per_token})
-
-    def __enter__(self) -> Self:
-        if self._settings.use_profiler:
+        self._profile: profile | None = None
+        if settings.use_profiler:
             self._profile = profile(
                 activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._is_cuda else [])],
                 schedule=schedule(wait=STEPS_BEFORE_PROFILE - 1, warmup=1, active=PROFILED_STEPS, repeat=1),
                 on_trace_ready=self._log_profile,
                 record_shapes=True,
             )
+        known = ", ".join(f"{limit / GIGA:,.0f} GFLOP/s for {name}" for name, limit in self._limits.items())
+        log.info(f"Matmuls in {str(dtype).removeprefix('torch.')}, all ranks together: {known}")
+        facts.add(speed={"product_flops_per_second": rates[:, 0].tolist(), "flops_per_token": formula.per_token})
+
+    def __enter__(self) -> Self:
+        if self._profile is not None:
             self._profile.start()
         return self
 
@@ -90,22 +87,20 @@ class ThroughputMeter:
 
     def begin_step(self, step: int, lengths: Sequence[int], targets: int, waited_seconds: float) -> None:
         """A step begins: this rank has samples of these lengths, with so many target tokens, and waited for them."""
-        self._steps, self._waited = self._steps + 1, waited_seconds
-        self.flops = sum(self._formula.of(lengths, targets))
-        if self._is_to_count and step >= self._settings.flop_counter_start:
-            self._is_to_count = False
-            self._counter = FlopCounterMode(display=False).__enter__()
+        self._waited_seconds, self.flops = waited_seconds, sum(self._formula.of(lengths, targets))
+        if self._counted_step is not None and step >= self._counted_step:
+            self._counted_step, self._counter = None, FlopCounterMode(display=False).__enter__()
         self._end = self._end or self._now()
 
     def end_step(self, step: int, tokens: float, flops: float) -> None:
         """Its weights are updated, or on a GPU will be. `tokens` (without padding) and `flops` are of all ranks."""
-        assert self._end is not None
         before, self._end = self._end, self._now()
-        self._unread[step] = tokens, flops, self._waited, before, self._end
+        self._unread[step] = tokens, flops, self._waited_seconds, before, self._end
         if self._counter is not None:
             self._counter.__exit__(None, None, None)
-            log.info(_describe(self._counter, self.flops, step))
-            self._counter = None
+            total, self._counter = self._counter.get_total_flops(), None
+            counted = f"FLOPs of step {step} on rank 0: {total / GIGA:.3g} GFLOP as torch counts them"
+            log.info(f"{counted}, {self.flops / GIGA:.3g} GFLOP by the formula of perf/mfu")
         if self._profile is not None:
             self._profile.step()
 
@@ -120,9 +115,8 @@ class ThroughputMeter:
             end.synchronize()
         seconds = before.elapsed_time(end) / 1000 if self._is_cuda else end - before
         found = {"perf/tokens_per_second": tokens / seconds, "perf/step_seconds": seconds}
-        found |= {"perf/data_wait_seconds": waited_seconds}
-        limits = {"perf/matmul_utilization": self._rate, "perf/mfu": self._peak}
-        return found | {name: flops / seconds / limit for name, limit in limits.items() if limit}
+        shares = {name: flops / seconds / limit for name, limit in self._limits.items()}
+        return found | {"perf/data_wait_seconds": waited_seconds} | shares
 
     def _now(self) -> Any:
         """This moment, on a GPU in what it has been sent."""
@@ -133,20 +127,8 @@ class ThroughputMeter:
         return event
 
     def _log_profile(self, finished: profile) -> None:
-        if self._steps <= STEPS_BEFORE_PROFILE:
-            return
         by = "self_device_time_total" if self._is_cuda else "self_cpu_time_total"
         log.info(finished.key_averages().table(sort_by=by, row_limit=OPERATORS_SHOWN, max_name_column_width=50))
         self._folder.mkdir(parents=True, exist_ok=True)
-        finished.export_chrome_trace(str(self._folder / f"rank-{self._job.rank}.json.gz"))
+        finished.export_chrome_trace(str(self._folder / f"rank-{self._rank}.json.gz"))
         log.info(f"Traces of all ranks: {self._folder}")
-
-
-def _describe(counted: FlopCounterMode, expected: float, step: int) -> str:
-    """What torch counted in a step by operator, beside what the formula has for the same samples."""
-    total = counted.get_total_flops()
-    line = f"FLOPs of step {step} on rank 0: {flops_text(total)} as torch counts them, {flops_text(expected)} by the "
-    lines = [f"{line}formula of perf/mfu: {total / expected:.2f} x"]
-    for operator, flops in sorted(counted.get_flop_counts().get("Global", {}).items(), key=lambda item: -item[1]):
-        lines.append(f"  {operator!s:<58} {flops_text(flops):>12} {flops / total:>7.1%}")
-    return "\n".join(lines)

@@ -1,64 +1,228 @@
-"""Where metrics go besides metrics.jsonl: Weights & Biases, TensorBoard and MLflow, behind one small interface."""
+"""Where metrics go besides metrics.jsonl: Weights & Biases, TensorBoard and MLflow, behind one small interface.
 
+Their packages are imported inside the functions: each takes a second, which only its users pay.
+"""
+
+import contextlib
+import logging
+import os
+import shlex
 import textwrap
+import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import yaml
 
 from llama_ft.config.settings import TrackingConfig
-from llama_ft.observe.metrics import Metrics, one_series_per_rank
-from llama_ft.observe.mlflow_tracker import MlflowTracker, check_mlflow
+from llama_ft.errors import UserError, reason
+from llama_ft.masking import mask_secrets
 from llama_ft.observe.run_metadata import git_commit, masked
-from llama_ft.observe.wandb_tracker import WandbTracker, check_wandb_login, wandb_mode
+from llama_ft.runtime.console import log
+
+STOPPED_EXIT_CODE = 143  # of a run that W&B shows as preempted, not as failed or finished
+# Code, console, git state, host, user, paths, arguments and package lists stay at home.
+WANDB_PRIVATE: dict[str, Any] = {
+    "silent": True,
+    "console": "off",
+    "save_code": False,
+    "disable_code": True,
+    "disable_git": True,
+    "disable_job_creation": True,
+    "x_disable_meta": True,
+    "host": "",  # x_disable_meta leaves these two in what the run is registered with
+    "program": "",
+    "x_save_requirements": False,
+    "init_timeout": 15.0,  # after a login that was answered, or took 10 s to fail: under 30 s in all
+    "finish_timeout": 10.0,  # metrics are sent as they come, so little is left; a rank that failed must end within 30 s
+    "finish_timeout_raises": True,
+}
+WANDB_HINT = "Check the network and the key (wandb login, or WANDB_API_KEY). --wandb_mode offline needs neither."
+MLFLOW_ENVIRONMENT = {
+    "MLFLOW_DISABLE_TELEMETRY": "true",  # it would tell its makers
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "4",  # a step waits for two tries at most: its own 120 s, 7 times, are too long
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
+    "MLFLOW_ALLOW_FILE_STORE": "true",  # else it takes databases only, which need more packages and no shared disk
+}
 
 
-class Tracker(Protocol):
-    """Something that shows the metrics of a run. Its methods may raise: RunLog goes on without it then."""
+class Tracker:
+    """Something that shows the metrics of a run. Its methods may raise: RunLog continues without it then.
 
-    name: str
-    ids: dict[str, str]  # by which a resumed run finds what it goes on with
-    takes_result: bool  # whether it was asked for a copy of the final model or adapter
+    Attributes:
+        name: as messages have it.
+        key: as checkpoints have it.
+        run_id: by which a resumed run finds what it continues; None if it needs no such thing.
+        first_step: it has the steps before this one already.
+        takes_result: whether it was asked for a copy of the final model or adapter.
+        has_failed: set by RunLog.
+    """
 
-    def log(self, metrics: Metrics, step: int) -> None:
-        """Take what was measured at `step`, unless it is there already; a list holds one value per rank."""
+    name = key = ""
+    run_id: str | None = None
+    first_step = 0
+    takes_result = has_failed = False
+
+    def log(self, series: Mapping[str, float], step: int) -> None:
+        """Take what was measured at `step`."""
 
     def log_result(self, folder: Path, step: int, is_best: bool) -> None:
         """Take a copy of a model or adapter with the weights of `step`; return when it has arrived."""
 
-    def finish(self, exit_code: int, stopped: bool = False) -> None:
+    def finish(self, exit_code: int, stopped: bool) -> None:
         """Write out what is left; exit_code is not 0 when the run failed, stopped is true when it can be resumed."""
 
 
-class TensorboardTracker:
+class TensorboardTracker(Tracker):
     """Event files in output_dir/tensorboard; those of steps after the one that is resumed from are purged."""
 
-    name = "TensorBoard"
-    ids: dict[str, str] = {}
-    takes_result = False
+    name, key = "TensorBoard", "tensorboard"
 
-    def __init__(self, output_dir: Path, resolved: dict[str, Any], resume_step: int | None = None) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # 0.5 s that only its users pay
+    def __init__(
+        self, config: TrackingConfig, output_dir: Path, settings: dict[str, Any], resume_step: int | None, _: str | None
+    ) -> None:
+        from torch.utils.tensorboard import SummaryWriter
 
         folder = output_dir / "tensorboard"
-        has_earlier = any(folder.glob("events.out.tfevents.*"))
-        self._first_step = resume_step + 1 if resume_step is not None and has_earlier else 0
-        self._writer = SummaryWriter(str(folder), purge_step=self._first_step)
-        as_yaml = yaml.safe_dump(resolved, sort_keys=False)
-        self._writer.add_text("config", textwrap.indent(as_yaml, "    "), self._first_step)  # a code block
+        if resume_step is not None and any(folder.glob("events.out.tfevents.*")):
+            self.first_step = resume_step + 1
+        self._writer = SummaryWriter(str(folder), purge_step=self.first_step)
+        code = textwrap.indent(yaml.safe_dump(settings, sort_keys=False), "    ")  # in Markdown
+        self._writer.add_text("config", code, self.first_step)
 
-    def log(self, metrics: Metrics, step: int) -> None:
-        if step >= self._first_step:
-            for series, value in one_series_per_rank(metrics).items():
-                self._writer.add_scalar(series, value, step)
-            self._writer.flush()  # what a kill takes away would be missing after a resume
+    def log(self, series: Mapping[str, float], step: int) -> None:
+        for name, value in series.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()  # what a kill takes away would be missing after a resume
+
+    def finish(self, exit_code: int, stopped: bool) -> None:
+        self._writer.close()
+
+
+class WandbTracker(Tracker):
+    """One W&B run, its files in output_dir/wandb.
+
+    Of a resumed run online, W&B keeps what it has and takes nothing for those steps again. Offline it cannot know what
+    the server has; so each attempt is the whole run, under the same id, and uploading the last one replaces the others.
+    """
+
+    name, key = "W&B", "wandb"
+
+    def __init__(
+        self,
+        config: TrackingConfig,
+        output_dir: Path,
+        settings: dict[str, Any],
+        resume_step: int | None,
+        run_id: str | None,
+    ) -> None:
+        import wandb
+
+        self.takes_result, self._offline = config.wandb_log_model, wandb_mode(config) == "offline"
+        try:
+            self._run = wandb.init(
+                project=config.wandb_project,
+                entity=config.wandb_entity,
+                job_type=config.wandb_job_type,
+                notes=config.wandb_notes,
+                tags=config.wandb_tags,
+                name=config.wandb_name or output_dir.resolve().name,
+                group=config.wandb_group,
+                dir=str(output_dir),
+                config=settings,
+                id=run_id,
+                resume="allow" if run_id and resume_step is not None and not self._offline else None,
+                settings=wandb.Settings(mode=wandb_mode(config), **WANDB_PRIVATE),
+            )
+        except (wandb.Error, ValueError) as error:  # the latter of a tag that is too long
+            raise UserError(f"--use_wandb: W&B did not take the run: {reason(error)}\n{WANDB_HINT}") from error
+        self.run_id, self.first_step = self._run.id, self._run.starting_step
+        if not self._offline:
+            log.info(f"W&B: {self._run.url}")
+
+    def log(self, series: Mapping[str, float], step: int) -> None:
+        self._run.log(dict(series), step=step)
 
     def log_result(self, folder: Path, step: int, is_best: bool) -> None:
-        """TensorBoard keeps no files."""
+        aliases = ["latest", f"step-{step}", *(["best"] if is_best else [])]
+        logged = self._run.log_artifact(str(folder), f"model-{self._run.id}", "model", aliases=aliases)
+        if not self._offline:  # else `wandb sync` uploads it
+            logged.wait()
 
-    def finish(self, exit_code: int, stopped: bool = False) -> None:
-        self._writer.close()
+    def finish(self, exit_code: int, stopped: bool) -> None:
+        import wandb
+
+        folder = shlex.quote(str(self._run.settings.sync_dir))
+        sync = f"wandb sync {'' if self._offline else '--include-online '}{folder}"
+        try:
+            if stopped:
+                self._run.mark_preempting()
+                exit_code = exit_code or STOPPED_EXIT_CODE
+            self._run.finish(exit_code=exit_code)
+            if self._offline:
+                log.info(f"W&B: {sync} uploads this run.")
+        except Exception as error:
+            log.warning(f"W&B did not get everything ({reason(error)}). {sync} sends the rest.")
+        with contextlib.suppress(Exception):  # ends wandb's process; left to atexit, a broken one prints a traceback
+            wandb.teardown(exit_code)
+
+
+class MlflowTracker(Tracker):
+    """One MLflow run; parameters are cut to the 500 characters that older servers take. A resumed run continues in the
+    same one, if the store has it."""
+
+    name, key = "MLflow", "mlflow"
+
+    def __init__(
+        self, config: TrackingConfig, output_dir: Path, settings: dict[str, Any], _: int | None, run_id: str | None
+    ) -> None:
+        self.takes_result, self._client = config.mlflow_log_model, connect_mlflow(config, output_dir)
+        from mlflow.entities import Param
+        from mlflow.exceptions import MlflowException
+
+        client, logged = self._client, list[Any]()
+        with contextlib.suppress(MlflowException):  # this store may not have the run
+            logged = client.get_metric_history(run_id, "epoch") if run_id else []
+        self.first_step = max((metric.step for metric in logged), default=-1) + 1
+        if logged:
+            client.update_run(run_id, status="RUNNING")
+        else:
+            found = client.get_experiment_by_name(config.mlflow_experiment)
+            experiment = found.experiment_id if found else client.create_experiment(config.mlflow_experiment)
+            tags = {name: value for name, _, value in (tag.partition("=") for tag in config.mlflow_tags)}
+            tags["mlflow.source.git.commit"] = settings["git"]["commit"]
+            created = client.create_run(experiment, tags=tags, run_name=config.mlflow_name or output_dir.resolve().name)
+            run_id = str(created.info.run_id)
+            named = {f"{section}.{name}": value for section, own in settings.items() for name, value in own.items()}
+            client.log_batch(run_id, params=[Param(name, str(value)[:500]) for name, value in named.items()])
+        self.run_id = run_id
+        log.info(f"MLflow: run {run_id} in {mask_secrets(mlflow_store(config, output_dir))}")
+
+    def log(self, series: Mapping[str, float], step: int) -> None:
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)
+        self._client.log_batch(self.run_id, [Metric(name, value, now, step) for name, value in series.items()])
+
+    def log_result(self, folder: Path, step: int, is_best: bool) -> None:
+        self._client.log_artifacts(self.run_id, str(folder), artifact_path="model")
+        self._client.set_tag(self.run_id, "model.step", str(step))
+        self._client.set_tag(self.run_id, "model.best", str(is_best).lower())
+
+    def finish(self, exit_code: int, stopped: bool) -> None:
+        self._client.set_terminated(self.run_id, "KILLED" if stopped else "FAILED" if exit_code else "FINISHED")
+
+
+def wandb_mode(config: TrackingConfig) -> str:
+    """Return online, offline or disabled: the setting, else what WANDB_MODE says, else online."""
+    return config.wandb_mode or os.environ.get("WANDB_MODE", "").lower() or "online"
+
+
+def mlflow_store(config: TrackingConfig, output_dir: Path) -> str:
+    """Return the address of the server, the database or the folder."""
+    place = config.mlflow_tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
+    return place or (output_dir.expanduser().resolve().parent / "mlruns").as_uri()
 
 
 def check_trackers(config: TrackingConfig, output_dir: str | None) -> None:
@@ -67,10 +231,44 @@ def check_trackers(config: TrackingConfig, output_dir: str | None) -> None:
     Raises:
         UserError: no key, no package, no server that answers within seconds, or no place to write to.
     """
-    if config.use_wandb:
-        check_wandb_login(config)
+    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # to its makers, with the failed run and its stack
+    if config.use_wandb and wandb_mode(config) == "online":
+        import wandb
+
+        wandb.setup(wandb.Settings(mode="online", silent=True))
+        try:
+            logged_in = wandb.login(prompt=False, verify=True)  # prompt=False: never waits for somebody to type
+        except wandb.Error as error:
+            raise UserError(f"--use_wandb: {reason(error)}\n{WANDB_HINT}") from error
+        if not logged_in:
+            raise UserError(f"--use_wandb: this machine has no W&B key.\n{WANDB_HINT}")
     if config.use_mlflow:
-        check_mlflow(config, Path(output_dir or "output/run"))
+        connect_mlflow(config, Path(output_dir or "output/run"))
+
+
+def connect_mlflow(config: TrackingConfig, output_dir: Path) -> Any:
+    """Return an MlflowClient whose store answers.
+
+    Raises:
+        UserError: the package is missing, or the store does not answer.
+    """
+    store = mlflow_store(config, output_dir)
+    for name, value in MLFLOW_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    try:
+        from mlflow import MlflowClient
+
+        logging.getLogger("mlflow").setLevel(logging.ERROR)
+        client = MlflowClient(store)
+        client.get_experiment_by_name(config.mlflow_experiment)
+        return client
+    except ImportError as error:
+        raise UserError(f"--use_mlflow: {reason(error)}.\npip install -e .[mlflow] installs it.") from error
+    except Exception as error:  # of MLflow, its database or the network: whatever it is, there is no run
+        raise UserError(
+            f"--use_mlflow: {mask_secrets(store)} did not take the run: {mask_secrets(reason(error))}\n"
+            "Check --mlflow_tracking_uri, or leave it and MLFLOW_TRACKING_URI out to write to the folder mlruns."
+        ) from error
 
 
 def start_trackers(
@@ -80,17 +278,16 @@ def start_trackers(
     resume_step: int | None,
     ids: Mapping[str, str],
 ) -> list[Tracker]:
-    """Start what the configuration asks for; see RunLog. `ids` are the `Tracker.ids` to go on with.
+    """Start what the configuration asks for; see RunLog. `ids` are the run ids to continue, by `Tracker.key`.
 
     Raises:
         UserError: W&B or MLflow cannot be used, or its server refuses or does not answer.
     """
-    trackers, settings, commit = list[Tracker](), masked(resolved), git_commit()
-    if config.use_wandb and wandb_mode(config) != "disabled":
-        with_commit = settings | {"git": {"commit": commit}}
-        trackers.append(WandbTracker(config, output_dir, with_commit, resume_step, ids.get("wandb")))
-    if config.use_tensorboard:
-        trackers.append(TensorboardTracker(output_dir, settings, resume_step))
-    if config.use_mlflow:
-        trackers.append(MlflowTracker(config, output_dir, settings, commit, ids.get("mlflow")))
-    return trackers
+    settings = masked(resolved) | {"git": {"commit": git_commit()}}
+    asked: dict[Any, bool] = {
+        WandbTracker: config.use_wandb and wandb_mode(config) != "disabled",
+        TensorboardTracker: config.use_tensorboard,
+        MlflowTracker: config.use_mlflow,
+    }
+    kinds = [kind for kind, is_asked in asked.items() if is_asked]
+    return [kind(config, output_dir, settings, resume_step, ids.get(kind.key)) for kind in kinds]

@@ -1,37 +1,39 @@
 """Pages of HTML, each one file without anything from elsewhere: a run's report, and runs side by side.
 
-What is shown is computed here and in memory.py; run.html, compare.html and parts.html have the markup.
+What is shown is computed here; run.html, compare.html and parts.html have the markup.
 """
 
 import base64
 import dataclasses
 import hashlib
-import math
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy
 from markupsafe import Markup
 
-from llama_ft.report.memory import MemoryFacts
+from llama_ft.config.messages import size_text
+from llama_ft.phases import MEMORY_CATEGORIES, PHASES
 from llama_ft.report.plot import TEMPLATES, Plot, Series, number, smoothed
 from llama_ft.report.run import Run, differing_settings
 
 HERE = Path(__file__).parent
 ENDINGS = {"finished": "good", "failed": "bad", "stopped": "warn", "running": "info"}
-METRIC_PLOTS = (  # key, title, unit
-    ("train/lr", "Learning rate", ""),
-    ("train/grad_norm", "Gradient norm, before clipping", ""),
-    ("perf/tokens_per_second", "Tokens per second, all ranks", ""),
-    ("perf/mfu", "Model FLOPs utilization (MFU), of the published peak", ""),
-    ("perf/matmul_utilization", "Matmul utilization, of the measured rate", ""),
-    ("perf/step_seconds", "Seconds a step", "s"),
-    ("memory/device_peak_bytes", "Device memory, peak so far, fullest rank", "bytes"),
-    ("memory/host_peak_bytes", "Host memory (RSS), peak so far, fullest rank", "bytes"),
-    ("train/loss_scale", "Loss scale", ""),
-)
-NOISY = ("perf/", "train/grad_norm")
+METRIC_PLOTS = {  # key -> title
+    "train/loss": "Loss",
+    "eval/loss": "Validation loss",
+    "train/lr": "Learning rate",
+    "train/grad_norm": "Gradient norm, before clipping",
+    "perf/tokens_per_second": "Tokens per second, all ranks",
+    "perf/mfu": "Model FLOPs utilization (MFU), of the published peak",
+    "perf/matmul_utilization": "Matmul utilization, of the measured rate",
+    "perf/step_seconds": "Seconds per step",
+    "memory/device_peak_bytes": "Device memory, peak so far, fullest rank, GiB",
+    "memory/host_peak_bytes": "Host memory (RSS), peak so far, fullest rank, GiB",
+    "train/loss_scale": "Loss scale",
+}
 
 
 class Card(NamedTuple):
@@ -42,46 +44,37 @@ class Card(NamedTuple):
     more: str = ""
 
 
+class Memory(NamedTuple):
+    """Predicted and measured memory; both by name -> bytes on the rank with the highest memory."""
+
+    phases: tuple[dict[str, float], dict[str, float]]  # the peak of each phase
+    held: tuple[dict[str, float], dict[str, float]]  # what a step leaves, by category
+    ranks: dict[str, list[float | None]]  # what each rank measured, by phase and category
+    is_like_for_like: bool  # both count the same; on the CPU, Python and its libraries are measured too
+
+
 def report_page(run: Run) -> str:
     """The report of a run."""
-    loss = _lines(run, "train/loss", "training")
-    if held_out := run.curves.get("eval/loss"):
-        loss.append(Series("validation", held_out.steps, held_out.values, "dots", 1))
+    loss = _lines(run, "train/loss", "training") + _lines(run, "eval/loss", "validation", 1)
     plots = [Plot("Loss", loss, fits=True)]
-    plots += [Plot(title, _lines(run, key, "mean"), unit) for key, title, unit in METRIC_PLOTS]
-    memory = MemoryFacts(run)
-    return _render(
-        "run.html",
-        title=run.name,
-        run=run,
-        cards=_cards(run),
-        plots=[plot.svg() for plot in plots],
-        memory=memory,
-        step_plot=memory.step_plot().svg(),
-        differing=differing_settings([run]),
-    )
+    plots += [Plot(title, _lines(run, key, "mean")) for key, title in METRIC_PLOTS.items() if not key.endswith("/loss")]
+    shown = [plot.svg() for plot in plots]
+    values = {"memory": memory_of(run), "differing": differing_settings([run]), "categories": MEMORY_CATEGORIES}
+    return _render("run.html", title=run.name, run=run, cards=cards_of(run), plots=shown, phases=PHASES, **values)
 
 
 def comparison_page(runs: Sequence[Run]) -> str:
     """Several runs on one page: curves over each other, what they were, and in what they differ."""
     if len({run.name for run in runs}) < len(runs):
         runs = [dataclasses.replace(run, name=str(run.folder)) for run in runs]
-    looks = [("train/loss", "Loss", ""), ("eval/loss", "Validation loss", ""), *METRIC_PLOTS]
     plots = []
-    for key, title, unit in looks:  # of each run one line: the mean where there is one
+    for key, title in METRIC_PLOTS.items():  # of each run one line: the mean where there is one
         lines = [line for n, run in enumerate(runs) for line in _lines(run, key, run.name, n)[-1:]]
-        if key == "eval/loss":
-            lines = [dataclasses.replace(line, style="dots") for line in lines]
-        plots.append(Plot(title, lines, unit, fits=key.endswith("/loss"), named=True))
-    columns = [{card.name: card for card in _cards(run)} for run in runs]
-    return _render(
-        "compare.html",
-        title=f"{len(runs)} runs",
-        runs=runs,
-        rows={name: [cards.get(name) for cards in columns] for name in dict.fromkeys(n for c in columns for n in c)},
-        plots=[plot.svg() for plot in plots],
-        differing=differing_settings(list(runs)),
-    )
+        plots.append(Plot(title, lines, fits=key.endswith("/loss"), named=True).svg())
+    columns = [{card.name: card for card in cards_of(run)} for run in runs]
+    rows = {name: [cards.get(name) for cards in columns] for name in dict.fromkeys(n for c in columns for n in c)}
+    values = {"plots": plots, "differing": differing_settings(list(runs))}
+    return _render("compare.html", title=f"{len(runs)} runs", runs=runs, rows=rows, **values)
 
 
 def _render(template: str, **values: Any) -> str:
@@ -98,31 +91,48 @@ def _render(template: str, **values: Any) -> str:
     return page.encode("utf-8", "replace").decode()  # an answer may hold half a character
 
 
-def _cards(run: Run) -> list[Card]:
-    curves, cards = run.curves, []
-    total = run.facts.get("total_steps")
-    epochs = f"{curves['epoch'].last:.3g} epochs" if "epoch" in curves else ""
-    cards.append(Card("Steps", f"{run.step:,}" + (f" of {total:,}" if total else ""), epochs))
-    if loss := curves.get("train/loss"):
-        cards.append(Card("Loss", number(loss.last, digits=4), f"{number(float(loss.values[0]), digits=4)} at first"))
-    if held_out := curves.get("eval/loss"):
-        step, lowest = held_out.lowest
-        cards.append(Card("Validation loss", number(held_out.last, digits=4), f"best {lowest:.4g} at step {step:,}"))
-    if speed := curves.get("perf/tokens_per_second"):
-        cards.append(Card("Tokens per second", f"{speed.median:,.0f}", "median of the second half"))
-    if utilization := curves.get("perf/mfu") or curves.get("perf/matmul_utilization"):
-        title, share = ("MFU", "published") if "perf/mfu" in curves else ("Matmul utilization", "measured")
-        cards.append(Card(title, f"{utilization.median:.0%}", f"of the {share} FLOP/s"))
-    memory = MemoryFacts(run)
-    (peak, kind), predicted, what = memory.measured_peak(), memory.predicted, ""
-    if math.isfinite(predicted):
-        plan = f"plan: {number(predicted, 'bytes')} of tensors"
-        what = f"{plan} ({peak / predicted - 1:+.0%})" if memory.is_like_for_like else f"with Python; {plan}"
-    if math.isfinite(peak):
-        cards.append(Card(f"Peak of {kind}", number(peak, "bytes"), what))
-    if ranks := max([len(peaks) for peaks in run.rank_peaks.values()], default=0):
-        machine = run.facts.get("environment", {}).get("GPUs" if memory.is_like_for_like else "host", "")
-        cards.append(Card("Ranks", f"{ranks}", machine))
+def memory_of(run: Run) -> Memory:
+    """Memory as the plan predicts it, and as facts.json and metrics.jsonl have it."""
+    is_like_for_like = "memory/device_peak_bytes" in run.curves
+    kind = "device_peak_bytes" if is_like_for_like else "anonymous_peak_bytes"
+    measured, peaks = run.facts.get("memory", {}), run.plan.get("peaks", [])
+    ranks = {phase: [rank.get(kind) for rank in sizes] for phase, sizes in measured.get("phases", {}).items()}
+    most = {phase: max(filter(None, sizes), default=0.0) for phase, sizes in ranks.items()}
+    holders: list[dict[str, float]] = measured.get("holders", [])
+    names: list[str] = [name for name in MEMORY_CATEGORIES if any(name in rank for rank in holders)]
+    held = {name: max(rank.get(name, 0.0) for rank in holders) for name in names}
+    planned: dict[str, float] = next((peak["holders"] for peak in peaks if peak["phase"] == "optimizer step"), {})
+    return Memory(
+        ({peak["phase"]: peak["bytes"] for peak in peaks}, most),
+        ({name: planned[name] for name in names if planned.get(name)}, held),
+        ranks | {f"holds: {name}": [rank.get(name) for rank in holders] for name in names},
+        is_like_for_like,
+    )
+
+
+def cards_of(run: Run) -> list[Card]:
+    """The numbers of the headline."""
+    curves, total = run.curves, run.facts.get("total_steps")
+    epochs = f"{curves['epoch'].values[-1]:.3g} epochs" if "epoch" in curves else ""
+    cards = [Card("Steps", f"{run.step:,}" + (f" of {total:,}" if total else ""), epochs)]
+    for key, name in (("train/loss", "Loss"), ("eval/loss", "Validation loss")):
+        if key in curves:
+            steps, values = curves[key]
+            lowest = f"lowest {number(values.min())} at step {steps[values.argmin()]:,.0f}"
+            cards.append(Card(name, number(values[-1]), lowest))
+    for key, name, text in (
+        ("perf/tokens_per_second", "Tokens per second", "{:,.0f}"),
+        ("perf/mfu", "MFU", "{:.0%}"),
+        ("perf/matmul_utilization", "Matmul utilization", "{:.0%}"),
+    ):
+        if key in curves:
+            settled = curves[key].values[len(curves[key].values) // 2 :]
+            cards.append(Card(name, text.format(numpy.median(settled)), "median of the second half"))
+    memory = memory_of(run)
+    predicted, measured = (max(sizes.values(), default=0.0) for sizes in memory.phases)
+    if measured:
+        name = "Peak of GPU memory" if memory.is_like_for_like else "Peak of anonymous memory"
+        cards.append(Card(name, size_text(measured), f"plan: {size_text(predicted)} of tensors" if predicted else ""))
     return cards
 
 
@@ -130,5 +140,7 @@ def _lines(run: Run, key: str, name: str, colour: int = 0) -> list[Series]:
     """A curve; of one that is noisy also its mean, last."""
     if (curve := run.curves.get(key)) is None:
         return []
-    series = Series(name, curve.steps, curve.values, "line", colour)
-    return smoothed(series) if key == "train/loss" or key.startswith(NOISY) else [series]
+    values = curve.values / 2**30 if key.endswith("_bytes") else curve.values
+    series = Series(name, curve.steps, values, "dots" if key == "eval/loss" else "line", colour)
+    is_noisy = key in ("train/loss", "train/grad_norm") or key.startswith("perf/")
+    return smoothed(series) if is_noisy else [series]

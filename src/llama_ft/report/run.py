@@ -1,51 +1,60 @@
-"""A run's directory as its report needs it: read without torch, while the run goes on, and whatever of it is there."""
+"""Runs as their report needs them: read without torch, while the run works, and whatever of it is there."""
 
 import json
 import math
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from itertools import zip_longest
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NamedTuple
 
 import numpy
 import yaml
+from pydantic import Field
+from pydantic.dataclasses import dataclass as checked_dataclass
 
+from llama_ft.config.paths import folder_problem
+from llama_ft.config.run_settings import STRICT
 from llama_ft.config.settings import SETTINGS
-from llama_ft.errors import reason
-
-PARTS = {
-    "status.json": "how the run ended",
-    "config.yaml": "its settings",
-    "metrics.jsonl": "curves",
-    "plan.json": "predicted memory",
-    "facts.json": "units, data, samples, environment and memory by holder",
-}
+from llama_ft.config.tool_flags import check, read
+from llama_ft.errors import UserError, reason
 
 
-@dataclass(frozen=True)
-class Curve:
-    """A metric over the steps where it was measured; values that are not finite are NaN."""
+@checked_dataclass(config=STRICT, kw_only=True)
+class ReportFlags:
+    """Flags of recipes/report.py."""
+
+    places: list[str] = Field(default_factory=list)
+    """RUN: directories of runs (output/...), which stand alone."""
+
+    out: Annotated[str, Field(pattern=r"\.html?$")] | None = None
+    """The .html file to write; if not given RUN/report.html, or comparison.html here for several runs."""
+
+
+def read_report_flags(argv: list[str], description: str) -> ReportFlags:
+    """Return the flags: the directories in `places`, and in `out` the file to write.
+
+    Raises:
+        UserError: with one message for every error.
+    """
+    options, _, errors = read(argv, ReportFlags, description)
+    errors += [] if options.places else ["RUN is needed: report.py RUN [RUN...]."]
+    for name in options.places:
+        folder = Path(name).expanduser()
+        if error := folder_problem(folder, "a run's directory"):
+            errors.append(f"{name}: {error}")
+        elif not any((folder / file).is_file() for file in ("status.json", "metrics.jsonl")):
+            errors.append(f"{name}: has neither status.json nor metrics.jsonl: no run's directory.")
+    check(errors)
+    options.out = options.out or ("comparison.html" if options.places[1:] else f"{options.places[0]}/report.html")
+    return options
+
+
+class Curve(NamedTuple):
+    """A metric at the steps where it was measured and finite."""
 
     steps: numpy.ndarray
     values: numpy.ndarray
-
-    @property
-    def last(self) -> float:
-        """The last finite value, NaN where there is none."""
-        return next((float(value) for value in self.values[::-1] if math.isfinite(value)), math.nan)
-
-    @property
-    def lowest(self) -> tuple[int, float]:
-        """The step of the lowest value, and that value."""
-        place = int(numpy.where(numpy.isfinite(self.values), self.values, math.inf).argmin())
-        return int(self.steps[place]), float(self.values[place])
-
-    @property
-    def median(self) -> float:
-        """Of the second half, where things have settled."""
-        return float(numpy.median(self.values[len(self.values) // 2 :]))
 
 
 @dataclass
@@ -57,41 +66,36 @@ class Run:
         status, facts, plan: of the JSON files of these names; empty where there are none.
         settings: by dotted name, as config.yaml has them; config_text is the file itself.
         curves: by the keys of metrics.jsonl; of lists, the largest over the ranks.
-        rank_peaks: of those lists, the largest of each rank.
-        missing: what is not there, for people.
-        damaged: one line for each file that cannot be read, or the first such line of one.
     """
 
     folder: Path
     name: str
-    status: dict[str, Any] = field(default_factory=dict)
-    settings: dict[str, Any] = field(default_factory=dict)
-    config_text: str = ""
-    curves: dict[str, Curve] = field(default_factory=dict)
-    rank_peaks: dict[str, list[float]] = field(default_factory=dict)
-    facts: dict[str, Any] = field(default_factory=dict)
-    plan: dict[str, Any] = field(default_factory=dict)
-    missing: list[str] = field(default_factory=list)
-    damaged: list[str] = field(default_factory=list)
+    status: dict[str, Any]
+    facts: dict[str, Any]
+    plan: dict[str, Any]
+    settings: dict[str, Any]
+    config_text: str
+    curves: dict[str, Curve]
 
     @property
     def step(self) -> int:
         """Optimizer steps that are known to be done."""
-        steps = [int(curve.steps[-1]) for curve in self.curves.values() if len(curve.steps)]
-        return max([*steps, int(self.status.get("step", 0))])
+        return max([int(curve.steps[-1]) for curve in self.curves.values()] + [int(self.status.get("step", 0))])
 
 
 def read_run(folder: Path) -> Run:
-    """Read what is there. What is missing or damaged is named in the result and left out."""
-    run = Run(folder, folder.resolve().name)
-    run.missing = [f"{name} ({what})" for name, what in PARTS.items() if not (folder / name).exists()]
-    run.status, run.facts, run.plan = (_read(run, f"{name}.json", json.loads) for name in ("status", "facts", "plan"))
-    if (folder / "config.yaml").exists():
-        run.config_text = (folder / "config.yaml").read_text(encoding="utf-8", errors="replace")
-    sections = _read(run, "config.yaml", yaml.safe_load)
-    run.settings = {f"{section}.{name}": it for section, own in sections.items() for name, it in dict(own).items()}
-    _read_metrics(run)
-    return run
+    """Read what is there.
+
+    Raises:
+        UserError: a file cannot be read; with its name.
+    """
+    status, facts, plan = (_read(folder / f"{name}.json", json.loads) for name in ("status", "facts", "plan"))
+    config = folder / "config.yaml"
+    sections = _read(config, yaml.safe_load)
+    settings = {f"{section}.{name}": value for section, own in sections.items() for name, value in dict(own).items()}
+    text = config.read_text(encoding="utf-8") if config.exists() else ""
+    curves = _read(folder / "metrics.jsonl", _curves)
+    return Run(folder, folder.resolve().name, status, facts, plan, settings, text, curves)
 
 
 def differing_settings(runs: list[Run]) -> dict[str, list[Any]]:
@@ -105,40 +109,22 @@ def differing_settings(runs: list[Run]) -> dict[str, list[Any]]:
     return {name: row for name, row in values.items() if any(value != row[0] for value in row)}
 
 
-def _read(run: Run, name: str, parse: Callable[[str], Any]) -> dict[str, Any]:
-    """The mapping in a file; empty where there is none, and where it is damaged."""
-    path = run.folder / name
+def _read(path: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
     try:
         return dict(parse(path.read_text(encoding="utf-8")) if path.exists() else {})
-    except (OSError, ValueError, TypeError, yaml.YAMLError) as error:
-        run.damaged.append(f"{path}: {reason(error)}")
-        return {}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, yaml.YAMLError) as error:
+        raise UserError(f"{path}: {reason(error)}\nWithout this file, the report has the rest.") from error
 
 
-def _read_metrics(run: Run) -> None:
-    path, place = run.folder / "metrics.jsonl", 0
-    pairs: dict[str, list[float]] = defaultdict(list)  # step, value, step, value...
-    try:
-        for line in path.open("rb") if path.exists() else ():
-            place += 1
-            if line.endswith(b"\n"):  # else it is being written, or a kill has cut it short
-                _take_line(run, json.loads(line), pairs)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        run.damaged.append(f"{path}:{place}: {reason(error)}; what follows is left out")
-    run.curves = {key: Curve(both[::2], both[1::2]) for key, both in ((k, numpy.array(v)) for k, v in pairs.items())}
-
-
-def _take_line(run: Run, record: dict[str, Any], pairs: dict[str, list[float]]) -> None:
-    step = record.pop("step") + 0.0
-    for key, value in record.items():
-        value = [math.nan if one is None else one for one in value] if type(value) is list else value
-        if type(value) is list:
-            before = run.rank_peaks.get(key, [])
-            run.rank_peaks[key] = [max(pair) for pair in zip_longest(before, value, fillvalue=0.0)]
-            value = max(value, default=math.nan)
-        pairs[key].extend((step, math.nan if value is None else value))
-
-
-def is_run(folder: Path) -> bool:
-    """Whether a run has written here."""
-    return any((folder / name).is_file() for name in ("status.json", "metrics.jsonl"))
+def _curves(text: str) -> dict[str, Curve]:
+    lines, found = text.split("\n"), defaultdict[str, list[tuple[float, float]]](list)
+    for number, line in enumerate(lines[:-1], start=1):  # the last is empty, or is being written
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"line {number}: {reason(error)}") from error
+        for key, value in record.items():
+            value = max(value) if isinstance(value, list) else value
+            if value is not None and math.isfinite(value):
+                found[key].append((record["step"], value))
+    return {key: Curve(*numpy.array(points, dtype=float).T) for key, points in found.items()}

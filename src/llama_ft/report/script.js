@@ -22,7 +22,7 @@ for (const figure of document.querySelectorAll("[data-plot]")) {
       const far = Math.abs(one.x[best] - nearest) > (high - low) / 20;
       if (!far) lines.push(plot.series.length > 1 ? `${one.name}: ${one.text[best]}` : one.text[best]);
     }
-    lines.unshift(plot.labels.length ? plot.labels[nearest] : `step ${nearest.toLocaleString("en")}`);
+    lines.unshift(`step ${nearest.toLocaleString("en")}`);
     note.replaceChildren(...lines.map((line) => Object.assign(document.createElement("div"), { textContent: line })));
     note.hidden = false;
     const place = left + ((nearest - low) / (high - low)) * (right - left);
