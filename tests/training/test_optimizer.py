@@ -42,7 +42,7 @@ def test_norms_and_biases_are_not_decayed_and_frozen_weights_not_optimized() -> 
     decayed, spared = optimizer.param_groups
     assert [p.shape for p in decayed["params"]] == [(4, 3)] and decayed["weight_decay"] == 0.1
     assert [p.shape for p in spared["params"]] == [(2, 2), (4,), (4,), (4,)] and spared["weight_decay"] == 0
-    assert describe_optimizer(optimizer) == "AdamW (fused), weight decay 0.1 on 12 parameters; none on norms and biases"
+    assert describe_optimizer(optimizer) == "AdamW: weight decay 0.1 on 12 parameters, weight decay 0 on 16 parameters"
 
 
 @pytest.fixture(scope="module")
