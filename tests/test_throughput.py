@@ -1,14 +1,10 @@
 """The parts of benchmarks/throughput.py that decide what is compared, and whether."""
 
 import sys
-import threading
 from pathlib import Path
-
-import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 
-import peers  # noqa: E402
 import throughput  # noqa: E402
 
 from llama_ft.data.batches import BatchSampler  # noqa: E402
@@ -65,23 +61,3 @@ def test_a_peer_sees_in_each_step_the_rows_that_two_of_our_ranks_see() -> None:
             seen |= {row for share in plan.step(0, step).micro_batches for row in share}
         assert set(order[step * 4 : step * 4 + 4]) == seen
     assert sorted(order) == list(range(24))
-
-
-def test_a_failed_launch_says_the_first_error_and_memory_is_seen_of_ranks_only(tmp_path: Path) -> None:
-    script = tmp_path / "job.py"
-    script.write_text("import os\nif os.environ['RANK'] == '1': raise ValueError('no such thing')\n")
-    with pytest.raises(peers.RunFailed, match="ValueError: no such thing"):
-        peers.launch(Path(sys.executable), script, [], 2, tmp_path / "log", 60, {})
-    script.write_text("held = bytearray(300 * 2**20)\nimport time\ntime.sleep(1)\n")
-    watched = peers.launch(Path(sys.executable), script, [], 2, tmp_path / "log", 60, {})
-    assert len(watched.peaks) == 2
-    assert all(300 * 2**20 < peak < 400 * 2**20 for peak in watched.peaks.values())
-    assert threading.active_count() == 1 or not any("sample" in thread.name for thread in threading.enumerate())
-
-
-def test_a_run_that_takes_too_long_is_ended_with_its_ranks(tmp_path: Path) -> None:
-    script = tmp_path / "job.py"
-    script.write_text(f"import os, time\nopen(r'{tmp_path}/pid', 'w').write(str(os.getpid()))\ntime.sleep(600)\n")
-    with pytest.raises(peers.RunFailed, match="longer than"):
-        peers.launch(Path(sys.executable), script, [], 1, tmp_path / "log", 15, {})
-    assert not Path("/proc", (tmp_path / "pid").read_text()).exists()
