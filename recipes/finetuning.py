@@ -156,7 +156,6 @@ def train(run: Run, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, 
     settings = config.train
     objective = training.SupervisedFineTuning()  # cross-entropy of the next token, where it is in the loss
     optimizer = training.build_optimizer(model, settings)  # AdamW, unless --optimizer names another
-    log.info(training.describe_optimizer(optimizer))
     reduce_last_only = config.peft.use_peft or settings.accumulate_unsharded
     torch.manual_seed(settings.seed + job.rank)  # dropout differs between ranks
     run.restore(model, optimizer)

@@ -26,8 +26,3 @@ def _run(recipe: str) -> None:
 finetune, plan, export, inference, evaluate, report = (
     partial(_run, recipe) for recipe in ("finetuning", "plan", "export", "inference", "evaluate", "report")
 )
-
-
-def is_console_script(program: str) -> bool:
-    """Whether sys.argv[0] is one of these scripts, and not a file that Python runs."""
-    return Path(program).name.startswith("llama-ft-")

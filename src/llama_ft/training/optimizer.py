@@ -68,14 +68,6 @@ def create_states(optimizer: torch.optim.Optimizer) -> None:
                 state.update(optimizer.first_state(parameter, group))  # type: ignore[attr-defined]
 
 
-def describe_optimizer(optimizer: torch.optim.Optimizer) -> str:
-    """The optimizer's groups in a line."""
-    groups = [(sum(p.numel() for p in group["params"]), group["weight_decay"]) for group in optimizer.param_groups]
-    return (
-        f"{type(optimizer).__name__}: {', '.join(f'weight decay {decay:g} on {n:,} parameters' for n, decay in groups)}"
-    )
-
-
 def learning_rate(train: TrainConfig, step: int, total_steps: int, epoch: int) -> float:
     """The learning rate of an optimizer step: a function of position only, so nothing has to be saved. Warm-up, cosine,
     linear and constant are those of transformers.get_scheduler: the first step of a warm-up has 0.
