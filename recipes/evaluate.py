@@ -31,7 +31,7 @@ from llama_ft.evaluation.held_out import measure  # noqa: E402
 from llama_ft.evaluation.results import Evaluated, describe, write_json  # noqa: E402
 from llama_ft.evaluation.tasks import ask_tasks, find_tasks  # noqa: E402
 from llama_ft.inference.load import open_model  # noqa: E402
-from llama_ft.replace_text import replace_text  # noqa: E402
+from llama_ft.processes import replace_text  # noqa: E402
 from llama_ft.runtime import Runtime, log  # noqa: E402
 
 TASK_SETTINGS = ("limit", "num_fewshot", "apply_chat_template", "batch_size")

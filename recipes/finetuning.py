@@ -158,7 +158,6 @@ def train(
     config, job, state, batches = run.config, run.job, run.state, run.batches
     settings = config.train
     optimizer = training.build_optimizer(model, settings)  # AdamW, unless --optimizer names another
-    log.info(training.describe_optimizer(optimizer))
     # LoRA's gradients are small: each rank keeps its own until the last micro-batch, and they are reduced once.
     reduce_last_only = config.peft.use_peft or settings.accumulate_unsharded
     torch.manual_seed(settings.seed + job.rank)  # dropout differs between ranks

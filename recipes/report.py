@@ -11,7 +11,7 @@ from pathlib import Path
 
 from llama_ft import report
 from llama_ft.errors import UserError, exit_on_error
-from llama_ft.replace_text import replace_text
+from llama_ft.processes import replace_text
 from llama_ft.report.run import ReportFlags, read_report_flags
 
 

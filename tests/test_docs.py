@@ -1,12 +1,22 @@
-"""The pages keep their word: what they name is there, and each command is run, or says what it needs and loads."""
+"""The pages and the README keep their word: what they name is there, what they show works, and each command is run, or
+says what it needs and loads. torchrun's own parser takes the commands that are printed, and then the recipe's."""
 
 import re
+import shlex
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import REPOSITORY
 from pages import Command, Page, flag_mistakes, lay_out, run_commands, write_tickets
+from torch.distributed.run import get_args_parser
+
+from llama_ft.config import load
+from llama_ft.config.dump import help_text
+from llama_ft.config.output_dir import RUN_ENTRIES
+from llama_ft.config.settings import SETTINGS, DataConfig
+from llama_ft.errors import UserError
 
 OTHERS = ("configs/README.md", "launch/README.md", "CONTRIBUTING.md")
 NAMES = [str(path.relative_to(REPOSITORY)) for path in sorted((REPOSITORY / "docs").glob("*.md"))]
@@ -17,6 +27,9 @@ SECONDS_A_COMMAND = 180  # of a machine whose cores are busy
 # Commands of the README that are not run set up an environment, or ask for a hub, nodes or a checkpoint by its step, or
 # train on the whole demo.
 NOT_RUN = re.compile(r"pip install|org/name|--push_to_hub|--nnodes|70b|step-000100")
+
+
+EXAMPLE_OF_MISTAKES = "$ python recipes/finetuning.py "
 
 
 def to_run(page: Page) -> list[Command]:
@@ -135,3 +148,87 @@ def test_the_index_names_every_page_once() -> None:
     pages = {name.removeprefix("docs/") for name in NAMES if name.startswith("docs/")} - {"README.md"}
     listed = [link for link in index.links() if re.fullmatch(r"[\w-]+\.md", link)]
     assert sorted(listed) == sorted(pages)
+
+
+def test_the_mistakes_shown_are_what_is_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    [shown] = [block for block in README.blocks("text") if block.startswith(EXAMPLE_OF_MISTAKES)]
+    command, _, printed = shown.partition("\n")
+    Path("configs").mkdir()
+    Path("configs/bad.yaml").write_text("train:\n  learning_rate: 1e-4\n  num_epochs: 0\n")
+    with pytest.raises(UserError) as refusal:
+        load(shlex.split(command.removeprefix(EXAMPLE_OF_MISTAKES)), paths=False)
+    assert str(refusal.value) == printed.rstrip("\n")
+
+
+def prepared(dataset: str, save_tokenizer: Callable[..., Path], tmp_path: Path) -> Any:
+    from llama_ft.data import prepare
+    from llama_ft.models import load_tokenizer
+
+    tokenizer = load_tokenizer(save_tokenizer(tmp_path / "tokenizer"), trust_remote_code=False)
+    config = DataConfig(dataset=dataset)
+    return prepare(config, tokenizer, context_length=128, cache=tmp_path / "cache", want_validation=True)
+
+
+def test_the_custom_dataset_works(
+    save_tokenizer: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_tickets(tmp_path)
+    data = prepared("my_dataset.py:tickets", save_tokenizer, tmp_path)
+    assert (len(data.train), len(data.validation)) == (18, 2)
+    assert data.chat_sample[0]["content"] == "Question 0?"
+
+
+@pytest.mark.parametrize("row", [row for block in README.blocks("json") for row in block.splitlines()])
+def test_every_row_shown_can_be_trained_on(row: str, save_tokenizer: Callable[..., Path], tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(f"{row}\n")
+    assert len(prepared(str(path), save_tokenizer, tmp_path).train) == 1
+
+
+def test_every_folder_of_the_package_is_described() -> None:
+    package = REPOSITORY / "src" / "llama_ft"
+    folders = {path.parent.name for path in package.glob("*/__init__.py")}
+    described = set(re.findall(r"^\| `(\w+)` \|", README.text.partition("| folder of ")[2], re.MULTILINE))
+    assert described == folders
+
+
+def test_every_metric_named_is_written_somewhere() -> None:
+    table = README.text.partition("| key in `metrics.jsonl`")[2].partition("\n\n")[0]
+    keys = re.findall(r"`([\w/]+)`", table)
+    sources = [REPOSITORY / "recipes" / "finetuning.py", *(REPOSITORY / "src").rglob("*.py")]
+    code = "\n".join(path.read_text() for path in sources)
+    assert len(keys) >= 14
+    assert not [key for key in keys if f'"{key}"' not in code]
+
+
+def test_what_a_run_directory_holds_is_described() -> None:
+    table = README.text.partition("## What a run directory holds")[2].partition("| key in ")[0]
+    described = {name.partition("/")[0] for name in re.findall(r"`([\w.-]+/?[\w./-]*)`", table)}
+    assert set(RUN_ENTRIES) <= described
+
+
+def words_of_script(command: str) -> list[str]:
+    """What the script gets, by bash and by torchrun's parser, which ends the test where torchrun would stop."""
+    first, *words = shlex.split(command)
+    if first == "torchrun":
+        return list(get_args_parser().parse_args(words).training_script_args)
+    return words[1:]
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_torchrun_hands_every_flag_on(name: str) -> None:
+    flag = SETTINGS[name].flag
+    assert words_of_script(f"torchrun --nproc_per_node 2 recipes/finetuning.py {flag} 1") == [flag, "1"]
+    assert words_of_script(f"torchrun --nproc_per_node 2 recipes/finetuning.py {flag}=1") == [f"{flag}=1"]
+
+
+def test_torchrun_takes_the_commands_of_the_help_and_of_the_recipes() -> None:
+    texts = [help_text("", script="recipes/finetuning.py").replace("[flags]", "")]
+    for file in REPOSITORY.glob("configs/*.yaml"):
+        texts.append(file.read_text().replace("\\\n#", " ").replace("\n#", "\n"))
+    commands = re.findall(r"^ *(torchrun .*recipes/finetuning\.py.*)$", "\n".join(texts), re.MULTILINE)
+    assert len(commands) > 3
+    for command in commands:
+        load(words_of_script(command), paths=False)

@@ -34,7 +34,6 @@ CLAIM, JOB = yaml.safe_load_all((LAUNCH / "kubernetes" / "finetune.yaml").read_t
 TEMPLATE = JOB["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]
 [CONTAINER] = TEMPLATE["spec"]["containers"]
 KUBERNETES = "1.34"
-SECRET = re.compile(r"hf_[A-Za-z0-9]{8}|\b[0-9a-f]{32,}\b|AKIA[0-9A-Z]{16}|-----BEGIN")
 
 
 def checked(program: str, *arguments: str | Path, text: str | None = None) -> str:
@@ -100,16 +99,6 @@ def test_the_training_operator_knows_every_field_of_the_job() -> None:
     assert client.sanitize_for_serialization(read) == JOB
 
 
-def test_the_job_leaves_time_for_a_checkpoint_and_has_as_many_nodes_everywhere() -> None:
-    [shutdown] = [entry["value"] for entry in CONTAINER["env"] if entry["name"] == "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]
-    assert TEMPLATE["spec"]["terminationGracePeriodSeconds"] > int(shutdown) + 30
-    policy, worker = JOB["spec"]["elasticPolicy"], JOB["spec"]["pytorchReplicaSpecs"]["Worker"]
-    assert policy["minReplicas"] == policy["maxReplicas"] == worker["replicas"]
-    assert f"--nproc_per_node={CONTAINER['resources']['limits']['nvidia.com/gpu']}" in CONTAINER["args"]
-    assert {volume["name"] for volume in TEMPLATE["spec"]["volumes"]} == {v["name"] for v in CONTAINER["volumeMounts"]}
-    assert worker["restartPolicy"] == "ExitCode"
-
-
 def test_skypilot_knows_every_field_of_the_task() -> None:
     schemas = json.loads((REPOSITORY / "tests" / "launch" / "skypilot_schemas.json").read_text())
     jsonschema.validate(SKYPILOT, schemas["task"])
@@ -137,15 +126,6 @@ def test_torchrun_and_the_recipe_know_every_flag_and_the_run_is_resumed(
         assert str(config.data.dataset).endswith("my_data.jsonl")
     if where != "kubernetes":  # where elasticPolicy says it
         assert _parse_rendezvous_config(launch.rdzv_conf) == {"read_timeout": "600", "join_timeout": "1800"}
-
-
-def test_no_secret_is_in_the_files() -> None:
-    files = [path for path in LAUNCH.rglob("*") if path.is_file()]
-    assert len(files) >= 6
-    assert not [path for path in [*files, REPOSITORY / "Dockerfile"] if SECRET.search(path.read_text())]
-    secrets = [entry for entry in CONTAINER["env"] if re.search("TOKEN|KEY", entry["name"])]
-    assert secrets and all(entry.keys() == {"name", "valueFrom"} for entry in secrets)
-    assert not any(SKYPILOT["secrets"].values())
 
 
 def status(state: str, exit_code: int | None, step: int = 1) -> str:

@@ -11,7 +11,6 @@ from llama_ft.config import load
 from llama_ft.config.aliases import explain_unknown, known
 from llama_ft.config.load import convert
 from llama_ft.config.messages import show
-from llama_ft.config.settings import SETTINGS
 
 LLAMA_RECIPES_PAGE = "docs/from-llama-recipes.md"
 # The fields of llama-recipes' configurations with their defaults, from src/llama_recipes/configs of its repository
@@ -53,21 +52,15 @@ each_page = pytest.mark.parametrize(
 )
 
 
-class Entry(NamedTuple):
-    """A name or a flag of a table, with the default that is told in brackets."""
-
-    name: str
-    default: str | None
-
-
 class Row(NamedTuple):
-    theirs: list[Entry]
-    here: list[Entry]
-    same: bool
+    """A row of a table: names or flags, each with the default that is told in brackets, or ""."""
+
+    theirs: list[tuple[str, str]]
+    here: list[tuple[str, str]]
 
 
-def entries(cell: str) -> list[Entry]:
-    return [Entry(name, default or None) for name, default in re.findall(r"`([^`]+)`(?: \(([^)]*)\))?", cell)]
+def entries(cell: str) -> list[tuple[str, str]]:
+    return re.findall(r"`([^`]+)`(?: \(([^)]*)\))?", cell)
 
 
 @functools.cache
@@ -76,41 +69,30 @@ def table(page: str) -> list[Row]:
     rows = []
     for theirs, here in re.findall(r"^\| (`.*?) \| (.*?) \| .*\|$", Page(page).text, re.MULTILINE):
         same = re.fullmatch(r"same(?: \((.*)\))?", here)
-        ours = [Entry(name, same[1]) for name, _ in entries(theirs)] if same else entries(here)
-        rows.append(Row(entries(theirs), ours, same is not None))
+        rows.append(
+            Row(entries(theirs), [(name, same[1] or "") for name, _ in entries(theirs)] if same else entries(here))
+        )
     return rows
 
 
-def setting_in(flag: str) -> tuple[str, str]:
-    """The field a flag of a table is about, and its value."""
-    name, _, value = flag.removeprefix("--").partition(" ")
-    setting = known(name)
-    assert setting is not None, flag
-    return setting.name, value
-
-
-def alike(one: str, other: str) -> bool:
-    """Whether two texts are one value: False is off, and 1e-4 is 0.0001."""
-    words = {"false": "off", "true": "on"}
-    one, other = (words.get(text.lower(), text.lower()).strip("[]") for text in (one, other))
-    try:
-        return float(one) == float(other)
-    except ValueError:
-        return one == other
+def value_of(text: str) -> object:
+    """False is off, and 1e-4 is 0.0001."""
+    text = {"false": "off", "true": "on"}.get(text.lower(), text.lower()).strip("[]")
+    return float(text) if re.fullmatch(r"[\d.]+(e-?\d+)?", text) else text
 
 
 @each_page
 def test_a_page_names_only_settings_and_values_that_exist_with_their_defaults(page: str) -> None:
-    for entry in [entry for row in table(page) for entry in row.here]:
-        name, value = setting_in(entry.name)
-        assert not convert({name: value or SETTINGS[name].default}, {})[1], entry
-        if entry.default is not None:
-            assert alike(entry.default, show(SETTINGS[name].default)), entry
+    for entry, default in [it for row in table(page) for it in row.here]:
+        flag, _, value = entry.removeprefix("--").partition(" ")
+        assert (setting := known(flag)) is not None, entry
+        assert not convert({setting.name: value or setting.default}, {})[1], entry
+        assert not default or value_of(default) == value_of(show(setting.default)), entry
 
 
 @pytest.mark.parametrize("config", LLAMA_RECIPES)
 def test_every_field_of_llama_recipes_is_accepted_or_refused_with_what_to_use(config: str) -> None:
-    told = {entry.name: entry.default for row in table(LLAMA_RECIPES_PAGE) for entry in row.theirs}
+    told = {name: default for row in table(LLAMA_RECIPES_PAGE) for name, default in row.theirs}
     for field in LLAMA_RECIPES[config].split():
         name, _, default = field.partition("=")
         for flag in (f"{config}.{name}", *([name] if config.endswith("config") and name != "mode" else [])):

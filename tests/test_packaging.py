@@ -1,4 +1,4 @@
-"""What pip makes of the repository: a source archive, a wheel and an editable install, in environments of their own."""
+"""What pip makes of the repository: a source archive and a wheel, in an environment of its own."""
 
 import ast
 import os
@@ -48,7 +48,7 @@ def environment(folder: Path, *what: object) -> Path:
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of what is packaged: building leaves folders behind, and a test edits a recipe."""
+    """A copy of what is packaged: building leaves folders behind."""
     folder = tmp_path_factory.mktemp("checkout")
     for name in PACKAGED:
         if (REPOSITORY / name).is_dir():
@@ -85,12 +85,6 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def editable(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """bin of an environment with `pip install -e` of the copy."""
-    return environment(tmp_path_factory.mktemp("editable"), "-e", checkout)
-
-
-@pytest.fixture(scope="module")
 def metadata(installed: Path) -> Distribution:
     [folder] = installed.parent.glob("lib/python3.*/site-packages/llama_ft-*.dist-info")
     return Distribution.at(folder)
@@ -109,16 +103,6 @@ def test_a_command_answers_before_torch_is_imported(
     assert (program if flag == "--help" else "no_such_flag") in found.stdout + told
     assert len(imports) > 100
     assert not [line for line in imports if line.rpartition("|")[2].strip() in ("torch", "transformers")]
-
-
-def test_an_edited_recipe_is_what_its_command_runs(editable: Path, checkout: Path, tmp_path: Path) -> None:
-    recipe = checkout / "recipes" / "report.py"
-    text = recipe.read_text()
-    recipe.write_text(text.replace('"""Write the report', '"""My own: write the report', 1))
-    try:
-        assert "My own: write the report" in run(editable / "llama-ft-report", "--help", cwd=tmp_path).stdout
-    finally:
-        recipe.write_text(text)
 
 
 def test_a_wheel_has_the_recipes_the_configs_and_the_licenses(installed: Path, checkout: Path) -> None:

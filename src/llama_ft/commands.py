@@ -10,9 +10,7 @@ from pathlib import Path
 from types import ModuleType
 
 PACKAGE = Path(__file__).resolve().parent
-PREFIX = "llama-ft-"
-COPIED = PACKAGE / "recipes"  # in a wheel; see setup.py
-RECIPES = COPIED if COPIED.is_dir() else PACKAGE.parents[1] / "recipes"
+RECIPES = PACKAGE / "recipes" if (PACKAGE / "recipes").is_dir() else PACKAGE.parents[1] / "recipes"  # see setup.py
 
 
 def _run(recipe: str) -> None:
@@ -28,21 +26,3 @@ def _run(recipe: str) -> None:
 finetune, plan, export, inference, evaluate, report = (
     partial(_run, recipe) for recipe in ("finetuning", "plan", "export", "inference", "evaluate", "report")
 )
-
-
-def shown(recipe: str, torchrun: str = "") -> str:
-    """How a message names a command: by the console script where this process is one or recipes/ is in no repository.
-
-    Args:
-        recipe: the file's name in recipes/, without .py.
-        torchrun: "torchrun" and its own flags; "": one process.
-    """
-    if not is_console_script(sys.argv[0]) and RECIPES != COPIED:
-        return f"{torchrun or 'python'} recipes/{recipe}.py"
-    name = PREFIX + {"finetuning": "finetune"}.get(recipe, recipe)
-    return f"{torchrun} --no-python {name}" if torchrun else name
-
-
-def is_console_script(program: str) -> bool:
-    """Whether sys.argv[0] is one of these scripts, and not a file that Python runs."""
-    return Path(program).name.startswith(PREFIX)

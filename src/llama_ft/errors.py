@@ -9,8 +9,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from llama_ft import restarts
 from llama_ft.masking import mask_urls, printable
+from llama_ft.processes import end_restarts
 
 SECONDS_TO_BE_ENDED = 20
 NO_ANSWER = {socket.gaierror: "host not found", ConnectionRefusedError: "connection refused", TimeoutError: "timed out"}
@@ -61,9 +61,6 @@ def reason(error: BaseException) -> str:
 def before_imports() -> Iterator[None]:
     """`exit_on_error` around what is answered before the imports of torch and transformers, which take 6 s, and would
     take 8 with garbage collection: it stays off until `runtime.configure_console`."""
-    for name, mode in {"stdin": "r", "stdout": "w", "stderr": "w"}.items():
-        if getattr(sys, name) is None:  # the shell has closed it (<&-, >&-)
-            setattr(sys, name, open(os.devnull, mode))
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a recipe may have set one that says more
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback out of an import; runtime.start takes it over
     with exit_on_error():
@@ -73,34 +70,19 @@ def before_imports() -> Iterator[None]:
 
 @contextmanager
 def exit_on_error() -> Iterator[None]:
-    """Print the user's errors once, on rank 0, and exit with code 2; torchrun does not try again.
+    """Print the user's errors once per node, and exit with code 2; torchrun does not try again.
 
-    The other ranks see the same errors and wait to be ended: if one of them left first, torchrun would end rank 0
-    before it has printed them. A rank that is still here after 20 s sees what rank 0 does not, and prints it.
+    All ranks of a node see the same errors. Those behind the first wait to be ended: if one of them left first,
+    torchrun would end the first before it has printed them.
     """
     try:
         yield
     except UserError as error:
-        prints = rank() == 0 or not _rank_0_leaves()
-        if prints:
-            print(error, file=sys.stderr, flush=True)
-        if prints or os.environ.get("LOCAL_RANK") == "0":  # each node has an agent of its own
-            restarts.end_restarts()
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            time.sleep(SECONDS_TO_BE_ENDED)
+        print(error, file=sys.stderr, flush=True)
+        end_restarts()
         sys.exit(2)
-
-
-def _rank_0_leaves() -> bool:
-    """Wait until the agent of rank 0's node is gone, whose port the ranks would meet at; False: it stays."""
-    for _ in range(SECONDS_TO_BE_ENDED):
-        time.sleep(1)
-        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            try:
-                socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), 1.0).close()
-            except ConnectionError:
-                return True
-            except OSError:  # too slow an answer is none
-                pass
-    return False
 
 
 def rank() -> int:

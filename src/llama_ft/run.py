@@ -107,7 +107,7 @@ class Run:
     def check_batches(self, batches: data.TrainingBatches, tokenizer: PreTrainedTokenizerBase) -> None:
         """Log the number of steps, advice and samples."""
         log.info(batches.describe())
-        for advice in training.advice(self.config, batches.total_steps, self.global_batch, batches.size):
+        for advice in training.advice(self.config, self.global_batch, batches.size):
             log.warning(advice)
         if self.config.data.show_samples:
             data.show_samples(batches.first_rows(), tokenizer, self.config.data.show_samples)
@@ -174,7 +174,6 @@ class Run:
     def training(self, model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> Iterator[None]:
         """The block of the training loop: in it steps are logged and measured, and signals wait for a step's end."""
         config, job = self.config, self.job
-        self._optimizer = optimizer
         dtype = runtime.PRECISIONS[config.train.precision].compute
         self._throughput = observe.ThroughputMeter(model, config.profile, dtype, self.directory, self.facts, job)
         self.memory.begin_training(model, optimizer, self.facts)
@@ -222,8 +221,6 @@ class Run:
         """Note a step whose weights are updated. On a GPU its loss is read, and logged, when the next step has been
         sent, unless something needs it now."""
         config, state = self.config, self.state
-        if step.step == state.scale.skipped_steps + 1:  # the first that was not skipped has made the states
-            log.info(training.describe_state(self._optimizer, self.job))
         self.memory.end_step()
         self._throughput.end_step(step.step, numbers.tokens.sum().item(), numbers.flops.sum().item())
         state.step, state.position = step.step, step.position
@@ -257,9 +254,9 @@ class Run:
         self.memory.enter("evaluation")
         settings, samples, pack_length = self.config.train, self.dataset.validation, self.batches.pack_length
         assert samples is not None
-        values = training.evaluate(model, objective, samples, settings, pad, pack_length, self.job)
-        self._metrics |= values
-        self._is_best = self.state.step > 0 and self.state.best.update(values["eval/loss"], self.state.step)
+        loss, _ = training.mean_loss(model, objective, samples, settings, pad, pack_length, self.job)
+        self._metrics |= {"eval/loss": loss, "eval/perplexity": training.perplexity(loss)}
+        self._is_best = self.state.step > 0 and self.state.best.update(loss, self.state.step)
         self.log.log_step(self.state.step, self._metrics | self.writer.timings())
         self._throughput.pause()
 

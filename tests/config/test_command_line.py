@@ -41,7 +41,7 @@ def start(tmp_path: Path) -> Start:
         environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
         environment["PYTHONPATH"] = str(SOURCE)
         if rank is not None:
-            environment["RANK"] = str(rank)
+            environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
         return subprocess.Popen(
             [sys.executable, "recipe.py", *argv],
             cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,

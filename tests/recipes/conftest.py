@@ -9,10 +9,6 @@ import pytest
 from conftest import write_rows
 
 CHAT = [{"role": "user", "content": "What is a shard?"}, {"role": "assistant", "content": "Some rows of a weight."}]
-FUNCTIONS = """
-def raises(config, tokenizer, split):
-    return [][7]
-"""
 
 
 def write_json_lines(file: Path, *rows: object) -> None:
@@ -52,29 +48,12 @@ def _break_weights(folder: Path) -> None:
 def _break_models(folder: Path, save_model: Callable[..., Path]) -> None:
     """Model folders that lack something else, or do not go with their tokenizer."""
 
-    def without(name: str, *patterns: str) -> Path:
-        shutil.copytree(folder / "model", folder / name, ignore=shutil.ignore_patterns(*patterns))
-        return folder / name
-
-    without("no_tokenizer", "tokenizer*")
-    (without("bad_generation") / "generation_config.json").write_text('{"eos_token_id": ')
+    shutil.copytree(folder / "model", folder / "no_tokenizer", ignore=shutil.ignore_patterns("tokenizer*"))
     save_model(folder / "small_vocabulary", vocab_size=280)
-    _save_falcon(folder)
-
-
-def _save_falcon(folder: Path) -> None:
-    """A good model whose layers cannot keep the rows of a pack apart."""
-    from transformers import FalconConfig, FalconForCausalLM
-
-    small = {"vocab_size": 301, "hidden_size": 16, "num_hidden_layers": 1}
-    FalconForCausalLM(FalconConfig(**small, num_attention_heads=2)).save_pretrained(folder / "falcon")
-    for file in (folder / "model").glob("tokenizer*"):
-        shutil.copy(file, folder / "falcon")
 
 
 def _break_data(folder: Path) -> None:
     good = {"instruction": "What is a shard?", "output": "Some rows of a weight."}
-    (folder / "blank.jsonl").write_text("\n\n")
     write_json_lines(folder / "malformed.jsonl", good, good, '{"instruction": "a", "output"')
     write_json_lines(folder / "columns.jsonl", {"question": "a", "answer": "b"})
     write_json_lines(
@@ -82,7 +61,6 @@ def _break_data(folder: Path) -> None:
     )
     write_json_lines(folder / "late.jsonl", *[good] * 600, {**good, "output": 3}, *[good] * 300)
     (folder / "refuses.jinja").write_text("{{ raise_exception('no tools here') }}")
-    (folder / "functions.py").write_text(FUNCTIONS)
 
 
 def _break_adapters(folder: Path) -> None:

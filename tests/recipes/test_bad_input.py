@@ -40,8 +40,6 @@ CASES = {
     "truncated weights": case(f"--model_name @truncated {ROWS}", "truncated/model-00001-of-00003.safetensors",
                               "damaged"),
     "missing tensor": case(f"--model_name @missing_tensor {ROWS}", "missing_tensor: ", "missing: model.layers.0"),
-    "half a generation config": case(f"--model_name @bad_generation {ROWS}", "bad_generation: ",
-                                     "generation_config.json"),
     "no tokenizer": case(f"--model_name @no_tokenizer {ROWS}", "no_tokenizer: no usable tokenizer",
                          "--tokenizer_name"),
     "tokenizer of more ids than the model": case(f"--model_name @small_vocabulary {ROWS}", "token 300", "280",
@@ -51,15 +49,12 @@ CASES = {
     # The data.
     "missing dataset": case(f"{MODEL} --dataset @row.jsonl", "row.jsonl: no such file", "Did you mean",
                             "rows.jsonl?"),
-    "blank dataset": case(f"{MODEL} --dataset @blank.jsonl", "blank.jsonl: holds no rows"),
     "malformed line": case(f"{MODEL} --dataset @malformed.jsonl", "malformed.jsonl:3: malformed JSON",
                            "one JSON object per line", "--skip_bad_rows"),
     "wrong columns": case(f"{MODEL} --dataset @columns.jsonl", "columns.jsonl: its columns are answer, question",
                           "instruction and output"),
     "bad role": case(f"{MODEL} --dataset @role.jsonl", 'role.jsonl:2: "messages[1].role" is "asistant"',
                      "expected assistant"),
-    "function that raises": case(f"{MODEL} --dataset @functions.py:raises", "functions.py:3: raises: ",
-                                 "IndexError: list index out of range"),
     "rows that a template refuses": case(f"{GOOD} --chat_template @refuses.jinja",
                                          "rows.jsonl:1: the chat template refuses this chat: no tools here",
                                          "--skip_bad_rows", errors=5),
@@ -69,8 +64,6 @@ CASES = {
     "template of tokens that are none": case(f"{GOOD} --chat_template chatml", "--chat_template chatml writes "
                                              "<|im_start|>, <|im_end|>: no tokens of this tokenizer",
                                              "--resize_embeddings"),
-    "attention that cannot pack": case(f"--model_name @falcon {ROWS}", "--batching_strategy packing: FalconForCausalLM "
-                                       "cannot keep the rows of a pack apart", "Use --batching_strategy padding"),
     # Settings.
     "no GPU": case(f"{GOOD} --device cuda", "--device cuda: no GPU", "--device cpu"),
     "target modules that match nothing": case(f"{LORA} --target_modules query", "target_modules [query]",

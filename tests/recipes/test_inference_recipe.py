@@ -1,17 +1,13 @@
 """recipes/inference.py as users run it: what a run has left answers as in plain transformers, on one process and on
-two, also after a kill; and the conversation, in a terminal."""
+two."""
 
 import json
 import os
-import pty
-import re
-import select
-import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -153,73 +149,3 @@ def test_ctrl_c_while_libraries_are_imported_is_told_in_a_line(runs: Path) -> No
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
     assert process.communicate(timeout=60) == (None, "stopped by Ctrl-C\n") and process.returncode == 130
-
-
-class Terminal:
-    """A terminal of a process's own: what a person types and sees."""
-
-    def __init__(self, *flags: str | Path) -> None:
-        words = command(*flags)
-        self.pid, self._file = pty.fork()
-        if self.pid == 0:
-            os.execve(words[0], words, {**os.environ, **ENVIRONMENT, "TERM": "dumb"})
-        self.seen = ""
-
-    def read_until(self, pattern: str, seconds: float = 120) -> str:
-        """Read until what has come since the last time matches, and return it."""
-        new, deadline = "", time.monotonic() + seconds
-        while not re.search(pattern, new):
-            assert time.monotonic() < deadline, f"{pattern!r} did not come:\n{self.seen}"
-            if select.select([self._file], [], [], 0.1)[0]:
-                try:
-                    part = os.read(self._file, 65536).decode(errors="replace").replace("\r\n", "\n")
-                except OSError:  # how Linux says that the other side is closed
-                    break
-                new, self.seen = new + part, self.seen + part
-        return new
-
-    def type(self, keys: str) -> None:
-        os.write(self._file, keys.encode())
-
-    def exit_code(self) -> int:
-        self.read_until("\\Z\\A\\b", seconds=60)
-        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-
-    def close(self) -> None:
-        os.close(self._file)
-
-
-@pytest.fixture
-def terminal(runs: Path, tmp_path: Path) -> Iterator[Terminal]:
-    """The tuned model in a terminal; it never ends by itself what it says."""
-    model = shutil.copytree(runs / "full" / "model", tmp_path / "model")
-    for file, changes in {
-        "generation_config.json": {"suppress_tokens": [1, 2]},
-        "config.json": {"max_position_embeddings": 8192},
-    }.items():
-        (model / file).write_text(json.dumps(json.loads((model / file).read_text()) | changes))
-    terminal = Terminal(model, "--max_new_tokens", "8000", "--temperature", "2", "--top_k", "0")
-    yield terminal
-    terminal.close()
-
-
-PROMPT = r"(?s)\n> \Z"
-
-
-def test_a_conversation_in_a_terminal(terminal: Terminal) -> None:
-    terminal.read_until(r"Ctrl-D ends[^\n]*\n(?s:.*)> ")
-    terminal.type(f"{PROMPTS[1]}\n")
-    terminal.read_until(re.escape(PROMPTS[1]) + r"\n[\s\S]*\S[\s\S]* ")  # the first words of the answer
-    terminal.type("\x03")
-    assert "(stopped)" in terminal.read_until(PROMPT)
-    assert not re.search(r"[\x00-\x08\x0b\x0c\x0e-\x1a\x7f-\x9f]", terminal.seen)
-    terminal.type("half a line\x03")
-    assert "(Ctrl-D or /exit ends)" in terminal.read_until(PROMPT)
-    terminal.type("/reset\n")
-    terminal.read_until(PROMPT)
-    terminal.type("\x1b[A\x1b[A\n")  # twice up: the message, which readline has kept
-    terminal.read_until(re.escape(PROMPTS[1]) + r"\n[\s\S]*\S[\s\S]* ")
-    terminal.type("\x03")
-    terminal.read_until(PROMPT)
-    terminal.type("\x04")
-    assert terminal.exit_code() == 0

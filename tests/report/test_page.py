@@ -7,7 +7,7 @@ import pytest
 from chromium import Page, chromium_page, find_chromium
 from report_run import MARKUP, SECRET, write_run
 
-from llama_ft.replace_text import replace_text
+from llama_ft.processes import replace_text
 from llama_ft.report import comparison_page, read_run, report_page
 
 CHROMIUM = find_chromium()

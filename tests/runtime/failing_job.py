@@ -29,10 +29,6 @@ if __name__ == "__main__":
             raise ValueError("the flux capacitor is empty")
         if way == "every rank sees the same mistake" or (way == "one rank sees a mistake" and job.rank == 1):
             raise UserError("mine.yaml:3: this is not right.\nThat would be.")
-        if way == "the run directory is deleted":
-            (output_dir / "status.json").unlink()
-            output_dir.rmdir()
-            (output_dir / "metrics.jsonl").write_text("")
         if way == "one rank is killed" and job.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         dist.barrier()

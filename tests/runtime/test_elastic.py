@@ -40,11 +40,11 @@ def test_a_new_attempt_finds_the_directory_of_the_one_before_for_each_run_of_the
         assert json.loads((tmp_path / folder / "status.json").read_text())["state"] == "finished"
 
 
-def test_a_mistake_in_the_settings_is_told_once_and_not_tried_again() -> None:
+def test_a_mistake_in_the_settings_is_told_once_per_node_and_not_tried_again() -> None:
     nodes = two_nodes("--nproc_per_node", "2", *RESTARTS, JOB, "early mistake", ".")
-    output = nodes[0].output + nodes[1].output
-    assert all(node.exit_code == 1 and node.seconds < 40 for node in nodes)
-    assert output.count("error: mine.yaml:3: this is not right.\n       That would be.") == 1
+    for node in nodes:
+        assert node.exit_code == 1 and node.seconds < 40
+        assert node.output.count("error: mine.yaml:3: this is not right.\n       That would be.") == 1
 
 
 @pytest.mark.slow

@@ -65,10 +65,3 @@ def test_others_wait_for_the_first_process_of_a_node_longer_than_the_time_out(tm
     finished = forked(JOB, "rank 0 goes first", tmp_path, ranks=2)
     assert finished.exit_code == 0, finished.output
     assert re.findall("^rank.*", finished.output, re.M) == [f"rank {r} is first or finds it done: True" for r in (0, 1)]
-
-
-def test_a_run_directory_that_is_deleted_during_the_run_is_told_without_a_traceback(tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    finished = forked(JOB, "the run directory is deleted", tmp_path / "run")
-    assert finished.exit_code == 1 and "Traceback" not in finished.output
-    assert f"error: {tmp_path}/run was deleted or moved during the run" in finished.output

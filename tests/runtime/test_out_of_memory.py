@@ -42,7 +42,7 @@ def test_an_error_says_which_memory_has_run_out(make: Callable[[], BaseException
     assert shortage(make()) == kind
 
 
-@pytest.mark.parametrize("kind", ["no limit", "v2", "v2 of a container", "v1"])
+@pytest.mark.parametrize("kind", ["no limit", "v2", "v2 of a container"])
 def test_the_host_has_what_the_machine_has_or_a_control_group_leaves(kind: str, tmp_path: Path) -> None:
     def write(folder: Path, **files: object) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -51,11 +51,8 @@ def test_the_host_has_what_the_machine_has_or_a_control_group_leaves(kind: str, 
 
     proc, sys = tmp_path / "proc", tmp_path / "sys"
     write(proc, meminfo="MemTotal:  8388608 kB\nMemAvailable:  6291456 kB\n")
-    write(proc / "self", cgroup="5:cpu,cpuacct:/\n4:memory:/job/step\n0::/\n" if kind == "v1" else "0::/job/step\n")
-    if kind == "v1":
-        write(sys / "memory", memory__limit_in_bytes=9223372036854771712)
-        write(sys / "memory/job/step", memory__limit_in_bytes=3 * GIB, memory__usage_in_bytes=2 * GIB)
-    elif kind == "v2":
+    write(proc / "self", cgroup="5:cpu,cpuacct:/\n0::/job/step\n")
+    if kind == "v2":
         write(sys / "job" / "step", memory__max="max", memory__current=GIB)
         write(sys / "job", memory__max=3 * GIB, memory__current=2 * GIB)  # the limit is of the group around it
     elif kind == "v2 of a container":

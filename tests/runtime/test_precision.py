@@ -5,7 +5,7 @@ import torch
 
 from llama_ft.errors import UserError
 from llama_ft.runtime import advise_precision
-from llama_ft.runtime.precision import product_slowdown
+from llama_ft.runtime.devices import product_slowdown
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 

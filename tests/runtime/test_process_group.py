@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from llama_ft.errors import UserError
-from llama_ft.runtime.process_group import _pick_device, resolve_degree
+from llama_ft.runtime.devices import pick_device
+from llama_ft.runtime.process_group import resolve_degree
 
 
 @pytest.mark.parametrize(
@@ -12,13 +13,13 @@ from llama_ft.runtime.process_group import _pick_device, resolve_degree
 )
 def test_too_few_gpus_are_refused_with_the_way_out(arguments: tuple[str, int, int, int], named: str) -> None:
     with pytest.raises(UserError, match=named):
-        _pick_device(*arguments)
+        pick_device(*arguments)
 
 
 def test_auto_takes_a_gpu_for_each_process_of_the_node_and_else_the_cpu() -> None:
-    assert _pick_device("auto", 4, 3, 4) == torch.device("cuda", 3)
-    assert _pick_device("auto", 0, 1, 2) == torch.device("cpu")
-    assert _pick_device("cpu", 2, 7, 8) == torch.device("cpu")
+    assert pick_device("auto", 4, 3, 4) == torch.device("cuda", 3)
+    assert pick_device("auto", 0, 1, 2) == torch.device("cpu")
+    assert pick_device("cpu", 2, 7, 8) == torch.device("cpu")
 
 
 def test_a_copy_of_the_model_is_shared_by_all_ranks_a_node_or_as_many_as_asked() -> None:

@@ -18,22 +18,19 @@ def settings(model_name: str = "org/model", dataset: str = "x.csv", use_peft: bo
     [
         (settings(lr=1e-5), ""),
         (settings(use_peft=True), ""),
-        (settings("demo", "demo", lr=1.5e-3, warmup_steps=10), ""),
+        (settings("demo", "demo", lr=1.5e-3), ""),
         (settings(), "lr is 0.0001, usual is 1e-5"),
-        (settings(lr=1e-5, warmup_steps=20), ""),
-        (settings(lr=1e-5, warmup_steps=21), "warmup_steps is 21 of 100 optimizer steps"),
-        (settings(lr=1e-5, max_train_step=101), "max_train_step is 101, but the run ends after 100 steps"),
         (settings(optimizer="SGD"), "lr is 0.0001, usual is 1e-3"),
         (settings(use_peft=True, lr=1.0), "lr is 1, usual is 1e-4"),
         (settings(dataset="demo", use_peft=True), "dataset is demo"),
     ],
 )
 def test_only_what_is_unusual_is_asked_about(config: Config, asked: str) -> None:
-    found = advice(config, 100, global_batch=8, size=8)
+    found = advice(config, global_batch=8, size=8)
     assert len(found) == bool(asked) and "".join(found).startswith(asked)
 
 
 def test_a_global_batch_larger_than_an_epoch_is_asked_about() -> None:
-    assert not advice(settings(lr=1e-5), 100, global_batch=8, size=None)
-    [found] = advice(settings(lr=1e-5), 100, global_batch=8, size=7)
+    assert not advice(settings(lr=1e-5), global_batch=8, size=None)
+    [found] = advice(settings(lr=1e-5), global_batch=8, size=7)
     assert found.startswith("an epoch has 7 packed sequences, and an optimizer step takes 8")

@@ -1,7 +1,7 @@
 import pytest
 
 from llama_ft.config import TrainConfig
-from llama_ft.training.evaluation import BestLoss
+from llama_ft.training.train_state import BestLoss
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import torch
 from conftest import losses, metrics
 from forked import forked
 
-from llama_ft.training.loss_scale import INITIAL_FACTOR, STEPS_TO_GROWTH, LossScale
+from llama_ft.training.train_state import INITIAL_FACTOR, STEPS_TO_GROWTH, LossScale
 
 STEPS, ROWS, LEARNING_RATE = 16, 8, 2e-3
 JOB = Path(__file__).with_name("train_in_fp16.py")
@@ -69,7 +69,7 @@ def test_the_factor_moves_as_torchs_grad_scaler_moves_it() -> None:
     theirs = torch.amp.GradScaler("cpu")
     weight = torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([weight], lr=1.0)
-    ours = LossScale.for_precision("fp16")
+    ours = LossScale(INITIAL_FACTOR)
     for step in range(STEPS_TO_GROWTH + 5):
         norm = INFINITE if step in (1, 2) else 1.0
         theirs.scale(weight.sum())
@@ -77,17 +77,13 @@ def test_the_factor_moves_as_torchs_grad_scaler_moves_it() -> None:
         theirs.step(optimizer)
         theirs.update()
         assert ours.note(step, 2.0, norm) == (step in (1, 2))
-        saved, ours = ours.state_dict(), LossScale.for_precision("fp16")
-        ours.load_state_dict(saved)
         assert ours.factor == theirs.get_scale(), step
     assert ours.factor == INITIAL_FACTOR / 2, "fell twice, and has grown once"
 
 
 def test_what_no_smaller_scale_helps_ends_the_run_instead_of_skipping() -> None:
-    scale = LossScale.for_precision("fp16")
+    scale = LossScale(INITIAL_FACTOR)
     assert not scale.note(1, NAN, NAN) and not scale.note(1, INFINITE, INFINITE)
     assert scale.factor == INITIAL_FACTOR and scale.skipped_steps == 0
     skips = [scale.note(step, 2.0, NAN) for step in range(17)]
     assert skips == [True] * 15 + [False] * 2 and scale.factor == 2.0
-    without = LossScale.for_precision("bf16_mixed")
-    assert without.factor == 1.0 and without.metrics() == {} and not without.note(1, 2.0, INFINITE)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from llama_ft import run
 from llama_ft.config.parse import as_keywords
-from llama_ft.training import loss_scale
+from llama_ft.training import train_state
 
 RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "finetuning.py"
 
@@ -19,5 +19,5 @@ if __name__ == "__main__":
     spec.loader.exec_module(finetuning)
     run.resolve_precision = lambda config, sources, job, resumed: config
     for first_scale, flags in json.loads(Path(sys.argv[1]).read_text()):
-        loss_scale.INITIAL_FACTOR = first_scale
+        train_state.INITIAL_FACTOR = first_scale
         finetuning.main(**as_keywords(flags))

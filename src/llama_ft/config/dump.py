@@ -9,7 +9,6 @@ from typing import Any
 import yaml
 from pydantic import TypeAdapter
 
-from llama_ft.commands import is_console_script
 from llama_ft.config.messages import show
 from llama_ft.config.settings import SECTIONS, SETTINGS, Config, Setting, values_of
 
@@ -27,7 +26,7 @@ def help_text(description: str, script: str) -> str:
         script: the recipe as it was called, such as recipes/finetuning.py or /some/where/llama-ft-finetune.
     """
     name = Path(script).name
-    python, torchrun = (name, f"--no-python {name}") if is_console_script(script) else (f"python {script}", script)
+    python, torchrun = (name, f"--no-python {name}") if name.startswith("llama-ft-") else (f"python {script}", script)
     usage = f"Usage:\n  {python} [flags]\n  torchrun --nproc_per_node 2 {torchrun} --enable_fsdp [flags]"
     notes = (
         "Flags are written --lr 1e-4 or --lr=1e-4, or with their section: --train.lr 1e-4. Switches stand alone "

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from fnmatch import fnmatch
 from pathlib import Path
 
-from llama_ft.restarts import attempt
+from llama_ft.processes import attempt
 
 # Marks a directory as a run's. Other programs write a metrics.jsonl or checkpoints/ too; none writes this.
 RUN_MARKER = ".llama_ft-run"

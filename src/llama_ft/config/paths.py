@@ -11,7 +11,7 @@ from llama_ft.config.messages import nearest_file, subject
 from llama_ft.config.output_dir import not_writable, output_dir_problem
 from llama_ft.config.rules import SECRET, as_fraction, holds_secret
 from llama_ft.errors import UserError, reason
-from llama_ft.restarts import may_be_restarted
+from llama_ft.processes import may_be_restarted
 
 BUILT_IN_MODELS = ("demo",)
 BUILT_IN_TEMPLATES = ("llama3", "chatml", "alpaca", "mistral")

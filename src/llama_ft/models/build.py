@@ -16,7 +16,7 @@ from llama_ft.models.conversion import note_conversions
 from llama_ft.models.new_tokens import NewTokens, note_growth
 from llama_ft.models.source import listed
 from llama_ft.runtime.console import log
-from llama_ft.runtime.precision import Precision
+from llama_ft.runtime.devices import Precision
 
 
 def load_tokenizer(folder: Path, trust_remote_code: bool) -> PreTrainedTokenizerBase:

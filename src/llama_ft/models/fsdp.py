@@ -18,7 +18,7 @@ from llama_ft.errors import UserError
 from llama_ft.models.build import decoder_layers
 from llama_ft.models.quantized import weight_counts
 from llama_ft.models.torch_2_11 import allow_integers
-from llama_ft.runtime.precision import Precision
+from llama_ft.runtime.devices import Precision
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from llama_ft.masking import mask_secrets
-from llama_ft.replace_text import replace_text
+from llama_ft.processes import replace_text
 from llama_ft.runtime.console import log
 
 FACTS_FILE = "facts.json"

@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from llama_ft.replace_text import replace_text
+from llama_ft.processes import replace_text
 from llama_ft.report.page import comparison_page, report_page
 from llama_ft.report.run import Run, read_run
 

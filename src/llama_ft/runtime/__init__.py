@@ -1,9 +1,8 @@
 """Processes and devices: the process group, the device mesh, what rank 0 says, and how a run ends when it fails."""
 
 from llama_ft.runtime.console import configure_console, console, log
-from llama_ft.runtime.devices import sent
+from llama_ft.runtime.devices import PRECISIONS, Precision, advise_precision, sent
 from llama_ft.runtime.exit import Stopped
-from llama_ft.runtime.precision import PRECISIONS, Precision, advise_precision
 from llama_ft.runtime.process_group import Runtime, start
 
 __all__ = [

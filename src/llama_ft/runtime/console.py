@@ -1,6 +1,5 @@
 """What people read while a run works: one logger, of rank 0 only, that prints above a progress bar."""
 
-import errno
 import gc
 import logging
 import os
@@ -26,14 +25,9 @@ class _Console(Console):
     def _check_buffer(self) -> None:
         try:
             super()._check_buffer()
-        except OSError as error:
-            if error.errno not in (errno.EIO, errno.ENOSPC):
-                raise
-            self.on_broken_pipe()
-
-    def on_broken_pipe(self) -> None:
-        self.quiet = True
-        os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())  # what is still buffered would fail at the end
+        except (OSError, SystemExit):  # the latter is rich's answer to a broken pipe
+            self.quiet = True
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())  # what is buffered would fail again
 
 
 console = _Console(file=sys.stdout, soft_wrap=True, highlight=False, markup=False, emoji=False)

@@ -1,21 +1,47 @@
-"""The device of each rank, and copies to it."""
+"""The device of each rank and copies to it, and what each --precision means in dtypes."""
 
 import os
 import socket
+from functools import partial
+from timeit import repeat
+from typing import Literal, NamedTuple
 
 import torch
 
 from llama_ft.config.messages import size_text
+from llama_ft.errors import UserError
 
-# Used before this process has allocated anything: more than its own CUDA context, which takes up to 0.6 GiB, is another
-# program's.
-OWN_BYTES, OWN_SHARE = 2**30, 0.02
+SLOW = 1.5  # without AVX512-BF16 or AMX a CPU emulates 16-bit matmuls, several times slower
+PrecisionName = Literal["bf16_mixed", "bf16_pure", "fp32", "fp16"]
 
 
-def configure_cuda() -> None:
-    """Set what the CUDA allocator reads at the first call, unless the user has set it."""
-    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
-        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+class Precision(NamedTuple):
+    """Dtypes of one run."""
+
+    trained: torch.dtype  # storage of weights that are trained
+    frozen: torch.dtype  # storage of weights that are not
+    compute: torch.dtype  # weights and activations in forward and backward
+    reduce: torch.dtype  # gradients while they are summed over ranks
+
+
+PRECISIONS = {
+    "bf16_mixed": Precision(torch.float32, torch.bfloat16, torch.bfloat16, torch.float32),
+    "bf16_pure": Precision(torch.bfloat16, torch.bfloat16, torch.bfloat16, torch.bfloat16),
+    "fp32": Precision(torch.float32, torch.float32, torch.float32, torch.float32),
+    "fp16": Precision(torch.float32, torch.float16, torch.float16, torch.float32),  # with training.LossScale
+}
+
+
+def pick_device(device: str, gpus: int, local_rank: int, local_world_size: int) -> torch.device:
+    """The device of a rank: auto is a GPU of its own if there is one, else the CPU."""
+    if device == "cuda" and gpus == 0:
+        raise UserError("--device cuda: no GPU is visible to torch on this machine.\n--device cpu trains on the CPU.")
+    if device == "cpu" or gpus == 0:
+        return torch.device("cpu")
+    if local_world_size > gpus:
+        problem = f"{local_world_size} processes on {socket.gethostname()}, each of which needs a GPU: it has {gpus}."
+        raise UserError(f"{problem}\n--nproc_per_node {gpus} uses what is there; --device cpu trains on the CPU.")
+    return torch.device("cuda", local_rank)
 
 
 def take_device(device: torch.device, memory_fraction: float | None) -> str:
@@ -25,21 +51,52 @@ def take_device(device: torch.device, memory_fraction: float | None) -> str:
         device: where the rank computes.
         memory_fraction: largest share of the GPU's memory that torch may allocate; None: all.
     """
-    host = socket.gethostname()
     if device.type != "cuda":
-        return f"CPU on {host}, threads: {torch.get_num_threads()}"
+        return f"CPU on {socket.gethostname()}, threads: {torch.get_num_threads()}"
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name; read at the first allocation
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     torch.cuda.set_device(device)
     torch.backends.cuda.enable_cudnn_sdp(False)  # it builds a plan of 0.1 to 0.5 s for every new shape
     free, total = torch.cuda.mem_get_info(device)
-    about = f"{torch.cuda.get_device_name(device)} on {host}, {size_text(total)}"
-    if total - free > max(OWN_BYTES, OWN_SHARE * total):
-        about += f", {device} shared with another program ({size_text(free)} free at the start)"
     if memory_fraction is not None:
         torch.cuda.set_per_process_memory_fraction(memory_fraction, device)
-        about += f", at most {size_text(memory_fraction * total)} used (device_memory_fraction)"
-    return about
+    name = f"{torch.cuda.get_device_name(device)} on {socket.gethostname()}"
+    return f"{name}, {size_text(total)}, free at the start: {free / total:.0%}"
 
 
 def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Copy a host tensor to the device through pinned memory, without waiting for the device's work before it."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+def product_slowdown(dtype: torch.dtype) -> float:
+    """Time of a matmul in `dtype` over one in fp32 on this CPU."""
+    factors = [torch.ones(512, 512, dtype=each) for each in (dtype, torch.float32)]
+    half, full = (min(repeat(partial(torch.mm, each, each), number=1, repeat=4)) for each in factors)
+    return half / full
+
+
+def advise_precision(asked: PrecisionName, free_to_choose: bool, device: torch.device) -> tuple[PrecisionName, str]:
+    """The precision to use on this device, and what to tell the user about it ("" for nothing).
+
+    Args:
+        asked: a key of PRECISIONS.
+        free_to_choose: whether the user has left the choice open (the demo); otherwise `asked` stands.
+        device: where the model computes.
+
+    Raises:
+        UserError: bf16 on a GPU without it.
+    """
+    dtype, is_gpu = PRECISIONS[asked].compute, device.type == "cuda"
+    if is_gpu:
+        is_slow = dtype == torch.bfloat16 and not torch.cuda.is_bf16_supported(including_emulation=False)
+        what = "this GPU does not compute bf16"
+    else:
+        slowdown = 1.0 if dtype == torch.float32 else product_slowdown(dtype)
+        is_slow, name = slowdown > SLOW, asked.partition("_")[0]
+        what = f"this CPU only emulates {name} matrix products, {slowdown:.0f} times slower than fp32 ones"
+    if is_slow and free_to_choose:
+        return "fp32", f"precision=fp32: {what}."
+    if is_slow and is_gpu:
+        raise UserError(f"--precision {asked}: {what}.\n--precision fp16 uses loss scaling; fp32 is exact and slower.")
+    return asked, f"{what}. --precision fp32 is faster here, and takes more memory." if is_slow else ""

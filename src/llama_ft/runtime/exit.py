@@ -6,31 +6,34 @@ sees only a broken connection: it lets the rank that knows the cause go first.
 """
 
 import errno
+import json
 import os
 import sys
 import textwrap
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, NoReturn, Protocol
+from typing import Literal, NamedTuple, NoReturn, Protocol
 
 import torch.distributed as dist
 
-from llama_ft import restarts
 from llama_ft.errors import LostRank, RunFailure, UserError
 from llama_ft.masking import printable
+from llama_ft.processes import end_restarts, replace_text
 from llama_ft.runtime.out_of_memory import KILLED, KILLED_BY, shortage
-from llama_ft.runtime.status import RunStatus
 
 FAILURE_KEY = "llama_ft/failure"
 SECONDS_FOR_THE_CAUSE = 3.0
 SECONDS_TO_SEE_AN_END = 0.3  # torchrun reaps a rank within 0.1 s of its end
-SECONDS_TO_BE_ENDED = 20.0
+SECONDS_TO_BE_ENDED, SECONDS_WHEN_FINAL, SECONDS_OF_ADVICE = 20.0, 5.0, 150.0  # how long other ranks wait
+SECONDS_BETWEEN_STEPS = 5.0  # a file system of a cluster should not see one write a step
 COMMUNICATION_SIGNS = ("gloo", "nccl", "connection closed", "connection reset", "broken pipe", "tcpstore")
+INDENT = " " * len("error: ")
+State = Literal["running", "finished", "stopped", "failed"]
 _LEAVING = threading.Lock()
 
 
@@ -50,6 +53,34 @@ class Stopped(SystemExit):
         self.exit_code, self.agreed = stop.exit_code, step is not None
         way_on = f"To go on: --resume {checkpoint}" if checkpoint else "Nothing was saved."
         self.message = f"stopped by {stop.reason}" + (f" after step {step}. {way_on}" if self.agreed else "")
+
+
+class RunStatus:
+    """output_dir/status.json: how a run stands, for scripts: torchrun's exit code is always 0 or 1.
+
+    Args:
+        output_dir: the run's directory, which must exist.
+        at_end: called once the run's last state is written and printed; it must not raise.
+        step: the last optimizer step that was completed.
+    """
+
+    def __init__(self, output_dir: Path, at_end: Callable[[], None] = lambda: None, step: int = 0) -> None:
+        self.path, self.step, self.at_end = output_dir / "status.json", step, at_end
+        self._written = 0.0
+
+    def write(self, state: State, exit_code: int | None = None, message: str = "") -> None:
+        """Replace the file, if that is possible: a full disk must not hide the message itself."""
+        record = {"state": state, "step": self.step, "exit_code": exit_code, "message": message}
+        with suppress(OSError):
+            replace_text(self.path, json.dumps(record) + "\n")
+
+    def note_step(self, step: int, writes: bool) -> None:
+        """Note that a step is done, and now and then write so, unless another rank has written how the run ended."""
+        self.step = step
+        if writes and time.monotonic() - self._written > SECONDS_BETWEEN_STEPS:
+            self._written = time.monotonic()
+            if self.path.exists() and '"state": "running"' in self.path.read_text():
+                self.write("running")
 
 
 class Explainer(Protocol):
@@ -82,40 +113,42 @@ def exit_process(
         explainer: explains what has to do with memory; None if the run has not come so far.
     """
     _LEAVING.acquire()  # and never released: a thread that watches the run may end it, too
-    is_agreed = isinstance(error, Stopped) and error.agreed
+    is_stop, is_agreed = isinstance(error, KeyboardInterrupt | Stopped), isinstance(error, Stopped) and error.agreed
     if _is_broken(error) or (isinstance(error, Stopped) and not is_agreed):  # by torchrun, if another rank has failed
         time.sleep(SECONDS_TO_SEE_AN_END)
         if lost := describe_lost():
-            error = LostRank(f"lost contact with another rank: {lost}")
-    is_mistake = isinstance(error, UserError) and not isinstance(error, LostRank)
-    is_stop, memory = isinstance(error, KeyboardInterrupt | Stopped), shortage(error)
-    exit_code = error.exit_code if isinstance(error, Stopped) else 130 if is_stop else 1
-    if is_mistake and not isinstance(error, RunFailure):
-        exit_code = 2
+            error, is_stop = LostRank(f"lost contact with another rank: {lost}"), False
+    is_mistake, memory = isinstance(error, UserError) and not isinstance(error, LostRank), shortage(error)
+    exit_code = 2 if is_mistake and not isinstance(error, RunFailure) else 130 if is_stop else 1
+    exit_code = error.exit_code if isinstance(error, Stopped) else exit_code
     # What would happen again: a mistake, a full disk, a loss that is not finite, too little memory for the first step.
     is_final = is_mistake or (memory is not None and (status is None or status.step == 0))
-    failure = f"{'final' if is_final else ''} {'advises' if memory and explainer else ''} {rank}"
+    seconds = SECONDS_WHEN_FINAL if is_final else SECONDS_TO_BE_ENDED
+    first = failure = f"{rank} {SECONDS_OF_ADVICE if memory and explainer else seconds} {is_final}"
     if store is None:  # the others see what rank 0 sees; if nothing has ended this one by then, they do not
         prints = rank == 0 or not told_to_end.wait(SECONDS_TO_BE_ENDED)
+    elif is_agreed:
+        prints = rank == 0
     else:
         knows_the_cause = rank == 0 if is_mistake else not _is_broken(error)
-        prints = rank == 0 if is_agreed else _is_first(store, failure, 0 if knows_the_cause else SECONDS_FOR_THE_CAUSE)
+        first = _first_failure(store, failure, 0 if knows_the_cause else SECONDS_FOR_THE_CAUSE)
+        prints = first == failure
     if prints:
-        _print(text := _message(error, rank, explainer, status), status, is_stop, exit_code)
-        if memory is not None and explainer is not None:  # takes minutes
-            advice = _indented(_explained(partial(explainer.advise, error), "No advice"))
-            _print(advice, status, is_stop, exit_code, before=f"{text}\n")
+        said = ""
+        for text in _messages(error, rank, explainer, status):
+            said += f"{text}\n"
+            if status is not None:
+                status.write("stopped" if is_stop else "failed", exit_code, said.rstrip("\n"))
+            with suppress(OSError):  # nobody reads it any more. In one piece, as torchrun writes there, too
+                print(f"{printable(text)}\n", end="", file=sys.__stderr__ or sys.stderr, flush=True)
         if status is not None:
             status.at_end()
         if is_final:
-            restarts.end_restarts()  # which ends this process, too
+            end_restarts()  # which ends this process, too
     elif not is_stop:  # a signal reaches every rank: nobody has to be waited for
-        with suppress(RuntimeError, ConnectionError):  # the store went down with its host
-            failure = store.get(FAILURE_KEY).decode() if store is not None and store.check([FAILURE_KEY]) else ""
-        is_final = "final" in failure
-        is_ended = told_to_end.wait(150.0 if "advises" in failure else 5.0 if is_final else SECONDS_TO_BE_ENDED)
-        if not is_ended and is_final and os.environ.get("LOCAL_RANK") == "0":
-            restarts.end_restarts()  # the rank that failed has ended its own node's
+        _, patience, final = first.split()
+        if not told_to_end.wait(float(patience)) and final == "True" and os.environ.get("LOCAL_RANK") == "0":
+            end_restarts()  # the rank that failed has ended its own node's
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):
             stream.flush()
@@ -129,53 +162,43 @@ def _is_broken(error: BaseException) -> bool:
     return isinstance(error, dist.DistError) or any(sign in str(error).lower() for sign in COMMUNICATION_SIGNS)
 
 
-def _is_first(store: dist.Store, failure: str, seconds: float) -> bool:
-    """Whether no other rank has written its failure within some seconds; this one's is in the store then."""
+def _first_failure(store: dist.Store, failure: str, seconds: float) -> str:
+    """What the first rank to fail has written: `failure`, if no other rank has done so within some seconds."""
     deadline = time.monotonic() + seconds
     with suppress(RuntimeError, ConnectionError):
         while not store.check([FAILURE_KEY]) and time.monotonic() < deadline:
             time.sleep(0.1)  # store.wait prints warnings of its own when its time is up
-        return store.compare_set(FAILURE_KEY, "", failure).decode() == failure
-    return True  # the store went down with its host: better said twice than not at all
+        return store.compare_set(FAILURE_KEY, "", failure).decode()
+    return failure  # the store went down with its host: better said twice than not at all
 
 
-def _message(error: BaseException, rank: int, explainer: Explainer | None, status: RunStatus | None) -> str:
-    run, way_on = (status.path.parent if status is not None else None), ""
+def _messages(error: BaseException, rank: int, explainer: Explainer | None, status: RunStatus | None) -> Iterator[str]:
+    """What to print about the end of a run; and, minutes later, advice about memory that ran out."""
+    run = status.path.parent if status is not None else None
     if isinstance(error, KeyboardInterrupt | Stopped):
         message = error.message if isinstance(error, Stopped) else "stopped by Ctrl-C"
         is_whole = status is None or not status.step or "after step" in message
-        return message if is_whole else f"{message}. To go on: --output_dir {run} --resume auto"
-    if explainer is not None and KILLED in str(error):
-        way_on = f"\n{_explained(explainer.describe_kill)}"
+        yield message if is_whole else f"{message}. To go on: --output_dir {run} --resume auto"
+        return
+    way_on = f"\n{_explained(explainer.describe_kill)}" if explainer is not None and KILLED in str(error) else ""
     if run is not None and any((run / "checkpoints").glob("step-*")):
         way_on += f"\nThe same command goes on from the last complete checkpoint with --output_dir {run} --resume auto"
     if isinstance(error, UserError):
-        return str(error) + (_indented(way_on) if isinstance(error, LostRank) else "")
-    if isinstance(error, FileNotFoundError) and run is not None and not run.exists():
-        return f"error: {run} was deleted or moved during the run, which cannot go on without it."
-    if (kind := shortage(error)) is not None:
+        yield str(error) + (textwrap.indent(way_on, INDENT) if isinstance(error, LostRank) else "")
+    elif (kind := shortage(error)) is not None:
         what = f"ran out of {'host' if kind == 'host' else 'GPU'} memory: {str(error).strip() or type(error).__name__}"
         what = _explained(partial(explainer.describe, error), what) if explainer is not None else what
+        yield str(RunFailure(f"rank {rank} {what}"))
+        if explainer is not None:
+            yield textwrap.indent(_explained(partial(explainer.advise, error), "No advice"), INDENT)
     elif _is_broken(error):
         what = f"lost contact with another rank, whose exit code is in torchrun's report: {error}\n{KILLED_BY}{way_on}"
+        yield str(RunFailure(f"rank {rank} {what}"))
     elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        what = f"could not write {error.filename or run or 'a file'}: {error.strerror}.{way_on}"
+        place = error.filename or run or "a file"
+        yield str(RunFailure(f"rank {rank} could not write {place}: {error.strerror}.{way_on}"))
     else:
-        trace = "".join(traceback.format_exception(error))
-        return f"{trace}error: rank {rank} failed: {type(error).__name__}: {error}"
-    return str(RunFailure(f"rank {rank} {what}"))
-
-
-def _print(text: str, status: RunStatus | None, is_stop: bool, exit_code: int, before: str = "") -> None:
-    """Print a message, and write it to status.json after what was printed before."""
-    if status is not None:
-        status.write("stopped" if is_stop else "failed", exit_code, before + text)
-    with suppress(OSError):  # nobody reads it any more. In one piece, as torchrun writes there, too
-        print(f"{printable(text)}\n", end="", file=sys.__stderr__ or sys.stderr, flush=True)
-
-
-def _indented(text: str) -> str:
-    return textwrap.indent(text, " " * 7)
+        yield f"{''.join(traceback.format_exception(error))}error: rank {rank} failed: {type(error).__name__}: {error}"
 
 
 def _explained(explain: Callable[[], str], otherwise: str = "") -> str:

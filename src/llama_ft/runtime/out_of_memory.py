@@ -19,7 +19,6 @@ PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 # Of torch's CPU allocator, C++ and the kernel; of torch's CUDA allocator, CUDA, NCCL, cuBLAS and cuDNN.
 HOST_SIGNS = re.compile(r"can't allocate memory|cannot allocate memory|bad_alloc|not enough memory", re.IGNORECASE)
 DEVICE_SIGNS = re.compile(r"out of memory|CU(BLAS|DNN)_STATUS_ALLOC_FAILED", re.IGNORECASE)
-LIMITS = ("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")  # cgroup v2, v1
 
 
 def shortage(error: BaseException) -> Shortage | None:
@@ -42,19 +41,17 @@ class HostMemory(NamedTuple):
 
 
 def host_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> HostMemory | None:
-    """The machine's memory, or the smallest limit below it; None without /proc."""
+    """The machine's memory, or the smallest limit of a control group (v2) below it; None without /proc."""
     try:
         kilobytes = dict(re.findall(r"^(\w+):\s+(\d+) kB$", (proc / "meminfo").read_text(), re.MULTILINE))
-        groups = (proc / "self" / "cgroup").read_text().splitlines()
+        group = (proc / "self" / "cgroup").read_text()
     except OSError:
         return None
     total, free = 1024 * int(kilobytes["MemTotal"]), 1024 * int(kilobytes["MemAvailable"])
-    for controllers, path in (line.split(":", 2)[1:] for line in groups):
-        own = cgroups / controllers / path.lstrip("/")  # v2 names no controllers
-        for group in (own, *own.parents) if controllers in ("", "memory") else ():
-            for limit_file, use_file in LIMITS:
-                with suppress(OSError, ValueError):  # "max": no limit
-                    limit, use = int((group / limit_file).read_text()), int((group / use_file).read_text())
-                    if limit < total:
-                        total, free = limit, max(0, min(limit - use, free))
+    own = cgroups / group.rpartition("::/")[2].strip()
+    for folder in (own, *own.parents):
+        with suppress(OSError, ValueError):  # no such group, or "max": no limit
+            limit, use = (int((folder / file).read_text()) for file in ("memory.max", "memory.current"))
+            if limit < total:
+                total, free = limit, max(0, min(limit - use, free))
     return HostMemory(total, free)

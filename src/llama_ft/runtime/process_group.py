@@ -7,7 +7,6 @@ sharding are one code path.
 
 import itertools
 import os
-import socket
 import threading
 import time
 import uuid
@@ -28,10 +27,9 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from llama_ft.errors import LostRank, UserError
 from llama_ft.processes import cores
 from llama_ft.runtime.console import configure_console
-from llama_ft.runtime.devices import configure_cuda, take_device
-from llama_ft.runtime.exit import Explainer, Stopped, exit_process
+from llama_ft.runtime.devices import pick_device, take_device
+from llama_ft.runtime.exit import Explainer, RunStatus, Stopped, exit_process
 from llama_ft.runtime.signals import StopSignals
-from llama_ft.runtime.status import RunStatus
 from llama_ft.runtime.watchdog import Watchdog
 
 T = TypeVar("T")
@@ -114,35 +112,33 @@ class Runtime:
         """From now on status.json in `output_dir` says how the run stands, whichever rank ends it (and then calls
         `at_end`), and an attempt after this one goes on there."""
         self.status = RunStatus(output_dir, at_end, step)
+        if self.is_main and self.job_store is not None:
+            self.job_store.set("directory", os.path.abspath(output_dir))
         if self.is_main:
-            if self.job_store is not None:
-                self.job_store.set("directory", os.path.abspath(output_dir))
             self.status.write("running")
         dist.barrier()  # a rank that fails at once must not have its "failed" overwritten
 
     def note_step(self, step: int) -> None:
         """Optimizer steps done so far, for status.json."""
         if self.status is not None:
-            self.status.step = step
-            if self.is_main:
-                self.status.write_step()
+            self.status.note_step(step, writes=self.is_main)
 
     def describe(self, rows: int, micro_batches: int, global_batch: int, unit: str = "row") -> str:
         """Which devices the ranks have, and how parameters and batches are distributed; all ranks call it. `rows`, of
         one micro-batch of one rank, and `global_batch` are counted in `unit`, row or pack."""
         notes: list[Any] = [None] * self.world_size
         dist.all_gather_object(notes, self.device_note)
-        lines = [f"{self.world_size} process{'es' * (self.world_size > 1)}"]
-        lines += [f"{count} x {note}" for note, count in Counter(notes).items()]
-        shards = self.mesh["shard"].size()
-        where = f"rows of every parameter split over {shards} ranks" if shards > 1 else "whole model on each rank"
-        lines.append(f"mesh replicate {self.world_size // shards} x shard {shards}: the {where}")
-        if self.storage_device != self.device:
-            lines.append(f"parameters and optimizer in host memory, threads per rank: {torch.get_num_threads()}")
+        shards, is_offloaded = self.mesh["shard"].size(), self.storage_device != self.device
         product = f"ranks ({self.world_size}) x micro-batch ({rows}) x accumulation ({micro_batches})"
         if global_batch != self.world_size * rows * micro_batches:  # of a run that was begun on other ranks
             product = f"as before, at most {rows} in a micro-batch of a rank"
-        return "\n  ".join([*lines, f"global batch: {global_batch} {unit}s = {product}"])
+        lines = [
+            f"Mesh: replicate {self.world_size // shards} x shard {shards}",
+            *(f"{count} x {note}" for note, count in Counter(notes).items()),
+            *["parameters and optimizer state in host memory"] * is_offloaded,
+            f"global batch: {global_batch} {unit}s = {product}",
+        ]
+        return "\n  ".join(lines)
 
 
 @contextmanager
@@ -175,7 +171,6 @@ def start(
     signals = StopSignals()
     runtime: Runtime | None = None
     store: dist.Store | None = None
-    job_store: dist.Store | None = None
     watchdog: Watchdog | None = None
 
     def end(error: BaseException) -> NoReturn:
@@ -185,16 +180,14 @@ def start(
 
     with signals.listening(end):
         try:
+            store, job_store = dist.HashStore(), None
             if world_size > 1 or dist.is_torchelastic_launched():
                 store, job_store = _meet(rank, world_size, timeout_seconds)
-            else:
-                store = dist.HashStore()
-            configure_cuda()
-            place = _pick_device(device, torch.cuda.device_count(), local_rank, local_world_size)
+            place = pick_device(device, torch.cuda.device_count(), local_rank, local_world_size)
             storage = torch.device("cpu") if cpu_offload else place
-            if "cpu" in (place.type, storage.type) and local_world_size > 1:
-                if os.environ.get("OMP_NUM_THREADS", "1") == "1":  # torchrun's, which would leave cores idle
-                    torch.set_num_threads(max(1, cores() // local_world_size))
+            # torchrun sets 1, which would leave cores idle where weights are computed on or updated by the CPU.
+            if storage.type == "cpu" and local_world_size > 1 and os.environ.get("OMP_NUM_THREADS", "1") == "1":
+                torch.set_num_threads(max(1, cores() // local_world_size))
             # Compiled 16-bit matmuls on the CPU, one for each shape; oneDNN's own 1,024 take 0.9 GiB, these half.
             os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128")
             degree = resolve_degree(shard_degree, world_size, local_world_size)
@@ -230,20 +223,9 @@ def start(
 
 def mesh_over(device_type: str, world_size: int, degree: int) -> DeviceMesh:
     """All ranks as copies of the model x the `degree` ranks that share one."""
-    if degree == world_size:
-        return init_device_mesh(device_type, (world_size,), mesh_dim_names=("shard",))
-    return init_device_mesh(device_type, (world_size // degree, degree), mesh_dim_names=("replicate", "shard"))
-
-
-def _pick_device(device: str, gpus: int, local_rank: int, local_world_size: int) -> torch.device:
-    if device == "cuda" and gpus == 0:
-        raise UserError("--device cuda: no GPU is visible to torch on this machine.\n--device cpu trains on the CPU.")
-    if device == "cpu" or gpus == 0:
-        return torch.device("cpu")
-    if local_world_size > gpus:
-        problem = f"{local_world_size} processes on {socket.gethostname()}, each of which needs a GPU: it has {gpus}."
-        raise UserError(f"{problem}\n--nproc_per_node {gpus} uses what is there; --device cpu trains on the CPU.")
-    return torch.device("cuda", local_rank)
+    copies = world_size // degree
+    shape, names = ((copies, degree), ("replicate", "shard")) if copies > 1 else ((degree,), ("shard",))
+    return init_device_mesh(device_type, shape, mesh_dim_names=names)
 
 
 def resolve_degree(shard_degree: int | str, world_size: int, local_world_size: int) -> int:

@@ -79,19 +79,16 @@ class Watchdog(threading.Thread):
         with contextlib.suppress(RuntimeError, ConnectionError):
             while not self._ended.wait(min(SECONDS_BETWEEN_LOOKS, self._seconds / 10)):
                 self._look()
-                # A rank that waits on its GPU for others hears nothing of their end.
-                lost = "" if self._store.check([FAILURE_KEY]) else self.describe_lost()
+                lost = self.describe_lost()  # a rank that waits on its GPU for others hears nothing of their end
                 if (lost or self._store.check([FAILURE_KEY])) and not self._ended.is_set():
                     self._end(LostRank(f"lost contact with another rank: {lost}"))
 
     def describe_lost(self) -> str:
         """Which rank of this node has ended, for people; "" if none has."""
         for rank, pid in self._processes.items():
-            try:
-                os.kill(pid, 0)
-            except ProcessLookupError:
-                about = f"most likely {KILLED}. {KILLED_BY}\n{host_memory() or ''}"
-                return f"rank {rank} (process {pid}) has ended, {about}"
+            if not Path(f"/proc/{pid}").exists():
+                why = f"most likely {KILLED}. {KILLED_BY}\n{host_memory() or ''}"
+                return f"rank {rank} (process {pid}) has ended, {why}"
         return ""
 
     def _look(self) -> None:
@@ -127,17 +124,18 @@ class Watchdog(threading.Thread):
 
 def describe_hang(reports: Sequence[Report], asker: int, seconds: float) -> str:
     """The message that names the ranks which did not arrive, by every rank's newest report; rank `asker` waits."""
+    furthest = max(report.collectives for report in reports)
     missing = [rank for rank, report in enumerate(reports) if not report.waits]
-    if not missing:  # each waits for another: those with fewer collectives have not come as far as the others
-        furthest = max(report.collectives for report in reports)
-        missing = [rank for rank, report in enumerate(reports) if report.collectives < furthest]
+    # If each waits for another, those with fewer collectives have not come as far as the others.
+    missing = missing or [rank for rank, report in enumerate(reports) if report.collectives < furthest]
     names = ", ".join(map(str, missing))
     head = f"rank {names} did not arrive; the others have waited" if missing else "all ranks wait"
     lines = [f"{head} for {seconds:g} s (--collective_timeout).", f"rank {asker} waits at {reports[asker].place}"]
     for rank in (missing or [rank for rank in range(len(reports)) if rank != asker])[:8]:
-        is_silent = reports[rank].time < reports[asker].time - SECONDS_OF_SILENCE
-        state = "does not answer: it is stopped or gone" if is_silent else f"is at {reports[rank].place}"
-        lines.append(f"rank {rank} ({reports[rank].host}, pid {reports[rank].pid}) {state}")
+        report = reports[rank]
+        is_silent = report.time < reports[asker].time - SECONDS_OF_SILENCE
+        state = "does not answer: it is stopped or gone" if is_silent else f"is at {report.place}"
+        lines.append(f"rank {rank} ({report.host}, pid {report.pid}) {state}")
     return "\n".join(lines)
 
 

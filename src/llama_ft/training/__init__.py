@@ -2,10 +2,9 @@
 
 from llama_ft.training.advice import advice
 from llama_ft.training.check_packing import check_packing
-from llama_ft.training.evaluation import evaluate, mean_loss, perplexity
+from llama_ft.training.evaluation import mean_loss, perplexity, show_answer
 from llama_ft.training.objective import LossSum, Objective, SupervisedFineTuning, target_losses, target_rows
-from llama_ft.training.optimizer import build_optimizer, describe_optimizer, describe_state, learning_rate
-from llama_ft.training.sample import answer, show_answer
+from llama_ft.training.optimizer import build_optimizer, learning_rate
 from llama_ft.training.step import (
     PendingMetrics,
     Step,

@@ -1,4 +1,4 @@
-"""What someone who has tuned many models would ask about the settings before the first step."""
+"""Settings that are mostly a mistake, said before the first step."""
 
 from llama_ft.config import Config
 
@@ -6,14 +6,12 @@ ADAM = ("AdamW", "anyprecision", "AdamW8bit")
 # Published recipes take 1e-6 to 2e-5 for whole models of 1 to 70 B parameters, and 1e-4 to 3e-4 for LoRA.
 FULL_TUNING_LR, LORA_LR = 5e-5, 5e-3
 OTHERS_LR = 1e-4  # with which SGD and Adafactor, whose rates are of other scales, hardly move a weight
-WARMUP_SHARE = 5
 
 
-def advice(config: Config, total_steps: int, global_batch: int, size: int | None) -> list[str]:
-    """Settings that are mostly a mistake, each with what would be usual. `global_batch` and `size` (of an epoch; None:
-    streamed samples are not counted) are in packed sequences, or in samples without packing."""
-    train, given_model = config.train, config.model.model_name != "demo"
-    found = []
+def advice(config: Config, global_batch: int, size: int | None) -> list[str]:
+    """What is unusual, each with what would be usual. `global_batch` and `size` (of an epoch; None: streamed samples
+    are not counted) are in packed sequences, or in samples without packing."""
+    train, given_model, found = config.train, config.model.model_name != "demo", []
     if given_model and config.data.dataset == "demo":
         found.append("dataset is demo, questions about Python's standard library. --dataset names yours.")
     if size is not None and size < global_batch:
@@ -21,14 +19,6 @@ def advice(config: Config, total_steps: int, global_batch: int, size: int | None
         found.append(
             f"an epoch has {size} {unit}, and an optimizer step takes {global_batch}: each epoch is one step. "
             "--gradient_accumulation_steps, --batch_size_training and fewer processes make it less."
-        )
-    if total_steps < train.max_train_step:
-        found.append(
-            f"max_train_step is {train.max_train_step}, but the run ends after {total_steps} steps: --num_epochs."
-        )
-    if train.warmup_steps * WARMUP_SHARE > total_steps:
-        found.append(
-            f"warmup_steps is {train.warmup_steps} of {total_steps} optimizer steps: --warmup_steps lowers it."
         )
     if train.optimizer not in ADAM:
         is_usual, usual = train.lr > OTHERS_LR, "1e-3 or above for SGD and Adafactor"

@@ -1,33 +1,20 @@
-"""The validation loss, and early stopping."""
+"""What the model makes of the validation set: its mean loss, and the answer to one of its prompts."""
 
 import math
-from typing import Any
+import textwrap
 
 import torch
 from datasets import Dataset
+from transformers import BatchEncoding, PreTrainedTokenizerBase
 from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.config import TrainConfig
-from llama_ft.data import collate, evaluation_batches, group_size, row_lengths
-from llama_ft.runtime import Runtime
+from llama_ft.data import collate, evaluation_batches, group_size, row_lengths, stop_token_ids
+from llama_ft.runtime import Runtime, log
 from llama_ft.training.objective import Objective
 from llama_ft.training.step import free_unsharded
 
 LARGEST_EXPONENT = 700.0  # math.exp overflows above 709
-
-
-def evaluate(
-    model: PreTrainedModel,
-    objective: Objective,
-    validation: Dataset,
-    settings: TrainConfig,
-    pad_token_id: int,
-    pack_length: int | None,
-    runtime: Runtime,
-) -> dict[str, float]:
-    """`eval/loss` and `eval/perplexity`; arguments as of `mean_loss`."""
-    mean, _ = mean_loss(model, objective, validation, settings, pad_token_id, pack_length, runtime)
-    return {"eval/loss": mean, "eval/perplexity": perplexity(mean)}
 
 
 def perplexity(loss: float) -> float:
@@ -71,31 +58,49 @@ def mean_loss(
     return loss_sum / total, int(total)
 
 
-class BestLoss:
-    """Keeps the best validation loss and counts the evaluations since; `train` has the settings of early stopping."""
+@torch.no_grad()
+def show_answer(
+    when: str,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    conversation: list[dict[str, str]] | None,
+    new_tokens: int,
+    pad_token_id: int,
+    runtime: Runtime,
+) -> dict[str, str] | None:
+    """Print and return the model's greedy answer to a conversation's last question, with the question and the
+    reference. All ranks run it: each has only its shard of the weights.
 
-    def __init__(self, train: TrainConfig) -> None:
-        self.loss, self.step, self.evaluations_since = float("inf"), 0, 0
-        self._patience, self._min_delta = train.early_stopping_patience, train.early_stopping_min_delta
-
-    def update(self, loss: float, step: int) -> bool:
-        """Note an evaluation; returns whether it is the best so far."""
-        if loss < self.loss - (self._min_delta if self.loss < float("inf") else 0.0):
-            self.loss, self.step, self.evaluations_since = loss, step, 0
-            return True
-        self.evaluations_since += 1
-        return False
-
-    @property
-    def should_stop(self) -> bool:
-        return 0 < self._patience <= self.evaluations_since
-
-    def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs; JSON has no infinity."""
-        loss = self.loss if math.isfinite(self.loss) else None
-        return {"loss": loss, "step": self.step, "evaluations_since": self.evaluations_since}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on as the run that saved `state` would have."""
-        self.loss = float("inf") if state["loss"] is None else float(state["loss"])
-        self.step, self.evaluations_since = int(state["step"]), int(state["evaluations_since"])
+    Args:
+        when: "Before" or "After" fine-tuning.
+        model: left in training mode.
+        tokenizer: with its chat template.
+        conversation: messages, of which the last is the reference; None: nothing is shown.
+        new_tokens: at most so many; 0: nothing is shown.
+        pad_token_id: of the batches.
+        runtime: the ranks.
+    """
+    if conversation is None or new_tokens == 0:
+        return None
+    *question, reference = conversation
+    prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    assert isinstance(prompt, BatchEncoding)
+    prompt = prompt.to(model.device)  # where its shards are: FSDP2 moves inputs on to the GPU, generate() does not
+    model.eval()
+    # synced_gpus: ranks whose answer has ended keep taking part in the gathering of weights.
+    tokens = model.generate(  # type: ignore[operator]  # a mixin's method, which nn.Module's annotation hides
+        **prompt,
+        max_new_tokens=new_tokens,
+        do_sample=False,
+        use_cache=True,
+        synced_gpus=runtime.world_size > 1,
+        pad_token_id=pad_token_id,
+        eos_token_id=stop_token_ids(tokenizer, model.config.eos_token_id) or None,
+    )
+    free_unsharded(model)
+    model.train()
+    answer = str(tokenizer.decode(tokens[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)).strip()
+    shown = {"question": question[-1]["content"], "answer": answer, "reference": reference["content"]}
+    lines = [f"  {name + ':':<10} {textwrap.shorten(it, 240, placeholder=' ...')}" for name, it in shown.items()]
+    log.info("\n".join([f"\n{when} tuning", *lines, ""]))
+    return shown

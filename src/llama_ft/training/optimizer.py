@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from llama_ft.config import TrainConfig
-from llama_ft.runtime import Runtime
 from llama_ft.training.adafactor import Adafactor
 from llama_ft.training.adamw_8bit import AdamW8bit
 from llama_ft.training.anyprecision import AnyPrecisionAdamW
@@ -67,27 +66,6 @@ def create_states(optimizer: torch.optim.Optimizer) -> None:
             state = optimizer.state[parameter]
             if not state:
                 state.update(optimizer.first_state(parameter, group))  # type: ignore[attr-defined]
-
-
-def describe_optimizer(optimizer: torch.optim.Optimizer) -> str:
-    """The optimizer's groups in a line."""
-    counts = {group["weight_decay"]: sum(p.numel() for p in group["params"]) for group in optimizer.param_groups}
-    decayed = [f"weight decay {decay:g} on {count:,} parameters" for decay, count in counts.items() if decay]
-    kind = " (fused)" if optimizer.defaults.get("fused") else ""
-    if isinstance(optimizer, AnyPrecisionAdamW):
-        kind = f" (bf16 states, {'compensated summation' if optimizer.use_kahan_summation else 'stochastic rounding'})"
-    return f"{type(optimizer).__name__}{kind}, {', '.join(decayed) or 'no weight decay'}; none on norms and biases"
-
-
-def describe_state(optimizer: torch.optim.Optimizer, runtime: Runtime) -> str:
-    """What the states take, measured on the tensors each rank holds; after the first step. All ranks call it."""
-    values = [value for state in optimizer.state.values() for value in state.values()]
-    state_bytes = sum(local_tensor(value).nbytes for value in values if isinstance(value, torch.Tensor))
-    elements = sum(local_tensor(p).numel() for group in optimizer.param_groups for p in group["params"])
-    ranks = runtime.all_gather_floats(state_bytes, elements)  # [ranks, 2]
-    total, largest = ranks.sum(0), ranks[:, 0].max().item()
-    per_parameter = (total[0] / total[1]).item()
-    return f"Optimizer state: {largest / 2**20:.1f} MiB a rank at most, {per_parameter:.2f} bytes a trained parameter"
 
 
 def learning_rate(train: TrainConfig, step: int, total_steps: int, epoch: int) -> float:

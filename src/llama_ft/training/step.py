@@ -44,7 +44,7 @@ def accumulate_gradients(
             whose gradients are small; in full fine-tuning it keeps a whole model's gradients on every rank, so there
             every micro-batch is reduced into the shards.
         runtime: the ranks.
-        loss_scale: gradients come out times this; see training/loss_scale.py.
+        loss_scale: gradients come out times this; see training/train_state.py.
         watch: is told when a forward and when a backward pass begins.
 
     Returns:
@@ -115,7 +115,7 @@ def clip_and_reduce_norm(
         losses: what `accumulate_gradients` has returned.
         count: losses that are summed in the global batch.
         settings: gradient_clipping and its threshold.
-        loss_scale: see training/loss_scale.py.
+        loss_scale: see training/train_state.py.
         runtime: the ranks.
     """
     gradients = [local_tensor(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]

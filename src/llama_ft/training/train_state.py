@@ -1,30 +1,99 @@
-"""How far a run is."""
+"""How far a run is: what a resumed run must know besides weights, optimizer and random numbers."""
 
+import math
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from llama_ft.config import TrainConfig
-from llama_ft.training.evaluation import BestLoss
-from llama_ft.training.loss_scale import LossScale
+from llama_ft.runtime import log
+
+INITIAL_FACTOR = 2.0**16
+STEPS_TO_GROWTH = 2000
+SMALLEST_FACTOR = 2.0
+
+
+@dataclass
+class LossScale:
+    """What the loss is multiplied by before the backward pass in fp16. Skipped steps count as steps.
+
+    The constants are those of torch.amp.GradScaler. That one does not know that every rank has to skip a step if one of
+    them has overflowed: here the gradient norm over all ranks decides.
+    """
+
+    factor: float  # a power of two, so that scaling rounds nothing; 1 with precisions that need none
+    good_steps: int = 0  # since the factor last changed
+    skipped_steps: int = 0  # overflowed and left the weights as they were
+
+    @property
+    def is_used(self) -> bool:
+        return self.factor != 1.0
+
+    def note(self, step: int, loss: float, norm: float) -> bool:
+        """Adapt the factor to the loss and gradient norm of a step over all ranks; returns whether to skip the step.
+
+        It is skipped if only its gradients overflowed. If the loss itself is not a number, or the factor cannot fall
+        any further, the run ends: see stop_if_not_finite.
+        """
+        if math.isfinite(norm):
+            self.good_steps += 1
+            if self.good_steps == STEPS_TO_GROWTH:
+                self.factor, self.good_steps = self.factor * 2, 0
+            return False
+        if not math.isfinite(loss) or self.factor <= SMALLEST_FACTOR:
+            return False
+        self.factor, self.good_steps, self.skipped_steps = self.factor / 2, 0, self.skipped_steps + 1
+        log.info(f"step {step} is skipped: its gradients overflowed fp16. The loss scale is now {self.factor:g}.")
+        return True
+
+    def metrics(self) -> dict[str, float]:
+        """For metrics.jsonl; nothing without scaling."""
+        return {"train/loss_scale": self.factor, "train/skipped_steps": self.skipped_steps} if self.is_used else {}
+
+
+class BestLoss:
+    """Keeps the best validation loss and counts the evaluations since; `train` has the settings of early stopping."""
+
+    def __init__(self, train: TrainConfig) -> None:
+        self.loss, self.step, self.evaluations_since = math.inf, 0, 0
+        self._patience, self._min_delta = train.early_stopping_patience, train.early_stopping_min_delta
+
+    def update(self, loss: float, step: int) -> bool:
+        """Note an evaluation; returns whether it is the best so far."""
+        if loss < self.loss - self._min_delta:
+            self.loss, self.step, self.evaluations_since = loss, step, 0
+            return True
+        self.evaluations_since += 1
+        return False
+
+    @property
+    def should_stop(self) -> bool:
+        return 0 < self._patience <= self.evaluations_since
 
 
 class TrainState:
-    """What a resumed run must know besides weights, optimizer and random numbers. The rest follows from the step."""
+    """How far a run is. What is not here follows from the step."""
 
     def __init__(self, train: TrainConfig) -> None:
         self.step = 0  # optimizer steps done
         self.target_tokens = 0  # tokens in the loss so far, over all ranks
         self.position: dict[str, int] = {}  # in streamed samples; empty otherwise
         self.best = BestLoss(train)
-        self.scale = LossScale.for_precision(train.precision)
+        self.scale = LossScale(INITIAL_FACTOR if train.precision == "fp16" else 1.0)
 
     def state_dict(self) -> dict[str, Any]:
-        """All of it, for trainer.json."""
-        counts = {"step": self.step, "target_tokens": self.target_tokens, "position": self.position}
-        return {**counts, "best": self.best.state_dict(), "scale": self.scale.state_dict()}
+        """All of it, for trainer.json; JSON has no infinity."""
+        best = {"loss": self.best.loss if math.isfinite(self.best.loss) else None, "step": self.best.step}
+        return {
+            "step": self.step,
+            "target_tokens": self.target_tokens,
+            "position": self.position,
+            "best": {**best, "evaluations_since": self.best.evaluations_since},
+            "scale": asdict(self.scale),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on as the run that saved `state` would have."""
-        self.step, self.target_tokens = int(state["step"]), int(state["target_tokens"])
-        self.position = dict(state["position"])
-        self.best.load_state_dict(state["best"])
-        self.scale.load_state_dict(state["scale"])
+        self.step, self.target_tokens, self.position = state["step"], state["target_tokens"], dict(state["position"])
+        best, self.scale = state["best"], LossScale(**state["scale"])
+        self.best.loss = math.inf if best["loss"] is None else best["loss"]
+        self.best.step, self.best.evaluations_since = best["step"], best["evaluations_since"]
