@@ -78,9 +78,7 @@ def write_facts(folder: Path) -> None:
     )
     facts.add(speed={"product_flops_per_second": [4e14, 4e14], "published_flops_per_second": 2e15})
     layers = [f"model.layers.{n}" for n in range(LAYERS)]
-    facts.add(
-        units=[{"name": n, "kind": "Layer", "parameters": 10**6, "bytes": 2 * 10**6, "layers": 1} for n in layers]
-    )
+    facts.add(units=[{"name": n, "kind": "Layer", "parameters": 10**6, "bytes": 2 * 10**6} for n in layers])
     answer = {"question": f"What? {MARKUP}", "answer": f"{MARKUP} \udc80", "reference": SECRET}
     facts.add_sample("before", answer)
     facts.add_sample("after", {**answer, "answer": "That."})

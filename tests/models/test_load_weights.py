@@ -24,7 +24,7 @@ MODES = {
 }
 NESTED = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
 WORDS = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_quant_storage": torch.bfloat16}
-STORED = {"8bit": MODES["8bit"][1], "nf4": MODES["nf4"][1], "nested": NESTED, "words": WORDS}
+STORED = {"nf4": MODES["nf4"][1], "nested": NESTED, "words": WORDS}
 BF16_LORA = {"peft": LORA, "precision": "bf16_mixed"}
 # Case -> model, and what differs from loading it in fp32, sharded over all ranks.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
