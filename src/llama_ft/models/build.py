@@ -85,8 +85,10 @@ def build_on_meta(config: PretrainedConfig, model: ModelConfig, new: NewTokens |
     # AutoModelForCausalLM builds the whole model for some of these (gemma3) and only its decoder for others (qwen3_5),
     # whose export would lack the vision tower. Phi-4-multimodal has no text_config.
     if any(key.startswith(("vision", "audio")) for key in config.sub_configs) or config.get_text_config() is not config:
-        problem = f"models of model_type {config.model_type} also take images or sound"
-        raise UserError(f"--model_name {model.model_name}: {problem}; only text models are supported.")
+        raise UserError(
+            f"--model_name {model.model_name}: models of model_type {config.model_type} also take images or sound; "
+            "only text models are supported."
+        )
     if new is not None:
         config.get_text_config().vocab_size = new.rows
     try:
@@ -122,8 +124,7 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
 def function_beside(module: nn.Module, name: str) -> Callable[..., Any]:
     """A function of the file that a module's class is written in; fully_shard derives a class of its own from that."""
     files = [sys.modules[kind.__module__] for kind in type(module).__mro__]
-    found: Callable[..., Any] = next(getattr(file, name) for file in files if hasattr(file, name))
-    return found
+    return cast(Callable[..., Any], next(getattr(file, name) for file in files if hasattr(file, name)))
 
 
 def router_loss(model: PreTrainedModel, output: Any, attention_mask: torch.Tensor | None) -> torch.Tensor | float:
@@ -132,9 +133,8 @@ def router_loss(model: PreTrainedModel, output: Any, attention_mask: torch.Tenso
     if not model.training or not getattr(output, "router_logits", None):
         return 0.0
     balance = function_beside(model, "load_balancing_loss_func")
-    experts: dict[str, Any] = {"num_experts": model.num_experts, "top_k": model.num_experts_per_tok}
-    loss: torch.Tensor = balance(output.router_logits, **experts, attention_mask=attention_mask)
-    return loss * cast(float, model.router_aux_loss_coef)
+    loss = balance(output.router_logits, model.num_experts, model.num_experts_per_tok, attention_mask)
+    return cast(torch.Tensor, loss * model.router_aux_loss_coef)
 
 
 def freeze_first_layers(model: PreTrainedModel, count: int) -> None:

@@ -35,8 +35,7 @@ LossFunction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 def cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Cross-entropy of logits [targets, vocab] with int64 [targets], without a second fp32 copy of the logits: float32
     [targets], differentiable once."""
-    losses: torch.Tensor = CrossEntropy.apply(logits, targets)
-    return losses
+    return cast(torch.Tensor, CrossEntropy.apply(logits, targets))
 
 
 def use_chunked_loss(model: PreTrainedModel) -> bool:

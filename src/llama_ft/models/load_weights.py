@@ -218,8 +218,10 @@ def _fill_buffers(model: PreTrainedModel, loader: Loader) -> None:
     compute_buffers(model, model)
     left = [n for n, (b, version) in computed.items() if model.get_buffer(n) is b and b._version == version]
     if left:
-        kind = f"--model_name: model_type {model.config.model_type} is not supported"
-        raise UserError(f"{kind}: neither the checkpoint nor Transformers has values for:\n{listed(left)}")
+        raise UserError(
+            f"--model_name: model_type {model.config.model_type} is not supported: neither the checkpoint nor "
+            f"Transformers has values for:\n{listed(left)}"
+        )
 
 
 def compute_buffers(module: nn.Module, model: PreTrainedModel) -> None:

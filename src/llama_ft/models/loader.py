@@ -55,12 +55,10 @@ class Loader:
     def fill(self, load: ShardLoad) -> None:
         """Put this rank's rows into the shards, in their dtypes. Rank 0 may still be sending: see `finish`."""
         if not self.scatter:
-            assert self.source is not None
             self._keep(load, *self.group.own_rows(load.shape[0]))
-            return
-        if self.group.in_first_copy:
+        elif self.group.in_first_copy:
             (self._receive if self.source is None else self._send)(load)
-        if self.group.has_copies:
+        if self.scatter and self.group.has_copies:
             self.finish()  # one communicator at a time
             for shard in load.shards:
                 self.group.replicate(shard)

@@ -133,8 +133,8 @@ def _rows_to_train(model: PreTrainedModel, lora: Any, ids: list[int]) -> dict[st
     trained in full."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     in_full = tuple(f".{name}" for name in lora.modules_to_save or ())
-    names = [name for name, module in model.named_modules() if module is embedding or module is head]
-    chosen = [name for name in names if not f".{name}".endswith(in_full)]
+    ends = [name for name, module in model.named_modules() if module is embedding or module is head]
+    chosen = [name for name in ends if not f".{name}".endswith(in_full)]
     if head is not None and head.weight is embedding.weight:
         if len(chosen) == 1:
             raise UserError("--peft.modules_to_save: embedding and head of this model are one. Name both or neither.")
@@ -197,8 +197,7 @@ def check_saved_adapter(
     needed = {adapter.keys[name]: tuple(p.shape) for name, p in model.named_parameters() if name in adapter.keys}
     stored = {key: header.shape for key, header in headers.items()}
     keys = sorted(needed.keys() | stored.keys())
-    wrong = [f"{it} {stored.get(it)} for {needed.get(it)}" for it in keys if needed.get(it) != stored.get(it)]
-    if wrong:
+    if wrong := [f"{it} {stored.get(it)} for {needed.get(it)}" for it in keys if needed.get(it) != stored.get(it)]:
         raise UserError(f"{file}: does not fit {base}; was it trained on another model?\nIt has {listed(wrong)}.")
 
 

@@ -45,11 +45,11 @@ class GrownSource(WeightSource):
         return torch.cat([self._source.read_rows(name, start, stored), added]) if start < stored else added
 
     def _mean(self, name: str) -> torch.Tensor:
-        if (mean := self._means[name]) is None:
+        mean = self._means[name]
+        if mean is None:
             # fp64: neither the size of a block nor the number of threads shows in the result.
             total = sum(block.sum(dim=0, dtype=torch.float64) for block in blocks(self._source, name))
-            mean = (torch.as_tensor(total) / self._stored_rows).to(self.tensors[name].dtype)
-            self._means[name] = mean
+            self._means[name] = mean = (torch.as_tensor(total) / self._stored_rows).to(self.tensors[name].dtype)
         return mean
 
 

@@ -84,9 +84,10 @@ def quantize_linears(model: PreTrainedModel, quantization: Quantization) -> str:
     for name, linear in whole.items():
         model.set_submodule(name, QuantizedLinear(linear, scheme, is_stored))
     weights = sum(linear.weight.numel() for linear in whole.values())
-    others = [name for name in linears if name not in whole]
-    summary = f"Quantized to {scheme.name}: {len(whole)} linear layers, {weights:,} of {total_weights(model):,} weights"
-    return f"{summary}; as they are: {listed(others)}" if others else summary
+    return (
+        f"Quantized to {scheme.name}: {len(whole)} linear layers, {weights:,} of {total_weights(model):,} weights; "
+        f"as they are: {listed([name for name in linears if name not in whole])}"
+    )
 
 
 def is_part(name: str, keys: Container[str]) -> bool:

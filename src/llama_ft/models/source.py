@@ -54,7 +54,6 @@ class SafetensorsSource(WeightSource):
 
     def __init__(self, files: list[Path]) -> None:
         self.tensors = {}
-        self.metadata: dict[str, str] = {}  # the texts in the files' headers
         self._handles: dict[Path, Any] = {}
         for file in files:
             try:
@@ -67,7 +66,6 @@ class SafetensorsSource(WeightSource):
             except Exception as error:  # the header may be anything: no JSON, a list, or longer than memory
                 damage = "It is missing or damaged: download it again."
                 raise UserError(f"{file}: cannot be read as safetensors ({reason(error)}).\n{damage}") from error
-            self.metadata |= handle.metadata() or {}
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         """See `WeightSource`; only these rows are read."""
