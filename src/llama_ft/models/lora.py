@@ -14,7 +14,7 @@ from typing import Any, cast, get_args
 import torch
 from peft import LoraConfig, PeftType, get_peft_model, get_peft_model_state_dict
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_PREFIX_MAPPING
-from peft.tuners.tuners_utils import BaseTunerLayer, _check_lora_target_modules_mamba
+from peft.tuners import tuners_utils
 from torch import nn
 from transformers.modeling_utils import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -89,7 +89,7 @@ def inject_adapter(model: PreTrainedModel, settings: Any) -> Adapter:
     use_fused_lora(model)
     layers: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
-        if isinstance(module, BaseTunerLayer):
+        if isinstance(module, tuners_utils.BaseTunerLayer):
             layer: Any = copy(module)
             if getattr(layer, "lora_magnitude_vector", None) and not isinstance(layer.base_layer, nn.Linear):
                 raise UserError(f"--peft.use_dora: {name} is no linear layer.")
@@ -160,7 +160,9 @@ def _takes_adapter(model: PreTrainedModel, settings: Any, name: str, module: nn.
     Llama 4's router returns a tuple, DeepSeek V4's grouped layer takes one more dimension."""
     forward = getattr(type(module), "forward", None)
     with suppress(RuntimeError, TypeError, ValueError, IndexError):
-        _check_lora_target_modules_mamba(settings, model, name.rsplit(".", 1)[-1])
+        # peft's private check of Mamba's layers, in a version that has it.
+        check = getattr(tuners_utils, "_check_lora_target_modules_mamba", lambda *_: None)
+        check(settings, model, name.rsplit(".", 1)[-1])
         if not isinstance(module, nn.Linear) or forward in (nn.Linear.forward, QuantizedLinear.forward):
             return True
         output = module(module.weight.new_empty(2, module.in_features))
