@@ -109,7 +109,7 @@ def shard_plainly(model: Any, mesh: Any, fsdp: Any, precision: Any) -> list[Any]
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-    return [models.Unit("", type(model).__name__, models.total_weights(model), 0, 0)]
+    return [models.Unit("", type(model).__name__, models.total_weights(model), 0)]
 
 
 def layers_of(model: nn.Module) -> nn.ModuleList:

@@ -65,9 +65,7 @@ def write_facts(folder: Path) -> None:
         environment={"command": f"recipes/finetuning.py --dataset {MARKUP} HF_TOKEN={SECRET}", "GPUs": "2 x H100"}
     )
     layers = [f"model.layers.{n}" for n in range(LAYERS)]
-    facts.add(
-        units=[{"name": n, "kind": "Layer", "parameters": 10**6, "bytes": 2 * 10**6, "layers": 1} for n in layers]
-    )
+    facts.add(units=[{"name": n, "kind": "Layer", "parameters": 10**6, "bytes": 2 * 10**6} for n in layers])
     answer = {"question": f"What? {MARKUP}", "answer": f"{MARKUP} \udc80", "reference": SECRET}
     facts.add_sample("before", answer)
     facts.add_sample("after", {**answer, "answer": "That."})

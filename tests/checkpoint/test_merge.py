@@ -132,7 +132,7 @@ def test_another_base_or_tensor_is_refused_with_what_differs(bases: Path, tmp_pa
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
-        ({"peft_type": "LOHA"}, "LOHA adapter"),
+        ({"peft_type": "LOHA"}, "peft_type = LOHA"),
         ({"target_parameters": ["mlp.experts.gate_up_proj"]}, "target_parameters = "),
         ({"init_lora_weights": "pissa"}, "init_lora_weights = pissa"),
         ({"use_something_new": True}, "use_something_new = True"),

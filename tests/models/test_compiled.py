@@ -2,6 +2,7 @@
 operator by operator, on the CPU; what inductor makes of them is torch's."""
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -23,28 +24,22 @@ def varlen_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """torch's variable-length kernel, which is CUDA's, computed row by row on the CPU: compiled layers see the operator
     and its arguments as they do on a GPU."""
 
+    def rows_of(ends: torch.Tensor, *tensors: torch.Tensor) -> list[list[torch.Tensor]]:
+        return [[it[start:end].transpose(0, 1)[None] for it in tensors] for start, end in pairwise(ends.tolist())]
+
+    def joined(parts: list[torch.Tensor]) -> torch.Tensor:
+        return torch.cat([part[0].transpose(0, 1) for part in parts])
+
     def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ends: torch.Tensor, *rest: Any, **_: Any) -> Any:
-        output = torch.empty_like(q)
-        for start, end in zip(ends.tolist(), ends[1:].tolist(), strict=False):
-            row = [it[start:end].transpose(0, 1)[None] for it in (q, k, v)]
-            attended = F.scaled_dot_product_attention(*row, is_causal=True, enable_gqa=True)
-            output[start:end] = attended[0].transpose(0, 1)
-        return output, torch.zeros(q.shape[1], q.shape[0]), torch.zeros(2, dtype=torch.uint64)
+        rows = [F.scaled_dot_product_attention(*r, is_causal=True, enable_gqa=True) for r in rows_of(ends, q, k, v)]
+        return joined(rows), torch.zeros(q.shape[1], q.shape[0]), torch.zeros(2, dtype=torch.uint64)
 
     def backward(gradient: Any, q: Any, k: Any, v: Any, output: Any, sums: Any, ends: Any, *_: Any, **__: Any) -> Any:
-        groups, scale = q.shape[1] // k.shape[1], q.shape[2] ** -0.5
-        gradients = tuple(map(torch.zeros_like, (q, k, v)))
-        for start, end in zip(ends.tolist(), ends[1:].tolist(), strict=False):
-            whole = (q, k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1), gradient)
-            rows = [it[start:end].transpose(0, 1) for it in whole]  # [heads, length, width]
-            later = torch.ones(end - start, end - start, dtype=torch.bool).triu(1)
-            shares = (rows[0] @ rows[1].mT * scale).masked_fill(later, -torch.inf).softmax(-1)
-            pulls = rows[3] @ rows[2].mT
-            scores = shares * (pulls - (pulls * shares).sum(-1, keepdim=True)) * scale
-            found = (scores @ rows[1], scores.mT @ rows[0], shares.mT @ rows[3])
-            for target, part in zip(gradients, found, strict=True):
-                target[start:end] = part.unflatten(0, (target.shape[1], -1)).sum(1).transpose(0, 1)
-        return gradients
+        kernel, found = "_scaled_dot_product_flash_attention_for_cpu", []
+        for gradients, *row in rows_of(ends, gradient, q, k, v):
+            computed = getattr(torch.ops.aten, kernel)(*row, 0.0, True)
+            found.append(getattr(torch.ops.aten, f"{kernel}_backward")(gradients, *row, *computed, 0.0, True))
+        return tuple(map(joined, zip(*found, strict=True)))
 
     library = torch.library.Library("torch_attn", "IMPL")
     library.impl("_varlen_attn", forward, "CPU", allow_override=True)

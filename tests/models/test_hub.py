@@ -17,6 +17,20 @@ REFUSALS = {
     "org/absent": (401, "RepoNotFound"),  # what the hub says to whoever is not logged in
 }
 
+ASK = """
+import json, sys
+from llama_ft.errors import UserError
+from llama_ft.models import local_folder
+
+def ask(name):
+    try:
+        return str(local_folder(name, "--model_name"))
+    except UserError as error:
+        return str(error)
+
+print(json.dumps({name: ask(name) for name in sys.argv[1:]}))
+"""
+
 
 class Hub(BaseHTTPRequestHandler):
     """The parts of the hub's API that a download uses. org/old has no safetensors."""
@@ -63,8 +77,7 @@ def endpoint() -> Iterator[str]:
 
 
 def ask(endpoint: str, home: Path, *names: str) -> dict[str, str]:
-    script = str(Path(__file__).with_name("ask_hub.py"))
-    finished = run([sys.executable, script, *names], HF_ENDPOINT=endpoint, HF_HOME=str(home), HF_HUB_DISABLE_XET="1")
+    finished = run([sys.executable, "-c", ASK, *names], HF_ENDPOINT=endpoint, HF_HOME=str(home), HF_HUB_DISABLE_XET="1")
     assert finished.exit_code == 0, finished.output
     return json.loads(finished.output.splitlines()[-1])
 

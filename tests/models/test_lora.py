@@ -4,12 +4,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig
+from peft import IA3Config, LoHaConfig, LoraConfig, get_peft_model
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from llama_ft.config import ModelConfig, PeftConfig
 from llama_ft.errors import UserError
 from llama_ft.models import build_on_meta, inject_lora, load_model_config
-from llama_ft.models.lora import initial_rows
+from llama_ft.models.lora import PEFT_PREFIX, first_values, inject_adapter
 
 
 def skeleton(folder: Path) -> torch.nn.Module:
@@ -61,10 +62,34 @@ def test_only_lora_adapters_are_continued(tiny_model: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    "part", ["lora_A.default.weight", "lora_B.default.bias", "lora_embedding_B.default", "hada_w1_a.default"]
+    ("method", "settings"),
+    [
+        (LoraConfig, {"r": 6}),
+        (LoraConfig, {"r": 6, "init_lora_weights": "gaussian"}),
+        (LoHaConfig, {"r": 6}),
+        (IA3Config, {"feedforward_modules": []}),
+    ],
 )
-def test_what_peft_adds_has_a_known_first_value_or_is_refused(part: str) -> None:
-    rows = initial_rows(f"model.layers.0.q_proj.{part}", (4, 3), False, 42, slice(1, 3))
-    assert rows.shape == (2, 3) and rows.any() == ("lora_B." not in part)
-    with pytest.raises(UserError, match=r"model\.layers\.0\.q_proj\.lora_C\.default"):
-        initial_rows("model.layers.0.q_proj.lora_C.default", (4, 3), False, 42, slice(1, 3))
+def test_adapters_of_any_method_begin_as_peft_begins_them(
+    tiny_model: Path, method: type[Any], settings: dict[str, Any]
+) -> None:
+    settings = {"target_modules": ["q_proj"], **settings}
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    theirs = {n: value for n, value in get_peft_model(model, method(**settings)).named_parameters() if "layers" in n}
+    ours = dict(first_values(inject_adapter(skeleton(tiny_model), method(**settings)), seed=1))
+    assert set(ours) == {name.removeprefix(PEFT_PREFIX) for name, value in theirs.items() if value.requires_grad}
+    for name, value in ours.items():
+        expected = theirs[PEFT_PREFIX + name]
+        assert value.shape == expected.shape and value.any() == expected.any(), name
+        assert value.std().item() == pytest.approx(expected.std().item(), rel=0.3), name
+        assert value.abs().max().item() == pytest.approx(expected.abs().max().item(), rel=0.5), name
+    drawn = [value.flatten()[0].item() for value in ours.values() if value.std() > 0]
+    assert len(set(drawn)) == len(drawn), "all begin differently"
+
+
+def test_a_parameter_that_peft_gives_no_first_value_is_an_error(tiny_model: Path) -> None:
+    adapter = inject_lora(skeleton(tiny_model), PeftConfig(use_peft=True), "base")
+    layer: Any = adapter.layers["model.layers.1.self_attn.q_proj"]
+    layer.lora_A["more"] = torch.nn.Linear(4, 4, device="meta")
+    with pytest.raises(UserError, match=r"model\.layers\.1\.self_attn\.q_proj\.lora_A\.more\.weight"):
+        list(first_values(adapter, seed=1))

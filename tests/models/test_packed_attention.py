@@ -16,8 +16,6 @@ CPU = torch.device("cpu")
 LENGTHS = [3, 11, 1, 7, 4]  # longer and shorter than the windows of 4 and 5 below
 SHAPE = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 SHAPE |= {"num_key_value_heads": 2, "vocab_size": 101, "max_position_embeddings": 2048}
-LONG_ROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
-LONG_ROPE |= {"original_max_position_embeddings": 5, "short_mscale": 1.0, "long_mscale": 2.0}
 MODELS: dict[str, dict[str, Any]] = {
     "Llama": {},
     "Mistral": {"sliding_window": 5},
@@ -26,8 +24,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "GptOss": {"head_dim": 8, "sliding_window": 4, "num_local_experts": 4},  # sinks
     "GPT2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128},  # learned positions
     "OPT": {"ffn_dim": 64, "word_embed_proj_dim": 32},
-    "Phi3": {"pad_token_id": 0, "original_max_position_embeddings": 5, "rope_parameters": LONG_ROPE},
-    "Phimoe": {"num_local_experts": 4, "router_jitter_noise": 0.0, "rope_parameters": LONG_ROPE},
+    "Phi3": {"pad_token_id": 0},
+    "Phimoe": {"num_local_experts": 4, "router_jitter_noise": 0.0},
     "Qwen3": {"head_dim": 8},
     "DeepseekV3": {  # values narrower than keys
         **{"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12},

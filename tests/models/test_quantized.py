@@ -97,8 +97,8 @@ def test_what_is_left_out_is_listed(tiny_model: Path) -> None:
     assert quantization is not None
     summary = quantize_linears(model, quantization)
     assert "Quantized to 4bit (nf4, blocks of 32): 11 linear layers" in summary
-    assert "Linear layers left out: model.layers.0.self_attn.q_proj, lm_head" in summary
-    assert "Their rows are not whole blocks: model.layers.0.mlp.down_proj, model.layers.1.mlp.down_proj" in summary
+    left_out = ["0.self_attn.q_proj", "0.mlp.down_proj", "1.mlp.down_proj"]  # the latter have no whole blocks
+    assert summary.endswith(f"as they are: {', '.join(f'model.layers.{name}' for name in left_out)}, lm_head")
     assert type(model.model.layers[0].self_attn.q_proj) is torch.nn.Linear
     assert isinstance(model.model.layers[1].self_attn.q_proj, QuantizedLinear)
     assert total_weights(model) == weights
@@ -108,7 +108,7 @@ def test_what_is_left_out_is_listed(tiny_model: Path) -> None:
     ("settings", "use_peft", "stored", "told"),
     [
         ({"mode": "8bit", "skip_modules": ["q_prj"]}, True, None, "q_prj"),
-        ({"mode": "4bit"}, True, {"load_in_8bit": True}, "quantized already, with 8bit"),
+        ({}, True, {"load_in_8bit": True}, "quantized with bitsandbytes, and not in 4 bits"),
         ({}, True, {"quant_method": "gptq", "bits": 4}, "quantized with gptq"),
         ({}, False, {"load_in_4bit": True}, "--use_peft"),
     ],

@@ -112,18 +112,8 @@ def runs(bases: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pat
     """Case -> its run on two ranks, all of one launch."""
     common = ["--resize_embeddings", "--tokenizer_name", f"{bases}/tokens", "--enable_fsdp"]
     common += ["--dataset", f"{bases}/rows.jsonl", "--validation", f"{bases}/rows.jsonl", "--num_epochs", str(STEPS)]
-    common += [
-        "--precision",
-        "fp32",
-        "--batching_strategy",
-        "padding",
-        "--lr",
-        str(LEARNING_RATE),
-        "--lr_scheduler",
-        "constant",
-    ]
-    common += ["--save_steps", "2", "--save_every_epoch", "false"]
-
+    common += f"--precision fp32 --batching_strategy padding --lr {LEARNING_RATE} --lr_scheduler constant".split()
+    common += "--save_steps 2 --save_every_epoch false".split()
     folder, flags = tmp_path_factory.mktemp("runs"), {}
     for case, (base, own) in CASES.items():
         others = [] if "--min_num_params" in own else ["--min_num_params", "1000"]
@@ -193,22 +183,6 @@ def test_the_result_loads_into_plain_transformers_and_peft_as_it_was_trained(
             held_out = metrics(run)[-1]["eval/loss"]
             [loss] = mean_loss(reloaded(case, bases, run / "model"), bases / "rows.jsonl")
             assert loss == pytest.approx(held_out, rel=1e-5), case
-
-
-def test_with_lora_the_new_rows_are_trained_and_no_others(runs: dict[str, Path], bases: Path) -> None:
-    for case, (_, flags) in CASES.items():
-        if "--use_peft" not in flags:
-            continue
-        held = adapter_tensors(runs[case] / "model")
-        rows = {name: tensor for name, tensor in held.items() if "trainable_tokens_delta" in name}
-        assert len(rows) == (1 if "tied" in case or "in full" in case else 2), case
-        before = base_of(case, bases)
-        for name, tensor in rows.items():
-            weight = before.get_submodule(name.removeprefix("base_model.model.").split(".token_")[0]).weight
-            assert tensor.shape == (2, weight.shape[1]) and tensor.dtype == torch.float32
-            assert ((tensor - weight[NEW].float()).abs().amax(dim=1) > 1e-2).all(), (case, name)
-        others = [name for name in held.keys() - rows.keys() if ".lora_" not in name]
-        assert others == (["base_model.model.lm_head.weight"] if "in full" in case else []), case
 
 
 def test_both_ways_of_loading_and_a_resumed_run_give_the_same_bits(runs: dict[str, Path]) -> None:
@@ -283,5 +257,4 @@ def test_what_new_rows_cannot_be_trained_with_is_refused(bases: Path) -> None:
 
     refused("tied", NewTokens(NEW, STORED, GROWN), "are one", modules_to_save=["lm_head"])
     saved = {"from_peft_checkpoint": str(bases / "untied-adapter")}
-    refused("untied", None, "The model has 301 rows", **saved)
-    refused("untied", NewTokens([*NEW, 303], STORED, 304), "1 new tokens that the adapter does not train", **saved)
+    refused("untied", None, "rows of 2 tokens that the model, of 301 rows, has not", **saved)

@@ -73,14 +73,14 @@ def merged_weights(
 
     written: dict[str, tuple[str, Change | None]] = {name: (name, None) for name in stored.tensors}
     for tie in ties.values():
-        does, held = {name: changes.get(name) for name in tie}, {name: converted.stored_name(name) for name in tie}
+        does, held = {name: changes.get(name) for name in tie}, {name: converted.renamed.get(name) for name in tie}
         source, is_one = next(filter(None, held.values()), None), len(set(does.values())) == 1
         if source is None and any(does.values()):
             raise UserError(f"{tie[0]}: {base} stores it in another layout.\n{USE_PEFT}")
         for name, change in does.items():
             if source and (target := held[name] or ("" if is_one else name)):  # else it is still one tensor
                 written[target] = held[name] or source, change
-    grown = grow(stored, model, converted.stored_name)
+    grown = grow(stored, model, converted.renamed.get)
 
     def rows(name: str, dtype: torch.dtype) -> Iterator[torch.Tensor]:
         (source, change), start = written[name], 0

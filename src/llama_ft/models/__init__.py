@@ -1,6 +1,6 @@
 """From a checkpoint folder to a model whose every rank holds just its shard: skeleton, adapters, units, weights."""
 
-import llama_ft.models.plain_bitsandbytes  # noqa: F401  # first
+from llama_ft.models.quantized import total_weights  # first: it imports bitsandbytes, as peft does
 
 # isort: split
 from llama_ft.models.activation_checkpointing import checkpoint_activations
@@ -10,6 +10,8 @@ from llama_ft.models.build import (
     freeze_first_layers,
     load_model_config,
     load_tokenizer,
+    local_folder,
+    portable_name,
     resolve_context_length,
     router_loss,
     set_storage_dtypes,
@@ -22,16 +24,13 @@ from llama_ft.models.chunked_loss import (
     has_chunked_loss,
     use_chunked_loss,
 )
-from llama_ft.models.compiled import compile_layers
+from llama_ft.models.compiled import apply_liger, compile_layers
 from llama_ft.models.fsdp import Unit, apply_fsdp, shard_degree, unit_table
-from llama_ft.models.hub import local_folder, portable_name
-from llama_ft.models.liger import apply_liger
 from llama_ft.models.load_weights import load_weights
 from llama_ft.models.lora import Adapter, inject_lora
-from llama_ft.models.mask_notes import noted
 from llama_ft.models.new_tokens import NewTokens
 from llama_ft.models.packed_attention import packed_arguments, use_packed_attention
 from llama_ft.models.quantization import Quantization, choose_quantization, quantize_linears
-from llama_ft.models.quantized import total_weights
 from llama_ft.models.shards import ShardGroup
 from llama_ft.models.source import fingerprint
+from llama_ft.models.transformers_private import noted

@@ -29,9 +29,8 @@ def checkpoint_activations(model: PreTrainedModel, train: TrainConfig) -> None:
     """
     if train.activation_checkpointing == "off":
         return
-    settings: dict[str, Any] = {"use_reentrant": False}
-    if train.activation_checkpointing == "selective":
-        settings["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_expensive)
+    selective = {"context_fn": partial(create_selective_checkpoint_contexts, _keep_expensive)}
+    settings = {"use_reentrant": False} | (selective if train.activation_checkpointing == "selective" else {})
     every = train.activation_checkpointing_k if train.activation_checkpointing == "every_k" else 1
     model.activation_checkpointing_enable(settings, every_n_layers=every, offload=train.activation_offload)
     # transformers has the embedding's output require gradients for reentrant checkpointing; ours is not.

@@ -1,4 +1,4 @@
-"""The model without its weights: every parameter and buffer on the meta device, shapes and no storage."""
+"""From a model's name to the model without its weights: parameters and buffers on the meta device, without storage."""
 
 import sys
 from collections.abc import Callable
@@ -6,17 +6,57 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from huggingface_hub import constants, snapshot_download
+from huggingface_hub.errors import GatedRepoError, HFValidationError, HTTPError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
+from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.config import ModelConfig
+from llama_ft.config.paths import TO_SAFETENSORS
 from llama_ft.errors import UserError, reason
-from llama_ft.models.conversion import note_conversions
 from llama_ft.models.new_tokens import NewTokens, note_growth
 from llama_ft.models.source import listed
+from llama_ft.models.transformers_private import private
 from llama_ft.runtime.console import log
 from llama_ft.runtime.devices import Precision
+
+NEEDED_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.py"]
+DUPLICATES = ["consolidated*", "original/*"]  # where Mistral and Meta put the same weights a second time
+
+
+def local_folder(name: str, flag: str, ask_hub: bool = True, weights: bool = True) -> Path:
+    """The folder of a model or tokenizer: `name` itself if it is a folder, else the hub's files in its cache, also if
+    the hub cannot be reached. A UserError if there is none, or no safetensors in it, or no access to it.
+
+    Args:
+        name: a local folder or a hub name (owner/model).
+        flag: the setting `name` came from, for messages.
+        ask_hub: False if another process of this node has just done so: the hub's cache then has it.
+        weights: whether the weights are needed, which are safetensors.
+    """
+    if (folder := Path(name).expanduser()).is_dir():
+        return folder
+    patterns = NEEDED_FILES + (["*.safetensors"] if weights else [])
+    try:
+        found = snapshot_download(
+            name, allow_patterns=patterns, ignore_patterns=DUPLICATES, local_files_only=not ask_hub
+        )
+    except (HFValidationError, HTTPError, OSError) as error:
+        gated = f"Ask for access at {constants.ENDPOINT}/{name}" if isinstance(error, GatedRepoError) else None
+        raise UserError(
+            f"{flag} {name}: no such folder, and {constants.ENDPOINT} does not give it ({reason(error)}).\n"
+            f"{gated or 'Give the path of a local folder, or owner/model'}; `hf auth login` logs in (or set HF_TOKEN)."
+        ) from error
+    if weights and not any(Path(found).glob("*.safetensors")):
+        raise UserError(f"{flag} {name}: the hub has no safetensors of it. {TO_SAFETENSORS}")
+    return Path(found)
+
+
+def portable_name(name: str, folder: Path) -> str:
+    """What to call a model in files that outlive the run: its hub name, or its folder's absolute path."""
+    return str(folder.resolve()) if name == "demo" or Path(name).expanduser().is_dir() else name
 
 
 def load_tokenizer(folder: Path, trust_remote_code: bool) -> PreTrainedTokenizerBase:
@@ -25,9 +65,7 @@ def load_tokenizer(folder: Path, trust_remote_code: bool) -> PreTrainedTokenizer
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
         # For some models (Qwen, Gemma), transformers makes up a tokenizer of special tokens when the files are missing.
         if len(tokenizer) == len(tokenizer.get_added_vocab()):
-            files = dict.fromkeys(["tokenizer.json", *tokenizer.vocab_files_names.values()])
-            absent = ", ".join(file for file in files if not (folder / file).exists())
-            raise ValueError(f"it has only special tokens; missing: {absent}")
+            raise ValueError("it has only special tokens: files such as tokenizer.json are missing")
         return tokenizer
     except Exception as error:  # transformers raises half a dozen types here, all meaning the same to the user
         raise UserError(f"{folder}: no usable tokenizer ({reason(error)}). --tokenizer_name names another.") from error
@@ -47,8 +85,10 @@ def build_on_meta(config: PretrainedConfig, model: ModelConfig, new: NewTokens |
     # AutoModelForCausalLM builds the whole model for some of these (gemma3) and only its decoder for others (qwen3_5),
     # whose export would lack the vision tower. Phi-4-multimodal has no text_config.
     if any(key.startswith(("vision", "audio")) for key in config.sub_configs) or config.get_text_config() is not config:
-        problem = f"models of model_type {config.model_type} also take images or sound"
-        raise UserError(f"--model_name {model.model_name}: {problem}; only text models are supported.")
+        raise UserError(
+            f"--model_name {model.model_name}: models of model_type {config.model_type} also take images or sound; "
+            "only text models are supported."
+        )
     if new is not None:
         config.get_text_config().vocab_size = new.rows
     try:
@@ -65,7 +105,8 @@ def build_on_meta(config: PretrainedConfig, model: ModelConfig, new: NewTokens |
             f"{config.model_type} ({type(error).__name__}: {reason(error)})."
         ) from error
     skeleton.tie_weights()
-    note_conversions(skeleton)
+    # By class names, which fully_shard changes.
+    skeleton._weight_conversions = get_model_conversion_mapping(skeleton)  # type: ignore[assignment]
     if new is not None and new.rows > new.stored_rows:
         note_growth(skeleton, new)
     return skeleton
@@ -74,7 +115,7 @@ def build_on_meta(config: PretrainedConfig, model: ModelConfig, new: NewTokens |
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
     """The model's decoder layers from input to output, of the classes that transformers names in `_no_split_modules`;
     of those within one another (Mamba's) the outermost. fully_shard derives a class of its own from theirs."""
-    kinds = set(getattr(model, "_no_split_modules", None) or ())
+    kinds = set(private(model, "_no_split_modules") or ())
     modules = dict(model.named_modules())
     found = {name: m for name, m in modules.items() if not kinds.isdisjoint(kind.__name__ for kind in type(m).__mro__)}
     return [m for name, m in found.items() if not any(name.startswith(f"{outer}.") for outer in found)]
@@ -83,8 +124,7 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
 def function_beside(module: nn.Module, name: str) -> Callable[..., Any]:
     """A function of the file that a module's class is written in; fully_shard derives a class of its own from that."""
     files = [sys.modules[kind.__module__] for kind in type(module).__mro__]
-    found: Callable[..., Any] = next(getattr(file, name) for file in files if hasattr(file, name))
-    return found
+    return cast(Callable[..., Any], next(getattr(file, name) for file in files if hasattr(file, name)))
 
 
 def router_loss(model: PreTrainedModel, output: Any, attention_mask: torch.Tensor | None) -> torch.Tensor | float:
@@ -93,17 +133,13 @@ def router_loss(model: PreTrainedModel, output: Any, attention_mask: torch.Tenso
     if not model.training or not getattr(output, "router_logits", None):
         return 0.0
     balance = function_beside(model, "load_balancing_loss_func")
-    experts: dict[str, Any] = {"num_experts": model.num_experts, "top_k": model.num_experts_per_tok}
-    loss: torch.Tensor = balance(output.router_logits, **experts, attention_mask=attention_mask)
-    return loss * cast(float, model.router_aux_loss_coef)
+    loss = balance(output.router_logits, model.num_experts, model.num_experts_per_tok, attention_mask)
+    return cast(torch.Tensor, loss * model.router_aux_loss_coef)
 
 
 def freeze_first_layers(model: PreTrainedModel, count: int) -> None:
-    """Keep the first `count` decoder layers as they are in training; a UserError if the model has no more than that."""
-    layers = decoder_layers(model)
-    if count >= len(layers):
-        raise UserError(f"--num_freeze_layers {count}: this model has {len(layers)} decoder layers; freeze fewer.")
-    for layer in layers[:count]:
+    """Keep the first `count` decoder layers as they are in training."""
+    for layer in decoder_layers(model)[:count]:
         layer.requires_grad_(False)
 
 
@@ -128,10 +164,7 @@ def find_new_tokens(
         return None
     stored: int = model_config.get_text_config().vocab_size
     names = {id_: token for token, id_ in tokenizer.get_vocab().items()}
-    try:
-        known = load_tokenizer(folder, model.trust_remote_code).get_vocab()
-    except UserError:  # it has none, and --tokenizer_name names another
-        known = tokenizer.get_vocab()
+    known = load_tokenizer(folder, model.trust_remote_code).get_vocab()
     ids = sorted(id_ for id_, token in names.items() if id_ >= stored or known.get(token) != id_)
     new = NewTokens(ids, stored, max([stored, *(id_ + 1 for id_ in ids)]))
     log.info(
@@ -145,8 +178,6 @@ def resolve_context_length(asked: int | None, config: PretrainedConfig) -> int:
     """Longest sample in tokens: what was asked for, else the model's maximum but at most 4096. A UserError if more was
     asked for than the model has positions."""
     longest = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if asked is None:
-        return min(longest or 4096, 4096)
-    if longest is not None and asked > longest:
+    if asked is not None and longest is not None and asked > longest:
         raise UserError(f"--context_length {asked}: this model has {longest} positions; use {longest} or less.")
-    return asked
+    return asked or min(longest or 4096, 4096)

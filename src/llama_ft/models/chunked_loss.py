@@ -15,6 +15,7 @@ runs, with its adapter, soft cap or scale, sharded or not.
 import copy
 from collections.abc import Callable, Sequence
 from functools import wraps
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -34,8 +35,7 @@ LossFunction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 def cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Cross-entropy of logits [targets, vocab] with int64 [targets], without a second fp32 copy of the logits: float32
     [targets], differentiable once."""
-    losses: torch.Tensor = CrossEntropy.apply(logits, targets)
-    return losses
+    return cast(torch.Tensor, CrossEntropy.apply(logits, targets))
 
 
 def use_chunked_loss(model: PreTrainedModel) -> bool:
@@ -115,11 +115,8 @@ def forget_chunked_loss(model: nn.Module) -> None:
     model._has_chunked_loss = False  # type: ignore[assignment]
 
 
-class _Known:
-    """What a decoder returns, but for what nobody asked for."""
-
-    def __init__(self, last_hidden_state: torch.Tensor) -> None:
-        self.last_hidden_state = last_hidden_state
+class _Known(SimpleNamespace):
+    """What a decoder that has computed already returns, but for what nobody asked for."""
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("__"):
@@ -129,28 +126,14 @@ class _Known:
         return self.last_hidden_state if index == 0 else ()
 
 
-class _Decoded(nn.Module):
-    """Stands where the decoder stood and gives back what it had computed."""
-
-    def forward(self, *_: Any, inputs_embeds: torch.Tensor, **__: Any) -> _Known:
-        return _Known(inputs_embeds)
-
-
-class _Plain(nn.Module):
-    """The head without its hooks, which would gather its weights for every piece."""
-
-    def __init__(self, forward: Callable[..., torch.Tensor]) -> None:
-        super().__init__()
-        self.forward = forward
-
-
 def _head_function(model: PreTrainedModel, decoder: str, head: str) -> Callable[[torch.Tensor], torch.Tensor]:
     """Hidden states [n, width] -> logits [n, vocab] as the model's own forward makes them, with its soft caps and
     scales: it is run with a decoder that has computed already."""
     view = copy.copy(model)  # shares all parameters
     view._modules = dict(model._modules)
-    view._modules[decoder] = _Decoded()
-    view._modules[head] = _Plain(getattr(model, head).forward)
+    modules: dict[str, Any] = view._modules
+    modules[decoder] = lambda *_, inputs_embeds, **__: _Known(last_hidden_state=inputs_embeds)
+    modules[head] = getattr(model, head).forward  # without its hooks, which would gather its weights for every piece
     forward = type(model).forward
 
     def logits_of(hidden: torch.Tensor) -> torch.Tensor:

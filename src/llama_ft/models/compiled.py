@@ -1,34 +1,36 @@
-"""Decoder layers compiled by torch.compile: layers of a kind share one graph, which is made at the first step."""
+"""Fused kernels for decoder layers: graphs of torch.compile, or Liger's own kernels."""
 
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from transformers.modeling_utils import PreTrainedModel
 
+from llama_ft.config import TrainConfig
+from llama_ft.errors import UserError
 from llama_ft.models.build import decoder_layers
 from llama_ft.runtime.console import log
 
-# Graphs of one model: for training and for evaluation, of each kind of layer, of the first where its input needs no
-# gradient. torch's own limit is 8, beyond which it computes without a graph.
-MOST_GRAPHS = 32
 # Of what a layer is called with, the dimensions that vary from step to step: rows and tokens; and of a pack the number
 # of rows and the longest. torch would compile for the first step's numbers and then, for each that changes, again.
-VARIES: dict[str, tuple[int, ...]] = {
-    r"L\['args'\]\[0\]": (0, 1),  # [rows, tokens, width]
-    r"L\['keywords'\]\['(position_embeddings|position_ids)'\].*": (0, 1),
-    r"L\['keywords'\]\['attention_mask'\]": (0, 2, 3),  # [rows, 1, tokens, tokens]
-    r"L\['keywords'\]\['packed_rows'\].offsets": (0,),
-}
-VARYING_NUMBER = r"L\['keywords'\]\['packed_rows'\].longest"
+VARIES = [
+    *(rf"L\['args'\]\[0\]:{dimension}" for dimension in (0, 1)),  # [rows, tokens, width]
+    *(rf"L\['keywords'\]\['(position_embeddings|position_ids)'\].*:{dimension}" for dimension in (0, 1)),
+    *(rf"L\['keywords'\]\['attention_mask'\]:{dimension}" for dimension in (0, 2, 3)),  # [rows, 1, tokens, tokens]
+    r"L\['keywords'\]\['packed_rows'\].offsets:0",
+    r"L\['keywords'\]\['packed_rows'\].longest",
+]
 
 
 def compile_layers(model: nn.Module, backend: str = "inductor") -> None:
-    """Compile the `forward` of decoder layers, below the hooks by which fully_shard gathers their weights; parameters
-    keep their names. Not with a cache of keys and values, which grows with every token of an answer."""
-    torch._dynamo.config.recompile_limit = MOST_GRAPHS
-    varies = [f"{name}:{dimension}" for name, dimensions in VARIES.items() for dimension in dimensions]
-    torch.compiler.config.dynamic_sources = ",".join([*varies, VARYING_NUMBER])
+    """Compile the `forward` of decoder layers, below the hooks by which fully_shard gathers their weights: layers of a
+    kind share one graph, which is made at the first step. Not with a cache of keys and values, which grows with every
+    token of an answer."""
+    # Graphs of one model: for training and for evaluation, of each kind of layer, of the first where its input needs no
+    # gradient. torch's own limit is 8, beyond which it computes without a graph.
+    torch._dynamo.config.recompile_limit = 32
+    torch.compiler.config.dynamic_sources = ",".join(VARIES)
     compiled = torch.compile(_forward, backend=backend)
     layers = decoder_layers(model)
     for layer in layers:
@@ -43,3 +45,23 @@ def _forward(layer: nn.Module, *args: Any, **keywords: Any) -> Any:
 
 def _forward_or_graph(layer: nn.Module, compiled: Any, *args: Any, **keywords: Any) -> Any:
     return (compiled if keywords.get("past_key_values") is None else _forward)(layer, *args, **keywords)
+
+
+def apply_liger(model: PreTrainedModel, train: TrainConfig) -> None:
+    """Patch the `forward` methods of the skeleton with Liger's own function for its architecture, before adapters and
+    sharding. Liger's losses stay out: ours is a sum over target tokens. A UserError without liger-kernel, or if it does
+    not know this architecture.
+    """
+    try:
+        from liger_kernel.transformers import monkey_patch
+    except ImportError as error:
+        raise UserError(f"--use_liger: pip install liger-kernel; it cannot be imported ({error}).") from error
+    known = monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN
+    if model.config.model_type not in known:
+        raise UserError(f"--use_liger: no kernels for {model.config.model_type}, only {', '.join(sorted(known))}.")
+    # Liger rotates queries and keys where they lie. Those that selective keeps would be rotated again when the layer is
+    # recomputed, and the gradients wrong without a message.
+    kernels = {"rope": False} if train.activation_checkpointing == "selective" else {}
+    monkey_patch._apply_liger_kernel_to_instance(
+        model, cross_entropy=False, fused_linear_cross_entropy=False, **kernels
+    )

@@ -16,7 +16,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     Chunk,
     Concatenate,
@@ -39,47 +38,41 @@ from transformers.modeling_utils import PreTrainedModel
 from llama_ft.errors import UserError
 from llama_ft.models.lora import checkpoint_key, is_adapter_weight
 from llama_ft.models.new_tokens import grow
-from llama_ft.models.source import StoredTensor, WeightSource, listed, open_weights
-
-
-def note_conversions(model: PreTrainedModel) -> None:
-    """Leave on the model what transformers may convert. Later it could not be found: it goes by class names, and
-    fully_shard changes them."""
-    model._weight_conversions = get_model_conversion_mapping(model)  # type: ignore[assignment]
+from llama_ft.models.source import StoredTensor, WeightSource, open_weights
 
 
 def open_source(folder: Path, model: PreTrainedModel) -> WeightSource:
     """The weights of a model folder under the model's own names and in its shapes; reads headers only. A UserError if
     there are none, or they cannot be read or converted. `model`: see ConvertedSource."""
-    source = open_weights(folder)
-    converted = ConvertedSource(source, model)
+    converted = ConvertedSource(source := open_weights(folder), model)
     return grow(source if converted.changes_nothing else converted, model)
 
 
-class ConvertedSource:
+class ConvertedSource(WeightSource):
     """The tensors of another source under the model's names and in its shapes. Opening reads headers only; a UserError
-    if tensors do not fit together. `model` is a skeleton that `note_conversions` has seen: of its conversions those
+    if tensors do not fit together. `model` was made by `build_on_meta`: of its conversions those
     that this checkpoint needs stay in `model._weight_conversions`, as in transformers."""
 
     def __init__(self, source: WeightSource, model: PreTrainedModel) -> None:
         self._source = source
         self._context = _context(model)
-        self._renamed: dict[str, str] = {}  # the model's name -> the stored one, where nothing else changes
+        self.renamed: dict[str, str] = {}  # the model's name -> the stored one, where nothing else changes
         self._groups: dict[str, _Group] = {}
         self._whole: tuple[str, dict[str, torch.Tensor]] | None = None  # the last group converted whole
-        self.tensors: dict[str, StoredTensor] = {}
+        self.tensors = {}
+
+        def header(name: str) -> torch.Tensor:
+            return torch.empty(source.tensors[name].shape, dtype=source.tensors[name].dtype, device="meta")
+
         for target, converter, collected in self._collect(model):
-            group = self._group(target, converter, collected)
+            group = _Group(target, converter, collected, self._context)
+            group.made.update(group.convert(header))
             file = source.tensors[next(iter(collected.values()))[0]].file
             for name, tensor in group.made.items():
                 self._groups[name] = group
                 self.tensors[name] = StoredTensor(file, tuple(tensor.shape), tensor.dtype)
-        self.tensors |= {name: source.tensors[stored] for name, stored in self._renamed.items()}
-        self.changes_nothing = not self._groups and all(name == stored for name, stored in self._renamed.items())
-
-    def stored_name(self, name: str) -> str | None:
-        """What the checkpoint calls a tensor of the model; None where it is made of others."""
-        return self._renamed.get(name)
+        self.tensors |= {name: source.tensors[stored] for name, stored in self.renamed.items()}
+        self.changes_nothing = not self._groups and all(name == stored for name, stored in self.renamed.items())
 
     def _collect(self, model: PreTrainedModel) -> list[tuple[str, WeightConverter, dict[str, list[str]]]]:
         """Name every stored tensor as transformers does; returns those that a converter takes, together."""
@@ -95,33 +88,18 @@ class ConvertedSource:
                 name, pattern = rename_source_key(stored, [], [], model.base_model_prefix, known)
             if pattern is not None and name in known:
                 taken[name][pattern].append(stored)
-            elif name in self._renamed:
-                raise UserError(f"{self._renamed[name]} and {stored} would both be the model's {name}.")
+            elif name in self.renamed:
+                raise UserError(f"{self.renamed[name]} and {stored} would both be the model's {name}.")
             else:
-                self._renamed[name] = stored
+                self.renamed[name] = stored
         model._weight_conversions = [t for t in transforms if t.was_used()]  # type: ignore[assignment]
         by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
         return [(name, by_pattern[next(iter(patterns))], dict(patterns)) for name, patterns in taken.items()]
 
-    def _group(self, target: str, converter: WeightConverter, collected: dict[str, list[str]]) -> "_Group":
-        def header(name: str) -> torch.Tensor:
-            stored = self._source.tensors[name]
-            return torch.empty(stored.shape, dtype=stored.dtype, device="meta")
-
-        group = _Group(target, converter, collected, self._context)
-        try:
-            group.made.update(group.convert(header))
-        except Exception as error:  # operations are any code of transformers': whatever they raise, nothing is loaded
-            names = [name for several in collected.values() for name in several]
-            raise UserError(
-                f"{self._source.tensors[names[0]].file}: no {target} of {listed(names)} ({error})."
-            ) from error
-        return group
-
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Rows [start, stop) in the stored dtype. Of stacked experts only those are read, else the whole group once."""
-        if name in self._renamed:
-            return self._source.read_rows(self._renamed[name], start, stop)
+        if name in self.renamed:
+            return self._source.read_rows(self.renamed[name], start, stop)
         group = self._groups[name]
         if group.by_expert:
             return group.convert(self._source.read, slice(start, stop))[name]
@@ -129,12 +107,6 @@ class ConvertedSource:
             self._whole = None  # free it before the next
             self._whole = (group.target, group.convert(self._source.read))
         return self._whole[1][name][start:stop]
-
-    def read(self, name: str) -> torch.Tensor:
-        """A whole tensor in the stored dtype."""
-        if name in self._renamed:
-            return self._source.read(self._renamed[name])
-        return self.read_rows(name, 0, self.tensors[name].shape[0])
 
 
 @dataclass(frozen=True)

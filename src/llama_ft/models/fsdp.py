@@ -29,7 +29,6 @@ class Unit:
     kind: str  # class of that module
     parameters: int  # each tied weight once
     bytes: int  # all-gathered: quantized weights as they are, others in the compute dtype; not what is used as stored
-    layers: int  # decoder layers whose parameters it holds
 
 
 def apply_fsdp(model: PreTrainedModel, mesh: DeviceMesh, fsdp: FSDPConfig, precision: Precision) -> list[Unit]:
@@ -48,13 +47,12 @@ def apply_fsdp(model: PreTrainedModel, mesh: DeviceMesh, fsdp: FSDPConfig, preci
     policy = MixedPrecisionPolicy(param_dtype=precision.compute, reduce_dtype=precision.reduce)
     # Pinned, so that copies to and from the GPU overlap with its work.
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if fsdp.fsdp_cpu_offload else OffloadPolicy()
-    free_after_forward = fsdp.sharding_strategy != "SHARD_GRAD_OP"
     allow_integers()
     shard_one = partial(fully_shard, mesh=mesh, mp_policy=policy, offload_policy=offload, ignored_params=ready)
     for module in modules:
         # The head's backward pass follows its forward pass at once: freed in between it would be gathered twice.
         is_head = module is model.get_output_embeddings()
-        shard_one(module, reshard_after_forward=free_after_forward and not is_head)
+        shard_one(module, reshard_after_forward=fsdp.sharding_strategy != "SHARD_GRAD_OP" and not is_head)
     shard_one(model, reshard_after_forward=False)
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -91,8 +89,8 @@ def _modules_to_wrap(model: PreTrainedModel, fsdp: FSDPConfig) -> list[nn.Module
     if fsdp.fsdp_wrap_policy == "transformer":
         return layers
     ends = [module for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module is not None]
-    weights = {id(weight): weight for module in ends for weight in module.parameters()}
-    if len(weights) < sum(1 for module in ends for _ in module.parameters()):
+    weights = [weight for module in ends for weight in module.parameters()]
+    if len(set(weights)) < len(weights):
         return layers  # one tied weight has to stay in the root unit
     return layers + [m for m in ends if sum(p.numel() for p in m.parameters()) >= fsdp.min_num_params]
 
@@ -105,17 +103,15 @@ def _modules_by_size(model: PreTrainedModel, least: int) -> list[nn.Module]:
     held: set[int] = set()
     head = model.get_output_embeddings()
     times = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
-    # fully_shard gathers around forward, which these do not have.
-    no_forward = (nn.ModuleList, nn.ModuleDict, nn.ParameterDict)
 
     def visit(module: nn.Module) -> None:
         if module is not head and not isinstance(module, BaseTunerLayer):
             for child in module.children():
                 visit(child)
         own = {id(p): p for p in module.parameters() if id(p) not in held}
-        if module is model or isinstance(module, no_forward) or any(times[key] > 1 for key in own):
-            return
-        if sum(p.numel() for p in own.values()) >= least:
+        # fully_shard gathers around forward, which containers do not have.
+        is_unit = module is not model and not isinstance(module, nn.ModuleList | nn.ModuleDict | nn.ParameterDict)
+        if is_unit and all(times[key] == 1 for key in own) and sum(p.numel() for p in own.values()) >= least:
             wrapped.append(module)
             held.update(own)
 
@@ -127,7 +123,6 @@ def _describe_units(
     model: PreTrainedModel, modules: list[nn.Module], compute: torch.dtype, ready: Set[nn.Parameter] = frozenset()
 ) -> list[Unit]:
     names = {module: name for name, module in model.named_modules()}
-    layer_of = {id(p): number for number, layer in enumerate(decoder_layers(model)) for p in layer.parameters()}
     quantized = weight_counts(model)
     held: set[int] = set()
     units = []
@@ -138,21 +133,20 @@ def _describe_units(
         gathered = sum(
             p.numel() * (compute if p.is_floating_point() else p.dtype).itemsize for p in own.values() if p not in ready
         )
-        layers = len({layer_of[key] for key in own if key in layer_of})
-        units.append(Unit(names[module], type(module).__name__, count, gathered, layers))
+        units.append(Unit(names[module], type(module).__name__, count, gathered))
     return units
 
 
 def unit_table(units: list[Unit]) -> str:
     """The units as lines for people: equal ones counted together, the largest named."""
     groups = Counter((unit.kind if unit.name else "rest of the model", unit.parameters, unit.bytes) for unit in units)
-    lines = [f"{'FSDP units':<32} {'count':>6} {'parameters each':>16} {'gathered':>10}"]
-    for (kind, parameters, gathered), count in groups.items():
-        lines.append(f"  {kind:<30} {count:>6} {parameters:>16,} {gathered / 2**20:>6.1f} MiB")
+    lines = [
+        f"  {count} x {kind}: {parameters:,} parameters, {gathered / 2**20:,.1f} MiB gathered"
+        for (kind, parameters, gathered), count in groups.items()
+    ]
     largest, total = max(units, key=lambda unit: unit.parameters), sum(unit.parameters for unit in units)
-    name, share = largest.name or "the rest", largest.parameters / total
-    lines.append(f"  {len(units)} units, {total:,} parameters; the largest, {name}, is {share:.0%}")
-    return "\n".join(lines)
+    share = f"the largest, {largest.name or 'the rest'}, is {largest.parameters / total:.0%}"
+    return "\n".join([f"{len(units)} FSDP units, {total:,} parameters; {share}", *lines])
 
 
 def shard_degree(fsdp: FSDPConfig) -> int | Literal["node", "world"]:

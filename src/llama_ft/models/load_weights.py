@@ -3,7 +3,6 @@ loading (see loader.py) ever holds a whole model, or a whole tensor that is not 
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
 
@@ -20,14 +19,15 @@ from llama_ft.models.lora import (
     Adapter,
     check_saved_adapter,
     checkpoint_key,
-    initial_rows,
+    first_values,
     is_adapter_weight,
 )
 from llama_ft.models.new_tokens import TokenRows
-from llama_ft.models.prequantized import parts_of, read_4bit, read_8bit, stored_form, stored_shape
+from llama_ft.models.quantization import is_4bit, is_part, read_4bit
 from llama_ft.models.quantized import FourBit, QuantizedLinear
 from llama_ft.models.shards import ShardGroup, local_shard
 from llama_ft.models.source import StoredTensor, WeightSource, listed
+from llama_ft.models.transformers_private import INITIALIZED, private
 
 NORM_ROWS = 1024
 QUANTIZED_AT_ONCE = 2**19  # weights; with it ranks held at most 11 to 54 MiB in addition to their shards
@@ -76,46 +76,33 @@ def load_weights(
         check_saved_adapter(saved_adapter.headers, model, adapter, file)
     _allocate(model, device, storage_device)
     with torch.no_grad():
-        for load in _shard_loads(model, keys, loader.headers, frozen_dtype, device):
-            loader.fill(load)
-        for name, parameter in model.named_parameters():
-            if saved_adapter is not None and adapter is not None and name in adapter.keys:
-                saved_adapter.fill(_as_stored(parameter, adapter.keys[name], saved_adapter.headers))
-            elif is_adapter_weight(name) and "_magnitude_vector" not in name and "trainable_tokens_delta" not in name:
-                rows, gaussian = slice(*group.own_rows(parameter.shape[0])), peft.init_lora_weights == "gaussian"
-                local_shard(parameter).copy_(initial_rows(name, tuple(parameter.shape), gaussian, seed, rows))
-        for name, layer in model.named_modules():
-            if saved_adapter is None and isinstance(layer, TokenRows) and layer.tied_adapter is None:
-                copies, ids = layer.trainable_tokens_delta["default"], layer.token_indices["default"]
-                loader.fill(_as_stored(copies, keys[f"{name}.base_layer.weight"], loader.headers, ids))
-        for each in (loader, saved_adapter):
-            if each is not None:
-                each.finish()
+        parameters, threads = dict(model.named_parameters()), torch.get_num_threads()
+        layers = {id(module.weight): module for module in model.modules() if isinstance(module, QuantizedLinear)}
+        for name, parameter in parameters.items():
+            if layer := layers.get(id(parameter)):
+                # Quantizing is many small operations. With other programs on the cores, waiting for all threads at the
+                # end of each takes longer than the work: 26 s instead of 3 for 450 M weights in 8 bits on 4 cores.
+                torch.set_num_threads(1)
+                loader.fill(_to_quantized(layer, keys[name], frozen_dtype, device))
+                torch.set_num_threads(threads)
+            elif name in keys:
+                loader.fill(_as_stored(parameter, keys[name], loader.headers))
+        if adapter is not None and saved_adapter is not None:
+            for name, key in adapter.keys.items():
+                saved_adapter.fill(_as_stored(parameters[name], key, saved_adapter.headers))
+            saved_adapter.finish()
+        elif adapter is not None:
+            for name, value in first_values(adapter, seed):
+                local_shard(parameters[name]).copy_(value[slice(*group.own_rows(len(value)))])
+            for name, rows in model.named_modules():
+                if isinstance(rows, TokenRows) and rows.tied_adapter is None:
+                    copies, ids = rows.trainable_tokens_delta["default"], rows.token_indices["default"]
+                    loader.fill(_as_stored(copies, keys[f"{name}.base_layer.weight"], loader.headers, ids))
+        loader.finish()
         if saved_adapter is None:
             _set_dora_magnitudes(model)
         _fill_buffers(model, loader)
     return {name: loader.headers[key].dtype for name, key in keys.items()}
-
-
-def _shard_loads(
-    model: PreTrainedModel,
-    keys: dict[str, str],
-    headers: dict[str, StoredTensor],
-    frozen_dtype: torch.dtype,
-    device: torch.device,
-) -> Iterator[ShardLoad]:
-    """How each of the model's own parameters is made of what the checkpoint holds."""
-    layers = {id(module.weight): module for module in model.modules() if isinstance(module, QuantizedLinear)}
-    threads = torch.get_num_threads()
-    for name, parameter in model.named_parameters():
-        if layer := layers.get(id(parameter)):
-            # Quantizing is many small operations. With other programs on the cores, waiting for all threads at the end
-            # of each takes longer than the work: 26 s instead of 3 for 450 M weights in 8 bits on 4 cores.
-            torch.set_num_threads(1)
-            yield _to_quantized(layer, keys[name], headers, frozen_dtype, device)
-            torch.set_num_threads(threads)  # the caller has filled it
-        elif name in keys:
-            yield _as_stored(parameter, keys[name], headers)
 
 
 def _as_stored(
@@ -134,22 +121,17 @@ def _as_stored(
     return ShardLoad([shard], tuple(parameter.shape), [wire], make)
 
 
-def _to_quantized(
-    layer: QuantizedLinear, key: str, headers: dict[str, StoredTensor], dtype: torch.dtype, device: torch.device
-) -> ShardLoad:
+def _to_quantized(layer: QuantizedLinear, key: str, dtype: torch.dtype, device: torch.device) -> ShardLoad:
     """Rows quantized from `dtype` on `device` as they come, or taken as they are when the checkpoint is quantized."""
-    form, scheme, in_features = stored_form(key, headers), layer.scheme, layer.in_features
 
     def make(source: WeightSource, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-        if form == "8bit":
-            return read_8bit(source, key, start, stop)
-        if form == "4bit" and isinstance(scheme, FourBit):
-            return read_4bit(source, key, in_features, scheme, start, stop)
-        return scheme.quantize(source.read_rows(key, start, stop).to(device=device, dtype=dtype))
+        if layer.is_stored and isinstance(layer.scheme, FourBit):
+            return read_4bit(source, key, layer.in_features, layer.scheme, start, stop)
+        return layer.scheme.quantize(source.read_rows(key, start, stop).to(device=device, dtype=dtype))
 
     shards = [local_shard(layer.weight), local_shard(layer.scale)]
-    wire = [shard.dtype for shard in shards]
-    return ShardLoad(shards, (layer.out_features, in_features), wire, make, QUANTIZED_AT_ONCE)
+    shape, wire = (layer.out_features, layer.in_features), [shard.dtype for shard in shards]
+    return ShardLoad(shards, shape, wire, make, QUANTIZED_AT_ONCE)
 
 
 def account_for(model: PreTrainedModel, headers: dict[str, StoredTensor], folder: Path) -> dict[str, str]:
@@ -171,23 +153,24 @@ def account_for(model: PreTrainedModel, headers: dict[str, StoredTensor], folder
         if key is None:
             missing.append(candidates[0])
             continue
-        if (stored := stored_shape(key, headers, shape)) != shape:
-            unlike.append(f"{key} is {list(stored)}, config.json makes it {list(shape)}")
-            continue
-        keys[name] = key
-        form, expected = stored_form(key, headers), layer.scheme.name[:4] if layer and layer.is_stored else "float"
-        if form != expected:
-            unlike.append(f"{key} is stored in {form}, config.json says {expected}")
+        keys[name], stored, packed = key, headers[key], is_4bit(key, headers)
+        # In 4 bits it is flat, and its bytes may be stored as another dtype.
+        found = shape if packed and 2 * stored.nbytes == shape[0] * shape[1] else stored.shape
+        if found != shape or packed != (layer is not None and layer.is_stored):
+            form = " in 4 bits" if packed else ""
+            unlike.append(f"{key} is {list(stored.shape)}{form}, config.json makes it {list(shape)}")
     known = {name for names in aliases.values() for name in names}
     known |= {checkpoint_key(name) for name, _ in model.named_buffers()}
-    known |= {part for key in keys.values() for part in parts_of(key, headers)}
     # Llama 2's checkpoints hold each layer's rotary frequencies, which are computed now; transformers skips them too.
-    ignored = [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq"]
-    extra = [key for key in headers if key not in known and not any(re.search(pattern, key) for pattern in ignored)]
+    ignored = [*(private(model, "_keys_to_ignore_on_load_unexpected") or ()), r"rotary_emb\.inv_freq"]
+    held = set(keys.values())
+    others = [key for key in headers if key not in known and not is_part(key, held)]
+    extra = [key for key in others if not any(re.search(pattern, key) for pattern in ignored)]
     wrong = {"missing": missing, "not part of the model": extra, "not as in config.json": unlike}
     if lines := [f"{title}: {listed(names)}" for title, names in wrong.items() if names]:
-        heading = f"{folder}: its weights are not those of the model its config.json describes."
-        raise UserError("\n".join([heading, *lines]))
+        raise UserError(
+            "\n".join([f"{folder}: its weights are not those of the model its config.json describes.", *lines])
+        )
     return keys
 
 
@@ -212,33 +195,33 @@ def _set_dora_magnitudes(model: nn.Module) -> None:
     weight and magnitude are split into the same rows."""
     for module in model.modules():
         for magnitude in getattr(module, "lora_magnitude_vector", {}).values():
-            weight = local_shard(cast(nn.Linear, module.base_layer).weight)
-            own = local_shard(magnitude.weight)
-            for start in range(0, len(weight), NORM_ROWS):  # bounds the fp32 copy
-                rows = slice(start, start + NORM_ROWS)
-                own[rows] = torch.linalg.vector_norm(weight[rows].float(), dim=1)
+            weight = local_shard(cast(nn.Linear, module.base_layer).weight).split(NORM_ROWS)
+            for rows, norms in zip(weight, local_shard(magnitude.weight).split(NORM_ROWS), strict=True):
+                norms.copy_(torch.linalg.vector_norm(rows.float(), dim=1))  # bounds the fp32 copy
 
 
 def _fill_buffers(model: PreTrainedModel, loader: Loader) -> None:
     """Read the buffers the checkpoint holds and have transformers compute the others (rotary frequencies); a UserError
     if it does not compute one of them."""
-    computed = dict(model.named_buffers())
+    computed = {}
     for name, buffer in model.named_buffers():
-        if checkpoint_key(name) in loader.headers:
-            if loader.source is not None:
-                buffer.copy_(loader.source.read(checkpoint_key(name)))
-            if loader.scatter:
-                dist.broadcast(buffer, src=0)
-            buffer._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers' mark for "leave it as it is"
-            del computed[name]
+        if (key := checkpoint_key(name)) not in loader.headers:
+            computed[name] = buffer, buffer._version  # which counts what has been written into it
+            continue
+        if loader.source is not None:
+            buffer.copy_(loader.source.read(key))
+        if loader.scatter:
+            dist.broadcast(buffer, src=0)
+        setattr(buffer, INITIALIZED, True)
     for parameter in model.parameters():
-        parameter._is_hf_initialized = True  # type: ignore[attr-defined]
-    versions = {name: buffer._version for name, buffer in computed.items()}  # counts what has been written into it
+        setattr(parameter, INITIALIZED, True)
     compute_buffers(model, model)
-    left = [n for n, b in computed.items() if model.get_buffer(n) is b and b._version == versions[n]]
+    left = [n for n, (b, version) in computed.items() if model.get_buffer(n) is b and b._version == version]
     if left:
-        kind = f"--model_name: model_type {model.config.model_type} is not supported"
-        raise UserError(f"{kind}: neither the checkpoint nor Transformers has values for:\n{listed(left)}")
+        raise UserError(
+            f"--model_name: model_type {model.config.model_type} is not supported: neither the checkpoint nor "
+            f"Transformers has values for:\n{listed(left)}"
+        )
 
 
 def compute_buffers(module: nn.Module, model: PreTrainedModel) -> None:
@@ -247,5 +230,5 @@ def compute_buffers(module: nn.Module, model: PreTrainedModel) -> None:
     model = module if isinstance(module, PreTrainedModel) else model
     for child in module.children():
         compute_buffers(child, model)
-    if any(True for _ in module.buffers()):
-        model._init_weights(module)
+    if any(True for _ in module.buffers()) and (fill := private(model, "_init_weights")):
+        fill(module)

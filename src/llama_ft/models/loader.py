@@ -55,21 +55,16 @@ class Loader:
     def fill(self, load: ShardLoad) -> None:
         """Put this rank's rows into the shards, in their dtypes. Rank 0 may still be sending: see `finish`."""
         if not self.scatter:
-            assert self.source is not None
             self._keep(load, *self.group.own_rows(load.shape[0]))
-            return
-        if self.group.in_first_copy:
+        elif self.group.in_first_copy:
             (self._receive if self.source is None else self._send)(load)
-        if self.group.has_copies:
+        if self.scatter and self.group.has_copies:
             self.finish()  # one communicator at a time
             for shard in load.shards:
                 self.group.replicate(shard)
 
-    def finish(self) -> None:
-        """Wait until all has arrived. Not after each parameter: the next is read and sent meanwhile."""
-        self._leave_in_flight(0)
-
-    def _leave_in_flight(self, most_bytes: int) -> None:
+    def finish(self, most_bytes: int = 0) -> None:
+        """Wait until at most `most_bytes` is on its way. Not after each parameter: the next is read meanwhile."""
         while self.in_flight and sum(sent.nbytes for _, sent in self.in_flight) > most_bytes:
             self.in_flight.popleft()[0].wait()
 
@@ -88,7 +83,7 @@ class Loader:
             for first, last in load.blocks(start, stop):
                 for rows, wire in zip(load.make(self.source, first, last), load.wire, strict=True):
                     block = rows.to(device=device, dtype=wire).contiguous()
-                    self._leave_in_flight(BYTES_IN_FLIGHT - block.nbytes)
+                    self.finish(BYTES_IN_FLIGHT - block.nbytes)
                     self.in_flight.append((cast(dist.Work, dist.isend(block, dst=destination)), block))
         self._keep(load, *own)
         if len(load.shards) > 1:
@@ -112,15 +107,12 @@ def open_loader(
     """Read the headers of a model folder, or of one safetensors file, on rank 0 or on every rank. Tensors of `tuned`
     replace those of the same names."""
 
-    def opened() -> WeightSource:
+    source: WeightSource | None = None
+    if not scatter or dist.get_rank() == 0:
         source = open_source(files, model) if files.is_dir() else SafetensorsSource([files])
-        return OverlaidSource(source, tuned) if tuned is not None else source
-
-    if not scatter:
-        source = opened()
-        return Loader(source, source.tensors, group, scatter)
-    source_on_main = opened() if dist.get_rank() == 0 else None
-    box: list[Any] = [source_on_main and source_on_main.tensors, model._weight_conversions]
-    dist.broadcast_object_list(box, src=0)
+        source = source if tuned is None else OverlaidSource(source, tuned)
+    box: list[Any] = [source and source.tensors, model._weight_conversions]
+    if scatter:
+        dist.broadcast_object_list(box, src=0)
     headers, model._weight_conversions = box  # which conversions were needed: rank 0 knows
-    return Loader(source_on_main, headers, group, scatter)
+    return Loader(source, headers, group, scatter)

@@ -23,7 +23,7 @@ class NewTokens:
     rows: int  # that it needs: more, unless all of the tokens have one of the model's spare rows
 
 
-class GrownSource:
+class GrownSource(WeightSource):
     """Another source's tensors; those in `names` that have `stored_rows` rows grow to `rows`. Each new row is the mean
     of the stored ones, in their dtype: new tokens begin with about the probability of an average one, and those of the
     others hardly change. Source: https://nlp.stanford.edu/~johnhew/vocab-expansion.html
@@ -44,25 +44,19 @@ class GrownSource:
         added = self._mean(name).expand(stop - max(start, stored), *self.tensors[name].shape[1:])
         return torch.cat([self._source.read_rows(name, start, stored), added]) if start < stored else added
 
-    def read(self, name: str) -> torch.Tensor:
-        """A whole tensor in the stored dtype."""
-        return (
-            self._source.read(name) if name not in self._means else self.read_rows(name, 0, self.tensors[name].shape[0])
-        )
-
     def _mean(self, name: str) -> torch.Tensor:
-        if (mean := self._means[name]) is None:
+        mean = self._means[name]
+        if mean is None:
             # fp64: neither the size of a block nor the number of threads shows in the result.
             total = sum(block.sum(dim=0, dtype=torch.float64) for block in blocks(self._source, name))
-            mean = (torch.as_tensor(total) / self._stored_rows).to(self.tensors[name].dtype)
-            self._means[name] = mean
+            self._means[name] = mean = (torch.as_tensor(total) / self._stored_rows).to(self.tensors[name].dtype)
         return mean
 
 
 def note_growth(model: PreTrainedModel, new: NewTokens) -> None:
     """Leave on a skeleton that has rows for new tokens which of its parameters have fewer in the checkpoint."""
-    modules = (model.get_input_embeddings(), model.get_output_embeddings())
-    found = [(prefix, module) for prefix, module in model.named_modules() if any(module is it for it in modules)]
+    modules = {model.get_input_embeddings(), model.get_output_embeddings()}
+    found = [(prefix, module) for prefix, module in model.named_modules() if module in modules]
     names = [f"{prefix}.{name}" for prefix, module in found for name, _ in module.named_parameters()]
     model._grown = (names, new.stored_rows, new.rows)  # type: ignore[assignment]
 

@@ -22,8 +22,8 @@ from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.errors import UserError
 from llama_ft.models.build import function_beside
-from llama_ft.models.mask_notes import noted
 from llama_ft.models.torch_2_11 import shared_heads
+from llama_ft.models.transformers_private import noted, private
 from llama_ft.runtime.devices import sent
 
 ATEN = torch.ops.aten
@@ -49,30 +49,17 @@ def use_packed_attention(model: PreTrainedModel, flag: str = "--batching_strateg
     """Have a model keep packed rows apart; noted in its config, but not in a saved one. A UserError if its attention is
     not called through transformers' interface, or some of its layers carry a state from token to token."""
     kinds = set(getattr(model.config, "layer_types", None) or ()) - ROW_WISE_LAYERS
-    if kinds or not model._supports_attention_backend:
+    if kinds or not private(model, "_supports_attention_backend"):
         why = f"it has layers of {', '.join(sorted(kinds))}" if kinds else "its attention has no interface for it"
-        problem = f"{type(model).__name__} cannot keep the rows of a pack apart: {why}."
-        raise UserError(f"{flag}: {problem}\nUse --batching_strategy padding.")
+        raise UserError(
+            f"{flag}: {type(model).__name__} cannot keep the rows of a pack apart: {why}.\n"
+            "Use --batching_strategy padding."
+        )
     for name, attention, mask in (("sdpa", _packed_sdpa, sdpa_mask), ("eager", _packed_eager, eager_mask)):
         AttentionInterface.register(f"packed_{name}", attention)
         AttentionMaskInterface.register(f"packed_{name}", partial(_mask_if_given, mask))
-    if model.config._attn_implementation in ("sdpa", "eager"):
-        model.config._attn_implementation = f"packed_{model.config._attn_implementation}"
-    for module in model.modules():
-        if "longrope" in str(getattr(module, "rope_type", "")):
-            module.forward = partial(_rotary_row_by_row, module.forward)
-
-
-def _rotary_row_by_row(
-    rotary: Callable[..., tuple[torch.Tensor, ...]], x: torch.Tensor, position_ids: torch.Tensor, *args: Any, **kw: Any
-) -> tuple[torch.Tensor, ...]:
-    """Cosine and sine [1, tokens, head_dim] with the factors of each row's own length: longrope has others beyond the
-    original length, and takes those of the longest row for all."""
-    if len(position_ids) > 1:  # padded rows, as in transformers
-        return rotary(x, position_ids, *args, **kw)
-    begins = (position_ids[0] == 0).nonzero().squeeze(1)[1:].tolist()
-    parts = [rotary(x, row, *args, **kw) for row in position_ids.tensor_split(begins, dim=1)]
-    return tuple(torch.cat(part, dim=1) for part in zip(*parts, strict=True))
+    if (attends := private(model.config, "_attn_implementation")) in ("sdpa", "eager"):
+        model.config._attn_implementation = f"packed_{attends}"
 
 
 def packed_arguments(model: PreTrainedModel, lengths: list[int], device: torch.device) -> dict[str, Any]:
@@ -83,7 +70,7 @@ def packed_arguments(model: PreTrainedModel, lengths: list[int], device: torch.d
     offsets, longest = sent(ends.to(torch.int32), device), max(lengths)
     position_ids = noted(sent(positions.unsqueeze(0), device), needs_no_mask=True)
     arguments: dict[str, Any] = {"position_ids": position_ids, "attention_mask": None}
-    if model.config._attn_implementation in ("packed_sdpa", "packed_eager"):
+    if private(model.config, "_attn_implementation") in ("packed_sdpa", "packed_eager"):
         return arguments | {"packed_rows": PackedRows(tuple(lengths), offsets, longest)}
     # flash_attention_2 and 3, as transformers hands them on
     ends_and_lengths = {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets}

@@ -1,6 +1,14 @@
-"""Which layers are quantized, and how: what the settings ask for, or what the checkpoint brings."""
+"""Which layers are quantized, and how: what the settings ask for, or what the checkpoint brings.
 
-from typing import Any, Literal, NamedTuple, cast
+transformers saves a 4-bit layer as `weight` [out * in / 2, 1], `weight.absmax` and a few tensors about them. With
+double quantization `weight.absmax` is itself in 8 bits, in blocks of 256 that cross rows; it is expanded to fp32, one
+scale a block, which is exact.
+"""
+
+import json
+import re
+from collections.abc import Container
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -12,7 +20,11 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from llama_ft.config import QuantizationConfig
 from llama_ft.errors import UserError
 from llama_ft.models.quantized import FourBit, Int8, QuantizedLinear, Scheme, total_weights
-from llama_ft.models.source import listed
+from llama_ft.models.source import WeightSource, listed
+from llama_ft.models.transformers_private import private
+
+# A tensor that says how another one is quantized.
+PART = re.compile(r"(.*\.weight)\.((nested_)?(absmax|quant_map)|quant_state\..*)")
 
 
 class Quantization(NamedTuple):
@@ -39,52 +51,73 @@ def choose_quantization(
         asked = four_bit if settings.mode == "4bit" else Int8(settings.int8_threshold)
         return Quantization(asked, settings.skip_modules, is_stored=False)
     note: dict[str, Any] = stored if isinstance(stored, dict) else stored.to_dict()
-    method = note.get("quant_method", "bitsandbytes")
-    quant_type = note.get("bnb_4bit_quant_type", "fp4")
-    if method != "bitsandbytes" or quant_type not in ("nf4", "fp4"):
-        raise UserError(f"--model_name: it is quantized with {method} ({quant_type}). Use the original model.")
-    mode: Literal["8bit", "4bit"] = "8bit" if note.get("load_in_8bit") else "4bit"
-    threshold = float(note.get("llm_int8_threshold", 6.0))
-    if settings.mode not in ("none", mode):
-        raise UserError(f"--quantization {settings.mode}: this checkpoint is quantized already, with {mode}.")
-    if not use_peft:
-        raise UserError(f"--model_name: quantized weights ({mode}) cannot be trained. Use --use_peft.")
+    if (method := note.get("quant_method", "bitsandbytes")) != "bitsandbytes" or not note.get("load_in_4bit"):
+        raise UserError(f"--model_name: it is quantized with {method}, and not in 4 bits. Use the original model.")
+    if settings.mode == "8bit" or not use_peft:
+        raise UserError(
+            "--model_name: it is quantized already, in 4 bits. Use --use_peft, and no other --quantization."
+        )
     del model_config.quantization_config
     # transformers quantizes in blocks of 64 only, and does not write that down.
-    scheme = Int8(threshold) if mode == "8bit" else FourBit(quant_type, 64, dtype)
+    scheme = FourBit(note.get("bnb_4bit_quant_type", "fp4"), 64, dtype)
     return Quantization(scheme, note.get("llm_int8_skip_modules"), is_stored=True)
 
 
 def quantize_linears(model: PreTrainedModel, quantization: Quantization) -> str:
     """Replace linear layers of a skeleton by quantized ones. Returns what was quantized and what was not, for people; a
     UserError if no linear layer is left to quantize, or a name to skip is not in the model."""
-    scheme = quantization.scheme
-    own = quantization.skip is not None and quantization.is_stored
-    skip = [*(quantization.skip or ()), *(model._keep_in_fp32_modules or ())]
-    skip += [] if own else get_keys_to_not_convert(model)
+    scheme, named, is_stored = quantization
+    own = [] if is_stored and named is not None else get_keys_to_not_convert(model)
+    skip = [*(named or ()), *(private(model, "_keep_in_fp32_modules") or ()), *own]
     linears = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
-    for pattern in () if quantization.is_stored else quantization.skip or ():
+    for pattern in () if is_stored else named or ():
         if all(should_convert_module(name, [pattern]) for name in linears):
             ends = ", ".join(dict.fromkeys(name.rsplit(".", 1)[-1] for name in linears))
             raise UserError(f"--skip_modules [{pattern}]: no linear layer's name ends in it. They end in: {ends}.")
     chosen = {name: module for name, module in linears.items() if should_convert_module(name, skip)}
-    broken = [name for name, linear in chosen.items() if linear.in_features % scheme.block_size]
-    quantized = [name for name in chosen if name not in broken]
-    if not quantized or (broken and quantization.is_stored):
+    whole = {name: linear for name, linear in chosen.items() if linear.in_features % scheme.block_size == 0}
+    if not whole or (is_stored and len(whole) < len(chosen)):
         raise UserError(
-            f"--quantization: this model does not work in {scheme.name}: of its {len(linears)} linear layers "
-            f"{len(linears) - len(chosen)} are skipped, and the rows of {len(broken)} are not whole blocks."
+            f"--quantization: this model does not work in {scheme.name}: of {len(linears)} linear layers "
+            f"{len(linears) - len(chosen)} are skipped, and {len(chosen) - len(whole)} have rows of broken blocks."
         )
-    layers = {name: QuantizedLinear(linears[name], scheme, quantization.is_stored) for name in quantized}
-    for name, layer in layers.items():
-        model.set_submodule(name, layer)
-    before = sum(linears[name].weight.numel() for name in layers)
-    held = sum(layer.weight.nbytes + layer.scale.nbytes for layer in layers.values())
-    summary = (
-        f"Quantized to {scheme.name}: {len(layers)} linear layers, {before:,} weights in {held / 2**20:,.1f} MiB; "
+    for name, linear in whole.items():
+        model.set_submodule(name, QuantizedLinear(linear, scheme, is_stored))
+    weights = sum(linear.weight.numel() for linear in whole.values())
+    return (
+        f"Quantized to {scheme.name}: {len(whole)} linear layers, {weights:,} of {total_weights(model):,} weights; "
+        f"as they are: {listed([name for name in linears if name not in whole])}"
     )
-    summary += f"{total_weights(model) - before:,} weights stay as they are."
-    skipped = [name for name in linears if name not in chosen]
-    for why, names in {"Linear layers left out": skipped, "Their rows are not whole blocks": broken}.items():
-        summary += f"\n  {why}: {listed(names)}" if names else ""
-    return summary
+
+
+def is_part(name: str, keys: Container[str]) -> bool:
+    """Whether a stored tensor says how one of the weights called `keys` is quantized."""
+    found = PART.fullmatch(name)
+    return found is not None and found[1] in keys
+
+
+def is_4bit(key: str, headers: Container[str]) -> bool:
+    """Whether the checkpoint holds the weight called `key` in 4 bits."""
+    return f"{key}.absmax" in headers
+
+
+def read_4bit(
+    source: WeightSource, key: str, in_features: int, scheme: FourBit, start: int, stop: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows [start, stop), which must be whole blocks: weight uint8 [n, in / 2] and scale, the bits of fp32
+    [n, in / block size]."""
+    itemsize = source.tensors[key].dtype.itemsize  # transformers can store the bytes as another dtype
+    a_row = in_features // 2 // itemsize
+    weight = source.read_rows(key, start * a_row, stop * a_row).contiguous().view(torch.uint8)
+    note = next(name for name in source.tensors if name.startswith(f"{key}.quant_state."))
+    state: dict[str, Any] = json.loads(bytes(source.read(note).tolist()))
+    if (state["quant_type"], state["blocksize"]) != (scheme.quant_type, scheme.block_size):
+        raise UserError(f"{source.tensors[key].file}: {key} is not stored in {scheme.name}, as config.json says.")
+    blocks = in_features // scheme.block_size
+    first, last = start * blocks, stop * blocks
+    scale = source.read_rows(f"{key}.absmax", first, last)
+    if "nested_blocksize" in state:
+        outer = torch.arange(first, last) // state["nested_blocksize"]
+        code, outer_scale = source.read(f"{key}.nested_quant_map"), source.read(f"{key}.nested_absmax")
+        scale = code.float()[scale.long()] * outer_scale.float()[outer] + state["nested_offset"]
+    return weight.view(stop - start, -1), scale.float().contiguous().view(torch.int32).view(stop - start, -1)

@@ -11,13 +11,24 @@ them, which would round it, and leaves integers alone. Each rank's rows are thos
 what travels between ranks is int8 or uint8.
 """
 
+import logging
+import os
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
-import bitsandbytes  # noqa: F401  # registers torch.ops.bitsandbytes
 import torch
 from torch import nn
 from torch.nn import functional
+
+# Without torch's compiler, which would cost 2 s and 40 MiB per rank for functions that nothing here calls; so before
+# peft, which imports bitsandbytes too. It also warns of a CPU kernel that nothing here needs.
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+_is_ours = "TORCHDYNAMO_DISABLE" not in os.environ
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+import bitsandbytes  # noqa: E402, F401  # registers torch.ops.bitsandbytes
+
+if _is_ours:
+    del os.environ["TORCHDYNAMO_DISABLE"]
 
 OPS = torch.ops.bitsandbytes
 
@@ -158,12 +169,9 @@ class QuantizedLinear(nn.Linear):
 
 def weight_counts(model: nn.Module) -> dict[int, int]:
     """id of each parameter of quantized layers -> how many weights of the model it stands for (a scale: none)."""
-    counts: dict[int, int] = {}
-    for module in model.modules():
-        if isinstance(module, QuantizedLinear):
-            counts[id(module.weight)] = module.out_features * module.in_features
-            counts[id(module.scale)] = 0
-    return counts
+    layers = [module for module in model.modules() if isinstance(module, QuantizedLinear)]
+    counts = {id(layer.weight): layer.out_features * layer.in_features for layer in layers}
+    return counts | {id(layer.scale): 0 for layer in layers}
 
 
 def total_weights(model: nn.Module) -> int:

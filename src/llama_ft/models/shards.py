@@ -57,13 +57,11 @@ class ShardGroup:
         """On rank 0, yield the parameter's rows shard by shard, on the host in `dtype`; elsewhere send them. No rank
         holds more than two shards."""
         shard = local_shard(parameter)
-        if not self.in_first_copy:
-            return
-        if self.index != 0:
-            if shard.numel():
-                sent = shard.to(dtype).contiguous()
-                dist.send(sent, dst=0)
-                wait_for_device(sent)
+        if self.in_first_copy and self.index != 0 and shard.numel():
+            sent = shard.to(dtype).contiguous()
+            dist.send(sent, dst=0)
+            wait_for_device(sent)
+        if not self.in_first_copy or self.index != 0:
             return
         if shard.numel():
             yield shard.to(dtype).cpu()

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -42,63 +41,53 @@ class WeightSource(Protocol):
     tensors: dict[str, StoredTensor]
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Rows [start, stop) of dimension 0 in the stored dtype."""
+        """Rows [start, stop) of dimension 0 in the stored dtype; the whole of a scalar."""
 
     def read(self, name: str) -> torch.Tensor:
         """A whole tensor in the stored dtype."""
+        return self.read_rows(name, 0, next(iter(self.tensors[name].shape), 1))
 
 
-class SafetensorsSource:
+class SafetensorsSource(WeightSource):
     """Tensors of safetensors files by name. Opening reads headers only; files are memory-mapped. A UserError if a file
     is missing, truncated or not safetensors, or has a dtype that torch does not know."""
 
     def __init__(self, files: list[Path]) -> None:
-        self.tensors: dict[str, StoredTensor] = {}
-        self.metadata: dict[str, str] = {}  # the texts in the files' headers
+        self.tensors = {}
         self._handles: dict[Path, Any] = {}
         for file in files:
-            with told_as_damage(file):
+            try:
                 handle = self._handles[file] = safe_open(file, framework="pt")
-            self.metadata |= handle.metadata() or {}
-            for name in handle.keys():
-                header = handle.get_slice(name)
-                self.tensors[name] = stored_tensor(file, name, tuple(header.get_shape()), header.get_dtype())
+                headers = {name: handle.get_slice(name) for name in handle.keys()}
+                self.tensors |= {
+                    name: StoredTensor(file, tuple(header.get_shape()), DTYPES[header.get_dtype()])
+                    for name, header in headers.items()
+                }
+            except Exception as error:  # the header may be anything: no JSON, a list, or longer than memory
+                damage = "It is missing or damaged: download it again."
+                raise UserError(f"{file}: cannot be read as safetensors ({reason(error)}).\n{damage}") from error
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         """See `WeightSource`; only these rows are read."""
-        return self._handles[self.tensors[name].file].get_slice(name)[start:stop]
-
-    def read(self, name: str) -> torch.Tensor:
-        """See `WeightSource`."""
-        return self._handles[self.tensors[name].file].get_tensor(name)
+        handle = self._handles[self.tensors[name].file]
+        return handle.get_slice(name)[start:stop] if self.tensors[name].shape else handle.get_tensor(name)
 
 
-class OverlaidSource:
+class OverlaidSource(WeightSource):
     """The tensors of one source, and those of another in the place of what has the same names there."""
 
     def __init__(self, under: WeightSource, over: WeightSource) -> None:
-        self._under, self._over = under, over
         self.tensors = under.tensors | over.tensors
+        self._holders = dict.fromkeys(under.tensors, under) | dict.fromkeys(over.tensors, over)
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         """See `WeightSource`."""
-        return (self._over if name in self._over.tensors else self._under).read_rows(name, start, stop)
-
-    def read(self, name: str) -> torch.Tensor:
-        """See `WeightSource`."""
-        return (self._over if name in self._over.tensors else self._under).read(name)
+        return self._holders[name].read_rows(name, start, stop)
 
 
 def listed(names: list[str], most: int = 8) -> str:
     """Names for a message, those beyond `most` counted only."""
     return ", ".join(names[:most]) + (f", ... and {len(names) - most} more" if len(names) > most else "")
-
-
-def stored_tensor(file: Path, name: str, shape: tuple[int, ...], dtype: str) -> StoredTensor:
-    """What a safetensors header says of a tensor; a UserError for a dtype that torch does not know."""
-    if dtype not in DTYPES:
-        raise UserError(f"{file}: {name} is stored as {dtype}, which is not read here.")
-    return StoredTensor(file, shape, DTYPES[dtype])
 
 
 def open_weights(folder: Path) -> WeightSource:
@@ -156,14 +145,3 @@ def _regular(file: Path) -> Path:
     if file.exists() and not file.is_file():
         raise UserError(f"{file}: {NOT_REGULAR}")
     return file
-
-
-@contextmanager
-def told_as_damage(file: Path) -> Iterator[None]:
-    """Raise a UserError for whatever goes wrong with a safetensors file."""
-    try:
-        yield
-    except Exception as error:  # the header may be anything: no JSON, a list, or longer than memory
-        raise UserError(
-            f"{file}: cannot be read as safetensors ({reason(error)}).\nIt is missing or damaged: download it again."
-        ) from error

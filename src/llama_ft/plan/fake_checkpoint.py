@@ -63,8 +63,6 @@ def planned_models(device: str) -> Iterator[None]:
         patch.object(loader, "SafetensorsSource", HeaderSource),
         patch.object(loader.Loader, "fill", fill_one_of_a_kind),
         patch.object(loader.Loader, "_keep", keep_few_blocks),
-        # The values of positions, by which rows would be told apart, are not there.
-        patch.object(packed_attention, "_rotary_row_by_row", lambda rotary, *args, **kwargs: rotary(*args, **kwargs)),
     ]
     if device == "cuda":  # fake tensors lie on the CPU
         patches += [
@@ -125,7 +123,10 @@ def _headers_of(config: PretrainedConfig, model: ModelConfig) -> dict[str, sourc
         with suppress(OSError, HfHubHTTPError, NotASafetensorsRepoError):
             files = get_safetensors_metadata(model.model_name).files_metadata.values()
             tensors = {name: it for file in files for name, it in file.tensors.items()}
-            return {name: source.stored_tensor(Path(), name, tuple(it.shape), it.dtype) for name, it in tensors.items()}
+            dtypes = source.DTYPES
+            return {
+                name: source.StoredTensor(Path(), tuple(it.shape), dtypes[it.dtype]) for name, it in tensors.items()
+            }
     if getattr(config, "quantization_config", None):
         raise UserError(
             f"--model_name {model.model_name}: it is quantized, and what its files hold cannot be known without them."

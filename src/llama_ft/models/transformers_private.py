@@ -1,0 +1,53 @@
+"""The private names of transformers that are used here, and what for. Each may be missing in another version."""
+
+from typing import Any
+
+import torch
+from transformers import masking_utils
+
+# Name -> what needs it; without it that is rejected in one line, or does what the line says, and all else works.
+USES = {
+    "_attn_implementation": "packing: which attention the model has",
+    "_init_weights": "buffers that no checkpoint holds, such as rotary frequencies",
+    "_keep_in_fp32_modules": "quantization: layers that stay as they are; none without it",
+    "_keys_to_ignore_on_load_unexpected": "tensors of a checkpoint that the model does not need; all needed without it",
+    "_no_split_modules": "classes of decoder layers: wrap policies transformer and hybrid, compile, frozen layers",
+    "_supports_attention_backend": "packing: whether attention goes through transformers' interface",
+}
+# What transformers' _init_weights leaves as it is: it is set on parameters and buffers that the checkpoint has filled.
+INITIALIZED = "_is_hf_initialized"
+
+
+def private(owner: Any, name: str) -> Any:
+    """An attribute of a model or of its config that is named in USES; None if this version of transformers lacks it."""
+    assert name in USES
+    return getattr(owner, name, None)
+
+
+# Masks: transformers looks at the values of a micro-batch's tensors on the device, for which the host waits once per
+# packed micro-batch and twice per padded one. What the host knows of them is noted on them instead. It still waits
+# without a note, and in a version without these functions.
+_find_packed: Any = getattr(masking_utils, "find_packed_sequence_indices", None)
+_is_causal: Any = getattr(masking_utils, "_ignore_causal_mask_sdpa", None)
+
+
+def noted(tensor: torch.Tensor, needs_no_mask: bool) -> torch.Tensor:
+    """Note on position_ids, or on an attention_mask of bool, whether attention is causal without a mask: `packed_rows`
+    keep the rows apart, or no row is padded. A copy of the tensor has no note."""
+    tensor.needs_no_mask = needs_no_mask  # type: ignore[attr-defined]
+    return tensor
+
+
+def _find_unless_noted(position_ids: torch.Tensor) -> torch.Tensor | None:
+    return None if getattr(position_ids, "needs_no_mask", False) else _find_packed(position_ids)
+
+
+def _is_causal_as_noted(padding_mask: torch.Tensor | None, *args: Any, **kwargs: Any) -> bool:
+    needs_no_mask = getattr(padding_mask, "needs_no_mask", None)
+    if needs_no_mask is None:
+        return _is_causal(padding_mask, *args, **kwargs)
+    return needs_no_mask and _is_causal(None, *args, **kwargs)
+
+
+masking_utils.find_packed_sequence_indices = _find_unless_noted
+masking_utils._ignore_causal_mask_sdpa = _is_causal_as_noted
