@@ -84,10 +84,7 @@ def find_model(config: Config, ask_hub: bool) -> tuple[Path, PretrainedConfig, P
     wanted = config.model
     if "demo" in (wanted.model_name, config.data.dataset):
         demo = data.build_demo(data.cache_dir())
-        if wanted.model_name == "demo":
-            log.info(demo.about_model)
-        if config.data.dataset == "demo":
-            log.info(demo.about_rows)
+        log.info(demo.about)
     is_demo = wanted.model_name == "demo"
     folder = demo.model_dir if is_demo else models.local_folder(wanted.model_name, "--model_name", ask_hub)
     model_config = models.load_model_config(folder, wanted.trust_remote_code)

@@ -4,6 +4,7 @@ In the expectations [a] is trained on and a is not.
 """
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,22 +21,11 @@ from llama_ft.errors import UserError
 MakeTokenizer = Callable[..., PreTrainedTokenizerFast]
 
 
-def system(content: str) -> Message:
-    return {"role": "system", "content": content}
+def said(role: str, content: str, **more: Any) -> Message:
+    return {"role": role, "content": content, **more}
 
 
-def user(content: str, **more: Any) -> Message:
-    return {"role": "user", "content": content, **more}
-
-
-def assistant(content: str, **more: Any) -> Message:
-    return {"role": "assistant", "content": content, **more}
-
-
-def tool(content: str) -> Message:
-    return {"role": "tool", "content": content}
-
-
+system, user, assistant, tool = (partial(said, role) for role in ("system", "user", "assistant", "tool"))
 CALL = [{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}]
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
 ONE = [user("Hi"), assistant("yes")]
@@ -191,12 +181,15 @@ def text(make_tokenizer: MakeTokenizer) -> Callable[..., str]:
 
 QWEN_START, QWEN_HI = "<|im_start|> assistant Ċ", "<|im_start|> user Ċ Hi <|im_end|> Ċ"
 QWEN_EMPTY = "[<think>] [ĊĊ] [</think>] [ĊĊ]"
+OSS_CHANNEL = "[<|channel|>] [f] [i] [n] [a] [l] [<|message|>]"
+OSS_OPEN = f"<|start|> user <|message|> Hi <|end|> <|start|> assistant {OSS_CHANNEL}"
+LLAMA_HI = "<|start_header_id|> user <|end_header_id|> ĊĊ Hi <|eot_id|>"
+LLAMA_OPEN = f"{LLAMA_HI} <|start_header_id|> assistant <|end_header_id|> ĊĊ"
 
 
 @pytest.mark.parametrize(
     ("template", "messages", "expected"),
     [
-        (QWEN3, ONE, f"{QWEN_HI} {QWEN_START} {QWEN_EMPTY} [yes] [<|im_end|>] Ċ"),
         (
             QWEN3,
             WITH_SYSTEM,
@@ -205,52 +198,34 @@ QWEN_EMPTY = "[<think>] [ĊĊ] [</think>] [ĊĊ]"
         ),
         (
             GEMMA,
-            ONE,
-            "<s> <start_of_turn> user Ċ Hi <end_of_turn> Ċ <start_of_turn> m o d e l Ċ [yes] [<end_of_turn>] Ċ",
-        ),
-        (
-            GEMMA,
             [system("no"), user("Hi"), assistant("  yes\n"), user("Hi"), assistant("no ")],
             "<s> <start_of_turn> user Ċ no ĊĊ Hi <end_of_turn> Ċ <start_of_turn> m o d e l Ċ [yes] [<end_of_turn>] Ċ "
             "<start_of_turn> user Ċ Hi <end_of_turn> Ċ <start_of_turn> m o d e l Ċ [no] [<end_of_turn>] Ċ",
         ),
-        (PHI3, ONE, "<|user|> Ċ Hi <|end|> Ċ <|assistant|> Ċ [yes] [<|end|>] Ċ </s>"),
         (
             PHI3,
             WITH_SYSTEM,
             "<|system|> Ċ no <|end|> Ċ <|user|> Ċ Hi <|end|> Ċ <|assistant|> Ċ [yes] [<|end|>] Ċ "
             "<|user|> Ċ Hi <|end|> Ċ <|assistant|> Ċ [no] [<|end|>] Ċ </s>",
         ),
-        (MISTRAL, ONE, "<s> [ I N S T ] Ġ Hi [ / I N S T ] [Ġyes] [</s>]"),
         (
             MISTRAL,
             [system("no"), user("Hi"), assistant("yes"), user("yes"), assistant("no")],
             "<s> [ I N S T ] Ġ Hi [ / I N S T ] [Ġyes] [</s>] [ I N S T ] Ġno ĊĊ yes [ / I N S T ] [Ġno] [</s>]",
         ),
         (DEEPSEEK_R1, TWO, "<s> <|User|> Hi <|Assistant|> [yes] [</s>] <|User|> Hi <|Assistant|> [no] [</s>]"),
-        (
-            GPT_OSS,
-            TWO,
-            "<|start|> user <|message|> Hi <|end|> "
-            "<|start|> assistant [<|channel|>] [f] [i] [n] [a] [l] [<|message|>] [yes] [<|end|>] "
-            "<|start|> user <|message|> Hi <|end|> "
-            "<|start|> assistant [<|channel|>] [f] [i] [n] [a] [l] [<|message|>] [no] [<|return|>]",
-        ),
+        (GPT_OSS, TWO, f"{OSS_OPEN} [yes] [<|end|>] {OSS_OPEN} [no] [<|return|>]"),
         (
             BUILT_IN["llama3"],
             WITH_SYSTEM,
             "<|begin_of_text|> <|start_header_id|> system <|end_header_id|> ĊĊ no <|eot_id|> "
-            "<|start_header_id|> user <|end_header_id|> ĊĊ Hi <|eot_id|> "
-            "<|start_header_id|> assistant <|end_header_id|> ĊĊ [yes] [<|eot_id|>] "
-            "<|start_header_id|> user <|end_header_id|> ĊĊ Hi <|eot_id|> "
-            "<|start_header_id|> assistant <|end_header_id|> ĊĊ [no] [<|eot_id|>]",
+            f"{LLAMA_OPEN} [yes] [<|eot_id|>] {LLAMA_OPEN} [no] [<|eot_id|>]",
         ),
         (
             BUILT_IN["chatml"],
             WITH_SYSTEM,
-            "<|im_start|> system Ċ no <|im_end|> Ċ "
-            "<|im_start|> user Ċ Hi <|im_end|> Ċ <|im_start|> assistant Ċ [yes] [<|im_end|>] Ċ "
-            "<|im_start|> user Ċ Hi <|im_end|> Ċ <|im_start|> assistant Ċ [no] [<|im_end|>] Ċ",
+            f"<|im_start|> system Ċ no <|im_end|> Ċ {QWEN_HI} {QWEN_START} [yes] [<|im_end|>] Ċ "
+            f"{QWEN_HI} {QWEN_START} [no] [<|im_end|>] Ċ",
         ),
         (
             BUILT_IN["mistral"],
@@ -320,8 +295,8 @@ def test_calls_of_tools_are_answers(text: Callable[..., str], template: str, too
         (BUILT_IN["alpaca"], WITH_TOOLS, None, "tool_calls"),
         (NO_SYSTEM, [system("Be brief."), *ONE], None, "the system message"),
         (LLAMA31, [user("Hi"), assistant("I ask.", tool_calls=CALL), tool("no"), assistant("yes")], None, "the text"),
-        (DEEPSEEK_R1, [user("Hi"), assistant("<think>\nWell.\n</think>\n\nyes")], None, "what the last answer has"),
-        (NO_SYSTEM, [user("Hi"), assistant("yes", thinking="hm")], None, 'the last answer\'s "thinking"'),
+        (DEEPSEEK_R1, [user("Hi"), assistant("<think>\nWell.\n</think>\n\nyes")], None, "what the last response has"),
+        (NO_SYSTEM, [user("Hi"), assistant("yes", thinking="hm")], None, 'the last response\'s "thinking"'),
     ],
 )
 def test_what_a_template_would_lose_is_refused(
@@ -341,9 +316,7 @@ def test_thoughts_are_trained_where_the_model_thinks_them(text: Callable[..., st
     )
 
 
-@pytest.mark.parametrize(
-    "answer", [assistant("<think>\nb\n</think>\n\nno"), assistant("no", reasoning_content="b")], ids=["text", "field"]
-)
+@pytest.mark.parametrize("answer", [assistant("<think>\nb\n</think>\n\nno"), assistant("no", reasoning_content="b")])
 def test_thoughts_are_in_the_loss_where_the_generation_prompt_holds_an_empty_one(
     text: Callable[..., str], answer: Message
 ) -> None:
@@ -380,11 +353,8 @@ def test_weights_and_labels_choose_among_the_answers(text: Callable[..., str], t
     assert trained([*chat[:-1], {**chat[-1], "weight": 0}], "completion") == []
     whole = text(template, chat, "all")
     assert whole.startswith("[[") and whole.endswith("]]") and whole.count("[[") == 1
-    without = text(template, [{**turn, "weight": 0} if turn["content"] in ("S", "B") else turn for turn in chat], "all")
-    outside = [part.split("[[")[0] for part in without.split("]]")]
-    assert [part.strip().split("<")[0] for part in outside if part] == (
-        ["B", "S"] if template == MISTRAL else ["S", "B"]  # Mistral's system prompt stands before the last question
-    )
+    outside = [part.split("[[")[0] for part in text(template, weighted, "all").split("]]")]
+    assert [part.strip().split("<")[0] for part in outside if part] == ["B", "D"]
 
 
 def test_the_settings_know_the_built_in_templates() -> None:
@@ -394,8 +364,7 @@ def test_the_settings_know_the_built_in_templates() -> None:
 def test_chatml_begins_with_the_bos_that_the_tokenizer_adds(llama3: PreTrainedTokenizerFast) -> None:
     ensure_chat_template(llama3, "chatml", add_tokens=True)
     [encoded] = Encoder(llama3, 100).encode({"messages": ONE}, "messages")
-    assert encoded.input_ids.count(llama3.bos_token_id) == 1
-    assert encoded.input_ids[0] == llama3.bos_token_id
+    assert [index for index, token in enumerate(encoded.input_ids) if token == llama3.bos_token_id] == [0]
 
 
 def test_a_template_file_is_taken_and_saved_with_the_tokenizer(plain: PreTrainedTokenizerFast, tmp_path: Path) -> None:
@@ -410,18 +379,15 @@ def test_a_template_file_is_taken_and_saved_with_the_tokenizer(plain: PreTrained
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, "mine.jinja: expected one of alpaca, chatml, llama3, mistral or a file"),
-        (b"\xff", "mine.jinja: expected one of alpaca, .*codec can't decode"),
         (b"{% for m in messages %}\n\n{{ m.content + }}{% endfor %}", "mine.jinja, line 3: "),
         (b"{{ messages | shorten }}", "mine.jinja, line 1: No filter named 'shorten'"),
     ],
 )
 def test_a_template_file_that_cannot_be_used_is_refused(
-    plain: PreTrainedTokenizerFast, tmp_path: Path, content: bytes | None, message: str
+    plain: PreTrainedTokenizerFast, tmp_path: Path, content: bytes, message: str
 ) -> None:
     file = tmp_path / "mine.jinja"
-    if content is not None:
-        file.write_bytes(content)
+    file.write_bytes(content)
     with pytest.raises(UserError, match=message):
         ensure_chat_template(plain, str(file))
 
@@ -431,9 +397,7 @@ def test_a_template_without_its_tokens_is_refused_unless_they_may_be_added(
     plain: PreTrainedTokenizerFast, wanted: str | None
 ) -> None:
     plain.chat_template = BUILT_IN["chatml"]
-    with pytest.raises(
-        UserError, match=r"(?s)writes <\|im_start\|>, <\|im_end\|>: no tokens of this .*resize_embeddings"
-    ):
+    with pytest.raises(UserError, match=r"(?s)writes <\|im_start\|>, <\|im_end\|>: .*resize_embeddings"):
         ensure_chat_template(plain, wanted)
     before = len(plain)
     assert "new tokens: <|im_start|>, <|im_end|>" in ensure_chat_template(plain, wanted, add_tokens=True)

@@ -4,6 +4,7 @@ import gzip
 import json
 import tracemalloc
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import fsspec
@@ -32,10 +33,9 @@ def test_jsonl_counts_blank_lines_and_takes_a_byte_order_mark(tmp_path: Path) ->
     [
         (b'{"a": 1,}', "malformed JSON: "),
         (b'{"a": "x', "malformed JSON: Unterminated string starting at"),
-        (b'{"a": NaN}', "malformed JSON: NaN is no JSON value"),
-        (b'{"a": "\xff"}', "byte 0xff at column 8 is not UTF-8"),
-        (b"[1, 2]", "the row is [1, 2]; expected a JSON object."),
-        (b"null", "the row is None; expected a JSON object."),
+        (b'{"a": "\xff"}', "malformed JSON: 'utf-8' codec can't decode byte 0xff in position 7"),
+        (b"[1, 2]", "[1, 2] is not a JSON object."),
+        (b"null", "None is not a JSON object."),
         (b"[" * 100_000, "malformed JSON: "),
     ],
 )
@@ -65,9 +65,9 @@ def test_csv_counts_rows_after_the_header(tmp_path: Path) -> None:
     ]
 
 
-def test_csv_row_of_too_many_fields_is_told(tmp_path: Path) -> None:
-    (_, problem), (_, good) = rows_of_file(written(tmp_path / "my.csv", "a,b\n1,2,3\n1,2\n"))
-    assert str(problem) == "the row has 3 fields; expected 2, as in the header."
+def test_csv_row_with_other_fields_than_the_header_is_told(tmp_path: Path) -> None:
+    (_, problem), (_, too_few), (_, good) = rows_of_file(written(tmp_path / "my.csv", "a,b\n1,2,3\n1\n1,2\n"))
+    assert isinstance(problem, BadRow) and isinstance(too_few, BadRow)
     assert good == {"a": "1", "b": "2"}
 
 
@@ -85,10 +85,8 @@ KINDS: dict[str, Callable[[Path], object]] = {
     "my.jsonl.gz": lambda path: path.write_bytes(gzip.compress(LINES[:60]) + gzip.compress(LINES[60:])),  # two members
     "my.jsonl.zst": lambda path: path.write_bytes(zstd(LINES[:60]) + zstd(LINES[60:])),
     "my.json": lambda path: path.write_text(json.dumps(ROWS, indent=2, ensure_ascii=False)),
-    "my.json.gz": lambda path: path.write_bytes(gzip.compress(json.dumps(ROWS).encode())),
     "array.jsonl": lambda path: path.write_text(json.dumps(ROWS)),
     "MY.CSV": lambda path: path.write_bytes(CSV),
-    "my.csv.gz": lambda path: path.write_bytes(gzip.compress(CSV)),
     "my.csv.zst": lambda path: path.write_bytes(zstd(CSV)),
     "my.parquet": lambda path: pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), path),
 }
@@ -110,20 +108,18 @@ def test_keys_that_only_other_objects_have_are_no_nulls_in_parquet(tmp_path: Pat
     turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "yes", "weight": 0}]
     table = pyarrow.Table.from_pylist([{"messages": turns, "id": None, "labels": [1, 2]}])
     pyarrow.parquet.write_table(table, tmp_path / "my.parquet")
-    assert [row for _, row in rows_of_file(tmp_path / "my.parquet")] == [
-        {"messages": turns, "id": None, "labels": [1, 2]}
-    ]
+    [(_, row)] = rows_of_file(tmp_path / "my.parquet")
+    assert row == {"messages": turns, "id": None, "labels": [1, 2]}
 
 
 @pytest.mark.parametrize(
     ("name", "content", "text"),
     [
-        ("my.jsonl.gz", b"not zipped", "cannot be read: Not a gzipped file"),
+        ("my.jsonl.gz", b"not zipped", "cannot be read: "),
         ("my.jsonl.zst", b"not zipped", "cannot be read: ZSTD decompress failed"),
         ("my.parquet", b"", "cannot be read: "),
         ("my.csv", b"a,b\n1,2\n3,\xff\n", "cannot be read: "),
         ("my.csv", b'a,b\n1,2\n"1\n2,3\n', "cannot be read after {path} row 1: unexpected end of data"),
-        ("my.json", b'[{"a": 1},\n{"a": NaN}]', "cannot be read: NaN is no JSON value"),
         ("my.json", b'[{"a": 1},\n\n' + b"[" * 100_000, "cannot be read: "),
         ("my.json", b'[{"a": 1},\n{"a": "never ends', "cannot be read: Unterminated string starting at: line 2"),
     ],
@@ -145,37 +141,19 @@ def test_a_host_that_does_not_answer_is_no_missing_file(host: str, why: str) -> 
 
 
 @pytest.mark.parametrize("name", ["my.jsonl", "my.jsonl.gz"])
-def test_memory_does_not_grow_with_the_file(tmp_path: Path, name: str) -> None:
-    row = json.dumps({"text": "x" * 1000})
-    text = "\n".join([row] * 30_000)
-    path = written(tmp_path / name, gzip.compress(text.encode(), 1) if name.endswith(".gz") else text)
-    tracemalloc.start()
-    assert sum(1 for _ in rows_of_file(path)) == 30_000
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak < 10 * 2**20 < 30_000 * 1000
-
-
-@pytest.mark.parametrize("name", ["my.jsonl", "my.jsonl.gz"])
-def test_a_line_without_end_is_not_read_whole(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_endless", [False, True])
+def test_memory_does_not_grow_with_the_file_nor_with_a_line_without_end(
+    tmp_path: Path, name: str, is_endless: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(files, "LONGEST_LINE", 2**20)
-    text = '{"text": 1}\n{"text": "' + "x" * 50_000_000
+    row = json.dumps({"text": "x" * 1000})
+    text = row + "\n" + ('{"text": "' + "x" * 30_000_000 if is_endless else "\n".join([row] * 30_000))
     path = written(tmp_path / name, gzip.compress(text.encode(), 1) if name.endswith(".gz") else text)
     del text
     tracemalloc.start()
-    with pytest.raises(UserError, match=f"{name}:2: the line has over 1,048,576 bytes"):
-        list(rows_of_file(path))
+    problem = f"{name}: cannot be read after .*:1: line 2 has over 1,048,576 bytes"
+    with pytest.raises(UserError, match=problem) if is_endless else nullcontext():
+        assert sum(1 for _ in rows_of_file(path)) == 30_001
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert peak < 16 * 2**20
-
-
-def test_big_rows_of_parquet_are_turned_into_objects_few_at_a_time(tmp_path: Path) -> None:
-    path = tmp_path / "my.parquet"
-    rows = pyarrow.Table.from_pylist([{"text": str(number) * 2_000_000} for number in range(10, 50)])
-    pyarrow.parquet.write_table(rows, path, row_group_size=1)
-    tracemalloc.start()
-    assert [row["text"][:2] for _, row in rows_of_file(path)] == [str(number) for number in range(10, 50)]
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak < 60_000_000 < 40 * 4_000_000
+    assert peak < 10 * 2**20

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -22,53 +23,6 @@ from llama_ft.data.formats import BadRow
 from llama_ft.data.sources import Source, brings_validation
 from llama_ft.errors import UserError
 
-
-def opened(dataset: str, tokenizer: PreTrainedTokenizerFast, cache: Path, split: str = "train") -> list:
-    config = DataConfig(dataset=dataset)
-    return list(open_source(dataset, split, config=config, tokenizer=tokenizer, cache=cache).read())  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("code", "text"),
-    [
-        ("x = 1\nraise RuntimeError('no luck')\n", ":2: f: RuntimeError: no luck"),
-        ("def f(*_):\n    exit(0)\n", ":2: f: SystemExit: 0"),
-        ("def f(*_):\n    return []\n", ":f returned a list; expected a datasets.Dataset."),
-        ("x = 1\n", ": f: AttributeError: "),
-    ],
-)
-def test_what_is_wrong_with_a_function_is_told(
-    llama3: PreTrainedTokenizerFast, tmp_path: Path, code: str, text: str
-) -> None:
-    path = tmp_path / "broken.py"
-    path.write_text(code)
-    with pytest.raises(UserError) as caught:
-        opened(f"{path}:f", llama3, tmp_path)
-    assert caught.value.messages[0].startswith(f"{path}{text}")
-
-
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("my_dta.jsonl", "my_dta.jsonl: no such file. Did you mean {folder}/my_data.jsonl?"),
-        ("folder.csv", "folder.csv: is a folder without data files."),
-        ("*.parquet", "*.parquet: matches no file"),
-        ("my_data.jsonl", "my_data.jsonl: holds no rows."),
-        ("bad.jsonl", "bad.jsonl:1: malformed JSON"),
-    ],
-)
-def test_dataset_that_is_none_is_told(llama3: PreTrainedTokenizerFast, tmp_path: Path, name: str, text: str) -> None:
-    (tmp_path / "my_data.jsonl").write_text("\n\n")
-    (tmp_path / "bad.jsonl").write_text("a\n")
-    (tmp_path / "folder.csv").mkdir()
-    with pytest.raises(UserError) as caught:
-        source = open_source(str(tmp_path / name), "train", config=DataConfig(), tokenizer=llama3, cache=tmp_path)
-        source.row_format("auto")
-    assert text.format(folder=tmp_path) in caught.value.messages[0]
-
-
-# What is read from where: every file has rows that name it.
-
 Opener = Callable[..., Source]
 
 
@@ -79,6 +33,41 @@ def source_of(llama3: PreTrainedTokenizerFast, tmp_path: Path) -> Opener:
         return open_source(dataset, split, config=config, tokenizer=llama3, cache=tmp_path)  # type: ignore[arg-type]
 
     return open_it
+
+
+@pytest.mark.parametrize(
+    ("code", "text"),
+    [
+        ("x = 1\nraise RuntimeError('no luck')\n", ":2: f: RuntimeError: no luck"),
+        ("def f(*_):\n    exit(0)\n", ":2: f: SystemExit: 0"),
+        ("def f(*_):\n    return []\n", ":f returned a list; expected a datasets.Dataset"),
+        ("x = 1\n", ": f: KeyError: "),
+    ],
+)
+def test_what_is_wrong_with_a_function_is_told(source_of: Opener, tmp_path: Path, code: str, text: str) -> None:
+    path = tmp_path / "broken.py"
+    path.write_text(code)
+    with pytest.raises(UserError) as caught:
+        source_of(f"{path}:f")
+    assert caught.value.messages[0].startswith(f"{path}{text}")
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("no_data.jsonl", "no_data.jsonl: cannot be read: no such file."),
+        ("my_data.jsonl", "my_data.jsonl: holds no rows."),
+        ("bad.jsonl", "bad.jsonl:1: malformed JSON"),
+    ],
+)
+def test_dataset_that_is_none_is_told(source_of: Opener, tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / "my_data.jsonl").write_text("\n\n")
+    (tmp_path / "bad.jsonl").write_text("a\n")
+    with pytest.raises(UserError, match=text):
+        source_of(str(tmp_path / name)).row_format("auto")
+
+
+# What is read from where: every file has rows that name it.
 
 
 def write(path: Path, *texts: str, column: str = "text") -> str:
@@ -112,7 +101,7 @@ def test_urls_of_a_file_a_pattern_and_a_folder(source_of: Opener, tmp_path: Path
     assert texts(source_of(f"{base}/*.jsonl")) == texts(source_of(f"{base}/")) == ["a.jsonl", "b.jsonl"]
     assert texts(source_of(f"file://{write(tmp_path / 'c.jsonl', 'c')}")) == ["c"]
     assert texts(source_of(f"{tmp_path}/*.jsonl")) == texts(source_of(f"{tmp_path}/[a-c].jsonl")) == ["c"]
-    with pytest.raises(UserError, match="nothing/: no data files there."):
+    with pytest.raises(UserError, match="nothing/: has no split train. It has none."):
         source_of(f"{base}/nothing/")
     with pytest.raises(UserError, match="s3://bucket/my.jsonl: cannot be read: Install s3fs"):
         source_of("s3://bucket/my.jsonl")
@@ -141,7 +130,7 @@ def test_folders_that_datasets_saved(source_of: Opener, tmp_path: Path) -> None:
     assert not brings_validation(str(tmp_path / "one"))
     assert brings_validation(str(tmp_path / "two"))
     assert texts(source_of(str(tmp_path / "two"), "validation")) == ["b"]
-    with pytest.raises(UserError, match="one: has no split test. It has no splits."):
+    with pytest.raises(UserError, match="one: has no split test. It has none."):
         source_of(str(tmp_path / "one"), dataset_split="test")
 
 
@@ -159,8 +148,8 @@ def test_identity_changes_with_what_is_in_the_files(source_of: Opener, tmp_path:
     before = [source_of(name).identity for name in names]
     assert [source_of(name).identity for name in names] == before
     write(tmp_path / "data/a.jsonl", "b")
-    (arrow,) = (tmp_path / "saved").glob("*.arrow")
-    arrow.write_bytes(arrow.read_bytes().replace(b"a", b"A", 1))
+    shutil.rmtree(tmp_path / "saved")
+    datasets.Dataset.from_list([{"text": "A"}]).save_to_disk(tmp_path / "saved")
     put("bb")
     assert all(source_of(name).identity != old for name, old in zip(names, before, strict=True))
     weighted = [source_of([{"path": names[1], "weight": weight}]).identity for weight in (1, 2)]
@@ -198,16 +187,9 @@ def test_mix_has_rows_of_all_its_parts_in_turns_each_in_its_own_format(source_of
     parts: list[DatasetPart] = [{"path": plain}, {"path": str(alpaca), "weight": 2}]
     source = source_of(parts)
     assert source.name == f"{plain} + {alpaca}"
-    assert [(place, row_format) for place, _, row_format in source.formatted_rows("auto")] == [
-        (f"{plain}:1", "text"),
-        (f"{alpaca} row 1", "alpaca"),
-        (f"{alpaca} row 1", "alpaca"),
-        (f"{plain}:2", "text"),
-        (f"{alpaca} row 2", "alpaca"),
-        (f"{alpaca} row 2", "alpaca"),
-        (f"{plain}:3", "text"),
-        (f"{plain}:4", "text"),
-    ]
+    first, second = ([(f"{plain}:{n}", "text"), *[(f"{alpaca} row {n}", "alpaca")] * 2] for n in (1, 2))
+    taken_rows = [(place, row_format) for place, _, row_format in source.formatted_rows("auto")]
+    assert taken_rows == [*first, *second, (f"{plain}:3", "text"), (f"{plain}:4", "text")]
     with pytest.raises(UserError, match="alpaca.csv: its columns are .* --dataset_format is text"):
         list(source.formatted_rows("text"))
 
@@ -250,11 +232,8 @@ def test_hub_dataset_is_read_from_the_cache_split_by_split(source_of: Opener, do
 def test_datasets_of_llama_recipes_become_alpaca_rows(source_of: Opener, downloaded: Callable[..., str]) -> None:
     talk = {"id": "1", "dialogue": "A: Hi\nB: Ho", "summary": "They meet."}
     downloaded("knkarthick/samsum", train=[talk], validation=[{**talk, "id": "2", "summary": "Met."}], test=[talk])
-    (place, row), *none = source_of("samsum_dataset").read()
-    assert (row, none) == (
-        {"instruction": "Summarize this dialog.", "input": "A: Hi\nB: Ho", "output": "They meet."},
-        [],
-    )
+    task = {"instruction": "Summarize this dialog.", "input": "A: Hi\nB: Ho"}
+    assert [row for _, row in source_of("samsum_dataset").read()] == [{**task, "output": "They meet."}]
     assert source_of("samsum").row_format("auto") == "alpaca"
     assert brings_validation("samsum")
     assert [row["output"] for _, row in source_of("samsum", "validation").read()] == ["Met."]  # type: ignore[index]
@@ -287,9 +266,8 @@ class Hub(BaseHTTPRequestHandler):
         elif "/resolve/" in path:
             self.answer(200, self.files[name]) if name in self.files else self.answer(404, b"", "EntryNotFound")
         elif "/tree/" in path:
-            entries = [
-                {"type": "file", "path": file, "size": len(data), "oid": "2" * 40} for file, data in self.files.items()
-            ]
+            entry = {"type": "file", "oid": "2" * 40}
+            entries = [{**entry, "path": file, "size": len(data)} for file, data in self.files.items()]
             self.answer(200, json.dumps(entries).encode())
         else:
             siblings = [{"rfilename": file} for file in self.files]

@@ -112,7 +112,7 @@ def test_template_that_rewrites_earlier_turns_is_refused_for_the_row(
 ) -> None:
     template = "{{ messages[-1].content | length }}{% for m in messages %}{{ m.content }}{% endfor %}"
     tokenizer = make_tokenizer([], template)
-    with pytest.raises(BadRow, match=r'"messages\[1\]": the chat template changes other turns with this one'):
+    with pytest.raises(BadRow, match=r'"messages\[1\]": the chat template changes other messages with this one'):
         Encoder(tokenizer, 100).encode(ALPACA, "alpaca")
 
 

@@ -56,7 +56,7 @@ CASES = {
     "bad role": case(f"{MODEL} --dataset @role.jsonl", 'role.jsonl:2: "messages[1].role" is "asistant"',
                      "expected assistant"),
     "rows that a template refuses": case(f"{GOOD} --chat_template @refuses.jinja",
-                                         "rows.jsonl:1: the chat template refuses this chat: no tools here",
+                                         "rows.jsonl:1: the chat template rejects this chat: no tools here",
                                          "--skip_bad_rows", errors=5),
     "every row dropped": case(f"{GOOD} --context_length 40 --truncation drop", "rows.jsonl: no row is left",
                               "16 are longer than --context_length 40", "--truncation"),

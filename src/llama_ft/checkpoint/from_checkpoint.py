@@ -122,7 +122,7 @@ class Exporter:
         tokenizer = models.load_tokenizer(folder, trust_remote_code)
         tokenizer.chat_template = trainer["chat_template"]
         if tokenizer.chat_template and config.model.resize_embeddings:
-            data.add_missing_tokens(tokenizer, data.own_template(tokenizer))
+            data.ensure_chat_template(tokenizer, add_tokens=True)
         trained = checkpoint.weights()
         keys = {name: name for name in trained.tensors}
         return cls(base, named, tokenizer, model, trained, keys, adapter, new, config, trainer)

@@ -10,7 +10,7 @@ from llama_ft.data.batches import (
     target_token_counts,
 )
 from llama_ft.data.cache import cache_dir
-from llama_ft.data.chat_template import add_missing_tokens, ensure_chat_template, own_template, stop_token_ids
+from llama_ft.data.chat_template import ensure_chat_template, stop_token_ids
 from llama_ft.data.demo import Demo, build_demo
 from llama_ft.data.prefetch import Prefetcher
 from llama_ft.data.prepare import TokenizedData, prepare
@@ -27,7 +27,6 @@ __all__ = [
     "Prefetcher",
     "TokenizedData",
     "TrainingBatches",
-    "add_missing_tokens",
     "build_demo",
     "cache_dir",
     "collate",
@@ -37,7 +36,6 @@ __all__ = [
     "group_size",
     "one_example",
     "open_source",
-    "own_template",
     "pad_token_id",
     "plan_training",
     "prepare",

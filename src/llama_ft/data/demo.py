@@ -1,7 +1,7 @@
 """The embedded demo: a small Llama and a real dataset, built on this machine without a network.
 
-What is built is an ordinary Hugging Face directory and two .jsonl files: questions about Python's standard library,
-answered by its docstrings. The sources of the running Python are parsed, not imported.
+They are an ordinary Hugging Face directory and two .jsonl files: prompts about Python's standard library, whose
+docstrings are the responses. The sources of the running Python are parsed, not imported.
 """
 
 import ast
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 VERSION = 3
 SKIPPED = set("site-packages dist-packages test tests idlelib lib2to3 turtledemo ensurepip pydoc_data".split())
-SHORTEST_ANSWER = 20  # characters; shorter docstrings say nothing ("See above.")
+SHORTEST_RESPONSE = 20  # characters; shorter docstrings say nothing ("See above.")
 VALIDATION_SHARE = 0.05
-QUESTIONS = (
+PROMPTS = (
     "What does the {kind} `{name}` do?",
     "Explain the {kind} `{name}` of Python's standard library.",
     "How does Python document the {kind} `{name}`?",
@@ -37,13 +37,10 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 SPECIAL_TOKENS = ["<|begin|>", "<|end|>", "<|pad|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>"]
 CHAT_TEMPLATE = (
     "{{ bos_token }}"
-    "{% for message in messages %}"
-    "{{ '<|' + message['role'] + '|>' }}"
+    "{% for message in messages %}{{ '<|' + message['role'] + '|>' }}"
     "{% if message['role'] == 'assistant' %}"
     "{% generation %}{{ message['content'] + '<|end|>' }}{% endgeneration %}"
-    "{% else %}"
-    "{{ message['content'] + '<|end|>' }}"
-    "{% endif %}"
+    "{% else %}{{ message['content'] + '<|end|>' }}{% endif %}"
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
@@ -51,50 +48,42 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True)
 class Demo:
-    """Where the demo lies, and a line about its model and one about its rows for people."""
+    """The paths of the demo, and a line about it for people."""
 
     model_dir: Path
     train_file: Path
     validation_file: Path
-    about_model: str
-    about_rows: str
+    about: str
 
 
 def build_demo(cache: Path) -> Demo:
-    """Build the demo's model and data under the folder `cache`, once for each Python version."""
+    """Build the demo's model and data under the directory `cache`, once for each Python version."""
     version = platform.python_version()
     folder = build_once(cache / f"demo-py{version}-v{VERSION}", _build)
-    facts = json.loads((folder / "demo.json").read_text())
-    model_dir, train, validation = folder / "model", folder / "train.jsonl", folder / "validation.jsonl"
-    rows = f"{facts['train']:,} training and {facts['validation']:,} validation rows"
-    about_rows = f"demo rows: {rows} from the docstrings of Python {version}'s standard library in {train}"
-    about_model = f"demo model: a Llama of {facts['parameters'] / 1e6:.1f} M parameters in {model_dir}"
-    return Demo(model_dir, train, validation, about_model, about_rows)
+    about = f"demo: a Llama of 6.6 M parameters and the docstrings of Python {version}'s standard library, in {folder}"
+    return Demo(folder / "model", folder / "train.jsonl", folder / "validation.jsonl", about)
 
 
 def _build(folder: Path) -> None:
-    rows = _demo_rows()
-    for split, lines in rows.items():  # errors: a docstring may hold half a surrogate pair, which UTF-8 cannot
+    for split, lines in _demo_rows().items():  # errors: a docstring may hold half a surrogate pair, which UTF-8 cannot
         (folder / f"{split}.jsonl").write_text("".join(lines), encoding="utf-8", errors="replace")
     tokenizer = _train_tokenizer(folder / "train.jsonl")
-    facts = {split: len(lines) for split, lines in rows.items()} | {"parameters": _save_model(folder, tokenizer)}
+    _save_model(folder / "model", tokenizer)
     tokenizer.save_pretrained(folder / "model")
-    (folder / "demo.json").write_text(json.dumps(facts))
 
 
 def _demo_rows() -> dict[str, list[str]]:
     """The lines of train.jsonl and validation.jsonl."""
     rows: dict[str, list[str]] = {"train": [], "validation": []}
     seen = set[str]()
-    for name, kind, signature, docstring in sorted(
-        _documented(Path(sysconfig.get_path("stdlib"))), key=lambda it: it[0]
-    ):
-        # One answer under two names (posixpath and ntpath share many) could stand in both splits: keep the first.
-        answer = " ".join(docstring.lower().split())
-        if len(docstring) < SHORTEST_ANSWER or answer in seen:
+    documented = sorted(_documented(Path(sysconfig.get_path("stdlib"))), key=lambda it: it[0])
+    for name, kind, signature, docstring in documented:
+        # One response under two names (posixpath and ntpath share many) could be in both splits: keep the first.
+        response = " ".join(docstring.lower().split())
+        if len(docstring) < SHORTEST_RESPONSE or response in seen:
             continue
-        seen.add(answer)
-        instruction = QUESTIONS[_stable_hash("question " + name) % len(QUESTIONS)].format(kind=kind, name=name)
+        seen.add(response)
+        instruction = PROMPTS[_stable_hash("question " + name) % len(PROMPTS)].format(kind=kind, name=name)
         row = {"instruction": instruction, "input": signature, "output": docstring}
         is_held_out = _stable_hash("split " + name) / 2**64 < VALIDATION_SHARE
         rows["validation" if is_held_out else "train"].append(json.dumps(row, ensure_ascii=False) + "\n")
@@ -102,7 +91,7 @@ def _demo_rows() -> dict[str, list[str]]:
 
 
 def _documented(library: Path) -> Iterator[Documented]:
-    """Yield all that is public and has a docstring in the Python files under `library` that can be parsed."""
+    """Yield everything public that has a docstring in the Python files under `library` that can be parsed."""
     for path in sorted(library.rglob("*.py")):
         parts = path.relative_to(library).with_suffix("").parts
         if SKIPPED.intersection(parts) or any(map(_is_private, parts)):
@@ -125,13 +114,10 @@ def _walk(node: ast.Module | ast.ClassDef | Function, name: str, kind: str, sign
             continue
         child_kind = "method" if isinstance(node, ast.ClassDef) else "function"
         if isinstance(child, ast.ClassDef):
-            bases = ", ".join(map(ast.unparse, child.bases))
-            child_kind, head = "class", f"class {child.name}" + f"({bases})" * bool(bases)
+            child_kind, head = "class", ast.unparse(ast.ClassDef(child.name, child.bases, [], [], []))
         else:
-            prefix = "async def" if isinstance(child, ast.AsyncFunctionDef) else "def"
-            returns = f" -> {ast.unparse(child.returns)}" if child.returns else ""
-            head = f"{prefix} {child.name}({ast.unparse(child.args)}){returns}"
-        yield from _walk(child, f"{name}.{child.name}", child_kind, head)
+            head = ast.unparse(type(child)(child.name, child.args, [], [], child.returns, lineno=0))
+        yield from _walk(child, f"{name}.{child.name}", child_kind, head.removesuffix(":"))
 
 
 def _is_private(name: str) -> bool:
@@ -144,7 +130,7 @@ def _stable_hash(text: str) -> int:
 
 
 def _train_tokenizer(train_file: Path) -> "PreTrainedTokenizerFast":
-    """A byte-level BPE tokenizer trained on the training rows alone."""
+    """A byte-level BPE tokenizer trained on the training samples alone."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -158,21 +144,24 @@ def _train_tokenizer(train_file: Path) -> "PreTrainedTokenizerFast":
     with open(train_file, encoding="utf-8") as lines:
         tokenizer.train_from_iterator(("\n".join(json.loads(line).values()) for line in lines), trainer)
     bos, end, pad, *others = SPECIAL_TOKENS
-    named: dict[str, Any] = {"bos_token": bos, "eos_token": end, "pad_token": pad, "extra_special_tokens": others}
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, model_max_length=2048, **named
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=bos,
+        eos_token=end,
+        pad_token=pad,
+        extra_special_tokens=others,
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+        model_max_length=2048,
     )
-    fast.chat_template = CHAT_TEMPLATE
-    return fast
 
 
-def _save_model(folder: Path, tokenizer: "PreTrainedTokenizerFast") -> int:
-    """Save a randomly initialized Llama with grouped-query attention in fp32; return its parameter count."""
+def _save_model(folder: Path, tokenizer: "PreTrainedTokenizerFast") -> None:
+    """Save a randomly initialized Llama with grouped-query attention in fp32."""
     import torch
     from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-    names = ("bos_token_id", "eos_token_id", "pad_token_id")
-    token_ids: dict[str, Any] = {name: getattr(tokenizer, name) for name in names}
+    ids: dict[str, Any] = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     config = LlamaConfig(
         vocab_size=8192,
         hidden_size=256,
@@ -184,13 +173,12 @@ def _save_model(folder: Path, tokenizer: "PreTrainedTokenizerFast") -> int:
         initializer_range=0.04,  # 0.02, the default, suits wider layers and learns more slowly here
         tie_word_embeddings=False,
         dtype="float32",
-        **token_ids,
+        **ids,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = LlamaForCausalLM(config)
-    model.generation_config = GenerationConfig(**token_ids)
+    model.generation_config = GenerationConfig(**ids)
     # transformers saves on rank 0 only, but every node with a disk of its own needs the files.
     model.should_save_on_this_rank = lambda is_main_process: is_main_process  # type: ignore[method-assign]
-    model.save_pretrained(folder / "model", max_shard_size="8MB")  # 26 MB in all: several shards, as big models have
-    return sum(parameter.numel() for parameter in model.parameters())
+    model.save_pretrained(folder, max_shard_size="8MB")  # 26 MB in all: several shards, as big models have

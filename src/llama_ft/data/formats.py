@@ -1,8 +1,10 @@
-"""What a row of data must look like: alpaca columns, chat messages, prompt and completion, text or tokens; and what is
-wrong with one that does not. A further format is a function and an entry in FORMATS, see docs/adding-a-format.md."""
+"""What a sample of data must look like: alpaca columns, chat messages, prompt and completion, text or tokens; and what
+is wrong with one that does not. A further format is a function and an entry in FORMATS, see docs/adding-a-format.md."""
 
 import json
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
+from itertools import compress, cycle
 from typing import Any, NamedTuple
 
 from llama_ft.errors import UserError
@@ -13,7 +15,7 @@ Message = dict[str, Any]
 
 
 class TokenRow(NamedTuple):
-    """A row that is tokenized already; labels are -100 where not trained on, and not shifted."""
+    """A sample that is tokenized already; labels are -100 for tokens that are not in the loss, and not shifted."""
 
     input_ids: list[int]
     labels: list[int]
@@ -24,12 +26,12 @@ Content = list[Message] | tuple[str, str] | TokenRow
 
 
 class Format(NamedTuple):
-    """A format of rows.
+    """A format of samples.
 
     Attributes:
-        required: columns by which it is recognised.
+        required: columns by which it is recognized.
         optional: further columns that it reads.
-        read: what a row holds; BadRow says what is wrong with one.
+        read: returns the content of a sample; raises BadRow, which says what is wrong with one.
     """
 
     required: tuple[str, ...]
@@ -49,21 +51,28 @@ ROLES_AFTER = {
 
 
 class BadRow(Exception):
-    """A row that cannot be trained on. The text says what is wrong in it; where it stands is the reader's to say."""
+    """A sample that cannot be trained on. The text says what is wrong in it; its reader adds the file and the line."""
 
-    @classmethod
-    def of(cls, place: str, value: Any, expected: str) -> "BadRow":
-        """Say that the field `place` of a row is `value`, and what was expected there."""
-        shown = json.dumps(value, ensure_ascii=False, default=str)
-        is_nothing = value is None or value in ("", [], {})
-        shown = ("missing" if value is None else "empty") if is_nothing else shown[:60] + "..." * (len(shown) > 60)
-        return cls(f'"{place}" is {shown}; expected {expected}.')
+
+def expect(is_valid: object, place: str, value: Any, expected: str) -> None:
+    """Raise BadRow if the field `place` of a sample is not valid.
+
+    Args:
+        is_valid: true if nothing is wrong.
+        place: such as `messages[2].role`.
+        value: of the field, None if it is missing.
+        expected: what the field should be.
+    """
+    if not is_valid:
+        text = json.dumps(value, ensure_ascii=False, default=str)
+        shown = "empty" if value in ("", [], {}) else text[:60] + "..." * (len(text) > 60)
+        raise BadRow(f'"{place}" is {"missing" if value is None else shown}; expected {expected}.')
 
 
 def find_format(dataset: str, columns: Collection[str], wanted: str) -> RowFormat:
     """Tell the format of a dataset from its columns, or check that the format asked for fits them.
 
-    A column `text` decides only where nothing else fits: alpaca files often have the rendered row there too.
+    A column `text` decides only if nothing else fits: alpaca files often have the rendered sample there too.
 
     Args:
         dataset: its name, for messages.
@@ -80,15 +89,15 @@ def find_format(dataset: str, columns: Collection[str], wanted: str) -> RowForma
     if wanted == "auto" and len(plainly) == 1:
         return plainly[0]
     known = ", ".join(f"{name} ({' and '.join(one.required)})" for name, one in FORMATS.items())
-    fits = f"which fit {' and '.join(plainly) or 'no format'}"
     raise UserError(
-        f"{dataset}: its columns are {', '.join(sorted(columns))}, {fits}; --dataset_format is {wanted}.\n"
+        f"{dataset}: its columns are {', '.join(sorted(columns))}, which fit {' and '.join(plainly) or 'no format'}; "
+        f"--dataset_format is {wanted}.\n"
         f"Expected columns of one of these formats, or --dataset_format with its name: {known}."
     )
 
 
 def alpaca_messages(row: Row, *, input_heading: str = "") -> list[Message]:
-    """Turn an alpaca row into a prompt and its response, after its system message and earlier prompts and responses.
+    """Turn an alpaca sample into a prompt and its response, after its system message and earlier prompts and responses.
 
     Args:
         row: columns instruction, output and perhaps input, system and history (pairs of prompt and response).
@@ -101,19 +110,17 @@ def alpaca_messages(row: Row, *, input_heading: str = "") -> list[Message]:
     if not _is_blank(row.get("input")):
         instruction += f"\n\n{input_heading}{_text(row, 'input')}"
     history = _parsed_if_text(row, "history") or []
-    if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
-        raise BadRow.of("history", history, "a list of pairs of question and answer")
-    turns = list[tuple[str, Any]]()
-    for number, pair in enumerate(history):
-        for side, role in enumerate(("user", "assistant")):
-            turns.append((f"history[{number}][{side}]", {"role": role, "content": pair[side]}))
-    turns.append(("instruction", {"role": "user", "content": instruction}))
-    turns.append(("output", {"role": "assistant", "content": output}))
-    return _checked_chat(_with_system(row, turns))
+    is_valid = isinstance(history, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in history)
+    expect(is_valid, "history", history, "a list of pairs of prompt and response")
+    said = [(f"history[{number}][{side}]", pair[side]) for number, pair in enumerate(history) for side in (0, 1)]
+    said += [("instruction", instruction), ("output", output)]
+    roles = cycle(("user", "assistant"))
+    messages = [(place, {"role": next(roles), "content": text}) for place, text in said]
+    return _checked_chat(_with_system(row, messages))
 
 
 def chat_messages(row: Row, column: str = "messages") -> list[Message]:
-    """Check the messages of a row and return them without their empty fields.
+    """Check the messages of a sample and return them without their empty fields.
 
     They are an optional system message, then user and assistant in alternation, with tool messages after an assistant;
     the last is an assistant's. ShareGPT's keys from and value count as role and content. Contents that are lists of
@@ -122,12 +129,7 @@ def chat_messages(row: Row, column: str = "messages") -> list[Message]:
     Raises:
         BadRow: naming the message and the field.
     """
-    return _checked_chat(_with_system(row, _turns(row, column)))
-
-
-def sharegpt_messages(row: Row) -> list[Message]:
-    """Check the turns of `conversations` and return them as `chat_messages` does."""
-    return chat_messages(row, "conversations")
+    return _checked_chat(_with_system(row, _messages(row, column)))
 
 
 def prompt_completion(row: Row) -> tuple[str, str] | list[Message]:
@@ -135,7 +137,7 @@ def prompt_completion(row: Row) -> tuple[str, str] | list[Message]:
 
     Returns:
         Both texts; or, if both are lists of messages, one chat in which the assistant messages of the prompt have
-        weight 0, so that only the completion's are trained on.
+        weight 0, so that only the completion's are in the loss.
 
     Raises:
         BadRow: a column is missing, empty, or not of the same kind as the other.
@@ -143,38 +145,37 @@ def prompt_completion(row: Row) -> tuple[str, str] | list[Message]:
     if not isinstance(row.get("prompt"), list):
         system = "" if _is_blank(row.get("system")) else _text(row, "system") + "\n\n"
         return system + _text(row, "prompt"), _text(row, "completion")
-    prompt = _with_system(row, _turns(row, "prompt"))
-    messages = _checked_chat([*prompt, *_turns(row, "completion")])
-    if messages[len(prompt)]["role"] != "assistant":
-        raise BadRow.of("completion[0].role", messages[len(prompt)]["role"], "assistant")
-    for message in messages[: len(prompt)]:
-        if message["role"] == "assistant":
-            message["weight"] = 0
-    return messages
+    prompt = _with_system(row, _messages(row, "prompt"))
+    messages = _checked_chat([*prompt, *_messages(row, "completion")])
+    first = messages[len(prompt)]["role"]
+    expect(first == "assistant", "completion[0].role", first, "assistant")
+    unweighted = [{**said, "weight": 0} if said["role"] == "assistant" else said for said in messages[: len(prompt)]]
+    return [*unweighted, *messages[len(prompt) :]]
 
 
 def plain_text(row: Row) -> tuple[str, str]:
-    """Return the text of a row for continued pre-training, after an empty prompt."""
+    """Return the text of a sample for continued pre-training, after an empty prompt."""
     return "", _text(row, "text")
 
 
 def token_row(row: Row) -> TokenRow:
-    """Check an already tokenized row; return input_ids and labels of the positions that the attention mask keeps.
+    """Check a sample of tokens; return input_ids and labels of the positions that the attention mask keeps.
 
     Args:
-        row: input_ids, perhaps labels (every token where missing) and perhaps attention_mask, of one length.
+        row: input_ids, perhaps labels (every token if missing) and perhaps attention_mask, as a tokenizer returns them
+            for one text.
 
     Raises:
-        BadRow: naming the column.
+        BadRow: naming the columns.
     """
-    input_ids = _integers(row, "input_ids")
-    labels = input_ids if row.get("labels") is None else _integers(row, "labels")
-    mask = [1] * len(input_ids) if row.get("attention_mask") is None else _integers(row, "attention_mask")
-    if not input_ids or not len(input_ids) == len(labels) == len(mask):
-        lengths = f"input_ids {len(input_ids)}, labels {len(labels)}, attention_mask {len(mask)}"
-        raise BadRow(f"its columns have {lengths} entries; expected as many in each, and at least one.")
-    kept = [index for index, keep in enumerate(mask) if keep]
-    return TokenRow([input_ids[index] for index in kept], [labels[index] for index in kept])
+    named = ["input_ids", *(name for name in ("labels", "attention_mask") if row.get(name) is not None)]
+    columns = {name: _integers(row, name) for name in named}
+    input_ids = columns["input_ids"]
+    if not input_ids or any(len(values) != len(input_ids) for values in columns.values()):
+        lengths = ", ".join(f'"{name}" has {len(values)}' for name, values in columns.items())
+        raise BadRow(f"{lengths} entries; expected at least one token, and one entry of each column per token.")
+    mask = columns.get("attention_mask", [1] * len(input_ids))
+    return TokenRow(list(compress(input_ids, mask)), list(compress(columns.get("labels", input_ids), mask)))
 
 
 def tools_of(row: Row) -> list[dict[str, Any]] | None:
@@ -183,61 +184,50 @@ def tools_of(row: Row) -> list[dict[str, Any]] | None:
 
 
 def content_text(content: Any, place: str) -> str:
-    """Text, or the text of a list of parts.
+    """Return a text, or the text of a list of parts.
 
     Raises:
         BadRow: it is something else.
     """
     if isinstance(content, list) and all(isinstance(it, dict) and isinstance(it.get("text"), str) for it in content):
         return "".join(part["text"] for part in content)
-    if not isinstance(content, str):
-        raise BadRow.of(place, content, "text or text parts")
-    return content
+    expect(isinstance(content, str), place, content, "text or text parts")
+    return str(content)
 
 
-def _turns(row: Row, column: str) -> list[tuple[str, Any]]:
+def _messages(row: Row, column: str) -> list[tuple[str, Any]]:
     """The messages of a column, each with its place."""
-    turns = row.get(column)
-    if not isinstance(turns, list) or not turns:
-        raise BadRow.of(column, turns, "a list of messages")
-    return [(f"{column}[{index}]", turn) for index, turn in enumerate(turns)]
+    messages: Any = row.get(column)
+    expect(isinstance(messages, list) and messages, column, messages, "a list of messages")
+    return [(f"{column}[{index}]", message) for index, message in enumerate(messages)]
 
 
-def _with_system(row: Row, turns: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
+def _with_system(row: Row, messages: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
     """Put the column `system` before the messages of a chat that has no system message of its own."""
-    system, first = row.get("system"), turns[0][1]
+    system, first = row.get("system"), messages[0][1]
     if _is_blank(system) or (isinstance(first, dict) and first.get("role") in ("system", "developer")):
-        return turns
-    return [("system", {"role": "system", "content": system}), *turns]
+        return messages
+    return [("system", {"role": "system", "content": system}), *messages]
 
 
-def _checked_chat(turns: list[tuple[str, Any]]) -> list[Message]:
+def _checked_chat(chat: list[tuple[str, Any]]) -> list[Message]:
     """Check (place, message) one after another."""
     messages = list[Message]()
-    for place, turn in turns:
-        if not isinstance(turn, dict):
-            raise BadRow.of(place, turn, "an object of role and content")
-        keys = ("from", "value") if "from" in turn else ("role", "content")
-        message: Message = {"role": turn.get(keys[0]), "content": turn.get(keys[1])}
-        message |= {key: value for key, value in turn.items() if key not in keys and value is not None}
-        role = message["role"] = ROLES.get(str(message["role"]))
+    for place, given in chat:
+        expect(isinstance(given, dict), place, given, "an object of role and content")
+        keys = ("from", "value") if "from" in given else ("role", "content")
+        role, content, calls = ROLES.get(str(given.get(keys[0]))), given.get(keys[1]), given.get("tool_calls")
         allowed = ROLES_AFTER[messages[-1]["role"] if messages else None]
-        if role not in allowed:
-            raise BadRow.of(f"{place}.{keys[0]}", turn.get(keys[0]), f"{' or '.join(allowed)} here")
-        if calls := message.get("tool_calls"):
-            calls = _objects(calls, f"{place}.tool_calls")
-            message["tool_calls"] = [_call(call, f"{place}.tool_calls[{n}]") for n, call in enumerate(calls)]
-        may_be_empty = role in ("system", "tool") or (role == "assistant" and calls)
-        if message["content"] is None and role == "assistant" and calls:
-            message["content"] = ""
-        message["content"] = content_text(message["content"], f"{place}.{keys[1]}")
-        if not may_be_empty and not message["content"].strip():
-            raise BadRow.of(f"{place}.{keys[1]}", "", f"what the {role} says")
-        if message.get("weight", 1) not in (0, 1):
-            raise BadRow.of(f"{place}.weight", message["weight"], "0 (not trained on) or 1")
-        messages.append(message)
-    if messages[-1]["role"] != "assistant":
-        raise BadRow.of(turns[-1][0], messages[-1]["role"], "an assistant's message as the last")
+        expect(role in allowed, f"{place}.{keys[0]}", given.get(keys[0]), f"{' or '.join(allowed)} here")
+        text = content_text("" if content is None and calls else content, f"{place}.{keys[1]}")
+        expect(text.strip() or calls or role in ("system", "tool"), f"{place}.{keys[1]}", "", f"what the {role} says")
+        more = {key: value for key, value in given.items() if key not in keys and value is not None}
+        if calls:
+            each = enumerate(_objects(calls, f"{place}.tool_calls"))
+            more["tool_calls"] = [_call(call, f"{place}.tool_calls[{number}]") for number, call in each]
+        expect(more.get("weight", 1) in (0, 1), f"{place}.weight", more.get("weight"), "0 (not in the loss) or 1")
+        messages.append({"role": role, "content": text, **more})
+    expect(role == "assistant", chat[-1][0], role, "an assistant's message as the last")
     return messages
 
 
@@ -245,7 +235,7 @@ def _call(call: dict[str, Any], place: str) -> dict[str, Any]:
     """OpenAI's arguments are JSON text; templates write objects as JSON, and would quote text a second time."""
     if isinstance(function := call.get("function"), dict):
         return {**call, "function": _call(function, f"{place}.function")}
-    if not isinstance(call.get("arguments"), str):
+    if "arguments" not in call:
         return call
     return {**call, "arguments": _parsed_if_text(call, "arguments", f"{place}.") or {}}
 
@@ -253,12 +243,10 @@ def _call(call: dict[str, Any], place: str) -> dict[str, Any]:
 def _parsed_if_text(row: Row, column: str, place: str = "") -> Any:
     """A column as it is, or what its JSON text says: a .csv has nothing but text."""
     value = row.get(column)
-    if not isinstance(value, str):
-        return value
     try:
-        return json.loads(value) if value.strip() else None
+        return json.loads(value.strip() or "null") if isinstance(value, str) else value
     except (ValueError, RecursionError):
-        raise BadRow.of(place + column, value, "JSON") from None
+        expect(False, place + column, value, "JSON")
 
 
 def _is_blank(value: Any) -> bool:
@@ -266,29 +254,28 @@ def _is_blank(value: Any) -> bool:
 
 
 def _objects(values: Any, place: str) -> list[dict[str, Any]]:
-    if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
-        raise BadRow.of(place, values, "a list of objects")
-    return values
+    is_valid = isinstance(values, list) and all(isinstance(value, dict) for value in values)
+    expect(is_valid, place, values, "a list of objects")
+    return list(values)
 
 
 def _integers(row: Row, column: str) -> list[int]:
     values = row.get(column)
-    if not isinstance(values, list) or not set(map(type, values)) <= {int}:  # not isinstance: True is an int
-        raise BadRow.of(column, values, "a list of integers")
-    return values
+    is_valid = isinstance(values, list) and set(map(type, values)) <= {int}  # not isinstance: True is an int
+    expect(is_valid, column, values, "a list of integers")
+    return list(values or [])
 
 
 def _text(row: Row, column: str) -> str:
     value = row.get(column)
-    if not isinstance(value, str) or not value.strip():
-        raise BadRow.of(column, value, "text")
-    return value
+    expect(isinstance(value, str) and value.strip(), column, value, "text")
+    return str(value)
 
 
 FORMATS: dict[str, Format] = {
     "alpaca": Format(("instruction", "output"), ("input", "system", "history", "tools"), alpaca_messages),
     "messages": Format(("messages",), ("system", "tools"), chat_messages),
-    "sharegpt": Format(("conversations",), ("system", "tools"), sharegpt_messages),
+    "sharegpt": Format(("conversations",), ("system", "tools"), partial(chat_messages, column="conversations")),
     "prompt_completion": Format(("prompt", "completion"), ("system", "tools"), prompt_completion),
     "text": Format(("text",), (), plain_text),
     "tokenized": Format(("input_ids",), ("labels", "attention_mask"), token_row),

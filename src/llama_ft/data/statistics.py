@@ -1,4 +1,4 @@
-"""What became of the samples: counted while they are tokenized, kept in meta.json, shown as a table."""
+"""The statistics of samples: counted while they are tokenized, kept in meta.json, shown as a table."""
 
 import json
 from dataclasses import asdict, dataclass, field
@@ -12,19 +12,19 @@ COLUMNS = {
     "rows": "rows", "tokens": "tokens", "target_tokens": "in the loss", "longest": "longest",
     "truncated": "truncated", "skipped": "skipped",
 }  # fmt: skip
-# A sample of the data: a hash of it; its tokens before truncation; what became of it.
+# Per sample: a hash of it; its tokens before truncation; whether it is bad, whole, truncated or skipped.
 ROW = numpy.dtype([("content", "u8"), ("tokens", "i4"), ("fate", "i1")])
 BAD, WHOLE, TRUNCATED, SKIPPED = -1, 0, 1, 2
 
 
 @dataclass
 class SplitStatistics:
-    """What became of the samples of a split.
+    """The number of samples and tokens of a split, and how many were truncated or skipped.
 
     Attributes:
-        rows: samples written; of one that was split, its pieces.
+        rows: samples written; each piece of one that was split counts.
         tokens, target_tokens: their tokens, and those that count in the loss.
-        truncated, skipped: samples of which a part was cut off, and those too long or without a token in the loss.
+        truncated, skipped: samples that lost a part, and those too long or without a token in the loss.
         longest: tokens of the longest sample before truncation.
         largest_id: the largest token id.
         fingerprint: a checksum of all tokens and labels, in order.
@@ -40,7 +40,7 @@ class SplitStatistics:
     fingerprint: str = ""
 
     def count(self, rows: numpy.ndarray) -> None:
-        """Count what became of some samples, see `ROW`."""
+        """Add some samples, see `ROW`."""
         self.truncated += int((rows["fate"] == TRUNCATED).sum())
         self.skipped += int((rows["fate"] == SKIPPED).sum())
         lengths = rows["tokens"][(rows["fate"] != BAD) & (rows["tokens"] > 0)]
@@ -49,12 +49,12 @@ class SplitStatistics:
 
 @dataclass
 class BuildReport:
-    """What is written to meta.json.
+    """The content of meta.json.
 
     Attributes:
-        train, validation: of each split; None if there is none.
+        train, validation: the statistics of each split; None if there is none.
         bad_rows, first_bad_rows: samples skipped by skip_bad_rows; the first of them, place and reason.
-        chat_sample: a chat of the validation (else the training) split, its reference answer last.
+        chat_sample: a chat of the validation (else the training) split, its reference response last.
     """
 
     train: SplitStatistics
@@ -77,13 +77,14 @@ class BuildReport:
 
 def describe(report: BuildReport, want_validation: bool) -> list[str]:
     """The table of both splits, and the warnings."""
-    table = [("", *COLUMNS.values())]
-    for name, split in (("training", report.train), ("validation", report.validation if want_validation else None)):
-        if split is not None and split.rows:  # streamed samples are not counted beforehand
-            table.append((name, *(f"{getattr(split, column):,}" for column in COLUMNS)))
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in table]
-    return [*(lines if len(table) > 1 else []), *warnings_of(report)]
+    splits = {"training": report.train, "validation": report.validation if want_validation else None}
+    header = " " * 10 + "".join(f"{title:>13}" for title in COLUMNS.values())
+    lines = [
+        f"{name:10}" + "".join(f"{getattr(split, column):13,}" for column in COLUMNS)
+        for name, split in splits.items()
+        if split is not None and split.rows  # streamed samples are not counted beforehand
+    ]
+    return [*([header, *lines] if lines else []), *warnings_of(report)]
 
 
 def warnings_of(report: BuildReport) -> list[str]:

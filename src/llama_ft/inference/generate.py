@@ -16,7 +16,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 from transformers.generation import BaseStreamer
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
-from llama_ft.data import own_template, pad_token_id
+from llama_ft.data import pad_token_id
 from llama_ft.errors import RunFailure, UserError
 from llama_ft.inference.flags import InferenceFlags
 from llama_ft.inference.load import Opened
@@ -83,7 +83,7 @@ class Answerer:
         if self._options.system_prompt and messages[0]["role"] not in ("system", "developer"):
             messages = [{"role": "system", "content": self._options.system_prompt}, *messages]
         # Training writes the same date into every sample; an answer's date is today's.
-        template = _compile_jinja_template(own_template(self.tokenizer))
+        template = _compile_jinja_template(self.tokenizer.get_chat_template())
         template.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
         try:
             ids: Any = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
