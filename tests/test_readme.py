@@ -12,7 +12,7 @@ from conftest import REPOSITORY
 from pages import Page, write_tickets
 
 from llama_ft.config import load
-from llama_ft.config.output_dir import RUN_ENTRIES
+from llama_ft.config.paths import RUN_ENTRIES
 from llama_ft.config.settings import DataConfig
 from llama_ft.errors import UserError
 

@@ -10,7 +10,7 @@ from conftest import QUESTIONS
 
 from llama_ft.errors import UserError
 from llama_ft.evaluation.flags import EvaluateFlags
-from llama_ft.evaluation.tasks import ask_tasks, find_tasks
+from llama_ft.evaluation.measure import ask_tasks, find_tasks
 from llama_ft.inference.load import open_model
 from llama_ft.runtime import Runtime
 

@@ -94,13 +94,10 @@ def data_problem(name: str) -> str | None:
     if kind == "glob":
         files = globbed(name)
         return None if files and all(map(data_suffix, files)) else f"matches no file, or others than {DATA_FORMS}."
-    if kind != "file":
+    if kind != "file" or (path.is_file() and data_suffix(name)):
         return None
-    if path.exists():
-        if not path.is_file():  # data are read more than once: to know them again, and to tell their columns
-            return NOT_REGULAR
-        kept = path.suffix or "file without suffix"
-        return None if data_suffix(name) else f"what a {kept} holds is not known. Data are {DATA_FORMS}."
+    if path.exists():  # data are read more than once, so a pipe is none
+        return f"its suffix is not known. Data are {DATA_FORMS}." if path.is_file() else NOT_REGULAR
     if (near := nearest_file(path)) or data_suffix(name):
         return f"no such file.{near}"
     return f"is neither data nor a built-in dataset ({', '.join(('demo', *READY_DATASETS))}). Data are {DATA_FORMS}."

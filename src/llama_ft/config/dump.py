@@ -14,6 +14,7 @@ from llama_ft.config.messages import show
 from llama_ft.config.settings import SECTIONS, SETTINGS, Config, Setting, values_of
 
 WIDTH, COLUMN = 100, 36
+PAD = " " * COLUMN
 WORDS = {"switch": "", "whole number": " N", "number": " X", "choice": " WORD", "text": " TEXT", "data": " TEXT"}
 # They belong to one run and not to what it does: a repetition gets a directory of its own and deletes nothing.
 ONE_RUN_ONLY = ("output_dir", "overwrite", "resume", "resume_allow_changes")
@@ -54,15 +55,10 @@ def flags_text(settings: Mapping[str, Setting], title: str) -> str:
         )
         choices = f"{', '.join(setting.choices)}; " if setting.choices else ""
         text = f"{setting.meaning} [{choices}default: {default or 'empty'}]"
-        lines.append(_entry("  --quantization [WORD]" if setting.dotted == "quantization.mode" else head, text))
+        head = "  --quantization [WORD]" if setting.dotted == "quantization.mode" else head
+        body = textwrap.fill(text, WIDTH, initial_indent=PAD, subsequent_indent=PAD, break_on_hyphens=False)
+        lines.append(f"{head}\n{body}" if len(head) >= COLUMN - 1 else head + body[len(head) :])
     return "\n".join(lines)
-
-
-def _entry(head: str, text: str) -> str:
-    lines = textwrap.wrap(text, WIDTH - COLUMN, break_on_hyphens=False)
-    if len(head) < COLUMN - 1:
-        head, lines = head.ljust(COLUMN) + lines[0], lines[1:]
-    return "\n".join([head, *(" " * COLUMN + line for line in lines)])
 
 
 def differences(config: Config) -> list[str]:

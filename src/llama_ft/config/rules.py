@@ -137,8 +137,7 @@ def broken_rules(values: Mapping[str, Any], places: Mapping[str, str] = NO_PLACE
             shown = show(values[name]).strip("[]")
             messages[name, text] = f"{subject(name, places)} {text.format(shown, **values)}"
     for name, value in values.items():
-        texts = value if isinstance(value, list) else [str(value or "")]
-        if holds_secret(value) or (name in TRACKED_TEXTS and any(map(holds_key, texts))):
+        if is_url_with_secret(str(value)) or (name in TRACKED_TEXTS and holds_key(str(value))):
             messages[name, ""] = f"{subject(name, places)} {SECRET}"
     for fields, on, fits in CONDITIONS:
         for name in fields if not fits(values[on]) else ():
@@ -166,13 +165,6 @@ def drop_overridden(values: dict[str, Any], places: dict[str, str]) -> dict[str,
     for name in moot:
         del places[name]
     return {name: SETTINGS[name].default if name in moot else value for name, value in values.items()}
-
-
-def holds_secret(value: Any) -> bool:
-    """Tell whether a setting, or a part of it, is a URL with a password or a key in it."""
-    if isinstance(value, dict):
-        return any(map(holds_secret, value.values()))
-    return any(map(holds_secret, value)) if isinstance(value, list) else is_url_with_secret(str(value))
 
 
 def check_device(config: Config, places: Mapping[str, str], device: str) -> None:

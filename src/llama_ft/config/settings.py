@@ -329,14 +329,10 @@ def settings_of(section_class: Any, section: str = "") -> dict[str, Setting]:
         kind: Kind = "choice" if choices else KINDS[frozenset(members)]
         default = field.get_default(call_default_factory=True)
         optional = types.NoneType in _members(annotations[name])
-        declared = [base.__pydantic_fields__[name] for base in section_class.__mro__ if name in _fields(base)]
-        meaning = " ".join(next((it.description for it in declared if it.description), "").split())
+        declared = [getattr(base, "__pydantic_fields__", {}).get(name) for base in section_class.__mro__]
+        meaning = " ".join(next((it.description for it in declared if it and it.description), "").split())
         settings[name] = Setting(section, name, kind, choices, optional, default, meaning)
     return settings
-
-
-def _fields(section_class: Any) -> Any:
-    return getattr(section_class, "__pydantic_fields__", {})
 
 
 def _members(annotation: Any) -> tuple[Any, ...]:
