@@ -70,9 +70,9 @@ def is_split_of(validation: str, dataset: Any) -> bool:
 def data_files(folder: Path) -> Iterator[Path]:
     """Yield the data files in a folder and the folders in it, hidden ones left out, in order of their names."""
     for path in sorted(folder.rglob("*")):
-        if data_suffix(path.name) and path.is_file():
-            if not any(part.startswith(".") for part in path.relative_to(folder).parts):
-                yield path
+        is_hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
+        if data_suffix(path.name) and path.is_file() and not is_hidden:
+            yield path
 
 
 def globbed(pattern: str) -> list[str]:

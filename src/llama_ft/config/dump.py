@@ -37,8 +37,8 @@ def help_text(description: str, script: str) -> str:
         "llama-recipes' flags work by their names and prefixes (--lora_config.r 8); docs/from-*.md translate those of "
         "torchtune, TRL and axolotl."
     )
-    parts = [textwrap.fill(text, WIDTH) for text in (inspect.cleandoc(description).partition("\n\n")[0], notes)]
-    parts.insert(1, usage)
+    about = inspect.cleandoc(description).partition("\n\n")[0]
+    parts = [textwrap.fill(about, WIDTH), usage, textwrap.fill(notes, WIDTH)]
     for section, cls in SECTIONS.items():
         settings = {name: setting for name, setting in SETTINGS.items() if setting.section == section}
         parts.append(flags_text(settings, f"{section}: {inspect.getdoc(cls)}"))
@@ -50,9 +50,7 @@ def flags_text(settings: Mapping[str, Setting], title: str) -> str:
     lines = [title]
     for setting in settings.values():
         head = f"  --{setting.name}{WORDS.get(setting.kind, ' A,B')}"
-        default = (
-            ("on" if setting.default else "off") if setting.kind == "switch" else show(setting.default).strip("[]")
-        )
+        default = show(setting.default).strip("[]")
         choices = f"{', '.join(setting.choices)}; " if setting.choices else ""
         text = f"{setting.meaning} [{choices}default: {default or 'empty'}]"
         head = "  --quantization [WORD]" if setting.dotted == "quantization.mode" else head

@@ -9,7 +9,6 @@ from typing import Any
 
 from llama_ft.config.settings import SECTIONS, SETTINGS, Setting
 
-NO_PLACES: Mapping[str, str] = {}
 PEFT_METHOD = "peft_method can be lora or loha"
 TRANSLATIONS = "docs/from-*.md translate other trainers' names."
 
@@ -73,11 +72,6 @@ ALIASES: dict[str, str] = {
 }
 
 
-def is_flag(place: str) -> bool:
-    """Tell the places of the command line (`--lr`) from those of a file (`configs/mine.yaml:12`)."""
-    return place.startswith("--")
-
-
 def subject(name: str, places: Mapping[str, str]) -> str:
     """Name a setting with the place where it was set.
 
@@ -88,7 +82,7 @@ def subject(name: str, places: Mapping[str, str]) -> str:
     Returns:
         `--lr` as typed, `configs/mine.yaml:12: train.lr`, or `train.lr` where no place is known.
     """
-    if is_flag(place := places.get(name, "")):  # of any tool; the rest is of settings
+    if (place := places.get(name, "")).startswith("--"):  # of any tool; the rest is of settings
         return place
     return f"{place}: {SETTINGS[name].dotted}" if place else SETTINGS[name].dotted
 
@@ -96,8 +90,7 @@ def subject(name: str, places: Mapping[str, str]) -> str:
 def show(value: Any) -> str:
     """Show a value as it would be typed."""
     if isinstance(value, list):
-        has_dicts = any(isinstance(item, dict) for item in value)
-        return json.dumps(value, ensure_ascii=False) if has_dicts else f"[{','.join(map(str, value))}]"
+        return json.dumps(value) if value and isinstance(value[0], dict) else f"[{','.join(map(str, value))}]"
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
 

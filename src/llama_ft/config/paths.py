@@ -87,11 +87,9 @@ def check_paths(values: Mapping[str, Any], places: Mapping[str, str], invalid: s
 def file_problem(name: str) -> str | None:
     """Say why `name` is no file that can be read."""
     file = Path(name).expanduser()
-    if file.is_file():
-        return None
-    if file.exists():
-        return "is a folder; expected a file." if file.is_dir() else NOT_REGULAR
-    return f"no such file.{nearest_file(file)}"
+    if not file.exists():
+        return f"no such file.{nearest_file(file)}"
+    return None if file.is_file() else "is a folder; expected a file." if file.is_dir() else NOT_REGULAR
 
 
 def folder_problem(folder: Path, expected: str) -> str | None:

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from llama_ft.config.data_names import has_splits, kind_of_data
-from llama_ft.config.messages import NO_PLACES, is_flag, show, subject
+from llama_ft.config.messages import show, subject
 from llama_ft.config.settings import SETTINGS, Config, values_of
 from llama_ft.errors import UserError
 from llama_ft.masking import holds_key, is_url_with_secret
@@ -34,8 +34,9 @@ def as_fraction(validation: str | None) -> float | None:
 def brings_validation(s: Any) -> bool:
     """Tell whether settings, by field name as attributes, may bring validation data: a file or a mixture is training
     data only; the demo, a Python function and data with splits bring more."""
-    is_more = isinstance(s.dataset, str) and (has_splits(s.dataset) or kind_of_data(s.dataset) in ("demo", "function"))
-    return s.validation is not None or is_more
+    if s.validation is not None or not isinstance(s.dataset, str):
+        return s.validation is not None
+    return has_splits(s.dataset) or kind_of_data(s.dataset) in ("demo", "function")
 
 
 # The field that the message is about, what is wrong, and the message, where {} stands for the field's value.
@@ -123,7 +124,7 @@ CONDITIONS: tuple[tuple[list[str], str, Callable[[Any], Any]], ...] = (
 )
 
 
-def broken_rules(values: Mapping[str, Any], places: Mapping[str, str] = NO_PLACES) -> list[str]:
+def broken_rules(values: Mapping[str, Any], places: Mapping[str, str] = {}) -> list[str]:
     """Return a message for each rule that does not hold.
 
     Args:
@@ -149,7 +150,7 @@ def broken_rules(values: Mapping[str, Any], places: Mapping[str, str] = NO_PLACE
 
 def _asks_for_something(name: str, value: Any, places: Mapping[str, str]) -> bool:
     """A default written in a file is a record (config.yaml holds them all); a default typed as a flag is a wish."""
-    return value != SETTINGS[name].default or (is_flag(places.get(name, "")) and bool(value))
+    return value != SETTINGS[name].default or (places.get(name, "").startswith("--") and bool(value))
 
 
 def drop_overridden(values: dict[str, Any], places: dict[str, str]) -> dict[str, Any]:
@@ -158,9 +159,9 @@ def drop_overridden(values: dict[str, Any], places: dict[str, str]) -> dict[str,
     moot = {
         name
         for fields, on, fits in CONDITIONS
-        if is_flag(places.get(on, "")) and not fits(values[on])
+        if places.get(on, "").startswith("--") and not fits(values[on])
         for name in fields
-        if name in places and not is_flag(places[name])
+        if name in places and not places[name].startswith("--")
     }
     for name in moot:
         del places[name]
