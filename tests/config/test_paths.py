@@ -65,10 +65,7 @@ def test_what_may_be_a_dataset_is_not_refused(mistakes, files: Files, name: str)
     assert mistakes("--dataset", name, paths=True) == []
 
 
-def test_a_secret_in_a_url_is_told_once_and_not_repeated(mistakes, files: Files) -> None:
-    for url in ("http://me:hunter2@host/a.jsonl", "https://h/a?token=hunter2", "s3://me:hunter/2@bucket/a.jsonl"):
-        (message,) = mistakes("--model_name", "demo", "--dataset", url, paths=True)
-        assert message.startswith("--dataset has what looks like a password") and "hunter" not in message
+def test_a_secret_in_a_url_is_not_repeated(mistakes) -> None:
     (message,) = mistakes("--model_name", "demo", "--datset=http://me:hunter2@host/a.jsonl", "--dataset", "demo")
     assert "hunter2" not in message
 

@@ -38,12 +38,6 @@ def test_values_are_read_as_written_and_not_as_yaml_1_1_takes_them(recipe) -> No
     assert (config.data.validation, config.data.context_length) == ("0.050", None)
 
 
-@pytest.mark.parametrize("text", ["[q_proj, k_proj]", "q_proj,k_proj", "\n  - q_proj\n  - k_proj"])
-def test_lists_are_written_in_either_yaml_style_or_with_commas(recipe, text: str) -> None:
-    config, _ = load([recipe(f"peft:\n  use_peft: true\n  target_modules: {text}\n")])
-    assert config.peft.target_modules == ["q_proj", "k_proj"]
-
-
 @pytest.mark.parametrize("text", ["quantization: 4bit\n", "quantization:\n  mode: 4bit\n"])
 def test_quantization_has_a_short_form(recipe, text: str) -> None:
     config, _ = load([recipe(f"{text}peft: {{use_peft: true}}\n")])
