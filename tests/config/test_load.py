@@ -82,7 +82,7 @@ def test_a_mix_is_read_from_flag_and_file_and_written_back(recipe, text: str) ->
         ("[a.jsonl, {path: b.jsonl, weight: x}]", "--dataset[1].weight: must be a valid number."),
         ("[{path: a, weight: 1e9}]", "--dataset[0].weight: must be at most 1000."),
         ("[{path: a, wieght: 2}]", "--dataset[0].wieght: expected one of path, weight, split. Did you mean weight?"),
-        ("[{weight: 1}]", "--dataset[0].path: expected one of path, weight, split."),
+        ("[{weight: 1}]", "--dataset[0].path: is required."),
         ("[]", "--dataset: the value is empty."),
     ],
 )

@@ -62,9 +62,8 @@ def has_splits(name: str) -> bool:
 
 def is_split_of(validation: str, dataset: Any) -> bool:
     """Tell whether validation is the name of a split of dataset and not of data."""
-    if not isinstance(dataset, str) or not has_splits(dataset) or not SPLIT_NAME.fullmatch(validation):
-        return False
-    return kind_of_data(validation) in ("file", "glob") and not os.path.exists(validation)
+    may_be = isinstance(dataset, str) and has_splits(dataset) and SPLIT_NAME.fullmatch(validation) is not None
+    return may_be and kind_of_data(validation) in ("file", "glob") and not os.path.exists(validation)
 
 
 def data_files(folder: Path) -> Iterator[Path]:

@@ -16,6 +16,13 @@ from llama_ft.config.run_settings import DatasetPart
 from llama_ft.config.settings import SETTINGS, Config, Setting, settings_of, values_of
 from llama_ft.errors import UserError, before_imports, exit_on_error, rank
 
+PLAIN = {
+    "Input should": "must",
+    "Field": "is",
+    "greater than or equal to": "at least",
+    "less than or equal to": "at most",
+}
+
 
 def check_command_line(description: str, demo_config: Path) -> None:
     """Answer --help and errors before anything slow is imported, and leave the words to fire as `--name=value`.
@@ -111,11 +118,12 @@ def convert(
 def _explain(head: str, setting: Setting, value: Any, error: Any) -> str:
     """Say what is wrong with a value, in fewer words than pydantic's."""
     inside, candidates = error["loc"][2:], setting.choices
-    if error["type"] in ("extra_forbidden", "missing"):  # in a part of a dataset mixture
+    if error["type"] == "extra_forbidden":  # a key in a part of a dataset mixture
         value, candidates = inside[-1], tuple(DatasetPart.__annotations__)
     head += f"[{'].'.join(map(str, inside))}" if inside else f" {show(value)}"
     match = nearest(str(value), candidates)
-    wanted = error["msg"].partition(", unable")[0].removeprefix("Value error, ").replace("Input should", "must")
-    wanted = wanted.replace("greater than or equal to", "at least").replace("less than or equal to", "at most")
+    wanted = error["msg"].partition(", unable")[0].removeprefix("Value error, ")
+    for theirs, ours in PLAIN.items():
+        wanted = wanted.replace(f"{theirs} to", ours).replace(theirs, ours)
     wanted = f"expected one of {', '.join(candidates)}" if candidates else wanted
     return f"{head}: {wanted}." + (f" Did you mean {match}?" if match else "")
