@@ -27,9 +27,8 @@ import torch  # noqa: E402
 from transformers import PreTrainedTokenizerBase  # noqa: E402
 
 from llama_ft import models, runtime  # noqa: E402
-from llama_ft.evaluation.held_out import measure  # noqa: E402
+from llama_ft.evaluation.measure import ask_tasks, find_tasks, measure_loss  # noqa: E402
 from llama_ft.evaluation.results import Evaluated, describe, write_json  # noqa: E402
-from llama_ft.evaluation.tasks import ask_tasks, find_tasks  # noqa: E402
 from llama_ft.inference.load import open_model  # noqa: E402
 from llama_ft.processes import replace_text  # noqa: E402
 from llama_ft.runtime import Runtime, log  # noqa: E402
@@ -69,7 +68,7 @@ def main(what: Evaluation) -> None:
 def evaluate(
     asked: Asked,
     tokenizer: PreTrainedTokenizerBase | None,
-    tasks: dict[str, Any] | None,
+    tasks: Any,
     what: Evaluation,
     job: Runtime,
 ) -> tuple[Evaluated, PreTrainedTokenizerBase]:
@@ -81,7 +80,7 @@ def evaluate(
         name = f"base: {asked.base}" + (f" (of {asked.place})" if len(what.asked) > 1 else "")
         opened = open_model(str(asked.base), flags, job, asked.run, tokenizer)
     log.info(opened.about)
-    held_out = measure(opened.model, opened.tokenizer, asked, what, job) if what.samples else None
+    held_out = measure_loss(opened.model, opened.tokenizer, asked, what, job) if what.samples else None
     answers = ask_tasks(tasks, opened.model, opened.tokenizer, flags, job) if tasks is not None else None
     result, tokenizer = Evaluated(name, opened.about, held_out, answers), opened.tokenizer
     del opened

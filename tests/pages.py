@@ -19,7 +19,7 @@ from typing import Any
 from forked import ENVIRONMENT, REPOSITORY, Finished
 
 from llama_ft.config import load
-from llama_ft.config.aliases import known
+from llama_ft.config.messages import known
 from llama_ft.config.settings import settings_of
 from llama_ft.errors import UserError
 from llama_ft.plan.flags import PlanFlags, read_plan_flags

@@ -14,7 +14,7 @@ from torch.distributed.run import get_args_parser
 
 from llama_ft.config import load
 from llama_ft.config.dump import help_text
-from llama_ft.config.output_dir import RUN_ENTRIES
+from llama_ft.config.paths import RUN_ENTRIES
 from llama_ft.config.settings import SETTINGS, DataConfig
 from llama_ft.errors import UserError
 

@@ -8,9 +8,8 @@ import pytest
 from pages import Page
 
 from llama_ft.config import load
-from llama_ft.config.aliases import explain_unknown, known
 from llama_ft.config.load import convert
-from llama_ft.config.messages import show
+from llama_ft.config.messages import explain_unknown, known, show
 
 LLAMA_RECIPES_PAGE = "docs/from-llama-recipes.md"
 # The fields of llama-recipes' configurations with their defaults, from src/llama_recipes/configs of its repository

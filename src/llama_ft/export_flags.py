@@ -8,8 +8,7 @@ from huggingface_hub import constants, get_token
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from llama_ft.config.output_dir import model_dir_problem
-from llama_ft.config.paths import base_model_of, folder_problem, model_problem
+from llama_ft.config.paths import base_model_of, folder_problem, model_dir_problem, model_problem
 from llama_ft.config.run_settings import STRICT, Count, Size
 from llama_ft.config.tool_flags import check, read
 from llama_ft.errors import UserError

@@ -13,7 +13,7 @@ from forked import forked
 
 from llama_ft.checkpoint import create_run_directory, run_directory
 from llama_ft.config import CheckpointConfig
-from llama_ft.config.output_dir import RUN_MARKER
+from llama_ft.config.paths import RUN_MARKER
 from llama_ft.errors import UserError
 from llama_ft.runtime import Runtime
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from llama_ft.config import Config, load
+from llama_ft.config import load
 from llama_ft.config.dump import to_yaml
 
 
@@ -40,23 +40,15 @@ def test_names_values_and_files_of_both_sources_are_told_together(mistakes, reci
     assert [message.partition(" ")[0] for message in found] == ["--compile", "--dataset"]
 
 
-@pytest.fixture
-def demo_recipe(tmp_path: Path) -> Path:
-    file = tmp_path / "demo.yaml"
-    file.write_text("train:\n  seed: 77\n")
-    return file
-
-
-@pytest.mark.parametrize("line", ["", "--enable_fsdp --low_cpu_fsdp", "--use_peft --num_epochs 1"])
-def test_without_model_data_and_recipe_the_demo_recipe_is_read(demo_recipe: Path, line: str) -> None:
-    config, places = load(line.split(), demo_recipe, paths=False)
-    assert config.train.seed == 77
-    assert places["train.seed"].endswith("demo.yaml:2")
-
-
-@pytest.mark.parametrize("line", ["--model_name org/model", "--dataset mine.jsonl", "--data.dataset mine.jsonl"])
-def test_with_a_model_or_data_the_demo_recipe_is_not_read(demo_recipe: Path, line: str) -> None:
-    assert load(line.split(), demo_recipe, paths=False)[0].train.seed == Config().train.seed
+@pytest.mark.parametrize(
+    ("line", "seed"),
+    [("", 77), ("--enable_fsdp --low_cpu_fsdp", 77), ("--use_peft --num_epochs 1", 77), ("--model_name org/model", 42),
+     ("--dataset mine.jsonl", 42), ("--data.dataset mine.jsonl", 42)],
+)  # fmt: skip
+def test_without_model_data_and_config_the_demo_config_is_read(tmp_path: Path, line: str, seed: int) -> None:
+    (tmp_path / "demo.yaml").write_text("train:\n  seed: 77\n")
+    config, places = load(line.split(), tmp_path / "demo.yaml", paths=False)
+    assert (config.train.seed, "train.seed" in places) == (seed, seed == 77)
 
 
 def test_the_home_directory_may_be_written_as_a_tilde() -> None:
@@ -89,7 +81,8 @@ def test_a_mix_is_read_from_flag_and_file_and_written_back(recipe, text: str) ->
         ("[{path: a.jsonl, weight: 0}]", "--dataset[0].weight: must be greater than 0."),
         ("[a.jsonl, {path: b.jsonl, weight: x}]", "--dataset[1].weight: must be a valid number."),
         ("[{path: a, weight: 1e9}]", "--dataset[0].weight: must be at most 1000."),
-        ("[{path: a, wieght: 2}]", "--dataset[0].wieght: "),
+        ("[{path: a, wieght: 2}]", "--dataset[0].wieght: expected one of path, weight, split. Did you mean weight?"),
+        ("[{weight: 1}]", "--dataset[0].path: is required."),
         ("[]", "--dataset: the value is empty."),
     ],
 )

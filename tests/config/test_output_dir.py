@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from llama_ft.config import run_entries
-from llama_ft.config.output_dir import RUN_MARKER, model_dir_problem
+from llama_ft.config.paths import RUN_MARKER, model_dir_problem
 
 
 def make_run(folder: Path) -> Path:

@@ -35,7 +35,7 @@ def test_a_good_model_data_and_adapter_pass(mistakes, files: Files) -> None:
         ("--model_name ./modle", "--model_name ./modle: no such folder. Did you mean model?"),
         ("--model_name model/config.json", "--model_name model/config.json: is a file; expected a folder"),
         ("--model_name empty", "--model_name empty: holds no config.json."),
-        ("--model_name model", "--model_name model: holds no weights in *.safetensors."),
+        ("--model_name model", "--model_name model: holds no *.safetensors."),
         ("--use_peft --from_peft_checkpoint nope", "--from_peft_checkpoint nope: no such folder."),
         ("--use_peft --from_peft_checkpoint lora", "--from_peft_checkpoint lora: holds no adapter_model.safetensors."),
         ("--chat_template chatlm", "--chat_template chatlm: no such file."),
@@ -43,7 +43,7 @@ def test_a_good_model_data_and_adapter_pass(mistakes, files: Files) -> None:
         ("--dataset empty", "--dataset empty: is a folder without data files."),
         ("--dataset data/*.csv", "--dataset data/*.csv: matches no file, or others than "),
         ("--dataset n*s.xlsx", "--dataset n*s.xlsx: matches no file, or others than "),
-        ("--dataset notes.xlsx", "--dataset notes.xlsx: what a .xlsx holds is not known."),
+        ("--dataset notes.xlsx", "--dataset notes.xlsx: its suffix is not known."),
         ("--dataset dolly15", "--dataset dolly15: is neither data nor a built-in dataset"),
         ("--dataset code.py", "--dataset code.py: which function?"),
         ("--dataset codes.py:build", "--dataset codes.py:build: no such file. Did you mean code.py?"),
@@ -65,10 +65,7 @@ def test_what_may_be_a_dataset_is_not_refused(mistakes, files: Files, name: str)
     assert mistakes("--dataset", name, paths=True) == []
 
 
-def test_a_secret_in_a_url_is_told_once_and_not_repeated(mistakes, files: Files) -> None:
-    for url in ("http://me:hunter2@host/a.jsonl", "https://h/a?token=hunter2", "s3://me:hunter/2@bucket/a.jsonl"):
-        (message,) = mistakes("--model_name", "demo", "--dataset", url, paths=True)
-        assert message.startswith("--dataset has what looks like a password") and "hunter" not in message
+def test_a_secret_in_a_url_is_not_repeated(mistakes) -> None:
     (message,) = mistakes("--model_name", "demo", "--datset=http://me:hunter2@host/a.jsonl", "--dataset", "demo")
     assert "hunter2" not in message
 
@@ -77,7 +74,7 @@ def test_overwriting_a_run_does_not_delete_a_part_of_a_mix(mistakes, files: File
     files("run/.llama_ft-run", "run/status.json", "run/model/rows.jsonl", "my.jsonl")
     line = ["--dataset", "[my.jsonl, run/model/rows.jsonl]", "--output_dir", "run", "--overwrite"]
     (message,) = mistakes(*line, paths=True)
-    assert "--overwrite would delete run/model, which dataset[1].path reads." in message
+    assert "--overwrite would delete run/model, which dataset run/model/rows.jsonl reads." in message
 
 
 def test_validation_may_be_a_split_of_data_that_have_splits(mistakes, files: Files) -> None:

@@ -1,4 +1,4 @@
-"""The JSON schema, and the recipes in configs/ that it serves."""
+"""The configuration on its way out, the JSON schema, and the configs in configs/ that it serves."""
 
 import json
 import re
@@ -9,7 +9,7 @@ import jsonschema
 import pytest
 import yaml
 
-from llama_ft.config import Config, load
+from llama_ft.config import Config, differences, load, to_yaml
 from llama_ft.config.dump import json_schema
 from llama_ft.config.settings import SETTINGS
 
@@ -75,3 +75,25 @@ def test_every_recipe_names_the_schema_fits_it_and_loads(file: Path) -> None:
 )
 def test_the_schema_takes_what_the_loader_takes(text: str, takes: bool) -> None:
     assert is_valid(text) == takes
+
+
+LINES = [
+    "",
+    "--use_peft --r 4 --target_modules all-linear --lr 3e-6 --validation 0.05 --use_wandb --wandb_tags a,b",
+    "--use_peft --target_modules q_proj,v_proj --modules_to_save lm_head --wandb_name 1e5 --use_wandb",
+    "--enable_fsdp --sharding_strategy HYBRID_SHARD --sharding_group_size 2 --precision fp32",
+    "--lr_scheduler step --gamma 0.5 --output_dir somewhere --overwrite --no_run_validation",
+    "--use_peft --from_peft_checkpoint folder --context_length 99",
+]
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_the_written_configuration_is_a_recipe_that_says_the_same(line: str, tmp_path: Path) -> None:
+    config, _ = load(line.split(), paths=False)
+    file = tmp_path / "config.yaml"
+    file.write_text(to_yaml(config, "llama_ft 0.1\nwritten by a test"))
+    again, places = load([f"--config={file}"], paths=False)
+    one_run_only = ("checkpoint.output_dir", "checkpoint.overwrite")
+    assert differences(again) == [it for it in differences(config) if not it.startswith(one_run_only)]
+    assert len(places) == len(SETTINGS) - 4
+    assert all(place.startswith(str(file)) for place in places.values())

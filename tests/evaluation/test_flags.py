@@ -76,9 +76,10 @@ def test_llama_recipes_names_of_model_and_adapter_work(place: Path) -> None:
         (["kept", "other"], ["The runs have different validation sets."]),
         (["plain", "--base", "--dataset", "rows.jsonl"], ["--base: plain does not say what it was fine-tuned from."]),
         (["kept", "--dataset", "row.jsonl"], ["--dataset row.jsonl: no such file. Did you mean rows.jsonl?"]),
-        (["kept", "--output_file", "found.json"], ["--output_file found.json: exists already. --overwrite replaces"]),
-        (["kept", "--output_file", "rows.json", "--overwrite"], ["--output_file rows.json: does not hold results"]),
-        (["./kapt", "--output_file", "base"], ["./kapt: no such folder.", "--output_file base: is not a plain file"]),
+        (["kept", "--output_file", "found.json"], ["--output_file found.json: exists already."]),
+        (["kept", "--tasks="], ["--tasks: the value is empty."]),
+        (["kept", "--streaming"], ["--streaming: is for training only."]),
+        (["./kapt", "--output_file", "base"], ["./kapt: no such folder.", "--output_file base: exists already."]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )

@@ -4,8 +4,9 @@ from typing import Any
 import pytest
 from result_files import ADAPTER, MODEL, make
 
+from llama_ft.config import Config, QuantizationConfig, TrainConfig, to_yaml
 from llama_ft.errors import UserError
-from llama_ft.inference.flags import read_inference_flags
+from llama_ft.inference.flags import find_result, read_inference_flags, result_problem, settings_beside
 
 
 def read(*words: str | Path) -> Any:
@@ -27,9 +28,8 @@ def test_llama_recipes_names_say_what_is_loaded(tmp_path: Path) -> None:
         (["--base_model", "/gone"], "--base_model /gone: no such"),
         (["--chat"], "--prompt and --chat: "),
         (["second"], ". and second: cannot be combined"),
-        (["--prompts", "a.jsonl", "--output_file", "./link.jsonl", "--overwrite"], "is what --prompts reads"),
-        (["--prompts", "a.jsonl", "--output_file", "config.json"], "config.json: exists already. --overwrite"),
-        (["--prompts", "a.jsonl", "--output_file", "/dev/null"], "/dev/null: is not a plain file"),
+        (["--prompts", "a.json"], "--prompts a.json: no such file. Did you mean a.jsonl?"),
+        (["--prompts", "a.jsonl", "--output_file", "./link.jsonl"], "link.jsonl: exists already."),
         (["--prompts", "a.jsonl", "--output_file", "a.jsonl/b.jsonl"], "--output_file a.jsonl/b.jsonl: "),
     ],
 )
@@ -42,3 +42,30 @@ def test_values_that_cannot_be_are_told_with_their_flag(
         read(".", *flags, *([] if "--prompts" in flags else ["--prompt", "Hi"]))
     [message] = refusal.value.messages
     assert told in message
+
+
+def test_a_run_gives_its_result_and_without_one_its_checkpoints(tmp_path: Path) -> None:
+    step = "checkpoints/step-000010"
+    run = make(tmp_path / "run", f"{step}/trainer.json", "config.yaml")
+    assert find_result(run) == ("run", run) and find_result(run / step) == ("checkpoint", run / step)
+    make(run / "model", *ADAPTER)
+    assert find_result(run) == ("adapter", run / "model") == find_result(run / "model")
+    other = make(tmp_path / "other", f"{step}/trainer.json", *(f"model/{file}" for file in MODEL))
+    assert find_result(other) == ("model", other / "model")
+    assert not result_problem(str(run)) and not result_problem(str(other)) and not result_problem("org/model")
+    make(tmp_path / "empty", "notes.txt")
+    assert "holds no run" in str(result_problem(f"{tmp_path}/empty"))
+    assert f"Did you mean {tmp_path}/other?" in str(result_problem(f"{tmp_path}/othre"))
+
+
+def test_settings_of_the_run_stand_beside_its_result_and_its_checkpoints(tmp_path: Path) -> None:
+    run = make(tmp_path / "run", *(f"model/{file}" for file in ADAPTER), "checkpoints/step-000010/trainer.json")
+    settings = Config(train=TrainConfig(seed=7), quantization=QuantizationConfig(mode="4bit"))
+    (run / "config.yaml").write_text(to_yaml(settings))
+    for kind, held in (("run", run), ("adapter", run / "model"), ("checkpoint", run / "checkpoints" / "step-000010")):
+        beside = settings_beside(kind, held)
+        assert beside is not None and beside.train.seed == 7 and beside.quantization.mode == "4bit"
+    merged = settings_beside("model", run / "model")
+    assert merged is not None and merged.quantization.mode == "none"  # the bits were those of the adapter's base
+    (run / "config.yaml").write_text("train: {no_such_setting: 1}")
+    assert settings_beside("adapter", run / "model") is None

@@ -125,13 +125,6 @@ def test_a_turn_may_end_with_a_token_that_is_no_special_one(model: Model, monkey
     assert not answer.is_truncated
 
 
-def test_an_answer_can_be_stopped_after_any_token(model: Model) -> None:
-    [whole] = model.texts([PROMPTS[0]])
-    asked = iter([False, False, True])
-    [answer] = model.answerer().answer([PROMPTS[0]], stopped=lambda: next(asked))
-    assert whole.startswith(answer.text) and 0 < len(answer.text) < len(whole) and not answer.is_truncated
-
-
 def test_an_answer_leaves_the_models_positions_for_its_prompt(model: Model) -> None:
     answerer = model.answerer()
     assert [answerer.longest_answer(length) for length in (10, 236, 250)] == [20, 20, 6]

@@ -1,16 +1,21 @@
-"""Files of prompts: what is read, what is refused and where, and which tokens come of it."""
+"""Files of prompts: what is read, what is rejected and where, and which tokens come of it. The conversation, typed into
+stdin; in place of a model stands what answers by counting."""
 
+import io
 import json
+import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 from llama_ft.errors import UserError
 from llama_ft.inference.flags import InferenceFlags
-from llama_ft.inference.generate import Answerer
+from llama_ft.inference.generate import Answer, Answerer
 from llama_ft.inference.load import open_model
-from llama_ft.inference.prompts import answer_prompts, read_prompts
+from llama_ft.inference.prompts import answer_prompts, converse, read_prompts
 from llama_ft.runtime import Runtime
 
 TURN = {"role": "user", "content": "Hi"}
@@ -76,3 +81,54 @@ def test_a_prompt_is_written_by_the_chat_template_or_taken_as_it_is(
         answer_prompts([rows[0], ({}, "word " * 300)], Answerer(opened, options, runtime), options, runtime)
     with pytest.raises(FileExistsError):
         answer_prompts(rows, Answerer(opened, options, runtime), options, runtime)
+
+
+CHAT_TEMPLATE = "{% for turn in messages %}[{{ turn.role }}]{{ turn.content }}{% endfor %}"
+
+
+class Counts(Answerer):
+    """Answers by counting, with the chat template and the limits of a real one."""
+
+    def __init__(self, tokenizer: Any, options: InferenceFlags, context: int) -> None:
+        self.tokenizer, self._options, self.context = tokenizer, options, context
+        self.asked: list[str] = []
+
+    def answer(self, prompts: Any, show: Any = None) -> list[Answer]:
+        self.longest_answer(len(prompts[0]))
+        self.asked += [str(self.tokenizer.decode(prompt)) for prompt in prompts]
+        show(f"answer {len(self.asked)}")
+        if "stop" in self.asked[-1]:
+            raise KeyboardInterrupt
+        return [Answer(f"answer {len(self.asked)}", is_truncated=False)]
+
+
+@pytest.fixture
+def typed(tiny_model: Path, monkeypatch: pytest.MonkeyPatch, runtime: Runtime) -> Iterator[Callable[..., Counts]]:
+    """Have a conversation of given lines."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    tokenizer.chat_template = CHAT_TEMPLATE
+    handler, wakeup = signal.getsignal(signal.SIGINT), signal.set_wakeup_fd(-1)
+
+    def talk(*lines: str, system: str | None = None, context: int = 4096) -> Counts:
+        answerer = Counts(tokenizer, InferenceFlags(system_prompt=system, max_new_tokens=20), context)
+        monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+        converse(answerer, runtime)
+        return answerer
+
+    yield talk
+    signal.signal(signal.SIGINT, handler)
+    signal.set_wakeup_fd(wakeup)
+
+
+def test_answers_alone_go_to_stdout_and_each_question_has_the_earlier_turns(
+    typed: Callable[..., Counts], capsys: pytest.CaptureFixture[str]
+) -> None:
+    talk = typed("one", "", "two", " /three", "/help", "/reset", "four", "/exit", "five", system="Be brief.")
+    assert capsys.readouterr().out == "answer 1\nanswer 2\nanswer 3\nanswer 4\n"
+    assert talk.asked[0] == "[system]Be brief.[user]one"
+    assert talk.asked[1] == "[system]Be brief.[user]one[assistant]answer 1[user]two"
+    assert talk.asked[2].endswith("[assistant]answer 2[user] /three")
+    assert talk.asked[3:] == ["[system]Be brief.[user]four"]
+    talk = typed("one", "word " * 100, "stop two", "three", context=150)
+    assert talk.asked[1] == "[user]one[assistant]answer 1[user]stop two", "only what cannot be asked is forgotten"
+    assert talk.asked[2].endswith("[user]stop two[assistant]answer 2[user]three"), "what Ctrl-C has let come is kept"

@@ -13,7 +13,7 @@ from typing import IO
 
 from llama_ft.checkpoint.reader import TRAINER_FILE, Checkpoint, complete_checkpoints, step_folder
 from llama_ft.config import CheckpointConfig, run_entries
-from llama_ft.config.output_dir import RUN_MARKER, foreign_entries
+from llama_ft.config.paths import RUN_MARKER, foreign_entries
 from llama_ft.errors import UserError
 from llama_ft.runtime import Runtime, log
 

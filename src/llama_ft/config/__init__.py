@@ -5,8 +5,7 @@ Nothing here imports torch: `--help` and every error answer within a second.
 
 from llama_ft.config.dump import differences, to_yaml
 from llama_ft.config.load import check_command_line, load, load_flags
-from llama_ft.config.output_dir import run_entries
-from llama_ft.config.paths import base_model_of
+from llama_ft.config.paths import base_model_of, run_entries
 from llama_ft.config.rules import as_fraction, check_device
 from llama_ft.config.run_settings import (
     CheckpointConfig,

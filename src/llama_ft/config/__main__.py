@@ -4,5 +4,4 @@ import json
 
 from llama_ft.config.dump import json_schema
 
-if __name__ == "__main__":
-    print(json.dumps(json_schema(), indent=2))
+print(json.dumps(json_schema(), indent=2))

@@ -62,17 +62,16 @@ def has_splits(name: str) -> bool:
 
 def is_split_of(validation: str, dataset: Any) -> bool:
     """Tell whether validation is the name of a split of dataset and not of data."""
-    if not isinstance(dataset, str) or not has_splits(dataset) or not SPLIT_NAME.fullmatch(validation):
-        return False
-    return kind_of_data(validation) in ("file", "glob") and not os.path.exists(validation)
+    may_be = isinstance(dataset, str) and has_splits(dataset) and SPLIT_NAME.fullmatch(validation) is not None
+    return may_be and kind_of_data(validation) in ("file", "glob") and not os.path.exists(validation)
 
 
 def data_files(folder: Path) -> Iterator[Path]:
     """Yield the data files in a folder and the folders in it, hidden ones left out, in order of their names."""
     for path in sorted(folder.rglob("*")):
-        if data_suffix(path.name) and path.is_file():
-            if not any(part.startswith(".") for part in path.relative_to(folder).parts):
-                yield path
+        is_hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
+        if data_suffix(path.name) and path.is_file() and not is_hidden:
+            yield path
 
 
 def globbed(pattern: str) -> list[str]:
@@ -94,13 +93,10 @@ def data_problem(name: str) -> str | None:
     if kind == "glob":
         files = globbed(name)
         return None if files and all(map(data_suffix, files)) else f"matches no file, or others than {DATA_FORMS}."
-    if kind != "file":
+    if kind != "file" or (path.is_file() and data_suffix(name)):
         return None
-    if path.exists():
-        if not path.is_file():  # data are read more than once: to know them again, and to tell their columns
-            return NOT_REGULAR
-        kept = path.suffix or "file without suffix"
-        return None if data_suffix(name) else f"what a {kept} holds is not known. Data are {DATA_FORMS}."
+    if path.exists():  # data are read more than once, so a pipe is none
+        return f"its suffix is not known. Data are {DATA_FORMS}." if path.is_file() else NOT_REGULAR
     if (near := nearest_file(path)) or data_suffix(name):
         return f"no such file.{near}"
     return f"is neither data nor a built-in dataset ({', '.join(('demo', *READY_DATASETS))}). Data are {DATA_FORMS}."

@@ -13,6 +13,7 @@ from llama_ft.config.messages import show
 from llama_ft.config.settings import SECTIONS, SETTINGS, Config, Setting, values_of
 
 WIDTH, COLUMN = 100, 36
+PAD = " " * COLUMN
 WORDS = {"switch": "", "whole number": " N", "number": " X", "choice": " WORD", "text": " TEXT", "data": " TEXT"}
 # They belong to one run and not to what it does: a repetition gets a directory of its own and deletes nothing.
 ONE_RUN_ONLY = ("output_dir", "overwrite", "resume", "resume_allow_changes")
@@ -35,8 +36,8 @@ def help_text(description: str, script: str) -> str:
         "llama-recipes' flags work by their names and prefixes (--lora_config.r 8); docs/from-*.md translate those of "
         "torchtune, TRL and axolotl."
     )
-    parts = [textwrap.fill(text, WIDTH) for text in (inspect.cleandoc(description).partition("\n\n")[0], notes)]
-    parts.insert(1, usage)
+    about = inspect.cleandoc(description).partition("\n\n")[0]
+    parts = [textwrap.fill(about, WIDTH), usage, textwrap.fill(notes, WIDTH)]
     for section, cls in SECTIONS.items():
         settings = {name: setting for name, setting in SETTINGS.items() if setting.section == section}
         parts.append(flags_text(settings, f"{section}: {inspect.getdoc(cls)}"))
@@ -48,20 +49,13 @@ def flags_text(settings: Mapping[str, Setting], title: str) -> str:
     lines = [title]
     for setting in settings.values():
         head = f"  --{setting.name}{WORDS.get(setting.kind, ' A,B')}"
-        default = (
-            ("on" if setting.default else "off") if setting.kind == "switch" else show(setting.default).strip("[]")
-        )
+        default = show(setting.default).strip("[]")
         choices = f"{', '.join(setting.choices)}; " if setting.choices else ""
         text = f"{setting.meaning} [{choices}default: {default or 'empty'}]"
-        lines.append(_entry("  --quantization [WORD]" if setting.dotted == "quantization.mode" else head, text))
+        head = "  --quantization [WORD]" if setting.dotted == "quantization.mode" else head
+        body = textwrap.fill(text, WIDTH, initial_indent=PAD, subsequent_indent=PAD, break_on_hyphens=False)
+        lines.append(f"{head}\n{body}" if len(head) >= COLUMN - 1 else head + body[len(head) :])
     return "\n".join(lines)
-
-
-def _entry(head: str, text: str) -> str:
-    lines = textwrap.wrap(text, WIDTH - COLUMN, break_on_hyphens=False)
-    if len(head) < COLUMN - 1:
-        head, lines = head.ljust(COLUMN) + lines[0], lines[1:]
-    return "\n".join([head, *(" " * COLUMN + line for line in lines)])
 
 
 def differences(config: Config) -> list[str]:

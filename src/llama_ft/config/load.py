@@ -9,11 +9,19 @@ from pydantic import ValidationError
 
 from llama_ft.config.dump import help_text
 from llama_ft.config.messages import nearest, show, subject
-from llama_ft.config.parse import Parsed, as_keywords, read_flags, read_yaml, words_of
+from llama_ft.config.parse import Parsed, as_keywords, read_flags, read_yaml
 from llama_ft.config.paths import check_paths
 from llama_ft.config.rules import broken_rules, drop_overridden
-from llama_ft.config.settings import SETTINGS, Config, settings_of, values_of
+from llama_ft.config.run_settings import DatasetPart
+from llama_ft.config.settings import SETTINGS, Config, Setting, settings_of, values_of
 from llama_ft.errors import UserError, before_imports, exit_on_error, rank
+
+PLAIN = {
+    "Input should": "must",
+    "Field": "is",
+    "greater than or equal to": "at least",
+    "less than or equal to": "at most",
+}
 
 
 def check_command_line(description: str, demo_config: Path) -> None:
@@ -59,11 +67,13 @@ def load(argv: list[str], demo_config: Path | None = None, *, paths: bool = True
     Raises:
         UserError: with one message for every error.
     """
-    named, flags = config_file(argv)
+    flags = read_flags(argv)
+    named = flags.values.pop("config", None)
     is_demo = named is None and flags.values.keys().isdisjoint({"model_name", "dataset"})
-    file_name = demo_config if is_demo else named and Path(named).expanduser()
+    file_name = demo_config if is_demo else named and Path(named)
     file = read_yaml(file_name) if file_name else Parsed()
-    values, places = {**file.values, **flags.values}, {**file.places, **flags.places}
+    values = {**file.values, **flags.values}
+    places = {**file.places, **{name: place for name, place in flags.places.items() if name in values}}
     config, wrong = convert(values, places)
     errors = [*file.errors, *flags.errors, *wrong.values()]
     if not errors:  # rules over settings that are not what was meant would mislead
@@ -75,16 +85,6 @@ def load(argv: list[str], demo_config: Path | None = None, *, paths: bool = True
     if errors:
         raise UserError(*errors)
     return config, {SETTINGS[name].dotted: place for name, place in places.items()}
-
-
-def config_file(argv: list[str]) -> tuple[str | None, Parsed]:
-    """Return the value of --config, and what the other flags set."""
-    words = list(words_of(argv))
-    named = [word.value or "" for word in words if word.flag == "--config"]
-    parsed = read_flags([text for word in words if word.flag != "--config" for text in word.as_typed])
-    if len(named) > 1 or named == [""]:
-        parsed.errors.append("--config: names one file, as configs/mine.yaml.")
-    return (named[0] or None if named else None), parsed
 
 
 def convert(
@@ -101,28 +101,29 @@ def convert(
         The instance, and field name -> message for each value that is not valid in itself.
     """
     table = SETTINGS if settings_class is Config else settings_of(settings_class)
-    wrong = {name: f"{subject(name, places)}: the value is empty." for name in values if values[name] == ""}
-    while True:
-        nested: dict[str, Any] = {}
-        for name in values.keys() - wrong.keys():
-            section = table[name].section
-            (nested.setdefault(section, {}) if section else nested)[name] = values[name]
+    config, wrong = settings_class(), dict[str, str]()
+    for name, value in values.items():
+        if value == "":
+            wrong[name] = f"{subject(name, places)}: the value is empty."
+            continue
+        part = getattr(config, table[name].section) if table[name].section else config
         try:
-            return settings_class(**nested), {name: wrong[name] for name in values if name in wrong}
+            part.__pydantic_validator__.validate_assignment(part, name, value)
         except ValidationError as refusal:
-            for error in refusal.errors(include_url=False, include_input=False):
-                *_, name = [str(part) for part in error["loc"][:2] if part in table]
-                head, part = f"{subject(name, places)} {show(values[name])}", error["loc"][3:]
-                if table[name].kind == "data" and isinstance(values[name], list):
-                    head = f"{subject(name, places)}[{'].'.join(map(str, part))}"
-                    if not part:
-                        continue  # that a list is no text
-                match = nearest(str(values[name]), choices := table[name].choices)
-                wanted = f"expected one of {', '.join(choices)}" if choices else _plain(error["msg"])
-                wrong.setdefault(name, f"{head}: {wanted}." + (f" Did you mean {match}?" if match else ""))
+            *_, error = refusal.errors(include_url=False)  # of a union the last: a list of datasets, not a text
+            wrong[name] = _explain(subject(name, places), table[name], value, error)
+    return config, wrong
 
 
-def _plain(message: str) -> str:
-    """Say in fewer words what pydantic says."""
-    message = message.partition(", unable")[0].removeprefix("Value error, ").replace("Input should", "must")
-    return message.replace("greater than or equal to", "at least").replace("less than or equal to", "at most")
+def _explain(head: str, setting: Setting, value: Any, error: Any) -> str:
+    """Say what is wrong with a value, in fewer words than pydantic's."""
+    inside, candidates = error["loc"][2:], setting.choices
+    if error["type"] == "extra_forbidden":  # a key in a part of a dataset mixture
+        value, candidates = inside[-1], tuple(DatasetPart.__annotations__)
+    head += f"[{'].'.join(map(str, inside))}" if inside else f" {show(value)}"
+    match = nearest(str(value), candidates)
+    wanted = error["msg"].partition(", unable")[0].removeprefix("Value error, ")
+    for theirs, ours in PLAIN.items():
+        wanted = wanted.replace(f"{theirs} to", ours).replace(theirs, ours)
+    wanted = f"expected one of {', '.join(candidates)}" if candidates else wanted
+    return f"{head}: {wanted}." + (f" Did you mean {match}?" if match else "")

@@ -1,4 +1,5 @@
-"""How messages name a setting, show a value and guess what was meant."""
+"""How messages name a setting, show a value and guess what was meant: names that are not ours
+are llama-recipes' own, usual names of other trainers, and typing errors."""
 
 import difflib
 import json
@@ -6,14 +7,69 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from llama_ft.config.settings import SETTINGS
+from llama_ft.config.settings import SECTIONS, SETTINGS, Setting
 
-NO_PLACES: Mapping[str, str] = {}
+PEFT_METHOD = "peft_method can be lora or loha"
+TRANSLATIONS = "docs/from-*.md translate other trainers' names."
 
+# llama-recipes' dotted prefixes, and the sections whose fields they may name.
+LLAMA_RECIPES_PREFIXES: dict[str, tuple[str, ...]] = {
+    "train_config": tuple(SECTIONS),
+    "fsdp_config": ("fsdp", "train"),
+    "lora_config": ("peft",),
+    "quantization_config": ("quantization",),
+    "wandb_config": ("tracking",),
+}
 
-def is_flag(place: str) -> bool:
-    """Tell the places of the command line (`--lr`) from those of a file (`configs/mine.yaml:12`)."""
-    return place.startswith("--")
+# llama-recipes' names without a meaning here, and what to do instead.
+LLAMA_RECIPES: dict[str, str] = {
+    "one_gpu": "a run without torchrun is one process on one device. Leave it out",
+    "pure_bf16": "use precision bf16_pure",
+    "mixed_precision": "use precision bf16_mixed (the default), or fp32 for false",
+    "use_fp16": "use precision bf16_mixed (the default), or fp16 on GPUs without bf16",
+    "use_fast_kernels": "use attn_implementation; sdpa, which auto takes, has torch's fastest kernels",
+    "hsdp": "use sharding_strategy HYBRID_SHARD",
+    "replica_group_size": "use sharding_strategy HYBRID_SHARD and sharding_group_size: the replicas follow",
+    "checkpoint_type": "checkpoints are always sharded, and the result is in Hugging Face format. Leave it out",
+    "fsdp_activation_checkpointing": "use activation_checkpointing full",
+    "activation_checkpointing_use_reentrant": "activation checkpointing is never reentrant. Leave it out",
+    "enable_memory_monitoring": "memory peaks are always written to output_dir/metrics.jsonl. Leave it out",
+    "memory_monitoring_interval": "memory peaks are written with every log_steps. Leave it out",
+    "dist_checkpoint_root_folder": "use output_dir: checkpoints are written to output_dir/checkpoints",
+    "dist_checkpoint_folder": "use output_dir: checkpoints are written to output_dir/checkpoints",
+    "save_optimizer": "checkpoints always hold the optimizer. Use save_steps to say how often",
+    "save_metrics": "metrics are always written to output_dir/metrics.jsonl. Leave it out",
+    "use_double_quant": "scales are kept in fp32, so that they shard by rows. Leave it out",
+    "quant_storage": "4-bit weights are stored as bytes and sharded by rows. Leave it out",
+    "freeze_LLM_only": "only language models are trained here. Use freeze_layers",
+    "num_workers_dataloader": "samples are tokenized before training and need no workers. Leave it out",
+    "custom_dataset.file": "use dataset path/to/file.py:function",
+    "custom_dataset.train_split": "use dataset_split; a function of yours decides itself",
+    "custom_dataset.test_split": "use validation; a function of yours decides itself",
+    "task_type": "language models are trained as such. Leave it out",
+    "inference_mode": "adapters are trained here. Leave it out",
+    # Of its configurations of what does not exist here.
+    "samsum_dataset": "use dataset samsum, and dataset_split",
+    "grammar_dataset": "use dataset grammar, and dataset_split",
+    "alpaca_dataset": "use dataset alpaca, or a file of columns instruction, input and output",
+    "llamaguard_toxicchat_dataset": "use dataset path/to/file.py:function, which makes samples of it",
+    "llama_adapter_config": PEFT_METHOD,
+    "prefix_config": PEFT_METHOD,
+    **dict.fromkeys(("adapter_len", "adapter_layers", "num_virtual_tokens"), PEFT_METHOD),
+}
+
+# Names that a likeness of letters does not find, and what they are here: a setting, perhaps with a value.
+CONFIG = Setting("", "config", "text", (), False, None, "The YAML config that is read first.")  # a flag, no setting
+ALIASES: dict[str, str] = {
+    "data_path": "dataset",
+    "enable_activation_checkpointing": "activation_checkpointing full",
+    **{name: f"wandb_{name}" for name in ("project", "entity", "tags", "job_type", "group", "notes")},
+    "learning_rate": "lr",
+    "max_steps": "max_train_step",
+    "max_seq_length": "context_length",
+    "load_in_8bit": "quantization 8bit",
+    "load_in_4bit": "quantization 4bit",
+}
 
 
 def subject(name: str, places: Mapping[str, str]) -> str:
@@ -26,7 +82,7 @@ def subject(name: str, places: Mapping[str, str]) -> str:
     Returns:
         `--lr` as typed, `configs/mine.yaml:12: train.lr`, or `train.lr` where no place is known.
     """
-    if is_flag(place := places.get(name, "")):  # of any tool; the rest is of settings
+    if (place := places.get(name, "")).startswith("--"):  # of any tool; the rest is of settings
         return place
     return f"{place}: {SETTINGS[name].dotted}" if place else SETTINGS[name].dotted
 
@@ -34,8 +90,7 @@ def subject(name: str, places: Mapping[str, str]) -> str:
 def show(value: Any) -> str:
     """Show a value as it would be typed."""
     if isinstance(value, list):
-        has_dicts = any(isinstance(item, dict) for item in value)
-        return json.dumps(value, ensure_ascii=False) if has_dicts else f"[{','.join(map(str, value))}]"
+        return json.dumps(value) if value and isinstance(value[0], dict) else f"[{','.join(map(str, value))}]"
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
 
@@ -59,3 +114,37 @@ def nearest_file(path: Path) -> str:
         return ""
     entries = {entry.stem: entry for entry in sorted(others, key=lambda entry: entry.suffix == path.suffix)}
     return f" Did you mean {entries[match]}?" if (match := nearest(path.stem, entries, 0.65)) else ""
+
+
+def known(name: str) -> Setting | None:
+    """Find the setting that a plain, dotted or llama-recipes name (`lr`, `train.lr`, `lora_config.r`) stands for."""
+    if name == "config":
+        return CONFIG
+    if name in ("quantization", "train_config.quantization"):
+        return SETTINGS["mode"]
+    prefix, dot, field = name.rpartition(".")
+    setting = SETTINGS.get(f"wandb_{field}" if prefix == "wandb_config" else field)
+    is_here = not dot or (setting and setting.section in (prefix, *LLAMA_RECIPES_PREFIXES.get(prefix, ())))
+    return setting if is_here else None
+
+
+def explain_unknown(name: str, as_key: bool = False) -> str:
+    """Return what to say after an unknown name.
+
+    Args:
+        name: the name, plain or with a prefix.
+        as_key: the name is a key of a YAML file, not a flag.
+    """
+    prefix, _, field = name.rpartition(".")
+    if here := LLAMA_RECIPES.get(prefix) or LLAMA_RECIPES.get(name) or LLAMA_RECIPES.get(field):
+        return f", known from llama-recipes, is not used here: {here}."
+    what, page = ("a setting" if as_key else "a flag"), f" {TRANSLATIONS}" if field in ALIASES else ""
+    match = nearest(field, [*SETTINGS, *ALIASES, "quantization", *(SECTIONS if as_key else ["config"])])
+    if match is None:
+        return f" is not {what}. --help lists them all, and {TRANSLATIONS}"
+    meant, _, value = ALIASES.get(match, match).partition(" ")
+    setting = known(meant)
+    if setting is None:
+        return f" is not {what}. Did you mean {'' if as_key else '--'}{meant}?"
+    shown = setting.flag if not as_key else "quantization:" if setting.name == "mode" else setting.dotted
+    return f" is not {what}. Did you mean {f'{shown} {value}'.rstrip()}?{page}"

@@ -13,13 +13,12 @@ from typing import Any
 
 import yaml
 
-from llama_ft.config.aliases import explain_unknown, known
+from llama_ft.config.messages import explain_unknown, known
 from llama_ft.config.paths import file_problem
 from llama_ft.config.settings import SECTIONS, SETTINGS, Setting
 from llama_ft.errors import reason
 
-TRUE_WORDS = ("true", "t", "yes", "y", "on", "1")
-FALSE_WORDS = ("false", "f", "no", "n", "off", "0")
+MODES = {"true": "8bit", "false": "none"}  # of quantization; bare --quantization means 8bit, as in llama-recipes
 PLAIN_NAME = re.compile(r"[\w.\-]+")
 NEGATIVE_NUMBER = re.compile(r"-(\.?\d|inf|nan)", re.IGNORECASE)
 NULL = "tag:yaml.org,2002:null"
@@ -45,9 +44,11 @@ class Parsed:
 def from_text(setting: Setting, text: str) -> Any:
     """Read what cannot be left to pydantic: none, lists, and ~ for the home directory. The rest stays text."""
     text = text.strip()
+    if setting.name == "mode":
+        return MODES.get(text.lower(), text)
     if setting.optional and text.lower() in ("none", "null"):
         return None
-    if setting.kind in ("names", "names or pattern"):
+    if setting.kind in ("names", "names or pattern") and text:
         inside = text[1:-1] if text.startswith("[") and text.endswith("]") else text
         items = [item for item in (item.strip().strip("'\"") for item in inside.split(",")) if item]
         # peft takes a string for a pattern over whole module paths, which the bare name q_proj would never match:
@@ -153,16 +154,12 @@ def _read(word: Word, find: Find) -> tuple[Setting | None, str, str]:
         is_negated = setting is not None
     if setting is None:
         return None, "", ""
-    shorthand = setting.dotted == "quantization.mode"  # bare --quantization means 8bit, as in llama-recipes
-    off, on = ("none", "8bit") if shorthand else ("false", "true")
-    is_switch = setting.kind == "switch" or shorthand
+    is_switch = setting.kind == "switch" or setting.name == "mode"
     if is_negated and (not is_switch or word.value is not None):
         return setting, "", f": --no_ goes with switches, and takes no value. Write --{setting.name}."
-    if is_negated or word.value is None:
-        return setting, off if is_negated else on, "" if is_switch else " needs a value."
-    if shorthand and word.value.lower() in (*TRUE_WORDS, *FALSE_WORDS):
-        return setting, on if word.value.lower() in TRUE_WORDS else off, ""
-    return setting, word.value, ""
+    if word.value is None and not is_switch:
+        return setting, "", " needs a value."
+    return setting, "false" if is_negated else "true" if word.value is None else word.value, ""
 
 
 def as_keywords(argv: list[str]) -> dict[str, str]:
@@ -170,59 +167,47 @@ def as_keywords(argv: list[str]) -> dict[str, str]:
     keywords = {}
     for word in words_of(argv):
         setting, text, _ = _read(word, known)
-        name = word.name if setting is None or known(word.name) else setting.name
-        keywords[name] = text if setting else word.value or ""  # --config is no setting
+        if setting is not None:
+            keywords[word.name if known(word.name) else setting.name] = text
     return keywords
 
 
 def read_yaml(path: Path) -> Parsed:
     """Read what a YAML config sets; errors name its path relative to the working directory."""
-    parsed = Parsed()
+    parsed, root = Parsed(), None
     relative = os.path.relpath(path)
     shown = str(path) if relative.startswith("..") else relative
     try:
         wrong = file_problem(str(path))
         root = None if wrong else yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        shown, wrong = f"{shown}:{mark.line + 1}" if mark else shown, f"not valid YAML: {error.problem}."
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        wrong = f"not valid YAML: {reason(error)}."
+        mark = getattr(error, "problem_mark", None)
+        shown = f"{shown}:{mark.line + 1}" if mark else shown
+        wrong = f"not valid YAML: {getattr(error, 'problem', None) or reason(error)}."
+    if root is not None and not isinstance(root, yaml.MappingNode):
+        wrong = "a config is sections with settings, such as\ntrain:\n  lr: 1e-4"
     if wrong:
         parsed.errors.append(f"--config {shown}: {wrong}")
-    elif isinstance(root, yaml.MappingNode):
-        for section, place, node in _pairs(root, "", shown, parsed):
-            _read_section(section, place, node, shown, parsed)
-    elif root is not None:
-        parsed.errors.append(f"--config {shown}: a config is sections with settings, such as\ntrain:\n  lr: 1e-4")
+    for key, node in root.value if root and not wrong else ():
+        _read_section(str(key.value), f"{shown}:{key.start_mark.line + 1}", node, shown, parsed)
     return parsed
-
-
-def _pairs(node: yaml.MappingNode, inside: str, shown: str, parsed: Parsed) -> Iterator[tuple[str, str, yaml.Node]]:
-    """Yield key, place and value node of a mapping, each key once."""
-    lines: dict[str, int] = {}
-    for key_node, value_node in node.value:
-        key, line = str(key_node.value), key_node.start_mark.line + 1
-        if key in lines:
-            parsed.errors.append(f"{shown}:{line}: {inside}{key} is set twice, first in line {lines[key]}.")
-        else:
-            lines[key] = line
-            yield key, f"{shown}:{line}", value_node
 
 
 def _read_section(section: str, place: str, node: yaml.Node, shown: str, parsed: Parsed) -> None:
     if section == "quantization" and isinstance(node, yaml.ScalarNode) and node.tag != NULL:
-        words = {"true": "8bit", "false": "none"}
-        parsed.values["mode"], parsed.places["mode"] = words.get(node.value.lower(), node.value), place
+        parsed.values["mode"], parsed.places["mode"] = from_text(SETTINGS["mode"], node.value), place
     elif section not in SECTIONS:
         parsed.errors.append(f"{place}: {section}{explain_unknown(section, as_key=True)}")
     elif isinstance(node, yaml.MappingNode):
-        for key, key_place, value_node in _pairs(node, f"{section}.", shown, parsed):
+        for key_node, value_node in node.value:
+            key, place = str(key_node.value), f"{shown}:{key_node.start_mark.line + 1}"
             setting = SETTINGS.get(key)
             if setting is None or setting.section != section:
-                parsed.errors.append(f"{key_place}: {section}.{key}{explain_unknown(key, as_key=True)}")
+                parsed.errors.append(f"{place}: {section}.{key}{explain_unknown(key, as_key=True)}")
+            elif key in parsed.places:
+                parsed.errors.append(f"{place}: {section}.{key} is set twice, first in {parsed.places[key]}.")
             else:
-                parsed.values[key], parsed.places[key] = _value(setting, value_node), key_place
+                parsed.values[key], parsed.places[key] = _value(setting, value_node), place
     elif node.tag != NULL:  # a section whose settings are all commented out is empty, and fine
         parsed.errors.append(f"{place}: {section} is a section; its settings stand indented below.")
 
@@ -230,10 +215,7 @@ def _read_section(section: str, place: str, node: yaml.Node, shown: str, parsed:
 def _value(setting: Setting, node: yaml.Node) -> Any:
     """Return the text of a scalar, the texts of a list, None for null, and {} for what no setting takes."""
     if isinstance(node, yaml.ScalarNode):
-        if node.tag == NULL:
-            return None
-        is_quoted = node.style in ("'", '"') and setting.kind == "text"
-        return node.value if is_quoted else from_text(setting, node.value)
+        return None if node.tag == NULL else from_text(setting, node.value)
     if setting.kind == "data":
         return _parts(node)
     if isinstance(node, yaml.SequenceNode) and all(isinstance(item, yaml.ScalarNode) for item in node.value):

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from llama_ft.config.data_names import has_splits, kind_of_data
-from llama_ft.config.messages import NO_PLACES, is_flag, show, subject
+from llama_ft.config.messages import show, subject
 from llama_ft.config.settings import SETTINGS, Config, values_of
 from llama_ft.errors import UserError
 from llama_ft.masking import holds_key, is_url_with_secret
@@ -34,8 +34,9 @@ def as_fraction(validation: str | None) -> float | None:
 def brings_validation(s: Any) -> bool:
     """Tell whether settings, by field name as attributes, may bring validation data: a file or a mixture is training
     data only; the demo, a Python function and data with splits bring more."""
-    is_more = isinstance(s.dataset, str) and (has_splits(s.dataset) or kind_of_data(s.dataset) in ("demo", "function"))
-    return s.validation is not None or is_more
+    if s.validation is not None or not isinstance(s.dataset, str):
+        return s.validation is not None
+    return has_splits(s.dataset) or kind_of_data(s.dataset) in ("demo", "function")
 
 
 # The field that the message is about, what is wrong, and the message, where {} stands for the field's value.
@@ -123,7 +124,7 @@ CONDITIONS: tuple[tuple[list[str], str, Callable[[Any], Any]], ...] = (
 )
 
 
-def broken_rules(values: Mapping[str, Any], places: Mapping[str, str] = NO_PLACES) -> list[str]:
+def broken_rules(values: Mapping[str, Any], places: Mapping[str, str] = {}) -> list[str]:
     """Return a message for each rule that does not hold.
 
     Args:
@@ -137,8 +138,7 @@ def broken_rules(values: Mapping[str, Any], places: Mapping[str, str] = NO_PLACE
             shown = show(values[name]).strip("[]")
             messages[name, text] = f"{subject(name, places)} {text.format(shown, **values)}"
     for name, value in values.items():
-        texts = value if isinstance(value, list) else [str(value or "")]
-        if holds_secret(value) or (name in TRACKED_TEXTS and any(map(holds_key, texts))):
+        if is_url_with_secret(str(value)) or (name in TRACKED_TEXTS and holds_key(str(value))):
             messages[name, ""] = f"{subject(name, places)} {SECRET}"
     for fields, on, fits in CONDITIONS:
         for name in fields if not fits(values[on]) else ():
@@ -150,7 +150,7 @@ def broken_rules(values: Mapping[str, Any], places: Mapping[str, str] = NO_PLACE
 
 def _asks_for_something(name: str, value: Any, places: Mapping[str, str]) -> bool:
     """A default written in a file is a record (config.yaml holds them all); a default typed as a flag is a wish."""
-    return value != SETTINGS[name].default or (is_flag(places.get(name, "")) and bool(value))
+    return value != SETTINGS[name].default or (places.get(name, "").startswith("--") and bool(value))
 
 
 def drop_overridden(values: dict[str, Any], places: dict[str, str]) -> dict[str, Any]:
@@ -159,20 +159,13 @@ def drop_overridden(values: dict[str, Any], places: dict[str, str]) -> dict[str,
     moot = {
         name
         for fields, on, fits in CONDITIONS
-        if is_flag(places.get(on, "")) and not fits(values[on])
+        if places.get(on, "").startswith("--") and not fits(values[on])
         for name in fields
-        if name in places and not is_flag(places[name])
+        if name in places and not places[name].startswith("--")
     }
     for name in moot:
         del places[name]
     return {name: SETTINGS[name].default if name in moot else value for name, value in values.items()}
-
-
-def holds_secret(value: Any) -> bool:
-    """Tell whether a setting, or a part of it, is a URL with a password or a key in it."""
-    if isinstance(value, dict):
-        return any(map(holds_secret, value.values()))
-    return any(map(holds_secret, value)) if isinstance(value, list) else is_url_with_secret(str(value))
 
 
 def check_device(config: Config, places: Mapping[str, str], device: str) -> None:

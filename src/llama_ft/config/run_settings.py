@@ -55,8 +55,8 @@ Duration = Annotated[str, AfterValidator(lambda text: text if parse_duration(tex
 
 @with_config(ConfigDict(extra="forbid", allow_inf_nan=False))
 class DatasetPart(TypedDict):
-    """One part of a mix. Every row is taken weight times an epoch: of 2.5, each row twice and half of them, chosen by a
-    hash of the row, once more; of 0.3, three tenths of them."""
+    """One part of a dataset mixture. Every sample is taken weight times per epoch: with 2.5 each sample twice, and half
+    of them, chosen by a hash of the sample, a third time."""
 
     path: Annotated[str, Field(min_length=1)]
     weight: NotRequired[Annotated[float, Field(gt=0, le=1000)]]
@@ -65,61 +65,58 @@ class DatasetPart(TypedDict):
 
 @dataclass(config=STRICT, kw_only=True)
 class DataConfig:
-    """What is trained on."""
+    """Training and validation data."""
 
     dataset: str | list[DatasetPart] = "demo"
-    """A .jsonl, .json, .csv (also .gz, .zst) or .parquet file, a folder or a glob of them; a URL of such a file
-    (s3://, https://); a hub name (org/name or org/name:configuration); path/to/file.py:function returning a
-    datasets.Dataset; llama-recipes' samsum, grammar or alpaca; demo: Python's docstrings as questions and answers; or
-    a mix, '[{path: a.jsonl, weight: 2.5}, {path: org/name, split: test}]': 2.5 takes half of the rows a third time."""
+    """A .jsonl, .json, .csv (also .gz, .zst) or .parquet file, a directory or glob of them, a URL (s3://, https://), a
+    Hub name (org/name or org/name:configuration), path/to/file.py:function, llama-recipes' samsum, grammar or alpaca,
+    or demo (Python's docstrings). A mixture: '[{path: a.jsonl, weight: 2.5}, {path: org/name, split: test}]'."""
 
     dataset_format: str = "auto"
-    """alpaca: columns instruction, input, output. messages: chat turns of role and content. sharegpt: conversations,
-    turns of from and value. prompt_completion: prompt, completion. text: continued pre-training. tokenized: input_ids
-    and perhaps labels. auto: told by the columns."""
+    """alpaca: instruction, input, output. messages: a chat of role and content. sharegpt: conversations of from and
+    value. prompt_completion. text: continued pre-training. tokenized: input_ids and perhaps labels. auto: found by the
+    columns."""
 
     dataset_split: str = "train"
-    """Split that is trained on, of data that have splits: hub datasets (also train[:5%]), folders saved by datasets,
-    and folders whose files are named by train, validation or test."""
+    """Training split of data that have splits: Hub datasets (also train[:5%]), directories saved by datasets, and
+    directories whose files are named by train, validation or test."""
 
     validation: str | None = None
-    """Data like dataset, a fraction such as 0.05 of its rows, chosen by a hash of the row, or the name of one of its
-    splits, such as test; a split called validation is taken by itself."""
+    """The validation set: data like dataset, a fraction such as 0.05 of its samples, chosen by a hash of the sample, or
+    one of its splits, such as test. A split called validation is used by default."""
 
     chat_template: str | None = None
-    """How a chat is written: a file with a Jinja template, or llama3, chatml, alpaca or mistral; the tokenizer's own
-    when not given."""
+    """A file with a Jinja chat template, or llama3, chatml, alpaca or mistral; if not given, the tokenizer's own."""
 
     labels: Literal["auto", "assistant", "completion", "all"] = "auto"
-    """What is trained on. assistant: every assistant turn with its end-of-turn token. completion: the last one only.
-    all: every token. auto: assistant for chats, completion for prompts, all for plain text; weight 0 on a message
-    leaves it out."""
+    """Tokens in the loss. assistant: every assistant response; completion: the last one; all: every token. auto:
+    assistant for chats, completion for prompts, all for text; a message with weight 0 is not in the loss."""
 
     show_samples: CountOrZero = 0
-    """Show so many training rows token by token before training, coloured by what is trained on."""
+    """Print N training samples token by token before training, colored by what is in the loss."""
 
     context_length: Annotated[int, Field(ge=2)] | None = None
-    """Longest row in tokens; the model's maximum, but at most 4096, when not given."""
+    """Longest sample in tokens; if not given, the model's maximum, but at most 4096."""
 
     truncation: Literal["right", "left", "drop", "split"] = "right"
-    """What happens to a longer row. right: its end is cut off, left: its beginning; drop: it is left out; split: it
-    becomes several rows."""
+    """What happens to a longer sample. right and left: truncated at its end or beginning; drop: skipped; split: it
+    becomes several samples."""
 
     batching_strategy: Literal["packing", "padding"] = "packing"
-    """packing: rows share sequences of context_length tokens without seeing each other, and a micro-batch is
-    batch_size_training such packs. padding: rows of a micro-batch are padded to the longest."""
+    """packing: samples share sequences of context_length tokens without seeing each other. padding: samples of a
+    micro-batch are padded to the longest."""
 
     streaming: bool = False
     """Read and tokenize while training instead of before it: for data larger than the disk. Needs max_train_step."""
 
     shuffle_buffer: Count = 10_000
-    """streaming: rows read ahead, among which they are shuffled and packed."""
+    """streaming: samples read ahead, among which they are shuffled and packed."""
 
     tokenize_processes: CountOrZero = 0
-    """Processes that tokenize; 0 = as many as there are cores."""
+    """Processes that tokenize; 0 = one per core."""
 
     skip_bad_rows: bool = False
-    """Leave rows out that cannot be used, and count them, instead of stopping."""
+    """Skip and count samples that cannot be used, instead of stopping."""
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -127,24 +124,24 @@ class CheckpointConfig:
     """What is written, and where."""
 
     output_dir: str | None = None
-    """The run's directory; output/<model>-<date-time> when not given."""
+    """The run's directory; if not given, output/<model>-<date-time>."""
 
     overwrite: bool = False
     """Replace the run that output_dir already holds."""
 
     resume: str | None = None
-    """Continue a run: auto takes output_dir's newest checkpoint, or begins anew where there is none; or a checkpoint's
-    directory."""
+    """Continue a run. auto: from output_dir's newest checkpoint, or from scratch if there is none; otherwise the
+    directory of a checkpoint."""
 
     resume_allow_changes: list[str] = Field(default_factory=list)
-    """Settings that may differ from those of the run that is resumed, such as lr,num_epochs."""
+    """Settings that may differ from those of the resumed run, such as lr,num_epochs."""
 
     save_model: bool = True
-    """Write the result in Hugging Face format to output_dir/model, and checkpoints at the end, after every epoch and
-    when stopped."""
+    """Write the final model or adapter in Hugging Face format to output_dir/model, and checkpoints at the end, after
+    every epoch and when stopped."""
 
     save_steps: CountOrZero = 0
-    """Write a checkpoint every so many optimizer steps too; 0 = do not."""
+    """Write a checkpoint also every N optimizer steps; 0 = do not."""
 
     save_every_epoch: bool = True
     """Write a checkpoint after every epoch."""
@@ -153,10 +150,10 @@ class CheckpointConfig:
     """Write checkpoints in the background: training waits only while they are copied to host memory."""
 
     keep_last: CountOrZero = 0
-    """Keep only so many of the newest checkpoints, and the one with the best validation loss; 0 = all."""
+    """Keep only the N newest checkpoints and the one with the best validation loss; 0 = all."""
 
     save_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Precision of output_dir/model; auto: the checkpoint's own, tensor by tensor, and fp32 for adapters."""
+    """Precision of output_dir/model; auto: the base model's own, tensor by tensor, and fp32 for adapters."""
 
     max_shard_size: Size = "5GB"
     """Largest safetensors file of output_dir/model."""
@@ -164,7 +161,7 @@ class CheckpointConfig:
 
 @dataclass(config=STRICT, kw_only=True)
 class TrackingConfig:
-    """Where metrics go besides output_dir/metrics.jsonl."""
+    """Where metrics go in addition to output_dir/metrics.jsonl."""
 
     use_wandb: bool = False
     """Log to Weights & Biases."""
@@ -176,14 +173,14 @@ class TrackingConfig:
     """W&B team or user."""
 
     wandb_name: str | None = None
-    """Name of the W&B run; the name of output_dir when not given."""
+    """Name of the W&B run; if not given, the name of output_dir."""
 
     wandb_tags: list[str] = Field(default_factory=list)
     """Tags of the W&B run."""
 
     wandb_mode: Literal["online", "offline"] | None = None
-    """offline needs neither network nor key, and the run ends with the command that uploads it; when not given, what
-    the environment's WANDB_MODE says, else online."""
+    """offline needs neither network nor key, and the run ends with the command that uploads it. If not given:
+    WANDB_MODE of the environment, else online."""
 
     wandb_group: str | None = None
     """Group of the W&B run, for runs that belong together."""
@@ -195,7 +192,7 @@ class TrackingConfig:
     """Notes on the W&B run."""
 
     wandb_log_model: bool = False
-    """Upload output_dir/model to W&B at the end, as an artifact with the aliases latest, step-N and, where it has the
+    """Upload output_dir/model to W&B at the end, as an artifact with the aliases latest, step-N and, if it has the
     lowest validation loss, best."""
 
     use_tensorboard: bool = False
@@ -205,14 +202,14 @@ class TrackingConfig:
     """Log to MLflow; needs the package (pip install -e .[mlflow])."""
 
     mlflow_tracking_uri: str | None = None
-    """MLflow server (https://...), folder, or sqlite:///file; when not given MLFLOW_TRACKING_URI, else the folder
-    mlruns beside output_dir."""
+    """MLflow server (https://...), directory, or sqlite:///file; if not given, MLFLOW_TRACKING_URI, else the directory
+    mlruns next to output_dir."""
 
     mlflow_experiment: str = "llama_ft"
-    """MLflow experiment; made when there is none of that name."""
+    """MLflow experiment; created if there is none of that name."""
 
     mlflow_name: str | None = None
-    """Name of the MLflow run; the name of output_dir when not given."""
+    """Name of the MLflow run; if not given, the name of output_dir."""
 
     mlflow_tags: list[str] = Field(default_factory=list)
     """Tags of the MLflow run, as name=value."""
@@ -223,10 +220,10 @@ class TrackingConfig:
 
 @dataclass(config=STRICT, kw_only=True)
 class MemoryConfig:
-    """Knowing what the run holds."""
+    """Memory: the plan and snapshots."""
 
     no_plan: bool = False
-    """Do not plan the run's memory at its start, nor warn where it will not fit."""
+    """Do not plan the run's memory at its start, nor warn if it will not fit."""
 
     memory_snapshot: bool = False
     """Write torch's CUDA memory snapshot of the first steps, and of an out-of-memory error, to output_dir/memory; needs
@@ -235,17 +232,17 @@ class MemoryConfig:
 
 @dataclass(config=STRICT, kw_only=True)
 class ProfileConfig:
-    """Knowing where the time goes."""
+    """Where the time goes."""
 
     use_profiler: bool = False
-    """Run torch.profiler over the run's steps 4 to 6, print the operators that take longest, and write each rank's
-    trace to profiler_dir."""
+    """Run torch.profiler over the run's steps 4 to 6, print the slowest operators, and write each rank's trace to
+    profiler_dir."""
 
     profiler_dir: str | None = None
-    """Where the traces rank-0.json.gz, ... go; output_dir/profile when not given."""
+    """Directory of the traces rank-0.json.gz, ...; if not given, output_dir/profile."""
 
     flop_counter: bool = False
-    """Count the floating-point operations of one step as torch sees them, and print them beside the formula's."""
+    """Count the floating-point operations of one step as torch sees them, and print them next to the formula's."""
 
     flop_counter_start: Count = 3
-    """The step flop_counter counts; of a resumed run the first that is not before it."""
+    """Step that flop_counter counts; in a resumed run, the first step from there on."""

@@ -32,35 +32,34 @@ class ModelConfig:
     """Which model, and how it computes."""
 
     model_name: str = "demo"
-    """A local Hugging Face folder, a hub name (meta-llama/Llama-3.1-8B), or demo: a small Llama built on this
-    machine."""
+    """A local Hugging Face directory, a name on the Hugging Face Hub (meta-llama/Llama-3.1-8B), or demo: a small Llama
+    built on this machine."""
 
     tokenizer_name: str | None = None
-    """Folder or hub name of another tokenizer; the model's own when not given."""
+    """Directory or Hub name of another tokenizer; if not given, the model's own."""
 
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Only for models whose code you have read."""
 
     attn_implementation: Literal["auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3"] = "auto"
-    """Attention kernel, as transformers names them. auto is sdpa, or eager for the few architectures (Gemma 2, gpt-oss)
-    that have no sdpa. flash_attention needs CUDA and the flash-attn package."""
+    """Attention kernel, as Transformers names it. auto is sdpa, or eager for the few architectures (Gemma 2, gpt-oss)
+    without sdpa; flash_attention needs CUDA and the flash-attn package."""
 
     freeze_layers: bool = False
-    """Full fine-tuning only: keep the first num_freeze_layers decoder layers as they are."""
+    """Full fine-tuning only: freeze the first num_freeze_layers decoder layers."""
 
     num_freeze_layers: Count = 1
-    """How many decoder layers freeze_layers keeps as they are, counted from the input."""
+    """Number of decoder layers that freeze_layers freezes, counted from the input."""
 
     use_liger: bool = False
     """Liger's fused kernels for norms, MLPs and rotary embedding; needs CUDA and the liger-kernel package."""
 
     compile: bool = False
-    """torch.compile on every decoder layer; needs CUDA. The first step and the first evaluation compile, and say for
-    how long."""
+    """torch.compile on every decoder layer; needs CUDA. The first step and the first evaluation take longer."""
 
     resize_embeddings: bool = False
-    """Add rows to the embeddings for tokens that the tokenizer or the chat template has and the model lacks; they are
-    trained, with LoRA too, and saved with the result."""
+    """Add embeddings for tokens that the tokenizer or the chat template has and the model lacks. They are trained, with
+    LoRA too, and saved with the final model or adapter."""
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -68,37 +67,36 @@ class TrainConfig:
     """The training loop."""
 
     device: Literal["auto", "cuda", "cpu"] = "auto"
-    """Where to compute: auto takes CUDA when there is a GPU, else the CPU."""
+    """Device to compute on; auto: CUDA if there is a GPU, else the CPU."""
 
     device_memory_fraction: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Largest share of its GPU's memory that each rank may take, such as 0.6; all of it when not given."""
+    """Largest share of a GPU's memory that its rank may use, such as 0.6; if not given, all of it."""
 
     precision: Literal["bf16_mixed", "bf16_pure", "fp32", "fp16"] = "bf16_mixed"
-    """bf16_mixed: trained weights kept in fp32, computed in bf16, gradients reduced in fp32. bf16_pure: all bf16.
-    fp16: as bf16_mixed, computed in fp16 with loss scaling, for GPUs without bf16."""
+    """bf16_mixed: trained weights in fp32, computed in bf16, gradients reduced in fp32. bf16_pure: all bf16. fp16: as
+    bf16_mixed, in fp16 with loss scaling, for GPUs without bf16."""
 
     batch_size_training: Count = 4
-    """Packs of context_length tokens, with padding rows, in one micro-batch of one rank."""
+    """Micro-batch size per rank: packed sequences, or samples with batching_strategy=padding."""
 
     gradient_accumulation_steps: Count = 1
     """Micro-batches per optimizer step. Global batch = this x batch_size_training x ranks."""
 
     accumulate_unsharded: bool = False
-    """Reduce gradients only after the last micro-batch in full fine-tuning too: less traffic, but every rank then holds
-    a whole model's gradients in fp32. LoRA always does so, its gradients being small."""
+    """Full fine-tuning: reduce gradients only after the last micro-batch. Less traffic, but every rank keeps fp32
+    gradients of the whole model; LoRA always does so, because its gradients are small."""
 
     num_epochs: Count = 3
     """Passes over the training data."""
 
     max_train_step: CountOrZero = 0
-    """Stop after so many optimizer steps; 0 = no limit."""
+    """Largest number of optimizer steps; 0 = no limit."""
 
     stop_after: Duration | None = None
-    """Save and stop after so long a time, such as 3h50m, to be done before a batch queue's limit; --resume auto goes
-    on."""
+    """Save and stop after this time, such as 3h50m, before a batch queue's limit; --resume auto continues."""
 
     collective_timeout: Duration = "30m"
-    """How long a rank waits for the others before the run ends naming those that did not arrive."""
+    """Longest time a rank waits for the others; then the run ends and names the missing ranks."""
 
     lr: Rate = 1e-4
     """Peak learning rate."""
@@ -113,12 +111,12 @@ class TrainConfig:
     """Factor on the learning rate after every epoch with lr_scheduler=step."""
 
     optimizer: Literal["AdamW", "anyprecision", "AdamW8bit", "SGD", "Adafactor"] = "AdamW"
-    """AdamW: fused. anyprecision: AdamW with bf16 states, made for bf16_pure. AdamW8bit: AdamW with 8-bit states. SGD.
-    Adafactor: a row and a column of states a matrix; its lr is relative to the size of a weight, 1e-3 or more."""
+    """AdamW: fused. anyprecision: AdamW with bf16 states, for bf16_pure. AdamW8bit: AdamW with 8-bit states. Adafactor:
+    factored states; its lr is relative to a weight's size, 1e-3 or more."""
 
     use_kahan_summation: bool = False
-    """anyprecision with bf16_pure: keep what the rounding of a weight loses, in a third bf16 state; otherwise weights
-    are rounded stochastically."""
+    """anyprecision with bf16_pure: keep the rounding error of weights in a third bf16 state; otherwise weights are
+    rounded stochastically."""
 
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """SGD's momentum; its state is as large as the trained weights."""
@@ -133,71 +131,71 @@ class TrainConfig:
     """Largest global gradient norm with gradient_clipping."""
 
     activation_checkpointing: Literal["off", "full", "every_k", "selective", "auto"] = "off"
-    """Recompute decoder layers in the backward pass instead of keeping their activations: all of them, every k-th, or
-    selective: all but their matrix products and attention, whose outputs are kept. auto: off if that fits the memory
-    there is, by the run's plan, else selective, else full."""
+    """Compute decoder layers again in the backward pass instead of keeping their activations: full: all; every_k: every
+    k-th; selective: all but their matmuls and attention. auto: the first of off, selective and full that fits the
+    memory."""
 
     activation_checkpointing_k: Count = 2
-    """With every_k: layer 0, k, 2k, ... are recomputed."""
+    """With every_k: layers 0, k, 2k, ... are checkpointed."""
 
     activation_offload: bool = False
-    """Keep the inputs of recomputed layers in pinned host memory; needs CUDA."""
+    """Keep the inputs of checkpointed layers in pinned host memory; needs CUDA."""
 
     seed: Annotated[int, Field(ge=0, le=1_000_000_000)] = 42
-    """Seed of data order, LoRA initialisation and dropout."""
+    """Seed of data order, LoRA initialization and dropout."""
 
     run_validation: bool = True
-    """Evaluate after every epoch when there is validation data."""
+    """Evaluate after every epoch if there is a validation set."""
 
     val_batch_size: Count = 1
-    """Packs, with padding rows, in one evaluation batch of one rank."""
+    """Evaluation micro-batch size per rank: packed sequences, or samples with batching_strategy=padding."""
 
     eval_steps: CountOrZero = 0
-    """Evaluate every so many optimizer steps too; 0 = after each epoch only."""
+    """Evaluate also every N optimizer steps; 0 = after each epoch only."""
 
     max_eval_step: CountOrZero = 0
-    """Use only so many evaluation batches; 0 = all of the validation data."""
+    """Largest number of evaluation micro-batches per rank; 0 = the whole validation set."""
 
     early_stopping_patience: CountOrZero = 0
-    """Stop when the validation loss has not improved for so many evaluations, and take the best weights; 0 = never."""
+    """Stop when the validation loss has not improved for N evaluations, and take the best weights; 0 = never."""
 
     early_stopping_min_delta: Annotated[float, Field(ge=0)] = 0.0
-    """How much lower the validation loss must be to count as improved."""
+    """Smallest decrease of the validation loss that counts as an improvement."""
 
     log_steps: Count = 1
-    """Write metrics every so many optimizer steps."""
+    """Write metrics every N optimizer steps."""
 
     sample_tokens: CountOrZero = 0
-    """Answer one validation question before and after tuning with so many new tokens; 0 = do not."""
+    """Answer one validation prompt before and after training, with at most N new tokens; 0 = do not."""
 
 
 @dataclass(config=STRICT, kw_only=True)
 class FSDPConfig:
-    """How parameters are laid over the ranks."""
+    """How parameters are sharded across ranks."""
 
     enable_fsdp: bool = False
-    """Shard the model over the ranks. Without it several ranks are plain data parallel: a whole model on each."""
+    """Shard the model across ranks. Without it, several ranks are data parallel (DDP): each has the whole model."""
 
     low_cpu_fsdp: bool = False
     """Rank 0 alone reads the checkpoint and sends each rank its shard; otherwise every rank reads its own slices."""
 
     sharding_strategy: Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"] = "FULL_SHARD"
-    """FULL_SHARD frees gathered weights after use, SHARD_GRAD_OP keeps them until the backward pass is done,
-    HYBRID_SHARD shards within groups of sharding_group_size and replicates over groups, NO_SHARD replicates."""
+    """FULL_SHARD frees all-gathered weights after use; SHARD_GRAD_OP keeps them until the end of the backward pass;
+    HYBRID_SHARD shards within groups of sharding_group_size and replicates across groups; NO_SHARD replicates."""
 
     sharding_group_size: Count | None = None
-    """Ranks that share one copy of the model with HYBRID_SHARD; the ranks of one node when not given."""
+    """HYBRID_SHARD: ranks that share one copy of the model; if not given, the ranks of a node."""
 
     fsdp_wrap_policy: Literal["transformer", "size", "hybrid"] = "hybrid"
-    """Units gathered at once: transformer: each decoder layer; size: modules of min_num_params or more;
-    hybrid: decoder layers by class, big embeddings and heads by size."""
+    """FSDP units, all-gathered at once. transformer: each decoder layer; size: modules of min_num_params or more;
+    hybrid: decoder layers by class, large embeddings and LM heads by size."""
 
     min_num_params: Count = 1_000_000
-    """With size and hybrid: parameters from which a module becomes a unit of its own."""
+    """With size and hybrid: parameters from which a module becomes an FSDP unit."""
 
     fsdp_cpu_offload: bool = False
-    """Keep parameters and optimizer state in pinned host memory and step there: a GPU then holds gathered units and
-    activations only. Needs a GPU."""
+    """Keep parameters and optimizer state in pinned host memory and step there; a GPU then has only all-gathered FSDP
+    units and activations. Needs a GPU."""
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -205,14 +203,14 @@ class PeftConfig:
     """LoRA adapters, through peft, by peft's own names."""
 
     use_peft: bool = False
-    """Train adapters and keep the model's own weights as they are."""
+    """Train adapters and freeze the model's own weights."""
 
     peft_method: Literal["lora", "loha"] = "lora"
-    """The kind of adapter. loha (Hadamard products of two low-rank ones) takes r, lora_alpha, target_modules and
+    """Kind of adapter. loha (Hadamard products of low-rank matrices) uses r, lora_alpha, target_modules and
     modules_to_save, and no quantized model."""
 
     from_peft_checkpoint: str | None = None
-    """Folder of a saved adapter to continue from; its own settings (r, target_modules, ...) are used."""
+    """Directory of a saved adapter to continue from; its own settings (r, target_modules, ...) are used."""
 
     r: Count = 8
     """Rank of the adapter matrices. Under torchrun write --peft.r: it takes --r for a flag of its own."""
@@ -227,16 +225,16 @@ class PeftConfig:
     """Names of the linear layers that get an adapter, or all-linear."""
 
     bias: Literal["none", "all", "lora_only"] = "none"
-    """Which bias parameters are trained too."""
+    """Bias parameters that are trained too."""
 
     use_rslora: bool = False
     """Scale by lora_alpha / sqrt(r) instead (rank-stabilized LoRA)."""
 
     use_dora: bool = False
-    """Train magnitudes apart from directions (DoRA)."""
+    """Train magnitudes separately from directions (DoRA)."""
 
     modules_to_save: list[str] | None = None
-    """Modules trained in full and saved with the adapter, such as lm_head."""
+    """Modules that are trained whole and saved with the adapter, such as lm_head."""
 
     init_lora_weights: Literal["default", "gaussian"] = "default"
     """default: A Kaiming uniform, B zero. gaussian: A normal with deviation 1/r, B zero."""
@@ -247,29 +245,29 @@ class QuantizationConfig:
     """Frozen weights in fewer bits."""
 
     mode: Literal["none", "8bit", "4bit"] = "none"
-    """8bit or 4bit, through bitsandbytes, with use_peft: adapters are trained beside the quantized weights.
-    `--quantization` and `quantization:` are short for this field; the bare flag means 8bit."""
+    """8bit or 4bit, through bitsandbytes, with use_peft: LoRA on an 8-bit base, or QLoRA. `--quantization` and
+    `quantization:` are short for this field; the bare flag means 8bit."""
 
     quant_type: Literal["nf4", "fp4"] = "nf4"
-    """4bit: the sixteen values a weight can have."""
+    """4bit: the data type, sixteen values that a weight can have."""
 
     block_size: Annotated[int, Field(ge=32, le=4096)] = 64
-    """4bit: neighbouring weights of a row that share a scale; a power of two."""
+    """4bit: neighboring weights of a matrix row that share a scale; a power of two."""
 
     compute_dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    """4bit: what the quantized layers compute in; auto: as the others, which precision says."""
+    """4bit: precision of the quantized layers' matmuls; auto: as precision says."""
 
     int8_threshold: Annotated[float, Field(ge=0)] = 6.0
-    """8bit on CUDA: 0 rounds the inputs to int8 too and multiplies in int8. Otherwise, and on the CPU, the weights are
-    dequantized and no input is rounded, whatever its size."""
+    """8bit on CUDA: 0 also rounds the inputs to int8 and multiplies in int8. Otherwise, and on the CPU, weights are
+    dequantized and inputs keep their precision."""
 
     skip_modules: list[str] | None = None
-    """Linear layers that are not quantized, besides the output head: names, ends of names or patterns."""
+    """Linear layers that are not quantized, in addition to the LM head: names, ends of names or patterns."""
 
 
 @dataclass(config=STRICT, kw_only=True)
 class Config:
-    """A whole recipe."""
+    """All settings of a run."""
 
     model: ModelConfig = Field(default_factory=ModelConfig)
     train: TrainConfig = Field(default_factory=TrainConfig)
@@ -329,14 +327,10 @@ def settings_of(section_class: Any, section: str = "") -> dict[str, Setting]:
         kind: Kind = "choice" if choices else KINDS[frozenset(members)]
         default = field.get_default(call_default_factory=True)
         optional = types.NoneType in _members(annotations[name])
-        declared = [base.__pydantic_fields__[name] for base in section_class.__mro__ if name in _fields(base)]
-        meaning = " ".join(next((it.description for it in declared if it.description), "").split())
+        declared = [getattr(base, "__pydantic_fields__", {}).get(name) for base in section_class.__mro__]
+        meaning = " ".join(next((it.description for it in declared if it and it.description), "").split())
         settings[name] = Setting(section, name, kind, choices, optional, default, meaning)
     return settings
-
-
-def _fields(section_class: Any) -> Any:
-    return getattr(section_class, "__pydantic_fields__", {})
 
 
 def _members(annotation: Any) -> tuple[Any, ...]:

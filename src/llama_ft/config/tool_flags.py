@@ -1,7 +1,7 @@
 """How a tool's command line is read: a dataclass of its flags, by the parser of the settings."""
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ def read(
     flags: Any,
     description: str,
     other_names: Mapping[str, str] | None = None,
-    others: Iterable[str] = (),
 ) -> tuple[Any, Parsed, list[str]]:
     """Read a tool's own flags.
 
@@ -27,7 +26,6 @@ def read(
         flags: the dataclass of its flags; a field `places` takes the words that stand alone.
         description: what the script does; its first paragraph is printed by --help.
         other_names: further name of a flag -> its name.
-        others: names of flags that are read elsewhere, for "Did you mean".
 
     Returns:
         The flags, where each was set, and the errors.
@@ -40,7 +38,7 @@ def read(
         sys.exit(0)
 
     def explain(name: str) -> str:
-        meant = nearest(name, [*table, *others])
+        meant = nearest(name, table)
         return " is not a flag. " + (f"Did you mean --{meant}?" if meant else "--help lists them all.")
 
     names, positional = other_names or {}, "places" if places else None

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from llama_ft.evaluation.tasks import Metrics
+from llama_ft.evaluation.measure import Metrics
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,21 @@
-"""The command line of recipes/inference.py."""
+"""The command line of recipes/inference.py, and what a run, or anybody else, has left that can be loaded."""
 
+import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
 
+import yaml
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from llama_ft.config.paths import model_problem, output_problem
+from llama_ft.config.paths import file_problem, folder_problem, looks_local, model_problem, not_writable
 from llama_ft.config.run_settings import STRICT, Count, CountOrZero
+from llama_ft.config.settings import Config, QuantizationConfig
 from llama_ft.config.tool_flags import check, read
-from llama_ft.inference.results import result_problem
+from llama_ft.export_flags import export_kind
+
+Result = Literal["checkpoint", "run", "adapter", "model"]  # run: one without a final model, but with checkpoints
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -62,10 +68,7 @@ class InferenceFlags(ModelFlags):
     """Many prompts: one per line in .txt; in .jsonl, samples with "prompt" or "messages"."""
 
     output_file: str | None = None
-    """With --prompts: a file for the answers, as JSON lines; stdout if not given."""
-
-    overwrite: bool = False
-    """Replace --output_file if it exists."""
+    """With --prompts: a new file for the answers, as JSON lines; stdout if not given."""
 
     batch_size: Count = 8
     """With --prompts: prompts answered at once, per rank."""
@@ -107,10 +110,10 @@ def read_inference_flags(argv: list[str], description: str) -> InferenceFlags:
     for given in (options.places, prompts):
         if len(given) > 1:
             errors.append(f"{' and '.join(given)}: cannot be combined. Give one of them.")
-    if options.output_file:
-        errors += check_output_file(options.output_file, options.overwrite)
-        if Path(options.output_file).expanduser().resolve() == Path(options.prompts or "").expanduser().resolve():
-            errors.append(f"--output_file {options.output_file}: is what --prompts reads. Choose another file.")
+    for name in ("prompt_file", "prompts"):
+        if (file := getattr(options, name)) and (error := file_problem(file)):
+            errors.append(f"--{name} {file}: {error}")
+    errors += check_output_file(options.output_file)
     check(errors)
     return options
 
@@ -127,9 +130,44 @@ def check_models(options: ModelFlags) -> list[str]:
     return errors or ([] if options.places else ["MODEL is needed: output/<run>, or a model's directory or Hub name."])
 
 
-def check_output_file(name: str, overwrite: bool) -> list[str]:
-    """Return why --output_file cannot be written, or would replace what nobody allowed to replace."""
-    error = output_problem(name)
-    if not error and Path(name).expanduser().exists() and not overwrite:
-        error = "exists already. --overwrite replaces it."
+def check_output_file(name: str | None) -> list[str]:
+    """Return why --output_file cannot be written; nothing is replaced."""
+    if name is None:
+        return []
+    file = Path(name).expanduser()
+    error = "exists already. Name another file." if os.path.lexists(file) else not_writable(file.parent)
     return [f"--output_file {name}: {error}"] if error else []
+
+
+def find_result(folder: Path) -> tuple[Result, Path] | None:
+    """Return what there is to load in a directory, and where: of a run's directory the final model, else its
+    checkpoints; None if it holds nothing of the kind."""
+    kind = export_kind(folder)
+    if kind == "checkpoint":
+        return "checkpoint", folder
+    for place in (folder, folder / "model"):
+        if (place / "adapter_config.json").is_file() and not any(place.glob("model*.safetensors")):
+            return "adapter", place
+        if (place / "config.json").is_file():
+            return "model", place
+    return ("run", folder) if kind == "run" else None
+
+
+def result_problem(name: str) -> str | None:
+    """Return why `name` cannot be loaded: it is no run, checkpoint, adapter, model directory or Hub name."""
+    folder = Path(name).expanduser()
+    if not looks_local(name) or find_result(folder):
+        return None
+    nothing = "holds no run with a final model or a checkpoint, no model and no adapter."
+    return folder_problem(folder, "the directory of a run, a checkpoint, a model or an adapter") or nothing
+
+
+def settings_beside(kind: Result, held: Path) -> Config | None:
+    """Return the settings of the run that left what find_result found; None if it is of no run or of another version.
+    A whole model is not quantized as in its run: only the base model below an adapter is."""
+    directory = {"run": held, "checkpoint": held.parent.parent}.get(kind, held.parent)
+    try:
+        run = Config(**yaml.safe_load((directory / "config.yaml").read_text()))
+    except (OSError, ValueError, yaml.YAMLError, TypeError):
+        return None
+    return replace(run, quantization=QuantizationConfig()) if kind == "model" else run

@@ -1,7 +1,7 @@
 """Answers by Transformers' own generate: greedy or sampled, one streamed or many in a batch, on one rank or several.
 
 In fp32 a greedy answer depends neither on its neighbors in the batch nor on the number of ranks: padding is on the left
-and masked.
+and masked. Only a prompt that nearly fills the context shortens the answers of its batch.
 """
 
 import copy
@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from jinja2.exceptions import TemplateError
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
-from transformers.generation import BaseStreamer
+from transformers import GenerationConfig, LogitsProcessorList
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from llama_ft.data import pad_token_id
@@ -42,9 +41,8 @@ def settle_sampling(options: InferenceFlags, config: GenerationConfig) -> dict[s
     asked = {name: value for name in DEFAULTS if (value := getattr(options, name)) is not None}
     known = {name: value for name in DEFAULTS if (value := getattr(config, name, None)) is not None}
     is_sampled = config.do_sample or asked.keys() & {"temperature", "top_p", "top_k"}
-    if not (is_sampled if options.do_sample is None else options.do_sample):
-        asked["temperature"] = 0.0
-    return {**DEFAULTS, **known, **asked}
+    is_sampled = is_sampled if options.do_sample is None else options.do_sample
+    return DEFAULTS | known | asked | ({} if is_sampled else {"temperature": 0.0})
 
 
 class Answerer:
@@ -52,8 +50,7 @@ class Answerer:
 
     Args:
         opened: the model and its tokenizer. Its generation config is changed.
-        options: how it answers. With enable_fsdp all ranks call `answer` together, each with prompts of its own, or
-            with none.
+        options: how it answers. With enable_fsdp all ranks call `answer` together, each with prompts of its own.
         job: the ranks; torch's random numbers are seeded on all of them.
     """
 
@@ -63,28 +60,27 @@ class Answerer:
         self._pad = pad_token_id(self.tokenizer, vocabulary_size(self.model.config))
         config = copy.deepcopy(self.model.generation_config)
         self.sampling = settle_sampling(options, config)
-        self._ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+        self._ends = {*config.eos_token_id} if isinstance(config.eos_token_id, list) else {config.eos_token_id}
         is_sampled = self.sampling["temperature"] > 0
         unused = () if is_sampled else OF_SAMPLING  # of which Transformers would warn
         changed = {**self.sampling, **dict.fromkeys(unused), "do_sample": is_sampled, "num_beams": 1}
         changed |= {"max_length": None, "num_return_sequences": 1, "return_dict_in_generate": False}
-        for name, value in changed.items():
-            setattr(config, name, value)
+        vars(config).update(changed)
         self.model.generation_config = config
         torch.manual_seed(options.seed + (job.rank if options.prompts else 0))  # one prompt is answered by all ranks
 
     def tokens(self, prompt: Messages | str) -> list[int]:
         """Return the token ids of a prompt; raise UserError if the chat template rejects it."""
+        if isinstance(prompt, str) and not (self.tokenizer.chat_template or self._options.system_prompt):
+            return list(self.tokenizer(prompt)["input_ids"])
         if not self.tokenizer.chat_template:
-            if isinstance(prompt, str) and not self._options.system_prompt:
-                return list(self.tokenizer(prompt)["input_ids"])
             raise UserError("a conversation needs a chat template, and the tokenizer has none.")
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         if self._options.system_prompt and messages[0]["role"] not in ("system", "developer"):
             messages = [{"role": "system", "content": self._options.system_prompt}, *messages]
         # Training writes the same date into every sample; an answer's date is today's.
         template = _compile_jinja_template(self.tokenizer.get_chat_template())
-        template.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
+        template.globals["strftime_now"] = datetime.now().strftime
         try:
             ids: Any = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
         except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
@@ -98,79 +94,52 @@ class Answerer:
         return min(self._options.max_new_tokens, self.context - prompt_tokens)
 
     @torch.no_grad()
-    def answer(
-        self, prompts: list[list[int]], show: Show | None = None, stopped: Callable[[], bool] = lambda: False
-    ) -> list[Answer]:
+    def answer(self, prompts: list[list[int]], show: Show | None = None) -> list[Answer]:
         """Answer prompts in one batch.
 
         Args:
-            prompts: token ids. All have the same `longest_answer`: a model with learned positions has no others.
+            prompts: token ids.
             show: is called with the text of the one prompt's answer as it comes.
-            stopped: asked after each token, whether to end here.
         """
         is_sharded = self._options.enable_fsdp and self._job.world_size > 1
-        if not prompts and not is_sharded:
-            return []
-        asked = prompts or [[self._pad]]  # every rank takes part in all-gathers
-        width = max(map(len, asked))
-        limit = self.longest_answer(width) if prompts else 1
+        width, shown = max(map(len, prompts)), 0
         # Padding repeats the row's first token: a penalty on repetition then sees no token that is not there.
-        ids = torch.tensor([[prompt[0]] * (width - len(prompt)) + prompt for prompt in asked])
-        mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in asked])
+        ids = torch.tensor([[prompt[0]] * (width - len(prompt)) + prompt for prompt in prompts])
+        mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
 
-        def stop_all(input_ids: torch.Tensor, _: Any, **__: Any) -> torch.Tensor:
-            return torch.full((len(input_ids),), stopped(), device=input_ids.device)
+        def check_and_show(tokens: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            """Reject NaN and infinities, of which an answer would be made all the same, and show what is there. It is
+            decoded from its beginning each time: TextStreamer starts again with each line, and loses a space of the
+            line's indentation with Llama 2's tokenizer."""
+            nonlocal shown
+            if not scores.amax(dim=-1).isfinite().all():  # a single -inf is a token that is never said
+                raise RunFailure(
+                    "The model's logits are not finite: its weights are corrupted, or it needs --precision bf16."
+                )
+            if show is not None:
+                # Replacement characters at the end are so far only the first bytes of a character.
+                text = self._text(tokens[0, width:].tolist()).rstrip("\N{REPLACEMENT CHARACTER}")
+                show(text[shown:])
+                shown = max(shown, len(text))  # half a character may hide the one before it
+            return scores
 
         sequences = self.model.generate(  # type: ignore[operator]  # a mixin's method
             input_ids=ids.to(self._job.device),
             attention_mask=mask.to(self._job.device),
-            max_new_tokens=limit,
+            max_new_tokens=self.longest_answer(width),
             pad_token_id=self._pad,
-            logits_processor=LogitsProcessorList([_Finite()]),
-            stopping_criteria=StoppingCriteriaList([stop_all]),
-            streamer=_Streamer(self._text, show) if show is not None else None,
+            logits_processor=LogitsProcessorList([check_and_show]),
             synced_gpus=is_sharded,
         )
         if is_sharded:
             free_unsharded(self.model)
-        new = [tokens[width:].tolist() for tokens in sequences][: len(prompts)]
-        return [Answer(self._text(tokens), len(self._said(tokens)) == limit) for tokens in new]
-
-    def _said(self, tokens: list[int]) -> list[int]:
-        """Return the tokens before the end; pads follow it if other rows of the batch were longer."""
-        return tokens[: next((place for place, token in enumerate(tokens) if token in self._ends), None)]
+        new = [tokens[width:].tolist() for tokens in sequences]
+        answers = [Answer(self._text(tokens), self._ends.isdisjoint(tokens)) for tokens in new]
+        if show is not None:
+            show(answers[0].text[shown:])
+        return answers
 
     def _text(self, tokens: list[int]) -> str:
-        return str(self.tokenizer.decode(self._said(tokens), skip_special_tokens=True))
-
-
-class _Finite(LogitsProcessor):
-    """Reject NaN and infinities, of which an answer would be made all the same."""
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        if not scores.amax(dim=-1).isfinite().all():  # a single -inf is a token that is never said
-            raise RunFailure(
-                "The model's logits are not finite: its weights are corrupted, or it needs --precision bf16."
-            )
-        return scores
-
-
-class _Streamer(BaseStreamer):
-    """Show the text of an answer as it comes. It is decoded from its beginning each time: Transformers' TextStreamer
-    starts again with each line, and loses a space of the line's indentation with Llama 2's tokenizer."""
-
-    def __init__(self, decode: Callable[[list[int]], str], show: Show) -> None:
-        self._decode, self._show, self._shown = decode, show, 0
-        self._tokens: list[int] | None = None
-
-    def put(self, value: torch.Tensor) -> None:
-        """Take the prompt, then a token at a time."""
-        self._tokens = [] if self._tokens is None else self._tokens + value.tolist()
-        # Replacement characters at the end are so far only the first bytes of a character.
-        text = self._decode(self._tokens).rstrip("\N{REPLACEMENT CHARACTER}")
-        self._show(text[self._shown :])
-        self._shown = max(self._shown, len(text))  # half a character may hide the one before it
-
-    def end(self) -> None:
-        """Show the rest."""
-        self._show(self._decode(self._tokens or [])[self._shown :])
+        """Decode the tokens before the end; pads follow it if other rows of the batch were longer."""
+        end = next((place for place, token in enumerate(tokens) if token in self._ends), None)
+        return str(self.tokenizer.decode(tokens[:end], skip_special_tokens=True))

@@ -4,15 +4,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft import checkpoint, data, models
 from llama_ft.config import Config, FSDPConfig, ModelConfig, PeftConfig, QuantizationConfig, base_model_of
 from llama_ft.config.paths import TOKENIZER_FILES
-from llama_ft.errors import UserError
-from llama_ft.inference.flags import ModelFlags
-from llama_ft.inference.results import find_result, settings_beside
+from llama_ft.inference.flags import ModelFlags, find_result, settings_beside
 from llama_ft.runtime import PRECISIONS, Precision, Runtime, advise_precision, log
 
 
@@ -59,25 +58,59 @@ def open_model(
         UserError: there is nothing to load, it does not fit together, or its kind is not supported.
         RunFailure: the checkpoint is corrupted.
     """
-    name = (flags.precision or "auto").partition("_")[0]  # training's bf16_mixed and bf16_pure compute in bf16
-    asked: Any = name if name in ("fp16", "fp32") else "bf16_pure"
-    chosen, note = job.broadcast_from_rank0(lambda: advise_precision(asked, name == "auto", job.device))
-    dtype = PRECISIONS[chosen].compute
+    asked: Any = flags.precision if flags.precision in ("fp16", "fp32") else "bf16_pure"  # both bf16_* compute in bf16
+    is_free = flags.precision in (None, "auto")
+    chosen, note = job.broadcast_from_rank0(lambda: advise_precision(asked, is_free, job.device))
     if (result := find_result(Path(place).expanduser())) and result[0] in ("checkpoint", "run"):
-        valid = None
-        with job.local_main_process_first():  # every byte is read: longer than a collective may take
-            if job.is_main:
-                valid = checkpoint.find_valid(result[1]).folder
-        place = str(job.broadcast_from_rank0(lambda: valid))
+        held = result[1]
+        place = str(job.broadcast_from_rank0(lambda: checkpoint.find_valid(held).folder))
     with job.local_main_process_first():
-        found = _find(place, flags, job, tokenizer)
-        model_config = models.load_model_config(found.base, flags.trust_remote_code)
-    run = base_of or found.run
+        found = _find(place, flags, job, base_of, tokenizer)
+    model, bits = _build(found, flags, job, PRECISIONS[chosen].compute)
+    if (found.base / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(found.base)
+    ends = data.stop_token_ids(found.tokenizer, model.generation_config.eos_token_id)  # also that of a message
+    model.generation_config.eos_token_id = ends or None
+    where = f"{found.place} (with {found.base})" if found.place != found.base else str(found.base)
+    ranks = f"sharded across {job.world_size} ranks" if flags.enable_fsdp else ""
+    about = ", ".join(filter(None, (where, chosen[:4], bits, ranks, str(job.device), note)))
+    return Opened(model.eval(), found.tokenizer, about)
+
+
+def _find(
+    place: str, flags: ModelFlags, job: Runtime, base_of: Config | None, tokenizer: PreTrainedTokenizerBase | None
+) -> _Found:
+    trust, ask_hub = flags.trust_remote_code, job.local_rank == 0
+    is_demo = place == "demo"
+    local = data.build_demo(data.cache_dir()).model_dir if is_demo else models.local_folder(place, "MODEL", ask_hub)
+    kind, held = find_result(local) or ("model", local)
+    if kind == "checkpoint":  # found and compared with its base model as for an export
+        valid = checkpoint.Checkpoint(held)
+        export = checkpoint.Exporter.prepare(valid, flags.base_model, flags.tokenizer_name, trust, merge=True)
+        peft = export.config.peft if export.adapter is not None else None
+        return _Found(export.base, valid.folder, export.tokenizer, export.config, peft, export.new, valid)
+    base, new, peft = held, None, None
+    if kind == "adapter":
+        where = f"{held}/adapter_config.json (--base_model overrides it): base model"
+        named = flags.base_model or base_model_of(str(held))
+        base = models.local_folder(named, "--base_model" if flags.base_model else where, ask_hub)
+        new = checkpoint.tokens_added(checkpoint.understood_adapter(held), models.load_model_config(base, trust))
+        peft = PeftConfig(use_peft=True, from_peft_checkpoint=str(held))
+    if tokenizer is None:
+        has_own, other = any((held / file).is_file() for file in TOKENIZER_FILES), flags.tokenizer_name
+        folder = models.local_folder(other, "--tokenizer_name", weights=False) if other else held if has_own else base
+        tokenizer = models.load_tokenizer(folder, trust)
     if base_of is not None:
-        found.new = models.find_new_tokens(found.tokenizer, found.base, model_config, base_of.model)
+        new = models.find_new_tokens(tokenizer, base, models.load_model_config(base, trust), base_of.model)
+    return _Found(base, held, tokenizer, base_of or settings_beside(kind, held), peft, new)
+
+
+def _build(found: _Found, flags: ModelFlags, job: Runtime, dtype: torch.dtype) -> tuple[PreTrainedModel, str]:
+    """Return the model with its weights, and the name of its quantization, if any."""
+    model_config = models.load_model_config(found.base, flags.trust_remote_code)
     quantization = QuantizationConfig(mode=flags.quantization or "none")
-    if run is not None and flags.quantization in (None, run.quantization.mode):
-        quantization = run.quantization  # with all its settings
+    if found.run is not None and flags.quantization in (None, found.run.quantization.mode):
+        quantization = found.run.quantization  # with all its settings
     kind = models.choose_quantization(quantization, model_config, use_peft=True)  # nothing is trained here
     named = ModelConfig(model_name=str(found.base), trust_remote_code=flags.trust_remote_code)
     model = models.build_on_meta(model_config, named, found.new)
@@ -99,46 +132,10 @@ def open_model(
         adapter=adapter,
         peft=found.peft if found.peft and found.trained is None else PeftConfig(),
         seed=0,
-        frozen_dtype=PRECISIONS[run.train.precision].frozen if run else dtype,
+        frozen_dtype=PRECISIONS[found.run.train.precision].frozen if found.run else dtype,
         tuned=found.trained.weights() if found.trained and adapter is None else None,
     )
     if found.trained is not None and adapter is not None:
         checkpoint.restore_weights(found.trained, model)
     model.requires_grad_(False)
-    if (found.base / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(found.base)
-    ends = data.stop_token_ids(found.tokenizer, model.generation_config.eos_token_id)  # also that of a message
-    model.generation_config.eos_token_id = ends or None
-    about = f"{found.place} (with {found.base})" if found.place != found.base else str(found.base)
-    about += f", {chosen.partition('_')[0]}" + (f", {kind.scheme.name}" if kind is not None else "")
-    if job.world_size > 1:
-        about += f", {'sharded across' if flags.enable_fsdp else 'whole on each of'} {job.world_size} ranks"
-    return Opened(model.eval(), found.tokenizer, f"{about}, {job.device}" + (f"; {note}" if note else ""))
-
-
-def _find(place: str, flags: ModelFlags, job: Runtime, tokenizer: PreTrainedTokenizerBase | None) -> _Found:
-    trust, ask_hub = flags.trust_remote_code, job.local_rank == 0
-    is_demo = place == "demo"
-    local = data.build_demo(data.cache_dir()).model_dir if is_demo else models.local_folder(place, "MODEL", ask_hub)
-    result = find_result(local)
-    if result is None:
-        raise UserError(f"{place}: no run, checkpoint, adapter or model is here.")
-    kind, held = result
-    if kind == "checkpoint":  # found and compared with its base model as for an export
-        valid = checkpoint.Checkpoint(held)
-        export = checkpoint.Exporter.prepare(valid, flags.base_model, flags.tokenizer_name, trust, merge=True)
-        peft = export.config.peft if export.adapter is not None else None
-        return _Found(export.base, valid.folder, export.tokenizer, export.config, peft, export.new, valid)
-    base, new, peft = held, None, None
-    if kind == "adapter":
-        where = f"{held}/adapter_config.json (--base_model overrides it): base model"
-        named = flags.base_model or base_model_of(str(held))
-        base = models.local_folder(named, "--base_model" if flags.base_model else where, ask_hub)
-        new = checkpoint.tokens_added(checkpoint.understood_adapter(held), models.load_model_config(base, trust))
-        peft = PeftConfig(use_peft=True, from_peft_checkpoint=str(held))
-    if tokenizer is None:
-        saved = held if any((held / file).is_file() for file in TOKENIZER_FILES) else base
-        if flags.tokenizer_name is not None:
-            saved = models.local_folder(flags.tokenizer_name, "--tokenizer_name", weights=False)
-        tokenizer = models.load_tokenizer(saved, trust)
-    return _Found(base, held, tokenizer, settings_beside(kind, held), peft, new)
+    return model, kind.scheme.name if kind is not None else ""

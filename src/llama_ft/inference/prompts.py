@@ -1,43 +1,39 @@
-"""Prompts: read from a file, and answered by all ranks."""
+"""Prompts answered by all ranks: one, a file of them, or a conversation with a terminal or a program that writes lines.
+Answers go to stdout, the rest to stderr."""
 
 import json
+import signal
 import sys
-from contextlib import nullcontext
-from itertools import groupby
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from llama_ft.data.formats import BadRow, content_text
-from llama_ft.errors import UserError, reason
+from llama_ft.errors import RunFailure, UserError
 from llama_ft.inference.flags import InferenceFlags
-from llama_ft.inference.generate import Answerer, Messages
+from llama_ft.inference.generate import Answer, Answerer, Messages
+from llama_ft.masking import printable
 from llama_ft.runtime import Runtime, log
+
+with suppress(ImportError):  # not every Python has it; input() then has no history
+    import readline  # noqa: F401
+
+PROMPT_FORMS = 'expected a JSON object with "prompt", a text, or "messages", a conversation; or a .txt file of prompts.'
+HELP = "/reset starts again, /exit or Ctrl-D ends, Ctrl-C stops an answer; a space before a slash makes it a message."
 
 
 def one_prompt(options: InferenceFlags) -> str:
     """Return the one prompt to answer: of --prompt, --prompt_file or stdin."""
-    text = options.prompt
-    if options.prompt_file:
-        text = _text_of(options.prompt_file, "--prompt_file").rstrip("\n")
-    elif text is None:
-        text = sys.stdin.read().removeprefix("\ufeff").rstrip("\n")
-    if not text.strip():
+    text = _text_of(options.prompt_file) if options.prompt_file else options.prompt or sys.stdin.read()
+    if not text.strip("\ufeff\n "):
         raise UserError("The prompt is empty. --prompt, --prompt_file, --prompts or stdin gives one.")
-    return text
+    return text.removeprefix("\ufeff").rstrip("\n")
 
 
-def _text_of(name: str, flag: str) -> str:
-    try:
-        return Path(name).expanduser().read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{flag} {name}: cannot be read ({reason(error)}).") from error
-
-
-PROMPT_FORMS = (
-    'expected an object with "prompt", a text, or "messages", a conversation; or a .txt file with a prompt per line.'
-)
+def _text_of(name: str) -> str:
+    return Path(name).expanduser().read_text(encoding="utf-8-sig", errors="replace")
 
 
 def read_prompts(name: str) -> list[tuple[dict[str, Any], Messages | str]]:
@@ -47,14 +43,12 @@ def read_prompts(name: str) -> list[tuple[dict[str, Any], Messages | str]]:
         Each sample, which gets the answer, with its prompt: text, or a conversation without its last answer.
     """
     prompts = []
-    for line, text in enumerate(_text_of(name, "--prompts").split("\n"), start=1):
+    for line, text in enumerate(_text_of(name).split("\n"), start=1):
         if text.strip():
             try:
                 row = {"prompt": text} if name.endswith(".txt") else json.loads(text)
                 prompts.append((row, _asked(row)))
-            except (ValueError, RecursionError) as error:
-                raise UserError(f"{name}:{line}: malformed JSON ({reason(error)}).") from error
-            except (LookupError, TypeError, AttributeError, BadRow) as error:
+            except (ValueError, RecursionError, LookupError, TypeError, AttributeError, BadRow) as error:
                 why = str(error) if isinstance(error, BadRow) else PROMPT_FORMS
                 raise UserError(f"{name}:{line}: {why}") from error
     if not prompts:
@@ -68,13 +62,13 @@ def _asked(row: Any) -> Messages | str:
     value = row["prompt"] if "prompt" in row else row["messages"]
     if isinstance(value, str) and value.strip():
         return value
-    asked = [
+    asked = value[:-1] if value[-1]["role"] == "assistant" else value
+    if not asked:
+        raise BadRow("there is no message to answer.")
+    return [
         {**message, "content": content_text(message.get("content") or "", f"messages[{place}].content")}
-        for place, message in enumerate(value[:-1] if value[-1]["role"] == "assistant" else value)
+        for place, message in enumerate(asked)
     ]
-    if not asked or asked[-1]["role"] not in ("user", "tool"):
-        raise BadRow("there is no message of a user to answer.")
-    return asked
 
 
 def answer_prompts(
@@ -85,36 +79,93 @@ def answer_prompts(
     Args:
         prompts: what `read_prompts` returns.
         answerer: the model.
-        options: batch_size per rank, output_file (None: stdout) and overwrite.
+        options: batch_size per rank, and output_file (None: stdout), which must not exist.
         job: the ranks; rank 0 writes.
 
     Returns:
         How many answers were truncated.
     """
-    tokens, limits = [], []
+    tokens = []
     for number, (_, asked) in enumerate(prompts, start=1):
         try:
             tokens.append(answerer.tokens(asked))
-            limits.append(answerer.longest_answer(len(tokens[-1])))
+            answerer.longest_answer(len(tokens[-1]))
         except UserError as error:
             raise UserError(f"--prompts: prompt {number}: {error.messages[0]}") from error
-    truncated, batch = 0, options.batch_size * job.world_size
-    file, has_file = Path(options.output_file or "").expanduser(), options.output_file and job.is_main
+    truncated, batch, file = 0, options.batch_size * job.world_size, Path(options.output_file or "").expanduser()
+    has_file = options.output_file and job.is_main
     if has_file:
         file.parent.mkdir(parents=True, exist_ok=True)
-    mode = "w" if options.overwrite else "x"
-    with open(file, mode, encoding="utf-8", errors="replace") if has_file else nullcontext(sys.stdout) as out:
-        for _, alike in groupby(range(len(prompts)), key=limits.__getitem__):
-            places = list(alike)
-            for together in (places[start : start + batch] for start in range(0, len(places), batch)):
-                mine = together[job.rank :: job.world_size]
-                everyone: list[Any] = [None] * job.world_size
-                dist.all_gather_object(everyone, answerer.answer([tokens[place] for place in mine]))
-                for index, place in enumerate(together):
-                    answer = everyone[index % job.world_size][index // job.world_size]
-                    truncated += answer.is_truncated
-                    if job.is_main:
-                        row = {**prompts[place][0], "answer": answer.text}
-                        print(json.dumps(row, ensure_ascii=False), file=out, flush=True)
-                log.info(f"{together[-1] + 1} of {len(prompts)} prompts answered")
+    with open(file, "x", encoding="utf-8", errors="replace") if has_file else nullcontext(sys.stdout) as out:
+        for start in range(0, len(prompts), batch):
+            together, everyone = prompts[start : start + batch], [list[Answer]()] * job.world_size
+            mine = tokens[start : start + batch][job.rank :: job.world_size] or tokens[:1]  # all ranks all-gather
+            dist.all_gather_object(everyone, answerer.answer(mine))
+            for index, (row, _) in enumerate(together):
+                answer = everyone[index % job.world_size][index // job.world_size]
+                truncated += answer.is_truncated
+                if job.is_main:
+                    print(json.dumps({**row, "answer": answer.text}, ensure_ascii=False), file=out, flush=True)
+            log.info(f"{start + len(together)} of {len(prompts)} prompts answered")
     return truncated
+
+
+def converse(answerer: Answerer, job: Runtime) -> None:
+    """Talk until the input of rank 0 ends; all ranks answer together."""
+    if not answerer.tokenizer.chat_template:
+        raise UserError("--chat: this model's tokenizer has no chat template. --prompt takes text to continue.")
+    messages: Messages = []
+    if job.world_size == 1:  # else torchrun ends all ranks at Ctrl-C
+        signal.set_wakeup_fd(-1)  # of runtime.signals, which would end the program
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if sys.stdin.isatty():
+        log.info(HELP)
+    while True:
+        try:
+            message = job.broadcast_from_rank0(_read)
+            if message in (None, "/exit", "/quit"):
+                return
+            if message == "/reset":
+                messages = []
+            elif message.startswith("/"):
+                log.info(HELP)
+            elif message.strip():
+                messages = _answered([*messages, {"role": "user", "content": message}], answerer, job)
+        except KeyboardInterrupt:
+            log.info("\n(Ctrl-D or /exit ends)")
+        except RunFailure:
+            raise
+        except UserError as error:
+            log.info(str(error))
+
+
+def _answered(asked: Messages, answerer: Answerer, job: Runtime) -> Messages:
+    """Print the answer as it comes, and return the conversation with it: with the part that Ctrl-C has let come."""
+    parts, note = list[str](), ""
+
+    def show(part: str) -> None:
+        parts.append(part)
+        if job.is_main:
+            print_part(part)
+
+    try:
+        if answerer.answer([answerer.tokens(asked)], show)[0].is_truncated:
+            note = "(truncated: --max_new_tokens N allows longer answers)"
+    except KeyboardInterrupt:
+        note = "(stopped)"
+    show("\n")
+    if note:
+        log.info(note)
+    return [*asked, {"role": "assistant", "content": "".join(parts[:-1])}]
+
+
+def print_part(text: str) -> None:
+    """Print a part of an answer. In a terminal control characters are replaced: a model is not to move the cursor."""
+    print(printable(text) if sys.stdout.isatty() else text, end="", flush=True)
+
+
+def _read() -> str | None:
+    """Return the next line; None at the end of the input."""
+    with suppress(EOFError):
+        return input("> " if sys.stdin.isatty() and sys.stdout.isatty() else "")
+    return None

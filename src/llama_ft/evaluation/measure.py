@@ -1,0 +1,145 @@
+"""What is measured: a model's loss on samples, as a run's own evaluation computes it, and tasks of
+lm-evaluation-harness (https://github.com/EleutherAI/lm-evaluation-harness), asked of a model that is loaded already.
+
+lm_eval is an extra: only this file imports it, and only when tasks are asked for.
+"""
+
+import contextlib
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+from transformers.modeling_utils import PreTrainedModel
+
+from llama_ft import data, models, training
+from llama_ft.errors import UserError, reason
+from llama_ft.evaluation.flags import Asked, EvaluateFlags, Evaluation
+from llama_ft.runtime import Runtime, log
+
+Metrics = dict[str, dict[str, Any]]  # task -> metric -> {"value": ..., "stderr": ... or None}
+
+
+def measure_loss(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, asked: Asked, what: Evaluation, job: Runtime
+) -> dict[str, float]:
+    """Tokenize the samples, or take them from the cache, and compute the loss; all ranks call it together.
+
+    Args:
+        model: in eval mode, and left in it.
+        tokenizer: with which the samples are tokenized.
+        asked: where the model, or the one fine-tuned from it, comes from.
+        what: the settings and the split of the samples.
+        job: the ranks.
+
+    Returns:
+        loss, perplexity, and target_tokens: the number of tokens in the loss.
+    """
+    config, split = what.config, what.split
+    context_length = models.resolve_context_length(config.data.context_length, model.config)
+    vocabulary = models.vocabulary_size(model.config)
+    has_new_tokens = asked.run is not None and asked.run.model.resize_embeddings
+    with job.local_main_process_first():
+        tokenized = data.prepare(
+            config.data,
+            tokenizer,
+            context_length=context_length,
+            cache=data.cache_dir(),
+            want_validation=split is None,
+            vocabulary_size=None if has_new_tokens else vocabulary,
+            add_tokens=has_new_tokens,
+            use=split or "train",
+            verify=job.local_rank == 0,
+            examples=training.SupervisedFineTuning.examples,
+        )
+    log.info("\n".join(tokenized.summary))
+    samples = tokenized.train if split else tokenized.validation
+    if samples is None:
+        raise UserError(f"{asked.place}: there is no validation set. --dataset FILE names samples for the evaluation.")
+    attention = model.config._attn_implementation
+    pack_length = context_length if config.data.batching_strategy == "packing" else None
+    if pack_length is not None:
+        models.use_packed_attention(model)
+        training.check_packing(model, samples, context_length, model.dtype, job)
+    pad, objective = data.pad_token_id(tokenizer, vocabulary), training.SupervisedFineTuning()
+    loss, tokens = training.mean_loss(model, objective, samples, config.train, pad, pack_length, job)
+    model.config._attn_implementation = attention  # packed attention is only for this
+    model.eval()
+    return {"loss": loss, "perplexity": training.perplexity(loss), "target_tokens": tokens}
+
+
+def find_tasks(flags: EvaluateFlags, job: Runtime) -> Any:
+    """Load the tasks and their questions once, before a model is loaded; return lm_eval's TaskManager, which finds them
+    again."""
+    from lm_eval.tasks import TaskManager
+
+    by_name = any(not name.endswith((".yaml", ".yml")) for name in flags.tasks)
+    with job.local_main_process_first(), _quiet(job):
+        try:
+            manager = TaskManager(include_defaults=by_name)
+            manager.load(flags.tasks)
+        except Exception as error:  # of yaml, jinja, datasets, the Hub or the task's own code
+            raise UserError(f"--tasks {','.join(flags.tasks)}: cannot be loaded ({reason(error)}).") from error
+    return manager
+
+
+def ask_tasks(
+    manager: Any, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, flags: EvaluateFlags, job: Runtime
+) -> Metrics:
+    """Ask a model all questions; every rank asks the same ones.
+
+    Args:
+        manager: what `find_tasks` returns.
+        model: in eval mode, sharded with flags.enable_fsdp.
+        tokenizer: its own.
+        flags: tasks, limit, num_fewshot, batch_size and apply_chat_template.
+        job: the ranks; all of them call this.
+
+    Returns:
+        Task -> metric -> value and stderr, on rank 0.
+    """
+    from lm_eval import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
+
+    # It is tied already, and transformers' way fails if an adapter wraps the embedding or the head.
+    model.tie_weights = lambda *_, **__: None  # type: ignore[method-assign]
+    try:
+        with _quiet(job):
+            found = simple_evaluate(
+                model=HFLM(pretrained=model, tokenizer=tokenizer, batch_size=flags.batch_size),
+                tasks=list(flags.tasks),
+                task_manager=manager,
+                num_fewshot=flags.num_fewshot,
+                limit=flags.limit,
+                log_samples=False,
+                apply_chat_template=flags.apply_chat_template,
+                fewshot_as_multiturn=True,
+            )
+    except (ValueError, AssertionError) as error:  # such as tasks with images, or that run the model's code
+        raise UserError(f"--tasks: lm-evaluation-harness cannot ask them: {reason(error)}.") from error
+    return _metrics(found) if found else {}
+
+
+@contextlib.contextmanager
+def _quiet(job: Runtime) -> Iterator[None]:
+    """Show only errors of lm_eval's log, and its progress bars only in a terminal."""
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    is_shown = job.is_main and sys.stderr.isatty()
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(sys.stderr if is_shown else nowhere):
+        yield
+
+
+def _metrics(found: Any) -> Metrics:
+    """lm_eval's {task: {"acc,none": 0.5, "acc_stderr,none": 0.1}}, in order; a group's own mean before its tasks."""
+    metrics: Metrics = {}
+    for task, values in {**found.get("groups", {}), **found["results"]}.items():
+        metrics[task] = {}
+        for key, value in values.items():
+            metric, comma, chosen = key.partition(",")
+            if comma and not metric.endswith("_stderr") and isinstance(value, int | float):
+                error = values.get(f"{metric}_stderr,{chosen}", "N/A")
+                stderr = None if error == "N/A" else error
+                metrics[task][metric if chosen == "none" else key] = {"value": value, "stderr": stderr}
+    return metrics
