@@ -6,7 +6,7 @@ from typing import Any
 from llama_ft.config import load, to_yaml
 from llama_ft.observe.metrics import MetricsLog
 from llama_ft.observe.run_metadata import RunMetadata
-from llama_ft.plan.types import Moment, Peak, Plan
+from llama_ft.plan.types import Peak, Plan
 from llama_ft.runtime.status import RunStatus
 
 MARKUP = '<script>alert("x")</script><img src=https://example.com/x.png>'
@@ -15,29 +15,20 @@ LAYERS, MIB = 6, 2**20
 ROWS = "https://example.com/rows.jsonl"
 
 
-def timeline() -> list[tuple[str, int, int]]:
-    """Label, bytes, and those of gathered units, of a step over LAYERS layers."""
-    layers = [f"model.layers.{n}" for n in range(LAYERS)]
-    forward = [(f"forward {name}{end}", 100 + 20 * n, 40) for n, name in enumerate(layers) for end in ("", " ends")]
-    back = [(f"backward {name}", 230 - 20 * n, 40 + 40 * (n > 0)) for n, name in enumerate(reversed(layers))]
-    moments = [("forward", 60, 0), *forward, ("backward", 210, 0), *back, ("optimizer step", 120, 0)]
-    return [(label, size * MIB, gathered * MIB) for label, size, gathered in moments]
-
-
 def plan() -> Plan:
     """For two GPUs."""
     activations = {"activations": 130 * MIB, "gathered units": 40 * MIB}
     peaks = [
-        Peak("load", 60 * MIB, {"sharded parameters": 60 * MIB}, ""),
-        Peak("backward", 230 * MIB, {"sharded parameters": 60 * MIB, **activations}, "model"),
-        Peak("optimizer step", 120 * MIB, {"sharded parameters": 60 * MIB, "optimizer state": 60 * MIB}, ""),
+        Peak("load", 60 * MIB, {"sharded parameters": 60 * MIB}),
+        Peak("backward", 230 * MIB, {"sharded parameters": 60 * MIB, **activations}),
+        Peak("optimizer step", 120 * MIB, {"sharded parameters": 60 * MIB, "optimizer state": 60 * MIB}),
     ]
     sizes: dict[str, Any] = dict.fromkeys(
         ("reserved_bytes", "outside_bytes", "host_load_bytes", "host_save_bytes"), MIB
     )
     sizes |= {"checkpoint_bytes": MIB, "result_bytes": MIB}
     sizes |= {"tokens": 4096, "is_quick": False}
-    return Plan("cuda", 2, peaks, [Moment(*moment) for moment in timeline()], **sizes)
+    return Plan("cuda", 2, peaks, **sizes)
 
 
 def write_run(folder: Path, state: Any = "finished", steps: int = 60, lr: str = "3e-4", scale: float = 1.0) -> Path:

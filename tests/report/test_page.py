@@ -26,7 +26,7 @@ TITLES = [
     "Seconds a step",
     "Device memory, peak so far, fullest rank", "Host memory (RSS), peak so far, fullest rank",
     "Peak of each phase, fullest rank", "What holds it at the peak of training (backward)",
-    "What stays for the optimizer step, tensor by tensor", "Memory over one step, predicted",
+    "What stays for the optimizer step, tensor by tensor",
 ]  # fmt: skip
 HEADINGS = ["Training", "Memory", "Each rank", "FSDP units", "Data", "Answers", "Environment", "Settings"]
 POINT = """((title, share) => {
@@ -72,8 +72,6 @@ def test_every_plot_is_drawn_and_no_request_leaves_the_page(page: Page, report: 
 def test_the_pointer_tells_the_values_under_it(page: Page, report: Path) -> None:
     page.open(report, "light", 1280)
     assert page.run(f"{POINT}('Loss', 0.999)") == ["step 60", "training: 1.825", "validation: 1.5", "each step: 1.6"]
-    step = page.run(f"{POINT}('Memory over one step, predicted', 0.999)")
-    assert step == ["optimizer step", "all: 120 MiB", "without gathered units: 120 MiB"]
 
 
 def test_the_plots_of_a_comparison_are_drawn_with_a_line_a_run(page: Page, run_dir: Path, tmp_path: Path) -> None:

@@ -1,14 +1,10 @@
-"""Predicted memory beside measured, as tables, bars and plots of the report."""
+"""Predicted memory beside measured, as tables and bars of the report."""
 
-import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import numpy
-
 from llama_ft.phases import MEMORY_CATEGORIES, PHASES
-from llama_ft.report.plot import Plot, Series
 from llama_ft.report.run import Run
 
 TRAINING_PHASES = ("forward", "backward", "optimizer step")
@@ -80,24 +76,6 @@ class MemoryFacts:
         columns |= {phase: [rank.get(self._kind) for rank in ranks] for phase, ranks in self._phases.items()}
         names = dict.fromkeys(name for rank in self._holders for name in rank)
         return columns | {f"holds: {name}": [rank.get(name) for rank in self._holders] for name in names}
-
-    def step_plot(self) -> Plot:
-        """Predicted memory over one step, FSDP units gathered and freed."""
-        timeline = self._run.plan.get("timeline", [])
-        labels = [moment["label"].replace(" the model", " model") for moment in timeline]
-        x, total = numpy.arange(len(timeline)), numpy.array([float(moment["bytes"]) for moment in timeline])
-        gathered = numpy.array([float(moment["gathered_bytes"]) for moment in timeline])
-        bands = []
-        for phase, group in itertools.groupby(range(len(labels)), key=lambda n: _phase_of(labels[n])):
-            first, *_, last = [*group] * 2
-            bands.append((max(first - 0.5, 0), min(last + 0.5, len(labels) - 1), phase))
-        series = [Series("all", x, total, "area", 0), Series("without gathered units", x, total - gathered, "area", 2)]
-        title = "Memory over one step, predicted"
-        return Plot(title, series, "bytes", labels=labels, bands=bands, width=1180, height=290)
-
-
-def _phase_of(label: str) -> str:
-    return {"forward": "forward", "backward": "backward", "recompute": "backward"}.get(label.split()[0], label)
 
 
 def _bars(names: Sequence[str], predicted: dict[str, float], measured: dict[str, float]) -> list[Bar]:

@@ -57,7 +57,6 @@ def report_page(run: Run) -> str:
         cards=_cards(run),
         plots=[plot.svg() for plot in plots],
         memory=memory,
-        step_plot=memory.step_plot().svg(),
         differing=differing_settings([run]),
     )
 
