@@ -26,12 +26,12 @@ import torch  # noqa: E402
 from finetuning import build_model  # noqa: E402
 
 from llama_ft import data, models  # noqa: E402
-from llama_ft.plan.gpus import free_bytes  # noqa: E402
+from llama_ft.plan.preflight import free_bytes  # noqa: E402
 from llama_ft.plan.types import PlanRequest, describe  # noqa: E402
 from llama_ft.runtime import configure_console  # noqa: E402
 
 with exit_on_error():  # if torch has changed
-    from llama_ft.plan.fit import choose_checkpointing, describe_fits, find_fits, has_room, write_fits
+    from llama_ft.plan.fit import choose_checkpointing, describe_fits, find_fits, has_room
     from llama_ft.plan.predict import predict
 
 
@@ -42,6 +42,8 @@ def main(config: Config, options: PlanFlags) -> int:
     if config.model.resize_embeddings:
         request = with_new_tokens(request)
     tell = partial(print, file=sys.stderr, flush=True)
+    if not options.quick:
+        tell("Planning every layer; --quick takes less time ...")
     try:
         if config.train.activation_checkpointing == "auto":
             room = options.fit_bytes or free_bytes(torch.device(request.device), request.local_world_size)
@@ -49,7 +51,7 @@ def main(config: Config, options: PlanFlags) -> int:
             tell(f"activation_checkpointing auto: {why}")
             request = dataclasses.replace(request, config=chosen)
         planned = predict(request, build_model, options.quick)
-    except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:  # of the model's own code, mostly
+    except (RuntimeError, ValueError, TypeError, AttributeError) as error:  # of the model's own code, mostly
         raise RunFailure(f"This model could not be planned: {type(error).__name__}: {error}") from error
     values: dict[str, object] = {"plan": dataclasses.asdict(planned)}
     text, exit_code = describe(planned), 0
@@ -59,8 +61,6 @@ def main(config: Config, options: PlanFlags) -> int:
         text += f"\n\n{describe_fits(planned, fits, options.fit_bytes)}"
         answers = [{"flags": it.flags, "gives_up": it.gives_up, "peak_bytes": it.plan.device_bytes} for it in fits]
         values |= {"fits_as_it_is": exit_code == 0, "fits": answers}
-        if options.fit_out:
-            write_fits(fits, Path(options.fit_out))
     print(json.dumps(values) if options.json else text, flush=True)
     return exit_code
 

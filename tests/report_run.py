@@ -19,13 +19,13 @@ def plan() -> Plan:
     """For two GPUs."""
     activations = {"activations": 130 * MIB, "gathered units": 40 * MIB}
     peaks = [
-        Peak("load", 60 * MIB, {"sharded parameters": 60 * MIB}, ""),
-        Peak("backward", 230 * MIB, {"sharded parameters": 60 * MIB, **activations}, "model"),
-        Peak("optimizer step", 120 * MIB, {"sharded parameters": 60 * MIB, "optimizer state": 60 * MIB}, ""),
+        Peak("load", 60 * MIB, {"sharded parameters": 60 * MIB}),
+        Peak("backward", 230 * MIB, {"sharded parameters": 60 * MIB, **activations}),
+        Peak("optimizer step", 120 * MIB, {"sharded parameters": 60 * MIB, "optimizer state": 60 * MIB}),
     ]
     names = "reserved outside host_load host_save checkpoint result".split()
     sizes: dict[str, Any] = {f"{name}_bytes": MIB for name in names} | {"tokens": 4096, "is_quick": False}
-    return Plan("cuda", 2, peaks, [], **sizes)
+    return Plan("cuda", 2, peaks, **sizes)
 
 
 def write_run(folder: Path, state: Any = "finished", steps: int = 60, lr: str = "3e-4", scale: float = 1.0) -> Path:

@@ -14,7 +14,7 @@ from model_shapes import CONFIGS, PARAMETERS, write_config
 
 from llama_ft.config import Config, ModelConfig, load
 from llama_ft.plan.fit import USABLE
-from llama_ft.plan.gpus import TABLE
+from llama_ft.plan.flags import GPUS
 from llama_ft.plan.predict import predict
 from llama_ft.plan.types import PlanRequest
 
@@ -23,7 +23,7 @@ README = (FOLDER / "README.md").read_text()
 QUICKSTART = "quickstart"
 RECIPES = {file.stem: file for file in sorted(FOLDER.glob("*.yaml")) if file.stem != QUICKSTART}
 # The least that torch sees of a card so called: an L4's or A10G's 21.9 GiB, an A100's or H100's 79.1.
-CARDS = {"24gb": min(TABLE["l4"], TABLE["rtx4090"]), "80gb": TABLE["h100"]}
+CARDS = {"24gb": min(GPUS["l4"], GPUS["rtx4090"]), "80gb": GPUS["h100"]}
 # One for each hardware; the others take as long, and are marked slow.
 PLANNED_ALWAYS = {
     "llama3.1_8b_lora_24gb", "llama3.2_3b_full_80gb", "llama3.1_8b_full_8x80gb", "llama3.1_8b_full_2x8x80gb",

@@ -4,16 +4,15 @@ import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 from model_shapes import write_config
 
-from llama_ft.config import Config, load
-from llama_ft.plan.fit import Fit, changed, describe_fits, find_fits, flags_of, ladder, write_fits
-from llama_ft.plan.gpus import device_bytes
+from llama_ft.config import Config, load, to_yaml
+from llama_ft.plan.fit import Fit, apply_changes, describe_fits, find_fits, ladder
+from llama_ft.plan.flags import device_bytes
 from llama_ft.plan.predict import predict
-from llama_ft.plan.types import Plan, PlanRequest
+from llama_ft.plan.types import PlanRequest
 
 
 @pytest.fixture(scope="module")
@@ -42,22 +41,19 @@ def global_batch(config: Config) -> int:
         ("--device cpu --freeze_layers --num_freeze_layers 1", 2, "cpu"),
     ],
 )
-def test_every_change_is_a_config_that_loads_with_the_same_batch(
+def test_every_change_is_flags_that_load_with_the_same_batch(
     line: str, world: int, device: str, shallow_model: Path, tmp_path: Path
 ) -> None:
     request = request_for(line, world, device, shallow_model)
-    free, fits, planned = dict[str, Any](), list[Fit](), Plan("cuda", 1, [], [], 0, 0, 0, 0, 0, 0, 512, True)
-    cheap, others = ladder(request)
-    for settings, _ in cheap:
-        free |= settings
-        for other in [{}, *(it for it, _ in others if "--nproc" not in it)]:
-            if (config := changed(request.config, free | other, device)) is not None:
-                assert global_batch(config) == global_batch(request.config)
-                fits.append(Fit(config, flags_of(request.config, config), "time", planned))
-    write_fits(fits[:5], tmp_path)
-    for number, fit in enumerate(fits[:5], 1):
-        assert load([f"--config={tmp_path}/fit-{number}.yaml"], paths=False)[0] == fit.config
-    assert len(fits) > 2
+    (base := tmp_path / "base.yaml").write_text(to_yaml(request.config))
+    loaded, (cheap, others) = 0, ladder(request)
+    for other in [[], *([it] for it in others if "--nproc" not in it[0])]:
+        config, _, flags = apply_changes(request, [*cheap, *other])
+        if config is not None:
+            assert global_batch(config) == global_batch(request.config)
+            assert load([f"--config={base}", *" ".join(flags).split()], paths=False)[0] == config
+            loaded += 1
+    assert loaded > 2
 
 
 def search(request: PlanRequest, finetuning: ModuleType, room: int, quick: bool = True) -> tuple[list[Fit], list[str]]:

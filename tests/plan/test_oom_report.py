@@ -1,7 +1,6 @@
 """An out-of-memory error says where it happened, what was held, what was planned, and what would fit."""
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from traceback import walk_tb
@@ -15,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from llama_ft.config import Config
 from llama_ft.config.messages import size_text
-from llama_ft.plan.oom_report import MemoryReport, ask_planner, held_most, module_at_work
+from llama_ft.plan.oom_report import MemoryReport, held_most, module_at_work
 from llama_ft.runtime import Runtime
 from llama_ft.runtime.out_of_memory import KILLED
 
@@ -77,11 +76,13 @@ def test_what_is_held_is_counted_also_while_units_are_gathered(sharded: LlamaFor
     ],
 )
 def test_the_planner_is_a_program_of_its_own_without_gpu_and_job(
-    code: str, said: str, monkeypatch: pytest.MonkeyPatch
+    code: str, said: str, runtime: Runtime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
-    answer = ask_planner([sys.executable, "-c", code], seconds=5)
+    monkeypatch.setattr("llama_ft.plan.oom_report.SECONDS_TO_PLAN", 5)
+    (planner := tmp_path / "plan.py").write_text(code)
+    answer = MemoryReport(Config(), runtime, planner).advise(MemoryError())
     assert said in answer and not {"RANK", "TORCHELASTIC_RUN_ID"} & set(answer.split())
 
 

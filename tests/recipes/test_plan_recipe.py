@@ -26,16 +26,14 @@ def test_a_plan_is_made_of_a_config_json_alone(tmp_path: Path) -> None:
     lean = ["--use_peft", "--quantization", "4bit", "--activation_checkpointing", "full", "--batch_size_training", "1"]
     finished = forked(PLAN, *flags, "1MB", *lean)
     assert finished.exit_code == 4, finished.output
-    finished = forked(PLAN, *flags, "8MB", "--device", "cpu", "--json", "--fit_out", tmp_path / "fits")
-    assert finished.exit_code == 3 and (tmp_path / "fits" / "fit-1.yaml").is_file(), finished.output
+    finished = forked(PLAN, *flags, "8MB", "--device", "cpu", "--json")
+    assert finished.exit_code == 3, finished.output
     answer = json.loads(finished.output.strip().rpartition("\n")[2])
     assert answer["fits"][0]["flags"] == ["--activation_checkpointing full"]
     plan = answer["plan"]
     assert plan["world_size"] == 64
     phases = ["load", "forward", "backward", "optimizer step", "evaluation", "save"]
     assert [peak["phase"] for peak in plan["peaks"]] == phases
-    labels = [moment["label"] for moment in plan["timeline"]]
-    assert "forward model.layers.1" in labels and "backward model.layers.0" in labels
 
 
 def test_mistakes_end_before_torch_is_imported(tmp_path: Path) -> None:

@@ -8,25 +8,22 @@ samples of half the length, and CPU offload.
 import dataclasses
 import shlex
 from collections.abc import Callable
-from contextlib import suppress
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from llama_ft import models
-from llama_ft.config import Config, to_yaml
+from llama_ft.config import Config
 from llama_ft.config.load import convert
 from llama_ft.config.messages import show, size_text
 from llama_ft.config.rules import CONDITIONS, broken_rules
 from llama_ft.config.settings import SETTINGS, values_of
 from llama_ft.errors import UserError
-from llama_ft.plan.gpus import free_text
 from llama_ft.plan.predict import BuildModel, predict
+from llama_ft.plan.preflight import free_text
 from llama_ft.plan.types import Plan, PlanRequest
 
 USABLE = 0.97  # plans are measured to be right within 3 % (benchmarks/plan.py)
 MOST_ANSWERS = 3
-SHARDED: dict[str, Any] = {"enable_fsdp": True, "sharding_strategy": "FULL_SHARD", "sharding_group_size": None}
-FOUR_BIT: dict[str, Any] = {"mode": "4bit"}
+SHARDED: dict[str, Any] = {"enable_fsdp": True, "sharding_strategy": "FULL_SHARD"}
 RANKS = "--nproc"  # of recipes/plan.py: the one change that is no setting
 
 Change = tuple[dict[str, Any], str]  # settings by field name, and what is given up for them
@@ -47,40 +44,27 @@ def find_fits(
     """Find what fits `room` bytes if a recipe, whose plan is `planned`, does not: changes that leave the training as it
     is, else up to MOST_ANSWERS others. `tell` hears of every change that is planned. This process must not have a
     process group. What fits by a quick plan is planned in full too, unless `quick`."""
-    free, last, fits = list[Change](), planned, list[Fit]()
-
-    def plan(changes: list[Change]) -> Plan | None:
-        """With these changes, noted if it fits; None: the run itself would stop at these settings."""
-        settings = {name: value for change, _ in changes for name, value in change.items()}
-        ranks = settings.pop(RANKS, request.world_size)
-        config = changed(request.config, settings, request.device)
-        flags = flags_of(request.config, config) if config else []
-        flags += [f"{RANKS} {ranks}"] if ranks != request.world_size else []
-        if config is None or not flags:
-            return None
-        asked = dataclasses.replace(request, config=config, world_size=ranks)
-        with suppress(UserError):
-            found = predict(asked, build_model, quick=True)
-            if has_room(found, room) and not quick:
-                found = predict(asked, build_model)
-            tell(f"Planned {' '.join(flags)}: {size_text(found.device_bytes)} a rank")
-            if has_room(found, room):
-                fits.append(Fit(config, flags, "; ".join(gives_up for _, gives_up in changes), found))
-            return found
-        return None
-
-    if has_room(planned, room):
-        return []
+    kept, last, fits = list[Change](), planned, list[Fit]()
     cheap, others = ladder(request)
-    for change in cheap:
-        found = plan([*free, change])
-        if fits:
-            return fits
-        if found and found.device_bytes < last.device_bytes:  # gradients of more micro-batches may take what it saves
-            free, last = [*free, change], found
-    for change in others:
-        if len(fits) < MOST_ANSWERS:
-            plan([*free, change])
+    for change in [*cheap, *others] if not has_room(planned, room) else []:
+        config, ranks, flags = apply_changes(request, [*kept, change])
+        if config is None or not flags:  # the run itself would stop at these settings
+            continue
+        asked = dataclasses.replace(request, config=config, world_size=ranks)
+        try:
+            plan = predict(asked, build_model, quick=True)
+            if has_room(plan, room) and not quick:
+                plan = predict(asked, build_model)
+        except UserError:
+            continue
+        tell(f"Planned {' '.join(flags)}: {size_text(plan.device_bytes)} a rank")
+        if has_room(plan, room):
+            fits.append(Fit(config, flags, "; ".join(gives_up for _, gives_up in [*kept, change]), plan))
+            if change in cheap or len(fits) == MOST_ANSWERS:
+                break
+        # Gradients of more micro-batches may take what smaller ones save.
+        elif change in cheap and plan.device_bytes < last.device_bytes:
+            kept, last = [*kept, change], plan
     return fits
 
 
@@ -91,57 +75,52 @@ def has_room(plan: Plan, room: float) -> bool:
 
 def describe_fits(planned: Plan, fits: list[Fit], room: int) -> str:
     """What `find_fits` has found, for people."""
-    does = "fits" if has_room(planned, room) else "does not fit"
-    lines = [f"It {does} {size_text(room)} as it is: {size_text(planned.device_bytes)} a rank."]
-    if not has_room(planned, room):
-        lines.append("What fits:" if fits else "None of the changes that were planned makes it fit.")
-    for number, fit in enumerate(fits, 1):
-        lines.append(f"{number}. {' '.join(fit.flags)}\n   {size_text(fit.plan.device_bytes)} a rank")
-        lines.append(f"   gives up: {fit.gives_up}")
-    return "\n".join(lines)
-
-
-def write_fits(fits: list[Fit], folder: Path) -> None:
-    """Write each as a config, fit-1.yaml and so on; UserError if the folder cannot be written."""
-    for number, fit in enumerate(fits, 1):
-        head = f"{' '.join(fit.flags)}\n{size_text(fit.plan.device_bytes)} a rank\ngives up: {fit.gives_up}"
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / f"fit-{number}.yaml").write_text(to_yaml(fit.config, head))
-        except OSError as error:
-            raise UserError(f"--fit_out {folder}: cannot be written: {error.strerror}.") from None
+    if has_room(planned, room):
+        return f"It fits {size_text(room)} as it is: {size_text(planned.device_bytes)} a rank."
+    return "\n".join(
+        [
+            f"It does not fit {size_text(room)} as it is: {size_text(planned.device_bytes)} a rank.",
+            "What fits:" if fits else "None of the changes that were planned makes it fit.",
+            *(
+                f"{n}. {' '.join(it.flags)}\n   {size_text(it.plan.device_bytes)} a rank\n   gives up: {it.gives_up}"
+                for n, it in enumerate(fits, 1)
+            ),
+        ]
+    )
 
 
 def ladder(request: PlanRequest) -> tuple[list[Change], list[Change]]:
     """Changes that leave the training as it is, and others, the cheapest first."""
-    fsdp, train, is_lora = request.config.fsdp, request.config.train, request.config.peft.use_peft
-    cheap, ranks = list[Change](), 2 * request.world_size
-    if request.world_size > 1 and not (fsdp.enable_fsdp and fsdp.sharding_strategy == "FULL_SHARD"):
-        cheap.append((SHARDED, "ranks send each other their shards"))
-    if train.activation_checkpointing != "full":
-        cheap.append(({"activation_checkpointing": "full"}, "decoder layers are computed twice"))
-    if train.batch_size_training > 1:
-        steps = train.batch_size_training * train.gradient_accumulation_steps  # the global batch stays
-        one = {"batch_size_training": 1, "gradient_accumulation_steps": steps, "val_batch_size": 1}
-        cheap.append((one, f"a step is {steps} micro-batches"))
-    others: list[Change] = [(SHARDED | {RANKS: ranks}, f"{ranks} ranks, and twice the samples a step")]
-    if not is_lora and train.optimizer == "AdamW" and train.precision != "fp16":
-        others.append(({"optimizer": "AdamW8bit"}, "AdamW's states are rounded to 8 bits"))
-        if train.precision == "bf16_mixed":
-            pure = {"optimizer": "anyprecision", "precision": "bf16_pure"}
-            others.append((pure, "weights and AdamW's states are kept in bf16, weights rounded stochastically"))
-    lora, gives_up = {"use_peft": True}, "adapters are trained instead of all weights, mostly with a higher --lr"
-    if not is_lora:
-        others.append((lora, gives_up))
-    if request.config.quantization.mode != "4bit":
-        rounded = "the frozen weights are rounded to 4 bits"
-        others.append((lora | FOUR_BIT, rounded if is_lora else f"{gives_up}; {rounded}"))
-    model_config = models.load_model_config(request.folder, request.config.model.trust_remote_code)
-    half = models.resolve_context_length(request.config.data.context_length, model_config) // 2
-    others.append((lora | FOUR_BIT | {"context_length": half}, f"QLoRA, and samples of at most {half:,} tokens"))
-    if request.device == "cuda":
-        others.append((SHARDED | {"fsdp_cpu_offload": True}, "weights come from the host at every use"))
-    return cheap, others
+    config, ranks, device = request.config, 2 * request.world_size, request.device
+    train, is_lora, is_adamw = config.train, config.peft.use_peft, config.train.optimizer == "AdamW"
+    is_sharded = config.fsdp.enable_fsdp and config.fsdp.sharding_strategy == "FULL_SHARD"
+    steps = train.batch_size_training * train.gradient_accumulation_steps  # the global batch stays
+    one = {"batch_size_training": 1, "gradient_accumulation_steps": steps, "val_batch_size": 1}
+    can_round = not is_lora and is_adamw and train.precision != "fp16"
+    lora, four_bit = {"use_peft": True}, {"use_peft": True, "mode": "4bit"}
+    rounded, recomputed = "the frozen weights are rounded to 4 bits", {"activation_checkpointing": "full"}
+    adapters = "" if is_lora else "adapters are trained instead of all weights, mostly with a higher --lr"
+    model_config = models.load_model_config(request.folder, config.model.trust_remote_code)
+    half = models.resolve_context_length(config.data.context_length, model_config) // 2
+    cheap: list[tuple[bool, dict[str, Any], str]] = [
+        (request.world_size > 1 and not is_sharded, SHARDED, "ranks send each other their shards"),
+        (train.activation_checkpointing != "full", recomputed, "decoder layers are computed twice"),
+        (train.batch_size_training > 1, one, f"a step is {steps} micro-batches"),
+    ]
+    others: list[tuple[bool, dict[str, Any], str]] = [
+        (True, SHARDED | {RANKS: ranks}, f"{ranks} ranks, and twice the samples a step"),
+        (can_round, {"optimizer": "AdamW8bit"}, "AdamW's states are rounded to 8 bits"),
+        (
+            can_round and train.precision == "bf16_mixed",
+            {"optimizer": "anyprecision", "precision": "bf16_pure"},
+            "weights and AdamW's states are kept in bf16, weights rounded stochastically",
+        ),
+        (not is_lora, lora, adapters),
+        (config.quantization.mode != "4bit", four_bit, "; ".join(filter(None, [adapters, rounded]))),
+        (True, four_bit | {"context_length": half}, f"QLoRA, and samples of at most {half:,} tokens"),
+        (device == "cuda", SHARDED | {"fsdp_cpu_offload": True}, "weights come from the host at every use"),
+    ]
+    return [it[1:] for it in cheap if it[0]], [it[1:] for it in others if it[0]]
 
 
 def choose_checkpointing(request: PlanRequest, build_model: BuildModel, free: float) -> tuple[Config, str, Plan]:
@@ -172,14 +151,17 @@ def changed(config: Config, changes: dict[str, Any], device: str) -> Config | No
     for fields, on, fits in CONDITIONS:
         if on in changes and not fits(values[on]):
             values |= {name: SETTINGS[name].default for name in fields}
-    if broken_rules({**values, "device": device}):
-        return None
     result, wrong = convert(values, {})
-    return None if wrong else result
+    return None if wrong or broken_rules({**values, "device": device}) else result
 
 
-def flags_of(config: Config, other: Config) -> list[str]:
-    """What of `other` differs from `config`, as on the command line of recipes/finetuning.py."""
-    before, after = values_of(config), values_of(other)
-    words = {SETTINGS[name].flag: it for name, it in after.items() if it != before[name]}
-    return [flag if it is True else f"{flag} {shlex.quote(show(it))}" for flag, it in words.items()]
+def apply_changes(request: PlanRequest, changes: list[Change]) -> tuple[Config | None, int, list[str]]:
+    """The recipe and its ranks with some changes, and what then differs, as on a command line; None as `changed`."""
+    settings = {name: value for change, _ in changes for name, value in change.items()}
+    ranks = settings.pop(RANKS, request.world_size)
+    if (config := changed(request.config, settings, request.device)) is None:
+        return None, ranks, []
+    before = values_of(request.config)
+    words = {SETTINGS[name].flag: it for name, it in settings.items() if it != before[name]}
+    words |= {RANKS: ranks} if ranks != request.world_size else {}
+    return config, ranks, [flag if it is True else f"{flag} {shlex.quote(show(it))}" for flag, it in words.items()]

@@ -8,15 +8,32 @@ from pydantic.dataclasses import dataclass
 
 from llama_ft.config.dump import flags_text, help_text
 from llama_ft.config.load import load
+from llama_ft.config.messages import nearest
 from llama_ft.config.parse import words_of
 from llama_ft.config.paths import looks_local
-from llama_ft.config.run_settings import STRICT, Count
+from llama_ft.config.run_settings import STRICT, Count, parse_size
 from llama_ft.config.settings import Config, settings_of
 from llama_ft.config.tool_flags import check, read
 from llama_ft.errors import UserError
-from llama_ft.plan.gpus import device_bytes
 
 RANKS_OF_A_NODE = 8
+# GiB: the low end of the totals that torch's out-of-memory messages show (22.03 on an L4, 23.64 on an RTX 4090, 79.15
+# to 79.25 on an A100): ECC, firmware and driver take the rest of what is on the box.
+GPUS: dict[str, float] = {
+    "t4": 14.5,
+    "a10": 22.0,
+    "l4": 21.9,
+    "l40s": 44.3,
+    "rtx3090": 23.5,
+    "rtx4090": 23.5,
+    "rtx5090": 31.3,
+    "a100-40": 39.3,
+    "a100": 79.1,
+    "h100": 79.1,
+    "h200": 139.7,
+    "b200": 178.3,
+    "mi300x": 191.5,
+}
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -31,9 +48,6 @@ class PlanFlags:
 
     fit: str | None = None
     """A device's memory, as 80GiB, or its name, as h100: plan one change after another, and print what fits."""
-
-    fit_out: str | None = None
-    """With --fit: a directory to write them to, each as a config."""
 
     quick: bool = False
     """Extrapolate from models of 3 and 5 layers: seconds, also for the largest. With --fit: also for what
@@ -72,3 +86,15 @@ def read_plan_flags(
         errors.append(f"{places.get('model.model_name', '--model_name')} {name}: holds no config.json.")
     check(errors)
     return config, places, options
+
+
+def device_bytes(text: str) -> int:
+    """Return what `--fit` names: `h100`, `80GiB`, `24000MB`; UserError if it is neither a GPU nor a size."""
+    if gigabytes := GPUS.get(text.lower()):
+        return int(gigabytes * 2**30)
+    try:
+        return parse_size(text)
+    except ValueError:
+        hint = f" Did you mean {meant}?" if (meant := nearest(text.lower(), GPUS)) else ""
+        known = f"the memory of a rank, such as 80GiB, or one of {', '.join(GPUS)}"
+        raise UserError(f"--fit {text}: expected {known}.{hint}") from None

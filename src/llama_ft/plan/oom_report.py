@@ -20,8 +20,8 @@ from llama_ft.config import Config, to_yaml
 from llama_ft.config.messages import size_text
 from llama_ft.observe.memory import MemoryMonitor, held_tensors, memory_use, record_memory, write_snapshot
 from llama_ft.phases import Phase
-from llama_ft.plan.gpus import free_bytes, free_text
-from llama_ft.plan.types import Plan, read_plan
+from llama_ft.plan.preflight import free_bytes, free_text
+from llama_ft.plan.types import read_plan
 from llama_ft.runtime import Runtime
 from llama_ft.runtime.out_of_memory import KILLED, KILLED_BY, shortage
 
@@ -68,34 +68,47 @@ class MemoryReport:
         where += f" of step {job.status.step + 1}" if job.status and self.phase in STEP_PHASES else ""
         where += f", in {module}" if (module := module_at_work(frames, model)) else ""
         message = (str(error).strip() or type(error).__name__).splitlines()[0].rpartition("err == 0. ")[2].rstrip(".")
-        lines = [f"ran out of {'host' if kind == 'host' else 'GPU'} memory{where}: {message}."]
+        ended = f"ran out of {'host' if kind == 'host' else 'GPU'} memory{where}: {message}."
         if kind == "host" and is_cuda:  # tensors are not what fills the host
-            return f"{lines[0]}\n{self.describe_kill()}"
-        use, plan = memory_use(job.device), self._plan(self._run)
+            return f"{ended}\n{self.describe_kill()}"
+        use, run = memory_use(job.device), self._run
         total = use.device if is_cuda else max(0, use.anonymous - self._before.anonymous)
-        lines.append(f"Held most: {held_most(model, optimizer, total)}.")
+        plan = read_plan(run) if run else None
         planned = f"Planned: {size_text(plan.device_bytes)}, most in {plan.peak.phase}" if plan else "No plan"
+        lines = [ended, f"Held most: {held_most(model, optimizer, total)}."]
         lines.append(f"{planned}; available per rank: {free_text(self._free)}.")
-        if self._config.memory.memory_snapshot and self._run:
-            lines.append(f"Memory snapshot: {write_snapshot(self._run, job.rank, 'out-of-memory')}")
+        if self._config.memory.memory_snapshot and run:
+            lines.append(f"Memory snapshot: {write_snapshot(run, job.rank, 'out-of-memory')}")
         return "\n".join(lines)
 
     def advise(self, error: BaseException) -> str:
-        """What would fit, as plan.py answers in SECONDS_TO_PLAN."""
+        """What would fit, as plan.py answers in SECONDS_TO_PLAN, without a GPU and outside this job."""
         job, run, limit = self._job, self._run, self._free
         if shortage(error) == "host" and job.device.type == "cuda":
             return PAGE
         traceback.clear_frames(error.__traceback__)  # plan.py needs memory, too: activations and states go
         gc.collect()
-        if plan := self._plan(run):  # if it did fit, it was wrong: less is needed all the same
+        if run and (plan := read_plan(run)):  # if it did fit, it was wrong: less is needed all the same
             limit = min(limit, NEEDS_LESS * plan.device_bytes)
+        # The model is there already; asking the hub would only take time.
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(TORCHRUN_VARIABLES)}
+        environment = {**kept, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
         with tempfile.NamedTemporaryFile("w", suffix=".yaml") as settings:
-            resolved = run / "config.yaml" if run is not None else Path()  # with what the machine decided
+            resolved = run / "config.yaml" if run else Path()  # with what the machine decided
             settings.write(resolved.read_text() if resolved.is_file() else to_yaml(self._config))
             settings.flush()
-            asked = [sys.executable, self._planner, "--config", settings.name, "--nproc", job.world_size]
-            asked += ["--nproc_per_node", job.local_world_size, "--device", job.device.type]
-            answer = ask_planner([*map(str, asked), "--fit", f"{limit:.0f}B", "--quick", "--json"])
+            flags = ["--nproc", job.world_size, "--nproc_per_node", job.local_world_size, "--device", job.device.type]
+            asked = [self._planner, "--config", settings.name, *flags, "--fit", f"{limit:.0f}B", "--quick", "--json"]
+            command, time = [sys.executable, *map(str, asked)], SECONDS_TO_PLAN
+            try:
+                planner = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=time)
+                fits = json.loads(planner.stdout.strip().rpartition("\n")[2])["fits"]
+                texts = [f"{' '.join(it['flags'])} ({size_text(it['peak_bytes'])})" for it in fits]
+                answer = " or ".join(texts) or "none of the changes that were planned."
+            except subprocess.TimeoutExpired:
+                answer = f"not found out within {SECONDS_TO_PLAN:g} s. Ask recipes/plan.py --fit."
+            except ValueError:
+                answer = f"not found out, {planner.stderr.strip().rpartition(chr(10))[2]}"
         return f"What would fit in {free_text(limit)} per rank: {answer}"
 
     def last_end(self, run: Path) -> str:
@@ -110,8 +123,9 @@ class MemoryReport:
         return f"The run in {run} was {KILLED} or its machine lost power. {KILLED_BY}\n{self.describe_kill(run)}"
 
     def describe_kill(self, run: Path | None = None) -> str:
-        """What of host memory was planned for a run (None: this one), and where to read what takes less."""
-        if (plan := self._plan(run or self._run)) is None:
+        """What was planned on the host where a rank was killed with -9, and where to read what takes less."""
+        run = run or self._run
+        if (plan := read_plan(run) if run else None) is None:
             return PAGE
         load, save = size_text(plan.host_load_bytes), size_text(plan.host_save_bytes)
         return f"Planned on the host per rank, besides Python: {load} while loading, {save} while saving.\n{PAGE}"
@@ -119,9 +133,6 @@ class MemoryReport:
     @property
     def _run(self) -> Path | None:
         return self._job.status.path.parent if self._job.status is not None else None
-
-    def _plan(self, run: Path | None) -> Plan | None:
-        return read_plan(run) if run is not None else None
 
 
 def module_at_work(frames: list[FrameType], model: nn.Module | None) -> str:
@@ -138,22 +149,6 @@ def held_most(model: nn.Module | None, optimizer: torch.optim.Optimizer | None, 
     held = held_tensors(parameters, optimizer, {}).holders
     held["activations and the rest"] = max(0, total - sum(held.values()))
     return ", ".join(f"{name} {size_text(size)}" for name, size in sorted(held.items(), key=lambda it: -it[1]))
-
-
-def ask_planner(command: list[str], seconds: float = SECONDS_TO_PLAN) -> str:
-    """Run plan.py, without a GPU and outside this job; the changes that fit by its answer, or why there is none."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(TORCHRUN_VARIABLES)}
-    # The model is there already; asking the hub would only take time.
-    environment |= {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
-    try:
-        planner = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=seconds)
-        fits = json.loads(planner.stdout.strip().rpartition("\n")[2])["fits"]
-    except subprocess.TimeoutExpired:
-        return f"not found out within {seconds:g} s. Ask recipes/plan.py --fit."
-    except ValueError:
-        return f"not found out, {planner.stderr.strip().rpartition(chr(10))[2] or f'exit code {planner.returncode}'}"
-    texts = [f"{' '.join(it['flags'])} ({size_text(it['peak_bytes'])})" for it in fits]
-    return " or ".join(texts) or "none of the changes that were planned."
 
 
 def _first_local(frames: list[FrameType], kind: type[Any]) -> Any:

@@ -1,13 +1,14 @@
 """What a run will hold: its model is built, sharded and loaded and a step is made, on fake tensors."""
 
 import dataclasses
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft import checkpoint, models, training
@@ -15,9 +16,8 @@ from llama_ft.config import Config
 from llama_ft.data import IGNORED, Batch
 from llama_ft.phases import MemoryCategory
 from llama_ft.plan.cuda_allocator import reserved_bytes
-from llama_ft.plan.fake_checkpoint import fake_checkpoint, layers_are_alike, planned_models
-from llama_ft.plan.gpus import CUDA_CONTEXT_BYTES, NCCL_BYTES
-from llama_ft.plan.torch_internals import FakeStore
+from llama_ft.plan.fake_checkpoint import layers_are_alike, planned_models, read_headers
+from llama_ft.plan.preflight import CUDA_CONTEXT_BYTES, NCCL_BYTES
 from llama_ft.plan.tracker import Tracker, states_of
 from llama_ft.plan.types import Peak, Plan, PlanRequest
 from llama_ft.runtime import Runtime, log
@@ -36,51 +36,43 @@ BuildModel = Callable[..., tuple[PreTrainedModel, models.Adapter | None, dict[st
 def predict(request: PlanRequest, build_model: BuildModel, quick: bool = False) -> Plan:
     """Plan the memory of rank 0, with the recipe's `build_model`; `quick` extrapolates from models of 3 and 5 layers
     where all layers are alike. This process must not have a process group. Raises UserError as the run itself would."""
-    level = log.level
-    log.setLevel(logging.ERROR)  # what building a model says, the run itself says
-    try:
+    with patch.object(log, "disabled", True):  # what building a model says, the run itself says
         model_config = models.load_model_config(request.folder, request.config.model.trust_remote_code)
         layers = getattr(model_config.get_text_config(), "num_hidden_layers", 0)
         if quick and layers > QUICK_LAYERS[1] and layers_are_alike(model_config, request.config.model):
             few, more = (_plan_with(request, build_model, count) for count in QUICK_LAYERS)
             return _extrapolate(few, more, layers)
         return _plan_with(request, build_model, None)
-    finally:
-        log.setLevel(level)
 
 
 def _plan_with(request: PlanRequest, build_model: BuildModel, layers: int | None) -> Plan:
-    config = _plannable(request.config)
-    with fake_checkpoint(request.folder, config.model, layers) as folder, _fake_world(request) as job:
-        tracker = Tracker(request.device)
-        model_config = models.load_model_config(folder, config.model.trust_remote_code)
-        context_length = models.resolve_context_length(config.data.context_length, model_config)
-        rows = config.train.batch_size_training
-        if request.size is not None:
-            rows = min(rows, max(1, -(-request.size // request.world_size)))
-        batch = _full_batch(request, rows, context_length)
-        validation = None
-        if config.train.run_validation and request.has_validation:
-            validation = _full_batch(request, config.train.val_batch_size, context_length)
-        with planned_models(request.device), tracker.planning():
-            model, _, stored_dtypes, _ = build_model(config, folder, model_config, request.new_tokens, tracker, job)
-            tracker.watch(model)
-            optimizer = _two_steps(config, model, batch, validation, tracker, job)
-            of_the_device = len(tracker.ledger.events)
-            tracker.enter("save")
-            saved = checkpoint.to_host(checkpoint.own_state(model, optimizer, job))
-            del tracker.ledger.events[of_the_device:]  # copies lie on the host
-        staged = [parameter for parameter in model.parameters() if parameter.requires_grad] + states_of(optimizer)
-        return Plan(
-            device=request.device,
-            world_size=request.world_size,
-            timeline=tracker.ledger.timeline,
-            checkpoint_bytes=sum(tensor.numel() * tensor.element_size() for tensor in staged),  # of all ranks
-            result_bytes=_result_bytes(config, model, stored_dtypes),
-            tokens=batch.tokens,
-            is_quick=layers is not None,
-            **_memory(request, tracker, sum(tensor.nbytes for tensor in saved.values())),
-        )
+    config, new_tokens = _plannable(request.config), request.new_tokens
+    model_config, headers = read_headers(request.folder, config.model, layers)
+    context_length = models.resolve_context_length(config.data.context_length, model_config)
+    rows, tracker = config.train.batch_size_training, Tracker(request.device)
+    if request.size is not None:
+        rows = min(rows, max(1, -(-request.size // request.world_size)))
+    batch = _full_batch(request, rows, context_length)
+    is_validated = config.train.run_validation and request.has_validation
+    validation = _full_batch(request, config.train.val_batch_size, context_length) if is_validated else None
+    with _fake_world(request) as job, planned_models(headers, request.device), tracker.planning():
+        model, _, stored_dtypes, _ = build_model(config, request.folder, model_config, new_tokens, tracker, job)
+        tracker.watch(model)
+        optimizer = _two_steps(config, model, batch, validation, tracker, job)
+        of_the_device = len(tracker.events)
+        tracker.enter("save")
+        saved = checkpoint.to_host(checkpoint.own_state(model, optimizer, job))
+        del tracker.events[of_the_device:]  # copies lie on the host
+    staged = [parameter for parameter in model.parameters() if parameter.requires_grad] + states_of(optimizer)
+    return Plan(
+        device=request.device,
+        world_size=request.world_size,
+        checkpoint_bytes=sum(tensor.numel() * tensor.element_size() for tensor in staged),  # of all ranks
+        result_bytes=_result_bytes(config, model, stored_dtypes),
+        tokens=batch.tokens,
+        is_quick=layers is not None,
+        **_memory(request, tracker, sum(tensor.nbytes for tensor in saved.values())),
+    )
 
 
 def _two_steps(
@@ -97,8 +89,8 @@ def _two_steps(
             parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     optimizer.zero_grad()
-    tracker.note_optimizer(optimizer)
-    tracker.forget_steps()
+    tracker.assign(states_of(optimizer), "optimizer state")
+    tracker.peaks = {"load": tracker.peaks["load"]}
 
     reduce_last_only = config.peft.use_peft or settings.accumulate_unsharded
     scale = training.TrainState(settings).scale.factor
@@ -107,7 +99,7 @@ def _two_steps(
     tracker.enter("optimizer step")
     training.clip_and_reduce_norm(model, losses, 1, settings, scale, job)
     training.update_weights(optimizer, settings.lr)
-    tracker.note_optimizer(optimizer)
+    tracker.assign(states_of(optimizer), "optimizer state")
     if validation is not None:
         tracker.enter("evaluation")
         model.eval()
@@ -132,37 +124,29 @@ def _full_batch(request: PlanRequest, rows: int, context_length: int) -> Batch:
 
 def _memory(request: PlanRequest, tracker: Tracker, saved_bytes: int) -> dict[str, Any]:
     """The fields of a plan that say how much memory of the device and of the host a run takes."""
-    by_phase, load = dict(tracker.ledger.peaks), tracker.ledger.peaks["load"]
+    by_phase, load, save = tracker.peaks, tracker.peaks["load"], tracker.peaks["save"]
     if request.device == "cpu":
-        largest = max(peak.bytes for peak in by_phase.values())
         # The copy that is written in the background is there during the next step.
         is_beside = request.config.checkpoint.save_async and request.config.checkpoint.save_steps > 0
         beside = max(peak.bytes for phase, peak in by_phase.items() if phase not in ("load", "save"))
-        return {
-            "peaks": list(by_phase.values()),
-            "reserved_bytes": max(largest, beside + saved_bytes if is_beside else 0),
-            "outside_bytes": 0,
-            "host_load_bytes": load.bytes,
-            "host_save_bytes": by_phase["save"].bytes,
+        peaks, largest = list(by_phase.values()), max(peak.bytes for peak in by_phase.values())
+        reserved, outside = beside + saved_bytes if is_beside else 0, 0
+        on_host = {"host_load_bytes": load.bytes, "host_save_bytes": save.bytes}
+    else:
+        peaks, offloaded = [peak for peak in by_phase.values() if peak is not save], 0  # copies lie on the host
+        if request.config.fsdp.fsdp_cpu_offload:  # gradients go to the host as soon as they are reduced
+            offloaded = sum(by_phase["optimizer step"].holders[holder] for holder in OFFLOADED)
+            kept = [peak.holders | dict.fromkeys(OFFLOADED, 0) for peak in peaks]
+            peaks = [Peak(it.phase, sum(on.values()), on) for it, on in zip(peaks, kept, strict=True)]
+        largest = max(peak.bytes for peak in peaks)
+        # The events are of all tensors, wherever they are.
+        reserved = round(SLACK * largest) if offloaded else reserved_bytes(tracker.events)
+        outside = CUDA_CONTEXT_BYTES + (NCCL_BYTES if request.world_size > 1 else 0)
+        on_host = {
+            "host_load_bytes": load.holders["temporaries"] + offloaded,
+            "host_save_bytes": saved_bytes + offloaded,
         }
-    del by_phase["save"]  # copies lie on the host
-    offloaded, peaks = 0, list(by_phase.values())
-    if request.config.fsdp.fsdp_cpu_offload:  # gradients go to the host as soon as they are reduced
-        offloaded = sum(by_phase["optimizer step"].holders[holder] for holder in OFFLOADED)
-        kept = [{**peak.holders, **dict.fromkeys(OFFLOADED, 0)} for peak in peaks]
-        peaks = [
-            dataclasses.replace(it, holders=on, bytes=sum(on.values())) for it, on in zip(peaks, kept, strict=True)
-        ]
-    largest = max(peak.bytes for peak in peaks)
-    # The events are of all tensors, wherever they are.
-    reserved = round(SLACK * largest) if request.config.fsdp.fsdp_cpu_offload else reserved_bytes(tracker.ledger.events)
-    return {
-        "peaks": peaks,
-        "reserved_bytes": max(largest, reserved),
-        "outside_bytes": CUDA_CONTEXT_BYTES + (NCCL_BYTES if request.world_size > 1 else 0),
-        "host_load_bytes": load.holders["temporaries"] + offloaded,
-        "host_save_bytes": saved_bytes + offloaded,
-    }
+    return {"peaks": peaks, "reserved_bytes": max(largest, reserved), "outside_bytes": outside, **on_host}
 
 
 def _plannable(config: Config) -> Config:
@@ -198,13 +182,13 @@ def _extrapolate(few: Plan, more: Plan, layers: int) -> Plan:
     peaks = []
     for before, after in zip(few.peaks, more.peaks, strict=True):
         holders = {name: at(before.holders[name], after.holders[name]) for name in before.holders}
-        peaks.append(Peak(before.phase, sum(holders.values()), holders, after.module))
+        peaks.append(Peak(before.phase, sum(holders.values()), holders))
     names = ("host_load_bytes", "host_save_bytes", "checkpoint_bytes", "result_bytes", "reserved_bytes")
     numbers: dict[str, Any] = {name: at(getattr(few, name), getattr(more, name)) for name in names}
     largest = max(peak.bytes for peak in peaks)
     on_cpu = max(largest, numbers["reserved_bytes"])  # more than the peaks where a copy is being written
     numbers["reserved_bytes"] = round(SLACK * largest) if more.device == "cuda" else on_cpu
-    return dataclasses.replace(more, peaks=peaks, timeline=[], **numbers)
+    return dataclasses.replace(more, peaks=peaks, **numbers)
 
 
 @contextmanager

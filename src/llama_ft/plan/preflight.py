@@ -6,6 +6,7 @@ to import what it needs. What the planner needs of torch is imported there only:
 """
 
 import dataclasses
+import math
 import multiprocessing
 import os
 import signal
@@ -23,11 +24,13 @@ from llama_ft.config.messages import size_text
 from llama_ft.data import TokenizedData, TrainingBatches
 from llama_ft.errors import reason
 from llama_ft.models import NewTokens
-from llama_ft.plan.gpus import free_bytes, free_text
 from llama_ft.plan.types import Plan, PlanRequest
 from llama_ft.processes import end_with
 from llama_ft.runtime import Runtime, log
+from llama_ft.runtime.out_of_memory import host_memory
 
+# CUDA's context with the libraries' kernels, and NCCL's buffers for a few communicators: not torch's to count.
+CUDA_CONTEXT_BYTES, NCCL_BYTES = 600 * 2**20, 500 * 2**20
 SECONDS_FOR_PLAN, SECONDS_FOR_ADVICE, SECONDS_FOR_CHOICE = 15.0, 60.0, 120.0
 
 BuildModel = Callable[..., Any]  # as llama_ft.plan.predict has it, which is not imported here
@@ -47,8 +50,7 @@ class Preflight:
             return
         context = multiprocessing.get_context("fork")
         self._pipe, theirs = context.Pipe()
-        ends = theirs, self._pipe
-        self._process = context.Process(target=_serve, args=(*ends, build_model, os.getpid()), daemon=True)
+        self._process = context.Process(target=_serve, args=(theirs, build_model, os.getpid()), daemon=True)
         self._process.start()
         theirs.close()
 
@@ -67,14 +69,15 @@ class Preflight:
             The settings with what was chosen.
         """
         is_auto = config.train.activation_checkpointing == "auto"
-        self._free = free_bytes(job.device, job.local_world_size, config.train.device_memory_fraction)
+        free = free_bytes(job.device, job.local_world_size, config.train.device_memory_fraction)
+        self._free = job.all_gather_floats(free).min().item()
         self._free_on_host = free_bytes(torch.device("cpu"), job.local_world_size)
-        if is_auto:
-            self._free = job.all_gather_floats(self._free).min().item()
         if self._pipe is not None:
-            device: Any = job.device.type
-            of_data = (rows.longest_row, new_tokens, rows.target_share, steps.size, rows.validation is not None)
-            request = PlanRequest(config, folder, job.world_size, job.local_world_size, device, *of_data)
+            job_and_data: Any = (
+                *(job.world_size, job.local_world_size, job.device.type, rows.longest_row, new_tokens),
+                *(rows.target_share, steps.size, rows.validation is not None),
+            )
+            request = PlanRequest(config, folder, *job_and_data)
             with suppress(OSError):
                 self._pipe.send((request, self._free))
         if not is_auto:
@@ -99,8 +102,7 @@ class Preflight:
         if isinstance(plan, Plan):
             plan.save(output_dir)
             needs = f"{size_text(plan.device_bytes)} of {free_text(self._free)} a rank"
-            where = f"{plan.peak.phase}, {plan.peak.module}" if plan.peak.module else plan.peak.phase
-            log.info(f"Planned: {needs} at most ({where}); plan.json says what holds it")
+            log.info(f"Planned: {needs} at most ({plan.peak.phase}); plan.json says what holds it")
             if plan.device_bytes > self._free:
                 fits = self._receive(SECONDS_FOR_ADVICE)
                 log.warning(f"This run will most likely not fit: it needs {needs}. What would fit:\n  {fits}")
@@ -131,10 +133,8 @@ class Preflight:
         return f"it took over {seconds:.0f} s. recipes/plan.py has no limit"
 
 
-def _serve(pipe: Connection, parents: Connection, build_model: BuildModel, parent: int) -> None:
+def _serve(pipe: Connection, build_model: BuildModel, parent: int) -> None:
     """The process that plans one request."""
-    parents.close()
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the run, which ends this
     os.nice(10)
     end_with(parent, oom_score=1000)
@@ -166,3 +166,21 @@ def _answers(request: PlanRequest, free: float, build_model: BuildModel) -> Iter
             yield "\n  ".join(lines) or "none of the changes that were planned"
     except Exception as error:  # what is wrong with the run, the run will say
         yield reason(error)
+
+
+def free_bytes(device: torch.device, local_world_size: int, memory_fraction: float | None = None) -> float:
+    """Return what a rank of this machine could hold on a device now, as a plan counts it: with CUDA itself and NCCL,
+    without Python's libraries; inf where that cannot be known. `memory_fraction` is torch's share of a GPU."""
+    if device.type != "cuda":
+        host = host_memory()
+        return math.inf if host is None else host.available_bytes // local_world_size
+    if not torch.cuda.is_available():
+        return math.inf
+    free, total = torch.cuda.mem_get_info(device)
+    most = total if memory_fraction is None else int(total * memory_fraction) + NCCL_BYTES
+    return min(free, most) + CUDA_CONTEXT_BYTES
+
+
+def free_text(free: float) -> str:
+    """Show what `free_bytes` has returned."""
+    return "unknown" if math.isinf(free) else size_text(free)

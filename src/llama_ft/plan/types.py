@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -37,16 +38,6 @@ class Peak:
     phase: Phase
     bytes: int  # of all tensors on the device
     holders: dict[MemoryCategory, int]  # the same by what holds them
-    module: str  # the innermost at work, "" where none was
-
-
-@dataclass(frozen=True)
-class Moment:
-    """A point of a step (not of the first, which has no optimizer state yet), where a module begins or ends."""
-
-    label: str  # forward model.layers.3, backward lm_head, optimizer step
-    bytes: int  # of all tensors on the device
-    gathered_bytes: int  # of which of gathered units
 
 
 @dataclass(frozen=True)
@@ -56,7 +47,6 @@ class Plan:
     device: Literal["cuda", "cpu"]
     world_size: int
     peaks: list[Peak]  # of each phase that the run has, in order
-    timeline: list[Moment]  # a step; empty in a quick plan
     reserved_bytes: int  # that torch's CUDA allocator takes from the device for it; on the CPU the largest peak
     outside_bytes: int  # on the device, beside torch: CUDA context and NCCL's buffers (an assumption); 0 on the CPU
     host_load_bytes: int  # host memory for tensors of this rank while loading; on the CPU the load peak
@@ -85,41 +75,36 @@ def read_plan(folder: Path) -> Plan | None:
     """The plan in a run's directory; None where there is none."""
     try:
         values = json.loads((folder / PLAN_FILE).read_text())
-        values["peaks"] = [Peak(**peak) for peak in values["peaks"]]
-        return Plan(**{**values, "timeline": [Moment(**moment) for moment in values["timeline"]]})
+        return Plan(**{**values, "peaks": [Peak(**peak) for peak in values["peaks"]]})
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
 def describe(plan: Plan) -> str:
     """The plan as a table with what else there is to know below it."""
-    is_cuda, peak = plan.device == "cuda", plan.peak
+    is_cuda, peak, peaks = plan.device == "cuda", plan.peak, plan.peaks
+    widths = [max(11, len(peak.phase) + 2) for peak in peaks]
+
+    def row(name: str, cells: Iterable[str]) -> str:
+        return f"  {name:<24}" + "".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
+
+    def sizes(name: MemoryCategory) -> list[str]:
+        return [f"{peak.holders[name] / 2**20:,.0f}" for peak in peaks]
+
     ranks = f"{plan.world_size} rank{'s' if plan.world_size > 1 else ''} ({plan.device.upper()})"
-    where = f"in phase {peak.phase}" + (f", at {peak.module}" if peak.module else "")
     slack, outside = size_text(plan.reserved_bytes - peak.bytes), size_text(plan.outside_bytes)
     on_gpu = f"A GPU needs {size_text(plan.device_bytes)}: {slack} of slack in torch's allocator, and about {outside}"
     load, save = size_text(plan.host_load_bytes), size_text(plan.host_save_bytes)
     on_host = f"Host memory of a rank for tensors: {load} while loading, {save} while saving"
     lines = [
         f"Rank 0 of {ranks}, micro-batches of {plan.tokens:,} tokens, all trained on. MiB at the peak of each phase:",
-        *_table(plan.peaks),
-        f"\nMost at once: {size_text(peak.bytes)} of tensors, {where}.",
+        row("", [peak.phase for peak in peaks]),
+        *(row(name, cells) for name in MEMORY_CATEGORIES if set(cells := sizes(name)) != {"0"}),
+        row("all tensors", [f"{peak.bytes / 2**20:,.0f}" for peak in peaks]),
+        f"\nMost at once: {size_text(peak.bytes)} of tensors, in phase {peak.phase}.",
         f"{on_gpu} for CUDA{' and NCCL' if plan.world_size > 1 else ''}." if is_cuda else "",
         f"{on_host if is_cuda else 'All of it is host memory'}; Python and its libraries take 0.5 to 2 GiB beside it.",
         f"On disk: {size_text(plan.checkpoint_bytes)} a checkpoint, {size_text(plan.result_bytes)} the result.",
         "Extrapolated from 3 and 5 layers." if plan.is_quick else "",
     ]
     return "\n".join(line for line in lines if line)
-
-
-def _table(peaks: list[Peak]) -> list[str]:
-    heads = [peak.phase for peak in peaks]
-    widths = [max(9, len(head)) for head in heads]
-    held = [holder for holder in MEMORY_CATEGORIES if any(peak.holders[holder] >= 2**19 for peak in peaks)]
-    rows: list[tuple[str, list[int]]] = [(holder, [peak.holders[holder] for peak in peaks]) for holder in held]
-    rows.append(("all tensors", [peak.bytes for peak in peaks]))
-    lines = ["  " + " " * 24 + "".join(f"  {head:>{width}}" for head, width in zip(heads, widths, strict=True))]
-    for name, values in rows:
-        cells = "".join(f"  {value / 2**20:>{width},.0f}" for value, width in zip(values, widths, strict=True))
-        lines.append(f"  {name:<24}{cells}")
-    return lines
