@@ -7,7 +7,6 @@ from llama_ft.data.batches import (
     group_size,
     pad_token_id,
     row_lengths,
-    target_token_counts,
 )
 from llama_ft.data.cache import cache_dir
 from llama_ft.data.chat_template import add_missing_tokens, ensure_chat_template, own_template, stop_token_ids
@@ -44,5 +43,4 @@ __all__ = [
     "row_lengths",
     "show_samples",
     "stop_token_ids",
-    "target_token_counts",
 ]

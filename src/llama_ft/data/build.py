@@ -12,11 +12,10 @@ import multiprocessing
 import os
 import pickle
 import signal
-import sys
-from collections import deque
-from collections.abc import Generator, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+import traceback
+from collections.abc import Callable, Generator, Iterator
+from contextlib import ExitStack, contextmanager
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,7 +41,6 @@ FEATURES = Features(
     }
 )
 CHUNK_ROWS, CHUNK_BYTES = 256, 2**20
-CHUNKS_INLINE = 8  # up to here one process is done before others have had their first chunk
 BAD_ROWS_SHOWN = 5
 Chunk = list[tuple[str, bytes]]  # some neighbouring rows: place; row and format, pickled, as their size is then known
 
@@ -54,18 +52,15 @@ class EncodedChunk(NamedTuple):
         table: what is trained on, columns of FEATURES.
         row_of_piece: the row of the chunk that each of its rows is of.
         rows: what became of each row of the chunk, see `ROW`.
+        largest_id: the largest token id of the table, -1 without any.
         problems: the bad rows, each with its place.
     """
 
     table: pyarrow.Table
     row_of_piece: numpy.ndarray
     rows: numpy.ndarray
+    largest_id: int
     problems: list[str]
-
-    @property
-    def largest_id(self) -> int:
-        """The largest token id, -1 without any."""
-        return int(self.table["input_ids"].combine_chunks().flatten().to_numpy().max(initial=-1))
 
 
 def content_hash(row: Row) -> int:
@@ -120,7 +115,8 @@ def encode_chunk(chunk: Chunk, encoder: Encoder, examples_of: ExamplesOf) -> Enc
         "source": [chunk[row][0] for row, _, _ in pieces],
     }
     table = pyarrow.table(columns, schema=FEATURES.arrow_schema)
-    return EncodedChunk(table, numpy.array([row for row, _, _ in pieces], numpy.int32), rows, problems)
+    row_of_piece = numpy.array([row for row, _, _ in pieces], numpy.int32)
+    return EncodedChunk(table, row_of_piece, rows, int(input_ids.max(initial=-1)), problems)
 
 
 def encode_chunks(
@@ -137,47 +133,72 @@ def encode_chunks(
     Raises:
         RunFailure: one of them was killed.
     """
-    first = list(itertools.islice(chunks, CHUNKS_INLINE)) if processes > 1 else []
+    first = list(itertools.islice(chunks, processes))
     chunks = itertools.chain(first, chunks)
-    if len(first) < CHUNKS_INLINE:
+    if len(first) < 2:
         for chunk in chunks:
             yield chunk, encode_chunk(chunk, encoder, examples_of)
         return
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # it warns of forks else
-    context = multiprocessing.get_context("fork" if sys.platform == "linux" else None)
-    pool = ProcessPoolExecutor(processes, context, _start_worker, (os.getpid(), encoder, examples_of))
-    busy = deque[tuple[Chunk, Future[EncodedChunk]]]()
+    with ExitStack() as stack:
+        workers = [stack.enter_context(_worker(encoder, examples_of)) for _ in first]
+        tasks = dict.fromkeys(workers, Chunk())
+        for chunk, worker in zip(
+            itertools.chain(chunks, [Chunk()] * len(first)), itertools.cycle(workers), strict=False
+        ):
+            done, tasks[worker] = tasks[worker], chunk
+            try:  # each has one chunk at a time: if both sides wrote, neither would read
+                encoded = worker.recv() if done else None
+                if chunk:
+                    worker.send(chunk)
+            except (EOFError, OSError):
+                raise RunFailure(
+                    f"one of the {processes} processes that tokenized was killed, most likely by the kernel, for want "
+                    f"of host memory.\nIt was near {(done or chunk)[0][0]}. --tokenize_processes {processes // 2} "
+                    "takes less memory."
+                ) from None
+            if isinstance(encoded, Exception):
+                raise encoded
+            if encoded is not None:
+                yield done, encoded
+
+
+@contextmanager
+def _worker(encoder: Encoder, examples_of: ExamplesOf) -> Iterator[Connection]:
+    """A process that tokenizes the chunks sent to it, until it is left.
+
+    Its end of the pipe is open nowhere else: if it is killed, even in the middle of a chunk, reading ends at once.
+    """
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_serve, args=(theirs, os.getpid(), encoder, examples_of), daemon=True)
+    process.start()
+    theirs.close()
     try:
-        while chunk := next(chunks, []):
-            busy.append((chunk, pool.submit(_encode_in_worker, chunk)))
-            if len(busy) > processes:
-                yield busy[0][0], busy[0][1].result()
-                busy.popleft()
-        while busy:
-            yield busy[0][0], busy[0][1].result()
-            busy.popleft()
-    except BrokenProcessPool:
-        raise RunFailure(
-            f"one of the {processes} processes that tokenized was killed, most likely by the kernel, for want of host "
-            f"memory.\nIt was near {busy[0][0][0][0]}. --tokenize_processes {processes // 2} takes less memory."
-        ) from None
+        yield ours
     finally:
-        pool.shutdown(cancel_futures=True)
+        process.kill()
+        process.join()
+        ours.close()
 
 
-_OWN: list[Any] = []  # of a worker: what tokenizes and what makes examples, which are not sent with each chunk
-
-
-def _start_worker(parent: int, *own: Any) -> None:
-    _OWN[:] = own
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # by which the pool ends the others if one was killed
+def _serve(pipe: Connection, parent: int, encoder: Encoder, examples_of: ExamplesOf) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):  # sent to all of a group: the run answers, and ends this process
+        signal.signal(number, signal.SIG_IGN)
     end_with(parent, oom_score=500)  # if memory runs out, the kernel shall take this one: the run can then say why
     gc.freeze()  # the collector would touch, and so copy, all that is shared with the parent
+    while True:
+        pipe.send(attempt(encode_chunk, pipe.recv(), encoder, examples_of))
 
 
-def _encode_in_worker(chunk: Chunk) -> EncodedChunk:
-    return encode_chunk(chunk, *_OWN)
+def attempt(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function; return what it returned, or the exception it raised, to be sent to another process."""
+    try:
+        return function(*arguments)
+    except UserError as error:
+        return error
+    except Exception:
+        return RuntimeError(f"while samples were read and tokenized\n{traceback.format_exc()}")
 
 
 class SplitWriter:
@@ -222,7 +243,7 @@ class SplitWriter:
         self.statistics.rows += len(table)
         self.statistics.tokens += len(arrays[1])
         self.statistics.target_tokens += int(table["target_tokens"].to_numpy().sum())
-        self.statistics.largest_id = max(self.statistics.largest_id, int(arrays[1].max()))
+        self.statistics.largest_id = max(self.statistics.largest_id, encoded.largest_id)
         self._writer.write_table(table)
 
     def close(self) -> SplitStatistics:

@@ -4,16 +4,15 @@ from bisect import bisect_left
 from collections.abc import Callable
 from functools import cached_property
 from itertools import accumulate
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
+
+from transformers import PreTrainedTokenizerBase
 
 from llama_ft.data import formats
 from llama_ft.data.chat_template import ALPACA, INPUT_HEADING, Span, added_bos
 from llama_ft.data.formats import FORMATS, BadRow, Content, Row, RowFormat, TokenRow
 from llama_ft.data.loss_mask import ChatRenderer
 from llama_ft.errors import UserError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 LONGEST_TEXT = 10_000_000  # characters: a tokenizer takes up to 200 bytes for each, and 20 s for all
 IGNORED = -100  # torch's cross_entropy leaves such labels out
@@ -57,7 +56,7 @@ class Encoder:
 
     def __init__(
         self,
-        tokenizer: "PreTrainedTokenizerBase",
+        tokenizer: PreTrainedTokenizerBase,
         context_length: int,
         truncation: Truncation = "right",
         labels: Labels = "auto",
@@ -105,9 +104,8 @@ class Encoder:
         if (isinstance(content, TokenRow) or not content[0]) and self.labels not in fitting:
             raise UserError(f"--labels {self.labels}: expected {' or '.join(fitting)} for the format {row_format}.")
         if isinstance(content, TokenRow):
-            bad = [token for token in content.input_ids if not 0 <= token < self._vocabulary_size]
-            bad += [token for token in content.labels if not 0 <= token < self._vocabulary_size and token != IGNORED]
-            if bad:
+            tokens = (*content.input_ids, *(label for label in content.labels if label != IGNORED))
+            if bad := [token for token in tokens if not 0 <= token < self._vocabulary_size]:
                 raise BadRow(f"it holds the token {bad[0]}; expected 0 to {self._vocabulary_size - 1}.")
             return content
         return self._tokenize_text(*content)
