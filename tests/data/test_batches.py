@@ -74,14 +74,6 @@ def test_order_is_a_function_of_seed_epoch_and_step_alone() -> None:
     assert len(firsts) == 6
 
 
-def test_each_round_of_micro_batches_has_the_longest_rows_left_on_all_ranks() -> None:
-    shortest_before = max(LENGTHS)
-    for micro_batches in zip(*(plan.step(0, 0).micro_batches for plan in plans(2, 2, 8)), strict=True):
-        lengths = [LENGTHS[row] for batch in micro_batches for row in batch]
-        assert max(lengths) <= shortest_before
-        shortest_before = min(lengths)
-
-
 @pytest.mark.parametrize(("rows", "world_size", "batch_size"), list(itertools.product([1, 5, 16], [1, 2, 4], [1, 3])))
 def test_evaluation_sees_every_row_once(rows: int, world_size: int, batch_size: int) -> None:
     lengths = numpy.arange(rows) % 7 + 1

@@ -21,7 +21,7 @@ from llama_ft.config.settings import DataConfig
 from llama_ft.data import Encoder, TokenizedData, collate, one_example, prepare
 from llama_ft.data.batches import BatchSampler, evaluation_batches, group_size, row_lengths
 from llama_ft.data.build import CHUNK_ROWS, encode_chunks
-from llama_ft.errors import RunFailure, UserError
+from llama_ft.errors import RunFailure
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -111,13 +111,6 @@ def test_the_table_counts_what_became_of_each_row(
     assert (train.rows, train.truncated, train.skipped) == counts
     words = ["training", train.rows, train.tokens, train.target_tokens, 94, train.truncated, train.skipped]
     assert data.summary[2].split() == list(map(str, words))
-
-
-def test_bad_rows_are_told_in_their_order(llama3: PreTrainedTokenizerFast, tmp_path: Path, odd_rows: Path) -> None:
-    with pytest.raises(UserError) as told:
-        prepared(odd_rows, llama3, tmp_path, 3)
-    assert [message.split(": ")[0] for message in told.value.messages] == [f"{odd_rows}:6"]
-    assert built(tmp_path) == [] and multiprocessing.active_children() == []
 
 
 def when_tokenizing(act: Callable[[Any], None]) -> threading.Thread:

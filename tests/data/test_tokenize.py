@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from llama_ft.data import Demo, Encoder, ensure_chat_template
 from llama_ft.data.formats import BadRow
-from llama_ft.data.tokenize import IGNORED, Encoded, tokens_of_spans
+from llama_ft.data.tokenize import IGNORED, Encoded
 from llama_ft.errors import UserError
 
 ALPACA = {"instruction": "Hi", "output": "yes"}
@@ -92,11 +92,6 @@ def test_token_over_the_edge_of_an_answer_is_trained_if_the_answer_has_its_lette
     assert shown(tokenizer, Encoder(tokenizer, 100).encode(ALPACA, "alpaca")) == "Hi </s> Answer : [Ġyes] [</s>]"
 
 
-def test_token_of_white_space_over_the_edge_of_an_answer_is_not_trained() -> None:
-    text = "A:\n\n\nyes"  # the prompt ends after the first line break
-    assert tokens_of_spans(text, [(0, 2), (2, 4), (4, 5), (5, 8)], [(3, 8)]) == [(2, 4)]
-
-
 def test_template_without_generation_prompt_trains_no_heading(
     make_tokenizer: Callable[..., PreTrainedTokenizerFast],
 ) -> None:
@@ -105,15 +100,6 @@ def test_template_without_generation_prompt_trains_no_heading(
     assert shown(tokenizer, Encoder(tokenizer, 100).encode(ALPACA, "alpaca")) == (
         "user : Ġ Hi </s> assistant : [Ġyes] [</s>]"
     )
-
-
-def test_template_that_rewrites_earlier_turns_is_refused_for_the_row(
-    make_tokenizer: Callable[..., PreTrainedTokenizerFast],
-) -> None:
-    template = "{{ messages[-1].content | length }}{% for m in messages %}{{ m.content }}{% endfor %}"
-    tokenizer = make_tokenizer([], template)
-    with pytest.raises(BadRow, match=r'"messages\[1\]": the chat template changes other turns with this one'):
-        Encoder(tokenizer, 100).encode(ALPACA, "alpaca")
 
 
 def test_tokenized_row_has_ids_of_the_tokenizer_only(llama3: PreTrainedTokenizerFast) -> None:

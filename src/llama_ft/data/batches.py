@@ -243,20 +243,15 @@ class Batch:
         packed   input_ids  a a a b b c c c c     padded   a a a .     row_lengths 3 2 4
                  labels     - a a - b - c c c              b b . .
                                                            c c c c
-    Attributes:
-        input_ids: int64 [1, tokens] packed, [rows, length] padded.
-        labels: int64, of the same shape, -100 on padding and where not trained. Not shifted; a packed row's first
-            label is -100, since what stands before it is another row.
-        row_lengths: tokens of each row.
-        is_packed: which of the two it is.
-        sources: the place of each row, for messages.
+    Labels are -100 on padding and where not trained. They are not shifted; a packed row's first label is -100, since
+    what stands before it is another row.
     """
 
-    input_ids: torch.Tensor
-    labels: torch.Tensor
-    row_lengths: list[int]
+    input_ids: torch.Tensor  # int64 [1, tokens] packed, [rows, length] padded
+    labels: torch.Tensor  # of the same dtype and shape
+    row_lengths: list[int]  # tokens of each row
     is_packed: bool
-    sources: list[str]
+    sources: list[str]  # the place of each row, for messages
 
     @property
     def tokens(self) -> int:

@@ -25,7 +25,7 @@ import xxhash
 from datasets import Features, List, Value
 from datasets.arrow_writer import ArrowWriter
 
-from llama_ft.data.formats import BadRow, Message, Row
+from llama_ft.data.formats import BadRow, Message
 from llama_ft.data.sources import Source
 from llama_ft.data.statistics import BAD, ROW, SKIPPED, TRUNCATED, WHOLE, SplitStatistics
 from llama_ft.data.tokenize import Encoded, Encoder, ExamplesOf
@@ -46,27 +46,13 @@ Chunk = list[tuple[str, bytes]]  # some neighbouring rows: place; row and format
 
 
 class EncodedChunk(NamedTuple):
-    """What became of a chunk.
+    """What became of a chunk."""
 
-    Attributes:
-        table: what is trained on, columns of FEATURES.
-        row_of_piece: the row of the chunk that each of its rows is of.
-        rows: what became of each row of the chunk, see `ROW`.
-        largest_id: the largest token id of the table, -1 without any.
-        problems: the bad rows, each with its place.
-    """
-
-    table: pyarrow.Table
-    row_of_piece: numpy.ndarray
-    rows: numpy.ndarray
-    largest_id: int
-    problems: list[str]
-
-
-def content_hash(row: Row) -> int:
-    """64 bits that equal rows share."""
-    content = json.dumps(row, sort_keys=True, ensure_ascii=False, default=str)
-    return int.from_bytes(hashlib.sha256(content.encode("utf-8", "surrogatepass")).digest()[:8], "big")
+    table: pyarrow.Table  # what is trained on, columns of FEATURES
+    row_of_piece: numpy.ndarray  # which row of the chunk each row of the table is of
+    rows: numpy.ndarray  # what became of each row of the chunk, see `ROW`
+    largest_id: int  # of the table's tokens, -1 without any
+    problems: list[str]  # the bad rows, each with its place
 
 
 def chunks_of(source: Source, wanted: str) -> Iterator[Chunk]:
@@ -100,7 +86,9 @@ def encode_chunk(chunk: Chunk, encoder: Encoder, examples_of: ExamplesOf) -> Enc
         trained = [group for group in groups if all(piece.target_tokens for piece in group)]
         is_truncated = any(piece.truncated for group in groups for piece in group)
         fate = (TRUNCATED if is_truncated else WHOLE) if trained else SKIPPED
-        rows[number] = content_hash(row), sum(len(input_ids) for input_ids, _ in examples), fate
+        content = json.dumps(row, sort_keys=True, ensure_ascii=False, default=str).encode("utf-8", "surrogatepass")
+        content_hash = int.from_bytes(hashlib.sha256(content).digest()[:8], "big")  # equal rows share it
+        rows[number] = content_hash, sum(len(input_ids) for input_ids, _ in examples), fate
         pieces += [(number, piece, len(group)) for group in trained for piece in group]
     ends = numpy.cumsum([0, *(len(piece.input_ids) for _, piece, _ in pieces)]).astype(numpy.int32)
     input_ids, labels = (
@@ -122,13 +110,7 @@ def encode_chunk(chunk: Chunk, encoder: Encoder, examples_of: ExamplesOf) -> Enc
 def encode_chunks(
     chunks: Iterator[Chunk], encoder: Encoder, examples_of: ExamplesOf, processes: int
 ) -> Generator[tuple[Chunk, EncodedChunk], None, None]:
-    """Yield chunks and what became of them, in order. Closing it ends the processes.
-
-    Args:
-        chunks: of all rows.
-        encoder: what tokenizes.
-        examples_of: makes the examples of a row.
-        processes: that share the work, if there are chunks enough; 1: this one does it.
+    """Yield chunks and what became of them, in order. So many processes share the work; closing it ends them.
 
     Raises:
         RunFailure: one of them was killed.
@@ -202,39 +184,23 @@ def attempt(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 class SplitWriter:
-    """Streams tokenized rows into one Arrow file and counts them.
-
-    Args:
-        path: of the file.
-        encoder: what tokenizes the rows.
-
-    Attributes:
-        statistics: complete once the file is closed.
-        first_chat: the chat of the first row that is one.
-    """
+    """Streams tokenized rows into one Arrow file and counts them. `first_chat` is that of the first row that is one."""
 
     def __init__(self, path: Path, encoder: Encoder) -> None:
-        self.statistics = SplitStatistics()
-        self.first_chat: list[Message] | None = None
+        self.statistics, self.first_chat = SplitStatistics(), list[Message]()
         self._encoder = encoder
         self._checksums = [xxhash.xxh3_128() for _ in range(3)]
         self._writer = ArrowWriter(path=str(path), features=FEATURES)
 
     def add(self, chunk: Chunk, encoded: EncodedChunk, mine: numpy.ndarray) -> None:
-        """Write what `chunk` became.
-
-        Args:
-            chunk: rows as they were read.
-            encoded: the same, tokenized.
-            mine: bool [rows], which of them belong to this split.
-        """
+        """Write what `chunk` became; `mine`, bool [rows], tells which of its rows belong to this split."""
         self.statistics.count(encoded.rows[mine])
         kept = mine[encoded.row_of_piece]
         if not kept.any():
             return
-        if self.first_chat is None:
+        if not self.first_chat:
             content = self._encoder.read(*pickle.loads(chunk[encoded.row_of_piece[kept][0]][1]))
-            self.first_chat = content if isinstance(content, list) else None
+            self.first_chat = content if isinstance(content, list) else []
         table = encoded.table.filter(pyarrow.array(kept))
         input_ids, labels = (table[name].combine_chunks() for name in ("input_ids", "labels"))
         arrays = [each.to_numpy() for each in (input_ids.value_lengths(), input_ids.flatten(), labels.flatten())]

@@ -24,9 +24,8 @@ def cache_dir() -> Path:
 
     It is LLAMA_FT_CACHE, else XDG_CACHE_HOME/llama_ft, else ~/.cache/llama_ft.
     """
-    if own := os.environ.get("LLAMA_FT_CACHE"):
-        return Path(own)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "llama_ft"
+    ours = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "llama_ft"
+    return Path(os.environ.get("LLAMA_FT_CACHE") or ours)
 
 
 def build_once(target: Path, build: Callable[[Path], object], verify: bool = True) -> Path:
@@ -50,10 +49,7 @@ def build_once(target: Path, build: Callable[[Path], object], verify: bool = Tru
     temporary = target.with_name(f"{BUILDING}{target.name}-{uuid.uuid4().hex[:8]}")
     try:
         if corrupted is not None:
-            log.warning(
-                f"{target}: {corrupted} is missing or corrupted. "
-                "This directory of the cache is deleted and built again."
-            )
+            log.warning(f"{target}: {corrupted} is missing or corrupted. The directory is deleted and built again.")
             shutil.rmtree(target, ignore_errors=True)  # another process may delete it at the same time
         temporary.mkdir(parents=True)
         _remove_leftovers(target.parent)

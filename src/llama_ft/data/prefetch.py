@@ -19,23 +19,15 @@ SECONDS_FOR_THE_END = 5
 
 @dataclass(frozen=True)
 class StepBatches:
-    """One optimizer step of one rank, ready to compute.
+    """One optimizer step of one rank, ready to compute."""
 
-    Attributes:
-        step, epoch: counted from 1, and from 0.
-        epochs_seen, ends_epoch: after it, with fractions; whether it is the last of its epoch.
-        target_tokens: labels that count in the loss, in the whole global batch over all ranks.
-        batches: this rank's micro-batches; as many on every rank.
-        position: where a stream stands after it, for the checkpoint.
-    """
-
-    step: int
-    epoch: int
-    epochs_seen: float
-    ends_epoch: bool
-    target_tokens: int
-    batches: list[Batch]
-    position: dict[str, int] = field(default_factory=dict)
+    step: int  # counted from 1
+    epoch: int  # counted from 0
+    epochs_seen: float  # after it
+    ends_epoch: bool  # it is the last of its epoch
+    target_tokens: int  # labels that count in the loss, in the whole global batch over all ranks
+    batches: list[Batch]  # this rank's micro-batches; as many on every rank
+    position: dict[str, int] = field(default_factory=dict)  # where a stream stands after it, for the checkpoint
 
 
 class PreparedBatches:
@@ -47,18 +39,13 @@ class PreparedBatches:
         pad_token_id: fills padded rows.
         num_epochs: passes over the rows.
         max_train_step: most optimizer steps; 0 = no limit.
-
-    Attributes:
-        pack_length: tokens of a packed sequence; None: no packing.
-        size: packs, or rows, of an epoch.
-        total_steps: optimizer steps of the run.
     """
 
     def __init__(
         self, rows: Dataset, plan: BatchSampler, pad_token_id: int, num_epochs: int, max_train_step: int
     ) -> None:
         self._rows, self._plan, self._pad_token_id = rows, plan, pad_token_id
-        self.pack_length, self.size = plan.pack_length, len(plan)
+        self.pack_length, self.size = plan.pack_length, len(plan)  # packs, or rows, of an epoch
         all_steps = plan.steps_per_epoch * num_epochs
         self.total_steps = min(all_steps, max_train_step or all_steps)
 

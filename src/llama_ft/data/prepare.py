@@ -33,21 +33,14 @@ SECONDS_BETWEEN_LINES = 10.0
 
 @dataclass(frozen=True)
 class TokenizedData:
-    """Samples ready for training, memory-mapped.
-
-    Attributes:
-        train, validation: columns as of `build.FEATURES`, or None; with streaming there is no train.
-        chat_sample: a chat of the validation (else the training) set whose last message is the reference answer.
-        summary: lines for people.
-        report: all that was counted.
-        stream: with streaming, where the training rows come from, what tokenizes them and what makes examples of one.
-    """
+    """Samples ready for training, memory-mapped; columns as of `build.FEATURES`. With streaming there is no `train` but
+    a `stream`: where the training rows come from, what tokenizes them and what makes examples of one."""
 
     train: Dataset | None
     validation: Dataset | None
-    chat_sample: list[Message] | None
-    summary: list[str]
-    report: BuildReport
+    chat_sample: list[Message] | None  # of the validation (else training) set; its last message is the reference answer
+    summary: list[str]  # lines for people
+    report: BuildReport  # all that was counted
     stream: tuple[Source, Encoder, ExamplesOf] | None = None
 
     def fingerprints(self) -> dict[str, str]:
@@ -69,8 +62,9 @@ class TokenizedData:
     def facts(self) -> dict[str, Any]:
         """What was counted, as plain values, for the run's report."""
         counted = asdict(self.report)
-        splits = {name: counted[name] for name in ("train", "validation")}
-        return {"summary": self.summary, "warnings": warnings_of(self.report), **splits}
+        return {"summary": self.summary, "warnings": warnings_of(self.report)} | {
+            name: counted[name] for name in ("train", "validation")
+        }
 
 
 @dataclass(frozen=True)
@@ -222,7 +216,7 @@ def _build(folder: Path, job: _Job) -> None:
                 if time.monotonic() - logged > SECONDS_BETWEEN_LINES:
                     logged = time.monotonic()
                     log.info(f"tokenizing: {rows:,} rows in {logged - started:.0f} s")
-    sample = [split.first_chat for split in splits.values()][-1]
+    sample = [split.first_chat for split in splits.values()][-1] or None
     names = {"train": job.source.name, "validation": (job.validation or job.source).name}
     counted = {name: split.close() for name, split in splits.items()}
     for name, statistics in counted.items():

@@ -44,10 +44,9 @@ class StreamedBatches:
     """The training samples of a run with `streaming`. The same interface as `PreparedBatches`; all ranks make one.
 
     Args:
-        stream: where the samples come from, what tokenizes them and what makes examples of one.
-        config: the resolved configuration.
+        stream: that of `TokenizedData`.
         sampler: makes a `BatchSampler` of rows and a seed.
-        pad_token_id, vocabulary_size, runtime: as of `plan_training`.
+        config, pad_token_id, vocabulary_size, runtime: as of `plan_training`.
     """
 
     size = None  # of an epoch: not known
@@ -85,19 +84,12 @@ class StreamedBatches:
     def describe(self) -> str:
         """How samples are laid out and how many steps they are, for people."""
         unit = "rows" if self.pack_length is None else f"packs of {self.pack_length:,} tokens"
-        return (
-            f"{self._source.name} is read while training, {self._config.shuffle_buffer:,} rows ahead, and from the "
-            f"beginning again where it ends\n{self.total_steps} optimizer steps of {self._global_batch} {unit}"
-        )
+        steps = f"{self.total_steps} optimizer steps of {self._global_batch} {unit}"
+        return f"{self._source.name} is read while training, {self._config.shuffle_buffer:,} rows ahead\n{steps}"
 
     def steps(self, first: int, last: int, position: dict[str, int]) -> Generator[StepBatches, None, None]:
-        """Yield the steps `first` to `last`, counted from 1, both included.
-
-        Args:
-            first: one more than the step that `position` is of.
-            last: the last one wanted.
-            position: that of the StepBatches before, {} at the beginning.
-        """
+        """Yield the steps `first` to `last`, counted from 1, both included. `position` is that of the StepBatches
+        before, {} at the beginning."""
         position = position or START
         step, skip = first, position["step_in_window"]
         with Prefetcher(self._windows(position), 1) as ready:

@@ -24,16 +24,13 @@ Example = tuple[list[int], list[int]]  # input ids and labels of any length, as 
 class Encoded(NamedTuple):
     """An example of at most context_length tokens, or a piece of a longer one.
 
-    Attributes:
-        input_ids: tokens, at most context_length.
-        labels: the same tokens where they are trained on, elsewhere -100. Not shifted: position i is predicted from
-            the positions before it, as transformers' models have it.
-        truncated: a part was cut off and is lost.
+    Labels are the same tokens where they are trained on, elsewhere -100. They are not shifted: position i is predicted
+    from the positions before it, as transformers' models have it.
     """
 
     input_ids: list[int]
     labels: list[int]
-    truncated: bool
+    truncated: bool  # a part was cut off and is lost
 
     @property
     def target_tokens(self) -> int:
@@ -61,10 +58,8 @@ class Encoder:
         truncation: Truncation = "right",
         labels: Labels = "auto",
     ) -> None:
-        self.tokenizer = tokenizer
-        self.context_length = context_length
-        self.truncation = truncation
-        self.labels = labels
+        self.tokenizer, self.context_length = tokenizer, context_length
+        self.truncation, self.labels = truncation, labels
         self._vocabulary_size = len(tokenizer)
         if not tokenizer.is_fast:
             raise UserError(f"{type(tokenizer).__name__}: expected a fast tokenizer, one with a tokenizer.json.")
@@ -153,8 +148,9 @@ class Encoder:
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:  # JSON can write half of a character, which no tokenizer takes
-            half = f"\\u{ord(text[error.start]):04x}"
-            raise BadRow(f"{half} is half of a character (a lone surrogate); expected Unicode text.") from None
+            raise BadRow(
+                f"\\u{ord(text[error.start]):04x} is half of a character (a lone surrogate); expected Unicode text."
+            ) from None
         # The backend's own call: tokenizer(text) sets truncation and padding anew each time, a tenth of the time here.
         encoding = self.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
         input_ids: list[int] = encoding.ids
