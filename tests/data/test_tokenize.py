@@ -12,7 +12,6 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from llama_ft.data import Demo, Encoder, ensure_chat_template
 from llama_ft.data.formats import BadRow
 from llama_ft.data.tokenize import IGNORED, Encoded
-from llama_ft.errors import UserError
 
 ALPACA = {"instruction": "Hi", "output": "yes"}
 CHAT = {
@@ -145,13 +144,6 @@ def test_plain_text_is_trained_on_throughout(llama3: PreTrainedTokenizerFast, ch
     )
     # chatml's tokenizer adds no BOS by itself
     assert shown(chatml, Encoder(chatml, 100).encode({"text": "Hi yes"}, "text")) == "[Hi] [Ġyes] [<|im_end|>]"
-
-
-def test_labels_that_rows_do_not_have_are_refused(llama3: PreTrainedTokenizerFast) -> None:
-    with pytest.raises(UserError, match="--labels assistant: expected auto or all for the format text"):
-        Encoder(llama3, 100, labels="assistant").encode({"text": "Hi"}, "text")
-    with pytest.raises(UserError, match="--labels all: expected auto for the format tokenized"):
-        Encoder(llama3, 100, labels="all").encode({"input_ids": [1, 2], "labels": [1, 2]}, "tokenized")
 
 
 def test_a_special_token_that_a_user_writes_does_not_move_the_labels(llama3: PreTrainedTokenizerFast) -> None:
