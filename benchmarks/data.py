@@ -33,8 +33,7 @@ from transformers.modeling_utils import PreTrainedModel  # noqa: E402
 
 from llama_ft import data, models, runtime, training  # noqa: E402
 from llama_ft.config import DataConfig, FSDPConfig, ModelConfig  # noqa: E402
-from llama_ft.data.batches import Batch, BatchSampler  # noqa: E402
-from llama_ft.data.packing import pack_rows  # noqa: E402
+from llama_ft.data.batches import Batch, BatchSampler, pack_rows  # noqa: E402
 from llama_ft.data.prefetch import PreparedBatches, StepBatches  # noqa: E402
 from llama_ft.processes import cores  # noqa: E402
 from llama_ft.runtime import Runtime  # noqa: E402
@@ -102,9 +101,9 @@ def packs_table(lengths: numpy.ndarray) -> None:
     for pack_length in CAPACITIES:
         short = numpy.minimum(lengths, pack_length)
         started = time.perf_counter()
-        packs = pack_rows(short, pack_length)
+        packs, tokens = pack_rows(short, pack_length)
         seconds = time.perf_counter() - started
-        full = numpy.sort(packs.tokens)[1:].mean() / pack_length
+        full = numpy.sort(tokens)[1:].mean() / pack_length
         least = -(-int(short.sum()) // pack_length)
         print(f"| {pack_length} | {len(short):,} | {len(packs):,} | {full:.2%} | {least:,} | {seconds:.2f} |")
 
@@ -133,8 +132,7 @@ def dense(model: PreTrainedModel, batch: Batch, device: torch.device) -> torch.T
 def speed(rows: data.TokenizedData, folder: Path, job: Runtime, turns: int) -> None:
     """Steps with packs and with padding in turns, and how long each feed was waited for."""
     assert rows.train is not None
-    lengths, targets = data.row_lengths(rows.train), data.target_token_counts(rows.train)
-    rows_a_pack = round(MICRO_BATCH_TOKENS / lengths.mean())
+    rows_a_pack = round(MICRO_BATCH_TOKENS / data.row_lengths(rows.train).mean())
     shape = {"world_size": 1, "rank": 0, "micro_batch": 1, "seed": 1}
     ways = {
         "packing": (MICRO_BATCH_TOKENS, {**shape, "global_batch": 1}),
@@ -148,9 +146,8 @@ def speed(rows: data.TokenizedData, folder: Path, job: Runtime, turns: int) -> N
         feeds: dict[str, Iterator[StepBatches]] = {}
         ahead = {}
         for way, (pack_length, plan) in ways.items():
-            prepared = PreparedBatches(
-                rows.train, BatchSampler(lengths, targets, pack_length=pack_length, **plan), 0, 1, 0
-            )
+            sampler = BatchSampler.of(rows.train, pack_length=pack_length, **plan)
+            prepared = PreparedBatches(rows.train, sampler, 0, 1, 0)
             ahead[way] = stack.enter_context(data.Prefetcher(prepared.steps(1, turns + 1, {})))
             feeds[way] = iter(ahead[way])
         for turn in range(turns + 1):
@@ -208,7 +205,7 @@ def main() -> None:
             with Peak() as peak:
                 many, _ = tokenize(DataConfig(dataset=str(file)), tokenizer, MICRO_BATCH_TOKENS)
                 lengths, started = data.row_lengths(many.train), time.perf_counter()
-                packs = pack_rows(lengths, MICRO_BATCH_TOKENS)
+                packs, _ = pack_rows(lengths, MICRO_BATCH_TOKENS)
                 seconds = time.perf_counter() - started
             print(f" {peak.bytes / GIB:.2f} GiB, packed into {len(packs):,} in {seconds:.1f} s |")
     packs_table(data.row_lengths(rows.train))

@@ -4,21 +4,18 @@ import json
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from transformers import AutoTokenizer
 
 from llama_ft import data, runtime
 from llama_ft.config import Config, DataConfig, TrainConfig
-from llama_ft.data.stream import StreamedBatches
 from llama_ft.errors import UserError
 
 
 def main(folder: Path, cases: list[dict[str, Any]]) -> None:
     """Run the cases, one after the other, on the ranks there are."""
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
-    data.ensure_chat_template(tokenizer)
     with runtime.start("cpu", 1, False, None, 60) as job:
         for case in cases:
             way = "packing" if case["pack_length"] else "padding"
@@ -26,10 +23,8 @@ def main(folder: Path, cases: list[dict[str, Any]]) -> None:
                 dataset=str(folder / case["file"]), streaming=True, batching_strategy=way, **case["config"]
             )
             settings = TrainConfig(max_train_step=case["last"], batch_size_training=case["micro_batch"])
-            encoder = data.Encoder(tokenizer, 200, case.get("truncation", "right"))
-            source = data.open_source(config.dataset, "train", config=config, tokenizer=tokenizer, cache=folder)
-            tokenized = SimpleNamespace(stream=(source, encoder, data.one_example))
-            rows = StreamedBatches(Config(train=settings, data=config), tokenized, 200, 8, 0, None, job)
+            tokenized = data.prepare(config, tokenizer, context_length=200, cache=folder, want_validation=False)
+            rows = data.plan_training(Config(train=settings, data=config), tokenized, 200, 8, 0, None, job)
             steps, message = [], ""
             try:
                 if case.get("first_rows"):

@@ -11,7 +11,7 @@ from datasets import Dataset
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from llama_ft.data import Demo, collate, evaluation_batches, pad_token_id
-from llama_ft.data.batches import BatchSampler
+from llama_ft.data.batches import BatchSampler, pack_rows
 
 LENGTHS = [(7 * row) % 53 + 2 for row in range(103)]
 TARGETS = [length // 2 for length in LENGTHS]
@@ -74,14 +74,6 @@ def test_order_is_a_function_of_seed_epoch_and_step_alone() -> None:
     assert len(firsts) == 6
 
 
-def test_each_round_of_micro_batches_has_the_longest_rows_left_on_all_ranks() -> None:
-    shortest_before = max(LENGTHS)
-    for micro_batches in zip(*(plan.step(0, 0).micro_batches for plan in plans(2, 2, 8)), strict=True):
-        lengths = [LENGTHS[row] for batch in micro_batches for row in batch]
-        assert max(lengths) <= shortest_before
-        shortest_before = min(lengths)
-
-
 @pytest.mark.parametrize(("rows", "world_size", "batch_size"), list(itertools.product([1, 5, 16], [1, 2, 4], [1, 3])))
 def test_evaluation_sees_every_row_once(rows: int, world_size: int, batch_size: int) -> None:
     lengths = numpy.arange(rows) % 7 + 1
@@ -136,8 +128,8 @@ def test_packed_rows_follow_one_another_and_no_row_predicts_the_next(rows: Datas
     assert batch.row_lengths == [2, 20, 3] and batch.sources == ["a:3", "a:2", "a:1"]
     assert (batch.tokens, batch.target_tokens) == (25, 22) and batch.input_ids.dtype == torch.int64
     for is_packed in (True, False):  # a rank without rows
-        empty = collate(rows, [], pad_token_id=9, is_packed=is_packed, filler_index=1)
-        assert (empty.input_ids.tolist(), empty.labels.tolist(), empty.sources) == ([[*range(8)]], [[-100] * 8], [])
+        empty = collate(rows, [], pad_token_id=9, is_packed=is_packed)
+        assert (empty.input_ids.tolist(), empty.labels.tolist(), empty.sources) == ([[1, 2, 3]], [[-100] * 3], [])
     plan = BatchSampler([5, 4, 3], [1, 1, 1], global_batch=8, world_size=4, rank=3, micro_batch=2, seed=0)
     assert plan.step(0, 0) == ([[]], 3)
 
@@ -149,3 +141,46 @@ def test_pad_token_falls_back_to_the_end_of_turn(
     assert pad_token_id(tokenizer) == tokenizer.pad_token_id != tokenizer.eos_token_id
     assert pad_token_id(llama3) == llama3.eos_token_id
     assert pad_token_id(llama3, 5) == pad_token_id(make_tokenizer([], None)) == 0
+
+
+CHANCE = numpy.random.default_rng(0)
+CAPACITY = 2048
+
+
+def natural(draw: Callable[[int], numpy.ndarray], rows: int = 20_000, longest: int = CAPACITY) -> numpy.ndarray:
+    return numpy.clip(draw(rows), 1, longest).astype(numpy.int64)
+
+
+KINDS = {
+    "log-normal": natural(lambda n: CHANCE.lognormal(5, 1, n)),
+    "exponential": natural(lambda n: CHANCE.exponential(300, n)),
+    "uniform": natural(lambda n: CHANCE.integers(1, CAPACITY + 1, n)),
+    "nearly equal": natural(lambda n: CHANCE.normal(480, 80, n)),
+    "few": natural(lambda n: CHANCE.lognormal(5, 1, n), 70),
+    "mostly long": natural(lambda n: CHANCE.normal(1500, 300, n)),
+}
+
+
+def least_number(lengths: numpy.ndarray, pack_length: int) -> int:
+    """A bound no packing can go below (Martello and Toth's L2): for every size, rows that leave no room for rows of
+    that size count whole, and the small ones fill what the middle ones leave."""
+    best = math.ceil(lengths.sum() / pack_length)
+    for small in numpy.unique(lengths[2 * lengths <= pack_length]).tolist():
+        alone = lengths > pack_length - small
+        middle = (2 * lengths > pack_length) & ~alone
+        little = (2 * lengths <= pack_length) & (lengths >= small)
+        over = lengths[little].sum() - (middle.sum() * pack_length - lengths[middle].sum())
+        best = max(best, int(alone.sum() + middle.sum()) + max(0, math.ceil(over / pack_length)))
+    return best
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_packs_are_within_1_percent_of_the_least_number_or_4_for_rows_of_nearly_one_length(kind: str) -> None:
+    least, most = least_number(KINDS[kind], CAPACITY), 1.04 if kind == "nearly equal" else 1.01
+    lengths, (packs, tokens) = KINDS[kind], pack_rows(KINDS[kind], CAPACITY)
+    assert len(packs) <= max(most * least, least + 1 if kind == "few" else 0)
+    longest_first = numpy.sort(lengths)[::-1]
+    assert numpy.array_equal(
+        numpy.sort(numpy.concatenate(packs)), numpy.arange(len(lengths))
+    )  # each whole and in one pack
+    assert [longest_first[slots].sum() for slots in packs] == tokens.tolist() and max(tokens) <= CAPACITY

@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -17,15 +18,11 @@ from forked import forked
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from llama_ft.config.settings import DataConfig
-from llama_ft.data import Encoder, TokenizedData, collate, prepare
-from llama_ft.data.batches import BatchSampler, evaluation_batches, group_size, row_lengths, target_token_counts
-from llama_ft.data.build import (
-    CHUNK_ROWS,
-    CHUNKS_INLINE,
-)
-from llama_ft.errors import RunFailure, UserError
+from llama_ft.data import Encoder, TokenizedData, collate, one_example, prepare
+from llama_ft.data.batches import BatchSampler, evaluation_batches, group_size, row_lengths
+from llama_ft.data.build import CHUNK_ROWS, encode_chunks
+from llama_ft.errors import RunFailure
 
-ROWS_INLINE = CHUNKS_INLINE * CHUNK_ROWS
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
@@ -52,7 +49,7 @@ def built(cache: Path) -> list[Path]:
 @pytest.fixture
 def odd_rows(tmp_path: Path) -> Path:
     """Some are bad, some too long, some have no answer in the context, some are twins."""
-    rows = pairs(3 * CHUNK_ROWS + ROWS_INLINE)
+    rows = pairs(11 * CHUNK_ROWS)
     for number in range(0, len(rows), 7):
         rows[number] = {"instruction": "Hi", "output": f"no {number}" + " yes" * (number % 90)}
     for number in range(5, len(rows), 500):
@@ -116,13 +113,6 @@ def test_the_table_counts_what_became_of_each_row(
     assert data.summary[2].split() == list(map(str, words))
 
 
-def test_bad_rows_are_told_in_their_order(llama3: PreTrainedTokenizerFast, tmp_path: Path, odd_rows: Path) -> None:
-    with pytest.raises(UserError) as told:
-        prepared(odd_rows, llama3, tmp_path, 3)
-    assert [message.split(": ")[0] for message in told.value.messages] == [f"{odd_rows}:6"]
-    assert built(tmp_path) == [] and multiprocessing.active_children() == []
-
-
 def when_tokenizing(act: Callable[[Any], None]) -> threading.Thread:
     """Call `act` with a worker once there is one and it has had time to begin."""
 
@@ -144,6 +134,26 @@ def test_a_killed_process_ends_the_run_with_a_message(llama3: PreTrainedTokenize
         prepared(path, llama3, tmp_path, 2)
     thread.join()
     assert multiprocessing.active_children() == [] and built(tmp_path) == []
+
+
+def test_a_process_killed_while_it_sends_its_tokens_ends_the_run_too(llama3: PreTrainedTokenizerFast) -> None:
+    """The rest of what it began to send never comes: who waits for that, waits forever."""
+
+    def kill_when_receiving() -> None:
+        while not any(
+            frame.f_code.co_name == "_recv" and frame.f_locals["size"] > 1000
+            for frame in sys._current_frames().values()
+        ):
+            pass
+        for worker in multiprocessing.active_children():
+            os.kill(worker.pid, signal.SIGKILL)
+
+    thread = threading.Thread(target=kill_when_receiving)
+    thread.start()
+    chunk = [("my.jsonl:1", pickle.dumps(({"input_ids": [5] * 1_000_000}, "tokenized")))]
+    with pytest.raises(RunFailure, match="near my.jsonl:1"):
+        list(encode_chunks(iter([chunk] * 20), Encoder(llama3, 10**8), one_example, 2))
+    thread.join()
 
 
 def test_ctrl_c_leaves_no_process_and_no_folder(llama3: PreTrainedTokenizerFast, tmp_path: Path) -> None:
@@ -296,18 +306,15 @@ def test_examples_of_one_row_stay_together(
     data = prepare(config, llama3, examples=right_and_wrong, **kwargs).train
     assert plain is not None and data is not None and (group_size(plain), group_size(data)) == (1, 2)
     assert data["source"][::2] == data["source"][1::2] and len(data) < 2 * len(rows)
-    lengths, targets = row_lengths(data), target_token_counts(data)
-    seen = list[int]()
+    lengths, seen = row_lengths(data), list[int]()
     for rank in range(world_size):
-        plan = BatchSampler(
-            lengths, targets, pack_length=pack_length, global_batch=4, world_size=world_size, rank=rank, micro_batch=1,
-            seed=1, group=2,
-        )  # fmt: skip
+        shape = {"global_batch": 4, "world_size": world_size, "rank": rank, "micro_batch": 1}
+        plan = BatchSampler.of(data, pack_length=pack_length, seed=1, **shape)
         for step in range(plan.steps_per_epoch):
             share = plan.step(0, step)
             for indices in share.micro_batches:
                 assert all(row % 2 == 0 for row in indices[::2]) and indices[1::2] == [row + 1 for row in indices[::2]]
-                batch = collate(data, indices, 0, plan.is_packed)
+                batch = collate(data, indices, 0, pack_length is not None)
                 if indices:
                     assert batch.row_lengths == lengths[indices].tolist() and batch.sources[::2] == batch.sources[1::2]
                     assert pack_length is None or batch.tokens <= 2 * pack_length

@@ -7,7 +7,7 @@ import pytest
 
 from llama_ft.data import cache_dir
 from llama_ft.data.cache import CHECKSUMS, build_once
-from llama_ft.errors import RunFailure, UserError
+from llama_ft.errors import RunFailure
 
 
 def test_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -83,17 +83,14 @@ def test_folder_with_unreadable_checksums_is_built_again(tmp_path: Path) -> None
         assert (target / "done").read_text() == "x"
 
 
-def test_cache_that_cannot_be_written_is_told(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="LLAMA_FT_CACHE names another place"):
-        build_once(tmp_path / "file" / "a", lambda folder: None)
-
-
 def test_full_disk_is_told_and_nothing_is_left(tmp_path: Path) -> None:
     def build(folder: Path) -> None:
         (folder / "half").write_text("half")
         Path("/dev/full").write_text("more")
 
-    with pytest.raises(RunFailure, match="the disk is full; .*\n.* LLAMA_FT_CACHE"):
+    with pytest.raises(RunFailure, match="a: cannot be built: No space left .*\n.* LLAMA_FT_CACHE"):
         build_once(tmp_path / "a", build)
     assert list(tmp_path.iterdir()) == []
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunFailure, match="file/a: cannot be built: Not a directory"):
+        build_once(tmp_path / "file" / "a", lambda folder: None)

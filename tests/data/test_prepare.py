@@ -1,16 +1,14 @@
 """From --dataset to tokenized rows: what is kept, what is said, and when the cache is used."""
 
 import json
-import logging
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from llama_ft.config.settings import DataConfig
-from llama_ft.data import Demo, TokenizedData, prepare
+from llama_ft.data import TokenizedData, prepare
 from llama_ft.errors import UserError
 
 
@@ -53,18 +51,6 @@ def test_rows_come_out_as_tokens_labels_counts_and_places(llama3: PreTrainedToke
     assert data.summary[2].split() == ["training", "3", "45", "6", "15", "0", "0"]
 
 
-def test_demo_brings_its_own_validation_rows(demo: Demo, demo_cache: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(demo.model_dir)
-    data = prepared("demo", tokenizer, demo_cache, context_length=512)
-    assert len(data.train) > 3000
-    assert data.validation is not None and len(data.validation) > 100
-    assert data.train.data.nbytes > 0 and data.train.cache_files  # memory-mapped, not held
-    assert data.chat_sample is not None
-    assert [turn["role"] for turn in data.chat_sample] == ["user", "assistant"]
-    assert max(map(len, data.train["input_ids"])) == 512
-    assert data.report.train.truncated > 10
-
-
 def test_first_bad_rows_are_reported_together(llama3: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     bad = {"messages": [{"role": "user", "content": "Hi"}, {"role": "asistant", "content": "yes"}]}
     good = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "yes"}]}
@@ -75,16 +61,6 @@ def test_first_bad_rows_are_reported_together(llama3: PreTrainedTokenizerFast, t
     assert second.startswith(f'{path}:2: "messages[1].role" is "asistant"; expected assistant')
     assert fourth.startswith(f"{path}:4: malformed JSON") and "--skip_bad_rows" in fourth
     assert cached(tmp_path / "cache") == set()
-
-
-def test_what_was_skipped_and_truncated_is_counted(llama3: PreTrainedTokenizerFast, tmp_path: Path) -> None:
-    rows = [*pairs(3), {"instruction": "Hi", "output": ""}, "{", {"instruction": "Hi" * 100, "output": "yes"}]
-    path = write_rows(tmp_path / "my.jsonl", rows)
-    data = prepared(path, llama3, tmp_path / "cache", skip_bad_rows=True)
-    assert len(data.train) == 3
-    assert (data.report.train.truncated, data.report.train.skipped) == (0, 1)
-    (line,) = (line for line in data.summary if "bad rows" in line)
-    assert line.startswith(f'2 bad rows skipped: {path}:4: "output" is empty') and f"{path}:5: " in line
 
 
 @pytest.mark.parametrize(
@@ -116,15 +92,6 @@ def test_fraction_of_the_rows_does_not_depend_on_their_order(llama3: PreTrainedT
     unwanted = prepared(tmp_path / "a.jsonl", llama3, tmp_path / "cache", validation="0.2", want=False)
     assert unwanted.validation is None and unwanted.train["source"][:] == forward.train["source"][:]
     assert not {str(row) for row in forward.train["input_ids"]} & {str(row) for row in forward.validation["input_ids"]}
-
-
-def test_validation_file_may_be_of_another_format(llama3: PreTrainedTokenizerFast, tmp_path: Path) -> None:
-    train = write_rows(tmp_path / "train.jsonl", pairs(3))
-    chat = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "no"}]}
-    held_out = write_rows(tmp_path / "held.jsonl", [chat])
-    data = prepared(train, llama3, tmp_path / "cache", validation=str(held_out))
-    assert data.validation is not None and data.validation["source"][:] == [f"{held_out}:1"]
-    assert data.chat_sample == chat["messages"]
 
 
 def test_formats_and_the_columns_that_are_used_and_ignored_are_printed(
@@ -174,42 +141,6 @@ def test_cache_is_used_until_something_changes(
     write_rows(path, pairs(31))
     assert len(prepared(path, llama3, cache).train) == 31
     assert len(cached(cache)) == len(variants) + 3
-
-
-@pytest.mark.parametrize("name", ["train.arrow", "validation.arrow", "meta.json"])
-def test_corrupted_cache_is_not_trained_on(
-    llama3: PreTrainedTokenizerFast,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
-) -> None:
-    path, cache = write_rows(tmp_path / "my.jsonl", pairs(40)), tmp_path / "cache"
-    monkeypatch.setattr(logging.getLogger("llama_ft"), "propagate", True)  # to caplog
-
-    def rows() -> list[Any]:
-        data = prepared(path, llama3, cache, validation="0.2", tokenize_processes=1)
-        assert data.validation is not None
-        return [data.train.to_list(), data.validation.to_list(), data.report.train, data.report.validation]
-
-    right = rows()
-    (key,) = cached(cache)
-    folder = cache / "tokenized" / key
-    for flip in range(12):
-        content = bytearray((folder / name).read_bytes())
-        content[(len(content) - 1) * flip // 11] ^= 1 << flip % 8
-        (folder / name).write_bytes(content)
-        assert rows() == right
-    os.truncate(folder / name, (folder / name).stat().st_size // 2)
-    assert rows() == right
-    (folder / name).unlink()
-    assert rows() == right
-    told = [record.getMessage() for record in caplog.records]
-    assert told == [f"{folder}: {name} is missing or corrupted. {REBUILT}"] * (12 + 2)
-    assert cached(cache) == {key}
-
-
-REBUILT = "This directory of the cache is deleted and built again."
 
 
 def test_ids_beyond_the_models_vocabulary_are_refused_whether_cached_or_not(

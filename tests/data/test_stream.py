@@ -104,7 +104,9 @@ def test_rows_too_long_at_the_beginning_do_not_end_it(folder: Path) -> None:
     good = (folder / "rows.jsonl").read_text()
     long = json.dumps({"instruction": "a", "output": "word " * 220_000}) + "\n"
     (folder / "long.jsonl").write_text(long + good)
-    result = run(folder, 1, [case("long", 1, file="long.jsonl", truncation="drop", first_rows=True, last=3)])["long"]
+    result = run(
+        folder, 1, [case("long", 1, file="long.jsonl", config={"truncation": "drop"}, first_rows=True, last=3)]
+    )["long"]
     assert result["message"] == "" and len(result["steps"]) == 3
 
 

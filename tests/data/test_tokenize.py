@@ -11,8 +11,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from llama_ft.data import Demo, Encoder, ensure_chat_template
 from llama_ft.data.formats import BadRow
-from llama_ft.data.tokenize import IGNORED, Encoded, tokens_of_spans
-from llama_ft.errors import UserError
+from llama_ft.data.tokenize import IGNORED, Encoded
 
 ALPACA = {"instruction": "Hi", "output": "yes"}
 CHAT = {
@@ -92,11 +91,6 @@ def test_token_over_the_edge_of_an_answer_is_trained_if_the_answer_has_its_lette
     assert shown(tokenizer, Encoder(tokenizer, 100).encode(ALPACA, "alpaca")) == "Hi </s> Answer : [Ġyes] [</s>]"
 
 
-def test_token_of_white_space_over_the_edge_of_an_answer_is_not_trained() -> None:
-    text = "A:\n\n\nyes"  # the prompt ends after the first line break
-    assert tokens_of_spans(text, [(0, 2), (2, 4), (4, 5), (5, 8)], [(3, 8)]) == [(2, 4)]
-
-
 def test_template_without_generation_prompt_trains_no_heading(
     make_tokenizer: Callable[..., PreTrainedTokenizerFast],
 ) -> None:
@@ -159,13 +153,6 @@ def test_plain_text_is_trained_on_throughout(llama3: PreTrainedTokenizerFast, ch
     )
     # chatml's tokenizer adds no BOS by itself
     assert shown(chatml, Encoder(chatml, 100).encode({"text": "Hi yes"}, "text")) == "[Hi] [Ġyes] [<|im_end|>]"
-
-
-def test_labels_that_rows_do_not_have_are_refused(llama3: PreTrainedTokenizerFast) -> None:
-    with pytest.raises(UserError, match="--labels assistant: expected auto or all for the format text"):
-        Encoder(llama3, 100, labels="assistant").encode({"text": "Hi"}, "text")
-    with pytest.raises(UserError, match="--labels all: expected auto for the format tokenized"):
-        Encoder(llama3, 100, labels="all").encode({"input_ids": [1, 2], "labels": [1, 2]}, "tokenized")
 
 
 def test_a_special_token_that_a_user_writes_does_not_move_the_labels(llama3: PreTrainedTokenizerFast) -> None:

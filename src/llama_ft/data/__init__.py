@@ -7,7 +7,6 @@ from llama_ft.data.batches import (
     group_size,
     pad_token_id,
     row_lengths,
-    target_token_counts,
 )
 from llama_ft.data.cache import cache_dir
 from llama_ft.data.chat_template import ensure_chat_template, stop_token_ids
@@ -42,5 +41,4 @@ __all__ = [
     "row_lengths",
     "show_samples",
     "stop_token_ids",
-    "target_token_counts",
 ]

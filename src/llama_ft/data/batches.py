@@ -11,21 +11,19 @@ padding single rows:
 
 import hashlib
 import math
+from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy
 import pyarrow.compute
 import torch
+from datasets import Dataset
 from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedTokenizerBase
 
-from llama_ft.data.packing import pack_rows
 from llama_ft.data.tokenize import IGNORED
-
-if TYPE_CHECKING:
-    from datasets import Dataset
-    from transformers import PreTrainedTokenizerBase
 
 FILLER_TOKENS = 8
 BATCHES_PER_BUCKET = 50  # global batches whose rows are sorted by length together; transformers' group_by_length has 50
@@ -67,24 +65,22 @@ class BatchSampler:
         group: int = 1,
     ) -> None:
         self._lengths, self._target_tokens = (_of_groups(each, group) for each in (lengths, target_tokens))
-        self._group, self._longest = group, int(numpy.max(lengths, initial=0))
-        self.pack_length = pack_length
-        self._packs = None if pack_length is None else pack_rows(self._lengths, pack_length * group)
-        self.global_batch = global_batch
-        self._world_size = world_size
-        self._rank = rank
-        self._micro_batch = micro_batch
-        self._seed = seed
-        self._sizes = self._lengths if self._packs is None else self._packs.tokens
+        self._packs, self._sizes = None, self._lengths
+        if pack_length is not None:
+            self._packs, self._sizes = pack_rows(self._lengths, pack_length * group)
+        self.pack_length, self.global_batch, self._group = pack_length, global_batch, group
+        self._world_size, self._rank, self._micro_batch, self._seed = world_size, rank, micro_batch, seed
         self._order: tuple[int, numpy.ndarray, numpy.ndarray] | None = None  # the epoch, and what _epoch makes of it
+
+    @classmethod
+    def of(cls, rows: Dataset, **layout: Any) -> "BatchSampler":
+        """Plan tokenized rows, columns as of `build.FEATURES`."""
+        target_tokens = rows.with_format("arrow")[:]["target_tokens"].to_numpy()
+        return cls(row_lengths(rows), target_tokens, group=group_size(rows), **layout)
 
     def __len__(self) -> int:
         """Packs, or rows, of an epoch."""
         return len(self._sizes)
-
-    @property
-    def is_packed(self) -> bool:
-        return self._packs is not None
 
     @property
     def steps_per_epoch(self) -> int:
@@ -93,11 +89,11 @@ class BatchSampler:
 
     def describe(self) -> str:
         """How rows are laid out, for people."""
-        if self._packs is None:
-            return f"rows of a micro-batch are padded to the longest (at most {self._longest:,} tokens)"
-        capacity = self.pack_length * self._group  # type: ignore[operator]
-        fill = self._packs.tokens.sum() / (len(self._packs) * capacity)
-        packs = f"{len(self._packs):,} packs of at most {capacity:,} tokens"
+        if self.pack_length is None:
+            return "rows of a micro-batch are padded to the longest of them"
+        capacity = self.pack_length * self._group
+        packs = f"{len(self):,} packs of at most {capacity:,} tokens"
+        fill = self._sizes.sum() / (len(self) * capacity)
         return f"{len(self._lengths):,} rows fit into {packs}, which are {fill:.1%} full"
 
     def step(self, epoch: int, step_in_epoch: int) -> StepPlan:
@@ -114,17 +110,11 @@ class BatchSampler:
         first = step_in_epoch * self.global_batch
         batch = order[first : first + self.global_batch]
         batch = batch[numpy.argsort(-self._sizes[batch], kind="stable")]
-        members = [self._members(rows, item) for item in batch]
+        members = [[int(item)] if self._packs is None else rows[self._packs[item]].tolist() for item in batch]
         return StepPlan(
             [_rows_of(share, self._group) for share in _deal(members, self._world_size, self._rank, self._micro_batch)],
             target_tokens=int(self._target_tokens[_rows_of(members)].sum()),
         )
-
-    def _members(self, rows: numpy.ndarray, item: int) -> list[int]:
-        if self._packs is None:
-            return [int(item)]
-        slots = self._packs.slots[self._packs.offsets[item] : self._packs.offsets[item + 1]]
-        return rows[slots].tolist()
 
     def _epoch(self, epoch: int) -> tuple[numpy.ndarray, numpy.ndarray]:
         """The rows from longest to shortest, those of one length in the epoch's own order; and the order of packs, or
@@ -133,15 +123,14 @@ class BatchSampler:
             generator = torch.Generator().manual_seed(mixed(self._seed, epoch))
             shuffled = torch.randperm(len(self._lengths), generator=generator).numpy()
             rows = shuffled[numpy.argsort(-self._lengths[shuffled], kind="stable")]
-            if self._packs is None:
-                order = self._bucketed(shuffled, generator)
-            else:
-                order = torch.randperm(len(self), generator=generator).numpy()
-            self._order = epoch, rows, order
+            self._order = epoch, rows, self._dealt(shuffled, generator)
         return self._order[1:]
 
-    def _bucketed(self, shuffled: numpy.ndarray, generator: torch.Generator) -> numpy.ndarray:
-        """Rows of like length in one global batch, batches in random order, the smaller one last."""
+    def _dealt(self, shuffled: numpy.ndarray, generator: torch.Generator) -> numpy.ndarray:
+        """The order of packs: any. That of rows: those of like length in one global batch, batches in random order,
+        the smaller one last."""
+        if self._packs is not None:
+            return torch.randperm(len(self), generator=generator).numpy()
         full = len(shuffled) // self.global_batch * self.global_batch
         batches = []
         for first in range(0, full, BATCHES_PER_BUCKET * self.global_batch):
@@ -174,13 +163,55 @@ def evaluation_batches(
     lengths = _of_groups(lengths, group)
     members = [[row] for row in range(len(lengths))]
     if pack_length is not None:
-        packs = pack_rows(lengths, pack_length * group)
+        packs, _ = pack_rows(lengths, pack_length * group)
         rows = numpy.argsort(-lengths, kind="stable")
-        members = [rows[slots].tolist() for slots in numpy.split(packs.slots, packs.offsets[1:-1])]
+        members = [rows[slots].tolist() for slots in packs]
         # the first packs hold the longest rows: max_batches should see some of all
         members = [members[pack] for pack in numpy.random.default_rng(0).permutation(len(members))]
     batches = [_rows_of(share, group) for share in _deal(members, world_size, rank, batch_size)]
     return batches[:max_batches] if max_batches else batches
+
+
+def pack_rows(lengths: numpy.ndarray, pack_length: int) -> tuple[list[numpy.ndarray], numpy.ndarray]:
+    """Put whole samples into few packs: longest first, each into the fullest pack that has room.
+
+        lengths 5 3 3 2 2 1, pack_length 8    pack 0: 5 3    pack 1: 3 2 2 1, which are slots [0 1] and [2 3 4 5]
+
+    On lengths as they occur the packs are within 1 % of the least number, within 4 % if most samples have nearly one
+    length. Which slots share a pack depends on the lengths alone, not on which sample has which.
+
+    Args:
+        lengths: tokens of each sample, 1 to pack_length.
+        pack_length: tokens of a packed sequence.
+
+    Returns:
+        The slots of each pack, where slot n is the n-th longest sample; and the tokens of each pack, int64 [packs].
+
+    Source: D. S. Johnson, Near-optimal bin packing algorithms, 1973: at most 11/9 of the least number, plus 4.
+    """
+    longest_first = numpy.sort(lengths)[::-1]
+    pack_of_slot = numpy.empty(len(longest_first), dtype=numpy.int64)
+    with_room: dict[int, list[int]] = {}  # free tokens -> packs
+    free_sizes: list[int] = []  # the keys of with_room, ascending
+    count = 0
+    for slot, length in enumerate(longest_first.tolist()):
+        at = bisect_left(free_sizes, length)
+        if at < len(free_sizes):
+            free = free_sizes[at]
+            pack = with_room[free].pop()
+            if not with_room[free]:
+                del with_room[free], free_sizes[at]
+        else:
+            free, pack, count = pack_length, count, count + 1
+        pack_of_slot[slot] = pack
+        if free > length:
+            if free - length not in with_room:
+                with_room[free - length] = []
+                insort(free_sizes, free - length)
+            with_room[free - length].append(pack)
+    tokens = numpy.bincount(pack_of_slot, weights=longest_first, minlength=count).astype(numpy.int64)
+    ends = numpy.bincount(pack_of_slot, minlength=count).cumsum()
+    return numpy.split(numpy.argsort(pack_of_slot, kind="stable"), ends[:-1]), tokens
 
 
 def _deal(items: list[list[int]], world_size: int, rank: int, batch_size: int) -> list[list[list[int]]]:
@@ -212,20 +243,15 @@ class Batch:
         packed   input_ids  a a a b b c c c c     padded   a a a .     row_lengths 3 2 4
                  labels     - a a - b - c c c              b b . .
                                                            c c c c
-    Attributes:
-        input_ids: int64 [1, tokens] packed, [rows, length] padded.
-        labels: int64, of the same shape, -100 on padding and where not trained. Not shifted; a packed row's first
-            label is -100, since what stands before it is another row.
-        row_lengths: tokens of each row.
-        is_packed: which of the two it is.
-        sources: the place of each row, for messages.
+    Labels are -100 on padding and where not trained. They are not shifted; a packed row's first label is -100, since
+    what stands before it is another row.
     """
 
-    input_ids: torch.Tensor
-    labels: torch.Tensor
-    row_lengths: list[int]
+    input_ids: torch.Tensor  # int64 [1, tokens] packed, [rows, length] padded
+    labels: torch.Tensor  # of the same dtype and shape
+    row_lengths: list[int]  # tokens of each row
     is_packed: bool
-    sources: list[str]
+    sources: list[str]  # the place of each row, for messages
 
     @property
     def tokens(self) -> int:
@@ -244,15 +270,13 @@ class Batch:
         return (positions < torch.tensor(self.row_lengths).unsqueeze(1)).long()
 
 
-def collate(
-    dataset: "Dataset", indices: Sequence[int], pad_token_id: int, is_packed: bool = False, filler_index: int = 0
-) -> Batch:
+def collate(dataset: Dataset, indices: Sequence[int], pad_token_id: int, is_packed: bool = False) -> Batch:
     """Make a batch of the rows at `indices`.
 
-    For no indices it is the beginning of row `filler_index` with no label: a rank without rows still has to run
+    For no indices it is the beginning of row 0 with no label: a rank without rows still has to run
     forward and backward, because the others wait for it in the collectives. It adds nothing to loss or gradient.
     """
-    table = dataset.with_format("arrow")[list(indices) or [filler_index]]
+    table = dataset.with_format("arrow")[list(indices) or [0]]
     input_ids, labels = (
         torch.from_numpy(table[name].combine_chunks().flatten().to_numpy().astype(numpy.int64))
         for name in ("input_ids", "labels")
@@ -269,7 +293,12 @@ def collate(
     return Batch(input_ids, labels, lengths, is_packed, sources)
 
 
-def pad_token_id(tokenizer: "PreTrainedTokenizerBase", vocabulary_size: int | None = None) -> int:
+def collate_step(dataset: Dataset, step: StepPlan, pad_token_id: int, pack_length: int | None) -> list[Batch]:
+    """Make the micro-batches of a step."""
+    return [collate(dataset, rows, pad_token_id, pack_length is not None) for rows in step.micro_batches]
+
+
+def pad_token_id(tokenizer: PreTrainedTokenizerBase, vocabulary_size: int | None = None) -> int:
     """The id to pad with: the tokenizer's pad, else its eos, else 0; below vocabulary_size, the model's, if given.
 
     Any would do: padding is masked by position, so a pad token that is the eos too is still learned as the end of a
@@ -279,19 +308,14 @@ def pad_token_id(tokenizer: "PreTrainedTokenizerBase", vocabulary_size: int | No
     return next((id_ for id_ in ids if id_ is not None and (vocabulary_size is None or id_ < vocabulary_size)), 0)
 
 
-def row_lengths(dataset: "Dataset") -> numpy.ndarray:
+def row_lengths(dataset: Dataset) -> numpy.ndarray:
     """Tokens of each row, read from the offsets of the Arrow lists: no token is touched."""
     return pyarrow.compute.list_value_length(dataset.with_format("arrow")[:]["input_ids"]).to_numpy()
 
 
-def target_token_counts(dataset: "Dataset") -> numpy.ndarray:
-    """Labels of each row that count in the loss."""
-    return dataset.with_format("arrow")[:]["target_tokens"].to_numpy()
-
-
-def group_size(dataset: "Dataset") -> int:
+def group_size(dataset: Dataset) -> int:
     """How many neighbouring rows belong together: as many examples as an objective makes of one sample."""
-    sizes = dataset.with_format("arrow")[:]["group"].unique().to_pylist() if "group" in dataset.column_names else []
+    sizes: list[int] = dataset.with_format("arrow")[:]["group"].unique().to_pylist()
     if len(sizes) > 1:
         raise ValueError(f"the objective made {sizes} examples of a sample; expected always as many")
-    return sizes[0] if sizes else 1
+    return sizes[0]

@@ -12,11 +12,10 @@ import multiprocessing
 import os
 import pickle
 import signal
-import sys
-from collections import deque
-from collections.abc import Generator, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+import traceback
+from collections.abc import Callable, Generator, Iterator
+from contextlib import ExitStack, contextmanager
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +25,7 @@ import xxhash
 from datasets import Features, List, Value
 from datasets.arrow_writer import ArrowWriter
 
-from llama_ft.data.formats import BadRow, Message, Row
+from llama_ft.data.formats import BadRow, Message
 from llama_ft.data.sources import Source
 from llama_ft.data.statistics import BAD, ROW, SKIPPED, TRUNCATED, WHOLE, SplitStatistics
 from llama_ft.data.tokenize import Encoded, Encoder, ExamplesOf
@@ -42,36 +41,18 @@ FEATURES = Features(
     }
 )
 CHUNK_ROWS, CHUNK_BYTES = 256, 2**20
-CHUNKS_INLINE = 8  # up to here one process is done before others have had their first chunk
 BAD_ROWS_SHOWN = 5
 Chunk = list[tuple[str, bytes]]  # some neighbouring rows: place; row and format, pickled, as their size is then known
 
 
 class EncodedChunk(NamedTuple):
-    """What became of a chunk.
+    """What became of a chunk."""
 
-    Attributes:
-        table: what is trained on, columns of FEATURES.
-        row_of_piece: the row of the chunk that each of its rows is of.
-        rows: what became of each row of the chunk, see `ROW`.
-        problems: the bad rows, each with its place.
-    """
-
-    table: pyarrow.Table
-    row_of_piece: numpy.ndarray
-    rows: numpy.ndarray
-    problems: list[str]
-
-    @property
-    def largest_id(self) -> int:
-        """The largest token id, -1 without any."""
-        return int(self.table["input_ids"].combine_chunks().flatten().to_numpy().max(initial=-1))
-
-
-def content_hash(row: Row) -> int:
-    """64 bits that equal rows share."""
-    content = json.dumps(row, sort_keys=True, ensure_ascii=False, default=str)
-    return int.from_bytes(hashlib.sha256(content.encode("utf-8", "surrogatepass")).digest()[:8], "big")
+    table: pyarrow.Table  # what is trained on, columns of FEATURES
+    row_of_piece: numpy.ndarray  # which row of the chunk each row of the table is of
+    rows: numpy.ndarray  # what became of each row of the chunk, see `ROW`
+    largest_id: int  # of the table's tokens, -1 without any
+    problems: list[str]  # the bad rows, each with its place
 
 
 def chunks_of(source: Source, wanted: str) -> Iterator[Chunk]:
@@ -105,7 +86,9 @@ def encode_chunk(chunk: Chunk, encoder: Encoder, examples_of: ExamplesOf) -> Enc
         trained = [group for group in groups if all(piece.target_tokens for piece in group)]
         is_truncated = any(piece.truncated for group in groups for piece in group)
         fate = (TRUNCATED if is_truncated else WHOLE) if trained else SKIPPED
-        rows[number] = content_hash(row), sum(len(input_ids) for input_ids, _ in examples), fate
+        content = json.dumps(row, sort_keys=True, ensure_ascii=False, default=str).encode("utf-8", "surrogatepass")
+        content_hash = int.from_bytes(hashlib.sha256(content).digest()[:8], "big")  # equal rows share it
+        rows[number] = content_hash, sum(len(input_ids) for input_ids, _ in examples), fate
         pieces += [(number, piece, len(group)) for group in trained for piece in group]
     ends = numpy.cumsum([0, *(len(piece.input_ids) for _, piece, _ in pieces)]).astype(numpy.int32)
     input_ids, labels = (
@@ -120,100 +103,104 @@ def encode_chunk(chunk: Chunk, encoder: Encoder, examples_of: ExamplesOf) -> Enc
         "source": [chunk[row][0] for row, _, _ in pieces],
     }
     table = pyarrow.table(columns, schema=FEATURES.arrow_schema)
-    return EncodedChunk(table, numpy.array([row for row, _, _ in pieces], numpy.int32), rows, problems)
+    row_of_piece = numpy.array([row for row, _, _ in pieces], numpy.int32)
+    return EncodedChunk(table, row_of_piece, rows, int(input_ids.max(initial=-1)), problems)
 
 
 def encode_chunks(
     chunks: Iterator[Chunk], encoder: Encoder, examples_of: ExamplesOf, processes: int
 ) -> Generator[tuple[Chunk, EncodedChunk], None, None]:
-    """Yield chunks and what became of them, in order. Closing it ends the processes.
-
-    Args:
-        chunks: of all rows.
-        encoder: what tokenizes.
-        examples_of: makes the examples of a row.
-        processes: that share the work, if there are chunks enough; 1: this one does it.
+    """Yield chunks and what became of them, in order. So many processes share the work; closing it ends them.
 
     Raises:
         RunFailure: one of them was killed.
     """
-    first = list(itertools.islice(chunks, CHUNKS_INLINE)) if processes > 1 else []
+    first = list(itertools.islice(chunks, processes))
     chunks = itertools.chain(first, chunks)
-    if len(first) < CHUNKS_INLINE:
+    if len(first) < 2:
         for chunk in chunks:
             yield chunk, encode_chunk(chunk, encoder, examples_of)
         return
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # it warns of forks else
-    context = multiprocessing.get_context("fork" if sys.platform == "linux" else None)
-    pool = ProcessPoolExecutor(processes, context, _start_worker, (os.getpid(), encoder, examples_of))
-    busy = deque[tuple[Chunk, Future[EncodedChunk]]]()
+    with ExitStack() as stack:
+        workers = [stack.enter_context(_worker(encoder, examples_of)) for _ in first]
+        tasks = dict.fromkeys(workers, Chunk())
+        for chunk, worker in zip(
+            itertools.chain(chunks, [Chunk()] * len(first)), itertools.cycle(workers), strict=False
+        ):
+            done, tasks[worker] = tasks[worker], chunk
+            try:  # each has one chunk at a time: if both sides wrote, neither would read
+                encoded = worker.recv() if done else None
+                if chunk:
+                    worker.send(chunk)
+            except (EOFError, OSError):
+                raise RunFailure(
+                    f"one of the {processes} processes that tokenized was killed, most likely by the kernel, for want "
+                    f"of host memory.\nIt was near {(done or chunk)[0][0]}. --tokenize_processes {processes // 2} "
+                    "takes less memory."
+                ) from None
+            if isinstance(encoded, Exception):
+                raise encoded
+            if encoded is not None:
+                yield done, encoded
+
+
+@contextmanager
+def _worker(encoder: Encoder, examples_of: ExamplesOf) -> Iterator[Connection]:
+    """A process that tokenizes the chunks sent to it, until it is left.
+
+    Its end of the pipe is open nowhere else: if it is killed, even in the middle of a chunk, reading ends at once.
+    """
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_serve, args=(theirs, os.getpid(), encoder, examples_of), daemon=True)
+    process.start()
+    theirs.close()
     try:
-        while chunk := next(chunks, []):
-            busy.append((chunk, pool.submit(_encode_in_worker, chunk)))
-            if len(busy) > processes:
-                yield busy[0][0], busy[0][1].result()
-                busy.popleft()
-        while busy:
-            yield busy[0][0], busy[0][1].result()
-            busy.popleft()
-    except BrokenProcessPool:
-        raise RunFailure(
-            f"one of the {processes} processes that tokenized was killed, most likely by the kernel, for want of host "
-            f"memory.\nIt was near {busy[0][0][0][0]}. --tokenize_processes {processes // 2} takes less memory."
-        ) from None
+        yield ours
     finally:
-        pool.shutdown(cancel_futures=True)
+        process.kill()
+        process.join()
+        ours.close()
 
 
-_OWN: list[Any] = []  # of a worker: what tokenizes and what makes examples, which are not sent with each chunk
-
-
-def _start_worker(parent: int, *own: Any) -> None:
-    _OWN[:] = own
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # by which the pool ends the others if one was killed
+def _serve(pipe: Connection, parent: int, encoder: Encoder, examples_of: ExamplesOf) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):  # sent to all of a group: the run answers, and ends this process
+        signal.signal(number, signal.SIG_IGN)
     end_with(parent, oom_score=500)  # if memory runs out, the kernel shall take this one: the run can then say why
     gc.freeze()  # the collector would touch, and so copy, all that is shared with the parent
+    while True:
+        pipe.send(attempt(encode_chunk, pipe.recv(), encoder, examples_of))
 
 
-def _encode_in_worker(chunk: Chunk) -> EncodedChunk:
-    return encode_chunk(chunk, *_OWN)
+def attempt(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function; return what it returned, or the exception it raised, to be sent to another process."""
+    try:
+        return function(*arguments)
+    except UserError as error:
+        return error
+    except Exception:
+        return RuntimeError(f"while samples were read and tokenized\n{traceback.format_exc()}")
 
 
 class SplitWriter:
-    """Streams tokenized rows into one Arrow file and counts them.
-
-    Args:
-        path: of the file.
-        encoder: what tokenizes the rows.
-
-    Attributes:
-        statistics: complete once the file is closed.
-        first_chat: the chat of the first row that is one.
-    """
+    """Streams tokenized rows into one Arrow file and counts them. `first_chat` is that of the first row that is one."""
 
     def __init__(self, path: Path, encoder: Encoder) -> None:
-        self.statistics = SplitStatistics()
-        self.first_chat: list[Message] | None = None
+        self.statistics, self.first_chat = SplitStatistics(), list[Message]()
         self._encoder = encoder
         self._checksums = [xxhash.xxh3_128() for _ in range(3)]
         self._writer = ArrowWriter(path=str(path), features=FEATURES)
 
     def add(self, chunk: Chunk, encoded: EncodedChunk, mine: numpy.ndarray) -> None:
-        """Write what `chunk` became.
-
-        Args:
-            chunk: rows as they were read.
-            encoded: the same, tokenized.
-            mine: bool [rows], which of them belong to this split.
-        """
+        """Write what `chunk` became; `mine`, bool [rows], tells which of its rows belong to this split."""
         self.statistics.count(encoded.rows[mine])
         kept = mine[encoded.row_of_piece]
         if not kept.any():
             return
-        if self.first_chat is None:
+        if not self.first_chat:
             content = self._encoder.read(*pickle.loads(chunk[encoded.row_of_piece[kept][0]][1]))
-            self.first_chat = content if isinstance(content, list) else None
+            self.first_chat = content if isinstance(content, list) else []
         table = encoded.table.filter(pyarrow.array(kept))
         input_ids, labels = (table[name].combine_chunks() for name in ("input_ids", "labels"))
         arrays = [each.to_numpy() for each in (input_ids.value_lengths(), input_ids.flatten(), labels.flatten())]
@@ -222,7 +209,7 @@ class SplitWriter:
         self.statistics.rows += len(table)
         self.statistics.tokens += len(arrays[1])
         self.statistics.target_tokens += int(table["target_tokens"].to_numpy().sum())
-        self.statistics.largest_id = max(self.statistics.largest_id, int(arrays[1].max()))
+        self.statistics.largest_id = max(self.statistics.largest_id, encoded.largest_id)
         self._writer.write_table(table)
 
     def close(self) -> SplitStatistics:

@@ -1,6 +1,5 @@
 """Where built things are kept, and how a finished folder appears there: whole, or not at all."""
 
-import errno
 import hashlib
 import json
 import os
@@ -13,12 +12,11 @@ from pathlib import Path
 
 import xxhash
 
-from llama_ft.errors import RunFailure, UserError
+from llama_ft.errors import RunFailure, reason
 from llama_ft.runtime.console import log
 
 BUILDING, CHECKSUMS = ".building-", "checksums.json"
 SECONDS_TO_GIVE_UP = 86_400.0
-ELSEWHERE = "The environment variable LLAMA_FT_CACHE names another place."
 
 
 def cache_dir() -> Path:
@@ -26,9 +24,8 @@ def cache_dir() -> Path:
 
     It is LLAMA_FT_CACHE, else XDG_CACHE_HOME/llama_ft, else ~/.cache/llama_ft.
     """
-    if own := os.environ.get("LLAMA_FT_CACHE"):
-        return Path(own)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "llama_ft"
+    ours = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "llama_ft"
+    return Path(os.environ.get("LLAMA_FT_CACHE") or ours)
 
 
 def build_once(target: Path, build: Callable[[Path], object], verify: bool = True) -> Path:
@@ -44,30 +41,23 @@ def build_once(target: Path, build: Callable[[Path], object], verify: bool = Tru
         verify: compare the files of a finished folder with their checksums, which reads all of them.
 
     Raises:
-        UserError: the cache cannot be written.
-        RunFailure: its disk is full.
+        RunFailure: the cache cannot be written, or its disk is full.
     """
-    if is_corrupted := target.exists():
-        corrupted = _corrupted_file(target) if verify else None
-        if corrupted is None:
-            return target
-        log.warning(
-            f"{target}: {corrupted} is missing or corrupted. This directory of the cache is deleted and built again."
-        )
-    temporary = target.parent / f"{BUILDING}{target.name}-{uuid.uuid4().hex[:8]}"
+    corrupted = _corrupted_file(target) if verify and target.exists() else None
+    if corrupted is None and target.exists():
+        return target
+    temporary = target.with_name(f"{BUILDING}{target.name}-{uuid.uuid4().hex[:8]}")
     try:
-        if is_corrupted:  # otherwise what is there by now is another process's, and as good as ours
-            with suppress(FileNotFoundError):  # another process may delete it at the same time
-                shutil.rmtree(target)
+        if corrupted is not None:
+            log.warning(f"{target}: {corrupted} is missing or corrupted. The directory is deleted and built again.")
+            shutil.rmtree(target, ignore_errors=True)  # another process may delete it at the same time
         temporary.mkdir(parents=True)
-    except OSError as error:
-        raise UserError(f"{target.parent}: the cache cannot be written ({error.strerror}).\n{ELSEWHERE}") from None
-    try:
         _remove_leftovers(target.parent)
         build(temporary)
-        checksums = {str(file.relative_to(temporary)): _checksum(file) for file in _files(temporary)}
+        files = sorted(path for path in temporary.rglob("*") if path.is_file())
+        checksums = {str(file.relative_to(temporary)): _checksum(file) for file in files}
         (temporary / CHECKSUMS).write_text(json.dumps(checksums, indent=2))
-        for file in _files(temporary):  # the name of a folder must not reach the disk before what is in it
+        for file in (*files, temporary / CHECKSUMS):  # a folder's name must not reach the disk before what is in it
             with open(file, "rb") as opened:
                 os.fsync(opened.fileno())
         try:
@@ -76,9 +66,10 @@ def build_once(target: Path, build: Callable[[Path], object], verify: bool = Tru
             if _corrupted_file(target):  # otherwise another process was faster, and its folder is as good
                 raise
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        raise RunFailure(f"{target.parent}: the disk is full; what was written is removed.\n{ELSEWHERE}") from None
+        raise RunFailure(
+            f"{target}: cannot be built: {reason(error)}. What was written is removed.\n"
+            "The environment variable LLAMA_FT_CACHE names another place."
+        ) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return target
@@ -90,10 +81,6 @@ def _remove_leftovers(folder: Path) -> None:
         with suppress(OSError):  # its builder has just finished, or it is another user's
             if time.time() - max(path.stat().st_mtime for path in (leftover, *leftover.iterdir())) > SECONDS_TO_GIVE_UP:
                 shutil.rmtree(leftover, ignore_errors=True)
-
-
-def _files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
 def _checksum(file: Path) -> str:

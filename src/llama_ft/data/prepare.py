@@ -6,26 +6,25 @@ import json
 import time
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy
 from datasets import Dataset
+from transformers import PreTrainedTokenizerBase
 
 from llama_ft.config import DataConfig, as_fraction
 from llama_ft.data.build import BadRows, SplitWriter, chunks_of, encode_chunks
 from llama_ft.data.cache import build_once
 from llama_ft.data.chat_template import ensure_chat_template
-from llama_ft.data.formats import FORMATS, BadRow, Message, TokenRow, find_format
+from llama_ft.data.formats import FORMATS, BadRow, Message, find_format
 from llama_ft.data.sources import Source, Split, brings_validation, open_source
 from llama_ft.data.statistics import BuildReport, SplitStatistics, describe, warnings_of
 from llama_ft.data.tokenize import Encoder, ExamplesOf, one_example
 from llama_ft.errors import UserError
 from llama_ft.processes import cores
 from llama_ft.runtime.console import log
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 CODE_VERSION = 6  # raise it when streamed rows come out as other tokens; the cache compares the code itself
 CODE = ("build", "chat_template", "formats", "loss_mask", "statistics", "tokenize")
@@ -34,30 +33,21 @@ SECONDS_BETWEEN_LINES = 10.0
 
 @dataclass(frozen=True)
 class TokenizedData:
-    """Samples ready for training, memory-mapped.
-
-    Attributes:
-        train, validation: columns as of `build.FEATURES`, or None; with streaming there is no train.
-        chat_sample: a chat of the validation (else the training) set whose last message is the reference answer.
-        summary: lines for people.
-        report: all that was counted.
-        stream: with streaming, where the training rows come from, what tokenizes them and what makes examples of one.
-    """
+    """Samples ready for training, memory-mapped; columns as of `build.FEATURES`. With streaming there is no `train` but
+    a `stream`: where the training rows come from, what tokenizes them and what makes examples of one."""
 
     train: Dataset | None
     validation: Dataset | None
-    chat_sample: list[Message] | None
-    summary: list[str]
-    report: BuildReport
+    chat_sample: list[Message] | None  # of the validation (else training) set; its last message is the reference answer
+    summary: list[str]  # lines for people
+    report: BuildReport  # all that was counted
     stream: tuple[Source, Encoder, ExamplesOf] | None = None
 
     def fingerprints(self) -> dict[str, str]:
         """dataset, and validation if there is any -> a checksum of its tokens and labels; of streamed rows, of all
         that decides them."""
-        prints = {"dataset": self.report.train.fingerprint}
-        if self.validation is not None and self.report.validation is not None:
-            prints["validation"] = self.report.validation.fingerprint
-        return prints
+        splits = {"dataset": self.report.train, "validation": self.report.validation}
+        return {name: split.fingerprint for name, split in splits.items() if split is not None}
 
     @property
     def longest_row(self) -> int | None:
@@ -71,9 +61,10 @@ class TokenizedData:
 
     def facts(self) -> dict[str, Any]:
         """What was counted, as plain values, for the run's report."""
-        validation = self.report.validation if self.validation is not None else None
-        splits = {"train": asdict(self.report.train), "validation": validation and asdict(validation)}
-        return {"summary": self.summary, "warnings": warnings_of(self.report), **splits}
+        counted = asdict(self.report)
+        return {"summary": self.summary, "warnings": warnings_of(self.report)} | {
+            name: counted[name] for name in ("train", "validation")
+        }
 
 
 @dataclass(frozen=True)
@@ -81,17 +72,16 @@ class _Job:
     """All that decides what the tokenized rows are."""
 
     source: Source
-    fraction: float | None
     validation: Source | None
-    wanted_format: str
-    skip_bad_rows: bool
+    fraction: float | None
+    config: DataConfig
     encoder: Encoder
     examples: ExamplesOf
 
 
 def prepare(
     config: DataConfig,
-    tokenizer: "PreTrainedTokenizerBase",
+    tokenizer: PreTrainedTokenizerBase,
     *,
     context_length: int,
     cache: Path,
@@ -122,45 +112,31 @@ def prepare(
     Raises:
         UserError: the data cannot be used; several bad rows are reported together.
     """
-    source = open_source(config.dataset, use, config=config, tokenizer=tokenizer, cache=cache)
-    fraction = as_fraction(config.validation)
+    opened = partial(open_source, config=config, tokenizer=tokenizer, cache=cache)
+    source, fraction = opened(config.dataset, use), as_fraction(config.validation)
     if fraction is not None and not 0 < fraction < 1:
         raise UserError(f"--validation {fraction}: expected a fraction between 0 and 1, such as 0.05, or a file.")
-    validation: Source | None = None
+    held_out: Source | None = None
     if want_validation and fraction is None:
         brings_one = not config.validation and brings_validation(config.dataset, config.streaming)
         if name := config.dataset if brings_one else config.validation:
-            validation = open_source(name, "validation", config=config, tokenizer=tokenizer, cache=cache)
-    kinds, summary = _look_at_formats(source, validation, config.dataset_format)
-    note = ""
+            held_out = opened(name, "validation")
+    kinds, summary = _look_at_formats(source, held_out, config.dataset_format)
     if config.chat_template or list in kinds or not kinds:
         note = ensure_chat_template(tokenizer, config.chat_template, add_tokens)
-    elif tokenizer.eos_token_id is None and kinds != {TokenRow}:
-        note = "the tokenizer has no EOS token: the model does not learn where to stop"
+        summary = [note, *summary] if note else summary
     encoder = Encoder(tokenizer, context_length, config.truncation, config.labels)
-    job = _Job(source, fraction, validation, config.dataset_format, config.skip_bad_rows, encoder, examples)
-    streamed, held_out = SplitStatistics(), "validation"
-    if config.streaming:
-        nameless = replace(source, name="")
-        how = f"{CODE_VERSION} {examples.__qualname__}"
-        streamed.fingerprint = _key(replace(job, source=nameless, validation=None, skip_bad_rows=False), how)
-        job, held_out = replace(job, source=validation or source, validation=None), "train"
-    report, folder = BuildReport(streamed), cache / "tokenized" / _key(job, _code(examples))
-    if not config.streaming or validation:
-        processes = config.tokenize_processes or cores()
-        build_once(folder, lambda temporary: _build(temporary, job, processes), verify)
-        report = BuildReport.load(folder / "meta.json")
-        if config.streaming:
-            report.train, report.validation = streamed, report.train
-    for split in (report.train, report.validation):
-        check_ids(split.largest_id if split else -1, source.name, tokenizer, vocabulary_size)
-    summary = [*([note] if note else []), *summary, *describe(report, want_validation)]
-    has_validation = report.validation is not None and want_validation
-    if want_validation and not has_validation:
+    report, folder = _tokenized(_Job(source, held_out, fraction, config, encoder, examples), cache, verify)
+    if not want_validation:
+        report = replace(report, validation=None)
+    for split in filter(None, (report.train, report.validation)):
+        check_ids(split.largest_id, source.name, tokenizer, vocabulary_size)
+    summary += describe(report, want_validation)
+    if want_validation and report.validation is None:
         summary.append("no validation data: --validation FILE or --validation 0.05")
     return TokenizedData(
         train=None if config.streaming else Dataset.from_file(str(folder / "train.arrow")),
-        validation=Dataset.from_file(str(folder / f"{held_out}.arrow")) if has_validation else None,
+        validation=Dataset.from_file(str(folder / "validation.arrow")) if report.validation else None,
         chat_sample=report.chat_sample,
         summary=summary,
         report=report,
@@ -185,24 +161,34 @@ def _look_at_formats(source: Source, validation: Source | None, wanted: str) -> 
     return kinds, lines
 
 
-def _code(examples: ExamplesOf) -> str:
-    """A hash of the code that makes tokens: who changes a format or the examples must not train on old ones."""
-    digest = hashlib.sha256(inspect.getsource(examples).encode())
+def _tokenized(job: _Job, cache: Path, verify: bool) -> tuple[BuildReport, Path]:
+    """What was counted, and the folder of the tokenized rows, which are taken from the cache or made. With streaming
+    they are the validation rows, if there are any."""
+    # Who changes a format or the examples must not train on old ones.
+    code = hashlib.sha256(inspect.getsource(job.examples).encode())
     for name in CODE:
-        digest.update(Path(__file__).with_name(f"{name}.py").read_bytes())
-    return digest.hexdigest()
+        code.update(Path(__file__).with_name(f"{name}.py").read_bytes())
+    folder = cache / "tokenized" / _key(job, f"{code.hexdigest()} {job.config.streaming}")
+    report = BuildReport(SplitStatistics())
+    if job.validation or not job.config.streaming:
+        build_once(folder, lambda temporary: _build(temporary, job), verify)
+        report = BuildReport.load(folder / "meta.json")
+    if job.config.streaming:
+        config = replace(job.config, skip_bad_rows=False)
+        nameless = replace(job, source=replace(job.source, name=""), validation=None, config=config)
+        report.train.fingerprint = _key(nameless, f"{CODE_VERSION} {job.examples.__qualname__}")
+    return report, folder
 
 
 def _key(job: _Job, code: str) -> str:
-    encoder = job.encoder
-    tokenizer = encoder.tokenizer
+    tokenizer = job.encoder.tokenizer
     tokenizer("")  # the backend's text holds its last truncation and padding, too: a plain call resets them
     parts = [
         code,
         *(job.source.name, job.source.identity),  # the name stands in the places of rows
         *((job.validation.name, job.validation.identity) if job.validation else (str(job.fraction),)),
-        *(job.wanted_format, str(job.skip_bad_rows)),
-        *(encoder.truncation, encoder.labels, str(encoder.context_length)),
+        *(job.config.dataset_format, str(job.config.skip_bad_rows)),
+        *(job.encoder.truncation, job.encoder.labels, str(job.encoder.context_length)),
         tokenizer.backend_tokenizer.to_str(),
         json.dumps(tokenizer.special_tokens_map, default=str, sort_keys=True),
         json.dumps(tokenizer.chat_template, sort_keys=True),
@@ -210,44 +196,43 @@ def _key(job: _Job, code: str) -> str:
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
 
 
-def _build(folder: Path, job: _Job, processes: int) -> None:
-    """Write train.arrow, validation.arrow if there is validation data, and meta.json."""
-    train, validation = SplitWriter(folder / "train.arrow", job.encoder), None
-    if job.fraction or job.validation:
-        validation = SplitWriter(folder / "validation.arrow", job.encoder)
-    bad, rows = BadRows(job.skip_bad_rows), 0
+def _build(folder: Path, job: _Job) -> None:
+    """Write train.arrow unless it is streamed, validation.arrow if there is validation data, and meta.json."""
+    config, bad, rows = job.config, BadRows(job.config.skip_bad_rows), 0
+    wanted = {"train": not config.streaming, "validation": job.fraction or job.validation}
+    splits = {name: SplitWriter(folder / f"{name}.arrow", job.encoder) for name in wanted if wanted[name]}
     started = logged = time.monotonic()
-    for source in filter(None, (job.source, job.validation)):
-        chunks = chunks_of(source, job.wanted_format)
-        with closing(encode_chunks(chunks, job.encoder, job.examples, processes)) as encoded_chunks:
-            for chunk, encoded in encoded_chunks:
+    for source in filter(None, (None if config.streaming else job.source, job.validation)):
+        chunks = chunks_of(source, config.dataset_format)
+        with closing(encode_chunks(chunks, job.encoder, job.examples, config.tokenize_processes or cores())) as pairs:
+            for chunk, encoded in pairs:
                 bad.note(encoded)
                 held_out = numpy.full(len(chunk), source is job.validation)
                 if job.fraction is not None:
                     held_out = encoded.rows["content"] / 2**64 < job.fraction
-                if validation is not None:
-                    validation.add(chunk, encoded, held_out)
-                train.add(chunk, encoded, ~held_out)
+                for name, split in splits.items():
+                    split.add(chunk, encoded, held_out if name == "validation" else ~held_out)
                 rows += len(chunk)
                 if time.monotonic() - logged > SECONDS_BETWEEN_LINES:
                     logged = time.monotonic()
                     log.info(f"tokenizing: {rows:,} rows in {logged - started:.0f} s")
-    sample = (validation or train).first_chat
-    report = BuildReport(train.close(), validation.close() if validation else None, bad.count, bad.first, sample)
-    for split, source in ((report.train, job.source), (report.validation, job.validation or job.source)):
-        if split and not split.rows:
-            why = (
-                f"longer than --context_length {job.encoder.context_length} (see --truncation) or have nothing to learn"
-            )
+    sample = [split.first_chat for split in splits.values()][-1] or None
+    names = {"train": job.source.name, "validation": (job.validation or job.source).name}
+    counted = {name: split.close() for name, split in splits.items()}
+    for name, statistics in counted.items():
+        if not statistics.rows:
             raise UserError(
-                f"{source.name}: no row is left to train on or to validate with: {split.skipped:,} are {why}, "
-                f"{bad.count:,} are bad.\nExpected other rows, a larger fraction, or --run_validation False."
+                f"{names[name]}: no row is left to train on or to validate with: {statistics.skipped:,} are longer "
+                f"than --context_length {job.encoder.context_length} (see --truncation) or have nothing to learn, "
+                f"{bad.count:,} are bad.\n"
+                "Expected other rows, a larger fraction, or --run_validation False."
             )
-    report.save(folder / "meta.json")
+    train = counted.get("train", SplitStatistics())
+    BuildReport(train, counted.get("validation"), bad.count, bad.first, sample).save(folder / "meta.json")
     log.info(f"tokenized {rows:,} rows in {time.monotonic() - started:.1f} s")
 
 
-def check_ids(largest_id: int, name: str, tokenizer: "PreTrainedTokenizerBase", vocabulary_size: int | None) -> None:
+def check_ids(largest_id: int, name: str, tokenizer: PreTrainedTokenizerBase, vocabulary_size: int | None) -> None:
     """Refuse ids the model has no embedding for: training would stop in the middle, at the first row with one."""
     if vocabulary_size is not None and largest_id >= vocabulary_size:
         token = tokenizer.convert_ids_to_tokens(largest_id)

@@ -10,12 +10,11 @@ tokenizing.
 """
 
 import itertools
-import traceback
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from contextlib import closing
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import pyarrow
 import torch.distributed as dist
@@ -23,65 +22,54 @@ from datasets import Dataset
 from datasets.table import InMemoryTable
 
 from llama_ft.config import Config
-from llama_ft.data.batches import BatchSampler, collate, group_size, mixed, row_lengths, target_token_counts
-from llama_ft.data.build import BadRows, Chunk, EncodedChunk, chunks_of, encode_chunk, encode_chunks
+from llama_ft.data.batches import BatchSampler, collate_step, mixed
+from llama_ft.data.build import BadRows, EncodedChunk, attempt, chunks_of, encode_chunk, encode_chunks
 from llama_ft.data.prefetch import Prefetcher, PreparedBatches, StepBatches
 from llama_ft.data.prepare import TokenizedData, check_ids
+from llama_ft.data.sources import Source
+from llama_ft.data.tokenize import Encoder, ExamplesOf
 from llama_ft.errors import UserError
-from llama_ft.runtime.console import log
-
-if TYPE_CHECKING:
-    from llama_ft.runtime import Runtime
+from llama_ft.runtime import Runtime, log
 
 START = {"epoch": 0, "chunk": 0, "window": 0, "step_in_window": 0}
 CLOSED, ENDED = "closed", "ended"
 
 
-class Window(NamedTuple):
-    """Samples that are shuffled and packed together: which pass over the source, where it begins there, and its number
-    in the pass, all counted from 0; whether it is the last of the pass; columns as of `build.FEATURES`, in memory."""
-
-    epoch: int
-    first_chunk: int
-    number: int
-    ends_epoch: bool
-    rows: Dataset
+# Samples that are shuffled and packed together: where they begin in the source (epoch, chunk, window); whether they are
+# the last of the epoch; columns as of `build.FEATURES`, in memory.
+Window = tuple[dict[str, int], bool, Dataset]
 
 
 class StreamedBatches:
     """The training samples of a run with `streaming`. The same interface as `PreparedBatches`; all ranks make one.
 
-    Arguments as of `plan_training`.
+    Args:
+        stream: that of `TokenizedData`.
+        sampler: makes a `BatchSampler` of rows and a seed.
+        config, pad_token_id, vocabulary_size, runtime: as of `plan_training`.
     """
+
+    size = None  # of an epoch: not known
 
     def __init__(
         self,
+        stream: tuple[Source, Encoder, ExamplesOf],
         config: Config,
-        data: TokenizedData,
-        context_length: int,
-        global_batch: int,
+        sampler: "partial[BatchSampler]",
         pad_token_id: int,
         vocabulary_size: int | None,
-        runtime: "Runtime",
+        runtime: Runtime,
     ) -> None:
-        assert data.stream is not None
-        self._source, self._encoder, self._examples = data.stream
+        self._source, self._encoder, self._examples = stream
         self.total_steps, self._seed, self._config = config.train.max_train_step, config.train.seed, config.data
-        self.pack_length = context_length if config.data.batching_strategy == "packing" else None
-        self._global_batch, self._pad_token_id, self._vocabulary_size = global_batch, pad_token_id, vocabulary_size
-        self._runtime = runtime
-        self._plan = partial(
-            BatchSampler, pack_length=self.pack_length, global_batch=global_batch, world_size=runtime.world_size,
-            rank=runtime.rank, micro_batch=config.train.batch_size_training,
-        )  # fmt: skip
-        self._is_wanted, self._is_over = True, False
+        self.pack_length: int | None = sampler.keywords["pack_length"]
+        self._global_batch: int = sampler.keywords["global_batch"]
+        self._sampler, self._pad_token_id, self._vocabulary_size = sampler, pad_token_id, vocabulary_size
+        self._runtime, self._is_wanted = runtime, True
         # One of its own: its collectives run in a thread, in no fixed order with those of training.
         self._group = dist.new_group(backend="gloo", timeout=timedelta(hours=6))
-
-    @property
-    def size(self) -> int | None:
-        """Of an epoch: not known."""
-        return None
+        why = "all are bad, longer than --context_length (see --truncation), or without an answer in it"
+        self._nothing_left = UserError(f"{self._source.name}: no row can be trained on: {why}.")
 
     def first_rows(self) -> Dataset:
         """The first samples of the source, tokenized on every rank."""
@@ -90,135 +78,97 @@ class StreamedBatches:
             encoded = encode_chunk(chunk, self._encoder, self._examples)
             bad.note(encoded)
             if len(encoded.table):
-                break
-        if not len(encoded.table):
-            raise self._nothing_left()
-        return _dataset([encoded.table])
+                return Dataset(InMemoryTable(encoded.table))
+        raise self._nothing_left
 
     def describe(self) -> str:
         """How samples are laid out and how many steps they are, for people."""
         unit = "rows" if self.pack_length is None else f"packs of {self.pack_length:,} tokens"
-        return (
-            f"{self._source.name} is read while training, {self._config.shuffle_buffer:,} rows ahead, and from the "
-            f"beginning again where it ends\n{self.total_steps} optimizer steps of {self._global_batch} {unit}"
-        )
+        steps = f"{self.total_steps} optimizer steps of {self._global_batch} {unit}"
+        return f"{self._source.name} is read while training, {self._config.shuffle_buffer:,} rows ahead\n{steps}"
 
     def steps(self, first: int, last: int, position: dict[str, int]) -> Generator[StepBatches, None, None]:
-        """Yield the steps `first` to `last`, counted from 1, both included.
-
-        Args:
-            first: one more than the step that `position` is of.
-            last: the last one wanted.
-            position: that of the StepBatches before, {} at the beginning.
-        """
-        if first > last:
-            return
-        position, self._is_wanted = position or START, True
+        """Yield the steps `first` to `last`, counted from 1, both included. `position` is that of the StepBatches
+        before, {} at the beginning."""
+        position = position or START
         step, skip = first, position["step_in_window"]
         with Prefetcher(self._windows(position), 1) as ready:
-            for window in ready:
-                seed, group = mixed(self._seed, window.epoch, window.number), group_size(window.rows)
-                lengths, targets = row_lengths(window.rows), target_token_counts(window.rows)
-                plan = self._plan(lengths, targets, seed=seed, group=group)
-                if step == first and len(plan) < self._global_batch and not window.ends_epoch:
+            for start, ends_epoch, rows in ready:
+                plan = self._sampler(rows, seed=mixed(self._seed, start["epoch"], start["window"]))
+                if step == first and len(plan) < plan.global_batch and not ends_epoch:
                     log.warning(
                         f"--shuffle_buffer {self._config.shuffle_buffer}: its rows fill {len(plan):,} of the "
-                        f"{self._global_batch:,} places of a step, so steps are smaller. A larger one fills them."
+                        f"{plan.global_batch:,} places of a step, so steps are smaller. A larger one fills them."
                     )
                 for step_in_window in range(skip, plan.steps_per_epoch):
                     if step > last:
                         self._is_wanted = False  # not only when the next window is full
                         return
                     share = plan.step(0, step_in_window)
-                    is_end = window.ends_epoch and step_in_window == plan.steps_per_epoch - 1
-                    batches = [
-                        collate(window.rows, rows, self._pad_token_id, plan.is_packed) for rows in share.micro_batches
-                    ]
-                    now = dict(zip(START, (*window[:3], step_in_window + 1), strict=True))
-                    seen = float(window.epoch + is_end)
-                    yield StepBatches(step, window.epoch, seen, is_end, share.target_tokens, batches, now)
+                    is_end = ends_epoch and step_in_window == plan.steps_per_epoch - 1
+                    batches = collate_step(rows, share, self._pad_token_id, self.pack_length)
+                    seen, now = float(start["epoch"] + is_end), {**start, "step_in_window": step_in_window + 1}
+                    yield StepBatches(step, start["epoch"], seen, is_end, share.target_tokens, batches, now)
                     step += 1
                 skip = 0
 
     def _windows(self, position: dict[str, int]) -> Generator[Window, None, None]:
-        """Yield windows without end, from the one that `position` is in.
+        """Yield windows without end, from the one that `position` is in."""
+        epoch, number, first_chunk = position["epoch"], position["window"], position["chunk"]
+        bad, at, tables = BadRows(self._config.skip_bad_rows), first_chunk, list[pyarrow.Table]()
+        with closing(self._exchanged(first_chunk)) as chunks:
+            for encoded in chunks:
+                if encoded is not None:
+                    bad.note(encoded)
+                    check_ids(encoded.largest_id, self._source.name, self._encoder.tokenizer, self._vocabulary_size)
+                rows = sum(map(len, tables))
+                if rows >= self._config.shuffle_buffer or (rows and encoded is None):
+                    start = {"epoch": epoch, "chunk": first_chunk, "window": number}
+                    yield start, encoded is None, Dataset(InMemoryTable(pyarrow.concat_tables(tables)))
+                    tables, number, first_chunk = [], number + 1, at
+                if encoded is not None:
+                    tables.append(encoded.table)
+                    at += 1
+                    continue
+                if number == 0:
+                    raise self._nothing_left
+                if bad.count:
+                    log.warning(f"{self._source.name}: {bad.count:,} bad rows skipped: {'; '.join(bad.first)}")
+                bad, epoch, at, tables, number, first_chunk = BadRows(bad.skip), epoch + 1, 0, [], 0, 0
+
+    def _exchanged(self, first_chunk: int) -> Generator[EncodedChunk | None, None, None]:
+        """Yield the chunks of one pass after another in order, each tokenized by one rank; None ends a pass.
 
         All ranks exchange one chunk at a time, in step. A rank that wants no more, wherever it stands, takes part in
         one more exchange to say so, unless another has said so, or what is wrong, in the one before.
         """
-        self._is_over = False
+        processes, is_over = self._config.tokenize_processes or 1, False
         try:
-            number, first_chunk = position["window"], position["chunk"]
-            for epoch in itertools.count(position["epoch"]):
-                yield from self._pass(epoch, number, first_chunk)
-                if self._is_over:
-                    return
-                number = first_chunk = 0
-        finally:
-            if not self._is_over:
-                self._gather(CLOSED)
-
-    def _pass(self, epoch: int, number: int, first_chunk: int) -> Generator[Window, None, None]:
-        bad, at, tables = BadRows(self._config.skip_bad_rows), first_chunk, list[pyarrow.Table]()
-        with closing(self._exchanged(first_chunk)) as exchanged:
-            for encoded in exchanged:
-                bad.note(encoded)
-                check_ids(encoded.largest_id, self._source.name, self._encoder.tokenizer, self._vocabulary_size)
-                if sum(map(len, tables)) >= self._config.shuffle_buffer:
-                    yield Window(epoch, first_chunk, number, False, _dataset(tables))
-                    tables, number, first_chunk = [], number + 1, at
-                tables.append(encoded.table)
-                at += 1
-        if self._is_over:
-            return
-        if not any(map(len, tables)) and number == 0:
-            raise self._nothing_left()
-        if bad.count:
-            log.warning(f"{self._source.name}: {bad.count:,} bad rows skipped: {'; '.join(bad.first)}")
-        if any(map(len, tables)):
-            yield Window(epoch, first_chunk, number, True, _dataset(tables))
-
-    def _nothing_left(self) -> UserError:
-        why = "all are bad, longer than --context_length (see --truncation), or without an answer in it"
-        return UserError(f"{self._source.name}: no row can be trained on: {why}.")
-
-    def _exchanged(self, first_chunk: int) -> Generator[EncodedChunk, None, None]:
-        """Yield the chunks of one pass in order, each tokenized by one rank, until the last or until it is over."""
-        chunks = chunks_of(self._source, self._config.dataset_format)
-        mine = itertools.islice(chunks, first_chunk + self._runtime.rank, None, self._runtime.world_size)
-        processes = self._config.tokenize_processes or 1
-        with closing(encode_chunks(mine, self._encoder, self._examples, processes)) as own:
             while True:
-                items = self._gather(_next(own) if self._is_wanted else CLOSED)
-                # Before any is yielded: who is closed there must not call the others once more.
-                self._is_over = any(item == CLOSED or isinstance(item, Exception) for item in items)
-                for item in items:
-                    if isinstance(item, Exception):
-                        raise item
-                    if not isinstance(item, EncodedChunk):
-                        return
-                    yield item
+                chunks = chunks_of(self._source, self._config.dataset_format)
+                mine = itertools.islice(chunks, first_chunk + self._runtime.rank, None, self._runtime.world_size)
+                with closing(encode_chunks(mine, self._encoder, self._examples, processes)) as pairs:
+                    own, items = (encoded for _, encoded in pairs), list[Any]()
+                    while ENDED not in items:
+                        items = self._gather(attempt(next, own, ENDED) if self._is_wanted else CLOSED)
+                        stops = [item for item in items if isinstance(item, Exception) or item == CLOSED]
+                        # Before any is yielded: who is closed there must not call the others once more.
+                        is_over = bool(stops)
+                        if is_over and isinstance(stops[0], Exception):
+                            raise stops[0]
+                        if is_over:
+                            return
+                        yield from (item for item in items if item != ENDED)
+                yield None
+                first_chunk = 0
+        finally:
+            if not is_over:
+                self._gather(CLOSED)
 
     def _gather(self, item: Any) -> list[Any]:
         everyone: list[Any] = [None] * self._runtime.world_size
         dist.all_gather_object(everyone, item, group=self._group)
         return everyone
-
-
-def _dataset(tables: list[pyarrow.Table]) -> Dataset:
-    return Dataset(InMemoryTable(pyarrow.concat_tables(tables)))
-
-
-def _next(own: Iterator[tuple[Chunk, EncodedChunk]]) -> Any:
-    """The next chunk of this rank, tokenized, or what there is instead."""
-    try:
-        return next(own)[1]
-    except StopIteration:
-        return ENDED
-    except UserError as error:  # every rank should hear of it, not wait
-        return error
-    except Exception:
-        return RuntimeError(f"while samples were read and tokenized\n{traceback.format_exc()}")
 
 
 TrainingBatches = PreparedBatches | StreamedBatches
@@ -231,7 +181,7 @@ def plan_training(
     global_batch: int,
     pad_token_id: int,
     vocabulary_size: int | None,
-    runtime: "Runtime",
+    runtime: Runtime,
 ) -> TrainingBatches:
     """Settle which samples this rank sees at which step: a function of (seed, epoch, step), and of nothing else.
 
@@ -254,14 +204,16 @@ def plan_training(
             f"--dataset: rank {', '.join(other)} has other rows than rank 0.\nExpected the same files on every node, "
             "and the same rows in the same order whenever a function is called: a shuffle in it needs a seed."
         )
-    settings, rows = config.train, data.train
-    pack_length = context_length if config.data.batching_strategy == "packing" else None
+    sampler = partial(
+        BatchSampler.of,
+        pack_length=context_length if config.data.batching_strategy == "packing" else None,
+        global_batch=global_batch,
+        world_size=runtime.world_size,
+        rank=runtime.rank,
+        micro_batch=config.train.batch_size_training,
+    )
     if data.stream is not None:
-        return StreamedBatches(config, data, context_length, global_batch, pad_token_id, vocabulary_size, runtime)
-    assert rows is not None  # one or the other
-    plan = BatchSampler(
-        row_lengths(rows), target_token_counts(rows), pack_length=pack_length, global_batch=global_batch,
-        world_size=runtime.world_size, rank=runtime.rank, micro_batch=settings.batch_size_training, seed=settings.seed,
-        group=group_size(rows),
-    )  # fmt: skip
-    return PreparedBatches(rows, plan, pad_token_id, settings.num_epochs, settings.max_train_step)
+        return StreamedBatches(data.stream, config, sampler, pad_token_id, vocabulary_size, runtime)
+    assert data.train is not None  # one or the other
+    plan = sampler(data.train, seed=config.train.seed)
+    return PreparedBatches(data.train, plan, pad_token_id, config.train.num_epochs, config.train.max_train_step)

@@ -4,16 +4,15 @@ from bisect import bisect_left
 from collections.abc import Callable
 from functools import cached_property
 from itertools import accumulate
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
+
+from transformers import PreTrainedTokenizerBase
 
 from llama_ft.data import formats
 from llama_ft.data.chat_template import ALPACA, INPUT_HEADING, Span, added_bos
 from llama_ft.data.formats import FORMATS, BadRow, Content, Row, RowFormat, TokenRow
 from llama_ft.data.loss_mask import ChatRenderer
 from llama_ft.errors import UserError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 LONGEST_TEXT = 10_000_000  # characters: a tokenizer takes up to 200 bytes for each, and 20 s for all
 IGNORED = -100  # torch's cross_entropy leaves such labels out
@@ -25,16 +24,13 @@ Example = tuple[list[int], list[int]]  # input ids and labels of any length, as 
 class Encoded(NamedTuple):
     """An example of at most context_length tokens, or a piece of a longer one.
 
-    Attributes:
-        input_ids: tokens, at most context_length.
-        labels: the same tokens where they are trained on, elsewhere -100. Not shifted: position i is predicted from
-            the positions before it, as transformers' models have it.
-        truncated: a part was cut off and is lost.
+    Labels are the same tokens where they are trained on, elsewhere -100. They are not shifted: position i is predicted
+    from the positions before it, as transformers' models have it.
     """
 
     input_ids: list[int]
     labels: list[int]
-    truncated: bool
+    truncated: bool  # a part was cut off and is lost
 
     @property
     def target_tokens(self) -> int:
@@ -57,15 +53,13 @@ class Encoder:
 
     def __init__(
         self,
-        tokenizer: "PreTrainedTokenizerBase",
+        tokenizer: PreTrainedTokenizerBase,
         context_length: int,
         truncation: Truncation = "right",
         labels: Labels = "auto",
     ) -> None:
-        self.tokenizer = tokenizer
-        self.context_length = context_length
-        self.truncation = truncation
-        self.labels = labels
+        self.tokenizer, self.context_length = tokenizer, context_length
+        self.truncation, self.labels = truncation, labels
         self._vocabulary_size = len(tokenizer)
         if not tokenizer.is_fast:
             raise UserError(f"{type(tokenizer).__name__}: expected a fast tokenizer, one with a tokenizer.json.")
@@ -105,9 +99,8 @@ class Encoder:
         if (isinstance(content, TokenRow) or not content[0]) and self.labels not in fitting:
             raise UserError(f"--labels {self.labels}: expected {' or '.join(fitting)} for the format {row_format}.")
         if isinstance(content, TokenRow):
-            bad = [token for token in content.input_ids if not 0 <= token < self._vocabulary_size]
-            bad += [token for token in content.labels if not 0 <= token < self._vocabulary_size and token != IGNORED]
-            if bad:
+            tokens = (*content.input_ids, *(label for label in content.labels if label != IGNORED))
+            if bad := [token for token in tokens if not 0 <= token < self._vocabulary_size]:
                 raise BadRow(f"it holds the token {bad[0]}; expected 0 to {self._vocabulary_size - 1}.")
             return content
         return self._tokenize_text(*content)
@@ -155,8 +148,9 @@ class Encoder:
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:  # JSON can write half of a character, which no tokenizer takes
-            half = f"\\u{ord(text[error.start]):04x}"
-            raise BadRow(f"{half} is half of a character (a lone surrogate); expected Unicode text.") from None
+            raise BadRow(
+                f"\\u{ord(text[error.start]):04x} is half of a character (a lone surrogate); expected Unicode text."
+            ) from None
         # The backend's own call: tokenizer(text) sets truncation and padding anew each time, a tenth of the time here.
         encoding = self.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
         input_ids: list[int] = encoding.ids
