@@ -38,10 +38,8 @@ def main(options: ExportFlags) -> None:
         exporter = checkpoint.Exporter.prepare(
             valid, options.base_model, options.tokenizer_name, options.trust_remote_code, merge=options.merge
         )
-    if exporter.adapter is None:
+    if exporter.adapter is None or options.merge or options.kind == "adapter":
         exporter.write_model(*write)
-    elif options.merge or options.kind == "adapter":
-        exporter.write_merged(*write)
     else:
         exporter.write_adapter(*write[:2])
     log.info(f"Written: {folder}")

@@ -136,7 +136,7 @@ def test_an_adapter_is_what_peft_would_save_and_merges_as_peft_merges(case: str,
     assert targets == sorted(targets), "the same file each time, whatever order a set has"
     assert torch.equal(logits(PeftModel.from_pretrained(load(base), tmp_path / "adapter").eval()), logits(reference))
 
-    exporter.write_merged(tmp_path / "merged", torch.float32, 60_000)
+    exporter.write_model(tmp_path / "merged", torch.float32, 60_000)
     expected = logits(reference)
     assert (logits(load(tmp_path / "merged")) - expected).abs().max() < 1e-5 * expected.abs().max().clamp(min=1)
     if "modules_to_save" not in settings:  # peft's merge changes embedding and head together

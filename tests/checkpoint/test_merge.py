@@ -42,7 +42,7 @@ def save_adapter(base: Path, folder: Path, **settings: Any) -> Path:
 
 
 def merge(adapter: Path, base: Path, folder: Path, save_dtype: torch.dtype | None = None) -> Path:
-    Exporter.of_adapter(adapter, base, str(base), trust_remote_code=False).write_merged(folder, save_dtype, 60_000)
+    Exporter.of_adapter(adapter, base, str(base), trust_remote_code=False).write_model(folder, save_dtype, 60_000)
     return folder
 
 
@@ -70,15 +70,15 @@ def test_the_merged_model_is_the_adapted_one(case: str, bases: Path, tmp_path: P
             torch.testing.assert_close(weights[name], tensor, rtol=1e-5, atol=1e-6, msg=name)
 
 
-def test_what_the_adapter_does_not_change_stays_bit_by_bit_under_its_own_name(bases: Path, tmp_path: Path) -> None:
+def test_what_the_adapter_does_not_change_stays_bit_by_bit(bases: Path, tmp_path: Path) -> None:
     base = shutil.copytree(bases / "mixtral", tmp_path / "base", ignore=shutil.ignore_patterns("*.safetensors*"))
     load(bases / "mixtral").to(torch.bfloat16).save_pretrained(base)
     short = shutil.copytree(bases / "gpt2", tmp_path / "short")
     save_file({n.removeprefix("transformer."): t for n, t in stored(short).items()}, short / "model.safetensors")
-    for place, target, own in ((base, "q_proj", "experts.2.w3"), (short, "c_attn", "h.0.attn.c_attn.weight")):
+    for place, named, target in ((base, base, "q_proj"), (short, bases / "gpt2", "c_attn")):  # by transformers' names
         adapter = save_adapter(place, tmp_path / target, target_modules=[target], fan_in_fan_out=place == short)
-        before, after = stored(place), stored(merge(adapter, place, tmp_path / f"{target}-merged"))
-        assert before.keys() == after.keys() and any(own in name for name in after)
+        before, after = stored(named), stored(merge(adapter, place, tmp_path / f"{target}-merged"))
+        assert before.keys() == after.keys()
         for name, tensor in before.items():
             assert after[name].dtype == tensor.dtype
             assert torch.equal(after[name], tensor) != (f"{target}.weight" in name), name

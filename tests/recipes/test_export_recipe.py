@@ -182,7 +182,7 @@ else:
     def export(way, name):
         out = folder / f"{name}-{way}-out"
         if way == "adapter":
-            Exporter.of_adapter(folder / f"{name}-adapter", folder / name, name, False).write_merged(out, None, 10**10)
+            Exporter.of_adapter(folder / f"{name}-adapter", folder / name, name, False).write_model(out, None, 10**10)
         else:
             checkpoint = find_valid(folder / f"{name}-full")
             Exporter.prepare(checkpoint, None, None, False, merge=True).write_model(out, torch.bfloat16, 10**10)
