@@ -31,8 +31,7 @@ from transformers.pytorch_utils import Conv1D
 
 from llama_ft import data, models
 from llama_ft.checkpoint import export
-from llama_ft.checkpoint.export import SavedWeights, written_aside
-from llama_ft.checkpoint.model_card import write_model_card
+from llama_ft.checkpoint.export import SavedWeights, write_model_card, written_aside
 from llama_ft.checkpoint.reader import Checkpoint, complete_checkpoints, step_folder
 from llama_ft.checkpoint.resume import first_valid, result_step
 from llama_ft.checkpoint.state import check_same_tensors
@@ -130,11 +129,12 @@ class Exporter:
         if config.model.trust_remote_code and not trust_remote_code:
             raise UserError(f"{checkpoint.folder}: its run had --trust_remote_code. Add it here too, or it is not run.")
         named = base_model or config.model.model_name
-        if named == "demo":
-            base = data.build_demo(data.cache_dir()).model_dir
-        else:
-            place = "--base_model" if base_model else f"{checkpoint.folder} (--base_model overrides it): base model"
-            base = models.local_folder(named, place, weights=merge or not config.peft.use_peft)
+        place = "--base_model" if base_model else f"{checkpoint.folder} (--base_model overrides it): base model"
+        base = (
+            data.build_demo(data.cache_dir()).model_dir
+            if named == "demo"
+            else models.local_folder(named, place, weights=merge or not config.peft.use_peft)
+        )
         new = models.NewTokens(**trainer["new_tokens"]) if trainer.get("new_tokens") else None
         model, adapter = _skeleton(base, trust_remote_code, new), None
         if config.peft.use_peft:
@@ -216,17 +216,17 @@ class Exporter:
         base, changes, trained = open_source(self.base, model), self._changes(), self._trained_keys()
         keys, source = account_for(model, base.tensors, self.base), OverlaidSource(base, self.trained)
         stored = {id(it): keys[name] for name, it in model.named_parameters() if name in keys}
-        replaced, ties = dict[str, str](), defaultdict[int, list[str]](list)  # a tied parameter has several names
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            if not lora.is_adapter_weight(name):
-                if id(parameter) in trained:
-                    replaced[lora.checkpoint_key(name)] = trained[id(parameter)]
-                if ".modules_to_save." not in name:
-                    ties[id(parameter)].append(lora.checkpoint_key(name))
+        every = model.named_parameters(remove_duplicate=False)
+        own = [(lora.checkpoint_key(name), name, id(it)) for name, it in every if not lora.is_adapter_weight(name)]
+        replaced = {key: trained[number] for key, _, number in own if number in trained}
+        ties = defaultdict[int, list[str]](list)  # a tied parameter has several names
+        for key, name, number in own:
+            if ".modules_to_save." not in name:
+                ties[number].append(key)
 
         written, tensors = dict[str, tuple[str, Change | None]](), dict[str, StoredTensor]()
-        for parameter_id, tie in ties.items():
-            key = stored[parameter_id]
+        for number, tie in ties.items():
+            key = stored[number]
             made = {name: (replaced.get(name, key), changes.get(name)) for name in tie}
             if len(set(made.values())) == 1:
                 made = {tie[0]: made[tie[0]]}
@@ -234,9 +234,9 @@ class Exporter:
                 config.tie_word_embeddings = False
             written |= made
             tensors |= dict.fromkeys(made, base.tensors[key])
-        saved = model.state_dict()
-        for name in (lora.checkpoint_key(name) for name, _ in model.named_buffers() if name in saved):
-            if name in base.tensors:  # what the base lacks, transformers computes
+        saved = model.state_dict().keys()
+        for name in [lora.checkpoint_key(name) for name, _ in model.named_buffers() if name in saved]:
+            if name in base.tensors:  # transformers computes the others
                 written[name], tensors[name] = (name, None), base.tensors[name]
 
         def rows(name: str, dtype: torch.dtype) -> Iterator[torch.Tensor]:
@@ -322,11 +322,10 @@ def understood_adapter(adapter: Path) -> LoraConfig:
 
 def check_settings(settings: Mapping[str, Any], place: str) -> None:
     """Raise a UserError unless all settings of an adapter are understood here, so that the result is its model."""
-    defaults = LoraConfig()
     others = [
         f"{name} = {value}"
         for name, value in settings.items()
-        if (name not in UNDERSTOOD and value and value != getattr(defaults, name, None))
+        if (name not in UNDERSTOOD and value and value != getattr(LoraConfig, name, None))
         or (name == "init_lora_weights" and value not in LEAVES_THE_BASE_ALONE)
         or (name == "task_type" and value not in (None, "CAUSAL_LM"))
         or (name == "peft_type" and value != "LORA")
