@@ -13,7 +13,6 @@ Whatever else PEFT can do, its merge_and_unload merges, with the whole model in 
 """
 
 import json
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -42,7 +41,6 @@ from llama_ft.models.conversion import open_source, saved_layout
 from llama_ft.models.load_weights import account_for
 from llama_ft.models.new_tokens import TokenRows
 from llama_ft.models.source import OverlaidSource, SafetensorsSource, StoredTensor, WeightSource, blocks
-from llama_ft.runtime import log
 
 # What an adapter_config.json may set. Anything else that is not left at its default is not merged here.
 UNDERSTOOD = {
@@ -71,7 +69,6 @@ def find_valid(place: Path) -> Checkpoint:
     if candidates and newest.trainer.get("ends_run"):
         step = result_step(recorded_config(newest), newest.step, int(newest.trainer["progress"]["best"]["step"]))
         if step != newest.step:
-            log.info(f"{newest.run} ended after step {newest.step}; its result is step {step}, the best one.")
             return first_valid([step_folder(newest.run, step), newest.folder])
     return newest
 
@@ -129,7 +126,7 @@ class Exporter:
         if config.model.trust_remote_code and not trust_remote_code:
             raise UserError(f"{checkpoint.folder}: its run had --trust_remote_code. Add it here too, or it is not run.")
         named = base_model or config.model.model_name
-        place = "--base_model" if base_model else f"{checkpoint.folder} (--base_model overrides it): base model"
+        place = f"{checkpoint.folder} (--base_model overrides it): base model"
         base = (
             data.build_demo(data.cache_dir()).model_dir
             if named == "demo"
@@ -198,7 +195,8 @@ class Exporter:
     def write_adapter(self, folder: Path, save_dtype: torch.dtype | None) -> None:
         """Write a peft folder; arguments as of write_model, None for fp32 or what else was trained."""
         assert self.adapter is not None
-        names = {key: self.keys[name] for name, key in self.adapter.keys.items()}
+        keys = self.adapter.keys
+        names = {keys[name]: self.keys[name] for name, _ in self.model.named_parameters() if name in keys}
         tensors = {key: self.trained.tensors[name] for key, name in names.items()}
         weights = SavedWeights(tensors, export.stored_rows(self.trained, names), save_dtype)
         with written_aside(folder) as aside:
@@ -219,10 +217,10 @@ class Exporter:
         every = model.named_parameters(remove_duplicate=False)
         own = [(lora.checkpoint_key(name), name, id(it)) for name, it in every if not lora.is_adapter_weight(name)]
         replaced = {key: trained[number] for key, _, number in own if number in trained}
-        ties = defaultdict[int, list[str]](list)  # a tied parameter has several names
+        ties = dict[int, list[str]]()  # a tied parameter has several names
         for key, name, number in own:
             if ".modules_to_save." not in name:
-                ties[number].append(key)
+                ties.setdefault(number, []).append(key)
 
         written, tensors = dict[str, tuple[str, Change | None]](), dict[str, StoredTensor]()
         for number, tie in ties.items():
@@ -245,8 +243,8 @@ class Exporter:
                 yield (change(block, start) if change else block).to(dtype)
                 start += len(block) if block.dim() else 1
 
-        layout = saved_layout(model, tensors)  # type: ignore[arg-type]  # only shapes are used
-        return SavedWeights(tensors, rows, save_dtype, groups=layout)
+        # Of the tensors, only shapes are used.
+        return SavedWeights(tensors, rows, save_dtype, groups=saved_layout(model, tensors))  # type: ignore[arg-type]
 
     def _trained_keys(self) -> dict[int, str]:
         return {id(it): self.keys[name] for name, it in self.model.named_parameters() if name in self.keys}

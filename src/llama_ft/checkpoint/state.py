@@ -15,6 +15,7 @@ from llama_ft.checkpoint.reader import Checkpoint
 from llama_ft.errors import UserError
 from llama_ft.models import ShardGroup
 from llama_ft.models.shards import local_shard
+from llama_ft.models.source import listed
 from llama_ft.runtime import Runtime
 from llama_ft.training.optimizer import create_states
 
@@ -70,9 +71,8 @@ def restore(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Opt
     """
     create_states(optimizer)
     restore_weights(checkpoint, model, [optimizer])
-    prefix = f"rng.{runtime.rank}."  # last: nothing above may draw from them
-    names = [name for name in checkpoint.tensors if name.startswith(prefix)]
-    states = {name.removeprefix(prefix): checkpoint.read(name) for name in names}
+    names = {kind: f"rng.{runtime.rank}.{kind}" for kind in ("cpu", "cuda")}  # last: nothing above may draw from them
+    states = {kind: checkpoint.read(name) for kind, name in names.items() if name in checkpoint.tensors}
     if "cpu" in states:
         torch.set_rng_state(states["cpu"])
     else:
@@ -104,8 +104,5 @@ def check_same_tensors(checkpoint: Checkpoint, live: Mapping[str, torch.Tensor],
 
     here, there = described(live), described(checkpoint.tensors)
     if different := sorted({name for name, _ in here.items() ^ there.items()}):
-        first = different[0]
-        raise UserError(
-            f"{checkpoint.folder}: its tensors are not those of this model and optimizer. {len(different)} differ, as "
-            f"{first}: {there.get(first, 'absent')} there, {here.get(first, 'absent')} here."
-        )
+        lines = [f"{name}: {there.get(name, 'absent')} there, {here.get(name, 'absent')} here" for name in different]
+        raise UserError(f"{checkpoint.folder}: does not fit the model or its optimizer:\n{listed(lines, 3)}")

@@ -220,8 +220,8 @@ class _ShardWriter(dcp.HuggingFaceStorageWriter):
         """Write a rank's file and sync it to disk; the result tells its checksum."""
         offsets = {item.index.fqn: {"saved_offsets": list(item.index.offset or ())} for item in plan.items}
         tensors = {name: self._copies[name] for name in offsets}
-        metadata = {"DCP_SHARDING_INFO": json.dumps(offsets), "DCP_VERSION": "1.0"}
-        with SafetensorsFile(self._file, tensors, metadata) as file:
+        header = {"DCP_SHARDING_INFO": json.dumps(offsets), "DCP_VERSION": "1.0"}
+        with SafetensorsFile(self._file, tensors, header) as file:
             for tensor in tensors.values():
                 file.append(tensor)
         written: TorchFuture[list[WriteResult]] = TorchFuture()
@@ -253,7 +253,5 @@ def _write_synced(path: Path, text: str) -> None:
 def _sync(path: Path) -> None:
     """Make a file's content, or a directory's entries, durable."""
     descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    os.fsync(descriptor)
+    os.close(descriptor)
