@@ -10,7 +10,7 @@ SOURCE = REPOSITORY / "src" / "llama_ft"
 LONGEST_FILE = 400
 # Lines per folder. They only go down; the goal is 15,000 in all.
 LINES = {
-    "": 440, "checkpoint": 1780, "config": 1900, "data": 3160, "evaluation": 380, "inference": 730, "models": 2770,
+    "": 430, "checkpoint": 1540, "config": 1900, "data": 3160, "evaluation": 380, "inference": 730, "models": 2770,
     "observe": 1420, "plan": 1650, "report": 630, "run": 380, "runtime": 1050, "training": 1190,
 }  # fmt: skip
 # What each folder imports of the others. config knows nobody; tools know the rest and are known by no other folder.
