@@ -149,7 +149,7 @@ def measure_resume(saved: Checkpoint, trainee: Trainee, job: Runtime) -> Round:
     file.read_bytes()  # brings it into the page cache
     return {
         "read": slowest(lambda: len(file.read_bytes()) and None, job),
-        "resume": slowest(lambda: restore(saved, trainee.model, trainee.optimizer, SETTINGS, job), job),
+        "resume": slowest(lambda: restore(saved, trainee.model, trainee.optimizer, job), job),
     }
 
 

@@ -29,7 +29,7 @@ def main(options: ExportFlags) -> None:
     folder, place = options.out, options.source
     write = (folder, checkpoint.save_dtype(options.save_dtype), parse_size(options.max_shard_size))
     if options.kind == "adapter" and options.base_model:
-        base = models.local_folder(options.base_model, options.base_place)
+        base = models.local_folder(options.base_model, f"{place} (--base_model overrides it): base model")
         log.info(f"The adapter: {place}")
         exporter = checkpoint.Exporter.of_adapter(place, base, options.base_model, options.trust_remote_code)
     else:
@@ -38,10 +38,8 @@ def main(options: ExportFlags) -> None:
         exporter = checkpoint.Exporter.prepare(
             valid, options.base_model, options.tokenizer_name, options.trust_remote_code, merge=options.merge
         )
-    if exporter.adapter is None:
+    if exporter.adapter is None or options.merge or options.kind == "adapter":
         exporter.write_model(*write)
-    elif options.merge or options.kind == "adapter":
-        exporter.write_merged(*write)
     else:
         exporter.write_adapter(*write[:2])
     log.info(f"Written: {folder}")

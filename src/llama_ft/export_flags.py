@@ -1,15 +1,16 @@
 """The command line of recipes/export.py."""
 
 import json
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from huggingface_hub import constants, get_token
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from llama_ft.config.paths import base_model_of, folder_problem, model_dir_problem, model_problem
-from llama_ft.config.run_settings import STRICT, Count, Size
+from llama_ft.config.run_settings import STRICT, Size
 from llama_ft.config.tool_flags import check, read
 from llama_ft.errors import UserError
 
@@ -19,19 +20,14 @@ class ExportFlags:
     """Flags of recipes/export.py."""
 
     places: list[str] = Field(default_factory=list)
-    """CHECKPOINT OUT, which stand alone: a checkpoint, a run's directory or a saved adapter, which is merged; and the
-    directory that is written."""
-
-    step: Count | None = None
-    """Of a run's directory: the checkpoint of this step; if not given, after early stopping the best one, else the
-    newest sound one."""
+    """CHECKPOINT OUT: a checkpoint, a run's directory (its best checkpoint after early stopping, else the newest valid
+    one) or a saved adapter, which is merged; and the directory that is written."""
 
     merge: bool = False
     """LoRA: write a whole model with the adapter merged into it."""
 
     base_model: str | None = None
-    """Directory or Hub name of the unquantized model that was fine-tuned; if not given, what the run or the adapter
-    names."""
+    """Directory or Hub name of the unquantized base model; if not given, what the run or the adapter names."""
 
     tokenizer_name: str | None = None
     """Directory or Hub name of another tokenizer."""
@@ -49,41 +45,35 @@ class ExportFlags:
     """Replace the model that OUT already holds."""
 
     push_to_hub: str | None = None
-    """OWNER/NAME: then upload OUT to this repository of the Hugging Face Hub, with the token of HF_TOKEN or
-    `hf auth login`."""
+    """OWNER/NAME: then upload OUT to this Hugging Face repository, with the token of HF_TOKEN or `hf auth login`."""
 
     private: bool = False
     """With --push_to_hub: a private repository."""
 
-    # No flags: settled by the others. base_place names the base model in messages.
+    # No flags: settled by the others.
     source: ClassVar[Path]
     out: ClassVar[Path]
     kind: ClassVar[Literal["checkpoint", "run", "adapter"] | None]
-    base_place: ClassVar[str]
 
 
 def read_export_flags(argv: list[str], description: str) -> ExportFlags:
-    """Return the flags, with `source`, `out`, `kind`, `base_model` and `base_place` settled; raise UserError with all
-    errors."""
+    """Return the flags, with `source`, `out`, `kind` and `base_model` settled; raise UserError with all errors."""
     options, _, errors = read(argv, ExportFlags, description, {"dtype": "save_dtype"})
     if len(options.places) != 2:
         raise UserError(*errors, "Expected export.py CHECKPOINT OUT: what is read, and the directory that is written.")
     source, out = options.places
-    step = f"checkpoints/step-{options.step:06d}" if options.step else ""
-    options.source, options.out = Path(source).expanduser() / step, Path(out).expanduser().absolute()
+    options.source, options.out = Path(source).expanduser(), Path(out).expanduser().absolute()
     options.kind = export_kind(options.source)
     if options.kind is None:
         none = "is neither a checkpoint, nor a run's directory, nor an adapter."
         raise UserError(*errors, f"{options.source}: {folder_problem(options.source, 'a directory') or none}")
-    options.base_place = "--base_model" if options.base_model else f"{source} (--base_model overrides it): base model"
-    settings = recorded_settings(options.source)
     if options.kind == "adapter" and not options.base_model:
         options.base_model = base_model_of(source)
-    base = options.base_model or settings.get("model_name")
+    recorded = recorded_inputs(options.source)
+    base = options.base_model or recorded.get("model_name")
     if base and (error := model_problem(base)):
-        errors.append(f"{options.base_place} {base}: {error}")
-    reads = {name: settings.get(name) for name in ("model_name", "tokenizer_name", "from_peft_checkpoint")}
-    inputs = {"CHECKPOINT": source, "its base model": base, "--tokenizer_name": options.tokenizer_name, **reads}
+        errors.append(f"{source} (--base_model overrides it): base model {base}: {error}")
+    inputs = {"CHECKPOINT": source, "its base model": base, "--tokenizer_name": options.tokenizer_name, **recorded}
     if error := model_dir_problem(out, options.overwrite, inputs):
         errors.append(f"{out}: {error}")
     if options.push_to_hub and get_token() is None:
@@ -101,12 +91,11 @@ def export_kind(folder: Path) -> Literal["checkpoint", "run", "adapter"] | None:
     return "adapter" if (folder / "adapter_config.json").is_file() else None
 
 
-def recorded_settings(folder: Path) -> dict[str, Any]:
-    """Return the settings of a run, or of a checkpoint's; nothing where they cannot be read: its checksum tells."""
+def recorded_inputs(folder: Path) -> dict[str, str | None]:
+    """Return what a run, or a checkpoint's, was made from; nothing where it cannot be read: its checksum tells."""
     for file in (folder / "trainer.json", *sorted(folder.glob("checkpoints/step-*/trainer.json"), reverse=True)):
-        try:
+        with suppress(OSError, ValueError, LookupError, TypeError):
             config = json.loads(file.read_text())["config"]
-            return {**config["model"], **config["peft"]}
-        except (OSError, ValueError, LookupError, TypeError):
-            continue
+            names = {**config["model"], **config["peft"]}
+            return {name: names.get(name) for name in ("model_name", "tokenizer_name", "from_peft_checkpoint")}
     return {}

@@ -111,8 +111,6 @@ class Run:
             log.warning(advice)
         if self.config.data.show_samples:
             data.show_samples(batches.first_rows(), tokenizer, self.config.data.show_samples)
-        if self.resumed is not None:
-            checkpoint.check_steps_left(self.resumed, batches.total_steps)
 
     def plan_memory(
         self,
@@ -166,7 +164,7 @@ class Run:
         self._pending, self._metrics, self._is_best = training.PendingMetrics(self.job.device), dict[str, Any](), False
         if self.resumed is not None:
             self.state.load_state_dict(self.resumed.trainer["progress"])
-            checkpoint.restore(self.resumed, model, optimizer, self.config.train, self.job)
+            checkpoint.restore(self.resumed, model, optimizer, self.job)
             self._metrics = self.resumed.trainer["metrics"]
         self._snapshot_step = self.state.step + observe.SNAPSHOT_STEPS
 
@@ -239,7 +237,7 @@ class Run:
         due = Due(evaluation, self._save_asked(is_last or stop is not None), stop, is_last)
         newest = training.Step(step.step, result, losses, step.batches, self._metrics, self._is_skipped)
         for read in self._pending.take(newest, needed=any((evaluation, due.save, is_last, stop is not None))):
-            training.stop_if_not_finite(read, self.writer.newest, self.job)
+            training.stop_if_not_finite(read, self.writer.finish, self.job)
             read.metrics.update(self._throughput.metrics(read.step))
             is_logged_later = evaluation and read is newest
             if not is_logged_later and training.is_due(read.step, config.train.log_steps, read is newest and is_last):
@@ -302,10 +300,10 @@ class Run:
         self.writer.finish()
         best, self._weights_of = self.state.best, self.state.step
         if (step := checkpoint.result_step(self.config, self.state.step, best.step)) != self.state.step:
-            if (kept := checkpoint.open_best(step, self.directory, self.job)) is not None:
-                checkpoint.restore_weights(kept, model)
-                self._weights_of = step
-                log.info(f"The weights of step {best.step}, with the best validation loss {best.loss:.4f}, are taken.")
+            kept = checkpoint.open_best(step, self.directory, self.resumed, self.job)
+            checkpoint.restore_weights(kept, model)
+            self._weights_of = kept.step
+            log.info(f"The weights of step {kept.step} are taken; step {best.step} has the best loss, {best.loss:.4f}.")
 
     def show_answer(self, when: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, pad: int) -> None:
         """Print the model's answer to a prompt of the validation set, and keep it for the report."""

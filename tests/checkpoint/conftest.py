@@ -33,9 +33,8 @@ def bases(
     save_model(folder / "llama")
     save_model(folder / "tied", tied=True)
     save_model(folder / "biased", attention_bias=True)
-    for name, dtype in (("half", torch.bfloat16), ("fp16", torch.float16)):
-        shutil.copytree(folder / "llama", folder / name, ignore=shutil.ignore_patterns("*.safetensors*"))
-        load(folder / "llama").to(dtype).save_pretrained(folder / name)
+    shutil.copytree(folder / "llama", folder / "fp16", ignore=shutil.ignore_patterns("*.safetensors*"))
+    load(folder / "llama").to(torch.float16).save_pretrained(folder / "fp16")
     torch.manual_seed(1)
     gpt2 = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=301, initializer_range=0.1))
     gpt2.save_pretrained(save_tokenizer(folder / "gpt2"))

@@ -59,7 +59,6 @@ def prepare(checkpoint: Path, merge: bool = False, base_model: str | None = None
 FULL: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "tied": ("tied", {}),
-    "frozen layer, bf16 base": ("half", {"freeze_layers": True}),
     "frozen layer, fp16 base": ("fp16", {"freeze_layers": True}),
     "GPT-2": ("gpt2", {}),
     "stacked experts": ("mixtral", {}),
@@ -110,19 +109,13 @@ def test_what_stands_beside_the_weights_is_carried_over(bases: Path, tmp_path: P
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
-ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
-    "lora": ("llama", {}),
-    "dora": ("llama", {"use_dora": True}),
-    "head in full": ("tied", {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}),
-    "rslora, 16 bits": ("half", {"target_modules": ["q_proj", "v_proj"], "use_rslora": True}),
-}
-
-
-@pytest.mark.parametrize("case", ADAPTERS)
-def test_an_adapter_is_what_peft_would_save_and_merges_as_peft_merges(case: str, bases: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("settings", [{}, {"use_dora": True}, {"modules_to_save": ["lm_head"], "use_rslora": True}])
+def test_an_adapter_is_what_peft_would_save_and_merges_as_peft_merges(
+    settings: dict[str, Any], bases: Path, tmp_path: Path
+) -> None:
     from peft import PeftModel
 
-    base, settings = bases / ADAPTERS[case][0], ADAPTERS[case][1]
+    base = bases / "llama"
     reference = adapted(base, **settings)
     trained = {n.removeprefix("base_model.model."): p for n, p in reference.named_parameters() if p.requires_grad}
     checkpoint = save_checkpoint(tmp_path, trained, settings_of(base, {**LORA, **settings}))
@@ -134,15 +127,10 @@ def test_an_adapter_is_what_peft_would_save_and_merges_as_peft_merges(case: str,
     assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
     targets = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["target_modules"]
     assert targets == sorted(targets), "the same file each time, whatever order a set has"
-    assert torch.equal(logits(PeftModel.from_pretrained(load(base), tmp_path / "adapter").eval()), logits(reference))
-
-    exporter.write_merged(tmp_path / "merged", torch.float32, 60_000)
     expected = logits(reference)
+    assert torch.equal(logits(PeftModel.from_pretrained(load(base), tmp_path / "adapter").eval()), expected)
+    exporter.write_model(tmp_path / "merged", torch.float32, 60_000)  # tensor by tensor in test_merge.py
     assert (logits(load(tmp_path / "merged")) - expected).abs().max() < 1e-5 * expected.abs().max().clamp(min=1)
-    if "modules_to_save" not in settings:  # peft's merge changes embedding and head together
-        weights = load(tmp_path / "merged").state_dict()
-        for name, tensor in reference.merge_and_unload().state_dict().items():
-            torch.testing.assert_close(weights[name], tensor, rtol=1e-5, atol=1e-6, msg=name)
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 

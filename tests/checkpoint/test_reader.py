@@ -43,7 +43,7 @@ def test_rows_are_put_together_whatever_ranks_wrote_them(tmp_path: Path) -> None
             assert torch.equal(checkpoint.read_rows("model.w", start, stop), tensor[start:stop])
     assert torch.equal(checkpoint.weights().read("w"), tensor)
     assert checkpoint.read("optimizer.state.w.step").item() == 5.0
-    assert checkpoint.generator_states(2)["cpu"].tolist() == [2, 2] and checkpoint.generator_states(3) == {}
+    assert checkpoint.read("rng.2.cpu").tolist() == [2, 2]
 
 
 @pytest.fixture
@@ -98,9 +98,7 @@ def test_only_directories_of_the_right_name_are_checkpoints(written: Path) -> No
     assert [folder.name for folder in complete_checkpoints(run)] == ["step-1000000", "step-000001"]
 
 
-def test_what_is_no_checkpoint_or_of_another_version_is_an_error(tmp_path: Path, written: Path) -> None:
-    with pytest.raises(UserError, match=str(tmp_path)):
-        Checkpoint(tmp_path)
+def test_a_checkpoint_of_another_version_is_an_error(written: Path) -> None:
     trainer = written / "trainer.json"
     trainer.write_text(trainer.read_text().replace('"format": 2', '"format": 3'))
     with pytest.raises(UserError, match="another version of llama_ft"):

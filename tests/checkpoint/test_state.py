@@ -56,7 +56,7 @@ def test_neither_saving_nor_restoring_makes_a_step(
     monkeypatch.setattr(type(optimizer), "step", lambda *_, **__: pytest.fail("a hidden step"))
     checkpoint = save(model, optimizer, train)
     fresh = build_optimizer(model, train)
-    restore(checkpoint, model, fresh, train, runtime)
+    restore(checkpoint, model, fresh, runtime)
     monkeypatch.undo()
     assert all(parameter.grad is None for parameter in model.parameters())
     counters = [state["step"].item() for state in fresh.state.values() if "step" in state]
@@ -69,7 +69,7 @@ def test_the_settings_are_those_of_the_new_run(save: Save, runtime: Runtime) -> 
     step(model, optimizer)
     checkpoint = save(model, optimizer, train)
     fresh = build_optimizer(model, TrainConfig(lr=2e-5, weight_decay=0.25))
-    restore(checkpoint, model, fresh, train, runtime)
+    restore(checkpoint, model, fresh, runtime)
     assert [(group["lr"], group["weight_decay"]) for group in fresh.param_groups] == [(2e-5, 0.25), (2e-5, 0.0)]
     assert torch.equal(fresh.state[model.weight]["exp_avg"], optimizer.state[model.weight]["exp_avg"])
 
@@ -94,7 +94,7 @@ def test_compiled_layers_that_recompute_are_saved_under_their_own_names(
         for parameter in model.parameters():
             parameter.zero_()
     fresh = build_optimizer(model, train)
-    restore(checkpoint, model, fresh, train, runtime)
+    restore(checkpoint, model, fresh, runtime)
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, trained[name])
         assert torch.equal(fresh.state[parameter]["exp_avg"], optimizer.state[parameter]["exp_avg"])
@@ -118,7 +118,7 @@ def test_what_does_not_fit_is_told_before_anything_is_read(save: Save, runtime: 
     save_file(tensors, file, metadata)
     torch.nn.init.zeros_(model.weight)
     with pytest.raises(UserError, match=message):
-        restore(Checkpoint(checkpoint.folder), model, build_optimizer(model, train), train, runtime)
+        restore(Checkpoint(checkpoint.folder), model, build_optimizer(model, train), runtime)
     assert not model.weight.any()
 
 
@@ -127,7 +127,7 @@ def test_a_restored_checkpoint_that_is_deleted_gives_its_space_back(
 ) -> None:
     train, model = TrainConfig(), torch.nn.Linear(96, 64)
     checkpoint = save(model, build_optimizer(model, train), train)
-    restore(checkpoint, model, build_optimizer(model, train), train, runtime)
+    restore(checkpoint, model, build_optimizer(model, train), runtime)
     assert checkpoint.weights().read("weight").shape == (64, 96)
     mapped = Path("/proc/self/maps").read_text()
     opened = [str(link.readlink()) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]

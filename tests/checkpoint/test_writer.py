@@ -12,6 +12,7 @@ from safetensors.torch import load
 
 from llama_ft.checkpoint import Checkpoint, CheckpointWriter, checkpoint_errors, restore_weights
 from llama_ft.checkpoint.reader import shard_file
+from llama_ft.checkpoint.safetensors_file import SafetensorsFile
 from llama_ft.config import CheckpointConfig, TrainConfig
 from llama_ft.errors import RunFailure
 from llama_ft.runtime import Runtime
@@ -136,3 +137,14 @@ def test_a_tied_parameter_is_written_once_and_a_buffer_is_not(
     model.counts.fill_(7)
     restore_weights(checkpoint, model)
     assert torch.equal(model.second.weight, saved) and model.counts.tolist() == [7, 7, 7]
+
+
+def test_a_file_holds_the_rows_appended_and_one_with_rows_missing_is_an_error(tmp_path: Path) -> None:
+    tensors = {"a": torch.randn(5, 3), "b": torch.randn(4, 2).bfloat16(), "empty": torch.zeros(0, 3)}
+    with SafetensorsFile(tmp_path / "whole", tensors) as file:
+        for rows in (rows for tensor in tensors.values() for rows in tensor.split(2)):
+            file.append(rows)
+    loaded = load((tmp_path / "whole").read_bytes())
+    assert loaded.keys() == tensors.keys() and all(torch.equal(loaded[name], it) for name, it in tensors.items())
+    with pytest.raises(ValueError, match="bytes written"), SafetensorsFile(tmp_path / "short", tensors) as file:
+        file.append(tensors["a"])

@@ -208,7 +208,7 @@ def test_a_checkpoint_gives_the_same_result_and_merged_what_peft_merges(
     exporter.write_adapter(tmp_path / "again", None)
     name = "adapter_model.safetensors"
     assert (tmp_path / "again" / name).read_bytes() == (result / name).read_bytes()
-    exporter.write_merged(tmp_path / "merged", None, 60_000)
+    exporter.write_model(tmp_path / "merged", None, 60_000)
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
     plain = resized(bases / CASES[case][0])
     reference = PeftModel.from_pretrained(plain, result).merge_and_unload()

@@ -1,6 +1,7 @@
 """recipes/export.py as users run it: from runs and checkpoints to plain models, and its mistakes."""
 
 import json
+import re
 import shutil
 import sys
 from collections.abc import Callable
@@ -141,6 +142,80 @@ def test_a_full_disk_is_named_and_leaves_nothing(runs: Path) -> None:
     assert finished.exit_code == 1 and f"{folder}: the model could not be written (File too large)" in finished.output
     assert "Traceback" not in finished.output
     assert not folder.exists() and not list(runs.glob(".writing*"))
+
+
+MEMORY = """
+import sys, threading, time
+from pathlib import Path
+import torch
+from checkpoint_by_hand import save_checkpoint
+from peft import LoraConfig, get_peft_model
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from llama_ft.checkpoint import Exporter, find_valid
+from llama_ft.config import Config, ModelConfig
+
+folder, tokenizer = Path(sys.argv[1]), sys.argv[2:]
+if tokenizer:
+    for name, width in (("small", 64), ("large", 1024)):
+        shape = {"hidden_size": width, "intermediate_size": 4 * width, "num_hidden_layers": 2, "num_attention_heads": 4}
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=512, **shape))
+        model.save_pretrained(folder / name)
+        AutoTokenizer.from_pretrained(tokenizer[0]).save_pretrained(folder / name)
+        settings = ModelConfig(model_name=str(folder / name))
+        save_checkpoint(folder / f"{name}-full", dict(model.named_parameters()), Config(model=settings))
+        lora = LoraConfig(task_type="CAUSAL_LM", r=8, target_modules="all-linear", init_lora_weights=False)
+        get_peft_model(model, lora).save_pretrained(folder / f"{name}-adapter")
+else:
+    peak = 0.0
+
+    def anonymous():
+        [line] = [line for line in open("/proc/self/status") if line.startswith("RssAnon")]
+        return int(line.split()[1]) / 1024
+
+    def watch():
+        global peak
+        while True:
+            peak = max(peak, anonymous())
+            time.sleep(0.002)
+
+    def export(way, name):
+        out = folder / f"{name}-{way}-out"
+        if way == "adapter":
+            Exporter.of_adapter(folder / f"{name}-adapter", folder / name, name, False).write_model(out, None, 10**10)
+        else:
+            checkpoint = find_valid(folder / f"{name}-full")
+            Exporter.prepare(checkpoint, None, None, False, merge=True).write_model(out, torch.bfloat16, 10**10)
+
+    threading.Thread(target=watch, daemon=True).start()
+    for way in ("adapter", "full"):
+        export(way, "small")  # imports and thread pools
+        before = peak = anonymous()
+        export(way, "large")
+        print(f"{way} grew {peak - before:.1f} MiB")
+"""
+
+
+@pytest.mark.slow
+def test_exporting_takes_a_fraction_of_the_models_size(tiny_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text(MEMORY)
+    job = [sys.executable, str(tmp_path / "job.py"), str(tmp_path)]
+    for arguments in ([str(tiny_model)], []):
+        finished = run([*job, *arguments], PYTHONPATH=f"{REPOSITORY / 'src'}:{REPOSITORY / 'tests'}")
+        assert finished.exit_code == 0, finished.output
+    size = (tmp_path / "large" / "model.safetensors").stat().st_size / 2**20
+    grew = {way: float(mib) for way, mib in re.findall(r"(\w+) grew (-?[\d.]+) MiB", finished.output)}
+    assert size > 130 and grew.keys() == {"adapter", "full"}
+    assert max(grew.values()) < 60, grew  # measured: 132, and 13 to 20
+
+
+def test_help_and_mistakes_answer_without_torch(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise ImportError('torch was imported')")
+    path = f"{tmp_path}:{REPOSITORY / 'src'}"
+    helped = export("--help", PYTHONPATH=path)
+    assert helped.exit_code == 0 and "--base_model" in helped.output
+    refused = export("a", "b", "--base_modle", "x", "--save_dtype", "bf16", PYTHONPATH=path)
+    assert refused.exit_code == 2 and "Traceback" not in refused.output
+    assert "Did you mean --base_model?" in refused.output and "--save_dtype bf16: expected" in refused.output
 
 
 @pytest.fixture

@@ -181,11 +181,9 @@ def test_an_export_of_a_run_that_stopped_early_is_what_its_model_directory_holds
     launch: Finished, folder: Path, tmp_path: Path
 ) -> None:
     run, out = folder / "early_stopping", tmp_path / "out"
-    newest = max(line["step"] for line in metrics(run))
     best = json.loads((run / "checkpoints" / "best.json").read_text())["step"]
     finished = forked(EXPORT, run, out)
     assert finished.exit_code == 0, finished.output
-    assert f"ended after step {newest}; its result is step {best}, with the best validation loss" in finished.output
     assert f"/step-{best:06d}, after step {best}" in finished.output
     files = [file.name for file in (run / "model").iterdir() if file.name != "README.md"]
     assert len(files) > 4 and all((out / name).read_bytes() == (run / "model" / name).read_bytes() for name in files)

@@ -77,7 +77,7 @@ def go_on(case: str, run: Path, job: runtime.Runtime) -> dict[str, torch.Tensor]
     """What a fresh model and optimizer become that load the checkpoint and take the other half of the steps."""
     model, optimizer = build(case, job.mesh)
     saved = checkpoint.Checkpoint(run / "checkpoints" / f"step-{STEPS // 2:06d}")
-    checkpoint.restore(saved, model, optimizer, CASES[case], job)
+    checkpoint.restore(saved, model, optimizer, job)
     train(model, optimizer, range(STEPS // 2, STEPS))
     return whole(model)
 

@@ -1,13 +1,10 @@
 """What a run leaves behind: its directory, complete checkpoints, and the result in Hugging Face format."""
 
-from llama_ft.checkpoint.export import check_export, export_adapter, export_model, save_dtype
-from llama_ft.checkpoint.from_checkpoint import Exporter, find_valid
-from llama_ft.checkpoint.merge import tokens_added, understood_adapter
-from llama_ft.checkpoint.model_card import write_model_card
+from llama_ft.checkpoint.export import check_export, export_adapter, export_model, save_dtype, write_model_card
+from llama_ft.checkpoint.from_checkpoint import Exporter, find_valid, tokens_added, understood_adapter
 from llama_ft.checkpoint.reader import Checkpoint, checkpoint_errors, complete_checkpoints
 from llama_ft.checkpoint.resume import (
     check_same_run,
-    check_steps_left,
     describe_run,
     find_checkpoint,
     finished_result,

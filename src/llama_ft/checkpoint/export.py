@@ -7,30 +7,35 @@ import math
 import os
 import shutil
 import tempfile
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+import yaml
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from transformers.modeling_utils import PreTrainedModel
 
-from llama_ft.checkpoint.safetensors_file import Headers, SafetensorsFile, split_into_files
+from llama_ft.checkpoint.safetensors_file import Headers, SafetensorsFile
+from llama_ft.config.paths import looks_local
 from llama_ft.data import stop_token_ids
 from llama_ft.errors import RunFailure, UserError, reason
+from llama_ft.masking import mask_secrets
 from llama_ft.models import Adapter, ShardGroup
 from llama_ft.models.conversion import SavedGroup, open_source, saved_layout
 from llama_ft.models.load_weights import account_for
 from llama_ft.models.lora import ADAPTER_WEIGHTS
-from llama_ft.models.source import INDEX_FILE, WeightSource, blocks
+from llama_ft.models.source import INDEX_FILE, SINGLE_FILE, StoredTensor, WeightSource, blocks
 from llama_ft.runtime import Runtime
 
-CARRIED_OVER = ("generation_config.json", "*.py")  # beside config.json, tokenizer and weights
+# Settings on the model card.
+SHOWN = ("num_epochs", "lr", "optimizer", "precision", "context_length", "seed")
+SHOWN_WITH_LORA = ("peft_method", "r", "lora_alpha", "target_modules", "use_dora", "use_rslora", "mode")
+PLACE = '"path/to/this/folder"'
 Rows = Callable[[str, torch.dtype], Iterator[torch.Tensor]]  # of a parameter or buffer, in order, on the host
 Write = Callable[[Path], None]
 
@@ -38,13 +43,6 @@ Write = Callable[[Path], None]
 def save_dtype(name: Literal["auto", "float32", "bfloat16", "float16"]) -> torch.dtype | None:
     """The dtype `--save_dtype` names; None for auto."""
     return None if name == "auto" else getattr(torch, name)
-
-
-def saved_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """What a whole model's folder holds of it: its parameters, tied ones once, and its persistent buffers."""
-    kept = model.state_dict().keys()
-    buffers = {name: buffer for name, buffer in model.named_buffers() if name in kept}
-    return {**dict(model.named_parameters()), **buffers}
 
 
 class SavedWeights:
@@ -71,39 +69,42 @@ class SavedWeights:
             name: save_dtype if save_dtype and tensor.dtype.is_floating_point else stored.get(name, tensor.dtype)
             for name, tensor in tensors.items()
         }
-        alone = [SavedGroup([name], {name: tuple(tensor.shape)}) for name, tensor in tensors.items()]
-        self.groups = alone if groups is None else groups
-        self.headers = [self._headers(group) for group in self.groups]
-
-    def _headers(self, group: SavedGroup) -> dict[str, torch.Tensor]:
-        dtype = self.dtypes[group.parameters[0]]
-        return {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in group.tensors.items()}
+        self.groups = groups or [SavedGroup([name], {name: tuple(it.shape)}) for name, it in tensors.items()]
+        self.headers = [
+            {name: StoredTensor(Path(), shape, self.dtypes[it.parameters[0]]) for name, shape in it.tensors.items()}
+            for it in self.groups
+        ]
 
     def main_dtype(self) -> torch.dtype:
-        """The dtype of most numbers: what config.json says, so what transformers loads the model as."""
-        sizes = Counter[torch.dtype]()
-        for name, tensor in self.tensors.items():
-            sizes[self.dtypes[name]] += math.prod(tensor.shape)
-        return sizes.most_common(1)[0][0]
+        """The dtype of the largest tensor: what config.json says, so what transformers loads the model as."""
+        return self.dtypes[max(self.tensors, key=lambda name: math.prod(self.tensors[name].shape))]
 
     def write(self, folder: Path, max_shard_bytes: int) -> None:
-        """Write model*.safetensors, none larger than max_shard_bytes, and the index if there are several."""
-        files = split_into_files(self.headers, max_shard_bytes)
-        for file, members in files.items():
-            self.write_file(folder / file, members)
+        """Write model*.safetensors, none larger than max_shard_bytes unless for a single group, and the index if there
+        are several."""
+        files, filled, total = [list[int]()], 0, 0
+        for number, headers in enumerate(self.headers):
+            size = sum(header.nbytes for header in headers.values())
+            if files[-1] and filled + size > max_shard_bytes:
+                files.append([])
+                filled = 0
+            files[-1].append(number)
+            filled, total = filled + size, total + size
+        several = [f"model-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)]
+        named = dict(zip(several if len(files) > 1 else [SINGLE_FILE], files, strict=True))
+        for name, members in named.items():
+            self.write_file(folder / name, members)
         if len(files) > 1:
-            held = {name: file for file, members in files.items() for it in members for name in self.headers[it]}
-            total_size = sum(header.nbytes for headers in self.headers for header in headers.values())
-            index = {"metadata": {"total_size": total_size}, "weight_map": held}
+            held = {tensor: name for name, members in named.items() for it in members for tensor in self.headers[it]}
+            index = {"metadata": {"total_size": total}, "weight_map": held}
             (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
 
     def write_file(self, path: Path, members: Iterable[int]) -> None:
         """Write the groups of these numbers into one file."""
         headers = {name: header for member in members for name, header in self.headers[member].items()}
         with SafetensorsFile(path, headers) as file:
-            for member in members:
-                for rows in self._converted(self.groups[member]):
-                    file.append(rows)
+            for rows in (rows for member in members for rows in self._converted(self.groups[member])):
+                file.append(rows)
 
     def _converted(self, group: SavedGroup) -> Iterator[torch.Tensor]:
         """All of the group's tensors, piece by piece as they arrive, unless a conversion needs them whole."""
@@ -122,12 +123,6 @@ class SavedWeights:
                     tensor[start : start + len(several)] = several
                     start += len(several)
             yield from group.convert(whole)
-
-    def send(self) -> None:
-        """On a rank that does not write: send its rows to the one that does."""
-        for group in self.groups:
-            for name in group.parameters:
-                deque(self.rows(name, self.dtypes[group.parameters[0]]), maxlen=0)
 
 
 def export_model(
@@ -158,15 +153,17 @@ def export_model(
     if runtime.is_main and not all(parameter.requires_grad for parameter in model.parameters()):
         base = open_source(source, model)  # training may hold them rounded to 16 bits
         frozen = stored_rows(base, account_for(model, base.tensors, source))
-    tensors = saved_tensors(model)
+    kept, tensors = model.state_dict().keys(), dict[str, torch.Tensor](model.named_parameters())  # tied ones once
+    tensors |= {name: buffer for name, buffer in model.named_buffers() if name in kept}
     rows = _gathered(tensors, runtime, frozen)
     weights = SavedWeights(tensors, rows, save_dtype, stored_dtypes, saved_layout(model, tensors))
 
     def write(aside: Path) -> None:
         weights.write(aside, max_shard_bytes)
         write_model_settings(aside, model.config, weights.main_dtype(), tokenizer, source)
+        write_card(aside)
 
-    _write_from_ranks(folder, weights, write, write_card, runtime)
+    _write_from_ranks(folder, weights, write, runtime)
 
 
 def export_adapter(
@@ -181,8 +178,12 @@ def export_adapter(
     """Write the adapter as a peft folder; all ranks call it, rank 0 writes. Arguments as in export_model."""
     tensors = {adapter.keys[name]: p for name, p in model.named_parameters() if name in adapter.keys}
     weights = SavedWeights(tensors, _gathered(tensors, runtime), save_dtype)
-    write = partial(write_adapter, adapter=adapter, weights=weights, tokenizer=tokenizer)
-    _write_from_ranks(folder, weights, write, write_card, runtime)
+
+    def write(aside: Path) -> None:
+        write_adapter(aside, adapter, weights, tokenizer)
+        write_card(aside)
+
+    _write_from_ranks(folder, weights, write, runtime)
 
 
 def stored_rows(source: WeightSource, keys: Mapping[str, str]) -> Rows:
@@ -194,7 +195,7 @@ def _gathered(tensors: Mapping[str, torch.Tensor], runtime: Runtime, frozen: Row
     """Rows of sharded parameters as the ranks send them to rank 0: two shards of one are the most it holds. Frozen
     ones come from `frozen`, which rank 0 alone needs.
 
-    All ranks meet after each parameter. Those of other copies of the model, which send nothing, would else wait for the
+    All ranks meet after each tensor. Those of other copies of the model, which send nothing, would else wait for the
     whole export at once, and their watchdogs take rank 0 for one that hangs.
     """
     ranks = ShardGroup(runtime.mesh)
@@ -203,8 +204,7 @@ def _gathered(tensors: Mapping[str, torch.Tensor], runtime: Runtime, frozen: Row
         tensor = tensors[name]
         if not isinstance(tensor, nn.Parameter):
             yield tensor.to(dtype).cpu()
-            return
-        if tensor.requires_grad:
+        elif tensor.requires_grad:
             yield from ranks.gather_rows(tensor, dtype)
         elif frozen is not None:
             yield from frozen(name, dtype)
@@ -213,19 +213,20 @@ def _gathered(tensors: Mapping[str, torch.Tensor], runtime: Runtime, frozen: Row
     return rows
 
 
-def _write_from_ranks(folder: Path, weights: SavedWeights, write: Write, write_card: Write, runtime: Runtime) -> None:
+def _write_from_ranks(folder: Path, weights: SavedWeights, write: Write, runtime: Runtime) -> None:
     if runtime.is_main:
         advice = f"The trained weights are safe in the newest directory of {folder.parent / 'checkpoints'}."
         with written_aside(folder, advice) as aside:
             write(aside)
-            write_card(aside)
     else:
-        weights.send()
+        for group in weights.groups:
+            for name in group.parameters:
+                deque(weights.rows(name, weights.dtypes[group.parameters[0]]), maxlen=0)  # sends them
     dist.barrier()
 
 
 @contextmanager
-def written_aside(folder: Path, advice: str = "Nothing is left of it.") -> Iterator[Path]:
+def written_aside(folder: Path, advice: str = "") -> Iterator[Path]:
     """A directory beside `folder` that takes its place once it is complete, and is deleted if that fails; a RunFailure
     if the disk does not take it."""
     aside = folder.with_name(f".writing-{folder.name}")
@@ -237,7 +238,7 @@ def written_aside(folder: Path, advice: str = "Nothing is left of it.") -> Itera
             shutil.rmtree(folder)
         os.replace(aside, folder)
     except OSError as error:
-        raise RunFailure(f"{folder}: the model could not be written ({error.strerror or error}).\n{advice}") from error
+        raise RunFailure(f"{folder}: the model could not be written ({error.strerror or error}). {advice}") from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 
@@ -249,8 +250,7 @@ def check_export(model_config: PretrainedConfig, tokenizer: PreTrainedTokenizerB
         try:
             write_model_settings(Path(folder), model_config, None, tokenizer, source)
         except Exception as error:  # of whatever the libraries find wrong with these files
-            what = "config.json, generation_config.json or the tokenizer cannot be saved with the final model"
-            raise UserError(f"{source}: {what}: {reason(error)}") from error
+            raise UserError(f"{source}: its settings or tokenizer cannot be saved again: {reason(error)}") from error
 
 
 def write_model_settings(
@@ -266,15 +266,10 @@ def write_model_settings(
     config.dtype = dtype  # the skeleton's says nothing
     config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    for pattern in CARRIED_OVER:
-        for file in source.glob(pattern):
-            shutil.copy(file, folder / file.name)
-    _stop_at_turns(folder, tokenizer)
-
-
-def _stop_at_turns(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Have `generate` stop where the model has learned to: a chat template may end messages with another token than
-    the one the base model stops at."""
+    for file in (*source.glob("generation_config.json"), *source.glob("*.py")):
+        shutil.copy(file, folder / file.name)
+    # `generate` is to stop where the model has learned to: a chat template may end messages with another token than the
+    # one the base model stops at.
     file = folder / "generation_config.json"
     settings = json.loads((file if file.exists() else folder / "config.json").read_text())
     known = settings.get("eos_token_id")
@@ -289,8 +284,67 @@ def write_adapter(folder: Path, adapter: Adapter, weights: SavedWeights, tokeniz
     weights.write_file(folder / ADAPTER_WEIGHTS, range(len(weights.groups)))
     settings = copy.deepcopy(adapter.config)
     settings.inference_mode = True
-    for name, value in vars(settings).items():
-        if isinstance(value, set):  # a set's order differs from process to process
-            setattr(settings, name, sorted(value))
+    # A set's order differs from process to process.
+    vars(settings).update({name: sorted(value) for name, value in vars(settings).items() if isinstance(value, set)})
     settings.save_pretrained(str(folder))
     tokenizer.save_pretrained(folder)
+
+
+def write_model_card(folder: Path, base_model: str, trainer: Mapping[str, Any] | None = None) -> None:
+    """Write README.md of a complete model or adapter directory, as the Hugging Face Hub shows it.
+
+    Of local paths it has only the last part: the card may go to the Hub.
+
+    Args:
+        folder: holds adapter_config.json, or else a whole model.
+        base_model: the Hub name or directory of the base model, or demo.
+        trainer: what is known of the run, as a checkpoint's trainer.json holds it: step, metrics, config (sections of
+            settings). None if an adapter of unknown origin is merged.
+    """
+    run, base = trainer or {}, _without_folder(base_model)
+    settings = {name: value for section in run.get("config", {}).values() for name, value in section.items()}
+    is_adapter, is_lora = (folder / "adapter_config.json").exists(), settings.get("use_peft", True)
+    is_on_hub = base_model != "demo" and not looks_local(base_model)
+    front = {
+        **({"base_model": base_model} if is_on_hub else {}),
+        "library_name": "peft" if is_adapter else "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": ["llama_ft", *(["lora"] if is_lora else [])],
+    }
+    what = f"{base} with a LoRA adapter merged into it" if is_lora else f"{base}, full fine-tuning"
+    load = f"model = AutoModelForCausalLM.from_pretrained({PLACE})"
+    if is_adapter:
+        what, from_base = f"A LoRA adapter for {base}", base if is_on_hub else f"path/to/{base}"
+        new = run.get("new_tokens") or {"rows": 0, "stored_rows": 0}  # the base lacks their rows
+        resize = f"base.resize_token_embeddings({new['rows']}, mean_resizing=False)\n"
+        load = f"""from peft import PeftModel
+base = AutoModelForCausalLM.from_pretrained("{from_base}")
+{resize if new["rows"] > new["stored_rows"] else ""}model = PeftModel.from_pretrained(base, {PLACE})"""
+    facts = {name: settings[name] for name in (*SHOWN, *(SHOWN_WITH_LORA if is_lora else ())) if name in settings}
+    facts |= {"optimizer steps": run["step"], "validation loss": run["metrics"].get("eval/loss")} if run else {}
+    if data := settings.get("dataset"):
+        mixture = [{"path": data}] if isinstance(data, str) else data
+        what += f", trained on {', '.join(_without_folder(part['path']) for part in mixture)}"
+    (folder / "README.md").write_text(f"""---
+{yaml.safe_dump(front, sort_keys=False)}---
+
+# {base}, fine-tuned
+
+{what} with llama_ft.{"" if base == "demo" else " The base model's license applies to it, too."}
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+{load}
+tokenizer = AutoTokenizer.from_pretrained({PLACE})
+```
+
+```yaml
+{yaml.safe_dump(facts, sort_keys=False, allow_unicode=True)}```
+""")
+
+
+def _without_folder(name: str) -> str:
+    """A Hub name or a relative path as it is; of an absolute path the last part; of a URL all but its secrets."""
+    without = Path(name).name if name.startswith(("/", "~")) else name
+    return mask_secrets(name) if "://" in name else without

@@ -1,22 +1,36 @@
-"""A checkpoint as a model directory: on one process, without a process group, a block of rows at a time.
+"""A checkpoint, or a saved adapter, as a model directory: on one process, without a process group, a block of rows at a
+time. Names, layout, dtypes and the files beside the weights are those that a run writes at its end.
 
-Names, layout, dtypes and the files beside the weights are those that a run writes at its end.
+An adapter is merged as its base is read. W is a weight [out, in] of the base, B A the adapter's product, m DoRA's
+magnitude:
+
+    LoRA, rsLoRA      W + scaling * B A
+    DoRA              m * V / |V| per row, where V = W + scaling * B A       https://arxiv.org/abs/2402.09353
+    modules_to_save   the adapter's own tensor in place of W, as for trained biases
+    new tokens        the adapter's own rows in place of theirs; embedding and head grow by what is missing
+
+Whatever else PEFT can do, its merge_and_unload merges, with the whole model in memory.
 """
 
-import dataclasses
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from peft import LoraConfig
+from peft.tuners.lora.layer import LoraLayer
 from pydantic import ValidationError
-from transformers import PreTrainedTokenizerBase
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from transformers.modeling_utils import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from llama_ft import data, models
 from llama_ft.checkpoint import export
-from llama_ft.checkpoint.export import SavedWeights, written_aside
-from llama_ft.checkpoint.merge import adapter_changes, check_settings, merged_weights, tokens_added, understood_adapter
-from llama_ft.checkpoint.model_card import write_model_card
+from llama_ft.checkpoint.export import SavedWeights, write_model_card, written_aside
 from llama_ft.checkpoint.reader import Checkpoint, complete_checkpoints, step_folder
 from llama_ft.checkpoint.resume import first_valid, result_step
 from llama_ft.checkpoint.state import check_same_tensors
@@ -25,8 +39,19 @@ from llama_ft.errors import UserError
 from llama_ft.models import lora
 from llama_ft.models.conversion import open_source, saved_layout
 from llama_ft.models.load_weights import account_for
-from llama_ft.models.source import OverlaidSource, SafetensorsSource, WeightSource
-from llama_ft.runtime import log
+from llama_ft.models.new_tokens import TokenRows
+from llama_ft.models.source import OverlaidSource, SafetensorsSource, StoredTensor, WeightSource, blocks
+
+# What an adapter_config.json may set. Anything else that is not left at its default is not merged here.
+UNDERSTOOD = {
+    "alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "exclude_modules", "fan_in_fan_out",
+    "inference_mode", "init_lora_weights", "layers_pattern", "layers_to_transform", "lora_alpha", "lora_dropout",
+    "modules_to_save", "peft_type", "peft_version", "r", "rank_pattern", "revision", "runtime_config",
+    "target_modules", "task_type", "trainable_token_indices", "use_dora", "use_rslora",
+}  # fmt: skip
+LEAVES_THE_BASE_ALONE = (True, False, None, "gaussian", "eva", "orthogonal")  # of init_lora_weights
+USE_PEFT = "merge_and_unload of PEFT merges it, with the whole model in memory."
+Change = Callable[[torch.Tensor, int], torch.Tensor]  # rows of the base, number of the first -> the merged model's
 
 
 def find_valid(place: Path) -> Checkpoint:
@@ -41,16 +66,14 @@ def find_valid(place: Path) -> Checkpoint:
     """
     candidates = complete_checkpoints(place)
     newest = first_valid(candidates or [place])
-    if not candidates or not newest.trainer.get("ends_run"):
-        return newest
-    step = result_step(recorded_config(newest), newest.step, int(newest.trainer["progress"]["best"]["step"]))
-    if step == newest.step:
-        return newest
-    log.info(f"{newest.run} ended after step {newest.step}; its result is step {step}, with the best validation loss.")
-    return first_valid([step_folder(newest.run, step), newest.folder])
+    if candidates and newest.trainer.get("ends_run"):
+        step = result_step(recorded_config(newest), newest.step, int(newest.trainer["progress"]["best"]["step"]))
+        if step != newest.step:
+            return first_valid([step_folder(newest.run, step), newest.folder])
+    return newest
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Exporter:
     """What was trained, and what else is needed to make a model or an adapter of it.
 
@@ -102,20 +125,20 @@ class Exporter:
         trainer, config = checkpoint.trainer, recorded_config(checkpoint)
         if config.model.trust_remote_code and not trust_remote_code:
             raise UserError(f"{checkpoint.folder}: its run had --trust_remote_code. Add it here too, or it is not run.")
-        named, reads_weights = base_model or config.model.model_name, merge or not config.peft.use_peft
-        if named == "demo":
-            base = data.build_demo(data.cache_dir()).model_dir
-        else:
-            place = "--base_model" if base_model else f"{checkpoint.folder} (--base_model overrides it): base model"
-            base = models.local_folder(named, place, weights=reads_weights)
+        named = base_model or config.model.model_name
+        place = f"{checkpoint.folder} (--base_model overrides it): base model"
+        base = (
+            data.build_demo(data.cache_dir()).model_dir
+            if named == "demo"
+            else models.local_folder(named, place, weights=merge or not config.peft.use_peft)
+        )
         new = models.NewTokens(**trainer["new_tokens"]) if trainer.get("new_tokens") else None
-        settings = ModelConfig(model_name=str(base), trust_remote_code=trust_remote_code)
-        model, adapter = models.build_on_meta(models.load_model_config(base, trust_remote_code), settings, new), None
+        model, adapter = _skeleton(base, trust_remote_code, new), None
         if config.peft.use_peft:
             adapter = models.inject_lora(model, config.peft, models.portable_name(named, base), new)
         if config.model.freeze_layers:
             models.freeze_first_layers(model, config.model.num_freeze_layers)
-        expected = {f"model.{name}": p for name, p in model.named_parameters() if p.requires_grad}
+        expected = {f"model.{name}": it for name, it in model.named_parameters() if it.requires_grad}
         check_same_tensors(checkpoint, expected, "model.")
         other = tokenizer_name or config.model.tokenizer_name
         folder = models.local_folder(other, "--tokenizer_name", weights=False) if other else base
@@ -140,46 +163,30 @@ class Exporter:
         Raises:
             UserError: the adapter is of a kind that cannot be merged, or does not fit the base.
         """
-        settings, config = understood_adapter(folder), models.load_model_config(base, trust_remote_code)
-        new = tokens_added(settings, config)
-        wanted = ModelConfig(model_name=str(base), trust_remote_code=trust_remote_code)
-        model = models.build_on_meta(config, wanted, new)
-        file, adapter = folder / lora.ADAPTER_WEIGHTS, lora.inject_adapter(model, settings)
-        trained = SafetensorsSource([file])
-        adapter_changes(model, adapter.keys, trained)  # names a kind of layer that is not merged before its tensors
-        lora.check_saved_adapter(trained.tensors, model, adapter, file, str(base))
+        settings, file = understood_adapter(folder), folder / lora.ADAPTER_WEIGHTS
+        new = tokens_added(settings, models.load_model_config(base, trust_remote_code))
+        model = _skeleton(base, trust_remote_code, new)
+        adapter, trained = lora.inject_adapter(model, settings), SafetensorsSource([file])
         tokenizer = models.load_tokenizer(folder if any(folder.glob("tokenizer*")) else base, trust_remote_code)
-        return cls(base, base_name, tokenizer, model, trained, adapter.keys, adapter, new, Config(), None)
+        exporter = cls(base, base_name, tokenizer, model, trained, adapter.keys, adapter, new, Config(), None)
+        exporter._changes()  # names a kind of layer that is not merged before its tensors
+        lora.check_saved_adapter(trained.tensors, model, adapter, file, str(base))
+        return exporter
 
     def write_model(self, folder: Path, save_dtype: torch.dtype | None, max_shard_bytes: int) -> None:
-        """Write a fully fine-tuned model.
+        """Write a whole model: the fully fine-tuned one, or the base with the adapter merged into it.
 
         Args:
             folder: where to; what it holds is replaced.
-            save_dtype: of all tensors; None: what each has in the base.
+            save_dtype: of all floating tensors; None: what each has in the base.
             max_shard_bytes: largest file.
 
         Raises:
-            UserError: the base's weights are not those of its config.json.
+            UserError: the base is quantized, its weights are not those of its config.json, or its adapter is of a kind
+                that is not merged here.
             RunFailure: the disk is full.
         """
-        source = open_source(self.base, self.model)
-        keys = account_for(self.model, source.tensors, self.base)
-        stored = {name: source.tensors[key].dtype for name, key in keys.items()}
-        rows = export.stored_rows(OverlaidSource(source, self.trained), keys | self.keys)
-        held = {**keys, **source.tensors}  # what else is saved, transformers computes: buffers that the base lacks
-        tensors = {name: tensor for name, tensor in export.saved_tensors(self.model).items() if name in held}
-        layout = saved_layout(self.model, tensors)
-        self._write(folder, SavedWeights(tensors, rows, save_dtype, stored, layout), max_shard_bytes)
-
-    def write_merged(self, folder: Path, save_dtype: torch.dtype | None, max_shard_bytes: int) -> None:
-        """Write the base with the adapter merged into it; arguments and errors as of write_model."""
-        assert self.adapter is not None
-        check_settings(self.adapter.config.to_dict(), "--merge")
-        changes = adapter_changes(self.model, self.keys, self.trained)
-        self._write(folder, merged_weights(self.model, changes, self.base, save_dtype), max_shard_bytes)
-
-    def _write(self, folder: Path, weights: SavedWeights, max_shard_bytes: int) -> None:
+        weights = self._merged(save_dtype)
         with written_aside(folder) as aside:
             export.write_model_settings(aside, self.model.config, weights.main_dtype(), self.tokenizer, self.base)
             weights.write(aside, max_shard_bytes)
@@ -196,6 +203,101 @@ class Exporter:
             export.write_adapter(aside, self.adapter, weights, self.tokenizer)
             write_model_card(aside, self.base_name, self.trainer)
 
+    def _merged(self, save_dtype: torch.dtype | None) -> SavedWeights:
+        """The model's weights; writing them takes a few blocks of rows of memory and the mapped files. Its config is
+        changed if embedding and head are one tensor no longer."""
+        model, config = self.model, self.model.config
+        if getattr(config, "quantization_config", None) is not None:
+            raise UserError(f"{self.base}: quantized. --base_model names the unquantized model that it was made from.")
+        if self.adapter is not None:
+            check_settings(self.adapter.config.to_dict(), "--merge")
+        base, changes, trained = open_source(self.base, model), self._changes(), self._trained_keys()
+        keys, source = account_for(model, base.tensors, self.base), OverlaidSource(base, self.trained)
+        stored = {id(it): keys[name] for name, it in model.named_parameters() if name in keys}
+        every = model.named_parameters(remove_duplicate=False)
+        own = [(lora.checkpoint_key(name), name, id(it)) for name, it in every if not lora.is_adapter_weight(name)]
+        replaced = {key: trained[number] for key, _, number in own if number in trained}
+        ties = dict[int, list[str]]()  # a tied parameter has several names
+        for key, name, number in own:
+            if ".modules_to_save." not in name:
+                ties.setdefault(number, []).append(key)
+
+        written, tensors = dict[str, tuple[str, Change | None]](), dict[str, StoredTensor]()
+        for number, tie in ties.items():
+            key = stored[number]
+            made = {name: (replaced.get(name, key), changes.get(name)) for name in tie}
+            if len(set(made.values())) == 1:
+                made = {tie[0]: made[tie[0]]}
+            else:  # embedding and head, which were one tensor, are two now
+                config.tie_word_embeddings = False
+            written |= made
+            tensors |= dict.fromkeys(made, base.tensors[key])
+        saved = model.state_dict().keys()
+        for name in [lora.checkpoint_key(name) for name, _ in model.named_buffers() if name in saved]:
+            if name in base.tensors:  # transformers computes the others
+                written[name], tensors[name] = (name, None), base.tensors[name]
+
+        def rows(name: str, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+            (key, change), start = written[name], 0
+            for block in blocks(source, key):
+                yield (change(block, start) if change else block).to(dtype)
+                start += len(block) if block.dim() else 1
+
+        # Of the tensors, only shapes are used.
+        return SavedWeights(tensors, rows, save_dtype, groups=saved_layout(model, tensors))  # type: ignore[arg-type]
+
+    def _trained_keys(self) -> dict[int, str]:
+        return {id(it): self.keys[name] for name, it in self.model.named_parameters() if name in self.keys}
+
+    def _changes(self) -> dict[str, Change]:
+        """What the adapter does to parameters of the base, the same object if it does the same to two; a UserError if
+        a layer is of a kind that is not merged here."""
+        changes, by_key, keys = dict[str, Change](), dict[str, Change](), self._trained_keys()
+        for name, module in self.model.named_modules():
+            target = lora.checkpoint_key(f"{name}.base_layer.weight")
+            if isinstance(module, LoraLayer):
+                changes[target] = self._low_rank(name, module)
+            elif isinstance(module, TokenRows):
+                key = keys[id(module.trainable_tokens_delta["default"])]
+                put_rows = partial(_with_rows, self.trained, key, module.token_indices["default"])
+                changes[target] = by_key.setdefault(key, put_rows)
+        return changes
+
+    def _low_rank(self, name: str, layer: LoraLayer) -> Change:
+        """Add B A, in fp32, and with DoRA scale the rows."""
+        base, scaling = layer.get_base_layer(), layer.scaling["default"]
+        if not isinstance(base, (nn.Linear, Conv1D)):
+            raise UserError(f"{name} is a {type(base).__name__}, which is not merged here.\n{USE_PEFT}")
+
+        def read(part: str) -> torch.Tensor:
+            return self.trained.read(self.keys[f"{name}.{part}.default.weight"]).float()
+
+        def change(block: torch.Tensor, start: int) -> torch.Tensor:
+            rows = slice(start, start + len(block))
+            left, right = read("lora_B"), read("lora_A")
+            if isinstance(base, Conv1D):  # its weight is [in, out]
+                left, right = right.T, left.T
+            merged = torch.addmm(block.float(), left[rows] * scaling, right)
+            if f"{name}.lora_magnitude_vector.default.weight" in self.keys:
+                magnitude = read("lora_magnitude_vector")[rows]
+                merged *= (magnitude / torch.linalg.vector_norm(merged, dim=1)).unsqueeze(1)
+            return merged
+
+        return change
+
+
+def _with_rows(trained: WeightSource, key: str, ids: list[int], block: torch.Tensor, start: int) -> torch.Tensor:
+    merged = block.to(torch.float32, copy=True)  # the block may be the mapped file
+    for place, id_ in enumerate(ids):
+        if start <= id_ < start + len(block):
+            merged[id_ - start] = trained.read_rows(key, place, place + 1)[0]
+    return merged
+
+
+def _skeleton(base: Path, trust_remote_code: bool, new: models.NewTokens | None) -> PreTrainedModel:
+    settings = ModelConfig(model_name=str(base), trust_remote_code=trust_remote_code)
+    return models.build_on_meta(models.load_model_config(base, trust_remote_code), settings, new)
+
 
 def recorded_config(checkpoint: Checkpoint) -> Config:
     """The settings of the run that wrote a checkpoint.
@@ -207,3 +309,30 @@ def recorded_config(checkpoint: Checkpoint) -> Config:
         return Config(**checkpoint.trainer["config"])
     except (ValidationError, KeyError, TypeError) as error:
         raise UserError(f"{checkpoint.folder}: settings of another version of llama_ft ({error}).") from error
+
+
+def understood_adapter(adapter: Path) -> LoraConfig:
+    """Return a saved adapter's settings. Raises as check_settings."""
+    config: LoraConfig = lora.saved_config(adapter)
+    check_settings(json.loads((adapter / lora.ADAPTER_CONFIG).read_text()), str(adapter))
+    return config
+
+
+def check_settings(settings: Mapping[str, Any], place: str) -> None:
+    """Raise a UserError unless all settings of an adapter are understood here, so that the result is its model."""
+    others = [
+        f"{name} = {value}"
+        for name, value in settings.items()
+        if (name not in UNDERSTOOD and value and value != getattr(LoraConfig, name, None))
+        or (name == "init_lora_weights" and value not in LEAVES_THE_BASE_ALONE)
+        or (name == "task_type" and value not in (None, "CAUSAL_LM"))
+        or (name == "peft_type" and value != "LORA")
+    ]
+    if others:
+        raise UserError(f"{place}: an adapter with {', '.join(others)} is not supported here.\n{USE_PEFT}")
+
+
+def tokens_added(adapter: LoraConfig, model_config: PretrainedConfig) -> models.NewTokens | None:
+    """Return the tokens whose rows a saved adapter trains, if there are any."""
+    ids, stored_rows = sorted(lora.rows_trained(adapter)), models.vocabulary_size(model_config) or 0
+    return models.NewTokens(ids, stored_rows, max(stored_rows, ids[-1] + 1)) if ids else None

@@ -6,25 +6,23 @@ ever unpickled.
 """
 
 import copy
+import hashlib
 import json
 import re
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 import xxhash
 from safetensors import safe_open
 
 from llama_ft.errors import UserError
-from llama_ft.models.source import DTYPES, StoredTensor, WeightSource
+from llama_ft.models.source import StoredTensor, WeightSource
 
 TRAINER_FILE = "trainer.json"
 CHECKSUMS_FILE = "checksums.txt"
-STEP_FOLDER = re.compile(r"step-(\d{6,})")
-CHECKSUM_LINE = re.compile(r"([0-9a-f]{32})  ([^/\n]+)")
-READ_BYTES = 2**22
 FORMAT = 2
-SHARDING_INFO, SAVED_OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"  # torch's names for where pieces begin
 
 
 class Checkpoint:
@@ -35,6 +33,7 @@ class Checkpoint:
         folder: checkpoints/step-000100.
 
     Attributes:
+        run: the directory of the run that wrote it.
         trainer: what trainer.json holds.
         step: optimizer steps done.
         tensors: whole shape and dtype of every tensor by name.
@@ -44,43 +43,28 @@ class Checkpoint:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.tensors: dict[str, StoredTensor] = {}
-        self._prefix = ""  # of the names in the files
-        self._pieces: dict[str, list[tuple[int, int, Path]]] = {}  # first row, last, file
+        self.folder, self.run = folder, folder.parent.parent
         try:
             self.trainer: dict[str, Any] = json.loads((folder / TRAINER_FILE).read_text())
             self.step = int(self.trainer["step"])
             if self.trainer["format"] != FORMAT:
                 raise ValueError("of another version of llama_ft")
-            for rank in range(int(self.trainer["world_size"])):
-                self._add(folder / shard_file(rank))
+            held = dcp.HuggingFaceStorageReader(str(folder)).read_metadata()
         except Exception as error:  # safetensors has its own; what is no checkpoint can hold anything
             raise UserError(f"{folder}: cannot be read as a checkpoint ({error!r}).") from error
-
-    @property
-    def run(self) -> Path:
-        """The directory of the run that wrote it."""
-        return self.folder.parent.parent
-
-    def _add(self, file: Path) -> None:
-        with safe_open(file, framework="pt") as opened:
-            offsets = json.loads(opened.metadata()[SHARDING_INFO])
-            for name in opened.keys():
-                header = opened.get_slice(name)
-                shape, dtype = tuple(header.get_shape()), DTYPES[header.get_dtype()]
-                start, count = (offsets[name][SAVED_OFFSETS][0], shape[0]) if shape else (0, 1)
-                pieces = self._pieces.setdefault(name, [])
-                pieces.append((start, start + count, file))
-                whole = (max(stop for _, stop, _ in pieces), *shape[1:]) if shape else ()
-                self.tensors[name] = StoredTensor(self.folder, whole, dtype)
+        headers: dict[str, Any] = held.state_dict_metadata
+        self.tensors = {n: StoredTensor(folder, tuple(it.size), it.properties.dtype) for n, it in headers.items()}
+        self._pieces: dict[str, list[tuple[int, int, str, str]]] = {}  # first row, rows, file, name in it
+        for index, it in held.storage_data.items():
+            first, rows = (index.offset[0], it.shape[0]) if it.shape else (0, 1)
+            self._pieces.setdefault(index.fqn, []).append((first, rows, it.relative_path, index.fqn))
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Rows [start, stop) of dimension 0, in the dtype they are stored in; only they are read."""
-        header, key = self.tensors[name], self._prefix + name
+        header = self.tensors[name]
         rows = torch.empty((stop - start, *header.shape[1:]), dtype=header.dtype)
-        for first, last, file in self._pieces[key]:
-            low, high = max(start, first), min(stop, last)
+        for first, count, file, key in self._pieces[name]:
+            low, high = max(start, first), min(stop, first + count)
             if low < high:
                 with safe_open(file, framework="pt") as opened:
                     rows[low - start : high - start] = opened.get_slice(key)[low - first : high - first]
@@ -90,21 +74,16 @@ class Checkpoint:
         """A whole tensor in the dtype it is stored in."""
         if shape := self.tensors[name].shape:
             return self.read_rows(name, 0, shape[0])
-        key = self._prefix + name
-        with safe_open(self._pieces[key][0][2], framework="pt") as opened:
+        _, _, file, key = self._pieces[name][0]
+        with safe_open(file, framework="pt") as opened:
             return torch.clone(opened.get_tensor(key))
-
-    def generator_states(self, rank: int) -> dict[str, torch.Tensor]:
-        """Device type -> state of a rank's random number generator; nothing for a rank that did not write it."""
-        prefix = f"rng.{rank}."
-        return {name.removeprefix(prefix): self.read(name) for name in self.tensors if name.startswith(prefix)}
 
     def weights(self) -> WeightSource:
         """The trained parameters by the model's own names."""
         trained = copy.copy(self)
-        trained._prefix = "model."
-        named = self.tensors.items()
-        trained.tensors = {name.removeprefix("model."): it for name, it in named if name.startswith("model.")}
+        names = [name for name in self.tensors if name.startswith("model.")]
+        trained.tensors = {name.removeprefix("model."): self.tensors[name] for name in names}
+        trained._pieces = {name.removeprefix("model."): self._pieces[name] for name in names}
         return trained
 
 
@@ -120,7 +99,7 @@ def step_folder(run: Path, step: int) -> Path:
 
 def complete_checkpoints(run: Path) -> list[Path]:
     """The checkpoints of a run directory, newest first. A directory of that name is complete, if not corrupted."""
-    found = [path for path in (run / "checkpoints").glob("step-*") if STEP_FOLDER.fullmatch(path.name)]
+    found = [path for path in (run / "checkpoints").glob("step-*") if re.fullmatch(r"step-\d{6,}", path.name)]
     return sorted((path for path in found if path.is_dir()), key=lambda path: -int(path.name.removeprefix("step-")))
 
 
@@ -137,10 +116,9 @@ def checkpoint_errors(folder: Path, part: int = 0, parts: int = 1) -> list[str]:
     """
     errors = []
     try:
-        lines = (folder / CHECKSUMS_FILE).read_bytes().decode("ascii").split("\n")
-        matches = [CHECKSUM_LINE.fullmatch(line) for line in lines[:-1]]
-        listed = {match[2]: match[1] for match in matches if match}
-        if lines[-1] or listed.keys() != {TRAINER_FILE, *(shard_file(rank) for rank in range(len(lines) - 2))}:
+        *lines, end = (folder / CHECKSUMS_FILE).read_bytes().decode("ascii").split("\n")
+        listed = {name: digest for digest, name in (line.split("  ") for line in lines)}
+        if end or listed.keys() != {TRAINER_FILE, *map(shard_file, range(len(listed) - 1))}:
             raise ValueError("not what was written")
     except (OSError, ValueError) as error:
         return [f"{CHECKSUMS_FILE}: {error}"] if part == 0 else []
@@ -155,8 +133,5 @@ def checkpoint_errors(folder: Path, part: int = 0, parts: int = 1) -> list[str]:
 
 def file_digest(file: Path) -> str:
     """xxh3_128 of a file's content, in hex."""
-    digest, buffer = xxhash.xxh3_128(), memoryview(bytearray(READ_BYTES))
     with open(file, "rb", buffering=0) as opened:
-        while count := opened.readinto(buffer):
-            digest.update(buffer[:count])
-    return digest.hexdigest()
+        return hashlib.file_digest(opened, xxhash.xxh3_128).hexdigest()

@@ -20,15 +20,13 @@ from llama_ft.config.settings import SETTINGS
 from llama_ft.errors import RunFailure, UserError
 from llama_ft.runtime import Runtime, log
 
-SECONDS_BETWEEN_MEETINGS = 30.0
 LIBRARIES = ("torch", "transformers", "peft", "bitsandbytes", "datasets", "safetensors")
-BATCH_SETTINGS = ("batch_size_training", "gradient_accumulation_steps")
 # Where and how fast the same thing is computed, and what is written down about it. Everything else that differs makes
 # another run.
 SECTIONS_THAT_MAY_DIFFER = {"fsdp", "checkpoint", "tracking", "memory", "profile"}
 MAY_DIFFER = {
     "model_name", "dataset", "validation",  # the same if they hold the same
-    *BATCH_SETTINGS,  # see global_batch
+    "batch_size_training", "gradient_accumulation_steps",  # see global_batch
     "tokenizer_name", "trust_remote_code", "chat_template", "dataset_split", "dataset_format", "skip_bad_rows",
     "show_samples", "tokenize_processes", "attn_implementation", "use_liger", "compile", "device",
     "device_memory_fraction", "accumulate_unsharded", "activation_checkpointing", "activation_checkpointing_k",
@@ -53,9 +51,6 @@ def find_checkpoint(settings: CheckpointConfig, runtime: Runtime) -> Checkpoint 
         return None
     checkpoint = first_valid(candidates, partial(_shared_errors, runtime))
     log.info(f"Going on from {checkpoint.folder}, after step {checkpoint.step}")
-    then, now = checkpoint.trainer["versions"], versions()
-    if changed := [f"{name} {then.get(name)} -> {now[name]}" for name in now if then.get(name) != now[name]]:
-        log.warning(f"Other versions than the checkpoint's: {', '.join(changed)}. The last digits may differ.")
     return checkpoint
 
 
@@ -64,23 +59,20 @@ def first_valid(candidates: list[Path], errors_of: Callable[[Path], list[str]] =
     for folder in candidates:
         if not (errors := errors_of(folder)):
             return Checkpoint(folder)
-        if folder != candidates[-1]:
-            log.warning("\n".join([f"{folder} is damaged and not used:", *errors]))
+        log.warning("\n".join([f"{folder} is damaged and not used:", *errors]))
     raise RunFailure("\n".join([f"{folder}: damaged, and no other checkpoint is left to try.", *errors]))
 
 
 def _candidates(settings: CheckpointConfig, earlier_run: Path | None) -> list[Path]:
     """The checkpoints to try in order."""
-    if earlier_run is not None and complete_checkpoints(earlier_run):
-        return complete_checkpoints(earlier_run)
+    if earlier_run is not None and (found := complete_checkpoints(earlier_run)):
+        return found
     if settings.resume is None:
         return []
-    if settings.resume == "auto":
-        return complete_checkpoints(Path(str(settings.output_dir)).expanduser())
-    folder = Path(settings.resume).expanduser()
+    folder = Path(str(settings.output_dir) if settings.resume == "auto" else settings.resume).expanduser()
     if (folder / reader.TRAINER_FILE).exists() or (folder / reader.CHECKSUMS_FILE).exists():
         return [folder]
-    if not (found := complete_checkpoints(folder)):
+    if not (found := complete_checkpoints(folder)) and settings.resume != "auto":
         raise UserError(f"--resume {folder}: no checkpoint there; expected output/<run>/checkpoints/step-..., or auto.")
     return found
 
@@ -90,10 +82,8 @@ def _shared_errors(runtime: Runtime, folder: Path) -> list[str]:
     a slow disk, no rank may be taken for one that hangs."""
     with ThreadPoolExecutor(1) as pool:
         mine = pool.submit(checkpoint_errors, folder, runtime.rank, runtime.world_size)
-        while True:
-            wait([mine], timeout=SECONDS_BETWEEN_MEETINGS)
-            if runtime.all_gather_floats(mine.done()).all():
-                break
+        while not runtime.all_gather_floats(mine.done()).all():
+            wait([mine], timeout=30.0)
     everyone: list[list[str]] = [[] for _ in range(runtime.world_size)]
     dist.all_gather_object(everyone, mine.result())
     return [line for lines in everyone for line in lines]
@@ -114,41 +104,35 @@ def check_same_run(
     Raises:
         UserError: naming all that differ, old and new.
     """
-    before, after = (
-        {name: value for section in config.values() for name, value in section.items()}
-        for config in (saved["config"], now["config"])
-    )
-    then, contents = saved["contents"], now.get("contents", {})
-    by_field = {name: places[setting.dotted] for name, setting in SETTINGS.items() if setting.dotted in places}
-    changed = {}
-    for name, value in after.items():
-        old = before.get(name, SETTINGS[name].default)
-        is_other = name in contents and name in then and contents[name] != then[name]
-        may_differ = name in MAY_DIFFER or SETTINGS[name].section in SECTIONS_THAT_MAY_DIFFER
-        if name not in allowed and (is_other or (old != value and not may_differ)):
-            was = f"was {show(old)}" if old != value else "and its content, tokenizer or chat template has changed"
-            changed[name] = f"{subject(name, by_field)} is {show(value)}, {was}"
+    before = {name: value for section in saved["config"].values() for name, value in section.items()}
+    then, contents, changed = saved["contents"], now.get("contents", {}), {}
+    for section, settings in now["config"].items():
+        for name, value in settings.items():
+            old, setting = before.get(name, SETTINGS[name].default), SETTINGS[name]
+            is_other = name in contents and name in then and contents[name] != then[name]
+            may_differ = name in MAY_DIFFER or section in SECTIONS_THAT_MAY_DIFFER
+            if name not in allowed and (is_other or (old != value and not may_differ)):
+                was = f"was {show(old)}" if old != value else "and its content, tokenizer or chat template has changed"
+                changed[name] = f"{subject(name, {name: places.get(setting.dotted, '')})} is {show(value)}, {was}"
     if changed:
         heading = "--resume: this would be another run than the one that was saved:"
-        allow = f"If the trained parameters stay the same, this allows it:\n--resume_allow_changes {','.join(changed)}"
-        raise UserError("\n".join([heading, *changed.values(), allow]))
+        allow = "If the trained parameters and the optimizer stay the same, this allows it:"
+        raise UserError("\n".join([heading, *changed.values(), allow, f"--resume_allow_changes {','.join(changed)}"]))
 
 
 def result_step(config: Config, step: int, best_step: int) -> int:
     """The step whose weights a run that ends after `step` has as its result: with early stopping `best_step`, the one
     with the best validation loss, unless that is 0."""
-    uses_best = config.train.early_stopping_patience and config.checkpoint.save_model and best_step
-    return best_step if uses_best else step
+    return best_step if config.train.early_stopping_patience and config.checkpoint.save_model and best_step else step
 
 
-def open_best(step: int, run: Path, runtime: Runtime) -> Checkpoint | None:
-    """The checkpoint of a run's `step`, the one with the best validation loss; if it is not valid, a warning and None.
-    All ranks call it together."""
-    folder = step_folder(run, step)
-    if not (errors := _shared_errors(runtime, folder)):
-        return Checkpoint(folder)
-    log.warning(f"{folder}, the best checkpoint, cannot be used: {'; '.join(errors)}. The last weights are used.")
-    return None
+def open_best(step: int, run: Path, resumed: Checkpoint | None, runtime: Runtime) -> Checkpoint:
+    """The checkpoint of a run's `step`, the one with the best validation loss, or else its newest valid one. A branch
+    may have left the best one in the run that was resumed. All ranks call it together."""
+    best = [step_folder(it, step) for it in ([run, resumed.run] if resumed else [run])]
+    last = [resumed.folder] if resumed else []
+    candidates = runtime.broadcast_from_rank0(lambda: [*filter(Path.is_dir, best), *complete_checkpoints(run), *last])
+    return first_valid(candidates, partial(_shared_errors, runtime))
 
 
 def finished_result(resumed: Checkpoint, settings: CheckpointConfig) -> Path | None:
@@ -159,35 +143,15 @@ def finished_result(resumed: Checkpoint, settings: CheckpointConfig) -> Path | N
     return result if ended and result.is_dir() and not settings.resume_allow_changes else None
 
 
-def check_steps_left(resumed: Checkpoint, total: int) -> None:
-    """Refuse to resume beyond the `total` steps of the run, which may have been changed."""
-    if resumed.step > total:
-        raise UserError(f"--resume {resumed.folder}: {resumed.step} steps are done, and the run is to have {total}.")
-
-
 def describe_run(config: Config) -> dict[str, Any]:
-    """What every trainer.json says about the run: its resolved configuration, and versions."""
-    return {"versions": versions(), "config": dataclasses.asdict(config)}
-
-
-def versions() -> dict[str, str]:
-    """Of this program, Python and the libraries that compute."""
+    """What every trainer.json says about the run: its resolved configuration, and the versions of what computes."""
     own = {"llama_ft": __version__, "python": platform.python_version()}
-    return own | {name: version(name) for name in LIBRARIES}
+    return {"versions": own | {name: version(name) for name in LIBRARIES}, "config": dataclasses.asdict(config)}
 
 
 def global_batch(settings: TrainConfig, resumed: Checkpoint | None, world_size: int) -> int:
-    """Packed sequences, or samples, of an optimizer step. A resumed run keeps its own on any number of ranks, which
-    then have smaller, or more, micro-batches.
-
-    Raises:
-        UserError: the settings were changed and ask for another global batch than the resumed run's.
-    """
-    asked = settings.batch_size_training * settings.gradient_accumulation_steps * world_size
-    if resumed is None:
-        return asked
-    kept, before = int(resumed.trainer["global_batch"]), resumed.trainer["config"]["train"]
-    if asked != kept and any(before[name] != getattr(settings, name) for name in BATCH_SETTINGS):
-        was = ", ".join(f"{name} {before[name]}" for name in BATCH_SETTINGS)
-        raise UserError(f"--resume: the global batch would be {asked}, and the run has had {kept}. Leave {was}.")
-    return kept
+    """Packed sequences, or samples, of an optimizer step. A resumed run keeps its own on any number of ranks, and with
+    another batch size or accumulation, and then has smaller, or more, micro-batches."""
+    if resumed is not None:
+        return int(resumed.trainer["global_batch"])
+    return settings.batch_size_training * settings.gradient_accumulation_steps * world_size

@@ -12,11 +12,11 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.distributed.tensor import DTensor
 
 from llama_ft.checkpoint.reader import Checkpoint
-from llama_ft.config import TrainConfig
 from llama_ft.errors import UserError
 from llama_ft.models import ShardGroup
 from llama_ft.models.shards import local_shard
-from llama_ft.runtime import Runtime, log
+from llama_ft.models.source import listed
+from llama_ft.runtime import Runtime
 from llama_ft.training.optimizer import create_states
 
 OPTIONS = StateDictOptions(ignore_frozen_params=True, flatten_optimizer_state_dict=True)
@@ -30,11 +30,10 @@ def own_state(model: nn.Module, optimizer: torch.optim.Optimizer, runtime: Runti
     Where ranks hold copies of the same rows, each writes its share of them. No rank writes what it has no rows of.
     """
     create_states(optimizer)  # else torch makes a hidden step
-    copy, copies = 0, 1
-    if "replicate" in (runtime.mesh.mesh_dim_names or ()):
-        copy, copies = runtime.mesh["replicate"].get_local_rank(), runtime.mesh["replicate"].size()
-    is_first_shard = ShardGroup(runtime.mesh).index == 0
-    written, loads = Tensors(), [0] * copies
+    mesh, written = runtime.mesh, Tensors()
+    replicas = mesh["replicate"] if "replicate" in (mesh.mesh_dim_names or ()) else None
+    copy, loads = (replicas.get_local_rank(), [0] * replicas.size()) if replicas else (0, [0])
+    is_first_shard = ShardGroup(mesh).index == 0
     for name, tensor in _by_name(model, *get_state_dict(model, optimizer, options=OPTIONS)).items():
         rows = local_shard(tensor)
         is_sharded = isinstance(tensor, DTensor) and any(placement.is_shard() for placement in tensor.placements)
@@ -57,30 +56,23 @@ def _by_name(model: nn.Module, weights: Mapping[str, Any], states: Mapping[str, 
     }
 
 
-def restore(
-    checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer, train: TrainConfig, runtime: Runtime
-) -> None:
+def restore(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer, runtime: Runtime) -> None:
     """Go on where a checkpoint was written: parameters, optimizer, random numbers; each rank reads its rows.
 
     Args:
         checkpoint: written by any number of ranks, however they shared the model.
         model: sharded; its trained parameters are overwritten.
-        optimizer: without states. One of another kind than was saved begins without them.
-        train: what made the optimizer.
+        optimizer: without states.
         runtime: a rank that the checkpoint knows goes on with the random numbers of the rank of its number, any other
             with some of its own.
 
     Raises:
         UserError: the checkpoint's trained parameters are not the model's, or its optimizer states not the optimizer's.
     """
-    saved, optimizers = checkpoint.trainer["config"]["train"], [optimizer]
-    if _kind(saved) == _kind(vars(train)):
-        create_states(optimizer)
-    else:
-        log.warning(f"{train.optimizer} begins without states: those of {saved['optimizer']} are left behind.")
-        optimizers = []
-    restore_weights(checkpoint, model, optimizers)
-    states = checkpoint.generator_states(runtime.rank)  # last: nothing above may draw from them
+    create_states(optimizer)
+    restore_weights(checkpoint, model, [optimizer])
+    names = {kind: f"rng.{runtime.rank}.{kind}" for kind in ("cpu", "cuda")}  # last: nothing above may draw from them
+    states = {kind: checkpoint.read(name) for kind, name in names.items() if name in checkpoint.tensors}
     if "cpu" in states:
         torch.set_rng_state(states["cpu"])
     else:
@@ -97,14 +89,9 @@ def restore_weights(
     weights, states = get_state_dict(model, optimizers, options=OPTIONS)
     live = _by_name(model, weights, states)
     check_same_tensors(checkpoint, live, "model.", *(["optimizer."] if optimizers else []))
-    planner = dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    dcp.load(live, storage_reader=dcp.HuggingFaceStorageReader(str(checkpoint.folder)), planner=planner)
+    stored, planner = dcp.HuggingFaceStorageReader(str(checkpoint.folder)), dcp.DefaultLoadPlanner(False, False)
+    dcp.load(live, storage_reader=stored, planner=planner)  # nothing is flattened: names stay
     set_state_dict(model, optimizers, model_state_dict=weights, optim_state_dict=states, options=TRAINED_ONLY)
-
-
-def _kind(train: dict[str, object]) -> tuple[object, ...]:
-    """Optimizers of one kind have the same states."""
-    return train["optimizer"], train["use_kahan_summation"], train["optimizer"] == "SGD" and bool(train["momentum"])
 
 
 def check_same_tensors(checkpoint: Checkpoint, live: Mapping[str, torch.Tensor], *prefixes: str) -> None:
@@ -117,8 +104,5 @@ def check_same_tensors(checkpoint: Checkpoint, live: Mapping[str, torch.Tensor],
 
     here, there = described(live), described(checkpoint.tensors)
     if different := sorted({name for name, _ in here.items() ^ there.items()}):
-        first = different[0]
-        raise UserError(
-            f"{checkpoint.folder}: its tensors are not those of this model. {len(different)} differ, such as {first}: "
-            f"{there.get(first, 'absent')} there, {here.get(first, 'absent')} here."
-        )
+        lines = [f"{name}: {there.get(name, 'absent')} there, {here.get(name, 'absent')} here" for name in different]
+        raise UserError(f"{checkpoint.folder}: does not fit the model or its optimizer:\n{listed(lines, 3)}")

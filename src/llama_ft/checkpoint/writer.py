@@ -11,12 +11,11 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,7 +38,7 @@ from llama_ft.runtime import Runtime, log
 SPACE_FOR_THE_REST = 2**20  # headers, trainer.json, checksums
 
 
-class CheckpointWriter:
+class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
     """Writes the checkpoints of one run, one at a time. All ranks make it, and call its methods, together.
 
     Args:
@@ -52,14 +51,13 @@ class CheckpointWriter:
 
     Attributes:
         run: the run's directory.
-        about: what every trainer.json says.
         last: the newest complete checkpoint.
     """
 
     def __init__(
         self, output_dir: Path, settings: CheckpointConfig, about: Mapping[str, Any], runtime: Runtime
     ) -> None:
-        self.run, self._settings, self.about, self._runtime = output_dir, settings, about, runtime
+        self.run, self._settings, self._about, self._runtime = output_dir, settings, about, runtime
         self._folder = output_dir / "checkpoints"
         # Never the one training uses. Its ranks wait for the slowest disk, however long that takes.
         self._group = dist.new_group(backend="gloo", timeout=timedelta(hours=6))
@@ -70,7 +68,7 @@ class CheckpointWriter:
                 shutil.rmtree(leftover, ignore_errors=True)
             self._tidy(newest=None)  # a kill may have come after the rename of a checkpoint and before this
         complete = runtime.broadcast_from_rank0(lambda: complete_checkpoints(output_dir))
-        self.last: Path | None = complete[0] if complete else None
+        self.last: Path | None = next(iter(complete), None)
 
     @property
     def has_failed(self) -> bool:
@@ -80,9 +78,8 @@ class CheckpointWriter:
     def is_due(self, step: int, ends_epoch: bool, ends_run: bool) -> bool:
         """Whether the settings ask for a checkpoint after this step. A run that is stopped ends, too."""
         settings = self._settings
-        if settings.save_model and (ends_run or (ends_epoch and settings.save_every_epoch)):
-            return True
-        return settings.save_steps > 0 and (ends_run or step % settings.save_steps == 0)
+        by_steps = settings.save_steps > 0 and (ends_run or step % settings.save_steps == 0)
+        return by_steps or (settings.save_model and (ends_run or (ends_epoch and settings.save_every_epoch)))
 
     def save(
         self,
@@ -108,11 +105,11 @@ class CheckpointWriter:
         """
         started = time.perf_counter()
         self.finish()
-        written = {"format": reader.FORMAT, "step": step, "world_size": self._runtime.world_size}
-        record = {**written, "asked": asked, "best_loss": best_loss, **trainer, **self.about}
+        record: dict[str, Any] = {"format": reader.FORMAT, "step": step, "world_size": self._runtime.world_size}
+        record |= {"asked": asked, "best_loss": best_loss, **trainer, **self._about}
         live = own_state(model, optimizer, self._runtime)
-        nbytes = sum(local_shard(tensor).nbytes for tensor in live.values())
-        total = int(self._runtime.all_gather_floats(nbytes).sum().item())
+        nbytes = self._runtime.all_gather_floats(sum(local_shard(tensor).nbytes for tensor in live.values()))
+        total = int(nbytes.sum().item())
         free = self._runtime.broadcast_from_rank0(lambda: shutil.disk_usage(self.run).free)
         if free < (needed := total + SPACE_FOR_THE_REST):
             raise self._failure(step, f"it needs {size_text(needed)}, and {size_text(free)} are free")
@@ -126,32 +123,23 @@ class CheckpointWriter:
                 self._timings["perf/save_seconds"] = seconds = time.perf_counter() - started
                 done = f"{size_text(total)}, training waited {stall:.2f} s, written after {seconds:.2f} s"
                 log.info(f"Checkpoint {step_folder(self.run, step).name}: {done}")
+                future.set_result(None)
             except BaseException as error:
                 future.set_exception(error)
-            else:
-                future.set_result(None)
 
         threading.Thread(target=write, name="checkpoint", daemon=True).start()
         if not self._settings.save_async:
             self.finish()
 
-    def finish(self) -> None:
-        """Wait until nothing is being written; a RunFailure if the last checkpoint could not be."""
+    def finish(self) -> Path | None:
+        """Wait until nothing is being written, and return the newest complete checkpoint; a RunFailure if the last one
+        could not be written."""
         in_flight, self._in_flight = self._in_flight, None
         if in_flight is not None:
             in_flight.result()
-
-    def newest(self) -> Path | None:
-        """The newest complete checkpoint, once nothing is being written. Raises as `finish`."""
-        self.finish()
         return self.last
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if kind is None or isinstance(error, UserError):
             self.finish()
 
@@ -161,14 +149,13 @@ class CheckpointWriter:
         return timings
 
     def _failure(self, step: int, cause: str) -> RunFailure:
-        kept = f"The last complete one is {self.last}." if self.last else "There is no earlier one."
-        return RunFailure(f"{step_folder(self.run, step)}: the checkpoint could not be written: {cause}.\n{kept}")
+        what = f"{step_folder(self.run, step)}: the checkpoint could not be written: {cause}."
+        return RunFailure(f"{what}\nThe last complete one is {self.last or 'absent'}.")
 
     def _write(self, record: dict[str, Any], live: Tensors, copies: Tensors) -> None:
-        final = step_folder(self.run, record["step"])
+        final, planner = step_folder(self.run, record["step"]), dcp.DefaultSavePlanner(False, False)  # names stay
         aside = final.with_name(f".writing-{final.name}")
         storage = _ShardWriter(aside, self._runtime.rank, copies, partial(self._complete, record, aside, final))
-        planner = dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         try:
             dcp.save(live, storage_writer=storage, planner=planner, process_group=self._group)
         except dcp.CheckpointException as error:
@@ -231,10 +218,10 @@ class _ShardWriter(dcp.HuggingFaceStorageWriter):
 
     def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> TorchFuture[list[WriteResult]]:
         """Write a rank's file and sync it to disk; the result tells its checksum."""
-        offsets = {item.index.fqn: {reader.SAVED_OFFSETS: list(item.index.offset or ())} for item in plan.items}
+        offsets = {item.index.fqn: {"saved_offsets": list(item.index.offset or ())} for item in plan.items}
         tensors = {name: self._copies[name] for name in offsets}
-        metadata = {reader.SHARDING_INFO: json.dumps(offsets), "DCP_VERSION": "1.0"}
-        with SafetensorsFile(self._file, tensors, metadata) as file:
+        header = {"DCP_SHARDING_INFO": json.dumps(offsets), "DCP_VERSION": "1.0"}
+        with SafetensorsFile(self._file, tensors, header) as file:
             for tensor in tensors.values():
                 file.append(tensor)
         written: TorchFuture[list[WriteResult]] = TorchFuture()
@@ -248,27 +235,23 @@ class _ShardWriter(dcp.HuggingFaceStorageWriter):
 
 def to_host(tensors: Tensors) -> Tensors:
     """Copies of this rank's rows in host memory; from a GPU all of them at once, into pinned memory."""
-    copies = {}
-    for name, tensor in tensors.items():
-        rows = local_shard(tensor)
-        copy = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=rows.is_cuda)
-        copies[name] = copy.copy_(rows, non_blocking=True)
-    if any(tensor.is_cuda for tensor in tensors.values()):
+    shards = {name: local_shard(tensor) for name, tensor in tensors.items()}
+    copies = {
+        name: torch.empty(it.shape, dtype=it.dtype, pin_memory=it.is_cuda).copy_(it, non_blocking=True)
+        for name, it in shards.items()
+    }
+    if any(it.is_cuda for it in shards.values()):
         torch.cuda.current_stream().synchronize()
     return copies
 
 
 def _write_synced(path: Path, text: str) -> None:
-    with open(path, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    path.write_text(text)
+    _sync(path)
 
 
 def _sync(path: Path) -> None:
     """Make a file's content, or a directory's entries, durable."""
     descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    os.fsync(descriptor)
+    os.close(descriptor)

@@ -39,7 +39,7 @@ MODEL_PATTERNS = (
     "additional_chat_templates/*.jinja", "vocab.json", "vocab.txt", "merges.txt", "spiece.model",
     "sentencepiece.bpe.model", "*.tiktoken",
 )  # fmt: skip
-CARD_TAG = "\n- llama_ft\n"  # in the header of every model card that checkpoint/model_card.py writes
+CARD_TAG = "\n- llama_ft\n"  # in the header of every model card that checkpoint/export.py writes
 
 
 def check_paths(values: Mapping[str, Any], places: Mapping[str, str], invalid: set[str]) -> list[str]:
