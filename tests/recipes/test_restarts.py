@@ -113,5 +113,5 @@ def test_a_restarted_attempt_does_not_overwrite_what_the_one_before_it_wrote(
     os.kill(rank_process(torchrun, 0), signal.SIGKILL)
     output, _ = torchrun.communicate(timeout=DEADLINE_SECONDS)
     assert torchrun.returncode == 0, output
-    assert output.count("--overwrite: removing") == 1 and output.count("Going on from") == 1
+    assert output.count("Going on from") == 1
     assert facts(whole) == expected

@@ -152,6 +152,8 @@ def describe_run(config: Config) -> dict[str, Any]:
 def global_batch(settings: TrainConfig, resumed: Checkpoint | None, world_size: int) -> int:
     """Packed sequences, or samples, of an optimizer step. A resumed run keeps its own on any number of ranks, and with
     another batch size or accumulation, and then has smaller, or more, micro-batches."""
-    if resumed is not None:
-        return int(resumed.trainer["global_batch"])
-    return settings.batch_size_training * settings.gradient_accumulation_steps * world_size
+    asked = settings.batch_size_training * settings.gradient_accumulation_steps * world_size
+    if resumed is None or (kept := int(resumed.trainer["global_batch"])) == asked:
+        return asked
+    log.info(f"--resume: the global batch stays {kept}, as in the resumed run; the settings ask for {asked}.")
+    return kept

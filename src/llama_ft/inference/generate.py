@@ -1,7 +1,7 @@
 """Answers by Transformers' own generate: greedy or sampled, one streamed or many in a batch, on one rank or several.
 
 In fp32 a greedy answer depends neither on its neighbors in the batch nor on the number of ranks: padding is on the left
-and masked. Only a prompt that nearly fills the context shortens the answers of its batch.
+and masked.
 """
 
 import copy
@@ -98,7 +98,7 @@ class Answerer:
         """Answer prompts in one batch.
 
         Args:
-            prompts: token ids.
+            prompts: token ids. All have the same `longest_answer`, for a model has no positions beyond its context.
             show: is called with the text of the one prompt's answer as it comes.
         """
         is_sharded = self._options.enable_fsdp and self._job.world_size > 1

@@ -5,6 +5,7 @@ import json
 import signal
 import sys
 from contextlib import nullcontext, suppress
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -85,11 +86,11 @@ def answer_prompts(
     Returns:
         How many answers were truncated.
     """
-    tokens = []
+    tokens, limits = [], []
     for number, (_, asked) in enumerate(prompts, start=1):
         try:
             tokens.append(answerer.tokens(asked))
-            answerer.longest_answer(len(tokens[-1]))
+            limits.append(answerer.longest_answer(len(tokens[-1])))
         except UserError as error:
             raise UserError(f"--prompts: prompt {number}: {error.messages[0]}") from error
     truncated, batch, file = 0, options.batch_size * job.world_size, Path(options.output_file or "").expanduser()
@@ -97,16 +98,20 @@ def answer_prompts(
     if has_file:
         file.parent.mkdir(parents=True, exist_ok=True)
     with open(file, "x", encoding="utf-8", errors="replace") if has_file else nullcontext(sys.stdout) as out:
-        for start in range(0, len(prompts), batch):
-            together, everyone = prompts[start : start + batch], [list[Answer]()] * job.world_size
-            mine = tokens[start : start + batch][job.rank :: job.world_size] or tokens[:1]  # all ranks all-gather
+        start = 0
+        while start < len(prompts):
+            alike = takewhile(lambda limit: limit == limits[start], limits[start : start + batch])  # noqa: B023
+            stop = start + len(list(alike))  # a prompt near the end of the context must not shorten other answers
+            everyone = [list[Answer]()] * job.world_size
+            mine = tokens[start:stop][job.rank :: job.world_size] or tokens[:1]  # all ranks all-gather
             dist.all_gather_object(everyone, answerer.answer(mine))
-            for index, (row, _) in enumerate(together):
+            for index, (row, _) in enumerate(prompts[start:stop]):
                 answer = everyone[index % job.world_size][index // job.world_size]
                 truncated += answer.is_truncated
                 if job.is_main:
                     print(json.dumps({**row, "answer": answer.text}, ensure_ascii=False), file=out, flush=True)
-            log.info(f"{start + len(together)} of {len(prompts)} prompts answered")
+            start = stop
+            log.info(f"{start} of {len(prompts)} prompts answered")
     return truncated
 
 
