@@ -129,8 +129,8 @@ def flag_reader(script: str) -> Callable[[list[str]], Any]:
         return lambda words: load(words, DEMO_RECIPE, paths=False)
     if script == "plan":
         return lambda words: read_plan_flags(words, DEMO_RECIPE)
-    folders = {"evaluate": "evaluation.", "export": "export_"}
-    reader = importlib.import_module(f"llama_ft.{folders.get(script, f'{script}.')}flags")
+    modules = {"evaluate": "evaluation.flags", "export": "export_flags", "report": "report.run"}
+    reader = importlib.import_module(f"llama_ft.{modules.get(script, f'{script}.flags')}")
     return lambda words: getattr(reader, f"read_{script}_flags")(words, "")
 
 

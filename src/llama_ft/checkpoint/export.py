@@ -175,7 +175,17 @@ def export_adapter(
     write_card: Write,
     runtime: Runtime,
 ) -> None:
-    """Write the adapter as a peft folder; all ranks call it, rank 0 writes. Arguments as in export_model."""
+    """Write the adapter as a peft folder; all ranks call it, rank 0 writes.
+
+    Args:
+        model: trained and sharded.
+        adapter: what `inject_lora` returned; its keys are peft's names of the tensors.
+        folder: replaced in one step when all files are written and synced.
+        save_dtype: of the floating-point tensors; None: as they are stored.
+        tokenizer: saved beside the adapter, with its chat template.
+        write_card: writes README.md into the folder it is given.
+        runtime: the ranks.
+    """
     tensors = {adapter.keys[name]: p for name, p in model.named_parameters() if name in adapter.keys}
     weights = SavedWeights(tensors, _gathered(tensors, runtime), save_dtype)
 
@@ -260,8 +270,15 @@ def write_model_settings(
     tokenizer: PreTrainedTokenizerBase,
     source: Path,
 ) -> None:
-    """Write what stands beside the weights: config.json with their dtype, tokenizer, and from `source` generation
-    config and code."""
+    """Write what stands beside the weights: config.json, tokenizer, generation config and code.
+
+    Args:
+        folder: has, or gets, the weights.
+        model_config: the model's; it is not changed.
+        dtype: of the weights, for config.json.
+        tokenizer: with the chat template of the run.
+        source: folder of the base model, from which generation_config.json and Python files are copied.
+    """
     config = copy.deepcopy(model_config)
     config.dtype = dtype  # the skeleton's says nothing
     config.save_pretrained(folder)
@@ -280,7 +297,14 @@ def write_model_settings(
 
 
 def write_adapter(folder: Path, adapter: Adapter, weights: SavedWeights, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Write a peft folder with the tokenizer; `weights` go by peft's names."""
+    """Write a peft folder with the tokenizer.
+
+    Args:
+        folder: is there, and empty.
+        adapter: its config becomes adapter_config.json.
+        weights: of the adapter, by peft's names.
+        tokenizer: with the chat template of the run.
+    """
     weights.write_file(folder / ADAPTER_WEIGHTS, range(len(weights.groups)))
     settings = copy.deepcopy(adapter.config)
     settings.inference_mode = True

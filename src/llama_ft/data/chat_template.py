@@ -128,7 +128,18 @@ def render_chat(
     blocks: bool = False,
     open_answer: bool = False,
 ) -> tuple[str, list[Span]]:
-    """Return the text of a chat, and its `{% generation %}` blocks if wanted.
+    """Render a chat.
+
+    Args:
+        template: Jinja, as in tokenizer.chat_template.
+        special_tokens: name -> text, which templates use, such as bos_token.
+        messages: of all roles, in order.
+        tools: JSON schemas of functions, for templates that know them.
+        blocks: return the spans of `{% generation %}` blocks, too.
+        open_answer: end with the heading of an answer.
+
+    Returns:
+        The text, and the blocks as [start, end) of its characters.
 
     Raises:
         BadRow: the template rejects it.

@@ -80,8 +80,16 @@ def load_model_config(folder: Path, trust_remote_code: bool) -> PretrainedConfig
 
 
 def build_on_meta(config: PretrainedConfig, model: ModelConfig, new: NewTokens | None = None) -> PreTrainedModel:
-    """The causal language model of `config` on the meta device, tied weights tied, with rows for new tokens. A
-    UserError if transformers has none, it also takes images or sound, or its attention is not available here."""
+    """Build a causal language model on the meta device, tied weights tied.
+
+    Args:
+        config: of the model; not changed.
+        model: settings: attention implementation, trust_remote_code.
+        new: tokens for which embedding and head get further rows.
+
+    Raises:
+        UserError: transformers has no such model, it also takes images or sound, or its attention is not available.
+    """
     # AutoModelForCausalLM builds the whole model for some of these (gemma3) and only its decoder for others (qwen3_5),
     # whose export would lack the vision tower. Phi-4-multimodal has no text_config.
     if any(key.startswith(("vision", "audio")) for key in config.sub_configs) or config.get_text_config() is not config:
@@ -158,8 +166,18 @@ def vocabulary_size(config: PretrainedConfig) -> int | None:
 def find_new_tokens(
     tokenizer: PreTrainedTokenizerBase, folder: Path, model_config: PretrainedConfig, model: ModelConfig
 ) -> NewTokens | None:
-    """What the run's tokenizer has and the model does not know: ids without a row, and tokens that the tokenizer in the
-    model's folder lacks or has under another id. Logs them. None without --resize_embeddings, or if there are none."""
+    """Find and log the tokens that the run's tokenizer has and the model does not know.
+
+    Args:
+        tokenizer: of the run, with its chat template's tokens.
+        folder: of the model; its own tokenizer is compared.
+        model_config: says how many rows the embedding has.
+        model: settings: resize_embeddings, trust_remote_code.
+
+    Returns:
+        Ids without a row, and ids of tokens that the model's own tokenizer lacks or has elsewhere. None without
+        --resize_embeddings, or if there are none.
+    """
     if not model.resize_embeddings:
         return None
     stored: int = model_config.get_text_config().vocab_size

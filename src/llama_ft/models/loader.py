@@ -104,9 +104,15 @@ class Loader:
 def open_loader(
     files: Path, model: PreTrainedModel, group: ShardGroup, scatter: bool, tuned: WeightSource | None = None
 ) -> Loader:
-    """Read the headers of a model folder, or of one safetensors file, on rank 0 or on every rank. Tensors of `tuned`
-    replace those of the same names."""
+    """Read the headers of the weights.
 
+    Args:
+        files: a model's folder, or one safetensors file.
+        model: on the meta device; says how stored tensors become its own.
+        group: the ranks that share the weights.
+        scatter: rank 0 alone reads, and sends each rank its rows.
+        tuned: tensors that replace those of the same names.
+    """
     source: WeightSource | None = None
     if not scatter or dist.get_rank() == 0:
         source = open_source(files, model) if files.is_dir() else SafetensorsSource([files])

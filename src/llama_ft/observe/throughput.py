@@ -86,7 +86,14 @@ class ThroughputMeter:
             self._profile.stop()  # of a run that ends while it is profiled, there is a profile of its last steps
 
     def begin_step(self, step: int, lengths: Sequence[int], targets: int, waited_seconds: float) -> None:
-        """A step begins: this rank has samples of these lengths, with so many target tokens, and waited for them."""
+        """Begin to measure a step.
+
+        Args:
+            step: counted from 1.
+            lengths: tokens of each of this rank's samples.
+            targets: this rank's loss tokens.
+            waited_seconds: how long training waited for the batches.
+        """
         self._waited_seconds, self.flops = waited_seconds, sum(self._formula.of(lengths, targets))
         if self._counted_step is not None and step >= self._counted_step:
             self._counted_step, self._counter = None, FlopCounterMode(display=False).__enter__()

@@ -41,9 +41,16 @@ class Fit(NamedTuple):
 def find_fits(
     request: PlanRequest, build_model: BuildModel, room: float, planned: Plan, quick: bool, tell: Callable[[str], Any]
 ) -> list[Fit]:
-    """Find what fits `room` bytes if a recipe, whose plan is `planned`, does not: changes that leave the training as it
-    is, else up to MOST_ANSWERS others. `tell` hears of every change that is planned. This process must not have a
-    process group. What fits by a quick plan is planned in full too, unless `quick`."""
+    """Find changes with which a run fits: first those that leave the training as it is, else up to MOST_ANSWERS others.
+
+    Args:
+        request: the run. This process must not have a process group.
+        build_model: the recipe's.
+        room: bytes of device memory that a rank may take.
+        planned: the plan of the run as it is.
+        quick: extrapolate every plan; else what fits by a quick plan is planned in full too.
+        tell: is called with every change that is planned.
+    """
     kept, last, fits = list[Change](), planned, list[Fit]()
     cheap, others = ladder(request)
     for change in [*cheap, *others] if not has_room(planned, room) else []:

@@ -34,8 +34,16 @@ BuildModel = Callable[..., tuple[PreTrainedModel, models.Adapter | None, dict[st
 
 
 def predict(request: PlanRequest, build_model: BuildModel, quick: bool = False) -> Plan:
-    """Plan the memory of rank 0, with the recipe's `build_model`; `quick` extrapolates from models of 3 and 5 layers
-    where all layers are alike. This process must not have a process group. Raises UserError as the run itself would."""
+    """Plan the memory of rank 0.
+
+    Args:
+        request: the run. This process must not have a process group.
+        build_model: the recipe's, which runs on fake tensors.
+        quick: extrapolate from models of 3 and 5 layers, if all layers are alike.
+
+    Raises:
+        UserError: as the run itself would.
+    """
     with patch.object(log, "disabled", True):  # what building a model says, the run itself says
         model_config = models.load_model_config(request.folder, request.config.model.trust_remote_code)
         layers = getattr(model_config.get_text_config(), "num_hidden_layers", 0)

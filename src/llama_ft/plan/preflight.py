@@ -65,6 +65,14 @@ class Preflight:
     ) -> Config:
         """Begin to plan, and go on; with activation_checkpointing auto wait until that is chosen, on all ranks.
 
+        Args:
+            config: of the run.
+            folder: of the model.
+            new_tokens: for which the model gets rows.
+            rows: the tokenized data, whose longest samples are planned.
+            steps: how these become micro-batches.
+            job: the ranks.
+
         Returns:
             The settings with what was chosen.
         """

@@ -124,8 +124,14 @@ class Runtime:
             self.status.note_step(step, writes=self.is_main)
 
     def describe(self, rows: int, micro_batches: int, global_batch: int, unit: str = "row") -> str:
-        """Which devices the ranks have, and how parameters and batches are distributed; all ranks call it. `rows`, of
-        one micro-batch of one rank, and `global_batch` are counted in `unit`, row or pack."""
+        """Say which devices the ranks have, and how parameters and batches are distributed; all ranks call it.
+
+        Args:
+            rows: of one micro-batch of one rank.
+            micro_batches: of one optimizer step of one rank.
+            global_batch: rows of one optimizer step of all ranks.
+            unit: what is counted as a row: "row" or "pack".
+        """
         notes: list[Any] = [None] * self.world_size
         dist.all_gather_object(notes, self.device_note)
         shards, is_offloaded = self.mesh["shard"].size(), self.storage_device != self.device

@@ -28,9 +28,18 @@ TOLERANCE_LOSS = 0.01  # of a sum over some fifty targets, where logits are roun
 @torch.no_grad()
 def check_packing(model: PreTrainedModel, rows: Dataset, longest: int, dtype: torch.dtype, runtime: Runtime) -> None:
     """Compare the logits of a few packed rows with those of each row alone, and the chunked loss with that of all
-    logits; if that differs, the loss is not chunked. All ranks take part. A UserError if logits differ by more than
-    rounding. The model is loaded, and in training mode; `longest` is how many tokens a row can have, `dtype` the one
-    that it computes in."""
+    logits; if that differs, the loss is not chunked.
+
+    Args:
+        model: loaded, and in training mode. All ranks take part.
+        rows: tokenized samples, of which the first few are taken.
+        longest: how many tokens a row can have.
+        dtype: what the model computes in.
+        runtime: the ranks.
+
+    Raises:
+        UserError: logits differ by more than rounding.
+    """
     taken = collate(rows, range(min(ROWS, len(rows))), 0)
     rows_taken = [ids[:length] for ids, length in zip(taken.input_ids, taken.row_lengths, strict=True)]
     parts = [ids[:TOKENS] for ids in rows_taken]
