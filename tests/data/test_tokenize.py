@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from llama_ft.data import Demo, Encoder, ensure_chat_template
 from llama_ft.data.formats import BadRow
-from llama_ft.data.tokenize import IGNORED, Encoded
+from llama_ft.data.tokenize import IGNORED, Encoded, tokens_of_spans
 
 ALPACA = {"instruction": "Hi", "output": "yes"}
 CHAT = {
@@ -89,6 +89,11 @@ def test_token_over_the_edge_of_an_answer_is_trained_if_the_answer_has_its_lette
     )
     tokenizer = make_tokenizer(["</s>"], template, eos_token="</s>")
     assert shown(tokenizer, Encoder(tokenizer, 100).encode(ALPACA, "alpaca")) == "Hi </s> Answer : [Ġyes] [</s>]"
+
+
+def test_token_of_white_space_over_the_edge_of_an_answer_is_not_trained() -> None:
+    text = "A:\n\n\nyes"  # the prompt ends after the first line break
+    assert tokens_of_spans(text, [(0, 2), (2, 4), (4, 5), (5, 8)], [(3, 8)]) == [(2, 4)]
 
 
 def test_template_without_generation_prompt_trains_no_heading(

@@ -185,6 +185,22 @@ def test_the_result_loads_into_plain_transformers_and_peft_as_it_was_trained(
             assert loss == pytest.approx(held_out, rel=1e-5), case
 
 
+def test_with_lora_the_new_rows_are_trained_and_no_others(runs: dict[str, Path], bases: Path) -> None:
+    for case, (_, flags) in CASES.items():
+        if "--use_peft" not in flags:
+            continue
+        held = adapter_tensors(runs[case] / "model")
+        rows = {name: tensor for name, tensor in held.items() if "trainable_tokens_delta" in name}
+        assert len(rows) == (1 if "tied" in case or "in full" in case else 2), case
+        before = base_of(case, bases)
+        for name, tensor in rows.items():
+            weight = before.get_submodule(name.removeprefix("base_model.model.").split(".token_")[0]).weight
+            assert tensor.shape == (2, weight.shape[1]) and tensor.dtype == torch.float32
+            assert ((tensor - weight[NEW].float()).abs().amax(dim=1) > 1e-2).all(), (case, name)
+        others = [name for name in held.keys() - rows.keys() if ".lora_" not in name]
+        assert others == (["base_model.model.lm_head.weight"] if "in full" in case else []), case
+
+
 def test_both_ways_of_loading_and_a_resumed_run_give_the_same_bits(runs: dict[str, Path]) -> None:
     for one, other in (("lora", "lora, scattered"), ("lora, tied", "resumed")):
         mine, theirs = adapter_tensors(runs[one] / "model"), adapter_tensors(runs[other] / "model")
