@@ -158,7 +158,7 @@ def train(
     # LoRA's gradients are small: each rank keeps its own until the last micro-batch, and they are reduced once.
     reduce_last_only = config.peft.use_peft or settings.accumulate_unsharded
     torch.manual_seed(settings.seed + job.rank)  # dropout differs between ranks
-    run.restore(model, optimizer)
+    run.restore(model, optimizer)  # the checkpoint that is resumed, if any
 
     with run.training(model, optimizer), data.Prefetcher(run.remaining_steps) as steps:
         if run.resumed is None:
@@ -169,7 +169,7 @@ def train(
         for step in steps:
             run.begin_step(step, steps.waited_seconds, tokenizer)
 
-            # Forward and backward of this rank's micro-batches. Gradients are summed over the ranks.
+            # Forward, objective.loss and backward of this rank's micro-batches. Gradients are summed over the ranks.
             scale = state.scale.factor  # of the loss in fp16, else 1
             losses = training.accumulate_gradients(
                 model, objective, step.batches, step.target_tokens, reduce_last_only, job, scale, run.memory
@@ -178,14 +178,14 @@ def train(
             result = training.clip_and_reduce_norm(model, losses, step.target_tokens, settings, scale, job)
             numbers = run.gather(step)
             lr = training.learning_rate(settings, step.step - 1, batches.total_steps, step.epoch)
-            training.update_weights(optimizer, lr, run.failed(step, result))  # and zero_grad
+            training.update_weights(optimizer, lr, run.failed(step, result))  # and zero_grad; not if it overflowed
 
-            due = run.end_step(step, result, losses, numbers, lr)
+            due = run.end_step(step, result, losses, numbers, lr)  # by eval_steps, save_steps, end of epoch, signals
             if due.evaluation:
                 run.evaluate(model, objective, pad)
-            if run.save_due(due):
+            if run.save_due(due):  # or the validation loss is the best so far
                 run.save(model, optimizer)
-            if run.should_stop(due):
+            if run.should_stop(due):  # early stopping; a run that was told to stop raises Stopped here
                 break
         run.take_best_weights(model)
         run.show_answer("After", model, tokenizer, pad)

@@ -14,6 +14,7 @@ from transformers.modeling_utils import PreTrainedModel
 from llama_ft import checkpoint, data, models, observe, report, runtime, training
 from llama_ft.config import Config, check_device, differences, parse_duration, to_yaml
 from llama_ft.data.prefetch import StepBatches
+from llama_ft.errors import UserError
 from llama_ft.plan.oom_report import explain_errors
 from llama_ft.plan.predict import BuildModel
 from llama_ft.plan.preflight import Preflight
@@ -107,6 +108,9 @@ class Run:
     def check_batches(self, batches: data.TrainingBatches, tokenizer: PreTrainedTokenizerBase) -> None:
         """Log the number of steps, advice and samples."""
         log.info(batches.describe())
+        if self.resumed is not None and self.resumed.step > batches.total_steps:
+            done = f"{self.resumed.step} steps are done, and the run is to have {batches.total_steps}"
+            raise UserError(f"--resume {self.resumed.folder}: {done}.")
         for advice in training.advice(self.config, self.global_batch, batches.size):
             log.warning(advice)
         if self.config.data.show_samples:

@@ -71,6 +71,9 @@ def test_a_negative_number_is_a_value(mistakes) -> None:
     [
         ("--lrr 1e-4", "--lrr is not a flag. Did you mean --lr?"),
         ("--learning-rate 1e-4", "--learning-rate is not a flag. Did you mean --lr? docs/from-*.md"),
+        ("--model x", "Did you mean --model_name?"),
+        ("--lora", "Did you mean --use_peft?"),
+        ("--lora_rank 4", "--lora_rank is not a flag. --help lists them all"),
         ("--load_in_8bit", "Did you mean --quantization 8bit?"),
         ("--confg x.yaml", "Did you mean --config?"),
         ("--zzzzzz", "--zzzzzz is not a flag. --help lists them all, and docs/from-*.md"),

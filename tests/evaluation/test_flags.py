@@ -71,7 +71,7 @@ def test_llama_recipes_names_of_model_and_adapter_work(place: Path) -> None:
         ([], ["MODEL is needed"]),
         (["./kapt"], ["./kapt: no such folder. Did you mean kept?"]),
         (["kept", "--lables", "all"], ["--lables is not a flag. Did you mean --labels?"]),
-        (["plain"], ["plain: is no run that llama_ft knows"]),
+        (["plain"], ["plain: no run with a validation set is there"]),
         (["kept", "--validation", "0.5"], ["--validation: needs --dataset"]),
         (["kept", "other"], ["The runs have different validation sets."]),
         (["plain", "--base", "--dataset", "rows.jsonl"], ["--base: plain does not say what it was fine-tuned from."]),

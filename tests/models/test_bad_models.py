@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers import BertConfig
 
 from llama_ft.config import ModelConfig
 from llama_ft.errors import UserError
@@ -89,3 +90,9 @@ def test_an_index_that_is_malformed_or_leaves_its_folder_is_refused(tmp_path: Pa
     (tmp_path / "model.safetensors.index.json").write_text(index)
     with pytest.raises(UserError, match=f"index.json: .*{problem}"):
         open_weights(tmp_path)
+
+
+def test_an_encoder_is_refused() -> None:
+    config = BertConfig(vocab_size=64, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
+    with pytest.raises(UserError, match="is an encoder here"):
+        build_on_meta(config, ModelConfig(model_name="bert"))

@@ -59,8 +59,9 @@ def first_valid(candidates: list[Path], errors_of: Callable[[Path], list[str]] =
     for folder in candidates:
         if not (errors := errors_of(folder)):
             return Checkpoint(folder)
-        log.warning("\n".join([f"{folder} is damaged and not used:", *errors]))
-    raise RunFailure("\n".join([f"{folder}: damaged, and no other checkpoint is left to try.", *errors]))
+        if folder != candidates[-1]:
+            log.warning("\n".join([f"{folder} is damaged and not used:", *errors]))
+    raise RunFailure("\n".join([f"{folder} is damaged:", *errors, "Name another checkpoint, or begin a new run."]))
 
 
 def _candidates(settings: CheckpointConfig, earlier_run: Path | None) -> list[Path]:

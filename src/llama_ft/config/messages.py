@@ -64,6 +64,11 @@ ALIASES: dict[str, str] = {
     "data_path": "dataset",
     "enable_activation_checkpointing": "activation_checkpointing full",
     **{name: f"wandb_{name}" for name in ("project", "entity", "tags", "job_type", "group", "notes")},
+    "model": "model_name",
+    "lora": "use_peft",
+    "batch_size": "batch_size_training",
+    "per_device_train_batch_size": "batch_size_training",
+    "gradient_checkpointing": "activation_checkpointing full",
     "learning_rate": "lr",
     "max_steps": "max_train_step",
     "max_seq_length": "context_length",
@@ -97,6 +102,9 @@ def show(value: Any) -> str:
 def size_text(size_bytes: float) -> str:
     """Show a size in memory or on disk: `1.22 GiB`, `48.5 MiB`."""
     return f"{size_bytes / 2**30:,.2f} GiB" if size_bytes >= 2**30 else f"{size_bytes / 2**20:,.1f} MiB"
+
+
+LIKE_A_SLIP = 0.75  # below it other names are found that have a few letters in common
 
 
 def nearest(word: str, candidates: Iterable[str], least: float = 0.6) -> str | None:
@@ -139,7 +147,8 @@ def explain_unknown(name: str, as_key: bool = False) -> str:
     if here := LLAMA_RECIPES.get(prefix) or LLAMA_RECIPES.get(name) or LLAMA_RECIPES.get(field):
         return f", known from llama-recipes, is not used here: {here}."
     what, page = ("a setting" if as_key else "a flag"), f" {TRANSLATIONS}" if field in ALIASES else ""
-    match = nearest(field, [*SETTINGS, *ALIASES, "quantization", *(SECTIONS if as_key else ["config"])])
+    names = [name for name in SETTINGS if name != "mode"]  # --quantization
+    match = nearest(field, [*names, *ALIASES, "quantization", *(SECTIONS if as_key else ["config"])], LIKE_A_SLIP)
     if match is None:
         return f" is not {what}. --help lists them all, and {TRANSLATIONS}"
     meant, _, value = ALIASES.get(match, match).partition(" ")

@@ -6,7 +6,7 @@ is a flag by its own name (`--lr`) and by its dotted name (`--train.lr`), so fie
 
 import dataclasses
 import types
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
@@ -25,6 +25,18 @@ from llama_ft.config.run_settings import (
 )
 
 Rate = Annotated[float, Field(gt=0)]
+# --optimizer -> its module in llama_ft.training and its class. A new optimizer is a file there and a line here.
+OPTIMIZERS = {
+    "AdamW": "optimizer.AdamW",
+    "anyprecision": "anyprecision.AnyPrecisionAdamW",
+    "AdamW8bit": "adamw_8bit.AdamW8bit",
+    "SGD": "optimizer.SGD",
+    "Adafactor": "adafactor.Adafactor",
+}
+if TYPE_CHECKING:
+    Optimizer = str
+else:
+    Optimizer = Literal[tuple(OPTIMIZERS)]
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -110,7 +122,7 @@ class TrainConfig:
     gamma: Annotated[float, Field(gt=0, le=1)] = 0.85
     """Factor on the learning rate after every epoch with lr_scheduler=step."""
 
-    optimizer: Literal["AdamW", "anyprecision", "AdamW8bit", "SGD", "Adafactor"] = "AdamW"
+    optimizer: Optimizer = "AdamW"
     """AdamW: fused. anyprecision: AdamW with bf16 states, for bf16_pure. AdamW8bit: AdamW with 8-bit states. Adafactor:
     factored states; its lr is relative to a weight's size, 1e-3 or more."""
 

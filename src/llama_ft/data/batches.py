@@ -177,7 +177,7 @@ def pack_rows(lengths: numpy.ndarray, pack_length: int) -> tuple[list[numpy.ndar
 
         lengths 5 3 3 2 2 1, pack_length 8    pack 0: 5 3    pack 1: 3 2 2 1, which are slots [0 1] and [2 3 4 5]
 
-    On lengths as they occur the packs are within 1 % of the least number, within 4 % if most samples have nearly one
+    On lengths as they occur the packs are within 2 % of the least number, within 4 % if most samples have nearly one
     length. Which slots share a pack depends on the lengths alone, not on which sample has which.
 
     Args:

@@ -152,7 +152,7 @@ def _look_at_formats(source: Source, validation: Source | None, wanted: str) -> 
         columns = {column for row in rows for column in row}
         row_format = find_format(part.name, columns, wanted)
         for row in rows:
-            with suppress(BadRow):
+            with suppress(BadRow, LookupError, TypeError, AttributeError, ValueError):
                 kinds.add(type(FORMATS[row_format].read(row)))
         known = [*FORMATS[row_format].required, *FORMATS[row_format].optional]
         used, ignored = [name for name in known if name in columns], sorted(columns.difference(known))
@@ -221,6 +221,10 @@ def _build(folder: Path, job: _Job) -> None:
     counted = {name: split.close() for name, split in splits.items()}
     for name, statistics in counted.items():
         if not statistics.rows:
+            if not (statistics.skipped or bad.count):
+                raise UserError(
+                    f"{names[name]}: the fraction left no row for {name}. Use more rows, or another fraction."
+                )
             raise UserError(
                 f"{names[name]}: no row is left to train on or to validate with: {statistics.skipped:,} are longer "
                 f"than --context_length {job.encoder.context_length} (see --truncation) or have nothing to learn, "

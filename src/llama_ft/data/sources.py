@@ -290,7 +290,9 @@ def call_user_function(name: str, *arguments: Any) -> datasets.Dataset:
     file, _, function = name.rpartition(":")
     path = str(Path(file).expanduser())
     try:
-        rows = runpy.run_path(path)[function](*arguments)
+        if (made := runpy.run_path(path)).get(function) is None:
+            raise LookupError("no such function")
+        rows = made[function](*arguments)
     except (Exception, SystemExit) as error:
         lines = [f":{frame.lineno}" for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
         raise UserError(f"{path}{''.join(lines[-1:])}: {function}: {type(error).__name__}: {error}") from error

@@ -78,7 +78,10 @@ class Encoder:
         """
         if row_format == "alpaca" and self.tokenizer.chat_template == ALPACA:
             return formats.alpaca_messages(row, input_heading=INPUT_HEADING)
-        return FORMATS[row_format].read(row)
+        try:
+            return FORMATS[row_format].read(row)
+        except (LookupError, TypeError, AttributeError, ValueError) as error:  # of a format of the user's own
+            raise BadRow(f"format {row_format}: {type(error).__name__}: {error}") from error
 
     def encode(self, row: Row, row_format: RowFormat) -> list[Encoded]:
         """Turn a row of data into pieces of at most context_length tokens, see `tokenize` and `fit`."""

@@ -124,7 +124,7 @@ def _settle_samples(flags: EvaluateFlags, asked: list[Asked], given: Set[str]) -
         if any(getattr(run.data, name) != getattr(other.data, name) for _, other in runs for name in SAMPLES):
             raise UserError("The runs have different validation sets. --dataset names samples to compare them on.")
     elif not flags.tasks:
-        raise UserError(f"{place}: is no run that llama_ft knows a validation set of. Give --dataset FILE, or --tasks.")
+        raise UserError(f"{place}: no run with a validation set is there. Give --dataset FILE, or --tasks.")
     changed |= {name: getattr(flags, name) for name in given & vars(run.data).keys()}
     evaluated = {name: getattr(flags, name) for name in given & {"val_batch_size", "max_eval_step"}}
     config = replace(run, data=replace(run.data, **changed), train=replace(run.train, **evaluated))

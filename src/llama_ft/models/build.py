@@ -72,11 +72,20 @@ def load_tokenizer(folder: Path, trust_remote_code: bool) -> PreTrainedTokenizer
 
 
 def load_model_config(folder: Path, trust_remote_code: bool) -> PretrainedConfig:
-    """The model's config.json; a UserError if it is missing, malformed or of an unknown architecture."""
+    """The model's config.json; a UserError if it is missing, malformed or of an unknown architecture, or if the model
+    also takes images or sound."""
     try:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        config: PretrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:  # as above
         raise UserError(f"{folder}: its config.json cannot be used ({reason(error)}).") from error
+    # AutoModelForCausalLM builds the whole model for some of these (gemma3) and only its decoder for others (qwen3_5),
+    # whose export would lack the vision tower. Phi-4-multimodal has no text_config.
+    if any(key.startswith(("vision", "audio")) for key in config.sub_configs) or config.get_text_config() is not config:
+        raise UserError(
+            f"--model_name {folder}: models of model_type {config.model_type} also take images or sound; only text "
+            "models are supported."
+        )
+    return config
 
 
 def build_on_meta(config: PretrainedConfig, model: ModelConfig, new: NewTokens | None = None) -> PreTrainedModel:
@@ -88,15 +97,8 @@ def build_on_meta(config: PretrainedConfig, model: ModelConfig, new: NewTokens |
         new: tokens for which embedding and head get further rows.
 
     Raises:
-        UserError: transformers has no such model, it also takes images or sound, or its attention is not available.
+        UserError: transformers has no such model, it is an encoder, or its attention is not available.
     """
-    # AutoModelForCausalLM builds the whole model for some of these (gemma3) and only its decoder for others (qwen3_5),
-    # whose export would lack the vision tower. Phi-4-multimodal has no text_config.
-    if any(key.startswith(("vision", "audio")) for key in config.sub_configs) or config.get_text_config() is not config:
-        raise UserError(
-            f"--model_name {model.model_name}: models of model_type {config.model_type} also take images or sound; "
-            "only text models are supported."
-        )
     if new is not None:
         config.get_text_config().vocab_size = new.rows
     try:
@@ -108,10 +110,18 @@ def build_on_meta(config: PretrainedConfig, model: ModelConfig, new: NewTokens |
                 trust_remote_code=model.trust_remote_code,
             )
     except Exception as error:  # as above: KeyError of a name it does not know, RuntimeError of a negative size
+        if isinstance(error, ImportError) and model.attn_implementation.startswith("flash"):
+            problem = f"--attn_implementation {model.attn_implementation}: {reason(error)}."
+            raise UserError(f"{problem}\nInstall it, or use --attn_implementation sdpa.") from error
         raise UserError(
             f"--model_name {model.model_name}: transformers cannot build a causal language model of model_type "
             f"{config.model_type} ({type(error).__name__}: {reason(error)})."
         ) from error
+    # transformers builds BERT and its kin with a warning; there each token sees the next one, and the loss falls to 0.
+    if not (getattr(config, "is_decoder", True) or any(getattr(m, "is_causal", False) for m in skeleton.modules())):
+        raise UserError(
+            f"--model_name {model.model_name}: {type(skeleton).__name__} is an encoder here, not a decoder."
+        )
     skeleton.tie_weights()
     # By class names, which fully_shard changes.
     skeleton._weight_conversions = get_model_conversion_mapping(skeleton)  # type: ignore[assignment]
@@ -147,7 +157,9 @@ def router_loss(model: PreTrainedModel, output: Any, attention_mask: torch.Tenso
 
 def freeze_first_layers(model: PreTrainedModel, count: int) -> None:
     """Keep the first `count` decoder layers as they are in training."""
-    for layer in decoder_layers(model)[:count]:
+    if count >= len(layers := decoder_layers(model)):
+        raise UserError(f"--num_freeze_layers {count}: this model has {len(layers)} decoder layers; freeze fewer.")
+    for layer in layers[:count]:
         layer.requires_grad_(False)
 
 

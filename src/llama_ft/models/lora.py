@@ -176,8 +176,15 @@ def _check_names(model: PreTrainedModel, settings: Any) -> None:
     targets = [] if isinstance(settings.target_modules, str) else settings.target_modules
     for setting, names in {"target_modules": targets, "modules_to_save": settings.modules_to_save}.items():
         absent = [name for name in sorted(names or ()) if not any(full.endswith(f".{name}") for full in modules)]
+        if setting == "modules_to_save" and any(
+            isinstance(module, QuantizedLinear) and name.endswith(tuple(f".{it}" for it in names or ()))
+            for name, module in model.named_modules()
+        ):
+            raise UserError(f"--peft.modules_to_save {names}: quantized weights cannot be trained; see --skip_modules.")
         if absent:
-            known = ", ".join(linear_names(model))
+            kinds = nn.Embedding | nn.Linear
+            here = {name.rpartition(".")[2] for name, it in model.named_modules() if isinstance(it, kinds)}
+            known = ", ".join(sorted({*here, *linear_names(model)}))
             raise UserError(f"--peft.{setting} [{', '.join(absent)}]: not in this model. It has: {known}.")
 
 

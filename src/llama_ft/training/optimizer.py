@@ -1,21 +1,24 @@
 """The optimizer and its learning rate."""
 
+import inspect
 import math
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch import nn
 
 from llama_ft.config import TrainConfig
-from llama_ft.training.adafactor import Adafactor
-from llama_ft.training.adamw_8bit import AdamW8bit
-from llama_ft.training.anyprecision import AnyPrecisionAdamW
+from llama_ft.config.settings import OPTIMIZERS
 from llama_ft.training.sharded_optimizer import local_tensor
 
 
 class AdamW(torch.optim.AdamW):
     """torch's, computing on each rank's own rows, with states sharded like parameters. DTensor's dispatch takes 3 to
     5 times as long for 300 small parameters, and 3 s more for the first step."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr=lr, fused=True)
 
     def first_state(self, parameter: torch.Tensor, group: dict[str, Any]) -> dict[str, torch.Tensor]:
         """All states of a parameter before its first step, as torch makes them."""
@@ -45,17 +48,11 @@ def build_optimizer(model: nn.Module, train: TrainConfig) -> torch.optim.Optimiz
     others = [p for name, p in trained if p.ndim <= 1 or name.endswith("bias")]
     pairs = ((decayed, train.weight_decay), (others, 0.0))
     groups = [{"params": parameters, "weight_decay": decay} for parameters, decay in pairs if parameters]
-    match train.optimizer:
-        case "AdamW":
-            return AdamW(groups, lr=train.lr, fused=True)
-        case "anyprecision":
-            return AnyPrecisionAdamW(groups, lr=train.lr, use_kahan_summation=train.use_kahan_summation)
-        case "AdamW8bit":
-            return AdamW8bit(groups, lr=train.lr)
-        case "SGD":
-            return SGD(groups, lr=train.lr, momentum=train.momentum)
-        case "Adafactor":
-            return Adafactor(groups, lr=train.lr)
+    module, _, name = OPTIMIZERS[train.optimizer].partition(".")
+    kind: Any = getattr(import_module(f"llama_ft.training.{module}"), name)
+    taken = inspect.signature(kind).parameters.keys() & {"momentum", "use_kahan_summation"}
+    optimizer: torch.optim.Optimizer = kind(groups, lr=train.lr, **{name: getattr(train, name) for name in taken})
+    return optimizer
 
 
 def create_states(optimizer: torch.optim.Optimizer) -> None:
