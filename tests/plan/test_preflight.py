@@ -45,6 +45,8 @@ def tell_plan(finetuning: ModuleType, folder: Path, run: Path, *flags: str) -> t
     from llama_ft.config import load
     from llama_ft.plan.preflight import Preflight
 
+    if torch.__version__ >= "2.15":
+        pytest.skip("a process that has used autograd, as tests have, cannot fork a planner; a run forks it before")
     config, _ = load(["--model_name", str(folder), "--dataset", "demo", *FLAGS, *flags], paths=False)
     start = Preflight(finetuning.build_model, off=False)
     planner = start._process

@@ -83,15 +83,15 @@ def test_forward_and_backward_make_the_host_wait_for_nothing(
 ) -> None:
     """Operators that would wait for a GPU are counted. Without the notes, Transformers' masks run one to four."""
     sys.path.insert(0, str(REPOSITORY / "benchmarks"))
-    gpu_check = importlib.import_module("gpu_check")
+    gpu_bench = importlib.import_module("gpu_bench")
     ours = LlamaForCausalLM(model.config)
     if is_packed:
         use_packed_attention(ours)
     rows = [[3 + n for n in range(length)] for length in lengths]
     pack = Batch(torch.tensor([sum(rows, [])]), torch.tensor([sum(rows, [])]), lengths, True, ["x"] * 2)
-    with gpu_check.CountWaits() as counter:
+    with gpu_bench.CountWaits() as counter:
         token_loss_sum(ours, pack if is_packed else batch(rows, rows, 4), CPU).backward()
-    assert [wait for wait in counter.found if not wait.endswith(gpu_check.ON_HOST)] == []
+    assert [wait for wait in counter.found if not wait.endswith(gpu_bench.ON_HOST)] == []
 
 
 def with_routers(name: str) -> PreTrainedModel:

@@ -47,8 +47,9 @@ ALLOCATING: dict[tuple[Any, str], MemoryCategory] = {
     (param_group, "foreach_all_gather"): "communication buffers",
     (param_group, "foreach_all_gather_copy_out"): "gathered units",
     (param_group, "foreach_reduce"): "communication buffers",
-    (FSDPParam, "to_accumulated_grad_if_needed"): "gradients",
 }
+if hasattr(FSDPParam, "to_accumulated_grad_if_needed"):  # torch 2.15 sums gradients where autograd does
+    ALLOCATING[FSDPParam, "to_accumulated_grad_if_needed"] = "gradients"
 # DTensor runs every operator once on tensors of the global shape, which no rank holds.
 PROPAGATE: tuple[Any, str] = ShardingPropagator, "_propagate_tensor_meta_non_cached"
 ITEM, DEVICE = torch.ops.aten._local_scalar_dense.default, torch.ops.prim.device.default
