@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from gpu_bench import DEVICE, LORA, ON_GPU, RECIPES, SHALLOW, Bench, Row, last_line, make_model, run_child
-from gpu_kernels import attention, quantized, sharded
+from gpu_kernels import attention, kernels, one_pass, quantized, sharded
 from gpu_speed import fixes, full, inference, lora8b, plan, profile, quant8b
 
 CASES = {
@@ -172,7 +172,7 @@ def oom(bench: Bench) -> Iterator[Row]:
 PARTS: dict[str, Callable[[Bench], Iterator[Row]]] = {
     part.__name__: part
     for part in (
-        *(start, cases, waits, attention, quantized, sharded, resume, ends, oom),
+        *(start, cases, waits, attention, kernels, quantized, one_pass, sharded, resume, ends, oom),
         *(lora8b, fixes, full, quant8b, profile, inference, plan),
     )
 }

@@ -201,3 +201,86 @@ def sharded(bench: Bench) -> Iterator[Row]:
         yield Row("sharded", f"copies for {nbytes / 2**20:,.1f} MiB, gathered and freed", "a time", found, True)
     finally:
         dist.destroy_process_group()
+
+
+def kernels(bench: Bench) -> Iterator[Row]:
+    """Every attention kernel of packed rows beside fp64: cuDNN (Hopper), varlen, memory-efficient; and its memory."""
+    from llama_ft.models import attention_kernels, packed_attention
+
+    module = SimpleNamespace(num_key_value_groups=4, is_causal=True, training=True)
+    sixteen = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+    cases = [(sixteen, [256] * 3, None), (sixteen, [200, 1, 55], None)]
+    cases += [(torch.float32, [256] * 3, None), (torch.float32, [200, 1, 55], 16)]
+    for dtype, lengths, window in cases:
+        torch.manual_seed(0)
+        shapes = [(1, heads, sum(lengths), 64) for heads in (8, 2, 2)]
+        parts = [torch.randn(shape, device=DEVICE, dtype=dtype, requires_grad=True) for shape in shapes]
+        offsets = torch.tensor([0, *lengths], device=DEVICE).cumsum(0).to(torch.int32)
+        are_alike = len(set(lengths)) == 1
+        rows = packed_attention.PackedRows(tuple(lengths), offsets, max(lengths), are_alike)
+        extra = {"scaling": 0.125, "sliding_window": window, "packed_rows": rows}
+        output, _ = packed_attention._packed_sdpa(module, *parts, None, **extra)  # type: ignore[arg-type]
+        output.sum().backward()
+        doubles = [part.detach().double().requires_grad_() for part in parts]
+        expected = _by_rows(doubles, lengths, 4, window)
+        expected.sum().backward()
+        pairs = [(output, expected), *((a.grad, b.grad) for a, b in zip(parts, doubles, strict=True))]
+        error = max(((a.double() - b).abs().max() / b.abs().max()).item() for a, b in pairs)
+        limit = 1e-4 if dtype == torch.float32 else 2e-2
+        capability = attention_kernels.capability_of(parts[0])
+        name = attention_kernels.choose_kernel(capability, dtype, (64, 64), are_alike)
+        claim = f"{name}, {dtype}, {lengths}, window {window}"
+        yield Row("kernels", claim, f"forward and gradients of fp64, within {limit:g}", f"{error:.1e}", error < limit)
+    if DEVICE != "cuda":
+        return
+    tokens = 8192
+    for dtype, is_packed in ((torch.float32, True), (torch.float32, False), (sixteen, True)):
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        shapes = [(1, heads, tokens, 64) for heads in (8, 2, 2)]
+        parts = [torch.randn(shape, device=DEVICE, dtype=dtype, requires_grad=True) for shape in shapes]
+        offsets = torch.tensor([0, tokens], device=DEVICE, dtype=torch.int32)
+        rows = packed_attention.PackedRows((tokens,), offsets, tokens, True) if is_packed else None
+        for _ in range(3):
+            started = time.perf_counter()
+            output, _ = packed_attention._packed_sdpa(module, *parts, None, scaling=0.125, packed_rows=rows)  # type: ignore[arg-type]
+            output.sum().backward()
+            torch.cuda.synchronize()
+            seconds = time.perf_counter() - started
+        peak, scores = torch.cuda.max_memory_allocated() - before, 8 * tokens**2 * parts[0].element_size()
+        found = f"{peak / 2**20:,.0f} MiB, {seconds * 1e3:.1f} ms"
+        claim = f"memory of {tokens:,} tokens, {dtype}, {'packed' if is_packed else 'padded'}"
+        yield Row("kernels", claim, f"< {scores / 2**21:,.0f} MiB, half of the scores", found, peak < scores / 2)
+
+
+def one_pass(bench: Bench) -> Iterator[Row]:
+    """What is one kernel on CUDA: anyprecision's update, and weights out of 8 bits. A pass has to move 26 bytes per
+    parameter, and 3 per weight."""
+    from llama_ft.models.quantized import Int8
+    from llama_ft.runtime.one_kernel import runs_compiled
+    from llama_ft.training.anyprecision import AnyPrecisionAdamW
+
+    count = 2**26 if DEVICE == "cuda" else 2**16
+    weight = torch.nn.Parameter(torch.ones(count // 4096, 4096, device=DEVICE, dtype=torch.bfloat16))
+    weight.grad = torch.ones_like(weight)
+    optimizer, scheme = AnyPrecisionAdamW([weight], lr=1e-3), Int8(6.0)
+    packed = scheme.quantize(torch.randn(weight.shape, device=DEVICE))
+    work = {
+        "anyprecision": (optimizer.step, 26),
+        "8bit": (lambda: scheme.dequantize(*packed, torch.bfloat16), 3),
+    }
+    for name, (compute, nbytes) in work.items():
+        for _ in range(3):
+            compute()
+        started = time.perf_counter()
+        for _ in range(10):
+            compute()
+        if DEVICE == "cuda":
+            torch.cuda.synchronize()
+        rate = 10 * nbytes * count / (time.perf_counter() - started) / 1e9
+        expected = "at least 500 GB/s" if DEVICE == "cuda" else "runs"
+        yield Row("one_pass", name, expected, f"{rate:.0f} GB/s", rate > 500 or not runs_compiled(weight))
+    exact = scheme.quantize(torch.randn(256, 512))
+    beside = scheme.dequantize(*exact, torch.bfloat16)
+    same = torch.equal(scheme.dequantize(*(it.to(DEVICE) for it in exact), torch.bfloat16).cpu(), beside)
+    yield Row("one_pass", "8bit beside the CPU", "equal", "equal" if same else "differ", same)

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from llama_ft.config import TrainConfig
-from llama_ft.models import checkpoint_activations, compile_layers, packed_arguments, packed_attention
+from llama_ft.models import attention_kernels, checkpoint_activations, compile_layers, packed_arguments
 from llama_ft.models.packed_attention import use_packed_attention
 
 KNOWS_DIMENSIONS = torch.__version__ >= "2.13"  # in dynamic_sources; before, numbers vary after their first change
@@ -44,7 +44,7 @@ def varlen_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     library = torch.library.Library("torch_attn", "IMPL")
     library.impl("_varlen_attn", forward, "CPU", allow_override=True)
     library.impl("_varlen_attn_backward", backward, "CPU", allow_override=True)
-    monkeypatch.setattr(packed_attention, "_kernel_takes", lambda *_: True)
+    monkeypatch.setattr(attention_kernels, "choose_kernel", lambda *_: "varlen")
     yield
     library._destroy()
 

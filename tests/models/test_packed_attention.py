@@ -1,18 +1,22 @@
 """Rows of a pack are computed as if each stood alone: the reference is transformers on one row at a time."""
 
+import math
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from torch.nn import attention as torch_attention
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.errors import UserError
-from llama_ft.models import packed_arguments, packed_attention, use_packed_attention
+from llama_ft.models import attention_kernels, packed_arguments, packed_attention, use_packed_attention
+from llama_ft.models.attention_kernels import AMPERE, HOPPER, T4
 
 CPU = torch.device("cpu")
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 LENGTHS = [3, 11, 1, 7, 4]  # longer and shorter than the windows of 4 and 5 below
 SHAPE = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 SHAPE |= {"num_key_value_heads": 2, "vocab_size": 101, "max_position_embeddings": 2048}
@@ -103,11 +107,11 @@ def test_padded_batches_and_generation_still_go_through_transformers_own(attenti
 
 
 class Seen(TorchDispatchMode):
-    """Notes the largest tensor any operator makes, and the lengths attention is computed over."""
+    """Notes the largest tensor any operator makes; of attention lengths, heads, and whether cuDNN is allowed."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.largest, self.attended = 0, list[int]()
+        self.largest, self.attended, self.heads = 0, list[int](), list[tuple[int, int, bool]]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -115,6 +119,7 @@ class Seen(TorchDispatchMode):
         self.largest = max([self.largest, *(one.numel() for one in made if isinstance(one, torch.Tensor))])
         if "scaled_dot_product" in func.name() and "backward" not in func.name():
             self.attended += [args[0].shape[2]] * args[0].shape[0]
+            self.heads.append((args[0].shape[1], args[1].shape[1], torch.backends.cuda.cudnn_sdp_enabled()))
         return result
 
 
@@ -140,10 +145,106 @@ def test_the_cpu_kernel_has_the_same_gradients_in_16_bits(window: int | None) ->
     for dtype in (torch.float32, torch.bfloat16):
         *inputs, wanted = [part.to(dtype) for part in wide]
         inputs = [part.requires_grad_() for part in inputs]
-        output = packed_attention._CpuAttention.apply(*inputs, lengths, 0.3, window)
+        output = packed_attention._RowAttention.apply(*inputs, lengths, 0.3, window, False)
         found.append([output, *torch.autograd.grad(output, inputs, wanted)])
     for exact, rounded in zip(*found, strict=True):
         assert (rounded.float() - exact).norm() < 0.01 * exact.norm()
+
+
+def emulated(q: Any, k: Any, v: Any, *_: Any, scale: float, window_size: int | None = None) -> Any:
+    """The memory-efficient kernel by its formula: output, sums, and what is unused."""
+    length = q.shape[1]
+    allowed = torch.ones(length, length, dtype=torch.bool).tril().triu(1 - (window_size or length))
+    scores = (q.transpose(1, 2) @ k.permute(0, 2, 3, 1) * scale).masked_fill(~allowed, -math.inf)
+    sums = torch.nn.functional.pad(scores.logsumexp(-1), (0, -length % 32))
+    return (scores.softmax(-1) @ v.transpose(1, 2)).transpose(1, 2), sums, *[torch.zeros(())] * 2, length, length
+
+
+def emulated_backward(gradient: Any, q: Any, k: Any, v: Any, _: Any, output: Any, *rest: Any, **how: Any) -> Any:
+    assert output.is_contiguous()  # the kernel reads it as such, whatever its strides are
+    assert rest[2:4] == (q.shape[1], k.shape[1]) and rest[4].shape[2] % 32 == 0
+    return *torch.func.vjp(lambda *parts: emulated(*parts, **how)[0], q, k, v)[1](gradient), torch.zeros(())
+
+
+@pytest.mark.parametrize("window", [None, 6])
+def test_the_memory_efficient_kernel_gets_what_the_cpu_kernel_computes(
+    window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths, generator, found = (64, 33, 5, 1), torch.Generator().manual_seed(0), []
+    wide = [torch.randn(1, heads, sum(lengths), 8, generator=generator) for heads in (4, 2, 2, 4)]
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("_efficient_attention_forward", emulated, "CPU")
+    library.impl("_efficient_attention_backward", emulated_backward, "CPU")
+    for kind in ("cpu", "plan of a GPU", "GPU"):
+        if kind == "GPU":
+            for way in ("forward", "backward"):
+                monkeypatch.setattr(packed_attention, f"_cpu_{way}", getattr(packed_attention, f"_efficient_{way}"))
+        inputs = [part.clone().requires_grad_() for part in wide[:3]]
+        output = packed_attention._RowAttention.apply(*inputs, lengths, 0.3, window, kind != "cpu")
+        found.append([output, *torch.autograd.grad(output, inputs, wide[3])])
+    library._destroy()
+    for exact, *others in zip(*found, strict=True):
+        for other in others:
+            torch.testing.assert_close(other, exact, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "widths", "are_alike", "kernel"),
+    [
+        (None, FP32, (64, 64), True, "cpu"),
+        (None, BF16, (24, 16), False, "own"),
+        (HOPPER, BF16, (128, 128), True, "cudnn"),
+        (HOPPER, BF16, (128, 128), False, "varlen"),
+        (HOPPER, BF16, (256, 256), True, "varlen"),
+        (HOPPER, FP32, (128, 128), True, "efficient"),
+        ((10, 0), BF16, (128, 128), True, "varlen"),
+        (AMPERE, FP16, (64, 64), True, "varlen"),
+        (AMPERE, BF16, (192, 128), False, "efficient"),
+        (AMPERE, BF16, (60, 60), False, "own"),
+        (T4, FP16, (64, 64), False, "efficient"),
+        (T4, BF16, (64, 64), False, "own"),
+    ],
+)
+def test_the_kernel_follows_from_device_dtype_and_shape(
+    capability: Any, dtype: torch.dtype, widths: tuple[int, int], are_alike: bool, kernel: str
+) -> None:
+    assert attention_kernels.choose_kernel(capability, dtype, widths, are_alike) == kernel
+
+
+def test_rows_of_one_length_reach_cudnn_on_hopper_though_it_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make("Llama", "sdpa").bfloat16()
+    use_packed_attention(model)
+    by_row = packed_logits(model, rows([128, 128]))
+    monkeypatch.setattr(attention_kernels, "capability_of", lambda _: HOPPER)
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    with Seen() as seen:
+        alike = packed_logits(model, rows([128, 128]))
+    assert seen.attended == [128, 128] * 2 and seen.heads == [(4, 2, True)] * 2  # two layers
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    torch.testing.assert_close(alike, by_row)
+
+
+def test_without_flash_attention_heads_of_padded_rows_share_no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids, found = make("Llama", "sdpa"), torch.arange(32).view(2, 16), []
+    for capability, heads in ((None, 2), (HOPPER, 4)):
+        monkeypatch.setattr(attention_kernels, "capability_of", lambda _, it=capability: it)
+        with Seen() as seen:
+            found.append(model(input_ids=ids, use_cache=False).logits)
+        assert [keys for _, keys, _ in seen.heads] == [heads] * 2
+    torch.testing.assert_close(*found)
+
+
+def test_flash_attention_3_is_for_hopper_without_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
+    activated: list[str] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(attention_kernels, "find_spec", lambda name: name)
+    monkeypatch.setattr(torch_attention, "activate_flash_attention_impl", activated.append)
+    for capability, dropout in ((AMPERE, 0.0), (HOPPER, 0.1), (HOPPER, 0.0)):
+        assert not activated
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda it=capability: it)
+        attention_kernels.activate_flash_attention_3(PretrainedConfig(attention_dropout=dropout))
+    assert activated == ["FA3"]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from llama_ft.config import TrainConfig
 # Matrix products and attention by operator name, torch's, bitsandbytes', ours and flash-attn's: their outputs are what
 # selective keeps. By name, because many of them exist only with their package or device.
 EXPENSIVE = re.compile(
-    r"aten::(mm|addmm|bmm|baddbmm|_int_mm|_scaled_mm|_grouped_mm|_scaled_dot_product_\w*attention\w*)"
+    r"aten::(mm|addmm|bmm|baddbmm|_int_mm|_scaled_mm|_grouped_mm|_(scaled_dot_product|efficient)_\w*attention\w*)"
     r"|bitsandbytes::(gemm_4bit|gemv_4bit|int8_linear_matmul|int8_scaled_mm|int8_mixed_scaled_mm)"
     r"|llama_ft::lora_linear"
     r"|torch_attn::_varlen_attn"

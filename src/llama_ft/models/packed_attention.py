@@ -1,8 +1,8 @@
 """Attention over packed rows: each token sees its own row only, and no mask of tokens x tokens is made.
 
 transformers knows packed rows by position_ids that restart, and then builds a dense block mask for sdpa and eager. The
-attention functions here take the rows' lengths instead: on CUDA torch's variable-length kernel, elsewhere the model's
-own attention row by row, which costs what the rows cost alone. They are registered beside transformers' own, and calls
+attention functions here take the rows' lengths instead: for a kernel that knows rows, or for one kernel per row, which
+costs what the rows cost alone. `choose_kernel` says which. They are registered beside transformers' own, and calls
 without packed rows (padded batches, generation) go on to those.
 """
 
@@ -14,23 +14,25 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import eager_mask, sdpa_mask
 from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.errors import UserError
+from llama_ft.models import attention_kernels
 from llama_ft.models.build import function_beside
 from llama_ft.models.torch_2_11 import shared_heads
 from llama_ft.models.transformers_private import noted, private
+from llama_ft.runtime.console import log
 from llama_ft.runtime.devices import sent
 
 ATEN = torch.ops.aten
 Attention = tuple[torch.Tensor, torch.Tensor | None]
 ROW_WISE_LAYERS = {"full_attention", "sliding_attention"}  # others (Mamba's, chunks) carry something over row ends
-LARGEST_KERNEL_HEAD = 256  # flash attention's
-FIRST_KERNEL_CAPABILITY = (8, 0)  # Ampere; older GPUs (T4, V100), which precision fp16 is for, have no flash attention
+CAUSAL = 1  # of the memory-efficient kernel's mask types
 # In 16 bits the CPU's backward pass compiles kernels for every length of a row, on every thread, and keeps them: 11 MiB
 # each on 4 threads of an AMD Zen 4. Tokens beyond a row's end have no gradient, and no token before them sees them.
 KERNEL_ROWS = 32
@@ -43,6 +45,7 @@ class PackedRows:
     lengths: tuple[int, ...]  # tokens of each row, on the host: reading them must not wait for the device
     offsets: torch.Tensor  # int32 [rows + 1], on the device: 0 and the end of each row
     longest: int  # tokens of the longest row. Compiled layers read this one number: of `lengths` each would be a guard
+    are_alike: bool = False  # all rows have one length, which cuDNN's kernel is worth a plan for
 
 
 def use_packed_attention(model: PreTrainedModel, flag: str = "--batching_strategy packing") -> None:
@@ -60,6 +63,10 @@ def use_packed_attention(model: PreTrainedModel, flag: str = "--batching_strateg
         AttentionMaskInterface.register(f"packed_{name}", partial(_mask_if_given, mask))
     if (attends := private(model.config, "_attn_implementation")) in ("sdpa", "eager"):
         model.config._attn_implementation = f"packed_{attends}"
+    if attends == "sdpa":
+        attention_kernels.activate_flash_attention_3(model.config)
+    if attends == "eager":
+        log.info(f"Packed attention is {type(model).__name__}'s own, row by row: quadratic in a row's tokens.")
 
 
 def packed_arguments(model: PreTrainedModel, lengths: list[int], device: torch.device) -> dict[str, Any]:
@@ -71,7 +78,8 @@ def packed_arguments(model: PreTrainedModel, lengths: list[int], device: torch.d
     position_ids = noted(sent(positions.unsqueeze(0), device), needs_no_mask=True)
     arguments: dict[str, Any] = {"position_ids": position_ids, "attention_mask": None}
     if private(model.config, "_attn_implementation") in ("packed_sdpa", "packed_eager"):
-        return arguments | {"packed_rows": PackedRows(tuple(lengths), offsets, longest)}
+        are_alike = longest % attention_kernels.CUDNN_LENGTHS == 0 and len(set(lengths)) == 1
+        return arguments | {"packed_rows": PackedRows(tuple(lengths), offsets, longest, are_alike)}
     # flash_attention_2 and 3, as transformers hands them on
     ends_and_lengths = {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets}
     return arguments | ends_and_lengths | {"max_length_q": longest, "max_length_k": longest}
@@ -90,8 +98,20 @@ def _packed_sdpa(
     """sdpa on packed rows: query, key and value [1, heads, tokens, head_dim] and a mask or None -> [1, tokens, heads,
     head_dim]."""
     (query, key, value, attention_mask), window = tensors, arguments.get("sliding_window")
-    rows = packed_rows if attention_mask is None else None
-    if rows is not None and _kernel_takes(query, value, arguments):
+    rows, on_rows = packed_rows, partial(_row_by_row, sdpa_attention_forward, module, *tensors, packed_rows, arguments)
+    extras = [arguments.get("dropout") or None, *(arguments.get(it) for it in ("softcap", "s_aux", "position_bias"))]
+    if rows is None or attention_mask is not None or any(extra is not None for extra in extras):
+        return on_rows()
+    are_alike = rows.are_alike and (window or rows.longest) >= rows.longest
+    capability, widths = attention_kernels.capability_of(query), (query.shape[-1], value.shape[-1])
+    kernel = attention_kernels.choose_kernel(capability, query.dtype, widths, are_alike)
+    if kernel == "cudnn":
+        alike = [part[0].unflatten(1, (-1, rows.longest)).transpose(0, 1) for part in (query, key, value)]
+        # cuDNN is off for all other calls. Flash attention computes what this version of cuDNN does not.
+        with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]):
+            output = cast(Any, sdpa_attention_forward)(module, *alike, None, **arguments)[0]
+        return output.flatten(0, 1).unsqueeze(0), None
+    if kernel == "varlen":
         output = varlen_attn(
             query[0].transpose(0, 1),  # [tokens, heads, head_dim]
             key[0].transpose(0, 1),
@@ -105,10 +125,7 @@ def _packed_sdpa(
             **shared_heads(query, key),
         )
         return cast(torch.Tensor, output).unsqueeze(0), None
-    if rows is not None and _cpu_kernel_takes(query, value, arguments):
-        output = _CpuAttention.apply(query, key, value, rows.lengths, arguments.get("scaling"), window)
-        return output.transpose(1, 2), None
-    return _row_by_row(sdpa_attention_forward, module, *tensors, packed_rows, arguments)
+    return on_rows(kernel)
 
 
 def _packed_eager(module: nn.Module, *tensors: Any, packed_rows: PackedRows | None = None, **extra: Any) -> Attention:
@@ -116,41 +133,19 @@ def _packed_eager(module: nn.Module, *tensors: Any, packed_rows: PackedRows | No
     return _row_by_row(function_beside(module, "eager_attention_forward"), module, *tensors, packed_rows, extra)
 
 
-def _kernel_takes(query: torch.Tensor, value: torch.Tensor, arguments: dict[str, Any]) -> bool:
-    """Whether torch's variable-length kernel computes this: 16 bits on CUDA, nothing but scale and window."""
-    return (
-        query.is_cuda
-        and torch.cuda.get_device_capability(query.device) >= FIRST_KERNEL_CAPABILITY
-        and query.dtype in (torch.bfloat16, torch.float16)
-        and query.shape[-1] <= LARGEST_KERNEL_HEAD
-        and query.shape[-1] % 8 == 0  # sdpa pads other heads itself
-        and _is_plain(query, value, arguments)
-    )
-
-
-def _cpu_kernel_takes(query: torch.Tensor, value: torch.Tensor, arguments: dict[str, Any]) -> bool:
-    """Whether torch's flash attention for CPUs computes this; a plan of a GPU made on a CPU replaces this."""
-    return query.device.type == "cpu" and _is_plain(query, value, arguments)
-
-
-def _is_plain(query: torch.Tensor, value: torch.Tensor, arguments: dict[str, Any]) -> bool:
-    extras = [arguments.get("dropout") or None, *(arguments.get(it) for it in ("softcap", "s_aux", "position_bias"))]
-    return query.shape[-1] == value.shape[-1] and all(extra is None for extra in extras)
-
-
-class _CpuAttention(torch.autograd.Function):
+class _RowAttention(torch.autograd.Function):
     """Causal attention within each row of a sequence: [1, heads, tokens, head_dim] in and out. Heads that share keys
-    and values do so in the kernel."""
+    and values do so in the CPU's kernel; for the memory-efficient one they are repeated, a row at a time."""
 
     @staticmethod
-    def forward(ctx: Any, query: Any, key: Any, value: Any, lengths: Any, scale: Any, window: Any) -> torch.Tensor:
-        ctx.lengths, ctx.scale, ctx.window = lengths, scale, window
-        output, sums = torch.empty_like(query), []
-        for *row, row_output in _rows(lengths, query, key, value, output):
-            mask = _row_mask(row[0].shape[2], window, row[0])
-            made, log_sums = ATEN._scaled_dot_product_flash_attention_for_cpu(
-                *row, 0.0, mask is None, attn_mask=mask, scale=scale
-            )
+    def forward(ctx: Any, query: Any, key: Any, value: Any, lengths: Any, *how: Any) -> torch.Tensor:
+        ctx.lengths, (*ctx.how, is_efficient) = lengths, how  # scale, window
+        ctx.groups = query.shape[1] // key.shape[1] if is_efficient else 1
+        # In memory as the memory-efficient kernel's backward pass reads it, whatever the strides say.
+        output = query.new_empty(1, query.shape[2], query.shape[1], value.shape[3]).transpose(1, 2)
+        compute, sums = _efficient_forward if query.is_cuda else _cpu_forward, []
+        for row, *shared, row_output in _rows(lengths, query, key, value, output):
+            made, log_sums = compute([row, *(repeat_kv(part, ctx.groups) for part in shared)], *ctx.how)
             row_output.copy_(made)
             sums.append(log_sums)
         ctx.save_for_backward(query, key, value, output, *sums)
@@ -161,18 +156,44 @@ class _CpuAttention(torch.autograd.Function):
         query, key, value, output, *sums = ctx.saved_tensors
         gradients = [torch.empty_like(whole) for whole in (query, key, value)]
         rows = _rows(ctx.lengths, gradient, query, key, value, output)
+        compute = _efficient_backward if query.is_cuda else _cpu_backward
         for row, log_sums, targets in zip(rows, sums, _rows(ctx.lengths, *gradients), strict=True):
-            length = row[0].shape[2]
-            if gradient.itemsize == 2 and (more := -length % KERNEL_ROWS):
-                row = [functional.pad(part, (0, 0, 0, more)) for part in row]
-                log_sums = functional.pad(log_sums, (0, more))
-            mask = _row_mask(length, ctx.window, row[0])
-            found = ATEN._scaled_dot_product_flash_attention_for_cpu_backward(
-                *row, log_sums, 0.0, mask is None, attn_mask=mask, scale=ctx.scale
-            )
-            for target, part in zip(targets, found, strict=True):
-                target.copy_(part[:, :, :length])
-        return *gradients, None, None, None
+            row[2:4] = [repeat_kv(part, ctx.groups) for part in row[2:4]]
+            for target, part in zip(targets, compute(row, log_sums, *ctx.how), strict=True):
+                target.copy_(part if part.shape == target.shape else part.unflatten(1, (-1, ctx.groups)).sum(2))
+        return *gradients, None, None, None, None
+
+
+def _cpu_forward(row: list[torch.Tensor], scale: float | None, window: int | None) -> Any:
+    mask = _row_mask(row[0].shape[2], window, row[0])
+    return ATEN._scaled_dot_product_flash_attention_for_cpu(*row, 0.0, mask is None, attn_mask=mask, scale=scale)
+
+
+def _cpu_backward(row: list[torch.Tensor], log_sums: torch.Tensor, scale: float | None, window: int | None) -> Any:
+    length = row[0].shape[2]
+    if row[0].itemsize == 2 and (more := -length % KERNEL_ROWS):
+        row = [functional.pad(part, (0, 0, 0, more)) for part in row]
+        log_sums = functional.pad(log_sums, (0, more))
+    mask = _row_mask(length, window, row[0])
+    found = ATEN._scaled_dot_product_flash_attention_for_cpu_backward(
+        *row, log_sums, 0.0, mask is None, attn_mask=mask, scale=scale
+    )
+    return [part[:, :, :length] for part in found]
+
+
+def _efficient_forward(row: list[torch.Tensor], scale: float | None, window: int | None) -> Any:
+    parts, how = [part.transpose(1, 2) for part in row], {"scale": scale, "window_size": window}
+    made, log_sums, *_ = ATEN._efficient_attention_forward(*parts, *[None] * 5, 0.0, CAUSAL, True, **how)
+    return made.transpose(1, 2), log_sums
+
+
+def _efficient_backward(row: list[torch.Tensor], log_sums: Any, scale: float | None, window: int | None) -> Any:
+    # Called by hand: torch's derivative of the forward operator leaves out the window.
+    gradient, *parts, output = (part.transpose(1, 2) for part in row)
+    inputs = (gradient, *parts, None, output, None, None, *[output.shape[1]] * 2, log_sums)
+    no_seeds, how = (log_sums, log_sums), {"scale": scale, "window_size": window}  # read with dropout only
+    *found, _ = ATEN._efficient_attention_backward(*inputs, 0.0, *no_seeds, CAUSAL, False, **how)
+    return [part.transpose(1, 2) for part in found]
 
 
 def _rows(lengths: tuple[int, ...], *sequences: torch.Tensor) -> list[list[torch.Tensor]]:
@@ -190,10 +211,14 @@ def _row_by_row(
     attention_mask: torch.Tensor | None,
     packed_rows: PackedRows | None,
     arguments: dict[str, Any],
+    kernel: str = "own",
 ) -> Attention:
     if attention_mask is not None or query.shape[2] != key.shape[2]:  # padded rows, or with a cache
         return attention(module, query, key, value, attention_mask, **arguments)
     lengths = packed_rows.lengths if packed_rows is not None else (query.shape[2],)
+    if kernel != "own":
+        how = arguments.get("scaling"), arguments.get("sliding_window"), kernel == "efficient"
+        return _RowAttention.apply(query, key, value, lengths, *how).transpose(1, 2), None
     outputs = []
     for row in _rows(lengths, query, key, value):
         mask = _row_mask(row[0].shape[2], arguments.get("sliding_window"), row[0], attention is sdpa_attention_forward)

@@ -4,6 +4,9 @@ from typing import Any
 
 import torch
 from transformers import masking_utils
+from transformers.integrations import sdpa_attention
+
+from llama_ft.models import attention_kernels
 
 # Name -> what needs it; without it that is rejected in one line, or does what the line says, and all else works.
 USES = {
@@ -29,6 +32,9 @@ def private(owner: Any, name: str) -> Any:
 # without a note, and in a version without these functions.
 _find_packed: Any = getattr(masking_utils, "find_packed_sequence_indices", None)
 _is_causal: Any = getattr(masking_utils, "_ignore_causal_mask_sdpa", None)
+# Where flash attention does not run (fp32, T4, V100), heads share keys only in the kernel of sdpa's that keeps all of
+# their scores. If keys are repeated, the memory-efficient kernel computes padded batches.
+_shares_heads: Any = getattr(sdpa_attention, "use_gqa_in_sdpa", None)
 
 
 def noted(tensor: torch.Tensor, needs_no_mask: bool) -> torch.Tensor:
@@ -49,5 +55,12 @@ def _is_causal_as_noted(padding_mask: torch.Tensor | None, *args: Any, **kwargs:
     return needs_no_mask and _is_causal(None, *args, **kwargs)
 
 
+def _shares_heads_in_flash(mask: torch.Tensor | None, key: torch.Tensor, value: torch.Tensor) -> bool:
+    widths, capability = (key.shape[-1], value.shape[-1]), attention_kernels.capability_of(key)
+    kernel = attention_kernels.choose_kernel(capability, key.dtype, widths, False)
+    return kernel in ("cpu", "varlen") and _shares_heads(mask, key, value)
+
+
 masking_utils.find_packed_sequence_indices = _find_unless_noted
 masking_utils._ignore_causal_mask_sdpa = _is_causal_as_noted
+vars(sdpa_attention)["use_gqa_in_sdpa"] = _shares_heads_in_flash

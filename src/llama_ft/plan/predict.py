@@ -122,8 +122,7 @@ def _full_batch(request: PlanRequest, rows: int, context_length: int) -> Batch:
     """A micro-batch as large as one can be."""
     is_packed = request.config.data.batching_strategy == "packing"
     length = context_length if is_packed else min(context_length, request.longest_row or context_length)
-    # Packed: on CUDA one kernel takes all rows; on the CPU attention goes row by row, here a row a pack.
-    lengths = [length * rows] if is_packed and request.device == "cuda" else [length] * rows
+    lengths = [length] * rows  # a row a pack: attention that goes row by row is largest then
     ids = torch.zeros((1, length * rows) if is_packed else (rows, length), dtype=torch.int64)
     labels = ids.clone()
     labels[:, round(labels.shape[1] * request.target_share) :] = IGNORED
