@@ -14,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from llama_ft.config import FSDPConfig, TrainConfig
 from llama_ft.models import apply_fsdp, set_storage_dtypes, shard_degree
 from llama_ft.models.fsdp import Unit, _describe_units, _modules_to_wrap
+from llama_ft.models.lora_linear import use_fused_lora
 from llama_ft.runtime import PRECISIONS
 from llama_ft.training import build_optimizer
 
@@ -90,27 +91,30 @@ class Collectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(("precision", "plain"), [("fp32", 1.0), ("bf16_pure", 1.0), ("bf16_mixed", 0.9)])
-def test_one_process_trains_adapters_without_a_collective_and_copies_no_frozen_weight(
-    precision: str, plain: float
-) -> None:
+@pytest.mark.parametrize("precision", ["fp32", "bf16_pure", "bf16_mixed", "fp16"])
+@pytest.mark.parametrize("also_trained", [[], ["lm_head"]])
+def test_one_process_leaves_to_fully_shard_only_what_it_has_to_cast(precision: str, also_trained: list[str]) -> None:
     dtypes, model = PRECISIONS[precision], llama().to_empty(device="cpu")
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
-    inject_adapter_in_model(LoraConfig(r=2, target_modules="all-linear"), model)
+    settings = LoraConfig(r=2, target_modules="all-linear", modules_to_save=also_trained or None)
+    inject_adapter_in_model(settings, model)
+    use_fused_lora(model)
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_("lora_" in name)
+        parameter.requires_grad_("lora_" in name or "modules_to_save" in name)
     set_storage_dtypes(model, dtypes)
     apply_fsdp(model, mesh_of_one(), FSDPConfig(enable_fsdp=True), dtypes)
-    stored = [parameter for parameter in model.parameters() if not isinstance(parameter, DTensor)]
-    assert sum(p.numel() for p in stored) >= plain * sum(p.numel() for p in model.parameters())
-    assert all(isinstance(p, DTensor) == (precision == "bf16_mixed") for p in model.parameters() if p.requires_grad)
+    managed = [name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)]
+    is_cast = dtypes.trained != dtypes.compute
+    assert managed == (["lm_head.modules_to_save.default.weight"] if is_cast and also_trained else [])
     train = TrainConfig(precision=precision)
     optimizer = build_optimizer(model, train)
     ids = torch.arange(20).view(2, 10)
     with Collectives() as collectives:
         for _ in range(2):
             model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+            trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+            assert all(parameter.grad.dtype == dtypes.trained for parameter in trained)
             optimizer.step()
             optimizer.zero_grad()
     assert [name for name in collectives.found if "chunk_cat" not in name] == []
