@@ -448,9 +448,42 @@ def full(bench: Bench) -> Iterator[Row]:
     yield from _throughput(bench, "full", runs)
 
 
+def one_pass(bench: Bench) -> Iterator[Row]:
+    """What is one kernel on CUDA: anyprecision's update, and weights out of 8 bits. A pass has to move 26 bytes per
+    parameter, and 3 per weight."""
+    from llama_ft.models.quantized import Int8
+    from llama_ft.runtime.one_kernel import runs_compiled
+    from llama_ft.training.anyprecision import AnyPrecisionAdamW
+
+    count = 2**26 if DEVICE == "cuda" else 2**16
+    weight = torch.nn.Parameter(torch.ones(count // 4096, 4096, device=DEVICE, dtype=torch.bfloat16))
+    weight.grad = torch.ones_like(weight)
+    optimizer, scheme = AnyPrecisionAdamW([weight], lr=1e-3), Int8(6.0)
+    packed = scheme.quantize(torch.randn(weight.shape, device=DEVICE))
+    work = {
+        "anyprecision": (optimizer.step, 26),
+        "8bit": (lambda: scheme.dequantize(*packed, torch.bfloat16), 3),
+    }
+    for name, (compute, nbytes) in work.items():
+        for _ in range(3):
+            compute()
+        started = time.perf_counter()
+        for _ in range(10):
+            compute()
+        if DEVICE == "cuda":
+            torch.cuda.synchronize()
+        rate = 10 * nbytes * count / (time.perf_counter() - started) / 1e9
+        expected = "at least 500 GB/s" if DEVICE == "cuda" else "runs"
+        yield Row("one_pass", name, expected, f"{rate:.0f} GB/s", rate > 500 or not runs_compiled(weight))
+    exact = scheme.quantize(torch.randn(256, 512))
+    beside = scheme.dequantize(*exact, torch.bfloat16)
+    same = torch.equal(scheme.dequantize(*(it.to(DEVICE) for it in exact), torch.bfloat16).cpu(), beside)
+    yield Row("one_pass", "8bit beside the CPU", "equal", "equal" if same else "differ", same)
+
+
 PARTS: dict[str, Callable[[Bench], Iterator[Row]]] = {
     part.__name__: part
-    for part in (start, cases, waits, attention, quantized, resume, ends, oom, lora8b, quant8b, full)
+    for part in (start, cases, waits, attention, quantized, one_pass, resume, ends, oom, lora8b, quant8b, full)
 }
 
 

@@ -130,13 +130,12 @@ class FusedLora(LoraLinear):
 
     def _is_plain(self, name: str, x: torch.Tensor) -> bool:
         """Whether the forward pass above computes what peft's would."""
-        if self.has_plain_form(name):
-            a, b, base = self.lora_A[name].weight, self.lora_B[name].weight, cast(Any, self.base_layer)
-            is_same = isinstance(base, QuantizedLinear) or base.weight.dtype == x.dtype
-            has_autocast = not x.is_meta and torch.is_autocast_enabled(x.device.type)  # which knows no meta device
-            is_trained = a.requires_grad and b.requires_grad or not torch.is_grad_enabled()
-            return is_same and is_trained and not has_autocast and a.dtype == b.dtype in (x.dtype, torch.float32)
-        return False
+        a, b, base = self.lora_A[name].weight, self.lora_B[name].weight, cast(Any, self.base_layer)
+        if not self.has_plain_form(name) or a.dtype != b.dtype or a.dtype not in (x.dtype, torch.float32):
+            return False
+        is_trained = a.requires_grad and b.requires_grad or not torch.is_grad_enabled()
+        has_autocast = not x.is_meta and torch.is_autocast_enabled(x.device.type)  # which knows no meta device
+        return is_trained and not has_autocast and (isinstance(base, QuantizedLinear) or base.weight.dtype == x.dtype)
 
     def has_plain_form(self, name: str) -> bool:
         """Whether an adapter is a plain LoRA on a frozen linear layer, with no module that is an FSDP unit by itself

@@ -22,32 +22,23 @@ def round_stochastically(target: Tensor, source: Tensor, noise: Tensor) -> None:
     target.copy_(bits.view(torch.float32))
 
 
-def _update_piece(
-    weight: Tensor,
-    gradient: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    compensation: Tensor | None,
-    noises: list[Tensor],
-    decay: Tensor,
-    size: Tensor,
-    correction: Tensor,
-) -> None:
-    """One step in place. Scalars that change are tensors, for which a compiled kernel stays the same."""
+def _update_piece(weight: Tensor, others: list[Tensor], noises: list[Tensor], factors: list[Tensor]) -> None:
+    """One step in place. Factors, which change, are tensors: a compiled kernel stays the same for them."""
+    (gradient, exp_avg, exp_avg_sq, *compensation), (decay, size, correction) = others, factors
     slope = gradient.float()
     mean = exp_avg.float().lerp_(slope, 1 - BETA1)
     square = exp_avg_sq.float().mul_(BETA2).addcmul_(slope, slope, value=1 - BETA2)
     del slope
     exact = weight.float()  # the weight itself where it is fp32
-    if compensation is not None:
-        exact.add_(compensation)
+    if compensation:
+        exact.add_(compensation[0])
     exact.mul_(decay)
     exact.add_((mean * size).div_((square / correction).sqrt_().add_(EPS)))
     round_stochastically(exp_avg, mean, noises[0])
     round_stochastically(exp_avg_sq, square, noises[1])
-    if compensation is not None:
+    if compensation:
         weight.copy_(exact)
-        compensation.copy_(exact.sub_(weight))
+        compensation[0].copy_(exact.sub_(weight))
     elif weight.dtype == torch.bfloat16:
         round_stochastically(weight, exact, noises[2])
 
@@ -95,20 +86,17 @@ class AnyPrecisionAdamW(ShardedOptimizer):
         generator = self._generators[weight.device]
         if weight.numel() == 0:
             return
-        correction = 1 - BETA2**step
-        scalars = [1 - group["lr"] * group["weight_decay"], -group["lr"] / (1 - BETA1**step), correction]
+        scalars = [1 - group["lr"] * group["weight_decay"], -group["lr"] / (1 - BETA1**step), 1 - BETA2**step]
         factors = [torch.full((), scalar, dtype=torch.float32, device=weight.device) for scalar in scalars]
-        compensation = state.get("compensation")
+        tensors = [weight.detach(), grad, *(value for name, value in state.items() if name != "step")]
+        is_rounded = "compensation" not in state and weight.dtype == torch.bfloat16
         # A compiled kernel would take the rounded weight for the exact one, and so nothing for lost.
-        compute = _update_in_one_pass if compensation is None else _update_piece
-        tensors = [weight.detach(), grad, state["exp_avg"], state["exp_avg_sq"]]
-        tensors += [] if compensation is None else [compensation]
-        is_rounded = compensation is None and weight.dtype == torch.bfloat16
+        compute = _update_piece if "compensation" in state else _update_in_one_pass
         for pieces in zip(*(tensor.view(-1).split(PIECE) for tensor in tensors), strict=True):
             own = [piece.view(-1, ROW) if len(piece) % ROW == 0 else piece for piece in pieces]
             blank = [torch.empty_like(own[0], dtype=torch.int16) for _ in range(2 + is_rounded)]
             noises = [noise.random_(-(1 << 15), 1 << 15, generator=generator) for noise in blank]
-            compute(*own[:4], own[4] if own[4:] else None, noises, *factors)
+            compute(own[0], own[1:], noises, factors)
 
 
 def _shard_number(parameter: Tensor) -> int:
