@@ -81,6 +81,7 @@ def evaluate(
         opened = open_model(str(asked.base), flags, job, asked.run, tokenizer)
     log.info(opened.about)
     held_out = measure_loss(opened.model, opened.tokenizer, asked, what, job) if what.samples else None
+    torch.cuda.empty_cache()  # it holds blocks of the sizes that measuring the loss needed
     answers = ask_tasks(tasks, opened.model, opened.tokenizer, flags, job) if tasks is not None else None
     result, tokenizer = Evaluated(name, opened.about, held_out, answers), opened.tokenizer
     del opened

@@ -202,6 +202,7 @@ def export(
     """Write the final model, or adapter, as safetensors that Transformers and PEFT load; rank 0 gets shard by shard."""
     config, result = run.config.checkpoint, run.directory / "model"
     run.memory.enter("save")
+    torch.cuda.empty_cache()  # NCCL's buffers, which the first send allocates, are not of torch's cache
     save_dtype = checkpoint.save_dtype(config.save_dtype)
     base_model, record = run.config.model.model_name, run.trainer_record()
     write_card = partial(checkpoint.write_model_card, base_model=base_model, trainer=record)

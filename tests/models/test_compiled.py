@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from llama_ft.config import TrainConfig
-from llama_ft.models import attention_kernels, checkpoint_activations, compile_layers, packed_arguments
+from llama_ft.models import attention_kernels, checkpoint_activations, compile_layers, packed_arguments, without_graphs
 from llama_ft.models.packed_attention import use_packed_attention
 
 KNOWS_DIMENSIONS = torch.__version__ >= "2.13"  # in dynamic_sources; before, numbers vary after their first change
@@ -82,6 +82,9 @@ def test_one_graph_trains_on_packs_of_any_rows_and_one_evaluates(how: str, varle
     for (name, parameter), other in zip(plain.named_parameters(), compiled.parameters(), strict=True):
         torch.testing.assert_close(other.grad, parameter.grad, rtol=1e-4, atol=1e-5, msg=name)
     with torch.no_grad():
+        with without_graphs(compiled):
+            assert torch.equal(forward(compiled.eval(), [5, 3]), forward(plain.eval(), [5, 3]))
+        assert counters["stats"]["unique_graphs"] == for_training
         for model in (plain.eval(), compiled.eval()):
             losses = [forward(model, lengths) for lengths in PACKS]
     graphs = counters["stats"]["unique_graphs"]

@@ -14,8 +14,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from llama_ft.config import FSDPConfig, TrainConfig
 from llama_ft.models import apply_fsdp, set_storage_dtypes, shard_degree
 from llama_ft.models.fsdp import Unit, _describe_units, _modules_to_wrap
+from llama_ft.models.load_weights import compute_buffers
+from llama_ft.models.lora_linear import use_fused_lora
+from llama_ft.models.quantization import Quantization, quantize_linears
+from llama_ft.models.quantized import FourBit
 from llama_ft.runtime import PRECISIONS
 from llama_ft.training import build_optimizer
+from llama_ft.training.sharded_optimizer import local_tensor
 
 
 def llama(tied: bool = False) -> LlamaForCausalLM:
@@ -77,6 +82,45 @@ def test_gradients_are_the_same_with_parameters_offloaded() -> None:
         torch.testing.assert_close(found.grad.full_tensor(), expected.grad, msg=name)
 
 
+def test_offloaded_4_bit_layers_of_one_process_are_copied_for_each_pass_and_train_the_same() -> None:
+    seen, precision = [], PRECISIONS["bf16_mixed"]
+    for is_offloaded in (False, True):
+        torch.manual_seed(0)
+        model = llama()
+        quantize_linears(model, Quantization(FourBit("nf4", 64, None), None, False))
+        inject_adapter_in_model(LoraConfig(r=2, target_modules="all-linear"), model)
+        use_fused_lora(model)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("lora_" in name)
+        set_storage_dtypes(model, precision)
+        apply_fsdp(model, mesh_of_one(), FSDPConfig(enable_fsdp=True, fsdp_cpu_offload=is_offloaded), precision)
+        model.to_empty(device="cpu")
+        for parameter in map(local_tensor, model.parameters()):
+            bits = torch.randint(0, 256, parameter.shape, dtype=torch.uint8)
+            scale = torch.full(parameter.shape, 0.02).view(torch.int32)
+            values = {torch.uint8: bits, torch.int32: scale}.get(parameter.dtype, torch.randn(parameter.shape) * 0.02)
+            parameter.detach().copy_(values)
+        compute_buffers(model, model)
+        optimizer = build_optimizer(model, TrainConfig())
+        layer = model.model.layers[0]
+        packed = layer.mlp.down_proj.base_layer.weight
+        assert isinstance(packed, DTensor) == is_offloaded and packed.device.type == "cpu"
+        held: list[torch.Tensor] = []
+        layer.mlp.register_forward_hook(lambda it, *_, held=held: held.append(it.down_proj.base_layer.weight))
+        losses = []
+        for _ in range(3):
+            ids = torch.arange(20).view(2, 10)
+            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+            loss.backward()
+            assert (held[-1].untyped_storage().nbytes() == 0) == is_offloaded, "its copy is freed"
+            assert (held[-1].data_ptr() == local_tensor(packed).data_ptr()) != is_offloaded
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        seen.append(losses)
+    assert seen[0] == seen[1] and seen[0][0] != seen[0][2]
+
+
 class Collectives(TorchDispatchMode):
     """Counts what goes to a process group, and fully_shard's copies for it."""
 
@@ -90,27 +134,30 @@ class Collectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(("precision", "plain"), [("fp32", 1.0), ("bf16_pure", 1.0), ("bf16_mixed", 0.9)])
-def test_one_process_trains_adapters_without_a_collective_and_copies_no_frozen_weight(
-    precision: str, plain: float
-) -> None:
+@pytest.mark.parametrize("precision", ["fp32", "bf16_pure", "bf16_mixed", "fp16"])
+@pytest.mark.parametrize("also_trained", [[], ["lm_head"]])
+def test_one_process_leaves_to_fully_shard_only_what_it_has_to_cast(precision: str, also_trained: list[str]) -> None:
     dtypes, model = PRECISIONS[precision], llama().to_empty(device="cpu")
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
-    inject_adapter_in_model(LoraConfig(r=2, target_modules="all-linear"), model)
+    settings = LoraConfig(r=2, target_modules="all-linear", modules_to_save=also_trained or None)
+    inject_adapter_in_model(settings, model)
+    use_fused_lora(model)
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_("lora_" in name)
+        parameter.requires_grad_("lora_" in name or "modules_to_save" in name)
     set_storage_dtypes(model, dtypes)
     apply_fsdp(model, mesh_of_one(), FSDPConfig(enable_fsdp=True), dtypes)
-    stored = [parameter for parameter in model.parameters() if not isinstance(parameter, DTensor)]
-    assert sum(p.numel() for p in stored) >= plain * sum(p.numel() for p in model.parameters())
-    assert all(isinstance(p, DTensor) == (precision == "bf16_mixed") for p in model.parameters() if p.requires_grad)
+    managed = [name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)]
+    is_cast = dtypes.trained != dtypes.compute
+    assert managed == (["lm_head.modules_to_save.default.weight"] if is_cast and also_trained else [])
     train = TrainConfig(precision=precision)
     optimizer = build_optimizer(model, train)
     ids = torch.arange(20).view(2, 10)
     with Collectives() as collectives:
         for _ in range(2):
             model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+            trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+            assert all(parameter.grad.dtype == dtypes.trained for parameter in trained)
             optimizer.step()
             optimizer.zero_grad()
     assert [name for name in collectives.found if "chunk_cat" not in name] == []

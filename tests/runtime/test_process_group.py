@@ -4,16 +4,30 @@ import pytest
 import torch
 
 from llama_ft.errors import UserError
-from llama_ft.runtime.devices import pick_device
+from llama_ft.runtime.devices import pick_device, take_device
 from llama_ft.runtime.process_group import resolve_degree
 
 
 @pytest.mark.parametrize(
-    ("arguments", "named"), [(("cuda", 0, 0, 1), "--device"), (("auto", 2, 0, 3), "--nproc_per_node 2")]
+    ("arguments", "named"),
+    [
+        (("cuda", 0, 0, 1), "--device"),
+        (("auto", 2, 0, 3), "--nproc_per_node 2"),
+        (("auto", 1, 3, 8), "--gpus-per-node"),
+    ],
 )
 def test_too_few_gpus_are_refused_with_the_way_out(arguments: tuple[str, int, int, int], named: str) -> None:
     with pytest.raises(UserError, match=named):
         pick_device(*arguments)
+
+
+def test_a_gpu_that_cannot_be_used_is_named_with_what_torch_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    def too_old(_: torch.device) -> None:
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 11040).")
+
+    monkeypatch.setattr(torch.cuda, "set_device", too_old)
+    with pytest.raises(UserError, match=r"cuda:0 cannot be used: The NVIDIA driver .* is too old"):
+        take_device(torch.device("cuda", 0), None)
 
 
 def test_auto_takes_a_gpu_for_each_process_of_the_node_and_else_the_cpu() -> None:

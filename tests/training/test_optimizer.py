@@ -11,8 +11,8 @@ from forked import forked
 from training.optimizers_and_dump import CASES, LR, STEPS, build, go_on, train, whole
 
 from llama_ft.config import TrainConfig
-from llama_ft.runtime import Runtime
-from llama_ft.training import build_optimizer, learning_rate
+from llama_ft.runtime import Runtime, one_kernel
+from llama_ft.training import anyprecision, build_optimizer, learning_rate
 from llama_ft.training.anyprecision import AnyPrecisionAdamW
 
 
@@ -132,3 +132,59 @@ def test_compensated_bf16_weights_follow_fp32_ones_that_plain_bf16_loses() -> No
     held = kahan.float() + optimizers[2].state[kahan]["compensation"].float()
     assert (held - exact).abs().mean().item() < 0.05 * abs(moved)
     assert (stochastic.float() - start.float()).mean().item() == pytest.approx(moved, rel=0.15)
+
+
+def three_steps(dtype: torch.dtype) -> list[torch.Tensor]:
+    """Weights of several pieces, of no whole row and of none, and their states, after three steps."""
+    generator = torch.Generator().manual_seed(0)
+    weights = [torch.nn.Parameter(torch.randn(n, generator=generator).to(dtype)) for n in (0, 768, 896, 7)]
+    optimizer = AnyPrecisionAdamW([{"params": weights, "weight_decay": 0.1}], lr=1e-3)
+    for step in range(3):
+        optimizer.param_groups[0]["lr"] = 1e-3 * (step + 1)
+        for weight in weights:
+            weight.grad = torch.randn(weight.shape, generator=generator).to(dtype)
+        optimizer.step()
+    return [*weights, *(state for weight in weights for state in optimizer.state[weight].values())]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_in_a_graph_for_any_number_of_rows_an_update_is_the_same(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(anyprecision, "PIECE", 512)
+    expected, graphs = three_steps(dtype), []
+    monkeypatch.setattr(one_kernel, "runs_compiled", lambda _: True)
+
+    def count(graph: torch.fx.GraphModule, _: object) -> torch.fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    update = one_kernel.OneKernel(anyprecision._update_piece)
+    update._compiled = torch.compile(anyprecision._update_piece, backend=count, fullgraph=True)
+    monkeypatch.setattr(anyprecision, "_update_in_one_pass", update)
+    torch._dynamo.reset()
+    for found, value in zip(three_steps(dtype), expected, strict=True):
+        torch.testing.assert_close(found, value)  # dynamo's graph has addcmul as one fma
+    shapes = [
+        [node.meta["example_value"].shape for node in it.graph.nodes if node.type is torch.Tensor] for it in graphs
+    ]
+    assert len(graphs) == 3, "4 rows; any number of rows; 7 elements"
+    assert {shape[1] for of_one in shapes[:2] for shape in of_one if len(shape) == 2} == {128}
+
+
+def test_where_compiling_fails_it_is_computed_uncompiled_with_one_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = three_steps(torch.bfloat16)
+
+    def without_triton(*_: object, **__: object) -> None:
+        raise RuntimeError("Cannot find a working triton installation.")
+
+    monkeypatch.setattr(one_kernel, "runs_compiled", lambda _: True)
+    monkeypatch.setattr(torch, "compile", without_triton)
+    monkeypatch.setattr(one_kernel.log, "propagate", True)
+    monkeypatch.setattr(anyprecision, "_update_in_one_pass", one_kernel.OneKernel(anyprecision._update_piece))
+    assert all(map(torch.equal, three_steps(torch.bfloat16), expected))
+    assert [record.message for record in caplog.records if "triton" in record.message] == [
+        "torch.compile: _update_piece runs uncompiled and slower (Cannot find a working triton installation)."
+    ]

@@ -1,5 +1,6 @@
 """Fused kernels for decoder layers: graphs of torch.compile, or Liger's own kernels."""
 
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -45,6 +46,12 @@ def _forward(layer: nn.Module, *args: Any, **keywords: Any) -> Any:
 
 def _forward_or_graph(layer: nn.Module, compiled: Any, *args: Any, **keywords: Any) -> Any:
     return (compiled if keywords.get("past_key_values") is None else _forward)(layer, *args, **keywords)
+
+
+def without_graphs(model: nn.Module) -> AbstractContextManager[Any]:
+    """Compute layers as they are meanwhile: graphs of a few samples, in evaluation mode, would be used only once."""
+    is_compiled = any(isinstance(layer.forward, partial) for layer in decoder_layers(model))
+    return torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()
 
 
 def apply_liger(model: PreTrainedModel, train: TrainConfig) -> None:

@@ -30,7 +30,9 @@ from llama_ft.models.source import StoredTensor, WeightSource, listed
 from llama_ft.models.transformers_private import INITIALIZED, private
 
 NORM_ROWS = 1024
-QUANTIZED_AT_ONCE = 2**19  # weights; with it ranks held at most 11 to 54 MiB in addition to their shards
+# Weights. On the CPU ranks held with it at most 11 to 54 MiB in addition to their shards; on a GPU, where launching the
+# kernels of so small a block takes longer than the work, 2**24 are 32 MiB in bf16.
+QUANTIZED_AT_ONCE = {"cpu": 2**19, "cuda": 2**24}
 
 
 def load_weights(
@@ -102,6 +104,8 @@ def load_weights(
         if saved_adapter is None:
             _set_dora_magnitudes(model)
         _fill_buffers(model, loader)
+    if layers and device.type == "cuda":
+        torch.cuda.synchronize(device)  # what has failed is an exception now; bitsandbytes' next call would exit
     return {name: loader.headers[key].dtype for name, key in keys.items()}
 
 
@@ -131,7 +135,7 @@ def _to_quantized(layer: QuantizedLinear, key: str, dtype: torch.dtype, device: 
 
     shards = [local_shard(layer.weight), local_shard(layer.scale)]
     shape, wire = (layer.out_features, layer.in_features), [shard.dtype for shard in shards]
-    return ShardLoad(shards, shape, wire, make, QUANTIZED_AT_ONCE)
+    return ShardLoad(shards, shape, wire, make, QUANTIZED_AT_ONCE[device.type])
 
 
 def account_for(model: PreTrainedModel, headers: dict[str, StoredTensor], folder: Path) -> dict[str, str]:

@@ -68,15 +68,15 @@ class _LowRank(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """x [..., in] -> zeros [..., out], without storage, to hand the gradient of y through, and u [n, r]."""
         ctx.factors, ctx.scheme = (scaling, 1 - dropout), scheme
-        flat, mask = x.reshape(-1, x.shape[-1]), None
+        flat, mask, small = x.reshape(-1, x.shape[-1]), None, a.to(x.dtype)
         if dropout == 0 or x.numel() == 0:
-            u = flat @ a.t()
+            u = flat @ small.t()
         elif x.is_cuda:
             dropped, mask = torch.native_dropout(flat, dropout, True)
-            u, mask = dropped @ a.t(), mask.view(torch.uint8)
+            u, mask = dropped @ small.t(), mask.view(torch.uint8)
         else:  # where products with bool take three times as long
             mask = torch.empty_like(flat, dtype=torch.uint8).bernoulli_(1 - dropout)
-            u = (flat * mask) @ a.t() * (1 / (1 - dropout))
+            u = (flat * mask) @ small.t() * (1 / (1 - dropout))
         ctx.save_for_backward(x, mask, u, weight, scale, a, b)
         ctx.mark_non_differentiable(u)
         return x.new_zeros(()).expand(*x.shape[:-1], len(b)), u
@@ -84,7 +84,8 @@ class _LowRank(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor, _: Any) -> Any:
         x, mask, u, weight, scale, a, b = ctx.saved_tensors
-        scaling, keep = ctx.factors
+        (scaling, keep), trained = ctx.factors, a.dtype
+        a, b = a.to(x.dtype), b.to(x.dtype)  # again: casts kept from the forward pass would be a copy of every adapter
         g, flat = gradient.reshape(-1, gradient.shape[-1]), x.reshape(-1, x.shape[-1])  # [n, out], [n, in]
         t, dx = g @ b, None
         da = t.t() @ (flat if mask is None else flat * mask)
@@ -93,7 +94,8 @@ class _LowRank(torch.autograd.Function):
             dx = g @ w
             dx = dx.addmm_(t, a, alpha=scaling) if mask is None else dx.addcmul_(t @ a, mask, value=scaling / keep)
             dx = dx.view(x.shape)
-        return dx, None, None, da.mul_(scaling / keep), (g.t() @ u).mul_(scaling), None, None, None
+        da, db = da.mul_(scaling / keep), (g.t() @ u).mul_(scaling)
+        return dx, None, None, da.to(trained), db.to(trained), None, None, None
 
 
 class _Product(torch.autograd.Function):
@@ -123,23 +125,35 @@ class FusedLora(LoraLinear):
         p = dropout.p if isinstance(dropout, nn.Dropout) and dropout.training else 0.0
         a, b, scaling = cast(Any, self.lora_A[name]).weight, cast(Any, self.lora_B[name]).weight, self.scaling[name]
         zeros, u = _LowRank.apply(x, base.weight, scale, a, b, scaling, p, scheme)
-        return _Product.apply(zeros, x.detach(), u, base.weight, scale, base.bias, b.detach(), scaling, scheme)
+        b = b.detach().to(x.dtype)
+        return _Product.apply(zeros, x.detach(), u, base.weight, scale, base.bias, b, scaling, scheme)
 
     def _is_plain(self, name: str, x: torch.Tensor) -> bool:
-        """Whether an adapter is a plain LoRA that is trained on a frozen linear layer, all of one dtype, with no module
-        that is an FSDP unit by itself (fully_shard gives those classes of their own)."""
+        """Whether the forward pass above computes what peft's would."""
+        a, b, base = self.lora_A[name].weight, self.lora_B[name].weight, cast(Any, self.base_layer)
+        if not self.has_plain_form(name) or a.dtype != b.dtype or a.dtype not in (x.dtype, torch.float32):
+            return False
+        is_trained = a.requires_grad and b.requires_grad or not torch.is_grad_enabled()
+        has_autocast = not x.is_meta and torch.is_autocast_enabled(x.device.type)  # which knows no meta device
+        return is_trained and not has_autocast and (isinstance(base, QuantizedLinear) or base.weight.dtype == x.dtype)
+
+    def has_plain_form(self, name: str) -> bool:
+        """Whether an adapter is a plain LoRA on a frozen linear layer, with no module that is an FSDP unit by itself
+        (fully_shard gives those classes of their own). Its weights may be fp32: they are cast to the input's dtype."""
         base: Any = self.base_layer
         a, b, dropout = cast(tuple[Any, ...], (self.lora_A[name], self.lora_B[name], self.lora_dropout[name]))
         if name in self.lora_variant or type(a) is not nn.Linear or type(b) is not nn.Linear or self.lora_bias[name]:
             return False
         if type(base) not in (nn.Linear, QuantizedLinear) or type(dropout) not in (nn.Identity, nn.Dropout):
             return False
-        is_trained = a.weight.requires_grad and b.weight.requires_grad
-        if any(p.requires_grad for p in base.parameters()) or (torch.is_grad_enabled() and not is_trained):
-            return False
-        floats = [x, a.weight, b.weight, *([] if isinstance(base, QuantizedLinear) else [base.weight])]
-        has_autocast = not x.is_meta and torch.is_autocast_enabled(x.device.type)  # which knows no meta device
-        return len({tensor.dtype for tensor in floats}) == 1 and not has_autocast
+        return not any(parameter.requires_grad for parameter in base.parameters())
+
+
+def cast_where_used(model: nn.Module) -> set[nn.Parameter]:
+    """Adapters' weights that `FusedLora` casts to the dtype it computes in, so that fully_shard need not."""
+    layers = [module for module in model.modules() if isinstance(module, FusedLora)]
+    named = [(layer, name) for layer in layers for name in layer.lora_A if layer.has_plain_form(name)]
+    return {cast(Any, part[name]).weight for layer, name in named for part in (layer.lora_A, layer.lora_B)}
 
 
 def use_fused_lora(model: nn.Module) -> None:

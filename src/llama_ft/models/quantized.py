@@ -30,11 +30,20 @@ import bitsandbytes  # noqa: E402, F401  # registers torch.ops.bitsandbytes
 if _is_ours:
     del os.environ["TORCHDYNAMO_DISABLE"]
 
+from llama_ft.runtime.one_kernel import OneKernel  # noqa: E402
+
 OPS = torch.ops.bitsandbytes
 
 
 def _on_cuda(tensor: torch.Tensor) -> bool:
     return tensor.is_cuda  # a plan of a GPU made on a CPU replaces this
+
+
+def _rows_times_factors(weight: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return weight.to(dtype).mul_(factor)
+
+
+_ROWS_TIMES_FACTORS = OneKernel(_rows_times_factors, dynamic=False)
 
 
 @dataclass(frozen=True)
@@ -61,7 +70,7 @@ class Int8:
         """Weight and scale -> rows [n, in] of `dtype`."""
         factor = scale.view(torch.float32).unsqueeze(1).mul(1 / 127)
         if _on_cuda(weight):
-            return weight.to(dtype).mul_(factor)
+            return cast(torch.Tensor, _ROWS_TIMES_FACTORS(weight.detach(), factor, dtype))
         return weight.float().mul_(factor).to(dtype)  # the same bits 6 times as fast: torch vectorizes no mixed product
 
     def matmul(self, inputs: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

@@ -20,6 +20,7 @@ from llama_ft.errors import UserError
 from llama_ft.models import attention_kernels, chunked_loss, conversion, loader, quantized
 from llama_ft.models.attention_kernels import AMPERE, T4
 from llama_ft.models.build import build_on_meta, decoder_layers, load_model_config
+from llama_ft.models.load_weights import QUANTIZED_AT_ONCE
 from llama_ft.models.lora import checkpoint_key
 from llama_ft.models.source import StoredTensor, open_weights, weight_files
 
@@ -67,6 +68,7 @@ def planned_models(headers: dict[str, StoredTensor], device: str) -> Iterator[No
             patch.object(attention_kernels, "capability_of", lambda it: T4 if it.dtype == torch.float16 else AMPERE),
             patch.object(quantized, "_on_cuda", lambda _: True),
             patch.dict(chunked_loss.LOGITS_AT_ONCE, cpu=chunked_loss.LOGITS_AT_ONCE["cuda"]),
+            patch.dict(QUANTIZED_AT_ONCE, cpu=QUANTIZED_AT_ONCE["cuda"]),
         ]
     with ExitStack() as stack:
         for each in patches:

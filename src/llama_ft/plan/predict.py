@@ -157,14 +157,13 @@ def _memory(request: PlanRequest, tracker: Tracker, saved_bytes: int) -> dict[st
 
 
 def _plannable(config: Config) -> Config:
-    """What the plan does apart: offloading needs a GPU, and is a matter of where the same tensors are; flash attention
-    and Liger's kernels are packages that may not be here: sdpa holds as much as the one, and more than the other.
-    Layers are planned as they are without torch.compile."""
+    """What the plan does apart: offloading activations needs a GPU; flash attention and Liger's kernels are packages
+    that may not be here: sdpa holds as much as the one, and more than the other. Layers are planned as they are without
+    torch.compile."""
     wanted = config.model.attn_implementation
     attention = "sdpa" if wanted.startswith("flash") else wanted
     return dataclasses.replace(
         config,
-        fsdp=dataclasses.replace(config.fsdp, fsdp_cpu_offload=False),
         train=dataclasses.replace(config.train, activation_offload=False),
         model=dataclasses.replace(config.model, attn_implementation=attention, use_liger=False, compile=False),
     )

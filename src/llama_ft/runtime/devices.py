@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from llama_ft.config.messages import size_text
-from llama_ft.errors import UserError
+from llama_ft.errors import UserError, reason
 
 SLOW = 1.5  # without AVX512-BF16 or AMX a CPU emulates 16-bit matmuls, several times slower
 PrecisionName = Literal["bf16_mixed", "bf16_pure", "fp32", "fp16"]
@@ -40,7 +40,9 @@ def pick_device(device: str, gpus: int, local_rank: int, local_world_size: int) 
         return torch.device("cpu")
     if local_world_size > gpus:
         problem = f"{local_world_size} processes on {socket.gethostname()}, each of which needs a GPU: it has {gpus}."
-        raise UserError(f"{problem}\n--nproc_per_node {gpus} uses what is there; --device cpu trains on the CPU.")
+        # As SLURM's --gpus-per-task=1 does it, and as it always is with slices of a GPU (MIG).
+        one = " If each process sees a GPU of its own, let all see all (SLURM: --gpus-per-node)." if gpus == 1 else ""
+        raise UserError(f"{problem}\n--nproc_per_node {gpus} uses what is there; --device cpu trains on the CPU.{one}")
     return torch.device("cuda", local_rank)
 
 
@@ -55,9 +57,12 @@ def take_device(device: torch.device, memory_fraction: float | None) -> str:
         return f"CPU on {socket.gethostname()}, threads: {torch.get_num_threads()}"
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name; read at the first allocation
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    torch.cuda.set_device(device)
+    try:
+        torch.cuda.set_device(device)
+        free, total = torch.cuda.mem_get_info(device)
+    except RuntimeError as error:  # a driver that is too old, a GPU that another process has for itself
+        raise UserError(f"{device} cannot be used: {reason(error)}.\n--device cpu trains on the CPU.") from error
     torch.backends.cuda.enable_cudnn_sdp(False)  # it builds a plan of 0.1 to 0.5 s for every new shape
-    free, total = torch.cuda.mem_get_info(device)
     if memory_fraction is not None:
         torch.cuda.set_per_process_memory_fraction(memory_fraction, device)
     name = f"{torch.cuda.get_device_name(device)} on {socket.gethostname()}"

@@ -6,17 +6,44 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from llama_ft.runtime.one_kernel import OneKernel
 from llama_ft.training.sharded_optimizer import Group, ShardedOptimizer, States, zeros_for
 
 PIECE = 2**24  # elements computed on at once: five fp32 temporaries of 64 MiB, however large the parameter
+ROW = 128  # elements; pieces are rows of them, so that a kernel for any number of rows can read 16 bytes at once
+BETA1, BETA2, EPS = 0.9, 0.999, 1e-8
 
 
-def round_stochastically(target: Tensor, source: Tensor, generator: torch.Generator) -> None:
+def round_stochastically(target: Tensor, source: Tensor, noise: Tensor) -> None:
     """Write `source` (fp32) into `target` (bf16), rounded up or down at random so that the mean is exact: bf16 is the
-    upper half of fp32's bits, and a uniform number added to the lower half carries with the right probability."""
-    noise = torch.empty_like(source, dtype=torch.int32).random_(0, 1 << 16, generator=generator)
-    noise.add_(source.view(torch.int32)).bitwise_and_(-(1 << 16))
-    target.copy_(noise.view(torch.float32))
+    upper half of fp32's bits, and a uniform number added to the lower half carries with the right probability. `noise`
+    is that number, less 2**15, as int16."""
+    bits = noise.to(torch.int32).add_(1 << 15).add_(source.view(torch.int32)).bitwise_and_(-(1 << 16))
+    target.copy_(bits.view(torch.float32))
+
+
+def _update_piece(weight: Tensor, others: list[Tensor], noises: list[Tensor], factors: list[Tensor]) -> None:
+    """One step in place. Factors, which change, are tensors: a compiled kernel stays the same for them."""
+    (gradient, exp_avg, exp_avg_sq, *compensation), (decay, size, correction) = others, factors
+    slope = gradient.float()
+    mean = exp_avg.float().lerp_(slope, 1 - BETA1)
+    square = exp_avg_sq.float().mul_(BETA2).addcmul_(slope, slope, value=1 - BETA2)
+    del slope
+    exact = weight.float()  # the weight itself where it is fp32
+    if compensation:
+        exact.add_(compensation[0])
+    exact.mul_(decay)
+    exact.add_((mean * size).div_((square / correction).sqrt_().add_(EPS)))
+    round_stochastically(exp_avg, mean, noises[0])
+    round_stochastically(exp_avg_sq, square, noises[1])
+    if compensation:
+        weight.copy_(exact)
+        compensation[0].copy_(exact.sub_(weight))
+    elif weight.dtype == torch.bfloat16:
+        round_stochastically(weight, exact, noises[2])
+
+
+_update_in_one_pass = OneKernel(_update_piece)
 
 
 class AnyPrecisionAdamW(ShardedOptimizer):
@@ -37,7 +64,7 @@ class AnyPrecisionAdamW(ShardedOptimizer):
 
     def __init__(self, params: Any, lr: float, use_kahan_summation: bool = False, weight_decay: float = 0.0) -> None:
         self.use_kahan_summation = use_kahan_summation
-        super().__init__(params, {"lr": lr, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": weight_decay})
+        super().__init__(params, {"lr": lr, "betas": (BETA1, BETA2), "eps": EPS, "weight_decay": weight_decay})
         self._generators: dict[torch.device, torch.Generator] = {}
 
     def new_state(self, parameter: Tensor) -> States:
@@ -57,26 +84,19 @@ class AnyPrecisionAdamW(ShardedOptimizer):
             seed = step * 2**24 + _shard_number(parameter)
             self._generators[weight.device] = torch.Generator(weight.device).manual_seed(seed)
         generator = self._generators[weight.device]
-        lr, (beta1, beta2), eps = group["lr"], group["betas"], group["eps"]
-        correction1, correction2 = 1 - beta1**step, 1 - beta2**step
-        tensors = {"weight": weight, "gradient": grad, **{k: v for k, v in state.items() if k != "step"}}
-        for pieces in zip(*(tensor.view(-1).split(PIECE) for tensor in tensors.values()), strict=True):
-            piece = dict(zip(tensors, pieces, strict=True))
-            slope = piece["gradient"].float()
-            mean = piece["exp_avg"].float().lerp_(slope, 1 - beta1)
-            square = piece["exp_avg_sq"].float().mul_(beta2).addcmul_(slope, slope, value=1 - beta2)
-            exact = piece["weight"].float()  # the weight itself where it is fp32
-            if "compensation" in piece:
-                exact.add_(piece["compensation"])
-            exact.mul_(1 - lr * group["weight_decay"])
-            exact.addcdiv_(mean, (square / correction2).sqrt_().add_(eps), value=-lr / correction1)
-            round_stochastically(piece["exp_avg"], mean, generator)
-            round_stochastically(piece["exp_avg_sq"], square, generator)
-            if "compensation" in piece:
-                piece["weight"].copy_(exact)
-                piece["compensation"].copy_(exact.sub_(piece["weight"]))
-            elif piece["weight"].dtype == torch.bfloat16:
-                round_stochastically(piece["weight"], exact, generator)
+        if weight.numel() == 0:
+            return
+        scalars = [1 - group["lr"] * group["weight_decay"], -group["lr"] / (1 - BETA1**step), 1 - BETA2**step]
+        factors = [torch.full((), scalar, dtype=torch.float32, device=weight.device) for scalar in scalars]
+        tensors = [weight.detach(), grad, *(value for name, value in state.items() if name != "step")]
+        is_rounded = "compensation" not in state and weight.dtype == torch.bfloat16
+        # A compiled kernel would take the rounded weight for the exact one, and so nothing for lost.
+        compute = _update_piece if "compensation" in state else _update_in_one_pass
+        for pieces in zip(*(tensor.view(-1).split(PIECE) for tensor in tensors), strict=True):
+            own = [piece.view(-1, ROW) if len(piece) % ROW == 0 else piece for piece in pieces]
+            blank = [torch.empty_like(own[0], dtype=torch.int16) for _ in range(2 + is_rounded)]
+            noises = [noise.random_(-(1 << 15), 1 << 15, generator=generator) for noise in blank]
+            compute(own[0], own[1:], noises, factors)
 
 
 def _shard_number(parameter: Tensor) -> int:

@@ -11,7 +11,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.data import collate
 from llama_ft.errors import UserError
-from llama_ft.models import forget_chunked_loss, has_chunked_loss, packed_arguments
+from llama_ft.models import forget_chunked_loss, has_chunked_loss, packed_arguments, without_graphs
 from llama_ft.models.quantized import QuantizedLinear
 from llama_ft.runtime import Runtime, log
 from llama_ft.training.step import free_unsharded
@@ -62,7 +62,8 @@ def check_packing(model: PreTrainedModel, rows: Dataset, longest: int, dtype: to
         input_ids, positions = torch.cat(parts).to(device), torch.cat(last).to(device)
         targets = input_ids.roll(-1)[positions]
         inputs = {"input_ids": input_ids.unsqueeze(0), "use_cache": False, **layout}
-        chunked = model(**inputs, positions=positions, targets=targets)[0].item()
+        with without_graphs(model):
+            chunked = model(**inputs, positions=positions, targets=targets)[0].item()
         of_logits = F.cross_entropy(packed, targets, reduction="sum").item()
         if not math.isclose(chunked, of_logits, rel_tol=TOLERANCE_LOSS):
             forget_chunked_loss(model)
@@ -92,5 +93,7 @@ def _logits(
     positions = positions.to(device)
     can_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
     keep = {"logits_to_keep": positions} if can_keep else {}
-    logits: torch.Tensor = model(input_ids=input_ids.unsqueeze(0).to(device), use_cache=False, **keep, **layout).logits
+    inputs = {"input_ids": input_ids.unsqueeze(0).to(device), "use_cache": False, **keep, **layout}
+    with without_graphs(model):
+        logits: torch.Tensor = model(**inputs).logits
     return (logits[0] if can_keep else logits[0, positions]).float()
