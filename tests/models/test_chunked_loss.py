@@ -154,6 +154,22 @@ def test_in_fp16_the_gradient_of_the_head_may_exceed_fp16_before_it_is_divided(l
     assert (found - expected).norm() < 0.01 * expected.norm()
 
 
+@pytest.mark.parametrize("targets", [83, 16, 1, 0])
+def test_chunks_have_few_shapes(llama: LlamaForCausalLM, targets: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In chunks of 32, as the head is trained; the last is filled up to 8, and what fills it counts nothing."""
+    positions, wanted, seen = POSITIONS[:targets], TARGETS[:targets], list[int]()
+    logits = llama(input_ids=ROWS, use_cache=False).logits.flatten(0, 1)[positions]
+    expected = torch.nn.functional.cross_entropy(logits, wanted, reduction="none")
+    plain = chunked_loss.CrossEntropy.forward
+    monkeypatch.setattr(
+        chunked_loss.CrossEntropy, "forward", lambda ctx, *each: (seen.append(len(each[1])), plain(ctx, *each))[1]
+    )
+    inputs = {"input_ids": ROWS, "use_cache": False, "positions": positions, "targets": wanted}
+    found = taught(llama)(**inputs, per_token=True)[0]
+    torch.testing.assert_close(found, expected)
+    assert seen == {83: [32, 32, 24], 16: [16], 1: [8], 0: [0]}[targets]
+
+
 class Largest(TorchDispatchMode):
     """Notes the elements of the largest tensor an operator makes."""
 

@@ -96,9 +96,9 @@ def test_the_loss_holds_logits_of_a_piece_however_many_tokens_there_are(plan: Pl
         )
         for packs in (MICRO_BATCH, 2 * MICRO_BATCH)
     )
-    from llama_ft.models.chunked_loss import LOGITS_AT_ONCE
+    from llama_ft.models.chunked_loss import FEWEST_POSITIONS, LOGITS_AT_ONCE
 
-    piece = LOGITS_AT_ONCE["cpu"] // 32_000
+    piece = LOGITS_AT_ONCE["cpu"] // 32_000 // FEWEST_POSITIONS * FEWEST_POSITIONS
     # Logits and their softmax; beside them the gradient of the hidden states.
     assert once == pytest.approx(piece * 32_000 * (4 + 4) + TOKENS * HIDDEN * 4, rel=0.02)
     assert twice - once == pytest.approx(TOKENS * HIDDEN * 4, rel=0.1)

@@ -13,7 +13,7 @@ from transformers.modeling_utils import PreTrainedModel
 from llama_ft.config import TrainConfig
 from llama_ft.data import Batch
 from llama_ft.models import checkpoint_activations, use_chunked_loss, use_packed_attention
-from llama_ft.training import LossSum, target_losses, target_rows
+from llama_ft.training import LossSum, objective, target_losses, target_rows
 
 CPU = torch.device("cpu")
 
@@ -67,6 +67,31 @@ def test_a_pack_has_the_loss_and_the_gradient_of_its_rows_alone(model: LlamaForC
     torch.testing.assert_close(together, alone)
     for ours, theirs in zip(torch.autograd.grad(together, list(packed_model.parameters())), expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=5e-5)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "router_loss", "filled"), [([40, 60], False, 128), ([40, 60], True, 100), ([5, 3], False, 8)]
+)
+def test_packs_are_filled_up_so_that_few_shapes_are_compiled(
+    lengths: list[int], router_loss: bool, filled: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not if the routers' auxiliary loss counts all tokens, or positions would go beyond those of the longest row."""
+    torch.manual_seed(0)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model("mixtral", **{**SHAPE, "num_local_experts": 2, "output_router_logits": router_loss})
+    )
+    use_packed_attention(model)
+    assert use_chunked_loss(model)
+    ids = torch.randint(0, 300, (1, sum(lengths)))
+    pack, results, seen = Batch(ids, ids.clone(), lengths, True, ["x"] * len(lengths)), [], list[int]()
+    embedding = model.get_input_embeddings()
+    embedding.register_forward_hook(lambda _, inputs, __: seen.append(inputs[0].shape[1]))
+    for multiple in (1, 64):
+        monkeypatch.setitem(objective.FILLED_TO, "cpu", multiple)
+        loss = token_loss_sum(model, pack, CPU)
+        results.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])
+    assert seen == [sum(lengths), filled]
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
 
 
 def test_a_batch_without_targets_has_a_loss_and_gradients_of_zero(model: LlamaForCausalLM) -> None:

@@ -20,15 +20,19 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.nn import functional
 from torch.utils.checkpoint import get_device_states, set_device_states
 from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.models.build import router_loss
 
-# Logits that are there at a time. A product wants some hundred rows to be fast, and with each piece the gradient of a
-# trained head is added up once more: 512 of Llama 3's 128,256 logits, 0.6 GiB in bf16 and fp32, or 32 on the CPU.
+# Logits that are there at a time: 512 positions of Llama 3's 128,256 logits, 0.6 GiB in bf16 and fp32, on CUDA.
 LOGITS_AT_ONCE = {"cuda": 2**26, "cpu": 2**22}
-FEWEST_POSITIONS = 64
+# A chunk is a multiple of these positions, the tile of a GPU's product. With each chunk the gradient of a trained head
+# is added up once more, so it has twice as many at least. The last chunk is filled up to a multiple of half of them:
+# on the CPU oneDNN compiles each new shape, and keeps what it has compiled.
+FEWEST_POSITIONS = 128
+ROWS_ADDED_AT_ONCE = 4096  # of two dtypes torch adds a copy in one: a whole head's would be large
 LossFunction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -79,25 +83,29 @@ def use_chunked_loss(model: PreTrainedModel) -> bool:
     ) -> Any:
         if positions is None or targets is None:
             return plain_forward(*args, **kwargs)
+        count = len(targets)
+        if more := -count % (FEWEST_POSITIONS // 2):  # by the last one again, whose loss is as finite as it was
+            positions, targets = (torch.cat([it, it[-1:].expand(more)]) if count else it for it in (positions, targets))
         decoded = decoder(*args, **kwargs)
         hidden = decoded.last_hidden_state.flatten(0, 1).index_select(0, positions)  # [targets, width]
-        loss = head(hidden, loss_of=(targets, loss_fn, per_token))
+        loss = head(hidden, loss_of=(targets, count, loss_fn, per_token))
         return loss, router_loss(model, decoded, kwargs.get("attention_mask"))
 
     def head_forward(hidden: torch.Tensor, *args: Any, loss_of: Any = None, **kwargs: Any) -> Any:
         if loss_of is None:
             return plain_head(hidden, *args, **kwargs)
-        targets, loss_fn, per_token = loss_of
+        targets, count, loss_fn, per_token = loss_of
 
         def losses_of(chunk: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
             return cast(torch.Tensor, loss_fn(logits_of(chunk), wanted))
 
-        size = max(FEWEST_POSITIONS, LOGITS_AT_ONCE[hidden.device.type] // vocabulary)
         trained = [parameter for parameter in head.parameters() if parameter.requires_grad]
+        tiles = LOGITS_AT_ONCE[hidden.device.type] // (vocabulary * FEWEST_POSITIONS)
+        arguments = hidden, targets, count, losses_of, FEWEST_POSITIONS * max(2 if trained else 1, tiles)
         if per_token or not (torch.is_grad_enabled() and (hidden.requires_grad or trained)):
-            losses = _ChunkedLoss.apply(hidden, targets, losses_of, size, True, *trained)
+            losses = _ChunkedLoss.apply(*arguments, True, *trained)
             return losses if per_token else losses.sum()
-        return _ChunkedLoss.apply(hidden, targets, losses_of, size, False, *trained)
+        return _ChunkedLoss.apply(*arguments, False, *trained)
 
     model.forward = forward
     head.forward = head_forward
@@ -162,18 +170,20 @@ class CrossEntropy(torch.autograd.Function):
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """Loss of hidden states [targets, width], `size` at a time. Gradients of the sum are made in the forward pass and
-    scaled in the backward pass. Of losses per token only the backward pass knows what each is multiplied by: it makes
-    the logits again, with the random numbers of the forward pass."""
+    """Loss of the first `count` of hidden states [targets, width], `size` at a time. Gradients of the sum are made in
+    the forward pass and scaled in the backward pass. Of losses per token only the backward pass knows what each is
+    multiplied by: it makes the logits again, with the random numbers of the forward pass."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Any, targets: Any, losses_of: Any, size: int, per_token: bool, *trained: Any) -> Any:
+    def forward(
+        ctx: Any, hidden: Any, targets: Any, count: int, losses_of: Any, size: int, per_token: bool, *trained: Any
+    ) -> Any:
         ctx.arguments, ctx.gradients = (losses_of, size, trained, ctx.needs_input_grad[0]), None
         if per_token:
             ctx.inputs, ctx.random = (hidden.detach(), targets), (torch.get_rng_state(), get_device_states(hidden))
             chunks = zip(hidden.split(size), targets.split(size), strict=True)
-            return torch.cat([losses_of(*chunk) for chunk in chunks])
-        ones = torch.ones_like(targets, dtype=torch.float32)
+            return torch.cat([losses_of(*chunk) for chunk in chunks])[:count]
+        ones = torch.ones(count, device=targets.device)
         total, ctx.gradients = _sum_and_gradients(hidden, targets, ones, *ctx.arguments)
         return total
 
@@ -192,7 +202,7 @@ class _ChunkedLoss(torch.autograd.Function):
         # Only now does autograd round them to the parameters' dtype: the sum over all targets, before it is divided by
         # their number, can be more than fp16 holds.
         by_hidden = [gradients.pop(0)] if ctx.needs_input_grad[0] else [None]
-        return *by_hidden, None, None, None, None, *gradients
+        return *by_hidden, *[None] * 5, *gradients
 
 
 def _sum_and_gradients(
@@ -204,8 +214,9 @@ def _sum_and_gradients(
     trained: Sequence[torch.Tensor],
     for_hidden: bool,
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """The sum of all losses, and gradients of the losses times their `factors`: of hidden states if `for_hidden`, and
-    of `trained`."""
+    """The sum of the losses that have `factors`, and gradients of the losses times those: of hidden states if
+    `for_hidden`, and of `trained`."""
+    count, factors = len(factors), functional.pad(factors, (0, len(targets) - len(factors)))
     total = torch.zeros((), dtype=torch.float32, device=hidden.device)
     by_hidden, by_trained = [torch.empty_like(hidden)] if for_hidden else [], list[torch.Tensor]()
     for start in range(0, max(1, len(targets)), size):  # once without targets: gradients are zero then
@@ -213,12 +224,19 @@ def _sum_and_gradients(
         chunk = hidden[part].detach().requires_grad_(for_hidden)
         with torch.enable_grad():
             losses = losses_of(chunk, targets[part])
-        total += losses.detach().sum()
+        total += losses.detach()[: max(0, count - start)].sum()
         inputs = [chunk, *trained] if for_hidden else trained
         found = list(torch.autograd.grad(losses, inputs, factors[part].to(losses.dtype), materialize_grads=True))
         if for_hidden:
             by_hidden[0][part] = found.pop(0)
         # In fp32: many roundings to 16 bits would add up.
         # Nothing here may keep the gradients of a chunk longer: of a large head they are a gigabyte.
-        by_trained = found if start == 0 else [a.float().add_(b) for a, b in zip(by_trained, found, strict=True)]
+        by_trained = found if start == 0 else [_add_up(*each) for each in zip(by_trained, found, strict=True)]
     return total, by_hidden + by_trained
+
+
+def _add_up(total: torch.Tensor, more: torch.Tensor) -> torch.Tensor:
+    total = total.float()
+    for part, added in zip(total.split(ROWS_ADDED_AT_ONCE), more.split(ROWS_ADDED_AT_ONCE), strict=True):
+        part.add_(added)
+    return total

@@ -23,6 +23,7 @@ from llama_ft.models.build import build_on_meta, decoder_layers, load_model_conf
 from llama_ft.models.load_weights import QUANTIZED_AT_ONCE
 from llama_ft.models.lora import checkpoint_key
 from llama_ft.models.source import StoredTensor, open_weights, weight_files
+from llama_ft.training import objective
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,7 @@ def planned_models(headers: dict[str, StoredTensor], device: str) -> Iterator[No
             patch.object(quantized, "_on_cuda", lambda _: True),
             patch.dict(chunked_loss.LOGITS_AT_ONCE, cpu=chunked_loss.LOGITS_AT_ONCE["cuda"]),
             patch.dict(QUANTIZED_AT_ONCE, cpu=QUANTIZED_AT_ONCE["cuda"]),
+            patch.dict(objective.FILLED_TO, cpu=objective.FILLED_TO["cuda"]),
         ]
     with ExitStack() as stack:
         for each in patches:

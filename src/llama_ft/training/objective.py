@@ -17,6 +17,8 @@ from llama_ft.data.tokenize import Example
 from llama_ft.models import LossFunction, cross_entropy, has_chunked_loss, noted, packed_arguments, router_loss
 from llama_ft.runtime import Runtime, sent
 
+FILLED_TO = {"cuda": 1, "cpu": 64}  # tokens of a packed micro-batch are a multiple of these
+
 
 @dataclass(frozen=True)
 class LossSum:
@@ -91,12 +93,14 @@ def target_losses(
     aims = _aims(batch)
     on_host = (aims != IGNORED).nonzero().squeeze(1)  # computed there: the device is not waited for
     positions, targets = sent(on_host, device), sent(aims[on_host], device)  # [targets]
+    input_ids = batch.input_ids
     if batch.is_packed:
-        layout = packed_arguments(model, batch.row_lengths, device)
+        input_ids, lengths = _filled_up(model, batch, device)
+        layout = packed_arguments(model, lengths, device)
     else:
         mask = batch.attention_mask.bool()
         layout = {"attention_mask": noted(sent(mask, device), needs_no_mask=bool(mask.all()))}
-    inputs: dict[str, Any] = {"input_ids": sent(batch.input_ids, device), "use_cache": False, **layout}
+    inputs: dict[str, Any] = {"input_ids": sent(input_ids, device), "use_cache": False, **layout}
     if has_chunked_loss(model):
         losses: tuple[torch.Tensor, torch.Tensor | float] = model(
             **inputs, positions=positions, targets=targets, loss_fn=loss_fn, per_token=per_token
@@ -116,6 +120,17 @@ def target_rows(batch: Batch) -> torch.Tensor:
     else:
         rows = torch.arange(len(batch.row_lengths)).repeat_interleave(batch.input_ids.shape[1])
     return rows[_aims(batch) != IGNORED]
+
+
+def _filled_up(model: PreTrainedModel, batch: Batch, device: torch.device) -> tuple[torch.Tensor, list[int]]:
+    """The tokens of a packed micro-batch and the lengths of its rows, with one more row, of no loss: packs differ by a
+    few tokens, and oneDNN compiles kernels for each new shape, and keeps them. The routers' auxiliary loss would count
+    that row."""
+    more = -batch.input_ids.shape[1] % FILLED_TO[device.type]
+    # Its first tokens have no more positions than the longest row.
+    if more == 0 or more > max(batch.row_lengths) or getattr(model.config, "output_router_logits", False):
+        return batch.input_ids, batch.row_lengths
+    return torch.cat([batch.input_ids, batch.input_ids[:, :more]], dim=1), [*batch.row_lengths, more]
 
 
 def _aims(batch: Batch) -> torch.Tensor:
