@@ -10,16 +10,10 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
-import jsonschema
-import kubernetes.client.models
-import kubernetes_validate
 import pytest
 import yaml
 from conftest import RECIPE, REPOSITORY, run
-from kubeflow.training import models as kubeflow_models
-from kubernetes.client import ApiClient
 from torch.distributed.elastic.rendezvous.utils import _parse_rendezvous_config
 from torch.distributed.run import get_args_parser
 
@@ -30,17 +24,9 @@ RUN, KEEP = LAUNCH / "run.sh", LAUNCH / "skypilot" / "keep.sh"
 SBATCH = LAUNCH / "slurm" / "finetune.sbatch"
 SCRIPTS = sorted([*LAUNCH.rglob("*.sh"), SBATCH])
 SKYPILOT = yaml.safe_load((LAUNCH / "skypilot" / "finetune.yaml").read_text())
-CLAIM, JOB = yaml.safe_load_all((LAUNCH / "kubernetes" / "finetune.yaml").read_text())
+_, JOB = yaml.safe_load_all((LAUNCH / "kubernetes" / "finetune.yaml").read_text())
 TEMPLATE = JOB["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]
 [CONTAINER] = TEMPLATE["spec"]["containers"]
-KUBERNETES = "1.34"
-
-
-def checked(program: str, *arguments: str | Path, text: str | None = None) -> str:
-    """What a linter says that was installed beside this Python."""
-    command = [str(Path(sys.executable).with_name(program)), *map(str, arguments)]
-    finished = subprocess.run(command, input=text, capture_output=True, text=True, timeout=60)
-    return f"exit code {finished.returncode}\n{finished.stdout}{finished.stderr}".strip()
 
 
 def in_shell(text: str, **variables: str) -> list[str]:
@@ -72,40 +58,9 @@ COMMANDS = {"slurm": slurm_command, "kubernetes": lambda: CONTAINER["args"], "sk
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
 def test_shellcheck_finds_nothing_in_the_scripts(script: Path) -> None:
-    assert checked("shellcheck", "--external-sources", script) == "exit code 0"
+    shellcheck = Path(sys.executable).with_name("shellcheck")
+    assert subprocess.run([shellcheck, "--external-sources", script], timeout=60).returncode == 0
     assert os.access(script, os.X_OK)
-
-
-def test_linters_find_nothing_in_skypilots_commands_and_the_dockerfile() -> None:
-    for part in ("setup", "run"):
-        assert checked("shellcheck", "-s", "bash", "--exclude", "SC1091", "-", text=SKYPILOT[part]) == "exit code 0"
-    assert checked("hadolint", REPOSITORY / "Dockerfile") == "exit code 0"
-
-
-def test_kubernetes_knows_what_the_job_asks_for() -> None:
-    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "worker"}, "spec": TEMPLATE["spec"]}
-    assert TEMPLATE.keys() == {"spec"}
-    for resource in (CLAIM, pod):
-        kubernetes_validate.validate(resource, KUBERNETES, strict=True)
-
-
-def test_the_training_operator_knows_every_field_of_the_job() -> None:
-    """Read by the operator's own client, which drops what it does not know."""
-    for name in vars(kubeflow_models):
-        if name.startswith("KubeflowOrg"):  # where the client looks for the types of fields
-            setattr(kubernetes.client.models, name, getattr(kubeflow_models, name))
-    client, answer = ApiClient(), SimpleNamespace(data=json.dumps(JOB))
-    read = client.deserialize(answer, kubeflow_models.KubeflowOrgV1PyTorchJob)
-    assert client.sanitize_for_serialization(read) == JOB
-
-
-def test_skypilot_knows_every_field_of_the_task() -> None:
-    schemas = json.loads((REPOSITORY / "tests" / "launch" / "skypilot_schemas.json").read_text())
-    jsonschema.validate(SKYPILOT, schemas["task"])
-    jsonschema.validate(SKYPILOT["resources"], schemas["resources"])
-    for mount in SKYPILOT["file_mounts"].values():
-        jsonschema.validate(mount, schemas["storage"])
-    assert SKYPILOT["resources"]["job_recovery"]["recover_on_exit_codes"] == [138, 143]
 
 
 @pytest.mark.parametrize("where", COMMANDS)

@@ -161,7 +161,7 @@ def test_a_corrupted_checkpoint_is_refused_by_file_and_a_run_falls_back(bases: P
         find_valid(newer)
     assert find_valid(tmp_path).folder == older
     (older / "trainer.json").unlink()
-    with pytest.raises(RunFailure, match="no other checkpoint is left"):
+    with pytest.raises(RunFailure, match="Name another checkpoint"):
         find_valid(tmp_path)
 
 

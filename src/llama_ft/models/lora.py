@@ -184,7 +184,7 @@ def _check_names(model: PreTrainedModel, settings: Any) -> None:
         if absent:
             kinds = nn.Embedding | nn.Linear
             here = {name.rpartition(".")[2] for name, it in model.named_modules() if isinstance(it, kinds)}
-            known = ", ".join(sorted({*here, *linear_names(model)}))
+            known = ", ".join([*linear_names(model), *sorted(here.difference(linear_names(model)))])
             raise UserError(f"--peft.{setting} [{', '.join(absent)}]: not in this model. It has: {known}.")
 
 
