@@ -182,7 +182,7 @@ def export_adapter(
         adapter: what `inject_lora` returned; its keys are peft's names of the tensors.
         folder: replaced in one step when all files are written and synced.
         save_dtype: of the floating-point tensors; None: as they are stored.
-        tokenizer: saved beside the adapter, with its chat template.
+        tokenizer: saved with the adapter, its chat template included.
         write_card: writes README.md into the folder it is given.
         runtime: the ranks.
     """
@@ -270,7 +270,7 @@ def write_model_settings(
     tokenizer: PreTrainedTokenizerBase,
     source: Path,
 ) -> None:
-    """Write what stands beside the weights: config.json, tokenizer, generation config and code.
+    """Write the files other than the weights: config.json, tokenizer, generation config and code.
 
     Args:
         folder: has, or gets, the weights.
