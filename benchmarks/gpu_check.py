@@ -7,7 +7,7 @@
 
 Each line of the table is written to OUTPUT/gpu_check.jsonl at once. Models are made from a seed, and nothing is
 downloaded. Without a GPU the small parts run on the CPU, which checks this script. Exit code 1: a check failed.
-docs/gpu-check.md says how to run it on a machine without a network.
+docs/development/gpu-check.md says how to run it on a machine without a network.
 """
 
 import argparse

@@ -122,7 +122,7 @@ for in_pieces in (True, False):
 def test_the_changed_losses_are_what_their_formulas_say(
     number: int, formula: str, save_model: Callable[..., Path], tmp_path: Path
 ) -> None:
-    page, copy = Page("docs/adding-a-loss.md"), lay_out(tmp_path / "copy", save_model)
+    page, copy = Page("docs/development/add-a-loss.md"), lay_out(tmp_path / "copy", save_model)
     (copy / "check.py").write_text(CHECK_LOSS)
     (copy / "change.diff").write_text(page.blocks("diff")[number])
     place = "my_models/Llama-3.1-8B"
@@ -144,7 +144,7 @@ def test_commands_of_the_readme_work(save_model: Callable[..., Path], tmp_path: 
 
 
 def test_the_index_names_every_page_once() -> None:
-    index = Page("docs/README.md")
+    index = Page("docs/index.md")
     pages = {name.removeprefix("docs/") for name in NAMES if name.startswith("docs/")} - {"README.md"}
     listed = [link for link in index.links() if re.fullmatch(r"[\w-]+\.md", link)]
     assert sorted(listed) == sorted(pages)

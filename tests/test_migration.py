@@ -11,7 +11,7 @@ from llama_ft.config import load
 from llama_ft.config.load import convert
 from llama_ft.config.messages import explain_unknown, known, show
 
-LLAMA_RECIPES_PAGE = "docs/from-llama-recipes.md"
+LLAMA_RECIPES_PAGE = "docs/migrate/llama-recipes.md"
 # The fields of llama-recipes' configurations with their defaults, from src/llama_recipes/configs of its repository
 # (meta-llama/llama-recipes, later llama-cookbook).
 LLAMA_RECIPES = {
@@ -47,7 +47,7 @@ LLAMA_RECIPES = {
 }
 
 each_page = pytest.mark.parametrize(
-    "page", [LLAMA_RECIPES_PAGE, "docs/from-torchtune.md", "docs/from-trl.md", "docs/from-axolotl.md"]
+    "page", [LLAMA_RECIPES_PAGE, "docs/migrate/torchtune.md", "docs/migrate/trl.md", "docs/migrate/axolotl.md"]
 )
 
 
@@ -95,7 +95,7 @@ def test_every_field_of_llama_recipes_is_accepted_or_refused_with_what_to_use(co
     for field in LLAMA_RECIPES[config].split():
         name, _, default = field.partition("=")
         for flag in (f"{config}.{name}", *([name] if config.endswith("config") and name != "mode" else [])):
-            assert known(flag) or re.search("llama-recipes|docs/from-", explain_unknown(flag)), flag
+            assert known(flag) or re.search("llama-recipes|docs/migrate", explain_unknown(flag)), flag
         told_as = next((form for form in (f"{config}.{name}", name) if form in told), None)
         if told_as is None:
             assert config.endswith("_dataset") and f"`{config}.`" in Page(LLAMA_RECIPES_PAGE).text, f"{config}.{name}"

@@ -110,7 +110,7 @@ def test_a_checkpoint_of_an_adapter_holds_no_frozen_weight(results: Path) -> Non
 
 
 def test_plain_pytorch_reads_a_checkpoint_on_one_process(results: Path, tiny_model: Path) -> None:
-    """The code of docs/checkpoints.md, as it stands there, on what three ranks wrote."""
+    """The code of docs/reference/checkpoint-format.md, as it stands there, on what three ranks wrote."""
     from safetensors import safe_open
     from safetensors.torch import load_file
 

@@ -202,7 +202,7 @@ for wanted in ("auto", "question_answers"):
 
 
 def test_a_format_of_the_page_is_one_change_of_one_file(save_model: Callable[..., Path], tmp_path: Path) -> None:
-    page = Page("docs/adding-a-format.md")
+    page = Page("docs/development/add-a-format.md")
     shutil.copytree(REPOSITORY / "src", tmp_path / "src", ignore=shutil.ignore_patterns("*.egg-info", "__pycache__"))
     shutil.copytree(REPOSITORY / "configs", tmp_path / "configs")
     (tmp_path / "change.diff").write_text(page.blocks("diff")[0])

@@ -33,7 +33,7 @@ def help_text(description: str, script: str) -> str:
         "Flags are written --lr 1e-4 or --lr=1e-4, or with their section: --train.lr 1e-4. Switches stand alone "
         "(--use_peft) or take true or false, and --no_save_model turns one off. Lists are written a,b,c, and none "
         "unsets. --config FILE reads a YAML config first; without it, model_name and dataset the embedded demo runs. "
-        "llama-recipes' flags work by their names and prefixes (--lora_config.r 8); docs/from-*.md translate those of "
+        "llama-recipes' flags work by their names and prefixes (--lora_config.r 8); docs/migrate translates those of "
         "torchtune, TRL and axolotl."
     )
     about = inspect.cleandoc(description).partition("\n\n")[0]

@@ -10,7 +10,7 @@ from typing import Any
 from llama_ft.config.settings import SECTIONS, SETTINGS, Setting
 
 PEFT_METHOD = "peft_method can be lora or loha"
-TRANSLATIONS = "docs/from-*.md translate other trainers' names."
+TRANSLATIONS = "docs/migrate translates other trainers' names."
 
 # llama-recipes' dotted prefixes, and the sections whose fields they may name.
 LLAMA_RECIPES_PREFIXES: dict[str, tuple[str, ...]] = {

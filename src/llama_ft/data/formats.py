@@ -1,5 +1,5 @@
 """What a sample of data must look like: alpaca columns, chat messages, prompt and completion, text or tokens; and what
-is wrong with one that does not. A further format is a function and an entry in FORMATS, see docs/adding-a-format.md."""
+is wrong with one that does not. To add a format, see docs/development/add-a-format.md."""
 
 import json
 from collections.abc import Callable, Collection, Mapping

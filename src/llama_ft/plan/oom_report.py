@@ -29,7 +29,7 @@ SECONDS_TO_PLAN = 120.0
 NEEDS_LESS = 0.9
 STEP_PHASES: tuple[Phase, ...] = ("forward", "backward", "optimizer step")
 TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_", "PET_")
-PAGE = "What takes less host memory: docs/exit-code-9.md."
+PAGE = "What takes less host memory: docs/troubleshooting/exit-code-9.md."
 
 
 @contextmanager
