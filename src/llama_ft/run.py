@@ -86,8 +86,7 @@ class Run:
 
     def choose_kernels(self, model_config: PretrainedConfig) -> Config:
         """Log what is fused, and return the settings with use_liger chosen; a resumed run keeps its own."""
-        model = self.config.model
-        asked = model.use_liger
+        model, asked = self.config.model, self.config.model.use_liger
         if asked == "auto" and self.resumed is not None:
             asked = self.resumed.trainer["config"]["model"]["use_liger"]
         choose = partial(models.choose_liger, asked, model_config, model.compile, self.job.device)
