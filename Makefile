@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 
 QUICKSTART := recipes/finetuning.py --enable_fsdp --low_cpu_fsdp
 
-.PHONY: quickstart test test-all lint clean
+.PHONY: quickstart test test-all lint docs clean
 
 # One or two GPUs serve one process each; without a GPU, two processes share the CPU's cores (gloo). torchrun would give
 # each process one thread, and say so, unless OMP_NUM_THREADS is set.
@@ -33,6 +33,10 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy src recipes
 
+docs: $(VENV)/.installed-dev
+	$(BIN)/python docs/generate.py --check
+	$(BIN)/mkdocs build --strict --quiet
+
 $(VENV)/.installed: requirements.txt setup.py
 	@command -v $(PYTHON) >/dev/null || \
 	  { echo "error: there is no $(PYTHON). Name a Python 3.11 or newer: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 1; }
@@ -49,5 +53,5 @@ $(VENV)/.installed-dev: requirements-dev.txt $(VENV)/.installed
 
 # Leaves output/, which holds people's runs.
 clean:
-	rm -rf $(VENV) build src/*.egg-info .pytest_cache .ruff_cache .mypy_cache
+	rm -rf $(VENV) build site src/*.egg-info .pytest_cache .ruff_cache .mypy_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -25,8 +25,8 @@ from llama_ft.errors import UserError
 from llama_ft.plan.flags import PlanFlags, read_plan_flags
 
 DEMO_RECIPE = REPOSITORY / "configs" / "quickstart.yaml"
-FOLDERS = ("recipes/", "src/", "configs/", "docs/", "tests/", "launch/", "benchmarks/")
-MINE = Path("configs/mine.yaml")  # the recipe that the README's reader writes
+FOLDERS = ("recipes/", "src/", "configs/", "docs/", "tests/", "launch/", "benchmarks/", "examples/")
+MINE = Path("configs/mine.yaml")  # the config that the reader of the page below writes
 SCRIPTS = ("finetuning", "plan", "export", "report", "inference", "evaluate")
 CONSOLE = {f"llama-ft-{script}": script for script in SCRIPTS[1:]} | {"llama-ft-finetune": "finetuning"}
 OTHERS_FLAGS = re.compile(  # torchrun's, and what stands for any flag
@@ -36,6 +36,7 @@ OTHERS_FLAGS = re.compile(  # torchrun's, and what stands for any flag
     r"|enable-auto-tool-choice)$"  # vLLM's
     r"|(outfile|outtype|base|lora|jinja|chat-template-file)$"  # llama.cpp's
 )
+CONFIG_PAGE, DATA_PAGE = "docs/getting-started/choose-a-config.md", "docs/guides/data.md"
 MISSING = ("no such folder", "no such file", "there is no folder", "no token for")
 ROWS = 400  # a few packs of 4,096 tokens
 
@@ -88,6 +89,13 @@ class Page:
         headings = re.findall(r"^#+ (.*)$", self.prose, re.MULTILINE)
         return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
+    def sentences(self) -> list[str]:
+        """The sentences of the prose, of headings, list items and cells; code and the target of a link are one word."""
+        prose = re.sub(r"<!--.*?-->", "", self.prose, flags=re.DOTALL)
+        prose = re.sub(r"`[^`]*`", "CODE", re.sub(r"\]\([^)]*\)", "]", prose))
+        parts = re.split(r"\n\s*\n|\n\s*(?:[-*#>]+|\d+\.)\s|\|", f"\n{prose}")
+        return [sentence for part in parts for sentence in re.split(r"(?<=[.!?])[*_)\"]*\s", " ".join(part.split()))]
+
     def missing_files(self) -> list[str]:
         """What it names in one of our folders, or links to, and what is not there."""
         named = {code for code in self.inline_code() if code.startswith(FOLDERS) and not re.search(r"[\s<>{]", code)}
@@ -104,7 +112,7 @@ class Page:
     def unknown_flags(self) -> list[str]:
         """Flags named in the text that neither a recipe of ours nor a program we name has. On pages about other
         trainers the first column of a table has theirs."""
-        text = re.sub(r"^\|[^|]*\|", "|", self.prose, flags=re.MULTILINE) if "/from-" in self.name else self.prose
+        text = re.sub(r"^\|[^|]*\|", "|", self.prose, flags=re.MULTILINE) if "/migrate/" in self.name else self.prose
         codes = re.findall(r"`([^`\n]+)`", text)
         named = {flag for code in codes for flag in re.findall(r"(?<![\w-])--([A-Za-z][\w.-]*)", code)}
         ours = named & (settings_of(PlanFlags).keys() | script_flag_names())
@@ -177,7 +185,7 @@ def lay_out(folder: Path, save_model: Callable[..., Path]) -> Path:
 
     from llama_ft.data.chat_template import BUILT_IN
 
-    for name in ("recipes", "src", "configs", "launch", "docs"):
+    for name in ("recipes", "src", "configs", "launch", "docs", "examples"):
         if (REPOSITORY / name).exists():
             ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
             shutil.copytree(REPOSITORY / name, folder / name, ignore=ignored)
@@ -189,7 +197,7 @@ def lay_out(folder: Path, save_model: Callable[..., Path]) -> Path:
         script = folder / "bin" / name
         script.write_text(f"#!{sys.executable}\nfrom llama_ft import commands\n\ncommands.{name[9:]}()\n")
         script.chmod(0o755)
-    [text] = Page("README.md").blocks("yaml")
+    [text] = Page(CONFIG_PAGE).blocks("yaml")
     (folder / MINE).write_text(text)
     special = ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
     shape = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 305, "max_position_embeddings": 131_072}
@@ -216,12 +224,13 @@ def lay_out(folder: Path, save_model: Callable[..., Path]) -> Path:
     ]
     (folder / "my_prompts.jsonl").write_text('{"prompt": "What is a shard?"}\n')
     (folder / "my_data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_tickets(folder)
     return folder
 
 
 def write_tickets(folder: Path) -> None:
-    """The README's own dataset: its function, and a table for it."""
-    [snippet] = [snippet for snippet in Page("README.md").blocks("python") if "def tickets" in snippet]
+    """The dataset of the page on data: its function, and a table for it."""
+    [snippet] = [snippet for snippet in Page(DATA_PAGE).blocks("python") if "def tickets" in snippet]
     (folder / "my_dataset.py").write_text(snippet)
     with (folder / "tickets.csv").open("w", newline="") as file:
         writer = csv.writer(file)

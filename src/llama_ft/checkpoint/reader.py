@@ -1,8 +1,8 @@
 """checkpoints/step-000100/ from the outside: is it what was written, and any rows of any tensor, whoever wrote them.
 
 docs/reference/checkpoint-format.md describes the files: each rank's rows as safetensors, trainer.json, checksums.txt. A
-header says at which row of its tensor a piece begins: nothing depends on the number of ranks that wrote it. Nothing here
-is ever unpickled.
+header says at which row of its tensor a piece begins: nothing depends on the number of ranks that wrote it. Nothing is
+ever unpickled.
 """
 
 import copy

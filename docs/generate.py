@@ -1,0 +1,140 @@
+"""Write the reference pages that follow from the code: `python docs/generate.py` writes them, `--check` compares.
+
+The settings come from the dataclasses of `llama_ft.config`, the flags of the other recipes from theirs, and the metrics
+from METRICS below, whose names a test compares with the code. Run it from anywhere; it needs no model and no network.
+"""
+
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+from llama_ft.config.messages import show
+from llama_ft.config.settings import SECTIONS, SETTINGS, Setting, settings_of
+
+REFERENCE = Path(__file__).resolve().parent / "reference"
+HEADER = "<!-- Written by docs/generate.py. Do not edit. -->\n\n"
+# Recipe -> what it is for, the module and the class of its flags, the words that stand alone.
+RECIPES = {
+    "plan": ("Predict the memory of a run before it starts. It takes every flag of `recipes/finetuning.py` too.",
+             "plan.flags", "PlanFlags", ""),
+    "inference": ("Ask a model: one prompt, a file of prompts, or a conversation.",
+                  "inference.flags", "InferenceFlags", "MODEL"),
+    "evaluate": ("Compute loss and perplexity, and run tasks of lm-evaluation-harness.",
+                 "evaluation.flags", "EvaluateFlags", "MODEL..."),
+    "export": ("Write a model or adapter in Hugging Face format from any checkpoint.",
+               "export_flags", "ExportFlags", "CHECKPOINT OUT"),
+    "report": ("Write the report of a run again, or compare runs.", "report.run", "ReportFlags", "RUN..."),
+}  # fmt: skip
+# Key of metrics.jsonl -> its unit and meaning.
+METRICS = {
+    "step": ("optimizer steps", "Steps so far."),
+    "epoch": ("epochs", "Passes over the training data so far, a fraction."),
+    "tokens": ("tokens", "Loss tokens so far, over all ranks."),
+    "train/loss": ("nats per token", "Mean over the loss tokens of the global batch."),
+    "train/lr": ("", "Learning rate of the step."),
+    "train/grad_norm": ("", "Norm of all gradients, before clipping."),
+    "train/loss_scale": ("", "fp16 only: the factor on the loss."),
+    "train/skipped_steps": ("steps", "fp16 only: steps whose gradients overflowed. They change no weight."),
+    "eval/loss": ("nats per token", "Validation loss; only in steps with an evaluation."),
+    "eval/perplexity": ("", "The exponential of `eval/loss`."),
+    "perf/tokens_per_second": ("tokens/s", "Input tokens that are not padding, over all ranks."),
+    "perf/step_seconds": ("s", "Time since the end of the step before, or of the evaluation or checkpoint after it."),
+    "perf/data_wait_seconds": ("s", "Part of `perf/step_seconds` in which the next batch was not ready."),
+    "perf/mfu": ("share", "Model FLOPs per second over the published peak. Absent on CPUs, in fp32 and on GPUs whose "
+                 "peak is not known."),
+    "perf/matmul_utilization": ("share", "Model FLOPs per second over the matmul rate measured at the start."),
+    "perf/save_stall_seconds": ("s", "After a checkpoint: how long training waited for it."),
+    "perf/save_seconds": ("s", "After a checkpoint: how long saving took."),
+    "memory/host_peak_bytes": ("bytes", "Peak host memory, one number per rank."),
+    "memory/device_peak_bytes": ("bytes", "Peak GPU memory of tensors, one number per rank; CUDA only."),
+}  # fmt: skip
+
+
+def cell(text: str) -> str:
+    """Text as it may stand in a table."""
+    return text.replace("|", "\\|").replace("<", "&lt;").replace("{", "&#123;")
+
+
+def kind(setting: Setting) -> str:
+    """A setting's type, or its choices."""
+    choices = ", ".join(f"`{choice}`" for choice in setting.choices)
+    return choices or {"switch": "true or false", "data": "text or list", "names": "list"}.get(
+        setting.kind, setting.kind
+    )
+
+
+def table(settings: dict[str, Setting], flags: bool = False) -> str:
+    """A row per setting: name, type, default, meaning."""
+    rows = [
+        "| flag | type | default | meaning |" if flags else "| setting | type | default | meaning |",
+        "|---|---|---|---|",
+    ]
+    for setting in settings.values():
+        default = show(setting.default).strip("[]")
+        name = f"`--{setting.name}`" if flags else f"`{setting.name}`"
+        rows.append(
+            f"| {name} | {kind(setting)} | {f'`{default}`' if default else 'empty'} | {cell(setting.meaning)} |"
+        )
+    return "\n".join(rows) + "\n"
+
+
+def config_page() -> str:
+    """Every setting of a run, by section."""
+    parts = [
+        "# Config reference\n\nEvery setting is a YAML key in its section and a flag: `train.lr` is `--lr 1e-4` or\n"
+        "`--train.lr 1e-4`. `--config FILE` is read first, and the command line wins. Switches stand alone\n"
+        "(`--use_peft`) or take true or false. Lists are written `a,b,c`, and `none` unsets a value.\n"
+    ]
+    for section, cls in SECTIONS.items():
+        own = {name: setting for name, setting in SETTINGS.items() if setting.section == section}
+        parts.append(f"## {section}\n\n{cls.__doc__}\n\n{table(own)}")
+    return "\n".join(parts)
+
+
+def cli_page() -> str:
+    """The flags of every recipe."""
+    parts = [
+        "# Command lines\n\nEach recipe is a script in `recipes/` and a console command. `--help` prints the same\n"
+        "flags.\n",
+        "## finetuning\n\n`python recipes/finetuning.py [flags]`, or `llama-ft-finetune`. Its flags are the settings\n"
+        "of the [config reference](config.md), and `--config FILE`.\n",
+    ]
+    for name, (meaning, module, flags, words) in RECIPES.items():
+        read: Any = getattr(importlib.import_module(f"llama_ft.{module}"), flags)
+        usage = f"`python recipes/{name}.py {words + ' ' if words else ''}[flags]`, or `llama-ft-{name}`."
+        settings = settings_of(read)
+        stands_alone = settings.pop("places", None)  # what stands without a flag
+        note = f"{cell(stands_alone.meaning)}\n\n" if stands_alone else ""
+        parts.append(f"## {name}\n\n{meaning}\n{usage}\n\n{note}{table(settings, flags=True)}")
+    return "\n".join(parts)
+
+
+def metrics_page() -> str:
+    """The keys of metrics.jsonl."""
+    rows = "\n".join(f"| `{key}` | {unit} | {cell(meaning)} |" for key, (unit, meaning) in METRICS.items())
+    return (
+        "# Metrics\n\n`metrics.jsonl` in the run directory has one JSON object per logged step, written as it\n"
+        "happens. A key appears only if it was measured. Trackers get the same names.\n\n"
+        f"| key in `metrics.jsonl` | unit | meaning |\n|---|---|---|\n{rows}\n\n"
+        "[MFU and matmul utilization](../guides/performance.md#mfu-and-matmul-utilization) has the formulas.\n"
+    )
+
+
+PAGES = {"config": config_page, "cli": cli_page, "metrics": metrics_page}
+
+
+def stale() -> list[str]:
+    """The pages that are not what the code says."""
+    return [
+        name
+        for name, page in PAGES.items()
+        if not (file := REFERENCE / f"{name}.md").exists() or file.read_text() != HEADER + page()
+    ]
+
+
+if __name__ == "__main__":
+    if "--check" in sys.argv:
+        sys.exit(f"stale: {', '.join(names)}; run python docs/generate.py" if (names := stale()) else 0)
+    for name, page in PAGES.items():
+        (REFERENCE / f"{name}.md").write_text(HEADER + page())
