@@ -105,6 +105,20 @@ def test_the_table_says_what_the_recipe_sets(stem: str) -> None:
     assert config.model.model_name in head_of(stem) or config.model.model_name in CONFIGS
 
 
+def test_the_readme_has_the_planned_figures() -> None:
+    shown = re.findall(r"\(configs/(\S+)\.yaml\) \| ([\d,]+) \| ([\d.]+) \|", (REPOSITORY / "README.md").read_text())
+    assert len(shown) >= 10
+    for stem, length, planned in shown:
+        assert [length, planned] == [rows()[stem][-3], rows()[stem][-2]]
+
+
+@pytest.mark.parametrize("file", sorted((REPOSITORY / "examples").glob("*.yaml")), ids=lambda file: file.stem)
+def test_an_example_loads_and_is_in_their_table(file: Path) -> None:
+    config, _ = load([f"--config={file}"], paths=False)
+    assert config.data.validation is not None or config.data.dataset == "samsum"
+    assert f"]({file.name})" in (file.parent / "README.md").read_text()
+
+
 @pytest.mark.parametrize("stem", RECIPES)
 def test_the_commands_load_and_start_the_ranks_that_the_hardware_has(stem: str) -> None:
     command, hardware = command_of(stem), hardware_of(stem)
