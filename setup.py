@@ -68,7 +68,7 @@ setup(
     license="Apache-2.0",
     license_files=["LICENSE", "NOTICE", "THIRD_PARTY_NOTICES.md"],
     classifiers=[
-        "Development Status :: 4 - Beta",
+        "Development Status :: 3 - Alpha",
         "Environment :: Console",
         "Environment :: GPU :: NVIDIA CUDA",
         "Intended Audience :: Developers",
