@@ -28,6 +28,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "intermediate_size": 12_288, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8,
         "head_dim": 128, "max_position_embeddings": 40_960, "tie_word_embeddings": False,
     },
+    "Qwen/Qwen3-0.6B-Base": {
+        "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "vocab_size": 151_936, "hidden_size": 1024,
+        "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8,
+        "head_dim": 128, "max_position_embeddings": 32_768, "tie_word_embeddings": True,
+    },
     "mistralai/Mistral-7B-Instruct-v0.3": {
         "model_type": "mistral", "architectures": ["MistralForCausalLM"], "vocab_size": 32_768, "hidden_size": 4096,
         "intermediate_size": 14_336, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
@@ -48,6 +53,7 @@ PARAMETERS = {
     "meta-llama/Llama-3.1-8B-Instruct": 8_030_261_248,
     "meta-llama/Llama-3.3-70B-Instruct": 70_553_706_496,
     "Qwen/Qwen3-8B": 8_190_735_360,
+    "Qwen/Qwen3-0.6B-Base": 596_049_920,
     "mistralai/Mistral-7B-Instruct-v0.3": 7_248_023_552,
     "models/gemma-3-4b-it-text": 3_880_263_168,
 }

@@ -20,6 +20,7 @@ from llama_ft.plan.types import PlanRequest
 
 FOLDER = REPOSITORY / "configs"
 README = (FOLDER / "README.md").read_text()
+EXAMPLES = REPOSITORY / "examples" / "README.md"
 QUICKSTART = "quickstart"
 RECIPES = {file.stem: file for file in sorted(FOLDER.glob("*.yaml")) if file.stem != QUICKSTART}
 # The least that torch sees of a card so called: an L4's or A10G's 21.9 GiB, an A100's or H100's 79.1.
@@ -30,6 +31,11 @@ PLANNED_ALWAYS = {
     "llama3.1_8b_lora_24gb", "llama3.2_3b_full_80gb", "llama3.1_8b_full_8x80gb", "llama3.1_8b_full_2x8x80gb",
 }  # fmt: skip
 ROW = re.compile(r"^\| \[`([^`]+)`\]\(([^)]+)\) \|(.*)\|$", re.MULTILINE)
+
+
+def example_row(file: Path) -> str:
+    """The row of an example, whose last cell is the planned GiB."""
+    return rf"\]\({re.escape(file.name)}\) .* \| ([\d.]+) \|\n"
 
 
 class Hardware(NamedTuple):
@@ -112,11 +118,21 @@ def test_the_readme_has_the_planned_figures() -> None:
         assert [length, planned] == [rows()[stem][-3], rows()[stem][-2]]
 
 
-@pytest.mark.parametrize("file", sorted((REPOSITORY / "examples").glob("*.yaml")), ids=lambda file: file.stem)
+@pytest.mark.parametrize("file", sorted(EXAMPLES.parent.glob("*.yaml")), ids=lambda file: file.stem)
 def test_an_example_loads_and_is_in_their_table(file: Path) -> None:
     config, _ = load([f"--config={file}"], paths=False)
     assert config.data.validation is not None or config.data.dataset == "samsum"
-    assert f"]({file.name})" in (file.parent / "README.md").read_text()
+    assert len(re.findall(example_row(file), EXAMPLES.read_text())) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", sorted(EXAMPLES.parent.glob("*.yaml")), ids=lambda file: file.stem)
+def test_the_plan_of_an_example_is_what_their_table_says(file: Path, finetuning: ModuleType, tmp_path: Path) -> None:
+    config, _ = load([f"--config={file}"], paths=False)
+    request = request_for(config, Hardware(1, 1, "24gb"), tmp_path / "model")
+    plan = predict(request, finetuning.build_model, quick=True)
+    [planned] = re.findall(example_row(file), EXAMPLES.read_text())
+    assert plan.device_bytes / 2**30 == pytest.approx(float(planned), abs=0.051)
 
 
 @pytest.mark.parametrize("stem", RECIPES)

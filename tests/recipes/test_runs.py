@@ -67,7 +67,7 @@ def launch(folder: Path, tiny_model: Path, save_model: Any, rows16: Path, rows70
     tiny = ["--model_name", str(tiny_model)]
     files = ["--dataset", str(train), "--validation", str(validation)]
     adapter = ["--use_peft", "--target_modules", "all-linear"]
-    llama_recipes = (  # of the README, with a folder for the model and an early end of training and evaluation
+    llama_recipes = (  # a command of llama-recipes, with a local model and an early end of training and evaluation
         f"--enable_fsdp --low_cpu_fsdp --use_peft --peft_method lora --model_name {tiny_model} "
         f"--batch_size_training 1 --output_dir {folder}/llama_recipes --num_epochs 1 --save_model --max_train_step 3 "
         "--max_eval_step 2"
