@@ -109,3 +109,18 @@ def test_a_page_has_their_command_and_the_same_here(page: str) -> None:
     assert re.search(r"^```(shell|yaml)$", shown.text, re.MULTILINE) is not None
     [ours] = [found[1] for command in shown.commands() if (found := command.script())]
     assert load(ours, paths=False)[0].peft.use_peft
+
+
+def test_names_of_other_frameworks_are_answered_with_flags_and_values_that_exist() -> None:
+    page = "docs/migrate/other-frameworks.md"
+    names = {name for row in table(page) for entry, _ in row.theirs for name in re.findall(r"\w+", entry)}
+    assert names >= set(
+        "sync_module_states param_init_fn device_id auto_wrap_policy use_orig_params limit_all_gathers fsdp_devices "
+        "cpu_ram_efficient_loading precision true XLA_PYTHON_CLIENT_MEM_FRACTION CUDA_VISIBLE_DEVICES".split()
+    )
+    ours = [entry.removeprefix("--") for row in table(page) for entry, _ in row.here if entry.startswith("--")]
+    values = [entry.partition(" ")[::2] for entry in ours if not entry.startswith("nproc")]
+    assert len(values) > 30
+    for flag, value in values:
+        assert (setting := known(flag)) is not None, flag
+        assert not value or not convert({setting.name: value}, {})[1], (flag, value)
