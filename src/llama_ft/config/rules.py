@@ -49,7 +49,6 @@ RULES: tuple[tuple[str, Callable[[Any], Any], str], ...] = (
      "has no effect without validation data. Add validation 0.05, or a file."),
     ("resume_allow_changes", lambda s: not {*(s.resume_allow_changes or ())} <= SETTINGS.keys(),
      "is {}; expected names of settings, such as lr,num_epochs."),
-    ("warmup_ratio", lambda s: s.warmup_ratio and s.warmup_steps, "and warmup_steps both set the warm-up. Remove one."),
     ("min_lr", lambda s: s.min_lr > s.lr, "is {}, above lr {lr}. Use less."),
     ("modules_to_save",
      lambda s: isinstance(s.target_modules, list) and {*s.target_modules} & {*(s.modules_to_save or [])},
@@ -102,6 +101,7 @@ CONDITIONS: tuple[tuple[list[str], str, Callable[[Any], Any]], ...] = (
     (["use_kahan_summation"], "precision", lambda it: it == "bf16_pure"),  # fp32 weights lose nothing to rounding
     (["momentum"], "optimizer", lambda it: it == "SGD"),
     (["adam_beta1", "adam_beta2", "adam_epsilon"], "optimizer", lambda it: it in ("AdamW", "AdamW8bit")),
+    (["warmup_steps"], "warmup_ratio", lambda it: it == 0),
     (["min_lr"], "lr_scheduler", lambda it: it in ("cosine", "linear")),
     (["loraplus_lr_ratio"], "use_peft", bool),
     (["loraplus_lr_ratio"], "peft_method", lambda it: it == "lora"),
