@@ -28,6 +28,7 @@ MAY_DIFFER = {
     "model_name", "dataset", "validation",  # the same if they hold the same
     "batch_size_training", "gradient_accumulation_steps",  # see global_batch
     "tokenizer_name", "trust_remote_code", "chat_template", "dataset_split", "dataset_format", "skip_bad_rows",
+    "columns", "repair_chats", "max_samples",
     "show_samples", "tokenize_processes", "attn_implementation", "use_liger", "compile", "device",
     "device_memory_fraction", "accumulate_unsharded", "activation_checkpointing", "activation_checkpointing_k",
     "activation_offload", "stop_after", "collective_timeout", "run_validation", "val_batch_size", "eval_steps",

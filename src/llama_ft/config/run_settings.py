@@ -77,9 +77,20 @@ class DataConfig:
     value. prompt_completion. text: continued pre-training. tokenized: input_ids and perhaps labels. auto: found by the
     columns."""
 
+    columns: list[str] = Field(default_factory=list)
+    """Columns that have other names in the data than in the format, as question=Question,answer=Answer. question and
+    answer stand for alpaca's instruction and output; such usual names need not be given."""
+
+    repair_chats: bool = False
+    """Repair chats: leave out what an assistant says before the first user message and what follows the last answer,
+    merge neighboring messages of one role, and read LLaMA-Factory's function_call."""
+
+    max_samples: CountOrZero = 0
+    """Train on the first N samples only, of each part of a mixture; 0 = all."""
+
     dataset_split: str = "train"
     """Training split of data that have splits: Hub datasets (also train[:5%]), directories saved by datasets, and
-    directories whose files are named by train, validation or test."""
+    directories whose files are named by train, validation or test. train[:100] are the first 100 samples."""
 
     validation: str | None = None
     """The validation set: data like dataset, a fraction such as 0.05 of its samples, chosen by a hash of the sample, or
