@@ -85,7 +85,8 @@ setup(
     package_data={"llama_ft.report": ["*.html", "*.css", "*.js"]},
     cmdclass={"build_py": BuildWithRecipes},
     entry_points={
-        "console_scripts": [
+        "console_scripts": ["llama-ft = llama_ft.commands:main"]
+        + [
             f"llama-ft-{name} = llama_ft.commands:{name}"
             for name in ("finetune", "plan", "export", "inference", "evaluate", "report")
         ]
