@@ -1,6 +1,8 @@
 """The bookkeeping of a run. Nothing here computes a loss, a gradient or a weight: the recipe does."""
 
 import dataclasses
+import math
+import time
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -32,12 +34,14 @@ class RankNumbers(NamedTuple):
     peak_bytes: torch.Tensor  # largest host and device memory so far, [ranks, 2]
     stop_asked: torch.Tensor  # what the rank was asked to stop by; see StopSignals
     save_failed: torch.Tensor  # 1 if the rank could not write the checkpoint in flight
+    seconds: torch.Tensor  # since the first step of this launch
 
 
 class Due(NamedTuple):
     """What follows a step, on all ranks alike."""
 
     evaluation: bool
+    answers: bool  # to sample_prompts
     save: bool  # as the settings ask
     stop: Stop | None  # what asks the run to stop
     is_last: bool
@@ -124,7 +128,7 @@ class Run:
         if self.resumed is not None and self.resumed.step > batches.total_steps:
             done = f"{self.resumed.step} steps are done, and the run is to have {batches.total_steps}"
             raise UserError(f"--resume {self.resumed.folder}: {done}.")
-        for advice in training.advice(self.config, self.global_batch, batches.size):
+        for advice in training.advice(self.config, "data.dataset" in self._sources, self.global_batch, batches.size):
             log.warning(advice)
         if self.config.data.show_samples:
             data.show_samples(batches.first_rows(), tokenizer, self.config.data.show_samples)
@@ -184,6 +188,9 @@ class Run:
             checkpoint.restore(self.resumed, model, optimizer, self.job)
             self._metrics = self.resumed.trainer["metrics"]
         self._snapshot_step = self.state.step + observe.SNAPSHOT_STEPS
+        limit = self.config.train.max_train_time
+        self._longest_seconds = math.inf if limit is None else parse_duration(limit)
+        self._first_step_at = math.inf
 
     @contextmanager
     def training(self, model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> Iterator[None]:
@@ -207,6 +214,7 @@ class Run:
         lengths = [length for batch in step.batches for length in batch.row_lengths]
         targets = sum(batch.target_tokens for batch in step.batches)
         self._throughput.begin_step(step.step, lengths, targets, waited_seconds)
+        self._first_step_at = min(self._first_step_at, time.monotonic())
         if step.step == 1:
             log.info(data.describe_first_batch(step.batches[0], tokenizer))
 
@@ -219,9 +227,10 @@ class Run:
             self.memory.device_peak_bytes,
             self.job.signals.asked(),
             self.writer.has_failed,
+            time.monotonic() - self._first_step_at,
         )
-        tokens, flops, _, _, asked, failed = gathered.unbind(1)
-        return RankNumbers(tokens, flops, gathered[:, 2:4], asked, failed)
+        tokens, flops, _, _, asked, failed, seconds = gathered.unbind(1)
+        return RankNumbers(tokens, flops, gathered[:, 2:4], asked, failed, seconds)
 
     def failed(self, step: StepBatches, result: StepResult) -> torch.Tensor:
         """Whether the weights must stay as they are (not 0, on the device): the loss or the gradient norm is not
@@ -247,11 +256,14 @@ class Run:
             **observe.memory_metrics(numbers.peak_bytes),
             **state.scale.metrics(),
         }
+        self._time_is_up = bool(numbers.seconds[0] >= self._longest_seconds)  # rank 0's clock decides for all ranks
         is_last, stop = step.step == self.batches.total_steps, self.job.signals.agreed(numbers.stop_asked)
+        is_last |= self._time_is_up
         self._ends_epoch, self._is_best, self._save_failed = step.ends_epoch, False, bool(numbers.save_failed.any())
         evaluation = self.dataset.validation is not None
         evaluation &= training.is_due(step.step, config.train.eval_steps, step.ends_epoch or is_last)
-        due = Due(evaluation, self._save_asked(is_last or stop is not None), stop, is_last)
+        answers = not is_last and training.is_due(step.step, config.train.sample_steps, False)
+        due = Due(evaluation, answers, self._save_asked(is_last or stop is not None), stop, is_last)
         newest = training.Step(step.step, result, losses, step.batches, self._metrics, self._is_skipped)
         for read in self._pending.take(newest, needed=any((evaluation, due.save, is_last, stop is not None))):
             training.stop_if_not_finite(read, self.writer.finish, self.job)
@@ -293,16 +305,22 @@ class Run:
         self._throughput.pause()
 
     def should_stop(self, due: Due) -> bool:
-        """Whether early stopping ends training here.
+        """Whether early stopping or max_train_time ends training here.
 
         Raises:
             Stopped: the run was asked to stop, and its checkpoint is written.
         """
-        best = self.state.best
+        best, step, ended = self.state.best, self.state.step, "all steps are done"
         if best.should_stop:
-            log.info(f"Stopped early after step {self.state.step}: the validation loss was best at step {best.step}.")
+            ended = f"the validation loss was best at step {best.step}"
+        elif self._time_is_up:
+            ended = f"max_train_time {self.config.train.max_train_time} is over"
+        if best.should_stop or self._time_is_up:
+            self.facts.add(stopped_early=ended)
+        if best.should_stop or due.is_last:
+            log.info(f"Training ended after step {step} of {self.batches.total_steps}: {ended}.")
             return True
-        if due.stop is not None and not due.is_last:
+        if due.stop is not None:
             self.writer.finish()
             raise runtime.Stopped(due.stop, self.state.step, self.writer.last)
         return False
@@ -322,12 +340,20 @@ class Run:
             self._weights_of = kept.step
             log.info(f"The weights of step {kept.step} are taken; step {best.step} has the best loss, {best.loss:.4f}.")
 
-    def show_answer(self, when: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, pad: int) -> None:
-        """Print the model's answer to a prompt of the validation set, and keep it for the report."""
+    def show_answers(self, when: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, pad: int) -> None:
+        """Log the model's answers to sample_prompts, or to a prompt of the validation set, and keep them for the
+        report. `when` is "before fine-tuning", for example."""
+        settings, sample = self.config.train, self.dataset.chat_sample
+        if settings.sample_tokens == 0:
+            return
         self.memory.enter("evaluation")
-        length = self.config.train.sample_tokens
-        shown = training.show_answer(when, model, tokenizer, self.dataset.chat_sample, length, pad, self.job)
-        self.facts.add_sample(when.lower(), shown)
+        conversations = [[{"role": "user", "content": prompt}] for prompt in settings.sample_prompts or ()]
+        conversations = conversations or ([sample] if sample else [])
+        shown = training.show_answers(
+            when.capitalize(), model, tokenizer, conversations, settings.sample_tokens, pad, self.job
+        )
+        self.facts.add_samples(when, shown)
+        self._throughput.pause()
 
     def trainer_record(self) -> dict[str, Any]:
         """What the model card says of the run; see checkpoint.write_model_card."""

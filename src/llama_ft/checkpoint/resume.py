@@ -31,7 +31,8 @@ MAY_DIFFER = {
     "show_samples", "tokenize_processes", "attn_implementation", "use_liger", "compile", "device",
     "device_memory_fraction", "accumulate_unsharded", "activation_checkpointing", "activation_checkpointing_k",
     "activation_offload", "stop_after", "collective_timeout", "run_validation", "val_batch_size", "eval_steps",
-    "max_eval_step", "log_steps", "sample_tokens", "early_stopping_patience", "early_stopping_min_delta",
+    "max_eval_step", "max_train_time", "log_steps", "sample_tokens", "sample_prompts", "sample_steps",
+    "early_stopping_patience", "early_stopping_min_delta",
 }  # fmt: skip
 
 

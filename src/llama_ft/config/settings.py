@@ -106,6 +106,10 @@ class TrainConfig:
     max_train_step: CountOrZero = 0
     """Largest number of optimizer steps; 0 = no limit."""
 
+    max_train_time: Duration | None = None
+    """Longest training time of one launch, such as 20m. After it the run ends as after its last step: it evaluates and
+    saves the final model. The learning rate still follows the full number of steps."""
+
     stop_after: Duration | None = None
     """Save and stop after this time, such as 3h50m, before a batch queue's limit; --resume auto continues."""
 
@@ -180,7 +184,13 @@ class TrainConfig:
     """Write metrics every N optimizer steps."""
 
     sample_tokens: CountOrZero = 0
-    """Answer one validation prompt before and after training, with at most N new tokens; 0 = do not."""
+    """Answer a prompt of the validation set before and after training, with at most N new tokens; 0 = do not."""
+
+    sample_prompts: list[str] | None = None
+    """Prompts that sample_tokens answers instead."""
+
+    sample_steps: CountOrZero = 0
+    """Answer these prompts also every N optimizer steps; 0 = do not."""
 
 
 @dataclass(config=STRICT, kw_only=True)
