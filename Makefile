@@ -31,7 +31,7 @@ quickstart: $(VENV)/.installed $(VENV)/.smollm2
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile
 
-test-all: test
+test-all: test $(VENV)/.smollm2
 	$(BIN)/python -m pytest -m slow
 
 lint: $(VENV)/.installed-dev

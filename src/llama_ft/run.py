@@ -399,10 +399,11 @@ def start_run(requested: Config, sources: dict[str, str], build_model: BuildMode
 def resolve_precision(
     requested: Config, sources: dict[str, str], job: Runtime, resumed: checkpoint.Checkpoint | None
 ) -> Config:
-    """Choose the demo's precision by the machine, unless it was asked for; a resumed run keeps its own. Rank 0 decides
-    for all ranks."""
+    """Choose the precision of the demo, and on a CPU of what is trained on its data, by the machine, unless it was asked
+    for; a resumed run keeps its own. Rank 0 decides for all ranks."""
     check_device(requested, sources, job.device.type)
-    is_free = requested.model.model_name == "demo" and "train.precision" not in sources
+    is_small = requested.data.dataset == "demo" and job.device.type == "cpu"
+    is_free = "train.precision" not in sources and (is_small or requested.model.model_name == "demo")
     wanted = resumed.trainer["config"]["train"]["precision"] if resumed and is_free else requested.train.precision
     is_free = is_free and resumed is None
     precision, note = job.broadcast_from_rank0(lambda: runtime.advise_precision(wanted, is_free, job.device))

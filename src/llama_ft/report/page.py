@@ -169,7 +169,11 @@ def cards_of(run: Run) -> list[Card]:
     elif memory.process:
         base = f"{size_text(memory.process[BASE])} of Python and libraries" if BASE in memory.process else ""
         cards.append(
-            Card("Peak of host memory", size_text(max(memory.process.values())), "; ".join(filter(None, [base, plan])))
+            Card(
+                "Peak of anonymous memory",
+                size_text(max(memory.process.values())),
+                "; ".join(filter(None, [base, plan])),
+            )
         )
     return cards
 
