@@ -14,7 +14,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft import checkpoint, data, models, observe, report, runtime, training
-from llama_ft.config import Config, check_device, differences, parse_duration, to_yaml
+from llama_ft.config import Config, differences, parse_duration, to_yaml
 from llama_ft.data.prefetch import StepBatches
 from llama_ft.errors import UserError
 from llama_ft.plan.oom_report import explain_errors
@@ -188,8 +188,6 @@ class Run:
             checkpoint.restore(self.resumed, model, optimizer, self.job)
             self._metrics = self.resumed.trainer["metrics"]
         self._snapshot_step = self.state.step + observe.SNAPSHOT_STEPS
-        limit = self.config.train.max_train_time
-        self._longest_seconds = math.inf if limit is None else parse_duration(limit)
         self._first_step_at = math.inf
 
     @contextmanager
@@ -256,7 +254,8 @@ class Run:
             **observe.memory_metrics(numbers.peak_bytes),
             **state.scale.metrics(),
         }
-        self._time_is_up = bool(numbers.seconds[0] >= self._longest_seconds)  # rank 0's clock decides for all ranks
+        longest = config.train.max_train_time
+        self._time_is_up = longest is not None and numbers.seconds[0] >= parse_duration(longest)  # by rank 0's clock
         is_last, stop = step.step == self.batches.total_steps, self.job.signals.agreed(numbers.stop_asked)
         is_last |= self._time_is_up
         self._ends_epoch, self._is_best, self._save_failed = step.ends_epoch, False, bool(numbers.save_failed.any())
@@ -310,15 +309,15 @@ class Run:
         Raises:
             Stopped: the run was asked to stop, and its checkpoint is written.
         """
-        best, step, ended = self.state.best, self.state.step, "all steps are done"
-        if best.should_stop:
-            ended = f"the validation loss was best at step {best.step}"
-        elif self._time_is_up:
-            ended = f"max_train_time {self.config.train.max_train_time} is over"
-        if best.should_stop or self._time_is_up:
-            self.facts.add(stopped_early=ended)
-        if best.should_stop or due.is_last:
-            log.info(f"Training ended after step {step} of {self.batches.total_steps}: {ended}.")
+        if (best := self.state.best).should_stop:
+            reason = f"the validation loss was best at step {best.step}"
+        else:
+            reason = f"max_train_time {self.config.train.max_train_time} is over" if self._time_is_up else ""
+        if reason:
+            self.facts.add(stopped_early=reason)
+        if reason or due.is_last:
+            done = f"step {self.state.step} of {self.batches.total_steps}"
+            log.info(f"Training ended after {done}: {reason or 'all steps are done'}.")
             return True
         if due.stop is not None:
             self.writer.finish()
@@ -341,17 +340,11 @@ class Run:
             log.info(f"The weights of step {kept.step} are taken; step {best.step} has the best loss, {best.loss:.4f}.")
 
     def show_answers(self, when: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, pad: int) -> None:
-        """Log the model's answers to sample_prompts, or to a prompt of the validation set, and keep them for the
-        report. `when` is "before fine-tuning", for example."""
-        settings, sample = self.config.train, self.dataset.chat_sample
-        if settings.sample_tokens == 0:
-            return
+        """Log the model's answers to the sample prompts and keep them for the report. `when` is their heading."""
         self.memory.enter("evaluation")
-        conversations = [[{"role": "user", "content": prompt}] for prompt in settings.sample_prompts or ()]
-        conversations = conversations or ([sample] if sample else [])
-        shown = training.show_answers(
-            when.capitalize(), model, tokenizer, conversations, settings.sample_tokens, pad, self.job
-        )
+        chats = training.sample_chats(self.config.train, self.dataset.chat_sample)
+        length = self.config.train.sample_tokens
+        shown = training.show_answers(when, model, tokenizer, chats, length, pad, self.job)
         self.facts.add_samples(when, shown)
         self._throughput.pause()
 
@@ -390,23 +383,7 @@ def start_run(requested: Config, sources: dict[str, str], build_model: BuildMode
         explain_errors(requested, job, memory, planner),
     ):
         resumed = checkpoint.find_checkpoint(requested.checkpoint, job)
-        config = resolve_precision(requested, sources, job, resumed)
+        config = checkpoint.resolve_precision(requested, sources, job, resumed)
         log.info("\n  ".join(["Settings that differ from the defaults:", *differences(config)]))
         run = Run(settle_checkpointing(config, job.device.type), sources, job, memory, resumed, preflight)
         yield run
-
-
-def resolve_precision(
-    requested: Config, sources: dict[str, str], job: Runtime, resumed: checkpoint.Checkpoint | None
-) -> Config:
-    """Choose the precision of the demo, and on a CPU of what is trained on its data, by the machine, unless it was asked
-    for; a resumed run keeps its own. Rank 0 decides for all ranks."""
-    check_device(requested, sources, job.device.type)
-    is_small = requested.data.dataset == "demo" and job.device.type == "cpu"
-    is_free = "train.precision" not in sources and (is_small or requested.model.model_name == "demo")
-    wanted = resumed.trainer["config"]["train"]["precision"] if resumed and is_free else requested.train.precision
-    is_free = is_free and resumed is None
-    precision, note = job.broadcast_from_rank0(lambda: runtime.advise_precision(wanted, is_free, job.device))
-    if note:
-        log.info(note)
-    return dataclasses.replace(requested, train=dataclasses.replace(requested.train, precision=precision))

@@ -70,7 +70,8 @@ def _build(target: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(source, gguf_file=FILE, dtype="bfloat16")
     # The weights are plain tensors now; otherwise they would be saved as if they were still quantized.
     del model.config.quantization_config
-    model.hf_quantizer, model.is_quantized = None, False
+    for name, plain in {"hf_quantizer": None, "is_quantized": False}.items():
+        setattr(model, name, plain)
     model.config._name_or_path = HUB_NAME
     model.save_pretrained(folder)
     tokenizer.model_max_length = model.config.max_position_embeddings

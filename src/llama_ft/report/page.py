@@ -168,13 +168,8 @@ def cards_of(run: Run) -> list[Card]:
         cards.append(Card("Peak of GPU memory", size_text(measured), plan))
     elif memory.process:
         base = f"{size_text(memory.process[BASE])} of Python and libraries" if BASE in memory.process else ""
-        cards.append(
-            Card(
-                "Peak of anonymous memory",
-                size_text(max(memory.process.values())),
-                "; ".join(filter(None, [base, plan])),
-            )
-        )
+        largest = size_text(max(memory.process.values()))
+        cards.append(Card("Peak of anonymous memory", largest, "; ".join(filter(None, [base, plan]))))
     return cards
 
 

@@ -59,6 +59,13 @@ def mean_loss(
     return loss_sum / total, int(total)
 
 
+def sample_chats(settings: TrainConfig, known: list[dict[str, str]] | None) -> list[list[dict[str, str]]]:
+    """Return the conversations to answer: one per prompt of sample_prompts, else `known`, which ends with its reference
+    answer; none without sample_tokens."""
+    chats = [[{"role": "user", "content": prompt}] for prompt in settings.sample_prompts or ()]
+    return (chats or ([known] if known else [])) if settings.sample_tokens else []
+
+
 @torch.no_grad()
 def show_answers(
     when: str,
@@ -73,7 +80,7 @@ def show_answers(
     ranks run it: each has only its shard of the weights.
 
     Args:
-        when: heading, such as "Before fine-tuning".
+        when: heading, such as "before fine-tuning".
         model: left in training mode.
         tokenizer: with its chat template.
         conversations: messages of each, to the question or to the reference answer.
@@ -113,5 +120,5 @@ def show_answers(
             shown["reference"] = messages[-1]["content"]
         answers.append(shown)
         lines += [f"  {name + ':':<10} {textwrap.shorten(it, 240, placeholder=' ...')}" for name, it in shown.items()]
-    log.info("\n".join([f"\n{when}", *lines, ""]))
+    log.info("\n".join([f"\n{when.capitalize()}", *lines, ""]))
     return answers
