@@ -255,7 +255,8 @@ class Run:
             **state.scale.metrics(),
         }
         longest = config.train.max_train_time
-        self._time_is_up = longest is not None and numbers.seconds[0] >= parse_duration(longest)  # by rank 0's clock
+        seconds = numbers.seconds[0].item()  # rank 0's clock decides for all ranks
+        self._time_is_up = longest is not None and seconds >= parse_duration(longest)
         is_last, stop = step.step == self.batches.total_steps, self.job.signals.agreed(numbers.stop_asked)
         is_last |= self._time_is_up
         self._ends_epoch, self._is_best, self._save_failed = step.ends_epoch, False, bool(numbers.save_failed.any())
