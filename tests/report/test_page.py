@@ -14,7 +14,7 @@ TITLES = [
     "Loss", "Learning rate", "Gradient norm, before clipping", "Tokens per second, all ranks",
     "Model FLOPs utilization (MFU), of the published peak", "Matmul utilization, of the measured rate",
     "Time per step, s",
-    "GPU memory, peak so far, rank with the highest, MiB", "Host memory (RSS), peak so far, rank with the highest, MiB",
+    "GPU memory, peak so far, MiB", "Host memory (RSS), peak so far, MiB",
     "Tensors that stay for the optimizer step", "Tensors at the peak of each phase",
 ]  # fmt: skip
 HEADINGS = ["Training", "Memory", "Each rank", "FSDP units", "Data", "Answers", "Environment", "Settings"]

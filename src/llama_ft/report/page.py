@@ -31,8 +31,8 @@ METRIC_PLOTS = {  # key -> title
     "perf/mfu": "Model FLOPs utilization (MFU), of the published peak",
     "perf/matmul_utilization": "Matmul utilization, of the measured rate",
     "perf/step_seconds": "Time per step",
-    "memory/device_peak_bytes": "GPU memory, peak so far, rank with the highest",
-    "memory/host_peak_bytes": "Host memory (RSS), peak so far, rank with the highest",
+    "memory/device_peak_bytes": "GPU memory, peak so far",
+    "memory/host_peak_bytes": "Host memory (RSS), peak so far",
     "train/loss_scale": "Loss scale",
 }
 
