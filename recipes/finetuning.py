@@ -110,6 +110,7 @@ def build_model(
         log.info(models.quantize_linears(model, quantization))
     if config.model.use_liger:
         models.apply_liger(model, config.train)
+    models.report_missing_kernels(model, job.device)
     if config.data.batching_strategy == "packing":
         models.use_packed_attention(model)
     models.checkpoint_activations(model, config.train)
