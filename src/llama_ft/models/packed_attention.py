@@ -113,13 +113,18 @@ def _mask_if_given(make_mask: Callable[..., torch.Tensor | None], **arguments: A
 
 
 def _packed_sdpa(
-    module: nn.Module, *tensors: Any, packed_rows: PackedRows | None = None, **arguments: Any
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,  # AFMoE gives it by its name
+    packed_rows: PackedRows | None = None,
+    **arguments: Any,
 ) -> Attention:
     """sdpa on packed rows: query, key and value [1, heads, tokens, head_dim] and a mask or None -> [1, tokens, heads,
     head_dim]."""
-    (query, key, value, attention_mask), window = tensors, arguments.get("sliding_window")
-    rows = _rows_of(module, packed_rows)
-    on_rows = partial(_row_by_row, sdpa_attention_forward, module, *tensors, rows, arguments)
+    rows, window, tensors = _rows_of(module, packed_rows), arguments.get("sliding_window"), (query, key, value)
+    on_rows = partial(_row_by_row, sdpa_attention_forward, module, *tensors, attention_mask, rows, arguments)
     extras = [arguments.get("dropout") or None, *(arguments.get(it) for it in ("softcap", "s_aux", "position_bias"))]
     if rows is None or attention_mask is not None or any(extra is not None for extra in extras):
         return on_rows()
@@ -149,10 +154,18 @@ def _packed_sdpa(
     return on_rows(kernel)
 
 
-def _packed_eager(module: nn.Module, *tensors: Any, packed_rows: PackedRows | None = None, **extra: Any) -> Attention:
+def _packed_eager(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    packed_rows: PackedRows | None = None,
+    **extra: Any,
+) -> Attention:
     """The model's own eager attention, with its soft caps and sinks, on packed rows."""
-    rows = _rows_of(module, packed_rows)
-    return _row_by_row(function_beside(module, "eager_attention_forward"), module, *tensors, rows, extra)
+    eager, rows = function_beside(module, "eager_attention_forward"), _rows_of(module, packed_rows)
+    return _row_by_row(eager, module, query, key, value, attention_mask, rows, extra)
 
 
 def _rows_of(module: nn.Module, rows: PackedRows | None) -> PackedRows | None:

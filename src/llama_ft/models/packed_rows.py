@@ -28,6 +28,7 @@ from llama_ft.runtime.devices import sent
 
 # What transformers' architectures call the cache of generation.
 CACHES = {"past_key_values", "past_key_value", "layer_past", "cache_params", "past", "state", "cache"}
+POSITIONS = "past_key_values_length"  # what position embeddings that count tokens themselves take (Bart's, RoBERTa's)
 OF_FLASH_ATTENTION = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
 MISSING_KERNEL = re.compile(r"without `([^`]+)`")
 
@@ -91,6 +92,7 @@ class TokenMixers:
     def __init__(self, model: PreTrainedModel) -> None:
         self._model, self._wrapped = model, set[nn.Module]()
         self._layers, found = _layers_and_mixers(model)
+        self._positions = [it for it in model.modules() if POSITIONS in _parameters(type(it))]
         self.attention = [it for it in found if _calls_interface(it) and not any(map(_looks_back, _inside(it)))]
         others = [it for it in found if it not in self.attention]
         self.by_row, self.with_kernels, self.needs_scope = set[nn.Module](), set[nn.Module](), False
@@ -103,18 +105,17 @@ class TokenMixers:
         self.needs_scope |= not private(model, "_supports_attention_backend")
 
     def run_more_by_row(self) -> bool:
-        """Run the next larger part of the model row by row: mixers with kernels, all mixers, whole layers. False if all
-        is already, or compiled; or if FSDP units lie within, which ranks with fewer rows would all-gather less often.
-        """
+        """Run the next larger part of the model row by row: mixers with kernels, position embeddings, all mixers, whole
+        layers. False if all is already, or compiled; or if FSDP units lie within, which ranks with fewer rows would
+        all-gather less often."""
         is_compiled = any(isinstance(layer.forward, partial) for layer in self._layers)
-        for more in (list(self.with_kernels), self.attention, self._layers):
+        for more in (list(self.with_kernels), self._positions, self.attention, self._layers):
             new = [it for it in more if it not in self.by_row]
             within = [part for it in new for part in _inside(it)]
             if not new or is_compiled or any(isinstance(part, FSDPModule) for part in within):
                 continue
-            if self.with_kernels:
-                self.with_kernels.clear()
-            else:  # masks are transformers' own then, of all tokens, and each row gets its part of them
+            self.with_kernels -= set(new)
+            if more in (self.attention, self._layers):  # each row gets its part of transformers' own mask of all tokens
                 config = self._model.config
                 attends = private(config, "_attn_implementation") or ""
                 config._attn_implementation = attends.removeprefix("packed_")
@@ -152,7 +153,8 @@ class TokenMixers:
                 return plain(*args, **kwargs)
             if mixer in self.with_kernels:
                 return plain(*args, **kwargs | {"cu_seq_lens_q": rows.offsets, "seq_idx": rows.indices})
-            kwargs = {name: value for name, value in kwargs.items() if name not in OF_FLASH_ATTENTION}
+            dropped = {"position_ids"} if mixer in self._positions else OF_FLASH_ATTENTION
+            kwargs = {name: value for name, value in kwargs.items() if name not in dropped}
             outputs, start, total = [], 0, sum(rows.lengths)
             for number, length in enumerate(rows.lengths):
                 part = _Part(number, start, length, total)
@@ -206,6 +208,8 @@ class _Part:
             return value[self.number]
         if isinstance(value, dict):
             return {name: self.of(each) for name, each in value.items()}
+        if isinstance(value, torch.Size):
+            return torch.Size(self.length if size == self.total else size for size in value)
         if type(value) in (tuple, list):
             return type(value)(self.of(each) for each in value)
         if not isinstance(value, torch.Tensor):
@@ -218,11 +222,11 @@ class _Part:
 
 
 def _joined(outputs: list[Any]) -> Any:
-    """Of what rows return, the first tensors [1, tokens, ..] one after another."""
+    """Of what rows return, the first tensors [.., tokens, width] one after another."""
     if isinstance(outputs[0], torch.Tensor):
-        return torch.cat(outputs, dim=1)
+        return torch.cat(outputs, dim=-2)
     first, *others = zip(*outputs, strict=True)
-    return torch.cat(first, dim=1), *(_OfEachRow(it) if any(one is not None for one in it) else None for it in others)
+    return torch.cat(first, dim=-2), *(it[0] if all(one is it[0] for one in it) else _OfEachRow(it) for it in others)
 
 
 def missing_kernels(mixer: nn.Module) -> set[str] | None:
@@ -283,12 +287,13 @@ def _inside(module: nn.Module) -> list[nn.Module]:
 
 
 def _looks_back(module: nn.Module) -> bool:
-    return _takes_cache(type(module)) or any(isinstance(child, nn.Conv1d) for child in module.children())
+    takes_cache = not CACHES.isdisjoint(_parameters(type(module)))
+    return takes_cache or any(isinstance(child, nn.Conv1d) for child in module.children())
 
 
 @cache
-def _takes_cache(kind: type[nn.Module]) -> bool:
-    return not CACHES.isdisjoint(inspect.signature(kind.forward).parameters)
+def _parameters(kind: type[nn.Module]) -> set[str]:
+    return set(inspect.signature(kind.forward).parameters)
 
 
 def _calls_interface(module: nn.Module) -> bool:
