@@ -83,7 +83,8 @@ class TokenMixers:
         model: on the meta device or loaded; the `forward` of such mixers is replaced.
 
     Attributes:
-        attention: mixers that call an attention function of transformers' interface, and hold no other mixer.
+        attention: mixers that call an attention function of transformers' interface, and hold no other mixer. None if
+            others call one as well.
         by_row: those that run row by row.
         with_kernels: those whose kernels are told where rows begin.
         needs_scope: whether rows reach some mixer only by `rows_of`, and not by an argument.
@@ -93,8 +94,12 @@ class TokenMixers:
         self._model, self._wrapped = model, set[nn.Module]()
         self._layers, found = _layers_and_mixers(model)
         self._positions = [it for it in model.modules() if POSITIONS in _parameters(type(it))]
-        self.attention = [it for it in found if _calls_interface(it) and not any(map(_looks_back, _inside(it)))]
-        others = [it for it in found if it not in self.attention]
+        others = [it for it in found if not _calls_interface(it) or any(map(_looks_back, _inside(it)))]
+        if any(
+            map(_calls_interface, others)
+        ):  # attention with an indexer or convolutions, which reads transformers' masks
+            others = found
+        self.attention = [it for it in found if it not in others]
         self.by_row, self.with_kernels, self.needs_scope = set[nn.Module](), set[nn.Module](), False
         # Llama 4 counts a row's positions itself, and scales attention by them.
         if others := [*others, *(it for it in self.attention if hasattr(it, "attn_temperature_tuning"))]:
@@ -183,6 +188,8 @@ def runs_rows_apart(model: nn.Module) -> bool:
 
 
 def _checkpointed(checkpoint: Callable[..., Any], function: Callable[..., Any], *args: Any) -> Any:
+    if torch.compiler.is_compiling():  # rows are an argument there
+        return checkpoint(function, *args)
     return checkpoint(partial(_with_rows, current_rows(), function), *args)
 
 

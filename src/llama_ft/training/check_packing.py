@@ -29,8 +29,9 @@ TOLERANCE_LOSS = 0.01  # of a sum over some fifty targets, where logits are roun
 
 @torch.no_grad()
 def check_packing(model: PreTrainedModel, rows: Dataset, longest: int, dtype: torch.dtype, runtime: Runtime) -> None:
-    """Compare the logits of a few packed rows with those of each row alone. If they differ, more of the model runs row
-    by row. Compare the chunked loss with that of all logits; if that differs, the loss is not chunked.
+    """Compare the logits of a few packed rows with those of each row alone by transformers' own attention. If they
+    differ, more of the model runs row by row. Compare the chunked loss with that of all logits; if that differs, the
+    loss is not chunked.
 
     Args:
         model: loaded, and in training mode. All ranks take part.
@@ -48,7 +49,10 @@ def check_packing(model: PreTrainedModel, rows: Dataset, longest: int, dtype: to
     for mixer in mixers.with_kernels:
         mixer.training = True  # Mamba's kernels for training are others; this does not reach dropout, which is a child
     is_exact = dtype == torch.float32 and not any(isinstance(module, QuantizedLinear) for module in model.modules())
+    attention = model.config._attn_implementation
+    model.config._attn_implementation = (attention or "").removeprefix("packed_") or None  # transformers' own
     alone = [_logits(model, [part], None, device) for part in parts]
+    model.config._attn_implementation = attention
     while True:
         layout = packed_arguments(model, [len(part) for part in parts], device)
         packed = _logits(model, parts, layout, device)
