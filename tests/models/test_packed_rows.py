@@ -16,7 +16,7 @@ from llama_ft.errors import UserError
 from llama_ft.models import checkpoint_activations, compile_layers, use_packed_attention
 from llama_ft.models.packed_rows import missing_kernels, report_missing_kernels, token_mixers
 from llama_ft.runtime import Runtime
-from llama_ft.training import SupervisedFineTuning, check_packing
+from llama_ft.training import SupervisedFineTuning
 
 LENGTHS = [5, 19, 1, 11, 28]  # longer and shorter than convolutions (4), chunks and windows (8)
 SHAPE = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
