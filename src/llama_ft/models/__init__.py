@@ -24,13 +24,13 @@ from llama_ft.models.chunked_loss import (
     has_chunked_loss,
     use_chunked_loss,
 )
-from llama_ft.models.compiled import apply_liger, compile_layers, without_graphs
+from llama_ft.models.compiled import choose_liger, compile_layers, fuse_layers, without_graphs
 from llama_ft.models.fsdp import Unit, apply_fsdp, shard_degree, unit_table
 from llama_ft.models.load_weights import load_weights
 from llama_ft.models.lora import Adapter, inject_lora
 from llama_ft.models.new_tokens import NewTokens
 from llama_ft.models.packed_attention import packed_arguments, use_packed_attention
-from llama_ft.models.packed_rows import report_missing_kernels, token_mixers
+from llama_ft.models.packed_rows import token_mixers
 from llama_ft.models.quantization import Quantization, choose_quantization, quantize_linears
 from llama_ft.models.shards import ShardGroup
 from llama_ft.models.source import fingerprint

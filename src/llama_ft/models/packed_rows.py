@@ -95,9 +95,7 @@ class TokenMixers:
         self._layers, found = _layers_and_mixers(model)
         self._positions = [it for it in model.modules() if POSITIONS in _parameters(type(it))]
         others = [it for it in found if not _calls_interface(it) or any(map(_looks_back, _inside(it)))]
-        if any(
-            map(_calls_interface, others)
-        ):  # attention with an indexer or convolutions, which reads transformers' masks
+        if any(map(_calls_interface, others)):  # with an indexer or convolutions, which need transformers' own masks
             others = found
         self.attention = [it for it in found if it not in others]
         self.by_row, self.with_kernels, self.needs_scope = set[nn.Module](), set[nn.Module](), False
@@ -105,7 +103,8 @@ class TokenMixers:
         if others := [*others, *(it for it in self.attention if hasattr(it, "attn_temperature_tuning"))]:
             self._run_by_row(others)
         if torch.cuda.is_initialized():  # a plan has no CUDA
-            self.with_kernels = {it for it in others if missing_kernels(it) == set()}
+            takes_more = [it for it in others if "kwargs" in _parameters(type(it))]
+            self.with_kernels = {it for it in takes_more if missing_kernels(it) == set()}
             self.by_row -= self.with_kernels
         self.needs_scope |= not private(model, "_supports_attention_backend")
 
