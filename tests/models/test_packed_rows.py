@@ -25,7 +25,7 @@ DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_hea
 MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 8}
 # Class -> what differs from SHAPE, and what runs row by row. With what transformers' own generation calls a cache.
 MODELS: dict[str, tuple[dict[str, Any], str]] = {
-    "Qwen3_5Text": (DELTA, "Qwen3_5GatedDeltaNet"),
+    "Qwen3_5Text": ({**DELTA, "head_dim": 16}, "Qwen3_5GatedDeltaNet"),
     "Bamba": ({**MAMBA, "attn_layer_indices": [1]}, "BambaMixer"),
     "Jamba": (
         {"mamba_dt_rank": 4, "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2},

@@ -242,7 +242,7 @@ def missing_kernels(mixer: nn.Module) -> set[str] | None:
     named = [forward.__globals__.get(name) for name in forward.__code__.co_names]
     answers = [_answer(function) for function in named if hasattr(function, "__wrapped__")]
     found = [MISSING_KERNEL.search(answer) for answer in answers]
-    return {match[1] for match in found if match} if answers else None
+    return {match[1].replace("_", "-") for match in found if match} if answers else None
 
 
 def _answer(function: Callable[..., Any]) -> str:
