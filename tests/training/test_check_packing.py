@@ -75,14 +75,30 @@ def test_attention_that_takes_no_notice_of_rows_runs_row_by_row(dtype: torch.dty
     assert token_mixers(model).names() == "LlamaAttention"
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_model_whose_positions_go_on_is_rejected(dtype: torch.dtype, runtime: Runtime) -> None:
+def test_position_embeddings_that_count_tokens_run_row_by_row(runtime: Runtime) -> None:
     torch.manual_seed(0)
     shape = {"d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 64, "init_std": 0.5}
     model = AutoModelForCausalLM.from_config(BartConfig(vocab_size=101, is_encoder_decoder=False, **shape))
     use_packed_attention(model)
-    model.to(dtype)
-    with pytest.raises(UserError, match="(?s)BartForCausalLM does not keep.*Use --batching_strategy padding.$"):
+    check_packing(model, rows(40, 30, 20, 10), 64, torch.float32, runtime)
+    assert token_mixers(model).names() == "BartLearnedPositionalEmbedding"
+
+
+class Summing(LlamaForCausalLM):
+    """An architecture that looks back behind its layers."""
+
+    def forward(self, *args, **arguments):  # type: ignore[no-untyped-def,override]
+        output = super().forward(*args, **arguments)
+        output.logits = output.logits.cumsum(1)
+        return output
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_that_sees_other_rows_behind_its_layers_is_rejected(dtype: torch.dtype, runtime: Runtime) -> None:
+    torch.manual_seed(0)
+    model = Summing(LlamaConfig(vocab_size=101, **SHAPE)).to(dtype)
+    use_packed_attention(model)
+    with pytest.raises(UserError, match="(?s)Summing does not keep.*Use --batching_strategy padding.$"):
         check_packing(model, rows(40, 30, 20, 10), 64, dtype, runtime)
 
 
