@@ -132,7 +132,7 @@ class TokenMixers:
         for module in self._model.modules():
             function = vars(module).get("_gradient_checkpointing_func")
             if function is not None and getattr(function, "func", None) is not _checkpointed:
-                module._gradient_checkpointing_func = partial(_checkpointed, function)
+                module._gradient_checkpointing_func = partial(_checkpointed, function)  # type: ignore[assignment]
 
     def names(self) -> str:
         """The classes that run row by row, for people."""
@@ -298,7 +298,7 @@ def _looks_back(module: nn.Module) -> bool:
 
 
 @cache
-def _parameters(kind: type[nn.Module]) -> set[str]:
+def _parameters(kind: Any) -> set[str]:
     return set(inspect.signature(kind.forward).parameters)
 
 
@@ -307,6 +307,6 @@ def _calls_interface(module: nn.Module) -> bool:
     return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
 
 
-def _own_type(module: nn.Module) -> type[nn.Module]:
+def _own_type(module: nn.Module) -> type[Any]:
     """Its class as it was written; fully_shard derives one from it."""
     return next(kind for kind in type(module).__mro__ if not issubclass(kind, FSDPModule))
