@@ -9,12 +9,14 @@ from pathlib import Path
 
 from llama_ft.config import Config, check_command_line, load_flags, parse_size
 
-PLANNER = Path(__file__).with_name("plan.py")
-DEMO_CONFIG = Path(__file__).resolve().parent.parent / "configs" / "quickstart.yaml"
+PLANNER, CHAT = Path(__file__).with_name("plan.py"), Path(__file__).with_name("inference.py")
+DEMO_CONFIG = Path(__file__).resolve().parent.parent / "configs" / "demo.yaml"
 
 if __name__ == "__main__":
     check_command_line(str(__doc__), DEMO_CONFIG)  # before the imports below, which take 6 s
 
+import os  # noqa: E402
+import sys  # noqa: E402
 import time  # noqa: E402
 from functools import partial  # noqa: E402
 
@@ -84,10 +86,10 @@ def main(**flags: str) -> None:
 def find_model(config: Config, ask_hub: bool) -> tuple[Path, PretrainedConfig, PreTrainedTokenizerBase]:
     """The model's directory, config, tokenizer: of the demo, local, or from the Hub, which one rank of a node asks."""
     wanted = config.model
-    if "demo" in (wanted.model_name, config.data.dataset):
-        demo = data.build_demo(data.cache_dir())
-        log.info(demo.about)
     is_demo = wanted.model_name == "demo"
+    if is_demo or config.data.dataset == "demo":
+        demo = data.build_demo(data.cache_dir())
+        log.info("\n".join([demo.about_model] * is_demo + [demo.about_data] * (config.data.dataset == "demo")))
     folder = demo.model_dir if is_demo else models.local_folder(wanted.model_name, "--model_name", ask_hub)
     model_config = models.load_model_config(folder, wanted.trust_remote_code)
     tokens = folder
@@ -165,7 +167,7 @@ def train(
 
     with run.training(model, optimizer), data.Prefetcher(run.remaining_steps) as steps:
         if run.resumed is None:
-            run.show_answer("Before", model, tokenizer, pad)
+            run.show_answers("before fine-tuning", model, tokenizer, pad)
             if run.dataset.validation is not None:
                 run.evaluate(model, objective, pad)
         model.train()
@@ -186,12 +188,14 @@ def train(
             due = run.end_step(step, result, losses, numbers, lr)  # by eval_steps, save_steps, end of epoch, signals
             if due.evaluation:
                 run.evaluate(model, objective, pad)
+            if due.answers:
+                run.show_answers(f"after step {step.step}", model, tokenizer, pad)
             if run.save_due(due):  # or the validation loss is the best so far
                 run.save(model, optimizer)
-            if run.should_stop(due):  # early stopping; a run that was told to stop raises Stopped here
+            if run.should_stop(due):  # early stopping, max_train_time; a run that was told to stop raises Stopped here
                 break
         run.take_best_weights(model)
-        run.show_answer("After", model, tokenizer, pad)
+        run.show_answers("after fine-tuning", model, tokenizer, pad)
 
 
 def export(
@@ -216,7 +220,9 @@ def export(
         checkpoint.export_model(
             model, result, folder, stored_dtypes, save_dtype, largest_file, tokenizer, write_card, run.job
         )
+    python = os.path.relpath(sys.executable) if sys.executable.startswith(os.getcwd()) else "python"
     log.info(f"The fine-tuned {'adapter' if adapter else 'model'}: {result}")
+    log.info(f"Chat with it: {python} {os.path.relpath(CHAT)} {run.directory}")
     run.log_result(result)
 
 

@@ -24,13 +24,13 @@ from llama_ft.config.settings import settings_of
 from llama_ft.errors import UserError
 from llama_ft.plan.flags import PlanFlags, read_plan_flags
 
-DEMO_RECIPE = REPOSITORY / "configs" / "quickstart.yaml"
+DEMO_RECIPE = REPOSITORY / "configs" / "demo.yaml"
 FOLDERS = ("recipes/", "src/", "configs/", "docs/", "tests/", "launch/", "benchmarks/", "examples/")
 MINE = Path("configs/mine.yaml")  # the config that the reader of the page below writes
 SCRIPTS = ("finetuning", "plan", "export", "report", "inference", "evaluate")
 CONSOLE = {f"llama-ft-{script}": script for script in SCRIPTS[1:]} | {"llama-ft-finetune": "finetuning"}
 OTHERS_FLAGS = re.compile(  # torchrun's, and what stands for any flag
-    r"(nnodes|nproc_per_node|rdzv_\w*|node_rank|shutdown-timeout|max_restarts|no[_-]\w*|logdir|key|help|config)$"
+    r"(nnodes|nproc_per_node|rdzv_\w*|node_rank|shutdown-timeout|max_restarts|no[_-]\w*|logdir|key|help|version|config)$"
     r"|(requeue|signal|export|time|nodes|ntasks\S*|gpus\S*|mem\S*|array|begin|kill-on-bad-exit|chdir)$"  # SLURM's
     r"|(enable-lora|lora-modules|max-lora-rank|chat-template|served-model-name|max-model-len|tool-call-parser"
     r"|enable-auto-tool-choice)$"  # vLLM's

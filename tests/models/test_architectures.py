@@ -108,8 +108,6 @@ SIZED: dict[tuple[str, str], list[str]] = {
 FURTHER = ("Qwen3 MoE", "Phi-2", "Phi-3.5 MoE", "GPT-NeoX", "Falcon", "OPT", "BLOOM", "gpt-oss", "DeepSeek V3",
            "Granite MoE", "Granite MoE, balanced", "Falcon-H1", "Gemma 3n text", "Gemma 4 text", "Llama 4 text",
            "ModernBERT decoder", "Nemotron-H")  # fmt: skip
-# Their attention or state space cannot keep the rows of a pack apart, and packing is refused.
-PADDED = ("Falcon", "BLOOM", "Falcon-H1", "Llama 4 text", "Nemotron-H")
 LENGTHS = [24, 16]  # of the two rows of each rank; the windows are of 16
 NOT_QUANTIZED = ("GPT-2", "Falcon")  # their layers are not nn.Linear; refused, see test_quantized.py
 TWO_WAYS = ("full, rank 0 reads", "LoRA 4bit")
@@ -163,9 +161,8 @@ def launches(models: Path) -> Callable[[bool], None]:
         cases = {}
         for name, method in CASES:
             if is_fast(name, method) == fast:
-                layout = ["--batching_strategy", "padding"] if name in PADDED else []
                 flags = SIZED.get((name, method)) or METHODS[method]
-                cases[f"{name}/{method}"] = ["--model_name", str(models / "models" / name), *flags, *layout]
+                cases[f"{name}/{method}"] = ["--model_name", str(models / "models" / name), *flags]
         (models / "cases.json").write_text(json.dumps(cases))
         finished = forked(SCRIPT, models, ranks=2)
         assert finished.exit_code == 0, finished.output

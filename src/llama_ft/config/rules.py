@@ -109,6 +109,7 @@ CONDITIONS: tuple[tuple[list[str], str, Callable[[Any], Any]], ...] = (
     (["activation_checkpointing_k"], "activation_checkpointing", lambda it: it == "every_k"),
     (["activation_offload"], "activation_checkpointing", lambda it: it != "off"),
     (["shuffle_buffer"], "streaming", bool),
+    (["sample_prompts", "sample_steps"], "sample_tokens", bool),
     (["num_epochs"], "streaming", lambda it: not it),
     (["gradient_clipping_threshold"], "gradient_clipping", bool),
     (VALIDATION_FIELDS, "run_validation", bool),

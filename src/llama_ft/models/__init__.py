@@ -31,6 +31,7 @@ from llama_ft.models.load_weights import load_weights
 from llama_ft.models.lora import Adapter, inject_lora
 from llama_ft.models.new_tokens import NewTokens
 from llama_ft.models.packed_attention import packed_arguments, use_packed_attention
+from llama_ft.models.packed_rows import token_mixers
 from llama_ft.models.quantization import Quantization, choose_quantization, quantize_linears
 from llama_ft.models.shards import ShardGroup
 from llama_ft.models.source import fingerprint

@@ -15,6 +15,7 @@ from unittest.mock import patch
 import torch
 from torch.nn import functional
 from transformers import PretrainedConfig
+from transformers.integrations import hub_kernels
 
 from llama_ft.config import ModelConfig
 from llama_ft.errors import UserError
@@ -78,6 +79,8 @@ def planned_models(headers: dict[str, StoredTensor], device: str) -> Iterator[No
         patch.object(conversion, "open_weights", lambda _: HeaderSource(headers)),
         patch.object(loader.Loader, "fill", fill_one_of_a_kind),
         patch.object(loader.Loader, "_keep", keep_few_blocks),
+        # Kernels of layers that carry a state need CUDA; transformers then computes them by torch's own operations.
+        patch.object(hub_kernels, "is_torchdynamo_exporting", lambda: True),
     ]
     if device == "cuda":  # fake tensors lie on the CPU
         patches += [

@@ -119,7 +119,7 @@ def target_losses(
     output = model(**inputs)
     predicting = output.logits.flatten(0, 1).index_select(0, positions)  # [targets, vocab]
     of_targets = loss_fn(predicting, targets)
-    balance = router_loss(model, output, inputs["attention_mask"])
+    balance = router_loss(model, output, inputs.get("attention_mask"))
     return of_targets if per_token else of_targets.sum(), balance
 
 
