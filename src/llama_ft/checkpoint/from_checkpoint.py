@@ -244,7 +244,9 @@ class Exporter:
                 start += len(block) if block.dim() else 1
 
         # Of the tensors, only shapes are used.
-        return SavedWeights(tensors, rows, save_dtype, groups=saved_layout(model, tensors))  # type: ignore[arg-type]
+        layout, untouched = saved_layout(model, tensors), export.untouched_tensors(base)  # type: ignore[arg-type]
+        written |= {name: (name, None) for name in untouched}
+        return SavedWeights(tensors, rows, save_dtype, groups=layout, untouched=untouched)
 
     def _trained_keys(self) -> dict[int, str]:
         return {id(it): self.keys[name] for name, it in self.model.named_parameters() if name in self.keys}

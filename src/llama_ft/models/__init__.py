@@ -33,4 +33,5 @@ from llama_ft.models.packed_attention import packed_arguments, use_packed_attent
 from llama_ft.models.quantization import Quantization, choose_quantization, quantize_linears
 from llama_ft.models.shards import ShardGroup
 from llama_ft.models.source import fingerprint
+from llama_ft.models.text_part import auto_class, left_out
 from llama_ft.models.transformers_private import noted

@@ -25,6 +25,7 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.models.build import router_loss
+from llama_ft.models.text_part import left_out
 
 # Logits that are there at a time: 512 positions of Llama 3's 128,256 logits, 0.6 GiB in bf16 and fp32, on CUDA.
 LOGITS_AT_ONCE = {"cuda": 2**26, "cpu": 2**22}
@@ -54,6 +55,7 @@ def use_chunked_loss(model: PreTrainedModel) -> bool:
     The model is a skeleton, adapters injected, not sharded yet. Returns False, and leaves the model as it was, unless
     its forward is a decoder followed by a head.
     """
+    whole, model = model, cast(PreTrainedModel, model.get_submodule(left_out(model).causal))
     names = {id(module): name for name, module in model.named_children()}
     decoder, head = model.base_model, model.get_output_embeddings()
     if id(decoder) not in names or id(head) not in names or decoder is model:
@@ -109,7 +111,7 @@ def use_chunked_loss(model: PreTrainedModel) -> bool:
 
     model.forward = forward
     head.forward = head_forward
-    model._has_chunked_loss = True  # type: ignore[assignment]
+    whole._has_chunked_loss = True  # type: ignore[assignment]
     return True
 
 

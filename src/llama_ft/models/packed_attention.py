@@ -51,7 +51,7 @@ class PackedRows:
 def use_packed_attention(model: PreTrainedModel, flag: str = "--batching_strategy packing") -> None:
     """Have a model keep packed rows apart; noted in its config, but not in a saved one. A UserError if its attention is
     not called through transformers' interface, or some of its layers carry a state from token to token."""
-    kinds = set(getattr(model.config, "layer_types", None) or ()) - ROW_WISE_LAYERS
+    kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ()) - ROW_WISE_LAYERS
     if kinds or not private(model, "_supports_attention_backend"):
         why = f"it has layers of {', '.join(sorted(kinds))}" if kinds else "its attention has no interface for it"
         raise UserError(
