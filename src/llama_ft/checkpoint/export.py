@@ -328,7 +328,9 @@ def write_adapter(folder: Path, adapter: Adapter, weights: SavedWeights, tokeniz
     tokenizer.save_pretrained(folder)
 
 
-def write_model_card(folder: Path, base_model: str, trainer: Mapping[str, Any] | None = None) -> None:
+def write_model_card(
+    folder: Path, base_model: str, trainer: Mapping[str, Any] | None = None, auto_class: str = "AutoModelForCausalLM"
+) -> None:
     """Write README.md of a complete model or adapter directory, as the Hugging Face Hub shows it.
 
     Of local paths it has only the last part: the card may go to the Hub.
@@ -338,6 +340,7 @@ def write_model_card(folder: Path, base_model: str, trainer: Mapping[str, Any] |
         base_model: the Hub name or directory of the base model, or demo.
         trainer: what is known of the run, as a checkpoint's trainer.json holds it: step, metrics, config (sections of
             settings). None if an adapter of unknown origin is merged.
+        auto_class: the class of Transformers that loads the base model.
     """
     run, base = trainer or {}, _without_folder(base_model)
     settings = {name: value for section in run.get("config", {}).values() for name, value in section.items()}
@@ -350,13 +353,13 @@ def write_model_card(folder: Path, base_model: str, trainer: Mapping[str, Any] |
         "tags": ["llama_ft", *(["lora"] if is_lora else [])],
     }
     what = f"{base} with a LoRA adapter merged into it" if is_lora else f"{base}, full fine-tuning"
-    load = f"model = AutoModelForCausalLM.from_pretrained({PLACE})"
+    load = f"model = {auto_class}.from_pretrained({PLACE})"
     if is_adapter:
         what, from_base = f"A LoRA adapter for {base}", base if is_on_hub else f"path/to/{base}"
         new = run.get("new_tokens") or {"rows": 0, "stored_rows": 0}  # the base lacks their rows
         resize = f"base.resize_token_embeddings({new['rows']}, mean_resizing=False)\n"
         load = f"""from peft import PeftModel
-base = AutoModelForCausalLM.from_pretrained("{from_base}")
+base = {auto_class}.from_pretrained("{from_base}")
 {resize if new["rows"] > new["stored_rows"] else ""}model = PeftModel.from_pretrained(base, {PLACE})"""
     facts = {name: settings[name] for name in (*SHOWN, *(SHOWN_WITH_LORA if is_lora else ())) if name in settings}
     facts |= {"optimizer steps": run["step"], "validation loss": run["metrics"].get("eval/loss")} if run else {}
@@ -371,7 +374,7 @@ base = AutoModelForCausalLM.from_pretrained("{from_base}")
 {what} with llama_ft.{"" if base == "demo" else " The base model's license applies to it, too."}
 
 ```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import {auto_class}, AutoTokenizer
 
 {load}
 tokenizer = AutoTokenizer.from_pretrained({PLACE})

@@ -57,7 +57,8 @@ def use_chunked_loss(model: PreTrainedModel) -> bool:
     """
     whole, model = model, cast(PreTrainedModel, model.get_submodule(left_out(model).causal))
     names = {id(module): name for name, module in model.named_children()}
-    decoder, head = model.base_model, model.get_output_embeddings()
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    decoder = next((child for child in model.children() if embedding in child.modules()), model)
     if id(decoder) not in names or id(head) not in names or decoder is model:
         return False
     known = {id(parameter) for module in (decoder, head) for parameter in module.parameters()}

@@ -18,6 +18,7 @@ from functools import wraps
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, PretrainedConfig
 from transformers.modeling_utils import PreTrainedModel
@@ -101,7 +102,9 @@ def keep_text_part(model: PreTrainedModel) -> None:
 
     def take_out(owner: nn.Module, name: str) -> None:
         found.append(f"{names[owner]}.{name}".lstrip("."))
-        setattr(owner, name, None)
+        is_module = name in owner._modules
+        delattr(owner, name)
+        setattr(owner, name, None if is_module else torch.empty(0))  # which Transformers' initialization writes into
 
     def take_out_towers(owner: nn.Module) -> None:
         for name, child in list(owner.named_children()):
