@@ -120,16 +120,20 @@ def build_on_meta(config: PretrainedConfig, model: ModelConfig, new: NewTokens |
             f"--model_name {model.model_name}: transformers cannot build a causal language model of model_type "
             f"{config.model_type} ({type(error).__name__}: {reason(error)})."
         ) from error
-    # transformers builds BERT and its kin with a warning; there each token sees the next one, and the loss falls to 0.
-    if not (getattr(config, "is_decoder", True) or any(getattr(m, "is_causal", False) for m in skeleton.modules())):
-        raise UserError(
-            f"--model_name {model.model_name}: {type(skeleton).__name__} is an encoder here, not a decoder."
-        )
     skeleton.tie_weights()
     # By class names, which fully_shard changes.
     skeleton._weight_conversions = get_model_conversion_mapping(skeleton)  # type: ignore[assignment]
-    if takes_more_than_text(skeleton.config):
+    # Chameleon's config does not tell, its class does.
+    if is_multimodal := takes_more_than_text(skeleton.config) or "image" in skeleton.input_modalities:
         keep_text_part(skeleton)
+    # transformers builds BERT and its kin with a warning; there each token sees the next one, and the loss falls to 0.
+    # PaliGemma's text part is another, whose config says nothing.
+    are_causal = [module.is_causal for module in skeleton.modules() if hasattr(module, "is_causal")]
+    is_encoder = not getattr(config, "is_decoder", True) or (is_multimodal and len(are_causal) > 0)
+    if is_encoder and not any(are_causal):
+        raise UserError(
+            f"--model_name {model.model_name}: {type(skeleton).__name__} is an encoder here, not a decoder."
+        )
     if new is not None and new.rows > new.stored_rows:
         note_growth(skeleton, new)
     return skeleton
