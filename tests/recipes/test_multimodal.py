@@ -23,7 +23,7 @@ TEXT = {
 }  # fmt: skip
 VISION = {
     "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 28,
-    "patch_size": 14, "projection_dim": 32, "model_type": "clip_vision_model",
+    "patch_size": 14, "projection_dim": 32,
 }  # fmt: skip
 TOWERS = ("model.vision_tower.", "model.multi_modal_projector.", "vision_tower.", "multi_modal_projector.")
 
@@ -35,8 +35,11 @@ def runs(save_tokenizer: Callable[..., Path], rows16: Path, tmp_path_factory: py
 
     folder = tmp_path_factory.mktemp("multimodal")
     torch.manual_seed(0)
-    text = {"model_type": "llama", "dtype": "bfloat16", **TEXT}
-    config = LlavaConfig(text, VISION | {"dtype": "bfloat16"}, image_token_index=319, tie_word_embeddings=False)
+    text, vision = (
+        {"model_type": kind, "dtype": "bfloat16", **shape}
+        for kind, shape in (("llama", TEXT), ("clip_vision_model", VISION))
+    )
+    config = LlavaConfig(text_config=text, vision_config=vision, image_token_index=319, tie_word_embeddings=False)
     model = LlavaForConditionalGeneration(config).to(torch.bfloat16)
     model.save_pretrained(save_tokenizer(folder / "base"), max_shard_size="100KB")
     (folder / "base" / "preprocessor_config.json").write_text('{"image_processor_type": "CLIPImageProcessor"}')
@@ -46,7 +49,7 @@ def runs(save_tokenizer: Callable[..., Path], rows16: Path, tmp_path_factory: py
     lora = ["--use_peft", "--lora_dropout", "0", "--target_modules", "all-linear", "--quantization", "4bit"]
     cases = [
         [*full, "1"],
-        [*full, "2", "--resume", "auto"],
+        [*full, "2", "--resume", "auto", "--resume_allow_changes", "max_train_step"],
         [*shared, *lora, "--output_dir", f"{folder}/lora", "--max_train_step", "2"],
     ]
     (folder / "cases.json").write_text(json.dumps(cases))
