@@ -76,8 +76,9 @@ def auto_class(config: PretrainedConfig, trust_remote_code: bool = False) -> Any
     chosen = (own or [*known] or [None])[-1 if takes_more_than_text(config) else 0]
     if chosen is None or (chosen is AutoModelForMultimodalLM and config.is_encoder_decoder):
         supported = " or ".join(auto.__name__ for auto in CLASSES)
+        why = "no text decoder" if chosen is None else "no text decoder that works without its encoder"
         raise UserError(
-            f"--model_name: {named} (model_type {config.model_type}) has no text decoder without an encoder.\n"
+            f"--model_name: {named} (model_type {config.model_type}) has {why}.\n"
             f"Supported is what Transformers loads with {supported}."
         )
     return chosen
