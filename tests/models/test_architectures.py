@@ -109,7 +109,8 @@ MULTIMODAL: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]
                 {"image_token_index": 318}),
     "Phi-4-multimodal": ("phi4_multimodal", {}, VISION | {"crop_size": 28, "image_token_id": 318},
                          {"audio_config": {"hidden_size": 32, "num_blocks": 1, "num_attention_heads": 2,
-                                           "intermediate_size": 64, "audio_token_id": 319}}),
+                                           "intermediate_size": 64, "audio_token_id": 319, "input_size": 16,
+                                           "nemo_conv_channels": 32, "ext_pw_out_channel": 32}}),
 }  # fmt: skip
 # A LoRA step leaves A as it began, because B is 0: so the gradient can be taken again from the result.
 LORA = ["--use_peft", "--target_modules", "all-linear", "--r", "4", "--lora_dropout", "0", "--weight_decay", "0"]
