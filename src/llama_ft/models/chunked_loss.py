@@ -92,7 +92,7 @@ def use_chunked_loss(model: PreTrainedModel) -> bool:
         decoded = decoder(*args, **kwargs)
         hidden = decoded.last_hidden_state.flatten(0, 1).index_select(0, positions)  # [targets, width]
         loss = head(hidden, loss_of=(targets, count, loss_fn, per_token))
-        return loss, router_loss(model, decoded, kwargs.get("attention_mask"))
+        return loss, router_loss(whole, decoded, kwargs.get("attention_mask"))
 
     def head_forward(hidden: torch.Tensor, *args: Any, loss_of: Any = None, **kwargs: Any) -> Any:
         if loss_of is None:

@@ -141,11 +141,12 @@ def _is_model(module: nn.Module) -> bool:
 def _text_forward(owner: nn.Module, inner: nn.Module, lacks_head: bool) -> Callable[..., Any]:
     """A forward of `owner` that hands what it is called with on to `inner`, but for what only `owner` knows: images."""
     own, taken = (list(inspect.signature(module.forward).parameters) for module in (owner, inner))
+    images = {name for name in own if name not in taken and not name.startswith("output_")}
 
     @wraps(owner.forward)  # generate() asks for its parameters, by name
     def forward(*args: Any, **kwargs: Any) -> Any:
         given = dict(zip(own, args, strict=False)) | kwargs
-        output = inner(**{name: value for name, value in given.items() if name in taken or name not in own})
+        output = inner(**{name: value for name, value in given.items() if name not in images})
         return TextOutput(**output) if lacks_head else output
 
     return forward
