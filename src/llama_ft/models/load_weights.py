@@ -168,7 +168,7 @@ def account_for(model: PreTrainedModel, headers: dict[str, StoredTensor], folder
     # Llama 2's checkpoints hold each layer's rotary frequencies, which are computed now; transformers skips them too.
     ignored = [*(private(model, "_keys_to_ignore_on_load_unexpected") or ()), r"rotary_emb\.inv_freq"]
     held = set(keys.values())
-    others = [key for key in headers if key not in known and not is_part(key, held)]
+    others = [key for key, it in headers.items() if not (key in known or it.is_left_out or is_part(key, held))]
     extra = [key for key in others if not any(re.search(pattern, key) for pattern in ignored)]
     wrong = {"missing": missing, "not part of the model": extra, "not as in config.json": unlike}
     if lines := [f"{title}: {listed(names)}" for title, names in wrong.items() if names]:

@@ -25,6 +25,7 @@ from llama_ft.models.lora_linear import use_fused_lora
 from llama_ft.models.new_tokens import NewTokens, use_token_rows
 from llama_ft.models.quantized import QuantizedLinear
 from llama_ft.models.source import StoredTensor, listed
+from llama_ft.models.text_part import left_out
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PEFT_PREFIX = "base_model.model."  # what peft puts before every name of the model it wraps
@@ -69,6 +70,10 @@ def inject_lora(model: PreTrainedModel, peft: PeftConfig, base_name: str, new: N
     if settings.target_modules == "all-linear":
         excluded = [n for n, m in model.named_modules() if not _takes_adapter(model, settings, n, m)]
         settings.exclude_modules = excluded or None
+    if (towers := left_out(model).modules) and not isinstance(settings.exclude_modules, str):
+        # The checkpoint's class has them, with layers of the same names, when PEFT loads the adapter into it.
+        names = [re.escape(name) for name in (*towers, *(settings.exclude_modules or ()))]
+        settings.exclude_modules = rf"({'|'.join(dict.fromkeys(names))})(\..+)?"
     return inject_adapter(model, settings)
 
 
