@@ -165,12 +165,12 @@ class QuantizedStackLora(ParamWrapper):
 
     def get_param(self) -> torch.Tensor:
         """Shape and dtype of the weight, without dequantizing it."""
-        stacks = self.get_base_layer()
+        stacks = cast(QuantizedStacks, self.get_base_layer())
         return torch.empty(stacks.stack_shapes[self.parameter_name], dtype=stacks.dtype, device="meta")
 
     @contextmanager
     def _activate_lora(self, active_adapters: list[str]) -> Iterator[None]:
-        additions = self.get_base_layer().additions
+        additions = cast(QuantizedStacks, self.get_base_layer()).additions
         for name in active_adapters:  # there is one
             additions[self.parameter_name] = self.get_delta_factors(name)
         try:

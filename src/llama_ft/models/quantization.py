@@ -124,7 +124,7 @@ def _stacked_weights(model: nn.Module) -> dict[str, nn.Parameter]:
 def _gates(model: nn.Module) -> set[nn.Module]:
     """Linear layers that choose or weigh experts: few weights on which much depends. Routers are the modules whose
     logits transformers can record, unless experts are a part of what it records."""
-    kinds = set[type[nn.Module]]()
+    kinds = set[Any]()
     for module in model.modules():
         recorded = (private(module, "_can_record_outputs") or {}).get("router_logits", ())
         for each in recorded if isinstance(recorded, list | tuple) else [recorded]:

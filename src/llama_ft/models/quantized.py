@@ -229,9 +229,9 @@ class QuantizedStacks(nn.Module):
     def forward(self, *args: Any, **keywords: Any) -> Any:
         """The module's own, as is what it takes and returns."""
         if torch.compiler.is_compiling():
-            return super().forward(*args, **keywords)  # type: ignore[misc]
+            return super().forward(*args, **keywords)
         with self._holding_weights():
-            return super().forward(*args, **keywords)  # type: ignore[misc]
+            return super().forward(*args, **keywords)
 
     def _dequantized(self, name: str, first: int, last: int, addition: Factors | None) -> torch.Tensor:
         """Experts [first, last) of a stack [last - first, rows, columns] in `dtype`."""
@@ -254,7 +254,8 @@ class QuantizedStacks(nn.Module):
         """Keep what is read until the end, and have autograd note which part of which weight it is instead of keeping
         it. Hooks do not nest, so those around (activation checkpointing's) are called for all other tensors."""
         held: dict[str, torch.Tensor] = {}
-        pack_other, unpack_other = torch._C._autograd._top_saved_tensors_default_hooks(True) or (_same, _same)
+        around: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        pack_other, unpack_other = around or (_same, _same)
 
         def pack(tensor: torch.Tensor) -> Any:
             storage = tensor.untyped_storage()._cdata
@@ -263,7 +264,7 @@ class QuantizedStacks(nn.Module):
                 return pack_other(tensor)
             addition = self.additions.get(name)
             parts = addition and (addition[0].detach(), addition[1].detach(), addition[2])
-            return _PartOfStack(name, parts, tensor.size(), tensor.stride(), tensor.storage_offset())
+            return _PartOfStack(name, parts, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
         def unpack(packed: Any) -> torch.Tensor:
             return self._read_again(packed) if isinstance(packed, _PartOfStack) else unpack_other(packed)
@@ -316,7 +317,8 @@ def quantized_weights(model: nn.Module) -> list[QuantizedWeight]:
     for module in model.modules():
         if isinstance(module, QuantizedLinear):
             shape = (module.out_features, module.in_features)
-            found.append(QuantizedWeight(module.weight, module.scale, shape, module.scheme, module.is_stored))
+            weight, scale = cast(nn.Parameter, module.weight), cast(nn.Parameter, module.scale)
+            found.append(QuantizedWeight(weight, scale, shape, module.scheme, module.is_stored))
         elif isinstance(module, QuantizedStacks):
             own = cast(dict[str, nn.Parameter], module._parameters)
             found += [
