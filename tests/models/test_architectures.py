@@ -228,7 +228,24 @@ def loaded(folder: Path, method: str = "", adapter: Path | None = None) -> torch
             llm_int8_skip_modules=[*get_keys_to_not_convert(model), *broken],
         )
         model = auto.from_pretrained(folder, dtype=torch.float32, quantization_config=settings)
+        for _, weight in stacked_experts(model, across):  # transformers leaves them as they are
+            weight.copy_(torch.stack([rounded(matrix, "4bit" in method) for matrix in weight]))
     return PeftModel.from_pretrained(model, adapter, is_trainable=True) if adapter else model
+
+
+def stacked_experts(model: torch.nn.Module, block: int) -> list[tuple[str, torch.Tensor]]:
+    """Weights [experts, rows, columns] whose rows are whole blocks."""
+    found = [(name, parameter.detach()) for name, parameter in model.named_parameters() if ".experts." in name]
+    return [(name, weight) for name, weight in found if weight.dim() == 3 and weight.shape[2] % block == 0]
+
+
+def rounded(matrix: torch.Tensor, four_bit: bool) -> torch.Tensor:
+    """A matrix as bitsandbytes' own functions give it back."""
+    from bitsandbytes import functional
+
+    if four_bit:
+        return functional.dequantize_4bit(*functional.quantize_4bit(matrix, blocksize=64, quant_type="nf4"))
+    return functional.int8_vectorwise_dequant(*functional.int8_vectorwise_quant(matrix.half())[:2])
 
 
 def stored(folder: Path) -> dict[str, torch.Tensor]:

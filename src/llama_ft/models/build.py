@@ -17,6 +17,7 @@ from llama_ft.config import ModelConfig
 from llama_ft.config.paths import TO_SAFETENSORS
 from llama_ft.errors import UserError, reason
 from llama_ft.models.new_tokens import NewTokens, note_growth
+from llama_ft.models.quantized import QuantizedStacks
 from llama_ft.models.source import listed
 from llama_ft.models.text_part import auto_class, keep_text_part, takes_more_than_text
 from llama_ft.models.transformers_private import private
@@ -173,7 +174,11 @@ def freeze_first_layers(model: PreTrainedModel, count: int) -> None:
 
 
 def set_storage_dtypes(model: nn.Module, precision: Precision) -> None:
-    """Give each (meta) parameter the dtype it is stored in: trained ones and frozen ones may differ."""
+    """Give each (meta) parameter the dtype it is stored in: trained ones and frozen ones may differ. Quantized stacks
+    are dequantized to the dtype of computing."""
+    for module in model.modules():
+        if isinstance(module, QuantizedStacks):
+            module.dtype = precision.compute
     for parameter in model.parameters():
         if parameter.is_floating_point():  # quantized weights keep theirs
             parameter.data = parameter.data.to(precision.trained if parameter.requires_grad else precision.frozen)

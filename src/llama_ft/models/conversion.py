@@ -38,7 +38,7 @@ from transformers.modeling_utils import PreTrainedModel
 from llama_ft.errors import UserError
 from llama_ft.models.lora import checkpoint_key, is_adapter_weight
 from llama_ft.models.new_tokens import grow
-from llama_ft.models.quantization import is_part
+from llama_ft.models.quantized import quantized_weights
 from llama_ft.models.source import StoredTensor, WeightSource, open_weights
 from llama_ft.models.text_part import left_out
 
@@ -202,7 +202,9 @@ class _Group:
 
 
 def _context(model: PreTrainedModel) -> dict[str, Any]:
-    parameters = {checkpoint_key(name): parameter for name, parameter in model.named_parameters()}
+    # Operations ask for the shapes of weights, also of those that are packed.
+    shapes = {id(it.weight): torch.empty(it.shape, device="meta") for it in quantized_weights(model)}
+    parameters = {checkpoint_key(name): shapes.get(id(it), it) for name, it in model.named_parameters()}
     return {"model": SimpleNamespace(get_parameter=parameters.__getitem__), "config": model.config}
 
 
