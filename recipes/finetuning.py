@@ -110,6 +110,8 @@ def build_model(
     precision = runtime.PRECISIONS[config.train.precision]
     quantization = models.choose_quantization(config.quantization, model_config, config.peft.use_peft)
     model = models.build_on_meta(model_config, config.model, new_tokens)
+    if others := models.left_out(model).modules:
+        log.info(f"Only the text part is loaded and fine-tuned, and copied as they are: {', '.join(others)}")
     if quantization is not None:
         log.info(models.quantize_linears(model, quantization))
     models.fuse_layers(model, config.model, config.train, job.device)
@@ -212,7 +214,8 @@ def export(
     torch.cuda.empty_cache()  # NCCL's buffers, which the first send allocates, are not of torch's cache
     save_dtype = checkpoint.save_dtype(config.save_dtype)
     base_model, record = run.config.model.model_name, run.trainer_record()
-    write_card = partial(checkpoint.write_model_card, base_model=base_model, trainer=record)
+    auto_class = models.auto_class(model.config, run.config.model.trust_remote_code).__name__
+    write_card = partial(checkpoint.write_model_card, base_model=base_model, trainer=record, auto_class=auto_class)
     if adapter is not None:
         checkpoint.export_adapter(model, adapter, result, save_dtype, tokenizer, write_card, run.job)
     else:

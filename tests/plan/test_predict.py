@@ -66,6 +66,19 @@ def test_experts_are_planned_in_fp32(plan: Plan, tmp_path: Path) -> None:
     assert 1.5 < activations[0] / activations[1] < 2, "what is fp32 in both does not double"
 
 
+def test_towers_for_images_are_planned_as_a_part_of_the_file_only(plan: Plan, tmp_path: Path) -> None:
+    text = llama(tmp_path / "text")
+    settings = json.loads((text / "config.json").read_text())
+    vision = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    whole = {"model_type": "llava", "architectures": ["LlavaForConditionalGeneration"], "text_config": settings}
+    (tmp_path / "llava").mkdir()
+    (tmp_path / "llava" / "config.json").write_text(json.dumps(whole | {"vision_config": vision, "dtype": "bfloat16"}))
+    for flags in ([], LORA):
+        alone, of_whole = (plan(tmp_path / name, 2, *FLAGS, *flags) for name in ("text", "llava"))
+        assert [peak.holders for peak in of_whole.peaks] == [peak.holders for peak in alone.peaks]
+        assert (of_whole.result_bytes > alone.result_bytes + 100_000) == (flags == [])
+
+
 def test_lora_trains_its_matrices_only(plan: Plan, tmp_path: Path) -> None:
     planned = plan(llama(tmp_path / "model"), 2, *FLAGS, *LORA)
     adapters = LAYERS * 4 * (HIDDEN + HIDDEN + HIDDEN + KEY_VALUE_HEADS * HEAD) // 2  # this rank's

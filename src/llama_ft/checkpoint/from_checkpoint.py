@@ -190,7 +190,7 @@ class Exporter:
         with written_aside(folder) as aside:
             export.write_model_settings(aside, self.model.config, weights.main_dtype(), self.tokenizer, self.base)
             weights.write(aside, max_shard_bytes)
-            write_model_card(aside, self.base_name, self.trainer)
+            self._write_card(aside)
 
     def write_adapter(self, folder: Path, save_dtype: torch.dtype | None) -> None:
         """Write a peft folder; arguments as of write_model, None for fp32 or what else was trained."""
@@ -201,7 +201,11 @@ class Exporter:
         weights = SavedWeights(tensors, export.stored_rows(self.trained, names), save_dtype)
         with written_aside(folder) as aside:
             export.write_adapter(aside, self.adapter, weights, self.tokenizer)
-            write_model_card(aside, self.base_name, self.trainer)
+            self._write_card(aside)
+
+    def _write_card(self, folder: Path) -> None:
+        auto = models.auto_class(self.model.config, self.config.model.trust_remote_code)
+        write_model_card(folder, self.base_name, self.trainer, auto.__name__)
 
     def _merged(self, save_dtype: torch.dtype | None) -> SavedWeights:
         """The model's weights; writing them takes a few blocks of rows of memory and the mapped files. Its config is
@@ -244,7 +248,9 @@ class Exporter:
                 start += len(block) if block.dim() else 1
 
         # Of the tensors, only shapes are used.
-        return SavedWeights(tensors, rows, save_dtype, groups=saved_layout(model, tensors))  # type: ignore[arg-type]
+        layout, untouched = saved_layout(model, tensors), export.untouched_tensors(base)  # type: ignore[arg-type]
+        written |= {name: (name, None) for name in untouched}
+        return SavedWeights(tensors, rows, save_dtype, groups=layout, untouched=untouched)
 
     def _trained_keys(self) -> dict[int, str]:
         return {id(it): self.keys[name] for name, it in self.model.named_parameters() if name in self.keys}

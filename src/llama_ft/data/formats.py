@@ -39,6 +39,7 @@ class Format(NamedTuple):
     read: Callable[[Row], Content]
 
 
+MEDIA = {"image", "images", "video", "videos", "audio", "audios"}  # columns that a sample of text leaves empty
 ROLES = {
     "human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant",
     "function": "tool", "observation": "tool", "function_response": "tool", "developer": "system",

@@ -35,4 +35,5 @@ from llama_ft.models.packed_rows import token_mixers
 from llama_ft.models.quantization import Quantization, choose_quantization, quantize_linears
 from llama_ft.models.shards import ShardGroup
 from llama_ft.models.source import fingerprint
+from llama_ft.models.text_part import auto_class, left_out
 from llama_ft.models.transformers_private import noted

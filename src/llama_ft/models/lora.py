@@ -23,8 +23,9 @@ from llama_ft.config import PeftConfig
 from llama_ft.errors import UserError
 from llama_ft.models.lora_linear import use_fused_lora
 from llama_ft.models.new_tokens import NewTokens, use_token_rows
-from llama_ft.models.quantized import QuantizedLinear
+from llama_ft.models.quantized import QuantizedLinear, QuantizedStacks, quantized_weights
 from llama_ft.models.source import StoredTensor, listed
+from llama_ft.models.text_part import left_out
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PEFT_PREFIX = "base_model.model."  # what peft puts before every name of the model it wraps
@@ -69,14 +70,16 @@ def inject_lora(model: PreTrainedModel, peft: PeftConfig, base_name: str, new: N
     if settings.target_modules == "all-linear":
         excluded = [n for n, m in model.named_modules() if not _takes_adapter(model, settings, n, m)]
         settings.exclude_modules = excluded or None
+    if (towers := left_out(model).modules) and not isinstance(settings.exclude_modules, str):
+        # The checkpoint's class has them, with layers of the same names, when PEFT loads the adapter into it.
+        names = [re.escape(name) for name in (*towers, *(settings.exclude_modules or ()))]
+        settings.exclude_modules = rf"({'|'.join(dict.fromkeys(names))})(\..+)?"
     return inject_adapter(model, settings)
 
 
 def inject_adapter(model: PreTrainedModel, settings: Any) -> Adapter:
     """The part of inject_lora that peft does."""
-    if any(isinstance(module, QuantizedLinear) for module in model.modules()) and (
-        not isinstance(settings, LoraConfig) or settings.use_dora
-    ):
+    if quantized_weights(model) and (not isinstance(settings, LoraConfig) or settings.use_dora):
         raise UserError("--quantization: only plain LoRA does without the weights themselves. Leave DoRA or LoHa out.")
     try:
         with warnings.catch_warnings():
@@ -177,7 +180,8 @@ def _check_names(model: PreTrainedModel, settings: Any) -> None:
     for setting, names in {"target_modules": targets, "modules_to_save": settings.modules_to_save}.items():
         absent = [name for name in sorted(names or ()) if not any(full.endswith(f".{name}") for full in modules)]
         if setting == "modules_to_save" and any(
-            isinstance(module, QuantizedLinear) and name.endswith(tuple(f".{it}" for it in names or ()))
+            isinstance(module, QuantizedLinear | QuantizedStacks)
+            and name.endswith(tuple(f".{it}" for it in names or ()))
             for name, module in model.named_modules()
         ):
             raise UserError(f"--peft.modules_to_save {names}: quantized weights cannot be trained; see --skip_modules.")

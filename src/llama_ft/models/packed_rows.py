@@ -298,8 +298,13 @@ def _looks_back(module: nn.Module) -> bool:
 
 
 @cache
-def _parameters(kind: Any) -> set[str]:
+def _parameters_of(kind: Any) -> set[str]:
     return set(inspect.signature(kind.forward).parameters)
+
+
+def _parameters(kind: Any) -> set[str]:
+    """The names of what a class' forward takes."""
+    return _parameters_of(kind)
 
 
 def _calls_interface(module: nn.Module) -> bool:

@@ -176,7 +176,8 @@ def _result_bytes(config: Config, model: PreTrainedModel, stored_dtypes: dict[st
     asked, is_lora = checkpoint.save_dtype(config.checkpoint.save_dtype), config.peft.use_peft
     saved = [(name, it) for name, it in model.named_parameters() if it.requires_grad or not is_lora]
     dtypes = [asked or (torch.float32 if is_lora else stored_dtypes.get(name, it.dtype)) for name, it in saved]
-    return sum(it.numel() * dtype.itemsize for (_, it), dtype in zip(saved, dtypes, strict=True))
+    copied = 0 if is_lora else sum(models.left_out(model).tensors.values()) * max(dtype.itemsize for dtype in dtypes)
+    return copied + sum(it.numel() * dtype.itemsize for (_, it), dtype in zip(saved, dtypes, strict=True))
 
 
 def _extrapolate(few: Plan, more: Plan, layers: int) -> Plan:
