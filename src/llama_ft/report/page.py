@@ -32,6 +32,7 @@ METRIC_PLOTS = {  # key -> title
     "perf/step_seconds": "Seconds per step",
     "memory/device_peak_bytes": "Device memory, peak so far, fullest rank, GiB",
     "memory/host_peak_bytes": "Host memory (RSS), peak so far, fullest rank, GiB",
+    "train/router_aux_loss": "Auxiliary loss of the routers, before its coefficient",
     "train/loss_scale": "Loss scale",
 }
 
