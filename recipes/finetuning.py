@@ -37,7 +37,8 @@ def main(**flags: str) -> None:
         if run.is_finished:
             return
         config, job = run.config, run.job
-        objective = training.SupervisedFineTuning()  # cross-entropy of the next token, where it is in the loss
+        # Cross-entropy of the next token, where it is in the loss.
+        objective = training.SupervisedFineTuning(config.train.label_smoothing_factor)
 
         # The model's directory and tokenizer; samples become tokens and loss masks. Once per node: the cache is shared.
         with job.local_main_process_first():
@@ -122,6 +123,8 @@ def build_model(
         models.freeze_first_layers(model, config.model.num_freeze_layers)
     if not models.use_chunked_loss(model):
         log.info("The loss is computed from all logits at once: this model is not a decoder and an LM head.")
+    if config.train.neftune_noise_alpha:
+        models.add_embedding_noise(model, config.train.neftune_noise_alpha)
     if config.model.compile:
         models.compile_layers(model)
     models.set_storage_dtypes(model, precision)

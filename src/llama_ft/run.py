@@ -124,6 +124,9 @@ class Run:
         if self.resumed is not None and self.resumed.step > batches.total_steps:
             done = f"{self.resumed.step} steps are done, and the run is to have {batches.total_steps}"
             raise UserError(f"--resume {self.resumed.folder}: {done}.")
+        asked, warmup = self.config.train.warmup_steps, training.warmup_steps(self.config.train, batches.total_steps)
+        if asked > warmup:
+            log.warning(f"warmup_steps is {asked}, and the run has {batches.total_steps} steps: {warmup} are taken.")
         for advice in training.advice(self.config, self.global_batch, batches.size):
             log.warning(advice)
         if self.config.data.show_samples:

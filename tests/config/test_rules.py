@@ -10,7 +10,8 @@ from llama_ft.errors import UserError
     "line",
     [
         "--validation 1.5",
-        "--max_train_step 10 --warmup_steps 10",
+        "--warmup_ratio 0.1 --warmup_steps 10",
+        "--lr 1e-5 --min_lr 1e-4",
         "--early_stopping_patience 5 --dataset a.jsonl",
         "--use_peft --modules_to_save lm_head --target_modules q_proj,lm_head",
         "--attn_implementation flash_attention_3 --precision fp32",

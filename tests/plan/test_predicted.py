@@ -28,8 +28,8 @@ def benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     shutil.which("c++") is None, reason="torch's allocations are counted by C++ that has to be compiled"
 )
 def test_a_runs_peak_is_the_predicted_one_within_a_tenth(benchmark: ModuleType, tmp_path: Path) -> None:
-    """Where cores are shared, gloo's threads may let go of a step's buffers in the next phase, which these few MB notice:
-    what differs every time is not that."""
+    """Where cores are shared, gloo's threads may let go of a step's buffers in the next phase, which these few MB
+    notice: what differs every time is not that."""
     differing = differences(benchmark, tmp_path / "0")
     for attempt in range(1, ATTEMPTS):
         differing = differing and differing & differences(benchmark, tmp_path / str(attempt))

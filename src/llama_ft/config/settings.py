@@ -119,7 +119,14 @@ class TrainConfig:
     """After the warm-up: cosine or linear decay to zero, constant, or step: times gamma after every epoch."""
 
     warmup_steps: CountOrZero = 0
-    """Optimizer steps over which the learning rate rises linearly from 0 to lr."""
+    """Optimizer steps over which the learning rate rises linearly from 0 to lr. A warm-up as long as the run is
+    shortened to a tenth of it."""
+
+    warmup_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Length of the warm-up as a share of all optimizer steps, instead of warmup_steps."""
+
+    min_lr: Annotated[float, Field(ge=0)] = 0.0
+    """Learning rate at which cosine and linear end."""
 
     gamma: Annotated[float, Field(gt=0, le=1)] = 0.85
     """Factor on the learning rate after every epoch with lr_scheduler=step."""
@@ -134,6 +141,25 @@ class TrainConfig:
 
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """SGD's momentum; its state is as large as the trained weights."""
+
+    adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """AdamW's and AdamW8bit's decay of the mean of gradients."""
+
+    adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
+    """AdamW's and AdamW8bit's decay of the mean of squared gradients."""
+
+    adam_epsilon: Rate = 1e-8
+    """AdamW's and AdamW8bit's number that keeps the denominator from 0."""
+
+    loraplus_lr_ratio: Rate = 1.0
+    """LoRA+: learning rate of the adapters' B matrices, as a multiple of lr; its authors use 16."""
+
+    label_smoothing_factor: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of a target's probability that is spread over the whole vocabulary; the validation loss has none."""
+
+    neftune_noise_alpha: Annotated[float, Field(ge=0)] = 0.0
+    """NEFTune: uniform noise on the input embeddings in training. Its size is this, divided by the square root of
+    tokens times hidden size; its authors use 5."""
 
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """The optimizer's weight decay; never applied to norms and biases."""

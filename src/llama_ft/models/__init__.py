@@ -24,6 +24,7 @@ from llama_ft.models.chunked_loss import (
     use_chunked_loss,
 )
 from llama_ft.models.compiled import choose_liger, compile_layers, fuse_layers, without_graphs
+from llama_ft.models.embedding_noise import add_embedding_noise
 from llama_ft.models.fsdp import Unit, apply_fsdp, shard_degree, unit_table
 from llama_ft.models.load_weights import load_weights
 from llama_ft.models.lora import Adapter, describe_experts, expert_parameters, inject_lora
