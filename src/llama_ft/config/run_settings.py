@@ -1,4 +1,4 @@
-"""Settings of data, checkpoints, trackers, memory and profiling: the second half of settings.py."""
+"""Settings of quantization, data, checkpoints, trackers, memory and profiling: the second half of settings.py."""
 
 import re
 from typing import Annotated, Literal, NotRequired
@@ -61,6 +61,31 @@ class DatasetPart(TypedDict):
     path: Annotated[str, Field(min_length=1)]
     weight: NotRequired[Annotated[float, Field(gt=0, le=1000)]]
     split: NotRequired[str]
+
+
+@dataclass(config=STRICT, kw_only=True)
+class QuantizationConfig:
+    """Frozen weights in fewer bits."""
+
+    mode: Literal["none", "8bit", "4bit"] = "none"
+    """8bit or 4bit, through bitsandbytes, with use_peft: LoRA on an 8-bit base, or QLoRA. `--quantization` and
+    `quantization:` are short for this field; the bare flag means 8bit."""
+
+    quant_type: Literal["nf4", "fp4"] = "nf4"
+    """4bit: the data type, sixteen values that a weight can have."""
+
+    block_size: Annotated[int, Field(ge=32, le=4096)] = 64
+    """4bit: neighboring weights of a matrix row that share a scale; a power of two."""
+
+    compute_dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    """4bit: precision of the quantized layers' matmuls; auto: as precision says."""
+
+    int8_threshold: Annotated[float, Field(ge=0)] = 6.0
+    """8bit on CUDA: 0 also rounds the inputs to int8 and multiplies in int8. Otherwise, and on the CPU, weights are
+    dequantized and inputs keep their precision."""
+
+    skip_modules: list[str] | None = None
+    """Linear layers that are not quantized, in addition to the LM head: names, ends of names or patterns."""
 
 
 @dataclass(config=STRICT, kw_only=True)
