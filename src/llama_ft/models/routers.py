@@ -55,7 +55,7 @@ def use_router_loss(model: PreTrainedModel, coefficient: float | None) -> None:
 
 def router_coefficient(model: PreTrainedModel) -> float:
     """Return what the auxiliary loss is multiplied by; 0: it is not computed."""
-    given: float | None = getattr(model, "_router_loss_coefficient", None)  # type: ignore[assignment]
+    given: float | None = getattr(model, "_router_loss_coefficient", None)
     if given is not None:
         return given
     is_asked = any(getattr(it, "output_router_logits", False) for it in (model.config, model.config.get_text_config()))
