@@ -17,7 +17,7 @@ from transformers import PretrainedConfig
 
 from llama_ft.config import ModelConfig
 from llama_ft.errors import UserError
-from llama_ft.models import attention_kernels, chunked_loss, conversion, loader, quantized
+from llama_ft.models import attention_kernels, block_attention, chunked_loss, conversion, fsdp, loader, quantized
 from llama_ft.models.attention_kernels import AMPERE, T4
 from llama_ft.models.build import build_on_meta, decoder_layers, load_model_config
 from llama_ft.models.load_weights import QUANTIZED_AT_ONCE
@@ -63,11 +63,13 @@ def planned_models(headers: dict[str, StoredTensor], device: str) -> Iterator[No
         patch.object(conversion, "open_weights", lambda _: HeaderSource(headers)),
         patch.object(loader.Loader, "fill", fill_one_of_a_kind),
         patch.object(loader.Loader, "_keep", keep_few_blocks),
+        patch.object(block_attention, "LONGEST_IN_BLOCKS", 0),  # many small operators; a block takes little memory
     ]
     if device == "cuda":  # fake tensors lie on the CPU
         patches += [
             patch.object(attention_kernels, "capability_of", lambda it: T4 if it.dtype == torch.float16 else AMPERE),
             patch.object(quantized, "_on_cuda", lambda _: True),
+            patch.object(fsdp, "_is_over_gloo", lambda _: False),
             patch.dict(chunked_loss.LOGITS_AT_ONCE, cpu=chunked_loss.LOGITS_AT_ONCE["cuda"]),
             patch.dict(QUANTIZED_AT_ONCE, cpu=QUANTIZED_AT_ONCE["cuda"]),
             patch.dict(objective.FILLED_TO, cpu=objective.FILLED_TO["cuda"]),
