@@ -42,6 +42,7 @@ def main(**flags: str) -> None:
         # The model's directory and tokenizer; samples become tokens and loss masks. Once per node: the cache is shared.
         with job.local_main_process_first():
             folder, model_config, tokenizer = find_model(config, ask_hub=job.local_rank == 0)
+        config = run.choose_kernels(model_config)
         context_length = models.resolve_context_length(config.data.context_length, model_config)
         stored_vocabulary = models.vocabulary_size(model_config)
         with job.local_main_process_first():
@@ -108,8 +109,7 @@ def build_model(
     model = models.build_on_meta(model_config, config.model, new_tokens)
     if quantization is not None:
         log.info(models.quantize_linears(model, quantization))
-    if config.model.use_liger:
-        models.apply_liger(model, config.train)
+    models.fuse_layers(model, config.model, config.train, job.device)
     if config.data.batching_strategy == "packing":
         models.use_packed_attention(model)
     models.checkpoint_activations(model, config.train)

@@ -63,7 +63,7 @@ RULES: tuple[tuple[str, Callable[[Any], Any], str], ...] = (
      "is fp16, which is for GPUs without bf16. Use bf16_mixed or fp32 on the CPU."),
     ("attn_implementation", lambda s: s.attn_implementation.startswith("flash") and s.precision == "fp32",
      "is {}, which computes in 16 bits only. Use sdpa with precision fp32."),
-    ("compile", lambda s: s.compile and s.use_liger,
+    ("compile", lambda s: s.compile and s.use_liger is True,
      "cannot be combined with use_liger: both fuse the same operations. Remove one."),
     ("compile", lambda s: s.compile and s.activation_offload,
      "cannot be combined with activation_offload: copies to the host are no part of a graph. Remove one."),
@@ -153,8 +153,9 @@ def broken_rules(values: Mapping[str, Any], places: Mapping[str, str] = {}) -> l
 
 
 def _asks_for_something(name: str, value: Any, places: Mapping[str, str]) -> bool:
-    """A default written in a file is a record (config.yaml holds them all); a default typed as a flag is a wish."""
-    return value != SETTINGS[name].default or (places.get(name, "").startswith("--") and bool(value))
+    """A default, or false, written in a file is a record (config.yaml holds them all); a default flag is a wish."""
+    is_wish = places.get(name, "").startswith("--") and bool(value)
+    return is_wish or (value != SETTINGS[name].default and value is not False)
 
 
 def drop_overridden(values: dict[str, Any], places: dict[str, str]) -> dict[str, Any]:
