@@ -52,7 +52,8 @@ COUNTS_PAGE_FAULTS = """
 import resource, torch
 from llama_ft.runtime import keep_freed_memory
 keep_freed_memory(torch.device("cpu"))
-torch.ones(2**26)
+for _ in range(3):  # Python may take a few bytes out of the first ones' place
+    torch.ones(2**26)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 for _ in range(3):
     torch.ones(2**26)
@@ -67,4 +68,4 @@ def test_freed_memory_is_there_for_the_next_tensor_unless_the_user_has_set_mallo
         int(forked(tmp_path / "job.py", **environment).output)
         for environment in ({}, {"MALLOC_TRIM_THRESHOLD_": "131072"})
     ]
-    assert faults[0] < 100 < faults[1]  # of 256 MiB there are 65,536, or 128 with huge pages
+    assert faults[0] < 100 < faults[1]  # 256 MiB have 65,536 pages, or 128 huge ones
