@@ -29,7 +29,7 @@ from transformers.models.auto.modeling_auto import (
 
 from llama_ft.errors import UserError
 
-CLASSES = {
+CLASSES: dict[Any, Any] = {
     AutoModelForCausalLM: MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     AutoModelForMultimodalLM: MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
 }
