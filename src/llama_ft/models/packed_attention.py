@@ -102,11 +102,8 @@ def _end(*_: Any) -> None:
 
 
 def _mask_if_given(make_mask: Callable[..., torch.Tensor | None], **arguments: Any) -> torch.Tensor | None:
-    """No mask for packed rows, which come without one and without a cache; else transformers' own. Indexers read it."""
-    is_needed = not arguments.get("allow_is_causal_skip", True)
-    if arguments.get("attention_mask") is None and arguments["q_length"] == arguments["kv_length"] and not is_needed:
-        return None
-    return make_mask(**arguments)
+    """No mask for packed rows; else transformers' own, which may have a layer's chunks."""
+    return None if current_rows() is not None else make_mask(**arguments)
 
 
 def _packed_sdpa(
