@@ -34,6 +34,10 @@ METRICS = {
     "train/loss": ("nats per token", "Mean over the loss tokens of the global batch."),
     "train/lr": ("", "Learning rate of the step."),
     "train/grad_norm": ("", "Norm of all gradients, before clipping."),
+    "train/router_aux_loss": (
+        "",
+        "MoE models: the routers' load-balancing loss before its coefficient, the mean over micro-batches.",
+    ),
     "train/loss_scale": ("", "fp16 only: the factor on the loss."),
     "train/skipped_steps": ("steps", "fp16 only: steps whose gradients overflowed. They change no weight."),
     "eval/loss": ("nats per token", "Validation loss; only in steps with an evaluation."),

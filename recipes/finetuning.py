@@ -117,9 +117,12 @@ def build_model(
     models.fuse_layers(model, config.model, config.train, job.device)
     if config.data.batching_strategy == "packing":
         models.use_packed_attention(model)
+    models.use_router_loss(model, config.train.router_aux_loss_coef)
     models.checkpoint_activations(model, config.train)
     base_name = models.portable_name(config.model.model_name, folder)
     adapter = models.inject_lora(model, config.peft, base_name, new_tokens) if config.peft.use_peft else None
+    if adapter is not None and (experts := models.describe_experts(model)):
+        log.info(experts)
     if config.model.freeze_layers:
         models.freeze_first_layers(model, config.model.num_freeze_layers)
     if not models.use_chunked_loss(model):

@@ -4,7 +4,7 @@ time. Names, layout, dtypes and the files beside the weights are those that a ru
 An adapter is merged as its base is read. W is a weight [out, in] of the base, B A the adapter's product, m DoRA's
 magnitude:
 
-    LoRA, rsLoRA      W + scaling * B A
+    LoRA, rsLoRA      W + scaling * B A, of stacked experts for each
     DoRA              m * V / |V| per row, where V = W + scaling * B A       https://arxiv.org/abs/2402.09353
     modules_to_save   the adapter's own tensor in place of W, as for trained biases
     new tokens        the adapter's own rows in place of theirs; embedding and head grow by what is missing
@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from peft import LoraConfig
-from peft.tuners.lora.layer import LoraLayer
+from peft.tuners.lora.layer import LoraLayer, ParamWrapper
 from pydantic import ValidationError
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -47,7 +47,7 @@ UNDERSTOOD = {
     "alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "exclude_modules", "fan_in_fan_out",
     "inference_mode", "init_lora_weights", "layers_pattern", "layers_to_transform", "lora_alpha", "lora_dropout",
     "modules_to_save", "peft_type", "peft_version", "r", "rank_pattern", "revision", "runtime_config",
-    "target_modules", "task_type", "trainable_token_indices", "use_dora", "use_rslora",
+    "target_modules", "target_parameters", "task_type", "trainable_token_indices", "use_dora", "use_rslora",
 }  # fmt: skip
 LEAVES_THE_BASE_ALONE = (True, False, None, "gaussian", "eva", "orthogonal")  # of init_lora_weights
 USE_PEFT = "merge_and_unload of PEFT merges it, with the whole model in memory."
@@ -261,7 +261,9 @@ class Exporter:
         changes, by_key, keys = dict[str, Change](), dict[str, Change](), self._trained_keys()
         for name, module in self.model.named_modules():
             target = lora.checkpoint_key(f"{name}.base_layer.weight")
-            if isinstance(module, LoraLayer):
+            if isinstance(module, ParamWrapper):
+                changes[lora.checkpoint_key(f"{name}.{module.parameter_name}")] = self._stacked(name, module)
+            elif isinstance(module, LoraLayer):
                 changes[target] = self._low_rank(name, module)
             elif isinstance(module, TokenRows):
                 key = keys[id(module.trainable_tokens_delta["default"])]
@@ -269,14 +271,34 @@ class Exporter:
                 changes[target] = by_key.setdefault(key, put_rows)
         return changes
 
+    def _read(self, name: str, part: str) -> torch.Tensor:
+        return self.trained.read(self.keys[f"{name}.{part}.default.weight"]).float()
+
+    def _stacked(self, name: str, layer: ParamWrapper) -> Change:
+        """Add each expert's B A, in fp32. A is stacked as [experts * r, in], B as [out, r * experts]: in B, the columns
+        of one expert are `experts` apart. A parameter with two dimensions is one expert."""
+        scaling, experts, is_matrix = layer.scaling["default"], layer.num_experts, layer.get_param().dim() == 2
+        is_transposed = getattr(layer.get_base_layer(), "is_transposed", False)  # the weight is [experts, in, out]
+
+        def change(block: torch.Tensor, start: int) -> torch.Tensor:
+            left, right = self._read(name, "lora_B"), self._read(name, "lora_A")
+            rows = slice(start, start + len(block))
+            if is_matrix:
+                return torch.addmm(block.float(), left[rows] * scaling, right)
+            left = left.unflatten(1, (-1, experts)).permute(2, 0, 1)[rows]  # [block, out, r]
+            right = right.unflatten(0, (experts, -1))[rows]  # [block, r, in]
+            if is_transposed:
+                left, right = right.transpose(1, 2), left.transpose(1, 2)
+            return torch.baddbmm(block.float(), left * scaling, right)
+
+        return change
+
     def _low_rank(self, name: str, layer: LoraLayer) -> Change:
         """Add B A, in fp32, and with DoRA scale the rows."""
         base, scaling = layer.get_base_layer(), layer.scaling["default"]
         if not isinstance(base, (nn.Linear, Conv1D)):
             raise UserError(f"{name} is a {type(base).__name__}, which is not merged here.\n{USE_PEFT}")
-
-        def read(part: str) -> torch.Tensor:
-            return self.trained.read(self.keys[f"{name}.{part}.default.weight"]).float()
+        read = partial(self._read, name)
 
         def change(block: torch.Tensor, start: int) -> torch.Tensor:
             rows = slice(start, start + len(block))

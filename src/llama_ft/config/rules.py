@@ -53,6 +53,8 @@ RULES: tuple[tuple[str, Callable[[Any], Any], str], ...] = (
     ("modules_to_save",
      lambda s: isinstance(s.target_modules, list) and {*s.target_modules} & {*(s.modules_to_save or [])},
      "is {}, and target_modules names one of them, too. A module has an adapter or is trained."),
+    ("target_parameters", lambda s: s.target_parameters and (s.lora_dropout or s.use_dora),
+     "is {}, and adapters of parameters are plain LoRA without dropout. Remove lora_dropout and use_dora."),
     ("mode", lambda s: s.mode != "none" and not s.use_peft,
      "is {}, and quantized weights cannot be trained. Add use_peft, which trains adapters."),
     ("block_size", lambda s: s.block_size.bit_count() != 1, "is {}; bitsandbytes has 32, 64, 128, ... 4096."),

@@ -1,4 +1,4 @@
-"""Settings of data, checkpoints, trackers, memory and profiling: the second half of settings.py."""
+"""Settings of quantization, data, checkpoints, trackers, memory and profiling: the second half of settings.py."""
 
 import re
 from typing import Annotated, Literal, NotRequired

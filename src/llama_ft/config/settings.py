@@ -186,6 +186,10 @@ class TrainConfig:
     activation_offload: bool = False
     """Keep the inputs of checkpointed layers in pinned host memory; needs CUDA."""
 
+    router_aux_loss_coef: Annotated[float, Field(ge=0)] | None = None
+    """MoE models: coefficient of the routers' load-balancing loss; 0 turns it off. If not given, that of config.json if
+    output_router_logits is true there, as in Transformers."""
+
     seed: Annotated[int, Field(ge=0, le=1_000_000_000)] = 42
     """Seed of data order, LoRA initialization and dropout."""
 
@@ -273,7 +277,12 @@ class PeftConfig:
     """Dropout on the adapter's input."""
 
     target_modules: list[str] | str = "all-linear"
-    """Names of the linear layers that get an adapter, such as q_proj,v_proj, or all-linear: all but the LM head."""
+    """Names of the linear layers that get an adapter, such as q_proj,v_proj, or all-linear: all but the LM head, and
+    experts without lora_dropout and use_dora."""
+
+    target_parameters: list[str] | None = None
+    """Names of parameters that get an adapter too, such as experts.gate_up_proj, in which the experts of a layer are
+    stacked; without lora_dropout and use_dora."""
 
     bias: Literal["none", "all", "lora_only"] = "none"
     """Bias parameters that are trained too."""

@@ -155,16 +155,6 @@ def function_beside(module: nn.Module, name: str) -> Callable[..., Any]:
     return cast(Callable[..., Any], next(getattr(file, name) for file in files if hasattr(file, name)))
 
 
-def router_loss(model: PreTrainedModel, output: Any, attention_mask: torch.Tensor | None) -> torch.Tensor | float:
-    """The auxiliary loss of a mixture of experts: the model's own load balancing loss of the tokens of its `output`,
-    times its own coefficient; 0 in evaluation, and unless config.json asks for it by output_router_logits."""
-    if not model.training or not getattr(output, "router_logits", None):
-        return 0.0
-    balance = function_beside(model, "load_balancing_loss_func")
-    loss = balance(output.router_logits, model.num_experts, model.num_experts_per_tok, attention_mask)
-    return cast(torch.Tensor, loss * model.router_aux_loss_coef)
-
-
 def freeze_first_layers(model: PreTrainedModel, count: int) -> None:
     """Keep the first `count` decoder layers as they are in training."""
     if count >= len(layers := decoder_layers(model)):

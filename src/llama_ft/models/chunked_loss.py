@@ -24,7 +24,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import get_device_states, set_device_states
 from transformers.modeling_utils import PreTrainedModel
 
-from llama_ft.models.build import router_loss
+from llama_ft.models.routers import router_loss
 from llama_ft.models.text_part import left_out
 
 # Logits that are there at a time: 512 positions of Llama 3's 128,256 logits, 0.6 GiB in bf16 and fp32, on CUDA.
@@ -92,7 +92,7 @@ def use_chunked_loss(model: PreTrainedModel) -> bool:
         decoded = decoder(*args, **kwargs)
         hidden = decoded.last_hidden_state.flatten(0, 1).index_select(0, positions)  # [targets, width]
         loss = head(hidden, loss_of=(targets, count, loss_fn, per_token))
-        return loss, router_loss(whole, decoded, kwargs.get("attention_mask"))
+        return loss, router_loss(whole, decoded, kwargs.get("attention_mask"), count)
 
     def head_forward(hidden: torch.Tensor, *args: Any, loss_of: Any = None, **kwargs: Any) -> Any:
         if loss_of is None:

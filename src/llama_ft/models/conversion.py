@@ -38,6 +38,7 @@ from transformers.modeling_utils import PreTrainedModel
 from llama_ft.errors import UserError
 from llama_ft.models.lora import checkpoint_key, is_adapter_weight
 from llama_ft.models.new_tokens import grow
+from llama_ft.models.quantization import is_part
 from llama_ft.models.quantized import quantized_weights
 from llama_ft.models.source import StoredTensor, WeightSource, open_weights
 from llama_ft.models.text_part import left_out

@@ -317,8 +317,8 @@ def quantized_weights(model: nn.Module) -> list[QuantizedWeight]:
     for module in model.modules():
         if isinstance(module, QuantizedLinear):
             shape = (module.out_features, module.in_features)
-            weight, scale = cast(nn.Parameter, module.weight), cast(nn.Parameter, module.scale)
-            found.append(QuantizedWeight(weight, scale, shape, module.scheme, module.is_stored))
+            scale: Any = module.scale
+            found.append(QuantizedWeight(cast(Any, module.weight), scale, shape, module.scheme, module.is_stored))
         elif isinstance(module, QuantizedStacks):
             own = cast(dict[str, nn.Parameter], module._parameters)
             found += [

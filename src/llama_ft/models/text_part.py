@@ -29,7 +29,7 @@ from transformers.models.auto.modeling_auto import (
 
 from llama_ft.errors import UserError
 
-CLASSES: dict[Any, dict[str, Any]] = {  # model_type -> a class, or several
+CLASSES: dict[Any, Any] = {
     AutoModelForCausalLM: MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     AutoModelForMultimodalLM: MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
 }
@@ -72,7 +72,7 @@ def auto_class(config: PretrainedConfig, trust_remote_code: bool = False) -> Any
         return AutoModelForCausalLM
     known = {auto: names[config.model_type] for auto, names in CLASSES.items() if config.model_type in names}
     named = (config.architectures or [config.model_type])[0]
-    own = [auto for auto, names in known.items() if named == names or (isinstance(names, tuple) and named in names)]
+    own = [auto for auto, names in known.items() if named in (names if isinstance(names, tuple) else (names,))]
     chosen = (own or [*known] or [None])[-1 if takes_more_than_text(config) else 0]
     if chosen is None or (chosen is AutoModelForMultimodalLM and config.is_encoder_decoder):
         supported = " or ".join(auto.__name__ for auto in CLASSES)

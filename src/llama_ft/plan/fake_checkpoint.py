@@ -19,7 +19,16 @@ from transformers.integrations import hub_kernels
 
 from llama_ft.config import ModelConfig
 from llama_ft.errors import UserError
-from llama_ft.models import attention_kernels, chunked_loss, compiled, conversion, loader, quantized
+from llama_ft.models import (
+    attention_kernels,
+    block_attention,
+    chunked_loss,
+    compiled,
+    conversion,
+    fsdp,
+    loader,
+    quantized,
+)
 from llama_ft.models.attention_kernels import AMPERE, T4
 from llama_ft.models.build import build_on_meta, decoder_layers, load_model_config
 from llama_ft.models.load_weights import QUANTIZED_AT_ONCE
@@ -81,11 +90,13 @@ def planned_models(headers: dict[str, StoredTensor], device: str) -> Iterator[No
         patch.object(loader.Loader, "_keep", keep_few_blocks),
         # Kernels of layers that carry a state need CUDA; transformers then computes them by torch's own operations.
         patch.object(hub_kernels, "is_torchdynamo_exporting", lambda: True),
+        patch.object(block_attention, "LONGEST_IN_BLOCKS", 0),  # many small operators; a block takes little memory
     ]
     if device == "cuda":  # fake tensors lie on the CPU
         patches += [
             patch.object(attention_kernels, "capability_of", lambda it: T4 if it.dtype == torch.float16 else AMPERE),
             patch.object(quantized, "_on_cuda", lambda _: True),
+            patch.object(fsdp, "_is_over_gloo", lambda _: False),
             patch.object(compiled, "_is_cuda", lambda _: True),
             patch.object(functional, "rms_norm", _KernelNorm.apply),
             patch.dict(chunked_loss.LOGITS_AT_ONCE, cpu=chunked_loss.LOGITS_AT_ONCE["cuda"]),

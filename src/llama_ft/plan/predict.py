@@ -79,6 +79,7 @@ def _plan_with(request: PlanRequest, build_model: BuildModel, layers: int | None
         result_bytes=_result_bytes(config, model, stored_dtypes),
         tokens=batch.tokens,
         is_quick=layers is not None,
+        routing=_routing(model),
         **_memory(request, tracker, sum(tensor.nbytes for tensor in saved.values())),
     )
 
@@ -128,6 +129,17 @@ def _full_batch(request: PlanRequest, rows: int, context_length: int) -> Batch:
     labels = ids.clone()
     labels[:, round(labels.shape[1] * request.target_share) :] = IGNORED
     return Batch(ids, labels, lengths, is_packed, [""] * len(lengths))
+
+
+def _routing(model: PreTrainedModel) -> str:
+    """What a plan assumes of the routing to a mixture of experts. Grouped matmuls compute the same number of rows, and
+    hold as much, however these are distributed over the experts. A model whose tensors do depend on the routing cannot
+    be planned: fake tensors have no values to route by."""
+    if not (stacked := models.expert_parameters(model)):
+        return ""
+    chosen = getattr(model.config.get_text_config(), "num_experts_per_tok", None) or "some"
+    experts = max(parameter.shape[0] for parameter in stacked.values())
+    return f"Experts: {chosen} of {experts} per token. Any routing takes this memory, also all tokens to one expert."
 
 
 def _memory(request: PlanRequest, tracker: Tracker, saved_bytes: int) -> dict[str, Any]:

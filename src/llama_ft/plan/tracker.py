@@ -13,6 +13,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from peft.tuners.lora.layer import ParamWrapper
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers.modeling_utils import PreTrainedModel
@@ -157,8 +158,8 @@ class Tracker(TorchDispatchMode):
             module.register_forward_pre_hook(self._before_forward)
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        # FusedLora uses the parameters of its modules without calling them.
-        for parameter in module.parameters(recurse=isinstance(module, lora_linear.FusedLora)):
+        # These use the parameters of their modules without calling them.
+        for parameter in module.parameters(recurse=isinstance(module, lora_linear.FusedLora | ParamWrapper)):
             if parameter.requires_grad and id(parameter) not in self._hooked:
                 self._hooked.add(id(parameter))  # fully_shard keeps its gathered parameters for good
                 parameter.register_post_accumulate_grad_hook(lambda it: self.assign([it.grad], "gradients"))
@@ -257,8 +258,7 @@ def _workspace_bytes(func: Any, args: Any, is_cuda: bool) -> int:
         case "bitsandbytes.optimizer_update_8bit_blockwise" if not is_cuda:
             # In fp32: both states, the gradient, the second state's root before and after a division, narrower weights.
             return int(args[2].numel() * 4 * (5 if args[2].dtype == torch.float32 else 6))
-        case name if not is_cuda and name.replace("._", ".").startswith(("c10d.allgather", "c10d.reduce_scatter")):
-            # gloo's reduce-scatter is an all-reduce of a copy of the input, and its all-gather receives into memory of
-            # its own. Source: AsyncAllgatherWork in torch's ProcessGroupGloo.cpp.
+        case name if not is_cuda and name.replace("._", ".").startswith("c10d.allgather"):
+            # gloo's receives into memory of its own. Source: AsyncAllgatherWork in torch's ProcessGroupGloo.cpp.
             return max((value.nbytes for value in _tensors(args)), default=0)
     return 0

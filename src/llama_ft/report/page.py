@@ -33,6 +33,7 @@ METRIC_PLOTS = {  # key -> title
     "perf/step_seconds": "Time per step",
     "memory/device_peak_bytes": "GPU memory, peak so far",
     "memory/host_peak_bytes": "Host memory (RSS), peak so far",
+    "train/router_aux_loss": "Auxiliary loss of the routers, before its coefficient",
     "train/loss_scale": "Loss scale",
 }
 
