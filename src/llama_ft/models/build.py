@@ -118,7 +118,9 @@ def build_on_meta(config: PretrainedConfig, model: ModelConfig, new: NewTokens |
             f"{config.model_type} ({type(error).__name__}: {reason(error)})."
         ) from error
     # transformers builds BERT and its kin with a warning; there each token sees the next one, and the loss falls to 0.
-    if not (getattr(config, "is_decoder", True) or any(getattr(m, "is_causal", False) for m in skeleton.modules())):
+    is_causal = getattr(config, "is_decoder", True) or any(getattr(m, "is_causal", False) for m in skeleton.modules())
+    masks = {name for kind in type(skeleton).__mro__ for name in vars(sys.modules[kind.__module__]) if "_mask" in name}
+    if not is_causal and not ("create_causal_mask" in masks and "create_bidirectional_mask" not in masks):
         raise UserError(
             f"--model_name {model.model_name}: {type(skeleton).__name__} is an encoder here, not a decoder."
         )
@@ -131,12 +133,17 @@ def build_on_meta(config: PretrainedConfig, model: ModelConfig, new: NewTokens |
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The model's decoder layers from input to output, of the classes that transformers names in `_no_split_modules`;
-    of those within one another (Mamba's) the outermost. fully_shard derives a class of its own from theirs."""
+    """The model's decoder layers from input to output: of the classes that transformers names in `_no_split_modules`,
+    of those within one another (Mamba's) the outermost. If it names none, the items of the list with the most
+    parameters. fully_shard derives a class of its own from theirs."""
     kinds = set(private(model, "_no_split_modules") or ())
     modules = dict(model.named_modules())
     found = {name: m for name, m in modules.items() if not kinds.isdisjoint(kind.__name__ for kind in type(m).__mro__)}
-    return [m for name, m in found.items() if not any(name.startswith(f"{outer}.") for outer in found)]
+    for name in [name for name, m in found.items() if any(isinstance(it, nn.Embedding) for it in m.children())]:
+        del found[name]  # BERT's embeddings, which device_map must not split either
+    layers = [m for name, m in found.items() if not any(name.startswith(f"{outer}.") for outer in found)]
+    lists = [] if layers else [list(module) for module in modules.values() if isinstance(module, nn.ModuleList)]
+    return max(lists, key=lambda items: sum(p.numel() for item in items for p in item.parameters()), default=layers)
 
 
 def function_beside(module: nn.Module, name: str) -> Callable[..., Any]:

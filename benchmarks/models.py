@@ -1,0 +1,475 @@
+"""Fine-tune a small random model of every decoder that the installed Transformers has, and compare with Transformers.
+
+    python benchmarks/models.py --results models.jsonl                 # resumes: models in the file are not run again
+    python benchmarks/models.py --results models.jsonl --only "qwen3|lfm2" --columns full,packing --again
+    python benchmarks/models.py --results models.jsonl --write         # writes docs/models.md from the file
+
+A model is made of its config class's defaults, with small sizes (`SIZES`). Each column is a run of a recipe in a process
+of its own, forked from one that has imported everything. Compared are the first loss (1e-5) and gradient norm (1e-4) with
+those of plain Transformers and PEFT on the samples one by one, and the logits of the result after a step of SGD (1e-4)
+with those of the plain model after the same step. In 8 and 4 bits the plain model has weights that bitsandbytes has
+quantized and dequantized.
+"""
+
+import argparse
+import dataclasses
+import json
+import math
+import os
+import platform
+import random
+import re
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from datetime import date
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(REPOSITORY / "src"), str(REPOSITORY / "recipes")]
+os.environ["OMP_NUM_THREADS"] = "1"  # a process with further threads cannot be forked
+
+import finetuning  # noqa: E402
+import plan as plan_recipe  # noqa: E402
+import torch  # noqa: E402
+import transformers  # noqa: E402
+from bitsandbytes import functional as bnb  # noqa: E402
+from transformers import PretrainedConfig  # noqa: E402
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping  # noqa: E402
+from transformers.models.auto import modeling_auto  # noqa: E402
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # noqa: E402
+
+from llama_ft import models  # noqa: E402
+from llama_ft.config import load  # noqa: E402
+from llama_ft.config.parse import as_keywords  # noqa: E402
+from llama_ft.plan.flags import read_plan_flags  # noqa: E402
+
+DECODERS: dict[str, str] = dict(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+MULTIMODAL: dict[str, str] = dict(modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+LAYERS, VOCABULARY, LENGTHS = 4, 320, (40, 33, 24, 17)  # tokens of the samples; windows and chunks are of 16
+# Size -> the settings that get it. What is not named here keeps its default.
+SIZES: dict[Any, str] = {
+    64: "hidden_size d_model n_embd dim embedding_dim emb_dim embedding_size word_embed_proj_dim attention_hidden_size "
+    "input_embedding_size output_embedding_size lru_width hidden_size_global backbone_hidden_size moe_hidden_size "
+    "mamba_d_ssm moe_shared_expert_intermediate_size moe_intermediate_size shared_expert_intermediate_size mamba_headdim "
+    "shared_intermediate_size expert_ffn_hidden_size shared_experts_intermediate_size share_expert_dim hc_lowrank "
+    "text_hidden_size out_hidden_size router_hidden_size o_lora_rank ple_embed_dim local_attention_window_len "
+    "projector_input_dim projector_output_dim projection_dim adapter_in_dim time_step_rank mamba_dt_rank cross_hidden_size",
+    128: "intermediate_size ffn_dim decoder_ffn_dim encoder_ffn_dim n_inner dff d_inner dim_ff ffn_hidden_size mlp_dim "
+    "intermediate_size_mlp dense_intermediate_size feed_forward_size d_ff image_size vision_output_dim merged_hidden_size "
+    "projector_hidden_size projection_intermediate_size block_multiple_of attention_head_dim",
+    LAYERS: "num_hidden_layers n_layer n_layers num_layers decoder_layers num_decoder_layers num_blocks "
+    "num_attention_heads n_head n_heads num_heads decoder_attention_heads attention_heads layers dim_model_base "
+    "num_decoder_attention_heads num_experts num_local_experts n_routed_experts moe_num_experts linear_num_value_heads "
+    "linear_num_heads mamba_n_heads mamba_num_heads swa_num_attention_heads num_sliding_attention_heads n_groups "
+    "num_kv_heads index_n_heads num_encoder_layers num_encoder_attention_heads encoder_layers encoder_attention_heads",
+    2: "num_experts_per_tok num_experts_per_token moe_topk moe_k moe_top_k linear_num_key_heads swa_num_key_value_heads "
+    "num_shared_experts n_shared_experts moe_num_shared_experts num_kv_shared_layers o_groups depth zero_expert_num "
+    "altup_num_inputs index_topk_blocks num_global_layers conf_num_hidden_layers resampler_depth full_attention_interval "
+    "global_attn_every_n_layers sliding_window_pattern attn_layer_period layer_group_size heads_per_ngram "
+    "no_rope_layer_interval num_key_value_heads pretraining_tp patch_size n_layers_per_attn_res_block",
+    1: "first_k_dense_replace n_group topk_group num_expert_group attn_layer_offset num_nextn_predict_layers "
+    "moe_layer_start_index num_dense_layers mamba_n_groups mamba_ngroups num_mem_blocks num_layers_per_stack",
+    16: "head_dim sliding_window window_size sliding_window_size attention_window_size attention_chunk_size chunk_size "
+    "mamba_chunk_size qk_rope_head_dim qk_nope_head_dim v_head_dim linear_key_head_dim linear_value_head_dim d_head "
+    "linear_head_dim index_topk swa_head_dim rotary_dim attention_head_size state_size mamba_d_state ssm_state_size "
+    "query_pre_attn_scalar kv_channels dim_head d_kv local_attn_chunk_length lsh_attn_chunk_length adapter_rank "
+    "hidden_size_per_layer_input laurel_rank local_attention block_size index_block_size rel_extent d_rel "
+    "keep_window_size image_seq_length gated_norm_rank resampler_head_dim resampler_n_latents",
+    32: "q_lora_rank kv_lora_rank index_head_dim qk_head_dim mamba_head_dim mamba_d_head global_head_dim",
+    256: "max_position_embeddings n_positions max_seq_len n_ctx model_max_length context_length "
+    "ngram_vocab_size_base",
+    VOCABULARY: "vocab_size vocab_size_per_layer_input decoder_vocab_size unpadded_vocab_size",
+    0.1: "initializer_range init_std",
+}  # fmt: skip
+SMALL = {name: size for size, names in SIZES.items() for name in names.split()}
+ROPE = {"rope_type": "default", "rope_theta": 1e4}
+# What the rules above do not get right, by model_type.
+SPECIAL: dict[str, dict[str, Any]] = {  # patterns of model_type
+    "falcon_h1": {"mamba_d_head": 16},
+    "mamba2": {"head_dim": 32},
+    "zamba": {"attention_hidden_size": 128, "attention_head_dim": 32},
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
+    "reformer": {"axial_pos_embds": False},
+    "xmod": {"default_language": "en_XX"},
+    "zaya": {"num_experts_per_tok": 1},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "qwen4_exp_text": {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 16,
+                       "indexer_compress_ratio": 4},
+    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4}},
+    "chameleon|emu3": {"vocabulary_map": {"<image>": 4}},
+    "cohere_compass_text": {"layer_types": None},
+    "glm4v_moe_text": {"rope_parameters": {**ROPE, "mrope_section": [2, 1, 1]}},
+    "(glm4v|glm46v|glmga|glm_ocr|qwen2_5_vl|qwen2_vl|qwen2_5_omni|paddleocr_vl|cosmos3_edge)_(text|thinker_text)?":
+        {"rope_parameters": {**ROPE, "mrope_section": [2, 3, 3]}},
+}  # fmt: skip
+# Set although the default is None: the model's own checkpoints set them.
+NEEDED = ("head_dim", "num_key_value_heads", "num_experts_per_tok", "n_routed_experts", "n_shared_experts",
+          "sliding_window")  # fmt: skip
+FLAGS = (
+    "--no_plan --device cpu --precision fp32 --optimizer SGD --momentum 0 --weight_decay 0 --lr 0.01 --max_train_step 1 "
+    "--context_length 128 --sample_tokens 0 --save_steps 0 --num_epochs 1 --dataset samples.jsonl"
+).split()
+PADDED, PACKED = "--batching_strategy padding --batch_size_training".split(), "--batch_size_training 1".split()
+LORA = "--use_peft --target_modules all-linear --peft.r 4 --lora_dropout 0".split()
+COLUMNS: dict[str, list[str]] = {
+    "full": [*PADDED, "4"],
+    "packing": PACKED,  # the columns below pack if this one is right, else they pad
+    "LoRA": LORA,
+    "8 bit": [*LORA, "--quantization", "8bit"],
+    "4 bit": [*LORA, "--quantization", "4bit"],
+    "2 ranks": [*PADDED, "2", "--enable_fsdp", "--low_cpu_fsdp", "--min_num_params", "1000"],
+    "plan": [*LORA, "--precision", "bf16_mixed", "--context_length", "128"],
+}
+SHOWN = ("full", "export", "packing", "LoRA", "8 bit", "4 bit", "2 ranks", "plan")
+SECONDS = 120.0  # for a column; small models take 1 to 5
+
+
+def shrunk(config: PretrainedConfig) -> PretrainedConfig:
+    """The config with small sizes, and of lists with a value per layer one layer of each kind."""
+    known = {field.name for field in dataclasses.fields(config)}  # type: ignore[arg-type]
+    values = vars(config)
+    depth = next((values[name] for name in ("num_hidden_layers", "n_layer", "n_layers") if values.get(name)), None)
+    given: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, PretrainedConfig):
+            given[name] = shrunk(value)
+        elif name not in known or (value is None and name not in NEEDED) or isinstance(value, bool):
+            continue
+        elif isinstance(value, list | tuple) and value and len(value) == depth:
+            kinds = list(dict.fromkeys(value))
+            kinds = [SMALL.get(name, it) if isinstance(it, int) and it > LAYERS else it for it in kinds]
+            given[name] = [kinds[number % len(kinds)] for number in range(LAYERS)]
+        elif "drop" in name or "jitter" in name:
+            given[name] = type(value)(0)
+        elif name in SMALL and value not in (0, -1):
+            given[name] = [SMALL[name]] * len(value) if isinstance(value, list | tuple) else SMALL[name]
+    heads = values.get("num_attention_heads")
+    if "num_key_value_heads" in given and values["num_key_value_heads"] == heads:
+        given["num_key_value_heads"] = LAYERS
+    if "is_decoder" in values:
+        given["is_decoder"] = True
+    special = {"pad_token_id": 2, "bos_token_id": 0, "eos_token_id": 1}
+    for pattern, settings in SPECIAL.items():
+        special |= settings if re.fullmatch(pattern, config.model_type) else {}
+    return type(config)(**given | {name: value for name, value in special.items() if name in values})
+
+
+def build(work: Path, model_type: str) -> dict[str, Any]:
+    """Write the model into work/model, and see that plain Transformers trains it as a causal decoder on this machine."""
+    torch.manual_seed(0)
+    config = shrunk(CONFIG_MAPPING[model_type]())
+    kind = getattr(transformers, MULTIMODAL.get(model_type) or DECODERS[model_type])
+    model = kind(config)
+    for name, buffer in model.named_buffers():
+        if name in model.state_dict() and buffer.is_floating_point():
+            buffer.uniform_(-0.5, 0.5)  # DeepSeek's correction of routing, which begins as zeros
+    model.save_pretrained(work / "model", max_shard_size="200KB")
+    model = plain(work / "model").train()
+    rows = [torch.tensor([row]) for row in samples()]
+    loss, _ = loss_and_norm(model)
+    padded = padded_loss(model)
+    with torch.no_grad():
+        logits = model.eval()(input_ids=rows[0], use_cache=False).logits
+        changed = model(input_ids=torch.cat([rows[0][:, :-1], rows[0][:, -1:] - 1], 1), use_cache=False).logits
+    if logits.shape[:2] != rows[0].shape:
+        raise ValueError(f"its logits are {list(logits.shape)}: not a decoder of text")
+    if not torch.allclose(logits[:, :-1], changed[:, :-1], atol=1e-5):
+        raise ValueError("tokens see the tokens behind them: not a causal decoder")
+    if not math.isfinite(loss):
+        raise ValueError("its loss is not finite")
+    return {"class": type(model).__name__, "parameters": model.num_parameters(), "padded": abs(padded / loss - 1)}
+
+
+def samples() -> list[list[int]]:
+    """Token ids of the samples."""
+    generator = random.Random(0)
+    return [[generator.randrange(3, 256) for _ in range(length)] for length in LENGTHS]
+
+
+def plain(folder: Path, adapter: Path | None = None, mode: str = "") -> Any:
+    """The model in plain Transformers, with weights as bitsandbytes rounds them, and an adapter in plain PEFT."""
+    from peft import PeftModel
+
+    kind = getattr(transformers, json.loads((folder / "config.json").read_text())["architectures"][0])
+    model = kind.from_pretrained(folder, dtype=torch.float32)
+    if mode:
+        for name in quantized_names(folder, mode):
+            weight = model.get_parameter(name).data
+            flat = weight.flatten(0, -2)
+            if mode == "4bit":
+                rounded = bnb.dequantize_4bit(*bnb.quantize_4bit(flat, blocksize=64, quant_type="nf4"))
+            else:
+                whole, scale, _ = bnb.int8_vectorwise_quant(flat.half())
+                rounded = whole.float() * (scale.unsqueeze(1) / 127)
+            weight.copy_(rounded.view(weight.shape))
+    return PeftModel.from_pretrained(model, adapter, is_trainable=True) if adapter else model
+
+
+def quantized_names(folder: Path, mode: str) -> list[str]:
+    """Names of the weights that llama_ft quantizes."""
+    config, _ = load([f"--model_name={folder}", f"--quantization={mode}", "--use_peft"], finetuning.DEMO_CONFIG)
+    model_config = models.load_model_config(folder, False)
+    quantization = models.choose_quantization(config.quantization, model_config, True)
+    model = models.build_on_meta(model_config, config.model)
+    assert quantization is not None
+    models.quantize_linears(model, quantization)
+    return [
+        name
+        for name, parameter in model.named_parameters()
+        if not parameter.is_floating_point() and not name.endswith("scale")
+    ]
+
+
+def loss_and_norm(model: Any) -> tuple[float, float]:
+    """Mean loss over all tokens of the samples, each alone, and the norm of its gradients, which stay in the model."""
+    total = torch.zeros(())
+    for row in samples():
+        ids = torch.tensor([row])
+        logits = model(input_ids=ids, use_cache=False).logits[0, :-1].float()
+        total = total + torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="sum")
+    loss = total / (sum(LENGTHS) - len(LENGTHS))
+    loss.backward()
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    return loss.item(), torch.nn.utils.get_total_norm(gradients).item()
+
+
+@torch.no_grad()
+def padded_loss(model: Any) -> float:
+    """The same mean of the samples in one padded batch."""
+    rows = [torch.tensor(row) for row in samples()]
+    ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=2)
+    mask = torch.tensor([[1] * len(row) + [0] * (ids.shape[1] - len(row)) for row in rows])
+    logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits.float()
+    labels = ids.masked_fill(mask == 0, -100)[:, 1:]
+    return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels.flatten()).item()
+
+
+@torch.no_grad()
+def logits_of(model: Any) -> torch.Tensor:
+    """Logits of the first sample."""
+    logits: torch.Tensor = model.eval()(input_ids=torch.tensor(samples()[:1]), use_cache=False).logits
+    return logits
+
+
+def train(work: Path, column: str, layout: list[str]) -> dict[str, Any]:
+    """Run recipes/finetuning.py on the model and compare."""
+    flags = [*FLAGS, *layout, *COLUMNS[column], "--model_name", "model", "--output_dir", column]
+    finetuning.main(**as_keywords([*flags, "--tokenizer_name", "../tokenizer"]))
+    if os.environ.get("RANK", "0") != "0":
+        return {}
+    lines = [json.loads(line) for line in (work / column / "metrics.jsonl").read_text().splitlines()]
+    seen = next(line for line in lines if "train/loss" in line)
+    mode = COLUMNS[column][-1] if "bit" in column else ""
+    result = work / column / "model"
+    adapter = result if "--use_peft" in COLUMNS[column] else None
+    model = plain(work / "model", adapter, mode).train()
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.zeros_(parameter)
+    loss, norm = loss_and_norm(model)
+    before = logits_of(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter -= seen["train/lr"] * parameter.grad
+    expected = logits_of(model)
+    tuned = logits_of(plain(work / "model", adapter, mode) if adapter else plain(result))
+    found = {
+        "loss": abs(seen["train/loss"] / loss - 1),
+        "norm": abs(seen["train/grad_norm"] / norm - 1),
+        "moved": (expected - before).abs().max().item(),
+        "logits": (tuned - expected).abs().max().item(),
+        "names": adapter is not None or stored_names(result) == stored_names(work / "model"),
+    }
+    if mode:
+        shapes = dict(plain(work / "model").named_parameters())
+        matrices = {name: p.numel() for name, p in shapes.items() if p.ndim > 1 and "embed" not in name}
+        chosen = quantized_names(work / "model", mode)
+        found["share"] = sum(shapes[name].numel() for name in chosen) / max(1, sum(matrices.values()))
+    return found
+
+
+def stored_names(folder: Path) -> set[str]:
+    """Names of the tensors in a folder."""
+    from safetensors import safe_open
+
+    return {name for file in folder.glob("*.safetensors") for name in safe_open(file, "pt").keys()}
+
+
+def plan(work: Path, column: str, layout: list[str]) -> dict[str, Any]:
+    """Run recipes/plan.py on the model."""
+    flags = ["--model_name", "model", "--dataset", "samples.jsonl", *layout, *COLUMNS[column], "--nproc", "2"]
+    config, _, options = read_plan_flags(flags, finetuning.DEMO_CONFIG, "")
+    assert plan_recipe.main(config, options) == 0
+    return {}
+
+
+def forked(call: Callable[[], dict[str, Any]], work: Path, ranks: int = 1) -> tuple[dict[str, Any] | None, str]:
+    """What `call` returns in a process of its own, or on rank 0 of some; None and the output if it does not return."""
+    answer, output = work / "answer.json", work / "output.txt"
+    answer.unlink(missing_ok=True)
+    sys.stdout.flush()
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = str(taken.getsockname()[1])
+    children = []
+    for rank in range(ranks):
+        if child := os.fork():
+            children.append(child)
+            continue
+        try:
+            file = os.open(output, os.O_WRONLY | os.O_CREAT | (os.O_TRUNC if rank == 0 else os.O_APPEND))
+            os.dup2(file, 1)
+            os.dup2(file, 2)
+            os.chdir(work)
+            if ranks > 1:
+                place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+                place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "models"}
+                os.environ.update({name: str(value) for name, value in place.items()})
+            found = call()
+            if rank == 0:
+                answer.write_text(json.dumps(found))
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            os._exit(0)
+    deadline = time.monotonic() + SECONDS
+    while children and time.monotonic() < deadline:
+        children = [child for child in children if os.waitpid(child, os.WNOHANG) == (0, 0)]
+        time.sleep(0.02)
+    for child in children:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    text = output.read_text(errors="replace") if output.exists() else ""
+    if children:
+        text += f"\nerror: not done in {SECONDS:.0f} s"
+    return (json.loads(answer.read_text()) if answer.exists() else None), text
+
+
+def reason(output: str) -> str:
+    """The last error of an output, in a few words."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    errors = [line for line in lines if re.match(r"(error:|\w*(Error|Exception)\b)", line)]
+    line = (errors or lines or ["it ended without a word"])[-1]
+    if line.startswith("error:") and (following := lines[lines.index(line) + 1 :]) and line.endswith(":"):
+        line += " " + following[0]
+    return re.sub(r"\(`[^`]*`\)|error: |rank 0 failed: ", "", line).replace("|", "/")[:160]
+
+
+def verdict(column: str, found: dict[str, Any]) -> str:
+    """`yes`, or what differs."""
+    if column == "plan":
+        return "yes"
+    wrong = []
+    if not found["loss"] < 1e-5:
+        wrong.append(f"loss {found['loss']:.0e}")
+    if not found["norm"] < 1e-4:
+        wrong.append(f"gradient {found['norm']:.0e}")
+    if column in ("LoRA", "8 bit", "4 bit") and not found["logits"] < 1e-4:
+        wrong.append(f"adapter's logits {found['logits']:.0e}")
+    return f"differs: {', '.join(wrong)}" if wrong else "yes"
+
+
+def run(model_type: str, columns: list[str], scratch: Path) -> dict[str, Any]:
+    """All columns of a model."""
+    work = scratch / model_type
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir()
+    with open(work / "samples.jsonl", "w") as file:
+        for row in samples():
+            file.write(json.dumps({"input_ids": row, "labels": row}) + "\n")
+    started = time.monotonic()
+    made, output = forked(partial(build, work, model_type), work)
+    record: dict[str, Any] = {"model": model_type, "class": MULTIMODAL.get(model_type) or DECODERS[model_type]}
+    if made is None:
+        return record | {"skipped": reason(output)}
+    record |= made
+    for column in filter(None, columns):
+        packs = record.get("packing") == "yes" and column != "full"
+        layout = [] if column in ("full", "packing", "2 ranks") else PACKED if packs else [*PADDED, "4"]
+        if column != "full" and refused(record.get("full", "")):
+            record[column] = record["full"]
+            continue
+        call = partial(plan if column == "plan" else train, work, column, layout)
+        found, output = forked(call, work, 2 if column == "2 ranks" else 1)
+        record[column] = reason(output) if found is None else verdict(column, found)
+        if found:
+            record["numbers"] = record.get("numbers", {}) | {column: found}
+        if column == "full":
+            record["export"] = exported(found) if found is not None else "-"
+        if found is None and os.environ.get("SHOW"):
+            print(output)
+    shutil.rmtree(work)
+    return record | {"seconds": round(time.monotonic() - started, 1)}
+
+
+def refused(verdict: str) -> bool:
+    """Whether the model is refused as such, so that no column runs."""
+    return verdict.startswith("--model_name")
+
+
+def exported(found: dict[str, Any]) -> str:
+    """`yes`, or what is wrong with the model that was written."""
+    if not found["names"]:
+        return "other tensor names"
+    return "yes" if found["logits"] < 1e-4 < found["moved"] else f"logits {found['logits']:.0e}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, required=True, help="JSON lines, one per model; appended to")
+    parser.add_argument("--only", default="", help="a pattern of model types")
+    parser.add_argument("--columns", default=",".join(COLUMNS))
+    parser.add_argument("--again", action="store_true", help="run also what the file has")
+    parser.add_argument("--write", action="store_true", help="write docs/models.md")
+    arguments = parser.parse_args()
+    known = {}
+    if arguments.results.exists():
+        for line in arguments.results.read_text().splitlines():
+            record = json.loads(line)
+            known[record["model"]] = known.get(record["model"], {}) | record
+    if arguments.write:
+        return
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory(prefix="models-") as directory:
+        scratch = Path(directory)
+        os.environ["LLAMA_FT_CACHE"] = str(scratch / "cache")
+        write_tokenizer(scratch / "tokenizer")
+        get_checkpoint_conversion_mapping("llama")  # compiles 900 patterns, once for all children
+        for model_type in sorted({**DECODERS, **MULTIMODAL}):
+            if not re.fullmatch(f"({arguments.only or '.*'})", model_type):
+                continue
+            if model_type in known and not arguments.again:
+                continue
+            record = run(model_type, arguments.columns.split(","), scratch)
+            with open(arguments.results, "a") as file:
+                file.write(json.dumps(record) + "\n")
+            print(json.dumps({name: value for name, value in record.items() if name != "numbers"}), flush=True)
+
+
+def write_tokenizer(folder: Path) -> None:
+    """A tokenizer of single bytes."""
+    from tokenizers import Tokenizer, pre_tokenizers
+    from tokenizers import models as tokenizer_models
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {token: number for number, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(tokenizer_models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
+
+
+if __name__ == "__main__":
+    main()
