@@ -4,11 +4,11 @@
     python benchmarks/models.py --results models.jsonl --only "qwen3|lfm2" --columns full,packing --again
     python benchmarks/models.py --results models.jsonl --write         # writes docs/models.md from the file
 
-A model is made of its config class's defaults, with small sizes (`SIZES`). Each column is a run of a recipe in a process
-of its own, forked from one that has imported everything. Compared are the first loss (1e-5) and gradient norm (1e-4) with
-those of plain Transformers and PEFT on the samples one by one, and the logits of the result after a step of SGD (1e-4)
-with those of the plain model after the same step. In 8 and 4 bits the plain model has weights that bitsandbytes has
-quantized and dequantized.
+A model is made of its config class's defaults, with small sizes (`SIZES`). Each column is a run of a recipe in a
+process of its own, forked from one that has imported everything. The first loss (1e-5) and gradient norm (1e-4) are
+compared with those of plain Transformers and PEFT on the samples one by one; the logits of the result, after a step of
+SGD, with those of the plain model after the same step (1e-4). In 8 and 4 bits the plain model has weights that
+bitsandbytes has quantized and dequantized.
 """
 
 import argparse
@@ -27,10 +27,10 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable
 from datetime import date
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -58,36 +58,39 @@ MULTIMODAL: dict[str, str] = dict(modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAP
 LAYERS, VOCABULARY, LENGTHS = 4, 320, (40, 33, 24, 17)  # tokens of the samples; windows and chunks are of 16
 # Size -> the settings that get it. What is not named here keeps its default.
 SIZES: dict[Any, str] = {
-    64: "hidden_size d_model n_embd dim embedding_dim emb_dim embedding_size word_embed_proj_dim attention_hidden_size "
-    "input_embedding_size output_embedding_size lru_width hidden_size_global backbone_hidden_size moe_hidden_size "
-    "mamba_d_ssm moe_shared_expert_intermediate_size moe_intermediate_size shared_expert_intermediate_size mamba_headdim "
-    "shared_intermediate_size expert_ffn_hidden_size shared_experts_intermediate_size share_expert_dim hc_lowrank "
-    "text_hidden_size out_hidden_size router_hidden_size o_lora_rank ple_embed_dim local_attention_window_len "
-    "projector_input_dim projector_output_dim projection_dim adapter_in_dim time_step_rank mamba_dt_rank cross_hidden_size",
+    64: "hidden_size d_model n_embd dim embedding_dim emb_dim embedding_size word_embed_proj_dim "
+    "attention_hidden_size input_embedding_size output_embedding_size lru_width hidden_size_global "
+    "backbone_hidden_size moe_hidden_size mamba_d_ssm moe_shared_expert_intermediate_size moe_intermediate_size "
+    "shared_expert_intermediate_size mamba_headdim shared_intermediate_size expert_ffn_hidden_size "
+    "shared_experts_intermediate_size share_expert_dim hc_lowrank text_hidden_size out_hidden_size "
+    "router_hidden_size o_lora_rank ple_embed_dim local_attention_window_len projector_input_dim "
+    "projector_output_dim projection_dim adapter_in_dim time_step_rank mamba_dt_rank cross_hidden_size",
     128: "intermediate_size ffn_dim decoder_ffn_dim encoder_ffn_dim n_inner dff d_inner dim_ff ffn_hidden_size mlp_dim "
-    "intermediate_size_mlp dense_intermediate_size feed_forward_size d_ff image_size vision_output_dim merged_hidden_size "
-    "projector_hidden_size projection_intermediate_size block_multiple_of attention_head_dim",
+    "intermediate_size_mlp dense_intermediate_size feed_forward_size d_ff image_size vision_output_dim "
+    "merged_hidden_size projector_hidden_size projection_intermediate_size block_multiple_of attention_head_dim",
     LAYERS: "num_hidden_layers n_layer n_layers num_layers decoder_layers num_decoder_layers num_blocks "
     "num_attention_heads n_head n_heads num_heads decoder_attention_heads attention_heads layers dim_model_base "
-    "num_decoder_attention_heads num_experts num_local_experts n_routed_experts moe_num_experts linear_num_value_heads "
-    "linear_num_heads mamba_n_heads mamba_num_heads swa_num_attention_heads num_sliding_attention_heads n_groups "
-    "num_kv_heads index_n_heads num_encoder_layers num_encoder_attention_heads encoder_layers encoder_attention_heads",
-    2: "num_experts_per_tok num_experts_per_token moe_topk moe_k moe_top_k linear_num_key_heads swa_num_key_value_heads "
-    "num_shared_experts n_shared_experts moe_num_shared_experts num_kv_shared_layers o_groups depth zero_expert_num "
-    "altup_num_inputs index_topk_blocks num_global_layers conf_num_hidden_layers resampler_depth full_attention_interval "
-    "global_attn_every_n_layers sliding_window_pattern attn_layer_period layer_group_size heads_per_ngram "
-    "no_rope_layer_interval num_key_value_heads pretraining_tp patch_size n_layers_per_attn_res_block",
+    "num_decoder_attention_heads num_experts num_local_experts n_routed_experts moe_num_experts "
+    "linear_num_value_heads linear_num_heads mamba_n_heads mamba_num_heads swa_num_attention_heads "
+    "num_sliding_attention_heads n_groups num_kv_heads index_n_heads num_encoder_layers "
+    "num_encoder_attention_heads encoder_layers encoder_attention_heads",
+    2: "num_experts_per_tok num_experts_per_token moe_topk moe_k moe_top_k linear_num_key_heads "
+    "swa_num_key_value_heads num_shared_experts n_shared_experts moe_num_shared_experts num_kv_shared_layers "
+    "o_groups depth zero_expert_num altup_num_inputs index_topk_blocks num_global_layers conf_num_hidden_layers "
+    "resampler_depth full_attention_interval global_attn_every_n_layers sliding_window_pattern attn_layer_period "
+    "layer_group_size heads_per_ngram no_rope_layer_interval num_key_value_heads pretraining_tp patch_size "
+    "n_layers_per_attn_res_block",
     1: "first_k_dense_replace n_group topk_group num_expert_group attn_layer_offset num_nextn_predict_layers "
     "moe_layer_start_index num_dense_layers mamba_n_groups mamba_ngroups num_mem_blocks num_layers_per_stack",
-    16: "head_dim sliding_window window_size sliding_window_size attention_window_size attention_chunk_size chunk_size "
-    "mamba_chunk_size qk_rope_head_dim qk_nope_head_dim v_head_dim linear_key_head_dim linear_value_head_dim d_head "
-    "linear_head_dim index_topk swa_head_dim rotary_dim attention_head_size state_size mamba_d_state ssm_state_size "
-    "query_pre_attn_scalar kv_channels dim_head d_kv local_attn_chunk_length lsh_attn_chunk_length adapter_rank "
-    "hidden_size_per_layer_input laurel_rank local_attention block_size index_block_size rel_extent d_rel "
-    "keep_window_size image_seq_length gated_norm_rank resampler_head_dim resampler_n_latents",
+    16: "head_dim sliding_window window_size sliding_window_size attention_window_size attention_chunk_size "
+    "chunk_size mamba_chunk_size qk_rope_head_dim qk_nope_head_dim v_head_dim linear_key_head_dim "
+    "linear_value_head_dim d_head linear_head_dim index_topk swa_head_dim rotary_dim attention_head_size "
+    "state_size mamba_d_state ssm_state_size query_pre_attn_scalar kv_channels dim_head d_kv "
+    "local_attn_chunk_length lsh_attn_chunk_length adapter_rank hidden_size_per_layer_input laurel_rank "
+    "local_attention block_size index_block_size rel_extent d_rel keep_window_size image_seq_length "
+    "gated_norm_rank resampler_head_dim resampler_n_latents",
     32: "q_lora_rank kv_lora_rank index_head_dim qk_head_dim mamba_head_dim mamba_d_head global_head_dim",
-    256: "max_position_embeddings n_positions max_seq_len n_ctx model_max_length context_length "
-    "ngram_vocab_size_base",
+    256: "max_position_embeddings n_positions max_seq_len n_ctx model_max_length context_length ngram_vocab_size_base",
     VOCABULARY: "vocab_size vocab_size_per_layer_input decoder_vocab_size unpadded_vocab_size",
     0.1: "initializer_range init_std",
 }  # fmt: skip
@@ -96,6 +99,7 @@ ROPE = {"rope_type": "default", "rope_theta": 1e4}
 # What the rules above do not get right, by model_type.
 SPECIAL: dict[str, dict[str, Any]] = {  # patterns of model_type
     "falcon_h1": {"mamba_d_head": 16},
+    "gpt_neox_japanese": {"is_decoder": False},  # as its checkpoints leave it; it is always a decoder
     "mamba2": {"head_dim": 32},
     "zamba": {"attention_hidden_size": 128, "attention_head_dim": 32},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
@@ -116,14 +120,14 @@ SPECIAL: dict[str, dict[str, Any]] = {  # patterns of model_type
 NEEDED = ("head_dim", "num_key_value_heads", "num_experts_per_tok", "n_routed_experts", "n_shared_experts",
           "sliding_window")  # fmt: skip
 FLAGS = (
-    "--no_plan --device cpu --precision fp32 --optimizer SGD --momentum 0 --weight_decay 0 --lr 0.01 --max_train_step 1 "
-    "--context_length 128 --sample_tokens 0 --save_steps 0 --num_epochs 1 --dataset samples.jsonl"
+    "--no_plan --device cpu --precision fp32 --optimizer SGD --momentum 0 --weight_decay 0 --lr 0.01 --num_epochs 1 "
+    "--max_train_step 1 --context_length 128 --sample_tokens 0 --save_steps 0 --dataset samples.jsonl"
 ).split()
 PADDED, PACKED = "--batching_strategy padding --batch_size_training".split(), "--batch_size_training 1".split()
 LORA = "--use_peft --target_modules all-linear --peft.r 4 --lora_dropout 0".split()
-COLUMNS: dict[str, list[str]] = {
+COLUMNS: dict[str, list[str]] = {  # those that do not say pack if `packing` is right, else they pad
     "full": [*PADDED, "4"],
-    "packing": PACKED,  # the columns below pack if this one is right, else they pad
+    "packing": PACKED,
     "LoRA": LORA,
     "8 bit": [*LORA, "--quantization", "8bit"],
     "4 bit": [*LORA, "--quantization", "4bit"],
@@ -165,7 +169,7 @@ def shrunk(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def build(work: Path, model_type: str) -> dict[str, Any]:
-    """Write the model into work/model, and see that plain Transformers trains it as a causal decoder on this machine."""
+    """Write the model into work/model, and see that plain Transformers trains it as a causal decoder here."""
     torch.manual_seed(0)
     config = shrunk(CONFIG_MAPPING[model_type]())
     kind = getattr(transformers, MULTIMODAL.get(model_type) or DECODERS[model_type])
@@ -273,6 +277,7 @@ def train(work: Path, column: str, layout: list[str]) -> dict[str, Any]:
     result = work / column / "model"
     adapter = result if "--use_peft" in COLUMNS[column] else None
     model = plain(work / "model", adapter, mode).train()
+    lost = lost_tensors(model, result) if adapter else 0
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.zeros_(parameter)
@@ -289,6 +294,7 @@ def train(work: Path, column: str, layout: list[str]) -> dict[str, Any]:
         "norm": abs(seen["train/grad_norm"] / norm - 1),
         "moved": (expected - before).abs().max().item(),
         "logits": (tuned - expected).abs().max().item(),
+        "lost": lost,
         "names": adapter is not None or stored_names(result) == stored_names(work / "model"),
     }
     if mode:
@@ -297,6 +303,15 @@ def train(work: Path, column: str, layout: list[str]) -> dict[str, Any]:
         chosen = quantized_names(work / "model", mode)
         found["share"] = sum(shapes[name].numel() for name in chosen) / max(1, sum(matrices.values()))
     return found
+
+
+def lost_tensors(model: Any, adapter: Path) -> int:
+    """Tensors of an adapter that PEFT does not load into the model."""
+    from safetensors.torch import load_file
+
+    held = [parameter for name, parameter in model.named_parameters() if "lora_" in name]
+    stored = load_file(adapter / "adapter_model.safetensors").values()
+    return sum(not any(it.shape == mine.shape and torch.equal(it, mine) for mine in held) for it in stored)
 
 
 def stored_names(folder: Path) -> set[str]:
@@ -367,10 +382,14 @@ def reason(output: str) -> str:
     return re.sub(r"\(`[^`]*`\)|error: |rank 0 failed: ", "", line).replace("|", "/")[:160]
 
 
-def verdict(column: str, found: dict[str, Any]) -> str:
+def verdict(column: str, found: dict[str, Any], record: dict[str, Any]) -> str:
     """`yes`, or what differs."""
     if column == "plan":
         return "yes"
+    if found["lost"]:
+        return f"PEFT does not load {found['lost']} tensors of its own layout"
+    if column in ("full", "2 ranks") and found["loss"] > 1e-5 and record["padded"] > 1e-5:
+        return f"padded samples differ by {record['padded']:.0e} in Transformers, too"
     wrong = []
     if not found["loss"] < 1e-5:
         wrong.append(f"loss {found['loss']:.0e}")
@@ -396,14 +415,14 @@ def run(model_type: str, columns: list[str], scratch: Path) -> dict[str, Any]:
         return record | {"skipped": reason(output)}
     record |= made
     for column in filter(None, columns):
-        packs = record.get("packing") == "yes" and column != "full"
-        layout = [] if column in ("full", "packing", "2 ranks") else PACKED if packs else [*PADDED, "4"]
-        if column != "full" and refused(record.get("full", "")):
-            record[column] = record["full"]
+        has_own = "--batch_size_training" in COLUMNS[column]
+        layout = [] if has_own else PACKED if record.get("packing") == "yes" else [*PADDED, "4"]
+        if refused(earlier := record.get("full", "")):
+            record[column] = earlier
             continue
         call = partial(plan if column == "plan" else train, work, column, layout)
         found, output = forked(call, work, 2 if column == "2 ranks" else 1)
-        record[column] = reason(output) if found is None else verdict(column, found)
+        record[column] = reason(output) if found is None else verdict(column, found, record)
         if found:
             record["numbers"] = record.get("numbers", {}) | {column: found}
         if column == "full":
@@ -426,6 +445,57 @@ def exported(found: dict[str, Any]) -> str:
     return "yes" if found["logits"] < 1e-4 < found["moved"] else f"logits {found['logits']:.0e}"
 
 
+def page(records: list[dict[str, Any]]) -> str:
+    """docs/models.md."""
+    tried = [record for record in records if "skipped" not in record]
+    notes = Counter(record[column] for record in tried for column in SHOWN if record.get(column, "yes") != "yes")
+    number = {note: place + 1 for place, note in enumerate(notes)}
+    names = ("torch", "transformers", "peft", "bitsandbytes")
+    versions = ", ".join(f"{name} {version(name).partition('+')[0]}" for name in names)
+    lines = [
+        "# Supported models",
+        "",
+        "<!-- Written by benchmarks/models.py --write. Do not edit. -->",
+        f"`benchmarks/models.py` wrote this page on {date.today()}, with {versions}, on {processor()}, in fp32.",
+        "",
+        "It builds a small random model of every causal language model that Transformers has, and of every model for",
+        "images or sound with a text decoder inside (marked `+`). It fine-tunes each for one step.",
+        "",
+        "| column | `yes` means |",
+        "| --- | --- |",
+        "| full | Full fine-tuning with padding. The loss (1e-5) and gradient norm (1e-4) are those of Transformers |",
+        "| export | Transformers loads the final model. Its logits (1e-4) are those after the same step there |",
+        "| packing | As full, with packed samples, compared with the samples one by one |",
+        "| LoRA | LoRA on all linear layers. Loss, gradient norm and the logits of the adapter in PEFT are equal |",
+        "| 8 bit, 4 bit | LoRA on quantized weights, compared with weights that bitsandbytes has rounded |",
+        "| 2 ranks | Full fine-tuning with FSDP on 2 processes |",
+        "| plan | `recipes/plan.py` plans LoRA on 2 GPUs |",
+        "",
+        "A number refers to the reasons below the table. Numbers in brackets are the models with `yes`.",
+        "",
+    ]
+    counts = {column: sum(record.get(column) == "yes" for record in tried) for column in SHOWN}
+    lines += [f"| model_type | class | {' | '.join(f'{it} ({counts[it]} of {len(tried)})' for it in SHOWN)} |"]
+    lines += ["| --- " * (2 + len(SHOWN)) + "|"]
+    for record in sorted(tried, key=lambda record: record["model"]):
+        cells = [record.get(column, "") for column in SHOWN]
+        mark = " +" if record["model"] in MULTIMODAL else ""
+        shown = [cell if cell in ("yes", "") else f"{number[cell]}" for cell in cells]
+        lines.append(f"| {record['model']}{mark} | {record['class']} | {' | '.join(shown)} |")
+    lines += ["", "## Reasons", "", *(f"{place}. {note} ({notes[note]})" for note, place in number.items())]
+    lines += ["", "## Models that Transformers itself does not train on text on a CPU", ""]
+    lines += ["They are not counted. Some need images, or a package that is not installed here.", ""]
+    others = sorted((record for record in records if "skipped" in record), key=lambda record: record["model"])
+    lines += [f"- {record['model']}: {record['skipped']}" for record in others]
+    return "\n".join(lines) + "\n"
+
+
+def processor() -> str:
+    """The CPU's name."""
+    names = re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+    return names[0] if names else platform.processor()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, required=True, help="JSON lines, one per model; appended to")
@@ -440,6 +510,7 @@ def main() -> None:
             record = json.loads(line)
             known[record["model"]] = known.get(record["model"], {}) | record
     if arguments.write:
+        (REPOSITORY / "docs" / "models.md").write_text(page(list(known.values())))
         return
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="models-") as directory:

@@ -1,7 +1,11 @@
 """From a model's name to the model without its weights: parameters and buffers on the meta device, without storage."""
 
+import inspect
+import re
 import sys
 from collections.abc import Callable
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -144,6 +148,27 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
     layers = [m for name, m in found.items() if not any(name.startswith(f"{outer}.") for outer in found)]
     lists = [] if layers else [list(module) for module in modules.values() if isinstance(module, nn.ModuleList)]
     return max(lists, key=lambda items: sum(p.numel() for item in items for p in item.parameters()), default=layers)
+
+
+def read_linears(model: nn.Module) -> set[nn.Module]:
+    """Linear layers whose weight the module around them reads, in one of its ways to compute, instead of calling them:
+    Mamba's kernels take out_proj's, LongCat's router its classifier's. An adapter would have no effect there."""
+    found = set[nn.Module]()
+    for module in model.modules():
+        for name, child in module.named_children():
+            if isinstance(child, nn.Linear):
+                reads = re.compile(rf"self\.{name}\.weight\b(?!\.(dtype|device|shape|data)|\[|, torch)")
+                sources = (_source_of(kind) for kind in type(module).__mro__ if issubclass(kind, nn.Module))
+                found |= {child} if any(reads.search(source) for source in sources) else set()
+    return found
+
+
+@cache
+def _source_of(kind: type) -> str:
+    """The source of a class of a model's code; nothing of torch's, or of one that has no file."""
+    with suppress(OSError, TypeError):
+        return "" if kind.__module__.startswith("torch.") else inspect.getsource(kind)
+    return ""
 
 
 def function_beside(module: nn.Module, name: str) -> Callable[..., Any]:
