@@ -231,6 +231,7 @@ def kernels(bench: Bench) -> Iterator[Row]:
         name = attention_kernels.choose_kernel(capability, dtype, (64, 64), are_alike)
         claim = f"{name}, {dtype}, {lengths}, window {window}"
         yield Row("kernels", claim, f"forward and gradients of fp64, within {limit:g}", f"{error:.1e}", error < limit)
+    yield _norm(sixteen)
     if DEVICE != "cuda":
         return
     tokens = 8192
@@ -251,6 +252,24 @@ def kernels(bench: Bench) -> Iterator[Row]:
         found = f"{peak / 2**20:,.0f} MiB, {seconds * 1e3:.1f} ms"
         claim = f"memory of {tokens:,} tokens, {dtype}, {'packed' if is_packed else 'padded'}"
         yield Row("kernels", claim, f"< {scores / 2**21:,.0f} MiB, half of the scores", found, peak < scores / 2)
+
+
+def _norm(dtype: torch.dtype) -> Row:
+    """torch's RMSNorm, one kernel on CUDA, beside the lines of LlamaRMSNorm in fp64: output and both gradients."""
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+    torch.manual_seed(0)
+    norm = LlamaRMSNorm(512).to(DEVICE, dtype)
+    norm.weight.data.uniform_(0.5, 2)
+    hidden = torch.randn(256, 512, device=DEVICE, dtype=dtype, requires_grad=True)
+    torch.nn.functional.rms_norm(hidden, (512,), norm.weight, norm.variance_epsilon).square().sum().backward()
+    wide, weight = (it.detach().double().requires_grad_() for it in (hidden, norm.weight))
+    expected = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.variance_epsilon) * weight
+    expected.square().sum().backward()
+    pairs = [(hidden.grad, wide.grad), (norm.weight.grad, weight.grad)]
+    error = max(((a.double() - b).abs().max() / b.abs().max()).item() for a, b in pairs)  # type: ignore[union-attr, operator]
+    limit = 1e-4 if dtype == torch.float32 else 2e-2
+    return Row("kernels", f"rms_norm, {dtype}", f"gradients of fp64, within {limit:g}", f"{error:.1e}", error < limit)
 
 
 def one_pass(bench: Bench) -> Iterator[Row]:

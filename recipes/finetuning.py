@@ -37,11 +37,13 @@ def main(**flags: str) -> None:
         if run.is_finished:
             return
         config, job = run.config, run.job
-        objective = training.SupervisedFineTuning()  # cross-entropy of the next token, where it is in the loss
+        # Cross-entropy of the next token, where it is in the loss.
+        objective = training.SupervisedFineTuning(config.train.label_smoothing_factor)
 
         # The model's directory and tokenizer; samples become tokens and loss masks. Once per node: the cache is shared.
         with job.local_main_process_first():
             folder, model_config, tokenizer = find_model(config, ask_hub=job.local_rank == 0)
+        config = run.choose_kernels(model_config)
         context_length = models.resolve_context_length(config.data.context_length, model_config)
         stored_vocabulary = models.vocabulary_size(model_config)
         with job.local_main_process_first():
@@ -108,8 +110,7 @@ def build_model(
     model = models.build_on_meta(model_config, config.model, new_tokens)
     if quantization is not None:
         log.info(models.quantize_linears(model, quantization))
-    if config.model.use_liger:
-        models.apply_liger(model, config.train)
+    models.fuse_layers(model, config.model, config.train, job.device)
     if config.data.batching_strategy == "packing":
         models.use_packed_attention(model)
     models.checkpoint_activations(model, config.train)
@@ -119,6 +120,8 @@ def build_model(
         models.freeze_first_layers(model, config.model.num_freeze_layers)
     if not models.use_chunked_loss(model):
         log.info("The loss is computed from all logits at once: this model is not a decoder and an LM head.")
+    if config.train.neftune_noise_alpha:
+        models.add_embedding_noise(model, config.train.neftune_noise_alpha)
     if config.model.compile:
         models.compile_layers(model)
     models.set_storage_dtypes(model, precision)

@@ -26,7 +26,7 @@ import torch  # noqa: E402
 from finetuning import build_model  # noqa: E402
 
 from llama_ft import data, models  # noqa: E402
-from llama_ft.plan.preflight import free_bytes  # noqa: E402
+from llama_ft.plan.preflight import free_bytes, settle_checkpointing  # noqa: E402
 from llama_ft.plan.types import PlanRequest, describe  # noqa: E402
 from llama_ft.runtime import configure_console  # noqa: E402
 
@@ -38,6 +38,7 @@ with exit_on_error():  # if torch has changed
 def main(config: Config, options: PlanFlags) -> int:
     """From the settings to the plan on the screen. Returns the exit code; with --fit 3 if changes fit, 4 if none."""
     folder, is_cpu = find_folder(config.model), config.train.device == "cpu"
+    config = settle_checkpointing(config, "cpu" if is_cpu else "cuda")
     request = PlanRequest(config, folder, options.nproc, options.nproc_per_node or 1, "cpu" if is_cpu else "cuda")
     if config.model.resize_embeddings:
         request = with_new_tokens(request)

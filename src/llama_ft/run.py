@@ -17,7 +17,7 @@ from llama_ft.data.prefetch import StepBatches
 from llama_ft.errors import UserError
 from llama_ft.plan.oom_report import explain_errors
 from llama_ft.plan.predict import BuildModel
-from llama_ft.plan.preflight import Preflight
+from llama_ft.plan.preflight import Preflight, settle_checkpointing
 from llama_ft.runtime import Runtime, log
 from llama_ft.runtime.exit import Stop
 from llama_ft.training.objective import LossSum, Objective
@@ -85,6 +85,19 @@ class Run:
 
     # Before training
 
+    def choose_kernels(self, model_config: PretrainedConfig) -> Config:
+        """Log what is fused, and return the settings with use_liger chosen; a resumed run keeps its own."""
+        model, asked = self.config.model, self.config.model.use_liger
+        if asked == "auto" and self.resumed is not None:
+            asked = self.resumed.trainer["config"]["model"]["use_liger"]
+        choose = partial(models.choose_liger, asked, model_config, model.compile, self.job.device)
+        use_liger, fused = self.job.broadcast_from_rank0(choose)
+        if fused:
+            log.info(fused)
+        self.config = dataclasses.replace(self.config, model=dataclasses.replace(model, use_liger=use_liger))
+        self._info["config"] = dataclasses.asdict(self.config)
+        return self.config
+
     def check_inputs(
         self,
         folder: Path,
@@ -111,6 +124,9 @@ class Run:
         if self.resumed is not None and self.resumed.step > batches.total_steps:
             done = f"{self.resumed.step} steps are done, and the run is to have {batches.total_steps}"
             raise UserError(f"--resume {self.resumed.folder}: {done}.")
+        asked, warmup = self.config.train.warmup_steps, training.warmup_steps(self.config.train, batches.total_steps)
+        if asked > warmup:
+            log.warning(f"warmup_steps is {asked}, and the run has {batches.total_steps} steps: {warmup} are taken.")
         for advice in training.advice(self.config, self.global_batch, batches.size):
             log.warning(advice)
         if self.config.data.show_samples:
@@ -353,7 +369,7 @@ def start_run(requested: Config, sources: dict[str, str], build_model: BuildMode
         resumed = checkpoint.find_checkpoint(requested.checkpoint, job)
         config = resolve_precision(requested, sources, job, resumed)
         log.info("\n  ".join(["Settings that differ from the defaults:", *differences(config)]))
-        run = Run(config, sources, job, memory, resumed, preflight)
+        run = Run(settle_checkpointing(config, job.device.type), sources, job, memory, resumed, preflight)
         yield run
 
 

@@ -80,7 +80,6 @@ def test_a_negative_number_is_a_value(mistakes) -> None:
         ("--lr --use_peft", "--lr needs a value."),
         ("--model_name=", "--model_name: the value is empty."),
         ("--use_peft --target_modules=", "--target_modules: the value is empty."),
-        ("--lr 1 --train.lr 2", "--train.lr: given twice."),
         ("--config", "--config needs a value."),
         ("--no_lr", "--no_lr: --no_ goes with switches"),
         ("mine.yaml", '"mine.yaml" stands alone.'),
@@ -90,6 +89,11 @@ def test_a_negative_number_is_a_value(mistakes) -> None:
 def test_each_slip_on_the_command_line_has_its_message(mistakes, line: str, told: str) -> None:
     (message,) = mistakes(*shlex.split(line))
     assert told in message
+
+
+def test_of_a_flag_given_twice_the_last_value_counts(capsys: pytest.CaptureFixture[str]) -> None:
+    assert parsed("--lr 1 --train.lr 2").train.lr == 2
+    assert capsys.readouterr().err == "warning: --train.lr is given twice; the last value counts.\n"
 
 
 @pytest.mark.parametrize(

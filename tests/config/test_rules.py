@@ -10,7 +10,8 @@ from llama_ft.errors import UserError
     "line",
     [
         "--validation 1.5",
-        "--max_train_step 10 --warmup_steps 10",
+        "--warmup_ratio 0.1 --warmup_steps 10",
+        "--lr 1e-5 --min_lr 1e-4",
         "--early_stopping_patience 5 --dataset a.jsonl",
         "--use_peft --modules_to_save lm_head --target_modules q_proj,lm_head",
         "--attn_implementation flash_attention_3 --precision fp32",
@@ -63,6 +64,8 @@ def test_a_secret_in_a_setting_is_refused_and_not_shown(mistakes, line: str) -> 
         "--dataset a.jsonl --validation b.jsonl --early_stopping_patience 5",
         "--use_peft --init_lora_weights gaussian --use_dora --use_rslora",
         "--use_liger --activation_checkpointing selective --activation_offload",
+        "--use_liger auto --compile --no_plan",
+        "--no_use_liger",
         "--use_peft --quantization 4bit --quant_type fp4 --block_size 128 --compute_dtype float32",
         "--use_mlflow --mlflow_tracking_uri sqlite:///runs.db --mlflow_tags tokens=5000000000",
         "--dataset https://host:8080/a@v1/a.jsonl?page=2&sort=key",
@@ -122,6 +125,7 @@ def test_a_flag_without_effect_is_refused(mistakes, line: str) -> None:
 
 def test_a_recipe_may_hold_defaults_that_have_no_effect_and_no_other_values(mistakes, recipe) -> None:
     assert mistakes(recipe("train:\n  gamma: 0.85\npeft:\n  r: 8\n  use_peft: false\n")) == []
+    assert mistakes(recipe("model:\n  use_liger: false\ntrain:\n  device: cpu\n")) == []  # as chosen there
     assert mistakes(recipe("train:\n  gamma: 0.9\npeft:\n  r: 4\n")) == [
         "mine.yaml:2: train.gamma has no effect with lr_scheduler cosine.",
         "mine.yaml:4: peft.r has no effect with use_peft false.",

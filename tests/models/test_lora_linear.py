@@ -84,6 +84,26 @@ def test_outputs_and_gradients_are_those_of_peft(
         assert (ours - theirs).norm() <= tolerance * theirs.norm()
 
 
+def test_dropout_on_cuda_has_the_gradients_of_autograd(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)  # the branch for CUDA, whose operator the CPU has, too
+    model = model_of(bias=True, lora_dropout=0.3)
+    use_fused_lora(model)
+    base, a, b = (layer_of(model).base_layer, layer_of(model).lora_A["default"], layer_of(model).lora_B["default"])
+
+    def by_autograd(x: torch.Tensor) -> torch.Tensor:
+        flat = x.reshape(TOKENS, IN)
+        dropped, _ = torch.native_dropout(flat, 0.3, True)
+        return (base(flat) + dropped @ a.weight.t() @ b.weight.t() * (12 / RANK)).view(*ROWS, OUT)
+
+    with Calls() as calls:
+        found = passes(model, model, torch.float32)
+    model.zero_grad()
+    expected = passes(by_autograd, model, torch.float32)
+    assert calls.forward == 1 and len(found) == len(expected) == 4
+    for ours, theirs in zip(found, expected, strict=True):
+        assert (ours - theirs).norm() <= 1e-6 * theirs.norm()
+
+
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_kept_are_the_input_the_small_product_and_a_byte_an_element_for_the_mask(scheme: str, dropout: float) -> None:

@@ -21,13 +21,20 @@ def test_a_plan_is_made_of_a_config_json_alone(tmp_path: Path) -> None:
     flags = ["--model_name", tmp_path, "--enable_fsdp", "--nproc", "64", "--fit"]
     finished = forked(PLAN, *flags, "h100")
     assert finished.exit_code == 0, finished.output
-    for said in ("Rank 0 of 64 ranks (CUDA)", "logits and loss", "A GPU needs", "It fits 79.10 GiB as it is"):
+    for said in (
+        "activation_checkpointing auto: off (planned",
+        "Rank 0 of 64 ranks (CUDA)",
+        "logits and loss",
+        "A GPU needs",
+        "It fits 79.10 GiB as it is",
+    ):
         assert said in finished.output
     lean = ["--use_peft", "--quantization", "4bit", "--activation_checkpointing", "full", "--batch_size_training", "1"]
     finished = forked(PLAN, *flags, "1MB", *lean)
     assert finished.exit_code == 4, finished.output
     finished = forked(PLAN, *flags, "8MB", "--device", "cpu", "--json")
     assert finished.exit_code == 3, finished.output
+    assert "activation_checkpointing auto" not in finished.output  # it is off on the CPU
     answer = json.loads(finished.output.strip().rpartition("\n")[2])
     assert answer["fits"][0]["flags"] == ["--activation_checkpointing full"]
     plan = answer["plan"]

@@ -1,5 +1,7 @@
+import copy
 import importlib
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.config import TrainConfig
 from llama_ft.data import Batch
-from llama_ft.models import checkpoint_activations, use_chunked_loss, use_packed_attention
+from llama_ft.models import add_embedding_noise, checkpoint_activations, use_chunked_loss, use_packed_attention
 from llama_ft.training import LossSum, objective, target_losses, target_rows
 
 CPU = torch.device("cpu")
@@ -92,6 +94,23 @@ def test_packs_are_filled_up_so_that_few_shapes_are_compiled(
         results.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])
     assert seen == [sum(lengths), filled]
     torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
+
+
+def test_smoothed_labels_and_noisy_embeddings_are_of_training_only(model: LlamaForCausalLM) -> None:
+    rows = torch.tensor([[1, 5, 9, 30, 2]])
+    one, runtime = batch(rows.tolist(), rows.tolist(), 5), SimpleNamespace(device=CPU)
+    noisy, smoothed = copy.deepcopy(model), objective.SupervisedFineTuning(0.1)
+    add_embedding_noise(noisy, 5.0)
+    for it in (model, noisy):
+        use_chunked_loss(it)
+    for is_training in (False, True):
+        torch.manual_seed(7)
+        noise = torch.empty(1, 5, 32).uniform_(-1, 1) * (5.0 / (5 * 32) ** 0.5 if is_training else 0)
+        embedded = model.get_input_embeddings()(rows) + noise
+        logits = model.lm_head(model.model(inputs_embeds=embedded, use_cache=False).last_hidden_state)[0, :-1]
+        expected = functional.cross_entropy(logits, rows[0, 1:], reduction="sum", label_smoothing=0.1 * is_training)
+        torch.manual_seed(7)
+        torch.testing.assert_close(smoothed.loss(noisy.train(is_training), one, runtime).loss, expected)
 
 
 def test_a_batch_without_targets_has_a_loss_and_gradients_of_zero(model: LlamaForCausalLM) -> None:

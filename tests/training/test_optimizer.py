@@ -12,7 +12,7 @@ from training.optimizers_and_dump import CASES, LR, STEPS, build, go_on, train, 
 
 from llama_ft.config import TrainConfig
 from llama_ft.runtime import Runtime, one_kernel
-from llama_ft.training import anyprecision, build_optimizer, learning_rate
+from llama_ft.training import anyprecision, build_optimizer, learning_rate, update_weights
 from llama_ft.training.anyprecision import AnyPrecisionAdamW
 
 
@@ -32,6 +32,51 @@ def test_every_step_has_the_learning_rate_of_transformers(scheduler: str, warmup
     assert rates(40, lr_scheduler=scheduler, warmup_steps=warmup_steps) == pytest.approx(expected)
     by_epoch = [0.85**epoch for epoch in range(3) for _ in range(10)]
     assert rates(30, lr_scheduler="step", gamma=0.85) == pytest.approx(by_epoch)
+
+
+def test_a_least_rate_and_a_share_of_steps_are_those_of_transformers() -> None:
+    from transformers import get_scheduler
+
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    more = {"min_lr": 0.1}
+    least = get_scheduler("cosine_with_min_lr", optimizer, 4, 40, scheduler_specific_kwargs=more)
+    [factor] = least.lr_lambdas
+    found = rates(40, lr_scheduler="cosine", warmup_ratio=0.1, min_lr=0.1)
+    assert found == pytest.approx([factor(step) for step in range(40)])
+
+
+@pytest.mark.parametrize(("total", "steps"), [(1, 0), (20, 2), (21, 20)])
+def test_a_warm_up_as_long_as_the_run_is_a_tenth_of_it(total: int, steps: int) -> None:
+    found = rates(total, lr_scheduler="constant", warmup_steps=20)
+    assert found[steps:] == [1.0] * (total - steps) and all(rate < 1 for rate in found[:steps])
+
+
+def test_lora_plus_has_the_groups_of_peft() -> None:
+    from peft import LoraConfig, get_peft_model
+    from peft.optimizers import create_loraplus_optimizer
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    small = LlamaConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=32)
+    model = get_peft_model(LlamaForCausalLM(small), LoraConfig(target_modules="all-linear"))
+    theirs = create_loraplus_optimizer(model, torch.optim.AdamW, lr=1e-4, loraplus_lr_ratio=16)
+    ours = build_optimizer(model, TrainConfig(lr=1e-4, loraplus_lr_ratio=16))
+    update_weights(ours, 1e-4)
+    expected = {id(p): group["lr"] for group in theirs.param_groups for p in group["params"]}
+    assert {id(p): group["lr"] for group in ours.param_groups for p in group["params"]} == expected
+    assert len(set(expected.values())) == 2
+
+
+@pytest.mark.parametrize("name", ["AdamW", "AdamW8bit"])
+def test_betas_and_epsilon_reach_the_update(name: str) -> None:
+    ours, theirs = (torch.nn.Parameter(torch.ones(4)) for _ in range(2))
+    own = TrainConfig(optimizer=name, lr=0.1, adam_beta1=0.5, adam_beta2=0.7, adam_epsilon=0.1)
+    optimizer = build_optimizer(torch.nn.ParameterList([ours]), own)
+    expected = torch.optim.AdamW([theirs], lr=0.1, betas=(0.5, 0.7), eps=0.1, weight_decay=0)
+    for slope in (0.3, -0.1, 0.5):
+        for parameter, one in ((ours, optimizer), (theirs, expected)):
+            parameter.grad = torch.full((4,), slope)
+            one.step()
+    assert torch.allclose(ours, theirs, rtol=1e-5)
 
 
 def test_norms_and_biases_are_not_decayed_and_frozen_weights_not_optimized() -> None:

@@ -6,6 +6,7 @@ Both bring text, and both are read by the same few lines. Reading YAML scalars a
 
 import os
 import re
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +17,7 @@ import yaml
 from llama_ft.config.messages import explain_unknown, known
 from llama_ft.config.paths import file_problem
 from llama_ft.config.settings import SECTIONS, SETTINGS, Setting
-from llama_ft.errors import reason
+from llama_ft.errors import rank, reason
 
 MODES = {"true": "8bit", "false": "none"}  # of quantization; bare --quantization means 8bit, as in llama-recipes
 PLAIN_NAME = re.compile(r"[\w.\-]+")
@@ -138,9 +139,9 @@ def read_flags(
             parsed.errors.append(word.flag + explain(word.name))
         elif error:
             parsed.errors.append(f"{word.flag}{error}")
-        elif setting.name in parsed.places:
-            parsed.errors.append(f"{word.flag}: given twice.")
         else:
+            if setting.name in parsed.places and rank() == 0:
+                print(f"warning: {word.flag} is given twice; the last value counts.", file=sys.stderr)
             parsed.places[setting.name] = word.flag
             parsed.values[setting.name] = from_text(setting, text)
     return parsed

@@ -49,8 +49,7 @@ RULES: tuple[tuple[str, Callable[[Any], Any], str], ...] = (
      "has no effect without validation data. Add validation 0.05, or a file."),
     ("resume_allow_changes", lambda s: not {*(s.resume_allow_changes or ())} <= SETTINGS.keys(),
      "is {}; expected names of settings, such as lr,num_epochs."),
-    ("warmup_steps", lambda s: s.max_train_step and s.warmup_steps >= s.max_train_step,
-     "is {}, and training ends after max_train_step {max_train_step}: lr is never reached. Use fewer."),
+    ("min_lr", lambda s: s.min_lr > s.lr, "is {}, above lr {lr}. Use less."),
     ("modules_to_save",
      lambda s: isinstance(s.target_modules, list) and {*s.target_modules} & {*(s.modules_to_save or [])},
      "is {}, and target_modules names one of them, too. A module has an adapter or is trained."),
@@ -63,7 +62,7 @@ RULES: tuple[tuple[str, Callable[[Any], Any], str], ...] = (
      "is fp16, which is for GPUs without bf16. Use bf16_mixed or fp32 on the CPU."),
     ("attn_implementation", lambda s: s.attn_implementation.startswith("flash") and s.precision == "fp32",
      "is {}, which computes in 16 bits only. Use sdpa with precision fp32."),
-    ("compile", lambda s: s.compile and s.use_liger,
+    ("compile", lambda s: s.compile and s.use_liger is True,
      "cannot be combined with use_liger: both fuse the same operations. Remove one."),
     ("compile", lambda s: s.compile and s.activation_offload,
      "cannot be combined with activation_offload: copies to the host are no part of a graph. Remove one."),
@@ -101,6 +100,11 @@ CONDITIONS: tuple[tuple[list[str], str, Callable[[Any], Any]], ...] = (
     (["use_kahan_summation"], "optimizer", lambda it: it == "anyprecision"),
     (["use_kahan_summation"], "precision", lambda it: it == "bf16_pure"),  # fp32 weights lose nothing to rounding
     (["momentum"], "optimizer", lambda it: it == "SGD"),
+    (["adam_beta1", "adam_beta2", "adam_epsilon"], "optimizer", lambda it: it in ("AdamW", "AdamW8bit")),
+    (["warmup_steps"], "warmup_ratio", lambda it: it == 0),
+    (["min_lr"], "lr_scheduler", lambda it: it in ("cosine", "linear")),
+    (["loraplus_lr_ratio"], "use_peft", bool),
+    (["loraplus_lr_ratio"], "peft_method", lambda it: it == "lora"),
     (["gamma"], "lr_scheduler", lambda it: it == "step"),
     (["activation_checkpointing_k"], "activation_checkpointing", lambda it: it == "every_k"),
     (["activation_offload"], "activation_checkpointing", lambda it: it != "off"),
@@ -153,8 +157,9 @@ def broken_rules(values: Mapping[str, Any], places: Mapping[str, str] = {}) -> l
 
 
 def _asks_for_something(name: str, value: Any, places: Mapping[str, str]) -> bool:
-    """A default written in a file is a record (config.yaml holds them all); a default typed as a flag is a wish."""
-    return value != SETTINGS[name].default or (places.get(name, "").startswith("--") and bool(value))
+    """A default, or false, written in a file is a record (config.yaml holds them all); a default flag is a wish."""
+    is_wish = places.get(name, "").startswith("--") and bool(value)
+    return is_wish or (value != SETTINGS[name].default and value is not False)
 
 
 def drop_overridden(values: dict[str, Any], places: dict[str, str]) -> dict[str, Any]:

@@ -63,8 +63,10 @@ class ModelConfig:
     num_freeze_layers: Count = 1
     """Number of decoder layers that freeze_layers freezes, counted from the input."""
 
-    use_liger: bool = False
-    """Liger's fused kernels for norms, MLPs and rotary embedding; needs CUDA and the liger-kernel package."""
+    use_liger: bool | Literal["auto"] = "auto"
+    """Liger's fused kernels for norms, MLPs and rotary embedding; needs CUDA and the liger-kernel package. auto: on
+    CUDA without compile, if the package is installed and this is one of the common dense architectures. Without them,
+    CUDA runs torch's fused RMSNorm."""
 
     compile: bool = False
     """torch.compile on every decoder layer; needs CUDA. The first step and the first evaluation take longer."""
@@ -117,7 +119,14 @@ class TrainConfig:
     """After the warm-up: cosine or linear decay to zero, constant, or step: times gamma after every epoch."""
 
     warmup_steps: CountOrZero = 0
-    """Optimizer steps over which the learning rate rises linearly from 0 to lr."""
+    """Optimizer steps over which the learning rate rises linearly from 0 to lr. A warm-up as long as the run is
+    shortened to a tenth of it."""
+
+    warmup_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Length of the warm-up as a share of all optimizer steps, instead of warmup_steps."""
+
+    min_lr: Annotated[float, Field(ge=0)] = 0.0
+    """Learning rate at which cosine and linear end."""
 
     gamma: Annotated[float, Field(gt=0, le=1)] = 0.85
     """Factor on the learning rate after every epoch with lr_scheduler=step."""
@@ -133,6 +142,25 @@ class TrainConfig:
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """SGD's momentum; its state is as large as the trained weights."""
 
+    adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """AdamW's and AdamW8bit's decay of the mean of gradients."""
+
+    adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
+    """AdamW's and AdamW8bit's decay of the mean of squared gradients."""
+
+    adam_epsilon: Rate = 1e-8
+    """AdamW's and AdamW8bit's number that keeps the denominator from 0."""
+
+    loraplus_lr_ratio: Rate = 1.0
+    """LoRA+: learning rate of the adapters' B matrices, as a multiple of lr; its authors use 16."""
+
+    label_smoothing_factor: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of a target's probability that is spread over the whole vocabulary; the validation loss has none."""
+
+    neftune_noise_alpha: Annotated[float, Field(ge=0)] = 0.0
+    """NEFTune: uniform noise on the input embeddings in training. Its size is this, divided by the square root of
+    tokens times hidden size; its authors use 5."""
+
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """The optimizer's weight decay; never applied to norms and biases."""
 
@@ -142,10 +170,10 @@ class TrainConfig:
     gradient_clipping_threshold: Rate = 1.0
     """Largest global gradient norm with gradient_clipping."""
 
-    activation_checkpointing: Literal["off", "full", "every_k", "selective", "auto"] = "off"
+    activation_checkpointing: Literal["off", "full", "every_k", "selective", "auto"] | None = None
     """Compute decoder layers again in the backward pass instead of keeping their activations: full: all; every_k: every
     k-th; selective: all but their matmuls and attention. auto: the first of off, selective and full that fits the
-    memory."""
+    memory. If not given: auto on CUDA, off on the CPU or with no_plan."""
 
     activation_checkpointing_k: Count = 2
     """With every_k: layers 0, k, 2k, ... are checkpointed."""
@@ -230,11 +258,11 @@ class PeftConfig:
     lora_alpha: Annotated[float, Field(gt=0)] = 32
     """The adapter's output is scaled by lora_alpha / r."""
 
-    lora_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.05
+    lora_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Dropout on the adapter's input."""
 
-    target_modules: list[str] | str = Field(default_factory=lambda: ["q_proj", "v_proj"])
-    """Names of the linear layers that get an adapter, or all-linear."""
+    target_modules: list[str] | str = "all-linear"
+    """Names of the linear layers that get an adapter, such as q_proj,v_proj, or all-linear: all but the LM head."""
 
     bias: Literal["none", "all", "lora_only"] = "none"
     """Bias parameters that are trained too."""
@@ -336,7 +364,8 @@ def settings_of(section_class: Any, section: str = "") -> dict[str, Setting]:
     for name, field in section_class.__pydantic_fields__.items():
         members = {member for member in _members(annotations[name]) if member is not types.NoneType}
         choices = next((get_args(member) for member in members if get_origin(member) is Literal), ())
-        kind: Kind = "choice" if choices else KINDS[frozenset(members)]
+        choices += ("true", "false") if choices and bool in members else ()
+        kind: Kind = "switch" if bool in members else "choice" if choices else KINDS[frozenset(members)]
         default = field.get_default(call_default_factory=True)
         optional = types.NoneType in _members(annotations[name])
         declared = [getattr(base, "__pydantic_fields__", {}).get(name) for base in section_class.__mro__]
@@ -350,7 +379,6 @@ def _members(annotation: Any) -> tuple[Any, ...]:
 
 
 KINDS: dict[frozenset[Any], Kind] = {
-    frozenset({bool}): "switch",
     frozenset({int}): "whole number",
     frozenset({float}): "number",
     frozenset({str}): "text",

@@ -27,7 +27,7 @@ def checkpoint_activations(model: PreTrainedModel, train: TrainConfig) -> None:
     recomputed. With activation_offload the inputs of recomputed layers wait in pinned host memory. transformers
     checkpoints a layer's `forward`, below the hooks of `fully_shard`, so a recomputed layer is all-gathered once.
     """
-    if train.activation_checkpointing == "off":
+    if train.activation_checkpointing in ("off", None):
         return
     selective = {"context_fn": partial(create_selective_checkpoint_contexts, _keep_expensive)}
     settings = {"use_reentrant": False} | (selective if train.activation_checkpointing == "selective" else {})

@@ -1,15 +1,18 @@
-"""Fused kernels for decoder layers: graphs of torch.compile, or Liger's own kernels."""
+"""Fused kernels for decoder layers: graphs of torch.compile, Liger's own kernels, or torch's RMSNorm."""
 
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.nn import functional
+from transformers import PretrainedConfig
 from transformers.modeling_utils import PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from llama_ft.config import TrainConfig
-from llama_ft.errors import UserError
+from llama_ft.config import ModelConfig, TrainConfig
+from llama_ft.errors import UserError, reason
 from llama_ft.models.build import decoder_layers
 from llama_ft.runtime.console import log
 
@@ -22,6 +25,10 @@ VARIES = [
     r"L\['keywords'\]\['packed_rows'\].offsets:0",
     r"L\['keywords'\]\['packed_rows'\].longest",
 ]
+# Dense architectures that use_liger auto takes; use_liger true takes any that liger-kernel knows, experts included.
+AUTO_LIGER = frozenset(
+    "gemma gemma2 gemma3_text glm4 granite llama mistral olmo2 olmo3 phi3 qwen2 qwen3 smollm3".split()
+)
 
 
 def compile_layers(model: nn.Module, backend: str = "inductor") -> None:
@@ -54,20 +61,73 @@ def without_graphs(model: nn.Module) -> AbstractContextManager[Any]:
     return torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()
 
 
-def apply_liger(model: PreTrainedModel, train: TrainConfig) -> None:
-    """Patch the `forward` methods of the skeleton with Liger's own function for its architecture, before adapters and
-    sharding. Liger's losses stay out: ours is a sum over target tokens. A UserError without liger-kernel, or if it does
-    not know this architecture.
-    """
+def choose_liger(
+    asked: bool | Literal["auto"], config: PretrainedConfig, compiles: bool, device: torch.device
+) -> tuple[bool, str]:
+    """Whether Liger's kernels are used, and what the log says of fused kernels ("" on the CPU, which has none). A
+    UserError if use_liger asks for what this model, this device or torch.compile rules out."""
+    problem = _liger_problem(config, compiles, device, is_asked=asked is True)
+    if asked is True and problem:
+        raise UserError(f"--use_liger: {problem}.\n--use_liger false trains without Liger's kernels.")
+    if asked is not False and not problem:
+        return True, "Fused kernels: Liger's."
+    if device.type != "cuda" or compiles:
+        return False, "Fused kernels: torch.compile's." if compiles else ""
+    return False, f"Fused kernels: torch's RMSNorm, not Liger's: {problem or 'use_liger is false'}."
+
+
+def _liger_problem(config: PretrainedConfig, compiles: bool, device: torch.device, is_asked: bool) -> str:
+    """Why Liger's kernels do not replace a model's own; "" if they do."""
+    if device.type != "cuda":
+        return "Liger's kernels need CUDA"
+    if compiles:
+        return "--compile fuses the same operations"
     try:
         from liger_kernel.transformers import monkey_patch
-    except ImportError as error:
-        raise UserError(f"--use_liger: pip install liger-kernel; it cannot be imported ({error}).") from error
-    known = monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN
-    if model.config.model_type not in known:
-        raise UserError(f"--use_liger: no kernels for {model.config.model_type}, only {', '.join(sorted(known))}.")
+    except Exception as error:  # of Triton, too
+        return f"liger-kernel cannot be imported ({reason(error)})"
+    if config.model_type not in (monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN if is_asked else AUTO_LIGER):
+        return f"{'liger-kernel' if is_asked else 'use_liger auto'} does not know {config.model_type}"
+    usual = type(config)()  # Liger has one activation function for each architecture, and does not look
+    names = [name for name in ("hidden_act", "hidden_activation") if hasattr(config, name)]
+    others = [str(getattr(config, it)) for it in names if getattr(config, it) != getattr(usual, it, None)]
+    return f"liger-kernel has no {others[0]} for {config.model_type}" if others else ""
+
+
+def fuse_layers(model: PreTrainedModel, settings: ModelConfig, train: TrainConfig, device: torch.device) -> None:
+    """Have a skeleton compute with Liger's kernels if they were chosen, and on CUDA with torch's RMSNorm in place of
+    what computes the same as Llama's. Before adapters and sharding; layers to be compiled stay as they are."""
+    if settings.use_liger is True:
+        _apply_liger(model, train)
+    if _is_cuda(device) and not settings.compile:
+        for module in model.modules():
+            if "forward" not in vars(module) and _formula(type(module)) == _formula(LlamaRMSNorm):
+                module.forward = partial(_rms_norm, module)
+
+
+def _is_cuda(device: torch.device) -> bool:
+    """A plan of a GPU made on a CPU replaces this."""
+    return device.type == "cuda"
+
+
+def _formula(kind: type[nn.Module]) -> Any:
+    """What a class computes, whatever its variables are called: a hundred classes repeat LlamaRMSNorm's lines."""
+    code = getattr(kind.forward, "__code__", None)
+    return code and (code.co_code, code.co_names, code.co_consts)
+
+
+def _rms_norm(norm: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+    if hidden_states.dtype != norm.weight.dtype:  # the kernel takes one dtype
+        return type(norm).forward(norm, hidden_states)
+    return functional.rms_norm(hidden_states, norm.weight.shape, norm.weight, norm.variance_epsilon)
+
+
+def _apply_liger(model: PreTrainedModel, train: TrainConfig) -> None:
+    from liger_kernel.transformers import monkey_patch
+
     # Liger rotates queries and keys where they lie. Those that selective keeps would be rotated again when the layer is
     # recomputed, and the gradients wrong without a message.
+    # Its losses stay out: ours is a sum over target tokens.
     kernels = {"rope": False} if train.activation_checkpointing == "selective" else {}
     monkey_patch._apply_liger_kernel_to_instance(
         model, cross_entropy=False, fused_linear_cross_entropy=False, **kernels

@@ -13,11 +13,12 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch.nn import functional
 from transformers import PretrainedConfig
 
 from llama_ft.config import ModelConfig
 from llama_ft.errors import UserError
-from llama_ft.models import attention_kernels, chunked_loss, conversion, loader, quantized
+from llama_ft.models import attention_kernels, chunked_loss, compiled, conversion, loader, quantized
 from llama_ft.models.attention_kernels import AMPERE, T4
 from llama_ft.models.build import build_on_meta, decoder_layers, load_model_config
 from llama_ft.models.load_weights import QUANTIZED_AT_ONCE
@@ -39,6 +40,20 @@ class HeaderSource:
     def read(self, name: str) -> torch.Tensor:
         """See `WeightSource`."""
         return torch.empty((), dtype=self.tensors[name].dtype).expand(self.tensors[name].shape)
+
+
+class _KernelNorm(torch.autograd.Function):
+    """What CUDA's RMSNorm keeps for the backward pass: its input, and one number per position. The CPU's keeps more."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: torch.Tensor, shape: Any, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        ctx.save_for_backward(inputs, weight, inputs.new_empty(inputs.shape[:-1], dtype=torch.float32))
+        return torch.empty_like(inputs)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        inputs, weight, _ = ctx.saved_tensors
+        return torch.empty_like(inputs), None, torch.empty_like(weight) if ctx.needs_input_grad[2] else None, None
 
 
 @contextmanager
@@ -68,6 +83,8 @@ def planned_models(headers: dict[str, StoredTensor], device: str) -> Iterator[No
         patches += [
             patch.object(attention_kernels, "capability_of", lambda it: T4 if it.dtype == torch.float16 else AMPERE),
             patch.object(quantized, "_on_cuda", lambda _: True),
+            patch.object(compiled, "_is_cuda", lambda _: True),
+            patch.object(functional, "rms_norm", _KernelNorm.apply),
             patch.dict(chunked_loss.LOGITS_AT_ONCE, cpu=chunked_loss.LOGITS_AT_ONCE["cuda"]),
             patch.dict(QUANTIZED_AT_ONCE, cpu=QUANTIZED_AT_ONCE["cuda"]),
             patch.dict(objective.FILLED_TO, cpu=objective.FILLED_TO["cuda"]),

@@ -88,7 +88,8 @@ def _two_steps(
 ) -> torch.optim.Optimizer:
     """Two steps and an evaluation, as the recipe's training loop makes them. Of the first only its optimizer states are
     wanted; it needs no forward pass for them."""
-    settings, objective = config.train, training.SupervisedFineTuning()
+    settings = config.train
+    objective = training.SupervisedFineTuning(settings.label_smoothing_factor)
     optimizer = training.build_optimizer(model, settings)
     model.train()
     tracker.enter("optimizer step")

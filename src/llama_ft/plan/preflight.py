@@ -189,6 +189,14 @@ def free_bytes(device: torch.device, local_world_size: int, memory_fraction: flo
     return min(free, most) + CUDA_CONTEXT_BYTES
 
 
+def settle_checkpointing(config: Config, device: str) -> Config:
+    """Return the settings with activation_checkpointing as the device (cuda, cpu) has it if they do not name it."""
+    if config.train.activation_checkpointing is not None:
+        return config
+    how: Any = "auto" if device == "cuda" and not config.memory.no_plan else "off"
+    return dataclasses.replace(config, train=dataclasses.replace(config.train, activation_checkpointing=how))
+
+
 def free_text(free: float) -> str:
     """Show what `free_bytes` has returned."""
     return "unknown" if math.isinf(free) else size_text(free)

@@ -1,5 +1,6 @@
 """What people read while a run works: one logger, of rank 0 only, that prints above a progress bar."""
 
+import atexit
 import gc
 import logging
 import os
@@ -43,6 +44,7 @@ class _ConsoleHandler(logging.Handler):
 def configure_console(rank: int) -> None:
     """Let rank 0 log and keep the others silent; runtime.exit prints their errors."""
     gc.freeze()  # what the imports have made stays; collecting was off since errors.before_imports
+    atexit.register(gc.unfreeze)  # else libraries (Triton's binding) report what they hold as leaks
     gc.enable()
     log.handlers = [_ConsoleHandler()]
     log.setLevel(logging.INFO if rank == 0 else logging.CRITICAL)

@@ -26,10 +26,17 @@ class AdamW8bit(ShardedOptimizer):
     Source: https://arxiv.org/abs/2110.02861; bitsandbytes/optim/optimizer.py, Optimizer2State.
     """
 
-    def __init__(self, params: Any, lr: float, weight_decay: float = 0.0) -> None:
+    def __init__(
+        self,
+        params: Any,
+        lr: float,
+        weight_decay: float = 0.0,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+    ) -> None:
         from bitsandbytes.functional import create_dynamic_map
 
-        super().__init__(params, {"lr": lr, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": weight_decay})
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self._codes = (create_dynamic_map(signed=True), create_dynamic_map(signed=False))
         self._zero_codes = tuple(int((codes == 0).nonzero()) for codes in self._codes)
 

@@ -5,6 +5,7 @@ turns a micro-batch into a `LossSum`. The training step, evaluation and the plan
 """
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -58,8 +59,16 @@ def training_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return cross_entropy(logits, targets)
 
 
+def smoothed_loss(logits: torch.Tensor, targets: torch.Tensor, smoothing: float) -> torch.Tensor:
+    """As `training_loss`, with label_smoothing_factor."""
+    return F.cross_entropy(logits.float(), targets, reduction="none", label_smoothing=smoothing)
+
+
 class SupervisedFineTuning:
     """Predict the next token, where it is in the loss; with the routers' auxiliary loss if config.json asks for it."""
+
+    def __init__(self, smoothing: float = 0.0) -> None:
+        self._training_loss = partial(smoothed_loss, smoothing=smoothing) if smoothing else training_loss
 
     @staticmethod
     def examples(row: Row, row_format: RowFormat, encoder: Encoder) -> list[Example]:
@@ -68,7 +77,8 @@ class SupervisedFineTuning:
 
     def loss(self, model: PreTrainedModel, batch: Batch, runtime: Runtime) -> LossSum:
         """See `Objective`; counts loss tokens."""
-        loss, balance = target_losses(model, batch, runtime.device, training_loss if model.training else cross_entropy)
+        loss_fn = self._training_loss if model.training else cross_entropy
+        loss, balance = target_losses(model, batch, runtime.device, loss_fn)
         return LossSum(loss + balance * batch.target_tokens, batch.target_tokens)
 
 

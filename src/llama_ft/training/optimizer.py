@@ -17,8 +17,8 @@ class AdamW(torch.optim.AdamW):
     """torch's, computing on each rank's own rows, with states sharded like parameters. DTensor's dispatch takes 3 to
     5 times as long for 300 small parameters, and 3 s more for the first step."""
 
-    def __init__(self, params: Any, lr: float) -> None:
-        super().__init__(params, lr=lr, fused=True)
+    def __init__(self, params: Any, lr: float, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8) -> None:
+        super().__init__(params, lr=lr, betas=betas, eps=eps, fused=True)
 
     def first_state(self, parameter: torch.Tensor, group: dict[str, Any]) -> dict[str, torch.Tensor]:
         """All states of a parameter before its first step, as torch makes them."""
@@ -42,16 +42,30 @@ class SGD(torch.optim.SGD):
 
 def build_optimizer(model: nn.Module, train: TrainConfig) -> torch.optim.Optimizer:
     """The optimizer of the trained parameters; no weight decay on parameters of one dimension and on biases, which
-    experts have in two."""
+    experts have in two. With LoRA+ (https://arxiv.org/abs/2402.12354), B matrices are groups of their own, whose
+    `lr_ratio` multiplies the learning rate."""
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     decayed = [p for name, p in trained if p.ndim > 1 and not name.endswith("bias")]
     others = [p for name, p in trained if p.ndim <= 1 or name.endswith("bias")]
     pairs = ((decayed, train.weight_decay), (others, 0.0))
-    groups = [{"params": parameters, "weight_decay": decay} for parameters, decay in pairs if parameters]
+    groups: list[dict[str, Any]] = [{"params": those, "weight_decay": decay} for those, decay in pairs if those]
     module, _, name = OPTIMIZERS[train.optimizer].partition(".")
     kind: Any = getattr(import_module(f"llama_ft.training.{module}"), name)
-    taken = inspect.signature(kind).parameters.keys() & {"momentum", "use_kahan_summation"}
-    optimizer: torch.optim.Optimizer = kind(groups, lr=train.lr, **{name: getattr(train, name) for name in taken})
+    if train.loraplus_lr_ratio != 1:
+        b_matrices = {id(parameter) for name, parameter in trained if ".lora_B." in name}
+        of_b = [group | {"params": [p for p in group["params"] if id(p) in b_matrices]} for group in groups]
+        rest = [group | {"params": [p for p in group["params"] if id(p) not in b_matrices]} for group in groups]
+        groups = [group | {"lr_ratio": 1.0} for group in rest]
+        groups += [group | {"lr_ratio": train.loraplus_lr_ratio} for group in of_b]
+        groups = [group for group in groups if group["params"]]
+    options = {
+        "betas": (train.adam_beta1, train.adam_beta2),
+        "eps": train.adam_epsilon,
+        "momentum": train.momentum,
+        "use_kahan_summation": train.use_kahan_summation,
+    }
+    taken = inspect.signature(kind).parameters.keys() & options.keys()
+    optimizer: torch.optim.Optimizer = kind(groups, lr=train.lr, **{name: options[name] for name in taken})
     return optimizer
 
 
@@ -65,19 +79,27 @@ def create_states(optimizer: torch.optim.Optimizer) -> None:
                 state.update(optimizer.first_state(parameter, group))  # type: ignore[attr-defined]
 
 
+def warmup_steps(train: TrainConfig, total_steps: int) -> int:
+    """Optimizer steps of the warm-up. One as long as the run becomes a tenth of it, so that every config can be tried
+    for a few steps. A share of the steps is rounded up, as in Transformers."""
+    steps = train.warmup_steps or math.ceil(train.warmup_ratio * total_steps)
+    return steps if steps < total_steps else total_steps // 10
+
+
 def learning_rate(train: TrainConfig, step: int, total_steps: int, epoch: int) -> float:
     """The learning rate of an optimizer step: a function of position only, so nothing has to be saved. Warm-up, cosine,
     linear and constant are those of transformers.get_scheduler: the first step of a warm-up has 0.
 
     Args:
-        train: lr, lr_scheduler, warmup_steps, gamma.
+        train: lr, min_lr, lr_scheduler, warmup_steps, warmup_ratio, gamma.
         step: optimizer step, 0 <= step < total_steps.
-        total_steps: optimizer steps of the whole run, where cosine and linear reach zero.
+        total_steps: optimizer steps of the whole run, where cosine and linear reach min_lr.
         epoch: 0-based; step multiplies by gamma after each, as torch's StepLR(step_size=1) per epoch does.
     """
-    if step < train.warmup_steps:
-        return train.lr * step / train.warmup_steps
-    done = (step - train.warmup_steps) / max(1, total_steps - train.warmup_steps)
+    warmup = warmup_steps(train, total_steps)
+    if step < warmup:
+        return train.lr * step / warmup
+    done = (step - warmup) / max(1, total_steps - warmup)
     factors = {"cosine": (1 + math.cos(math.pi * done)) / 2, "linear": 1 - done, "constant": 1.0}
     factors["step"] = train.gamma**epoch
-    return train.lr * factors[train.lr_scheduler]
+    return train.min_lr + (train.lr - train.min_lr) * factors[train.lr_scheduler]

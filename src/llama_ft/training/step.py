@@ -141,7 +141,7 @@ def update_weights(optimizer: torch.optim.Optimizer, lr: float, failed: torch.Te
     """One optimizer step at learning rate `lr`; gradients are freed. If the scalar `failed` is not 0, weights and
     states stay as they are. The fused optimizers look at it on the device; for others the host waits for it."""
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = lr * group.get("lr_ratio", 1.0)
     if optimizer.defaults.get("fused"):
         if failed is not None:  # torch would not wait for its copy to the host, where offloaded weights are
             failed = failed.to(local_tensor(optimizer.param_groups[0]["params"][0]).device)
