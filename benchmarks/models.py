@@ -400,7 +400,7 @@ def verdict(column: str, found: dict[str, Any], record: dict[str, Any]) -> str:
     return f"differs: {', '.join(wrong)}" if wrong else "yes"
 
 
-def run(model_type: str, columns: list[str], scratch: Path) -> dict[str, Any]:
+def run(model_type: str, columns: list[str], scratch: Path, show: bool) -> dict[str, Any]:
     """All columns of a model."""
     work = scratch / model_type
     shutil.rmtree(work, ignore_errors=True)
@@ -427,7 +427,7 @@ def run(model_type: str, columns: list[str], scratch: Path) -> dict[str, Any]:
             record["numbers"] = record.get("numbers", {}) | {column: found}
         if column == "full":
             record["export"] = exported(found) if found is not None else "-"
-        if found is None and os.environ.get("SHOW"):
+        if found is None and show:
             print(output)
     shutil.rmtree(work)
     return record | {"seconds": round(time.monotonic() - started, 1)}
@@ -445,49 +445,49 @@ def exported(found: dict[str, Any]) -> str:
     return "yes" if found["logits"] < 1e-4 < found["moved"] else f"logits {found['logits']:.0e}"
 
 
+ABOUT = """# Supported models
+
+`benchmarks/models.py --write` wrote this page on {date}, with {versions}, in fp32 on {processor}.
+
+The benchmark builds a small random model of every causal language model that Transformers has, and of every model for
+images and text with a text decoder inside (`+`). Each is fine-tuned for one step of SGD and compared with Transformers
+and PEFT.
+
+| column | `yes` means |
+| --- | --- |
+| full | Full fine-tuning, padding: first loss (relative difference below 1e-5) and gradient norm (1e-4) are equal |
+| export | Transformers loads the final model; its logits (1e-4) are those after the same step, its tensor names the same |
+| packing | As `full`, with packed samples compared with the samples one by one |
+| LoRA | LoRA on all linear layers: loss, gradient norm, and the logits of the adapter that PEFT loads, are equal |
+| 8 bit, 4 bit | As `LoRA`, on quantized weights, compared with weights that bitsandbytes has rounded |
+| 2 ranks | Full fine-tuning with FSDP on 2 processes: loss and gradient norm are equal |
+| plan | `recipes/plan.py` plans LoRA on 2 GPUs |
+
+A number refers to the reasons below the table.
+
+"""
+
+
 def page(records: list[dict[str, Any]]) -> str:
     """docs/models.md."""
+    records = sorted(records, key=lambda record: record["model"])
     tried = [record for record in records if "skipped" not in record]
     notes = Counter(record[column] for record in tried for column in SHOWN if record.get(column, "yes") != "yes")
-    number = {note: place + 1 for place, note in enumerate(notes)}
-    names = ("torch", "transformers", "peft", "bitsandbytes")
-    versions = ", ".join(f"{name} {version(name).partition('+')[0]}" for name in names)
-    lines = [
-        "# Supported models",
-        "",
-        "<!-- Written by benchmarks/models.py --write. Do not edit. -->",
-        f"`benchmarks/models.py` wrote this page on {date.today()}, with {versions}, on {processor()}, in fp32.",
-        "",
-        "It builds a small random model of every causal language model that Transformers has, and of every model for",
-        "images or sound with a text decoder inside (marked `+`). It fine-tunes each for one step.",
-        "",
-        "| column | `yes` means |",
-        "| --- | --- |",
-        "| full | Full fine-tuning with padding. The loss (1e-5) and gradient norm (1e-4) are those of Transformers |",
-        "| export | Transformers loads the final model. Its logits (1e-4) are those after the same step there |",
-        "| packing | As full, with packed samples, compared with the samples one by one |",
-        "| LoRA | LoRA on all linear layers. Loss, gradient norm and the logits of the adapter in PEFT are equal |",
-        "| 8 bit, 4 bit | LoRA on quantized weights, compared with weights that bitsandbytes has rounded |",
-        "| 2 ranks | Full fine-tuning with FSDP on 2 processes |",
-        "| plan | `recipes/plan.py` plans LoRA on 2 GPUs |",
-        "",
-        "A number refers to the reasons below the table. Numbers in brackets are the models with `yes`.",
-        "",
-    ]
-    counts = {column: sum(record.get(column) == "yes" for record in tried) for column in SHOWN}
-    lines += [f"| model_type | class | {' | '.join(f'{it} ({counts[it]} of {len(tried)})' for it in SHOWN)} |"]
-    lines += ["| --- " * (2 + len(SHOWN)) + "|"]
-    for record in sorted(tried, key=lambda record: record["model"]):
-        cells = [record.get(column, "") for column in SHOWN]
-        mark = " +" if record["model"] in MULTIMODAL else ""
-        shown = [cell if cell in ("yes", "") else f"{number[cell]}" for cell in cells]
-        lines.append(f"| {record['model']}{mark} | {record['class']} | {' | '.join(shown)} |")
-    lines += ["", "## Reasons", "", *(f"{place}. {note} ({notes[note]})" for note, place in number.items())]
-    lines += ["", "## Models that Transformers itself does not train on text on a CPU", ""]
-    lines += ["They are not counted. Some need images, or a package that is not installed here.", ""]
-    others = sorted((record for record in records if "skipped" in record), key=lambda record: record["model"])
-    lines += [f"- {record['model']}: {record['skipped']}" for record in others]
-    return "\n".join(lines) + "\n"
+    number = {note: str(place) for place, note in enumerate(notes, 1)}
+    libraries = ("torch", "transformers", "peft", "bitsandbytes")
+    versions = ", ".join(f"{name} {version(name).partition('+')[0]}" for name in libraries)
+    lines = [f"| model_type | class | {' | '.join(SHOWN)} |", "| --- " * (2 + len(SHOWN)) + "|"]
+    counts = [f"{sum(record.get(column) == 'yes' for record in tried)} of {len(tried)}" for column in SHOWN]
+    lines.append(f"| all | | {' | '.join(counts)} |")
+    for record in tried:
+        cells = [number.get(record.get(column, ""), record.get(column, "")) for column in SHOWN]
+        name = record["model"] + (" +" if record["model"] in MULTIMODAL else "")
+        lines.append(f"| {name} | {record['class']} | {' | '.join(cells)} |")
+    lines += ["", "## Reasons", "", *(f"{number[note]}. {note}" for note in notes), ""]
+    lines += ["## Models that Transformers itself does not train on text alone on a CPU", ""]
+    lines += [f"- {record['model']}: {record['skipped']}" for record in records if "skipped" in record]
+    about = ABOUT.format(date=date.today(), versions=versions, processor=processor())
+    return about + "\n".join(lines) + "\n"
 
 
 def processor() -> str:
@@ -502,6 +502,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="a pattern of model types")
     parser.add_argument("--columns", default=",".join(COLUMNS))
     parser.add_argument("--again", action="store_true", help="run also what the file has")
+    parser.add_argument("--show", action="store_true", help="print what fails")
     parser.add_argument("--write", action="store_true", help="write docs/models.md")
     arguments = parser.parse_args()
     known = {}
@@ -523,7 +524,7 @@ def main() -> None:
                 continue
             if model_type in known and not arguments.again:
                 continue
-            record = run(model_type, arguments.columns.split(","), scratch)
+            record = run(model_type, arguments.columns.split(","), scratch, arguments.show)
             with open(arguments.results, "a") as file:
                 file.write(json.dumps(record) + "\n")
             print(json.dumps({name: value for name, value in record.items() if name != "numbers"}), flush=True)

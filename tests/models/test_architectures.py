@@ -87,7 +87,14 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
                                   "mamba_head_dim": 32, "ssm_state_size": 16, "n_groups": 2, "chunk_size": 8,
                                   "n_routed_experts": 4, "moe_intermediate_size": 64,
                                   "moe_shared_expert_intermediate_size": 64, "num_hidden_layers": None}),
+    # Transformers names no layer class of BioGPT, and Mamba's kernels read the weights of linear layers themselves.
+    "BioGPT": ("biogpt", {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, **TIED}),
+    "GPT-J": ("gptj", {**GPT2, "rotary_dim": 8}),
+    "LFM2": ("lfm2", {"layer_types": ["conv", "full_attention"], "block_multiple_of": 64, **TIED}),
+    "Mamba": ("mamba", {"state_size": 8, "time_step_rank": 8}),
 }  # fmt: skip
+READ_BY_KERNELS = {"Mamba": ("x_proj", "dt_proj", "out_proj"), "Nemotron-H": ("mixer.out_proj",),
+                   "Falcon-H1": ("mamba.out_proj",)}  # fmt: skip
 # A LoRA step leaves A as it began, because B is 0: so the gradient can be taken again from the result.
 LORA = ["--use_peft", "--target_modules", "all-linear", "--r", "4", "--lora_dropout", "0", "--weight_decay", "0"]
 METHODS: dict[str, list[str]] = {
@@ -107,11 +114,11 @@ SIZED: dict[tuple[str, str], list[str]] = {
 # Two of the five ways are enough for these: each way is tried on fifteen others.
 FURTHER = ("Qwen3 MoE", "Phi-2", "Phi-3.5 MoE", "GPT-NeoX", "Falcon", "OPT", "BLOOM", "gpt-oss", "DeepSeek V3",
            "Granite MoE", "Granite MoE, balanced", "Falcon-H1", "Gemma 3n text", "Gemma 4 text", "Llama 4 text",
-           "ModernBERT decoder", "Nemotron-H")  # fmt: skip
+           "ModernBERT decoder", "Nemotron-H", "BioGPT", "GPT-J", "LFM2", "Mamba")  # fmt: skip
 # Their attention or state space cannot keep the rows of a pack apart, and packing is refused.
-PADDED = ("Falcon", "BLOOM", "Falcon-H1", "Llama 4 text", "Nemotron-H")
+PADDED = ("Falcon", "BLOOM", "Falcon-H1", "Llama 4 text", "Nemotron-H", "BioGPT", "GPT-J", "LFM2", "Mamba")
 LENGTHS = [24, 16]  # of the two rows of each rank; the windows are of 16
-NOT_QUANTIZED = ("GPT-2", "Falcon")  # their layers are not nn.Linear; refused, see test_quantized.py
+NOT_QUANTIZED = ("GPT-2",)  # its layers are not nn.Linear; refused, see test_quantized.py
 TWO_WAYS = ("full, rank 0 reads", "LoRA 4bit")
 # The fast tests have all five ways of three (own head, tied head, experts), and two of the others; one of those whose
 # linear layers are those of another: what differs in them, attention and norms, is trained in full.
@@ -191,6 +198,7 @@ def loaded(folder: Path, method: str = "", adapter: Path | None = None) -> torch
         linears = {name: module for name, module in model.named_modules() if type(module) is torch.nn.Linear}
         across = 64 if "4bit" in method else 1  # blocks that cross rows are not ours
         broken = [name for name, module in linears.items() if module.in_features % across]
+        broken += [name for name in linears if name.endswith(READ_BY_KERNELS.get(folder.name, ("?",)))]
         settings = BitsAndBytesConfig(
             load_in_8bit="8bit" in method,
             load_in_4bit="4bit" in method,
