@@ -4,8 +4,8 @@
     python benchmarks/models.py --results models.jsonl --only "qwen3|lfm2" --columns full,packing --again
     python benchmarks/models.py --results models.jsonl --write         # writes docs/models.md from the file
 
-A model is made of its config class's defaults, with small sizes (`SIZES`). Each column is a run of a recipe in a
-process of its own, forked from one that has imported everything. The first loss (1e-5) and gradient norm (1e-4) are
+A model is made of its config class's defaults, with the small sizes of models.yaml. Each column is a run of a recipe in
+a process of its own, forked from one that has imported everything. The first loss (1e-5) and gradient norm (1e-4) are
 compared with those of plain Transformers and PEFT on the samples one by one; the logits of the result, after a step of
 SGD, with those of the plain model after the same step (1e-4). In 8 and 4 bits the plain model has weights that
 bitsandbytes has quantized and dequantized.
@@ -42,6 +42,7 @@ import finetuning  # noqa: E402
 import plan as plan_recipe  # noqa: E402
 import torch  # noqa: E402
 import transformers  # noqa: E402
+import yaml  # noqa: E402
 from bitsandbytes import functional as bnb  # noqa: E402
 from transformers import PretrainedConfig  # noqa: E402
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping  # noqa: E402
@@ -55,70 +56,9 @@ from llama_ft.plan.flags import read_plan_flags  # noqa: E402
 
 DECODERS: dict[str, str] = dict(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 MULTIMODAL: dict[str, str] = dict(modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
-LAYERS, VOCABULARY, LENGTHS = 4, 320, (40, 33, 24, 17)  # tokens of the samples; windows and chunks are of 16
-# Size -> the settings that get it. What is not named here keeps its default.
-SIZES: dict[Any, str] = {
-    64: "hidden_size d_model n_embd dim embedding_dim emb_dim embedding_size word_embed_proj_dim "
-    "attention_hidden_size input_embedding_size output_embedding_size lru_width hidden_size_global "
-    "backbone_hidden_size moe_hidden_size mamba_d_ssm moe_shared_expert_intermediate_size moe_intermediate_size "
-    "shared_expert_intermediate_size mamba_headdim shared_intermediate_size expert_ffn_hidden_size "
-    "shared_experts_intermediate_size share_expert_dim hc_lowrank text_hidden_size out_hidden_size "
-    "router_hidden_size o_lora_rank ple_embed_dim local_attention_window_len projector_input_dim "
-    "projector_output_dim projection_dim adapter_in_dim time_step_rank mamba_dt_rank cross_hidden_size",
-    128: "intermediate_size ffn_dim decoder_ffn_dim encoder_ffn_dim n_inner dff d_inner dim_ff ffn_hidden_size mlp_dim "
-    "intermediate_size_mlp dense_intermediate_size feed_forward_size d_ff image_size vision_output_dim "
-    "merged_hidden_size projector_hidden_size projection_intermediate_size block_multiple_of attention_head_dim",
-    LAYERS: "num_hidden_layers n_layer n_layers num_layers decoder_layers num_decoder_layers num_blocks "
-    "num_attention_heads n_head n_heads num_heads decoder_attention_heads attention_heads layers dim_model_base "
-    "num_decoder_attention_heads num_experts num_local_experts n_routed_experts moe_num_experts "
-    "linear_num_value_heads linear_num_heads mamba_n_heads mamba_num_heads swa_num_attention_heads "
-    "num_sliding_attention_heads n_groups num_kv_heads index_n_heads num_encoder_layers "
-    "num_encoder_attention_heads encoder_layers encoder_attention_heads",
-    2: "num_experts_per_tok num_experts_per_token moe_topk moe_k moe_top_k linear_num_key_heads "
-    "swa_num_key_value_heads num_shared_experts n_shared_experts moe_num_shared_experts num_kv_shared_layers "
-    "o_groups depth zero_expert_num altup_num_inputs index_topk_blocks num_global_layers conf_num_hidden_layers "
-    "resampler_depth full_attention_interval global_attn_every_n_layers sliding_window_pattern attn_layer_period "
-    "layer_group_size heads_per_ngram no_rope_layer_interval num_key_value_heads pretraining_tp patch_size "
-    "n_layers_per_attn_res_block",
-    1: "first_k_dense_replace n_group topk_group num_expert_group attn_layer_offset num_nextn_predict_layers "
-    "moe_layer_start_index num_dense_layers mamba_n_groups mamba_ngroups num_mem_blocks num_layers_per_stack",
-    16: "head_dim sliding_window window_size sliding_window_size attention_window_size attention_chunk_size "
-    "chunk_size mamba_chunk_size qk_rope_head_dim qk_nope_head_dim v_head_dim linear_key_head_dim "
-    "linear_value_head_dim d_head linear_head_dim index_topk swa_head_dim rotary_dim attention_head_size "
-    "state_size mamba_d_state ssm_state_size query_pre_attn_scalar kv_channels dim_head d_kv "
-    "local_attn_chunk_length lsh_attn_chunk_length adapter_rank hidden_size_per_layer_input laurel_rank "
-    "local_attention block_size index_block_size rel_extent d_rel keep_window_size image_seq_length "
-    "gated_norm_rank resampler_head_dim resampler_n_latents",
-    32: "q_lora_rank kv_lora_rank index_head_dim qk_head_dim mamba_head_dim mamba_d_head global_head_dim",
-    256: "max_position_embeddings n_positions max_seq_len n_ctx model_max_length context_length ngram_vocab_size_base",
-    VOCABULARY: "vocab_size vocab_size_per_layer_input decoder_vocab_size unpadded_vocab_size",
-    0.1: "initializer_range init_std",
-}  # fmt: skip
-SMALL = {name: size for size, names in SIZES.items() for name in names.split()}
-ROPE = {"rope_type": "default", "rope_theta": 1e4}
-# What the rules above do not get right, by model_type.
-SPECIAL: dict[str, dict[str, Any]] = {  # patterns of model_type
-    "falcon_h1": {"mamba_d_head": 16},
-    "gpt_neox_japanese": {"is_decoder": False},  # as its checkpoints leave it; it is always a decoder
-    "mamba2": {"head_dim": 32},
-    "zamba": {"attention_hidden_size": 128, "attention_head_dim": 32},
-    "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
-    "reformer": {"axial_pos_embds": False},
-    "xmod": {"default_language": "en_XX"},
-    "zaya": {"num_experts_per_tok": 1},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
-    "qwen4_exp_text": {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 16,
-                       "indexer_compress_ratio": 4},
-    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4}},
-    "chameleon|emu3": {"vocabulary_map": {"<image>": 4}},
-    "cohere_compass_text": {"layer_types": None},
-    "glm4v_moe_text": {"rope_parameters": {**ROPE, "mrope_section": [2, 1, 1]}},
-    "(glm4v|glm46v|glmga|glm_ocr|qwen2_5_vl|qwen2_vl|qwen2_5_omni|paddleocr_vl|cosmos3_edge)_(text|thinker_text)?":
-        {"rope_parameters": {**ROPE, "mrope_section": [2, 3, 3]}},
-}  # fmt: skip
-# Set although the default is None: the model's own checkpoints set them.
-NEEDED = ("head_dim", "num_key_value_heads", "num_experts_per_tok", "n_routed_experts", "n_shared_experts",
-          "sliding_window")  # fmt: skip
+LAYERS, LENGTHS = 4, (40, 33, 24, 17)  # tokens of the samples; windows and chunks are of 16
+SMALL_MODELS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+SMALL = {name: size for size, names in SMALL_MODELS["sizes"].items() for name in names.split()}
 FLAGS = (
     "--no_plan --device cpu --precision fp32 --optimizer SGD --momentum 0 --weight_decay 0 --lr 0.01 --num_epochs 1 "
     "--max_train_step 1 --context_length 128 --sample_tokens 0 --save_steps 0 --dataset samples.jsonl"
@@ -147,7 +87,7 @@ def shrunk(config: PretrainedConfig) -> PretrainedConfig:
     for name, value in values.items():
         if isinstance(value, PretrainedConfig):
             given[name] = shrunk(value)
-        elif name not in known or (value is None and name not in NEEDED) or isinstance(value, bool):
+        elif name not in known or (value is None and name not in SMALL_MODELS["needed"]) or isinstance(value, bool):
             continue
         elif isinstance(value, list | tuple) and value and len(value) == depth:
             kinds = list(dict.fromkeys(value))
@@ -163,7 +103,7 @@ def shrunk(config: PretrainedConfig) -> PretrainedConfig:
     if "is_decoder" in values:
         given["is_decoder"] = True
     special = {"pad_token_id": 2, "bos_token_id": 0, "eos_token_id": 1}
-    for pattern, settings in SPECIAL.items():
+    for pattern, settings in SMALL_MODELS["special"].items():
         special |= settings if re.fullmatch(pattern, config.model_type) else {}
     return type(config)(**given | {name: value for name, value in special.items() if name in values})
 
@@ -456,7 +396,7 @@ and PEFT.
 | column | `yes` means |
 | --- | --- |
 | full | Full fine-tuning, padding: first loss (relative difference below 1e-5) and gradient norm (1e-4) are equal |
-| export | Transformers loads the final model; its logits (1e-4) are those after the same step, its tensor names the same |
+| export | Transformers loads the final model; its logits (1e-4) are those after the same step, its names the same |
 | packing | As `full`, with packed samples compared with the samples one by one |
 | LoRA | LoRA on all linear layers: loss, gradient norm, and the logits of the adapter that PEFT loads, are equal |
 | 8 bit, 4 bit | As `LoRA`, on quantized weights, compared with weights that bitsandbytes has rounded |
@@ -477,8 +417,10 @@ def page(records: list[dict[str, Any]]) -> str:
     libraries = ("torch", "transformers", "peft", "bitsandbytes")
     versions = ", ".join(f"{name} {version(name).partition('+')[0]}" for name in libraries)
     lines = [f"| model_type | class | {' | '.join(SHOWN)} |", "| --- " * (2 + len(SHOWN)) + "|"]
-    counts = [f"{sum(record.get(column) == 'yes' for record in tried)} of {len(tried)}" for column in SHOWN]
-    lines.append(f"| all | | {' | '.join(counts)} |")
+    for title, is_multimodal in (("**text**", False), ("**images and text (`+`)**", True)):
+        group = [record for record in tried if (record["model"] in MULTIMODAL) == is_multimodal]
+        counts = [f"{sum(record.get(column) == 'yes' for record in group)} of {len(group)}" for column in SHOWN]
+        lines.append(f"| {title} | | {' | '.join(counts)} |")
     for record in tried:
         cells = [number.get(record.get(column, ""), record.get(column, "")) for column in SHOWN]
         name = record["model"] + (" +" if record["model"] in MULTIMODAL else "")
