@@ -189,12 +189,16 @@ def work(models: Path, launches: Callable[[bool], None], architecture: str, meth
 
 def loaded(folder: Path, method: str = "", adapter: Path | None = None) -> torch.nn.Module:
     """A model in plain transformers and bitsandbytes, with an adapter in plain peft."""
+    from bitsandbytes import functional as bnb
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
     from transformers.quantizers.base import get_keys_to_not_convert
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    if "bit" in method:
+    if "bit" in method and folder.name == "Falcon":  # Transformers leaves its class of linear layers as it is
+        for linear in [m for m in model.transformer.h.modules() if isinstance(m, torch.nn.Linear)]:
+            linear.weight.data = bnb.dequantize_4bit(*bnb.quantize_4bit(linear.weight.data, quant_type="nf4"))
+    elif "bit" in method:
         linears = {name: module for name, module in model.named_modules() if type(module) is torch.nn.Linear}
         across = 64 if "4bit" in method else 1  # blocks that cross rows are not ours
         broken = [name for name, module in linears.items() if module.in_features % across]

@@ -164,7 +164,7 @@ def read_linears(model: nn.Module) -> set[nn.Module]:
 
 
 @cache
-def _source_of(kind: type) -> str:
+def _source_of(kind: Any) -> str:
     """The source of a class of a model's code; nothing of torch's, or of one that has no file."""
     with suppress(OSError, TypeError):
         return "" if kind.__module__.startswith("torch.") else inspect.getsource(kind)
