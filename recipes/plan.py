@@ -16,7 +16,7 @@ from llama_ft.config import Config, ModelConfig
 from llama_ft.errors import RunFailure, before_imports, exit_on_error
 from llama_ft.plan.flags import PlanFlags, read_plan_flags
 
-DEMO_CONFIG = Path(__file__).resolve().parent.parent / "configs" / "quickstart.yaml"
+DEMO_CONFIG = Path(__file__).resolve().parent.parent / "configs" / "demo.yaml"
 
 if __name__ == "__main__":
     with before_imports():

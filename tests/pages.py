@@ -24,7 +24,7 @@ from llama_ft.config.settings import settings_of
 from llama_ft.errors import UserError
 from llama_ft.plan.flags import PlanFlags, read_plan_flags
 
-DEMO_RECIPE = REPOSITORY / "configs" / "quickstart.yaml"
+DEMO_RECIPE = REPOSITORY / "configs" / "demo.yaml"
 FOLDERS = ("recipes/", "src/", "configs/", "docs/", "tests/", "launch/", "benchmarks/")
 MINE = Path("configs/mine.yaml")  # the recipe that the README's reader writes
 SCRIPTS = ("finetuning", "plan", "export", "report", "inference", "evaluate")

@@ -67,8 +67,8 @@ def write_facts(folder: Path) -> None:
     layers = [f"model.layers.{n}" for n in range(LAYERS)]
     facts.add(units=[{"name": n, "kind": "Layer", "parameters": 10**6, "bytes": 2 * 10**6} for n in layers])
     answer = {"question": f"What? {MARKUP}", "answer": f"{MARKUP} \udc80", "reference": SECRET}
-    facts.add_sample("before", answer)
-    facts.add_sample("after", {**answer, "answer": "That."})
+    facts.add_samples("before fine-tuning", [answer])
+    facts.add_samples("after fine-tuning", [{**answer, "answer": "That."}])
     peaks = {"backward": [{"device_peak_bytes": 235 * MIB, "device_reserved_bytes": 250 * MIB}] * 2}
     held = {"sharded parameters": 60 * MIB, "optimizer state": 60 * MIB}
     holders = [held, {**held, "optimizer state": 80 * MIB}]

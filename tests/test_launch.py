@@ -39,7 +39,7 @@ def in_shell(text: str, **variables: str) -> list[str]:
 def slurm_command() -> list[str]:
     found = re.search(r"^launch/run\.sh.*?(?= &$)", SBATCH.read_text(), re.MULTILINE | re.DOTALL)
     assert found is not None
-    text = found[0].replace('"$@"', "--config configs/quickstart.yaml --lr 1e-4")
+    text = found[0].replace('"$@"', "--config configs/demo.yaml --lr 1e-4")
     text = text.replace('"${model[@]}"', "--model_name /tmp/models/m").replace('"${stop_after[@]}"', "--stop_after 90s")
     text = text.replace("$((20000 + SLURM_JOB_ID % 10000))", "20001")
     slurm = {"SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "1"}

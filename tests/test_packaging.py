@@ -105,6 +105,13 @@ def test_a_command_answers_before_torch_is_imported(
     assert not [line for line in imports if line.rpartition("|")[2].strip() in ("torch", "transformers")]
 
 
+def test_the_launcher_tells_only_what_the_run_tells(installed: Path, tmp_path: Path) -> None:
+    assert run(installed / "llama-ft", "--version", cwd=tmp_path).stdout.startswith("llama_ft ")
+    found = run(installed / "llama-ft", "train", "--nproc", "2", "--no_such_flag=1", cwd=tmp_path, check=False)
+    assert found.returncode == 2
+    assert len(found.stderr.splitlines()) == 1 and "no_such_flag" in found.stderr
+
+
 def test_a_wheel_has_the_recipes_the_configs_and_the_licenses(installed: Path, checkout: Path) -> None:
     [package] = installed.parent.glob("lib/python3.*/site-packages/llama_ft")
     for folder in ("recipes", "configs"):

@@ -1,6 +1,8 @@
 """The bookkeeping of a run. Nothing here computes a loss, a gradient or a weight: the recipe does."""
 
 import dataclasses
+import math
+import time
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -12,7 +14,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft import checkpoint, data, models, observe, report, runtime, training
-from llama_ft.config import Config, check_device, differences, parse_duration, to_yaml
+from llama_ft.config import Config, differences, parse_duration, to_yaml
 from llama_ft.data.prefetch import StepBatches
 from llama_ft.errors import UserError
 from llama_ft.plan.oom_report import explain_errors
@@ -32,12 +34,14 @@ class RankNumbers(NamedTuple):
     peak_bytes: torch.Tensor  # largest host and device memory so far, [ranks, 2]
     stop_asked: torch.Tensor  # what the rank was asked to stop by; see StopSignals
     save_failed: torch.Tensor  # 1 if the rank could not write the checkpoint in flight
+    seconds: torch.Tensor  # since the first step of this launch
 
 
 class Due(NamedTuple):
     """What follows a step, on all ranks alike."""
 
     evaluation: bool
+    answers: bool  # to sample_prompts
     save: bool  # as the settings ask
     stop: Stop | None  # what asks the run to stop
     is_last: bool
@@ -127,7 +131,7 @@ class Run:
         asked, warmup = self.config.train.warmup_steps, training.warmup_steps(self.config.train, batches.total_steps)
         if asked > warmup:
             log.warning(f"warmup_steps is {asked}, and the run has {batches.total_steps} steps: {warmup} are taken.")
-        for advice in training.advice(self.config, self.global_batch, batches.size):
+        for advice in training.advice(self.config, "data.dataset" in self._sources, self.global_batch, batches.size):
             log.warning(advice)
         if self.config.data.show_samples:
             data.show_samples(batches.first_rows(), tokenizer, self.config.data.show_samples)
@@ -187,6 +191,7 @@ class Run:
             checkpoint.restore(self.resumed, model, optimizer, self.job)
             self._metrics = self.resumed.trainer["metrics"]
         self._snapshot_step = self.state.step + observe.SNAPSHOT_STEPS
+        self._first_step_at = math.inf
 
     @contextmanager
     def training(self, model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> Iterator[None]:
@@ -210,6 +215,7 @@ class Run:
         lengths = [length for batch in step.batches for length in batch.row_lengths]
         targets = sum(batch.target_tokens for batch in step.batches)
         self._throughput.begin_step(step.step, lengths, targets, waited_seconds)
+        self._first_step_at = min(self._first_step_at, time.monotonic())
         if step.step == 1:
             log.info(data.describe_first_batch(step.batches[0], tokenizer))
 
@@ -222,9 +228,10 @@ class Run:
             self.memory.device_peak_bytes,
             self.job.signals.asked(),
             self.writer.has_failed,
+            time.monotonic() - self._first_step_at,
         )
-        tokens, flops, _, _, asked, failed = gathered.unbind(1)
-        return RankNumbers(tokens, flops, gathered[:, 2:4], asked, failed)
+        tokens, flops, _, _, asked, failed, seconds = gathered.unbind(1)
+        return RankNumbers(tokens, flops, gathered[:, 2:4], asked, failed, seconds)
 
     def failed(self, step: StepBatches, result: StepResult) -> torch.Tensor:
         """Whether the weights must stay as they are (not 0, on the device): the loss or the gradient norm is not
@@ -250,11 +257,16 @@ class Run:
             **observe.memory_metrics(numbers.peak_bytes),
             **state.scale.metrics(),
         }
+        longest = config.train.max_train_time
+        seconds = numbers.seconds[0].item()  # rank 0's clock decides for all ranks
+        self._time_is_up = longest is not None and seconds >= parse_duration(longest)
         is_last, stop = step.step == self.batches.total_steps, self.job.signals.agreed(numbers.stop_asked)
+        is_last |= self._time_is_up
         self._ends_epoch, self._is_best, self._save_failed = step.ends_epoch, False, bool(numbers.save_failed.any())
         evaluation = self.dataset.validation is not None
         evaluation &= training.is_due(step.step, config.train.eval_steps, step.ends_epoch or is_last)
-        due = Due(evaluation, self._save_asked(is_last or stop is not None), stop, is_last)
+        answers = not is_last and training.is_due(step.step, config.train.sample_steps, False)
+        due = Due(evaluation, answers, self._save_asked(is_last or stop is not None), stop, is_last)
         newest = training.Step(step.step, result, losses, step.batches, self._metrics, self._is_skipped)
         for read in self._pending.take(newest, needed=any((evaluation, due.save, is_last, stop is not None))):
             training.stop_if_not_finite(read, self.writer.finish, self.job)
@@ -296,16 +308,22 @@ class Run:
         self._throughput.pause()
 
     def should_stop(self, due: Due) -> bool:
-        """Whether early stopping ends training here.
+        """Whether early stopping or max_train_time ends training here.
 
         Raises:
             Stopped: the run was asked to stop, and its checkpoint is written.
         """
-        best = self.state.best
-        if best.should_stop:
-            log.info(f"Stopped early after step {self.state.step}: the validation loss was best at step {best.step}.")
+        if (best := self.state.best).should_stop:
+            reason = f"the validation loss was best at step {best.step}"
+        else:
+            reason = f"max_train_time {self.config.train.max_train_time} is over" if self._time_is_up else ""
+        if reason:
+            self.facts.add(stopped_early=reason)
+        if reason or due.is_last:
+            done = f"step {self.state.step} of {self.batches.total_steps}"
+            log.info(f"Training ended after {done}: {reason or 'all steps are done'}.")
             return True
-        if due.stop is not None and not due.is_last:
+        if due.stop is not None:
             self.writer.finish()
             raise runtime.Stopped(due.stop, self.state.step, self.writer.last)
         return False
@@ -325,12 +343,14 @@ class Run:
             self._weights_of = kept.step
             log.info(f"The weights of step {kept.step} are taken; step {best.step} has the best loss, {best.loss:.4f}.")
 
-    def show_answer(self, when: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, pad: int) -> None:
-        """Print the model's answer to a prompt of the validation set, and keep it for the report."""
+    def show_answers(self, when: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, pad: int) -> None:
+        """Log the model's answers to the sample prompts and keep them for the report. `when` is their heading."""
         self.memory.enter("evaluation")
+        chats = training.sample_chats(self.config.train, self.dataset.chat_sample)
         length = self.config.train.sample_tokens
-        shown = training.show_answer(when, model, tokenizer, self.dataset.chat_sample, length, pad, self.job)
-        self.facts.add_sample(when.lower(), shown)
+        shown = training.show_answers(when, model, tokenizer, chats, length, pad, self.job)
+        self.facts.add_samples(when, shown)
+        self._throughput.pause()
 
     def trainer_record(self) -> dict[str, Any]:
         """What the model card says of the run; see checkpoint.write_model_card."""
@@ -367,22 +387,7 @@ def start_run(requested: Config, sources: dict[str, str], build_model: BuildMode
         explain_errors(requested, job, memory, planner),
     ):
         resumed = checkpoint.find_checkpoint(requested.checkpoint, job)
-        config = resolve_precision(requested, sources, job, resumed)
+        config = checkpoint.resolve_precision(requested, sources, job, resumed)
         log.info("\n  ".join(["Settings that differ from the defaults:", *differences(config)]))
         run = Run(settle_checkpointing(config, job.device.type), sources, job, memory, resumed, preflight)
         yield run
-
-
-def resolve_precision(
-    requested: Config, sources: dict[str, str], job: Runtime, resumed: checkpoint.Checkpoint | None
-) -> Config:
-    """Choose the demo's precision by the machine, unless it was asked for; a resumed run keeps its own. Rank 0 decides
-    for all ranks."""
-    check_device(requested, sources, job.device.type)
-    is_free = requested.model.model_name == "demo" and "train.precision" not in sources
-    wanted = resumed.trainer["config"]["train"]["precision"] if resumed and is_free else requested.train.precision
-    is_free = is_free and resumed is None
-    precision, note = job.broadcast_from_rank0(lambda: runtime.advise_precision(wanted, is_free, job.device))
-    if note:
-        log.info(note)
-    return dataclasses.replace(requested, train=dataclasses.replace(requested.train, precision=precision))

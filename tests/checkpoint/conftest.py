@@ -25,6 +25,8 @@ def bases(
         DeepseekV3ForCausalLM,
         GPT2Config,
         GPT2LMHeadModel,
+        GptOssConfig,
+        GptOssForCausalLM,
         MixtralConfig,
         MixtralForCausalLM,
     )
@@ -41,6 +43,8 @@ def bases(
     shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     experts = {"num_local_experts": 3, "num_key_value_heads": 2, "vocab_size": 301}
     MixtralForCausalLM(MixtralConfig(**shape, **experts)).save_pretrained(save_tokenizer(folder / "mixtral"))
+    oss = GptOssForCausalLM(GptOssConfig(**shape, **experts, head_dim=8, num_experts_per_tok=2))
+    oss.save_pretrained(save_tokenizer(folder / "gpt_oss"))
     deep = {**shape, "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "moe_intermediate_size": 16,
             "vocab_size": 301, "first_k_dense_replace": 1, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
             "qk_nope_head_dim": 8, "v_head_dim": 8, "num_experts_per_tok": 2}  # fmt: skip

@@ -109,13 +109,18 @@ def test_what_stands_beside_the_weights_is_carried_over(bases: Path, tmp_path: P
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
-@pytest.mark.parametrize("settings", [{}, {"use_dora": True}, {"modules_to_save": ["lm_head"], "use_rslora": True}])
+EXPERTS = {"target_modules": ["q_proj"], "target_parameters": ["experts.down_proj", "experts.gate_up_proj"]}
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"use_dora": True}, {"modules_to_save": ["lm_head"], "use_rslora": True}, EXPERTS]
+)
 def test_an_adapter_is_what_peft_would_save_and_merges_as_peft_merges(
     settings: dict[str, Any], bases: Path, tmp_path: Path
 ) -> None:
     from peft import PeftModel
 
-    base = bases / "llama"
+    base = bases / ("mixtral" if settings is EXPERTS else "llama")
     reference = adapted(base, **settings)
     trained = {n.removeprefix("base_model.model."): p for n, p in reference.named_parameters() if p.requires_grad}
     checkpoint = save_checkpoint(tmp_path, trained, settings_of(base, {**LORA, **settings}))

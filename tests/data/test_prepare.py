@@ -55,12 +55,13 @@ def test_rows_come_out_as_tokens_labels_counts_and_places(llama3: PreTrainedToke
 def test_first_bad_rows_are_reported_together(llama3: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     bad = {"messages": [{"role": "user", "content": "Hi"}, {"role": "asistant", "content": "yes"}]}
     good = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "yes"}]}
-    path = write_rows(tmp_path / "my.jsonl", [good, bad, good, '{"messages": [', good])
+    path = write_rows(tmp_path / "my.jsonl", [good, bad, good, '{"messages": [', *[good, bad] * 300])
     with pytest.raises(UserError) as caught:
         prepared(path, llama3, tmp_path / "cache")
-    second, fourth = caught.value.messages
+    second, fourth, *_, last = caught.value.messages
+    assert "302 bad samples:" in last and '301 x "messages[N].role" is "asistant"' in last  # of several chunks
     assert second.startswith(f'{path}:2: "messages[1].role" is "asistant"; expected assistant')
-    assert fourth.startswith(f"{path}:4: malformed JSON") and "--skip_bad_rows" in fourth
+    assert fourth.startswith(f"{path}:4: malformed JSON") and "--skip_bad_rows" in last
     assert cached(tmp_path / "cache") == set()
 
 

@@ -33,6 +33,13 @@ def shown(tokenizer: PreTrainedTokenizerFast, pieces: list[Encoded]) -> str:
     return " ".join(f"[{token}]" if mine else token for token, mine in zip(tokens, trained, strict=True))
 
 
+def test_a_sample_with_images_beside_its_messages_is_rejected(llama3: PreTrainedTokenizerFast) -> None:
+    encoder = Encoder(llama3, 100)
+    with pytest.raises(BadRow, match=r'"images" is \["a.png"\]; expected nothing: only text is trained on'):
+        encoder.encode({**CHAT, "images": ["a.png"]}, "messages")
+    assert encoder.encode({**CHAT, "images": []}, "messages") == encoder.encode(CHAT, "messages")
+
+
 def test_llama3_style_template_trains_every_answer_of_a_long_chat(llama3: PreTrainedTokenizerFast) -> None:
     assert shown(llama3, Encoder(llama3, 100).encode(CHAT, "messages")) == (
         "<|begin_of_text|> <|start_header_id|> system <|end_header_id|> ĊĊ no <|eot_id|> "

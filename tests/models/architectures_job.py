@@ -17,13 +17,13 @@ from llama_ft.config import load
 from llama_ft.phases import NULL_MONITOR
 from llama_ft.training.step import free_unsharded
 
-LENGTHS = [24, 16]  # of the rows each rank has: one pack, or a padded batch
+LENGTHS = [[24, 16], [20, 12]]  # of the rows each rank has: one pack, or a padded batch
 
 if __name__ == "__main__":
     work = Path(sys.argv[1])
     tokenizer = models.load_tokenizer(work / "tokenizer", False)
-    rows = torch.load(work / "rows.pt", weights_only=True)  # [ranks, positions]: LENGTHS rows each
-    targets = rows.numel() - rows.shape[0] * len(LENGTHS)
+    rows = torch.load(work / "rows.pt", weights_only=True)  # [ranks, positions]
+    targets = sum(length - 1 for lengths in LENGTHS for length in lengths)
     for name, flags in json.loads((work / "cases.json").read_text()).items():
         started = time.monotonic()
         settings = ["--batch_size_training", "1", "--precision", "fp32", "--device", "cpu", "--enable_fsdp"]
@@ -33,16 +33,18 @@ if __name__ == "__main__":
             folder, result = Path(config.model.model_name), work / "results" / name
             model_config = models.load_model_config(folder, False)
             model, adapter, stored, _ = finetuning.build_model(config, folder, model_config, None, NULL_MONITOR, job)
-            parts = [part.tolist() for part in rows[job.rank].split(LENGTHS)]
+            lengths = LENGTHS[job.rank]
+            parts = [part.tolist() for part in rows[job.rank][: sum(lengths)].split(lengths)]
             own = Dataset.from_dict({"input_ids": parts, "labels": parts, "source": [name] * 2})
             is_packed = config.data.batching_strategy == "packing"
-            batch = data.collate(own, range(len(LENGTHS)), 0, is_packed)
+            batch = data.collate(own, range(len(lengths)), 0, is_packed)
             if is_packed and not config.peft.use_peft and config.fsdp.low_cpu_fsdp:  # each architecture once
                 training.check_packing(model, own, 256, torch.float32, job)
             optimizer = training.build_optimizer(model, config.train)
             model.train()
             losses = training.accumulate_gradients(model, training.SupervisedFineTuning(), [batch], targets, False, job)
-            loss, norm = training.clip_and_reduce_norm(model, losses, targets, config.train, 1.0, job).read()
+            step = training.clip_and_reduce_norm(model, losses, targets, config.train, 1.0, job)
+            (loss, norm), logged = step.read(), step.logged()
             training.update_weights(optimizer, 1e-2)
             model.eval()
             with torch.no_grad():
@@ -55,5 +57,5 @@ if __name__ == "__main__":
             else:
                 checkpoint.export_adapter(model, adapter, result / "model", None, tokenizer, card, job)
             if job.is_main:
-                torch.save({"loss": loss, "norm": norm, "logits": logits}, result / "seen.pt")
+                torch.save({"loss": loss, "norm": norm, "logged": logged, "logits": logits}, result / "seen.pt")
                 print(f"{name}: {time.monotonic() - started:.1f} s", flush=True)

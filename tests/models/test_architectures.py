@@ -3,6 +3,7 @@ with what plain transformers and peft make of the same files on one process."""
 
 import functools
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ LLAMA3_ROPE = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_fre
                "high_freq_factor": 4.0, "original_max_position_embeddings": 64}  # fmt: skip
 LONG_ROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.1] * 8, "long_factor": [2.0] * 8,
              "original_max_position_embeddings": 128}  # fmt: skip
-TIED = {"tie_word_embeddings": True}
+TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
 EXPERTS = {"num_experts_per_tok": 2, "router_jitter_noise": 0.0}
 BALANCED = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
 GPT2 = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256, "resid_pdrop": 0.0, "embd_pdrop": 0.0,
@@ -95,6 +96,29 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 READ_BY_KERNELS = {"Mamba": ("x_proj", "dt_proj", "out_proj"), "Nemotron-H": ("mixer.out_proj",),
                    "Falcon-H1": ("mamba.out_proj",)}  # fmt: skip
+# Models that also take images, of whose towers nothing may be read or changed: model_type, what differs in the text
+# part from SHAPE, in the vision tower from VISION, and the rest.
+VISION = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+          "image_size": 28, "patch_size": 14}  # fmt: skip
+QWENS = {"depth": 2, "hidden_size": 32, "num_heads": 2, "out_hidden_size": 64}
+MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}}
+MULTIMODAL: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "Gemma 3": ("gemma3", {"sliding_window": 16, "query_pre_attn_scalar": 16, **TIED}, VISION,
+                {"mm_tokens_per_image": 1, "image_token_index": 318, **TIED}),
+    "Qwen3.5": ("qwen3_5", {"layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2,
+                            "linear_num_value_heads": 2, "linear_key_head_dim": 32, "linear_value_head_dim": 32,
+                            **MROPE}, QWENS, {"image_token_id": 318, "video_token_id": 319}),
+    "Mistral 3": ("mistral3", {"model_type": "mistral"}, VISION | {"model_type": "pixtral", "head_dim": 16},
+                  {"image_token_index": 318}),
+    "Qwen2.5-VL": ("qwen2_5_vl", MROPE, QWENS, {"image_token_id": 318, "video_token_id": 319}),
+    "Llama 4": ("llama4", ARCHITECTURES["Llama 4 text"][1],
+                VISION | {"vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32},
+                {"image_token_index": 318}),
+    "Phi-4-multimodal": ("phi4_multimodal", {}, VISION | {"crop_size": 28, "image_token_id": 318},
+                         {"audio_config": {"hidden_size": 32, "num_blocks": 1, "num_attention_heads": 2,
+                                           "intermediate_size": 64, "audio_token_id": 319, "input_size": 16,
+                                           "nemo_conv_channels": 32, "ext_pw_out_channel": 32}}),
+}  # fmt: skip
 # A LoRA step leaves A as it began, because B is 0: so the gradient can be taken again from the result.
 LORA = ["--use_peft", "--target_modules", "all-linear", "--r", "4", "--lora_dropout", "0", "--weight_decay", "0"]
 METHODS: dict[str, list[str]] = {
@@ -110,14 +134,15 @@ SIZED: dict[tuple[str, str], list[str]] = {
     ("Gemma 2", "full, sized"): [*BY_SIZE, "--min_num_params", "8000"],
     ("Llama 2", "LoRA, sized, DoRA"): [*LORA, *BY_SIZE, "--use_dora"],
     ("Mixtral", "LoRA, sized"): [*LORA, *BY_SIZE],
-}
+    # Its experts are not among what peft takes for all-linear.
+    ("Granite MoE, balanced", "LoRA, padded"): [*LORA, "--batching_strategy", "padding",
+                                                "--router_aux_loss_coef", "0.25", "--activation_checkpointing", "full"],
+}  # fmt: skip
 # Two of the five ways are enough for these: each way is tried on fifteen others.
 FURTHER = ("Qwen3 MoE", "Phi-2", "Phi-3.5 MoE", "GPT-NeoX", "Falcon", "OPT", "BLOOM", "gpt-oss", "DeepSeek V3",
            "Granite MoE", "Granite MoE, balanced", "Falcon-H1", "Gemma 3n text", "Gemma 4 text", "Llama 4 text",
-           "ModernBERT decoder", "Nemotron-H", "BioGPT", "GPT-J", "LFM2", "Mamba")  # fmt: skip
-# Their attention or state space cannot keep the rows of a pack apart, and packing is refused.
-PADDED = ("Falcon", "BLOOM", "Falcon-H1", "Llama 4 text", "Nemotron-H", "BioGPT", "GPT-J", "LFM2", "Mamba")
-LENGTHS = [24, 16]  # of the two rows of each rank; the windows are of 16
+           "ModernBERT decoder", "Nemotron-H", "BioGPT", "GPT-J", "LFM2", "Mamba", *MULTIMODAL)  # fmt: skip
+LENGTHS = [[24, 16], [20, 12]]  # of the two rows of each rank; the windows are of 16
 NOT_QUANTIZED = ("GPT-2",)  # its layers are not nn.Linear; refused, see test_quantized.py
 TWO_WAYS = ("full, rank 0 reads", "LoRA 4bit")
 # The fast tests have all five ways of three (own head, tied head, experts), and two of the others; one of those whose
@@ -127,14 +152,14 @@ LINEARS_OF_ANOTHER = ("Llama 3", "Llama 3.1", "Llama 3.2", "Mistral", "Qwen2.5",
                       "OLMo 2", "SmolLM3", "Granite MoE, balanced")  # fmt: skip
 CASES = [
     (architecture, method)
-    for architecture in ARCHITECTURES
+    for architecture in (*ARCHITECTURES, *MULTIMODAL)
     for method in METHODS
     if not (architecture in NOT_QUANTIZED and "bit" in method) and (architecture not in FURTHER or method in TWO_WAYS)
 ] + [*SIZED]
 
 
 def is_fast(architecture: str, method: str) -> bool:
-    if architecture in ALL_WAYS or (architecture, method) == ("GPT-2", "LoRA"):
+    if architecture in ALL_WAYS or method == "LoRA, padded" or (architecture, method) == ("GPT-2", "LoRA"):
         return True
     return method in (TWO_WAYS[:1] if architecture in LINEARS_OF_ANOTHER else TWO_WAYS)
 
@@ -145,14 +170,21 @@ PARAMETERS = [pytest.param(*case, marks=[] if is_fast(*case) else pytest.mark.sl
 @pytest.fixture(scope="module")
 def models(save_tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with models/, a tokenizer, and a batch in rows.pt."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM
 
     work = tmp_path_factory.mktemp("architectures")
     save_tokenizer(work / "tokenizer")
-    for name, (model_type, settings) in ARCHITECTURES.items():
+    configs: dict[str, tuple[str, dict[str, Any]]] = {
+        name: (model_type, {**SHAPE, **settings}) for name, (model_type, settings) in ARCHITECTURES.items()
+    }
+    for name, (model_type, text, vision, more) in MULTIMODAL.items():
+        own = SHAPE | text if model_type == "phi4_multimodal" else {"text_config": SHAPE | text, **UNTIED}
+        configs[name] = model_type, {**own, "vision_config": vision, **more}
+    for name, (model_type, settings) in configs.items():
         torch.manual_seed(0)
-        config = {key: value for key, value in {**SHAPE, **settings}.items() if value is not None}
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **config))
+        config = {key: value for key, value in settings.items() if value is not None}
+        auto = AutoModelForMultimodalLM if name in MULTIMODAL else AutoModelForCausalLM
+        model = auto.from_config(AutoConfig.for_model(model_type, **config))
         for buffer_name, buffer in model.named_buffers():
             if buffer_name in model.state_dict() and buffer.is_floating_point():
                 buffer.uniform_(-0.5, 0.5)  # DeepSeek's correction of routing, which begins as zeros
@@ -170,9 +202,8 @@ def launches(models: Path) -> Callable[[bool], None]:
         cases = {}
         for name, method in CASES:
             if is_fast(name, method) == fast:
-                layout = ["--batching_strategy", "padding"] if name in PADDED else []
                 flags = SIZED.get((name, method)) or METHODS[method]
-                cases[f"{name}/{method}"] = ["--model_name", str(models / "models" / name), *flags, *layout]
+                cases[f"{name}/{method}"] = ["--model_name", str(models / "models" / name), *flags]
         (models / "cases.json").write_text(json.dumps(cases))
         finished = forked(SCRIPT, models, ranks=2)
         assert finished.exit_code == 0, finished.output
@@ -191,10 +222,11 @@ def loaded(folder: Path, method: str = "", adapter: Path | None = None) -> torch
     """A model in plain transformers and bitsandbytes, with an adapter in plain peft."""
     from bitsandbytes import functional as bnb
     from peft import PeftModel
-    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+    from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, BitsAndBytesConfig
     from transformers.quantizers.base import get_keys_to_not_convert
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    auto = AutoModelForMultimodalLM if "vision_config" in (folder / "config.json").read_text() else AutoModelForCausalLM
+    model = auto.from_pretrained(folder, dtype=torch.float32)
     if "bit" in method and folder.name == "Falcon":  # Transformers leaves its class of linear layers as it is
         for linear in [m for m in model.transformer.h.modules() if isinstance(m, torch.nn.Linear)]:
             linear.weight.data = bnb.dequantize_4bit(*bnb.quantize_4bit(linear.weight.data, quant_type="nf4"))
@@ -210,14 +242,31 @@ def loaded(folder: Path, method: str = "", adapter: Path | None = None) -> torch
             bnb_4bit_compute_dtype=torch.float32,
             llm_int8_skip_modules=[*get_keys_to_not_convert(model), *broken],
         )
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, quantization_config=settings)
+        model = auto.from_pretrained(folder, dtype=torch.float32, quantization_config=settings)
+        for _, weight in stacked_experts(model, across):  # transformers leaves them as they are
+            weight.copy_(torch.stack([rounded(matrix, "4bit" in method) for matrix in weight]))
     return PeftModel.from_pretrained(model, adapter, is_trainable=True) if adapter else model
 
 
-def stored_names(folder: Path) -> set[str]:
-    from safetensors import safe_open
+def stacked_experts(model: torch.nn.Module, block: int) -> list[tuple[str, torch.Tensor]]:
+    """Weights [experts, rows, columns] whose rows are whole blocks."""
+    found = [(name, parameter.detach()) for name, parameter in model.named_parameters() if ".experts." in name]
+    return [(name, weight) for name, weight in found if weight.dim() == 3 and weight.shape[2] % block == 0]
 
-    return {name for file in folder.glob("*.safetensors") for name in safe_open(file, "pt").keys()}
+
+def rounded(matrix: torch.Tensor, four_bit: bool) -> torch.Tensor:
+    """A matrix as bitsandbytes' own functions give it back."""
+    from bitsandbytes import functional
+
+    if four_bit:
+        return functional.dequantize_4bit(*functional.quantize_4bit(matrix, blocksize=64, quant_type="nf4"))
+    return functional.int8_vectorwise_dequant(*functional.int8_vectorwise_quant(matrix.half())[:2])
+
+
+def stored(folder: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
 @pytest.mark.parametrize(("architecture", "method"), PARAMETERS)
@@ -234,14 +283,20 @@ def test_the_first_loss_and_gradient_are_those_of_plain_transformers(
         if "lora_magnitude_vector" in name:  # as it began: the norms of the rows
             base = model.get_parameter(name.replace("lora_magnitude_vector.default", "base_layer"))
             parameter.data = base.norm(dim=1)
-    parts = rows.split(LENGTHS, dim=1)
-    losses = [model(input_ids=part, labels=part, use_cache=False).loss * (part.shape[1] - 1) for part in parts]
-    loss = sum(losses) / (sum(LENGTHS) - len(LENGTHS))
-    if architecture.endswith("balanced"):  # the experts of each rank's micro-batch, and so of its pack
-        positions, labels = torch.cat([torch.arange(length) for length in LENGTHS])[None], rows.clone()
-        labels[:, LENGTHS[0]] = -100
-        each = [{"input_ids": row[None], "labels": own[None]} for row, own in zip(rows, labels, strict=True)]
-        loss = sum(model(**inputs, position_ids=positions, use_cache=False).loss for inputs in each) / len(each)
+    parts = [it[None] for row, own in zip(rows, LENGTHS, strict=True) for it in row[: sum(own)].split(own)]
+    outputs = [model(input_ids=part, labels=part, use_cache=False) for part in parts]
+    targets = [part.shape[1] - 1 for part in parts]
+    losses = [it.loss * count for it, count in zip(outputs, targets, strict=True)]
+    loss = sum(losses) / sum(targets)
+    if architecture.endswith("balanced"):  # over the tokens of both ranks together
+        from transformers.models.granitemoe.modeling_granitemoe import load_balancing_loss_func
+
+        of_parts = sum(it.aux_loss * count for it, count in zip(outputs, targets, strict=True)) / sum(targets)
+        layers = tuple(torch.cat(of_layer) for of_layer in zip(*(it.router_logits for it in outputs), strict=True))
+        balance = load_balancing_loss_func(layers, num_experts=5, top_k=2)
+        assert abs(balance - of_parts) > 1e-3
+        loss = loss - 0.5 * of_parts + (0.25 if "LoRA" in method else 0.5) * balance
+        assert seen["logged"] == {"train/router_aux_loss": pytest.approx(balance.item(), rel=1e-5)}
     loss.backward()
     assert seen["loss"] == pytest.approx(loss.item(), rel=1e-5)
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
@@ -263,4 +318,8 @@ def test_the_result_reloads_with_the_trained_logits(work: Path, architecture: st
     assert (after - seen["logits"]).abs().max() < 1e-4
     assert (before - seen["logits"]).abs().max() > 1e-2, "the step has changed something"
     if "LoRA" not in method:
-        assert stored_names(result / "model") == stored_names(folder), "saved in the layout it came in"
+        was, now = stored(folder), stored(result / "model")
+        assert was.keys() == now.keys(), "saved in the layout it came in"
+        towers = [name for name in was if re.search("visi|visual|projector|image_embed|audio_embed", name)]
+        assert (len(towers) > 20) == (architecture in MULTIMODAL)
+        assert all(torch.equal(was[name], now[name]) and was[name].dtype == now[name].dtype for name in towers)

@@ -26,8 +26,8 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "some rows of the head": {"target_modules": ["q_proj"], "trainable_token_indices": {"lm_head": [3, 7]}},
 }
 
-# The LM head is scaled by a number of the decoder's; the class does not name its decoder; a layer stands between both.
-ALL_LOGITS = ("OPT", "Falcon-H1", "Llama 4 text", "ModernBERT decoder")
+# The LM head is scaled by a number of the decoder's; a layer stands between both.
+ALL_LOGITS = ("OPT", "Falcon-H1", "ModernBERT decoder")
 
 
 @pytest.fixture(autouse=True)

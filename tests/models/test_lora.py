@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from llama_ft.config import ModelConfig, PeftConfig
 from llama_ft.errors import UserError
-from llama_ft.models import build_on_meta, inject_lora, load_model_config
+from llama_ft.models import build_on_meta, describe_experts, inject_lora, load_model_config
 from llama_ft.models.lora import PEFT_PREFIX, first_values, inject_adapter
 
 
@@ -47,6 +47,39 @@ def test_all_linear_leaves_out_what_no_adapter_works_in(
     adapter = inject_lora(model, PeftConfig(use_peft=True, target_modules="all-linear", lora_dropout=0), "base")
     modules = {key.rsplit(".", 3)[1] for key in adapter.keys.values()}
     assert adapted in modules and left_out not in modules
+
+
+EXPERTS = ["experts.down_proj", "experts.gate_up_proj"]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "settings", "adapts"),
+    [
+        ("mixtral", {}, True),  # peft adapts its experts anyway
+        ("gpt_oss", {}, True),
+        ("gpt_oss", {"lora_dropout": 0.1}, False),  # of adapters of parameters, peft has neither of these
+        ("gpt_oss", {"use_dora": True}, False),
+        ("gpt_oss", {"target_modules": ["q_proj"]}, False),
+        ("gpt_oss", {"target_modules": ["q_proj"], "target_parameters": EXPERTS}, True),
+        ("gpt_oss", {"target_modules": ["q_proj"], "target_parameters": EXPERTS[:1]}, False),
+    ],
+)
+def test_experts_are_adapted_or_a_line_says_how(model_type: str, settings: dict[str, Any], adapts: bool) -> None:
+    shape = {"hidden_size": 32, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2}
+    config = AutoConfig.for_model(model_type, num_hidden_layers=2, num_local_experts=4, vocab_size=64, **shape)
+    model = build_on_meta(config, ModelConfig(model_name=model_type))
+    inject_lora(model, PeftConfig(use_peft=True, r=2, **settings), "base")
+    trained = [p for name, p in model.named_parameters() if ".experts." in name and p.requires_grad]
+    assert len(trained) == 2 * 2 * (2 if adapts else len(settings.get("target_parameters", ())))  # A and B in 2 layers
+    line = str(describe_experts(model))
+    assert ("adapts the experts" in line) == adapts
+    assert adapts or f"--target_parameters {','.join(EXPERTS)} --lora_dropout 0" in line
+
+
+def test_a_parameter_that_matches_nothing_is_named(tiny_model: Path) -> None:
+    settings = PeftConfig(use_peft=True, target_parameters=["experts.w1"])
+    with pytest.raises(UserError, match=r"target_parameters \[experts.w1\]: not in this model. It has: no stacked"):
+        inject_lora(skeleton(tiny_model), settings, "base")
 
 
 def test_each_target_that_matches_nothing_is_named_even_when_another_matches(tiny_model: Path) -> None:

@@ -11,7 +11,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
-from llama_ft.errors import UserError
 from llama_ft.models import attention_kernels, packed_arguments, packed_attention, use_packed_attention
 from llama_ft.models.attention_kernels import AMPERE, HOPPER, T4
 
@@ -245,16 +244,3 @@ def test_flash_attention_3_is_for_hopper_without_dropout(monkeypatch: pytest.Mon
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda it=capability: it)
         attention_kernels.activate_flash_attention_3(PretrainedConfig(attention_dropout=dropout))
     assert activated == ["FA3"]
-
-
-@pytest.mark.parametrize(
-    ("name", "settings", "why"),
-    [
-        ("Falcon", {}, "its attention has no interface"),
-        ("Mamba", {}, "it has layers of linear_attention"),
-        ("Llama4Text", {"num_local_experts": 2, "attention_chunk_size": 8}, "it has layers of chunked_attention"),
-    ],
-)
-def test_a_model_that_cannot_keep_rows_apart_is_refused(name: str, settings: dict[str, Any], why: str) -> None:
-    with pytest.raises(UserError, match=f"(?s){why}.*--batching_strategy padding"):
-        use_packed_attention(make(name, "eager", **settings))

@@ -1,18 +1,21 @@
 """Quantized layers compute what bitsandbytes' own do, keep no activations, and say what they leave out."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
 import bitsandbytes
 import pytest
 import torch
-from transformers import AutoConfig, PretrainedConfig
+from bitsandbytes import functional
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.config import ModelConfig, QuantizationConfig
 from llama_ft.errors import UserError
 from llama_ft.models import build_on_meta, choose_quantization, quantize_linears, total_weights
-from llama_ft.models.quantized import FourBit, Int8, QuantizedLinear, Scheme
+from llama_ft.models.quantization import Quantization
+from llama_ft.models.quantized import FourBit, Int8, QuantizedLinear, Scheme, quantized_weights
 
 SCHEMES: dict[str, Scheme] = {
     "8bit": Int8(6.0),
@@ -102,6 +105,105 @@ def test_what_is_left_out_is_listed(tiny_model: Path) -> None:
     assert type(model.model.layers[0].self_attn.q_proj) is torch.nn.Linear
     assert isinstance(model.model.layers[1].self_attn.q_proj, QuantizedLinear)
     assert total_weights(model) == weights
+
+
+EXPERTS: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_local_experts": 5},
+    "gpt_oss": {"num_local_experts": 5, "sliding_window": 16},  # [experts, in, out], with biases
+    "glm4_moe": {"n_routed_experts": 4, "moe_intermediate_size": 64, "first_k_dense_replace": 1, "n_group": 1},
+}
+
+
+def moe_models(model_type: str, scheme: Scheme, experts_implementation: str) -> tuple[Any, Any]:
+    """A model whose weights bitsandbytes' own functions have rounded matrix by matrix, and ours with the same ones
+    quantized; of both the embedding is trained."""
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    shape |= {"num_key_value_heads": 2, "head_dim": 16, "vocab_size": 320, "num_experts_per_tok": 2}
+    config = AutoConfig.for_model(model_type, **shape, **EXPERTS[model_type])
+    torch.manual_seed(0)
+    plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32, experts_implementation=experts_implementation)
+    ours = copy.deepcopy(plain)
+    quantize_linears(ours, Quantization(scheme, None, is_stored=False))
+    four_bit, found = isinstance(scheme, FourBit), {id(it.weight): it for it in quantized_weights(ours)}
+    for name, parameter in list(ours.named_parameters()):
+        if (quantized := found.get(id(parameter))) is None:
+            continue
+        weight, packed, scales = plain.get_parameter(name).data, [], []
+        for matrix in weight if weight.dim() == 3 else [weight]:
+            if four_bit:
+                data, state = functional.quantize_4bit(matrix, blocksize=64, quant_type="nf4")
+                rounded, scale = functional.dequantize_4bit(data, state), state.absmax
+            else:
+                data, scale, _ = functional.int8_vectorwise_quant(matrix.half())
+                rounded = functional.int8_vectorwise_dequant(data, scale)
+            matrix.copy_(rounded)
+            packed.append(data)
+            scales.append(scale)
+        module, last = ours.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
+        scale_name = "scale" if isinstance(module, QuantizedLinear) else f"{last}_scale"
+        for part, values, like in ((last, packed, parameter), (scale_name, scales, quantized.scale)):
+            values = torch.stack(values).view(like.shape)
+            values = values if values.dtype == like.dtype else values.view(like.dtype)
+            module._parameters[part] = torch.nn.Parameter(values, requires_grad=False)
+    for model in (plain, ours):
+        model.requires_grad_(False).train().get_input_embeddings().requires_grad_(True)
+    return plain, ours
+
+
+@pytest.mark.parametrize("is_checkpointed", [False, True])
+@pytest.mark.parametrize("experts_implementation", ["grouped_mm", "eager"])
+@pytest.mark.parametrize("name", ["nf4", "8bit"])
+@pytest.mark.parametrize("model_type", EXPERTS)
+def test_experts_compute_with_the_weights_that_bitsandbytes_gives_back(
+    model_type: str, name: str, experts_implementation: str, is_checkpointed: bool
+) -> None:
+    seen, ids = [], torch.arange(40)[None]
+    for model in moe_models(model_type, SCHEMES[name], experts_implementation):
+        if is_checkpointed:
+            model.activation_checkpointing_enable({"use_reentrant": False})
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        seen.append((loss.detach(), model.get_input_embeddings().weight.grad))
+    for expected, ours in zip(*seen, strict=True):
+        assert (ours - expected).norm() <= 1e-5 * expected.norm()
+
+
+@pytest.mark.parametrize("experts_implementation", ["grouped_mm", "eager"])
+def test_no_dequantized_expert_is_kept_for_the_backward_pass(experts_implementation: str) -> None:
+    plain, ours = moe_models("mixtral", SCHEMES["nf4"], experts_implementation)
+    kept = []
+    for model in (plain, ours):
+        experts, storages = model.model.layers[0].mlp.experts, dict[int, torch.UntypedStorage]()
+
+        def keep(tensor: torch.Tensor, storages: dict[int, torch.UntypedStorage] = storages) -> torch.Tensor:
+            storages[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
+            return tensor
+
+        hidden, choice = torch.ones(6, 64, requires_grad=True) * 1, torch.arange(12).view(6, 2) % 5
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            experts(hidden, choice, torch.ones(6, 2))
+        kept.append(sum(storage.nbytes() for storage in storages.values()))
+    weights = sum(weight.numel() for weight in plain.model.layers[0].mlp.experts.parameters())
+    assert kept[0] - kept[1] == 4 * weights, "the hooks around see all other tensors"
+    assert sum(it.nbytes for it in ours.model.layers[0].mlp.experts.parameters()) == weights // 2 + weights // 64 * 4
+
+
+@pytest.mark.parametrize(
+    ("model_type", "settings", "gates"),
+    [
+        ("afmoe", {"num_experts": 4, "num_dense_layers": 1}, ["router.gate"]),
+        ("longcat_flash", {"n_routed_experts": 4, "zero_expert_num": 2}, ["router.classifier"]),
+        ("qwen2_moe", {"num_experts": 4}, ["shared_expert_gate"]),
+    ],
+)
+def test_routers_and_gates_stay_as_they_are(model_type: str, settings: dict[str, Any], gates: list[str]) -> None:
+    shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_layers": 2, "vocab_size": 320}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **shape, **settings))
+    quantize_linears(model, Quantization(SCHEMES["8bit"], None, is_stored=False))
+    linears = {name for name, module in model.named_modules() if type(module) is torch.nn.Linear}
+    assert {".".join(name.split(".")[-len(gates[0].split(".")) :]) for name in linears} == {*gates, "lm_head"}
+    assert all(not it.is_floating_point() for n, it in model.named_parameters() if ".experts." in n and it.dim() == 3)
 
 
 @pytest.mark.parametrize(

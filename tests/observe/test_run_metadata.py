@@ -24,14 +24,14 @@ def test_facts_are_merged_key_by_key_and_lists_replaced(tmp_path: Path) -> None:
     assert facts(tmp_path) == {"memory": {"phases": {"load": [2], "save": [3]}, "unit": "device"}, "units": [4]}
 
 
-def test_a_resumed_run_keeps_the_answer_before_tuning(tmp_path: Path) -> None:
-    RunMetadata(tmp_path).add_sample("before", {"question": "?", "answer": "half a character \udc80", "reference": "r"})
+def test_a_resumed_run_keeps_the_answers_before_fine_tuning(tmp_path: Path) -> None:
+    RunMetadata(tmp_path).add_samples("before", [{"question": "?", "answer": "half a character \udc80"}])
     resumed = RunMetadata(tmp_path)
-    resumed.add_sample("after", {"question": "?", "answer": "1", "reference": "r"})
-    resumed.add_sample("after", {"question": "?", "answer": "2", "reference": "r"})
-    resumed.add_sample("after", None)
+    resumed.add_samples("after", [{"question": "?", "answer": "1"}])
+    resumed.add_samples("after", [{"question": "?", "answer": "2"}, {"question": "!", "answer": "3"}])
+    resumed.add_samples("after", [])
     told = [(sample["when"], sample["answer"]) for sample in facts(tmp_path)["samples"]]
-    assert told == [("before", "half a character \udc80"), ("after", "2")]
+    assert told == [("before", "half a character \udc80"), ("after", "2"), ("after", "3")]
 
 
 def test_a_file_that_cannot_be_written_is_told_and_ends_nothing(tmp_path: Path, screen: io.StringIO) -> None:

@@ -8,11 +8,11 @@ import pytest
 from llama_ft.errors import UserError
 from llama_ft.plan.flags import read_plan_flags
 
-QUICKSTART = Path(__file__).resolve().parents[2] / "configs" / "quickstart.yaml"
+DEMO = Path(__file__).resolve().parents[2] / "configs" / "demo.yaml"
 
 
 def read(line: str) -> Any:
-    return read_plan_flags(line.split(), QUICKSTART)
+    return read_plan_flags(line.split(), DEMO)
 
 
 def test_flags_of_the_plan_stand_among_those_of_the_recipe(tmp_path: Path) -> None:

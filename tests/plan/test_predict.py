@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+from llama_ft.plan.types import describe
+
 VOCABULARY, HIDDEN, INNER, LAYERS = 1000, 64, 160, 3
 HEADS, KEY_VALUE_HEADS, HEAD = 4, 2, 16
 LAYER = 2 * HIDDEN * HIDDEN + 2 * HIDDEN * KEY_VALUE_HEADS * HEAD + 3 * HIDDEN * INNER + 2 * HIDDEN
@@ -64,6 +66,33 @@ def test_experts_are_planned_in_fp32(plan: Plan, tmp_path: Path) -> None:
     assert held(fp32, "optimizer step")["gradients"] == 4 * parameters
     activations = [held(plan, "forward")["activations"] for plan in (fp32, bf16)]
     assert 1.5 < activations[0] / activations[1] < 2, "what is fp32 in both does not double"
+
+
+def test_towers_for_images_are_planned_as_a_part_of_the_file_only(plan: Plan, tmp_path: Path) -> None:
+    text = llama(tmp_path / "text")
+    settings = json.loads((text / "config.json").read_text())
+    vision = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    whole = {"model_type": "llava", "architectures": ["LlavaForConditionalGeneration"], "text_config": settings}
+    (tmp_path / "llava").mkdir()
+    (tmp_path / "llava" / "config.json").write_text(json.dumps(whole | {"vision_config": vision, "dtype": "bfloat16"}))
+    for flags in ([], LORA):
+        alone, of_whole = (plan(tmp_path / name, 2, *FLAGS, *flags) for name in ("text", "llava"))
+        assert [peak.holders for peak in of_whole.peaks] == [peak.holders for peak in alone.peaks]
+        assert (of_whole.result_bytes > alone.result_bytes + 100_000) == (flags == [])
+
+
+def test_adapters_of_experts_and_the_loss_of_routers_are_planned(plan: Plan, tmp_path: Path) -> None:
+    mixtral = llama(tmp_path / "model", model_type="mixtral", num_local_experts=4, num_experts_per_tok=2)
+    lora = ("--target_parameters", "experts.gate_up_proj,experts.down_proj", "--lora_dropout", "0")
+    with_adapters = plan(mixtral, 2, *FLAGS, *LORA, *lora, "--router_aux_loss_coef", "0.1")
+    adapters = HIDDEN + HIDDEN + HIDDEN + KEY_VALUE_HEADS * HEAD + 4 * (HIDDEN + 2 * INNER + INNER + HIDDEN)
+    assert held(with_adapters, "optimizer step")["gradients"] == 4 * LAYERS * 4 * adapters // 2  # this rank's
+    merged = 2 * 4 * 3 * HIDDEN * INNER  # each layer keeps W + B A of its experts, in bf16, for the backward pass
+    more = (
+        held(with_adapters, "forward")["activations"] - held(plan(mixtral, 2, *FLAGS, *LORA), "forward")["activations"]
+    )
+    assert more > LAYERS * merged
+    assert "Experts: 2 of 4 per token." in describe(with_adapters)
 
 
 def test_lora_trains_its_matrices_only(plan: Plan, tmp_path: Path) -> None:

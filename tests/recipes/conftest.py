@@ -55,11 +55,11 @@ def _break_models(folder: Path, save_model: Callable[..., Path]) -> None:
 def _break_data(folder: Path) -> None:
     good = {"instruction": "What is a shard?", "output": "Some rows of a weight."}
     write_json_lines(folder / "malformed.jsonl", good, good, '{"instruction": "a", "output"')
-    write_json_lines(folder / "columns.jsonl", {"question": "a", "answer": "b"})
+    write_json_lines(folder / "columns.jsonl", {"ask": "a", "reply": "b"})
     write_json_lines(
         folder / "role.jsonl", {"messages": CHAT}, {"messages": [{**CHAT[0]}, {**CHAT[1], "role": "asistant"}]}
     )
-    write_json_lines(folder / "late.jsonl", *[good] * 600, {**good, "output": 3}, *[good] * 300)
+    write_json_lines(folder / "late.jsonl", *[good] * 600, {**good, "output": [3]}, *[good] * 300)
     (folder / "refuses.jinja").write_text("{{ raise_exception('no tools here') }}")
 
 

@@ -51,7 +51,7 @@ CASES = {
                             "rows.jsonl?"),
     "malformed line": case(f"{MODEL} --dataset @malformed.jsonl", "malformed.jsonl:3: malformed JSON",
                            "one JSON object per line", "--skip_bad_rows"),
-    "wrong columns": case(f"{MODEL} --dataset @columns.jsonl", "columns.jsonl: its columns are answer, question",
+    "wrong columns": case(f"{MODEL} --dataset @columns.jsonl", "columns.jsonl: its columns are ask, reply",
                           "instruction and output"),
     "bad role": case(f"{MODEL} --dataset @role.jsonl", 'role.jsonl:2: "messages[1].role" is "asistant"',
                      "expected assistant"),
@@ -173,7 +173,7 @@ def test_a_bad_row_in_the_middle_of_a_stream_ends_the_run_on_all_ranks(broken: P
     assert finished.exit_code == 2 and finished.seconds < 60, finished.output
     told = finished.output[finished.output.index("error: ") :]
     assert told.count("error: ") == 1 and "Traceback" not in finished.output, told
-    assert 'late.jsonl:601: "output" is 3' in told and "--skip_bad_rows" in told
+    assert 'late.jsonl:601: "output" is [3]' in told and "--skip_bad_rows" in told
     status = json.loads((tmp_path / "run" / "status.json").read_text())
     assert (status["state"], status["exit_code"]) == ("failed", 2) and len(losses(tmp_path / "run")) >= 5
     assert (tmp_path / "run" / "checkpoints" / "step-000005").is_dir()

@@ -10,12 +10,14 @@ import torch
 from conftest import RECIPE, Finished, losses, metrics
 from forked import forked
 
-SINGLE = "model.safetensors"
+SINGLE, ADAPTER = "model.safetensors", "adapter_model.safetensors"
 CASES = Path(__file__).resolve().parent.parent / "run_cases.py"
 FSDP = ["--enable_fsdp", "--low_cpu_fsdp"]
 HYBRID = ["--enable_fsdp", "--sharding_strategy", "HYBRID_SHARD", "--sharding_group_size"]
 PLAIN = ["--gradient_accumulation_steps", "2"]
 LORA = ["--use_peft", "--lora_dropout", "0.2", "--target_modules", "all-linear"]
+EXPERTS = ["--model_name", "@experts", "--use_peft", "--lora_dropout", "0", "--router_aux_loss_coef", "0.1"]
+EXPERTS += ["--target_parameters", "experts.gate_up_proj,experts.down_proj"]
 SHORT = ["--max_train_step", "4", "--save_steps", "2"]
 # No loss is 10 lower than the first: it stops after step 5, and takes the weights of step 1.
 EARLY = ["--eval_steps", "1", "--early_stopping_patience", "4", "--early_stopping_min_delta", "10"]
@@ -30,6 +32,7 @@ EXACT = {
     "bf16": [*FSDP, "--precision", "bf16_pure", "--optimizer", "anyprecision", *SHORT],
     "early": [*FSDP, *EARLY],
     "padded": [*FSDP, *LORA, "--batching_strategy", "padding", *SHORT],
+    "experts": [*FSDP, *EXPERTS, "--activation_checkpointing", "full", *SHORT],
     "kahan": [*FSDP, "--precision", "bf16_pure", "--optimizer", "anyprecision", "--use_kahan_summation", *SHORT],
 }
 # 32 packs a step: 256 rows are read ahead (a chunk, the least) and are 5 steps, the other 144 of a pass 3.
@@ -48,12 +51,19 @@ LAYOUTS = {
 
 
 @pytest.fixture(scope="module")
-def folder(save_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two models, one with dropout, and rows: 5 steps of 8 packs to the epoch, the last of fewer."""
+def folder(
+    save_model: Callable[..., Path], save_tokenizer: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """Three models, of dropout and of experts too, and rows: 5 steps of 8 packs to the epoch, the last of fewer."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
     folder = tmp_path_factory.mktemp("resume")
     shape = {"hidden_size": 64, "intermediate_size": 130, "num_hidden_layers": 2}
     save_model(folder / "model", **shape)
     save_model(folder / "dropout", attention_dropout=0.2, **shape)
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 301, "router_jitter_noise": 0.1}
+    experts = MixtralConfig(**{**shape, **heads, "intermediate_size": 128, "num_local_experts": 3})
+    MixtralForCausalLM(experts).save_pretrained(save_tokenizer(folder / "experts"))
     write_tokens(folder / "rows.jsonl", 70)
     write_tokens(folder / "many.jsonl", 400)
     write_tokens(folder / "few.jsonl", 5)
@@ -125,6 +135,7 @@ def test_resumed_mid_epoch_every_number_is_the_same(two_ranks: Path, name: str) 
     whole, resumed = facts(two_ranks / name), facts(two_ranks / f"{name}-resumed")
     assert len(whole) >= 5 and whole == resumed
     values = losses(two_ranks / name)
+    assert (name == "experts") == any("train/router_aux_loss" in line for line in whole)
     assert len(values) == len(set(values)), "dropout and weights change the loss at every step"
 
 
@@ -141,7 +152,7 @@ def test_a_stream_resumed_in_the_middle_of_a_window_goes_on_the_same(two_ranks: 
 def test_the_result_of_a_resumed_run_is_the_same_model(two_ranks: Path) -> None:
     from safetensors.torch import load_file
 
-    for name, file in (("full", SINGLE), ("nf4", "adapter_model.safetensors"), ("early", SINGLE)):
+    for name, file in (("full", SINGLE), ("nf4", ADAPTER), ("experts", ADAPTER), ("early", SINGLE)):
         whole = load_file(two_ranks / name / "model" / file)
         resumed = load_file(two_ranks / f"{name}-resumed" / "model" / file)
         assert whole.keys() == resumed.keys() and all(whole[key].equal(resumed[key]) for key in whole)

@@ -47,6 +47,9 @@ def tokenized(file: Path, count: int, seed: int) -> Path:
     return file
 
 
+PROMPTS = ["What is a shard", "Who reads the checkpoint and who does not"]
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("runs")
@@ -78,7 +81,10 @@ def launch(folder: Path, tiny_model: Path, save_model: Any, rows16: Path, rows70
         + ["--use_wandb", "--wandb_mode", "offline", "--wandb_tags", "a,b", "--val_batch_size", "2"]
         + ["--context_length", "22", "--use_mlflow", "--mlflow_log_model", "--sample_tokens", "4"],
         "lora": [*FSDP, *tiny, "--dataset", str(rows70), "--validation", "0.2", *adapter, "--lr", "0.01"]
-        + ["--precision", "fp32", "--num_epochs", "1", "--lora_dropout", "0"],
+        + ["--precision", "fp32", "--num_epochs", "1", "--lora_dropout", "0", "--sample_tokens", "12"]
+        + ["--sample_prompts", ",".join(PROMPTS), "--sample_steps", "2"],
+        "timed": [*tiny, "--dataset", str(rows70), "--validation", "0.2", *adapter, "--num_epochs", "1000"]
+        + ["--max_train_time", "2s"],
         "loha": [*tiny, *files, *LOHA.split()],
         "no_pad": [*FSDP, "--model_name", str(no_pad), "--dataset", str(rows16), *adapter, "--num_epochs", "1"]
         + ["--sample_tokens", "8", "--precision", "fp32", "--lora_dropout", "0", "--batch_size_training", "8"]
@@ -258,7 +264,45 @@ def test_a_model_without_a_pad_token_trains_without_loss_on_padding(
     lines = metrics(folder / "no_pad")
     assert lines[0]["eval/loss"] == pytest.approx(expected, rel=1e-5)
     assert lines[1]["train/loss"] == pytest.approx(expected, rel=1e-5)
-    assert "Before tuning" in launch.output and "After tuning" in launch.output
+    assert "Before fine-tuning" in launch.output and "After fine-tuning" in launch.output
+
+
+def test_the_prompts_asked_for_are_answered_as_plain_transformers_and_peft_do(
+    launch: Finished, folder: Path, tiny_model: Path
+) -> None:
+    """Prompts of different lengths share a batch; plain transformers answers them one by one."""
+    from peft import PeftModel
+    from transformers import AutoTokenizer
+
+    samples = json.loads((folder / "lora" / "facts.json").read_text())["samples"]
+    said = {(sample["when"], sample["question"]): sample["answer"] for sample in samples}
+    last = max(line["step"] for line in metrics(folder / "lora"))
+    between = [f"after step {step}" for step in range(2, last, 2)]
+    assert [*dict.fromkeys(when for when, _ in said)] == ["before fine-tuning", *between, "after fine-tuning"]
+    assert between and not any("reference" in sample for sample in samples)
+    tokenizer = AutoTokenizer.from_pretrained(folder / "lora" / "model")
+    models = {"before fine-tuning": load(tiny_model)}
+    models["after fine-tuning"] = PeftModel.from_pretrained(load(tiny_model), folder / "lora" / "model").eval()
+    for when, model in models.items():
+        for prompt in PROMPTS:
+            messages = [{"role": "user", "content": prompt}]
+            inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt")
+            tokens = model.generate(**inputs, max_new_tokens=12, do_sample=False, pad_token_id=0)[0]
+            answer = tokenizer.decode(tokens[inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+            assert said[when, prompt] == answer.strip()
+    assert said["before fine-tuning", PROMPTS[0]] != said["after fine-tuning", PROMPTS[0]]
+
+
+def test_max_train_time_ends_a_run_as_its_last_step_would(launch: Finished, folder: Path) -> None:
+    lines = metrics(folder / "timed")
+    facts = json.loads((folder / "timed" / "facts.json").read_text())
+    assert 1 < lines[-1]["step"] < facts["total_steps"] and "eval/loss" in lines[-1]
+    spent = sum(line.get("perf/step_seconds", 0.0) for line in lines)
+    assert spent < 20 and json.loads((folder / "timed" / "status.json").read_text())["state"] == "finished"
+    assert load(folder / "timed" / "model") is not None
+    ended = f"after step {lines[-1]['step']} of {facts['total_steps']:,}: max_train_time 2s is over"
+    assert ended in (folder / "timed" / "report.html").read_text()
+    assert re.search(r"^Chat with it: \S*python recipes/inference.py \S+/timed$", launch.output, re.MULTILINE)
 
 
 def test_a_continued_adapter_begins_where_the_other_ended(launch: Finished, folder: Path) -> None:
@@ -339,11 +383,18 @@ def test_a_loss_that_is_no_number_ends_the_run_naming_step_rows_and_checkpoint(
 def test_every_run_leaves_a_report(launch: Finished, folder: Path) -> None:
     page = (folder / "no_pad" / "report.html").read_text()
     facts = json.loads((folder / "no_pad" / "facts.json").read_text())
-    assert [sample["when"] for sample in facts["samples"]] == ["before", "after"]
+    assert [sample["when"] for sample in facts["samples"]] == ["before fine-tuning", "after fine-tuning"]
     assert {unit["kind"] for unit in facts["units"]} >= {"LlamaDecoderLayer"}
     assert facts["data"]["train"]["rows"] == 16
     assert facts["total_steps"] == max(line["step"] for line in metrics(folder / "no_pad"))
-    for shown in (">finished<", "<b>Loss</b>", "LlamaDecoderLayer", "in the loss", "after tuning", "Mesh: replicate"):
+    for shown in (
+        ">finished<",
+        "<b>Loss</b>",
+        "LlamaDecoderLayer",
+        "in the loss",
+        "after fine-tuning",
+        "Mesh: replicate",
+    ):
         assert shown in page
     assert "was not written" not in launch.output
     assert {path.parent.name for path in folder.glob("*/report.html")} == {
@@ -352,7 +403,7 @@ def test_every_run_leaves_a_report(launch: Finished, folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_quickstart_learns_on_held_out_rows_too(tmp_path: Path) -> None:
+def test_the_embedded_demo_learns_on_held_out_rows_too(tmp_path: Path) -> None:
     finished = recipe(*FSDP, "--output_dir", str(tmp_path / "run"), processes=2, timeout=900)
     assert finished.exit_code == 0, finished.output
     found = losses(tmp_path / "run")

@@ -13,9 +13,9 @@ from llama_ft.report import comparison_page, read_run, report_page
 TITLES = [
     "Loss", "Learning rate", "Gradient norm, before clipping", "Tokens per second, all ranks",
     "Model FLOPs utilization (MFU), of the published peak", "Matmul utilization, of the measured rate",
-    "Seconds per step",
-    "Device memory, peak so far, fullest rank, GiB", "Host memory (RSS), peak so far, fullest rank, GiB",
-    "Peak of each phase, fullest rank", "What stays for the optimizer step, tensor by tensor",
+    "Time per step, s",
+    "GPU memory, peak so far, MiB", "Host memory (RSS), peak so far, MiB",
+    "Tensors that stay for the optimizer step", "Tensors at the peak of each phase",
 ]  # fmt: skip
 HEADINGS = ["Training", "Memory", "Each rank", "FSDP units", "Data", "Answers", "Environment", "Settings"]
 FROM_ELSEWHERE = {"src", "srcset", "href", "action", "data", "poster"}

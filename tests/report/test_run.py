@@ -73,7 +73,40 @@ def test_each_measure_of_memory_has_a_name_of_its_own(run_dir: Path, tmp_path: P
     for name, device in (("metrics.jsonl", '"memory/device_peak_bytes"'), ("facts.json", '"device_peak_bytes"')):
         text = (folder / name).read_text().replace(device, '"other"' if "/" in device else '"anonymous_peak_bytes"')
         (folder / name).write_text(text)
-    assert '<div class="name">Peak of anonymous memory</div>' in report_page(read_run(folder))
+    facts = json.loads((folder / "facts.json").read_text())
+    facts["memory"]["base_bytes"] = 100 * 2**20
+    (folder / "facts.json").write_text(json.dumps(facts))
+    page = report_page(read_run(folder))
+    assert '<div class="name">Peak of anonymous memory</div>' in page and "100.0 MiB of Python and libraries" in page
+    tensors, process = (
+        page.partition(title)[2].partition("</figure>")[0] for title in ("Tensors at", "The process at")
+    )
+    assert "predicted" in tensors and "measured" not in tensors, "the kernel cannot tell tensors from the rest"
+    assert "predicted" not in process and "Python and its libraries" in process and ">235.0 MiB<" in process
+
+
+def test_short_steps_are_shown_in_whole_milliseconds(run_dir: Path, tmp_path: Path) -> None:
+    folder = copied(run_dir, tmp_path / "short")
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    short = [{**line, "perf/step_seconds": 0.0627} for line in lines]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in short))
+    figure = report_page(read_run(folder)).partition("Time per step, ms")[2].partition("</figure>")[0]
+    assert figure and "0.06" not in figure
+    assert "&#34;63&#34;" in report_page(read_run(folder))
+
+
+def test_answers_between_the_first_and_the_last_are_shown_in_their_order(run_dir: Path, tmp_path: Path) -> None:
+    folder = copied(run_dir, tmp_path / "sampled")
+    facts = json.loads((folder / "facts.json").read_text())
+    moments = ["before fine-tuning", "after step 20", "after step 40", "after fine-tuning"]
+    facts["samples"] = [
+        {"when": when, "question": question, "answer": f"{question} {when}"} for when in moments for question in "BA"
+    ]
+    (folder / "facts.json").write_text(json.dumps(facts))
+    answers = report_page(read_run(folder)).partition("<h2>Answers</h2>")[2].partition("</section>")[0]
+    assert re.findall(r"<h3>(.*?)</h3><p>(.*?)</p>", answers) == [
+        pair for question in "AB" for pair in [("question", question), *((it, f"{question} {it}") for it in moments)]
+    ]
 
 
 def test_a_run_that_is_being_written_is_read_up_to_its_last_whole_line(run_dir: Path, tmp_path: Path) -> None:

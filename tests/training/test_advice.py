@@ -26,11 +26,15 @@ def settings(model_name: str = "org/model", dataset: str = "x.csv", use_peft: bo
     ],
 )
 def test_only_what_is_unusual_is_asked_about(config: Config, asked: str) -> None:
-    found = advice(config, global_batch=8, size=8)
+    found = advice(config, False, global_batch=8, size=8)
     assert len(found) == bool(asked) and "".join(found).startswith(asked)
 
 
+def test_a_demo_that_was_asked_for_is_not_asked_about() -> None:
+    assert not advice(settings(dataset="demo", use_peft=True), True, global_batch=8, size=8)
+
+
 def test_a_global_batch_larger_than_an_epoch_is_asked_about() -> None:
-    assert not advice(settings(lr=1e-5), global_batch=8, size=None)
-    [found] = advice(settings(lr=1e-5), global_batch=8, size=7)
+    assert not advice(settings(lr=1e-5), True, global_batch=8, size=None)
+    [found] = advice(settings(lr=1e-5), True, global_batch=8, size=7)
     assert found.startswith("an epoch has 7 packed sequences, and an optimizer step takes 8")

@@ -1,7 +1,6 @@
 """The check before training that a model's rows do not see each other in a pack."""
 
 import random
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -11,6 +10,7 @@ from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
     AutoModelForCausalLM,
+    BartConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -21,7 +21,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.errors import UserError
-from llama_ft.models import has_chunked_loss, use_chunked_loss, use_packed_attention
+from llama_ft.models import has_chunked_loss, token_mixers, use_chunked_loss, use_packed_attention
 from llama_ft.runtime import Runtime
 from llama_ft.training import check_packing
 
@@ -68,18 +68,47 @@ def test_a_model_that_keeps_rows_apart_passes_and_is_left_as_it_was(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_model_whose_attention_takes_no_notice_of_rows_is_refused(dtype: torch.dtype, runtime: Runtime) -> None:
-    with pytest.raises(UserError, match="(?s)LlamaForCausalLM does not keep.*Use --batching_strategy padding.$"):
-        check_packing(make("deaf", dtype, runtime), rows(40, 30, 20, 10), 64, dtype, runtime)
+def test_attention_that_takes_no_notice_of_rows_runs_row_by_row(dtype: torch.dtype, runtime: Runtime) -> None:
+    model = make("deaf", dtype, runtime)
+    assert not token_mixers(model).by_row
+    check_packing(model, rows(40, 30, 20, 10), 64, dtype, runtime)
+    assert token_mixers(model).names() == "LlamaAttention"
+
+
+def test_position_embeddings_that_count_tokens_run_row_by_row(runtime: Runtime) -> None:
+    torch.manual_seed(0)
+    shape = {"d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 64, "init_std": 0.5}
+    model = AutoModelForCausalLM.from_config(BartConfig(vocab_size=101, is_encoder_decoder=False, **shape))
+    use_packed_attention(model)
+    check_packing(model, rows(40, 30, 20, 10), 64, torch.float32, runtime)
+    assert token_mixers(model).names() == "BartLearnedPositionalEmbedding"
+
+
+class Summing(LlamaForCausalLM):
+    """An architecture that looks back behind its layers."""
+
+    def forward(self, *args, **arguments):  # type: ignore[no-untyped-def,override]
+        output = super().forward(*args, **arguments)
+        output.logits = output.logits.cumsum(1)
+        return output
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_that_sees_other_rows_behind_its_layers_is_rejected(dtype: torch.dtype, runtime: Runtime) -> None:
+    torch.manual_seed(0)
+    model = Summing(LlamaConfig(vocab_size=101, **SHAPE)).to(dtype)
+    use_packed_attention(model)
+    with pytest.raises(UserError, match="(?s)Summing does not keep.*Use --batching_strategy padding.$"):
+        check_packing(model, rows(40, 30, 20, 10), 64, dtype, runtime)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("kind", "longest", "is_kept"),
-    [(MistralConfig, 64, True), (PhimoeConfig, 64, False), (PhimoeConfig, 24, True)],  # no row has 25 tokens
+    ("kind", "longest", "by_row"),
+    [(MistralConfig, 64, ""), (PhimoeConfig, 64, "PhimoeAttention"), (PhimoeConfig, 24, "")],  # no row has 25 tokens
 )
-def test_a_model_that_loses_its_sliding_window_in_a_pack_is_rejected(
-    kind: type[PretrainedConfig], longest: int, is_kept: bool, dtype: torch.dtype, runtime: Runtime
+def test_a_model_that_loses_its_sliding_window_in_a_pack_runs_row_by_row(
+    kind: type[PretrainedConfig], longest: int, by_row: str, dtype: torch.dtype, runtime: Runtime
 ) -> None:
     torch.manual_seed(0)
     config = kind(vocab_size=101, num_key_value_heads=2, sliding_window=24, initializer_range=0.1, **SHAPE)
@@ -87,8 +116,8 @@ def test_a_model_that_loses_its_sliding_window_in_a_pack_is_rejected(
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
     use_packed_attention(model)
     model.to(dtype)
-    with nullcontext() if is_kept else pytest.raises(UserError, match="does not keep packed rows apart"):
-        check_packing(model, rows(7, 5), longest, dtype, runtime)
+    check_packing(model, rows(7, 5), longest, dtype, runtime)
+    assert token_mixers(model).names() == by_row
 
 
 class Sharper(LlamaForCausalLM):

@@ -14,7 +14,14 @@ from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.config import TrainConfig
 from llama_ft.data import Batch
-from llama_ft.models import add_embedding_noise, checkpoint_activations, use_chunked_loss, use_packed_attention
+from llama_ft.models import (
+    add_embedding_noise,
+    checkpoint_activations,
+    router_coefficient,
+    use_chunked_loss,
+    use_packed_attention,
+    use_router_loss,
+)
 from llama_ft.training import LossSum, objective, target_losses, target_rows
 
 CPU = torch.device("cpu")
@@ -22,7 +29,7 @@ CPU = torch.device("cpu")
 
 def token_loss_sum(model: PreTrainedModel, batch: Batch, device: torch.device) -> torch.Tensor:
     loss, balance = target_losses(model, batch, device)
-    return loss + balance * batch.target_tokens
+    return loss + router_coefficient(model) * balance
 
 
 @pytest.fixture(scope="module")
@@ -150,7 +157,7 @@ def with_routers(name: str) -> PreTrainedModel:
 @pytest.mark.parametrize("is_packed", [True, False])
 @pytest.mark.parametrize("name", ["Mixtral", "Qwen3 MoE", "Granite MoE"])
 def test_where_config_json_asks_for_it_routers_are_trained_to_share_tokens_evenly(
-    name: str, is_packed: bool, in_pieces: bool
+    runtime: Any, name: str, is_packed: bool, in_pieces: bool
 ) -> None:
     ids = torch.randint(3, 320, (2, 20), generator=torch.Generator().manual_seed(1))
     labels = ids.clone()
@@ -174,8 +181,18 @@ def test_where_config_json_asks_for_it_routers_are_trained_to_share_tokens_evenl
     torch.testing.assert_close(loss, expected.loss)
     for (key, parameter), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-4, atol=1e-6, msg=key)
+    of_tokens, method = expected.loss - 0.5 * expected.aux_loss, objective.SupervisedFineTuning()
+    ours.config.output_router_logits = False
+    for coefficient, more in ((None, 0.0), (0.25, 0.25), (0.0, 0.0)):
+        use_router_loss(ours, coefficient)
+        found = method.loss(ours, batch, runtime)
+        torch.testing.assert_close(found.loss / found.count, of_tokens + more * expected.aux_loss)
+        assert found.logged.keys() == ({"router_aux_loss"} if more else set())
+        for value in found.logged.values():
+            torch.testing.assert_close(value / found.count, expected.aux_loss)
+    use_router_loss(ours, 0.25)
     evaluated = token_loss_sum(ours.eval(), batch, CPU) / batch.target_tokens
-    torch.testing.assert_close(evaluated, expected.loss - 0.5 * expected.aux_loss)  # of the tokens alone
+    torch.testing.assert_close(evaluated, of_tokens)
 
 
 class Pairs:

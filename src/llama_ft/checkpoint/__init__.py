@@ -10,6 +10,7 @@ from llama_ft.checkpoint.resume import (
     finished_result,
     global_batch,
     open_best,
+    resolve_precision,
     result_step,
 )
 from llama_ft.checkpoint.run_directory import create_run_directory

@@ -25,7 +25,7 @@ from llama_ft.config.paths import looks_local
 from llama_ft.data import stop_token_ids
 from llama_ft.errors import RunFailure, UserError, reason
 from llama_ft.masking import mask_secrets
-from llama_ft.models import Adapter, ShardGroup
+from llama_ft.models import Adapter, ShardGroup, left_out
 from llama_ft.models.conversion import SavedGroup, open_source, saved_layout
 from llama_ft.models.load_weights import account_for
 from llama_ft.models.lora import ADAPTER_WEIGHTS
@@ -35,6 +35,8 @@ from llama_ft.runtime import Runtime
 # Settings on the model card.
 SHOWN = ("num_epochs", "lr", "optimizer", "precision", "context_length", "seed")
 SHOWN_WITH_LORA = ("peft_method", "r", "lora_alpha", "target_modules", "use_dora", "use_rslora", "mode")
+# Of the base model's directory; the processor reads images for the parts of a model that are not fine-tuned.
+COPIED = ("generation_config.json", "*processor_config.json", "*.py")
 PLACE = '"path/to/this/folder"'
 Rows = Callable[[str, torch.dtype], Iterator[torch.Tensor]]  # of a parameter or buffer, in order, on the host
 Write = Callable[[Path], None]
@@ -54,6 +56,7 @@ class SavedWeights:
         save_dtype: of all floating tensors; None: as stored.
         stored: name -> dtype, if that is not the tensor's own.
         groups: what is written together, in order, in which layout; None: each tensor as it is.
+        untouched: further tensors, written after the others as they are, whatever save_dtype says.
     """
 
     def __init__(
@@ -63,6 +66,7 @@ class SavedWeights:
         save_dtype: torch.dtype | None,
         stored: Mapping[str, torch.dtype] = {},
         groups: list[SavedGroup] | None = None,
+        untouched: Mapping[str, StoredTensor] = {},
     ) -> None:
         self.tensors, self.rows = tensors, rows
         self.dtypes = {
@@ -70,6 +74,8 @@ class SavedWeights:
             for name, tensor in tensors.items()
         }
         self.groups = groups or [SavedGroup([name], {name: tuple(it.shape)}) for name, it in tensors.items()]
+        self.dtypes |= {name: it.dtype for name, it in untouched.items()}
+        self.groups += [SavedGroup([name], {name: it.shape}) for name, it in untouched.items()]
         self.headers = [
             {name: StoredTensor(Path(), shape, self.dtypes[it.parameters[0]]) for name, shape in it.tensors.items()}
             for it in self.groups
@@ -149,14 +155,15 @@ def export_model(
         write_card: called on rank 0 with the folder that holds everything else and is not in its place yet.
         runtime: the ranks.
     """
-    frozen = None
-    if runtime.is_main and not all(parameter.requires_grad for parameter in model.parameters()):
+    frozen, base = None, None
+    if runtime.is_main and (left_out(model).tensors or not all(it.requires_grad for it in model.parameters())):
         base = open_source(source, model)  # training may hold them rounded to 16 bits
         frozen = stored_rows(base, account_for(model, base.tensors, source))
+    untouched = runtime.broadcast_from_rank0(lambda: untouched_tensors(base))
     kept, tensors = model.state_dict().keys(), dict[str, torch.Tensor](model.named_parameters())  # tied ones once
     tensors |= {name: buffer for name, buffer in model.named_buffers() if name in kept}
-    rows = _gathered(tensors, runtime, frozen)
-    weights = SavedWeights(tensors, rows, save_dtype, stored_dtypes, saved_layout(model, tensors))
+    rows = _gathered({**tensors, **untouched}, runtime, frozen)
+    weights = SavedWeights(tensors, rows, save_dtype, stored_dtypes, saved_layout(model, tensors), untouched)
 
     def write(aside: Path) -> None:
         weights.write(aside, max_shard_bytes)
@@ -201,9 +208,14 @@ def stored_rows(source: WeightSource, keys: Mapping[str, str]) -> Rows:
     return lambda name, dtype: (block.to(dtype) for block in blocks(source, keys.get(name, name)))
 
 
-def _gathered(tensors: Mapping[str, torch.Tensor], runtime: Runtime, frozen: Rows | None = None) -> Rows:
+def untouched_tensors(base: WeightSource | None) -> dict[str, StoredTensor]:
+    """Tensors of a base model that its text part lacks, by their names in its files."""
+    return {name: it for name, it in base.tensors.items() if it.is_left_out} if base is not None else {}
+
+
+def _gathered(tensors: Headers, runtime: Runtime, frozen: Rows | None = None) -> Rows:
     """Rows of sharded parameters as the ranks send them to rank 0: two shards of one are the most it holds. Frozen
-    ones come from `frozen`, which rank 0 alone needs.
+    ones and those left out come from `frozen`, which rank 0 alone needs.
 
     All ranks meet after each tensor. Those of other copies of the model, which send nothing, would else wait for the
     whole export at once, and their watchdogs take rank 0 for one that hangs.
@@ -212,10 +224,10 @@ def _gathered(tensors: Mapping[str, torch.Tensor], runtime: Runtime, frozen: Row
 
     def rows(name: str, dtype: torch.dtype) -> Iterator[torch.Tensor]:
         tensor = tensors[name]
-        if not isinstance(tensor, nn.Parameter):
-            yield tensor.to(dtype).cpu()
-        elif tensor.requires_grad:
+        if isinstance(tensor, nn.Parameter) and tensor.requires_grad:
             yield from ranks.gather_rows(tensor, dtype)
+        elif isinstance(tensor, torch.Tensor) and not isinstance(tensor, nn.Parameter):
+            yield tensor.to(dtype).cpu()
         elif frozen is not None:
             yield from frozen(name, dtype)
         dist.barrier()
@@ -270,20 +282,22 @@ def write_model_settings(
     tokenizer: PreTrainedTokenizerBase,
     source: Path,
 ) -> None:
-    """Write the files other than the weights: config.json, tokenizer, generation config and code.
+    """Write the files other than the weights: config.json, tokenizer, processor, generation config and code.
 
     Args:
         folder: has, or gets, the weights.
         model_config: the model's; it is not changed.
         dtype: of the weights, for config.json.
         tokenizer: with the chat template of the run.
-        source: folder of the base model, from which generation_config.json and Python files are copied.
+        source: folder of the base model, from which COPIED is copied.
     """
     config = copy.deepcopy(model_config)
-    config.dtype = dtype  # the skeleton's says nothing
+    for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
+        if part is not None:
+            part.dtype = dtype  # the skeleton's says nothing
     config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    for file in (*source.glob("generation_config.json"), *source.glob("*.py")):
+    for file in (it for name in COPIED for it in source.glob(name)):
         shutil.copy(file, folder / file.name)
     # `generate` is to stop where the model has learned to: a chat template may end messages with another token than the
     # one the base model stops at.
@@ -314,7 +328,9 @@ def write_adapter(folder: Path, adapter: Adapter, weights: SavedWeights, tokeniz
     tokenizer.save_pretrained(folder)
 
 
-def write_model_card(folder: Path, base_model: str, trainer: Mapping[str, Any] | None = None) -> None:
+def write_model_card(
+    folder: Path, base_model: str, trainer: Mapping[str, Any] | None = None, auto_class: str = "AutoModelForCausalLM"
+) -> None:
     """Write README.md of a complete model or adapter directory, as the Hugging Face Hub shows it.
 
     Of local paths it has only the last part: the card may go to the Hub.
@@ -324,6 +340,7 @@ def write_model_card(folder: Path, base_model: str, trainer: Mapping[str, Any] |
         base_model: the Hub name or directory of the base model, or demo.
         trainer: what is known of the run, as a checkpoint's trainer.json holds it: step, metrics, config (sections of
             settings). None if an adapter of unknown origin is merged.
+        auto_class: the class of Transformers that loads the base model.
     """
     run, base = trainer or {}, _without_folder(base_model)
     settings = {name: value for section in run.get("config", {}).values() for name, value in section.items()}
@@ -336,13 +353,13 @@ def write_model_card(folder: Path, base_model: str, trainer: Mapping[str, Any] |
         "tags": ["llama_ft", *(["lora"] if is_lora else [])],
     }
     what = f"{base} with a LoRA adapter merged into it" if is_lora else f"{base}, full fine-tuning"
-    load = f"model = AutoModelForCausalLM.from_pretrained({PLACE})"
+    load = f"model = {auto_class}.from_pretrained({PLACE})"
     if is_adapter:
         what, from_base = f"A LoRA adapter for {base}", base if is_on_hub else f"path/to/{base}"
         new = run.get("new_tokens") or {"rows": 0, "stored_rows": 0}  # the base lacks their rows
         resize = f"base.resize_token_embeddings({new['rows']}, mean_resizing=False)\n"
         load = f"""from peft import PeftModel
-base = AutoModelForCausalLM.from_pretrained("{from_base}")
+base = {auto_class}.from_pretrained("{from_base}")
 {resize if new["rows"] > new["stored_rows"] else ""}model = PeftModel.from_pretrained(base, {PLACE})"""
     facts = {name: settings[name] for name in (*SHOWN, *(SHOWN_WITH_LORA if is_lora else ())) if name in settings}
     facts |= {"optimizer steps": run["step"], "validation loss": run["metrics"].get("eval/loss")} if run else {}
@@ -357,7 +374,7 @@ base = AutoModelForCausalLM.from_pretrained("{from_base}")
 {what} with llama_ft.{"" if base == "demo" else " The base model's license applies to it, too."}
 
 ```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import {auto_class}, AutoTokenizer
 
 {load}
 tokenizer = AutoTokenizer.from_pretrained({PLACE})

@@ -4,7 +4,7 @@ time. Names, layout, dtypes and the files beside the weights are those that a ru
 An adapter is merged as its base is read. W is a weight [out, in] of the base, B A the adapter's product, m DoRA's
 magnitude:
 
-    LoRA, rsLoRA      W + scaling * B A
+    LoRA, rsLoRA      W + scaling * B A, of stacked experts for each
     DoRA              m * V / |V| per row, where V = W + scaling * B A       https://arxiv.org/abs/2402.09353
     modules_to_save   the adapter's own tensor in place of W, as for trained biases
     new tokens        the adapter's own rows in place of theirs; embedding and head grow by what is missing
@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from peft import LoraConfig
-from peft.tuners.lora.layer import LoraLayer
+from peft.tuners.lora.layer import LoraLayer, ParamWrapper
 from pydantic import ValidationError
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -47,7 +47,7 @@ UNDERSTOOD = {
     "alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "exclude_modules", "fan_in_fan_out",
     "inference_mode", "init_lora_weights", "layers_pattern", "layers_to_transform", "lora_alpha", "lora_dropout",
     "modules_to_save", "peft_type", "peft_version", "r", "rank_pattern", "revision", "runtime_config",
-    "target_modules", "task_type", "trainable_token_indices", "use_dora", "use_rslora",
+    "target_modules", "target_parameters", "task_type", "trainable_token_indices", "use_dora", "use_rslora",
 }  # fmt: skip
 LEAVES_THE_BASE_ALONE = (True, False, None, "gaussian", "eva", "orthogonal")  # of init_lora_weights
 USE_PEFT = "merge_and_unload of PEFT merges it, with the whole model in memory."
@@ -190,7 +190,7 @@ class Exporter:
         with written_aside(folder) as aside:
             export.write_model_settings(aside, self.model.config, weights.main_dtype(), self.tokenizer, self.base)
             weights.write(aside, max_shard_bytes)
-            write_model_card(aside, self.base_name, self.trainer)
+            self._write_card(aside)
 
     def write_adapter(self, folder: Path, save_dtype: torch.dtype | None) -> None:
         """Write a peft folder; arguments as of write_model, None for fp32 or what else was trained."""
@@ -201,7 +201,11 @@ class Exporter:
         weights = SavedWeights(tensors, export.stored_rows(self.trained, names), save_dtype)
         with written_aside(folder) as aside:
             export.write_adapter(aside, self.adapter, weights, self.tokenizer)
-            write_model_card(aside, self.base_name, self.trainer)
+            self._write_card(aside)
+
+    def _write_card(self, folder: Path) -> None:
+        auto = models.auto_class(self.model.config, self.config.model.trust_remote_code)
+        write_model_card(folder, self.base_name, self.trainer, auto.__name__)
 
     def _merged(self, save_dtype: torch.dtype | None) -> SavedWeights:
         """The model's weights; writing them takes a few blocks of rows of memory and the mapped files. Its config is
@@ -244,7 +248,9 @@ class Exporter:
                 start += len(block) if block.dim() else 1
 
         # Of the tensors, only shapes are used.
-        return SavedWeights(tensors, rows, save_dtype, groups=saved_layout(model, tensors))  # type: ignore[arg-type]
+        layout, untouched = saved_layout(model, tensors), export.untouched_tensors(base)  # type: ignore[arg-type]
+        written |= {name: (name, None) for name in untouched}
+        return SavedWeights(tensors, rows, save_dtype, groups=layout, untouched=untouched)
 
     def _trained_keys(self) -> dict[int, str]:
         return {id(it): self.keys[name] for name, it in self.model.named_parameters() if name in self.keys}
@@ -255,7 +261,9 @@ class Exporter:
         changes, by_key, keys = dict[str, Change](), dict[str, Change](), self._trained_keys()
         for name, module in self.model.named_modules():
             target = lora.checkpoint_key(f"{name}.base_layer.weight")
-            if isinstance(module, LoraLayer):
+            if isinstance(module, ParamWrapper):
+                changes[lora.checkpoint_key(f"{name}.{module.parameter_name}")] = self._stacked(name, module)
+            elif isinstance(module, LoraLayer):
                 changes[target] = self._low_rank(name, module)
             elif isinstance(module, TokenRows):
                 key = keys[id(module.trainable_tokens_delta["default"])]
@@ -263,14 +271,34 @@ class Exporter:
                 changes[target] = by_key.setdefault(key, put_rows)
         return changes
 
+    def _read(self, name: str, part: str) -> torch.Tensor:
+        return self.trained.read(self.keys[f"{name}.{part}.default.weight"]).float()
+
+    def _stacked(self, name: str, layer: ParamWrapper) -> Change:
+        """Add each expert's B A, in fp32. A is stacked as [experts * r, in], B as [out, r * experts]: in B, the columns
+        of one expert are `experts` apart. A parameter with two dimensions is one expert."""
+        scaling, experts, is_matrix = layer.scaling["default"], layer.num_experts, layer.get_param().dim() == 2
+        is_transposed = getattr(layer.get_base_layer(), "is_transposed", False)  # the weight is [experts, in, out]
+
+        def change(block: torch.Tensor, start: int) -> torch.Tensor:
+            left, right = self._read(name, "lora_B"), self._read(name, "lora_A")
+            rows = slice(start, start + len(block))
+            if is_matrix:
+                return torch.addmm(block.float(), left[rows] * scaling, right)
+            left = left.unflatten(1, (-1, experts)).permute(2, 0, 1)[rows]  # [block, out, r]
+            right = right.unflatten(0, (experts, -1))[rows]  # [block, r, in]
+            if is_transposed:
+                left, right = right.transpose(1, 2), left.transpose(1, 2)
+            return torch.baddbmm(block.float(), left * scaling, right)
+
+        return change
+
     def _low_rank(self, name: str, layer: LoraLayer) -> Change:
         """Add B A, in fp32, and with DoRA scale the rows."""
         base, scaling = layer.get_base_layer(), layer.scaling["default"]
         if not isinstance(base, (nn.Linear, Conv1D)):
             raise UserError(f"{name} is a {type(base).__name__}, which is not merged here.\n{USE_PEFT}")
-
-        def read(part: str) -> torch.Tensor:
-            return self.trained.read(self.keys[f"{name}.{part}.default.weight"]).float()
+        read = partial(self._read, name)
 
         def change(block: torch.Tensor, start: int) -> torch.Tensor:
             rows = slice(start, start + len(block))

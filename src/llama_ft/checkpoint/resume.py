@@ -14,11 +14,11 @@ import torch.distributed as dist
 from llama_ft import __version__
 from llama_ft.checkpoint import reader
 from llama_ft.checkpoint.reader import Checkpoint, checkpoint_errors, complete_checkpoints, step_folder
-from llama_ft.config import CheckpointConfig, Config, TrainConfig
+from llama_ft.config import CheckpointConfig, Config, TrainConfig, check_device
 from llama_ft.config.messages import show, subject
 from llama_ft.config.settings import SETTINGS
 from llama_ft.errors import RunFailure, UserError
-from llama_ft.runtime import Runtime, log
+from llama_ft.runtime import Runtime, advise_precision, log
 
 LIBRARIES = ("torch", "transformers", "peft", "bitsandbytes", "datasets", "safetensors")
 # Where and how fast the same thing is computed, and what is written down about it. Everything else that differs makes
@@ -28,10 +28,12 @@ MAY_DIFFER = {
     "model_name", "dataset", "validation",  # the same if they hold the same
     "batch_size_training", "gradient_accumulation_steps",  # see global_batch
     "tokenizer_name", "trust_remote_code", "chat_template", "dataset_split", "dataset_format", "skip_bad_rows",
+    "columns", "repair_chats", "max_samples",
     "show_samples", "tokenize_processes", "attn_implementation", "use_liger", "compile", "device",
     "device_memory_fraction", "accumulate_unsharded", "activation_checkpointing", "activation_checkpointing_k",
     "activation_offload", "stop_after", "collective_timeout", "run_validation", "val_batch_size", "eval_steps",
-    "max_eval_step", "log_steps", "sample_tokens", "early_stopping_patience", "early_stopping_min_delta",
+    "max_eval_step", "max_train_time", "log_steps", "sample_tokens", "sample_prompts", "sample_steps",
+    "early_stopping_patience", "early_stopping_min_delta",
 }  # fmt: skip
 
 
@@ -158,3 +160,19 @@ def global_batch(settings: TrainConfig, resumed: Checkpoint | None, world_size: 
         return asked
     log.info(f"--resume: the global batch stays {kept}, as in the resumed run; the settings ask for {asked}.")
     return kept
+
+
+def resolve_precision(
+    requested: Config, sources: dict[str, str], runtime: Runtime, resumed: Checkpoint | None
+) -> Config:
+    """Choose the precision of the demo, and on a CPU of any model on the demo's data, by the machine, unless it was
+    asked for; a resumed run keeps its own. Rank 0 decides for all ranks."""
+    check_device(requested, sources, runtime.device.type)
+    is_small = requested.data.dataset == "demo" and runtime.device.type == "cpu"
+    is_free = "train.precision" not in sources and (is_small or requested.model.model_name == "demo")
+    wanted = resumed.trainer["config"]["train"]["precision"] if resumed and is_free else requested.train.precision
+    is_free = is_free and resumed is None
+    precision, note = runtime.broadcast_from_rank0(lambda: advise_precision(wanted, is_free, runtime.device))
+    if note:
+        log.info(note)
+    return dataclasses.replace(requested, train=dataclasses.replace(requested.train, precision=precision))

@@ -12,8 +12,9 @@ from llama_ft.config.run_settings import (
     DataConfig,
     MemoryConfig,
     ProfileConfig,
+    QuantizationConfig,
     TrackingConfig,
     parse_duration,
     parse_size,
 )
-from llama_ft.config.settings import Config, FSDPConfig, ModelConfig, PeftConfig, QuantizationConfig, TrainConfig
+from llama_ft.config.settings import Config, FSDPConfig, ModelConfig, PeftConfig, TrainConfig

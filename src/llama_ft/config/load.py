@@ -7,6 +7,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from llama_ft import __version__
 from llama_ft.config.dump import help_text
 from llama_ft.config.messages import nearest, show, subject
 from llama_ft.config.parse import Parsed, as_keywords, read_flags, read_yaml
@@ -37,6 +38,9 @@ def check_command_line(description: str, demo_config: Path) -> None:
     if {"--help", "-h"} & set(sys.argv[1:]):
         if rank() == 0:
             print(help_text(description, script=sys.argv[0]), end="")
+        sys.exit(0)
+    if "--version" in sys.argv[1:]:
+        print(f"llama_ft {__version__}")
         sys.exit(0)
     with before_imports():
         load(sys.argv[1:], demo_config)

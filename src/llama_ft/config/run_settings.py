@@ -1,4 +1,4 @@
-"""Settings of data, checkpoints, trackers, memory and profiling: the second half of settings.py."""
+"""Settings of quantization, data, checkpoints, trackers, memory and profiling: the second half of settings.py."""
 
 import re
 from typing import Annotated, Literal, NotRequired
@@ -77,9 +77,20 @@ class DataConfig:
     value. prompt_completion. text: continued pre-training. tokenized: input_ids and perhaps labels. auto: found by the
     columns."""
 
+    columns: list[str] = Field(default_factory=list)
+    """Columns that have other names in the data than in the format, as question=Question,answer=Answer. question and
+    answer stand for alpaca's instruction and output; such usual names need not be given."""
+
+    repair_chats: bool = False
+    """Repair chats: leave out what an assistant says before the first user message and what follows the last answer,
+    merge neighboring messages of one role, and read LLaMA-Factory's function_call."""
+
+    max_samples: CountOrZero = 0
+    """Train on the first N samples only, of each part of a mixture; 0 = all."""
+
     dataset_split: str = "train"
     """Training split of data that have splits: Hub datasets (also train[:5%]), directories saved by datasets, and
-    directories whose files are named by train, validation or test."""
+    directories whose files are named by train, validation or test. train[:100] are the first 100 samples."""
 
     validation: str | None = None
     """The validation set: data like dataset, a fraction such as 0.05 of its samples, chosen by a hash of the sample, or
@@ -246,3 +257,28 @@ class ProfileConfig:
 
     flop_counter_start: Count = 3
     """Step that flop_counter counts; in a resumed run, the first step from there on."""
+
+
+@dataclass(config=STRICT, kw_only=True)
+class QuantizationConfig:
+    """Frozen weights in fewer bits."""
+
+    mode: Literal["none", "8bit", "4bit"] = "none"
+    """8bit or 4bit, through bitsandbytes, with use_peft: LoRA on an 8-bit base, or QLoRA. `--quantization` and
+    `quantization:` are short for this field; the bare flag means 8bit."""
+
+    quant_type: Literal["nf4", "fp4"] = "nf4"
+    """4bit: the data type, sixteen values that a weight can have."""
+
+    block_size: Annotated[int, Field(ge=32, le=4096)] = 64
+    """4bit: neighboring weights of a matrix row that share a scale; a power of two."""
+
+    compute_dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    """4bit: precision of the quantized layers' matmuls; auto: as precision says."""
+
+    int8_threshold: Annotated[float, Field(ge=0)] = 6.0
+    """8bit on CUDA: 0 also rounds the inputs to int8 and multiplies in int8. Otherwise, and on the CPU, weights are
+    dequantized and inputs keep their precision."""
+
+    skip_modules: list[str] | None = None
+    """Linear layers that are not quantized, in addition to the LM head: names, ends of names or patterns."""

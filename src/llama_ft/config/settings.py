@@ -21,6 +21,7 @@ from llama_ft.config.run_settings import (
     Duration,
     MemoryConfig,
     ProfileConfig,
+    QuantizationConfig,
     TrackingConfig,
 )
 
@@ -106,6 +107,10 @@ class TrainConfig:
     max_train_step: CountOrZero = 0
     """Largest number of optimizer steps; 0 = no limit."""
 
+    max_train_time: Duration | None = None
+    """Longest training time of one launch, such as 20m. After it the run ends as after its last step: it evaluates and
+    saves the final model. The learning rate still follows the full number of steps."""
+
     stop_after: Duration | None = None
     """Save and stop after this time, such as 3h50m, before a batch queue's limit; --resume auto continues."""
 
@@ -181,6 +186,10 @@ class TrainConfig:
     activation_offload: bool = False
     """Keep the inputs of checkpointed layers in pinned host memory; needs CUDA."""
 
+    router_aux_loss_coef: Annotated[float, Field(ge=0)] | None = None
+    """MoE models: coefficient of the routers' load-balancing loss; 0 turns it off. If not given, that of config.json if
+    output_router_logits is true there, as in Transformers."""
+
     seed: Annotated[int, Field(ge=0, le=1_000_000_000)] = 42
     """Seed of data order, LoRA initialization and dropout."""
 
@@ -206,7 +215,13 @@ class TrainConfig:
     """Write metrics every N optimizer steps."""
 
     sample_tokens: CountOrZero = 0
-    """Answer one validation prompt before and after training, with at most N new tokens; 0 = do not."""
+    """Answer a prompt of the validation set before and after training, with at most N new tokens; 0 = do not."""
+
+    sample_prompts: list[str] | None = None
+    """Prompts that sample_tokens answers instead."""
+
+    sample_steps: CountOrZero = 0
+    """Answer these prompts also every N optimizer steps; 0 = do not."""
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -262,7 +277,12 @@ class PeftConfig:
     """Dropout on the adapter's input."""
 
     target_modules: list[str] | str = "all-linear"
-    """Names of the linear layers that get an adapter, such as q_proj,v_proj, or all-linear: all but the LM head."""
+    """Names of the linear layers that get an adapter, such as q_proj,v_proj, or all-linear: all but the LM head, and
+    experts without lora_dropout and use_dora."""
+
+    target_parameters: list[str] | None = None
+    """Names of parameters that get an adapter too, such as experts.gate_up_proj, in which the experts of a layer are
+    stacked; without lora_dropout and use_dora."""
 
     bias: Literal["none", "all", "lora_only"] = "none"
     """Bias parameters that are trained too."""
@@ -278,31 +298,6 @@ class PeftConfig:
 
     init_lora_weights: Literal["default", "gaussian"] = "default"
     """default: A Kaiming uniform, B zero. gaussian: A normal with deviation 1/r, B zero."""
-
-
-@dataclass(config=STRICT, kw_only=True)
-class QuantizationConfig:
-    """Frozen weights in fewer bits."""
-
-    mode: Literal["none", "8bit", "4bit"] = "none"
-    """8bit or 4bit, through bitsandbytes, with use_peft: LoRA on an 8-bit base, or QLoRA. `--quantization` and
-    `quantization:` are short for this field; the bare flag means 8bit."""
-
-    quant_type: Literal["nf4", "fp4"] = "nf4"
-    """4bit: the data type, sixteen values that a weight can have."""
-
-    block_size: Annotated[int, Field(ge=32, le=4096)] = 64
-    """4bit: neighboring weights of a matrix row that share a scale; a power of two."""
-
-    compute_dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    """4bit: precision of the quantized layers' matmuls; auto: as precision says."""
-
-    int8_threshold: Annotated[float, Field(ge=0)] = 6.0
-    """8bit on CUDA: 0 also rounds the inputs to int8 and multiplies in int8. Otherwise, and on the CPU, weights are
-    dequantized and inputs keep their precision."""
-
-    skip_modules: list[str] | None = None
-    """Linear layers that are not quantized, in addition to the LM head: names, ends of names or patterns."""
 
 
 @dataclass(config=STRICT, kw_only=True)

@@ -11,8 +11,10 @@ import json
 import multiprocessing
 import os
 import pickle
+import re
 import signal
 import traceback
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Connection
@@ -42,6 +44,7 @@ FEATURES = Features(
 )
 CHUNK_ROWS, CHUNK_BYTES = 256, 2**20
 BAD_ROWS_SHOWN = 5
+BAD_ROWS_COUNTED = 1000  # a run with so many does not look for more
 Chunk = list[tuple[str, bytes]]  # some neighbouring rows: place; row and format, pickled, as their size is then known
 
 
@@ -221,18 +224,33 @@ class SplitWriter:
 
 
 class BadRows:
-    """Counts rows that cannot be used, or stops at the first ones."""
+    """Counts rows that cannot be used, and by cause; `refuse` ends a run that does not skip them."""
 
     def __init__(self, skip: bool) -> None:
-        self.skip, self.count, self.first = skip, 0, list[str]()
+        self.skip, self.count, self.first, self.causes = skip, 0, list[str](), Counter[str]()
 
     def note(self, encoded: EncodedChunk) -> None:
         """Note the bad rows of a chunk.
 
         Raises:
-            UserError: there are some, and they are not to be skipped.
+            UserError: there are BAD_ROWS_COUNTED of them, and they are not to be skipped.
         """
         self.count += len(encoded.problems)
         self.first = [*self.first, *encoded.problems][:BAD_ROWS_SHOWN]
-        if self.count and not self.skip:
-            raise UserError(*self.first[:-1], f"{self.first[-1]}\n(--skip_bad_rows skips such rows and counts them)")
+        self.causes.update(_cause(problem) for problem in encoded.problems)
+        if self.count >= BAD_ROWS_COUNTED:
+            self.refuse()
+
+    def refuse(self) -> None:
+        """Raise a UserError with all bad rows, by cause, if there are some and they are not to be skipped."""
+        if self.skip or not self.count:
+            return
+        more = [f"{count:,} x {cause}" for cause, count in self.causes.most_common(BAD_ROWS_SHOWN)]
+        total = f"{self.count:,} bad samples{' or more' if self.count >= BAD_ROWS_COUNTED else ''}:"
+        way_out = "--skip_bad_rows skips such samples and counts them; --repair_chats repairs chats."
+        raise UserError(*self.first[:-1], "\n  ".join([self.first[-1], total, *more]) + f"\n{way_out}")
+
+
+def _cause(problem: str) -> str:
+    """What is wrong, without the place, the values and the numbers."""
+    return re.sub(r"\d+", "N", problem.partition(": ")[2])[:80]

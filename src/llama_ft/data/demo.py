@@ -48,20 +48,22 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True)
 class Demo:
-    """The paths of the demo, and a line about it for people."""
+    """The paths of the demo, and what it is, for people."""
 
     model_dir: Path
     train_file: Path
     validation_file: Path
-    about: str
+    about_model: str
+    about_data: str
 
 
 def build_demo(cache: Path) -> Demo:
     """Build the demo's model and data under the directory `cache`, once for each Python version."""
     version = platform.python_version()
     folder = build_once(cache / f"demo-py{version}-v{VERSION}", _build)
-    about = f"demo: a Llama of 6.6 M parameters and the docstrings of Python {version}'s standard library, in {folder}"
-    return Demo(folder / "model", folder / "train.jsonl", folder / "validation.jsonl", about)
+    about_model = f"model demo: a Llama of 6.6 M parameters with random weights, {folder}/model"
+    about_data = f"dataset demo: the docstrings of Python {version}'s standard library, {folder}/train.jsonl"
+    return Demo(folder / "model", folder / "train.jsonl", folder / "validation.jsonl", about_model, about_data)
 
 
 def _build(folder: Path) -> None:

@@ -26,6 +26,7 @@ Rows = Iterator[tuple[str, Row | BadRow]]  # each with its place
 # Bytes of a line or of a CSV field, for which Python's own limit of 131,072 is shorter than many chats; the longest
 # text of a sample, 10 million characters, takes at most 120 million as JSON.
 LONGEST_LINE = 2**27
+LONGEST_HEADER = 4096  # bytes of a .csv that are looked at for its delimiter
 ROWS_AT_ONCE = 64  # of a columnar file turned into Python objects
 
 
@@ -44,7 +45,8 @@ def rows_of_file(path: Path | str) -> Rows:
             yield place, row if isinstance(row, dict | BadRow) else BadRow(f"{str(row)[:40]} is not a JSON object.")
     except Exception as error:  # of a disk, a decoder, pyarrow or any network library
         after = f" after {place}" if place else ""
-        raise UserError(f"{name}: cannot be read{after}: {reason(error)}.") from error
+        way_out = "\niconv -f cp1252 -t utf-8 makes UTF-8 of it." if isinstance(error, UnicodeError) else ""
+        raise UserError(f"{name}: cannot be read{after}: {reason(error)}.{way_out}") from error
 
 
 def numbered(name: str, rows: Iterable[Row]) -> Rows:
@@ -64,11 +66,14 @@ def _pruned(value: Any) -> Any:
 
 @contextmanager
 def _opened(name: str) -> Iterator[io.BufferedReader]:
-    """The bytes of a file, decompressed."""
+    """The bytes of a file, decompressed; a file in UTF-16, known by its first two bytes, in UTF-8."""
     codec = {".gz": "gzip", ".zst": "zstd"}.get(Path(name).suffix)
-    with fsspec.open(name, "rb").open() if is_url(name) else open(name, "rb") as file:
-        stream = pyarrow.CompressedInputStream(file, codec) if codec else file
-        yield stream if isinstance(stream, io.BufferedReader) else io.BufferedReader(stream)
+    with fsspec.open(name, "rb").open() if is_url(name) else open(name, "rb") as raw:
+        stream = pyarrow.CompressedInputStream(raw, codec) if codec else raw
+        file = stream if isinstance(stream, io.BufferedReader) else io.BufferedReader(stream)
+        if file.peek(2)[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+            file = io.BufferedReader(io.BytesIO(file.read().decode("utf-16").encode()))
+        yield file
 
 
 def _json_rows(name: str) -> Rows:
@@ -95,7 +100,10 @@ def _row_of_line(line: bytes) -> Any:
 def _csv_rows(name: str) -> Rows:
     csv.field_size_limit(LONGEST_LINE)  # for good: set back, it would hit another file that is being read
     with _opened(name) as file:
-        reader = csv.DictReader(io.TextIOWrapper(file, "utf-8-sig", newline=""), strict=True)
+        header = file.peek(LONGEST_HEADER).partition(b"\n")[0].decode(errors="replace")
+        delimiter = max(",;\t|", key=header.count)  # the comma, if none of them is there
+        text = io.TextIOWrapper(file, "utf-8-sig", newline="")
+        reader = csv.DictReader(text, strict=True, delimiter=delimiter)
         for number, row in enumerate(reader, start=1):
             is_row = None not in row and None not in row.values()
             yield f"{name} row {number}", row if is_row else BadRow("the row has other fields than the header names.")

@@ -39,6 +39,7 @@ class Format(NamedTuple):
     read: Callable[[Row], Content]
 
 
+MEDIA = {"image", "images", "video", "videos", "audio", "audios"}  # columns that a sample of text leaves empty
 ROLES = {
     "human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant",
     "function": "tool", "observation": "tool", "function_response": "tool", "developer": "system",
@@ -198,6 +199,8 @@ def content_text(content: Any, place: str) -> str:
 def _messages(row: Row, column: str) -> list[tuple[str, Any]]:
     """The messages of a column, each with its place."""
     messages: Any = row.get(column)
+    if isinstance(messages, str) and messages.lstrip().startswith("["):
+        messages = _parsed_if_text(row, column)
     expect(isinstance(messages, list) and messages, column, messages, "a list of messages")
     return [(f"{column}[{index}]", message) for index, message in enumerate(messages)]
 
@@ -268,7 +271,8 @@ def _integers(row: Row, column: str) -> list[int]:
 
 def _text(row: Row, column: str) -> str:
     value = row.get(column)
-    expect(isinstance(value, str) and value.strip(), column, value, "text")
+    is_number = column in ("output", "completion") and isinstance(value, int | float)  # a class, such as 0
+    expect(is_number or (isinstance(value, str) and value.strip()), column, value, "text")
     return str(value)
 
 

@@ -19,6 +19,7 @@ from llama_ft.data.build import BadRows, SplitWriter, chunks_of, encode_chunks
 from llama_ft.data.cache import build_once
 from llama_ft.data.chat_template import ensure_chat_template
 from llama_ft.data.formats import FORMATS, BadRow, Message, find_format
+from llama_ft.data.reshape import reshaped
 from llama_ft.data.sources import Source, Split, brings_validation, open_source
 from llama_ft.data.statistics import BuildReport, SplitStatistics, describe, warnings_of
 from llama_ft.data.tokenize import Encoder, ExamplesOf, one_example
@@ -27,7 +28,7 @@ from llama_ft.processes import cores
 from llama_ft.runtime.console import log
 
 CODE_VERSION = 6  # raise it when streamed rows come out as other tokens; the cache compares the code itself
-CODE = ("build", "chat_template", "formats", "loss_mask", "statistics", "tokenize")
+CODE = ("build", "chat_template", "formats", "loss_mask", "reshape", "statistics", "tokenize")
 SECONDS_BETWEEN_LINES = 10.0
 
 
@@ -113,14 +114,14 @@ def prepare(
         UserError: the data cannot be used; several bad rows are reported together.
     """
     opened = partial(open_source, config=config, tokenizer=tokenizer, cache=cache)
-    source, fraction = opened(config.dataset, use), as_fraction(config.validation)
+    source, fraction = reshaped(opened(config.dataset, use), config, config.max_samples), as_fraction(config.validation)
     if fraction is not None and not 0 < fraction < 1:
         raise UserError(f"--validation {fraction}: expected a fraction between 0 and 1, such as 0.05, or a file.")
     held_out: Source | None = None
     if want_validation and fraction is None:
         brings_one = not config.validation and brings_validation(config.dataset, config.streaming)
         if name := config.dataset if brings_one else config.validation:
-            held_out = opened(name, "validation")
+            held_out = reshaped(opened(name, "validation"), config)
     kinds, summary = _look_at_formats(source, held_out, config.dataset_format)
     if config.chat_template or list in kinds or not kinds:
         note = ensure_chat_template(tokenizer, config.chat_template, add_tokens)
@@ -155,7 +156,8 @@ def _look_at_formats(source: Source, validation: Source | None, wanted: str) -> 
             with suppress(BadRow, LookupError, TypeError, AttributeError, ValueError):
                 kinds.add(type(FORMATS[row_format].read(row)))
         known = [*FORMATS[row_format].required, *FORMATS[row_format].optional]
-        used, ignored = [name for name in known if name in columns], sorted(columns.difference(known))
+        theirs = {ours: f"{ours} ({name})" for name, ours in part.renamed.items()}
+        used, ignored = [theirs.get(it, it) for it in known if it in columns], sorted(columns.difference(known))
         more = f"; ignored: {', '.join(ignored)}" if ignored else ""
         lines.append(f"{part.name}: format {row_format}, columns {', '.join(used)}{more}")
     return kinds, lines
@@ -216,6 +218,7 @@ def _build(folder: Path, job: _Job) -> None:
                 if time.monotonic() - logged > SECONDS_BETWEEN_LINES:
                     logged = time.monotonic()
                     log.info(f"tokenizing: {rows:,} rows in {logged - started:.0f} s")
+    bad.refuse()
     sample = [split.first_chat for split in splits.values()][-1] or None
     names = {"train": job.source.name, "validation": (job.validation or job.source).name}
     counted = {name: split.close() for name, split in splits.items()}

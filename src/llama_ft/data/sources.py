@@ -9,8 +9,8 @@ import os
 import re
 import runpy
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -69,6 +69,7 @@ class Source:
         read: starts reading from the first sample.
         weight: how often each sample is taken; of 2.3, every sample twice and three tenths of them a third time.
         parts: the parts of a dataset mixture; empty if it is none.
+        renamed: column in the data -> its name in the samples that are read.
     """
 
     name: str
@@ -76,6 +77,7 @@ class Source:
     read: Callable[[], Rows]
     weight: float = 1.0
     parts: tuple["Source", ...] = ()
+    renamed: Mapping[str, str] = field(default_factory=dict)
 
     def first_rows(self) -> list[Row]:
         """Return the good ones of the first samples.
@@ -190,7 +192,8 @@ def _split_source(name: str, wanted: str | None, streaming: bool = False) -> Sou
     splits, is_hub = splits_of(name, streaming), kind_of_data(name) == "hub"
     held_out = [split for split in ("validation", "test") if split in splits]
     split = wanted or next(iter(held_out or splits if held_out or len(splits) == 1 else []), "validation")
-    if wanted == "train" and set(splits) == {""}:
+    split, part = (split, slice(None)) if is_hub else _sliced(split)  # `datasets` slices the Hub's
+    if split == "train" and set(splits) == {""}:
         split = ""
     if split not in splits and not (is_hub and wanted):  # the Hub's may be train[:5%]
         raise UserError(f"{name}: has no split {split}. It has {', '.join(filter(None, splits)) or 'none'}.")
@@ -200,7 +203,22 @@ def _split_source(name: str, wanted: str | None, streaming: bool = False) -> Sou
         revision = huggingface_hub.dataset_info(name.partition(":")[0]).sha
         return Source(title, f"{title} {revision}", lambda: numbered(title, streamed))
     rows = splits[split] if split in splits else load_from_hub(name, split)
-    return _files_source(title, rows) if isinstance(rows, list) else _dataset_source(title, rows)
+    source = _files_source(title, rows) if isinstance(rows, list) else _dataset_source(title, rows)
+    if part == slice(None):
+        return source
+    identity = f"{source.identity} {part}"
+    return dataclasses.replace(
+        source, identity=identity, read=lambda: itertools.islice(source.read(), part.start, part.stop)
+    )
+
+
+def _sliced(split: str) -> tuple[str, slice]:
+    """`train[10:100]` as the split and which of its samples, counted from 0; `train` as all of them."""
+    match = re.fullmatch(r"(\w+)\[(\d*):(\d*)\]", split)
+    if match is None:
+        return split, slice(None)
+    start, stop = (int(number) if number else None for number in match.groups()[1:])
+    return match[1], slice(start, stop)
 
 
 def splits_of(name: str, streaming: bool = False) -> dict[str, Any]:

@@ -77,6 +77,7 @@ class StreamedBatches:
         for chunk in chunks_of(self._source, self._config.dataset_format):
             encoded = encode_chunk(chunk, self._encoder, self._examples)
             bad.note(encoded)
+            bad.refuse()
             if len(encoded.table):
                 return Dataset(InMemoryTable(encoded.table))
         raise self._nothing_left
@@ -120,6 +121,7 @@ class StreamedBatches:
             for encoded in chunks:
                 if encoded is not None:
                     bad.note(encoded)
+                    bad.refuse()
                     check_ids(encoded.largest_id, self._source.name, self._encoder.tokenizer, self._vocabulary_size)
                 rows = sum(map(len, tables))
                 if rows >= self._config.shuffle_buffer or (rows and encoded is None):

@@ -74,8 +74,10 @@ class Encoder:
         """What a row holds.
 
         Raises:
-            BadRow: the row is not as its format demands.
+            BadRow: the row is not as its format demands, or has images, videos or sound.
         """
+        for column in row.keys() & formats.MEDIA:
+            formats.expect(not row[column], column, row[column], "nothing: only text is trained on")
         if row_format == "alpaca" and self.tokenizer.chat_template == ALPACA:
             return formats.alpaca_messages(row, input_heading=INPUT_HEADING)
         try:

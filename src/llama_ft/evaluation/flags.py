@@ -19,7 +19,16 @@ from llama_ft.errors import UserError
 from llama_ft.inference.flags import ModelFlags, check_models, check_output_file, find_result, settings_beside
 
 # Settings of a run that say which samples there are, and those that name files.
-SAMPLES = ("dataset", "dataset_split", "dataset_format", "validation", "labels", "truncation", "context_length")
+SAMPLES: tuple[str, ...] = (
+    "dataset",
+    "dataset_split",
+    "dataset_format",
+    "columns",
+    "repair_chats",
+    "max_samples",
+    "validation",
+)
+SAMPLES += ("labels", "truncation", "context_length")
 Split = Literal["train", "validation"]
 READ = {"dataset", "validation", "chat_template"}
 OF_TRAINING = {"streaming", "shuffle_buffer", "show_samples"}
@@ -113,7 +122,7 @@ def _settle_samples(flags: EvaluateFlags, asked: list[Asked], given: Set[str]) -
     split: Split | None = None
     changed: dict[str, Any] = {"chat_template": None}  # it was saved with the final model
     if "dataset" in given:
-        changed |= {"validation": None, "dataset_split": "train", "dataset_format": "auto", "streaming": False}
+        changed |= {name: getattr(DataConfig(), name) for name in (*SAMPLES[1:7], "streaming")}
         samples = f"the validation set of {flags.dataset} (--validation {flags.validation})"
         if "validation" not in given:
             samples, split = f"all samples of {flags.dataset}", "train" if "dataset_split" in given else "validation"

@@ -10,8 +10,8 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from llama_ft.config.paths import file_problem, folder_problem, looks_local, model_problem, not_writable
-from llama_ft.config.run_settings import STRICT, Count, CountOrZero
-from llama_ft.config.settings import Config, QuantizationConfig
+from llama_ft.config.run_settings import STRICT, Count, CountOrZero, QuantizationConfig
+from llama_ft.config.settings import Config
 from llama_ft.config.tool_flags import check, read
 from llama_ft.export_flags import export_kind
 

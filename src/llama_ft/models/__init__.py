@@ -13,7 +13,6 @@ from llama_ft.models.build import (
     local_folder,
     portable_name,
     resolve_context_length,
-    router_loss,
     set_storage_dtypes,
     vocabulary_size,
 )
@@ -28,10 +27,13 @@ from llama_ft.models.compiled import choose_liger, compile_layers, fuse_layers, 
 from llama_ft.models.embedding_noise import add_embedding_noise
 from llama_ft.models.fsdp import Unit, apply_fsdp, shard_degree, unit_table
 from llama_ft.models.load_weights import load_weights
-from llama_ft.models.lora import Adapter, inject_lora
+from llama_ft.models.lora import Adapter, describe_experts, expert_parameters, inject_lora
 from llama_ft.models.new_tokens import NewTokens
 from llama_ft.models.packed_attention import packed_arguments, use_packed_attention
+from llama_ft.models.packed_rows import token_mixers
 from llama_ft.models.quantization import Quantization, choose_quantization, quantize_linears
+from llama_ft.models.routers import router_arguments, router_coefficient, router_loss, use_router_loss
 from llama_ft.models.shards import ShardGroup
 from llama_ft.models.source import fingerprint
+from llama_ft.models.text_part import auto_class, left_out
 from llama_ft.models.transformers_private import noted

@@ -8,6 +8,7 @@ from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext,
 from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.config import TrainConfig
+from llama_ft.models.packed_rows import has_token_mixers, token_mixers
 
 # Matrix products and attention by operator name, torch's, bitsandbytes', ours and flash-attn's: their outputs are what
 # selective keeps. By name, because many of them exist only with their package or device.
@@ -35,6 +36,8 @@ def checkpoint_activations(model: PreTrainedModel, train: TrainConfig) -> None:
     model.activation_checkpointing_enable(settings, every_n_layers=every, offload=train.activation_offload)
     # transformers has the embedding's output require gradients for reentrant checkpointing; ours is not.
     model.disable_input_require_grads()
+    if has_token_mixers(model):
+        token_mixers(model).keep_rows_for_recomputation()
 
 
 def _keep_expensive(context: SelectiveCheckpointContext, operator: Any, *_: Any, **__: Any) -> CheckpointPolicy:

@@ -13,7 +13,7 @@ import torch
 from huggingface_hub import constants, snapshot_download
 from huggingface_hub.errors import GatedRepoError, HFValidationError, HTTPError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.modeling_utils import PreTrainedModel
 
@@ -21,7 +21,9 @@ from llama_ft.config import ModelConfig
 from llama_ft.config.paths import TO_SAFETENSORS
 from llama_ft.errors import UserError, reason
 from llama_ft.models.new_tokens import NewTokens, note_growth
+from llama_ft.models.quantized import QuantizedStacks
 from llama_ft.models.source import listed
+from llama_ft.models.text_part import auto_class, keep_text_part, takes_more_than_text
 from llama_ft.models.transformers_private import private
 from llama_ft.runtime.console import log
 from llama_ft.runtime.devices import Precision
@@ -76,24 +78,19 @@ def load_tokenizer(folder: Path, trust_remote_code: bool) -> PreTrainedTokenizer
 
 
 def load_model_config(folder: Path, trust_remote_code: bool) -> PretrainedConfig:
-    """The model's config.json; a UserError if it is missing, malformed or of an unknown architecture, or if the model
-    also takes images or sound."""
+    """The model's config.json; a UserError if it is missing, malformed or of an unknown architecture, if the model has
+    no text decoder, or its code needs a package that is missing."""
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:  # as above
         raise UserError(f"{folder}: its config.json cannot be used ({reason(error)}).") from error
-    # AutoModelForCausalLM builds the whole model for some of these (gemma3) and only its decoder for others (qwen3_5),
-    # whose export would lack the vision tower. Phi-4-multimodal has no text_config.
-    if any(key.startswith(("vision", "audio")) for key in config.sub_configs) or config.get_text_config() is not config:
-        raise UserError(
-            f"--model_name {folder}: models of model_type {config.model_type} also take images or sound; only text "
-            "models are supported."
-        )
+    auto_class(config, trust_remote_code)
     return config
 
 
 def build_on_meta(config: PretrainedConfig, model: ModelConfig, new: NewTokens | None = None) -> PreTrainedModel:
-    """Build a causal language model on the meta device, tied weights tied.
+    """Build a causal language model on the meta device, tied weights tied; of one that also takes images or sound, its
+    text part.
 
     Args:
         config: of the model; not changed.
@@ -101,13 +98,15 @@ def build_on_meta(config: PretrainedConfig, model: ModelConfig, new: NewTokens |
         new: tokens for which embedding and head get further rows.
 
     Raises:
-        UserError: transformers has no such model, it is an encoder, or its attention is not available.
+        UserError: transformers has no such model, it has no text decoder, or a package for its code or its attention is
+            missing.
     """
+    auto = auto_class(config, model.trust_remote_code)
     if new is not None:
         config.get_text_config().vocab_size = new.rows
     try:
         with torch.device("meta"):
-            skeleton: PreTrainedModel = AutoModelForCausalLM.from_config(
+            skeleton: PreTrainedModel = auto.from_config(
                 config,
                 dtype=torch.float32,
                 attn_implementation=None if model.attn_implementation == "auto" else model.attn_implementation,
@@ -117,20 +116,31 @@ def build_on_meta(config: PretrainedConfig, model: ModelConfig, new: NewTokens |
         if isinstance(error, ImportError) and model.attn_implementation.startswith("flash"):
             problem = f"--attn_implementation {model.attn_implementation}: {reason(error)}."
             raise UserError(f"{problem}\nInstall it, or use --attn_implementation sdpa.") from error
+        if isinstance(error, ImportError):
+            raise UserError(
+                f"--model_name {model.model_name}: the code of model_type {config.model_type} needs a package that is "
+                f"missing ({reason(error)})."
+            ) from error
         raise UserError(
             f"--model_name {model.model_name}: transformers cannot build a causal language model of model_type "
             f"{config.model_type} ({type(error).__name__}: {reason(error)})."
         ) from error
-    # transformers builds BERT and its kin with a warning; there each token sees the next one, and the loss falls to 0.
-    is_causal = getattr(config, "is_decoder", True) or any(getattr(m, "is_causal", False) for m in skeleton.modules())
-    masks = {name for kind in type(skeleton).__mro__ for name in vars(sys.modules[kind.__module__]) if "_mask" in name}
-    if not is_causal and not ("create_causal_mask" in masks and "create_bidirectional_mask" not in masks):
-        raise UserError(
-            f"--model_name {model.model_name}: {type(skeleton).__name__} is an encoder here, not a decoder."
-        )
     skeleton.tie_weights()
     # By class names, which fully_shard changes.
     skeleton._weight_conversions = get_model_conversion_mapping(skeleton)  # type: ignore[assignment]
+    # Chameleon's config does not tell, its class does.
+    if is_multimodal := takes_more_than_text(skeleton.config) or "image" in skeleton.input_modalities:
+        keep_text_part(skeleton)
+    # transformers builds BERT and its kin with a warning; there each token sees the next one, and the loss falls to 0.
+    # PaliGemma's text part is another, whose config says nothing.
+    are_causal = [module.is_causal for module in skeleton.modules() if hasattr(module, "is_causal")]
+    masks = {name for kind in type(skeleton).__mro__ for name in vars(sys.modules[kind.__module__]) if "_mask" in name}
+    is_always_causal = "create_causal_mask" in masks and "create_bidirectional_mask" not in masks  # GPT-NeoX Japanese
+    is_encoder = not (getattr(config, "is_decoder", True) or is_always_causal) or (is_multimodal and bool(are_causal))
+    if is_encoder and not any(are_causal):
+        raise UserError(
+            f"--model_name {model.model_name}: {type(skeleton).__name__} is an encoder here, not a decoder."
+        )
     if new is not None and new.rows > new.stored_rows:
         note_growth(skeleton, new)
     return skeleton
@@ -177,16 +187,6 @@ def function_beside(module: nn.Module, name: str) -> Callable[..., Any]:
     return cast(Callable[..., Any], next(getattr(file, name) for file in files if hasattr(file, name)))
 
 
-def router_loss(model: PreTrainedModel, output: Any, attention_mask: torch.Tensor | None) -> torch.Tensor | float:
-    """The auxiliary loss of a mixture of experts: the model's own load balancing loss of the tokens of its `output`,
-    times its own coefficient; 0 in evaluation, and unless config.json asks for it by output_router_logits."""
-    if not model.training or not getattr(output, "router_logits", None):
-        return 0.0
-    balance = function_beside(model, "load_balancing_loss_func")
-    loss = balance(output.router_logits, model.num_experts, model.num_experts_per_tok, attention_mask)
-    return cast(torch.Tensor, loss * model.router_aux_loss_coef)
-
-
 def freeze_first_layers(model: PreTrainedModel, count: int) -> None:
     """Keep the first `count` decoder layers as they are in training."""
     if count >= len(layers := decoder_layers(model)):
@@ -196,7 +196,11 @@ def freeze_first_layers(model: PreTrainedModel, count: int) -> None:
 
 
 def set_storage_dtypes(model: nn.Module, precision: Precision) -> None:
-    """Give each (meta) parameter the dtype it is stored in: trained ones and frozen ones may differ."""
+    """Give each (meta) parameter the dtype it is stored in: trained ones and frozen ones may differ. Quantized stacks
+    are dequantized to the dtype of computing."""
+    for module in model.modules():
+        if isinstance(module, QuantizedStacks):
+            module.dtype = precision.compute
     for parameter in model.parameters():
         if parameter.is_floating_point():  # quantized weights keep theirs
             parameter.data = parameter.data.to(precision.trained if parameter.requires_grad else precision.frozen)

@@ -24,7 +24,8 @@ from torch.nn import functional
 from torch.utils.checkpoint import get_device_states, set_device_states
 from transformers.modeling_utils import PreTrainedModel
 
-from llama_ft.models.build import router_loss
+from llama_ft.models.routers import router_loss
+from llama_ft.models.text_part import left_out
 
 # Logits that are there at a time: 512 positions of Llama 3's 128,256 logits, 0.6 GiB in bf16 and fp32, on CUDA.
 LOGITS_AT_ONCE = {"cuda": 2**26, "cpu": 2**22}
@@ -54,8 +55,10 @@ def use_chunked_loss(model: PreTrainedModel) -> bool:
     The model is a skeleton, adapters injected, not sharded yet. Returns False, and leaves the model as it was, unless
     its forward is a decoder followed by a head.
     """
+    whole, model = model, cast(PreTrainedModel, model.get_submodule(left_out(model).causal))
     names = {id(module): name for name, module in model.named_children()}
-    decoder, head = model.base_model, model.get_output_embeddings()
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    decoder = next((child for child in model.children() if embedding in child.modules()), model)
     if id(decoder) not in names or id(head) not in names or decoder is model:
         return False
     known = {id(parameter) for module in (decoder, head) for parameter in module.parameters()}
@@ -89,7 +92,7 @@ def use_chunked_loss(model: PreTrainedModel) -> bool:
         decoded = decoder(*args, **kwargs)
         hidden = decoded.last_hidden_state.flatten(0, 1).index_select(0, positions)  # [targets, width]
         loss = head(hidden, loss_of=(targets, count, loss_fn, per_token))
-        return loss, router_loss(model, decoded, kwargs.get("attention_mask"))
+        return loss, router_loss(whole, decoded, kwargs.get("attention_mask"), count)
 
     def head_forward(hidden: torch.Tensor, *args: Any, loss_of: Any = None, **kwargs: Any) -> Any:
         if loss_of is None:
@@ -109,7 +112,7 @@ def use_chunked_loss(model: PreTrainedModel) -> bool:
 
     model.forward = forward
     head.forward = head_forward
-    model._has_chunked_loss = True  # type: ignore[assignment]
+    whole._has_chunked_loss = True  # type: ignore[assignment]
     return True
 
 

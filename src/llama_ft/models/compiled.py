@@ -14,6 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from llama_ft.config import ModelConfig, TrainConfig
 from llama_ft.errors import UserError, reason
 from llama_ft.models.build import decoder_layers
+from llama_ft.models.packed_rows import report_missing_kernels, runs_rows_apart
 from llama_ft.runtime.console import log
 
 # Of what a layer is called with, the dimensions that vary from step to step: rows and tokens; and of a pack the number
@@ -35,6 +36,11 @@ def compile_layers(model: nn.Module, backend: str = "inductor") -> None:
     """Compile the `forward` of decoder layers, below the hooks by which fully_shard gathers their weights: layers of a
     kind share one graph, which is made at the first step. Not with a cache of keys and values, which grows with every
     token of an answer."""
+    if runs_rows_apart(model):
+        raise UserError(
+            f"--compile: {type(model).__name__} computes packed samples one after another, which cannot be compiled.\n"
+            "Use --batching_strategy padding, or leave --compile out."
+        )
     # Graphs of one model: for training and for evaluation, of each kind of layer, of the first where its input needs no
     # gradient. torch's own limit is 8, beyond which it computes without a graph.
     torch._dynamo.config.recompile_limit = 32
@@ -97,6 +103,7 @@ def _liger_problem(config: PretrainedConfig, compiles: bool, device: torch.devic
 def fuse_layers(model: PreTrainedModel, settings: ModelConfig, train: TrainConfig, device: torch.device) -> None:
     """Have a skeleton compute with Liger's kernels if they were chosen, and on CUDA with torch's RMSNorm in place of
     what computes the same as Llama's. Before adapters and sharding; layers to be compiled stay as they are."""
+    report_missing_kernels(model, device)
     if settings.use_liger is True:
         _apply_liger(model, train)
     if _is_cuda(device) and not settings.compile:

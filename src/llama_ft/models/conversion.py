@@ -10,7 +10,7 @@ transformers has renamings and converters per architecture, which run operations
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -38,7 +38,10 @@ from transformers.modeling_utils import PreTrainedModel
 from llama_ft.errors import UserError
 from llama_ft.models.lora import checkpoint_key, is_adapter_weight
 from llama_ft.models.new_tokens import grow
+from llama_ft.models.quantization import is_part
+from llama_ft.models.quantized import quantized_weights
 from llama_ft.models.source import StoredTensor, WeightSource, open_weights
+from llama_ft.models.text_part import left_out
 
 
 def open_source(folder: Path, model: PreTrainedModel) -> WeightSource:
@@ -57,6 +60,7 @@ class ConvertedSource(WeightSource):
         self._source = source
         self._context = _context(model)
         self.renamed: dict[str, str] = {}  # the model's name -> the stored one, where nothing else changes
+        self._left_out: list[str] = []  # stored names of tensors of what the model's text part lacks
         self._groups: dict[str, _Group] = {}
         self._whole: tuple[str, dict[str, torch.Tensor]] | None = None  # the last group converted whole
         self.tensors = {}
@@ -72,21 +76,27 @@ class ConvertedSource(WeightSource):
                 self._groups[name] = group
                 self.tensors[name] = StoredTensor(file, tuple(tensor.shape), tensor.dtype)
         self.tensors |= {name: source.tensors[stored] for name, stored in self.renamed.items()}
-        self.changes_nothing = not self._groups and all(name == stored for name, stored in self.renamed.items())
+        self.tensors |= {name: replace(source.tensors[name], is_left_out=True) for name in self._left_out}
+        same_names = all(name == stored for name, stored in self.renamed.items())
+        self.changes_nothing = same_names and not self._groups and not self._left_out
 
     def _collect(self, model: PreTrainedModel) -> list[tuple[str, WeightConverter, dict[str, list[str]]]]:
         """Name every stored tensor as transformers does; returns those that a converter takes, together."""
         every = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
         known = {checkpoint_key(name): tensor for name, tensor in every if not is_adapter_weight(name)}
+        beside = dict.fromkeys(left_out(model).tensors, True)
+        all_known = known | beside
         transforms: list[WeightTransform] = deepcopy(model._weight_conversions)  # type: ignore[arg-type]
         renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
         converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
         taken: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
         for stored in sorted(self._source.tensors, key=dot_natural_key):
-            name, pattern = rename_source_key(stored, renamings, converters, model.base_model_prefix, known)
+            name, pattern = rename_source_key(stored, renamings, converters, model.base_model_prefix, all_known)
             if name not in known and stored in known:
                 name, pattern = rename_source_key(stored, [], [], model.base_model_prefix, known)
-            if pattern is not None and name in known:
+            if name in beside or is_part(name, beside):
+                self._left_out.append(stored)
+            elif pattern is not None and name in known:
                 taken[name][pattern].append(stored)
             elif name in self.renamed:
                 raise UserError(f"{self.renamed[name]} and {stored} would both be the model's {name}.")
@@ -98,8 +108,8 @@ class ConvertedSource(WeightSource):
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Rows [start, stop) in the stored dtype. Of stacked experts only those are read, else the whole group once."""
-        if name in self.renamed:
-            return self._source.read_rows(self.renamed[name], start, stop)
+        if name not in self._groups:
+            return self._source.read_rows(self.renamed.get(name, name), start, stop)
         group = self._groups[name]
         if group.by_expert:
             return group.convert(self._source.read, slice(start, stop))[name]
@@ -193,7 +203,9 @@ class _Group:
 
 
 def _context(model: PreTrainedModel) -> dict[str, Any]:
-    parameters = {checkpoint_key(name): parameter for name, parameter in model.named_parameters()}
+    # Operations ask for the shapes of weights, also of those that are packed.
+    shapes = {id(it.weight): torch.empty(it.shape, device="meta") for it in quantized_weights(model)}
+    parameters = {checkpoint_key(name): shapes.get(id(it), it) for name, it in model.named_parameters()}
     return {"model": SimpleNamespace(get_parameter=parameters.__getitem__), "config": model.config}
 
 

@@ -17,6 +17,7 @@ from llama_ft.config import FSDPConfig
 from llama_ft.errors import UserError
 from llama_ft.models.build import decoder_layers
 from llama_ft.models.lora_linear import cast_where_used
+from llama_ft.models.packed_rows import has_token_mixers, token_mixers
 from llama_ft.models.quantized import weight_counts
 from llama_ft.models.torch_2_11 import allow_integers
 from llama_ft.runtime.devices import Precision
@@ -102,15 +103,18 @@ def _modules_to_wrap(model: PreTrainedModel, fsdp: FSDPConfig) -> list[nn.Module
 
 def _modules_by_size(model: PreTrainedModel, least: int) -> list[nn.Module]:
     """Innermost first, every module whose parameters that no unit holds yet number at least `least`. Not looked into:
-    the head, which is called for a piece of the positions at a time (see chunked_loss), and what peft has wrapped: DoRA
-    and adapters of experts read the parameters of modules inside without calling these, which gathers nothing."""
+    the head, which is called for a piece of the positions at a time (see chunked_loss); what runs row by row, as ranks
+    have different numbers of rows; and what peft has wrapped: DoRA and adapters of experts read the parameters of
+    modules inside without calling these, which gathers nothing."""
     wrapped: list[nn.Module] = []
     held: set[int] = set()
-    head = model.get_output_embeddings()
+    whole = {model.get_output_embeddings()}
+    if has_token_mixers(model):
+        whole |= token_mixers(model).by_row | token_mixers(model).with_kernels
     times = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
 
     def visit(module: nn.Module) -> None:
-        if module is not head and not isinstance(module, BaseTunerLayer):
+        if module not in whole and not isinstance(module, BaseTunerLayer):
             for child in module.children():
                 visit(child)
         own = {id(p): p for p in module.parameters() if id(p) not in held}

@@ -15,6 +15,7 @@ import torch
 from peft import LoraConfig, PeftType, get_peft_model, get_peft_model_state_dict
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_PREFIX_MAPPING
 from peft.tuners import tuners_utils
+from peft.tuners.lora.layer import ParamWrapper
 from torch import nn
 from transformers.modeling_utils import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -24,8 +25,9 @@ from llama_ft.errors import UserError
 from llama_ft.models.build import read_linears
 from llama_ft.models.lora_linear import use_fused_lora
 from llama_ft.models.new_tokens import NewTokens, use_token_rows
-from llama_ft.models.quantized import QuantizedLinear
+from llama_ft.models.quantized import QuantizedLinear, QuantizedStacks, quantized_weights
 from llama_ft.models.source import StoredTensor, listed
+from llama_ft.models.text_part import left_out
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PEFT_PREFIX = "base_model.model."  # what peft puts before every name of the model it wraps
@@ -71,14 +73,20 @@ def inject_lora(model: PreTrainedModel, peft: PeftConfig, base_name: str, new: N
         read = read_linears(model)
         excluded = [n for n, m in model.named_modules() if m in read or not _takes_adapter(model, settings, n, m)]
         settings.exclude_modules = excluded or None
+        # peft's all-linear has experts of some architectures only. Their adapters have neither dropout nor magnitudes.
+        is_plain = isinstance(settings, LoraConfig) and not settings.lora_dropout and not settings.use_dora
+        if is_plain and (experts := expert_names(model)):
+            settings.target_parameters = sorted({*experts, *(settings.target_parameters or ())})
+    if (towers := left_out(model).modules) and not isinstance(settings.exclude_modules, str):
+        # The checkpoint's class has them, with layers of the same names, when PEFT loads the adapter into it.
+        names = [re.escape(name) for name in (*towers, *(settings.exclude_modules or ()))]
+        settings.exclude_modules = rf"({'|'.join(dict.fromkeys(names))})(\..+)?"
     return inject_adapter(model, settings)
 
 
 def inject_adapter(model: PreTrainedModel, settings: Any) -> Adapter:
     """The part of inject_lora that peft does."""
-    if any(isinstance(module, QuantizedLinear) for module in model.modules()) and (
-        not isinstance(settings, LoraConfig) or settings.use_dora
-    ):
+    if quantized_weights(model) and (not isinstance(settings, LoraConfig) or settings.use_dora):
         raise UserError("--quantization: only plain LoRA does without the weights themselves. Leave DoRA or LoHa out.")
     try:
         with warnings.catch_warnings():
@@ -86,6 +94,8 @@ def inject_adapter(model: PreTrainedModel, settings: Any) -> Adapter:
             adapted: Any = get_peft_model(model, settings, low_cpu_mem_usage=True, autocast_adapter_dtype=False)
     except (ValueError, TypeError, NotImplementedError, RuntimeError, re.error) as error:
         hint = f"\n--peft.target_modules can be: {', '.join(linear_names(model))}." if settings.target_modules else ""
+        if "ParamWrapper does not" in str(error):
+            hint = "\nAdapters of experts are plain LoRA without dropout. Name layers: --target_modules q_proj,v_proj."
         raise UserError(f"peft cannot put these adapters into this model: {error}{hint}") from error
     use_token_rows(model)
     use_fused_lora(model)
@@ -157,6 +167,34 @@ def linear_names(model: PreTrainedModel) -> list[str]:
     return list(dict.fromkeys(name.rsplit(".", 1)[-1] for name in found))
 
 
+def expert_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The weights of experts that are stacked into one parameter [experts, ...], by their names in the checkpoint. Of
+    quantized ones without the scales."""
+    return {
+        checkpoint_key(f"{name}.{part}"): parameter
+        for name, module in model.named_modules()
+        for part, parameter in module.named_parameters(recurse=False)
+        if parameter.dim() == 3 and "Experts" in type(module).__name__ and not part.endswith("_scale")
+    }
+
+
+def expert_names(model: nn.Module) -> list[str]:
+    """What target_parameters call those weights, the same in every layer: experts.down_proj, experts.gate_up_proj."""
+    return sorted({".".join(name.split(".")[-2:]) for name in expert_parameters(model)})
+
+
+def describe_experts(model: nn.Module) -> str | None:
+    """Say whether the adapters of a model reach its experts; None if it has none. For the log."""
+    experts, modules = expert_parameters(model), model.named_modules()
+    adapted = {checkpoint_key(f"{name}.{it.parameter_name}") for name, it in modules if isinstance(it, ParamWrapper)}
+    if not experts:
+        return None
+    if experts.keys() <= adapted:
+        return f"LoRA adapts the experts, too: {', '.join(expert_names(model))}."
+    flags = f"--target_parameters {','.join(expert_names(model))} --lora_dropout 0"
+    return f"LoRA leaves {len(experts.keys() - adapted)} weights of experts as they are. {flags} adapts them."
+
+
 def _takes_adapter(model: PreTrainedModel, settings: Any, name: str, module: nn.Module) -> bool:
     """Whether a linear layer is called, and computes [..., in] -> [..., out]. Mamba's kernels read out_proj's weight.
     Llama 4's router returns a tuple, DeepSeek V4's grouped layer takes one more dimension."""
@@ -176,10 +214,15 @@ def _check_names(model: PreTrainedModel, settings: Any) -> None:
     """peft ignores a name without a match as long as another one has one; here every name must match."""
     modules = [f".{name}" for name, _ in model.named_modules()]
     targets = [] if isinstance(settings.target_modules, str) else settings.target_modules
+    for name in getattr(settings, "target_parameters", None) or ():
+        if not any(f".{full}".endswith(f".{name}") for full, _ in model.named_parameters()):
+            known = ", ".join(expert_names(model)) or "no stacked weights of experts"
+            raise UserError(f"--peft.target_parameters [{name}]: not in this model. It has: {known}.")
     for setting, names in {"target_modules": targets, "modules_to_save": settings.modules_to_save}.items():
         absent = [name for name in sorted(names or ()) if not any(full.endswith(f".{name}") for full in modules)]
         if setting == "modules_to_save" and any(
-            isinstance(module, QuantizedLinear) and name.endswith(tuple(f".{it}" for it in names or ()))
+            isinstance(module, QuantizedLinear | QuantizedStacks)
+            and name.endswith(tuple(f".{it}" for it in names or ()))
             for name, module in model.named_modules()
         ):
             raise UserError(f"--peft.modules_to_save {names}: quantized weights cannot be trained; see --skip_modules.")

@@ -10,15 +10,18 @@ The product is one operator, so that selective checkpointing keeps y and u and n
 those that peft's dropout would draw.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
 from peft.tuners.lora.layer import Linear as LoraLinear
+from peft.tuners.lora.layer import ParamWrapper
 from torch import nn
 from torch.nn import functional
 from torch.utils.flop_counter import register_flop_formula
 
-from llama_ft.models.quantized import SCHEMES, QuantizedLinear, frozen_product
+from llama_ft.models.quantized import SCHEMES, QuantizedLinear, QuantizedStacks, frozen_product
 
 _LIBRARY = torch.library.Library("llama_ft", "DEF")
 _LIBRARY.define(
@@ -156,8 +159,31 @@ def cast_where_used(model: nn.Module) -> set[nn.Parameter]:
     return {cast(Any, part[name]).weight for layer, name in named for part in (layer.lora_A, layer.lora_B)}
 
 
+class QuantizedStackLora(ParamWrapper):
+    """peft's adapter of one stacked weight, where that is quantized: the module below adds it when it reads the weight.
+    peft's own would put the sum in the place of the parameter meanwhile."""
+
+    def get_param(self) -> torch.Tensor:
+        """Shape and dtype of the weight, without dequantizing it."""
+        stacks = cast(QuantizedStacks, self.get_base_layer())
+        return torch.empty(stacks.stack_shapes[self.parameter_name], dtype=stacks.dtype, device="meta")
+
+    @contextmanager
+    def _activate_lora(self, active_adapters: list[str]) -> Iterator[None]:
+        additions = cast(QuantizedStacks, self.get_base_layer()).additions
+        for name in active_adapters:  # there is one
+            additions[self.parameter_name] = self.get_delta_factors(name)
+        try:
+            yield
+        finally:
+            additions.pop(self.parameter_name, None)
+
+
 def use_fused_lora(model: nn.Module) -> None:
-    """Give peft's LoRA layers the forward pass above."""
+    """Give peft's LoRA layers the forward pass above, and those of quantized stacks theirs."""
     for module in model.modules():
         if type(module) is LoraLinear:
             module.__class__ = FusedLora
+        elif type(module) is ParamWrapper and isinstance(stacks := module.get_base_layer(), QuantizedStacks):
+            if module.parameter_name in stacks.stack_shapes:
+                module.__class__ = QuantizedStackLora

@@ -6,8 +6,8 @@ costs what the rows cost alone. `choose_kernel` says which. They are registered 
 without packed rows (padded batches, generation) go on to those.
 """
 
+import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -21,9 +21,16 @@ from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_f
 from transformers.masking_utils import eager_mask, sdpa_mask
 from transformers.modeling_utils import PreTrainedModel
 
-from llama_ft.errors import UserError
 from llama_ft.models import attention_kernels
 from llama_ft.models.build import function_beside
+from llama_ft.models.packed_rows import (
+    PackedRows,
+    TokenMixers,
+    current_rows,
+    has_token_mixers,
+    set_rows,
+    token_mixers,
+)
 from llama_ft.models.torch_2_11 import shared_heads
 from llama_ft.models.transformers_private import noted, private
 from llama_ft.runtime.console import log
@@ -31,33 +38,24 @@ from llama_ft.runtime.devices import sent
 
 ATEN = torch.ops.aten
 Attention = tuple[torch.Tensor, torch.Tensor | None]
-ROW_WISE_LAYERS = {"full_attention", "sliding_attention"}  # others (Mamba's, chunks) carry something over row ends
 CAUSAL = 1  # of the memory-efficient kernel's mask types
 # In 16 bits the CPU's backward pass compiles kernels for every length of a row, on every thread, and keeps them: 11 MiB
 # each on 4 threads of an AMD Zen 4. Tokens beyond a row's end have no gradient, and no token before them sees them.
 KERNEL_ROWS = 32
 
 
-@dataclass(frozen=True)
-class PackedRows:
-    """Where the rows of a sequence begin and end."""
-
-    lengths: tuple[int, ...]  # tokens of each row, on the host: reading them must not wait for the device
-    offsets: torch.Tensor  # int32 [rows + 1], on the device: 0 and the end of each row
-    longest: int  # tokens of the longest row. Compiled layers read this one number: of `lengths` each would be a guard
-    are_alike: bool = False  # all rows have one length, which cuDNN's kernel is worth a plan for
-
-
-def use_packed_attention(model: PreTrainedModel, flag: str = "--batching_strategy packing") -> None:
-    """Have a model keep packed rows apart; noted in its config, but not in a saved one. A UserError if its attention is
-    not called through transformers' interface, or some of its layers carry a state from token to token."""
-    kinds = set(getattr(model.config, "layer_types", None) or ()) - ROW_WISE_LAYERS
-    if kinds or not private(model, "_supports_attention_backend"):
-        why = f"it has layers of {', '.join(sorted(kinds))}" if kinds else "its attention has no interface for it"
-        raise UserError(
-            f"{flag}: {type(model).__name__} cannot keep the rows of a pack apart: {why}.\n"
-            "Use --batching_strategy padding."
-        )
+def use_packed_attention(model: PreTrainedModel) -> None:
+    """Have a model keep packed rows apart: attention by functions that know rows, noted in its config but not in a
+    saved one; other token mixers row by row. Whether it does is for `check_packing` to say."""
+    if not has_token_mixers(model):
+        model._token_mixers = TokenMixers(model)  # type: ignore[assignment]
+        model.register_forward_pre_hook(_begin, with_kwargs=True)
+        model.register_forward_hook(_end, always_call=True)
+    mixers = token_mixers(model)
+    if mixers.by_row:
+        log.info(f"Packed samples are computed one after another by {mixers.names()}.")
+    if not mixers.attention:
+        return
     for name, attention, mask in (("sdpa", _packed_sdpa, sdpa_mask), ("eager", _packed_eager, eager_mask)):
         AttentionInterface.register(f"packed_{name}", attention)
         AttentionMaskInterface.register(f"packed_{name}", partial(_mask_if_given, mask))
@@ -77,28 +75,56 @@ def packed_arguments(model: PreTrainedModel, lengths: list[int], device: torch.d
     offsets, longest = sent(ends.to(torch.int32), device), max(lengths)
     position_ids = noted(sent(positions.unsqueeze(0), device), needs_no_mask=True)
     arguments: dict[str, Any] = {"position_ids": position_ids, "attention_mask": None}
-    if private(model.config, "_attn_implementation") in ("packed_sdpa", "packed_eager"):
-        are_alike = longest % attention_kernels.CUDNN_LENGTHS == 0 and len(set(lengths)) == 1
-        return arguments | {"packed_rows": PackedRows(tuple(lengths), offsets, longest, are_alike)}
-    # flash_attention_2 and 3, as transformers hands them on
-    ends_and_lengths = {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets}
-    return arguments | ends_and_lengths | {"max_length_q": longest, "max_length_k": longest}
+    mixers = token_mixers(model)
+    if mixers.needs_scope:  # of some models, such as Mamba, forward has neither
+        known = inspect.signature(model.base_model.forward).parameters
+        arguments = {name: value for name, value in arguments.items() if name in known}
+    are_alike = longest % attention_kernels.CUDNN_LENGTHS == 0 and len(set(lengths)) == 1
+    indices = None
+    if mixers.with_kernels:
+        of_rows = torch.repeat_interleave(torch.arange(len(lengths), dtype=torch.int32), torch.tensor(lengths))
+        indices = sent(of_rows.unsqueeze(0), device)
+    arguments |= {"packed_rows": PackedRows(tuple(lengths), offsets, longest, are_alike, indices)}
+    if "flash" in (private(model.config, "_attn_implementation") or ""):  # as transformers hands them on
+        ends_and_lengths = {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets}
+        arguments |= ends_and_lengths | {"max_length_q": longest, "max_length_k": longest}
+    return arguments
+
+
+def _begin(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """Note the rows for token mixers; only attention functions of ours take them as an argument."""
+    set_rows(kwargs.get("packed_rows"))
+    is_argument = (private(model.config, "_attn_implementation") or "").startswith("packed_")
+    if token_mixers(model).needs_scope or not is_argument:
+        kwargs = {name: value for name, value in kwargs.items() if name != "packed_rows"}
+    return args, kwargs
+
+
+def _end(*_: Any) -> None:
+    set_rows(None)
 
 
 def _mask_if_given(make_mask: Callable[..., torch.Tensor | None], **arguments: Any) -> torch.Tensor | None:
-    """No mask for packed rows, which come without one and without a cache; else transformers' own."""
-    if arguments.get("attention_mask") is None and arguments["q_length"] == arguments["kv_length"]:
+    """No mask for packed rows, which come without one and without a cache; else transformers' own. Indexers read it."""
+    is_needed = not arguments.get("allow_is_causal_skip", True)
+    if arguments.get("attention_mask") is None and arguments["q_length"] == arguments["kv_length"] and not is_needed:
         return None
     return make_mask(**arguments)
 
 
 def _packed_sdpa(
-    module: nn.Module, *tensors: Any, packed_rows: PackedRows | None = None, **arguments: Any
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,  # AFMoE gives it by its name
+    packed_rows: PackedRows | None = None,
+    **arguments: Any,
 ) -> Attention:
     """sdpa on packed rows: query, key and value [1, heads, tokens, head_dim] and a mask or None -> [1, tokens, heads,
     head_dim]."""
-    (query, key, value, attention_mask), window = tensors, arguments.get("sliding_window")
-    rows, on_rows = packed_rows, partial(_row_by_row, sdpa_attention_forward, module, *tensors, packed_rows, arguments)
+    rows, window, tensors = _rows_of(module, packed_rows), arguments.get("sliding_window"), (query, key, value)
+    on_rows = partial(_row_by_row, sdpa_attention_forward, module, *tensors, attention_mask, rows, arguments)
     extras = [arguments.get("dropout") or None, *(arguments.get(it) for it in ("softcap", "s_aux", "position_bias"))]
     if rows is None or attention_mask is not None or any(extra is not None for extra in extras):
         return on_rows()
@@ -128,9 +154,29 @@ def _packed_sdpa(
     return on_rows(kernel)
 
 
-def _packed_eager(module: nn.Module, *tensors: Any, packed_rows: PackedRows | None = None, **extra: Any) -> Attention:
+def _packed_eager(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    packed_rows: PackedRows | None = None,
+    **extra: Any,
+) -> Attention:
     """The model's own eager attention, with its soft caps and sinks, on packed rows."""
-    return _row_by_row(function_beside(module, "eager_attention_forward"), module, *tensors, packed_rows, extra)
+    eager, rows = function_beside(module, "eager_attention_forward"), _rows_of(module, packed_rows)
+    return _row_by_row(eager, module, query, key, value, attention_mask, rows, extra)
+
+
+def _rows_of(module: nn.Module, rows: PackedRows | None) -> PackedRows | None:
+    """The rows that a layer keeps apart: those of the sequence, or chunks of them where it attends within chunks."""
+    if rows is None and not torch.compiler.is_compiling():
+        rows = current_rows()
+    config = getattr(module, "config", None)
+    kinds, chunk = getattr(config, "layer_types", None), getattr(config, "attention_chunk_size", None)
+    if rows is None or not chunk or not kinds or kinds[cast(int, module.layer_idx)] != "chunked_attention":
+        return rows
+    return rows.cut(chunk)
 
 
 class _RowAttention(torch.autograd.Function):

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeGuard, cast
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.nn.modules.conv import _ConvNd
 from transformers import PretrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 from transformers.quantizers.base import get_keys_to_not_convert
@@ -23,7 +24,7 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from llama_ft.config import QuantizationConfig
 from llama_ft.errors import UserError
 from llama_ft.models.build import read_linears
-from llama_ft.models.quantized import FourBit, Int8, QuantizedLinear, Scheme, total_weights
+from llama_ft.models.quantized import FourBit, Int8, QuantizedLinear, Scheme, quantize_stacks, total_weights
 from llama_ft.models.source import WeightSource, listed
 from llama_ft.models.transformers_private import private
 
@@ -39,6 +40,8 @@ class Quantization(NamedTuple):
     # transformers reads llm_int8_skip_modules; else the LM head stays too.
     skip: list[str] | None
     is_stored: bool  # the checkpoint is quantized already
+    # Whether stacked experts are quantized. transformers does not, so a quantized checkpoint has them in 16 bits.
+    stacks: bool = True
 
 
 def choose_quantization(
@@ -64,22 +67,29 @@ def choose_quantization(
     del model_config.quantization_config
     # transformers quantizes in blocks of 64 only, and does not write that down.
     scheme = FourBit(note.get("bnb_4bit_quant_type", "fp4"), 64, dtype)
-    return Quantization(scheme, note.get("llm_int8_skip_modules"), is_stored=True)
+    skip = note.get("llm_int8_skip_modules")
+    return Quantization(scheme, skip, is_stored=True, stacks=settings.mode == "4bit")
 
 
 def quantize_linears(model: PreTrainedModel, quantization: Quantization) -> str:
-    """Replace linear layers of a skeleton by quantized ones. Returns what was quantized and what was not, for people; a
-    UserError if no linear layer is left to quantize, or a name to skip is not in the model."""
-    scheme, named, is_stored = quantization
+    """Replace linear layers and stacked experts of a skeleton by quantized ones. Returns what was quantized and what
+    was not, for people; a UserError if no linear layer is left to quantize, or a name to skip is not in the model."""
+    scheme, named, is_stored, _ = quantization
     own = [] if is_stored and named is not None else get_keys_to_not_convert(model)
     skip = [*(named or ()), *(private(model, "_keep_in_fp32_modules") or ()), *own]
     read = read_linears(model)
     linears = {name: module for name, module in model.named_modules() if _is_linear(module) and module not in read}
+    stacks = _stacked_weights(model) if quantization.stacks else {}
     for pattern in () if is_stored else named or ():
-        if all(should_convert_module(name, [pattern]) for name in linears):
-            ends = ", ".join(dict.fromkeys(name.rsplit(".", 1)[-1] for name in linears))
+        if all(should_convert_module(name, [pattern]) for name in [*linears, *stacks]):
+            ends = ", ".join(dict.fromkeys(name.rsplit(".", 1)[-1] for name in [*linears, *stacks]))
             raise UserError(f"--skip_modules [{pattern}]: no linear layer's name ends in it. They end in: {ends}.")
-    chosen = {name: module for name, module in linears.items() if should_convert_module(name, skip)}
+    gates = set() if is_stored else _gates(model)
+    chosen = {
+        name: module
+        for name, module in linears.items()
+        if module not in gates and should_convert_module(name, skip) and should_convert_module(f"{name}.weight", skip)
+    }
     whole = {name: linear for name, linear in chosen.items() if linear.in_features % scheme.block_size == 0}
     if not whole or (is_stored and len(whole) < len(chosen)):
         raise UserError(
@@ -88,10 +98,20 @@ def quantize_linears(model: PreTrainedModel, quantization: Quantization) -> str:
         )
     for name, linear in whole.items():
         model.set_submodule(name, QuantizedLinear(linear, scheme, is_stored))
-    weights = sum(linear.weight.numel() for linear in whole.values())
+    stacked = {
+        name: weight.numel()
+        for name, weight in stacks.items()
+        if weight.shape[-1] % scheme.block_size == 0
+        and all(should_convert_module(it, skip) for it in (name, name.rpartition(".")[0]))
+    }
+    for module in dict.fromkeys(name.rpartition(".")[0] for name in stacked):
+        names = [name.rpartition(".")[2] for name in stacked if name.rpartition(".")[0] == module]
+        quantize_stacks(model.get_submodule(module), names, scheme)
+    weights = sum(linear.weight.numel() for linear in whole.values()) + sum(stacked.values())
+    experts = f" and {len(stacked)} stacks of experts" if stacks else ""
     return (
-        f"Quantized to {scheme.name}: {len(whole)} linear layers, {weights:,} of {total_weights(model):,} weights; "
-        f"as they are: {listed([name for name in linears if name not in whole])}"
+        f"Quantized to {scheme.name}: {len(whole)} linear layers{experts}, {weights:,} of {total_weights(model):,} "
+        f"weights; as they are: {listed([name for name in [*linears, *stacks] if name not in whole | stacked])}"
     )
 
 
@@ -106,6 +126,44 @@ def _is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
     with suppress(RuntimeError, TypeError, ValueError, IndexError, AttributeError), torch.no_grad():
         return torch.equal(small(inputs), functional.linear(inputs, weight, bias))
     return False
+
+
+def _is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
+    """Whether a module computes what nn.Linear does: it is one, or of a class with a forward of its own (Falcon's) that
+    gives the same with a small weight."""
+    if type(module) is nn.Linear or not isinstance(module, nn.Linear):
+        return type(module) is nn.Linear
+    small, inputs = copy(module), torch.tensor([[1.0, -2.0, 3.0]])
+    weight, bias = torch.arange(6.0).view(2, 3), None if module.bias is None else torch.tensor([7.0, -8.0])
+    small._parameters = {"weight": nn.Parameter(weight), "bias": bias if bias is None else nn.Parameter(bias)}
+    with suppress(RuntimeError, TypeError, ValueError, IndexError, AttributeError), torch.no_grad():
+        return torch.equal(small(inputs), functional.linear(inputs, weight, bias))
+    return False
+
+
+def _stacked_weights(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters [experts, rows, columns], which their module reads itself, by name."""
+    return {
+        f"{prefix}.{name}": parameter
+        for prefix, module in model.named_modules()
+        if not isinstance(module, _ConvNd)
+        for name, parameter in module.named_parameters(recurse=False)
+        if parameter.ndim == 3 and min(parameter.shape) > 1
+    }
+
+
+def _gates(model: nn.Module) -> set[nn.Module]:
+    """Linear layers that choose or weigh experts: few weights on which much depends. Routers are the modules whose
+    logits transformers can record, unless experts are a part of what it records."""
+    kinds = set[Any]()
+    for module in model.modules():
+        recorded = (private(module, "_can_record_outputs") or {}).get("router_logits", ())
+        for each in recorded if isinstance(recorded, list | tuple) else [recorded]:
+            kinds.add(getattr(each, "target_class", each))
+    routers = [module for module in model.modules() if type(module) in kinds]
+    inside = [[linear for linear in router.modules() if type(linear) is nn.Linear] for router in routers]
+    single = {linear for linears in inside for linear in linears if len(linears) == 1}
+    return single | {it for it in model.modules() if isinstance(it, nn.Linear) and it.out_features == 1}
 
 
 def is_part(name: str, keys: Container[str]) -> bool:

@@ -29,6 +29,7 @@ class StoredTensor:
     file: Path
     shape: tuple[int, ...]
     dtype: torch.dtype
+    is_left_out: bool = False  # of what the model's text part lacks (see text_part.py): under its own name, as it is
 
     @property
     def nbytes(self) -> int:

@@ -11,6 +11,7 @@ from llama_ft.models import attention_kernels
 # Name -> what needs it; without it that is rejected in one line, or does what the line says, and all else works.
 USES = {
     "_attn_implementation": "packing: which attention the model has",
+    "_can_record_outputs": "quantization: routers, which stay as they are, and the line about their auxiliary loss",
     "_init_weights": "buffers that no checkpoint holds, such as rotary frequencies",
     "_keep_in_fp32_modules": "quantization: layers that stay as they are; none without it",
     "_keys_to_ignore_on_load_unexpected": "tensors of a checkpoint that the model does not need; all needed without it",

@@ -108,7 +108,7 @@ class MemoryMonitor(contextlib.AbstractContextManager["MemoryMonitor"]):
         self._before = self.leave()
         if phase == "load":
             _free_unused_heap()
-            self._base = memory_use(CPU)
+            self._base = memory_use(CPU)  # Python and its libraries
         if phase == "optimizer step" and self._training is not None and self._steps == COMPARED_STEP - 1:
             self._compare_ranks(*self._training)
         self.phase = phase
@@ -140,7 +140,7 @@ class MemoryMonitor(contextlib.AbstractContextManager["MemoryMonitor"]):
     def begin_training(self, model: nn.Module, optimizer: torch.optim.Optimizer, facts: RunMetadata) -> None:
         """From now on steps follow. Loading is no part of the peaks of the whole run."""
         self._training, self._facts = (model, optimizer), facts
-        facts.add(memory={"warnings": []})
+        facts.add(memory={"warnings": [], "base_bytes": self._base.anonymous})
         self.leave()
         _free_unused_heap()  # of loading
         self.host_peak_bytes = self.device_peak_bytes = 0

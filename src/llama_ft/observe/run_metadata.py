@@ -7,6 +7,7 @@ import shlex
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,11 +48,11 @@ class RunMetadata:
         except OSError as error:
             log.warning(f"{self.path} could not be written, and report.html will lack what is in it: {error.strerror}")
 
-    def add_sample(self, when: str, sample: dict[str, str] | None) -> None:
-        """Add an answer: question, answer and reference, in place of an earlier one of the same moment."""
-        if sample is not None:
+    def add_samples(self, when: str, samples: Sequence[dict[str, str]]) -> None:
+        """Add answers: question, answer and, if known, reference, in place of earlier ones of the same moment."""
+        if samples:
             others = [old for old in self._facts.get("samples", []) if old.get("when") != when]
-            self.add(samples=[*others, {"when": when, **sample}])
+            self.add(samples=[*others, *({"when": when, **sample} for sample in samples)])
 
 
 def masked(value: Any) -> Any:

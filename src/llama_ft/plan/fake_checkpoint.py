@@ -15,6 +15,7 @@ from unittest.mock import patch
 import torch
 from torch.nn import functional
 from transformers import PretrainedConfig
+from transformers.integrations import hub_kernels
 
 from llama_ft.config import ModelConfig
 from llama_ft.errors import UserError
@@ -78,6 +79,8 @@ def planned_models(headers: dict[str, StoredTensor], device: str) -> Iterator[No
         patch.object(conversion, "open_weights", lambda _: HeaderSource(headers)),
         patch.object(loader.Loader, "fill", fill_one_of_a_kind),
         patch.object(loader.Loader, "_keep", keep_few_blocks),
+        # Kernels of layers that carry a state need CUDA; transformers then computes them by torch's own operations.
+        patch.object(hub_kernels, "is_torchdynamo_exporting", lambda: True),
     ]
     if device == "cuda":  # fake tensors lie on the CPU
         patches += [
@@ -114,10 +117,11 @@ def read_headers(
         parameters = build_on_meta(deepcopy(config), model).named_parameters()
         headers = {checkpoint_key(name): StoredTensor(folder, tuple(it.shape), dtype) for name, it in parameters}
     if layers is not None:
-        for name, value in list(vars(config).items()):
-            if isinstance(value, list) and len(value) == config.num_hidden_layers:
-                setattr(config, name, value[:layers])
-        config.num_hidden_layers = layers
+        text = config.get_text_config()
+        for name, value in list(vars(text).items()):
+            if isinstance(value, list) and len(value) == text.num_hidden_layers:
+                setattr(text, name, value[:layers])
+        text.num_hidden_layers = layers
         numbers = {name: re.search(r"\b\d+\b", name) for name in headers}  # the first in a name is its layer's
         headers = {name: it for name, it in headers.items() if not (at := numbers[name]) or int(at[0]) < layers}
     return config, headers
@@ -127,4 +131,5 @@ def layers_are_alike(config: PretrainedConfig, model: ModelConfig) -> bool:
     """Whether all decoder layers have parameters of the same shapes, and config.json can be cut down."""
     layers = decoder_layers(build_on_meta(config, model))
     shapes = {tuple((name, tuple(p.shape)) for name, p in layer.named_parameters()) for layer in layers}
-    return not model.trust_remote_code and len(shapes) == 1 and len(layers) == config.num_hidden_layers
+    count = config.get_text_config().num_hidden_layers
+    return not model.trust_remote_code and len(shapes) == 1 and len(layers) == count

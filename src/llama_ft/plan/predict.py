@@ -79,6 +79,7 @@ def _plan_with(request: PlanRequest, build_model: BuildModel, layers: int | None
         result_bytes=_result_bytes(config, model, stored_dtypes),
         tokens=batch.tokens,
         is_quick=layers is not None,
+        routing=_routing(model),
         **_memory(request, tracker, sum(tensor.nbytes for tensor in saved.values())),
     )
 
@@ -130,6 +131,17 @@ def _full_batch(request: PlanRequest, rows: int, context_length: int) -> Batch:
     return Batch(ids, labels, lengths, is_packed, [""] * len(lengths))
 
 
+def _routing(model: PreTrainedModel) -> str:
+    """What a plan assumes of the routing to a mixture of experts. Grouped matmuls compute the same number of rows, and
+    hold as much, however these are distributed over the experts. A model whose tensors do depend on the routing cannot
+    be planned: fake tensors have no values to route by."""
+    if not (stacked := models.expert_parameters(model)):
+        return ""
+    chosen = getattr(model.config.get_text_config(), "num_experts_per_tok", None) or "some"
+    experts = max(parameter.shape[0] for parameter in stacked.values())
+    return f"Experts: {chosen} of {experts} per token. Any routing takes this memory, also all tokens to one expert."
+
+
 def _memory(request: PlanRequest, tracker: Tracker, saved_bytes: int) -> dict[str, Any]:
     """The fields of a plan that say how much memory of the device and of the host a run takes."""
     by_phase, load, save = tracker.peaks, tracker.peaks["load"], tracker.peaks["save"]
@@ -176,7 +188,8 @@ def _result_bytes(config: Config, model: PreTrainedModel, stored_dtypes: dict[st
     asked, is_lora = checkpoint.save_dtype(config.checkpoint.save_dtype), config.peft.use_peft
     saved = [(name, it) for name, it in model.named_parameters() if it.requires_grad or not is_lora]
     dtypes = [asked or (torch.float32 if is_lora else stored_dtypes.get(name, it.dtype)) for name, it in saved]
-    return sum(it.numel() * dtype.itemsize for (_, it), dtype in zip(saved, dtypes, strict=True))
+    copied = 0 if is_lora else sum(models.left_out(model).tensors.values()) * max(dtype.itemsize for dtype in dtypes)
+    return copied + sum(it.numel() * dtype.itemsize for (_, it), dtype in zip(saved, dtypes, strict=True))
 
 
 def _extrapolate(few: Plan, more: Plan, layers: int) -> Plan:

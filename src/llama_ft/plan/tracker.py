@@ -13,6 +13,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from peft.tuners.lora.layer import ParamWrapper
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers.modeling_utils import PreTrainedModel
@@ -157,8 +158,8 @@ class Tracker(TorchDispatchMode):
             module.register_forward_pre_hook(self._before_forward)
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        # FusedLora uses the parameters of its modules without calling them.
-        for parameter in module.parameters(recurse=isinstance(module, lora_linear.FusedLora)):
+        # These use the parameters of their modules without calling them.
+        for parameter in module.parameters(recurse=isinstance(module, lora_linear.FusedLora | ParamWrapper)):
             if parameter.requires_grad and id(parameter) not in self._hooked:
                 self._hooked.add(id(parameter))  # fully_shard keeps its gathered parameters for good
                 parameter.register_post_accumulate_grad_hook(lambda it: self.assign([it.grad], "gradients"))

@@ -55,6 +55,7 @@ class Plan:
     result_bytes: int  # of output_dir/model
     tokens: int  # of a rank's micro-batch
     is_quick: bool  # extrapolated from two models with few layers
+    routing: str = ""  # what is assumed of a mixture of experts
 
     @property
     def peak(self) -> Peak:
@@ -105,6 +106,7 @@ def describe(plan: Plan) -> str:
         f"{on_gpu} for CUDA{' and NCCL' if plan.world_size > 1 else ''}." if is_cuda else "",
         f"{on_host if is_cuda else 'All of it is host memory'}; Python and its libraries take 0.5 to 2 GiB beside it.",
         f"On disk: {size_text(plan.checkpoint_bytes)} a checkpoint, {size_text(plan.result_bytes)} the result.",
+        plan.routing,
         "Extrapolated from 3 and 5 layers." if plan.is_quick else "",
     ]
     return "\n".join(line for line in lines if line)

@@ -20,6 +20,7 @@ from llama_ft.report.plot import TEMPLATES, Plot, Series, number, smoothed
 from llama_ft.report.run import Run, differing_settings
 
 HERE = Path(__file__).parent
+BASE = "Python and its libraries"
 ENDINGS = {"finished": "good", "failed": "bad", "stopped": "warn", "running": "info"}
 METRIC_PLOTS = {  # key -> title
     "train/loss": "Loss",
@@ -29,10 +30,26 @@ METRIC_PLOTS = {  # key -> title
     "perf/tokens_per_second": "Tokens per second, all ranks",
     "perf/mfu": "Model FLOPs utilization (MFU), of the published peak",
     "perf/matmul_utilization": "Matmul utilization, of the measured rate",
-    "perf/step_seconds": "Seconds per step",
-    "memory/device_peak_bytes": "Device memory, peak so far, fullest rank, GiB",
-    "memory/host_peak_bytes": "Host memory (RSS), peak so far, fullest rank, GiB",
+    "perf/step_seconds": "Time per step",
+    "memory/device_peak_bytes": "GPU memory, peak so far",
+    "memory/host_peak_bytes": "Host memory (RSS), peak so far",
+    "train/router_aux_loss": "Auxiliary loss of the routers, before its coefficient",
     "train/loss_scale": "Loss scale",
+}
+
+
+class Unit(NamedTuple):
+    """What a plot's numbers are shown in."""
+
+    sign: str = ""
+    size: float = 1.0  # in the metric's own unit
+    decimals: int | None = None  # None: as they are
+
+
+PLAIN = Unit()
+UNITS = {  # end of a key -> units, the largest first
+    "_bytes": (Unit("GiB", 2**30, 2), Unit("MiB", 2**20, 0)),
+    "_seconds": (Unit("s", 1.0, 2), Unit("ms", 1e-3, 0)),
 }
 
 
@@ -47,20 +64,24 @@ class Card(NamedTuple):
 class Memory(NamedTuple):
     """Predicted and measured memory; both by name -> bytes on the rank with the highest memory."""
 
-    phases: tuple[dict[str, float], dict[str, float]]  # the peak of each phase
-    held: tuple[dict[str, float], dict[str, float]]  # what a step leaves, by category
+    phases: tuple[dict[str, float], dict[str, float]]  # the peak of each phase; of tensors
+    held: tuple[dict[str, float], dict[str, float]]  # what a step leaves, by category; of tensors
+    process: dict[str, float]  # without a GPU: host memory of the process, before loading and at each phase's peak
     ranks: dict[str, list[float | None]]  # what each rank measured, by phase and category
-    is_like_for_like: bool  # both count the same; on the CPU, Python and its libraries are measured too
 
 
 def report_page(run: Run) -> str:
     """The report of a run."""
     loss = _lines(run, "train/loss", "training") + _lines(run, "eval/loss", "validation", 1)
     plots = [Plot("Loss", loss, fits=True)]
-    plots += [Plot(title, _lines(run, key, "mean")) for key, title in METRIC_PLOTS.items() if not key.endswith("/loss")]
+    for key, title in METRIC_PLOTS.items():
+        if not key.endswith("/loss"):
+            unit = unit_of([run], key)
+            plots.append(Plot(", ".join(filter(None, [title, unit.sign])), _lines(run, key, "mean", unit=unit)))
     shown = [plot.svg() for plot in plots]
     values = {"memory": memory_of(run), "differing": differing_settings([run]), "categories": MEMORY_CATEGORIES}
-    return _render("run.html", title=run.name, run=run, cards=cards_of(run), plots=shown, phases=PHASES, **values)
+    values["phases"] = (BASE, *PHASES)
+    return _render("run.html", title=run.name, run=run, cards=cards_of(run), plots=shown, **values)
 
 
 def comparison_page(runs: Sequence[Run]) -> str:
@@ -69,8 +90,11 @@ def comparison_page(runs: Sequence[Run]) -> str:
         runs = [dataclasses.replace(run, name=str(run.folder)) for run in runs]
     plots = []
     for key, title in METRIC_PLOTS.items():  # of each run one line: the mean where there is one
-        lines = [line for n, run in enumerate(runs) for line in _lines(run, key, run.name, n)[-1:]]
-        plots.append(Plot(title, lines, fits=key.endswith("/loss"), named=True).svg())
+        unit = unit_of(runs, key)
+        lines = [line for n, run in enumerate(runs) for line in _lines(run, key, run.name, n, unit)[-1:]]
+        plots.append(
+            Plot(", ".join(filter(None, [title, unit.sign])), lines, fits=key.endswith("/loss"), named=True).svg()
+        )
     columns = [{card.name: card for card in cards_of(run)} for run in runs]
     rows = {name: [cards.get(name) for cards in columns] for name in dict.fromkeys(n for c in columns for n in c)}
     values = {"plots": plots, "differing": differing_settings(list(runs))}
@@ -93,8 +117,8 @@ def _render(template: str, **values: Any) -> str:
 
 def memory_of(run: Run) -> Memory:
     """Memory as the plan predicts it, and as facts.json and metrics.jsonl have it."""
-    is_like_for_like = "memory/device_peak_bytes" in run.curves
-    kind = "device_peak_bytes" if is_like_for_like else "anonymous_peak_bytes"
+    is_gpu = "memory/device_peak_bytes" in run.curves
+    kind = "device_peak_bytes" if is_gpu else "anonymous_peak_bytes"
     measured, peaks = run.facts.get("memory", {}), run.plan.get("peaks", [])
     ranks = {phase: [rank.get(kind) for rank in sizes] for phase, sizes in measured.get("phases", {}).items()}
     most = {phase: max(filter(None, sizes), default=0.0) for phase, sizes in ranks.items()}
@@ -102,12 +126,20 @@ def memory_of(run: Run) -> Memory:
     names: list[str] = [name for name in MEMORY_CATEGORIES if any(name in rank for rank in holders)]
     held = {name: max(rank.get(name, 0.0) for rank in holders) for name in names}
     planned: dict[str, float] = next((peak["holders"] for peak in peaks if peak["phase"] == "optimizer step"), {})
+    base = {BASE: measured["base_bytes"]} if "base_bytes" in measured else {}
     return Memory(
-        ({peak["phase"]: peak["bytes"] for peak in peaks}, most),
+        ({peak["phase"]: peak["bytes"] for peak in peaks}, most if is_gpu else {}),
         ({name: planned[name] for name in names if planned.get(name)}, held),
+        {} if is_gpu or not most else base | most,
         ranks | {f"holds: {name}": [rank.get(name) for rank in holders] for name in names},
-        is_like_for_like,
     )
+
+
+def unit_of(runs: Sequence[Run], key: str) -> Unit:
+    """The largest unit of which a metric's largest value has at least one."""
+    largest = max((run.curves[key].values.max() for run in runs if key in run.curves), default=0.0)
+    units = next((units for end, units in UNITS.items() if key.endswith(end)), (PLAIN,))
+    return next((unit for unit in units if unit.size <= largest), units[-1])
 
 
 def cards_of(run: Run) -> list[Card]:
@@ -118,8 +150,10 @@ def cards_of(run: Run) -> list[Card]:
     for key, name in (("train/loss", "Loss"), ("eval/loss", "Validation loss")):
         if key in curves:
             steps, values = curves[key]
-            lowest = f"lowest {number(values.min())} at step {steps[values.argmin()]:,.0f}"
-            cards.append(Card(name, number(values[-1]), lowest))
+            more = f"lowest {number(values.min())} at step {steps[values.argmin()]:,.0f}"
+            if steps[0] == 0:
+                more = f"{number(values[0])} before training; {more}"
+            cards.append(Card(name, number(values[-1]), more))
     for key, name, text in (
         ("perf/tokens_per_second", "Tokens per second", "{:,.0f}"),
         ("perf/mfu", "MFU", "{:.0%}"),
@@ -130,17 +164,22 @@ def cards_of(run: Run) -> list[Card]:
             cards.append(Card(name, text.format(numpy.median(settled)), "median of the second half"))
     memory = memory_of(run)
     predicted, measured = (max(sizes.values(), default=0.0) for sizes in memory.phases)
+    plan = f"plan: {size_text(predicted)} of tensors" if predicted else ""
     if measured:
-        name = "Peak of GPU memory" if memory.is_like_for_like else "Peak of anonymous memory"
-        cards.append(Card(name, size_text(measured), f"plan: {size_text(predicted)} of tensors" if predicted else ""))
+        cards.append(Card("Peak of GPU memory", size_text(measured), plan))
+    elif memory.process:
+        base = f"{size_text(memory.process[BASE])} of Python and libraries" if BASE in memory.process else ""
+        largest = size_text(max(memory.process.values()))
+        cards.append(Card("Peak of anonymous memory", largest, "; ".join(filter(None, [base, plan]))))
     return cards
 
 
-def _lines(run: Run, key: str, name: str, colour: int = 0) -> list[Series]:
-    """A curve; of one that is noisy also its mean, last."""
+def _lines(run: Run, key: str, name: str, colour: int = 0, unit: Unit = PLAIN) -> list[Series]:
+    """A curve in its unit; of one that is noisy also its mean, last."""
     if (curve := run.curves.get(key)) is None:
         return []
-    values = curve.values / 2**30 if key.endswith("_bytes") else curve.values
+    values = curve.values / unit.size
+    values = values if unit.decimals is None else values.round(unit.decimals)
     series = Series(name, curve.steps, values, "dots" if key == "eval/loss" else "line", colour)
     is_noisy = key in ("train/loss", "train/grad_norm") or key.startswith("perf/")
     return smoothed(series) if is_noisy else [series]

@@ -8,11 +8,17 @@ FULL_TUNING_LR, LORA_LR = 5e-5, 5e-3
 OTHERS_LR = 1e-4  # with which SGD and Adafactor, whose rates are of other scales, hardly move a weight
 
 
-def advice(config: Config, global_batch: int, size: int | None) -> list[str]:
-    """What is unusual, each with what would be usual. `global_batch` and `size` (of an epoch; None: streamed samples
-    are not counted) are in packed sequences, or in samples without packing."""
+def advice(config: Config, names_dataset: bool, global_batch: int, size: int | None) -> list[str]:
+    """What is unusual, each with what would be usual.
+
+    Args:
+        config: the settings of the run.
+        names_dataset: whether somebody chose the dataset; otherwise it is the default.
+        global_batch: packed sequences, or samples without packing, of an optimizer step.
+        size: likewise, of an epoch; None: streamed samples are not counted.
+    """
     train, given_model, found = config.train, config.model.model_name != "demo", []
-    if given_model and config.data.dataset == "demo":
+    if given_model and config.data.dataset == "demo" and not names_dataset:
         found.append("dataset is demo, questions about Python's standard library. --dataset names yours.")
     if size is not None and size < global_batch:
         unit = "packed sequences" if config.data.batching_strategy == "packing" else "samples"

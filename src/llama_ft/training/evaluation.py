@@ -1,11 +1,12 @@
-"""What the model makes of the validation set: its mean loss, and the answer to one of its prompts."""
+"""What the model makes of the validation set: its mean loss, and its answers to prompts."""
 
 import math
 import textwrap
+from typing import Any
 
 import torch
 from datasets import Dataset
-from transformers import BatchEncoding, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.config import TrainConfig
@@ -58,49 +59,66 @@ def mean_loss(
     return loss_sum / total, int(total)
 
 
+def sample_chats(settings: TrainConfig, known: list[dict[str, str]] | None) -> list[list[dict[str, str]]]:
+    """Return the conversations to answer: one per prompt of sample_prompts, else `known`, which ends with its reference
+    answer; none without sample_tokens."""
+    chats = [[{"role": "user", "content": prompt}] for prompt in settings.sample_prompts or ()]
+    return (chats or ([known] if known else [])) if settings.sample_tokens else []
+
+
 @torch.no_grad()
-def show_answer(
+def show_answers(
     when: str,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    conversation: list[dict[str, str]] | None,
+    conversations: list[list[dict[str, str]]],
     new_tokens: int,
     pad_token_id: int,
     runtime: Runtime,
-) -> dict[str, str] | None:
-    """Print and return the model's greedy answer to a conversation's last question, with the question and the
-    reference. All ranks run it: each has only its shard of the weights.
+) -> list[dict[str, str]]:
+    """Log and return the model's greedy answers: of each the question, the answer and, if known, the reference. All
+    ranks run it: each has only its shard of the weights.
 
     Args:
-        when: "Before" or "After" fine-tuning.
+        when: heading, such as "before fine-tuning".
         model: left in training mode.
         tokenizer: with its chat template.
-        conversation: messages, of which the last is the reference; None: nothing is shown.
-        new_tokens: at most so many; 0: nothing is shown.
-        pad_token_id: of the batches.
+        conversations: messages of each, to the question or to the reference answer.
+        new_tokens: largest number of tokens in an answer.
+        pad_token_id: fills the answers that end before the longest.
         runtime: the ranks.
     """
-    if conversation is None or new_tokens == 0:
-        return None
-    *question, reference = conversation
-    prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    assert isinstance(prompt, BatchEncoding)
-    prompt = prompt.to(model.device)  # where its shards are: FSDP2 moves inputs on to the GPU, generate() does not
+    if not conversations:
+        return []
+    questions = [it[:-1] if it[-1]["role"] == "assistant" else it for it in conversations]
+    prompts: Any = tokenizer.apply_chat_template(questions, add_generation_prompt=True, return_dict=False)
+    width = max(map(len, prompts))
+    # Padding is on the left and masked; whichever token it is has no effect.
+    ids = torch.tensor([prompt[:1] * (width - len(prompt)) + prompt for prompt in prompts])
+    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    ends = stop_token_ids(tokenizer, model.config.eos_token_id)
     model.eval()
-    # synced_gpus: ranks whose answer has ended keep taking part in the gathering of weights.
+    # synced_gpus: ranks whose answers have ended keep taking part in the gathering of weights.
     tokens = model.generate(  # type: ignore[operator]  # a mixin's method, which nn.Module's annotation hides
-        **prompt,
+        input_ids=ids.to(model.device),  # where its shards are: FSDP2 moves inputs on to the GPU, generate() does not
+        attention_mask=mask.to(model.device),
         max_new_tokens=new_tokens,
         do_sample=False,
         use_cache=True,
         synced_gpus=runtime.world_size > 1,
         pad_token_id=pad_token_id,
-        eos_token_id=stop_token_ids(tokenizer, model.config.eos_token_id) or None,
+        eos_token_id=ends or None,
     )
     free_unsharded(model)
     model.train()
-    answer = str(tokenizer.decode(tokens[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)).strip()
-    shown = {"question": question[-1]["content"], "answer": answer, "reference": reference["content"]}
-    lines = [f"  {name + ':':<10} {textwrap.shorten(it, 240, placeholder=' ...')}" for name, it in shown.items()]
-    log.info("\n".join([f"\n{when} tuning", *lines, ""]))
-    return shown
+    answers, lines = [], list[str]()
+    for messages, question, row in zip(conversations, questions, tokens[:, width:].tolist(), strict=True):
+        end = next((place for place, token in enumerate(row) if token in ends), None)  # pads follow
+        answer = str(tokenizer.decode(row[:end], skip_special_tokens=True)).strip()
+        shown = {"question": question[-1]["content"], "answer": answer}
+        if len(question) < len(messages):
+            shown["reference"] = messages[-1]["content"]
+        answers.append(shown)
+        lines += [f"  {name + ':':<10} {textwrap.shorten(it, 240, placeholder=' ...')}" for name, it in shown.items()]
+    log.info("\n".join([f"\n{when.capitalize()}", *lines, ""]))
+    return answers

