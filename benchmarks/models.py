@@ -387,7 +387,7 @@ def exported(found: dict[str, Any]) -> str:
 
 ABOUT = """# Supported models
 
-`benchmarks/models.py --write` wrote this page on {date}, with {versions}, in fp32 on {processor}.
+`benchmarks/models.py` wrote this page on {date}, with {versions}, in fp32 on {processor}.
 
 The benchmark builds a small random model of every causal language model that Transformers has, and of every model for
 images and text with a text decoder inside (`+`). Each is fine-tuned for one step of SGD and compared with Transformers

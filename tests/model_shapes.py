@@ -40,12 +40,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "hidden_size": 5120, "intermediate_size": 17_408, "num_hidden_layers": 40, "num_attention_heads": 40,
         "max_position_embeddings": 40_960, "tie_word_embeddings": False,
     },
-    "Qwen/Qwen3-30B-A3B-Instruct-2507": {
-        "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "vocab_size": 151_936, "hidden_size": 2048,
-        "intermediate_size": 6144, "moe_intermediate_size": 768, "num_hidden_layers": 48, "num_attention_heads": 32,
-        "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8,
-        "max_position_embeddings": 262_144, "tie_word_embeddings": False,
-    },
     "HuggingFaceTB/SmolLM3-3B": {
         "model_type": "smollm3", "architectures": ["SmolLM3ForCausalLM"], "vocab_size": 128_256, "hidden_size": 2048,
         "intermediate_size": 11_008, "num_hidden_layers": 36, "num_attention_heads": 16, "num_key_value_heads": 4,
@@ -83,7 +77,6 @@ PARAMETERS = {
     "Qwen/Qwen3-8B": 8_190_735_360,
     "Qwen/Qwen3-4B-Instruct-2507": 4_022_468_096,
     "Qwen/Qwen3-14B": 14_768_307_200,
-    "Qwen/Qwen3-30B-A3B-Instruct-2507": 30_532_122_624,
     "HuggingFaceTB/SmolLM3-3B": 3_075_098_624,
     "microsoft/phi-4": 14_659_507_200,
     "mistralai/Mistral-Small-24B-Instruct-2501": 23_572_403_200,
