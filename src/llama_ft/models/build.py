@@ -167,7 +167,7 @@ def read_linears(model: nn.Module) -> set[nn.Module]:
     for module in model.modules():
         for name, child in module.named_children():
             if isinstance(child, nn.Linear):
-                reads = re.compile(rf"self\.{name}\.weight\b(?!\.(dtype|device|shape|data)|\[|, torch)")
+                reads = re.compile(rf"self\.{name}\.weight\b(?!\.(dtype|device|shape)|\[|, torch)")
                 sources = (_source_of(kind) for kind in type(module).__mro__ if issubclass(kind, nn.Module))
                 found |= {child} if any(reads.search(source) for source in sources) else set()
     return found
