@@ -47,6 +47,7 @@ def runs(save_tokenizer: Callable[..., Path], rows16: Path, tmp_path_factory: py
     shared += ["--model_name", f"{folder}/base"]
     full = [*shared, "--output_dir", f"{folder}/full", "--max_shard_size", "100KB", "--max_train_step"]
     lora = ["--use_peft", "--lora_dropout", "0", "--target_modules", "all-linear", "--quantization", "4bit"]
+    lora += ["--sample_tokens", "4", "--sample_prompts", "Hi"]
     cases = [
         [*full, "1"],
         [*full, "2", "--resume", "auto", "--resume_allow_changes", "max_train_step"],
@@ -56,6 +57,7 @@ def runs(save_tokenizer: Callable[..., Path], rows16: Path, tmp_path_factory: py
     finished = forked(RUN_CASES, folder / "cases.json")
     assert finished.exit_code == 0, finished.output
     assert "copied as they are: model.vision_tower, model.multi_modal_projector" in finished.output
+    assert "After fine-tuning\n  question:  Hi\n  answer: " in finished.output
     return folder
 
 

@@ -96,7 +96,7 @@ def show_answers(
     # Padding is on the left and masked; whichever token it is has no effect.
     ids = torch.tensor([prompt[:1] * (width - len(prompt)) + prompt for prompt in prompts])
     mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-    ends = stop_token_ids(tokenizer, model.config.eos_token_id)
+    ends = stop_token_ids(tokenizer, model.generation_config.eos_token_id)  # config.json of Llava has none
     model.eval()
     # synced_gpus: ranks whose answers have ended keep taking part in the gathering of weights.
     tokens = model.generate(  # type: ignore[operator]  # a mixin's method, which nn.Module's annotation hides
