@@ -117,6 +117,12 @@ def build(work: Path, model_type: str) -> dict[str, Any]:
     for name, buffer in model.named_buffers():
         if name in model.state_dict() and buffer.is_floating_point():
             buffer.uniform_(-0.5, 0.5)  # DeepSeek's correction of routing, which begins as zeros
+    for module in model.modules():
+        if getattr(module, "scaling", None) == 1 and hasattr(module, "q_norm"):
+            # Gemma 4's attention has no scale but this weight's. With ones the softmax over random scores is all but a
+            # maximum: rounding of 1e-7 became 0.1 in the logits after a step, in Transformers itself.
+            weight = module.q_norm.weight.data
+            weight.fill_(len(weight) ** -0.5)
     model.save_pretrained(work / "model", max_shard_size="200KB")
     model = plain(work / "model").train()
     rows = [torch.tensor([row]) for row in samples()]

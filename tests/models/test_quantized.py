@@ -1,6 +1,7 @@
 """Quantized layers compute what bitsandbytes' own do, keep no activations, and say what they leave out."""
 
 import copy
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from llama_ft.config import ModelConfig, QuantizationConfig
 from llama_ft.errors import UserError
 from llama_ft.models import build_on_meta, choose_quantization, quantize_linears, total_weights
 from llama_ft.models.quantization import Quantization
-from llama_ft.models.quantized import FourBit, Int8, QuantizedLinear, Scheme, quantized_weights
+from llama_ft.models.quantized import FourBit, Int8, QuantizedLinear, QuantizedStacks, Scheme, quantized_weights
 
 SCHEMES: dict[str, Scheme] = {
     "8bit": Int8(6.0),
@@ -166,6 +167,29 @@ def test_experts_compute_with_the_weights_that_bitsandbytes_gives_back(
         seen.append((loss.detach(), model.get_input_embeddings().weight.grad))
     for expected, ours in zip(*seen, strict=True):
         assert (ours - expected).norm() <= 1e-5 * expected.norm()
+
+
+@pytest.mark.parametrize("is_checkpointed", [False, True])
+def test_dequantized_experts_are_released_after_each_layer(
+    is_checkpointed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also by the hooks that autograd keeps until the backward pass."""
+    _, ours = moe_models("mixtral", SCHEMES["nf4"], "grouped_mm")
+    if is_checkpointed:
+        ours.activation_checkpointing_enable({"use_reentrant": False})
+    dequantized, read = [], QuantizedStacks._dequantized
+
+    def noting(*given: Any) -> torch.Tensor:
+        value = read(*given)
+        dequantized.append(weakref.ref(value.untyped_storage()))
+        return value
+
+    monkeypatch.setattr(QuantizedStacks, "_dequantized", noting)
+    ids = torch.arange(40)[None]
+    loss = ours(input_ids=ids, labels=ids, use_cache=False).loss
+    assert len(dequantized) == 2 * 2 and not any(storage() for storage in dequantized)
+    loss.backward()
+    assert len(dequantized) > 2 * 2 and not any(storage() for storage in dequantized)
 
 
 @pytest.mark.parametrize("experts_implementation", ["grouped_mm", "eager"])

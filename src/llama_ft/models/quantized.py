@@ -275,6 +275,7 @@ class QuantizedStacks(nn.Module):
                 yield
         finally:
             self._held = None
+            held.clear()  # autograd keeps `pack`, and this with it, as long as it keeps what has been packed
 
     @torch.no_grad()
     def _read_again(self, part: "_PartOfStack") -> torch.Tensor:
