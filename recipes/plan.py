@@ -31,7 +31,7 @@ from llama_ft.plan.types import PlanRequest, describe  # noqa: E402
 from llama_ft.runtime import configure_console  # noqa: E402
 
 with exit_on_error():  # if torch has changed
-    from llama_ft.plan.fit import choose_checkpointing, describe_fits, find_fits, has_room
+    from llama_ft.plan.fit import answer_fit, choose_checkpointing
     from llama_ft.plan.predict import predict
 
 
@@ -43,6 +43,8 @@ def main(config: Config, options: PlanFlags) -> int:
     if config.model.resize_embeddings:
         request = with_new_tokens(request)
     tell = partial(print, file=sys.stderr, flush=True)
+    if options.nproc > 1 and not config.fsdp.enable_fsdp:
+        tell(f"warning: each of the {options.nproc} ranks will hold the whole model. --enable_fsdp shards it.")
     if not options.quick:
         tell("Planning every layer; --quick takes less time ...")
     try:
@@ -57,11 +59,8 @@ def main(config: Config, options: PlanFlags) -> int:
     values: dict[str, object] = {"plan": dataclasses.asdict(planned)}
     text, exit_code = describe(planned), 0
     if options.fit:
-        fits = find_fits(request, build_model, options.fit_bytes, planned, options.quick, tell)
-        exit_code = 0 if has_room(planned, options.fit_bytes) else 3 if fits else 4
-        text += f"\n\n{describe_fits(planned, fits, options.fit_bytes)}"
-        answers = [{"flags": it.flags, "gives_up": it.gives_up, "peak_bytes": it.plan.device_bytes} for it in fits]
-        values |= {"fits_as_it_is": exit_code == 0, "fits": answers}
+        answer, exit_code, own = answer_fit(request, build_model, planned, options, tell)
+        text, values = f"{text}\n\n{answer}", values | own
     print(json.dumps(values) if options.json else text, flush=True)
     return exit_code
 

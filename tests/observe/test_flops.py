@@ -100,6 +100,18 @@ def test_beside_frozen_weights_torch_counts_as_many_but_for_the_first_layers_inp
     assert expected(model) - counted(adapted) == 2 * TOKENS * unneeded
 
 
+def test_checkpointing_computes_layers_again_but_for_their_last_matmul() -> None:
+    model = model_of("llama")
+    model.train()
+    model.activation_checkpointing_enable({"use_reentrant": False})
+    left_out = sum(2 * TOKENS * layer.mlp.down_proj.weight.numel() for layer in decoder_layers(model))
+    once = counted(model_of("llama"))
+    # Eager attention computes all pairs, of which `visible_pairs` are half and a diagonal.
+    formula, every = flop_formula(model), LENGTH**2 / visible_pairs(LENGTH)
+    attention = formula.of([LENGTH] * ROWS, 0)[1] / 3
+    assert counted(model) - once == formula.recomputed([LENGTH] * ROWS) + attention * (every - 1) - left_out
+
+
 def test_frozen_first_layers_still_pass_gradients_to_a_trained_embedding() -> None:
     model = model_of("llama")
     freeze_first_layers(model, 2)

@@ -67,7 +67,23 @@ def test_lora_on_8b_fits_24_gb_with_activation_checkpointing_alone(finetuning: M
     line = "--use_peft --target_modules all-linear --peft.r 16 --context_length 2048"
     fits, told = search(request_for(line, 1, folder=folder), finetuning, device_bytes("rtx4090"))
     assert [it.flags for it in fits] == [["--activation_checkpointing full"]] and len(told) == 1
-    assert "1. --activation_checkpointing full" in describe_fits(fits[0].plan, fits, 1)
+    assert "1. --activation_checkpointing full" in describe_fits(fits[0].plan, fits, 1, ["", ""])
+
+
+def test_qlora_is_the_first_answer_on_a_small_gpu(finetuning: ModuleType, tmp_path: Path) -> None:
+    folder = write_config(tmp_path / "model", "meta-llama/Llama-3.1-8B-Instruct")
+    line = "--use_peft --context_length 2048 --batch_size_training 1 --activation_checkpointing full --precision fp16"
+    fits, _ = search(request_for(line, 1, folder=folder), finetuning, device_bytes("t4"))
+    assert fits[0].flags == ["--quantization 4bit"] and fits[0].plan.device_bytes < 9 * 2**30
+    assert not any(it.config.fsdp.fsdp_cpu_offload for it in fits)
+
+
+def test_only_the_place_of_qlora_depends_on_the_gpu(shallow_model: Path) -> None:
+    request = request_for("--context_length 256", folder=shallow_model)
+    (cheap, small), (_, large) = (ladder(request, device_bytes(gpu)) for gpu in ("rtx4090", "h100"))
+    four_bit = {"use_peft": True, "mode": "4bit"}
+    assert small[0][0] == four_bit and large[0][0]["--nproc"] == 4 and cheap
+    assert small[1:] == [it for it in large if it[0] != four_bit] and "fsdp_cpu_offload" in small[-1][0]
 
 
 @pytest.mark.parametrize("quick", [True, False])

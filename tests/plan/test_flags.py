@@ -35,3 +35,13 @@ def test_all_mistakes_are_told_at_once(tmp_path: Path) -> None:
     assert read("--fit RTX4090")[2].fit_bytes == 23.5 * 2**30
     with pytest.raises(UserError, match="--fit h10: .*Did you mean h100?"):
         read("--fit h10")
+    with pytest.raises(UserError, match="--fit rtx3060: .*Did you mean rtx3090?"):
+        read("--fit rtx3060")
+
+
+def test_a_price_needs_a_gpu_and_a_t4_needs_fp16() -> None:
+    assert read("--fit H100 --price 2.5")[2].price == 2.5
+    for line, said in (("", "--price 2.5: "), ("--fit 80GiB", "--price 2.5: "), ("--fit t4", "does not compute bf16")):
+        with pytest.raises(UserError, match=said):
+            read(f"{line} --price 2.5")
+    assert read("--fit T4 --precision fp16")[2].gpu == "t4"

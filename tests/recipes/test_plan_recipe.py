@@ -19,7 +19,7 @@ def test_a_plan_is_made_of_a_config_json_alone(tmp_path: Path) -> None:
     """And the exit code says whether it fits: 0 as it is, 3 with changes, 4 not."""
     (tmp_path / "config.json").write_text(json.dumps(SHAPE))
     flags = ["--model_name", tmp_path, "--enable_fsdp", "--nproc", "64", "--fit"]
-    finished = forked(PLAN, *flags, "h100")
+    finished = forked(PLAN, *flags, "h100", "--price", "2")
     assert finished.exit_code == 0, finished.output
     for said in (
         "activation_checkpointing auto: off (planned",
@@ -27,11 +27,13 @@ def test_a_plan_is_made_of_a_config_json_alone(tmp_path: Path) -> None:
         "logits and loss",
         "A GPU needs",
         "It fits 79.10 GiB as it is",
+        "for 1 million tokens. Cost of these: ",
     ):
         assert said in finished.output
     lean = ["--use_peft", "--quantization", "4bit", "--activation_checkpointing", "full", "--batch_size_training", "1"]
-    finished = forked(PLAN, *flags, "1MB", *lean)
+    finished = forked(PLAN, *flags, "1MB", *lean, "--enable_fsdp", "False")
     assert finished.exit_code == 4, finished.output
+    assert "warning: each of the 64 ranks will hold the whole model" in finished.output
     finished = forked(PLAN, *flags, "8MB", "--device", "cpu", "--json")
     assert finished.exit_code == 3, finished.output
     assert "activation_checkpointing auto" not in finished.output  # it is off on the CPU

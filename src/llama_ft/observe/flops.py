@@ -47,12 +47,14 @@ class FlopFormula:
         per_token: of matmuls with weights, the LM head's included; `per_target` is its part of that.
         per_pair: window (None: no limit) -> of attention, over all layers with that window.
         product: rows and columns of the largest weight matrix of a layer.
+        layers_per_token: of matmuls with weights, forward only, in layers that gradients pass.
     """
 
     per_token: float
     per_pair: dict[int | None, float]
     product: tuple[int, int]
     per_target: float = 0.0
+    layers_per_token: float = 0.0
 
     def of(self, lengths: Sequence[int], targets: int) -> tuple[float, float]:
         """Forward and backward of rows with so many tokens, of which so many have a label: of matmuls with weights, and
@@ -61,6 +63,11 @@ class FlopFormula:
             each * visible_pairs(length, window) for window, each in self.per_pair.items() for length in lengths
         )
         return self.per_token * sum(lengths) - self.per_target * (sum(lengths) - targets), attention
+
+    def recomputed(self, lengths: Sequence[int]) -> float:
+        """What activation checkpointing of all layers adds: their forward pass, of attention a third. A layer's last
+        matmul counts too, which PyTorch leaves out because its output is not needed."""
+        return self.layers_per_token * sum(lengths) + self.of(lengths, 0)[1] / 3
 
 
 def visible_pairs(length: int, window: int | None = None) -> int:
@@ -85,7 +92,7 @@ def flop_formula(model: PreTrainedModel) -> FlopFormula:
 
     config = model.config.get_text_config()
     configs = list(config.per_layer_config) if config.is_heterogeneous else [config] * max(1, len(layers))
-    per_token, per_target, product = 0.0, 0.0, (1, 1)
+    per_token, per_target, layers_per_token, product = 0.0, 0.0, 0.0, (1, 1)
     for name, parameter in model.named_parameters():
         key = id(parameter)
         if parameter.ndim < 2 or name.endswith("bias") or ".original_module." in name:
@@ -105,6 +112,7 @@ def flop_formula(model: PreTrainedModel) -> FlopFormula:
         flops = active * (2 + 2 * is_above + 2 * (key in trained))
         per_token += flops
         per_target += flops * (key in of_head)
+        layers_per_token += 2 * active * (key in layer_of and is_above)
 
     per_pair = Counter[int | None]()
     for number in range(len(layers)):
@@ -115,7 +123,7 @@ def flop_formula(model: PreTrainedModel) -> FlopFormula:
             key_width = getattr(own, "qk_head_dim", None) or width
             both = key_width + (getattr(own, "v_head_dim", None) or width)
             per_pair[window] += 2 * heads * both * (3 if number >= first else 1)
-    return FlopFormula(per_token, dict(per_pair), product, per_target)
+    return FlopFormula(per_token, dict(per_pair), product, per_target, layers_per_token)
 
 
 def _window(config: PretrainedConfig, layer: int) -> int | None:
@@ -130,9 +138,13 @@ def _window(config: PretrainedConfig, layer: int) -> int | None:
 
 def published_peak(dtype: torch.dtype, device: torch.device) -> float:
     """FLOP/s of a GPU by its data sheet; 0 where that is not known here, for CPUs, and for matmuls in 32 bits."""
-    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
+    return 0.0 if device.type != "cuda" else peak_of(torch.cuda.get_device_name(device), dtype)
+
+
+def peak_of(name: str, dtype: torch.dtype) -> float:
+    """As `published_peak`, of a GPU that is not here: torch's name of it, such as `NVIDIA A100-SXM4-40GB`."""
+    if dtype not in (torch.bfloat16, torch.float16):
         return 0.0
-    name = torch.cuda.get_device_name(device)
     return next((peak * 1e12 for words, peak in PUBLISHED_PEAKS.items() if re.search(rf"\b({words})\b", name)), 0.0)
 
 

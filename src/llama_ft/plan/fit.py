@@ -2,12 +2,13 @@
 
 Changes that cost nothing but speed come first, and add up: sharding, activation checkpointing, micro-batches of one
 sample. Each of the others comes on top of them: twice the ranks, optimizer states of fewer bits, LoRA, QLoRA, with it
-samples of half the length, and CPU offload.
+samples of half the length, and CPU offload. On small GPUs QLoRA is the first of them.
 """
 
 import dataclasses
+import math
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from llama_ft import models
@@ -17,12 +18,15 @@ from llama_ft.config.messages import show, size_text
 from llama_ft.config.rules import CONDITIONS, broken_rules
 from llama_ft.config.settings import SETTINGS, values_of
 from llama_ft.errors import UserError
+from llama_ft.plan.duration import describe_time, step_seconds
+from llama_ft.plan.flags import PlanFlags
 from llama_ft.plan.predict import BuildModel, predict
 from llama_ft.plan.preflight import free_text
 from llama_ft.plan.types import Plan, PlanRequest
 
 USABLE = 0.97  # plans are measured to be right within 3 % (benchmarks/plan.py)
 MOST_ANSWERS = 3
+SMALL_GPU = 24 * 2**30  # bytes
 SHARDED: dict[str, Any] = {"enable_fsdp": True, "sharding_strategy": "FULL_SHARD"}
 RANKS = "--nproc"  # of recipes/plan.py: the one change that is no setting
 
@@ -36,6 +40,28 @@ class Fit(NamedTuple):
     flags: list[str]  # what differs
     gives_up: str
     plan: Plan
+
+
+def answer_fit(
+    request: PlanRequest, build_model: BuildModel, planned: Plan, options: PlanFlags, tell: Callable[[str], Any]
+) -> tuple[str, int, dict[str, object]]:
+    """What --fit says of a run, and of changes if it does not fit: for people, as exit code (0: fits, 3: with changes,
+    4: not), and for --json. For the arguments see `find_fits`."""
+    room = options.fit_bytes
+    fits, is_fit = find_fits(request, build_model, room, planned, options.quick, tell), has_room(planned, room)
+    runs = [(it.plan, it.config) for it in fits] or [(planned, request.config)]
+    seconds = [step_seconds(*run, options.gpu) for run in runs]
+    times = [describe_time(*run, s, options.price) if options.gpu else "" for run, s in zip(runs, seconds, strict=True)]
+    answers = [
+        {"flags": it.flags, "gives_up": it.gives_up, "peak_bytes": it.plan.device_bytes, "step_seconds": s}
+        for it, s in zip(fits, seconds, strict=False)
+    ]
+    values: dict[str, object] = {
+        "fits_as_it_is": is_fit,
+        "step_seconds": seconds[0] if is_fit else None,
+        "fits": answers,
+    }
+    return describe_fits(planned, fits, room, times), 0 if is_fit else 3 if fits else 4, values
 
 
 def find_fits(
@@ -52,7 +78,7 @@ def find_fits(
         tell: is called with every change that is planned.
     """
     kept, last, fits = list[Change](), planned, list[Fit]()
-    cheap, others = ladder(request)
+    cheap, others = ladder(request, room)
     for change in [*cheap, *others] if not has_room(planned, room) else []:
         config, ranks, flags = apply_changes(request, [*kept, change])
         if config is None or not flags:  # the run itself would stop at these settings
@@ -80,24 +106,25 @@ def has_room(plan: Plan, room: float) -> bool:
     return plan.device_bytes <= USABLE * room
 
 
-def describe_fits(planned: Plan, fits: list[Fit], room: int) -> str:
-    """What `find_fits` has found, for people."""
+def describe_fits(planned: Plan, fits: list[Fit], room: int, times: Sequence[str]) -> str:
+    """What `find_fits` has found, for people, with the time of the run if it fits, else those of its fits."""
     if has_room(planned, room):
-        return f"It fits {size_text(room)} as it is: {size_text(planned.device_bytes)} a rank."
+        return f"It fits {size_text(room)} as it is: {size_text(planned.device_bytes)} a rank.\n{times[0]}".rstrip()
     return "\n".join(
         [
             f"It does not fit {size_text(room)} as it is: {size_text(planned.device_bytes)} a rank.",
             "What fits:" if fits else "None of the changes that were planned makes it fit.",
             *(
                 f"{n}. {' '.join(it.flags)}\n   {size_text(it.plan.device_bytes)} a rank\n   gives up: {it.gives_up}"
-                for n, it in enumerate(fits, 1)
+                f"\n   {time}".rstrip()
+                for n, (it, time) in enumerate(zip(fits, times, strict=False), 1)
             ),
         ]
     )
 
 
-def ladder(request: PlanRequest) -> tuple[list[Change], list[Change]]:
-    """Changes that leave the training as it is, and others, the cheapest first."""
+def ladder(request: PlanRequest, room: float = math.inf) -> tuple[list[Change], list[Change]]:
+    """Changes that leave the training as it is, and others, the cheapest first; on a GPU of at most 24 GiB QLoRA."""
     config, ranks, device = request.config, 2 * request.world_size, request.device
     train, is_lora, is_adamw = config.train, config.peft.use_peft, config.train.optimizer == "AdamW"
     is_sharded = config.fsdp.enable_fsdp and config.fsdp.sharding_strategy == "FULL_SHARD"
@@ -127,6 +154,8 @@ def ladder(request: PlanRequest) -> tuple[list[Change], list[Change]]:
         (True, four_bit | {"context_length": half}, f"QLoRA, and samples of at most {half:,} tokens"),
         (device == "cuda", SHARDED | {"fsdp_cpu_offload": True}, "weights come from the host at every use"),
     ]
+    if device == "cuda" and room <= SMALL_GPU:
+        others.sort(key=lambda it: it[1] != four_bit)  # keeps the order of the others
     return [it[1:] for it in cheap if it[0]], [it[1:] for it in others if it[0]]
 
 

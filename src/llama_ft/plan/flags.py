@@ -2,8 +2,9 @@
 
 import sys
 from pathlib import Path
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from llama_ft.config.dump import flags_text, help_text
@@ -34,6 +35,7 @@ GPUS: dict[str, float] = {
     "b200": 178.3,
     "mi300x": 191.5,
 }
+WITHOUT_BF16 = ("t4",)
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -49,6 +51,9 @@ class PlanFlags:
     fit: str | None = None
     """A device's memory, as 80GiB, or its name, as h100: plan one change after another, and print what fits."""
 
+    price: Annotated[float, Field(gt=0)] | None = None
+    """Price of one GPU for an hour, in any currency: print the cost too. Needs --fit with a GPU's name."""
+
     quick: bool = False
     """Extrapolate from models of 3 and 5 layers: seconds, also for the largest. With --fit: also for what
     fits."""
@@ -57,6 +62,11 @@ class PlanFlags:
     """Print the plan as JSON."""
 
     fit_bytes: ClassVar[int] = 0  # no flag: what fit names
+
+    @property
+    def gpu(self) -> str:
+        """The GPU that fit names; "" for a size."""
+        return name if (name := (self.fit or "").lower()) in GPUS else ""
 
 
 def read_plan_flags(
@@ -84,6 +94,10 @@ def read_plan_flags(
     name = config.model.model_name
     if name != "demo" and looks_local(name) and not (Path(name).expanduser() / "config.json").is_file():
         errors.append(f"{places.get('model.model_name', '--model_name')} {name}: holds no config.json.")
+    if options.price is not None and not options.gpu:
+        errors.append(f"--price {options.price:g}: the time is estimated for a GPU. Name it: --fit h100.")
+    if options.gpu in WITHOUT_BF16 and config.train.precision.startswith("bf16"):
+        errors.append(f"--fit {options.fit}: this GPU does not compute bf16. Add --precision fp16.")
     check(errors)
     return config, places, options
 

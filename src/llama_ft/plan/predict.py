@@ -14,6 +14,7 @@ from transformers.modeling_utils import PreTrainedModel
 from llama_ft import checkpoint, models, training
 from llama_ft.config import Config
 from llama_ft.data import IGNORED, Batch
+from llama_ft.observe.flops import flop_formula
 from llama_ft.phases import MemoryCategory
 from llama_ft.plan.cuda_allocator import reserved_bytes
 from llama_ft.plan.fake_checkpoint import layers_are_alike, planned_models, read_headers
@@ -66,6 +67,7 @@ def _plan_with(request: PlanRequest, build_model: BuildModel, layers: int | None
     with _fake_world(request) as job, planned_models(headers, request.device), tracker.planning():
         model, _, stored_dtypes, _ = build_model(config, request.folder, model_config, new_tokens, tracker, job)
         tracker.watch(model)
+        step_flops = _step_flops(config, model, batch, request.target_share)
         optimizer = _two_steps(config, model, batch, validation, tracker, job)
         of_the_device = len(tracker.events)
         tracker.enter("save")
@@ -80,6 +82,7 @@ def _plan_with(request: PlanRequest, build_model: BuildModel, layers: int | None
         tokens=batch.tokens,
         is_quick=layers is not None,
         routing=_routing(model),
+        step_flops=step_flops,
         **_memory(request, tracker, sum(tensor.nbytes for tensor in saved.values())),
     )
 
@@ -118,6 +121,14 @@ def _two_steps(
         training.free_unsharded(model)
         model.train()
     return optimizer
+
+
+def _step_flops(config: Config, model: PreTrainedModel, batch: Batch, target_share: float) -> int:
+    """FLOPs of a rank's optimizer step. selective activation checkpointing computes no matmul again."""
+    formula, train = flop_formula(model), config.train
+    again = {"full": 1.0, "every_k": 1 / train.activation_checkpointing_k}.get(str(train.activation_checkpointing), 0.0)
+    once = sum(formula.of(batch.row_lengths, round(batch.tokens * target_share)))
+    return round((once + again * formula.recomputed(batch.row_lengths)) * train.gradient_accumulation_steps)
 
 
 def _full_batch(request: PlanRequest, rows: int, context_length: int) -> Batch:
@@ -203,7 +214,7 @@ def _extrapolate(few: Plan, more: Plan, layers: int) -> Plan:
     for before, after in zip(few.peaks, more.peaks, strict=True):
         holders = {name: at(before.holders[name], after.holders[name]) for name in before.holders}
         peaks.append(Peak(before.phase, sum(holders.values()), holders))
-    names = ("host_load_bytes", "host_save_bytes", "checkpoint_bytes", "result_bytes", "reserved_bytes")
+    names = ("host_load_bytes", "host_save_bytes", "checkpoint_bytes", "result_bytes", "reserved_bytes", "step_flops")
     numbers: dict[str, Any] = {name: at(getattr(few, name), getattr(more, name)) for name in names}
     largest = max(peak.bytes for peak in peaks)
     on_cpu = max(largest, numbers["reserved_bytes"])  # more than the peaks where a copy is being written

@@ -56,6 +56,7 @@ class Plan:
     tokens: int  # of a rank's micro-batch
     is_quick: bool  # extrapolated from two models with few layers
     routing: str = ""  # what is assumed of a mixture of experts
+    step_flops: int = 0  # of an optimizer step, with what activation checkpointing computes again
 
     @property
     def peak(self) -> Peak:
