@@ -58,11 +58,11 @@ CASES = {
     "rows that a template refuses": case(f"{GOOD} --chat_template @refuses.jinja",
                                          "rows.jsonl:1: the chat template rejects this chat: no tools here",
                                          "--skip_bad_rows", errors=5),
-    "every row dropped": case(f"{GOOD} --context_length 40 --truncation drop", "rows.jsonl: no row is left",
+    "every row dropped": case(f"{GOOD} --context_length 40 --truncation drop", "no sample is left for train",
                               "16 are longer than --context_length 40", "--truncation"),
     # How chats are written, and what is learned of them.
     "template of tokens that are none": case(f"{GOOD} --chat_template chatml", "--chat_template chatml writes "
-                                             "<|im_start|>, <|im_end|>: no tokens of this tokenizer",
+                                             "<|im_start|>, <|im_end|>: not in the tokenizer's vocabulary",
                                              "--resize_embeddings"),
     # Settings.
     "no GPU": case(f"{GOOD} --device cuda", "--device cuda: no GPU", "--device cpu"),
