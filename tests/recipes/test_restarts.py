@@ -85,7 +85,7 @@ def test_a_run_that_is_stopped_and_killed_comes_to_the_same_end(
     checkpoint = output_dir / "checkpoints" / f"step-{status['step']:06d}"
     assert torchrun.returncode != 0
     assert (status["state"], status["exit_code"]) == ("stopped", 143)
-    assert status["message"] == f"stopped by SIGTERM after step {status['step']}. To go on: --resume {checkpoint}"
+    assert status["message"] == f"stopped by SIGTERM after step {status['step']}. To resume: --resume {checkpoint}"
     assert 12 <= status["step"] < STEPS and checkpoint.is_dir()
     assert status["message"] in (output_dir / "report.html").read_text()
 
