@@ -120,7 +120,7 @@ def check_what_is_left(disk: Disk, finished: Finished) -> None:
     """The message, exit code 1, and the checkpoint from before, alone and sound."""
     assert finished.exit_code == 1, finished.output
     assert "step-000002: the checkpoint could not be written" in finished.output
-    assert f"The last complete one is {disk.folder}/run/checkpoints/step-000001" in finished.output
+    assert f"Last complete checkpoint: {disk.folder}/run/checkpoints/step-000001" in finished.output
     folder = disk.seen / "run"
     assert {path.name for path in (folder / "checkpoints").iterdir()} == {"step-000001"}
     assert checkpoint_errors(folder / "checkpoints" / "step-000001") == []
