@@ -170,7 +170,7 @@ def test_a_directory_of_something_else_is_told(run_dir: Path, tmp_path: Path) ->
     (folder / "facts.json").write_text('{"data": 7, "units": "x", "samples": {"a": 1}}')
     finished = report(folder)
     assert finished.exit_code == 2 and "Traceback" not in finished.output
-    assert finished.output.startswith(f"error: {folder}: no report can be made of this (")
+    assert finished.output.startswith(f"error: {folder}: cannot make a report (")
 
 
 def test_a_report_that_cannot_be_written_is_a_warning(
