@@ -45,7 +45,7 @@ CASES = {
     "tokenizer of more ids than the model": case(f"--model_name @small_vocabulary {ROWS}", "token 300", "280",
                                                  "--tokenizer_name"),
     "hub out of reach": case(f"--model_name org/name {ROWS}", "--model_name org/name", "no such directory",
-                             "http://127.0.0.1:9", "path of a local folder", HF_ENDPOINT="http://127.0.0.1:9"),
+                             "http://127.0.0.1:9", "Use a local directory", HF_ENDPOINT="http://127.0.0.1:9"),
     # The data.
     "missing dataset": case(f"{MODEL} --dataset @row.jsonl", "row.jsonl: no such file", "Did you mean",
                             "rows.jsonl?"),
