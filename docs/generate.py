@@ -24,7 +24,7 @@ RECIPES = {
                  "evaluation.flags", "EvaluateFlags", "MODEL..."),
     "export": ("Write a model or adapter in Hugging Face format from any checkpoint.",
                "export_flags", "ExportFlags", "CHECKPOINT OUT"),
-    "report": ("Write the report of a run again, or compare runs.", "report.run", "ReportFlags", "RUN..."),
+    "report": ("Write the report of a run, or compare runs.", "report.run", "ReportFlags", "RUN..."),
 }  # fmt: skip
 # Key of metrics.jsonl -> its unit and meaning.
 METRICS = {

@@ -4,14 +4,14 @@
 #   launch/run.sh OUTPUT_DIR torchrun ... recipes/finetuning.py ... --output_dir OUTPUT_DIR --resume auto
 #
 #   0     the run is finished
-#   138   it is not, but has left a newer checkpoint than it found: start it again
-#   143   it was told to stop, by SIGTERM, SIGHUP or Ctrl-C: whoever did so knows what comes next
-#   else  it would fail again: 2 is a mistake in settings or data, or an OUTPUT_DIR that is not the run's, 1 anything
-#         else, and under torchrun also a mistake that is found before there is a directory
+#   138   it is not, but wrote a newer checkpoint than it found: start it again
+#   143   it was stopped by SIGTERM, SIGHUP or Ctrl-C: the sender decides what comes next
+#   else  it would fail again: 2 is an error in settings or data, or an OUTPUT_DIR that is not the run's; 1 is anything
+#         else, and under torchrun also an error that is found before there is a directory
 #
-# torchrun ends with 1 in most cases, so the answer comes out of OUTPUT_DIR: status.json and the checkpoints. That an
-# attempt must have left a checkpoint keeps a job from being started again for ever. SIGUSR1 says that time is up: the
-# answer is then given at once, whatever the command is doing.
+# torchrun ends with 1 in most cases, so the code is derived from OUTPUT_DIR: status.json and checkpoints. An attempt
+# must have written a checkpoint; otherwise a job could be restarted for ever. SIGUSR1 means that time is up: the script
+# then ends at once, whatever the command is doing.
 set -uo pipefail
 
 if (($# < 2)); then

@@ -1,4 +1,4 @@
-"""Say how good a model is: its loss and perplexity on held-out rows, and tasks of lm-evaluation-harness.
+"""Evaluate models: loss and perplexity on a validation set, and tasks of lm-evaluation-harness.
 
 MODEL is a run's directory, a checkpoint, a saved adapter, or the directory or Hub name of a model. --base adds the base
 model of each. Without --dataset the samples are the run's validation set, and the loss is the run's own at that step.

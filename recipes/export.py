@@ -1,8 +1,8 @@
-"""Make a plain model, or a plain adapter, out of a checkpoint: for transformers, peft, vLLM and others, or the hub.
+"""Export a checkpoint as a model or an adapter, for Transformers, PEFT, vLLM and others, or for the Hugging Face Hub.
 
-CHECKPOINT is a checkpoint, a run's directory or a saved adapter. It is read on one process, a block of rows at a time:
-no GPU and hardly any memory is needed. What comes out is what a run leaves in output_dir/model; --merge merges an
-adapter into the model it was trained beside, in its original precision, also after --quantization.
+CHECKPOINT is a checkpoint, a run's directory or a saved adapter. One process reads it block by block, without a GPU and
+with little memory. The output is what a run writes to output_dir/model. --merge merges an adapter into its base model,
+in the original precision, also after --quantization.
 """
 
 import signal

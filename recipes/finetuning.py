@@ -111,7 +111,7 @@ def build_model(
     quantization = models.choose_quantization(config.quantization, model_config, config.peft.use_peft)
     model = models.build_on_meta(model_config, config.model, new_tokens)
     if others := models.left_out(model).modules:
-        log.info(f"Only the text part is loaded and fine-tuned, and copied as they are: {', '.join(others)}")
+        log.info(f"Only the text part is loaded and fine-tuned. Copied unchanged: {', '.join(others)}")
     if quantization is not None:
         log.info(models.quantize_linears(model, quantization))
     models.fuse_layers(model, config.model, config.train, job.device)
@@ -126,7 +126,7 @@ def build_model(
     if config.model.freeze_layers:
         models.freeze_first_layers(model, config.model.num_freeze_layers)
     if not models.use_chunked_loss(model):
-        log.info("The loss is computed from all logits at once: this model is not a decoder and an LM head.")
+        log.info("Chunked cross-entropy is off: this model is not a decoder and an LM head.")
     if config.train.neftune_noise_alpha:
         models.add_embedding_noise(model, config.train.neftune_noise_alpha)
     if config.model.compile:
@@ -149,7 +149,7 @@ def build_model(
         frozen_dtype=precision.frozen,
     )
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    counts = f"{trained:,} of {models.total_weights(model):,} parameters are trained"
+    counts = f"{trained:,} of {models.total_weights(model):,} parameters are trainable"
     log.info(f"Weights loaded in {time.perf_counter() - started:.1f} s; {counts}")
     return model, adapter, stored_dtypes, units
 

@@ -1,8 +1,8 @@
 """Ask a model: one prompt, a file of prompts, or a conversation in the terminal.
 
-MODEL is what a run has left (its directory, a checkpoint, an adapter) or any model's folder or hub name. It is loaded
-as for training: on the CPU, on a GPU, in 8 or 4 bits, or under torchrun with --enable_fsdp, where several GPUs share a
-model that is too large for one. Nothing is ever written into its folder.
+MODEL is a run's directory, a checkpoint, a saved adapter, or the directory or Hub name of a model. It is loaded as for
+training: on the CPU, on a GPU, in 8 or 4 bits, or under torchrun with --enable_fsdp, which shards a model that is too
+large for one GPU. Nothing is written into its directory.
 """
 
 import io

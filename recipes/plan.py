@@ -1,6 +1,6 @@
-"""Say what a run will cost before it is started: the memory of a rank by what holds it, at the peak of each phase.
+"""Plan a run's memory before it starts: a rank's memory by category, at the peak of each phase.
 
-Takes the recipe and the flags of recipes/finetuning.py, and --nproc. It needs neither a GPU nor the weights, nor the
+Takes the config and the flags of recipes/finetuning.py, and --nproc. It needs neither a GPU nor the weights, nor the
 data: the recipe's own functions run on tensors without storage, as rank 0 of as many ranks as are asked for.
 """
 

@@ -1,8 +1,8 @@
-"""Write the report of a run again, or compare runs: one HTML file that opens anywhere, without network.
+"""Write the report of a run, or compare runs: one HTML file that needs no network.
 
-RUN is a run's directory, also of one that is still running, was killed, or is of an earlier version. One RUN: its
-report.html, as the run itself writes it when it ends. Several: one page with their curves over each other and the
-settings in which they differ.
+RUN is the directory of a run, which may still be running, have been killed, or come from an earlier version. One RUN:
+its report.html, which a run also writes when it ends. Several: one page with their curves in the same charts and the
+settings that differ.
 """
 
 import signal
@@ -24,7 +24,7 @@ def main(options: ReportFlags) -> None:
         raise
     except Exception as error:  # a directory that another program has written, or a damaged file, may hold anything
         reason = f"{type(error).__name__}: {error}"
-        raise UserError(f"{', '.join(options.places)}: no report can be made of this ({reason}).") from error
+        raise UserError(f"{', '.join(options.places)}: cannot make a report ({reason}).") from error
     path = Path(str(options.out)).expanduser()
     try:
         replace_text(path, page)

@@ -37,7 +37,7 @@ OTHERS_FLAGS = re.compile(  # torchrun's, and what stands for any flag
     r"|(outfile|outtype|base|lora|jinja|chat-template-file)$"  # llama.cpp's
 )
 CONFIG_PAGE, DATA_PAGE = "docs/getting-started/choose-a-config.md", "docs/guides/data.md"
-MISSING = ("no such folder", "no such file", "there is no folder", "no token for")
+MISSING = ("no such directory", "no such file", "there is no folder", "no token for")
 ROWS = 400  # a few packs of 4,096 tokens
 
 

@@ -17,7 +17,7 @@ ROWS = "https://example.com/rows.jsonl"
 
 def plan() -> Plan:
     """For two GPUs."""
-    activations = {"activations": 130 * MIB, "gathered units": 40 * MIB}
+    activations = {"activations": 130 * MIB, "unsharded units": 40 * MIB}
     peaks = [
         Peak("load", 60 * MIB, {"sharded parameters": 60 * MIB}),
         Peak("backward", 230 * MIB, {"sharded parameters": 60 * MIB, **activations}),

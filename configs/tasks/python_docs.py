@@ -1,4 +1,4 @@
-"""Questions of the task python_docs: the demo's held-out rows, each docstring among three others."""
+"""Questions of the task python_docs: the demo's validation samples, each docstring among three others."""
 
 import json
 import random

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # Runs a command that writes a run's directory to a disk which may be lost, and keeps in a bucket what another machine
-# needs to go on:
+# needs to resume:
 #
 #   launch/skypilot/keep.sh OUTPUT_DIR KEPT launch/run.sh OUTPUT_DIR torchrun ...
 #
-# The run itself cannot write into a mounted bucket: renaming a folder, on which it relies for a checkpoint to be there
-# in whole or not at all, is no single step there. So checkpoints are copied when they are complete, every minute; one
-# counts when its name is in KEPT/complete. An OUTPUT_DIR that is not there is made of KEPT first. For one node only:
-# every node writes its part of a checkpoint. Exit code: the command's.
+# The run itself cannot write into a mounted bucket: a checkpoint is completed by renaming its directory, and buckets do
+# not rename in one step. So complete checkpoints are copied every minute; a copy is valid if its name is in
+# KEPT/complete. A missing OUTPUT_DIR is first restored from KEPT. For one node only, because every node writes its part
+# of a checkpoint. The exit code is the command's.
 set -euo pipefail
 shopt -s nullglob
 

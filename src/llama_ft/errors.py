@@ -40,6 +40,11 @@ class LostRank(RunFailure):
     """Another rank is gone or hangs. Unlike after the others, torchrun may start the ranks again: it can go well."""
 
 
+def counted(count: int, noun: str) -> str:
+    """Return such as `1 sample` or `2,214 samples`."""
+    return f"{count:,} {noun}{'s' * (count != 1)}"
+
+
 def reason(error: BaseException) -> str:
     """What an exception of any library says, on one line and without a full stop."""
     cause: BaseException | None = error

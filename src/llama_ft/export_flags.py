@@ -77,7 +77,7 @@ def read_export_flags(argv: list[str], description: str) -> ExportFlags:
     if error := model_dir_problem(out, options.overwrite, inputs):
         errors.append(f"{out}: {error}")
     if options.push_to_hub and get_token() is None:
-        errors.append(f"--push_to_hub: no token for {constants.ENDPOINT}. `hf auth login` or HF_TOKEN gives one.")
+        errors.append(f"--push_to_hub: no token for {constants.ENDPOINT}. Run `hf auth login`, or set HF_TOKEN.")
     check(errors)
     return options
 

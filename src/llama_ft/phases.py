@@ -8,7 +8,7 @@ PHASES: tuple[Phase, ...] = get_args(Phase)
 MemoryCategory = Literal[
     "sharded parameters",
     "quantized parts",
-    "gathered units",
+    "unsharded units",
     "gradients",
     "optimizer state",
     "activations",

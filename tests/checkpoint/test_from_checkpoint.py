@@ -150,7 +150,7 @@ def test_a_base_that_has_moved_or_does_not_fit_is_refused_with_the_way_out(bases
     prepare(checkpoint, base_model=str(bases / "llama")).write_model(tmp_path / "out", None, 10**9)
     assert (tmp_path / "out" / "model.safetensors").exists()
     weights["lm_head.weight"] = weights["lm_head.weight"][:-1]
-    with pytest.raises(UserError, match=r"lm_head.weight: .* there, \(301, 32\) here"):
+    with pytest.raises(UserError, match=r"lm_head.weight: .* saved, \(301, 32\) needed"):
         prepare(save_checkpoint(tmp_path / "cut", weights, settings_of(bases / "llama")))
 
 
@@ -166,7 +166,7 @@ def test_a_corrupted_checkpoint_is_refused_by_file_and_a_run_falls_back(bases: P
         find_valid(newer)
     assert find_valid(tmp_path).folder == older
     (older / "trainer.json").unlink()
-    with pytest.raises(RunFailure, match="Name another checkpoint"):
+    with pytest.raises(RunFailure, match="Use another checkpoint"):
         find_valid(tmp_path)
 
 

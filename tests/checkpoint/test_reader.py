@@ -73,7 +73,7 @@ def test_a_flipped_bit_anywhere_is_found_and_its_file_named(written: Path) -> No
         file.write_bytes(sound)
     lines = (written / "checksums.txt").read_text()
     (written / "checksums.txt").write_text(lines.replace("  shard", "  ../shard"))
-    assert checkpoint_errors(written) == ["checksums.txt: not what was written"]
+    assert checkpoint_errors(written) == ["checksums.txt: corrupted"]
 
 
 @pytest.mark.parametrize("name", [shard_file(0), "trainer.json", "checksums.txt"])

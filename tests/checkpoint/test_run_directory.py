@@ -51,7 +51,7 @@ def test_a_directory_in_which_another_process_works_is_refused_and_left_alone(
     folder, other = busy
     settings: list[dict[str, Any]] = [{"overwrite": True}, {"resume": "auto"}]
     for way in settings:
-        with pytest.raises(UserError, match=f"another process is at work there .process {other} on "):
+        with pytest.raises(UserError, match=f"in use by another process .process {other} on "):
             create_run_directory(CheckpointConfig(output_dir=str(folder), **way), "m", runtime)
         assert (folder / "metrics.jsonl").read_text() == '{"step": 1}\n'
 
@@ -91,7 +91,7 @@ def test_what_was_set_aside_or_put_into_checkpoints_and_a_result_without_them_st
     assert runtime.lock is not None
     runtime.lock.close()
     (tmp_path / "model").mkdir()
-    with pytest.raises(UserError, match="already holds a run or its result"):
+    with pytest.raises(UserError, match="already holds a run or its final model"):
         create_run_directory(CheckpointConfig(output_dir=str(tmp_path), resume="auto"), "m", runtime)
     assert (tmp_path / "model").is_dir() and runtime.lock is not None
     runtime.lock.close()

@@ -102,8 +102,8 @@ def test_compiled_layers_that_recompute_are_saved_under_their_own_names(
 
 STATE = "optimizer.state.weight.exp_avg"
 UNFIT: dict[str, tuple[Callable[[dict[str, torch.Tensor]], object], str]] = {
-    "codes": (lambda it: it.update({STATE: it[STATE].byte()}), r"\(64, 96\) torch.uint8 there, \(64, 96\) here"),
-    "weight": (lambda it: it.pop("model.bias"), r"bias: absent there, \(64,\) here"),
+    "codes": (lambda it: it.update({STATE: it[STATE].byte()}), r"\(64, 96\) torch.uint8 saved, \(64, 96\) needed"),
+    "weight": (lambda it: it.pop("model.bias"), r"bias: absent saved, \(64,\) needed"),
 }
 
 

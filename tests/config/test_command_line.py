@@ -66,7 +66,7 @@ def test_mistakes_are_printed_on_rank_0_and_the_exit_code_is_2(start: Start) -> 
     out, err = process.communicate()
     assert (process.returncode, out) == (2, "")
     assert err == (
-        "error: --lrr is not a flag. Did you mean --lr?\nerror: --model_name ./nope: no such folder.\n"
+        "error: --lrr is not a flag. Did you mean --lr?\nerror: --model_name ./nope: no such directory.\n"
     )  # fmt: skip
 
 

@@ -81,9 +81,9 @@ def test_a_negative_number_is_a_value(mistakes) -> None:
         ("--model_name=", "--model_name: the value is empty."),
         ("--use_peft --target_modules=", "--target_modules: the value is empty."),
         ("--config", "--config needs a value."),
-        ("--no_lr", "--no_lr: --no_ goes with switches"),
-        ("mine.yaml", '"mine.yaml" stands alone.'),
-        ("--use_peft --target_modules q v", '"v" stands alone.'),
+        ("--no_lr", "--no_lr: --no_ works for switches"),
+        ("mine.yaml", '"mine.yaml" belongs to no flag.'),
+        ("--use_peft --target_modules q v", '"v" belongs to no flag.'),
     ],
 )
 def test_each_slip_on_the_command_line_has_its_message(mistakes, line: str, told: str) -> None:
@@ -93,13 +93,13 @@ def test_each_slip_on_the_command_line_has_its_message(mistakes, line: str, told
 
 def test_of_a_flag_given_twice_the_last_value_counts(capsys: pytest.CaptureFixture[str]) -> None:
     assert parsed("--lr 1 --train.lr 2").train.lr == 2
-    assert capsys.readouterr().err == "warning: --train.lr is given twice; the last value counts.\n"
+    assert capsys.readouterr().err == "warning: --train.lr is given twice; the last value is used.\n"
 
 
 @pytest.mark.parametrize(
     ("flag", "instead"),
     [
-        ("--one_gpu", "Leave it out"),
+        ("--one_gpu", "Remove it"),
         ("--pure_bf16", "precision bf16_pure"),
         ("--fsdp_config.hsdp", "HYBRID_SHARD"),
         ("--custom_dataset.file mine.py", "path/to/file.py:function"),

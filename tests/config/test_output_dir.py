@@ -110,7 +110,7 @@ def test_only_what_an_export_wrote_may_be_replaced(tmp_path: Path) -> None:
 
 def test_a_file_in_the_way_is_named(mistakes, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
-    assert mistakes("--output_dir", "file", paths=True) == ["--output_dir file: file is not a folder."]
+    assert mistakes("--output_dir", "file", paths=True) == ["--output_dir file: file is not a directory."]
     (message,) = mistakes("--output_dir", "/proc/run", paths=True)
     assert message.startswith("--output_dir /proc/run: /proc cannot be written to: "), "even to root"
 

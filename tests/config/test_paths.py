@@ -32,18 +32,18 @@ def test_a_good_model_data_and_adapter_pass(mistakes, files: Files) -> None:
 @pytest.mark.parametrize(
     ("line", "told"),
     [
-        ("--model_name ./modle", "--model_name ./modle: no such folder. Did you mean model?"),
-        ("--model_name model/config.json", "--model_name model/config.json: is a file; expected a folder"),
+        ("--model_name ./modle", "--model_name ./modle: no such directory. Did you mean model?"),
+        ("--model_name model/config.json", "--model_name model/config.json: is a file; expected a directory"),
         ("--model_name empty", "--model_name empty: holds no config.json."),
         ("--model_name model", "--model_name model: holds no *.safetensors."),
-        ("--use_peft --from_peft_checkpoint nope", "--from_peft_checkpoint nope: no such folder."),
+        ("--use_peft --from_peft_checkpoint nope", "--from_peft_checkpoint nope: no such directory."),
         ("--use_peft --from_peft_checkpoint lora", "--from_peft_checkpoint lora: holds no adapter_model.safetensors."),
         ("--chat_template chatlm", "--chat_template chatlm: no such file."),
         ("--dataset data/my_dta.jsonl", "--dataset data/my_dta.jsonl: no such file. Did you mean data/my_data.jsonl?"),
-        ("--dataset empty", "--dataset empty: is a folder without data files."),
-        ("--dataset data/*.csv", "--dataset data/*.csv: matches no file, or others than "),
-        ("--dataset n*s.xlsx", "--dataset n*s.xlsx: matches no file, or others than "),
-        ("--dataset notes.xlsx", "--dataset notes.xlsx: its suffix is not known."),
+        ("--dataset empty", "--dataset empty: is a directory without data files."),
+        ("--dataset data/*.csv", "--dataset data/*.csv: matches no file, or not only "),
+        ("--dataset n*s.xlsx", "--dataset n*s.xlsx: matches no file, or not only "),
+        ("--dataset notes.xlsx", "--dataset notes.xlsx: unknown suffix."),
         ("--dataset dolly15", "--dataset dolly15: is neither data nor a built-in dataset"),
         ("--dataset code.py", "--dataset code.py: which function?"),
         ("--dataset codes.py:build", "--dataset codes.py:build: no such file. Did you mean code.py?"),
@@ -88,7 +88,7 @@ def test_validation_may_be_a_split_of_data_that_have_splits(mistakes, files: Fil
 
 def test_a_path_that_cannot_even_be_asked_for_is_a_mistake_and_no_crash(mistakes) -> None:
     (message,) = mistakes("--dataset", "a" * 5000 + ".jsonl", paths=True)
-    assert message.endswith("cannot be looked at: File name too long.")
+    assert message.endswith("cannot be accessed: File name too long.")
 
 
 def test_a_pipe_and_a_link_to_nowhere_are_no_data_files(mistakes, tmp_path: Path) -> None:

@@ -283,7 +283,7 @@ def test_ranks_with_other_rows_than_rank_0_end_the_run_and_the_first_rank_rebuil
     (tmp_path / "job.py").write_text(OTHER_ROWS)
     finished = forked(tmp_path / "job.py", tmp_path, ranks=2, timeout=60)
     assert finished.output.count("planned") == 2
-    assert finished.output.count("error: --dataset: rank 1 has other rows than rank 0.") == 2
+    assert finished.output.count("error: --dataset: rank 1 has other samples than rank 0.") == 2
     assert finished.output.count("train.arrow is missing or corrupted") == 1
     assert finished.output.count("rows again True") == 2
 

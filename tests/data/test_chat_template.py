@@ -302,7 +302,7 @@ def test_calls_of_tools_are_answers(text: Callable[..., str], template: str, too
 def test_what_a_template_would_lose_is_refused(
     text: Callable[..., str], template: str, chat: list[Message], tools: Any, lost: str
 ) -> None:
-    with pytest.raises(BadRow, match=f"leaves out {lost}"):
+    with pytest.raises(BadRow, match=f"drops {lost}"):
         text(template, chat, tools=tools)
 
 

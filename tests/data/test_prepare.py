@@ -69,9 +69,12 @@ def test_first_bad_rows_are_reported_together(llama3: PreTrainedTokenizerFast, t
     ("settings", "text"),
     [
         ({"validation": "1.5"}, "expected a fraction between 0 and 1"),
-        ({"validation": "0.0001"}, "my.jsonl: the fraction left no row for validation"),
-        ({"context_length": 8}, "my.jsonl: no row is left .* 3 are longer than --context_length 8"),
-        ({"validation": "bad.jsonl", "skip_bad_rows": True}, "bad.jsonl: no row is left .* 3 are bad"),
+        ({"validation": "0.0001"}, "my.jsonl: the fraction leaves no sample for validation"),
+        ({"context_length": 8}, "my.jsonl: no sample is left for train: 3 are longer than --context_length 8"),
+        (
+            {"validation": "bad.jsonl", "skip_bad_rows": True},
+            "bad.jsonl: no sample is left for validation: .* 3 are bad",
+        ),
     ],
 )
 def test_a_split_without_rows_is_refused(
@@ -152,7 +155,7 @@ def test_ids_beyond_the_models_vocabulary_are_refused_whether_cached_or_not(
     tokenized = [{"input_ids": ids, "labels": ids} for ids in ([5, 6], [7, 40, 9], [40, 1])]
     path, config = write_rows(tmp_path / "my.jsonl", tokenized), DataConfig(dataset=str(tmp_path / "my.jsonl"))
     for _ in range(2):
-        with pytest.raises(UserError, match=rf"{path}: token 40 \(.*\) is beyond the model's 40 tokens"):
+        with pytest.raises(UserError, match=rf"{path}: token 40 \(.*\) is outside the model's vocabulary of 40"):
             prepare(config, llama3, context_length=64, cache=tmp_path, want_validation=True, vocabulary_size=40)
         prepare(config, llama3, context_length=64, cache=tmp_path, want_validation=True, vocabulary_size=41)
 

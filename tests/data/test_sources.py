@@ -51,7 +51,7 @@ def test_what_is_wrong_with_a_function_is_told(source_of: Opener, tmp_path: Path
     ("name", "text"),
     [
         ("no_data.jsonl", "no_data.jsonl: cannot be read: no such file."),
-        ("my_data.jsonl", "my_data.jsonl: holds no rows."),
+        ("my_data.jsonl", "my_data.jsonl: holds no samples."),
         ("bad.jsonl", "bad.jsonl:1: malformed JSON"),
     ],
 )

@@ -61,7 +61,7 @@ def test_llama_recipes_names_of_model_and_adapter_work(place: Path) -> None:
     (place / "adapter" / "adapter_model.safetensors").touch()
     flags = ["--peft_model", "adapter", "--base", "--dataset", "rows.jsonl"]
     assert read_evaluate_flags([*flags, "--model_name", "base"], "").asked == [("adapter", None, "base")]
-    with pytest.raises(UserError, match="adapter: its base model gone/base/model: no such folder"):
+    with pytest.raises(UserError, match="adapter: its base model gone/base/model: no such directory"):
         read_evaluate_flags(flags, "")
 
 
@@ -69,7 +69,7 @@ def test_llama_recipes_names_of_model_and_adapter_work(place: Path) -> None:
     ("flags", "expected"),
     [
         ([], ["MODEL is needed"]),
-        (["./kapt"], ["./kapt: no such folder. Did you mean kept?"]),
+        (["./kapt"], ["./kapt: no such directory. Did you mean kept?"]),
         (["kept", "--lables", "all"], ["--lables is not a flag. Did you mean --labels?"]),
         (["plain"], ["plain: no run with a validation set is there"]),
         (["kept", "--validation", "0.5"], ["--validation: needs --dataset"]),
@@ -79,7 +79,7 @@ def test_llama_recipes_names_of_model_and_adapter_work(place: Path) -> None:
         (["kept", "--output_file", "found.json"], ["--output_file found.json: exists already."]),
         (["kept", "--tasks="], ["--tasks: the value is empty."]),
         (["kept", "--streaming"], ["--streaming: is for training only."]),
-        (["./kapt", "--output_file", "base"], ["./kapt: no such folder.", "--output_file base: exists already."]),
+        (["./kapt", "--output_file", "base"], ["./kapt: no such directory.", "--output_file base: exists already."]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )

@@ -91,7 +91,7 @@ def test_a_run_without_a_result_gives_its_newest_sound_checkpoint(
         file.seek(-5, 2)
         file.write(b"bad")
     assert torch.equal(logits(opened(run, runtime).model), logits(reference)), "the newest is damaged"
-    with pytest.raises(RunFailure, match="damaged"):
+    with pytest.raises(RunFailure, match="corrupted"):
         opened(newer, runtime)
 
 

@@ -94,12 +94,12 @@ def test_weights_that_are_links_are_read_and_pipes_and_devices_are_refused(tmp_p
 @pytest.mark.parametrize(
     ("index", "problem"),
     [
-        ('{"weight_map": {"a": ', "not an index of weights"),
-        ("[]", "not an index of weights"),
-        ('{"weight_map": {"w": 3}}', "not an index of weights"),
-        ('{"weight_map": {"w": "../secret.safetensors"}}', "outside of its folder"),
-        ('{"weight_map": {"w": "a/../../b.safetensors"}}', "outside of its folder"),
-        ('{"weight_map": {"w": "/etc/passwd"}}', "outside of its folder"),
+        ('{"weight_map": {"a": ', "not a safetensors index"),
+        ("[]", "not a safetensors index"),
+        ('{"weight_map": {"w": 3}}', "not a safetensors index"),
+        ('{"weight_map": {"w": "../secret.safetensors"}}', "outside its directory"),
+        ('{"weight_map": {"w": "a/../../b.safetensors"}}', "outside its directory"),
+        ('{"weight_map": {"w": "/etc/passwd"}}', "outside its directory"),
     ],
 )
 def test_an_index_that_is_malformed_or_leaves_its_folder_is_refused(tmp_path: Path, index: str, problem: str) -> None:

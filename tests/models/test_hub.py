@@ -97,7 +97,7 @@ def outcomes(endpoint: str, home: Path) -> dict[str, str]:
     [
         ("org/gated", "Ask for access at http"),
         ("org/absent", "hf auth login"),
-        ("org/old", "the hub has no safetensors of it"),
+        ("org/old", "the Hugging Face Hub has no safetensors of it"),
         ("my model", "owner/model"),
     ],
 )

@@ -102,7 +102,7 @@ def test_what_is_left_out_is_listed(tiny_model: Path) -> None:
     summary = quantize_linears(model, quantization)
     assert "Quantized to 4bit (nf4, blocks of 32): 11 linear layers" in summary
     left_out = ["0.self_attn.q_proj", "0.mlp.down_proj", "1.mlp.down_proj"]  # the latter have no whole blocks
-    assert summary.endswith(f"as they are: {', '.join(f'model.layers.{name}' for name in left_out)}, lm_head")
+    assert summary.endswith(f"not quantized: {', '.join(f'model.layers.{name}' for name in left_out)}, lm_head")
     assert type(model.model.layers[0].self_attn.q_proj) is torch.nn.Linear
     assert isinstance(model.model.layers[1].self_attn.q_proj, QuantizedLinear)
     assert total_weights(model) == weights
@@ -234,7 +234,7 @@ def test_routers_and_gates_stay_as_they_are(model_type: str, settings: dict[str,
     ("settings", "use_peft", "stored", "told"),
     [
         ({"mode": "8bit", "skip_modules": ["q_prj"]}, True, None, "q_prj"),
-        ({}, True, {"load_in_8bit": True}, "quantized with bitsandbytes, and not in 4 bits"),
+        ({}, True, {"load_in_8bit": True}, "quantized with bitsandbytes, not in bitsandbytes' 4 bits"),
         ({}, True, {"quant_method": "gptq", "bits": 4}, "quantized with gptq"),
         ({}, False, {"load_in_4bit": True}, "--use_peft"),
     ],

@@ -271,6 +271,6 @@ def test_what_new_rows_cannot_be_trained_with_is_refused(bases: Path) -> None:
         with pytest.raises(UserError, match=message):
             inject_lora(model, PeftConfig(use_peft=True, **settings), "base", new)
 
-    refused("tied", NewTokens(NEW, STORED, GROWN), "are one", modules_to_save=["lm_head"])
+    refused("tied", NewTokens(NEW, STORED, GROWN), "are tied", modules_to_save=["lm_head"])
     saved = {"from_peft_checkpoint": str(bases / "untied-adapter")}
-    refused("untied", None, "rows of 2 tokens that the model, of 301 rows, has not", **saved)
+    refused("untied", None, "trains 2 new tokens that the model, of 301 tokens, lacks", **saved)

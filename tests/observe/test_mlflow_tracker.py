@@ -129,10 +129,10 @@ def test_without_the_package_the_command_that_installs_it_is_told(monkeypatch: p
 @pytest.mark.parametrize(
     ("place", "said"),
     [
-        ("file", "{tmp}/file did not take the run"),
-        ("http://me:hunter2@127.0.0.1:{port}", "http://***@127.0.0.1:{port} did not take the run"),
-        ("http://127.0.0.1:9", "did not take the run: the host does not answer (connection refused)\n"),
-        ("http://no-such-host.invalid", "did not take the run: the host does not answer (host not found)\n"),
+        ("file", "{tmp}/file did not accept the run"),
+        ("http://me:hunter2@127.0.0.1:{port}", "http://***@127.0.0.1:{port} did not accept the run"),
+        ("http://127.0.0.1:9", "did not accept the run: the host does not answer (connection refused)\n"),
+        ("http://no-such-host.invalid", "did not accept the run: the host does not answer (host not found)\n"),
     ],
 )
 def test_a_store_that_cannot_be_used_is_told_within_seconds(

@@ -198,7 +198,7 @@ def test_wandb_mode_of_the_environment_decides_what_is_written(tmp_path: Path, m
     assert start_trackers(asked, tmp_path, RESOLVED, None, {}) == [] and not list(tmp_path.iterdir())
     assert wandb_mode(TrackingConfig(use_wandb=True, wandb_mode="online")) == "online"
     monkeypatch.setenv("WANDB_MODE", "offline")
-    with pytest.raises(UserError, match="W&B did not take the run: "):
+    with pytest.raises(UserError, match="W&B did not accept the run: "):
         start_trackers(TrackingConfig(use_wandb=True, wandb_tags=["x" * 65]), tmp_path, RESOLVED, None, {})
     (tracker,) = start_trackers(asked, tmp_path, RESOLVED, None, {})
     tracker.finish(0, stopped=False)

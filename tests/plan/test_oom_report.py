@@ -72,7 +72,7 @@ def test_what_is_held_is_counted_also_while_units_are_gathered(sharded: LlamaFor
         ("import json, os; print(json.dumps({'fits': [{'flags': [*os.environ], 'peak_bytes': 2**20}]}))", " (1.0 MiB)"),
         ("raise SystemExit('error: no such model')", "error: no such model"),
         ("import time; time.sleep(60)", "5 s"),
-        ("print('{\"fits\": []}')", "none of the changes that were planned."),
+        ("print('{\"fits\": []}')", "none of the planned changes."),
     ],
 )
 def test_the_planner_is_a_program_of_its_own_without_gpu_and_job(

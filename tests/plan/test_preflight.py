@@ -67,7 +67,7 @@ def test_a_run_that_will_not_fit_is_told_what_would(
     monkeypatch.setattr("llama_ft.plan.preflight.free_bytes", lambda *_: 5 * 2**20)  # and it takes 5.9 MiB
     planner, _ = tell_plan(finetuning, folder, tmp_path)
     first, change, *_ = said().partition("This run will")[2].splitlines()
-    assert "most likely not fit" in first and "5.0 MiB" in first
+    assert "probably run out of memory" in first and "5.0 MiB" in first
     assert change.split()[0].startswith("--") and " would need " in change
     assert not Path(f"/proc/{planner}").exists()
 

@@ -36,16 +36,16 @@ def case(flags: str, *says: str, errors: int = 1, **environment: str) -> Case:
 
 CASES = {
     # The model's folder.
-    "missing model folder": case(f"--model_name @modle {ROWS}", "modle: no such folder", "Did you mean", "model?"),
+    "missing model folder": case(f"--model_name @modle {ROWS}", "modle: no such directory", "Did you mean", "model?"),
     "truncated weights": case(f"--model_name @truncated {ROWS}", "truncated/model-00001-of-00003.safetensors",
-                              "damaged"),
+                              "corrupted"),
     "missing tensor": case(f"--model_name @missing_tensor {ROWS}", "missing_tensor: ", "missing: model.layers.0"),
     "no tokenizer": case(f"--model_name @no_tokenizer {ROWS}", "no_tokenizer: no usable tokenizer",
                          "--tokenizer_name"),
     "tokenizer of more ids than the model": case(f"--model_name @small_vocabulary {ROWS}", "token 300", "280",
                                                  "--tokenizer_name"),
-    "hub out of reach": case(f"--model_name org/name {ROWS}", "--model_name org/name", "no such folder",
-                             "http://127.0.0.1:9", "path of a local folder", HF_ENDPOINT="http://127.0.0.1:9"),
+    "hub out of reach": case(f"--model_name org/name {ROWS}", "--model_name org/name", "no such directory",
+                             "http://127.0.0.1:9", "Use a local directory", HF_ENDPOINT="http://127.0.0.1:9"),
     # The data.
     "missing dataset": case(f"{MODEL} --dataset @row.jsonl", "row.jsonl: no such file", "Did you mean",
                             "rows.jsonl?"),
@@ -58,11 +58,11 @@ CASES = {
     "rows that a template refuses": case(f"{GOOD} --chat_template @refuses.jinja",
                                          "rows.jsonl:1: the chat template rejects this chat: no tools here",
                                          "--skip_bad_rows", errors=5),
-    "every row dropped": case(f"{GOOD} --context_length 40 --truncation drop", "rows.jsonl: no row is left",
+    "every row dropped": case(f"{GOOD} --context_length 40 --truncation drop", "no sample is left for train",
                               "16 are longer than --context_length 40", "--truncation"),
     # How chats are written, and what is learned of them.
     "template of tokens that are none": case(f"{GOOD} --chat_template chatml", "--chat_template chatml writes "
-                                             "<|im_start|>, <|im_end|>: no tokens of this tokenizer",
+                                             "<|im_start|>, <|im_end|>: not in the tokenizer's vocabulary",
                                              "--resize_embeddings"),
     # Settings.
     "no GPU": case(f"{GOOD} --device cuda", "--device cuda: no GPU", "--device cpu"),
@@ -148,7 +148,7 @@ def test_bad_input_leaves_nothing_behind(outcome: Outcome, cache: Path) -> None:
     [
         (f"{GOOD} --lrr 1e-4", "error: --lrr is not a flag. Did you mean --lr?", True),
         (f"{MODEL} --dataset @malformed.jsonl", "malformed.jsonl:3: malformed JSON", False),
-        (f"--model_name @truncated {ROWS} --enable_fsdp --low_cpu_fsdp", "missing or damaged", False),
+        (f"--model_name @truncated {ROWS} --enable_fsdp --low_cpu_fsdp", "missing or corrupted", False),
     ],
     ids=["before torch", "while the other rank waits", "on the one rank that reads"],
 )

@@ -120,7 +120,7 @@ def check_what_is_left(disk: Disk, finished: Finished) -> None:
     """The message, exit code 1, and the checkpoint from before, alone and sound."""
     assert finished.exit_code == 1, finished.output
     assert "step-000002: the checkpoint could not be written" in finished.output
-    assert f"The last complete one is {disk.folder}/run/checkpoints/step-000001" in finished.output
+    assert f"Last complete checkpoint: {disk.folder}/run/checkpoints/step-000001" in finished.output
     folder = disk.seen / "run"
     assert {path.name for path in (folder / "checkpoints").iterdir()} == {"step-000001"}
     assert checkpoint_errors(folder / "checkpoints" / "step-000001") == []
@@ -135,7 +135,7 @@ def test_too_little_room_ends_the_run_with_the_size_that_is_needed(
         disk.leave_free(checkpoint_bytes * 3 // 2)
         finished = train(disk, model, rows16, [sys.executable])
         mebibytes = (checkpoint_bytes + SPACE_FOR_THE_REST) / 2**20  # random numbers and step counters are a few KiB
-        assert f"it needs {mebibytes:.1f} MiB, and " in finished.output
+        assert f"it needs {mebibytes:.1f} MiB, but " in finished.output
     else:
         finished = train_while_the_disk_fills_up(disk, model, rows16, [sys.executable])
         assert "rank 0: No space left on device" in finished.output

@@ -241,9 +241,9 @@ def adapter(tmp_path: Path, tiny_model: Path) -> Path:
 
 
 MISTAKES: dict[str, tuple[str, list[str]]] = {
-    "missing checkpoint": ("@adapted @out", ["adapted: no such folder. Did you mean"]),
+    "missing checkpoint": ("@adapted @out", ["adapted: no such directory. Did you mean"]),
     "nothing to export": ("@run @out", ["run: is neither a checkpoint, nor a run's directory"]),
-    "a base that is gone": ("@old @out", ["(--base_model overrides it): base model /gone/llama: no such folder"]),
+    "a base that is gone": ("@old @out", ["(--base_model overrides it): base model /gone/llama: no such directory"]),
     "other files": ("@adapter @run --overwrite", ["holds more than a model (notes.txt)"]),
     "the base itself": ("@adapter @base --overwrite", ["would delete", "which its base model reads"]),
     "somebody else's model": ("@adapter @tiny --overwrite", ["holds a model that llama_ft did not write"]),

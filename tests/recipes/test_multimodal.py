@@ -56,7 +56,7 @@ def runs(save_tokenizer: Callable[..., Path], rows16: Path, tmp_path_factory: py
     (folder / "cases.json").write_text(json.dumps(cases))
     finished = forked(RUN_CASES, folder / "cases.json")
     assert finished.exit_code == 0, finished.output
-    assert "copied as they are: model.vision_tower, model.multi_modal_projector" in finished.output
+    assert "Copied unchanged: model.vision_tower, model.multi_modal_projector" in finished.output
     assert "After fine-tuning\n  question:  Hi\n  answer: " in finished.output
     return folder
 

@@ -326,7 +326,7 @@ def test_packed_or_padded_every_layout_of_the_work_gives_the_losses_of_a_plain_l
 ) -> None:
     """Packing, unless the case says padded: 20 steps at equal global batches, and the same loss at each."""
     launched = launches(world_size, further)
-    assert f"16 rows fit into {PACKS} packs of at most {CONTEXT_LENGTH} tokens" in launched.output
+    assert f"16 samples in {PACKS} packed sequences of at most {CONTEXT_LENGTH} tokens" in launched.output
     for name, (reference, found) in launched.cases.items():
         tolerance = 1e-2 if "bf16" in name else 1e-5
         expected = references(reference)

@@ -85,7 +85,7 @@ def test_a_run_that_is_stopped_and_killed_comes_to_the_same_end(
     checkpoint = output_dir / "checkpoints" / f"step-{status['step']:06d}"
     assert torchrun.returncode != 0
     assert (status["state"], status["exit_code"]) == ("stopped", 143)
-    assert status["message"] == f"stopped by SIGTERM after step {status['step']}. To go on: --resume {checkpoint}"
+    assert status["message"] == f"stopped by SIGTERM after step {status['step']}. To resume: --resume {checkpoint}"
     assert 12 <= status["step"] < STEPS and checkpoint.is_dir()
     assert status["message"] in (output_dir / "report.html").read_text()
 
@@ -94,7 +94,7 @@ def test_a_run_that_is_stopped_and_killed_comes_to_the_same_end(
     os.kill(rank_process(torchrun, 1), signal.SIGKILL)
     output, _ = torchrun.communicate(timeout=DEADLINE_SECONDS)
     assert torchrun.returncode == 0, output
-    assert output.count("Going on from") == 2
+    assert output.count("Resuming from") == 2
     assert facts(output_dir) == facts(whole)
     assert json.loads((output_dir / "status.json").read_text())["state"] == "finished"
     kept = {path.name for path in (output_dir / "checkpoints").glob("step-*")}
@@ -113,5 +113,5 @@ def test_a_restarted_attempt_does_not_overwrite_what_the_one_before_it_wrote(
     os.kill(rank_process(torchrun, 0), signal.SIGKILL)
     output, _ = torchrun.communicate(timeout=DEADLINE_SECONDS)
     assert torchrun.returncode == 0, output
-    assert output.count("Going on from") == 1
+    assert output.count("Resuming from") == 1
     assert facts(whole) == expected

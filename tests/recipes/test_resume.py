@@ -254,6 +254,6 @@ def test_auto_takes_the_newest_sound_checkpoint(two_ranks: Path) -> None:
     settings = flags(two_ranks, "SGD", "dropout", *EXACT["SGD"], "--resume", "auto")
     finished = forked(RECIPE, *settings, ranks=2)
     assert finished.exit_code == 0, finished.output
-    assert "step-000004 is damaged and not used" in finished.output and newest.name in finished.output
+    assert "step-000004 is corrupted and not used" in finished.output and newest.name in finished.output
     assert facts(run_dir) == whole
     assert (run_dir / "checkpoints" / "set-aside-1-step-000004").is_dir()

@@ -169,7 +169,7 @@ def test_early_stopping_takes_the_best_weights_and_the_logged_loss_is_that_of_th
     trained = {step: loss for step, loss in evaluated.items() if step > 0}
     best = min(trained, key=trained.__getitem__)
     rows, packs, steps = re.search(
-        r"(\d+) rows fit into (\d+) packs of at most 22 .*\n(\d+) opt", launch.output
+        r"(\d+) samples in (\d+) packed sequences of at most 22 .*\n(\d+) opt", launch.output
     ).groups()
     assert int(rows) == 64 and 32 <= int(packs) < 48 and 12 <= int(steps) <= 18
     assert max(trained) == best + 3 < int(steps), "it stopped three evaluations after the best"

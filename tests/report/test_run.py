@@ -61,7 +61,7 @@ def test_bad_rows_that_were_skipped_stand_above_the_data_table(run_dir: Path, tm
     facts["data"]["warnings"] = warnings_of(counted)
     (folder / "facts.json").write_text(json.dumps(facts))
     data = report_page(read_run(folder)).partition("<h2>Data</h2>")[2].partition("<table>")[0]
-    assert data.count('class="warn"') == 1 and "8 bad rows skipped: a:1; ..." in data
+    assert data.count('class="warn"') == 1 and "skipped 8 bad samples: a:1; ..." in data
 
 
 def test_each_measure_of_memory_has_a_name_of_its_own(run_dir: Path, tmp_path: Path) -> None:
@@ -170,7 +170,7 @@ def test_a_directory_of_something_else_is_told(run_dir: Path, tmp_path: Path) ->
     (folder / "facts.json").write_text('{"data": 7, "units": "x", "samples": {"a": 1}}')
     finished = report(folder)
     assert finished.exit_code == 2 and "Traceback" not in finished.output
-    assert finished.output.startswith(f"error: {folder}: no report can be made of this (")
+    assert finished.output.startswith(f"error: {folder}: cannot make a report (")
 
 
 def test_a_report_that_cannot_be_written_is_a_warning(

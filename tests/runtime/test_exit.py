@@ -50,7 +50,10 @@ def test_a_killed_rank_takes_the_job_down_within_30_seconds(tmp_path: Path) -> N
     (tmp_path / "checkpoints" / "step-000003").mkdir(parents=True)
     finished = torchrun(2, JOB, "one rank is killed", str(tmp_path))
     assert finished.exit_code == 1 and finished.seconds < 30
-    assert f"goes on from the last complete checkpoint with --output_dir {tmp_path} --resume auto\n" in finished.output
+    assert (
+        f"To resume from the last complete checkpoint, add --output_dir {tmp_path} --resume auto to the command.\n"
+        in finished.output
+    )
     assert "exitcode  : -9" in finished.output
     lost = (
         r"^error: lost contact with another rank: rank 1 \(process \d+\) has ended, most likely killed \(exit code -9\)"

@@ -71,7 +71,7 @@ def job(folder: Path, *arguments: str, launcher: list[str] = TORCHRUN) -> Iterat
 
 def stopped_line(running: Running, reason: str, step: str) -> str:
     checkpoint = running.folder / "checkpoints" / f"step-{int(step):06d}"
-    return f"stopped by {reason} after step {step}. To go on: --resume {checkpoint}"
+    return f"stopped by {reason} after step {step}. To resume: --resume {checkpoint}"
 
 
 def test_sigterm_to_torchrun_stops_all_ranks_after_the_same_step(tmp_path: Path) -> None:
@@ -97,7 +97,7 @@ def test_a_second_ctrl_c_at_torchrun_ends_all_ranks_without_waiting_for_the_save
         running.end()
     assert time.monotonic() - started < 5
     assert not list(tmp_path.glob("saved-*"))
-    way_on = f"To go on: --output_dir {tmp_path} --resume auto"
+    way_on = f"To resume: --output_dir {tmp_path} --resume auto"
     assert re.findall("stopped by .*", running.output) == [f"stopped by a second Ctrl-C, without saving. {way_on}"]
     assert running.status["state"] == "stopped" and running.status["exit_code"] == 130
 

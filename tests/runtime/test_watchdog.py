@@ -39,7 +39,7 @@ def test_a_stopped_rank_and_one_in_a_loop_are_named_and_the_job_ends(tmp_path: P
     message = (
         "error: rank 1, 2 did not arrive; the others have waited for 6 s (--collective_timeout).\n"
         f"       rank 0 waits at {JOB}:{line_of('all_gather_floats(3.0)')} in <module>\n"
-        f"       rank 1 ({here}, pid {pids[1]}) does not answer: it is stopped or gone\n"
+        f"       rank 1 ({here}, pid {pids[1]}) does not respond: it is suspended or has ended\n"
     )
     assert finished.output.count("error: ") == 1 and message in finished.output
     loop = line_of("# here")

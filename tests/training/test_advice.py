@@ -37,4 +37,4 @@ def test_a_demo_that_was_asked_for_is_not_asked_about() -> None:
 def test_a_global_batch_larger_than_an_epoch_is_asked_about() -> None:
     assert not advice(settings(lr=1e-5), True, global_batch=8, size=None)
     [found] = advice(settings(lr=1e-5), True, global_batch=8, size=7)
-    assert found.startswith("an epoch has 7 packed sequences, and an optimizer step takes 8")
+    assert found.startswith("the global batch (8) is larger than an epoch (7 packed sequences)")

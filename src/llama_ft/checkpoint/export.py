@@ -237,7 +237,7 @@ def _gathered(tensors: Headers, runtime: Runtime, frozen: Rows | None = None) ->
 
 def _write_from_ranks(folder: Path, weights: SavedWeights, write: Write, runtime: Runtime) -> None:
     if runtime.is_main:
-        advice = f"The trained weights are safe in the newest directory of {folder.parent / 'checkpoints'}."
+        advice = f"The trained weights are in the newest directory of {folder.parent / 'checkpoints'}."
         with written_aside(folder, advice) as aside:
             write(aside)
     else:
@@ -272,7 +272,7 @@ def check_export(model_config: PretrainedConfig, tokenizer: PreTrainedTokenizerB
         try:
             write_model_settings(Path(folder), model_config, None, tokenizer, source)
         except Exception as error:  # of whatever the libraries find wrong with these files
-            raise UserError(f"{source}: its settings or tokenizer cannot be saved again: {reason(error)}") from error
+            raise UserError(f"{source}: its config or tokenizer cannot be saved: {reason(error)}") from error
 
 
 def write_model_settings(

@@ -124,7 +124,7 @@ class Exporter:
         """
         trainer, config = checkpoint.trainer, recorded_config(checkpoint)
         if config.model.trust_remote_code and not trust_remote_code:
-            raise UserError(f"{checkpoint.folder}: its run had --trust_remote_code. Add it here too, or it is not run.")
+            raise UserError(f"{checkpoint.folder}: its run had --trust_remote_code. Add it to run the model's code.")
         named = base_model or config.model.model_name
         place = f"{checkpoint.folder} (--base_model overrides it): base model"
         base = (
@@ -297,7 +297,7 @@ class Exporter:
         """Add B A, in fp32, and with DoRA scale the rows."""
         base, scaling = layer.get_base_layer(), layer.scaling["default"]
         if not isinstance(base, (nn.Linear, Conv1D)):
-            raise UserError(f"{name} is a {type(base).__name__}, which is not merged here.\n{USE_PEFT}")
+            raise UserError(f"{name} is a {type(base).__name__}; merging it is not supported.\n{USE_PEFT}")
         read = partial(self._read, name)
 
         def change(block: torch.Tensor, start: int) -> torch.Tensor:
@@ -336,7 +336,7 @@ def recorded_config(checkpoint: Checkpoint) -> Config:
     try:
         return Config(**checkpoint.trainer["config"])
     except (ValidationError, KeyError, TypeError) as error:
-        raise UserError(f"{checkpoint.folder}: settings of another version of llama_ft ({error}).") from error
+        raise UserError(f"{checkpoint.folder}: written by another version of llama_ft ({error}).") from error
 
 
 def understood_adapter(adapter: Path) -> LoraConfig:

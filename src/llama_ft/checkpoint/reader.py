@@ -119,13 +119,13 @@ def checkpoint_errors(folder: Path, part: int = 0, parts: int = 1) -> list[str]:
         *lines, end = (folder / CHECKSUMS_FILE).read_bytes().decode("ascii").split("\n")
         listed = {name: digest for digest, name in (line.split("  ") for line in lines)}
         if end or listed.keys() != {TRAINER_FILE, *map(shard_file, range(len(listed) - 1))}:
-            raise ValueError("not what was written")
+            raise ValueError("corrupted")
     except (OSError, ValueError) as error:
         return [f"{CHECKSUMS_FILE}: {error}"] if part == 0 else []
     for name in sorted(listed)[part::parts]:
         try:
             if file_digest(folder / name) != listed[name]:
-                errors.append(f"{name} is not what was written: its checksum is not that in {CHECKSUMS_FILE}")
+                errors.append(f"{name} is corrupted: its checksum differs from {CHECKSUMS_FILE}")
         except OSError as error:
             errors.append(f"{name} cannot be read ({error.strerror})")
     return errors

@@ -52,7 +52,7 @@ def find_checkpoint(settings: CheckpointConfig, runtime: Runtime) -> Checkpoint 
     if not (candidates := runtime.broadcast_from_rank0(partial(_candidates, settings, runtime.earlier_run))):
         return None
     checkpoint = first_valid(candidates, partial(_shared_errors, runtime))
-    log.info(f"Going on from {checkpoint.folder}, after step {checkpoint.step}")
+    log.info(f"Resuming from {checkpoint.folder}, after step {checkpoint.step}")
     return checkpoint
 
 
@@ -62,8 +62,8 @@ def first_valid(candidates: list[Path], errors_of: Callable[[Path], list[str]] =
         if not (errors := errors_of(folder)):
             return Checkpoint(folder)
         if folder != candidates[-1]:
-            log.warning("\n".join([f"{folder} is damaged and not used:", *errors]))
-    raise RunFailure("\n".join([f"{folder} is damaged:", *errors, "Name another checkpoint, or begin a new run."]))
+            log.warning("\n".join([f"{folder} is corrupted and not used:", *errors]))
+    raise RunFailure("\n".join([f"{folder} is corrupted:", *errors, "Use another checkpoint, or start a new run."]))
 
 
 def _candidates(settings: CheckpointConfig, earlier_run: Path | None) -> list[Path]:
@@ -118,8 +118,8 @@ def check_same_run(
                 was = f"was {show(old)}" if old != value else "and its content, tokenizer or chat template has changed"
                 changed[name] = f"{subject(name, {name: places.get(setting.dotted, '')})} is {show(value)}, {was}"
     if changed:
-        heading = "--resume: this would be another run than the one that was saved:"
-        allow = "If the trained parameters and the optimizer stay the same, this allows it:"
+        heading = "--resume: these settings differ from those of the saved run:"
+        allow = "If the trained parameters and the optimizer stay the same, allow it with:"
         raise UserError("\n".join([heading, *changed.values(), allow, f"--resume_allow_changes {','.join(changed)}"]))
 
 
@@ -158,7 +158,7 @@ def global_batch(settings: TrainConfig, resumed: Checkpoint | None, world_size: 
     asked = settings.batch_size_training * settings.gradient_accumulation_steps * world_size
     if resumed is None or (kept := int(resumed.trainer["global_batch"])) == asked:
         return asked
-    log.info(f"--resume: the global batch stays {kept}, as in the resumed run; the settings ask for {asked}.")
+    log.info(f"--resume: the global batch stays {kept}, as in the resumed run, although the settings ask for {asked}.")
     return kept
 
 

@@ -69,7 +69,7 @@ def _lock(folder: Path) -> IO[str] | None:
         except BlockingIOError as error:
             if time.monotonic() > deadline:
                 holder = (folder / RUN_MARKER).read_text().strip()
-                raise UserError(f"{folder}: another process is at work there ({holder}). End it.") from error
+                raise UserError(f"{folder}: in use by another process ({holder}). End it.") from error
             time.sleep(0.2)
         except OSError:  # a file system without locks
             return None
@@ -83,9 +83,9 @@ def _remove_earlier_run(folder: Path, settings: CheckpointConfig, may_remove: bo
     checked. --resume auto also starts from scratch after a run that was ended before its first checkpoint."""
     held = run_entries(folder)
     if held and not may_remove and (settings.resume != "auto" or (folder / "model").exists()):
-        raise UserError(f"--output_dir {folder}: already holds a run or its result. --overwrite replaces it.")
+        raise UserError(f"--output_dir {folder}: already holds a run or its final model. --overwrite replaces it.")
     for path in held:
-        log.info(f"Removing {path} of the earlier run")
+        log.info(f"Removing {path} of the previous run")
         shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 

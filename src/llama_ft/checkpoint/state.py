@@ -104,5 +104,5 @@ def check_same_tensors(checkpoint: Checkpoint, live: Mapping[str, torch.Tensor],
 
     here, there = described(live), described(checkpoint.tensors)
     if different := sorted({name for name, _ in here.items() ^ there.items()}):
-        lines = [f"{name}: {there.get(name, 'absent')} there, {here.get(name, 'absent')} here" for name in different]
+        lines = [f"{name}: {there.get(name, 'absent')} saved, {here.get(name, 'absent')} needed" for name in different]
         raise UserError(f"{checkpoint.folder}: does not fit the model or its optimizer:\n{listed(lines, 3)}")

@@ -112,7 +112,7 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
         total = int(nbytes.sum().item())
         free = self._runtime.broadcast_from_rank0(lambda: shutil.disk_usage(self.run).free)
         if free < (needed := total + SPACE_FOR_THE_REST):
-            raise self._failure(step, f"it needs {size_text(needed)}, and {size_text(free)} are free")
+            raise self._failure(step, f"it needs {size_text(needed)}, but only {size_text(free)} are free")
         copies = to_host(live)
         self._timings["perf/save_stall_seconds"] = stall = time.perf_counter() - started
         future = self._in_flight = Future[None]()
@@ -150,7 +150,7 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
 
     def _failure(self, step: int, cause: str) -> RunFailure:
         what = f"{step_folder(self.run, step)}: the checkpoint could not be written: {cause}."
-        return RunFailure(f"{what}\nThe last complete one is {self.last or 'absent'}.")
+        return RunFailure(f"{what}\nLast complete checkpoint: {self.last or 'none'}.")
 
     def _write(self, record: dict[str, Any], live: Tensors, copies: Tensors) -> None:
         final, planner = step_folder(self.run, record["step"]), dcp.DefaultSavePlanner(False, False)  # names stay
@@ -168,12 +168,12 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
             try:
                 self._tidy(final)
             except OSError as error:  # the checkpoint is there all the same
-                log.warning(f"{self._folder} could not be tidied up after {final.name}: {reason(error)}")
+                log.warning(f"{self._folder}: could not delete older checkpoints: {reason(error)}")
 
     def _complete(self, record: dict[str, Any], aside: Path, final: Path, digests: dict[str, str]) -> None:
         """On rank 0, when all ranks have written: the two small files, then the name that says it is complete."""
         if absent := [name for name in digests if not (aside / name).is_file()]:
-            raise OSError(None, f"{absent[0]} is not there: all nodes must see the same output_dir")
+            raise OSError(None, f"{absent[0]} is missing: all nodes must share one output_dir")
         _write_synced(aside / reader.TRAINER_FILE, json.dumps(record, indent=1) + "\n")
         digests[reader.TRAINER_FILE] = reader.file_digest(aside / reader.TRAINER_FILE)
         _write_synced(aside / reader.CHECKSUMS_FILE, "".join(f"{value}  {file}\n" for file, value in digests.items()))

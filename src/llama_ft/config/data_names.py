@@ -14,10 +14,10 @@ READY_DATASETS = ("samsum", "grammar", "alpaca")  # by llama-recipes' names, als
 DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 COMPRESSED_SUFFIXES = tuple(kind + packed for kind in (".jsonl", ".json", ".csv") for packed in (".gz", ".zst"))
 DATA_FORMS = (
-    ".jsonl, .json, .csv (also .gz, .zst) and .parquet, folders and globs of them, hub names (org/name), and "
+    ".jsonl, .json, .csv (also .gz, .zst) and .parquet, directories and globs of them, Hub names (org/name), and "
     "path/to/file.py:function"
 )
-NOT_REGULAR = "is not a regular file. Write what a pipe gives to a file first."
+NOT_REGULAR = "is not a regular file. Save a pipe's output to a file first."
 HUB_NAME = re.compile(r"[\w.\-]+/[\w.\-]+(:[\w.\-]+)?")
 SPLIT_NAME = re.compile(r"\w+(\[[^\]/]*\])?")  # train[:5%] is how datasets writes a part of one
 SAVED_BY_DATASETS = ("dataset_dict.json", "state.json")  # what Dataset.save_to_disk leaves in a folder
@@ -89,14 +89,14 @@ def data_problem(name: str) -> str | None:
             return f"no such file.{nearest_file(file)}"
         return f"which function? Write {file}:function." if name.endswith((".py", ":")) else None
     if kind == "folder" and not any((path / sign).is_file() for sign in SAVED_BY_DATASETS):
-        return None if any(data_files(path)) else f"is a folder without data files. Data are {DATA_FORMS}."
+        return None if any(data_files(path)) else f"is a directory without data files. Supported: {DATA_FORMS}."
     if kind == "glob":
         files = globbed(name)
-        return None if files and all(map(data_suffix, files)) else f"matches no file, or others than {DATA_FORMS}."
+        return None if files and all(map(data_suffix, files)) else f"matches no file, or not only {DATA_FORMS}."
     if kind != "file" or (path.is_file() and data_suffix(name)):
         return None
     if path.exists():  # data are read more than once, so a pipe is none
-        return f"its suffix is not known. Data are {DATA_FORMS}." if path.is_file() else NOT_REGULAR
+        return f"unknown suffix. Supported: {DATA_FORMS}." if path.is_file() else NOT_REGULAR
     if (near := nearest_file(path)) or data_suffix(name):
         return f"no such file.{near}"
-    return f"is neither data nor a built-in dataset ({', '.join(('demo', *READY_DATASETS))}). Data are {DATA_FORMS}."
+    return f"is neither data nor a built-in dataset ({', '.join(('demo', *READY_DATASETS))}). Supported: {DATA_FORMS}."

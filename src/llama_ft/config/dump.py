@@ -30,9 +30,9 @@ def help_text(description: str, script: str) -> str:
     python, torchrun = (name, f"--no-python {name}") if name.startswith("llama-ft-") else (f"python {script}", script)
     usage = f"Usage:\n  {python} [flags]\n  torchrun --nproc_per_node 2 {torchrun} --enable_fsdp [flags]"
     notes = (
-        "Flags are written --lr 1e-4 or --lr=1e-4, or with their section: --train.lr 1e-4. Switches stand alone "
-        "(--use_peft) or take true or false, and --no_save_model turns one off. Lists are written a,b,c, and none "
-        "unsets. --config FILE reads a YAML config first; without it, model_name and dataset the embedded demo runs. "
+        "Write flags as --lr 1e-4 or --lr=1e-4, or with their section: --train.lr 1e-4. Switches need no value "
+        "(--use_peft) or take true or false; --no_save_model turns one off. Write lists as a,b,c; none unsets a "
+        "value. --config FILE reads a YAML config first. Without config, model_name and dataset, the demo runs. "
         "llama-recipes' flags work by their names and prefixes (--lora_config.r 8); docs/migrate translates those of "
         "torchtune, TRL and axolotl."
     )

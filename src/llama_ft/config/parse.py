@@ -133,15 +133,15 @@ def read_flags(
         if not word.flag and positional:
             parsed.values.setdefault(positional, []).append(word.value)
         elif not word.flag:
-            taken = "A flag takes one value; lists are written a,b,c, and a config --config FILE."
-            parsed.errors.append(f'"{word.value}" stands alone. {taken}')
+            taken = "A flag takes one value; write lists as a,b,c, and a config as --config FILE."
+            parsed.errors.append(f'"{word.value}" belongs to no flag. {taken}')
         elif setting is None:
             parsed.errors.append(word.flag + explain(word.name))
         elif error:
             parsed.errors.append(f"{word.flag}{error}")
         else:
             if setting.name in parsed.places and rank() == 0:
-                print(f"warning: {word.flag} is given twice; the last value counts.", file=sys.stderr)
+                print(f"warning: {word.flag} is given twice; the last value is used.", file=sys.stderr)
             parsed.places[setting.name] = word.flag
             parsed.values[setting.name] = from_text(setting, text)
     return parsed
@@ -157,7 +157,7 @@ def _read(word: Word, find: Find) -> tuple[Setting | None, str, str]:
         return None, "", ""
     is_switch = setting.kind == "switch" or setting.name == "mode"
     if is_negated and (not is_switch or word.value is not None):
-        return setting, "", f": --no_ goes with switches, and takes no value. Write --{setting.name}."
+        return setting, "", f": --no_ works for switches only and takes no value. Write --{setting.name}."
     if word.value is None and not is_switch:
         return setting, "", " needs a value."
     return setting, "false" if is_negated else "true" if word.value is None else word.value, ""
@@ -210,7 +210,7 @@ def _read_section(section: str, place: str, node: yaml.Node, shown: str, parsed:
             else:
                 parsed.values[key], parsed.places[key] = _value(setting, value_node), place
     elif node.tag != NULL:  # a section whose settings are all commented out is empty, and fine
-        parsed.errors.append(f"{place}: {section} is a section; its settings stand indented below.")
+        parsed.errors.append(f"{place}: {section} is a section; indent its settings below it.")
 
 
 def _value(setting: Setting, node: yaml.Node) -> Any:

@@ -18,7 +18,7 @@ from llama_ft.processes import attempt, may_be_restarted
 
 BUILT_IN_TEMPLATES = ("llama3", "chatml", "alpaca", "mistral")
 INPUTS = ("model_name", "tokenizer_name", "dataset", "validation", "from_peft_checkpoint", "chat_template")
-TO_SAFETENSORS = "transformers converts it:\nAutoModelForCausalLM.from_pretrained(...).save_pretrained(folder)"
+TO_SAFETENSORS = "Convert it with Transformers:\nAutoModelForCausalLM.from_pretrained(...).save_pretrained(folder)"
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 # Marks a directory as a run's. Other programs write a metrics.jsonl or checkpoints/ too; none writes this.
@@ -78,7 +78,7 @@ def check_paths(values: Mapping[str, Any], places: Mapping[str, str], invalid: s
         try:
             problem = SECRET if is_url_with_secret(value) else problem_of(value)
         except (OSError, ValueError) as error:  # no permission, a name that is too long
-            problem = f"cannot be looked at: {reason(error)}."
+            problem = f"cannot be accessed: {reason(error)}."
         if problem:
             messages.append(f"{subject(name, places)} {problem if problem == SECRET else f'{value}: {problem}'}")
     return messages
@@ -89,13 +89,13 @@ def file_problem(name: str) -> str | None:
     file = Path(name).expanduser()
     if not file.exists():
         return f"no such file.{nearest_file(file)}"
-    return None if file.is_file() else "is a folder; expected a file." if file.is_dir() else NOT_REGULAR
+    return None if file.is_file() else "is a directory; expected a file." if file.is_dir() else NOT_REGULAR
 
 
 def folder_problem(folder: Path, expected: str) -> str | None:
-    """Say why there is no such folder, which is expected to be one of something."""
+    """Say why there is no such directory, which is expected to be one of something."""
     if not folder.exists():
-        return f"no such folder.{nearest_file(folder)}"
+        return f"no such directory.{nearest_file(folder)}"
     return None if folder.is_dir() else f"is a file; expected {expected}."
 
 
@@ -115,7 +115,7 @@ def model_problem(name: str) -> str | None:
 def _folder(name: str, *files: str) -> str | None:
     """Say why `name` is no folder with these files."""
     folder = Path(name).expanduser()
-    if problem := folder_problem(folder, f"a folder with {' and '.join(files) or 'files'}"):
+    if problem := folder_problem(folder, f"a directory with {' and '.join(files) or 'files'}"):
         return problem
     return next((f"holds no {file}." for file in files if not (folder / file).is_file()), None)
 
@@ -133,7 +133,7 @@ def base_model_of(adapter: str) -> str:
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise UserError(f"{file}: cannot be read as an adapter's settings ({error}).") from error
     if not name or (revision != "main" and not looks_local(name)):
-        raise UserError(f"{file}: the base model is {name}, revision {revision}. --base_model names its folder.")
+        raise UserError(f"{file}: the base model is {name}, revision {revision}. Set --base_model to its directory.")
     return str(name)
 
 
@@ -219,7 +219,7 @@ def not_writable(path: Path) -> str | None:
     """
     existing = next(parent for parent in (path, *path.absolute().parents) if parent.exists() or parent.is_symlink())
     if not existing.is_dir():
-        return f"{existing} is not a folder."
+        return f"{existing} is not a directory."
     try:
         with tempfile.TemporaryDirectory(prefix=".llama_ft_", dir=existing):
             return None

@@ -15,7 +15,7 @@ from llama_ft.errors import UserError
 from llama_ft.masking import holds_key, is_url_with_secret
 
 SECRET = (
-    "has what looks like a password, a key or a signature, and settings are written down. Leave it out: s3:// and "
+    "has what looks like a password, a key or a signature, and settings are saved in files. Remove it: s3:// and "
     "gs:// take credentials from the environment, MLflow takes MLFLOW_TRACKING_TOKEN; download the rest first."
 )
 # What stands in them is shown to everybody who sees the run.
@@ -42,24 +42,23 @@ def brings_validation(s: Any) -> bool:
 # The field that the message is about, what is wrong, and the message, where {} stands for the field's value.
 RULES: tuple[tuple[str, Callable[[Any], Any], str], ...] = (
     ("validation", lambda s: not 0 < (0.5 if (share := as_fraction(s.validation)) is None else share) < 1,
-     "is {}; a fraction lies between 0 and 1, such as 0.05."),
+     "is {}; expected a fraction between 0 and 1, such as 0.05."),
     ("early_stopping_patience", lambda s: s.early_stopping_patience and s.run_validation and not brings_validation(s),
      "has no effect without validation data. Add validation 0.05, or a file."),
     ("eval_steps", lambda s: s.eval_steps and s.run_validation and not brings_validation(s),
      "has no effect without validation data. Add validation 0.05, or a file."),
     ("resume_allow_changes", lambda s: not {*(s.resume_allow_changes or ())} <= SETTINGS.keys(),
      "is {}; expected names of settings, such as lr,num_epochs."),
-    ("min_lr", lambda s: s.min_lr > s.lr, "is {}, above lr {lr}. Use less."),
+    ("min_lr", lambda s: s.min_lr > s.lr, "is {}, above lr {lr}. Lower it."),
     ("modules_to_save",
      lambda s: isinstance(s.target_modules, list) and {*s.target_modules} & {*(s.modules_to_save or [])},
-     "is {}, and target_modules names one of them, too. A module has an adapter or is trained."),
+     "is {}, and target_modules names one of them, too. A module gets an adapter or is fully trained, not both."),
     ("target_parameters", lambda s: s.target_parameters and (s.lora_dropout or s.use_dora),
-     "is {}, and adapters of parameters are plain LoRA without dropout. Remove lora_dropout and use_dora."),
+     "is {}, and adapters of parameters support neither dropout nor DoRA. Remove lora_dropout and use_dora."),
     ("mode", lambda s: s.mode != "none" and not s.use_peft,
      "is {}, and quantized weights cannot be trained. Add use_peft, which trains adapters."),
-    ("block_size", lambda s: s.block_size.bit_count() != 1, "is {}; bitsandbytes has 32, 64, 128, ... 4096."),
-    ("use_dora", lambda s: s.use_dora and s.mode != "none",
-     "needs the weights themselves at every step, and quantization {mode} does not keep them. Use plain LoRA."),
+    ("block_size", lambda s: s.block_size.bit_count() != 1, "is {}; bitsandbytes supports 32, 64, 128, ... 4096."),
+    ("use_dora", lambda s: s.use_dora and s.mode != "none", "does not support quantization {mode}. Use plain LoRA."),
     ("precision", lambda s: s.precision == "fp16" and s.device == "cpu",
      "is fp16, which is for GPUs without bf16. Use bf16_mixed or fp32 on the CPU."),
     ("attn_implementation", lambda s: s.attn_implementation.startswith("flash") and s.precision == "fp32",
@@ -67,24 +66,22 @@ RULES: tuple[tuple[str, Callable[[Any], Any], str], ...] = (
     ("compile", lambda s: s.compile and s.use_liger is True,
      "cannot be combined with use_liger: both fuse the same operations. Remove one."),
     ("compile", lambda s: s.compile and s.activation_offload,
-     "cannot be combined with activation_offload: copies to the host are no part of a graph. Remove one."),
+     "cannot be combined with activation_offload: compiled graphs cannot copy to the host. Remove one."),
     ("compile", lambda s: s.compile and s.precision == "fp32" and s.batching_strategy == "packing",
-     "with precision fp32 needs padding: packed samples are then computed one by one. Use bf16_mixed, or padding."),
-    ("flop_counter", lambda s: s.flop_counter and s.compile, "sees no operator inside of compiled layers. Remove one."),
+     "does not support packing with precision fp32. Use bf16_mixed, or batching_strategy padding."),
+    ("flop_counter", lambda s: s.flop_counter and s.compile, "cannot count inside compiled layers. Remove one."),
     ("activation_checkpointing", lambda s: s.activation_checkpointing == "auto" and s.no_plan,
-     "is auto, which needs the plan that no_plan leaves out. Remove one."),
+     "is auto, which needs the plan that no_plan disables. Remove one."),
     # torch replays the operators of a layer one by one; all-gathers inside it add operators that were not there.
     ("activation_checkpointing",
      lambda s: s.activation_checkpointing == "selective" and s.enable_fsdp and s.fsdp_wrap_policy == "size",
-     "is selective, for which layers must be FSDP units. Use full, or fsdp_wrap_policy hybrid."),
+     "is selective, which needs decoder layers as FSDP units. Use full, or fsdp_wrap_policy hybrid."),
     ("resume", lambda s: s.resume == "auto" and s.output_dir is None,
      "is auto, which looks for checkpoints in output_dir. Add the run's --output_dir."),
-    ("resume", lambda s: s.resume == "auto" and s.overwrite,
-     "is auto, which resumes the run that overwrite deletes. Remove one."),
-    ("streaming", lambda s: s.streaming and s.max_train_step == 0,
-     "has no end that is known beforehand. Add --max_train_step, the optimizer steps to train."),
+    ("resume", lambda s: s.resume == "auto" and s.overwrite, "auto resumes what overwrite deletes. Remove one."),
+    ("streaming", lambda s: s.streaming and s.max_train_step == 0, "needs max_train_step: streams have no known end."),
     ("validation", lambda s: s.streaming and as_fraction(s.validation) is not None,
-     "is {}: with streaming nobody knows all samples. Use a file, or a split."),
+     "is {}: a fraction cannot be taken from a stream. Use a file, or a split."),
 )  # fmt: skip
 
 PEFT_FIELDS = [name for name, setting in SETTINGS.items() if setting.section == "peft" and name != "use_peft"]

@@ -24,6 +24,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
 from llama_ft.data.tokenize import IGNORED
+from llama_ft.errors import counted
 
 FILLER_TOKENS = 8
 BATCHES_PER_BUCKET = 50  # global batches whose rows are sorted by length together; transformers' group_by_length has 50
@@ -90,11 +91,11 @@ class BatchSampler:
     def describe(self) -> str:
         """How rows are laid out, for people."""
         if self.pack_length is None:
-            return "rows of a micro-batch are padded to the longest of them"
+            return "samples of a micro-batch are padded to the longest of them"
         capacity = self.pack_length * self._group
-        packs = f"{len(self):,} packs of at most {capacity:,} tokens"
+        packed = f"{counted(len(self), 'packed sequence')} of at most {capacity:,} tokens"
         fill = self._sizes.sum() / (len(self) * capacity)
-        return f"{len(self._lengths):,} rows fit into {packs}, which are {fill:.1%} full"
+        return f"{counted(len(self._lengths), 'sample')} in {packed}, {fill:.1%} full"
 
     def step(self, epoch: int, step_in_epoch: int) -> StepPlan:
         """Return this rank's share of a step.
@@ -317,5 +318,5 @@ def group_size(dataset: Dataset) -> int:
     """How many neighbouring rows belong together: as many examples as an objective makes of one sample."""
     sizes: list[int] = dataset.with_format("arrow")[:]["group"].unique().to_pylist()
     if len(sizes) > 1:
-        raise ValueError(f"the objective made {sizes} examples of a sample; expected always as many")
+        raise ValueError(f"the objective made {sizes} examples of a sample; expected one number for all")
     return sizes[0]

@@ -138,9 +138,8 @@ def encode_chunks(
                     worker.send(chunk)
             except (EOFError, OSError):
                 raise RunFailure(
-                    f"one of the {processes} processes that tokenized was killed, most likely by the kernel, for want "
-                    f"of host memory.\nIt was near {(done or chunk)[0][0]}. --tokenize_processes {processes // 2} "
-                    "takes less memory."
+                    f"one of {processes} tokenizer processes was killed, most likely by the kernel because host memory "
+                    f"ran out.\nIt was near {(done or chunk)[0][0]}. --tokenize_processes {processes // 2} takes less."
                 ) from None
             if isinstance(encoded, Exception):
                 raise encoded

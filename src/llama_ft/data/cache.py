@@ -67,8 +67,8 @@ def build_once(target: Path, build: Callable[[Path], object], verify: bool = Tru
                 raise
     except OSError as error:
         raise RunFailure(
-            f"{target}: cannot be built: {reason(error)}. What was written is removed.\n"
-            "The environment variable LLAMA_FT_CACHE names another place."
+            f"{target}: cannot be built: {reason(error)}. The incomplete files were removed.\n"
+            "Set the environment variable LLAMA_FT_CACHE to another directory."
         ) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -35,7 +35,7 @@ END_MARKER = re.compile(r"<[^<>\s]+>")
 def ensure_chat_template(
     tokenizer: "PreTrainedTokenizerBase", wanted: str | None = None, add_tokens: bool = False
 ) -> str:
-    """Give the tokenizer its chat template, in place, so that it is saved with the result.
+    """Give the tokenizer its chat template, in place, so that it is saved with the final model.
 
     A template may write special tokens that are no single tokens of the tokenizer. What counts is the end of a message:
     if it is a token, headings such as Zephyr's <|user|> or Mistral's [INST] are taken for the plain text they are meant
@@ -59,26 +59,26 @@ def ensure_chat_template(
         # Qwen, whose template chatml is, has no BOS, but a Llama should not do without.
         bos = "{{ bos_token }}" if wanted == "chatml" and added_bos(tokenizer) else ""
         tokenizer.chat_template = bos + (BUILT_IN.get(wanted) or Path(wanted).expanduser().read_text(encoding="utf-8"))
-        notes.append(f"chat template: {wanted}, saved with the result")
+        notes.append(f"chat template: {wanted}, saved with the final model")
     elif not tokenizer.chat_template:
         tokenizer.chat_template = ALPACA
-        notes.append("the tokenizer has no chat template: rows are written as ### Instruction: and ### Response:")
+        notes.append("the tokenizer has no chat template: prompts are written with ### Instruction: and ### Response:")
     before, after = _around_a_response(tokenizer, subject)
     known = tokenizer.get_added_vocab().keys() | tokenizer.all_special_tokens
     if ends := [marker for marker in END_MARKER.findall(after) if marker not in known]:
         missing = list(dict.fromkeys(marker for marker in [*MARKER.findall(before), *ends] if marker not in known))
         if not add_tokens:
             raise UserError(
-                f"{subject} writes {', '.join(missing)}: no tokens of this tokenizer, so the model could not end a "
-                f"message.\nExpected another --chat_template ({', '.join(BUILT_IN)} or a file), or "
-                "--resize_embeddings, which adds them."
+                f"{subject} writes {', '.join(missing)}: not in the tokenizer's vocabulary, so the model could not end "
+                f"a message.\nUse another --chat_template ({', '.join(BUILT_IN)} or a file), or add the tokens with "
+                "--resize_embeddings."
             )
         added = [AddedToken(token, special=True, normalized=False) for token in missing]
         tokenizer.add_tokens(added, special_tokens=True)
         tokenizer.eos_token = missing[-1]
         notes.append(f"new tokens: {', '.join(missing)}")
     if before and not any(token in after for token in tokenizer.get_added_vocab()):
-        notes.append(f"{subject} ends responses with no token: the model does not learn where to stop")
+        notes.append(f"{subject} does not end responses with a special token: the model will not learn when to stop")
     return "; ".join(notes)
 
 

@@ -45,7 +45,7 @@ def rows_of_file(path: Path | str) -> Rows:
             yield place, row if isinstance(row, dict | BadRow) else BadRow(f"{str(row)[:40]} is not a JSON object.")
     except Exception as error:  # of a disk, a decoder, pyarrow or any network library
         after = f" after {place}" if place else ""
-        way_out = "\niconv -f cp1252 -t utf-8 makes UTF-8 of it." if isinstance(error, UnicodeError) else ""
+        way_out = "\nConvert it to UTF-8: iconv -f cp1252 -t utf-8." if isinstance(error, UnicodeError) else ""
         raise UserError(f"{name}: cannot be read{after}: {reason(error)}.{way_out}") from error
 
 
@@ -106,7 +106,7 @@ def _csv_rows(name: str) -> Rows:
         reader = csv.DictReader(text, strict=True, delimiter=delimiter)
         for number, row in enumerate(reader, start=1):
             is_row = None not in row and None not in row.values()
-            yield f"{name} row {number}", row if is_row else BadRow("the row has other fields than the header names.")
+            yield f"{name} row {number}", row if is_row else BadRow("its fields do not match the header.")
 
 
 def _parquet_rows(name: str) -> Rows:

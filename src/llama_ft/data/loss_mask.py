@@ -55,7 +55,7 @@ class ChatRenderer:
             ]
         text, blocks = render_chat(self.template, self._special_tokens, messages, tools, self.has_generation_block)
         for what in self._left_out(messages, tools, text):
-            raise BadRow(f"the chat template leaves out {what}; expected one that has it (--chat_template).")
+            raise BadRow(f"the chat template drops {what}; use one that keeps it (--chat_template).")
         responses = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         wanted = responses[-1:] if self.labels == "completion" else responses
         wanted = [index for index in wanted if (messages[index].get("weight") == 0) == (self.labels == "all")]
@@ -145,7 +145,7 @@ class ChatRenderer:
         if not (found and text.startswith(before) and text.endswith(after) and len(before) <= end):
             raise BadRow(
                 f'"messages[{index}]": the chat template changes other messages with this one; '
-                "expected a template with a {% generation %} block around responses."
+                "use a template with a {% generation %} block around responses."
             )
         bare = {key: value for key, value in probed.items() if key not in REASONING} | {"content": PROBE}
         if bare != probed:

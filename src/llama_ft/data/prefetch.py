@@ -10,6 +10,7 @@ from typing import Any, Generic, Self, TypeVar
 from datasets import Dataset
 
 from llama_ft.data.batches import Batch, BatchSampler, collate_step
+from llama_ft.errors import counted
 
 T = TypeVar("T")
 END: Any = object()  # what comes after the last item
@@ -55,11 +56,9 @@ class PreparedBatches:
 
     def describe(self) -> str:
         """How rows are laid out and how many steps they are, for people."""
-        unit = "rows" if self.pack_length is None else "packs"
-        return (
-            f"{self._plan.describe()}\n{self.total_steps} optimizer steps of {self._plan.global_batch} {unit}, "
-            f"{self._plan.steps_per_epoch} to the epoch"
-        )
+        batch = counted(self._plan.global_batch, "sample" if self.pack_length is None else "packed sequence")
+        steps = f"{counted(self.total_steps, 'optimizer step')} of {batch}, {self._plan.steps_per_epoch:,} per epoch"
+        return f"{self._plan.describe()}\n{steps}"
 
     def steps(self, first: int, last: int, _: dict[str, int]) -> Generator[StepBatches, None, None]:
         """Yield the steps `first` to `last`, counted from 1, both included."""

@@ -23,7 +23,7 @@ from llama_ft.data.reshape import reshaped
 from llama_ft.data.sources import Source, Split, brings_validation, open_source
 from llama_ft.data.statistics import BuildReport, SplitStatistics, describe, warnings_of
 from llama_ft.data.tokenize import Encoder, ExamplesOf, one_example
-from llama_ft.errors import UserError
+from llama_ft.errors import UserError, counted
 from llama_ft.processes import cores
 from llama_ft.runtime.console import log
 
@@ -217,26 +217,25 @@ def _build(folder: Path, job: _Job) -> None:
                 rows += len(chunk)
                 if time.monotonic() - logged > SECONDS_BETWEEN_LINES:
                     logged = time.monotonic()
-                    log.info(f"tokenizing: {rows:,} rows in {logged - started:.0f} s")
+                    log.info(f"tokenizing: {counted(rows, 'sample')} in {logged - started:.0f} s")
     bad.refuse()
     sample = [split.first_chat for split in splits.values()][-1] or None
     names = {"train": job.source.name, "validation": (job.validation or job.source).name}
-    counted = {name: split.close() for name, split in splits.items()}
-    for name, statistics in counted.items():
+    written = {name: split.close() for name, split in splits.items()}
+    for name, statistics in written.items():
         if not statistics.rows:
             if not (statistics.skipped or bad.count):
                 raise UserError(
-                    f"{names[name]}: the fraction left no row for {name}. Use more rows, or another fraction."
+                    f"{names[name]}: the fraction leaves no sample for {name}. Use more data or another one."
                 )
             raise UserError(
-                f"{names[name]}: no row is left to train on or to validate with: {statistics.skipped:,} are longer "
-                f"than --context_length {job.encoder.context_length} (see --truncation) or have nothing to learn, "
-                f"{bad.count:,} are bad.\n"
-                "Expected other rows, a larger fraction, or --run_validation False."
+                f"{names[name]}: no sample is left for {name}: {statistics.skipped:,} are longer than "
+                f"--context_length {job.encoder.context_length} (see --truncation) or have no tokens in the loss, "
+                f"{bad.count:,} are bad.\nUse other data, a larger fraction, or --run_validation False."
             )
-    train = counted.get("train", SplitStatistics())
-    BuildReport(train, counted.get("validation"), bad.count, bad.first, sample).save(folder / "meta.json")
-    log.info(f"tokenized {rows:,} rows in {time.monotonic() - started:.1f} s")
+    train = written.get("train", SplitStatistics())
+    BuildReport(train, written.get("validation"), bad.count, bad.first, sample).save(folder / "meta.json")
+    log.info(f"tokenized {counted(rows, 'sample')} in {time.monotonic() - started:.1f} s")
 
 
 def check_ids(largest_id: int, name: str, tokenizer: PreTrainedTokenizerBase, vocabulary_size: int | None) -> None:
@@ -244,6 +243,6 @@ def check_ids(largest_id: int, name: str, tokenizer: PreTrainedTokenizerBase, vo
     if vocabulary_size is not None and largest_id >= vocabulary_size:
         token = tokenizer.convert_ids_to_tokens(largest_id)
         raise UserError(
-            f"{name}: token {largest_id} ({token}) is beyond the model's {vocabulary_size} tokens.\n"
-            "The tokenizer is not this model's: --tokenizer_name names another."
+            f"{name}: token {largest_id} ({token}) is outside the model's vocabulary of {vocabulary_size}.\n"
+            "The tokenizer does not match the model. Set --tokenizer_name."
         )

@@ -101,7 +101,7 @@ def _pairs(columns: Collection[str]) -> Iterator[tuple[str, str]]:
         ours, equals, theirs = (part.strip() for part in pair.partition("="))
         ours = ours if ours in known else COMMON.get(ours, "")
         if not equals or not ours or not theirs:
-            expected = f"such as question=Question,answer=Answer; left of = stands one of {', '.join(sorted(known))}"
+            expected = f"such as question=Question,answer=Answer; left of = is one of {', '.join(sorted(known))}"
             raise UserError(f"--columns {pair}: expected our name = yours, {expected}.")
         yield theirs, ours
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from llama_ft.data.tokenize import IGNORED
+from llama_ft.errors import counted
 from llama_ft.runtime.console import log
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ def show_samples(rows: "Dataset", tokenizer: "PreTrainedTokenizerBase", count: i
 def describe_first_batch(batch: "Batch", tokenizer: "PreTrainedTokenizerBase") -> str:
     """Return the text of a batch's first two samples for the log."""
     parts = [part[0].split(batch.row_lengths) if batch.is_packed else part for part in (batch.input_ids, batch.labels)]
-    lines = [f"The first batch: {len(batch.row_lengths):,} rows; tokens in the loss are between [[ and ]]:"]
+    lines = [f"First batch: {counted(len(batch.row_lengths), 'sample')}; tokens in the loss are between [[ and ]]:"]
     for ids, labels, length in list(zip(*parts, batch.row_lengths, strict=False))[:2]:
         text = marked_text(ids[:length].tolist(), labels[:length].tolist(), tokenizer, BATCH_TOKENS)
         lines.append(f"  {length:,} tokens: {text}")

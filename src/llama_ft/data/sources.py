@@ -89,7 +89,7 @@ class Source:
         rows = [row for _, row in first if not isinstance(row, BadRow)]
         if not rows:
             bad = [f"{place}: {row}" for place, row in first]
-            raise UserError(*bad[:3] or [f"{self.name}: holds no rows."])
+            raise UserError(*bad[:3] or [f"{self.name}: holds no samples."])
         return rows
 
     def row_format(self, wanted: str) -> RowFormat:
@@ -265,7 +265,7 @@ def load_from_hub(name: str, split: str | None, streaming: bool = False) -> Any:
     except Exception as error:  # of datasets, huggingface_hub, httpx, pyarrow...: all about this one dataset
         cause = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else None
         raise UserError(
-            f"{name}: is not on this machine, nor can `datasets` load it: {reason(cause or error)}"
+            f"{name}: not on this machine, and `datasets` cannot load it: {reason(cause or error)}"
         ) from error
 
 

@@ -7,9 +7,10 @@ from pathlib import Path
 import numpy
 
 from llama_ft.data.formats import Message
+from llama_ft.errors import counted
 
 COLUMNS = {
-    "rows": "rows", "tokens": "tokens", "target_tokens": "in the loss", "longest": "longest",
+    "rows": "samples", "tokens": "tokens", "target_tokens": "in the loss", "longest": "longest",
     "truncated": "truncated", "skipped": "skipped",
 }  # fmt: skip
 # Per sample: a hash of it; its tokens before truncation; whether it is bad, whole, truncated or skipped.
@@ -91,4 +92,4 @@ def warnings_of(report: BuildReport) -> list[str]:
     """A line about skipped bad samples, if there are any."""
     first = "; ".join(text.splitlines()[0] for text in report.first_bad_rows)
     more = "; ..." if report.bad_rows > len(report.first_bad_rows) else ""
-    return [f"{report.bad_rows:,} bad rows skipped: {first}{more}"] if report.bad_rows else []
+    return [f"skipped {counted(report.bad_rows, 'bad sample')}: {first}{more}"] if report.bad_rows else []

@@ -28,7 +28,7 @@ from llama_ft.data.prefetch import Prefetcher, PreparedBatches, StepBatches
 from llama_ft.data.prepare import TokenizedData, check_ids
 from llama_ft.data.sources import Source
 from llama_ft.data.tokenize import Encoder, ExamplesOf
-from llama_ft.errors import UserError
+from llama_ft.errors import UserError, counted
 from llama_ft.runtime import Runtime, log
 
 START = {"epoch": 0, "chunk": 0, "window": 0, "step_in_window": 0}
@@ -68,8 +68,8 @@ class StreamedBatches:
         self._runtime, self._is_wanted = runtime, True
         # One of its own: its collectives run in a thread, in no fixed order with those of training.
         self._group = dist.new_group(backend="gloo", timeout=timedelta(hours=6))
-        why = "all are bad, longer than --context_length (see --truncation), or without an answer in it"
-        self._nothing_left = UserError(f"{self._source.name}: no row can be trained on: {why}.")
+        why = "all are bad, longer than --context_length (see --truncation), or without tokens in the loss"
+        self._nothing_left = UserError(f"{self._source.name}: no sample can be used: {why}.")
 
     def first_rows(self) -> Dataset:
         """The first samples of the source, tokenized on every rank."""
@@ -84,9 +84,10 @@ class StreamedBatches:
 
     def describe(self) -> str:
         """How samples are laid out and how many steps they are, for people."""
-        unit = "rows" if self.pack_length is None else f"packs of {self.pack_length:,} tokens"
-        steps = f"{self.total_steps} optimizer steps of {self._global_batch} {unit}"
-        return f"{self._source.name} is read while training, {self._config.shuffle_buffer:,} rows ahead\n{steps}"
+        batch = counted(self._global_batch, "sample" if self.pack_length is None else "packed sequence")
+        tokens = f" of {self.pack_length:,} tokens" if self.pack_length is not None else ""
+        ahead = f"{self._source.name} is streamed, {counted(self._config.shuffle_buffer, 'sample')} ahead"
+        return f"{ahead}\n{counted(self.total_steps, 'optimizer step')} of {batch}{tokens}"
 
     def steps(self, first: int, last: int, position: dict[str, int]) -> Generator[StepBatches, None, None]:
         """Yield the steps `first` to `last`, counted from 1, both included. `position` is that of the StepBatches
@@ -98,8 +99,8 @@ class StreamedBatches:
                 plan = self._sampler(rows, seed=mixed(self._seed, start["epoch"], start["window"]))
                 if step == first and len(plan) < plan.global_batch and not ends_epoch:
                     log.warning(
-                        f"--shuffle_buffer {self._config.shuffle_buffer}: its rows fill {len(plan):,} of the "
-                        f"{plan.global_batch:,} places of a step, so steps are smaller. A larger one fills them."
+                        f"--shuffle_buffer {self._config.shuffle_buffer}: fills only {len(plan):,} of the "
+                        f"{plan.global_batch:,} places of a global batch, so steps are smaller. Use a larger one."
                     )
                 for step_in_window in range(skip, plan.steps_per_epoch):
                     if step > last:
@@ -135,7 +136,8 @@ class StreamedBatches:
                 if number == 0:
                     raise self._nothing_left
                 if bad.count:
-                    log.warning(f"{self._source.name}: {bad.count:,} bad rows skipped: {'; '.join(bad.first)}")
+                    skipped = f"skipped {counted(bad.count, 'bad sample')}"
+                    log.warning(f"{self._source.name}: {skipped}: {'; '.join(bad.first)}")
                 bad, epoch, at, tables, number, first_chunk = BadRows(bad.skip), epoch + 1, 0, [], 0, 0
 
     def _exchanged(self, first_chunk: int) -> Generator[EncodedChunk | None, None, None]:
@@ -203,8 +205,8 @@ def plan_training(
     dist.all_gather_object(prints, data.fingerprints())
     if other := [str(rank) for rank, own in enumerate(prints) if own != prints[0]]:
         raise UserError(
-            f"--dataset: rank {', '.join(other)} has other rows than rank 0.\nExpected the same files on every node, "
-            "and the same rows in the same order whenever a function is called: a shuffle in it needs a seed."
+            f"--dataset: rank {', '.join(other)} has other samples than rank 0.\nExpected the same files on every "
+            "node. A dataset function must return the same samples in the same order: set a seed for its shuffle."
         )
     sampler = partial(
         BatchSampler.of,

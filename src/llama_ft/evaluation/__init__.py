@@ -1,4 +1,4 @@
-"""How good a model is: its loss on rows that it was not trained on, and tasks of lm-evaluation-harness.
+"""Evaluation: a model's loss and perplexity on a validation set, and tasks of lm-evaluation-harness.
 
 Nothing is imported here: `flags` answers a command line without torch.
 """

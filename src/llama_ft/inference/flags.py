@@ -23,7 +23,7 @@ class ModelFlags:
     """Which model is loaded, and how."""
 
     places: list[str] = Field(default_factory=list)
-    """MODEL, which stands alone: a run's directory, a checkpoint, a saved adapter, or the directory or Hub name of a
+    """MODEL, without a flag: a run's directory, a checkpoint, a saved adapter, or the directory or Hub name of a
     model."""
 
     model_name: str | None = None
@@ -39,13 +39,13 @@ class ModelFlags:
     """Directory or Hub name of another tokenizer."""
 
     quantization: Literal["none", "8bit", "4bit"] | None = None
-    """Of frozen weights; if not given, as the run had it."""
+    """Quantization of frozen weights; if not given, the run's."""
 
     precision: Literal["auto", "bf16", "fp16", "fp32", "bf16_mixed", "bf16_pure"] | None = None
     """Precision of the computation; auto: bf16 if the device computes in bf16 itself, else fp32."""
 
     device: Literal["auto", "cuda", "cpu"] = "auto"
-    """auto: a GPU, if there is one."""
+    """Device to compute on; auto: CUDA if there is a GPU, else the CPU."""
 
     enable_fsdp: bool = False
     """Under torchrun: shard the weights across ranks."""

@@ -29,7 +29,7 @@ def one_prompt(options: InferenceFlags) -> str:
     """Return the one prompt to answer: of --prompt, --prompt_file or stdin."""
     text = _text_of(options.prompt_file) if options.prompt_file else options.prompt or sys.stdin.read()
     if not text.strip("\ufeff\n "):
-        raise UserError("The prompt is empty. --prompt, --prompt_file, --prompts or stdin gives one.")
+        raise UserError("The prompt is empty. Use --prompt, --prompt_file, --prompts or stdin.")
     return text.removeprefix("\ufeff").rstrip("\n")
 
 
@@ -118,7 +118,7 @@ def answer_prompts(
 def converse(answerer: Answerer, job: Runtime) -> None:
     """Talk until the input of rank 0 ends; all ranks answer together."""
     if not answerer.tokenizer.chat_template:
-        raise UserError("--chat: this model's tokenizer has no chat template. --prompt takes text to continue.")
+        raise UserError("--chat: this model's tokenizer has no chat template. Use --prompt with a text to continue.")
     messages: Messages = []
     if job.world_size == 1:  # else torchrun ends all ranks at Ctrl-C
         signal.set_wakeup_fd(-1)  # of runtime.signals, which would end the program

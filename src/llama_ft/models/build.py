@@ -19,7 +19,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.config import ModelConfig
 from llama_ft.config.paths import TO_SAFETENSORS
-from llama_ft.errors import UserError, reason
+from llama_ft.errors import UserError, counted, reason
 from llama_ft.models.new_tokens import NewTokens, note_growth
 from llama_ft.models.quantized import QuantizedStacks
 from llama_ft.models.source import listed
@@ -52,11 +52,11 @@ def local_folder(name: str, flag: str, ask_hub: bool = True, weights: bool = Tru
     except (HFValidationError, HTTPError, OSError) as error:
         gated = f"Ask for access at {constants.ENDPOINT}/{name}" if isinstance(error, GatedRepoError) else None
         raise UserError(
-            f"{flag} {name}: no such folder, and {constants.ENDPOINT} does not give it ({reason(error)}).\n"
-            f"{gated or 'Give the path of a local folder, or owner/model'}; `hf auth login` logs in (or set HF_TOKEN)."
+            f"{flag} {name}: no such directory, and {constants.ENDPOINT} does not provide it ({reason(error)}).\n"
+            f"{gated or 'Use a local directory, or owner/model'}; `hf auth login` logs in (or set HF_TOKEN)."
         ) from error
     if weights and not any(Path(found).glob("*.safetensors")):
-        raise UserError(f"{flag} {name}: the hub has no safetensors of it. {TO_SAFETENSORS}")
+        raise UserError(f"{flag} {name}: the Hugging Face Hub has no safetensors of it. {TO_SAFETENSORS}")
     return Path(found)
 
 
@@ -74,7 +74,7 @@ def load_tokenizer(folder: Path, trust_remote_code: bool) -> PreTrainedTokenizer
             raise ValueError("it has only special tokens: files such as tokenizer.json are missing")
         return tokenizer
     except Exception as error:  # transformers raises half a dozen types here, all meaning the same to the user
-        raise UserError(f"{folder}: no usable tokenizer ({reason(error)}). --tokenizer_name names another.") from error
+        raise UserError(f"{folder}: no usable tokenizer ({reason(error)}). Set --tokenizer_name.") from error
 
 
 def load_model_config(folder: Path, trust_remote_code: bool) -> PretrainedConfig:
@@ -235,8 +235,8 @@ def find_new_tokens(
     ids = sorted(id_ for id_, token in names.items() if id_ >= stored or known.get(token) != id_)
     new = NewTokens(ids, stored, max([stored, *(id_ + 1 for id_ in ids)]))
     log.info(
-        f"--resize_embeddings: {len(ids):,} tokens are new to the model ({listed([names[i] for i in ids])}); the "
-        f"embedding has {new.rows:,} rows, {new.rows - stored:,} of them new, which begin as the mean of the others."
+        f"--resize_embeddings: {counted(len(ids), 'new token')} ({listed([names[i] for i in ids])}). The embedding has "
+        f"{new.rows:,} rows. The {new.rows - stored:,} new ones start as the mean of the others."
     )
     return new if ids else None
 

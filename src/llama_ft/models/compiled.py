@@ -39,7 +39,7 @@ def compile_layers(model: nn.Module, backend: str = "inductor") -> None:
     if runs_rows_apart(model):
         raise UserError(
             f"--compile: {type(model).__name__} computes packed samples one after another, which cannot be compiled.\n"
-            "Use --batching_strategy padding, or leave --compile out."
+            "Use --batching_strategy padding, or remove --compile."
         )
     # Graphs of one model: for training and for evaluation, of each kind of layer, of the first where its input needs no
     # gradient. torch's own limit is 8, beyond which it computes without a graph.

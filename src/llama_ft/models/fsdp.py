@@ -173,7 +173,7 @@ def unit_table(units: list[Unit]) -> str:
     """The units as lines for people: equal ones counted together, the largest named."""
     groups = Counter((unit.kind if unit.name else "rest of the model", unit.parameters, unit.bytes) for unit in units)
     lines = [
-        f"  {count} x {kind}: {parameters:,} parameters, {gathered / 2**20:,.1f} MiB gathered"
+        f"  {count} x {kind}: {parameters:,} parameters, {gathered / 2**20:,.1f} MiB unsharded"
         for (kind, parameters, gathered), count in groups.items()
     ]
     largest, total = max(units, key=lambda unit: unit.parameters), sum(unit.parameters for unit in units)

@@ -177,9 +177,7 @@ def account_for(model: PreTrainedModel, headers: dict[str, StoredTensor], folder
     extra = [key for key in others if not any(re.search(pattern, key) for pattern in ignored)]
     wrong = {"missing": missing, "not part of the model": extra, "not as in config.json": unlike}
     if lines := [f"{title}: {listed(names)}" for title, names in wrong.items() if names]:
-        raise UserError(
-            "\n".join([f"{folder}: its weights are not those of the model its config.json describes.", *lines])
-        )
+        raise UserError("\n".join([f"{folder}: its weights do not match its config.json.", *lines]))
     return keys
 
 

@@ -63,11 +63,11 @@ def inject_lora(model: PreTrainedModel, peft: PeftConfig, base_name: str, new: N
     if saved:
         size = cast(nn.Embedding, model.get_input_embeddings()).num_embeddings
         if others := {id_ for id_ in rows_trained(settings) if id_ >= size}:
-            problem = f"this adapter trains rows of {len(others)} tokens that the model, of {size} rows, has not"
+            problem = f"this adapter trains {len(others)} new tokens that the model, of {size} tokens, lacks"
             raise UserError(f"--from_peft_checkpoint: {problem}. Use --resize_embeddings and its --tokenizer_name.")
     elif new is not None and (rows := _rows_to_train(model, settings, new.ids)):
         if not isinstance(settings, LoraConfig):
-            raise UserError(f"--resize_embeddings: {peft.peft_method} does not train single rows. Use lora.")
+            raise UserError(f"--resize_embeddings: {peft.peft_method} cannot train single tokens. Use lora.")
         settings.trainable_token_indices = rows
     if settings.target_modules == "all-linear":
         read = read_linears(model)
@@ -87,7 +87,7 @@ def inject_lora(model: PreTrainedModel, peft: PeftConfig, base_name: str, new: N
 def inject_adapter(model: PreTrainedModel, settings: Any) -> Adapter:
     """The part of inject_lora that peft does."""
     if quantized_weights(model) and (not isinstance(settings, LoraConfig) or settings.use_dora):
-        raise UserError("--quantization: only plain LoRA does without the weights themselves. Leave DoRA or LoHa out.")
+        raise UserError("--quantization: only plain LoRA is supported. Remove use_dora or peft_method loha.")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # peft warns of every meta tensor it does not initialise; we do, later
@@ -131,7 +131,7 @@ def saved_config(folder: Path) -> Any:
     try:
         kind = json.loads((folder / ADAPTER_CONFIG).read_text()).get("peft_type")
         if kind not in METHODS:
-            raise UserError(f"{folder}: {kind} adapters are not read here; only {' and '.join(METHODS)}.")
+            raise UserError(f"{folder}: {kind} adapters are not supported; only {' and '.join(METHODS)}.")
         settings: Any = PEFT_TYPE_TO_CONFIG_MAPPING[kind].from_pretrained(str(folder))
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise UserError(f"{folder / ADAPTER_CONFIG}: cannot be used ({error}).") from error
@@ -149,7 +149,7 @@ def _rows_to_train(model: PreTrainedModel, lora: Any, ids: list[int]) -> dict[st
     chosen = [name for name in ends if not f".{name}".endswith(in_full)]
     if head is not None and head.weight is embedding.weight:
         if len(chosen) == 1:
-            raise UserError("--peft.modules_to_save: embedding and head of this model are one. Name both or neither.")
+            raise UserError("--peft.modules_to_save: this model's embedding and LM head are tied. Name both or none.")
         chosen = chosen[:1]
     return {name: ids for name in chosen} or None
 
@@ -192,7 +192,7 @@ def describe_experts(model: nn.Module) -> str | None:
     if experts.keys() <= adapted:
         return f"LoRA adapts the experts, too: {', '.join(expert_names(model))}."
     flags = f"--target_parameters {','.join(expert_names(model))} --lora_dropout 0"
-    return f"LoRA leaves {len(experts.keys() - adapted)} weights of experts as they are. {flags} adapts them."
+    return f"LoRA does not adapt {len(experts.keys() - adapted)} weights of experts. Add {flags} to adapt them."
 
 
 def _takes_adapter(model: PreTrainedModel, settings: Any, name: str, module: nn.Module) -> bool:
@@ -275,6 +275,6 @@ def first_values(adapter: Adapter, seed: int) -> Iterator[tuple[str, torch.Tenso
                 for reset in methods:
                     reset("default", *given)
             if value._version == version:
-                raise UserError(f"--peft_method: peft gives {name}.{part} no first value here. Use lora.")
+                raise UserError(f"--peft_method: peft does not initialize {name}.{part} here. Use lora.")
             yield f"{name}.{part}", value.detach()
         layer.load_state_dict(meta, assign=True)  # frees them

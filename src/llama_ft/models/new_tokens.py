@@ -106,6 +106,6 @@ def use_token_rows(model: nn.Module) -> None:
         if type(layer) is TrainableTokensLayer:
             head, base = name.removesuffix(".token_adapter"), layer.base_layer
             if isinstance(base, QuantizedLinear) or getattr(base, "bias", None) is not None:
-                raise UserError(f"--resize_embeddings: {head} is quantized or has a bias: its rows cannot be trained.")
+                raise UserError(f"--resize_embeddings: {head}, quantized or with a bias, cannot train new tokens.")
             layer.trainable_tokens_original.clear()  # for unmerging, which is not done here
             layer.__class__ = TokenRows

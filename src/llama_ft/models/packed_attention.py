@@ -61,7 +61,7 @@ def use_packed_attention(model: PreTrainedModel) -> None:
     if attends == "sdpa":
         attention_kernels.activate_flash_attention_3(model.config)
     if attends == "eager":
-        log.info(f"Packed attention is {type(model).__name__}'s own, row by row: quadratic in a row's tokens.")
+        log.info(f"Packed attention: {type(model).__name__}'s own, sample by sample, quadratic in its tokens.")
 
 
 def packed_arguments(model: PreTrainedModel, lengths: list[int], device: torch.device) -> dict[str, Any]:

@@ -59,11 +59,9 @@ def choose_quantization(
         return Quantization(asked, settings.skip_modules, is_stored=False)
     note: dict[str, Any] = stored if isinstance(stored, dict) else stored.to_dict()
     if (method := note.get("quant_method", "bitsandbytes")) != "bitsandbytes" or not note.get("load_in_4bit"):
-        raise UserError(f"--model_name: it is quantized with {method}, and not in 4 bits. Use the original model.")
+        raise UserError(f"--model_name: quantized with {method}, not in bitsandbytes' 4 bits. Use the original model.")
     if settings.mode == "8bit" or not use_peft:
-        raise UserError(
-            "--model_name: it is quantized already, in 4 bits. Use --use_peft, and no other --quantization."
-        )
+        raise UserError("--model_name: already quantized in 4 bits. Use --use_peft, and no other --quantization.")
     del model_config.quantization_config
     # transformers quantizes in blocks of 64 only, and does not write that down.
     scheme = FourBit(note.get("bnb_4bit_quant_type", "fp4"), 64, dtype)
@@ -93,8 +91,8 @@ def quantize_linears(model: PreTrainedModel, quantization: Quantization) -> str:
     whole = {name: linear for name, linear in chosen.items() if linear.in_features % scheme.block_size == 0}
     if not whole or (is_stored and len(whole) < len(chosen)):
         raise UserError(
-            f"--quantization: this model does not work in {scheme.name}: of {len(linears)} linear layers "
-            f"{len(linears) - len(chosen)} are skipped, and {len(chosen) - len(whole)} have rows of broken blocks."
+            f"--quantization: {scheme.name} does not support this model: of {len(linears)} linear layers "
+            f"{len(linears) - len(chosen)} are skipped, and {len(chosen) - len(whole)} are no multiple of a block wide."
         )
     for name, linear in whole.items():
         model.set_submodule(name, QuantizedLinear(linear, scheme, is_stored))
@@ -111,7 +109,7 @@ def quantize_linears(model: PreTrainedModel, quantization: Quantization) -> str:
     experts = f" and {len(stacked)} stacks of experts" if stacks else ""
     return (
         f"Quantized to {scheme.name}: {len(whole)} linear layers{experts}, {weights:,} of {total_weights(model):,} "
-        f"weights; as they are: {listed([name for name in [*linears, *stacks] if name not in whole | stacked])}"
+        f"weights; not quantized: {listed([name for name in [*linears, *stacks] if name not in whole | stacked])}"
     )
 
 

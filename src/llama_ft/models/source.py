@@ -65,7 +65,7 @@ class SafetensorsSource(WeightSource):
                     for name, header in headers.items()
                 }
             except Exception as error:  # the header may be anything: no JSON, a list, or longer than memory
-                damage = "It is missing or damaged: download it again."
+                damage = "It is missing or corrupted: download it again."
                 raise UserError(f"{file}: cannot be read as safetensors ({reason(error)}).\n{damage}") from error
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
@@ -95,7 +95,7 @@ def open_weights(folder: Path) -> WeightSource:
     """The weights of a model folder as they are stored; a UserError if there are none or a file cannot be read."""
     if files := weight_files(folder):
         return SafetensorsSource(files)
-    raise UserError(f"{folder}: no {SINGLE_FILE} or {INDEX_FILE} here. Of other formats, {TO_SAFETENSORS}")
+    raise UserError(f"{folder}: no {SINGLE_FILE} or {INDEX_FILE} here. {TO_SAFETENSORS}")
 
 
 def fingerprint(folder: Path) -> str:
@@ -134,10 +134,10 @@ def weight_files(folder: Path) -> list[Path]:
     try:
         names = {Path(name) for name in json.loads(_regular(index).read_text())["weight_map"].values()}
     except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise UserError(f"{index}: not an index of weights ({error}).") from error
+        raise UserError(f"{index}: not a safetensors index ({error}).") from error
     for name in names:
         if name.is_absolute() or ".." in name.parts:
-            raise UserError(f"{index}: names {name}, which is outside of its folder.")
+            raise UserError(f"{index}: names {name}, which is outside its directory.")
     return sorted(_regular(folder / name) for name in names)
 
 

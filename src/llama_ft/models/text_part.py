@@ -79,7 +79,7 @@ def auto_class(config: PretrainedConfig, trust_remote_code: bool = False) -> Any
         why = "no text decoder" if chosen is None else "no text decoder that works without its encoder"
         raise UserError(
             f"--model_name: {named} (model_type {config.model_type}) has {why}.\n"
-            f"Supported is what Transformers loads with {supported}."
+            f"Supported are models that Transformers loads with {supported}."
         )
     return chosen
 

@@ -223,8 +223,8 @@ def find_differences(ranks: list[Held]) -> list[str]:
                 warnings.setdefault(
                     rank,
                     f"rank {rank} holds {size_text(size)} of {name}, the other ranks {size_text(usual)}. The whole "
-                    f"model is {size_text(ranks[rank].model)}.\nLook for what that rank alone does: from_pretrained, "
-                    "torch.load or full_tensor where rank == 0 would do this.",
+                    f"model is {size_text(ranks[rank].model)}.\nLook for code that runs only on that rank, such as "
+                    "from_pretrained, torch.load or full_tensor under `if rank == 0`.",
                 )
     return list(warnings.values())
 

@@ -98,14 +98,14 @@ class RunLog(contextlib.AbstractContextManager["RunLog"]):
         def give() -> None:
             for tracker in self._trackers:
                 if tracker.takes_result:
-                    with _continue_without(tracker, f"did not take the result, which is in {folder}."):
+                    with _continue_without(tracker, f"did not accept the final model, which is in {folder}."):
                         tracker.log_result(folder, step, step == best_step > 0)
 
         thread = threading.Thread(target=give, daemon=True)
         thread.start()
         thread.join(seconds)
         if thread.is_alive():
-            log.warning(f"The result was not uploaded within {seconds:.0f} s; it is in {folder}.")
+            log.warning(f"The final model was not uploaded within {seconds:.0f} s; it is in {folder}.")
 
     def _log_to_trackers(self, step: int, metrics: Metrics) -> None:
         series = one_series_per_rank(metrics)

@@ -46,7 +46,7 @@ class RunMetadata:
             # ASCII: an answer may hold half a character.
             replace_text(self.path, json.dumps(self._facts, default=str) + "\n")
         except OSError as error:
-            log.warning(f"{self.path} could not be written, and report.html will lack what is in it: {error.strerror}")
+            log.warning(f"{self.path} could not be written, so report.html will lack its contents: {error.strerror}")
 
     def add_samples(self, when: str, samples: Sequence[dict[str, str]]) -> None:
         """Add answers: question, answer and, if known, reference, in place of earlier ones of the same moment."""

@@ -136,7 +136,7 @@ class WandbTracker(Tracker):
                 settings=wandb.Settings(mode=wandb_mode(config), **WANDB_PRIVATE),
             )
         except (wandb.Error, ValueError) as error:  # the latter of a tag that is too long
-            raise UserError(f"--use_wandb: W&B did not take the run: {reason(error)}\n{WANDB_HINT}") from error
+            raise UserError(f"--use_wandb: W&B did not accept the run: {reason(error)}\n{WANDB_HINT}") from error
         self.run_id, self.first_step = self._run.id, self._run.starting_step
         if not self._offline:
             log.info(f"W&B: {self._run.url}")
@@ -266,8 +266,8 @@ def connect_mlflow(config: TrackingConfig, output_dir: Path) -> Any:
         raise UserError(f"--use_mlflow: {reason(error)}.\npip install -e .[mlflow] installs it.") from error
     except Exception as error:  # of MLflow, its database or the network: whatever it is, there is no run
         raise UserError(
-            f"--use_mlflow: {mask_secrets(store)} did not take the run: {mask_secrets(reason(error))}\n"
-            "Check --mlflow_tracking_uri, or leave it and MLFLOW_TRACKING_URI out to write to the folder mlruns."
+            f"--use_mlflow: {mask_secrets(store)} did not accept the run: {mask_secrets(reason(error))}\n"
+            "Check --mlflow_tracking_uri. Without it and MLFLOW_TRACKING_URI, MLflow writes to the directory mlruns."
         ) from error
 
 

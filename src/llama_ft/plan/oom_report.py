@@ -29,7 +29,7 @@ SECONDS_TO_PLAN = 120.0
 NEEDS_LESS = 0.9
 STEP_PHASES: tuple[Phase, ...] = ("forward", "backward", "optimizer step")
 TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_", "PET_")
-PAGE = "What takes less host memory: docs/troubleshooting/exit-code-9.md."
+PAGE = "How to use less host memory: docs/troubleshooting/exit-code-9.md."
 
 
 @contextmanager
@@ -74,8 +74,8 @@ class MemoryReport:
         use, run = memory_use(job.device), self._run
         total = use.device if is_cuda else max(0, use.anonymous - self._before.anonymous)
         plan = read_plan(run) if run else None
-        planned = f"Planned: {size_text(plan.device_bytes)}, most in {plan.peak.phase}" if plan else "No plan"
-        lines = [ended, f"Held most: {held_most(model, optimizer, total)}."]
+        planned = f"Planned: {size_text(plan.device_bytes)}, peak in {plan.peak.phase}" if plan else "No plan"
+        lines = [ended, f"Largest categories: {held_most(model, optimizer, total)}."]
         lines.append(f"{planned}; available per rank: {free_text(self._free)}.")
         if self._config.memory.memory_snapshot and run:
             lines.append(f"Memory snapshot: {write_snapshot(run, job.rank, 'out-of-memory')}")
@@ -104,11 +104,11 @@ class MemoryReport:
                 planner = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=time)
                 fits = json.loads(planner.stdout.strip().rpartition("\n")[2])["fits"]
                 texts = [f"{' '.join(it['flags'])} ({size_text(it['peak_bytes'])})" for it in fits]
-                answer = " or ".join(texts) or "none of the changes that were planned."
+                answer = " or ".join(texts) or "none of the planned changes."
             except subprocess.TimeoutExpired:
-                answer = f"not found out within {SECONDS_TO_PLAN:g} s. Ask recipes/plan.py --fit."
+                answer = f"unknown, planning takes over {SECONDS_TO_PLAN:g} s. Run recipes/plan.py --fit."
             except ValueError:
-                answer = f"not found out, {planner.stderr.strip().rpartition(chr(10))[2]}"
+                answer = f"unknown, {planner.stderr.strip().rpartition(chr(10))[2]}"
         return f"What would fit in {free_text(limit)} per rank: {answer}"
 
     def last_end(self, run: Path) -> str:
@@ -128,7 +128,7 @@ class MemoryReport:
         if (plan := read_plan(run) if run else None) is None:
             return PAGE
         load, save = size_text(plan.host_load_bytes), size_text(plan.host_save_bytes)
-        return f"Planned on the host per rank, besides Python: {load} while loading, {save} while saving.\n{PAGE}"
+        return f"Planned host memory per rank, without Python: {load} while loading, {save} while saving.\n{PAGE}"
 
     @property
     def _run(self) -> Path | None:

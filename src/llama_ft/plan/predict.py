@@ -150,7 +150,7 @@ def _routing(model: PreTrainedModel) -> str:
         return ""
     chosen = getattr(model.config.get_text_config(), "num_experts_per_tok", None) or "some"
     experts = max(parameter.shape[0] for parameter in stacked.values())
-    return f"Experts: {chosen} of {experts} per token. Any routing takes this memory, also all tokens to one expert."
+    return f"Experts: {chosen} of {experts} per token. The memory does not depend on the routing."
 
 
 def _memory(request: PlanRequest, tracker: Tracker, saved_bytes: int) -> dict[str, Any]:

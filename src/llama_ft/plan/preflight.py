@@ -109,17 +109,17 @@ class Preflight:
         plan = self._receive(SECONDS_FOR_PLAN)
         if isinstance(plan, Plan):
             plan.save(output_dir)
-            needs = f"{size_text(plan.device_bytes)} of {free_text(self._free)} a rank"
-            log.info(f"Planned: {needs} at most ({plan.peak.phase}); plan.json says what holds it")
+            needs = f"{size_text(plan.device_bytes)} of {free_text(self._free)} per rank"
+            log.info(f"Planned: peak of {needs} ({plan.peak.phase}); plan.json lists the categories")
             if plan.device_bytes > self._free:
                 fits = self._receive(SECONDS_FOR_ADVICE)
-                log.warning(f"This run will most likely not fit: it needs {needs}. What would fit:\n  {fits}")
+                log.warning(f"This run will probably run out of memory: it needs {needs}. What would fit:\n  {fits}")
             host = max(plan.host_load_bytes, plan.host_save_bytes)
             if plan.device == "cuda" and host > self._free_on_host:
-                needs = f"{size_text(host)} of {free_text(self._free_on_host)} a rank"
-                log.warning(f"This run will most likely need more host memory than there is: {needs}.")
+                needs = f"{size_text(host)} of {free_text(self._free_on_host)} per rank"
+                log.warning(f"This run will probably run out of host memory: it needs {needs}.")
         else:
-            log.info(f"The run's memory was not planned: {plan}")
+            log.info(f"No memory plan: {plan}")
         self._end()
 
     def _end(self) -> None:
@@ -171,7 +171,7 @@ def _answers(request: PlanRequest, free: float, build_model: BuildModel) -> Iter
             fits = find_fits(request, build_model, free, plan, True, log.debug)
             sizes = [(it, size_text(it.plan.device_bytes)) for it in fits]
             lines = [f"{' '.join(it.flags)} would need {size} ({it.gives_up})" for it, size in sizes]
-            yield "\n  ".join(lines) or "none of the changes that were planned"
+            yield "\n  ".join(lines) or "none of the planned changes"
     except Exception as error:  # what is wrong with the run, the run will say
         yield reason(error)
 

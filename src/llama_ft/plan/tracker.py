@@ -46,7 +46,7 @@ CUBLAS_BYTES = 32 * 2**20
 # What fully_shard allocates where: held by the unit, not by the module at work.
 ALLOCATING: dict[tuple[Any, str], MemoryCategory] = {
     (param_group, "foreach_all_gather"): "communication buffers",
-    (param_group, "foreach_all_gather_copy_out"): "gathered units",
+    (param_group, "foreach_all_gather_copy_out"): "unsharded units",
     (param_group, "foreach_reduce"): "communication buffers",
 }
 if hasattr(FSDPParam, "to_accumulated_grad_if_needed"):  # torch 2.15 sums gradients where autograd does

@@ -94,22 +94,22 @@ def describe(plan: Plan) -> str:
         return [f"{peak.holders[name] / 2**20:,.0f}" for peak in peaks]
 
     ranks = f"{plan.world_size} rank{'s' if plan.world_size > 1 else ''} ({plan.device.upper()})"
-    slack, outside = size_text(plan.reserved_bytes - peak.bytes), size_text(plan.outside_bytes)
-    on_gpu = f"A GPU needs {size_text(plan.device_bytes)}: {slack} of slack in torch's allocator, and about {outside}"
-    load, save = size_text(plan.host_load_bytes), size_text(plan.host_save_bytes)
+    spare, outside = size_text(plan.reserved_bytes - peak.bytes), size_text(plan.outside_bytes)
+    on_gpu = f"A GPU needs {size_text(plan.device_bytes)}, including {spare} of allocator overhead and about {outside}"
+    load, save, final_model = map(size_text, (plan.host_load_bytes, plan.host_save_bytes, plan.result_bytes))
     # Measured on an AMD Zen 4: 0.4 GiB after all imports; runs on the CPU, on 2 and 4 ranks, held 0.4 to 1.2 GiB beside
     # their tensors after a few steps.
-    beside = "0.5 to 2 GiB beside it" if is_cuda else "0.4 GiB beside it, and unused heap up to 0.8 GiB"
-    on_host = f"Host memory of a rank for tensors: {load} while loading, {save} while saving"
+    more = "0.5 to 2 GiB more" if is_cuda else "0.4 GiB more, and unused heap up to 0.8 GiB"
+    on_host = f"Host memory per rank for tensors: {load} while loading, {save} while saving"
     lines = [
-        f"Rank 0 of {ranks}, micro-batches of {plan.tokens:,} tokens, all trained on. MiB at the peak of each phase:",
+        f"Rank 0 of {ranks}, micro-batches of {plan.tokens:,} tokens, all in the loss. MiB at the peak of each phase:",
         row("", [peak.phase for peak in peaks]),
         *(row(name, cells) for name in MEMORY_CATEGORIES if set(cells := sizes(name)) != {"0"}),
         row("all tensors", [f"{peak.bytes / 2**20:,.0f}" for peak in peaks]),
-        f"\nMost at once: {size_text(peak.bytes)} of tensors, in phase {peak.phase}.",
+        f"\nPeak: {size_text(peak.bytes)} of tensors, in phase {peak.phase}.",
         f"{on_gpu} for CUDA{' and NCCL' if plan.world_size > 1 else ''}." if is_cuda else "",
-        f"{on_host if is_cuda else 'All of it is host memory'}; Python and its libraries take {beside}.",
-        f"On disk: {size_text(plan.checkpoint_bytes)} a checkpoint, {size_text(plan.result_bytes)} the result.",
+        f"{on_host if is_cuda else 'All of it is host memory'}; Python and its libraries take {more}.",
+        f"On disk: {size_text(plan.checkpoint_bytes)} per checkpoint, {final_model} for the final model.",
         plan.routing,
         "Extrapolated from 3 and 5 layers." if plan.is_quick else "",
     ]

@@ -42,10 +42,10 @@ def pick_device(device: str, gpus: int, local_rank: int, local_world_size: int) 
     if device == "cpu" or gpus == 0:
         return torch.device("cpu")
     if local_world_size > gpus:
-        problem = f"{local_world_size} processes on {socket.gethostname()}, each of which needs a GPU: it has {gpus}."
+        problem = f"{local_world_size} processes on {socket.gethostname()} need a GPU each, and it has {gpus}."
         # As SLURM's --gpus-per-task=1 does it, and as it always is with slices of a GPU (MIG).
-        one = " If each process sees a GPU of its own, let all see all (SLURM: --gpus-per-node)." if gpus == 1 else ""
-        raise UserError(f"{problem}\n--nproc_per_node {gpus} uses what is there; --device cpu trains on the CPU.{one}")
+        one = " If each process sees only its own GPU, let it see all (SLURM: --gpus-per-node)." if gpus == 1 else ""
+        raise UserError(f"{problem}\n--nproc_per_node {gpus} uses those; --device cpu trains on the CPU.{one}")
     return torch.device("cuda", local_rank)
 
 
@@ -117,9 +117,9 @@ def advise_precision(asked: PrecisionName, free_to_choose: bool, device: torch.d
     else:
         slowdown = 1.0 if dtype == torch.float32 else product_slowdown(dtype)
         is_slow, name = slowdown > SLOW, asked.partition("_")[0]
-        what = f"this CPU only emulates {name} matrix products, {slowdown:.0f} times slower than fp32 ones"
+        what = f"this CPU only emulates {name} matmuls, {slowdown:.0f} times slower than fp32"
     if is_slow and free_to_choose:
         return "fp32", f"precision=fp32: {what}."
     if is_slow and is_gpu:
         raise UserError(f"--precision {asked}: {what}.\n--precision fp16 uses loss scaling; fp32 is exact and slower.")
-    return asked, f"{what}. --precision fp32 is faster here, and takes more memory." if is_slow else ""
+    return asked, f"{what}. --precision fp32 is faster here but needs more memory." if is_slow else ""

@@ -51,7 +51,7 @@ class Stopped(SystemExit):
     def __init__(self, stop: Stop, step: int | None = None, checkpoint: Path | None = None) -> None:
         super().__init__(stop.exit_code)
         self.exit_code, self.agreed = stop.exit_code, step is not None
-        way_on = f"To go on: --resume {checkpoint}" if checkpoint else "Nothing was saved."
+        way_on = f"To resume: --resume {checkpoint}" if checkpoint else "Nothing was saved."
         self.message = f"stopped by {stop.reason}" + (f" after step {step}. {way_on}" if self.agreed else "")
 
 
@@ -178,11 +178,11 @@ def _messages(error: BaseException, rank: int, explainer: Explainer | None, stat
     if isinstance(error, KeyboardInterrupt | Stopped):
         message = error.message if isinstance(error, Stopped) else "stopped by Ctrl-C"
         is_whole = status is None or not status.step or "after step" in message
-        yield message if is_whole else f"{message}. To go on: --output_dir {run} --resume auto"
+        yield message if is_whole else f"{message}. To resume: --output_dir {run} --resume auto"
         return
     way_on = f"\n{_explained(explainer.describe_kill)}" if explainer is not None and KILLED in str(error) else ""
     if run is not None and any((run / "checkpoints").glob("step-*")):
-        way_on += f"\nThe same command goes on from the last complete checkpoint with --output_dir {run} --resume auto"
+        way_on += f"\nTo resume from the last complete checkpoint, add --output_dir {run} --resume auto to the command."
     if isinstance(error, UserError):
         yield str(error) + (textwrap.indent(way_on, INDENT) if isinstance(error, LostRank) else "")
     elif (kind := shortage(error)) is not None:

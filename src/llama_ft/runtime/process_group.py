@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from llama_ft.errors import LostRank, UserError
+from llama_ft.errors import LostRank, UserError, counted
 from llama_ft.processes import cores
 from llama_ft.runtime.console import configure_console
 from llama_ft.runtime.devices import pick_device, take_device
@@ -127,22 +127,22 @@ class Runtime:
         """Say which devices the ranks have, and how parameters and batches are distributed; all ranks call it.
 
         Args:
-            rows: of one micro-batch of one rank.
+            rows: samples, or packed sequences, of one micro-batch of one rank.
             micro_batches: of one optimizer step of one rank.
-            global_batch: rows of one optimizer step of all ranks.
-            unit: what is counted as a row: "row" or "pack".
+            global_batch: samples, or packed sequences, of one optimizer step of all ranks.
+            unit: what these are: "row", a sample, or "pack", a packed sequence.
         """
         notes: list[Any] = [None] * self.world_size
         dist.all_gather_object(notes, self.device_note)
         shards, is_offloaded = self.mesh["shard"].size(), self.storage_device != self.device
         product = f"ranks ({self.world_size}) x micro-batch ({rows}) x accumulation ({micro_batches})"
         if global_batch != self.world_size * rows * micro_batches:  # of a run that was begun on other ranks
-            product = f"as before, at most {rows} in a micro-batch of a rank"
+            product = f"as before, at most {rows} per rank and micro-batch"
         lines = [
             f"Mesh: replicate {self.world_size // shards} x shard {shards}",
             *(f"{count} x {note}" for note, count in Counter(notes).items()),
             *["parameters and optimizer state in host memory"] * is_offloaded,
-            f"global batch: {global_batch} {unit}s = {product}",
+            f"global batch: {counted(global_batch, 'packed sequence' if unit == 'pack' else 'sample')} = {product}",
         ]
         return "\n  ".join(lines)
 

@@ -134,7 +134,7 @@ def describe_hang(reports: Sequence[Report], asker: int, seconds: float) -> str:
     for rank in (missing or [rank for rank in range(len(reports)) if rank != asker])[:8]:
         report = reports[rank]
         is_silent = report.time < reports[asker].time - SECONDS_OF_SILENCE
-        state = "does not answer: it is stopped or gone" if is_silent else f"is at {report.place}"
+        state = "does not respond: it is suspended or has ended" if is_silent else f"is at {report.place}"
         lines.append(f"rank {rank} ({report.host}, pid {report.pid}) {state}")
     return "\n".join(lines)
 

@@ -19,12 +19,12 @@ def advice(config: Config, names_dataset: bool, global_batch: int, size: int | N
     """
     train, given_model, found = config.train, config.model.model_name != "demo", []
     if given_model and config.data.dataset == "demo" and not names_dataset:
-        found.append("dataset is demo, questions about Python's standard library. --dataset names yours.")
+        found.append("dataset is demo, questions about Python's standard library. Set --dataset to train on your data.")
     if size is not None and size < global_batch:
         unit = "packed sequences" if config.data.batching_strategy == "packing" else "samples"
         found.append(
-            f"an epoch has {size} {unit}, and an optimizer step takes {global_batch}: each epoch is one step. "
-            "--gradient_accumulation_steps, --batch_size_training and fewer processes make it less."
+            f"the global batch ({global_batch}) is larger than an epoch ({size} {unit}): each epoch is one step. "
+            "Lower --gradient_accumulation_steps or --batch_size_training, or use fewer processes."
         )
     if train.optimizer not in ADAM:
         is_usual, usual = train.lr > OTHERS_LR, "1e-3 or above for SGD and Adafactor"

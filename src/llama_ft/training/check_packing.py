@@ -60,11 +60,11 @@ def check_packing(model: PreTrainedModel, rows: Dataset, longest: int, dtype: to
         difference = max(((ours - row).abs().mean() / row.std()).item() for row, ours in together)
         if difference <= (TOLERANCE_FP32 if is_exact else TOLERANCE_ROUNDED):
             break
-        problem = f"{type(model).__name__} does not keep packed rows apart (their logits differ by {difference:.2g} of "
-        problem += "their deviation)"
+        problem = f"{type(model).__name__} does not keep packed samples apart (their logits differ by "
+        problem += f"{difference:.2g} of their deviation)"
         if not mixers.run_more_by_row():
             raise UserError(f"--batching_strategy packing: {problem}.\nUse --batching_strategy padding.")
-        log.info(f"{problem}: {mixers.names()} compute one row after another.")
+        log.info(f"{problem}: {mixers.names()} compute one sample after another.")
     if has_chunked_loss(model):
         input_ids, positions = torch.cat(parts).to(device), _last_positions(parts).to(device)
         targets = input_ids.roll(-1)[positions]
@@ -75,8 +75,8 @@ def check_packing(model: PreTrainedModel, rows: Dataset, longest: int, dtype: to
         if not math.isclose(chunked, of_logits, rel_tol=TOLERANCE_LOSS):
             forget_chunked_loss(model)
             log.warning(
-                f"The loss is computed from all logits at once, which takes more memory: the chunked loss of "
-                f"{type(model).__name__} is {chunked:g} and not {of_logits:g}."
+                f"Chunked cross-entropy is off, which takes more memory: with {type(model).__name__} it gives "
+                f"{chunked:g}, and the full logits give {of_logits:g}."
             )
     free_unsharded(model)
     model.train()

@@ -217,6 +217,6 @@ def stop_if_not_finite(step: Step, last_checkpoint: Callable[[], Path | None], r
     rows = "\n".join([line for lines in everyone for line in lines][:MICRO_BATCHES_NAMED])
     kept = f"The last good checkpoint is {last}." if (last := last_checkpoint()) else "No checkpoint was written yet."
     raise RunFailure(
-        f"step {step.step}: the loss is {loss:g} and the gradient norm {norm:g}; the run cannot go on.\nThe samples of "
-        f"this step:\n{rows}\n{kept} A lower --lr, --warmup_steps, --gradient_clipping or --precision fp32 can help."
+        f"step {step.step}: the loss is {loss:g} and the gradient norm {norm:g}; training cannot continue.\n"
+        f"The samples:\n{rows}\n{kept} A lower --lr, --warmup_steps, --gradient_clipping or --precision fp32 can help."
     )

@@ -42,7 +42,7 @@ class LossScale:
         if not math.isfinite(loss) or self.factor <= SMALLEST_FACTOR:
             return False
         self.factor, self.good_steps, self.skipped_steps = self.factor / 2, 0, self.skipped_steps + 1
-        log.info(f"step {step} is skipped: its gradients overflowed fp16. The loss scale is now {self.factor:g}.")
+        log.info(f"step {step} was skipped: its gradients overflowed fp16. The loss scale is now {self.factor:g}.")
         return True
 
     def metrics(self) -> dict[str, float]:
