@@ -49,3 +49,8 @@ def configure_console(rank: int) -> None:
     log.handlers = [_ConsoleHandler()]
     log.setLevel(logging.INFO if rank == 0 else logging.CRITICAL)
     log.propagate = False
+
+
+def be_quiet() -> None:
+    """From now on log warnings only (--quiet). What is printed to `console` is still shown."""
+    log.setLevel(max(log.level, logging.WARNING))

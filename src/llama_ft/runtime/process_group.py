@@ -139,12 +139,12 @@ class Runtime:
         if global_batch != self.world_size * rows * micro_batches:  # of a run that was begun on other ranks
             product = f"as before, at most {rows} in a micro-batch of a rank"
         lines = [
-            f"Mesh: replicate {self.world_size // shards} x shard {shards}",
+            *[f"Mesh: replicate {self.world_size // shards} x shard {shards}"] * (self.world_size > 1),
             *(f"{count} x {note}" for note, count in Counter(notes).items()),
             *["parameters and optimizer state in host memory"] * is_offloaded,
             f"global batch: {global_batch} {unit}s = {product}",
         ]
-        return "\n  ".join(lines)
+        return ("\n  " if self.world_size > 1 else "; ").join(lines)
 
 
 @contextmanager
