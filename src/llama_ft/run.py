@@ -392,8 +392,7 @@ def start_run(requested: Config, sources: dict[str, str], build_model: BuildMode
         observe.MemoryMonitor(job) as memory,
         explain_errors(requested, job, memory, planner),
     ):
-        if requested.tracking.quiet:
-            runtime.be_quiet()
+        runtime.set_quiet(requested.tracking.quiet)
         resumed = checkpoint.find_checkpoint(requested.checkpoint, job)
         config = checkpoint.resolve_precision(requested, sources, job, resumed)
         log.info("\n  ".join(["Settings that differ from the defaults:", *differences(config)]))

@@ -51,6 +51,6 @@ def configure_console(rank: int) -> None:
     log.propagate = False
 
 
-def be_quiet() -> None:
-    """From now on log warnings only (--quiet). What is printed to `console` is still shown."""
-    log.setLevel(max(log.level, logging.WARNING))
+def set_quiet(quiet: bool) -> None:
+    """If `quiet`, log warnings only from now on. What is printed to `console` is still shown."""
+    log.setLevel(max(log.level, logging.WARNING) if quiet else log.level)
