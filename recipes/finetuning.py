@@ -9,14 +9,12 @@ from pathlib import Path
 
 from llama_ft.config import Config, check_command_line, load_flags, parse_size
 
-PLANNER, CHAT = Path(__file__).with_name("plan.py"), Path(__file__).with_name("inference.py")
+PLANNER = Path(__file__).with_name("plan.py")
 DEMO_CONFIG = Path(__file__).resolve().parent.parent / "configs" / "demo.yaml"
 
 if __name__ == "__main__":
     check_command_line(str(__doc__), DEMO_CONFIG)  # before the imports below, which take 6 s
 
-import os  # noqa: E402
-import sys  # noqa: E402
 import time  # noqa: E402
 from functools import partial  # noqa: E402
 
@@ -81,6 +79,7 @@ def main(**flags: str) -> None:
             train(run, model, objective, tokenizer, pad)
             if config.checkpoint.save_model:
                 export(run, model, adapter, stored_dtypes, folder, tokenizer)
+            run.log_summary(PLANNER.parent)
 
 
 def find_model(config: Config, ask_hub: bool) -> tuple[Path, PretrainedConfig, PreTrainedTokenizerBase]:
@@ -133,7 +132,8 @@ def build_model(
         models.compile_layers(model)
     models.set_storage_dtypes(model, precision)
     units = models.apply_fsdp(model, job.mesh, config.fsdp, precision)
-    log.info(models.unit_table(units))
+    if job.world_size > 1:  # on one process nothing is sharded
+        log.info(models.unit_table(units))
     memory.enter("load")
     started = time.perf_counter()
     stored_dtypes = models.load_weights(
@@ -226,9 +226,6 @@ def export(
         checkpoint.export_model(
             model, result, folder, stored_dtypes, save_dtype, largest_file, tokenizer, write_card, run.job
         )
-    python = os.path.relpath(sys.executable) if sys.executable.startswith(os.getcwd()) else "python"
-    log.info(f"The fine-tuned {'adapter' if adapter else 'model'}: {result}")
-    log.info(f"Chat with it: {python} {os.path.relpath(CHAT)} {run.directory}")
     run.log_result(result)
 
 

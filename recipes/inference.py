@@ -41,7 +41,7 @@ def main(options: InferenceFlags) -> None:
     with runtime.start(options.device, degree, timeout_seconds=SECONDS_TO_WAIT) as job:
         has_prompt = bool(options.prompt or options.prompt_file or options.prompts)
         is_chat = job.broadcast_from_rank0(lambda: options.chat or (not has_prompt and sys.stdin.isatty()))
-        prompts = read_prompts(options.prompts) if options.prompts else []
+        prompts = read_prompts(options.prompts, options.columns) if options.prompts else []
         prompt = "" if prompts or is_chat else job.broadcast_from_rank0(lambda: one_prompt(options))
         opened = open_model(options.places[0], options, job)
         if job.world_size == 1:

@@ -69,7 +69,7 @@ class Run:
     ) -> None:
         self.config, self.job, self.memory, self.resumed = config, job, memory, resumed
         self.state = training.TrainState(config.train)
-        self._sources, self._preflight = sources, preflight
+        self._sources, self._preflight, self._started_at = sources, preflight, time.monotonic()
         self._info = checkpoint.describe_run(config)
         self._check_same_run()
         result = checkpoint.finished_result(resumed, config.checkpoint) if resumed else None
@@ -191,7 +191,7 @@ class Run:
             checkpoint.restore(self.resumed, model, optimizer, self.job)
             self._metrics = self.resumed.trainer["metrics"]
         self._snapshot_step = self.state.step + observe.SNAPSHOT_STEPS
-        self._first_step_at = math.inf
+        self._first_step_at, self._ended = math.inf, "no further step"
 
     @contextmanager
     def training(self, model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> Iterator[None]:
@@ -321,8 +321,7 @@ class Run:
         if reason:
             self.facts.add(stopped_early=reason)
         if reason or due.is_last:
-            done = f"step {self.state.step} of {self.batches.total_steps}"
-            log.info(f"Training ended after {done}: {reason or 'all steps are done'}.")
+            self._ended = f"step {self.state.step} of {self.batches.total_steps}: {reason or 'all steps are done'}"
             return True
         if due.stop is not None:
             self.writer.finish()
@@ -342,7 +341,6 @@ class Run:
             kept = checkpoint.open_best(step, self.directory, self.resumed, self.job)
             checkpoint.restore_weights(kept, model)
             self._weights_of = kept.step
-            log.info(f"The weights of step {kept.step} are taken; step {best.step} has the best loss, {best.loss:.4f}.")
 
     def show_answers(self, when: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, pad: int) -> None:
         """Log the model's answers to the sample prompts and keep them for the report. `when` is their heading."""
@@ -362,6 +360,13 @@ class Run:
         self.facts.add(weights_of=self._weights_of)
         seconds = parse_duration(self.config.train.collective_timeout) / 2  # the other ranks wait for it
         self.log.log_result(result, self._outcome(), seconds)
+
+    def log_summary(self, recipes: Path) -> None:
+        """Print how the run went, what it has left and what to do with it. `recipes` is the recipes' directory."""
+        if self.job.is_main:
+            best, seconds = self.state.best, time.monotonic() - self._started_at
+            about = self._ended, seconds, (best.loss, best.step), self._weights_of, self.dataset.validation is not None
+            runtime.console.print(observe.summary(self.config, self.directory, recipes, *about))
 
     def _outcome(self) -> dict[str, Any]:
         weights = {"weights_of": self._weights_of, "best_step": self.state.best.step}
@@ -387,6 +392,7 @@ def start_run(requested: Config, sources: dict[str, str], build_model: BuildMode
         observe.MemoryMonitor(job) as memory,
         explain_errors(requested, job, memory, planner),
     ):
+        runtime.set_quiet(requested.tracking.quiet)
         resumed = checkpoint.find_checkpoint(requested.checkpoint, job)
         config = checkpoint.resolve_precision(requested, sources, job, resumed)
         log.info("\n  ".join(["Settings that differ from the defaults:", *differences(config)]))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from datasets import Dataset
 from transformers import AutoTokenizer
 
 from llama_ft.errors import UserError
@@ -45,8 +46,41 @@ def test_prompts_are_lines_or_rows_whose_other_keys_are_kept(tmp_path: Path) -> 
     assert [row for row, _ in read] == rows
 
 
+def test_prompts_are_samples_in_every_format_of_the_training_data(tmp_path: Path) -> None:
+    """With or without an answer at their end, which is left off."""
+    human, gpt = ({"from": said["role"], "value": said["content"]} for said in (TURN, REPLY))
+    rows: dict[str, Any] = {
+        "alpaca": {"instruction": "Hi", "input": "you", "output": "Hello."},
+        "alpaca without": {"instruction": "Hi", "input": "you"},
+        "sharegpt": {"conversations": [human, gpt]},
+        "sharegpt without": {"conversations": [human]},
+        "completion": {"prompt": [TURN], "completion": [REPLY]},
+        "text": {"prompt": "Hi", "completion": "Hello.", "system": "Be brief."},
+        "common names": {"question": "Hi", "response": "Hello."},
+    }
+    asked = {}
+    for name, row in rows.items():
+        (tmp_path / "rows.json").write_text(json.dumps([row, row]))
+        read = read_prompts(str(tmp_path / "rows.json"))
+        assert len(read) == 2 and read[0] == read[1]
+        asked[name] = read[0][1]
+    alpaca = [{"role": "user", "content": "Hi\n\nyou"}]
+    assert asked == {
+        **dict.fromkeys(("alpaca", "alpaca without"), alpaca), "text": "Be brief.\n\nHi",
+        **dict.fromkeys(("sharegpt", "sharegpt without", "completion", "common names"), [TURN]),
+    }  # fmt: skip
+    (tmp_path / "rows.csv").write_text("Ask;Reply\nHi;Hello.\n")
+    [(row, messages)] = read_prompts(str(tmp_path / "rows.csv"), ["question=Ask"])
+    assert (row, messages) == ({"instruction": "Hi", "Reply": "Hello."}, [TURN])
+    Dataset.from_list([{"messages": [TURN, REPLY], "id": 7}]).to_parquet(tmp_path / "rows.parquet")
+    [(row, messages)] = read_prompts(str(tmp_path / "rows.parquet"))
+    assert row["id"] == 7 and messages == [TURN]
+
+
 @pytest.mark.parametrize(
-    "row", ["{", [1], {"question": "Hi"}, {"prompt": " "}, {"messages": [REPLY]}, {"prompt": "a", "answer": "b"}]
+    "row",
+    ["{", [1], {"question": "Hi"}, {"prompt": " "}, {"messages": [REPLY]}]
+    + [{"prompt": "a", "completion": "b", "answer": "c"}],
 )
 def test_rows_that_are_no_prompts_are_told_by_their_lines(row: Any, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"rows\.jsonl:2: "):

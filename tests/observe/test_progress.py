@@ -20,15 +20,25 @@ def last_line(printed: io.StringIO) -> str:
     return [line.strip() for line in re.split(r"[\r\n]+", without_codes) if line.strip()][-1]
 
 
-def test_a_log_file_gets_plain_lines_some_seconds_apart_and_those_of_evaluations() -> None:
-    printed = io.StringIO()
-    with ProgressBar(100, console=Console(file=printed, soft_wrap=True, highlight=False, markup=False)) as progress:
-        progress.update(0, EVALUATION)
-        for step in range(12, 20):
+@pytest.mark.parametrize("is_quiet", [False, True])
+def test_a_log_file_gets_the_first_ten_steps_then_ever_fewer_and_all_evaluations(is_quiet: bool) -> None:
+    now, printed = [1000.0], io.StringIO()
+    console = Console(file=printed, soft_wrap=True, highlight=False, markup=False, get_time=lambda: now[0])
+    with ProgressBar(2000, steps_done=12, console=console, is_quiet=is_quiet) as progress:
+        for step in range(13, 2001):  # a step takes a second
+            now[0] += 1.0
             progress.update(step, STEP)
-    numbers = "loss 6.213  lr 1.2e-03  grad_norm 1.32  8,412 tokens/s  MFU 38%  matmul 50%  1.31 s/step"
-    expected = ["step 0/100  validation loss 9.011  perplexity 8191.70", f"step 12/100  {numbers}"]
-    assert printed.getvalue().splitlines() == expected
+            if step == 30:
+                progress.update(step, EVALUATION)
+    lines = printed.getvalue().splitlines()
+    assert lines.pop(0 if is_quiet else 10) == "step 30/2000  validation loss 9.011  perplexity 8191.70"
+    assert bool(lines) is not is_quiet
+    if lines:
+        numbers = "loss 6.213  lr 1.2e-03  grad_norm 1.32  8,412 tokens/s  MFU 38%  matmul 50%  1.31 s/step"
+        assert lines[0] == f"step 13/2000  {numbers}"
+        steps = [int(line.split("/")[0].removeprefix("step ")) for line in lines]
+        gaps = [later - earlier for earlier, later in zip(steps, steps[1:], strict=False)]
+        assert gaps[:9] == [1] * 9 and gaps[9:68] == [10] * 59 and gaps[68:-1] == [60] * 23 and steps[-1] == 2000
 
 
 @pytest.mark.parametrize("columns", [160, 80])

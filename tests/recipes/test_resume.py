@@ -162,7 +162,7 @@ def test_a_branch_finds_the_best_weights_in_the_run_it_left(two_ranks: Path) -> 
     """The best weights are of a step before the branch, and are taken in both."""
     best = json.loads((two_ranks / "early" / "checkpoints" / "best.json").read_text())
     assert best["step"] < 3 and not (two_ranks / "early-resumed" / "checkpoints" / best["checkpoint"]).exists()
-    assert (two_ranks / "output.txt").read_text().count(f"The weights of step {best['step']} are taken") == 2
+    assert (two_ranks / "output.txt").read_text().count(f"model of step {best['step']}: {two_ranks}/early") == 2
 
 
 def test_going_back_in_its_own_directory_sets_aside_what_is_newer(two_ranks: Path) -> None:

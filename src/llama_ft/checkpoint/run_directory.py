@@ -84,8 +84,9 @@ def _remove_earlier_run(folder: Path, settings: CheckpointConfig, may_remove: bo
     held = run_entries(folder)
     if held and not may_remove and (settings.resume != "auto" or (folder / "model").exists()):
         raise UserError(f"--output_dir {folder}: already holds a run or its final model. --overwrite replaces it.")
+    if held:
+        log.info(f"Removing the previous run in {folder}: {', '.join(path.name for path in held)}")
     for path in held:
-        log.info(f"Removing {path} of the previous run")
         shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 

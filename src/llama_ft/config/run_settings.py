@@ -172,7 +172,10 @@ class CheckpointConfig:
 
 @dataclass(config=STRICT, kw_only=True)
 class TrackingConfig:
-    """Where metrics go in addition to output_dir/metrics.jsonl."""
+    """Where metrics go in addition to output_dir/metrics.jsonl, and how much is printed."""
+
+    quiet: bool = False
+    """Print only warnings, validation losses and the summary at the end."""
 
     use_wandb: bool = False
     """Log to Weights & Biases."""

@@ -25,13 +25,12 @@ def show_samples(rows: "Dataset", tokenizer: "PreTrainedTokenizerBase", count: i
 
 
 def describe_first_batch(batch: "Batch", tokenizer: "PreTrainedTokenizerBase") -> str:
-    """Return the text of a batch's first two samples for the log."""
+    """Return a heading and the text of a batch's first sample, each in one line."""
     parts = [part[0].split(batch.row_lengths) if batch.is_packed else part for part in (batch.input_ids, batch.labels)]
     lines = [f"First batch: {counted(len(batch.row_lengths), 'sample')}; tokens in the loss are between [[ and ]]:"]
-    for ids, labels, length in list(zip(*parts, batch.row_lengths, strict=False))[:2]:
-        text = marked_text(ids[:length].tolist(), labels[:length].tolist(), tokenizer, BATCH_TOKENS)
-        lines.append(f"  {length:,} tokens: {text}")
-    return "\n".join(lines)
+    ids, labels, length = next(zip(*parts, batch.row_lengths, strict=False))
+    text = marked_text(ids[:length].tolist(), labels[:length].tolist(), tokenizer, BATCH_TOKENS).replace("\n", "\\n")
+    return "\n".join([*lines, f"  {length:,} tokens: {text}"])
 
 
 def marked_text(

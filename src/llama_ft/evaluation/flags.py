@@ -125,7 +125,9 @@ def _settle_samples(flags: EvaluateFlags, asked: list[Asked], given: Set[str]) -
         changed |= {name: getattr(DataConfig(), name) for name in (*SAMPLES[1:7], "streaming")}
         samples = f"the validation set of {flags.dataset} (--validation {flags.validation})"
         if "validation" not in given:
-            samples, split = f"all samples of {flags.dataset}", "train" if "dataset_split" in given else "validation"
+            has_split = "dataset_split" in given
+            samples = f"all samples of {flags.dataset}" + f", split {flags.dataset_split}" * has_split
+            split = "train" if has_split else "validation"
     elif runs and brings_validation(SimpleNamespace(**values_of(run))):
         samples = f"the validation set of {place}" + (f" ({run.data.validation})" if run.data.validation else "")
         if chosen := given & {"validation", "dataset_split"}:

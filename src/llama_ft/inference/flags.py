@@ -65,7 +65,10 @@ class InferenceFlags(ModelFlags):
     """One prompt, from a file."""
 
     prompts: str | None = None
-    """Many prompts: one per line in .txt; in .jsonl, samples with "prompt" or "messages"."""
+    """Many prompts: one per line in .txt, or samples as for training, whose last answer is left off."""
+
+    columns: list[str] = Field(default_factory=list)
+    """With --prompts: columns that have other names than in the format, as question=Question."""
 
     output_file: str | None = None
     """With --prompts: a new file for the answers, as JSON lines; stdout if not given."""

@@ -69,8 +69,8 @@ class Answerer:
         self.model.generation_config = config
         torch.manual_seed(options.seed + (job.rank if options.prompts else 0))  # one prompt is answered by all ranks
 
-    def tokens(self, prompt: Messages | str) -> list[int]:
-        """Return the token ids of a prompt; raise UserError if the chat template rejects it."""
+    def tokens(self, prompt: Messages | str, tools: Messages | None = None) -> list[int]:
+        """Return the token ids of a prompt, which may call `tools`; raise UserError if the chat template rejects it."""
         if isinstance(prompt, str) and not (self.tokenizer.chat_template or self._options.system_prompt):
             return list(self.tokenizer(prompt)["input_ids"])
         if not self.tokenizer.chat_template:
@@ -82,7 +82,12 @@ class Answerer:
         template = _compile_jinja_template(self.tokenizer.get_chat_template())
         template.globals["strftime_now"] = datetime.now().strftime
         try:
-            ids: Any = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+            ids: Any = self.tokenizer.apply_chat_template(
+                messages,
+                tools=tools,
+                add_generation_prompt=True,
+                return_dict=False,  # type: ignore[arg-type]
+            )
         except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
             raise UserError(f"the chat template rejects the prompt ({error}).") from error
         return list(ids)

@@ -4,6 +4,7 @@ Answers go to stdout, the rest to stderr."""
 import json
 import signal
 import sys
+from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from itertools import takewhile
 from pathlib import Path
@@ -11,7 +12,20 @@ from typing import Any
 
 import torch.distributed as dist
 
-from llama_ft.data.formats import BadRow, content_text
+from llama_ft.config.data_names import data_problem
+from llama_ft.config.settings import DataConfig
+from llama_ft.data.files import rows_of_file
+from llama_ft.data.formats import (
+    ROLES,
+    BadRow,
+    Row,
+    alpaca_messages,
+    chat_messages,
+    prompt_completion,
+    tools_of,
+)
+from llama_ft.data.reshape import reshaped
+from llama_ft.data.sources import Source
 from llama_ft.errors import RunFailure, UserError
 from llama_ft.inference.flags import InferenceFlags
 from llama_ft.inference.generate import Answer, Answerer, Messages
@@ -21,7 +35,7 @@ from llama_ft.runtime import Runtime, log
 with suppress(ImportError):  # not every Python has it; input() then has no history
     import readline  # noqa: F401
 
-PROMPT_FORMS = 'expected a JSON object with "prompt", a text, or "messages", a conversation; or a .txt file of prompts.'
+PROMPT_FORMS = 'expected a column "prompt", "instruction", "messages" or "conversations"; or a .txt file of prompts.'
 HELP = "/reset starts again, /exit or Ctrl-D ends, Ctrl-C stops an answer; a space before a slash makes it a message."
 
 
@@ -37,39 +51,57 @@ def _text_of(name: str) -> str:
     return Path(name).expanduser().read_text(encoding="utf-8-sig", errors="replace")
 
 
-def read_prompts(name: str) -> list[tuple[dict[str, Any], Messages | str]]:
-    """Read the prompts of a file: .txt, one per line; or .jsonl, samples with `prompt` or `messages`.
+def read_prompts(name: str, columns: Sequence[str] = ()) -> list[tuple[dict[str, Any], Messages | str]]:
+    """Read the prompts of a file: .txt, one per line; or samples, as training reads them.
+
+    Args:
+        name: the file; .jsonl, .json, .csv or .parquet, or .txt.
+        columns: as in --columns.
 
     Returns:
         Each sample, which gets the answer, with its prompt: text, or a conversation without its last answer.
+
+    Raises:
+        UserError: there are no prompts, or one is malformed; it names the place.
     """
-    prompts = []
-    for line, text in enumerate(_text_of(name).split("\n"), start=1):
-        if text.strip():
+    if name.endswith(".txt"):
+        lines = [line for line in _text_of(name).split("\n") if line.strip()]
+        prompts: list[tuple[dict[str, Any], Messages | str]] = [({"prompt": line}, line) for line in lines]
+    else:
+        if problem := data_problem(name):
+            raise UserError(f"--prompts {name}: {problem}")
+        config = DataConfig(dataset=name, columns=list(columns))
+        source = Source(name, "", lambda: rows_of_file(Path(name).expanduser()))
+        prompts = []
+        for place, row in reshaped(source, config).read():
             try:
-                row = {"prompt": text} if name.endswith(".txt") else json.loads(text)
-                prompts.append((row, _asked(row)))
-            except (ValueError, RecursionError, LookupError, TypeError, AttributeError, BadRow) as error:
-                why = str(error) if isinstance(error, BadRow) else PROMPT_FORMS
-                raise UserError(f"{name}:{line}: {why}") from error
+                if isinstance(row, BadRow):
+                    raise row
+                prompts.append((dict(row), _asked(row)))
+            except BadRow as error:
+                raise UserError(f"{place}: {error}") from error
     if not prompts:
         raise UserError(f"--prompts {name}: holds no prompts.")
     return prompts
 
 
-def _asked(row: Any) -> Messages | str:
+def _asked(row: Row) -> Messages | str:
+    """The prompt of a sample in a format of the training data; the answer at its end may be missing."""
     if "answer" in row:
         raise BadRow('"answer" would be replaced.')
-    value = row["prompt"] if "prompt" in row else row["messages"]
-    if isinstance(value, str) and value.strip():
-        return value
-    asked = value[:-1] if value[-1]["role"] == "assistant" else value
-    if not asked:
-        raise BadRow("there is no message to answer.")
-    return [
-        {**message, "content": content_text(message.get("content") or "", f"messages[{place}].content")}
-        for place, message in enumerate(asked)
-    ]
+    tools_of(row)
+    if isinstance(row.get("prompt"), str) and row["prompt"].strip():
+        return str(prompt_completion({**row, "completion": "."})[0])
+    if "instruction" in row:
+        return alpaca_messages({**row, "output": "."})[:-1]
+    column = next((it for it in ("prompt", "messages", "conversations") if it in row), None)
+    if column is None:
+        raise BadRow(PROMPT_FORMS)
+    chat = row[column]
+    if isinstance(chat, list) and chat and isinstance(chat[-1], dict):
+        role = ROLES.get(str(chat[-1].get("from", chat[-1].get("role"))))
+        chat = chat if role == "assistant" else [*chat, {"role": "assistant", "content": "."}]
+    return chat_messages({**row, column: chat}, column)[:-1]
 
 
 def answer_prompts(
@@ -87,9 +119,9 @@ def answer_prompts(
         How many answers were truncated.
     """
     tokens, limits = [], []
-    for number, (_, asked) in enumerate(prompts, start=1):
+    for number, (row, asked) in enumerate(prompts, start=1):
         try:
-            tokens.append(answerer.tokens(asked))
+            tokens.append(answerer.tokens(asked, tools_of(row)))
             limits.append(answerer.longest_answer(len(tokens[-1])))
         except UserError as error:
             raise UserError(f"--prompts: prompt {number}: {error.messages[0]}") from error
@@ -109,7 +141,11 @@ def answer_prompts(
                 answer = everyone[index % job.world_size][index // job.world_size]
                 truncated += answer.is_truncated
                 if job.is_main:
-                    print(json.dumps({**row, "answer": answer.text}, ensure_ascii=False), file=out, flush=True)
+                    print(
+                        json.dumps({**row, "answer": answer.text}, ensure_ascii=False, default=str),
+                        file=out,
+                        flush=True,
+                    )
             start = stop
             log.info(f"{start} of {len(prompts)} prompts answered")
     return truncated

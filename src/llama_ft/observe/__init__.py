@@ -11,6 +11,7 @@ from llama_ft.observe.memory import (
 )
 from llama_ft.observe.run_log import RunLog
 from llama_ft.observe.run_metadata import RunMetadata, environment
+from llama_ft.observe.summary import summary
 from llama_ft.observe.throughput import ThroughputMeter
 from llama_ft.observe.trackers import check_trackers
 
@@ -25,5 +26,6 @@ __all__ = [
     "memory_metrics",
     "memory_use",
     "reset_peaks",
+    "summary",
     "write_snapshot",
 ]

@@ -1,6 +1,5 @@
 """How far a run is: a bar on a terminal, now and then a line in a log file."""
 
-import time
 from collections.abc import Mapping
 from typing import Any, Self
 
@@ -18,20 +17,25 @@ FORMATS = {
     "perf/matmul_utilization": "matmul {:.0%}",
     "perf/step_seconds": "{:.3g} s/step",
 }
-SECONDS_BETWEEN_LINES = 2.0
+FIRST_LINES = 10  # of a log file: these steps each have a line
+# After them, seconds between two lines: 10 in the first 600 seconds, then 60. A run of 10 hours prints 640 lines.
+SECONDS_BETWEEN_LINES, FREQUENT_SECONDS, SECONDS_BETWEEN_LATER_LINES = 10.0, 600.0, 60.0
 OTHER_COLUMNS = 45  # of the bar and the steps; numbers that the terminal has no room for are cut off
 
 
 class ProgressBar:
     """Shows step, losses, learning rate and speed; a context manager. For rank 0 only.
 
-    If the console, above whose bar log lines appear, is no terminal, the first and the last update are printed and,
-    between them, one every 2 seconds. A resumed run has `steps_done` already.
+    If the console, above whose bar log lines appear, is no terminal, the first ten updates and the last are printed,
+    and between them fewer and fewer. A resumed run has `steps_done` already. If `is_quiet`, only evaluations are shown.
     """
 
-    def __init__(self, total_steps: int, steps_done: int = 0, console: Console = rank0_console) -> None:
+    def __init__(
+        self, total_steps: int, steps_done: int = 0, console: Console = rank0_console, is_quiet: bool = False
+    ) -> None:
         self._total_steps, self._console = total_steps, console
-        self._next_line_at, self._validation = 0.0, ""
+        self._has_lines = not (console.is_terminal or is_quiet)
+        self._lines, self._began_at, self._next_line_at, self._validation = 0, console.get_time(), 0.0, ""
         self._bar = Progress(
             *(TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=10)),
             TextColumn("{task.fields[numbers]}", markup=False),
@@ -39,7 +43,7 @@ class ProgressBar:
             console=console,
             speed_estimate_period=300.0,  # rich's own 30 s hold no two steps of a big model
             refresh_per_second=2,  # each refresh takes the interpreter from the training thread
-            disable=not console.is_terminal,
+            disable=is_quiet or not console.is_terminal,
         )
         self._task = self._bar.add_task("train", total=total_steps, completed=steps_done, numbers="")
 
@@ -55,9 +59,13 @@ class ProgressBar:
         loss is a line of its own."""
         numbers = [text.format(metrics[key]) for key, text in FORMATS.items() if key in metrics]
         place, is_last = f"step {step}/{self._total_steps}", step >= self._total_steps
-        if self._bar.disable and numbers and (is_last or time.monotonic() >= self._next_line_at):
+        now = self._console.get_time()
+        is_due = is_last or self._lines < FIRST_LINES or now >= self._next_line_at
+        if self._has_lines and numbers and is_due:
             self._console.print("  ".join([place, *numbers]))
-            self._next_line_at = time.monotonic() + SECONDS_BETWEEN_LINES
+            is_early = now - self._began_at < FREQUENT_SECONDS
+            self._next_line_at = now + (SECONDS_BETWEEN_LINES if is_early else SECONDS_BETWEEN_LATER_LINES)
+            self._lines += 1
         if "eval/loss" in metrics:
             loss, perplexity = metrics["eval/loss"], metrics["eval/perplexity"]
             self._validation = f"val {loss:.4g}"

@@ -63,7 +63,7 @@ class RunLog(contextlib.AbstractContextManager["RunLog"]):
         self.tracker_ids |= {tracker.key: tracker.run_id for tracker in self._trackers if tracker.run_id}
         path = output_dir / METRICS_FILE
         self._metrics_log = MetricsLog(path, resume_step, source)
-        self._progress = ProgressBar(total_steps, resume_step or 0)
+        self._progress = ProgressBar(total_steps, resume_step or 0, is_quiet=tracking.quiet)
         if self._trackers:
             for line in path.read_text().splitlines():
                 record: dict[str, Any] = json.loads(line)

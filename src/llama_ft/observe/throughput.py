@@ -73,7 +73,8 @@ class ThroughputMeter:
                 record_shapes=True,
             )
         known = ", ".join(f"{limit / GIGA:,.0f} GFLOP/s for {name}" for name, limit in self._limits.items())
-        log.info(f"Matmuls in {str(dtype).removeprefix('torch.')}, all ranks together: {known}")
+        if job.world_size > 1:  # facts.json has it, too
+            log.info(f"Matmuls in {str(dtype).removeprefix('torch.')}, all ranks together: {known}")
         facts.add(speed={"product_flops_per_second": rates[:, 0].tolist(), "flops_per_token": formula.per_token})
 
     def __enter__(self) -> Self:

@@ -1,6 +1,6 @@
 """Processes and devices: the process group, the device mesh, what rank 0 says, and how a run ends when it fails."""
 
-from llama_ft.runtime.console import configure_console, console, log
+from llama_ft.runtime.console import configure_console, console, log, set_quiet
 from llama_ft.runtime.devices import PRECISIONS, Precision, advise_precision, keep_freed_memory, sent
 from llama_ft.runtime.exit import Stopped
 from llama_ft.runtime.process_group import Runtime, start
@@ -16,5 +16,6 @@ __all__ = [
     "keep_freed_memory",
     "log",
     "sent",
+    "set_quiet",
     "start",
 ]

@@ -49,3 +49,8 @@ def configure_console(rank: int) -> None:
     log.handlers = [_ConsoleHandler()]
     log.setLevel(logging.INFO if rank == 0 else logging.CRITICAL)
     log.propagate = False
+
+
+def set_quiet(quiet: bool) -> None:
+    """If `quiet`, log warnings only from now on. What is printed to `console` is still shown."""
+    log.setLevel(max(log.level, logging.WARNING) if quiet else log.level)

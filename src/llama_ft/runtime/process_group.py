@@ -139,12 +139,12 @@ class Runtime:
         if global_batch != self.world_size * rows * micro_batches:  # of a run that was begun on other ranks
             product = f"as before, at most {rows} per rank and micro-batch"
         lines = [
-            f"Mesh: replicate {self.world_size // shards} x shard {shards}",
+            *[f"Mesh: replicate {self.world_size // shards} x shard {shards}"] * (self.world_size > 1),
             *(f"{count} x {note}" for note, count in Counter(notes).items()),
             *["parameters and optimizer state in host memory"] * is_offloaded,
             f"global batch: {counted(global_batch, 'packed sequence' if unit == 'pack' else 'sample')} = {product}",
         ]
-        return "\n  ".join(lines)
+        return ("\n  " if self.world_size > 1 else "; ").join(lines)
 
 
 @contextmanager

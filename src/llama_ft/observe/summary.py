@@ -1,0 +1,57 @@
+"""What a run prints at its end: how it went, what it has left, and the commands for what comes next."""
+
+import math
+import os
+import shlex
+import sys
+from pathlib import Path
+
+from llama_ft.config import Config
+
+
+def summary(
+    config: Config,
+    run: Path,
+    recipes: Path,
+    ended: str,
+    seconds: float,
+    best: tuple[float, int],
+    weights_of: int,
+    has_validation: bool,
+) -> str:
+    """Return at most six lines, after an empty one; their commands can be pasted.
+
+    Args:
+        config: the run's settings.
+        run: its directory.
+        recipes: the directory of inference.py, evaluate.py and export.py.
+        ended: after which step training ended, and why.
+        seconds: since the start of this launch.
+        best: the best validation loss, infinite if there is none, and its step.
+        weights_of: the step whose weights model/ holds.
+        has_validation: whether the run has a validation set, on which evaluate.py computes the loss.
+    """
+    is_adapter, has_model = config.peft.use_peft, config.checkpoint.save_model
+    python = os.path.relpath(sys.executable) if sys.executable.startswith(os.getcwd()) else "python"
+
+    def command(recipe: str, *words: str) -> str:
+        return shlex.join([python, os.path.relpath(recipes / recipe), str(run), *words])
+
+    held = f"The fine-tuned {'adapter' if is_adapter else 'model'} of step {weights_of}: {run / 'model'}"
+    lines = [f"Training ended after {ended}. The run took {time_text(seconds)}."]
+    lines += [f"Best validation loss: {best[0]:.4g} at step {best[1]}"] * math.isfinite(best[0])
+    lines += [f"{held if has_model else f'No model was saved: {run}'} (report: {run / 'report.html'})"]
+    if has_model:
+        to = ["--merge"] if is_adapter else ["--save_dtype", "bfloat16"]
+        lines += [f"Chat with it: {command('inference.py')}"]
+        lines += [f"Evaluate it: {command('evaluate.py', '--base')}"] * has_validation
+        lines += [f"{'Merge' if is_adapter else 'Export'} it: {command('export.py', f'{run}-exported', *to)}"]
+    return "\n".join(["", *lines])
+
+
+def time_text(seconds: float) -> str:
+    """A duration for people: 3 h 20 min, 4 min 12 s or 38 s."""
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes >= 60:
+        return f"{minutes // 60} h {minutes % 60} min"
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
