@@ -84,9 +84,9 @@ class Answerer:
         try:
             ids: Any = self.tokenizer.apply_chat_template(
                 messages,
-                tools=tools,
+                tools=tools,  # type: ignore[arg-type]  # which may hold functions, too
                 add_generation_prompt=True,
-                return_dict=False,  # type: ignore[arg-type]
+                return_dict=False,
             )
         except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
             raise UserError(f"the chat template rejects the prompt ({error}).") from error
