@@ -102,6 +102,9 @@ def test_a_prompt_is_written_by_the_chat_template_or_taken_as_it_is(
             text(wrong or "Hi", system=None if wrong else "Be brief.")
     opened.tokenizer.chat_template = TEMPLATE
     assert text("Hi", "Be brief.") == "[system]Be brief.[user]Hi[answer]"
+    opened.tokenizer.chat_template = "{% for tool in tools or [] %}({{ tool.name }}){% endfor %}" + TEMPLATE
+    with_tools = Answerer(opened, InferenceFlags(), runtime).tokens([TURN], [{"name": "add"}])
+    assert opened.tokenizer.decode(with_tools) == "(add)[user]Hi[answer]"
     assert text([{"role": "system", "content": "Be long."}, TURN], "Be brief.") == "[system]Be long.[user]Hi[answer]"
     with pytest.raises(UserError, match="rejects the prompt .no tools"):
         text([TURN, {"role": "tool", "content": "3"}])

@@ -84,7 +84,7 @@ class Answerer:
         try:
             ids: Any = self.tokenizer.apply_chat_template(
                 messages,
-                tools=tools,  # type: ignore[arg-type]
+                tools=tools,  # type: ignore[arg-type]  # which may hold functions, too
                 add_generation_prompt=True,
                 return_dict=False,
             )
@@ -95,7 +95,7 @@ class Answerer:
     def longest_answer(self, prompt_tokens: int) -> int:
         """Return the largest number of tokens in the answer to a prompt of so many; raise UserError if it is 0."""
         if not 0 < prompt_tokens < self.context:
-            raise UserError(f"the prompt has {prompt_tokens} tokens, but the model only {self.context} positions.")
+            raise UserError(f"the prompt has {prompt_tokens} tokens, and the model {self.context} positions.")
         return min(self._options.max_new_tokens, self.context - prompt_tokens)
 
     @torch.no_grad()
