@@ -285,8 +285,10 @@ class Run:
         self.memory.enter("evaluation")
         settings, samples, pack_length = self.config.train, self.dataset.validation, self.batches.pack_length
         assert samples is not None
-        loss, _ = training.mean_loss(model, objective, samples, settings, pad, pack_length, self.job)
-        self._metrics |= {"eval/loss": loss, "eval/perplexity": training.perplexity(loss)}
+        loss, _, more = training.mean_loss(model, objective, samples, settings, pad, pack_length, self.job)
+        self._metrics |= {"eval/loss": loss, **{f"eval/{name}": value for name, value in more.items()}}
+        if objective.counts_tokens:
+            self._metrics["eval/perplexity"] = training.perplexity(loss)
         self._is_best = self.state.step > 0 and self.state.best.update(loss, self.state.step)
         self.log.log_step(self.state.step, self._metrics | self.writer.timings())
         self._throughput.pause()
@@ -388,7 +390,7 @@ def start_run(requested: Config, sources: dict[str, str], build_model: BuildMode
         explain_errors(requested, job, memory, planner),
     ):
         resumed = checkpoint.find_checkpoint(requested.checkpoint, job)
-        config = checkpoint.resolve_precision(requested, sources, job, resumed)
+        config = training.settle_format(checkpoint.resolve_precision(requested, sources, job, resumed))
         log.info("\n  ".join(["Settings that differ from the defaults:", *differences(config)]))
         run = Run(settle_checkpointing(config, job.device.type), sources, job, memory, resumed, preflight)
         yield run
