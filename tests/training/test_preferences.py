@@ -46,12 +46,15 @@ def log_probabilities(model: Any, row: list[int], start: int = PROMPT) -> torch.
     return torch.stack([found[place - 1, row[place]] for place in range(start, len(row))])
 
 
-def expected(model: Any, reference: Any, beta: float, objective: str, **more: float) -> tuple[Any, list[Any]]:
-    """The losses of the pairs as TRL's trainers have them, one pair a micro-batch, and the rewards."""
+def expected(
+    rows: list[tuple[list[int], int]], model: Any, reference: Any, beta: float, objective: str, **more: float
+) -> tuple[Any, list[Any]]:
+    """The sum of the losses of the pairs as TRL's trainers have them, one pair a micro-batch, and the rewards. `rows`:
+    tokens and where the response begins, chosen and rejected in turn."""
     losses, rewards = [], list[Any]()
-    for chosen, rejected in zip(ROWS[::2], ROWS[1::2], strict=True):
-        ours = [log_probabilities(model, row) for row in (chosen, rejected)]
-        theirs = [log_probabilities(reference, row).detach() for row in (chosen, rejected)]
+    for chosen, rejected in zip(rows[::2], rows[1::2], strict=True):
+        ours = [log_probabilities(model, *row) for row in (chosen, rejected)]
+        theirs = [log_probabilities(reference, *row).detach() for row in (chosen, rejected)]
         if objective == "dpo":
             (c, r), s = [a.sum() - b.sum() for a, b in zip(ours, theirs, strict=True)], more.get("label_smoothing", 0)
             losses.append(-logsigmoid(beta * (c - r)) * (1 - s) - logsigmoid(-beta * (c - r)) * s)
@@ -63,7 +66,7 @@ def expected(model: Any, reference: Any, beta: float, objective: str, **more: fl
             losses.append(-logsigmoid(beta * (c - r - more.get("simpo_gamma", 0) / beta)))
         if objective == "orpo":
             odds = (c - r) - (torch.log1p(-torch.exp(c)) - torch.log1p(-torch.exp(r)))
-            losses[-1] = -log_probabilities(model, chosen, 1).mean() - beta * logsigmoid(odds)
+            losses[-1] = -log_probabilities(model, chosen[0], 1).mean() - beta * logsigmoid(odds)
         rewards.append((beta * c, beta * r))
     return torch.stack(losses).sum(), rewards
 
@@ -86,7 +89,7 @@ def test_losses_rewards_and_gradients_are_those_of_the_formulas(
     ours = copy.deepcopy(theirs).train()
     use_fused_lora(ours)
     trained = [name for name, parameter in ours.named_parameters() if parameter.requires_grad]
-    loss, rewards = expected(theirs, reference, **settings)
+    loss, rewards = expected([(row, PROMPT) for row in ROWS], theirs, reference, **settings)
     loss.backward()
     if is_packed:
         use_packed_attention(ours)

@@ -35,6 +35,10 @@ METRIC_PLOTS = {  # key -> title
     "memory/host_peak_bytes": "Host memory (RSS), peak so far",
     "train/router_aux_loss": "Auxiliary loss of the routers, before its coefficient",
     "train/loss_scale": "Loss scale",
+    "train/rewards/margins": "Reward of the chosen response less that of the rejected",
+    "eval/rewards/margins": "The same of the validation set",
+    "train/rewards/accuracies": "Share of pairs whose chosen response has the higher reward",
+    "eval/rewards/accuracies": "The same of the validation set, as a share",
 }
 
 
