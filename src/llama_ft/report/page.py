@@ -35,10 +35,10 @@ METRIC_PLOTS = {  # key -> title
     "memory/host_peak_bytes": "Host memory (RSS), peak so far",
     "train/router_aux_loss": "Auxiliary loss of the routers, before its coefficient",
     "train/loss_scale": "Loss scale",
-    "train/rewards/margins": "Reward of the chosen response less that of the rejected",
-    "eval/rewards/margins": "The same of the validation set",
-    "train/rewards/accuracies": "Share of pairs whose chosen response has the higher reward",
-    "eval/rewards/accuracies": "The same of the validation set, as a share",
+    "train/rewards/margins": "Reward margin, chosen less rejected",
+    "eval/rewards/margins": "Reward margin of the validation set",
+    "train/rewards/accuracies": "Reward accuracy, share of pairs",
+    "eval/rewards/accuracies": "Reward accuracy of the validation set",
 }
 
 
