@@ -68,12 +68,12 @@ class PreferenceConfig:
     """What is trained: answers, or preferences between answers. Names and defaults are TRL's."""
 
     objective: Literal["sft", "dpo", "ipo", "simpo", "orpo"] = "sft"
-    """sft: supervised fine-tuning. The others learn from pairs of a chosen and a rejected response: dpo and ipo beside
-    a reference, the model with its adapter off, so they need use_peft; simpo and orpo without one."""
+    """sft: supervised fine-tuning. The others learn from pairs of a chosen and a rejected response. dpo and ipo compare
+    with a reference, the model with its adapter off, and need use_peft. simpo and orpo have none."""
 
     beta: Annotated[float, Field(gt=0)] = 0.1
-    """dpo, ipo: how much it costs to move away from the reference, and more is more. simpo: factor on the margin. orpo:
-    weight of the odds ratio beside the loss of the chosen response."""
+    """dpo, ipo: strength of the reference; with a lower beta the model moves further from it. simpo: factor on the
+    margin. orpo: weight of the odds ratio."""
 
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
     """dpo, simpo: share of the pairs that are assumed to be the wrong way round."""
