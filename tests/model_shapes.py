@@ -8,6 +8,10 @@ LLAMA: dict[str, Any] = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 128_256, "num_key_value_heads": 8,
     "max_position_embeddings": 131_072, "tie_word_embeddings": False,
 }  # fmt: skip
+QWEN3: dict[str, Any] = {
+    "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "vocab_size": 151_936, "num_key_value_heads": 8,
+    "head_dim": 128,
+}  # fmt: skip
 CONFIGS: dict[str, dict[str, Any]] = {
     "meta-llama/Llama-3.2-1B-Instruct": LLAMA | {
         "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
@@ -33,6 +37,29 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8,
         "head_dim": 128, "max_position_embeddings": 32_768, "tie_word_embeddings": True,
     },
+    "Qwen/Qwen3-4B-Instruct-2507": QWEN3 | {
+        "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32,
+        "max_position_embeddings": 262_144, "tie_word_embeddings": True,
+    },
+    "Qwen/Qwen3-14B": QWEN3 | {
+        "hidden_size": 5120, "intermediate_size": 17_408, "num_hidden_layers": 40, "num_attention_heads": 40,
+        "max_position_embeddings": 40_960, "tie_word_embeddings": False,
+    },
+    "HuggingFaceTB/SmolLM3-3B": {
+        "model_type": "smollm3", "architectures": ["SmolLM3ForCausalLM"], "vocab_size": 128_256, "hidden_size": 2048,
+        "intermediate_size": 11_008, "num_hidden_layers": 36, "num_attention_heads": 16, "num_key_value_heads": 4,
+        "max_position_embeddings": 65_536, "tie_word_embeddings": True,
+    },
+    "microsoft/phi-4": {
+        "model_type": "phi3", "architectures": ["Phi3ForCausalLM"], "vocab_size": 100_352, "hidden_size": 5120,
+        "intermediate_size": 17_920, "num_hidden_layers": 40, "num_attention_heads": 40, "num_key_value_heads": 10,
+        "max_position_embeddings": 16_384, "sliding_window": None, "tie_word_embeddings": False,
+    },
+    "mistralai/Mistral-Small-24B-Instruct-2501": {
+        "model_type": "mistral", "architectures": ["MistralForCausalLM"], "vocab_size": 131_072, "hidden_size": 5120,
+        "intermediate_size": 32_768, "num_hidden_layers": 40, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "head_dim": 128, "max_position_embeddings": 32_768, "sliding_window": None, "tie_word_embeddings": False,
+    },
     "mistralai/Mistral-7B-Instruct-v0.3": {
         "model_type": "mistral", "architectures": ["MistralForCausalLM"], "vocab_size": 32_768, "hidden_size": 4096,
         "intermediate_size": 14_336, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
@@ -54,6 +81,11 @@ PARAMETERS = {
     "meta-llama/Llama-3.3-70B-Instruct": 70_553_706_496,
     "Qwen/Qwen3-8B": 8_190_735_360,
     "Qwen/Qwen3-0.6B-Base": 596_049_920,
+    "Qwen/Qwen3-4B-Instruct-2507": 4_022_468_096,
+    "Qwen/Qwen3-14B": 14_768_307_200,
+    "HuggingFaceTB/SmolLM3-3B": 3_075_098_624,
+    "microsoft/phi-4": 14_659_507_200,
+    "mistralai/Mistral-Small-24B-Instruct-2501": 23_572_403_200,
     "mistralai/Mistral-7B-Instruct-v0.3": 7_248_023_552,
     "models/gemma-3-4b-it-text": 3_880_263_168,
 }

@@ -11,7 +11,7 @@ import torch
 from forked import forked
 
 SCRIPT = Path(__file__).with_name("export_and_dump.py")
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "checkpoints.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "checkpoint-format.md"
 LORA = {"use_peft": True, "r": 6, "target_modules": "all-linear", "lora_dropout": 0}
 WORLD_SIZE = 3  # 32 rows over 3 ranks are 11, 11 and 10; 6 rows of an adapter 2 each
 

@@ -88,7 +88,14 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
                                   "mamba_head_dim": 32, "ssm_state_size": 16, "n_groups": 2, "chunk_size": 8,
                                   "n_routed_experts": 4, "moe_intermediate_size": 64,
                                   "moe_shared_expert_intermediate_size": 64, "num_hidden_layers": None}),
+    # Transformers names no layer class of BioGPT, and Mamba's kernels read the weights of linear layers themselves.
+    "BioGPT": ("biogpt", {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, **TIED}),
+    "GPT-J": ("gptj", {**GPT2, "rotary_dim": 8}),
+    "LFM2": ("lfm2", {"layer_types": ["conv", "full_attention"], "block_multiple_of": 64, **TIED}),
+    "Mamba": ("mamba", {"state_size": 8, "time_step_rank": 8}),
 }  # fmt: skip
+READ_BY_KERNELS = {"Mamba": ("x_proj", "dt_proj", "out_proj"), "Nemotron-H": ("mixer.out_proj",),
+                   "Falcon-H1": ("mamba.out_proj",)}  # fmt: skip
 # Models that also take images, of whose towers nothing may be read or changed: model_type, what differs in the text
 # part from SHAPE, in the vision tower from VISION, and the rest.
 VISION = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -134,9 +141,9 @@ SIZED: dict[tuple[str, str], list[str]] = {
 # Two of the five ways are enough for these: each way is tried on fifteen others.
 FURTHER = ("Qwen3 MoE", "Phi-2", "Phi-3.5 MoE", "GPT-NeoX", "Falcon", "OPT", "BLOOM", "gpt-oss", "DeepSeek V3",
            "Granite MoE", "Granite MoE, balanced", "Falcon-H1", "Gemma 3n text", "Gemma 4 text", "Llama 4 text",
-           "ModernBERT decoder", "Nemotron-H", *MULTIMODAL)  # fmt: skip
+           "ModernBERT decoder", "Nemotron-H", "BioGPT", "GPT-J", "LFM2", "Mamba", *MULTIMODAL)  # fmt: skip
 LENGTHS = [[24, 16], [20, 12]]  # of the two rows of each rank; the windows are of 16
-NOT_QUANTIZED = ("GPT-2", "Falcon")  # their layers are not nn.Linear; refused, see test_quantized.py
+NOT_QUANTIZED = ("GPT-2",)  # its layers are not nn.Linear; refused, see test_quantized.py
 TWO_WAYS = ("full, rank 0 reads", "LoRA 4bit")
 # The fast tests have all five ways of three (own head, tied head, experts), and two of the others; one of those whose
 # linear layers are those of another: what differs in them, attention and norms, is trained in full.
@@ -213,16 +220,21 @@ def work(models: Path, launches: Callable[[bool], None], architecture: str, meth
 
 def loaded(folder: Path, method: str = "", adapter: Path | None = None) -> torch.nn.Module:
     """A model in plain transformers and bitsandbytes, with an adapter in plain peft."""
+    from bitsandbytes import functional as bnb
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, BitsAndBytesConfig
     from transformers.quantizers.base import get_keys_to_not_convert
 
     auto = AutoModelForMultimodalLM if "vision_config" in (folder / "config.json").read_text() else AutoModelForCausalLM
     model = auto.from_pretrained(folder, dtype=torch.float32)
-    if "bit" in method:
+    if "bit" in method and folder.name == "Falcon":  # Transformers leaves its class of linear layers as it is
+        for linear in [m for m in model.transformer.h.modules() if isinstance(m, torch.nn.Linear)]:
+            linear.weight.data = bnb.dequantize_4bit(*bnb.quantize_4bit(linear.weight.data, quant_type="nf4"))
+    elif "bit" in method:
         linears = {name: module for name, module in model.named_modules() if type(module) is torch.nn.Linear}
         across = 64 if "4bit" in method else 1  # blocks that cross rows are not ours
         broken = [name for name, module in linears.items() if module.in_features % across]
+        broken += [name for name in linears if name.endswith(READ_BY_KERNELS.get(folder.name, ("?",)))]
         settings = BitsAndBytesConfig(
             load_in_8bit="8bit" in method,
             load_in_4bit="4bit" in method,

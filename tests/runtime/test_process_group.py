@@ -52,11 +52,10 @@ COUNTS_PAGE_FAULTS = """
 import resource, torch
 from llama_ft.runtime import keep_freed_memory
 keep_freed_memory(torch.device("cpu"))
-for _ in range(3):  # Python may take a few bytes out of the first ones' place
-    torch.ones(2**26)
+torch.ones(2**24)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-for _ in range(3):
-    torch.ones(2**26)
+for _ in range(16):
+    torch.ones(2**24)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
@@ -68,4 +67,5 @@ def test_freed_memory_is_there_for_the_next_tensor_unless_the_user_has_set_mallo
         int(forked(tmp_path / "job.py", **environment).output)
         for environment in ({}, {"MALLOC_TRIM_THRESHOLD_": "131072"})
     ]
-    assert faults[0] < 100 < faults[1]  # 256 MiB have 65,536 pages, or 128 huge ones
+    # A few bytes of Python's in the place of one tensor move the next one, once.
+    assert faults[0] < faults[1] / 4

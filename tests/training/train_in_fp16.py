@@ -6,7 +6,7 @@ import json
 import sys
 from pathlib import Path
 
-from llama_ft import run
+from llama_ft import checkpoint
 from llama_ft.config.parse import as_keywords
 from llama_ft.training import train_state
 
@@ -17,7 +17,7 @@ if __name__ == "__main__":
     assert spec is not None and spec.loader is not None
     finetuning = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(finetuning)
-    run.resolve_precision = lambda config, sources, job, resumed: config
+    checkpoint.resolve_precision = lambda config, sources, job, resumed: config
     for first_scale, flags in json.loads(Path(sys.argv[1]).read_text()):
         train_state.INITIAL_FACTOR = first_scale
         finetuning.main(**as_keywords(flags))

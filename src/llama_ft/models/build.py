@@ -1,7 +1,11 @@
 """From a model's name to the model without its weights: parameters and buffers on the meta device, without storage."""
 
+import inspect
+import re
 import sys
 from collections.abc import Callable
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -130,7 +134,9 @@ def build_on_meta(config: PretrainedConfig, model: ModelConfig, new: NewTokens |
     # transformers builds BERT and its kin with a warning; there each token sees the next one, and the loss falls to 0.
     # PaliGemma's text part is another, whose config says nothing.
     are_causal = [module.is_causal for module in skeleton.modules() if hasattr(module, "is_causal")]
-    is_encoder = not getattr(config, "is_decoder", True) or (is_multimodal and len(are_causal) > 0)
+    masks = {name for kind in type(skeleton).__mro__ for name in vars(sys.modules[kind.__module__]) if "_mask" in name}
+    is_always_causal = "create_causal_mask" in masks and "create_bidirectional_mask" not in masks  # GPT-NeoX Japanese
+    is_encoder = not (getattr(config, "is_decoder", True) or is_always_causal) or (is_multimodal and bool(are_causal))
     if is_encoder and not any(are_causal):
         raise UserError(
             f"--model_name {model.model_name}: {type(skeleton).__name__} is an encoder here, not a decoder."
@@ -141,12 +147,39 @@ def build_on_meta(config: PretrainedConfig, model: ModelConfig, new: NewTokens |
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The model's decoder layers from input to output, of the classes that transformers names in `_no_split_modules`;
-    of those within one another (Mamba's) the outermost. fully_shard derives a class of its own from theirs."""
+    """The model's decoder layers from input to output: of the classes that transformers names in `_no_split_modules`,
+    of those within one another (Mamba's) the outermost. If it names none, the items of the list with the most
+    parameters. fully_shard derives a class of its own from theirs."""
     kinds = set(private(model, "_no_split_modules") or ())
     modules = dict(model.named_modules())
     found = {name: m for name, m in modules.items() if not kinds.isdisjoint(kind.__name__ for kind in type(m).__mro__)}
-    return [m for name, m in found.items() if not any(name.startswith(f"{outer}.") for outer in found)]
+    for name in [name for name, m in found.items() if any(isinstance(it, nn.Embedding) for it in m.children())]:
+        del found[name]  # BERT's embeddings, which device_map must not split either
+    layers = [m for name, m in found.items() if not any(name.startswith(f"{outer}.") for outer in found)]
+    lists = [] if layers else [list(module) for module in modules.values() if isinstance(module, nn.ModuleList)]
+    return max(lists, key=lambda items: sum(p.numel() for item in items for p in item.parameters()), default=layers)
+
+
+def read_linears(model: nn.Module) -> set[nn.Module]:
+    """Linear layers whose weight the module around them reads, in one of its ways to compute, instead of calling them:
+    Mamba's kernels take out_proj's, LongCat's router its classifier's. An adapter would have no effect there."""
+    found = set[nn.Module]()
+    for module in model.modules():
+        for name, child in module.named_children():
+            if isinstance(child, nn.Linear):
+                reads = re.compile(rf"self\.{name}\.weight\b(?!\.(dtype|device|shape)|\[|, torch)")
+                classes: list[Any] = [kind for kind in type(module).__mro__ if issubclass(kind, nn.Module)]
+                sources = (_source_of(kind) for kind in classes)
+                found |= {child} if any(reads.search(source) for source in sources) else set()
+    return found
+
+
+@cache
+def _source_of(kind: Any) -> str:
+    """The source of a class of a model's code; nothing of torch's, or of one that has no file."""
+    with suppress(OSError, TypeError):
+        return "" if kind.__module__.startswith("torch.") else inspect.getsource(kind)
+    return ""
 
 
 def function_beside(module: nn.Module, name: str) -> Callable[..., Any]:

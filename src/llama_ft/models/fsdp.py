@@ -114,7 +114,7 @@ def _modules_to_wrap(model: PreTrainedModel, fsdp: FSDPConfig) -> list[nn.Module
         return _modules_by_size(model, fsdp.min_num_params)
     layers = decoder_layers(model)
     if not layers:
-        raise UserError("transformers names no decoder layer class for this model. Use --fsdp_wrap_policy size.")
+        raise UserError("this model has no list of decoder layers. Use --fsdp_wrap_policy size.")
     if fsdp.fsdp_wrap_policy == "transformer":
         return layers
     ends = [module for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module is not None]

@@ -22,6 +22,7 @@ from transformers.pytorch_utils import Conv1D
 
 from llama_ft.config import PeftConfig
 from llama_ft.errors import UserError
+from llama_ft.models.build import read_linears
 from llama_ft.models.lora_linear import use_fused_lora
 from llama_ft.models.new_tokens import NewTokens, use_token_rows
 from llama_ft.models.quantized import QuantizedLinear, QuantizedStacks, quantized_weights
@@ -69,7 +70,8 @@ def inject_lora(model: PreTrainedModel, peft: PeftConfig, base_name: str, new: N
             raise UserError(f"--resize_embeddings: {peft.peft_method} does not train single rows. Use lora.")
         settings.trainable_token_indices = rows
     if settings.target_modules == "all-linear":
-        excluded = [n for n, m in model.named_modules() if not _takes_adapter(model, settings, n, m)]
+        read = read_linears(model)
+        excluded = [n for n, m in model.named_modules() if m in read or not _takes_adapter(model, settings, n, m)]
         settings.exclude_modules = excluded or None
         # peft's all-linear has experts of some architectures only. Their adapters have neither dropout nor magnitudes.
         is_plain = isinstance(settings, LoraConfig) and not settings.lora_dropout and not settings.use_dora

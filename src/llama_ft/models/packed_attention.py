@@ -186,7 +186,7 @@ class _RowAttention(torch.autograd.Function):
         compute, sums = _efficient_forward if query.is_cuda else _cpu_forward, []
         for row, *shared, row_output in _rows(lengths, query, key, value, output):
             made, log_sums = compute([row, *(repeat_kv(part, ctx.groups) for part in shared)], *ctx.how)
-            row_output.copy_(made)
+            row_output.copy_(made[..., : value.shape[3]])  # in a plan torch's fake kernel makes it as wide as the query
             sums.append(log_sums)
         ctx.save_for_backward(query, key, value, output, *sums)
         return output

@@ -93,7 +93,7 @@ class TokenMixers:
     def __init__(self, model: PreTrainedModel) -> None:
         self._model, self._wrapped = model, set[nn.Module]()
         self._layers, found = _layers_and_mixers(model)
-        self._positions = [it for it in model.modules() if POSITIONS in _parameters(type(it))]
+        self._positions = [it for it in model.modules() if POSITIONS in _parameters(type(it).forward)]
         others = [it for it in found if not _calls_interface(it) or any(map(_looks_back, _inside(it)))]
         if any(map(_calls_interface, others)):  # with an indexer or convolutions, which need transformers' own masks
             others = found
@@ -103,7 +103,7 @@ class TokenMixers:
         if others := [*others, *(it for it in self.attention if hasattr(it, "attn_temperature_tuning"))]:
             self._run_by_row(others)
         if torch.cuda.is_initialized():  # a plan has no CUDA
-            takes_more = [it for it in others if "kwargs" in _parameters(type(it))]
+            takes_more = [it for it in others if "kwargs" in _parameters(type(it).forward)]
             self.with_kernels = {it for it in takes_more if missing_kernels(it) == set()}
             self.by_row -= self.with_kernels
         self.needs_scope |= not private(model, "_supports_attention_backend")
@@ -293,18 +293,13 @@ def _inside(module: nn.Module) -> list[nn.Module]:
 
 
 def _looks_back(module: nn.Module) -> bool:
-    takes_cache = not CACHES.isdisjoint(_parameters(type(module)))
+    takes_cache = not CACHES.isdisjoint(_parameters(type(module).forward))
     return takes_cache or any(isinstance(child, nn.Conv1d) for child in module.children())
 
 
 @cache
-def _parameters_of(kind: Any) -> set[str]:
-    return set(inspect.signature(kind.forward).parameters)
-
-
-def _parameters(kind: Any) -> set[str]:
-    """The names of what a class' forward takes."""
-    return _parameters_of(kind)
+def _parameters(forward: Callable[..., Any]) -> set[str]:
+    return set(inspect.signature(forward).parameters)
 
 
 def _calls_interface(module: nn.Module) -> bool:

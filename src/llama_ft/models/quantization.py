@@ -8,10 +8,13 @@ scale a block, which is exact.
 import json
 import re
 from collections.abc import Container
-from typing import Any, NamedTuple, cast
+from contextlib import suppress
+from copy import copy
+from typing import Any, NamedTuple, TypeGuard, cast
 
 import torch
 from torch import nn
+from torch.nn import functional
 from torch.nn.modules.conv import _ConvNd
 from transformers import PretrainedConfig
 from transformers.modeling_utils import PreTrainedModel
@@ -20,6 +23,7 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 
 from llama_ft.config import QuantizationConfig
 from llama_ft.errors import UserError
+from llama_ft.models.build import read_linears
 from llama_ft.models.quantized import FourBit, Int8, QuantizedLinear, Scheme, quantize_stacks, total_weights
 from llama_ft.models.source import WeightSource, listed
 from llama_ft.models.transformers_private import private
@@ -73,7 +77,8 @@ def quantize_linears(model: PreTrainedModel, quantization: Quantization) -> str:
     scheme, named, is_stored, _ = quantization
     own = [] if is_stored and named is not None else get_keys_to_not_convert(model)
     skip = [*(named or ()), *(private(model, "_keep_in_fp32_modules") or ()), *own]
-    linears = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
+    read = read_linears(model)
+    linears = {name: module for name, module in model.named_modules() if _is_linear(module) and module not in read}
     stacks = _stacked_weights(model) if quantization.stacks else {}
     for pattern in () if is_stored else named or ():
         if all(should_convert_module(name, [pattern]) for name in [*linears, *stacks]):
@@ -108,6 +113,19 @@ def quantize_linears(model: PreTrainedModel, quantization: Quantization) -> str:
         f"Quantized to {scheme.name}: {len(whole)} linear layers{experts}, {weights:,} of {total_weights(model):,} "
         f"weights; as they are: {listed([name for name in [*linears, *stacks] if name not in whole | stacked])}"
     )
+
+
+def _is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
+    """Whether a module computes what nn.Linear does: it is one, or of a class with a forward of its own (Falcon's) that
+    gives the same with a small weight."""
+    if type(module) is nn.Linear or not isinstance(module, nn.Linear):
+        return type(module) is nn.Linear
+    small, inputs = copy(module), torch.tensor([[1.0, -2.0, 3.0]])
+    weight, bias = torch.arange(6.0).view(2, 3), None if module.bias is None else torch.tensor([7.0, -8.0])
+    small._parameters = {"weight": nn.Parameter(weight), "bias": bias if bias is None else nn.Parameter(bias)}
+    with suppress(RuntimeError, TypeError, ValueError, IndexError, AttributeError), torch.no_grad():
+        return torch.equal(small(inputs), functional.linear(inputs, weight, bias))
+    return False
 
 
 def _stacked_weights(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -15,7 +15,7 @@ USES = {
     "_init_weights": "buffers that no checkpoint holds, such as rotary frequencies",
     "_keep_in_fp32_modules": "quantization: layers that stay as they are; none without it",
     "_keys_to_ignore_on_load_unexpected": "tensors of a checkpoint that the model does not need; all needed without it",
-    "_no_split_modules": "classes of decoder layers: wrap policies transformer and hybrid, compile, frozen layers",
+    "_no_split_modules": "classes of decoder layers; without it they are the items of the model's largest list",
     "_supports_attention_backend": "packing: whether attention goes through transformers' interface",
 }
 # What transformers' _init_weights leaves as it is: it is set on parameters and buffers that the checkpoint has filled.

@@ -1,0 +1,489 @@
+"""Fine-tune a small random model of every decoder that the installed Transformers has, and compare with Transformers.
+
+    python benchmarks/models.py --results models.jsonl                 # resumes: models in the file are not run again
+    python benchmarks/models.py --results models.jsonl --only "qwen3|lfm2" --columns full,packing --again
+    python benchmarks/models.py --results models.jsonl --write         # writes docs/models.md from the file
+
+A model is made of its config class's defaults, with the small sizes of models.yaml. Each column is a run of a recipe in
+a process of its own, forked from one that has imported everything. The first loss (1e-5) and gradient norm (1e-4) are
+compared with those of plain Transformers and PEFT on the samples one by one; the logits of the result, after a step of
+SGD, with those of the plain model after the same step (1e-4). In 8 and 4 bits the plain model has weights that
+bitsandbytes has quantized and dequantized.
+"""
+
+import argparse
+import dataclasses
+import json
+import math
+import os
+import platform
+import random
+import re
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from datetime import date
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(REPOSITORY / "src"), str(REPOSITORY / "recipes")]
+os.environ["OMP_NUM_THREADS"] = "1"  # a process with further threads cannot be forked
+
+import finetuning  # noqa: E402
+import plan as plan_recipe  # noqa: E402
+import torch  # noqa: E402
+import transformers  # noqa: E402
+import yaml  # noqa: E402
+from bitsandbytes import functional as bnb  # noqa: E402
+from transformers import PretrainedConfig  # noqa: E402
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping  # noqa: E402
+from transformers.models.auto import modeling_auto  # noqa: E402
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # noqa: E402
+
+from llama_ft import models  # noqa: E402
+from llama_ft.config import load  # noqa: E402
+from llama_ft.config.parse import as_keywords  # noqa: E402
+from llama_ft.plan.flags import read_plan_flags  # noqa: E402
+
+DECODERS: dict[str, str] = dict(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+MULTIMODAL: dict[str, str] = dict(modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+LAYERS, LENGTHS = 4, (40, 33, 24, 17)  # tokens of the samples; windows and chunks are of 16
+SMALL_MODELS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+SMALL = {name: size for size, names in SMALL_MODELS["sizes"].items() for name in names.split()}
+FLAGS = (
+    "--no_plan --device cpu --precision fp32 --optimizer SGD --momentum 0 --weight_decay 0 --lr 0.01 --num_epochs 1 "
+    "--max_train_step 1 --context_length 128 --sample_tokens 0 --save_steps 0 --dataset samples.jsonl"
+).split()
+PADDED, PACKED = "--batching_strategy padding --batch_size_training".split(), "--batch_size_training 1".split()
+LORA = "--use_peft --target_modules all-linear --peft.r 4 --lora_dropout 0".split()
+COLUMNS: dict[str, list[str]] = {  # those that do not say pack if `packing` is right, else they pad
+    "full": [*PADDED, "4"],
+    "packing": PACKED,
+    "LoRA": LORA,
+    "8 bit": [*LORA, "--quantization", "8bit"],
+    "4 bit": [*LORA, "--quantization", "4bit"],
+    "2 ranks": [*PADDED, "2", "--enable_fsdp", "--low_cpu_fsdp", "--min_num_params", "1000"],
+    "plan": [*LORA, "--precision", "bf16_mixed", "--context_length", "128"],
+}
+SHOWN = ("full", "export", "packing", "LoRA", "8 bit", "4 bit", "2 ranks", "plan")
+SECONDS = 120.0  # for a column; small models take 1 to 5
+
+
+def shrunk(config: PretrainedConfig) -> PretrainedConfig:
+    """The config with small sizes, and of lists with a value per layer one layer of each kind."""
+    known = {field.name for field in dataclasses.fields(config)}  # type: ignore[arg-type]
+    values = vars(config)
+    depth = next((values[name] for name in ("num_hidden_layers", "n_layer", "n_layers") if values.get(name)), None)
+    given: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, PretrainedConfig):
+            given[name] = shrunk(value)
+        elif name not in known or (value is None and name not in SMALL_MODELS["needed"]) or isinstance(value, bool):
+            continue
+        elif isinstance(value, list | tuple) and value and len(value) == depth:
+            kinds = list(dict.fromkeys(value))
+            kinds = [SMALL.get(name, it) if isinstance(it, int) and it > LAYERS else it for it in kinds]
+            given[name] = [kinds[number % len(kinds)] for number in range(LAYERS)]
+        elif "drop" in name or "jitter" in name:
+            given[name] = type(value)(0)
+        elif name in SMALL and value not in (0, -1):
+            given[name] = [SMALL[name]] * len(value) if isinstance(value, list | tuple) else SMALL[name]
+    heads = values.get("num_attention_heads")
+    if "num_key_value_heads" in given and values["num_key_value_heads"] == heads:
+        given["num_key_value_heads"] = LAYERS
+    if "is_decoder" in values:
+        given["is_decoder"] = True
+    special = {"pad_token_id": 2, "bos_token_id": 0, "eos_token_id": 1}
+    for pattern, settings in SMALL_MODELS["special"].items():
+        special |= settings if re.fullmatch(pattern, config.model_type) else {}
+    return type(config)(**given | {name: value for name, value in special.items() if name in values})
+
+
+def build(work: Path, model_type: str) -> dict[str, Any]:
+    """Write the model into work/model, and see that plain Transformers trains it as a causal decoder here."""
+    torch.manual_seed(0)
+    config = shrunk(CONFIG_MAPPING[model_type]())
+    kind = getattr(transformers, MULTIMODAL.get(model_type) or DECODERS[model_type])
+    model = kind(config)
+    for name, buffer in model.named_buffers():
+        if name in model.state_dict() and buffer.is_floating_point():
+            buffer.uniform_(-0.5, 0.5)  # DeepSeek's correction of routing, which begins as zeros
+    model.save_pretrained(work / "model", max_shard_size="200KB")
+    model = plain(work / "model").train()
+    rows = [torch.tensor([row]) for row in samples()]
+    loss, _ = loss_and_norm(model)
+    padded = padded_loss(model)
+    with torch.no_grad():
+        logits = model.eval()(input_ids=rows[0], use_cache=False).logits
+        changed = model(input_ids=torch.cat([rows[0][:, :-1], rows[0][:, -1:] - 1], 1), use_cache=False).logits
+    if logits.shape[:2] != rows[0].shape:
+        raise ValueError(f"its logits are {list(logits.shape)}: not a decoder of text")
+    if not torch.allclose(logits[:, :-1], changed[:, :-1], atol=1e-5):
+        raise ValueError("tokens see the tokens behind them: not a causal decoder")
+    if not math.isfinite(loss):
+        raise ValueError("its loss is not finite")
+    return {"class": type(model).__name__, "parameters": model.num_parameters(), "padded": abs(padded / loss - 1)}
+
+
+def samples() -> list[list[int]]:
+    """Token ids of the samples."""
+    generator = random.Random(0)
+    return [[generator.randrange(3, 256) for _ in range(length)] for length in LENGTHS]
+
+
+def plain(folder: Path, adapter: Path | None = None, mode: str = "") -> Any:
+    """The model in plain Transformers, with weights as bitsandbytes rounds them, and an adapter in plain PEFT."""
+    from peft import PeftModel
+
+    kind = getattr(transformers, json.loads((folder / "config.json").read_text())["architectures"][0])
+    model = kind.from_pretrained(folder, dtype=torch.float32)
+    if mode:
+        for name in quantized_names(folder, mode):
+            weight = model.get_parameter(name).data
+            flat = weight.flatten(0, -2)
+            if mode == "4bit":
+                rounded = bnb.dequantize_4bit(*bnb.quantize_4bit(flat, blocksize=64, quant_type="nf4"))
+            else:
+                whole, scale, _ = bnb.int8_vectorwise_quant(flat.half())
+                rounded = whole.float() * (scale.unsqueeze(1) / 127)
+            weight.copy_(rounded.view(weight.shape))
+    return PeftModel.from_pretrained(model, adapter, is_trainable=True) if adapter else model
+
+
+def quantized_names(folder: Path, mode: str) -> list[str]:
+    """Names of the weights that llama_ft quantizes."""
+    config, _ = load([f"--model_name={folder}", f"--quantization={mode}", "--use_peft"], finetuning.DEMO_CONFIG)
+    model_config = models.load_model_config(folder, False)
+    quantization = models.choose_quantization(config.quantization, model_config, True)
+    model = models.build_on_meta(model_config, config.model)
+    assert quantization is not None
+    models.quantize_linears(model, quantization)
+    return [
+        name
+        for name, parameter in model.named_parameters()
+        if not parameter.is_floating_point() and not name.endswith("scale")
+    ]
+
+
+def loss_and_norm(model: Any) -> tuple[float, float]:
+    """Mean loss over all tokens of the samples, each alone, and the norm of its gradients, which stay in the model."""
+    total = torch.zeros(())
+    for row in samples():
+        ids = torch.tensor([row])
+        logits = model(input_ids=ids, use_cache=False).logits[0, :-1].float()
+        total = total + torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="sum")
+    loss = total / (sum(LENGTHS) - len(LENGTHS))
+    loss.backward()
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    return loss.item(), torch.nn.utils.get_total_norm(gradients).item()
+
+
+@torch.no_grad()
+def padded_loss(model: Any) -> float:
+    """The same mean of the samples in one padded batch."""
+    rows = [torch.tensor(row) for row in samples()]
+    ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=2)
+    mask = torch.tensor([[1] * len(row) + [0] * (ids.shape[1] - len(row)) for row in rows])
+    logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits.float()
+    labels = ids.masked_fill(mask == 0, -100)[:, 1:]
+    return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels.flatten()).item()
+
+
+@torch.no_grad()
+def logits_of(model: Any) -> torch.Tensor:
+    """Logits of the first sample."""
+    logits: torch.Tensor = model.eval()(input_ids=torch.tensor(samples()[:1]), use_cache=False).logits
+    return logits
+
+
+def train(work: Path, column: str, layout: list[str]) -> dict[str, Any]:
+    """Run recipes/finetuning.py on the model and compare."""
+    flags = [*FLAGS, *layout, *COLUMNS[column], "--model_name", "model", "--output_dir", column]
+    finetuning.main(**as_keywords([*flags, "--tokenizer_name", "../tokenizer"]))
+    if os.environ.get("RANK", "0") != "0":
+        return {}
+    lines = [json.loads(line) for line in (work / column / "metrics.jsonl").read_text().splitlines()]
+    seen = next(line for line in lines if "train/loss" in line)
+    mode = COLUMNS[column][-1] if "bit" in column else ""
+    result = work / column / "model"
+    adapter = result if "--use_peft" in COLUMNS[column] else None
+    model = plain(work / "model", adapter, mode).train()
+    lost = lost_tensors(model, result) if adapter else 0
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.zeros_(parameter)
+    loss, norm = loss_and_norm(model)
+    before = logits_of(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter -= seen["train/lr"] * parameter.grad
+    expected = logits_of(model)
+    tuned = logits_of(plain(work / "model", adapter, mode) if adapter else plain(result))
+    found = {
+        "loss": abs(seen["train/loss"] / loss - 1),
+        "norm": abs(seen["train/grad_norm"] / norm - 1),
+        "moved": (expected - before).abs().max().item(),
+        "logits": (tuned - expected).abs().max().item(),
+        "lost": lost,
+        "names": adapter is not None or stored_names(result) == stored_names(work / "model"),
+    }
+    if mode:
+        shapes = dict(plain(work / "model").named_parameters())
+        matrices = {name: p.numel() for name, p in shapes.items() if p.ndim > 1 and "embed" not in name}
+        chosen = quantized_names(work / "model", mode)
+        found["share"] = sum(shapes[name].numel() for name in chosen) / max(1, sum(matrices.values()))
+    return found
+
+
+def lost_tensors(model: Any, adapter: Path) -> int:
+    """Tensors of an adapter that PEFT does not load into the model."""
+    from safetensors.torch import load_file
+
+    held = [parameter for name, parameter in model.named_parameters() if "lora_" in name]
+    stored = load_file(adapter / "adapter_model.safetensors").values()
+    return sum(not any(it.shape == mine.shape and torch.equal(it, mine) for mine in held) for it in stored)
+
+
+def stored_names(folder: Path) -> set[str]:
+    """Names of the tensors in a folder."""
+    from safetensors import safe_open
+
+    return {name for file in folder.glob("*.safetensors") for name in safe_open(file, "pt").keys()}
+
+
+def plan(work: Path, column: str, layout: list[str]) -> dict[str, Any]:
+    """Run recipes/plan.py on the model."""
+    flags = ["--model_name", "model", "--dataset", "samples.jsonl", *layout, *COLUMNS[column], "--nproc", "2"]
+    config, _, options = read_plan_flags(flags, finetuning.DEMO_CONFIG, "")
+    assert plan_recipe.main(config, options) == 0
+    return {}
+
+
+def forked(call: Callable[[], dict[str, Any]], work: Path, ranks: int = 1) -> tuple[dict[str, Any] | None, str]:
+    """What `call` returns in a process of its own, or on rank 0 of some; None and the output if it does not return."""
+    answer, output = work / "answer.json", work / "output.txt"
+    answer.unlink(missing_ok=True)
+    sys.stdout.flush()
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = str(taken.getsockname()[1])
+    children = []
+    for rank in range(ranks):
+        if child := os.fork():
+            children.append(child)
+            continue
+        try:
+            file = os.open(output, os.O_WRONLY | os.O_CREAT | (os.O_TRUNC if rank == 0 else os.O_APPEND))
+            os.dup2(file, 1)
+            os.dup2(file, 2)
+            os.chdir(work)
+            if ranks > 1:
+                place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+                place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "models"}
+                os.environ.update({name: str(value) for name, value in place.items()})
+            found = call()
+            if rank == 0:
+                answer.write_text(json.dumps(found))
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            os._exit(0)
+    deadline = time.monotonic() + SECONDS
+    while children and time.monotonic() < deadline:
+        children = [child for child in children if os.waitpid(child, os.WNOHANG) == (0, 0)]
+        time.sleep(0.02)
+    for child in children:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    text = output.read_text(errors="replace") if output.exists() else ""
+    if children:
+        text += f"\nerror: not done in {SECONDS:.0f} s"
+    return (json.loads(answer.read_text()) if answer.exists() else None), text
+
+
+def reason(output: str) -> str:
+    """The last error of an output, in a few words."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    errors = [line for line in lines if re.match(r"(error:|\w*(Error|Exception)\b)", line)]
+    line = (errors or lines or ["it ended without a word"])[-1]
+    if line.startswith("error:") and (following := lines[lines.index(line) + 1 :]) and line.endswith(":"):
+        line += " " + following[0]
+    return re.sub(r"\(`[^`]*`\)|error: |rank 0 failed: ", "", line).replace("|", "/")[:160]
+
+
+def verdict(column: str, found: dict[str, Any], record: dict[str, Any]) -> str:
+    """`yes`, or what differs."""
+    if column == "plan":
+        return "yes"
+    if found["lost"]:
+        return f"PEFT does not load {found['lost']} tensors of its own layout"
+    if column in ("full", "2 ranks") and found["loss"] > 1e-5 and record["padded"] > 1e-5:
+        return f"padded samples differ by {record['padded']:.0e} in Transformers, too"
+    wrong = []
+    if not found["loss"] < 1e-5:
+        wrong.append(f"loss {found['loss']:.0e}")
+    if not found["norm"] < 1e-4:
+        wrong.append(f"gradient {found['norm']:.0e}")
+    if column in ("LoRA", "8 bit", "4 bit") and not found["logits"] < 1e-4:
+        wrong.append(f"adapter's logits {found['logits']:.0e}")
+    return f"differs: {', '.join(wrong)}" if wrong else "yes"
+
+
+def run(model_type: str, columns: list[str], scratch: Path, show: bool) -> dict[str, Any]:
+    """All columns of a model."""
+    work = scratch / model_type
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir()
+    with open(work / "samples.jsonl", "w") as file:
+        for row in samples():
+            file.write(json.dumps({"input_ids": row, "labels": row}) + "\n")
+    started = time.monotonic()
+    made, output = forked(partial(build, work, model_type), work)
+    record: dict[str, Any] = {"model": model_type, "class": MULTIMODAL.get(model_type) or DECODERS[model_type]}
+    if made is None:
+        return record | {"skipped": reason(output)}
+    record |= made
+    for column in filter(None, columns):
+        has_own = "--batch_size_training" in COLUMNS[column]
+        layout = [] if has_own else PACKED if record.get("packing") == "yes" else [*PADDED, "4"]
+        if refused(earlier := record.get("full", "")):
+            record[column] = earlier
+            continue
+        call = partial(plan if column == "plan" else train, work, column, layout)
+        found, output = forked(call, work, 2 if column == "2 ranks" else 1)
+        record[column] = reason(output) if found is None else verdict(column, found, record)
+        if found:
+            record["numbers"] = record.get("numbers", {}) | {column: found}
+        if column == "full":
+            record["export"] = exported(found) if found is not None else "-"
+        if found is None and show:
+            print(output)
+    shutil.rmtree(work)
+    return record | {"seconds": round(time.monotonic() - started, 1)}
+
+
+def refused(verdict: str) -> bool:
+    """Whether the model is refused as such, so that no column runs."""
+    return verdict.startswith("--model_name")
+
+
+def exported(found: dict[str, Any]) -> str:
+    """`yes`, or what is wrong with the model that was written."""
+    if not found["names"]:
+        return "other tensor names"
+    return "yes" if found["logits"] < 1e-4 < found["moved"] else f"logits {found['logits']:.0e}"
+
+
+ABOUT = """# Supported models
+
+`benchmarks/models.py` wrote this page on {date}, with {versions}, in fp32 on {processor}.
+
+The benchmark builds a small random model of every causal language model that Transformers has, and of every model for
+images and text with a text decoder inside (`+`). Each is fine-tuned for one step of SGD and compared with Transformers
+and PEFT.
+
+| column | `yes` means |
+| --- | --- |
+| full | Full fine-tuning, padding: first loss (relative difference below 1e-5) and gradient norm (1e-4) are equal |
+| export | Transformers loads the final model; its logits (1e-4) are those after the same step, its names the same |
+| packing | As `full`, with packed samples compared with the samples one by one |
+| LoRA | LoRA on all linear layers: loss, gradient norm, and the logits of the adapter that PEFT loads, are equal |
+| 8 bit, 4 bit | As `LoRA`, on quantized weights, compared with weights that bitsandbytes has rounded |
+| 2 ranks | Full fine-tuning with FSDP on 2 processes: loss and gradient norm are equal |
+| plan | `recipes/plan.py` plans LoRA on 2 GPUs |
+
+A number refers to the reasons below the table.
+
+"""
+
+
+def page(records: list[dict[str, Any]]) -> str:
+    """docs/models.md."""
+    records = sorted(records, key=lambda record: record["model"])
+    tried = [record for record in records if "skipped" not in record]
+    notes = Counter(record[column] for record in tried for column in SHOWN if record.get(column, "yes") != "yes")
+    number = {note: str(place) for place, note in enumerate(notes, 1)}
+    libraries = ("torch", "transformers", "peft", "bitsandbytes")
+    versions = ", ".join(f"{name} {version(name).partition('+')[0]}" for name in libraries)
+    lines = [f"| model_type | class | {' | '.join(SHOWN)} |", "| --- " * (2 + len(SHOWN)) + "|"]
+    for title, is_multimodal in (("**text**", False), ("**images and text (`+`)**", True)):
+        group = [record for record in tried if (record["model"] in MULTIMODAL) == is_multimodal]
+        counts = [f"{sum(record.get(column) == 'yes' for record in group)} of {len(group)}" for column in SHOWN]
+        lines.append(f"| {title} | | {' | '.join(counts)} |")
+    for record in tried:
+        cells = [number.get(record.get(column, ""), record.get(column, "")) for column in SHOWN]
+        name = record["model"] + (" +" if record["model"] in MULTIMODAL else "")
+        lines.append(f"| {name} | {record['class']} | {' | '.join(cells)} |")
+    lines += ["", "## Reasons", "", *(f"{number[note]}. {note}" for note in notes), ""]
+    lines += ["## Models that Transformers itself does not train on text alone on a CPU", ""]
+    lines += [f"- {record['model']}: {record['skipped']}" for record in records if "skipped" in record]
+    about = ABOUT.format(date=date.today(), versions=versions, processor=processor())
+    return about + "\n".join(lines) + "\n"
+
+
+def processor() -> str:
+    """The CPU's name."""
+    names = re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+    return names[0] if names else platform.processor()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, required=True, help="JSON lines, one per model; appended to")
+    parser.add_argument("--only", default="", help="a pattern of model types")
+    parser.add_argument("--columns", default=",".join(COLUMNS))
+    parser.add_argument("--again", action="store_true", help="run also what the file has")
+    parser.add_argument("--show", action="store_true", help="print what fails")
+    parser.add_argument("--write", action="store_true", help="write docs/models.md")
+    arguments = parser.parse_args()
+    known = {}
+    if arguments.results.exists():
+        for line in arguments.results.read_text().splitlines():
+            record = json.loads(line)
+            known[record["model"]] = known.get(record["model"], {}) | record
+    if arguments.write:
+        (REPOSITORY / "docs" / "models.md").write_text(page(list(known.values())))
+        return
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory(prefix="models-") as directory:
+        scratch = Path(directory)
+        os.environ["LLAMA_FT_CACHE"] = str(scratch / "cache")
+        write_tokenizer(scratch / "tokenizer")
+        get_checkpoint_conversion_mapping("llama")  # compiles 900 patterns, once for all children
+        for model_type in sorted({**DECODERS, **MULTIMODAL}):
+            if not re.fullmatch(f"({arguments.only or '.*'})", model_type):
+                continue
+            if model_type in known and not arguments.again:
+                continue
+            record = run(model_type, arguments.columns.split(","), scratch, arguments.show)
+            with open(arguments.results, "a") as file:
+                file.write(json.dumps(record) + "\n")
+            print(json.dumps({name: value for name, value in record.items() if name != "numbers"}), flush=True)
+
+
+def write_tokenizer(folder: Path) -> None:
+    """A tokenizer of single bytes."""
+    from tokenizers import Tokenizer, pre_tokenizers
+    from tokenizers import models as tokenizer_models
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {token: number for number, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(tokenizer_models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
+
+
+if __name__ == "__main__":
+    main()
