@@ -37,8 +37,8 @@ def main(**flags: str) -> None:
         if run.is_finished:
             return
         config, job = run.config, run.job
-        # Cross-entropy of the next token, where it is in the loss.
-        objective = training.SupervisedFineTuning(config.train.label_smoothing_factor)
+        # Cross-entropy of the next token, where it is in the loss; or what else --objective names.
+        objective = training.build_objective(config)
 
         # The model's directory and tokenizer; samples become tokens and loss masks. Once per node: the cache is shared.
         with job.local_main_process_first():
@@ -181,11 +181,12 @@ def train(
 
             # Forward, objective.loss and backward of this rank's micro-batches. Gradients are summed over the ranks.
             scale = state.scale.factor  # of the loss in fp16, else 1
+            count = step.target_tokens if objective.counts_tokens else step.samples  # of losses, over all ranks
             losses = training.accumulate_gradients(
-                model, objective, step.batches, step.target_tokens, reduce_last_only, job, scale, run.memory
+                model, objective, step.batches, count, reduce_last_only, job, scale, run.memory
             )
             run.memory.enter("optimizer step")
-            result = training.clip_and_reduce_norm(model, losses, step.target_tokens, settings, scale, job)
+            result = training.clip_and_reduce_norm(model, losses, count, settings, scale, job)
             numbers = run.gather(step)
             lr = training.learning_rate(settings, step.step - 1, batches.total_steps, step.epoch)
             training.update_weights(optimizer, lr, run.failed(step, result))  # and zero_grad; not if it overflowed

@@ -44,6 +44,7 @@ def main() -> None:
     """`llama-ft VERB FLAGS`: the recipe of that verb. With `--nproc N` right after `train` it is started by torchrun,
     on so many processes of this machine, without torchrun's own report of a process that failed."""
     verb, *flags = sys.argv[1:] or [""]
+    flags = flags[:1][0].split("=", 1) + flags[1:] if flags[:1] and flags[0].startswith("--nproc=") else flags
     if verb == "--version":
         print(f"llama_ft {__version__}")
     elif verb not in VERBS:

@@ -75,14 +75,13 @@ class Run:
         result = checkpoint.finished_result(resumed, config.checkpoint) if resumed else None
         self.is_finished = result is not None
         if resumed is not None and result is not None:
-            log.info(f"This run was finished after step {resumed.step}; its result is {result}")
+            log.info(f"This run was finished after step {resumed.step}; its final model is {result}")
             job.begin_run(resumed.run, resumed.step)
             return
         settings = config.train
         self.global_batch = checkpoint.global_batch(settings, resumed, job.world_size)
-        unit = "pack" if config.data.batching_strategy == "packing" else "row"
         sizes = settings.batch_size_training, settings.gradient_accumulation_steps, self.global_batch
-        self._layout = job.describe(*sizes, unit)
+        self._layout = job.describe(*sizes, "pack" if config.data.batching_strategy == "packing" else "row")
         log.info(self._layout)
         if job.is_main:
             observe.check_trackers(config.tracking, config.checkpoint.output_dir)
@@ -258,11 +257,10 @@ class Run:
             **observe.memory_metrics(numbers.peak_bytes),
             **state.scale.metrics(),
         }
-        longest = config.train.max_train_time
-        seconds = numbers.seconds[0].item()  # rank 0's clock decides for all ranks
+        longest, seconds = config.train.max_train_time, numbers.seconds[0].item()  # rank 0's clock decides for all
         self._time_is_up = longest is not None and seconds >= parse_duration(longest)
-        is_last, stop = step.step == self.batches.total_steps, self.job.signals.agreed(numbers.stop_asked)
-        is_last |= self._time_is_up
+        is_last = self._time_is_up or step.step == self.batches.total_steps
+        stop = self.job.signals.agreed(numbers.stop_asked)
         self._ends_epoch, self._is_best, self._save_failed = step.ends_epoch, False, bool(numbers.save_failed.any())
         evaluation = self.dataset.validation is not None
         evaluation &= training.is_due(step.step, config.train.eval_steps, step.ends_epoch or is_last)
@@ -285,8 +283,10 @@ class Run:
         self.memory.enter("evaluation")
         settings, samples, pack_length = self.config.train, self.dataset.validation, self.batches.pack_length
         assert samples is not None
-        loss, _ = training.mean_loss(model, objective, samples, settings, pad, pack_length, self.job)
-        self._metrics |= {"eval/loss": loss, "eval/perplexity": training.perplexity(loss)}
+        loss, _, more = training.mean_loss(model, objective, samples, settings, pad, pack_length, self.job)
+        self._metrics |= {"eval/loss": loss, **{f"eval/{name}": value for name, value in more.items()}}
+        if objective.counts_tokens:
+            self._metrics["eval/perplexity"] = training.perplexity(loss)
         self._is_best = self.state.step > 0 and self.state.best.update(loss, self.state.step)
         self.log.log_step(self.state.step, self._metrics | self.writer.timings())
         self._throughput.pause()
@@ -394,7 +394,7 @@ def start_run(requested: Config, sources: dict[str, str], build_model: BuildMode
     ):
         runtime.set_quiet(requested.tracking.quiet)
         resumed = checkpoint.find_checkpoint(requested.checkpoint, job)
-        config = checkpoint.resolve_precision(requested, sources, job, resumed)
+        config = training.settle_format(checkpoint.resolve_precision(requested, sources, job, resumed))
         log.info("\n  ".join(["Settings that differ from the defaults:", *differences(config)]))
         run = Run(settle_checkpointing(config, job.device.type), sources, job, memory, resumed, preflight)
         yield run

@@ -31,6 +31,14 @@ from llama_ft.errors import UserError
         "--output_dir x --resume auto --overwrite",
         "--streaming",
         "--streaming --max_train_step 3 --validation 0.1",
+        "--objective dpo",
+        "--objective ipo --use_peft --from_peft_checkpoint x",
+        "--objective dpo --use_peft --modules_to_save lm_head",
+        "--objective dpo --use_peft --resize_embeddings",
+        "--objective simpo --dataset_format messages",
+        "--dataset_format preference",
+        "--objective orpo --truncation split",
+        "--objective orpo --labels completion",
     ],
 )
 def test_combinations_that_cannot_be_are_refused(mistakes, line: str) -> None:
@@ -76,6 +84,8 @@ def test_a_secret_in_a_setting_is_refused_and_not_shown(mistakes, line: str) -> 
         "--enable_fsdp --sharding_strategy HYBRID_SHARD --sharding_group_size 2 --fsdp_cpu_offload",
         "--run_validation false --eval_steps 0 --early_stopping_patience 0",
         "--use_dora false --modules_to_save none",
+        "--objective dpo --use_peft --quantization 4bit --beta 0.3 --label_smoothing 0.1 --truncation left",
+        "--objective simpo --simpo_gamma 1 --label_smoothing 0.1 --dataset_format preference",
     ],
 )
 def test_combinations_that_can_be_are_accepted(mistakes, line: str) -> None:
@@ -116,6 +126,10 @@ def test_sizes_are_read_in_decimal_and_binary_units(text: str, size: int) -> Non
         "--overwrite",
         "--no_save_model --save_dtype float32",
         "--num_epochs 2 --streaming --max_train_step 3",
+        "--beta 0.2",
+        "--objective ipo --use_peft --label_smoothing 0.1",
+        "--objective orpo --simpo_gamma 1",
+        "--objective simpo --label_smoothing_factor 0.1",
     ],
 )
 def test_a_flag_without_effect_is_refused(mistakes, line: str) -> None:

@@ -131,7 +131,7 @@ def test_packed_rows_follow_one_another_and_no_row_predicts_the_next(rows: Datas
         empty = collate(rows, [], pad_token_id=9, is_packed=is_packed)
         assert (empty.input_ids.tolist(), empty.labels.tolist(), empty.sources) == ([[1, 2, 3]], [[-100] * 3], [])
     plan = BatchSampler([5, 4, 3], [1, 1, 1], global_batch=8, world_size=4, rank=3, micro_batch=2, seed=0)
-    assert plan.step(0, 0) == ([[]], 3)
+    assert plan.step(0, 0) == ([[]], 3, 3)
 
 
 def test_pad_token_falls_back_to_the_end_of_turn(

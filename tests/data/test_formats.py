@@ -20,6 +20,7 @@ from llama_ft.data.formats import (
     alpaca_messages,
     chat_messages,
     find_format,
+    pair_contents,
     plain_text,
     prompt_completion,
     token_row,
@@ -30,6 +31,7 @@ from llama_ft.errors import UserError
 sharegpt_messages = FORMATS["sharegpt"].read
 USER = {"role": "user", "content": "Hi"}
 ANSWER = {"role": "assistant", "content": "yes"}
+NO = {"role": "assistant", "content": "no"}
 
 
 def said(role: str, content: object, **more: object) -> dict[str, Any]:
@@ -60,6 +62,12 @@ def test_format_is_told_by_the_columns(columns: str, expected: str) -> None:
         ("prompt", "prompt_completion", "prompt_completion (prompt and completion)"),
         ("text", "alpacca", "--dataset_format is alpacca"),
         ("messages input_ids", "auto", "which fit messages and tokenized;"),
+        (
+            "prompt chosen rejected",
+            "auto",
+            "my.jsonl: it has pairs of a chosen and a rejected response.\n--objective dpo",
+        ),
+        ("prompt completion", "preference", "--dataset_format is preference"),
     ],
 )
 def test_wrong_columns_are_listed_with_what_is_expected(columns: str, wanted: str, text: str) -> None:
@@ -105,6 +113,52 @@ def answered(**changes: object) -> Row:
         (prompt_completion, {"prompt": "Hi", "completion": [ANSWER]}, '"completion" is [{'),
         (prompt_completion, {"prompt": [USER], "completion": "yes"}, '"completion" is "yes"; expected a list'),
         (prompt_completion, {"prompt": [USER, ANSWER], "completion": [USER, ANSWER]}, '"completion[0].role" is "user"'),
+        (pair_contents, {"prompt": "Hi", "chosen": "yes"}, '"rejected" is missing; expected text'),
+        (pair_contents, {"prompt": "Hi", "chosen": "yes", "rejected": " "}, '"rejected" is " "; expected text'),
+        (pair_contents, {"prompt": "Hi", "chosen": "", "rejected": ""}, '"chosen" is empty; expected text'),
+        (
+            pair_contents,
+            {"prompt": "Hi", "chosen": "a", "rejected": "a"},
+            '"rejected" is "a"; expected another response',
+        ),
+        (pair_contents, {"chosen": "A: yes", "rejected": "B: no"}, '"rejected" is "B: no"; expected the prompt that'),
+        (
+            pair_contents,
+            {"chosen": "A: yes", "rejected": "A: yes, but"},
+            '"rejected" is "A: yes, but"; expected a resp',
+        ),
+        (
+            pair_contents,
+            {"chosen": [USER, ANSWER], "rejected": "no"},
+            '"rejected" is "no"; expected a list of messages',
+        ),
+        (pair_contents, {"chosen": [USER, ANSWER], "rejected": []}, '"rejected" is empty; expected a list of messages'),
+        (pair_contents, {"chosen": [ANSWER], "rejected": [NO]}, '"prompt" is missing; expected text'),
+        (
+            pair_contents,
+            {"chosen": [USER, ANSWER], "rejected": [said("user", "Ho"), NO]},
+            '"chosen[0]" is {"role": "user"',
+        ),
+        (
+            pair_contents,
+            {"chosen": [USER, ANSWER], "rejected": [USER, NO, USER]},
+            '"rejected[2]" is "user"; expected an',
+        ),
+        (
+            pair_contents,
+            {"chosen": [USER, ANSWER], "rejected": [USER, ANSWER, USER, ANSWER]},
+            '"chosen[2]" is missing; expected a response to a prompt',
+        ),
+        (
+            pair_contents,
+            {"prompt": [said("user", "Ho")], "chosen": [USER, ANSWER], "rejected": [USER, NO]},
+            '"chosen[1]" is {"role": "assistant", "content": "yes"}; expected a response to a prompt',
+        ),
+        (
+            pair_contents,
+            {"chosen": [USER, ANSWER], "rejected": [USER, said("assistant", "")]},
+            '"rejected[1].content" is em',
+        ),
         (token_row, {"labels": [1]}, '"input_ids" is missing'),
         (token_row, {"input_ids": [1, 2], "labels": [1]}, '"input_ids" has 2, "labels" has 1 entries; expected'),
         (token_row, {"input_ids": [1, 2], "attention_mask": [1]}, '"input_ids" has 2, "attention_mask" has 1 entries'),
@@ -185,6 +239,24 @@ def test_prompt_and_completion_are_texts_or_one_chat_whose_completion_alone_is_t
     assert prompt_completion({"prompt": "Hi ", "completion": "yes"}) == ("Hi ", "yes")
     row = {"prompt": [USER, ANSWER, USER], "completion": [ANSWER]}
     assert prompt_completion(row) == [USER, {**ANSWER, "weight": 0}, USER, ANSWER]
+
+
+def test_pairs_are_texts_or_chats_with_or_without_a_column_for_the_prompt() -> None:
+    texts = [("Hi ", "yes"), ("Hi ", "no")]
+    assert pair_contents({"prompt": "Hi ", "chosen": "yes", "rejected": "no"}) == texts
+    assert pair_contents({"chosen": "Hi yes", "rejected": "Hi no"}) == texts
+    system, earlier = said("system", "Be brief."), {**ANSWER, "weight": 0}
+    for prompt in ([USER, ANSWER, USER], [system, USER, ANSWER, USER]):
+        before = [earlier if it is ANSWER else it for it in prompt]
+        chats = [[*before, ANSWER], [*before, NO]]
+        whole = {"chosen": [*prompt, ANSWER], "rejected": [*prompt, NO]}
+        assert pair_contents({"prompt": prompt, "chosen": [ANSWER], "rejected": [NO]}) == chats
+        assert pair_contents(whole) == pair_contents({**whole, "prompt": prompt}) == chats
+        assert pair_contents({**whole, "prompt": "Hi"}) == chats, "as the Hub's sets repeat it"
+    assert pair_contents({"prompt": "Hi", "chosen": [ANSWER], "rejected": [NO]}) == [[USER, ANSWER], [USER, NO]]
+    row = {"system": "Be brief.", "chosen": [USER, ANSWER], "rejected": [USER, NO]}
+    assert pair_contents(row) == [[system, USER, ANSWER], [system, USER, NO]]
+    assert FORMATS["preference"].read(row) == [system, USER, ANSWER]
 
 
 TOKENIZE = """

@@ -11,6 +11,9 @@ import torch
 import yaml
 from conftest import RECIPE, Finished, losses, metrics, recipe, write_rows
 from forked import forked
+from training.test_preferences import expected as of_formulas
+
+from llama_ft.data import Encoder, two_examples
 
 CASES = Path(__file__).resolve().parent.parent / "run_cases.py"
 EXPORT = RECIPE.with_name("export.py")
@@ -24,6 +27,15 @@ OPTIMIZERS = {  # name -> flags, and the bytes of state a parameter; narrow rows
     "eight_bits": (["--optimizer", "AdamW8bit"], 2.07),
     "sgd": (["--optimizer", "SGD", "--momentum", "0.9", "--lr", "0.1"], 4.0),
     "adafactor": (["--optimizer", "Adafactor", "--lr", "0.1"], 0.1),
+}
+PREFERENCE_RATE = 3e-3
+DPO = ["--objective", "dpo", "--beta", "0.3", "--label_smoothing", "0.1", "--use_peft"]
+PREFERENCES = {  # one step an epoch: their order is free; one micro-batch of one rank has no pair
+    "dpo": [*DPO, "--batching_strategy", "padding", "--enable_fsdp", "--low_cpu_fsdp"],
+    "dpo_first": [*DPO, "--max_train_step", "1", "--run_validation", "False"],
+    "ipo": [*DPO[:1], "ipo", *DPO[2:4], "--use_peft", "--enable_fsdp", "--val_batch_size", "2"],
+    "orpo": ["--objective", "orpo", "--beta", "0.5", "--enable_fsdp", "--activation_checkpointing", "full"],
+    "simpo": ["--objective", "simpo", "--beta", "2", "--simpo_gamma", "1", "--batching_strategy", "padding"],
 }
 CUSTOM = """
 import datasets
@@ -44,6 +56,16 @@ def tokenized(file: Path, count: int, seed: int) -> Path:
         for number in range(count):
             ids = torch.randint(0, 301, (8 + number % 7,), generator=generator).tolist()
             lines.write(json.dumps({"input_ids": ids, "labels": [-100] * 3 + ids[3:]}) + "\n")
+    return file
+
+
+def pairs(file: Path, count: int, first: int = 0) -> Path:
+    """Pairs of texts of unlike lengths."""
+    rows = [
+        {"prompt": f"Why {n}?" + " Why?" * (n % 3), "chosen": " Yes" * (1 + n % 4), "rejected": " no" * (n % 5) + "!"}
+        for n in range(first, first + count)
+    ]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return file
 
 
@@ -94,6 +116,11 @@ def launch(folder: Path, tiny_model: Path, save_model: Any, rows16: Path, rows70
         "frozen": [*FSDP, *tiny, *files, "--freeze_layers", "--num_epochs", "1", "--precision", "fp32"]
         + ["--activation_checkpointing", "full", "--gradient_accumulation_steps", "3", *PADDED],
     }
+    for name, own in PREFERENCES.items():
+        runs[name] = [*tiny, "--dataset", str(pairs(folder / "pairs.jsonl", 7)), *own, "--num_epochs", "10"]
+        runs[name] += ["--validation", str(pairs(folder / "held_out.jsonl", 3, 9)), "--precision", "fp32"]
+        runs[name] += ["--lr_scheduler", "constant", "--gradient_accumulation_steps", "4"]
+        runs[name] += ["--batch_size_training", "1", "--lr", str(PREFERENCE_RATE), "--context_length", "128"]
     for name, (optimizer, _) in OPTIMIZERS.items():
         runs[name] = [*FSDP, "--model_name", str(wide), "--dataset", str(few), "--num_epochs", "4"]
         runs[name] += [*optimizer, "--lr_scheduler", "constant", *([] if "--lr" in optimizer else ["--lr", "0.01"])]
@@ -193,6 +220,49 @@ def test_an_export_of_a_run_that_stopped_early_is_what_its_model_directory_holds
     assert f"/step-{best:06d}, after step {best}" in finished.output
     files = [file.name for file in (run / "model").iterdir() if file.name != "README.md"]
     assert len(files) > 4 and all((out / name).read_bytes() == (run / "model" / name).read_bytes() for name in files)
+
+
+@pytest.mark.parametrize("name", [name for name in PREFERENCES if name != "dpo_first"])
+def test_learning_from_pairs_is_what_a_plain_loop_computes(
+    launch: Finished, folder: Path, tiny_model: Path, name: str
+) -> None:
+    """Ten steps of AdamW in one process, pair by pair, in transformers and peft."""
+    from peft import PeftModel
+    from transformers import AutoTokenizer
+
+    encoder, base, model = Encoder(AutoTokenizer.from_pretrained(tiny_model), 128), load(tiny_model), load(tiny_model)
+    flags = PREFERENCES[name]
+    settings: dict[str, Any] = {"objective": name, "beta": float(flags[3])}
+    settings |= {"dpo": {"label_smoothing": 0.1}, "simpo": {"simpo_gamma": 1.0}}.get(name, {})
+    if "--use_peft" in flags:
+        # At the first step B is zero, so that A gets no gradient: it is as it was made.
+        model = PeftModel.from_pretrained(model, folder / "dpo_first" / "model", is_trainable=True)
+        for key, parameter in model.named_parameters():
+            if "lora_B" in key:
+                parameter.data.zero_()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=PREFERENCE_RATE, weight_decay=0.0)
+
+    def rows_of(file: Path) -> list[tuple[list[int], int]]:
+        rows = [json.loads(line) for line in file.read_text().splitlines()]
+        examples = [example for row in rows for example in two_examples(row, "preference", encoder)]
+        return [(ids, next(n for n, label in enumerate(labels) if label != -100)) for ids, labels in examples]
+
+    found, rows = [line for line in metrics(folder / name) if "train/loss" in line], rows_of(folder / "pairs.jsonl")
+    assert len(found) == 10
+    for line in found:
+        loss, rewards = of_formulas(rows, model, base, **settings)
+        assert line["train/loss"] == pytest.approx(loss.item() / 7, rel=1e-5)
+        chosen, rejected = (sum(it[side].item() for it in rewards) / 7 for side in (0, 1))
+        assert line["train/rewards/margins"] == pytest.approx(chosen - rejected, rel=1e-4, abs=1e-5)
+        assert line["train/rewards/accuracies"] == pytest.approx(sum((c > r).item() for c, r in rewards) / 7)
+        (loss / 7).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    held_out, rewards = of_formulas(rows_of(folder / "held_out.jsonl"), model, base, **settings)
+    assert found[-1]["eval/loss"] == pytest.approx(held_out.item() / 3, rel=1e-5)
+    assert found[-1]["eval/rewards/accuracies"] == pytest.approx(sum((c > r).item() for c, r in rewards) / 3)
+    assert "eval/perplexity" not in found[-1]
 
 
 def test_the_runs_config_repeats_it_number_for_number(launch: Finished, folder: Path) -> None:

@@ -11,6 +11,7 @@ from llama_ft.config.run_settings import (
     CheckpointConfig,
     DataConfig,
     MemoryConfig,
+    PreferenceConfig,
     ProfileConfig,
     QuantizationConfig,
     TrackingConfig,

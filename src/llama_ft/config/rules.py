@@ -20,6 +20,7 @@ SECRET = (
 )
 # What stands in them is shown to everybody who sees the run.
 TRACKED_TEXTS = [name for name in SETTINGS if name.startswith(("wandb_", "mlflow_")) and name != "mlflow_tracking_uri"]
+WITH_REFERENCE, PAIRS = ("dpo", "ipo"), "preference"
 STEPS_BEFORE_PROFILE, PROFILED_STEPS = 3, 3  # of a process; llama-recipes' wait of 1, warm-up of 2, and 3 active ones
 
 
@@ -82,6 +83,23 @@ RULES: tuple[tuple[str, Callable[[Any], Any], str], ...] = (
     ("streaming", lambda s: s.streaming and s.max_train_step == 0, "needs max_train_step: streams have no known end."),
     ("validation", lambda s: s.streaming and as_fraction(s.validation) is not None,
      "is {}: a fraction cannot be taken from a stream. Use a file, or a split."),
+    ("objective", lambda s: s.objective in WITH_REFERENCE and not s.use_peft,
+     "is {}, whose reference is the model with its adapter off. Add use_peft; simpo and orpo need no reference."),
+    ("objective", lambda s: s.objective in WITH_REFERENCE and s.from_peft_checkpoint,
+     "is {}, whose reference is the model without the adapter of from_peft_checkpoint. Merge it first: "
+     "recipes/export.py."),
+    ("objective", lambda s: s.objective in WITH_REFERENCE and (s.bias != "none" or s.modules_to_save),
+     "is {}, and what bias and modules_to_save train stays when the adapter is off. Remove them."),
+    ("objective", lambda s: s.objective in WITH_REFERENCE and s.resize_embeddings,
+     "is {}, and the reference has no rows for the tokens of resize_embeddings. Train them first, with sft."),
+    ("dataset_format", lambda s: s.dataset_format not in ("auto", PAIRS) and s.objective != "sft",
+     "is {}, and objective {objective} is trained on pairs. Use preference, or leave it out."),
+    ("dataset_format", lambda s: s.dataset_format == PAIRS and s.objective == "sft",
+     "is {}, which objective dpo, ipo, simpo and orpo are trained on. Choose one."),
+    ("truncation", lambda s: s.truncation == "split" and s.objective != "sft",
+     "is {}, and the pieces of a pair are no pairs. Use right, left or drop."),
+    ("labels", lambda s: s.labels != "auto" and s.objective != "sft",
+     "is {}, and objective {objective} compares whole responses. Leave it out."),
 )  # fmt: skip
 
 PEFT_FIELDS = [name for name, setting in SETTINGS.items() if setting.section == "peft" and name != "use_peft"]
@@ -123,6 +141,10 @@ CONDITIONS: tuple[tuple[list[str], str, Callable[[Any], Any]], ...] = (
     (["int8_threshold"], "mode", lambda it: it == "8bit"),
     (ADAPTER_FIELDS, "from_peft_checkpoint", lambda it: it is None),  # the saved adapter's own settings are used
     (["overwrite"], "output_dir", bool),
+    (["label_smoothing_factor"], "objective", lambda it: it == "sft"),
+    (["beta"], "objective", lambda it: it != "sft"),
+    (["label_smoothing"], "objective", lambda it: it in ("dpo", "simpo")),
+    (["simpo_gamma"], "objective", lambda it: it == "simpo"),
     (["resume_allow_changes"], "resume", bool),
     (["save_dtype", "max_shard_size", "wandb_log_model", "mlflow_log_model"], "save_model", bool),
     (["profiler_dir"], "use_profiler", bool),

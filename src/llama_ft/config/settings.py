@@ -20,6 +20,7 @@ from llama_ft.config.run_settings import (
     DatasetPart,
     Duration,
     MemoryConfig,
+    PreferenceConfig,
     ProfileConfig,
     QuantizationConfig,
     TrackingConfig,
@@ -310,6 +311,7 @@ class Config:
     peft: PeftConfig = Field(default_factory=PeftConfig)
     quantization: QuantizationConfig = Field(default_factory=QuantizationConfig)
     data: DataConfig = Field(default_factory=DataConfig)
+    preference: PreferenceConfig = Field(default_factory=PreferenceConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     tracking: TrackingConfig = Field(default_factory=TrackingConfig)
     memory: MemoryConfig = Field(default_factory=MemoryConfig)

@@ -32,10 +32,12 @@ BATCHES_PER_BUCKET = 50  # global batches whose rows are sorted by length togeth
 
 class StepPlan(NamedTuple):
     """One optimizer step of one rank: row indices per micro-batch (as many micro-batches on every rank, [] if no row
-    is left for this one), and how many labels count in the loss, in the whole global batch over all ranks."""
+    is left for this one); how many labels count in the loss, and how many samples (a pair is one) there are, in the
+    whole global batch over all ranks."""
 
     micro_batches: list[list[int]]
     target_tokens: int
+    samples: int
 
 
 class BatchSampler:
@@ -115,6 +117,7 @@ class BatchSampler:
         return StepPlan(
             [_rows_of(share, self._group) for share in _deal(members, self._world_size, self._rank, self._micro_batch)],
             target_tokens=int(self._target_tokens[_rows_of(members)].sum()),
+            samples=len(_rows_of(members)),
         )
 
     def _epoch(self, epoch: int) -> tuple[numpy.ndarray, numpy.ndarray]:

@@ -91,7 +91,7 @@ def encode_chunk(chunk: Chunk, encoder: Encoder, examples_of: ExamplesOf) -> Enc
         fate = (TRUNCATED if is_truncated else WHOLE) if trained else SKIPPED
         content = json.dumps(row, sort_keys=True, ensure_ascii=False, default=str).encode("utf-8", "surrogatepass")
         content_hash = int.from_bytes(hashlib.sha256(content).digest()[:8], "big")  # equal rows share it
-        rows[number] = content_hash, sum(len(input_ids) for input_ids, _ in examples), fate
+        rows[number] = content_hash, max(len(input_ids) for input_ids, _ in examples), fate
         pieces += [(number, piece, len(group)) for group in trained for piece in group]
     ends = numpy.cumsum([0, *(len(piece.input_ids) for _, piece, _ in pieces)]).astype(numpy.int32)
     input_ids, labels = (

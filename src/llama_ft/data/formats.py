@@ -4,7 +4,8 @@ is wrong with one that does not. To add a format, see docs/development/add-a-for
 import json
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
-from itertools import compress, cycle
+from itertools import compress, cycle, takewhile
+from os.path import commonprefix
 from typing import Any, NamedTuple
 
 from llama_ft.errors import UserError
@@ -39,6 +40,7 @@ class Format(NamedTuple):
     read: Callable[[Row], Content]
 
 
+PREFERENCE = "preference"  # the format of pairs, which only the objectives over pairs read
 MEDIA = {"image", "images", "video", "videos", "audio", "audios"}  # columns that a sample of text leaves empty
 ROLES = {
     "human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant",
@@ -86,7 +88,12 @@ def find_format(dataset: str, columns: Collection[str], wanted: str) -> RowForma
     fitting = [name for name, known in FORMATS.items() if set(known.required) <= set(columns)]
     if wanted in fitting:
         return wanted
-    plainly = [name for name in fitting if name != "text"] or fitting
+    plainly = [name for name in fitting if name not in ("text", PREFERENCE)] or fitting
+    if wanted == "auto" and plainly == [PREFERENCE]:
+        raise UserError(
+            f"{dataset}: it has pairs of a chosen and a rejected response.\n--objective dpo, ipo, simpo or orpo is "
+            "trained on them; supervised fine-tuning takes --columns with messages=chosen or completion=chosen."
+        )
     if wanted == "auto" and len(plainly) == 1:
         return plainly[0]
     known = ", ".join(f"{name} ({' and '.join(one.required)})" for name, one in FORMATS.items())
@@ -133,8 +140,9 @@ def chat_messages(row: Row, column: str = "messages") -> list[Message]:
     return _checked_chat(_with_system(row, _messages(row, column)))
 
 
-def prompt_completion(row: Row) -> tuple[str, str] | list[Message]:
-    """Check a prompt and its completion. A column system stands before a prompt of text, with a blank line between.
+def prompt_completion(row: Row, completion: str = "completion") -> tuple[str, str] | list[Message]:
+    """Check a prompt and its completion, the column of that name. A column system stands before a prompt of text, with
+    a blank line between.
 
     Returns:
         Both texts; or, if both are lists of messages, one chat in which the assistant messages of the prompt have
@@ -145,13 +153,67 @@ def prompt_completion(row: Row) -> tuple[str, str] | list[Message]:
     """
     if not isinstance(row.get("prompt"), list):
         system = "" if _is_blank(row.get("system")) else _text(row, "system") + "\n\n"
-        return system + _text(row, "prompt"), _text(row, "completion")
+        return system + _text(row, "prompt"), _text(row, completion)
     prompt = _with_system(row, _messages(row, "prompt"))
-    messages = _checked_chat([*prompt, *_messages(row, "completion")])
+    messages = _checked_chat([*prompt, *_messages(row, completion)])
     first = messages[len(prompt)]["role"]
-    expect(first == "assistant", "completion[0].role", first, "assistant")
+    expect(first == "assistant", f"{completion}[0].role", first, "assistant")
     unweighted = [{**said, "weight": 0} if said["role"] == "assistant" else said for said in messages[: len(prompt)]]
     return [*unweighted, *messages[len(prompt) :]]
+
+
+def preferred(row: Row) -> list[Message] | tuple[str, str]:
+    """Return the prompt and the chosen response of a pair, see `pair_contents`."""
+    return pair_contents(row)[0]
+
+
+def pair_contents(row: Row) -> list[tuple[str, str] | list[Message]]:
+    """Check a pair: a prompt with a chosen and a rejected response to it.
+
+    Responses are texts or lists of messages. Without a column `prompt`, or beside one of text, lists of messages may be
+    whole chats: what both begin with is the prompt. Of two texts alone it is the text that both begin with.
+
+    Returns:
+        For each response what `prompt_completion` returns.
+
+    Raises:
+        BadRow: a column is missing or empty, both responses are equal, or their prompts differ.
+    """
+    chosen, rejected = row.get("chosen"), row.get("rejected")
+    expect(chosen != rejected or _is_blank(chosen), "rejected", rejected, "another response than the chosen one")
+    is_chat = isinstance(chosen, list) or isinstance(rejected, list)
+    prompt, chosen, rejected = _chat_pair(row) if is_chat else _text_pair(row)
+    parts = {**row, "prompt": prompt, "chosen": chosen, "rejected": rejected}
+    return [prompt_completion(parts, column) for column in ("chosen", "rejected")]
+
+
+def _text_pair(row: Row) -> tuple[str, str, str]:
+    """The prompt and both responses of a pair of texts."""
+    chosen, rejected = _text(row, "chosen"), _text(row, "rejected")
+    if row.get("prompt") is not None:
+        return _text(row, "prompt"), chosen, rejected
+    prompt = commonprefix([chosen, rejected])
+    expect(prompt.strip(), "rejected", rejected, "the prompt that chosen begins with, or a column prompt")
+    chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
+    expect(chosen.strip() and rejected.strip(), "rejected", row["rejected"], "a response that goes on unlike chosen")
+    return prompt, chosen, rejected
+
+
+def _chat_pair(row: Row) -> tuple[list[Any], list[Any], list[Any]]:
+    """The messages of the prompt and of both responses."""
+    chosen, rejected = ([said for _, said in _messages(row, column)] for column in ("chosen", "rejected"))
+    prompt = [said for _, said in _messages(row, "prompt")] if isinstance(row.get("prompt"), list) else []
+    if _role(chosen[0]) == _role(rejected[0]) == "assistant":
+        return prompt or [{"role": "user", "content": _text(row, "prompt")}], chosen, rejected
+    for column in ("chosen", "rejected"):
+        _checked_chat(_messages(row, column))
+    shared = [one for one, _ in takewhile(lambda both: both[0] == both[1], zip(chosen, rejected, strict=False))]
+    is_shared = shared[: len(prompt)] == prompt
+    for column, chat in {"chosen": chosen, "rejected": rejected}.items():
+        place, said = f"{column}[{len(shared)}]", chat[len(shared)] if len(shared) < len(chat) else None
+        is_response = is_shared and shared and _role(said) == "assistant"
+        expect(is_response, place, said, "a response to a prompt that both share")
+    return shared, chosen[len(shared) :], rejected[len(shared) :]
 
 
 def plain_text(row: Row) -> tuple[str, str]:
@@ -252,6 +314,10 @@ def _parsed_if_text(row: Row, column: str, place: str = "") -> Any:
         expect(False, place + column, value, "JSON")
 
 
+def _role(message: Any) -> str | None:
+    return ROLES.get(str(message.get("role", message.get("from")))) if isinstance(message, dict) else None
+
+
 def _is_blank(value: Any) -> bool:
     return value is None or (isinstance(value, str) and not value.strip())
 
@@ -271,7 +337,8 @@ def _integers(row: Row, column: str) -> list[int]:
 
 def _text(row: Row, column: str) -> str:
     value = row.get(column)
-    is_number = column in ("output", "completion") and isinstance(value, int | float)  # a class, such as 0
+    is_response = column in ("output", "completion", "chosen", "rejected")
+    is_number = is_response and isinstance(value, int | float)  # a class, such as 0
     expect(is_number or (isinstance(value, str) and value.strip()), column, value, "text")
     return str(value)
 
@@ -281,6 +348,7 @@ FORMATS: dict[str, Format] = {
     "messages": Format(("messages",), ("system", "tools"), chat_messages),
     "sharegpt": Format(("conversations",), ("system", "tools"), partial(chat_messages, column="conversations")),
     "prompt_completion": Format(("prompt", "completion"), ("system", "tools"), prompt_completion),
+    PREFERENCE: Format(("chosen", "rejected"), ("prompt", "system", "tools"), preferred),
     "text": Format(("text",), (), plain_text),
     "tokenized": Format(("input_ids",), ("labels", "attention_mask"), token_row),
 }

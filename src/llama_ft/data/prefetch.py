@@ -27,6 +27,7 @@ class StepBatches:
     epochs_seen: float  # after it
     ends_epoch: bool  # it is the last of its epoch
     target_tokens: int  # labels that count in the loss, in the whole global batch over all ranks
+    samples: int  # in the whole global batch
     batches: list[Batch]  # this rank's micro-batches; as many on every rank
     position: dict[str, int] = field(default_factory=dict)  # where a stream stands after it, for the checkpoint
 
@@ -67,7 +68,7 @@ class PreparedBatches:
             epoch, step_in_epoch = divmod(step - 1, per_epoch)
             share, is_end = plan.step(epoch, step_in_epoch), step_in_epoch == per_epoch - 1
             batches = collate_step(self._rows, share, self._pad_token_id, self.pack_length)
-            yield StepBatches(step, epoch, step / per_epoch, is_end, share.target_tokens, batches)
+            yield StepBatches(step, epoch, step / per_epoch, is_end, share.target_tokens, share.samples, batches)
 
 
 class Prefetcher(Generic[T]):

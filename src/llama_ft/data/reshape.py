@@ -8,7 +8,7 @@ from typing import Any
 
 from llama_ft.config.settings import DataConfig
 from llama_ft.data.files import Rows
-from llama_ft.data.formats import FORMATS, ROLES, BadRow, Row
+from llama_ft.data.formats import FORMATS, PREFERENCE, ROLES, BadRow, Row
 from llama_ft.data.sources import Source
 from llama_ft.errors import UserError
 
@@ -107,4 +107,5 @@ def _pairs(columns: Collection[str]) -> Iterator[tuple[str, str]]:
 
 
 def _fit(columns: Collection[str]) -> bool:
-    return any(set(known.required) <= set(columns) for known in FORMATS.values())
+    """Whether a format that is found by the columns fits them."""
+    return any(set(known.required) <= set(columns) for name, known in FORMATS.items() if name != PREFERENCE)

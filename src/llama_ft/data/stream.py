@@ -110,7 +110,8 @@ class StreamedBatches:
                     is_end = ends_epoch and step_in_window == plan.steps_per_epoch - 1
                     batches = collate_step(rows, share, self._pad_token_id, self.pack_length)
                     seen, now = float(start["epoch"] + is_end), {**start, "step_in_window": step_in_window + 1}
-                    yield StepBatches(step, start["epoch"], seen, is_end, share.target_tokens, batches, now)
+                    counts = share.target_tokens, share.samples
+                    yield StepBatches(step, start["epoch"], seen, is_end, *counts, batches, now)
                     step += 1
                 skip = 0
 

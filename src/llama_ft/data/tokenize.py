@@ -96,7 +96,10 @@ class Encoder:
             BadRow: the row is not as its format demands, or the chat template cannot take it.
             UserError: such rows have no labels of the kind that was asked for.
         """
-        content = self.read(row, row_format)
+        return self.tokenize_content(self.read(row, row_format), row, row_format)
+
+    def tokenize_content(self, content: Content, row: Row, row_format: RowFormat) -> Example:
+        """As `tokenize`, of what was read from the row."""
         if isinstance(content, list):
             # The template writes all special tokens, BOS among them.
             return self._tokenize(*self._renderer.render(content, formats.tools_of(row)))
@@ -172,6 +175,12 @@ ExamplesOf = Callable[[Row, RowFormat, Encoder], list[Example]]
 def one_example(row: Row, row_format: RowFormat, encoder: Encoder) -> list[Example]:
     """The example of supervised fine-tuning: the row itself."""
     return [encoder.tokenize(row, row_format)]
+
+
+def two_examples(row: Row, row_format: RowFormat, encoder: Encoder) -> list[Example]:
+    """The examples of a pair: its prompt with the chosen and with the rejected response, which is in the loss."""
+    encoder.read(row, row_format)  # also says what else is wrong with the row
+    return [encoder.tokenize_content(content, row, row_format) for content in formats.pair_contents(row)]
 
 
 def tokens_of_spans(text: str, offsets: list[tuple[int, int]], spans: list[Span]) -> list[tuple[int, int]]:

@@ -64,7 +64,7 @@ def measure_loss(
         models.use_packed_attention(model)
         training.check_packing(model, samples, context_length, model.dtype, job)
     pad, objective = data.pad_token_id(tokenizer, vocabulary), training.SupervisedFineTuning()
-    loss, tokens = training.mean_loss(model, objective, samples, config.train, pad, pack_length, job)
+    loss, tokens, _ = training.mean_loss(model, objective, samples, config.train, pad, pack_length, job)
     model.config._attn_implementation = attention  # packed attention is only for this
     model.eval()
     return {"loss": loss, "perplexity": training.perplexity(loss), "target_tokens": tokens}

@@ -27,7 +27,7 @@ from llama_ft.models.compiled import choose_liger, compile_layers, fuse_layers, 
 from llama_ft.models.embedding_noise import add_embedding_noise
 from llama_ft.models.fsdp import Unit, apply_fsdp, shard_degree, unit_table
 from llama_ft.models.load_weights import load_weights
-from llama_ft.models.lora import Adapter, describe_experts, expert_parameters, inject_lora
+from llama_ft.models.lora import Adapter, adapter_off, describe_experts, expert_parameters, inject_lora
 from llama_ft.models.new_tokens import NewTokens
 from llama_ft.models.packed_attention import packed_arguments, use_packed_attention
 from llama_ft.models.packed_rows import token_mixers

@@ -185,7 +185,7 @@ class _ChunkedLoss(torch.autograd.Function):
         if per_token:
             ctx.inputs, ctx.random = (hidden.detach(), targets), (torch.get_rng_state(), get_device_states(hidden))
             chunks = zip(hidden.split(size), targets.split(size), strict=True)
-            return torch.cat([losses_of(*chunk) for chunk in chunks])[:count]
+            return torch.cat([losses_of(*chunk) for chunk in chunks])[:count].clone()  # FSDP warns of views
         ones = torch.ones(count, device=targets.device)
         total, ctx.gradients = _sum_and_gradients(hidden, targets, ones, *ctx.arguments)
         return total

@@ -5,7 +5,7 @@ import json
 import re
 import warnings
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from copy import copy, deepcopy
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -231,6 +231,19 @@ def _check_names(model: PreTrainedModel, settings: Any) -> None:
             here = {name.rpartition(".")[2] for name, it in model.named_modules() if isinstance(it, kinds)}
             known = ", ".join([*linear_names(model), *sorted(here.difference(linear_names(model)))])
             raise UserError(f"--peft.{setting} [{', '.join(absent)}]: not in this model. It has: {known}.")
+
+
+@contextmanager
+def adapter_off(model: nn.Module) -> Iterator[None]:
+    """A block in which the model computes as it did before it got an adapter."""
+    layers: list[Any] = [module for module in model.modules() if isinstance(module, tuners_utils.BaseTunerLayer)]
+    for layer in layers:
+        layer._disable_adapters = True  # enable_adapters(False) would also set requires_grad, which shards keep
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
 
 
 def is_adapter_weight(name: str) -> bool:

@@ -67,8 +67,10 @@ class ProgressBar:
             self._next_line_at = now + (SECONDS_BETWEEN_LINES if is_early else SECONDS_BETWEEN_LATER_LINES)
             self._lines += 1
         if "eval/loss" in metrics:
-            loss, perplexity = metrics["eval/loss"], metrics["eval/perplexity"]
+            loss, also = metrics["eval/loss"], {"perplexity": "perplexity", "rewards/accuracies": "accuracy"}
             self._validation = f"val {loss:.4g}"
-            self._console.print(f"{place}  validation loss {loss:.4g}  perplexity {perplexity:.2f}")
+            values = {name: metrics.get(f"eval/{key}") for key, name in also.items()}
+            more = "".join(f"  {name} {value:.2f}" for name, value in values.items() if value is not None)
+            self._console.print(f"{place}  validation loss {loss:.4g}{more}")
         shown = "  ".join([*numbers[:1], *filter(None, [self._validation]), *numbers[1:]])
         self._bar.update(self._task, completed=step, numbers=shown[: max(0, self._console.width - OTHER_COLUMNS)])

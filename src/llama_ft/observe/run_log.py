@@ -84,7 +84,7 @@ class RunLog(contextlib.AbstractContextManager["RunLog"]):
 
     def log_step(self, step: int, metrics: Metrics) -> None:
         """Write one line of metrics.jsonl after `step` optimizer steps, and tell the trackers and the screen.
-        `metrics` also has eval/loss and eval/perplexity after an evaluation, since a step has one line."""
+        `metrics` also has eval/loss and what goes with it after an evaluation, since a step has one line."""
         if self._is_main:
             self._metrics_log.write({"step": step, **metrics})
             self._log_to_trackers(step, metrics)

@@ -61,9 +61,10 @@ def _plan_with(request: PlanRequest, build_model: BuildModel, layers: int | None
     rows, tracker = config.train.batch_size_training, Tracker(request.device)
     if request.size is not None:
         rows = min(rows, max(1, -(-request.size // request.world_size)))
-    batch = _full_batch(request, rows, context_length)
+    together = training.build_objective(config).examples_per_sample
+    batch = _full_batch(request, rows * together, context_length)
     is_validated = config.train.run_validation and request.has_validation
-    validation = _full_batch(request, config.train.val_batch_size, context_length) if is_validated else None
+    validation = _full_batch(request, config.train.val_batch_size * together, context_length) if is_validated else None
     with _fake_world(request) as job, planned_models(headers, request.device), tracker.planning():
         model, _, stored_dtypes, _ = build_model(config, request.folder, model_config, new_tokens, tracker, job)
         tracker.watch(model)
@@ -93,7 +94,7 @@ def _two_steps(
     """Two steps and an evaluation, as the recipe's training loop makes them. Of the first only its optimizer states are
     wanted; it needs no forward pass for them."""
     settings = config.train
-    objective = training.SupervisedFineTuning(settings.label_smoothing_factor)
+    objective = training.build_objective(config)
     optimizer = training.build_optimizer(model, settings)
     model.train()
     tracker.enter("optimizer step")

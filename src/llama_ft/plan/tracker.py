@@ -77,6 +77,7 @@ class Tracker(TorchDispatchMode):
         self._alive: dict[int, tuple[int, int, MemoryCategory]] = {}  # number, bytes and holder
         self._is_cuda = device == "cuda"
         self._workspace_bytes = CUBLAS_BYTES if self._is_cuda else 0  # not allocated yet
+        self._model: nn.Module | None = None
         self._head: nn.Module | None = None
         self._hooked: set[int] = set()
 
@@ -153,7 +154,7 @@ class Tracker(TorchDispatchMode):
         held: dict[MemoryCategory, int] = {**self._holders, "temporaries": 0}
         held["temporaries"] = peak.bytes - sum(held.values())
         self.peaks["load"] = replace(peak, holders=held)
-        self._head = model.get_output_embeddings()
+        self._model, self._head = model, model.get_output_embeddings()
         for module in model.modules():
             module.register_forward_pre_hook(self._before_forward)
 
@@ -163,6 +164,8 @@ class Tracker(TorchDispatchMode):
             if parameter.requires_grad and id(parameter) not in self._hooked:
                 self._hooked.add(id(parameter))  # fully_shard keeps its gathered parameters for good
                 parameter.register_post_accumulate_grad_hook(lambda it: self.assign([it.grad], "gradients"))
+        if module is self._model and self._phase is not None:  # which a reference may have computed in this phase
+            self._holder = HELD_IN[self._phase]
         if module is self._head and self._phase != "backward":  # in which it is recomputed
             self._holder = "logits and loss"
             if args and isinstance(args[0], torch.Tensor) and args[0].requires_grad:

@@ -2,6 +2,7 @@
 
 import math
 import textwrap
+from collections import defaultdict
 from typing import Any
 
 import torch
@@ -32,8 +33,9 @@ def mean_loss(
     pad_token_id: int,
     pack_length: int | None,
     runtime: Runtime,
-) -> tuple[float, int]:
-    """Mean loss over the validation set, dropout off, and of how many loss tokens or pairs it is.
+) -> tuple[float, int, dict[str, float]]:
+    """Mean loss over the validation set, dropout off; of how many loss tokens or pairs it is; the means of what else
+    the objective logs.
 
     Args:
         model: left in training mode.
@@ -47,16 +49,18 @@ def mean_loss(
     ranks, sizes = (runtime.world_size, runtime.rank), (settings.val_batch_size, settings.max_eval_step)
     group = group_size(validation)
     model.eval()
-    loss, count = torch.zeros((), dtype=torch.float64, device=runtime.device), 0
+    count, sums = 0, defaultdict[str, torch.Tensor](lambda: torch.zeros((), dtype=torch.float64, device=runtime.device))
     for indices in evaluation_batches(row_lengths(validation), *ranks, *sizes, pack_length, group):
         batch = collate(validation, indices, pad_token_id, pack_length is not None)
         summed = objective.loss(model, batch, runtime)
-        loss += summed.loss
+        for name, value in {"loss": summed.loss, **summed.logged}.items():
+            sums[name] += value
         count += summed.count
     free_unsharded(model)
     model.train()
-    loss_sum, total = runtime.all_gather_floats(loss.item(), count).sum(dim=0).tolist()
-    return loss_sum / total, int(total)
+    *totals, total = runtime.all_gather_floats(*(it.item() for it in sums.values()), count).sum(dim=0).tolist()
+    means = {name: value / total for name, value in zip(sums, totals, strict=True)}
+    return means.pop("loss"), int(total), means
 
 
 def sample_chats(settings: TrainConfig, known: list[dict[str, str]] | None) -> list[list[dict[str, str]]]:

@@ -42,7 +42,15 @@ class LossSum:
 
 
 class Objective(Protocol):
-    """What tokenizing, the training step, evaluation and the planner call."""
+    """What tokenizing, the training step, evaluation and the planner call.
+
+    Attributes:
+        examples_per_sample: how many examples it makes of one.
+        counts_tokens: its losses are those of tokens; otherwise one of each sample.
+    """
+
+    examples_per_sample: int
+    counts_tokens: bool
 
     @staticmethod
     def examples(row: Row, row_format: RowFormat, encoder: Encoder) -> list[Example]:
@@ -75,6 +83,8 @@ def smoothed_loss(logits: torch.Tensor, targets: torch.Tensor, smoothing: float)
 
 class SupervisedFineTuning:
     """Predict the next token, where it is in the loss; with the routers' auxiliary loss if it has a coefficient."""
+
+    examples_per_sample, counts_tokens = 1, True
 
     def __init__(self, smoothing: float = 0.0) -> None:
         self._training_loss = partial(smoothed_loss, smoothing=smoothing) if smoothing else training_loss
@@ -113,7 +123,7 @@ def target_losses(
         per_token: return float32 [targets], in the order of `target_rows(batch)`, instead of their sum. Minus the
             cross-entropy of a token is its log-probability.
     """
-    aims = _aims(batch)
+    aims = shifted_labels(batch)
     on_host = (aims != IGNORED).nonzero().squeeze(1)  # computed there: the device is not waited for
     positions, targets = sent(on_host, device), sent(aims[on_host], device)  # [targets]
     input_ids = batch.input_ids
@@ -147,7 +157,7 @@ def target_rows(batch: Batch) -> torch.Tensor:
         rows = torch.repeat_interleave(torch.arange(len(batch.row_lengths)), torch.tensor(batch.row_lengths))
     else:
         rows = torch.arange(len(batch.row_lengths)).repeat_interleave(batch.input_ids.shape[1])
-    return rows[_aims(batch) != IGNORED]
+    return rows[shifted_labels(batch) != IGNORED]
 
 
 def _filled_up(model: PreTrainedModel, batch: Batch, device: torch.device) -> tuple[torch.Tensor, list[int]]:
@@ -161,6 +171,6 @@ def _filled_up(model: PreTrainedModel, batch: Batch, device: torch.device) -> tu
     return torch.cat([batch.input_ids, batch.input_ids[:, :more]], dim=1), [*batch.row_lengths, more]
 
 
-def _aims(batch: Batch) -> torch.Tensor:
-    """What each position of the flattened micro-batch is to predict."""
+def shifted_labels(batch: Batch) -> torch.Tensor:
+    """What each position of the flattened micro-batch is to predict, int64 [positions]; IGNORED if nothing."""
     return F.pad(batch.labels[:, 1:], (0, 1), value=IGNORED).flatten()

@@ -1,0 +1,142 @@
+"""Losses over pairs against their formulas, written here on the logits of each response by itself."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch.nn.functional import logsigmoid
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from llama_ft.config import PreferenceConfig
+from llama_ft.data import Batch
+from llama_ft.models import use_chunked_loss, use_packed_attention
+from llama_ft.models.lora_linear import use_fused_lora
+from llama_ft.training.preferences import Preferences
+
+# Chosen and rejected of two prompts of two tokens.
+ROWS = [[1, 5, 9, 30, 2], [1, 5, 7, 8], [4, 6, 2], [4, 6, 11, 12, 13, 2]]
+PROMPT = 2
+DPO, IPO = {"objective": "dpo", "beta": 0.3}, {"objective": "ipo", "beta": 0.3}
+CASES = [DPO, {**DPO, "label_smoothing": 0.2}, IPO, {"objective": "simpo", "beta": 2.0, "simpo_gamma": 0.7},
+         {"objective": "orpo", "beta": 0.4}]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(**shape, num_key_value_heads=2, vocab_size=50, initializer_range=0.3))
+
+
+def batch(is_packed: bool) -> Batch:
+    labels = [[-100] * PROMPT + row[PROMPT:] for row in ROWS]
+    lengths, sources = [len(row) for row in ROWS], ["x"] * len(ROWS)
+    if is_packed:
+        return Batch(torch.tensor([sum(ROWS, [])]), torch.tensor([sum(labels, [])]), lengths, True, sources)
+    ids, aims = (
+        torch.tensor([it + [fill] * (7 - len(it)) for it in rows]) for rows, fill in ((ROWS, 0), (labels, -100))
+    )
+    return Batch(ids, aims, lengths, False, sources)
+
+
+def log_probabilities(model: Any, row: list[int], start: int = PROMPT) -> torch.Tensor:
+    found = model(input_ids=torch.tensor([row])).logits[0].log_softmax(-1)
+    return torch.stack([found[place - 1, row[place]] for place in range(start, len(row))])
+
+
+def expected(
+    rows: list[tuple[list[int], int]], model: Any, reference: Any, beta: float, objective: str, **more: float
+) -> tuple[Any, list[Any]]:
+    """The sum of the losses of the pairs as TRL's trainers have them, one pair a micro-batch, and the rewards. `rows`:
+    tokens and where the response begins, chosen and rejected in turn."""
+    losses, rewards = [], list[Any]()
+    for chosen, rejected in zip(rows[::2], rows[1::2], strict=True):
+        ours = [log_probabilities(model, *row) for row in (chosen, rejected)]
+        theirs = [log_probabilities(reference, *row).detach() for row in (chosen, rejected)]
+        if objective == "dpo":
+            (c, r), s = [a.sum() - b.sum() for a, b in zip(ours, theirs, strict=True)], more.get("label_smoothing", 0)
+            losses.append(-logsigmoid(beta * (c - r)) * (1 - s) - logsigmoid(-beta * (c - r)) * s)
+        elif objective == "ipo":
+            c, r = [a.mean() - b.mean() for a, b in zip(ours, theirs, strict=True)]
+            losses.append((c - r - 1 / (2 * beta)) ** 2)
+        else:
+            c, r = [it.mean() for it in ours]
+            losses.append(-logsigmoid(beta * (c - r - more.get("simpo_gamma", 0) / beta)))
+        if objective == "orpo":
+            odds = (c - r) - (torch.log1p(-torch.exp(c)) - torch.log1p(-torch.exp(r)))
+            losses[-1] = -log_probabilities(model, chosen[0], 1).mean() - beta * logsigmoid(odds)
+        rewards.append((beta * c, beta * r))
+    return torch.stack(losses).sum(), rewards
+
+
+@pytest.mark.parametrize("in_chunks", [True, False])
+@pytest.mark.parametrize("is_packed", [True, False])
+@pytest.mark.parametrize("has_adapter", [True, False])
+@pytest.mark.parametrize("settings", CASES, ids=str)
+def test_losses_rewards_and_gradients_are_those_of_the_formulas(
+    model: LlamaForCausalLM, runtime: Any, settings: Any, has_adapter: bool, is_packed: bool, in_chunks: bool
+) -> None:
+    theirs, reference = copy.deepcopy(model), model
+    if not has_adapter and settings["objective"] in ("dpo", "ipo"):
+        pytest.skip("the reference is the model without its adapter")
+    if has_adapter:
+        get_peft_model(theirs, LoraConfig(task_type="CAUSAL_LM", r=2, target_modules="all-linear"))
+        for name, parameter in theirs.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.2, generator=torch.Generator().manual_seed(len(name)))
+    ours = copy.deepcopy(theirs).train()
+    use_fused_lora(ours)
+    trained = [name for name, parameter in ours.named_parameters() if parameter.requires_grad]
+    loss, rewards = expected([(row, PROMPT) for row in ROWS], theirs, reference, **settings)
+    loss.backward()
+    if is_packed:
+        use_packed_attention(ours)
+    assert not in_chunks or use_chunked_loss(ours)
+    summed = Preferences(PreferenceConfig(**settings)).loss(ours, batch(is_packed), runtime)
+    summed.loss.backward()
+    assert summed.count == 2
+    torch.testing.assert_close(summed.loss, loss, rtol=1e-5, atol=1e-5)
+    for name, (a, b) in zip(("chosen", "rejected"), zip(*rewards, strict=True), strict=True):
+        torch.testing.assert_close(summed.logged[f"rewards/{name}"], a + b, rtol=1e-4, atol=1e-5)
+    assert summed.logged["rewards/accuracies"] == sum(c > r for c, r in rewards)
+    assert [name for name, parameter in ours.named_parameters() if parameter.requires_grad] == trained
+    for (name, mine), parameter in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        assert (mine.grad is None) == (parameter.grad is None), name
+        if mine.grad is not None:
+            torch.testing.assert_close(mine.grad, parameter.grad, rtol=1e-4, atol=2e-5, msg=name)
+
+
+@pytest.mark.parametrize("settings", CASES, ids=str)
+def test_a_rank_without_pairs_adds_nothing(model: LlamaForCausalLM, runtime: Any, settings: Any) -> None:
+    """It logs the same numbers, since the ranks add them up together."""
+    ours = copy.deepcopy(model)
+    filler = Batch(torch.tensor([[1, 5, 9]]), torch.full((1, 3), -100), [3], False, [])
+    objective = Preferences(PreferenceConfig(**settings))
+    summed, usual = objective.loss(ours, filler, runtime), objective.loss(ours, batch(False), runtime)
+    summed.loss.backward()
+    assert summed.count == summed.loss.item() == 0
+    assert summed.logged.keys() == usual.logged.keys()
+    assert not any(value.item() for value in summed.logged.values())
+    assert not any(parameter.grad.any() for parameter in ours.parameters())
+
+
+def test_the_reference_has_neither_adapter_nor_dropout(model: LlamaForCausalLM, runtime: Any) -> None:
+    """With B zero both are the same model: only dropout in training makes a difference."""
+    ours = copy.deepcopy(model)
+    ours.config.attention_dropout = 0.5
+    get_peft_model(ours, LoraConfig(task_type="CAUSAL_LM", r=2, target_modules="all-linear"))
+    for layer in ours.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    objective = Preferences(PreferenceConfig(**DPO))
+    noisy = objective.loss(ours.train(), batch(False), runtime)
+    assert ours.training
+    assert noisy.logged["rewards/margins"].item() != 0  # of the policy alone
+    still = objective.loss(ours.eval(), batch(False), runtime)
+    assert not ours.training
+    assert still.logged["rewards/margins"].item() == 0
+    with torch.no_grad():
+        assert objective._of_reference(ours.train(), batch(False), runtime).tolist() == pytest.approx(
+            [log_probabilities(model, row).sum().item() for row in ROWS], rel=1e-5
+        )
