@@ -55,5 +55,5 @@ def test_settings_are_compared_before_it_is_known_what_they_hold_and_at_their_de
 def test_what_may_differ_are_settings_and_what_changes_losses_is_not_among_them() -> None:
     assert MAY_DIFFER <= SETTINGS.keys()
     assert MAY_DIFFER.isdisjoint({"seed", "lr", "precision", "optimizer", "context_length", "r", "mode", "num_epochs"})
-    changes_losses = {"model", "train", "peft", "quantization", "data"}
+    changes_losses = {"model", "train", "preference", "peft", "quantization", "data"}
     assert {setting.section for setting in SETTINGS.values()} == changes_losses | SECTIONS_THAT_MAY_DIFFER

@@ -26,8 +26,8 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "some rows of the head": {"target_modules": ["q_proj"], "trainable_token_indices": {"lm_head": [3, 7]}},
 }
 
-# The LM head is scaled by a number of the decoder's; a layer stands between both.
-ALL_LOGITS = ("OPT", "Falcon-H1", "ModernBERT decoder")
+# The LM head is scaled by a number of the decoder's; a layer stands between both; the decoder has no such head.
+ALL_LOGITS = ("OPT", "Falcon-H1", "ModernBERT decoder", "Mamba")
 
 
 @pytest.fixture(autouse=True)

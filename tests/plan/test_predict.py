@@ -95,7 +95,7 @@ def test_adapters_of_experts_and_the_loss_of_routers_are_planned(plan: Plan, tmp
     flags = (*FLAGS, *LORA, *lora, "--quantization", "4bit", "--activation_checkpointing", "full")
     deep = llama(tmp_path / "deep", **json.loads((mixtral / "config.json").read_text()) | {"num_hidden_layers": 5})
     few, many = (held(plan(folder, 2, *flags), "forward")["activations"] for folder in (mixtral, deep))
-    assert many - few < merged / 4, "a layer keeps no dequantized experts"
+    assert many - few < merged / 3, "a layer keeps no dequantized experts"
     assert "Experts: 2 of 4 per token." in describe(with_adapters)
 
 
