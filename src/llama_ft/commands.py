@@ -44,14 +44,13 @@ def main() -> None:
     """`llama-ft VERB FLAGS`: the recipe of that verb. With `--nproc N` right after `train` it is started by torchrun,
     on so many processes of this machine, without torchrun's own report of a process that failed."""
     verb, *flags = sys.argv[1:] or [""]
-    flags = flags[:1][0].split("=", 1) + flags[1:] if flags[:1] and flags[0].startswith("--nproc=") else flags
     if verb == "--version":
         print(f"llama_ft {__version__}")
     elif verb not in VERBS:
         print(f"llama-ft {verb}: expected one of {', '.join(VERBS)}, or --version.", file=sys.stderr)
         sys.exit(2)
-    elif verb == "train" and flags[:1] == ["--nproc"]:
-        _launch(flags[1:])
+    elif verb == "train" and flags and flags[0].partition("=")[0] == "--nproc":
+        _launch(flags[0].split("=")[1:] + flags[1:])  # --nproc 2 or --nproc=2
     else:
         sys.argv = [f"{sys.argv[0]} {verb}", *flags]
         _run(VERBS[verb])

@@ -125,7 +125,7 @@ def answered(**changes: object) -> Row:
         (
             pair_contents,
             {"chosen": "A: yes", "rejected": "A: yes, but"},
-            '"rejected" is "A: yes, but"; expected a resp',
+            '"rejected" is "A: yes, but"; expected another',
         ),
         (
             pair_contents,

@@ -170,7 +170,7 @@ def preferred(row: Row) -> list[Message] | tuple[str, str]:
 def pair_contents(row: Row) -> list[tuple[str, str] | list[Message]]:
     """Check a pair: a prompt with a chosen and a rejected response to it.
 
-    Responses are texts or lists of messages. Without a column `prompt`, or beside one of text, lists of messages may be
+    Responses are texts or lists of messages. Without a column `prompt`, or if it is text, lists of messages may be
     whole chats: what both begin with is the prompt. Of two texts alone it is the text that both begin with.
 
     Returns:
@@ -195,7 +195,7 @@ def _text_pair(row: Row) -> tuple[str, str, str]:
     prompt = commonprefix([chosen, rejected])
     expect(prompt.strip(), "rejected", rejected, "the prompt that chosen begins with, or a column prompt")
     chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
-    expect(chosen.strip() and rejected.strip(), "rejected", row["rejected"], "a response that goes on unlike chosen")
+    expect(chosen.strip() and rejected.strip(), "rejected", row["rejected"], "another response than chosen")
     return prompt, chosen, rejected
 
 

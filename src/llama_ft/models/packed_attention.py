@@ -2,7 +2,7 @@
 
 transformers knows packed rows by position_ids that restart, and then builds a dense block mask for sdpa and eager. The
 attention functions here take the rows' lengths instead: for a kernel that knows rows, or for one kernel per row, which
-costs what the rows cost alone. `choose_kernel` says which. They are registered beside transformers' own, and calls
+costs what the rows cost alone. `choose_kernel` says which. They are registered next to transformers' own, and calls
 without packed rows (padded batches, generation) go on to those.
 """
 

@@ -5,7 +5,7 @@ that is not called through transformers' interface.
     token mixer   a a a | b b | c c c c    one row after another, which is exact for any architecture
 
 A token mixer is found by its arguments: to generate, whatever looks back along the sequence takes a cache. On CUDA its
-kernels are told where rows begin, if they are installed; `check_packing` finds out whether they heed it.
+kernels get the offsets of the rows, if they are installed. `check_packing` checks that they use them.
 """
 
 import inspect
@@ -86,7 +86,7 @@ class TokenMixers:
         attention: mixers that call an attention function of transformers' interface, and hold no other mixer. None if
             others call one as well.
         by_row: those that run row by row.
-        with_kernels: those whose kernels are told where rows begin.
+        with_kernels: those whose kernels get the offsets of the rows.
         needs_scope: whether rows reach some mixer only by `rows_of`, and not by an argument.
     """
 
@@ -182,7 +182,7 @@ def token_mixers(model: nn.Module) -> TokenMixers:
 
 
 def runs_rows_apart(model: nn.Module) -> bool:
-    """Whether some token mixer of a model computes packed rows one after another, or is told of them by `rows_of`."""
+    """Whether some token mixer of a model computes packed rows one after another, or reads them from `rows_of`."""
     return has_token_mixers(model) and token_mixers(model).needs_scope
 
 
@@ -237,7 +237,7 @@ def _joined(outputs: list[Any]) -> Any:
 
 def missing_kernels(mixer: nn.Module) -> set[str] | None:
     """Packages without which transformers computes a mixer by torch's own operations; None if it knows no kernels of
-    it. Its functions say so themselves when they are told of packed rows, before they look at anything else."""
+    it. Its functions say so themselves when they get packed rows, before they look at anything else."""
     forward = inspect.unwrap(type(mixer).forward)
     named = [forward.__globals__.get(name) for name in forward.__code__.co_names]
     answers = [_answer(function) for function in named if hasattr(function, "__wrapped__")]
