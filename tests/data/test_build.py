@@ -59,7 +59,7 @@ def odd_rows(tmp_path: Path) -> Path:
     return write(tmp_path / "odd.jsonl", rows)
 
 
-@pytest.mark.parametrize("truncation", ["right", "split", "drop"])
+@pytest.mark.parametrize("truncation", ["right", "split"])
 def test_several_processes_write_the_same_files_as_one(
     llama3: PreTrainedTokenizerFast, tmp_path: Path, odd_rows: Path, truncation: str
 ) -> None:
@@ -127,10 +127,21 @@ def when_tokenizing(act: Callable[[Any], None]) -> threading.Thread:
     return thread
 
 
-def test_a_killed_process_ends_the_run_with_a_message(llama3: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "ends_with", "told"),
+    [
+        (signal.SIGKILL, RunFailure, r"was killed, most .*\n.*near .*my.jsonl:\d+. --tokenize_processes 1 "),
+        (signal.SIGINT, KeyboardInterrupt, None),
+    ],
+    ids=["a worker is killed", "Ctrl-C"],
+)
+def test_a_kill_or_ctrl_c_ends_it_and_leaves_no_process_and_no_folder(
+    llama3: PreTrainedTokenizerFast, tmp_path: Path, number: int, ends_with: type[BaseException], told: str | None
+) -> None:
     path = write(tmp_path / "my.jsonl", pairs(60_000, "yes " * 20))
-    thread = when_tokenizing(lambda worker: os.kill(worker.pid, signal.SIGKILL))
-    with pytest.raises(RunFailure, match=r"was killed, most .*\n.*near .*my.jsonl:\d+. --tokenize_processes 1 "):
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has background jobs ignore it
+    thread = when_tokenizing(lambda worker: os.kill(os.getpid() if number == signal.SIGINT else worker.pid, number))
+    with pytest.raises(ends_with, match=told):
         prepared(path, llama3, tmp_path, 2)
     thread.join()
     assert multiprocessing.active_children() == [] and built(tmp_path) == []
@@ -154,16 +165,6 @@ def test_a_process_killed_while_it_sends_its_tokens_ends_the_run_too(llama3: Pre
     with pytest.raises(RunFailure, match="near my.jsonl:1"):
         list(encode_chunks(iter([chunk] * 20), Encoder(llama3, 10**8), one_example, 2))
     thread.join()
-
-
-def test_ctrl_c_leaves_no_process_and_no_folder(llama3: PreTrainedTokenizerFast, tmp_path: Path) -> None:
-    path = write(tmp_path / "my.jsonl", pairs(60_000, "yes " * 20))
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has background jobs ignore it
-    thread = when_tokenizing(lambda _: os.kill(os.getpid(), signal.SIGINT))
-    with pytest.raises(KeyboardInterrupt):
-        prepared(path, llama3, tmp_path, 2)
-    thread.join()
-    assert multiprocessing.active_children() == [] and built(tmp_path) == []
 
 
 def test_a_killed_run_leaves_no_process_and_its_folder_is_removed_by_the_next(

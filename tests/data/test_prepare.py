@@ -1,7 +1,6 @@
 """From --dataset to tokenized rows: what is kept, what is said, and when the cache is used."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -158,27 +157,3 @@ def test_ids_beyond_the_models_vocabulary_are_refused_whether_cached_or_not(
         with pytest.raises(UserError, match=rf"{path}: token 40 \(.*\) is outside the model's vocabulary of 40"):
             prepare(config, llama3, context_length=64, cache=tmp_path, want_validation=True, vocabulary_size=40)
         prepare(config, llama3, context_length=64, cache=tmp_path, want_validation=True, vocabulary_size=41)
-
-
-@pytest.mark.parametrize("name", ["train.arrow", "validation.arrow", "meta.json"])
-def test_corrupted_cache_is_not_trained_on(llama3: PreTrainedTokenizerFast, tmp_path: Path, name: str) -> None:
-    path, cache = write_rows(tmp_path / "my.jsonl", pairs(40)), tmp_path / "cache"
-
-    def rows() -> list[Any]:
-        data = prepared(path, llama3, cache, validation="0.2", tokenize_processes=1)
-        assert data.validation is not None
-        return [data.train.to_list(), data.validation.to_list()]
-
-    right = rows()
-    (key,) = cached(cache)
-    folder = cache / "tokenized" / key
-    for flip in range(6):
-        content = bytearray((folder / name).read_bytes())
-        content[(len(content) - 1) * flip // 5] ^= 1 << flip % 8
-        (folder / name).write_bytes(content)
-        assert rows() == right
-    os.truncate(folder / name, (folder / name).stat().st_size // 2)
-    assert rows() == right
-    (folder / name).unlink()
-    assert rows() == right
-    assert cached(cache) == {key}
