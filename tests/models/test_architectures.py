@@ -146,10 +146,12 @@ LENGTHS = [[24, 16], [20, 12]]  # of the two rows of each rank; the windows are 
 NOT_QUANTIZED = ("GPT-2",)  # its layers are not nn.Linear; refused, see test_quantized.py
 TWO_WAYS = ("full, rank 0 reads", "LoRA 4bit")
 # The fast tests have all five ways of three (own head, tied head, experts), and two of the others; one of those whose
-# linear layers are those of another: what differs in them, attention and norms, is trained in full.
+# linear layers, experts or towers are as those of another: what differs, attention and norms, is trained in full.
 ALL_WAYS = ("Llama 2", "Gemma 2", "Mixtral")
 LINEARS_OF_ANOTHER = ("Llama 3", "Llama 3.1", "Llama 3.2", "Mistral", "Qwen2.5", "Qwen3", "Gemma 3 text", "Phi-4",
-                      "OLMo 2", "SmolLM3", "Granite MoE, balanced")  # fmt: skip
+                      "OLMo 2", "SmolLM3", "Granite MoE, balanced", "Phi-3", "Phi-2", "GPT-NeoX", "OPT", "BLOOM",
+                      "BioGPT", "GPT-J", "Qwen3 MoE", "Phi-3.5 MoE", "Granite MoE", "ModernBERT decoder", "Mistral 3",
+                      "Qwen2.5-VL", "Llama 4", "Llama 4 text", "LFM2")  # fmt: skip
 CASES = [
     (architecture, method)
     for architecture in (*ARCHITECTURES, *MULTIMODAL)
