@@ -28,6 +28,10 @@ def test_a_run_that_is_there_is_refused_unless_it_may_be_overwritten(mistakes, t
     (message,) = mistakes("--output_dir", "run", paths=True)
     assert message.startswith("--output_dir run: already holds a run.")
     assert mistakes("--output_dir", "run", "--overwrite", paths=True) == []
+    (tmp_path / "killed early" / "status.json").mkdir(parents=True)
+    (tmp_path / "killed early" / RUN_MARKER).touch()
+    (message,) = mistakes("--output_dir", "killed early", paths=True)
+    assert "already holds a run" in message
 
 
 def test_a_run_that_is_there_may_be_continued(mistakes, tmp_path: Path, monkeypatch) -> None:
@@ -56,14 +60,6 @@ def test_overwriting_spares_what_is_resumed_and_what_is_read(mistakes, tmp_path:
         adapter = ["--use_peft", "--from_peft_checkpoint", "run/model"]
         (message,) = mistakes("--output_dir", "run", "--overwrite", *adapter, paths=True)
         assert "--overwrite would delete run/model, which from_peft_checkpoint reads" in message
-
-
-@pytest.mark.parametrize("entry", ["status.json", "metrics.jsonl", "checkpoints/step-000100"])
-def test_what_a_run_leaves_when_it_is_killed_early_is_still_a_run(mistakes, tmp_path: Path, entry: str) -> None:
-    (tmp_path / "run" / entry).mkdir(parents=True)
-    (tmp_path / "run" / RUN_MARKER).touch()
-    (message,) = mistakes("--output_dir", "run", paths=True)
-    assert "already holds a run" in message
 
 
 @pytest.mark.parametrize("entry", ["model", "metrics.jsonl", "checkpoints/epoch_1", "checkpoints/step-000100"])

@@ -2,7 +2,6 @@
 with what plain transformers and peft make of the same files on one process."""
 
 import functools
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from forked import forked
+from checkpoint_by_hand import stored
+from conftest import run_cases
 
 SCRIPT = Path(__file__).with_name("architectures_job.py")
 SHAPE = {
@@ -206,9 +206,7 @@ def launches(models: Path) -> Callable[[bool], None]:
             if is_fast(name, method) == fast:
                 flags = SIZED.get((name, method)) or METHODS[method]
                 cases[f"{name}/{method}"] = ["--model_name", str(models / "models" / name), *flags]
-        (models / "cases.json").write_text(json.dumps(cases))
-        finished = forked(SCRIPT, models, ranks=2)
-        assert finished.exit_code == 0, finished.output
+        run_cases(models, cases, ranks=2, script=SCRIPT)
 
     return launch
 
@@ -263,12 +261,6 @@ def rounded(matrix: torch.Tensor, four_bit: bool) -> torch.Tensor:
     if four_bit:
         return functional.dequantize_4bit(*functional.quantize_4bit(matrix, blocksize=64, quant_type="nf4"))
     return functional.int8_vectorwise_dequant(*functional.int8_vectorwise_quant(matrix.half())[:2])
-
-
-def stored(folder: Path) -> dict[str, torch.Tensor]:
-    from safetensors.torch import load_file
-
-    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
 @pytest.mark.parametrize(("architecture", "method"), PARAMETERS)

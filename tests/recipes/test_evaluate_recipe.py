@@ -9,11 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ANSWERS, QUESTIONS, REPOSITORY, metrics
-from forked import forked
+from conftest import ANSWERS, QUESTIONS, REPOSITORY, metrics, run_cases, write_jsonl
 
 CASES = REPOSITORY / "tests" / "evaluate_cases.py"
-RUN_CASES = REPOSITORY / "tests" / "run_cases.py"
 Results = dict[str, dict[str, Any]]  # name of a model -> what was found
 
 
@@ -21,9 +19,7 @@ def evaluated(folder: Path, cases: dict[str, list[str]], ranks: int = 0) -> dict
     """Cases of the recipe in one launch: case -> model -> results."""
     folder.mkdir()
     flags = [[*case, "--device", "cpu", "--output_file", f"{folder}/{name}.json"] for name, case in cases.items()]
-    (folder / "cases.json").write_text(json.dumps(flags))
-    finished = forked(CASES, folder / "cases.json", ranks=ranks)
-    assert finished.exit_code == 0, finished.output
+    run_cases(folder, flags, ranks, script=CASES)
     found = {name: json.loads((folder / f"{name}.json").read_text())["models"] for name in cases}
     return {name: {model["name"]: model for model in models} for name, models in found.items()}
 
@@ -46,11 +42,9 @@ def place(save_model: Callable[..., Path], rows70: Path, tmp_path_factory: pytes
     (folder / "turns.jinja").write_text("{% for turn in messages %}{{ turn.content }}</s>{% endfor %}")
     other = ["--tokenizer_name", f"{folder}/base", "--chat_template", f"{folder}/turns.jinja"]
     flags.append([*common, *other, "--model_name", f"{folder}/base-alone", "--output_dir", f"{folder}/other"])
-    (folder / "cases.json").write_text(json.dumps(flags))
-    finished = forked(RUN_CASES, folder / "cases.json")
-    assert finished.exit_code == 0, finished.output
+    run_cases(folder, flags)
     rows = [{"input_ids": ids, "labels": [-100, *ids[1 : 4 + n], *ids[4 + n :]]} for n, ids in enumerate(token_rows())]
-    (folder / "tokens.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(folder / "tokens.jsonl", rows)
     write_tasks(folder)
     return folder
 
@@ -81,7 +75,7 @@ def write_tasks(folder: Path) -> None:
         {"question": question, "choices": ANSWERS, "right": n, "said": said[n] if n % 2 else "something else"}
         for n, question in enumerate(QUESTIONS)
     ]
-    (folder / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(folder / "questions.jsonl", rows)
     data = {"data_files": {"test": str(folder / "questions.jsonl")}, "cache_dir": str(folder / "cache")}
     common = {"dataset_path": "json", "dataset_kwargs": data, "test_split": "test", "doc_to_text": "{{question}}"}
     choose = {"output_type": "multiple_choice", "doc_to_choice": "choices", "doc_to_target": "right"}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoint_by_hand import logits, stored
-from forked import forked
+from conftest import run_cases
 
 from llama_ft.checkpoint import Exporter, find_valid
 from llama_ft.errors import UserError
@@ -16,7 +16,6 @@ from llama_ft.inference.flags import InferenceFlags
 from llama_ft.inference.load import open_model
 from llama_ft.runtime import Runtime
 
-RUN_CASES = Path(__file__).resolve().parents[1] / "run_cases.py"
 TEXT = {
     "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16,
     "num_key_value_heads": 2, "vocab_size": 320, "max_position_embeddings": 256, "initializer_range": 0.1,
@@ -53,9 +52,7 @@ def runs(save_tokenizer: Callable[..., Path], rows16: Path, tmp_path_factory: py
         [*full, "2", "--resume", "auto", "--resume_allow_changes", "max_train_step"],
         [*shared, *lora, "--output_dir", f"{folder}/lora", "--max_train_step", "2"],
     ]
-    (folder / "cases.json").write_text(json.dumps(cases))
-    finished = forked(RUN_CASES, folder / "cases.json")
-    assert finished.exit_code == 0, finished.output
+    finished = run_cases(folder, cases)
     assert "Copied unchanged: model.vision_tower, model.multi_modal_projector" in finished.output
     assert "After fine-tuning\n  question:  Hi\n  answer: " in finished.output
     return folder

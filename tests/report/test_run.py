@@ -165,14 +165,6 @@ def test_damaged_files_are_named(run_dir: Path, tmp_path: Path) -> None:
     assert f"{folder}/metrics.jsonl: line 5: " in (finished := report(folder)).output and finished.exit_code == 2
 
 
-def test_a_directory_of_something_else_is_told(run_dir: Path, tmp_path: Path) -> None:
-    folder = copied(run_dir, tmp_path / "foreign")
-    (folder / "facts.json").write_text('{"data": 7, "units": "x", "samples": {"a": 1}}')
-    finished = report(folder)
-    assert finished.exit_code == 2 and "Traceback" not in finished.output
-    assert finished.output.startswith(f"error: {folder}: cannot make a report (")
-
-
 def test_a_report_that_cannot_be_written_is_a_warning(
     run_dir: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
