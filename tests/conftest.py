@@ -67,14 +67,20 @@ def losses(output_dir: Path) -> list[float]:
     return [line["train/loss"] for line in metrics(output_dir) if "train/loss" in line]
 
 
+def load_script(file: Path) -> ModuleType:
+    """A recipe or benchmark as a module."""
+    name = f"{file.parent.name}_{file.stem}"
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # where its dataclasses look
+    spec.loader.exec_module(module)
+    return module
+
+
 @pytest.fixture(scope="session")
 def finetuning() -> ModuleType:
     """The recipe."""
-    spec = importlib.util.spec_from_file_location("finetuning", REPOSITORY / "recipes" / "finetuning.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script(RECIPE)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -2,7 +2,6 @@
 bases, the model card and the hub."""
 
 import dataclasses
-import importlib.util
 import json
 import re
 import shutil
@@ -13,7 +12,7 @@ import pytest
 import torch
 import yaml
 from checkpoint_by_hand import METRICS, load, logits, save_checkpoint, stored, tuned
-from conftest import REPOSITORY
+from conftest import REPOSITORY, load_script
 
 from llama_ft.checkpoint import Exporter, find_valid, write_model_card
 from llama_ft.config import CheckpointConfig, Config, DataConfig, ModelConfig, PeftConfig, TrainConfig
@@ -195,10 +194,7 @@ class Hub:
 def test_a_folder_is_uploaded_but_what_must_stay_private_not_to_a_public_repository(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spec = importlib.util.spec_from_file_location("export_recipe", REPOSITORY / "recipes" / "export.py")
-    assert spec is not None and spec.loader is not None
-    recipe, hub = importlib.util.module_from_spec(spec), Hub()
-    spec.loader.exec_module(recipe)
+    recipe, hub = load_script(REPOSITORY / "recipes" / "export.py"), Hub()
     monkeypatch.setattr(recipe, "HfApi", lambda: hub)
     write_model_card(tmp_path, "meta-llama/Llama-3.1-8B")
     with pytest.raises(RunFailure, match="is public"):

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from conftest import ANSWERS, QUESTIONS, REPOSITORY, metrics, run_cases, write_jsonl
+from recipes.test_parity import examples_of, losses_by_row
 
 CASES = REPOSITORY / "tests" / "evaluate_cases.py"
 Results = dict[str, dict[str, Any]]  # name of a model -> what was found
@@ -160,14 +161,8 @@ def test_the_loss_of_a_plain_folder_is_that_of_plain_transformers(place: Path, a
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(place / "base", dtype=torch.float32)
-    total, count = 0.0, 0
-    for line in (place / "tokens.jsonl").read_text().splitlines():
-        row = json.loads(line)
-        with torch.no_grad():
-            logits = model(torch.tensor([row["input_ids"]])).logits[0, :-1]
-        labels = torch.tensor(row["labels"][1:])
-        total += torch.nn.functional.cross_entropy(logits, labels, reduction="sum").item()
-        count += int((labels != -100).sum())
+    total = sum(losses_by_row(model, place / "tokens.jsonl"))
+    count = sum(label != -100 for row in examples_of(place / "tokens.jsonl") for label in row["labels"][1:])
     for case in ("packed", "padded"):
         found = alone[case][f"{place}/base"]["held_out"]
         assert found["target_tokens"] == count

@@ -9,6 +9,7 @@ import pytest
 import torch
 from checkpoint_by_hand import logits, stored
 from conftest import run_cases
+from models.test_architectures import SHAPE, VISION
 
 from llama_ft.checkpoint import Exporter, find_valid
 from llama_ft.errors import UserError
@@ -16,14 +17,6 @@ from llama_ft.inference.flags import InferenceFlags
 from llama_ft.inference.load import open_model
 from llama_ft.runtime import Runtime
 
-TEXT = {
-    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16,
-    "num_key_value_heads": 2, "vocab_size": 320, "max_position_embeddings": 256, "initializer_range": 0.1,
-}  # fmt: skip
-VISION = {
-    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 28,
-    "patch_size": 14, "projection_dim": 32,
-}  # fmt: skip
 TOWERS = ("model.vision_tower.", "model.multi_modal_projector.", "vision_tower.", "multi_modal_projector.")
 
 
@@ -36,7 +29,7 @@ def runs(save_tokenizer: Callable[..., Path], rows16: Path, tmp_path_factory: py
     torch.manual_seed(0)
     text, vision = (
         {"model_type": kind, "dtype": "bfloat16", **shape}
-        for kind, shape in (("llama", TEXT), ("clip_vision_model", VISION))
+        for kind, shape in (("llama", SHAPE), ("clip_vision_model", VISION | {"projection_dim": 32}))
     )
     config = LlavaConfig(text_config=text, vision_config=vision, image_token_index=319, tie_word_embeddings=False)
     model = LlavaForConditionalGeneration(config).to(torch.bfloat16)
