@@ -9,7 +9,7 @@ from conftest import losses, metrics, run_cases, write_jsonl
 
 from llama_ft.training.train_state import INITIAL_FACTOR, STEPS_TO_GROWTH, LossScale
 
-STEPS, ROWS, LEARNING_RATE = 16, 8, 2e-3
+STEPS, ROWS, LEARNING_RATE = 10, 8, 3e-3
 JOB = Path(__file__).with_name("train_in_fp16.py")
 TOO_MUCH, OVERFLOWS = 2.0**26, 2
 INFINITE, NAN = float("inf"), float("nan")
