@@ -18,7 +18,7 @@ if __name__ == "__main__":  # Ctrl-C prints no traceback of an import; runtime.s
 
 from llama_ft.config import FSDPConfig  # noqa: E402
 from llama_ft.errors import before_imports  # noqa: E402
-from llama_ft.evaluation.flags import Asked, Evaluation, read_evaluate_flags  # noqa: E402
+from llama_ft.evaluation.flags import Evaluation, ModelToEvaluate, read_evaluate_flags  # noqa: E402
 
 if __name__ == "__main__":
     with before_imports():
@@ -67,7 +67,7 @@ def main(what: Evaluation) -> None:
 
 
 def evaluate(
-    asked: Asked,
+    asked: ModelToEvaluate,
     tokenizer: PreTrainedTokenizerBase | None,
     tasks: Any,
     what: Evaluation,

@@ -12,7 +12,7 @@ from checkpoint_by_hand import save_checkpoint
 from llama_ft.config import Config, ModelConfig, PeftConfig, QuantizationConfig, TrainConfig, to_yaml
 from llama_ft.errors import RunFailure, UserError
 from llama_ft.inference.flags import InferenceFlags
-from llama_ft.inference.load import Opened, open_model
+from llama_ft.inference.load import LoadedModel, open_model
 from llama_ft.runtime import Runtime
 
 IDS = torch.tensor([[1, 17, 42, 5, 99, 250, 3]])
@@ -20,7 +20,7 @@ LORA = {"target_modules": ["q_proj", "down_proj"], "r": 4, "lora_alpha": 6, "lor
 TEMPLATE = "{% for turn in messages %}{{ turn.content }}</s>{% endfor %}"
 
 
-def opened(place: Path, runtime: Runtime, **flags: Any) -> Opened:
+def opened(place: Path, runtime: Runtime, **flags: Any) -> LoadedModel:
     return open_model(str(place), InferenceFlags(**{"precision": "fp32", **flags}), runtime)
 
 

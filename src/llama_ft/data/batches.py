@@ -119,7 +119,7 @@ class BatchSampler:
         batch = batch[numpy.argsort(-self._sizes[batch], kind="stable")]
         members = [[int(item)] if self._packs is None else rows[self._packs[item]].tolist() for item in batch]
         return StepPlan(
-            [_rows_of(share, self._group) for share in _deal(members, self._world_size, self._rank, self._micro_batch)],
+            [_rows_of(share, self._group) for share in _part(members, self._world_size, self._rank, self._micro_batch)],
             target_tokens=int(self._target_tokens[_rows_of(members)].sum()),
             samples=len(_rows_of(members)),
         )
@@ -134,10 +134,10 @@ class BatchSampler:
             generator = torch.Generator().manual_seed(mixed(self._seed, epoch))
             shuffled = torch.randperm(len(self._lengths), generator=generator).numpy()
             rows = shuffled[numpy.argsort(-self._lengths[shuffled], kind="stable")]
-            self._order = epoch, rows, self._dealt(shuffled, generator)
+            self._order = epoch, rows, self._item_order(shuffled, generator)
         return self._order[1:]
 
-    def _dealt(self, shuffled: numpy.ndarray, generator: torch.Generator) -> numpy.ndarray:
+    def _item_order(self, shuffled: numpy.ndarray, generator: torch.Generator) -> numpy.ndarray:
         """Return the order of the items. Packed sequences: random. Samples: batches of similar length, in random order.
 
         The incomplete batch of samples is always the last one.
@@ -184,7 +184,7 @@ def evaluation_batches(
         members = [rows[slots].tolist() for slots in packs]
         # The first packed sequences hold the longest samples. With max_batches, samples of all lengths should be used.
         members = [members[pack] for pack in numpy.random.default_rng(0).permutation(len(members))]
-    batches = [_rows_of(share, group) for share in _deal(members, world_size, rank, batch_size)]
+    batches = [_rows_of(share, group) for share in _part(members, world_size, rank, batch_size)]
     return batches[:max_batches] if max_batches else batches
 
 
@@ -231,7 +231,7 @@ def pack_rows(lengths: numpy.ndarray, pack_length: int) -> tuple[list[numpy.ndar
     return numpy.split(numpy.argsort(pack_of_slot, kind="stable"), ends[:-1]), tokens
 
 
-def _deal(items: list[list[int]], world_size: int, rank: int, batch_size: int) -> list[list[list[int]]]:
+def _part(items: list[list[int]], world_size: int, rank: int, batch_size: int) -> list[list[list[int]]]:
     """Return this rank's part of each round of world_size x batch_size items."""
     share = world_size * batch_size
     return [items[first : first + share][rank::world_size] for first in range(0, len(items), share)]

@@ -66,7 +66,7 @@ class EvaluateFlags(DataConfig, ModelFlags):
     """Ask the questions as a user's message of the chat template."""
 
 
-class Asked(NamedTuple):
+class ModelToEvaluate(NamedTuple):
     """A model to evaluate, the settings of its run if there is one, and the base model to compare it with."""
 
     place: str
@@ -80,7 +80,7 @@ class Evaluation:
     are evaluated). They are a split of config.data.dataset or (None) its validation set."""
 
     flags: EvaluateFlags
-    asked: list[Asked]
+    asked: list[ModelToEvaluate]
     config: Config
     samples: str
     split: Split | None
@@ -95,13 +95,13 @@ def read_evaluate_flags(argv: list[str], description: str) -> Evaluation:
         errors.append("--tasks: needs lm-evaluation-harness. pip install -e '.[eval]' installs it.")
     check(errors)
     asked = [_asked(place, flags) for place in flags.places]
-    what = _settle_samples(flags, asked, parsed.places.keys())
+    what = _select_samples(flags, asked, parsed.places.keys())
     shown = {name: parsed.places.get(name, f"{asked[0].place}: its run") for name in READ}
     check(check_paths(values_of(what.config), shown, SETTINGS.keys() - READ) if what.samples else [])
     return what
 
 
-def _asked(place: str, flags: EvaluateFlags) -> Asked:
+def _asked(place: str, flags: EvaluateFlags) -> ModelToEvaluate:
     found = find_result(Path(place).expanduser()) if looks_local(place) else None
     run = settings_beside(*found) if found else None
     base = flags.base_model or (run.model.model_name if run else None)
@@ -111,10 +111,10 @@ def _asked(place: str, flags: EvaluateFlags) -> Asked:
         raise UserError(f"--base: {place} does not say what it was fine-tuned from. Add --base_model.")
     if flags.base and (error := model_problem(str(base))):
         raise UserError(f"{place}: its base model {base}: {error}\n--base_model says where it is now.")
-    return Asked(place, run, base if flags.base else None)
+    return ModelToEvaluate(place, run, base if flags.base else None)
 
 
-def _settle_samples(flags: EvaluateFlags, asked: list[Asked], given: Set[str]) -> Evaluation:
+def _select_samples(flags: EvaluateFlags, asked: list[ModelToEvaluate], given: Set[str]) -> Evaluation:
     """Select the samples by the given flags, or else as in the first model's run."""
     runs = [(place, run) for place, run, _ in asked if run is not None]
     place, run = runs[0] if runs else (asked[0].place, Config())

@@ -16,14 +16,14 @@ from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft import data, models, training
 from llama_ft.errors import UserError, reason
-from llama_ft.evaluation.flags import Asked, EvaluateFlags, Evaluation
+from llama_ft.evaluation.flags import EvaluateFlags, Evaluation, ModelToEvaluate
 from llama_ft.runtime import Runtime, log
 
 Metrics = dict[str, dict[str, Any]]  # task -> metric -> {"value": ..., "stderr": ... or None}
 
 
 def measure_loss(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, asked: Asked, what: Evaluation, job: Runtime
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, asked: ModelToEvaluate, what: Evaluation, job: Runtime
 ) -> dict[str, float]:
     """Tokenize the samples, or take them from the cache, and compute the loss. All ranks must call it.
 

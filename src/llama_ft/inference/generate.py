@@ -18,7 +18,7 @@ from transformers.utils.chat_template_utils import _compile_jinja_template
 from llama_ft.data import pad_token_id
 from llama_ft.errors import RunFailure, UserError
 from llama_ft.inference.flags import InferenceFlags
-from llama_ft.inference.load import Opened
+from llama_ft.inference.load import LoadedModel
 from llama_ft.models import vocabulary_size
 from llama_ft.runtime import Runtime
 from llama_ft.training import free_unsharded
@@ -36,7 +36,7 @@ class Answer(NamedTuple):
     is_truncated: bool
 
 
-def settle_sampling(options: InferenceFlags, config: GenerationConfig) -> dict[str, Any]:
+def resolve_sampling(options: InferenceFlags, config: GenerationConfig) -> dict[str, Any]:
     """Return values for the keys of DEFAULTS: the requested ones, else those of generation_config.json (`config`)."""
     asked = {name: value for name in DEFAULTS if (value := getattr(options, name)) is not None}
     known = {name: value for name in DEFAULTS if (value := getattr(config, name, None)) is not None}
@@ -54,12 +54,12 @@ class Answerer:
         job: the ranks; torch's random number generator is seeded on all of them.
     """
 
-    def __init__(self, opened: Opened, options: InferenceFlags, job: Runtime) -> None:
+    def __init__(self, opened: LoadedModel, options: InferenceFlags, job: Runtime) -> None:
         self.model, self.tokenizer, self._options, self._job = opened.model, opened.tokenizer, options, job
         self.context = getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
         self._pad = pad_token_id(self.tokenizer, vocabulary_size(self.model.config))
         config = copy.deepcopy(self.model.generation_config)
-        self.sampling = settle_sampling(options, config)
+        self.sampling = resolve_sampling(options, config)
         self._ends = {*config.eos_token_id} if isinstance(config.eos_token_id, list) else {config.eos_token_id}
         is_sampled = self.sampling["temperature"] > 0
         unused = () if is_sampled else OF_SAMPLING  # Transformers would warn about them

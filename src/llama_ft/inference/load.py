@@ -15,7 +15,7 @@ from llama_ft.inference.flags import ModelFlags, find_result, settings_beside
 from llama_ft.runtime import PRECISIONS, Precision, Runtime, advise_precision, log
 
 
-class Opened(NamedTuple):
+class LoadedModel(NamedTuple):
     """A loaded model: in eval mode on the job's device, with its adapter, sharded if enable_fsdp; the tokenizer with
     the chat template of the fine-tuning; and a line that says what was loaded."""
 
@@ -43,7 +43,7 @@ def open_model(
     job: Runtime,
     base_of: Config | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
-) -> Opened:
+) -> LoadedModel:
     """Load what `place` names. All ranks must call it.
 
     Args:
@@ -74,7 +74,7 @@ def open_model(
     where = f"{found.place} (with {found.base})" if found.place != found.base else str(found.base)
     ranks = f"sharded across {job.world_size} ranks" if flags.enable_fsdp else ""
     about = ", ".join(filter(None, (where, chosen[:4], bits, ranks, str(job.device), note)))
-    return Opened(model.eval(), found.tokenizer, about)
+    return LoadedModel(model.eval(), found.tokenizer, about)
 
 
 def _find(

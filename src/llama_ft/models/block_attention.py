@@ -21,7 +21,7 @@ def is_short(query: torch.Tensor, window: int | None) -> bool:
     return query.itemsize == 2 and query.shape[2] <= min(LONGEST_IN_BLOCKS, window or LONGEST_IN_BLOCKS)
 
 
-def filled_up(part: torch.Tensor) -> torch.Tensor:
+def padded(part: torch.Tensor) -> torch.Tensor:
     """Pad a sample [1, heads, tokens, head_dim] with zeros to a multiple of KERNEL_ROWS tokens."""
     return functional.pad(part, (0, 0, 0, -part.shape[2] % KERNEL_ROWS))
 
@@ -29,7 +29,7 @@ def filled_up(part: torch.Tensor) -> torch.Tensor:
 def attend(row: list[torch.Tensor], scale: float) -> torch.Tensor:
     """Compute attention from query, key and value of a sample: [1, heads, tokens, head_dim] in and out. Several query
     heads may share a head of key and value."""
-    query, key, value = (filled_up(part) for part in row)
+    query, key, value = (padded(part) for part in row)
     outputs = []
     for start, stop in _blocks(query):
         probabilities = _probabilities(query, key, start, stop, scale)

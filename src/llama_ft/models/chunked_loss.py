@@ -126,7 +126,7 @@ def forget_chunked_loss(model: nn.Module) -> None:
     model._has_chunked_loss = False  # type: ignore[assignment]
 
 
-class _Known(SimpleNamespace):
+class _CachedOutput(SimpleNamespace):
     """The cached output of a decoder, with None for fields that are missing."""
 
     def __getattr__(self, name: str) -> None:
@@ -143,7 +143,7 @@ def _head_function(model: PreTrainedModel, decoder: str, head: str) -> Callable[
     view = copy.copy(model)  # shares all parameters
     view._modules = dict(model._modules)
     modules: dict[str, Any] = view._modules
-    modules[decoder] = lambda *_, inputs_embeds, **__: _Known(last_hidden_state=inputs_embeds)
+    modules[decoder] = lambda *_, inputs_embeds, **__: _CachedOutput(last_hidden_state=inputs_embeds)
     modules[head] = getattr(model, head).forward  # without hooks, which would all-gather its weight for every chunk
     forward = type(model).forward
 

@@ -64,11 +64,11 @@ def apply_fsdp(model: PreTrainedModel, mesh: DeviceMesh, fsdp: FSDPConfig, preci
                 module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
             if _is_over_gloo(mesh) and mesh["shard"].size() > 1:
-                module.set_custom_reduce_scatter(SumOfParts())  # type: ignore[arg-type]  # called, not derived from
+                module.set_custom_reduce_scatter(GlooReduceScatter())  # type: ignore[arg-type]  # called, not derived from
     return units
 
 
-class SumOfParts:
+class GlooReduceScatter:
     """A reduce-scatter over gloo for fully_shard, which itself all-reduces a copy. Here each rank receives its part of
     every rank's input and adds the parts. That sends half the bytes. With two ranks the sums are bit-identical."""
 

@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.flop_counter import register_flop_formula
 
-from llama_ft.models.quantized import SCHEMES, QuantizedLinear, QuantizedStacks, frozen_product
+from llama_ft.models.quantized import SCHEMES, QuantizedLinear, QuantizedStacks, frozen_matmul
 
 _LIBRARY = torch.library.Library("llama_ft", "DEF")
 _LIBRARY.define(
@@ -35,7 +35,7 @@ def _lora_linear(x: Any, u: Any, weight: Any, scale: Any, bias: Any, b: Any, sca
     if scale is None:
         y = functional.linear(x, weight, bias)
     else:
-        y = frozen_product(x, weight, scale, SCHEMES[scheme])
+        y = frozen_matmul(x, weight, scale, SCHEMES[scheme])
         y = y if bias is None else y.add_(bias)
     return y.addmm_(u, b.t(), alpha=scaling)
 
@@ -61,7 +61,7 @@ def workspace_bytes(arguments: tuple[Any, ...]) -> int:
 
 
 class _LowRank(torch.autograd.Function):
-    """The backward pass and its inputs; `_Product` computes y. All tensors are kept before the matmul runs. So a
+    """The backward pass and its inputs; `_Matmul` computes y. All tensors are kept before the matmul runs. So a
     checkpointed layer, which recomputes until all kept tensors exist, skips its last matmul: down_proj, a quarter of a
     Llama layer."""
 
@@ -101,7 +101,7 @@ class _LowRank(torch.autograd.Function):
         return dx, None, None, da.to(trained), db.to(trained), None, None, None
 
 
-class _Product(torch.autograd.Function):
+class _Matmul(torch.autograd.Function):
     """Computes y. Its gradient is passed on to `zeros`."""
 
     @staticmethod
@@ -129,7 +129,7 @@ class FusedLora(LoraLinear):
         a, b, scaling = cast(Any, self.lora_A[name]).weight, cast(Any, self.lora_B[name]).weight, self.scaling[name]
         zeros, u = _LowRank.apply(x, base.weight, scale, a, b, scaling, p, scheme)
         b = b.detach().to(x.dtype)
-        return _Product.apply(zeros, x.detach(), u, base.weight, scale, base.bias, b, scaling, scheme)
+        return _Matmul.apply(zeros, x.detach(), u, base.weight, scale, base.bias, b, scaling, scheme)
 
     def _is_plain(self, name: str, x: torch.Tensor) -> bool:
         """Return whether the fused forward pass is equivalent to PEFT's."""

@@ -214,7 +214,7 @@ def _cpu_forward(row: list[torch.Tensor], scale: float | None, window: int | Non
 def _cpu_backward(row: list[torch.Tensor], log_sums: torch.Tensor, scale: float | None, window: int | None) -> Any:
     length, is_short = row[0].shape[2], block_attention.is_short(row[0], window)
     if row[0].itemsize == 2:
-        row = [block_attention.filled_up(part) for part in row]
+        row = [block_attention.padded(part) for part in row]
     if is_short:
         gradient, query, key, value, _ = row
         found = block_attention.attend_backward(gradient, query, key, value, _scale_of(query, scale))

@@ -72,7 +72,7 @@ def rows_of(rows: PackedRows | None) -> Iterator[None]:
         _CURRENT.reset(token)
 
 
-class _OfEachRow(tuple[Any, ...]):
+class _PerSample(tuple[Any, ...]):
     """Further outputs of a mixer per sample, such as an indexer's choice for the next layer."""
 
 
@@ -210,7 +210,7 @@ class _Part:
         """Return this sample's part of a module's argument: tokens of tensors, [.., tokens, tokens] of masks."""
         if isinstance(value, PackedRows):
             return None  # rows_of provides it
-        if isinstance(value, _OfEachRow):
+        if isinstance(value, _PerSample):
             return value[self.number]
         if isinstance(value, dict):
             return {name: self.of(each) for name, each in value.items()}
@@ -232,7 +232,7 @@ def _joined(outputs: list[Any]) -> Any:
     if isinstance(outputs[0], torch.Tensor):
         return torch.cat(outputs, dim=-2)
     first, *others = zip(*outputs, strict=True)
-    return torch.cat(first, dim=-2), *(it[0] if all(one is it[0] for one in it) else _OfEachRow(it) for it in others)
+    return torch.cat(first, dim=-2), *(it[0] if all(one is it[0] for one in it) else _PerSample(it) for it in others)
 
 
 def missing_kernels(mixer: nn.Module) -> set[str] | None:

@@ -136,7 +136,7 @@ Scheme = Int8 | FourBit
 SCHEMES: dict[str, Scheme] = {}  # by name, because operators cannot take objects
 
 
-def frozen_product(inputs: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, scheme: Scheme) -> torch.Tensor:
+def frozen_matmul(inputs: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, scheme: Scheme) -> torch.Tensor:
     """inputs [..., in] x a quantized weight -> [..., out]."""
     if inputs.numel() == 0:  # an expert without tokens; the CUDA kernels reject empty inputs
         return inputs.new_empty(*inputs.shape[:-1], weight.shape[0])
@@ -151,7 +151,7 @@ class _FrozenMatmul(torch.autograd.Function):
     def forward(ctx: Any, inputs: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, scheme: Scheme) -> Any:
         ctx.save_for_backward(weight, scale)
         ctx.scheme = scheme
-        return frozen_product(inputs, weight, scale, scheme)
+        return frozen_matmul(inputs, weight, scale, scheme)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:

@@ -147,7 +147,7 @@ def peak_of(name: str, dtype: torch.dtype) -> float:
     return next((peak * 1e12 for words, peak in PUBLISHED_PEAKS.items() if re.search(rf"\b({words})\b", name)), 0.0)
 
 
-def product_rate(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> float:
+def matmul_rate(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> float:
     """Return the FLOP/s of a matmul with a weight of that shape (or fewer rows): the fastest within 0.1 s. All ranks
     must call it at the same time, because the ranks of a machine share its cores, caches and power."""
     rows, tokens = max(1, min(shape[0], MOST_WEIGHTS[device.type] // shape[1])), MOST_TOKENS[device.type]

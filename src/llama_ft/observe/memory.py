@@ -196,7 +196,7 @@ class Held(NamedTuple):
     holders: dict[str, int]  # category -> bytes, each storage counted once
     memory: dict[str, int]  # as counted by the kernel and the CUDA allocator
     model: int  # bytes of all parameters over all ranks, as stored
-    fuller: float = 1.0  # trained bytes of a rank with full shards, over those of this rank; >= 1
+    shard_ratio: float = 1.0  # trained bytes of a rank with full shards, over those of this rank; >= 1
 
 
 def held_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None, memory: dict[str, int]) -> Held:
@@ -212,8 +212,8 @@ def held_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None, memo
     }
     holders = {str(name): size for name, tensors in members.items() if (size := _storage_bytes(tensors))}
     # Sharding works like torch.chunk, so the last ranks may have fewer rows.
-    fuller = sum(map(_full_shard_bytes, trained)) / max(1, sum(getattr(p, "_local_tensor", p).nbytes for p in trained))
-    return Held(holders, memory, sum(p.nbytes for p in parameters), fuller)
+    ratio = sum(map(_full_shard_bytes, trained)) / max(1, sum(getattr(p, "_local_tensor", p).nbytes for p in trained))
+    return Held(holders, memory, sum(p.nbytes for p in parameters), ratio)
 
 
 def find_differences(ranks: list[Held]) -> list[str]:
@@ -221,7 +221,7 @@ def find_differences(ranks: list[Held]) -> list[str]:
     warnings = dict[int, str]()
     for name in [*dict.fromkeys(name for rank in ranks for name in rank.holders), *NOISE]:
         sizes = [(rank.holders | rank.memory).get(name, 0) for rank in ranks]
-        due = [0 if name in NOISE else size * rank.fuller for size, rank in zip(sizes, ranks, strict=True)]
+        due = [0 if name in NOISE else size * rank.shard_ratio for size, rank in zip(sizes, ranks, strict=True)]
         usual = max(median_low(sizes), median_low(due))  # the lower median: of two ranks, the smaller value
         for rank, size in enumerate(sizes):
             if size > max(usual * LARGEST_SHARE, usual + NOISE.get(name, MIB)):

@@ -12,7 +12,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.config import ProfileConfig
 from llama_ft.config.rules import PROFILED_STEPS, STEPS_BEFORE_PROFILE
-from llama_ft.observe.flops import flop_formula, product_rate, published_peak
+from llama_ft.observe.flops import flop_formula, matmul_rate, published_peak
 from llama_ft.observe.run_metadata import RunMetadata
 from llama_ft.runtime import Runtime, log
 
@@ -54,7 +54,7 @@ class ThroughputMeter:
         self._folder = Path(settings.profiler_dir).expanduser() if settings.profiler_dir else run / "profile"
         self._formula = formula = flop_formula(model)
         job.all_gather_floats(0)  # a barrier: all ranks begin at the same time
-        rate, peak = product_rate(formula.product, dtype, job.device), published_peak(dtype, job.device)
+        rate, peak = matmul_rate(formula.product, dtype, job.device), published_peak(dtype, job.device)
         rates = job.all_gather_floats(rate, peak)
         if self._is_cuda:
             torch.cuda.empty_cache()  # frees the tensors of the measurement

@@ -92,7 +92,7 @@ def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
-def product_slowdown(dtype: torch.dtype) -> float:
+def matmul_slowdown(dtype: torch.dtype) -> float:
     """Return the time of a matmul in `dtype` over its time in fp32, on this CPU."""
     factors = [torch.ones(512, 512, dtype=each) for each in (dtype, torch.float32)]
     half, full = (min(repeat(partial(torch.mm, each, each), number=1, repeat=4)) for each in factors)
@@ -115,7 +115,7 @@ def advise_precision(asked: PrecisionName, free_to_choose: bool, device: torch.d
         is_slow = dtype == torch.bfloat16 and not torch.cuda.is_bf16_supported(including_emulation=False)
         what = "this GPU does not compute bf16"
     else:
-        slowdown = 1.0 if dtype == torch.float32 else product_slowdown(dtype)
+        slowdown = 1.0 if dtype == torch.float32 else matmul_slowdown(dtype)
         is_slow, name = slowdown > SLOW, asked.partition("_")[0]
         what = f"this CPU only emulates {name} matmuls, {slowdown:.0f} times slower than fp32"
     if is_slow and free_to_choose:

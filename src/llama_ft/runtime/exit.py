@@ -51,8 +51,8 @@ class Stopped(SystemExit):
     def __init__(self, stop: Stop, step: int | None = None, checkpoint: Path | None = None) -> None:
         super().__init__(stop.exit_code)
         self.exit_code, self.agreed = stop.exit_code, step is not None
-        way_on = f"To resume: --resume {checkpoint}" if checkpoint else "Nothing was saved."
-        self.message = f"stopped by {stop.reason}" + (f" after step {step}. {way_on}" if self.agreed else "")
+        hint = f"To resume: --resume {checkpoint}" if checkpoint else "Nothing was saved."
+        self.message = f"stopped by {stop.reason}" + (f" after step {step}. {hint}" if self.agreed else "")
 
 
 class RunStatus:
@@ -97,7 +97,7 @@ def exit_process(
     rank: int,
     store: dist.Store | None,
     status: RunStatus | None,
-    told_to_end: threading.Event,
+    end_requested: threading.Event,
     describe_lost: Callable[[], str] = str,
     explainer: Explainer | None = None,
 ) -> NoReturn:
@@ -108,7 +108,7 @@ def exit_process(
         rank: rank of this process.
         store: the store of all ranks; None before the process group exists.
         status: the run's status file; None before the run has a directory.
-        told_to_end: set when a signal has asked this process to end (runtime.signals).
+        end_requested: set when a signal has asked this process to end (runtime.signals).
         describe_lost: returns a text about another rank that has ended, or "" (runtime.watchdog).
         explainer: explains errors about memory; None at the start of a run.
     """
@@ -126,7 +126,7 @@ def exit_process(
     seconds = SECONDS_WHEN_FINAL if is_final else SECONDS_TO_BE_ENDED
     first = failure = f"{rank} {SECONDS_OF_ADVICE if memory and explainer else seconds} {is_final}"
     if store is None:  # other ranks see the same error as rank 0; if this one still runs then, they did not
-        prints = rank == 0 or not told_to_end.wait(SECONDS_TO_BE_ENDED)
+        prints = rank == 0 or not end_requested.wait(SECONDS_TO_BE_ENDED)
     elif is_agreed:
         prints = rank == 0
     else:
@@ -147,7 +147,7 @@ def exit_process(
             end_restarts()  # also ends this process
     elif not is_stop:  # a signal reaches every rank, so nothing has to be waited for
         _, patience, final = first.split()
-        if not told_to_end.wait(float(patience)) and final == "True" and os.environ.get("LOCAL_RANK") == "0":
+        if not end_requested.wait(float(patience)) and final == "True" and os.environ.get("LOCAL_RANK") == "0":
             end_restarts()  # the failing rank has already ended the restarts of its own node
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):
@@ -180,11 +180,11 @@ def _messages(error: BaseException, rank: int, explainer: Explainer | None, stat
         is_whole = status is None or not status.step or "after step" in message
         yield message if is_whole else f"{message}. To resume: --output_dir {run} --resume auto"
         return
-    way_on = f"\n{_explained(explainer.describe_kill)}" if explainer is not None and KILLED in str(error) else ""
+    hint = f"\n{_explained(explainer.describe_kill)}" if explainer is not None and KILLED in str(error) else ""
     if run is not None and any((run / "checkpoints").glob("step-*")):
-        way_on += f"\nTo resume from the last complete checkpoint, add --output_dir {run} --resume auto to the command."
+        hint += f"\nTo resume from the last complete checkpoint, add --output_dir {run} --resume auto to the command."
     if isinstance(error, UserError):
-        yield str(error) + (textwrap.indent(way_on, INDENT) if isinstance(error, LostRank) else "")
+        yield str(error) + (textwrap.indent(hint, INDENT) if isinstance(error, LostRank) else "")
     elif (kind := shortage(error)) is not None:
         what = f"ran out of {'host' if kind == 'host' else 'GPU'} memory: {str(error).strip() or type(error).__name__}"
         what = _explained(partial(explainer.describe, error), what) if explainer is not None else what
@@ -192,11 +192,11 @@ def _messages(error: BaseException, rank: int, explainer: Explainer | None, stat
         if explainer is not None:
             yield textwrap.indent(_explained(partial(explainer.advise, error), "No advice"), INDENT)
     elif _is_broken(error):
-        what = f"lost contact with another rank, whose exit code is in torchrun's report: {error}\n{KILLED_BY}{way_on}"
+        what = f"lost contact with another rank, whose exit code is in torchrun's report: {error}\n{KILLED_BY}{hint}"
         yield str(RunFailure(f"rank {rank} {what}"))
     elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         place = error.filename or run or "a file"
-        yield str(RunFailure(f"rank {rank} could not write {place}: {error.strerror}.{way_on}"))
+        yield str(RunFailure(f"rank {rank} could not write {place}: {error.strerror}.{hint}"))
     else:
         yield f"{''.join(traceback.format_exception(error))}error: rank {rank} failed: {type(error).__name__}: {error}"
 

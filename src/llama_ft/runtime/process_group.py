@@ -182,7 +182,7 @@ def start(
     def end(error: BaseException) -> NoReturn:
         status, explainer = (runtime.status, runtime.explainer) if runtime is not None else (None, None)
         describe_lost = watchdog.describe_lost if watchdog is not None else str
-        exit_process(error, rank, store, status, signals.told_to_end, describe_lost, explainer)
+        exit_process(error, rank, store, status, signals.end_requested, describe_lost, explainer)
 
     with signals.listening(end):
         try:

@@ -38,7 +38,7 @@ class StopSignals:
     """The requests to stop this process."""
 
     def __init__(self) -> None:
-        self.told_to_end = threading.Event()  # set by the first signal
+        self.end_requested = threading.Event()  # set by the first signal
         self._phase: Literal["at once", "between steps", "closing"] = "at once"
         self._error: BaseException | None = None  # the error that is ending this process
         self._signal, self._signal_time = 0, math.inf
@@ -118,7 +118,7 @@ class StopSignals:
             for number in SIGNALS.keys() & set(numbers):  # the socket also gets other signals
                 if not self._signal:
                     self._signal, self._signal_time = number, time.monotonic()
-                    self.told_to_end.set()  # set last: a thread that waits for it may then read which signal it was
+                    self.end_requested.set()  # set last: a thread that waits for it may then read which signal it was
                 # A healthy rank may get SIGTERM twice. After Ctrl-C it means that torchrun got a second Ctrl-C.
                 elif signal.SIGINT in (number, self._signal) and waited > SECONDS_OF_ONE_CTRL_C:
                     end(self._error or Stopped(Stop(130, "a second Ctrl-C, without saving")))
