@@ -12,14 +12,14 @@ from checkpoint_by_hand import load, logits, save_checkpoint, tuned
 from llama_ft.config import Config, ModelConfig, PeftConfig, QuantizationConfig, TrainConfig, to_yaml
 from llama_ft.errors import UserError
 from llama_ft.inference.flags import InferenceFlags
-from llama_ft.inference.load import Opened, open_model
+from llama_ft.inference.load import LoadedModel, open_model
 from llama_ft.runtime import Runtime
 
 LORA = {"target_modules": ["q_proj", "down_proj"], "r": 4, "lora_alpha": 6, "lora_dropout": 0}
 TEMPLATE = "{% for turn in messages %}{{ turn.content }}</s>{% endfor %}"
 
 
-def opened(place: Path, runtime: Runtime, **flags: Any) -> Opened:
+def opened(place: Path, runtime: Runtime, **flags: Any) -> LoadedModel:
     return open_model(str(place), InferenceFlags(**{"precision": "fp32", **flags}), runtime)
 
 
