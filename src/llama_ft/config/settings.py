@@ -219,7 +219,7 @@ class TrainConfig:
     """Answer a prompt of the validation set before and after training, with at most N new tokens; 0 = do not."""
 
     sample_prompts: list[str] | None = None
-    """Prompts that sample_tokens answers instead."""
+    """Prompts that sample_tokens answers instead. Quote those with commas: '["Hello, you?", "Who?"]'."""
 
     sample_steps: CountOrZero = 0
     """Answer these prompts also every N optimizer steps; 0 = do not."""
