@@ -45,7 +45,7 @@ def test_time_and_cost_are_those_on_paper(plan: Plan, model: Path, flags: str, p
     seconds = 3 * TOKENS * per_token / (0.4 * 989e12)  # an H100
     assert planned.is_quick == quick and step_seconds(planned, config, "h100") == pytest.approx(seconds, rel=1e-6)
     said = describe_time(planned, config, seconds, 2.5)
-    assert f"a step of {2 * 3 * TOKENS:,} tokens, {time_text(1e7 * seconds)} for 10,000,000 steps." in said
+    assert f"per step of {2 * 3 * TOKENS:,} tokens, {time_text(1e7 * seconds)} for 10,000,000 steps." in said
     assert said.endswith(f"Cost of these: {2.5 * 2 * 1e7 * seconds / 3600:.2f}.") and "not measured" in said
 
 
