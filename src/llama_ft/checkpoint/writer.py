@@ -179,6 +179,7 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
         small = [reader.TRAINER_FILE]
         if (reference := self.run / REFERENCE_FILE).exists():
             reader.place(reference, aside / REFERENCE_FILE)
+            _sync(aside / REFERENCE_FILE)
             small.append(REFERENCE_FILE)
         digests |= {name: reader.file_digest(aside / name) for name in small}
         _write_synced(aside / reader.CHECKSUMS_FILE, "".join(f"{value}  {file}\n" for file, value in digests.items()))

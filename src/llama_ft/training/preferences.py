@@ -52,6 +52,7 @@ class Pairs(NamedTuple):
 
 # float32 [pairs]: the loss of each pair, and what else is logged of it.
 PairLosses = tuple[torch.Tensor, dict[str, torch.Tensor]]
+PairLoss = Callable[[Pairs, PreferenceConfig], PairLosses]
 
 
 def dpo(pairs: Pairs, settings: PreferenceConfig) -> PairLosses:
@@ -80,12 +81,7 @@ def orpo(pairs: Pairs, settings: PreferenceConfig) -> PairLosses:
     return pairs.nll - settings.beta * ratio, logged
 
 
-LOSSES: dict[str, Callable[[Pairs, PreferenceConfig], PairLosses]] = {
-    "dpo": dpo,
-    "ipo": ipo,
-    "simpo": simpo,
-    "orpo": orpo,
-}
+LOSSES: dict[str, PairLoss] = {"dpo": dpo, "ipo": ipo, "simpo": simpo, "orpo": orpo}
 
 
 def build_objective(config: Config) -> Objective:

@@ -13,7 +13,6 @@ import dataclasses
 import gc
 import hashlib
 import json
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -107,7 +106,7 @@ class StoredReference:
                 sums.append(scores.cpu())
             if time.monotonic() - logged > SECONDS_BETWEEN_LINES:
                 logged = time.monotonic()
-                log.info(f"reference: {counted(sum(map(len, keys)), 'row')} scored on this rank")
+                log.info(f"reference: {counted(sum(map(len, keys)), 'row')} on this rank")
         free_unsharded(model)
         everyone: list[Any] = [None] * runtime.world_size
         dist.all_gather_object(everyone, (numpy.concatenate(keys), torch.cat(sums).numpy()))
@@ -116,14 +115,9 @@ class StoredReference:
         self._sums = all_sums[first]
 
     def save(self, file: Path, fingerprint: dict[str, Any]) -> None:
-        """Write a file of safetensors, complete or not at all: int64 hashes in ascending order, float32 sums."""
-        aside = file.with_name(f".{file.name}")
+        """Write a safetensors file: int64 hashes in ascending order, float32 sums; the fingerprint in its header."""
         tensors = {KEYS: torch.from_numpy(self._keys), SUMS: torch.from_numpy(self._sums)}
-        with open(aside, "wb") as opened:
-            opened.write(safetensors.torch.save(tensors, {FINGERPRINT: json.dumps(fingerprint, sort_keys=True)}))
-            opened.flush()
-            os.fsync(opened.fileno())
-        os.replace(aside, file)
+        file.write_bytes(safetensors.torch.save(tensors, {FINGERPRINT: json.dumps(fingerprint, sort_keys=True)}))
 
     def load(self, file: Path, fingerprint: dict[str, Any]) -> None:
         """Read what `save` wrote; a UserError if that cannot be read, or was computed of or with something else."""
@@ -170,12 +164,12 @@ class ReferencePass:
         self._stored = reference if isinstance(reference, StoredReference) else None
         self._config, self._tokenizer, self._dataset, self._runtime = config, tokenizer, dataset, runtime
         self._pack_length, self._pad_token_id, self._seconds = pack_length, pad_token_id, 0.0
-        self._other, self._fingerprint = config.preference.reference_model, dict[str, Any]()
-        if self._stored is not None:
-            template = hashlib.sha256(json.dumps(tokenizer.chat_template).encode()).hexdigest()
-            how = {"precision": config.train.precision, "quantization": config.quantization.mode}
-            self._fingerprint = {**dataset.fingerprints(), "chat_template": template, **how}
-            self._fingerprint |= {} if self._other else {"model": models.fingerprint(folder)}
+        self._other, self._fingerprint = config.preference.reference_model, dict[str, Any](dataset.fingerprints())
+        template = hashlib.sha256(json.dumps(tokenizer.chat_template).encode()).hexdigest()
+        self._fingerprint |= {"chat_template": template, "precision": config.train.precision}
+        self._fingerprint["quantization"] = config.quantization.mode
+        if self._stored is not None and self._other is None:
+            self._fingerprint["model"] = models.fingerprint(folder)
 
     def score_with_other_model(self, build_model: Callable[..., Any], memory: PhaseMonitor) -> None:
         """Compute the numbers with --reference_model, whose weights are then freed.
@@ -198,7 +192,7 @@ class ReferencePass:
         model = dataclasses.replace(self._config.model, model_name=self._other, freeze_layers=False)
         config = dataclasses.replace(self._config, model=model, peft=PeftConfig())
         built = build_model(config, folder, model_config, None, memory, runtime, is_trained=False)
-        self._score(built[0])
+        self._score(self._stored, built[0])
         self._fingerprint["model"] = models.fingerprint(folder)
         del built
         gc.collect()  # FSDP units and modules refer to each other
@@ -223,27 +217,24 @@ class ReferencePass:
             log.info(f"Reference: log-probabilities of {counted(len(self._stored), 'row')} from {file}")
             return
         if self._other is None:
-            self._score(model)
+            self._score(self._stored, model)
         if self._runtime.is_main:
             self._stored.save(file, self._fingerprint)
         found = f"log-probabilities of {counted(len(self._stored), 'row')}, computed in {self._seconds:.1f} s"
         log.info(f"Reference: {found}: {file}")
 
-    def _score(self, model: PreTrainedModel) -> None:
-        assert self._stored is not None
+    def _score(self, stored: StoredReference, model: PreTrainedModel) -> None:
         started = time.monotonic()
-        self._stored.compute(model, self._batches(), self._runtime)
+        stored.compute(model, self._batches(), self._runtime)
         self._seconds = time.monotonic() - started
 
     def _batches(self) -> Iterator[Batch]:
         """This rank's share of all rows, in micro-batches as large as those of training; as many on every rank."""
-        size, packs = self._config.train.batch_size_training, self._pack_length is not None
+        ranks, pack_length = (self._runtime.world_size, self._runtime.rank), self._pack_length
+        sizes = self._config.train.batch_size_training, 0, pack_length  # 0: all of them
         for rows in filter(None, (self._dataset.train, self._dataset.validation)):
-            ranks = self._runtime.world_size, self._runtime.rank
-            for indices in evaluation_batches(
-                row_lengths(rows), *ranks, size, pack_length=self._pack_length, group=group_size(rows)
-            ):
-                yield collate(rows, indices, self._pad_token_id, packs)
+            for indices in evaluation_batches(row_lengths(rows), *ranks, *sizes, group_size(rows)):
+                yield collate(rows, indices, self._pad_token_id, pack_length is not None)
 
 
 def check_same_tokens(name: str, theirs: PreTrainedTokenizerBase, ours: PreTrainedTokenizerBase) -> None:
