@@ -192,6 +192,7 @@ class ReferencePass:
         model = dataclasses.replace(self._config.model, model_name=self._other, freeze_layers=False)
         config = dataclasses.replace(self._config, model=model, peft=PeftConfig())
         built = build_model(config, folder, model_config, None, memory, runtime, is_trained=False)
+        memory.enter("evaluation")
         self._score(self._stored, built[0])
         self._fingerprint["model"] = models.fingerprint(folder)
         del built
