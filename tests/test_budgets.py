@@ -13,7 +13,7 @@ LINES = {
     "": 440, "checkpoint": 1630, "config": 1950, "data": 3260, "evaluation": 350, "inference": 690, "models": 3950,
     "observe": 1300, "plan": 1590, "report": 470, "run": 400, "runtime": 1080, "training": 1430,
 }  # fmt: skip
-# What each folder imports of the others. config knows nobody; tools know the rest and are known by no other folder.
+# Folders that each folder may import. config imports none of the others; no other folder imports the tools.
 BELOW = {
     "": {"config"}, "config": set(), "runtime": {"config"}, "data": {"config", "runtime"},
     "models": {"config", "runtime"}, "report": {"config"}, "observe": {"config", "models", "runtime"},

@@ -117,7 +117,7 @@ def train_while_the_disk_fills_up(disk: Disk, model: Path, rows: Path, launcher:
 
 
 def check_what_is_left(disk: Disk, finished: Finished) -> None:
-    """The message, exit code 1, and the checkpoint from before, alone and sound."""
+    """Check the message, exit code 1, and that only the earlier checkpoint is there and valid."""
     assert finished.exit_code == 1, finished.output
     assert "step-000002: the checkpoint could not be written" in finished.output
     assert f"Last complete checkpoint: {disk.folder}/run/checkpoints/step-000001" in finished.output

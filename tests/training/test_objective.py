@@ -206,7 +206,7 @@ class Pairs:
 
 
 class AgainstTheMean:
-    """As KTO: each row's log-probability beside the mean of the whole micro-batch over all ranks."""
+    """As in KTO: compare each sample's log-probability with the mean of the micro-batch over all ranks."""
 
     def loss(self, model: PreTrainedModel, batch: Batch, runtime: Any) -> LossSum:
         losses, _ = target_losses(model, batch, runtime.device, per_token=True)
