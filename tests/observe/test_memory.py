@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from forked import forked
+from conftest import run_cases
 
 from llama_ft.observe import MemoryMonitor, RunMetadata, memory_use, reset_peaks
 from llama_ft.observe.memory import Held, find_differences
@@ -146,9 +146,7 @@ def runs(save_model: Callable[..., Path], rows16: Path, tmp_path_factory: pytest
         {"name": name, "broken": broken, "flags": [*flags, "--lr", "1e-5", "--output_dir", str(folder / name)]}
         for name, (broken, flags) in cases.items()
     ]
-    (folder / "cases.json").write_text(json.dumps(listed))
-    finished = forked(JOB, folder / "cases.json", ranks=2)
-    assert finished.exit_code == 0, finished.output
+    finished = run_cases(folder, listed, ranks=2, script=JOB)
     outputs = re.split(r"^CASE (\w+).*\n", finished.output, flags=re.MULTILINE)
     printed = dict(zip(outputs[1::2], outputs[2::2], strict=True))
     facts = {name: json.loads((folder / name / "facts.json").read_text())["memory"] for name in cases}

@@ -1,10 +1,12 @@
 """Write settings: as --help, as a list of differences from the defaults, as a run's YAML, and as a JSON schema."""
 
 import inspect
+import signal
+import sys
 import textwrap
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import yaml
 from pydantic import TypeAdapter
@@ -19,6 +21,13 @@ WORDS = {"switch": "", "whole number": " N", "number": " X", "choice": " WORD", 
 ONE_RUN_ONLY = ("output_dir", "overwrite", "resume", "resume_allow_changes")
 
 
+def exit_with_help(text: str) -> NoReturn:
+    """Print what --help asks for, and exit; quietly if the reader, such as head, stops reading."""
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    print(text, end="")
+    sys.exit(0)
+
+
 def help_text(description: str, script: str) -> str:
     """Return the text that --help prints.
 
@@ -28,7 +37,10 @@ def help_text(description: str, script: str) -> str:
     """
     name = Path(script).name
     python, torchrun = (name, f"--no-python {name}") if name.startswith("llama-ft-") else (f"python {script}", script)
-    usage = f"Usage:\n  {python} [flags]\n  torchrun --nproc_per_node 2 {torchrun} --enable_fsdp [flags]"
+    many = f"torchrun --nproc_per_node 2 {torchrun}"
+    if name.startswith("llama-ft "):  # and its verb
+        python, many = name, f"{name} --nproc 2"
+    usage = f"Usage:\n  {python} [flags]\n  {many} --enable_fsdp [flags]"
     notes = (
         "Write flags as --lr 1e-4 or --lr=1e-4, or with their section: --train.lr 1e-4. Switches need no value "
         "(--use_peft) or take true or false; --no_save_model turns one off. Write lists as a,b,c; none unsets a "

@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from llama_ft import __version__
-from llama_ft.config.dump import help_text
+from llama_ft.config.dump import exit_with_help, help_text
 from llama_ft.config.messages import nearest, show, subject
 from llama_ft.config.parse import Parsed, as_keywords, read_flags, read_yaml
 from llama_ft.config.paths import check_paths
@@ -36,9 +36,7 @@ def check_command_line(description: str, demo_config: Path) -> None:
         SystemExit: with 0 after --help, with 2 after a user's error.
     """
     if {"--help", "-h"} & set(sys.argv[1:]):
-        if rank() == 0:
-            print(help_text(description, script=sys.argv[0]), end="")
-        sys.exit(0)
+        exit_with_help(help_text(description, script=sys.argv[0]) if rank() == 0 else "")
     if "--version" in sys.argv[1:]:
         print(f"llama_ft {__version__}")
         sys.exit(0)

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from llama_ft.config.dump import flags_text
+from llama_ft.config.dump import exit_with_help, flags_text
 from llama_ft.config.load import convert
 from llama_ft.config.messages import nearest
 from llama_ft.config.parse import Parsed, read_flags
@@ -34,8 +34,8 @@ def read(
     places = table.pop("places", None)
     if {"--help", "-h"} & set(argv):
         text = flags_text(table, f"Flags of {Path(sys.argv[0]).name}:")
-        print(description.partition("\n\n")[0], *([places.meaning] if places else []), text, sep="\n\n")
-        sys.exit(0)
+        about = [description.partition("\n\n")[0], *([places.meaning] if places else []), text]
+        exit_with_help("\n\n".join(about) + "\n")
 
     def explain(name: str) -> str:
         meant = nearest(name, table)

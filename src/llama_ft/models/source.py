@@ -11,7 +11,6 @@ import xxhash
 from safetensors import safe_open
 from safetensors.torch import _TYPES
 
-from llama_ft.config.data_names import NOT_REGULAR
 from llama_ft.config.paths import TO_SAFETENSORS
 from llama_ft.errors import UserError, reason
 
@@ -127,22 +126,15 @@ def blocks(source: WeightSource, name: str) -> Iterator[torch.Tensor]:
 
 def weight_files(folder: Path) -> list[Path]:
     """Return the files that the index names, or the single file, or none. Links are followed, as in the Hub's cache.
-    Raises UserError if the index is malformed or leaves its directory, or if a file is not a regular file."""
+    Raises UserError if the index is malformed or leaves its directory."""
     index, single = folder / INDEX_FILE, folder / SINGLE_FILE
     if not index.exists():
-        return [_regular(single)] if single.exists() else []
+        return [single] if single.exists() else []
     try:
-        names = {Path(name) for name in json.loads(_regular(index).read_text())["weight_map"].values()}
+        names = {Path(name) for name in json.loads(index.read_text())["weight_map"].values()}
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise UserError(f"{index}: not a safetensors index ({error}).") from error
     for name in names:
         if name.is_absolute() or ".." in name.parts:
             raise UserError(f"{index}: names {name}, which is outside its directory.")
-    return sorted(_regular(folder / name) for name in names)
-
-
-def _regular(file: Path) -> Path:
-    """Return `file`, which may be missing. Reject pipes and devices: reading them may never end."""
-    if file.exists() and not file.is_file():
-        raise UserError(f"{file}: {NOT_REGULAR}")
-    return file
+    return sorted(folder / name for name in names)

@@ -29,8 +29,8 @@ def describe_time(plan: Plan, config: Config, seconds: float | None, price: floa
     whole, what = (seconds * steps, f"{steps:,} steps") if steps else (seconds * 1e6 / tokens, "1 million tokens")
     cost = f" Cost of these: {(price or 0) * plan.world_size * whole / 3600:,.2f}."
     return (
-        f"Time at an assumed {ASSUMED_UTILIZATION:.0%} of the published peak, not measured: {time_text(seconds)} a step"
-        f" of {tokens:,} tokens, {time_text(whole)} for {what}.{cost if price else ''}"
+        f"Time at an assumed {ASSUMED_UTILIZATION:.0%} of the published peak, not measured: {time_text(seconds)} per "
+        f"step of {tokens:,} tokens, {time_text(whole)} for {what}.{cost if price else ''}"
     )
 
 
