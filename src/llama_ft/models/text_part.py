@@ -39,7 +39,7 @@ CLASSES: dict[Any, Any] = {
 class LeftOut:
     """What of a checkpoint's class its text part lacks."""
 
-    modules: list[str]  # names of the outermost ones, and of parameters beside the text decoder
+    modules: list[str]  # names of the outermost ones, and of parameters outside the text decoder
     tensors: dict[str, int]  # their parameters and persistent buffers by name -> number of elements
     causal: str = ""  # name of the module that makes logits: all around it only hands on what it is called with
 

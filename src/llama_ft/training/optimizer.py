@@ -14,14 +14,14 @@ from llama_ft.training.sharded_optimizer import local_tensor
 
 
 class AdamW(torch.optim.AdamW):
-    """torch's, computing on each rank's own rows, with states sharded like parameters. DTensor's dispatch takes 3 to
+    """torch's AdamW on each rank's local rows, with states sharded like parameters. DTensor's dispatch would take 3 to
     5 times as long for 300 small parameters, and 3 s more for the first step."""
 
     def __init__(self, params: Any, lr: float, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8) -> None:
         super().__init__(params, lr=lr, betas=betas, eps=eps, fused=True)
 
     def first_state(self, parameter: torch.Tensor, group: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """All states of a parameter before its first step, as torch makes them."""
+        """Return all states of a parameter before its first step, as torch creates them."""
         step = torch.zeros((), device=parameter.device if group["fused"] else "cpu")
         return {"step": step, "exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
 
@@ -87,14 +87,14 @@ def warmup_steps(train: TrainConfig, total_steps: int) -> int:
 
 
 def learning_rate(train: TrainConfig, step: int, total_steps: int, epoch: int) -> float:
-    """The learning rate of an optimizer step: a function of position only, so nothing has to be saved. Warm-up, cosine,
-    linear and constant are those of transformers.get_scheduler: the first step of a warm-up has 0.
+    """Return the learning rate of an optimizer step. It depends on the position only, so nothing must be saved.
+    Warm-up, cosine, linear and constant are those of transformers.get_scheduler: warm-up begins with learning rate 0.
 
     Args:
         train: lr, min_lr, lr_scheduler, warmup_steps, warmup_ratio, gamma.
         step: optimizer step, 0 <= step < total_steps.
-        total_steps: optimizer steps of the whole run, where cosine and linear reach min_lr.
-        epoch: 0-based; step multiplies by gamma after each, as torch's StepLR(step_size=1) per epoch does.
+        total_steps: optimizer steps of the whole run; there cosine and linear reach min_lr.
+        epoch: 0-based. lr_scheduler=step multiplies by gamma after each epoch, like torch's StepLR(step_size=1).
     """
     warmup = warmup_steps(train, total_steps)
     if step < warmup:

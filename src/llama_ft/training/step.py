@@ -47,7 +47,7 @@ def accumulate_gradients(
             every micro-batch is reduced into the shards.
         runtime: the ranks.
         loss_scale: gradients come out times this; see training/train_state.py.
-        watch: is told when a forward and when a backward pass begins.
+            watch: informed when a forward or backward pass begins.
 
     Returns:
         The loss of each micro-batch, detached.
