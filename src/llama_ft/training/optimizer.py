@@ -33,17 +33,17 @@ class AdamW(torch.optim.AdamW):
 
 
 class SGD(torch.optim.SGD):
-    """torch's."""
+    """torch's SGD, with the method that ShardedOptimizer also has."""
 
     def first_state(self, parameter: torch.Tensor, group: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """All states of a parameter before its first step."""
+        """Return all states of a parameter before its first step."""
         return {"momentum_buffer": torch.zeros_like(parameter)} if group["momentum"] else {}
 
 
 def build_optimizer(model: nn.Module, train: TrainConfig) -> torch.optim.Optimizer:
-    """The optimizer of the trained parameters; no weight decay on parameters of one dimension and on biases, which
-    experts have in two. With LoRA+ (https://arxiv.org/abs/2402.12354), B matrices are groups of their own, whose
-    `lr_ratio` multiplies the learning rate."""
+    """Return the optimizer of the trained parameters. Weight decay does not apply to biases and to parameters with one
+    dimension. (Biases of stacked experts have two.) With LoRA+ (https://arxiv.org/abs/2402.12354), B matrices have
+    their own groups, whose `lr_ratio` multiplies the learning rate."""
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     decayed = [p for name, p in trained if p.ndim > 1 and not name.endswith("bias")]
     others = [p for name, p in trained if p.ndim <= 1 or name.endswith("bias")]
@@ -70,8 +70,8 @@ def build_optimizer(model: nn.Module, train: TrainConfig) -> torch.optim.Optimiz
 
 
 def create_states(optimizer: torch.optim.Optimizer) -> None:
-    """Give the parameters that have had no step yet the states they begin with. torch's state-dict utilities would make
-    a step for that; an optimizer whose `state` has an entry, even an empty one, they leave alone."""
+    """Create the initial states of parameters that have had no step yet. Otherwise torch's state-dict utilities would
+    make a step to create them, unless the optimizer's `state` has an entry, even an empty one."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             state = optimizer.state[parameter]
@@ -80,8 +80,8 @@ def create_states(optimizer: torch.optim.Optimizer) -> None:
 
 
 def warmup_steps(train: TrainConfig, total_steps: int) -> int:
-    """Optimizer steps of the warm-up. One as long as the run becomes a tenth of it, so that every config can be tried
-    for a few steps. A share of the steps is rounded up, as in Transformers."""
+    """Return the optimizer steps of the warm-up. A share of the steps is rounded up, as in Transformers. A warm-up as
+    long as the run becomes a tenth of it, so that every config can be tried for a few steps."""
     steps = train.warmup_steps or math.ceil(train.warmup_ratio * total_steps)
     return steps if steps < total_steps else total_steps // 10
 
