@@ -72,7 +72,7 @@ class Case:
 
     Attributes:
         name: for --only.
-        method: full, lora, or lora beside 8bit or nf4 weights.
+        method: full, lora, or lora on 8bit or nf4 weights.
         micro_batch: packs, or rows of `length` tokens, on a rank.
         length: tokens of a pack.
         natural: rows have lengths of their own.

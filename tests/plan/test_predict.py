@@ -1,4 +1,4 @@
-"""What a plan says, beside what can be counted on paper. What real runs hold is in test_predicted.py."""
+"""Plans compared with numbers computed by hand. test_predicted.py compares them with real runs."""
 
 import json
 from collections.abc import Callable
@@ -121,7 +121,7 @@ def test_the_loss_holds_logits_of_a_piece_however_many_tokens_there_are(plan: Pl
     from llama_ft.models.chunked_loss import FEWEST_POSITIONS, LOGITS_AT_ONCE
 
     piece = LOGITS_AT_ONCE["cpu"] // 32_000 // FEWEST_POSITIONS * FEWEST_POSITIONS
-    # Logits and their softmax; beside them the gradient of the hidden states.
+    # Logits and their softmax; in addition the gradient of the hidden states
     assert once == pytest.approx(piece * 32_000 * (4 + 4) + TOKENS * HIDDEN * 4, rel=0.02)
     assert twice - once == pytest.approx(TOKENS * HIDDEN * 4, rel=0.1)
 

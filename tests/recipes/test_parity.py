@@ -1,4 +1,4 @@
-"""The same losses as a plain single-process transformers and torch loop, however the work is laid over ranks."""
+"""Losses must equal those of a plain single-process loop with Transformers and torch, for any sharding."""
 
 import functools
 import json

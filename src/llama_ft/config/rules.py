@@ -1,4 +1,4 @@
-"""Rules over several settings: impossible combinations, and settings that have no effect beside others.
+"""Rules over several settings: impossible combinations, and settings that other settings make ineffective.
 
 A setting without effect is an error, too: whoever sets it expects one. All rules run, so that everything is reported at
 once.
