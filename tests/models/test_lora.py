@@ -76,6 +76,21 @@ def test_experts_are_adapted_or_a_line_says_how(model_type: str, settings: dict[
     assert adapts or f"--target_parameters {','.join(EXPERTS)} --lora_dropout 0" in line
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"lora_dropout": 0.1}, "experts support neither lora_dropout nor use_dora"),
+        ({"init_lora_weights": "pissa"}, "no unquantized linear layer"),
+        ({"init_lora_weights": "pissa", "target_modules": ["q_proj"], "r": 33}, "at least 33 inputs"),
+    ],
+)
+def test_what_a_layer_cannot_have_is_named(settings: dict[str, Any], message: str) -> None:
+    config = AutoConfig.for_model("mixtral", num_hidden_layers=1, hidden_size=32, intermediate_size=16, vocab_size=64)
+    model = build_on_meta(config, ModelConfig(model_name="mixtral"))
+    with pytest.raises(UserError, match=message):
+        inject_lora(model, PeftConfig(use_peft=True, **settings), "base")
+
+
 def test_a_parameter_that_matches_nothing_is_named(tiny_model: Path) -> None:
     settings = PeftConfig(use_peft=True, target_parameters=["experts.w1"])
     with pytest.raises(UserError, match=r"target_parameters \[experts.w1\]: not in this model. It has: no stacked"):

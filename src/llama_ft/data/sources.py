@@ -196,7 +196,8 @@ def _split_source(name: str, wanted: str | None, streaming: bool = False) -> Sou
     if split == "train" and set(splits) == {""}:
         split = ""
     if split not in splits and not (is_hub and wanted):  # the Hub's may be train[:5%]
-        raise UserError(f"{name}: has no split {split}. It has {', '.join(filter(None, splits)) or 'none'}.")
+        way_out = " A slice of files counts samples: train[10:100]." if "[" in split and not is_hub else ""
+        raise UserError(f"{name}: has no split {split}. It has {', '.join(filter(None, splits)) or 'none'}.{way_out}")
     title = f"{name} {split}".strip()
     if is_hub and streaming:  # the validation samples too: one split cannot be downloaded by itself
         streamed = load_from_hub(name, split, streaming=True)
