@@ -102,3 +102,14 @@ def write_config(folder: Path, model_name: str) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(CONFIGS[model_name] | {"dtype": "bfloat16"}))
     return folder
+
+
+def write_llama(folder: Path, **settings: Any) -> Path:
+    """config.json of a small Llama, or of another model by `settings`, and no weights."""
+    shape = {
+        "vocab_size": 1000, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256,
+    }  # fmt: skip
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(LLAMA | {"dtype": "bfloat16"} | shape | settings))
+    return folder

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import losses
-from forked import forked
+from conftest import losses, run_cases
 
 STEPS, GLOBAL_BATCH = 20, 16
 LENGTHS = range(5, 37, 2)  # of the 16 rows; the longest fill a pack, the others share one with another
@@ -43,7 +42,6 @@ FURTHER = (
     "pissa, every rank reads",
 )
 LEARNING_RATE, WEIGHT_DECAY = 1e-3, 0.1
-CASES = Path(__file__).resolve().parent.parent / "run_cases.py"
 FSDP = ["--enable_fsdp", "--low_cpu_fsdp"]
 HYBRID = ["--sharding_strategy", "HYBRID_SHARD", "--sharding_group_size"]
 RECOMPUTED = ["--activation_checkpointing", "full"]
@@ -317,10 +315,8 @@ def launches(
         for way, batch in ways.items():
             layout = ["--batching_strategy", way, "--batch_size_training", str(batch // world_size)]
             flags.append([*shuffled, *layout, "--output_dir", str(folder / way)])
-        (folder / "cases.json").write_text(json.dumps(flags))
         # 4 ranks that share two cores take more than 4 minutes for all of it.
-        launched = forked(CASES, folder / "cases.json", ranks=world_size if world_size > 1 else 0, timeout=900)
-        assert launched.exit_code == 0, launched.output
+        launched = run_cases(folder, flags, ranks=world_size if world_size > 1 else 0, timeout=900)
         trained = {name: (reference, losses(folder / name)) for name, (reference, _) in cases.items()}
         return Launch(trained, folder, launched.output, {way: losses(folder / way) for way in ways})
 

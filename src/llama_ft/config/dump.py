@@ -1,4 +1,4 @@
-"""Settings on their way out: --help, what differs from the defaults, a run's YAML, the JSON schema."""
+"""Write settings: as --help, as a list of differences from the defaults, as a run's YAML, and as a JSON schema."""
 
 import inspect
 import signal
@@ -17,7 +17,7 @@ from llama_ft.config.settings import SECTIONS, SETTINGS, Config, Setting, values
 WIDTH, COLUMN = 100, 36
 PAD = " " * COLUMN
 WORDS = {"switch": "", "whole number": " N", "number": " X", "choice": " WORD", "text": " TEXT", "data": " TEXT"}
-# They belong to one run and not to what it does: a repetition gets a directory of its own and deletes nothing.
+# Settings that must differ in a repeated run: it gets a directory of its own and deletes nothing.
 ONE_RUN_ONLY = ("output_dir", "overwrite", "resume", "resume_allow_changes")
 
 
@@ -29,10 +29,10 @@ def exit_with_help(text: str) -> NoReturn:
 
 
 def help_text(description: str, script: str) -> str:
-    """Return what --help prints.
+    """Return the text that --help prints.
 
     Args:
-        description: what the recipe does; its first paragraph is printed.
+        description: what the recipe does. Only its first paragraph is printed.
         script: the recipe as it was called, such as recipes/finetuning.py or /some/where/llama-ft-finetune.
     """
     name = Path(script).name
@@ -57,7 +57,7 @@ def help_text(description: str, script: str) -> str:
 
 
 def flags_text(settings: Mapping[str, Setting], title: str) -> str:
-    """Lay flags out: the name on the left, meaning, choices and default on the right."""
+    """Format flags in two columns: the name, then its meaning, choices and default."""
     lines = [title]
     for setting in settings.values():
         head = f"  --{setting.name}{WORDS.get(setting.kind, ' A,B')}"
@@ -80,10 +80,10 @@ def differences(config: Config) -> list[str]:
 
 
 def to_yaml(config: Config, header: str = "") -> str:
-    """Write the resolved configuration as YAML that `--config` reads.
+    """Write the resolved configuration as YAML that `--config` can read.
 
-    No secret can be in it: keys and tokens are no settings. output_dir, overwrite and what resumes a run are left out,
-    so that reading it again repeats the run in a new directory.
+    The YAML holds no secrets, because keys and tokens are not settings. It leaves out the settings in ONE_RUN_ONLY, so
+    that a run with this config repeats the run in a new directory.
 
     Args:
         config: the configuration.
@@ -99,7 +99,7 @@ def to_yaml(config: Config, header: str = "") -> str:
 
 
 def json_schema() -> dict[str, Any]:
-    """Return pydantic's schema (draft 2020-12) with the short forms that the loader takes too."""
+    """Return pydantic's schema (draft 2020-12), extended by the short forms that the loader also accepts."""
     schema = TypeAdapter(Config).json_schema()
     sections = schema["$defs"]
     validation = sections["DataConfig"]["properties"]["validation"]["anyOf"]

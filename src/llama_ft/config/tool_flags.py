@@ -1,4 +1,4 @@
-"""How a tool's command line is read: a dataclass of its flags, by the parser of the settings."""
+"""Read the command line of a tool: its flags are a dataclass, and the parser is that of the settings."""
 
 import sys
 from collections.abc import Mapping
@@ -22,13 +22,13 @@ def read(
     """Read a tool's own flags.
 
     Args:
-        argv: the words after the script's name.
-        flags: the dataclass of its flags; a field `places` takes the words that stand alone.
-        description: what the script does; its first paragraph is printed by --help.
-        other_names: further name of a flag -> its name.
+        argv: the arguments after the script's name.
+        flags: the dataclass of its flags. Its field `places` takes the positional arguments.
+        description: what the script does. --help prints its first paragraph.
+        other_names: alias of a flag -> its name.
 
     Returns:
-        The flags, where each was set, and the errors.
+        The flags, where each was set, and the error messages.
     """
     table = settings_of(flags)
     places = table.pop("places", None)
@@ -48,6 +48,6 @@ def read(
 
 
 def check(errors: list[str]) -> None:
-    """Raise UserError if there are errors."""
+    """Raise a UserError with all `errors`, if there are any."""
     if errors:
         raise UserError(*errors)
