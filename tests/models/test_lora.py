@@ -94,14 +94,8 @@ def test_what_a_layer_cannot_have_is_named(settings: dict[str, Any], message: st
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        (
-            {"target_parameters": ["experts.w1"]},
-            r"\[experts.w1\]: not in this model. It has: no stacked",
-        ),
-        (
-            {"target_modules": ["q_proj", "query", "key"]},
-            r"(?s)\[key, query\].*q_proj, k_proj, v_proj, o_proj",
-        ),
+        ({"target_parameters": ["experts.w1"]}, r"\[experts.w1\]: not in this model. It has: no stacked"),
+        ({"target_modules": ["q_proj", "query", "key"]}, r"(?s)\[key, query\].*q_proj, k_proj, v_proj, o_proj"),
         ({"from_peft_checkpoint": "."}, "IA3 adapters"),
     ],
 )

@@ -134,7 +134,7 @@ def _mark_trained_half(model: nn.Module, peft: PeftConfig) -> None:
             problem = f"{name} is no unquantized linear layer with at least {peft.r} inputs and outputs (--peft.r)."
             way_out = "Name such layers: --target_modules q_proj,v_proj."
             raise UserError(f"--init_lora_weights {peft.init_lora_weights}: {problem} {way_out}")
-        layer.trained_rank = peft.r
+        layers[name].trained_rank = peft.r
 
 
 def halved_layers(model: nn.Module) -> list[Any]:
