@@ -217,7 +217,7 @@ def _read_section(section: str, place: str, node: yaml.Node, shown: str, parsed:
         parsed.errors.append(f"{place}: {section} is a section; indent its settings below it.")
 
 
-def _value(setting: Setting, node: yaml.Node) -> Any:
+def _value(setting: Setting, node: yaml.Node | None) -> Any:
     """Return the text of a scalar, the texts of a list, None for null, and {} for what no setting takes."""
     if isinstance(node, yaml.ScalarNode):
         return None if node.tag == NULL else from_text(setting, node.value)
