@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 from model_shapes import write_llama
+from peft import LoraConfig, get_peft_model
 from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from llama_ft.plan.types import describe
 
@@ -96,6 +98,12 @@ def test_lora_trains_its_matrices_only(plan: Plan, tmp_path: Path) -> None:
     assert step["gradients"] == 4 * adapters
     assert planned.checkpoint_bytes == pytest.approx(3 * 4 * 2 * adapters, rel=0.01)
     assert planned.result_bytes == 4 * 2 * adapters
+    twice = plan(tmp_path / "model", 2, *FLAGS, *LORA, "--init_lora_weights", "pissa")
+    assert held(twice, "optimizer step")["gradients"] == 2 * step["gradients"]
+    base = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path / "model"))
+    get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "v_proj"])).save_pretrained(tmp_path / "adapter")
+    continued = plan(tmp_path / "model", 2, *FLAGS, "--use_peft", "--from_peft_checkpoint", str(tmp_path / "adapter"))
+    assert held(continued, "optimizer step") == step
 
 
 @pytest.mark.parametrize(("mode", "bits"), [("8bit", 8), ("4bit", 4)])

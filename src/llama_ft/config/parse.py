@@ -51,12 +51,11 @@ def from_text(setting: Setting, text: str) -> Any:
     if setting.optional and text.lower() in ("none", "null"):
         return None
     if setting.kind in ("names", "names or pattern") and text:
-        is_list, node = text.startswith("[") and text.endswith("]"), None
-        with suppress(yaml.YAMLError):  # [*.jsonl] is not YAML
-            node = yaml.compose(text, Loader=yaml.SafeLoader) if is_list else None
-        inside = text[1:-1] if is_list else text
+        inside = text[1:-1] if text.startswith("[") and text.endswith("]") else text
         items = [item for item in (item.strip().strip("'\"") for item in inside.split(",")) if item]
-        items = _texts(node) or items  # YAML handles commas inside quotes
+        if inside != text:
+            with suppress(yaml.YAMLError):  # quoted texts keep their commas; [*.jsonl] is not YAML
+                items = _value(setting, yaml.compose(text, Loader=yaml.SafeLoader)) or items
         # PEFT takes a string as a pattern for whole module paths, which the bare name q_proj would never match. So
         # plain names become a list; patterns and the keyword all-linear stay strings.
         is_pattern = text == "all-linear" or not all(PLAIN_NAME.fullmatch(item) for item in items)
@@ -218,17 +217,12 @@ def _read_section(section: str, place: str, node: yaml.Node, shown: str, parsed:
         parsed.errors.append(f"{place}: {section} is a section; indent its settings below it.")
 
 
-def _value(setting: Setting, node: yaml.Node) -> Any:
-    """Return a scalar's text, a list's texts, None for null, and {} for anything else."""
+def _value(setting: Setting, node: yaml.Node | None) -> Any:
+    """Return the text of a scalar, the texts of a list, None for null, and {} for anything else."""
     if isinstance(node, yaml.ScalarNode):
         return None if node.tag == NULL else from_text(setting, node.value)
     if setting.kind == "data":
         return _parts(node)
-    return {} if (texts := _texts(node)) is None else texts
-
-
-def _texts(node: yaml.Node | None) -> list[str] | None:
-    """Return the texts of a list of scalars, None for anything else."""
     if isinstance(node, yaml.SequenceNode) and all(isinstance(item, yaml.ScalarNode) for item in node.value):
         return [item.value for item in node.value]
-    return None
+    return {}

@@ -254,7 +254,7 @@ def content_text(content: Any, place: str) -> str:
     """
     if isinstance(content, list) and all(isinstance(it, dict) and isinstance(it.get("text"), str) for it in content):
         return "".join(part["text"] for part in content)
-    expect(isinstance(content, str), place, content, "text or text parts")
+    expect(isinstance(content, str), place, content, "text or text parts: only text is trained on")
     return str(content)
 
 

@@ -18,7 +18,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.config import ModelConfig
-from llama_ft.config.paths import TO_SAFETENSORS
+from llama_ft.config.paths import TO_SAFETENSORS, folder_problem, looks_local
 from llama_ft.errors import UserError, counted, reason
 from llama_ft.models.new_tokens import NewTokens, note_growth
 from llama_ft.models.quantized import QuantizedStacks
@@ -44,6 +44,8 @@ def local_folder(name: str, flag: str, ask_hub: bool = True, weights: bool = Tru
     """
     if (folder := Path(name).expanduser()).is_dir():
         return folder
+    if looks_local(name):
+        raise UserError(f"{flag} {name}: {folder_problem(folder, 'a directory')}")
     patterns = NEEDED_FILES + (["*.safetensors"] if weights else [])
     try:
         found = snapshot_download(

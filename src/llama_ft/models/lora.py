@@ -106,7 +106,8 @@ def inject_adapter(model: PreTrainedModel, settings: Any) -> Adapter:
     except (ValueError, TypeError, NotImplementedError, RuntimeError, re.error) as error:
         hint = f"\n--peft.target_modules can be: {', '.join(linear_names(model))}." if settings.target_modules else ""
         if "ParamWrapper does not" in str(error):
-            hint = "\nAdapters of experts are plain LoRA without dropout. Name layers: --target_modules q_proj,v_proj."
+            problem = "adapters of experts support neither lora_dropout nor use_dora. Remove them, or name layers"
+            raise UserError(f"--use_peft: {problem}: --target_modules q_proj,v_proj.") from error
         raise UserError(f"peft cannot put these adapters into this model: {error}{hint}") from error
     use_token_rows(model)
     use_fused_lora(model)
@@ -131,8 +132,9 @@ def _mark_trained_half(model: nn.Module, peft: PeftConfig) -> None:
         base = layer.get_base_layer()
         if not isinstance(layer, LoraLinear) or isinstance(base, QuantizedLinear) or peft.r > min(base.weight.shape):
             problem = f"{name} is no unquantized linear layer with at least {peft.r} inputs and outputs (--peft.r)."
-            raise UserError(f"--init_lora_weights {peft.init_lora_weights}: {problem} Set --target_modules.")
-        layer.trained_rank = peft.r
+            way_out = "Name such layers: --target_modules q_proj,v_proj."
+            raise UserError(f"--init_lora_weights {peft.init_lora_weights}: {problem} {way_out}")
+        layers[name].trained_rank = peft.r
 
 
 def halved_layers(model: nn.Module) -> list[Any]:
