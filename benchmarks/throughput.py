@@ -247,6 +247,10 @@ class Bench:
             "steps": steps,
             "lr": LR,
             "r": LORA_RANK,
+            "trainer": "sft",
+            "settings": {},
+            "adapter": None,
+            "accumulation": 1,
         }
         if who.layout == "padding":  # as many rows a step as ours has on average
             job["micro_batch"] = max(1, round(case.micro_batch * case.length / self.mean_length(case)))
