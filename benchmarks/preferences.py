@@ -73,6 +73,13 @@ CASES = {
     ),
     # TRL's loss of the chosen responses is a mean over the tokens of a micro-batch; ours is one over those of a pair.
     "orpo": Case("--objective orpo --beta 0.4", "orpo", {"beta": 0.4}, micro_batch=1),
+    # One micro-batch per step: the KL divergence is estimated in each by itself.
+    "kto": Case(
+        "--objective kto --beta 0.3 --undesirable_weight 1.2",
+        "kto",
+        {"beta": 0.3, "undesirable_weight": 1.2},
+        micro_batch=GLOBAL_BATCH,
+    ),
 }
 
 
@@ -94,14 +101,39 @@ def pairs() -> list[Row]:
     return rows
 
 
-def in_order(rows: list[Row], tokenizer: Any) -> list[Row]:
-    """The rows in the order of our steps."""
+def completions(rows: list[Row]) -> tuple[list[Row], list[Row]]:
+    """Samples of KTO: the chosen or the rejected response of each pair. And pairs of each with the completion by which
+    its KL divergence is estimated: ours is half of all samples further."""
+    labels = [number % 3 > 0 for number in range(len(rows))]
+    found = [row["chosen" if label else "rejected"] for row, label in zip(rows, labels, strict=True)]
+    samples = [
+        {
+            "prompt": row["prompt"],
+            "completion": completion,
+            "label": label,
+            "other": (number + len(rows) // 2) % len(rows),
+        }
+        for number, (row, completion, label) in enumerate(zip(rows, found, labels, strict=True))
+    ]
+    return samples, [
+        {"prompt": sample["prompt"], "chosen": sample["completion"], "rejected": found[sample["other"]]}
+        for sample in samples
+    ]
+
+
+def our_order(rows: list[Row], tokenizer: Any) -> list[int]:
+    """Numbers of the pairs in the order of our steps."""
     encoder = Encoder(tokenizer, LENGTH)
     lengths = [len(ids) for row in rows for ids, _ in two_examples(row, "preference", encoder)]
     layout: dict[str, Any] = {"world_size": 1, "rank": 0, "micro_batch": GLOBAL_BATCH, "global_batch": GLOBAL_BATCH}
     plan = BatchSampler(lengths, lengths, seed=SEED, group=2, **layout)
     steps = [plan.step(0, step).micro_batches for step in range(plan.steps_per_epoch)]
-    return [rows[example // 2] for step in steps for share in step for example in share[::2]]
+    return [example // 2 for step in steps for share in step for example in share[::2]]
+
+
+def write(file: Path, rows: list[Row]) -> Path:
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
 
 
 class Bench:
@@ -115,8 +147,14 @@ class Bench:
     def __init__(self, folder: Path, python: Path) -> None:
         self.folder, self.python, self.model = folder, python, build_demo(cache_dir()).model_dir
         rows, tokenizer = pairs(), AutoTokenizer.from_pretrained(self.model)
-        for name, lines in (("ours", rows), ("trl", in_order(rows, tokenizer))):
-            (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
+        samples, with_others = completions(rows)
+        self.rows = {"ours": write(folder / "pairs.jsonl", rows)}
+        self.rows["trl"] = write(folder / "trl-pairs.jsonl", [rows[at] for at in our_order(rows, tokenizer)])
+        without = [{name: row[name] for name in row if name != "other"} for row in samples]
+        self.rows["ours kto"] = write(folder / "samples.jsonl", without)
+        order = our_order(with_others, tokenizer)
+        ordered = [{**samples[at], "other": order.index(samples[at]["other"])} for at in order]
+        self.rows["trl kto"] = write(folder / "trl-samples.jsonl", ordered)
         self.adapter = folder / "start" / "model"
         self.ours(CASES["dpo"], "lora", folder / "start", ["--max_train_step", "1"])
         # In the first step B is zero, so that A gets no gradient: it is as it was made.
@@ -126,16 +164,9 @@ class Bench:
 
     def ours(self, case: Case, method: str, output: Path, more: list[str]) -> list[dict[str, float]]:
         """A run of recipes/finetuning.py: what it logged of each step."""
-        flags = [
-            *case.flags.split(),
-            *(LORA if method == "lora" else []),
-            *more,
-            "--seed",
-            SEED,
-            "--output_dir",
-            output,
-        ]
-        flags += ["--model_name", self.model, "--dataset", self.folder / "ours.jsonl", "--run_validation", False]
+        flags: list[Any] = [*case.flags.split(), *(LORA if method == "lora" else []), *more, "--seed", SEED]
+        flags += ["--model_name", self.model, "--dataset", self.rows["ours kto" if case.trainer == "kto" else "ours"]]
+        flags += ["--output_dir", output, "--run_validation", False]
         flags += ["--batching_strategy", "padding", "--batch_size_training", case.micro_batch, "--num_epochs", 1]
         flags += ["--gradient_accumulation_steps", GLOBAL_BATCH // case.micro_batch, "--context_length", LENGTH]
         flags += ["--precision", "fp32", "--device", "cpu", "--lr", RATES[method], "--lr_scheduler", "constant"]
@@ -151,7 +182,8 @@ class Bench:
         """The same of a run of TRL."""
         output.mkdir()
         job = {
-            "model": str(self.model), "rows": str(self.folder / "trl.jsonl"), "check": None, "output": str(output),
+            "model": str(self.model), "rows": str(self.rows["trl kto" if case.trainer == "kto" else "trl"]),
+            "output": str(output), "check": None,
             "method": method, "adapter": str(self.adapter) if method == "lora" else None, "way": "ddp",
             "trainer": case.trainer, "settings": case.settings, "layout": "padding", "length": LENGTH,
             "micro_batch": case.micro_batch, "accumulation": GLOBAL_BATCH // case.micro_batch, "steps": STEPS,
@@ -168,7 +200,15 @@ def differences(ours: list[dict[str, float]], theirs: list[dict[str, float]]) ->
     """The largest difference of each number that both have logged, and the largest value of TRL's."""
     assert len(ours) == len(theirs) == STEPS
     found = {}
-    for name in ("loss", "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies", "logps/chosen"):
+    for name in (
+        "loss",
+        "rewards/chosen",
+        "rewards/rejected",
+        "rewards/margins",
+        "rewards/accuracies",
+        "logps/chosen",
+        "kl",
+    ):
         both = [(own[name], its[name]) for own, its in zip(ours, theirs, strict=True) if name in own and name in its]
         both = both[name == "rewards/accuracies" :]  # the first rewards are 0, but for rounding errors
         if both:

@@ -186,6 +186,10 @@ def main(job: dict[str, Any]) -> None:
         peft_config=peft,
         callbacks=[clock],
     )
+    if job["trainer"] == "kto":  # its KL divergence is estimated by the same completions as ours
+        found = trainer.train_dataset
+        answers = found["completion_ids"]
+        trainer.train_dataset = found.map(lambda row: {"KL_completion_ids": answers[row["other"]]})
     untuned = untuned_loss(trainer, Path(job["check"])) if job["check"] else None
     trainer.train()
     found = {
