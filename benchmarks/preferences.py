@@ -121,10 +121,12 @@ def completions(rows: list[Row]) -> tuple[list[Row], list[Row]]:
     ]
 
 
-def our_order(rows: list[Row], tokenizer: Any) -> list[int]:
-    """Numbers of the pairs in the order of our steps."""
+def our_order(rows: list[Row], tokenizer: Any, is_kto: bool = False) -> list[int]:
+    """Numbers of the pairs in the order of our steps. KTO counts another completion as no shorter than the own one."""
     encoder = Encoder(tokenizer, LENGTH)
     lengths = [len(ids) for row in rows for ids, _ in two_examples(row, "preference", encoder)]
+    if is_kto:
+        lengths[1::2] = map(max, lengths[::2], lengths[1::2])
     layout: dict[str, Any] = {"world_size": 1, "rank": 0, "micro_batch": GLOBAL_BATCH, "global_batch": GLOBAL_BATCH}
     plan = BatchSampler(lengths, lengths, seed=SEED, group=2, **layout)
     steps = [plan.step(0, step).micro_batches for step in range(plan.steps_per_epoch)]
@@ -152,7 +154,7 @@ class Bench:
         self.rows["trl"] = write(folder / "trl-pairs.jsonl", [rows[at] for at in our_order(rows, tokenizer)])
         without = [{name: row[name] for name in row if name != "other"} for row in samples]
         self.rows["ours kto"] = write(folder / "samples.jsonl", without)
-        order = our_order(with_others, tokenizer)
+        order = our_order(with_others, tokenizer, is_kto=True)
         ordered = [{**samples[at], "other": order.index(samples[at]["other"])} for at in order]
         self.rows["trl kto"] = write(folder / "trl-samples.jsonl", ordered)
         self.adapter = folder / "start" / "model"

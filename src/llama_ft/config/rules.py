@@ -63,6 +63,8 @@ RULES: tuple[tuple[str, Callable[[Any], Any], str], ...] = (
      "is {}, and target_modules names one of them, too. A module gets an adapter or is fully trained, not both."),
     ("target_parameters", lambda s: s.target_parameters and (s.lora_dropout or s.use_dora),
      "is {}, and adapters of parameters support neither dropout nor DoRA. Remove lora_dropout and use_dora."),
+    ("init_lora_weights", lambda s: s.init_lora_weights.startswith("pissa") and (s.lora_dropout or s.weight_decay),
+     "is {}, which supports neither lora_dropout nor weight_decay. Remove them."),
     ("mode", lambda s: s.mode != "none" and not s.use_peft,
      "is {}, and quantized weights cannot be trained. Add use_peft, which trains adapters."),
     ("block_size", lambda s: s.block_size.bit_count() != 1, "is {}; bitsandbytes supports 32, 64, 128, ... 4096."),
