@@ -110,7 +110,7 @@ class Preferences:
 
     def __init__(self, settings: PreferenceConfig, reference: Reference | None = None) -> None:
         self._settings, self._loss = settings, LOSSES[settings.objective]
-        self._is_mean = settings.objective != "dpo"
+        self._is_mean = settings.objective in ("simpo", "orpo")
         compared = AdapterOff() if reference is None else reference
         self.reference = compared if settings.objective in WITH_REFERENCE else None
 
@@ -130,6 +130,9 @@ class Preferences:
         scores = self._per_row(row_log_probabilities(losses, batch, with_prompts), batch)  # [rows]
         chosen, rejected = (scores - reference)[: 2 * count].view(-1, 2).unbind(1)  # [pairs]
         pairs = Pairs(chosen, rejected)
+        if settings.objective == "ipo":  # its loss is of means per token; what is logged, as in TRL, of sums
+            tokens = sent(row_targets(batch), runtime.device)[: 2 * count].view(-1, 2)
+            pairs = Pairs(chosen / tokens[:, 0], rejected / tokens[:, 1])
         if has_nll:
             of_rows = self._per_row(-row_log_probabilities(losses, with_prompts, with_prompts), with_prompts)
             pairs = pairs._replace(nll=of_rows[: 2 * count : 2])
@@ -153,7 +156,7 @@ class Preferences:
         return LossSum(loss, count, sums)
 
     def _per_row(self, sums: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """Sums over the targets of each row, or means with all losses but dpo, float32 [rows]."""
+        """Sums over the targets of each row, or means with simpo and orpo, float32 [rows]."""
         return sums / sent(row_targets(batch), sums.device) if self._is_mean else sums
 
 
