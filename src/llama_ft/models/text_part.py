@@ -45,7 +45,7 @@ class LeftOut:
 
 
 class TextOutput(SimpleNamespace):
-    """What a text decoder returns, for a caller that also asks for what images gave: None."""
+    """The output of a text decoder, with None for fields that are missing: a caller may ask for those of images."""
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("__"):
