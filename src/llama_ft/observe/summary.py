@@ -50,8 +50,8 @@ def summary(
 
 
 def time_text(seconds: float) -> str:
-    """Return a duration as text: 3 h 20 min, 4 min 12 s or 38 s."""
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes >= 60:
-        return f"{minutes // 60} h {minutes % 60} min"
-    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
+    """Return a duration as text: `63 ms`, `5.2 s`, `14 min`, `3.5 h`."""
+    for size, name, least in ((3600, "h", 5400), (60, "min", 90), (1, "s", 1)):
+        if seconds >= least:
+            return f"{seconds / size:,.{0 if seconds >= 10 * size else 1}f} {name}"
+    return f"{seconds * 1000:.0f} ms"
