@@ -5,10 +5,10 @@ import json
 import signal
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch.distributed as dist
 
@@ -21,6 +21,7 @@ from llama_ft.data.formats import (
     Row,
     alpaca_messages,
     chat_messages,
+    preferred,
     prompt_completion,
     tools_of,
 )
@@ -94,6 +95,9 @@ def _asked(row: Row) -> Messages | str:
         return str(prompt_completion({**row, "completion": "."})[0])
     if "instruction" in row:
         return alpaca_messages({**row, "output": "."})[:-1]
+    if "chosen" in row and "prompt" not in row:
+        content = preferred(row)
+        return content[0] if isinstance(content, tuple) else content[:-1]
     column = next((it for it in ("prompt", "messages", "conversations") if it in row), None)
     if column is None:
         raise BadRow(PROMPT_FORMS)
@@ -125,11 +129,8 @@ def answer_prompts(
             limits.append(answerer.longest_answer(len(tokens[-1])))
         except UserError as error:
             raise UserError(f"--prompts: prompt {number}: {error.messages[0]}") from error
-    truncated, batch, file = 0, options.batch_size * job.world_size, Path(options.output_file or "").expanduser()
-    has_file = options.output_file and job.is_main
-    if has_file:
-        file.parent.mkdir(parents=True, exist_ok=True)
-    with open(file, "x", encoding="utf-8", errors="replace") if has_file else nullcontext(sys.stdout) as out:
+    truncated, batch = 0, options.batch_size * job.world_size
+    with output_of(options, job) as out:
         start = 0
         while start < len(prompts):
             alike = takewhile(lambda limit: limit == limits[start], limits[start : start + batch])  # noqa: B023
@@ -149,6 +150,15 @@ def answer_prompts(
             start = stop
             log.info(f"{start} of {len(prompts)} prompts answered")
     return truncated
+
+
+def output_of(options: InferenceFlags, job: Runtime) -> AbstractContextManager[IO[str]]:
+    """Open what rank 0 writes to: --output_file, which must not exist, or stdout."""
+    file = Path(options.output_file or "").expanduser()
+    if not (options.output_file and job.is_main):
+        return nullcontext(sys.stdout)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    return open(file, "x", encoding="utf-8", errors="replace")
 
 
 def converse(answerer: Answerer, job: Runtime) -> None:

@@ -40,15 +40,17 @@ from llama_ft.models.lora import checkpoint_key, is_adapter_weight
 from llama_ft.models.new_tokens import grow
 from llama_ft.models.quantization import is_part
 from llama_ft.models.quantized import quantized_weights
+from llama_ft.models.score_head import ScoredSource, has_score
 from llama_ft.models.source import StoredTensor, WeightSource, open_weights
 from llama_ft.models.text_part import left_out
 
 
-def open_source(folder: Path, model: PreTrainedModel) -> WeightSource:
+def open_source(folder: Path, model: PreTrainedModel, seed: int = 0) -> WeightSource:
     """The weights of a model folder under the model's own names and in its shapes; reads headers only. A UserError if
-    there are none, or they cannot be read or converted. `model`: see ConvertedSource."""
+    there are none, or they cannot be read or converted. `model`: see ConvertedSource; `seed`: of a new score head."""
     converted = ConvertedSource(source := open_weights(folder), model)
-    return grow(source if converted.changes_nothing else converted, model)
+    grown = grow(source if converted.changes_nothing else converted, model)
+    return ScoredSource(grown, model, seed) if has_score(model) else grown
 
 
 class ConvertedSource(WeightSource):

@@ -60,7 +60,7 @@ def load_weights(
         scatter: rank 0 reads and sends (`low_cpu_fsdp`).
         adapter: the adapter injected into the model.
         peft: where the adapter's first values come from.
-        seed: for the adapter's first values.
+        seed: for the first values of an adapter and of a new score head.
         frozen_dtype: what weights are quantized from.
         tuned: weights to take in the place of the folder's of the same names; without scatter.
 
@@ -70,7 +70,7 @@ def load_weights(
     Raises:
         UserError: tensors are missing, unexpected or of another shape, or a file cannot be read.
     """
-    loader = open_loader(folder, model, group, scatter, tuned)
+    loader = open_loader(folder, model, group, scatter, tuned, seed)
     keys = account_for(model, loader.headers, folder)
     saved_adapter = None
     if adapter is not None and peft.from_peft_checkpoint:

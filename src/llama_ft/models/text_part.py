@@ -20,11 +20,17 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, PretrainedConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
+    AutoModelForSequenceClassification,
+    PretrainedConfig,
+)
 from transformers.modeling_utils import PreTrainedModel
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
 )
 
 from llama_ft.errors import UserError
@@ -61,6 +67,12 @@ def takes_more_than_text(config: PretrainedConfig) -> bool:
     return has_towers or config.get_text_config() is not config
 
 
+def names_score(config: PretrainedConfig) -> bool:
+    """Whether a config is of a model with a head that scores or classifies text in the place of the LM head."""
+    scored = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(config.model_type)
+    return scored is not None and (config.architectures or [None])[0] == scored
+
+
 def auto_class(config: PretrainedConfig, trust_remote_code: bool = False) -> Any:
     """The class of Transformers whose `from_pretrained` makes the class that a checkpoint names: AutoModelForCausalLM
     makes only the text part of some (Qwen3.5), and knows others (Llava) not at all.
@@ -70,6 +82,8 @@ def auto_class(config: PretrainedConfig, trust_remote_code: bool = False) -> Any
     """
     if trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {}):
         return AutoModelForCausalLM
+    if names_score(config) and not config.is_encoder_decoder:
+        return AutoModelForSequenceClassification
     known = {auto: names[config.model_type] for auto, names in CLASSES.items() if config.model_type in names}
     named = (config.architectures or [config.model_type])[0]
     own = [auto for auto, names in known.items() if named in (names if isinstance(names, tuple) else (names,))]

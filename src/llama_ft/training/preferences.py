@@ -35,6 +35,7 @@ from llama_ft.training.objective import (
     target_losses,
     target_rows,
 )
+from llama_ft.training.reward import RewardModeling
 
 LARGEST_LOG_PROBABILITY = -1e-6  # a mean per token; at 0 the odds would be infinite
 
@@ -43,6 +44,8 @@ def build_objective(config: Config) -> Objective:
     """Make what `--objective` names."""
     if config.preference.objective == "sft":
         return SupervisedFineTuning(config.train.label_smoothing_factor)
+    if config.preference.objective == "reward":
+        return RewardModeling(config.preference.center_rewards_coefficient)
     return Preferences(config.preference)
 
 
