@@ -28,8 +28,14 @@ if __name__ == "__main__":
 from llama_ft import models, runtime  # noqa: E402
 from llama_ft.inference.generate import Answerer  # noqa: E402
 from llama_ft.inference.load import open_model  # noqa: E402
-from llama_ft.inference.prompts import answer_prompts, converse, one_prompt, print_part, read_prompts  # noqa: E402
-from llama_ft.inference.scores import score_prompts  # noqa: E402
+from llama_ft.inference.prompts import (  # noqa: E402
+    answer_prompts,
+    converse,
+    one_prompt,
+    print_part,
+    read_prompts,
+    score_prompts,
+)
 from llama_ft.runtime import Runtime, log  # noqa: E402
 
 SECONDS_TO_WAIT = 7 * 24 * 3600.0  # ranks wait for each other as long as someone thinks about the next message

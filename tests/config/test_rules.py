@@ -86,6 +86,7 @@ def test_a_secret_in_a_setting_is_refused_and_not_shown(mistakes, line: str) -> 
         "--use_dora false --modules_to_save none",
         "--objective dpo --use_peft --quantization 4bit --beta 0.3 --label_smoothing 0.1 --truncation left",
         "--objective simpo --simpo_gamma 1 --label_smoothing 0.1 --dataset_format preference",
+        "--objective reward --center_rewards_coefficient 0.01 --use_peft --quantization 8bit",
     ],
 )
 def test_combinations_that_can_be_are_accepted(mistakes, line: str) -> None:
@@ -130,6 +131,9 @@ def test_sizes_are_read_in_decimal_and_binary_units(text: str, size: int) -> Non
         "--objective ipo --use_peft --label_smoothing 0.1",
         "--objective orpo --simpo_gamma 1",
         "--objective simpo --label_smoothing_factor 0.1",
+        "--objective reward --beta 0.2",
+        "--objective reward --sample_tokens 8",
+        "--objective orpo --center_rewards_coefficient 0.01",
     ],
 )
 def test_a_flag_without_effect_is_refused(mistakes, line: str) -> None:

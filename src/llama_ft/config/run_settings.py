@@ -69,8 +69,8 @@ class PreferenceConfig:
 
     objective: Literal["sft", "dpo", "ipo", "simpo", "orpo", "reward"] = "sft"
     """sft: supervised fine-tuning. The others learn from pairs of a chosen and a rejected response. dpo and ipo compare
-    with a reference, the model with its adapter off, and need use_peft. simpo and orpo have none. reward: a reward model, with a head
-    that scores responses in the place of the LM head."""
+    with a reference, the model with its adapter off, and need use_peft. simpo and orpo have none. reward: a reward
+    model, with a head that scores responses in the place of the LM head."""
 
     beta: Annotated[float, Field(gt=0)] = 0.1
     """dpo, ipo: strength of the reference; with a lower beta the model moves further from it. simpo: factor on the

@@ -45,12 +45,12 @@ from llama_ft.models.source import StoredTensor, WeightSource, open_weights
 from llama_ft.models.text_part import left_out
 
 
-def open_source(folder: Path, model: PreTrainedModel, seed: int = 0) -> WeightSource:
+def open_source(folder: Path, model: PreTrainedModel) -> WeightSource:
     """The weights of a model folder under the model's own names and in its shapes; reads headers only. A UserError if
-    there are none, or they cannot be read or converted. `model`: see ConvertedSource; `seed`: of a new score head."""
+    there are none, or they cannot be read or converted. `model`: see ConvertedSource."""
     converted = ConvertedSource(source := open_weights(folder), model)
     grown = grow(source if converted.changes_nothing else converted, model)
-    return ScoredSource(grown, model, seed) if has_score(model) else grown
+    return ScoredSource(grown, model) if has_score(model) else grown
 
 
 class ConvertedSource(WeightSource):

@@ -26,6 +26,7 @@ from llama_ft.models.lora import (
 from llama_ft.models.new_tokens import TokenRows
 from llama_ft.models.quantization import is_4bit, is_part, read_4bit
 from llama_ft.models.quantized import FourBit, QuantizedWeight, quantized_weights
+from llama_ft.models.score_head import has_score
 from llama_ft.models.shards import ShardGroup, local_shard
 from llama_ft.models.source import StoredTensor, WeightSource, listed
 from llama_ft.models.transformers_private import INITIALIZED, private
@@ -70,7 +71,9 @@ def load_weights(
     Raises:
         UserError: tensors are missing, unexpected or of another shape, or a file cannot be read.
     """
-    loader = open_loader(folder, model, group, scatter, tuned, seed)
+    if has_score(model):
+        model._score_seed = seed  # type: ignore[assignment]
+    loader = open_loader(folder, model, group, scatter, tuned)
     keys = account_for(model, loader.headers, folder)
     saved_adapter = None
     if adapter is not None and peft.from_peft_checkpoint:

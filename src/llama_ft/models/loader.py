@@ -102,12 +102,7 @@ class Loader:
 
 
 def open_loader(
-    files: Path,
-    model: PreTrainedModel,
-    group: ShardGroup,
-    scatter: bool,
-    tuned: WeightSource | None = None,
-    seed: int = 0,
+    files: Path, model: PreTrainedModel, group: ShardGroup, scatter: bool, tuned: WeightSource | None = None
 ) -> Loader:
     """Read the headers of the weights.
 
@@ -117,11 +112,10 @@ def open_loader(
         group: the ranks that share the weights.
         scatter: rank 0 alone reads, and sends each rank its rows.
         tuned: tensors that replace those of the same names.
-        seed: of a new score head.
     """
     source: WeightSource | None = None
     if not scatter or dist.get_rank() == 0:
-        source = open_source(files, model, seed) if files.is_dir() else SafetensorsSource([files])
+        source = open_source(files, model) if files.is_dir() else SafetensorsSource([files])
         source = source if tuned is None else OverlaidSource(source, tuned)
     box: list[Any] = [source and source.tensors, model._weight_conversions]
     if scatter:

@@ -57,12 +57,12 @@ def choose_head(config: PretrainedConfig, objective: str) -> None:
 
 def set_pad_token(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, pad: int) -> None:
     """Have config and tokenizer name the token that rows are padded with: a score is that of the last other one."""
-    config.get_text_config().pad_token_id = tokenizer.pad_token_id = pad  # type: ignore[assignment]
+    config.get_text_config().pad_token_id = tokenizer.pad_token_id = pad
 
 
 def has_score(model: nn.Module) -> bool:
     """Whether `add_score` has prepared this model."""
-    return bool(getattr(model, "_has_score", False))
+    return hasattr(model, "_score_seed")
 
 
 def add_score(model: PreTrainedModel) -> None:
@@ -72,8 +72,9 @@ def add_score(model: PreTrainedModel) -> None:
     Raises:
         UserError: its class has no linear layer `score` with one output and no bias.
     """
-    score, plain = getattr(model, SCORE, None), model.forward
-    if not isinstance(score, nn.Linear) or score.bias is not None or score.out_features != 1:
+    shapes = {name: tuple(it.shape) for name, it in model.named_parameters() if name.startswith(f"{SCORE}.")}
+    plain = model.forward
+    if shapes != {WEIGHT: (1, model.config.get_text_config().hidden_size)}:
         raise UserError(f"--objective reward: {type(model).__name__} has no linear layer {SCORE} with one output.")
 
     @wraps(plain)
@@ -85,20 +86,16 @@ def add_score(model: PreTrainedModel) -> None:
         return getattr(model, SCORE)(hidden).squeeze(1).to(torch.float32, copy=True), decoded
 
     model.forward = forward
-    model._has_score = True  # type: ignore[assignment]
+    model._score_seed = 0  # type: ignore[assignment]  # of the first values, if there are none
 
 
 class ScoredSource(WeightSource):
-    """A checkpoint as one of a model with a score head. One that has no such head is a causal model's: what lies beside
-    the decoder, the LM head, is left out, and the score head's values are made up.
-
-    Args:
-        source: the checkpoint, under the model's names.
-        model: prepared by `add_score`.
-        seed: of the first values, normal with the config's `initializer_range`, as in Transformers.
+    """A checkpoint, under the model's names, as one of a model that `add_score` has prepared. If it has no such head it
+    is a causal model's: what lies beside the decoder, the LM head, is left out, and the score head's values are drawn
+    from a normal distribution with the config's `initializer_range`, as in Transformers.
     """
 
-    def __init__(self, source: WeightSource, model: PreTrainedModel, seed: int) -> None:
+    def __init__(self, source: WeightSource, model: PreTrainedModel) -> None:
         self._source, self._made, self.tensors = source, dict[str, torch.Tensor](), source.tensors
         if WEIGHT in source.tensors:
             return
@@ -107,7 +104,7 @@ class ScoredSource(WeightSource):
         largest = max((it for it in self.tensors.values() if it.dtype.is_floating_point), key=lambda it: it.nbytes)
         config = model.config.get_text_config()
         self.tensors[WEIGHT] = StoredTensor(largest.file, (1, config.hidden_size), largest.dtype)
-        digest = hashlib.sha256(f"{seed}/{WEIGHT}".encode()).digest()
+        digest = hashlib.sha256(f"{model._score_seed}/{WEIGHT}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:7]))
         values = torch.randn(1, config.hidden_size, generator=generator) * getattr(config, "initializer_range", 0.02)
         self._made[WEIGHT] = values.to(largest.dtype)

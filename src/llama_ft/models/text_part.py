@@ -20,17 +20,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForMultimodalLM,
-    AutoModelForSequenceClassification,
-    PretrainedConfig,
-)
+from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, PretrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+    AutoModelForSequenceClassification,
 )
 
 from llama_ft.errors import UserError
@@ -70,7 +66,7 @@ def takes_more_than_text(config: PretrainedConfig) -> bool:
 def names_score(config: PretrainedConfig) -> bool:
     """Whether a config is of a model with a head that scores or classifies text in the place of the LM head."""
     scored = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(config.model_type)
-    return scored is not None and (config.architectures or [None])[0] == scored
+    return scored is not None and (config.architectures or [""])[0] == scored
 
 
 def auto_class(config: PretrainedConfig, trust_remote_code: bool = False) -> Any:

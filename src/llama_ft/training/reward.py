@@ -40,7 +40,8 @@ class RewardModeling:
     def loss(self, model: PreTrainedModel, batch: Batch, runtime: Runtime) -> LossSum:
         """See `Objective`; counts pairs. Rows of even number are chosen responses, each followed by the rejected."""
         pairs, inputs = len(batch.sources) // 2, model_inputs(model, batch, runtime.device)
-        positions = last_positions(batch, model.config.get_text_config().pad_token_id)
+        pad = model.config.get_text_config().pad_token_id
+        positions = last_positions(batch, -1 if pad is None else pad)  # a plan knows of no padding
         scores, decoded = model(**inputs, positions=sent(positions, runtime.device))  # [rows]
         chosen, rejected = scores[: 2 * pairs].view(-1, 2).unbind(1)  # [pairs]
         loss = (self._centering * (chosen + rejected).square() - F.logsigmoid(chosen - rejected)).sum()
@@ -57,13 +58,10 @@ class RewardModeling:
         return LossSum(loss, pairs, sums)
 
 
-def last_positions(batch: Batch, pad_token_id: int | None) -> torch.Tensor:
-    """Where in the flattened micro-batch the last token of each row is that is not the pad token, int64 [rows]: of a
-    row that ends with pad tokens itself, too, as Transformers finds it. None: the last token of each row."""
-    ids, rows = batch.input_ids.flatten(), len(batch.row_lengths)
-    lengths = torch.tensor(batch.row_lengths)
-    starts = lengths.cumsum(0) - lengths if batch.is_packed else torch.arange(rows) * batch.input_ids.shape[1]
-    row_of = torch.repeat_interleave(torch.arange(rows), lengths)  # of each token that is not padding
-    places = torch.arange(len(row_of)) + (starts - (lengths.cumsum(0) - lengths))[row_of]
-    is_last = torch.ones_like(places, dtype=torch.bool) if pad_token_id is None else ids[places] != pad_token_id
-    return starts.scatter_reduce(0, row_of, torch.where(is_last, places, 0), "amax")
+def last_positions(batch: Batch, pad_token_id: int) -> torch.Tensor:
+    """Where in the flattened micro-batch each row's last token is that is not the pad token, int64 [rows], as
+    Transformers finds it: a row may end with pad tokens of its own."""
+    ids, lengths = batch.input_ids.flatten(), torch.tensor(batch.row_lengths)
+    ends = lengths.cumsum(0) if batch.is_packed else lengths + torch.arange(len(lengths)) * batch.input_ids.shape[1]
+    last = torch.where(ids != pad_token_id, torch.arange(len(ids)), 0).cummax(0).values[ends - 1]
+    return last.maximum(ends - lengths)
