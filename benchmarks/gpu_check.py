@@ -1,4 +1,4 @@
-"""Check on this machine's GPU what llama_ft promises of CUDA, in parts of less than 10 minutes.
+"""Check llama_ft's CUDA features on this machine's GPU, in parts of less than 10 minutes.
 
     python benchmarks/gpu_check.py --only start,cases,waits,attention,quantized,sharded,resume,ends,oom
     python benchmarks/gpu_check.py --only lora8b,fixes  # 80 GB

@@ -1,4 +1,4 @@
-"""Checks of gpu_check.py that need no run: attention, quantized weights, shards, beside plain formulas."""
+"""Checks of gpu_check.py that need no run: attention, quantized weights and shards, compared with plain formulas."""
 
 import math
 import time

@@ -1,4 +1,4 @@
-"""Speed and memory for gpu_check.py: runs of 3B and 8B on a GPU; on the CPU of a tiny model, without expectations."""
+"""Speed and memory for gpu_check.py: runs of 3B and 8B on a GPU. On a CPU a tiny model runs, without expectations."""
 
 import gzip
 import json

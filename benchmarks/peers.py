@@ -1,4 +1,4 @@
-"""Other trainers for benchmarks/throughput.py: their environments, and launches watched from outside."""
+"""Other trainers for benchmarks/throughput.py: their environments, and launches that are watched from outside."""
 
 import hashlib
 import os

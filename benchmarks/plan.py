@@ -1,15 +1,15 @@
-"""Predicted against measured memory: what recipes/plan.py says a run will hold, and what the run then held.
+"""Compare predicted with measured memory: the plan of recipes/plan.py with the run itself.
 
     python benchmarks/plan.py
 
-A random Llama is tuned in full, with LoRA, and with LoRA beside 8-bit and 4-bit weights, with and without activation
-checkpointing, on 1, 2 and 4 ranks, in packs of two lengths: 48 runs of recipes/finetuning.py under torchrun, 2 steps
-and a checkpoint each. Packs are full and all of their tokens are trained on.
+A random Llama runs full fine-tuning, LoRA, LoRA on an 8-bit base, and QLoRA, with and without activation checkpointing,
+on 1, 2 and 4 ranks, with packed sequences of two lengths: 48 runs of recipes/finetuning.py under torchrun, with 2 steps
+and a checkpoint each. Sequences are full, and all of their tokens are in the loss.
 
-Measured is the largest sum of tensors on the fullest rank, from the moment the model is begun to be built to the end:
-on CUDA torch.cuda.max_memory_allocated, on the CPU every byte that torch's allocator gives out, on any thread. (That
-takes a C++ compiler; see plan_job.py.) The limit is 5 % on CUDA and 10 % on the CPU. Ranks that the machine has no GPUs
-for are left out. --phases prints the same for every phase, --dump what was alive at each of the measured peaks.
+The measured value is the peak of tensors on the rank with the highest memory, from the construction of the model to the
+end: on CUDA torch.cuda.max_memory_allocated, on the CPU every byte of torch's allocator, on any thread. (That needs a
+C++ compiler; see plan_job.py.) The limit is 5% on CUDA and 10% on the CPU. Cases with more ranks than GPUs are skipped.
+--phases prints the same for every phase, --dump the living tensors at each measured peak.
 """
 
 import argparse

@@ -1,24 +1,26 @@
-"""Tokens a second of recipes/finetuning.py beside what people would use instead, in turns on the same files and rows.
+"""Compare tokens per second of recipes/finetuning.py and of other trainers, in alternating runs on identical data.
 
-    python benchmarks/throughput.py                                    # beside TRL, whose environment it makes
+    python benchmarks/throughput.py                                    # with TRL, whose environment it makes
     python benchmarks/throughput.py --peers trl,torchtune,llama-recipes
     python benchmarks/throughput.py --trl_python ~/trl/bin/python --only full,lora --turns 5
 
-On CPUs: a random Llama of 110 M parameters, 2 ranks, 4 x 512 tokens a micro-batch; in full, LoRA (all-linear, r=16)
-beside bf16, 8-bit and nf4 weights, and in full on rows of natural lengths, the embedded demo's, which the peer pads or
-packs by itself. On CUDA: Llama-3.1-8B's shapes with random weights, packs of 4096 tokens, every GPU.
+On CPUs: a random Llama of 110 M parameters, 2 ranks, 4 x 512 tokens per micro-batch. The cases are full fine-tuning,
+LoRA (all-linear, r=16) on bf16, 8-bit and nf4 weights, and full fine-tuning on the embedded demo's samples, which the
+other trainer (the peer) pads or packs itself. On CUDA: Llama-3.1-8B's shapes with random weights, packed sequences of
+4096 tokens, all GPUs.
 
-Before anything is timed each side does two steps, and a peer that can distribute the model in several ways does them
-in each: the losses must agree (of natural rows, which each side packs otherwise, those of the untuned model over the
-same rows), or there is no table. The way that was fastest is measured, and the others are listed below the table. Of a
-peer whose step takes longer than --longest_step, the second of these two steps is all that is measured.
+Before the timing each side runs two steps. A peer with several ways to distribute the model runs them in each way. The
+losses must agree, or there is no table. (On the demo's samples, which each side packs differently, the losses of the
+untrained model on the same samples must agree.) The fastest way is measured; the others are listed below the table. If
+a peer's step takes longer than --longest_step, only the second of its two steps is measured.
 
-Tokens are what is not padding; the clock runs from the end of the last warm-up step to the end of the last one, as each
-step's record appears (ours: the longer of that and of its own step_seconds). Both sides clip gradients at 1, use fused
-AdamW at one learning rate, log every step and neither evaluate nor save. The peers get OMP_NUM_THREADS = cores / ranks,
-as accelerate's launcher sets it. On a CPU that only emulates bf16, which slows the peers down many times,
---peer_precision fp32 compares with what they do best there. MFU is ours, and a peer's is ours by the ratio of tokens a
-second. Memory is the fullest rank's most anonymous memory, read from outside; on CUDA torch.cuda.max_memory_allocated.
+Tokens are counted without padding. The time is from the end of the last warm-up step to the end of the last step, at
+which each step's record appears (here: the longer of that and the recipe's step_seconds). Both sides clip gradients at
+1, use fused AdamW with one learning rate, log every step and neither evaluate nor save. Peers get OMP_NUM_THREADS =
+cores / ranks, as accelerate's launcher sets it. On a CPU that only emulates bf16, which slows peers down many times,
+--peer_precision fp32 compares with their best case. MFU is that of the recipe; a peer's is computed by the ratio of
+tokens per second. Memory is the highest anonymous memory of a rank, read from outside; on CUDA it is
+torch.cuda.max_memory_allocated.
 """
 
 import argparse

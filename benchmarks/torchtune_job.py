@@ -1,6 +1,6 @@
-"""What torchrun starts for benchmarks/throughput.py, in torchtune's environment: one run of its distributed recipe.
+"""One run of torchtune's distributed recipe, in its own environment, started by torchrun for benchmarks/throughput.py.
 
-torchtune keeps all weights and the optimizer's states in one dtype: with bf16_mixed it runs all in bf16.
+torchtune keeps all weights and optimizer states in one dtype: with bf16_mixed it runs everything in bf16.
 """
 
 import json

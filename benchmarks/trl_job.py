@@ -1,8 +1,8 @@
-"""What torchrun starts for benchmarks/throughput.py, in TRL's environment: one run of TRL's SFTTrainer.
+"""One run of TRL's SFTTrainer, in its own environment, started by torchrun for benchmarks/throughput.py.
 
-Ways of sharding it: `accelerate` is accelerate's FSDP2, `transformers` is the one transformers loads a model into by
-itself (DistributedConfig), `ddp` keeps a whole model on every rank. On the CPU, accelerate takes no FSDP plugin and
-runs DDP without a word: there its FSDP2 is switched on by hand, as it is on a GPU.
+Ways to shard it: `accelerate` is accelerate's FSDP2, `transformers` is Transformers' own (DistributedConfig), `ddp`
+keeps a whole model on every rank. On the CPU accelerate ignores its FSDP plugin and runs DDP without a message. There,
+this script enables FSDP2 itself, as accelerate does on a GPU.
 """
 
 import json

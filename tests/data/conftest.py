@@ -75,14 +75,6 @@ def plain(make_tokenizer: Callable[..., PreTrainedTokenizerFast]) -> PreTrainedT
 
 
 @pytest.fixture(scope="session")
-def demo_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache folder in which the demo is built."""
-    cache = tmp_path_factory.mktemp("cache")
-    build_demo(cache)
-    return cache
-
-
-@pytest.fixture(scope="session")
-def demo(demo_cache: Path) -> Demo:
-    """The embedded demo."""
-    return build_demo(demo_cache)
+def demo(cache: Path) -> Demo:
+    """The embedded demo, in the cache in which runs look for it, too."""
+    return build_demo(cache)

@@ -1,6 +1,5 @@
 """Runs recipes/finetuning.py for every case of a JSON file, some of them broken on purpose, and prints what it says."""
 
-import importlib.util
 import json
 import os
 import sys
@@ -12,10 +11,12 @@ from unittest.mock import patch
 import torch
 from safetensors.torch import load_file
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "recipes"))
+import finetuning
+
 from llama_ft import models, training
 from llama_ft.config.parse import as_keywords
 
-RECIPE = Path(__file__).resolve().parent.parent.parent / "recipes" / "finetuning.py"
 RANK = int(os.environ["RANK"])
 KEPT: list[Any] = []
 
@@ -44,10 +45,6 @@ BROKEN = {
 }
 
 if __name__ == "__main__":
-    spec = importlib.util.spec_from_file_location("finetuning", RECIPE)
-    assert spec is not None and spec.loader is not None
-    finetuning = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(finetuning)
     for case in json.loads(Path(sys.argv[1]).read_text()):
         with ExitStack() as stack:
             for change in BROKEN[case["broken"]]:

@@ -145,6 +145,7 @@ def test_a_store_that_cannot_be_used_is_told_within_seconds(
         known = {"port": silent.getsockname()[1], "tmp": tmp_path}
         place = str(tmp_path / "file") if place == "file" else place.format(**known)
         monkeypatch.setenv("MLFLOW_TRACKING_URI", place)
+        monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
         start = time.monotonic()
         with pytest.raises(UserError) as told:
             check_trackers(TrackingConfig(use_mlflow=True), str(tmp_path / "run"))

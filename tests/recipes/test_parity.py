@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import losses
-from forked import forked
+from conftest import losses, run_cases
 
 STEPS, GLOBAL_BATCH = 20, 16
 LENGTHS = range(5, 37, 2)  # of the 16 rows; the longest fill a pack, the others share one with another
@@ -40,9 +39,9 @@ FURTHER = (
     "products kept",
     "stored in 4bit",
     "8bit, whole model each",
+    "pissa, every rank reads",
 )
 LEARNING_RATE, WEIGHT_DECAY = 1e-3, 0.1
-CASES = Path(__file__).resolve().parent.parent / "run_cases.py"
 FSDP = ["--enable_fsdp", "--low_cpu_fsdp"]
 HYBRID = ["--sharding_strategy", "HYBRID_SHARD", "--sharding_group_size"]
 RECOMPUTED = ["--activation_checkpointing", "full"]
@@ -50,6 +49,7 @@ SELECTIVE = ["--activation_checkpointing", "selective"]
 PADDED = ["--batching_strategy", "padding"]
 KEPT = ["--save_model", "true", "--save_every_epoch", "false"]
 FIRST_STEP = ["--max_train_step", "1"]
+PISSA: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "init_lora_weights": "pissa"}
 FULL = ["--weight_decay", str(WEIGHT_DECAY), "--gradient_clipping", "--gradient_clipping_threshold", "0.5"]
 
 
@@ -152,7 +152,7 @@ def references(
     wide_lora_start: Path,
 ) -> Callable[[str], list[float]]:
     """Losses of a plain loop by the name of the reference, each trained when it is first asked for."""
-    from peft import PeftModel
+    from peft import LoraConfig, PeftModel, get_peft_model
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
     def base(folder: Path) -> torch.nn.Module:
@@ -171,6 +171,7 @@ def references(
         "lora": lambda: reference_losses(
             PeftModel.from_pretrained(base(tiny_model), lora_start, is_trainable=True), rows, full=False
         ),
+        "pissa": lambda: reference_losses(get_peft_model(base(tiny_model), LoraConfig(**PISSA)), rows, full=False),
         "8bit": lambda: quantized(torch.float32, load_in_8bit=True),
         "nf4": lambda: quantized(torch.float32, **nf4, bnb_4bit_compute_dtype=torch.float32),
         "stored": lambda: quantized(torch.float32, stored_model),
@@ -215,6 +216,7 @@ def cases_of(world_size: int, lora_start: Path, wide_lora_start: Path) -> dict[s
 
     lora = ["--use_peft", "--from_peft_checkpoint", str(lora_start)]
     wide_lora = ["--use_peft", "--from_peft_checkpoint", str(wide_lora_start), "--quantization"]
+    pissa = ["--use_peft", "--init_lora_weights", "pissa", "--peft.r", "4", "--lora_alpha", "8"]
     fp32, bf16 = ["--precision", "fp32"], ["--precision", "bf16_mixed"]
     cases = {
         "full, 1 micro-batch": ("full", [*FSDP, *fp32, *FULL, *batch(1), *KEPT]),
@@ -223,6 +225,8 @@ def cases_of(world_size: int, lora_start: Path, wide_lora_start: Path) -> dict[s
         "lora, padded": ("lora", [*FSDP, *fp32, *lora, *batch(1), *PADDED]),
         "lora, 1 micro-batch": ("lora", [*FSDP, *fp32, *lora, *batch(1)]),
         "lora, 4 micro-batches": ("lora", ["--enable_fsdp", *fp32, *lora, *batch(4)]),
+        "pissa": ("pissa", [*FSDP, *fp32, *pissa, *batch(2), *KEPT]),
+        "pissa, every rank reads": ("pissa", ["--enable_fsdp", *fp32, *pissa, *batch(1)]),
         "without fsdp": ("full", [*fp32, *FULL, *batch(4)]),
         "lora without fsdp": ("lora", ["--low_cpu_fsdp", *fp32, *lora, *batch(4)]),
         "full in bf16_mixed": ("full", [*FSDP, "--precision", "bf16_mixed", *FULL, *batch(4)]),
@@ -300,7 +304,8 @@ def launches(
         common += ["--context_length", str(CONTEXT_LENGTH)]
         flags = []
         for name, (reference, own) in cases.items():
-            others = {"tied": tied_model, "stored": stored_model, "full": tiny_model, "lora": tiny_model}
+            others = {"tied": tied_model, "stored": stored_model}
+            others |= dict.fromkeys(("full", "lora", "pissa"), tiny_model)
             model = others.get(reference, wide_model)
             saved = [] if "--save_model" in own else ["--save_model", "false"]
             flags.append([*common, *saved, "--model_name", str(model), "--output_dir", str(folder / name), *own])
@@ -310,10 +315,8 @@ def launches(
         for way, batch in ways.items():
             layout = ["--batching_strategy", way, "--batch_size_training", str(batch // world_size)]
             flags.append([*shuffled, *layout, "--output_dir", str(folder / way)])
-        (folder / "cases.json").write_text(json.dumps(flags))
         # 4 ranks that share two cores take more than 4 minutes for all of it.
-        launched = forked(CASES, folder / "cases.json", ranks=world_size if world_size > 1 else 0, timeout=900)
-        assert launched.exit_code == 0, launched.output
+        launched = run_cases(folder, flags, ranks=world_size if world_size > 1 else 0, timeout=900)
         trained = {name: (reference, losses(folder / name)) for name, (reference, _) in cases.items()}
         return Launch(trained, folder, launched.output, {way: losses(folder / way) for way in ways})
 
@@ -343,11 +346,17 @@ def test_after_20_steps_packed_and_padded_every_row_has_the_loss_it_has_after_th
     rows: Path,
     world_size: int,
 ) -> None:
+    from peft import LoraConfig, PeftModel, get_peft_model
     from transformers import AutoModelForCausalLM
 
     for name in ("full, 1 micro-batch", "full, padded"):
         model = AutoModelForCausalLM.from_pretrained(launches(world_size, False).folder / name / "model")
         assert losses_by_row(model, rows) == pytest.approx(tuned[1], rel=1e-4), name
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_model), LoraConfig(**PISSA))
+    reference_losses(model, rows, full=False)
+    folder = launches(world_size, False).folder / "pissa" / "model"
+    exported = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_model), folder)
+    assert losses_by_row(exported, rows) == pytest.approx(losses_by_row(model, rows), rel=1e-4)
     before = losses_by_row(AutoModelForCausalLM.from_pretrained(tiny_model), rows)
     assert all(after < 0.95 * first for after, first in zip(tuned[1], before, strict=True))
 

@@ -37,6 +37,8 @@ PREFERENCES = {  # one step an epoch: their order is free; one micro-batch of on
     "dpo": [*DPO, "--batching_strategy", "padding", "--enable_fsdp", "--low_cpu_fsdp"],
     "dpo_first": [*DPO, "--max_train_step", "1", "--run_validation", "False"],
     "ipo": [*DPO[:1], "ipo", *DPO[2:4], "--use_peft", "--enable_fsdp", "--val_batch_size", "2"],
+    "dpo_full": [*DPO[:-1], "--enable_fsdp", "--low_cpu_fsdp", "--batch_size_training", "2"],
+    "ipo_other": [*DPO[:1], "ipo", *DPO[2:4], "--reference_model", "@", "--batching_strategy", "padding"],
     "orpo": ["--objective", "orpo", "--beta", "0.5", "--enable_fsdp", "--activation_checkpointing", "full"],
     "simpo": ["--objective", "simpo", "--beta", "2", "--simpo_gamma", "1", "--batching_strategy", "padding"],
 }
@@ -89,7 +91,7 @@ LOHA += "--precision fp32 --num_epochs 2 --lr 0.05 --context_length 22"
 
 
 @pytest.fixture(scope="module")
-def launch(folder: Path, tiny_model: Path, save_model: Any, rows16: Path, rows70: Path) -> Finished:
+def launch(folder: Path, tiny_model: Path, tied_model: Path, save_model: Any, rows16: Path, rows70: Path) -> Finished:
     """Every run below `folder`, in one launch."""
     no_pad = save_model(folder / "no_pad_model", pad=False)
     wide = save_model(folder / "wide_model", hidden_size=128, intermediate_size=194)
@@ -124,10 +126,17 @@ def launch(folder: Path, tiny_model: Path, save_model: Any, rows16: Path, rows70
         + ["--activation_checkpointing", "full", "--gradient_accumulation_steps", "3", *PADDED],
     }
     for name, own in {**PREFERENCES, **REWARDS}.items():
+        own = [str(tied_model) if word == "@" else word for word in own]
         runs[name] = [*tiny, "--dataset", str(pairs(folder / "pairs.jsonl", 7)), *own, "--num_epochs", "10"]
         runs[name] += ["--validation", str(pairs(folder / "held_out.jsonl", 3, 9)), "--precision", "fp32"]
         runs[name] += ["--lr_scheduler", "constant", "--gradient_accumulation_steps", "4"]
-        runs[name] += ["--batch_size_training", "1", "--lr", str(PREFERENCE_RATE), "--context_length", "128"]
+        runs[name] += [
+            *([] if "--batch_size_training" in own else ["--batch_size_training", "1"]),
+            "--lr",
+            str(PREFERENCE_RATE),
+            "--context_length",
+            "128",
+        ]
     for name, (optimizer, _) in OPTIMIZERS.items():
         runs[name] = [*FSDP, "--model_name", str(wide), "--dataset", str(few), "--num_epochs", "4"]
         runs[name] += [*optimizer, "--lr_scheduler", "constant", *([] if "--lr" in optimizer else ["--lr", "0.01"])]
@@ -231,7 +240,7 @@ def test_an_export_of_a_run_that_stopped_early_is_what_its_model_directory_holds
 
 @pytest.mark.parametrize("name", [name for name in PREFERENCES if name != "dpo_first"])
 def test_learning_from_pairs_is_what_a_plain_loop_computes(
-    launch: Finished, folder: Path, tiny_model: Path, name: str
+    launch: Finished, folder: Path, tiny_model: Path, tied_model: Path, name: str
 ) -> None:
     """Ten steps of AdamW in one process, pair by pair, in transformers and peft."""
     from peft import PeftModel
@@ -239,8 +248,9 @@ def test_learning_from_pairs_is_what_a_plain_loop_computes(
 
     encoder, base, model = Encoder(AutoTokenizer.from_pretrained(tiny_model), 128), load(tiny_model), load(tiny_model)
     flags = PREFERENCES[name]
-    settings: dict[str, Any] = {"objective": name, "beta": float(flags[3])}
-    settings |= {"dpo": {"label_smoothing": 0.1}, "simpo": {"simpo_gamma": 1.0}}.get(name, {})
+    settings: dict[str, Any] = {"objective": flags[1], "beta": float(flags[3])}
+    settings |= {"dpo": {"label_smoothing": 0.1}, "simpo": {"simpo_gamma": 1.0}}.get(flags[1], {})
+    base = load(tied_model) if "--reference_model" in flags else base
     if "--use_peft" in flags:
         # At the first step B is zero, so that A gets no gradient: it is as it was made.
         model = PeftModel.from_pretrained(model, folder / "dpo_first" / "model", is_trainable=True)

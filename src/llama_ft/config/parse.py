@@ -8,6 +8,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -50,8 +51,12 @@ def from_text(setting: Setting, text: str) -> Any:
     if setting.optional and text.lower() in ("none", "null"):
         return None
     if setting.kind in ("names", "names or pattern") and text:
-        inside = text[1:-1] if text.startswith("[") and text.endswith("]") else text
+        is_list, node = text.startswith("[") and text.endswith("]"), None
+        with suppress(yaml.YAMLError):  # [*.jsonl] is none
+            node = yaml.compose(text, Loader=yaml.SafeLoader) if is_list else None
+        inside = text[1:-1] if is_list else text
         items = [item for item in (item.strip().strip("'\"") for item in inside.split(",")) if item]
+        items = _texts(node) or items  # which has quoted texts with their commas
         # peft takes a string for a pattern over whole module paths, which the bare name q_proj would never match:
         # plain names become a list, patterns and the keyword all-linear stay as they are.
         is_pattern = text == "all-linear" or not all(PLAIN_NAME.fullmatch(item) for item in items)
@@ -219,6 +224,11 @@ def _value(setting: Setting, node: yaml.Node) -> Any:
         return None if node.tag == NULL else from_text(setting, node.value)
     if setting.kind == "data":
         return _parts(node)
+    return {} if (texts := _texts(node)) is None else texts
+
+
+def _texts(node: yaml.Node | None) -> list[str] | None:
+    """Return the texts of a list of scalars, None for anything else."""
     if isinstance(node, yaml.SequenceNode) and all(isinstance(item, yaml.ScalarNode) for item in node.value):
         return [item.value for item in node.value]
-    return {}
+    return None

@@ -1,5 +1,5 @@
-"""Prompts answered by all ranks: one, a file of them, or a conversation with a terminal or a program that writes lines.
-Answers go to stdout, the rest to stderr."""
+"""Answer prompts on all ranks: a single one, a file, or a conversation with a terminal or a program that writes lines.
+Answers go to stdout, everything else to stderr."""
 
 import json
 import signal
@@ -35,12 +35,12 @@ from llama_ft.data.sources import Source
 from llama_ft.errors import RunFailure, UserError
 from llama_ft.inference.flags import InferenceFlags
 from llama_ft.inference.generate import Answer, Answerer, Messages
-from llama_ft.inference.load import Opened
+from llama_ft.inference.load import LoadedModel
 from llama_ft.masking import printable
 from llama_ft.runtime import Runtime, log
 from llama_ft.training import free_unsharded
 
-with suppress(ImportError):  # not every Python has it; input() then has no history
+with suppress(ImportError):  # some builds of Python lack it; input() then has no history
     import readline  # noqa: F401
 
 PROMPT_FORMS = 'expected a column "prompt", "instruction", "messages" or "conversations"; or a .txt file of prompts.'
@@ -48,7 +48,7 @@ HELP = "/reset starts again, /exit or Ctrl-D ends, Ctrl-C stops an answer; a spa
 
 
 def one_prompt(options: InferenceFlags) -> str:
-    """Return the one prompt to answer: of --prompt, --prompt_file or stdin."""
+    """Return the single prompt of --prompt, --prompt_file or stdin."""
     text = _text_of(options.prompt_file) if options.prompt_file else options.prompt or sys.stdin.read()
     if not text.strip("\ufeff\n "):
         raise UserError("The prompt is empty. Use --prompt, --prompt_file, --prompts or stdin.")
@@ -60,17 +60,17 @@ def _text_of(name: str) -> str:
 
 
 def read_prompts(name: str, columns: Sequence[str] = ()) -> list[tuple[dict[str, Any], Messages | str]]:
-    """Read the prompts of a file: .txt, one per line; or samples, as training reads them.
+    """Read the prompts of a file: .txt with one per line, or samples as for training.
 
     Args:
-        name: the file; .jsonl, .json, .csv or .parquet, or .txt.
+        name: the file; .jsonl, .json, .csv, .parquet or .txt.
         columns: as in --columns.
 
     Returns:
-        Each sample, which gets the answer, with its prompt: text, or a conversation without its last answer.
+        Each sample, to which the answer will be added, and its prompt: text, or a chat without its last response.
 
     Raises:
-        UserError: there are no prompts, or one is malformed; it names the place.
+        UserError: the file has no prompts, or a prompt is malformed; the message names its place.
     """
     if name.endswith(".txt"):
         lines = [line for line in _text_of(name).split("\n") if line.strip()]
@@ -94,7 +94,7 @@ def read_prompts(name: str, columns: Sequence[str] = ()) -> list[tuple[dict[str,
 
 
 def _asked(row: Row) -> Messages | str:
-    """The prompt of a sample in a format of the training data; the answer at its end may be missing."""
+    """Return the prompt of a sample in a training format. Its last response may be missing."""
     if "answer" in row:
         raise BadRow('"answer" would be replaced.')
     tools_of(row)
@@ -118,16 +118,16 @@ def _asked(row: Row) -> Messages | str:
 def answer_prompts(
     prompts: list[tuple[dict[str, Any], Messages | str]], answerer: Answerer, options: InferenceFlags, job: Runtime
 ) -> int:
-    """Answer prompts and write the samples in their order; the ranks share the prompts of each batch.
+    """Answer prompts and write the samples in their order. The ranks share the prompts of each batch.
 
     Args:
-        prompts: what `read_prompts` returns.
+        prompts: the result of `read_prompts`.
         answerer: the model.
         options: batch_size per rank, and output_file (None: stdout), which must not exist.
         job: the ranks; rank 0 writes.
 
     Returns:
-        How many answers were truncated.
+        The number of truncated answers.
     """
     tokens, limits = [], []
     for number, (row, asked) in enumerate(prompts, start=1):
@@ -141,9 +141,9 @@ def answer_prompts(
         start = 0
         while start < len(prompts):
             alike = takewhile(lambda limit: limit == limits[start], limits[start : start + batch])  # noqa: B023
-            stop = start + len(list(alike))  # a prompt near the end of the context must not shorten other answers
+            stop = start + len(list(alike))  # prompts near the end of the context have batches of their own
             everyone = [list[Answer]()] * job.world_size
-            mine = tokens[start:stop][job.rank :: job.world_size] or tokens[:1]  # all ranks all-gather
+            mine = tokens[start:stop][job.rank :: job.world_size] or tokens[:1]  # every rank joins the all-gathers
             dist.all_gather_object(everyone, answerer.answer(mine))
             for index, (row, _) in enumerate(prompts[start:stop]):
                 answer = everyone[index % job.world_size][index // job.world_size]
@@ -156,7 +156,7 @@ def answer_prompts(
 
 
 @torch.no_grad()
-def score_prompts(rows: Sequence[Row], opened: Opened, options: InferenceFlags, job: Runtime) -> None:
+def score_prompts(rows: Sequence[Row], opened: LoadedModel, options: InferenceFlags, job: Runtime) -> None:
     """Write samples with a reward model's score of their response, `score`, or of pairs `score_chosen` and
     `score_rejected`: tokenized as in training. All ranks compute all scores.
 
@@ -205,12 +205,12 @@ def output_of(options: InferenceFlags, job: Runtime) -> AbstractContextManager[I
 
 
 def converse(answerer: Answerer, job: Runtime) -> None:
-    """Talk until the input of rank 0 ends; all ranks answer together."""
+    """Answer messages until the input of rank 0 ends. All ranks generate together."""
     if not answerer.tokenizer.chat_template:
         raise UserError("--chat: this model's tokenizer has no chat template. Use --prompt with a text to continue.")
     messages: Messages = []
-    if job.world_size == 1:  # else torchrun ends all ranks at Ctrl-C
-        signal.set_wakeup_fd(-1)  # of runtime.signals, which would end the program
+    if job.world_size == 1:  # with several ranks, torchrun ends all of them at Ctrl-C
+        signal.set_wakeup_fd(-1)  # disable the handler of runtime.signals, which would end the program
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if sys.stdin.isatty():
         log.info(HELP)
@@ -234,7 +234,7 @@ def converse(answerer: Answerer, job: Runtime) -> None:
 
 
 def _answered(asked: Messages, answerer: Answerer, job: Runtime) -> Messages:
-    """Print the answer as it comes, and return the conversation with it: with the part that Ctrl-C has let come."""
+    """Print the answer while it is generated, and return the conversation with it. Ctrl-C keeps the part so far."""
     parts, note = list[str](), ""
 
     def show(part: str) -> None:
@@ -254,12 +254,12 @@ def _answered(asked: Messages, answerer: Answerer, job: Runtime) -> Messages:
 
 
 def print_part(text: str) -> None:
-    """Print a part of an answer. In a terminal control characters are replaced: a model is not to move the cursor."""
+    """Print a part of an answer. In a terminal control characters are replaced, so a model cannot move the cursor."""
     print(printable(text) if sys.stdout.isatty() else text, end="", flush=True)
 
 
 def _read() -> str | None:
-    """Return the next line; None at the end of the input."""
+    """Return the next line, or None at the end of the input."""
     with suppress(EOFError):
         return input("> " if sys.stdin.isatty() and sys.stdout.isatty() else "")
     return None

@@ -1,4 +1,4 @@
-"""From a checkpoint folder to a model whose every rank holds just its shard: skeleton, adapters, units, weights."""
+"""Load a checkpoint directory as a sharded model: build it on the meta device, add adapters, shard it, load weights."""
 
 from llama_ft.models.quantized import total_weights  # first: it imports bitsandbytes, as peft does
 

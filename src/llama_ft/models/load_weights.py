@@ -4,8 +4,9 @@ loading (see loader.py) ever holds a whole model, or a whole tensor that is not 
 import re
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from llama_ft.models.lora import (
     check_saved_adapter,
     checkpoint_key,
     first_values,
+    halved_layers,
     is_adapter_weight,
 )
 from llama_ft.models.new_tokens import TokenRows
@@ -100,6 +102,10 @@ def load_weights(
         elif adapter is not None:
             for name, value in first_values(adapter, seed):
                 local_shard(parameters[name]).copy_(value[slice(*group.own_rows(len(value)))])
+            stored = {id(parameters[name]): key for name, key in keys.items()}
+            for layer in halved_layers(model):
+                key = stored[id(layer.get_base_layer().weight)]
+                _fill_singular_values(layer, key, loader, peft.init_lora_weights, device)
             for name, rows in model.named_modules():
                 if isinstance(rows, TokenRows) and rows.tied_adapter is None:
                     copies, ids = rows.trainable_tokens_delta["default"], rows.token_indices["default"]
@@ -127,6 +133,28 @@ def _as_stored(
     # The narrower of the two dtypes travels: conversion gives the same bits on either side.
     wire = min(headers[key].dtype, shard.dtype, key=lambda dtype: dtype.itemsize)
     return ShardLoad([shard], tuple(parameter.shape), [wire], make)
+
+
+def _fill_singular_values(layer: Any, key: str, loader: Loader, kind: str, device: torch.device) -> None:
+    """PiSSA's first values of a layer's A [2r, in] and B [out, 2r] (see lora.py), from the weight named `key`."""
+
+    @cache
+    def factors() -> tuple[torch.Tensor, torch.Tensor]:
+        rank, weight = layer.trained_rank, cast(WeightSource, loader.source).read(key).to(device, torch.float32)
+        weight = weight.T if layer.fan_in_fan_out else weight
+        if kind == "pissa":
+            u, values, v = torch.linalg.svd(weight, full_matrices=False)
+        else:
+            torch.manual_seed(0)  # every rank draws the same; the training loop seeds again
+            u, values, v = torch.svd_lowrank(weight, rank, niter=int(kind.rpartition("_")[2]))
+            v = v.T
+        root = (values[:rank] / layer.scaling["default"]).sqrt()
+        a, b = root[:, None] * v[:rank], u[:, :rank] * root  # as peft's pissa_init
+        return torch.cat([a, a]), torch.cat([b, -b], dim=1)
+
+    a, b = (part["default"].weight for part in (layer.lora_A, layer.lora_B))
+    loader.fill(ShardLoad([local_shard(a)], tuple(a.shape), [a.dtype], lambda _, *rows: [factors()[0][slice(*rows)]]))
+    loader.fill(ShardLoad([local_shard(b)], tuple(b.shape), [b.dtype], lambda _, *rows: [factors()[1][slice(*rows)]]))
 
 
 def _to_quantized(weight: QuantizedWeight, key: str, dtype: torch.dtype, device: torch.device) -> ShardLoad:

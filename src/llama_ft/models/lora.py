@@ -1,7 +1,13 @@
-"""Adapters through peft: injected into the skeleton without storage, given their first values shard by shard."""
+"""Adapters through peft: injected into the skeleton without storage, given their first values shard by shard.
+
+PiSSA (https://arxiv.org/abs/2404.02948) starts at A0 and B0, the r largest singular values of the weight W, and trains
+W - s B0 A0 + s B A. Here W stays: the adapter is plain LoRA of rank 2r, [A; A0] and [B, -B0], whose first half is
+trained.
+"""
 
 import hashlib
 import json
+import math
 import re
 import warnings
 from collections.abc import Iterator
@@ -15,7 +21,8 @@ import torch
 from peft import LoraConfig, PeftType, get_peft_model, get_peft_model_state_dict
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_PREFIX_MAPPING
 from peft.tuners import tuners_utils
-from peft.tuners.lora.layer import ParamWrapper
+from peft.tuners.lora.layer import Linear as LoraLinear
+from peft.tuners.lora.layer import LoraLayer, ParamWrapper
 from torch import nn
 from transformers.modeling_utils import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -27,6 +34,7 @@ from llama_ft.models.lora_linear import use_fused_lora
 from llama_ft.models.new_tokens import NewTokens, use_token_rows
 from llama_ft.models.quantized import QuantizedLinear, QuantizedStacks, quantized_weights
 from llama_ft.models.score_head import SCORE, has_score
+from llama_ft.models.shards import ShardGroup, local_shard
 from llama_ft.models.source import StoredTensor, listed
 from llama_ft.models.text_part import left_out
 
@@ -85,7 +93,10 @@ def inject_lora(model: PreTrainedModel, peft: PeftConfig, base_name: str, new: N
         # The checkpoint's class has them, with layers of the same names, when PEFT loads the adapter into it.
         names = [re.escape(name) for name in (*towers, *(settings.exclude_modules or ()))]
         settings.exclude_modules = rf"({'|'.join(dict.fromkeys(names))})(\..+)?"
-    return inject_adapter(model, settings)
+    adapter = inject_adapter(model, settings)
+    if peft.init_lora_weights.startswith("pissa"):
+        _mark_trained_half(model, peft)
+    return adapter
 
 
 def inject_adapter(model: PreTrainedModel, settings: Any) -> Adapter:
@@ -120,6 +131,29 @@ def inject_adapter(model: PreTrainedModel, settings: Any) -> Adapter:
     return Adapter(settings, {names[id(parameter)]: key for key, parameter in stored.items()}, layers)
 
 
+def _mark_trained_half(model: nn.Module, peft: PeftConfig) -> None:
+    layers: dict[str, Any] = {name: it for name, it in model.named_modules() if isinstance(it, LoraLayer)}
+    for name, layer in layers.items():
+        base = layer.get_base_layer()
+        if not isinstance(layer, LoraLinear) or isinstance(base, QuantizedLinear) or peft.r > min(base.weight.shape):
+            problem = f"{name} is no unquantized linear layer with at least {peft.r} inputs and outputs (--peft.r)."
+            raise UserError(f"--init_lora_weights {peft.init_lora_weights}: {problem} Set --target_modules.")
+        layer.trained_rank = peft.r
+
+
+def halved_layers(model: nn.Module) -> list[Any]:
+    """LoRA layers of PiSSA: of A's rows and of B's columns only the first `trained_rank` are trained."""
+    return [module for module in model.modules() if hasattr(module, "trained_rank")]
+
+
+def clear_frozen_half(model: nn.Module, group: ShardGroup) -> None:
+    """Set the gradients of PiSSA's A0 and B0 to zero, with which no optimizer moves them."""
+    for layer in halved_layers(model):
+        a, b = (part["default"].weight.grad for part in (layer.lora_A, layer.lora_B))
+        local_shard(a)[max(0, layer.trained_rank - group.own_rows(len(a))[0]) :].zero_()
+        local_shard(b)[:, layer.trained_rank :].zero_()
+
+
 def _new_config(peft: PeftConfig) -> Any:
     kind = PEFT_TYPE_TO_CONFIG_MAPPING[PeftType(peft.peft_method.upper())]
     known, defaults = {field.name for field in fields(kind)}, PeftConfig()
@@ -128,6 +162,8 @@ def _new_config(peft: PeftConfig) -> Any:
         raise UserError(f"--peft.{lacking[0]}: peft_method {peft.peft_method} has no such setting.")
     given |= {"task_type": "CAUSAL_LM", "lora_alpha": peft.lora_alpha, "alpha": peft.lora_alpha}
     given["init_lora_weights"] = "gaussian" if peft.init_lora_weights == "gaussian" else True
+    if peft.init_lora_weights.startswith("pissa"):  # twice the rank, with the same scaling
+        given |= {"r": 2 * peft.r, "lora_alpha": peft.lora_alpha * (math.sqrt(2) if peft.use_rslora else 2)}
     return kind(**{name: value for name, value in given.items() if name in known})
 
 

@@ -90,7 +90,7 @@ def find_fits(
                 plan = predict(asked, build_model)
         except UserError:
             continue
-        tell(f"Planned {' '.join(flags)}: {size_text(plan.device_bytes)} a rank")
+        tell(f"Planned {' '.join(flags)}: {size_text(plan.device_bytes)} per rank")
         if has_room(plan, room):
             fits.append(Fit(config, flags, "; ".join(gives_up for _, gives_up in [*kept, change]), plan))
             if change in cheap or len(fits) == MOST_ANSWERS:
@@ -109,13 +109,13 @@ def has_room(plan: Plan, room: float) -> bool:
 def describe_fits(planned: Plan, fits: list[Fit], room: int, times: Sequence[str]) -> str:
     """What `find_fits` has found, for people, with the time of the run if it fits, else those of its fits."""
     if has_room(planned, room):
-        return f"It fits {size_text(room)} as it is: {size_text(planned.device_bytes)} a rank.\n{times[0]}".rstrip()
+        return f"It fits {size_text(room)} as it is: {size_text(planned.device_bytes)} per rank.\n{times[0]}".rstrip()
     return "\n".join(
         [
-            f"It does not fit {size_text(room)} as it is: {size_text(planned.device_bytes)} a rank.",
+            f"It does not fit {size_text(room)} as it is: {size_text(planned.device_bytes)} per rank.",
             "What fits:" if fits else "None of the changes that were planned makes it fit.",
             *(
-                f"{n}. {' '.join(it.flags)}\n   {size_text(it.plan.device_bytes)} a rank\n   gives up: {it.gives_up}"
+                f"{n}. {' '.join(it.flags)}\n   {size_text(it.plan.device_bytes)} per rank\n   gives up: {it.gives_up}"
                 f"\n   {time}".rstrip()
                 for n, (it, time) in enumerate(zip(fits, times, strict=False), 1)
             ),
@@ -142,7 +142,7 @@ def ladder(request: PlanRequest, room: float = math.inf) -> tuple[list[Change], 
         (train.batch_size_training > 1, one, f"a step is {steps} micro-batches"),
     ]
     others: list[tuple[bool, dict[str, Any], str]] = [
-        (True, SHARDED | {RANKS: ranks}, f"{ranks} ranks, and twice the samples a step"),
+        (True, SHARDED | {RANKS: ranks}, f"{ranks} ranks, and twice the samples per step"),
         (can_round, {"optimizer": "AdamW8bit"}, "AdamW's states are rounded to 8 bits"),
         (
             can_round and train.precision == "bf16_mixed",

@@ -15,6 +15,8 @@ from transformers.modeling_utils import PreTrainedModel
 from llama_ft.config import TrainConfig
 from llama_ft.data import Batch
 from llama_ft.errors import RunFailure
+from llama_ft.models import ShardGroup
+from llama_ft.models.lora import clear_frozen_half
 from llama_ft.phases import NULL_MONITOR, PhaseMonitor
 from llama_ft.runtime import Runtime
 from llama_ft.training.objective import LossSum, Objective
@@ -118,6 +120,7 @@ def clip_and_reduce_norm(
         loss_scale: see training/train_state.py.
         runtime: the ranks.
     """
+    clear_frozen_half(model, ShardGroup(runtime.mesh))
     gradients = [local_tensor(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
     if loss_scale != 1.0:
         torch._foreach_div_(gradients, loss_scale)
