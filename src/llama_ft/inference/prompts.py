@@ -169,11 +169,14 @@ def score_prompts(rows: Sequence[Row], opened: LoadedModel, options: InferenceFl
     if not rows:
         raise UserError("MODEL is a reward model, which scores responses. Use --prompts with chats or pairs.")
     model, config = opened.model, opened.model.config.get_text_config()
-    encoder, tokens = Encoder(opened.tokenizer, config.max_position_embeddings), list[torch.Tensor]()
+    context = getattr(config, "max_position_embeddings", None) or sys.maxsize
+    encoder, tokens = Encoder(opened.tokenizer, context), list[torch.Tensor]()
     for number, row in enumerate(rows, 1):
         try:
             kind = PREFERENCE if "chosen" in row else find_format(f"prompt {number}", row.keys(), "auto")
             examples = (two_examples if kind == PREFERENCE else one_example)(row, kind, encoder)
+            if (longest := max(len(ids) for ids, _ in examples)) > context:
+                raise BadRow(f"it has {longest} tokens, and the model {context} positions.")
         except BadRow as error:
             raise UserError(f"--prompts: prompt {number}: {error}") from error
         tokens += [torch.tensor(ids) for ids, _ in examples]
