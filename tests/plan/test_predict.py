@@ -89,6 +89,18 @@ def test_adapters_of_experts_and_the_loss_of_routers_are_planned(plan: Plan, tmp
     assert many - few < merged / 3, "a layer keeps no dequantized experts"
 
 
+def test_a_reward_model_has_one_score_a_response_and_no_logits(plan: Plan, tmp_path: Path) -> None:
+    """A pair is two rows; the head is HIDDEN numbers, and with an adapter those and a frozen copy."""
+    model = write_llama(tmp_path / "model")
+    planned = plan(model, 2, *FLAGS, "--objective", "reward", "--precision", "fp32")
+    assert held(planned, "optimizer step")["gradients"] == 2 * (PARAMETERS - VOCABULARY * HIDDEN) + 4 * HIDDEN
+    assert planned.tokens == 2 * TOKENS
+    assert max(peak.holders["logits and loss"] for peak in planned.peaks) < 4 * TOKENS * HIDDEN
+    adapted = plan(model, 1, *FLAGS, *LORA, "--objective", "reward", "--precision", "fp32")
+    matrices = LAYERS * 4 * (3 * HIDDEN + KEY_VALUE_HEADS * HEAD)
+    assert held(adapted, "optimizer step")["gradients"] == 4 * (matrices + HIDDEN)
+
+
 def test_lora_trains_its_matrices_only(plan: Plan, tmp_path: Path) -> None:
     planned = plan(write_llama(tmp_path / "model"), 2, *FLAGS, *LORA)
     adapters = LAYERS * 4 * (HIDDEN + HIDDEN + HIDDEN + KEY_VALUE_HEADS * HEAD) // 2  # this rank's

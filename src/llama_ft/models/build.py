@@ -22,8 +22,9 @@ from llama_ft.config.paths import TO_SAFETENSORS, folder_problem, looks_local
 from llama_ft.errors import UserError, counted, reason
 from llama_ft.models.new_tokens import NewTokens, note_growth
 from llama_ft.models.quantized import QuantizedStacks
+from llama_ft.models.score_head import add_score
 from llama_ft.models.source import listed
-from llama_ft.models.text_part import auto_class, keep_text_part, takes_more_than_text
+from llama_ft.models.text_part import auto_class, keep_text_part, names_score, takes_more_than_text
 from llama_ft.models.transformers_private import private
 from llama_ft.runtime.console import log
 from llama_ft.runtime.devices import Precision
@@ -128,6 +129,8 @@ def build_on_meta(config: PretrainedConfig, model: ModelConfig, new: NewTokens |
             f"{config.model_type} ({type(error).__name__}: {reason(error)})."
         ) from error
     skeleton.tie_weights()
+    if names_score(config):
+        add_score(skeleton)
     # By class names, which fully_shard changes.
     skeleton._weight_conversions = get_model_conversion_mapping(skeleton)  # type: ignore[assignment]
     # Chameleon's config does not say that it takes images, but its class does.

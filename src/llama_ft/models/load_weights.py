@@ -28,6 +28,7 @@ from llama_ft.models.lora import (
 from llama_ft.models.new_tokens import TokenRows
 from llama_ft.models.quantization import is_4bit, is_part, read_4bit
 from llama_ft.models.quantized import FourBit, QuantizedWeight, quantized_weights
+from llama_ft.models.score_head import has_score
 from llama_ft.models.shards import ShardGroup, local_shard
 from llama_ft.models.source import StoredTensor, WeightSource, listed
 from llama_ft.models.transformers_private import INITIALIZED, private
@@ -62,7 +63,7 @@ def load_weights(
         scatter: rank 0 reads and sends (`low_cpu_fsdp`).
         adapter: the adapter injected into the model.
         peft: where the adapter's first values come from.
-        seed: for the adapter's first values.
+        seed: for the first values of an adapter and of a new score head.
         frozen_dtype: what weights are quantized from.
         tuned: weights to take in the place of the folder's of the same names; without scatter.
 
@@ -72,6 +73,8 @@ def load_weights(
     Raises:
         UserError: tensors are missing, unexpected or of another shape, or a file cannot be read.
     """
+    if has_score(model):
+        model._score_seed = seed  # type: ignore[assignment]
     loader = open_loader(folder, model, group, scatter, tuned)
     keys = account_for(model, loader.headers, folder)
     saved_adapter = None

@@ -33,6 +33,7 @@ from llama_ft.models.build import read_linears
 from llama_ft.models.lora_linear import use_fused_lora
 from llama_ft.models.new_tokens import NewTokens, use_token_rows
 from llama_ft.models.quantized import QuantizedLinear, QuantizedStacks, quantized_weights
+from llama_ft.models.score_head import SCORE, has_score
 from llama_ft.models.shards import ShardGroup, local_shard
 from llama_ft.models.source import StoredTensor, listed
 from llama_ft.models.text_part import left_out
@@ -67,6 +68,9 @@ def inject_lora(model: PreTrainedModel, peft: PeftConfig, base_name: str, new: N
     saved = peft.from_peft_checkpoint
     settings = saved_config(Path(saved)) if saved else _new_config(peft)
     settings.base_model_name_or_path = base_name
+    if has_score(model):  # trained whole; "classifier" is what PEFT adds to the name for models of other classes
+        whole = {SCORE, *(settings.modules_to_save or ())} - {"classifier"}
+        settings.task_type, settings.modules_to_save = "SEQ_CLS", sorted(whole)
     _check_names(model, settings)
     if saved:
         size = cast(nn.Embedding, model.get_input_embeddings()).num_embeddings
@@ -99,6 +103,7 @@ def inject_adapter(model: PreTrainedModel, settings: Any) -> Adapter:
     """Add the adapters with PEFT."""
     if quantized_weights(model) and (not isinstance(settings, LoraConfig) or settings.use_dora):
         raise UserError("--quantization: only plain LoRA is supported. Remove use_dora or peft_method loha.")
+    whole = copy(settings.modules_to_save)  # which peft makes longer for a model with a score head
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # peft warns of every meta tensor it does not initialise; we do, later
@@ -109,6 +114,7 @@ def inject_adapter(model: PreTrainedModel, settings: Any) -> Adapter:
             problem = "adapters of experts support neither lora_dropout nor use_dora. Remove them, or name layers"
             raise UserError(f"--use_peft: {problem}: --target_modules q_proj,v_proj.") from error
         raise UserError(f"peft cannot put these adapters into this model: {error}{hint}") from error
+    settings.modules_to_save = whole
     use_token_rows(model)
     use_fused_lora(model)
     layers: dict[str, nn.Module] = {}

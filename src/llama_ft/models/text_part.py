@@ -25,6 +25,8 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+    AutoModelForSequenceClassification,
 )
 
 from llama_ft.errors import UserError
@@ -61,6 +63,12 @@ def takes_more_than_text(config: PretrainedConfig) -> bool:
     return has_towers or config.get_text_config() is not config
 
 
+def names_score(config: PretrainedConfig) -> bool:
+    """Whether a config is of a model with a head that scores or classifies text in the place of the LM head."""
+    scored = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(config.model_type)
+    return scored is not None and (config.architectures or [""])[0] == scored
+
+
 def auto_class(config: PretrainedConfig, trust_remote_code: bool = False) -> Any:
     """Return the class of Transformers whose `from_pretrained` makes the checkpoint's class. AutoModelForCausalLM makes
     only the text part of some (Qwen3.5), and does not know others (Llava).
@@ -70,6 +78,8 @@ def auto_class(config: PretrainedConfig, trust_remote_code: bool = False) -> Any
     """
     if trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {}):
         return AutoModelForCausalLM
+    if names_score(config) and not config.is_encoder_decoder:
+        return AutoModelForSequenceClassification
     known = {auto: names[config.model_type] for auto, names in CLASSES.items() if config.model_type in names}
     named = (config.architectures or [config.model_type])[0]
     own = [auto for auto, names in known.items() if named in (names if isinstance(names, tuple) else (names,))]

@@ -14,6 +14,7 @@ from llama_ft.data import collate
 from llama_ft.errors import UserError
 from llama_ft.models import forget_chunked_loss, has_chunked_loss, packed_arguments, token_mixers, without_graphs
 from llama_ft.models.quantized import QuantizedLinear
+from llama_ft.models.score_head import has_score
 from llama_ft.runtime import Runtime, log
 from llama_ft.training.step import free_unsharded
 
@@ -104,13 +105,16 @@ def _last_positions(parts: list[torch.Tensor]) -> torch.Tensor:
 def _logits(
     model: PreTrainedModel, parts: list[torch.Tensor], layout: dict[str, Any] | None, device: torch.device
 ) -> torch.Tensor:
-    """float32 [positions, vocab], the last of each row; of one row without a layout. Those of a whole window of tokens
-    would take gigabytes."""
+    """float32 [positions, vocab], or scores [positions, 1], the last of each row; of one row without a layout. Those of
+    a whole window of tokens would take gigabytes."""
     positions, input_ids = _last_positions(parts).to(device), torch.cat(parts).unsqueeze(0).to(device)
     can_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
     keep = {"logits_to_keep": positions} if can_keep else {}
     inputs = {"input_ids": input_ids, "use_cache": False, **keep}
     inputs |= {"attention_mask": torch.ones_like(input_ids)} if layout is None else layout
     with without_graphs(model):
+        if has_score(model):
+            scores: torch.Tensor = model(**inputs, positions=positions)[0]
+            return scores.unsqueeze(1)
         logits: torch.Tensor = model(**inputs).logits
     return (logits[0] if can_keep else logits[0, positions]).float()

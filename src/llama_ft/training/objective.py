@@ -127,19 +127,7 @@ def target_losses(
     aims = shifted_labels(batch)
     on_host = (aims != IGNORED).nonzero().squeeze(1)  # on the host, to avoid waiting for the device
     positions, targets = sent(on_host, device), sent(aims[on_host], device)  # [targets]
-    input_ids = batch.input_ids
-    if batch.is_packed:
-        input_ids, lengths = _filled_up(model, batch, device)
-        layout = packed_arguments(model, lengths, device)
-    else:
-        mask = batch.attention_mask.bool()
-        layout = {"attention_mask": noted(sent(mask, device), needs_no_mask=bool(mask.all()))}
-    inputs: dict[str, Any] = {
-        "input_ids": sent(input_ids, device),
-        "use_cache": False,
-        **layout,
-        **router_arguments(model),
-    }
+    inputs = model_inputs(model, batch, device)
     if has_chunked_loss(model):
         losses: tuple[torch.Tensor, torch.Tensor | float] = model(
             **inputs, positions=positions, targets=targets, loss_fn=loss_fn, per_token=per_token
@@ -150,6 +138,18 @@ def target_losses(
     of_targets = loss_fn(predicting, targets)
     balance = router_loss(model, output, inputs.get("attention_mask"), len(targets))
     return of_targets if per_token else of_targets.sum(), balance
+
+
+def model_inputs(model: PreTrainedModel, batch: Batch, device: torch.device) -> dict[str, Any]:
+    """What a model is called with for a micro-batch, on the device: tokens, and which rows they belong to."""
+    input_ids = batch.input_ids
+    if batch.is_packed:
+        input_ids, lengths = _filled_up(model, batch, device)
+        layout = packed_arguments(model, lengths, device)
+    else:
+        mask = batch.attention_mask.bool()
+        layout = {"attention_mask": noted(sent(mask, device), needs_no_mask=bool(mask.all()))}
+    return {"input_ids": sent(input_ids, device), "use_cache": False, **layout, **router_arguments(model)}
 
 
 def target_rows(batch: Batch) -> torch.Tensor:

@@ -38,6 +38,7 @@ from llama_ft.training.objective import (
     target_losses,
 )
 from llama_ft.training.reference import AdapterOff, Reference, StoredReference
+from llama_ft.training.reward import RewardModeling
 
 LARGEST_LOG_PROBABILITY = -1e-6  # a mean per token; at 0 the odds would be infinite
 
@@ -88,6 +89,8 @@ def build_objective(config: Config) -> Objective:
     """Make what `--objective` names."""
     if config.preference.objective == "sft":
         return SupervisedFineTuning(config.train.label_smoothing_factor)
+    if config.preference.objective == "reward":
+        return RewardModeling(config.preference.center_rewards_coefficient)
     is_stored = stores_reference(SimpleNamespace(**values_of(config)))
     return Preferences(config.preference, StoredReference() if is_stored else AdapterOff())
 
