@@ -256,6 +256,8 @@ class Batch:
     row_lengths: list[int]  # tokens of each row
     is_packed: bool
     sources: list[str]  # the place of each row, for messages
+    # The label of each row that is a completion with one, None for others; empty for a rank without rows.
+    desirable: Sequence[bool | None] = ()
 
     @property
     def tokens(self) -> int:
@@ -285,16 +287,17 @@ def collate(dataset: Dataset, indices: Sequence[int], pad_token_id: int, is_pack
         torch.from_numpy(table[name].combine_chunks().flatten().to_numpy().astype(numpy.int64))
         for name in ("input_ids", "labels")
     )  # of all rows, one after another
-    lengths, sources = table["input_ids"].combine_chunks().value_lengths().to_pylist(), table["source"].to_pylist()
+    lengths = table["input_ids"].combine_chunks().value_lengths().to_pylist()
+    sources, desirable = table["source"].to_pylist(), table["desirable"].to_pylist()
     if not indices:
-        input_ids, sources = input_ids[:FILLER_TOKENS], []
+        input_ids, sources, desirable = input_ids[:FILLER_TOKENS], [], []
         lengths, labels = [len(input_ids)], torch.full((len(input_ids),), IGNORED)
     if is_packed:
         labels[torch.tensor([0, *lengths[:-1]]).cumsum(0)] = IGNORED
-        return Batch(input_ids.unsqueeze(0), labels.unsqueeze(0), lengths, is_packed, sources)
+        return Batch(input_ids.unsqueeze(0), labels.unsqueeze(0), lengths, is_packed, sources, desirable)
     input_ids = pad_sequence(input_ids.split(lengths), batch_first=True, padding_value=pad_token_id)
     labels = pad_sequence(labels.split(lengths), batch_first=True, padding_value=IGNORED)
-    return Batch(input_ids, labels, lengths, is_packed, sources)
+    return Batch(input_ids, labels, lengths, is_packed, sources, desirable)
 
 
 def collate_step(dataset: Dataset, step: StepPlan, pad_token_id: int, pack_length: int | None) -> list[Batch]:
@@ -313,8 +316,13 @@ def pad_token_id(tokenizer: PreTrainedTokenizerBase, vocabulary_size: int | None
 
 
 def row_lengths(dataset: Dataset) -> numpy.ndarray:
-    """Tokens of each row, read from the offsets of the Arrow lists: no token is touched."""
-    return pyarrow.compute.list_value_length(dataset.with_format("arrow")[:]["input_ids"]).to_numpy()
+    """Tokens of each row, read from the offsets of the Arrow lists: no token is touched. A row with another completion
+    counts at least as much as the sample's own: of a full packed sequence at most half is then trained on, as planned.
+    """
+    table = dataset.with_format("arrow")[:]
+    lengths = pyarrow.compute.list_value_length(table["input_ids"]).to_numpy()
+    is_own = table["desirable"].is_valid().to_numpy()
+    return numpy.where(is_own, lengths, numpy.maximum(lengths, numpy.roll(lengths, 1))) if is_own.any() else lengths
 
 
 def group_size(dataset: Dataset) -> int:

@@ -24,6 +24,7 @@ class SplitStatistics:
 
     Attributes:
         rows: samples written; each piece of one that was split counts.
+        desirable, undesirable: of completions with a label.
         tokens, target_tokens: their tokens, and those that count in the loss.
         truncated, skipped: samples that lost a part, and those too long or without a token in the loss.
         longest: tokens of the longest sample before truncation.
@@ -32,6 +33,8 @@ class SplitStatistics:
     """
 
     rows: int = 0
+    desirable: int = 0
+    undesirable: int = 0
     tokens: int = 0
     target_tokens: int = 0
     truncated: int = 0
@@ -85,6 +88,9 @@ def describe(report: BuildReport, want_validation: bool) -> list[str]:
         for name, split in splits.items()
         if split is not None and split.rows  # streamed samples are not counted beforehand
     ]
+    if report.train.desirable:
+        labels = f"{report.train.desirable:,} desirable, {report.train.undesirable:,} undesirable"
+        lines.append(f"labels of the training data: {labels}")
     return [*([header, *lines] if lines else []), *warnings_of(report)]
 
 
