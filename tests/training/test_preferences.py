@@ -14,6 +14,7 @@ from llama_ft.data import Batch
 from llama_ft.models import use_chunked_loss, use_packed_attention
 from llama_ft.models.lora_linear import use_fused_lora
 from llama_ft.training.preferences import Preferences
+from llama_ft.training.reference import AdapterOff
 
 # Chosen and rejected of two prompts of two tokens.
 ROWS = [[1, 5, 9, 30, 2], [1, 5, 7, 8], [4, 6, 2], [4, 6, 11, 12, 13, 2]]
@@ -129,7 +130,7 @@ def test_the_reference_has_neither_adapter_nor_dropout(model: LlamaForCausalLM, 
     get_peft_model(ours, LoraConfig(task_type="CAUSAL_LM", r=2, target_modules="all-linear"))
     for layer in ours.model.layers:
         layer.self_attn.attention_dropout = 0.5
-    objective = Preferences(PreferenceConfig(**DPO))
+    objective, reference = Preferences(PreferenceConfig(**DPO)), AdapterOff()
     noisy = objective.loss(ours.train(), batch(False), runtime)
     assert ours.training
     assert noisy.logged["rewards/margins"].item() != 0  # of the policy alone
@@ -137,6 +138,6 @@ def test_the_reference_has_neither_adapter_nor_dropout(model: LlamaForCausalLM, 
     assert not ours.training
     assert still.logged["rewards/margins"].item() == 0
     with torch.no_grad():
-        assert objective._of_reference(ours.train(), batch(False), runtime).tolist() == pytest.approx(
+        assert reference.log_probabilities(ours.train(), batch(False), runtime).tolist() == pytest.approx(
             [log_probabilities(model, row).sum().item() for row in ROWS], rel=1e-5
         )

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
 from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.data import IGNORED, Batch, Encoder, one_example
@@ -158,6 +159,28 @@ def target_rows(batch: Batch) -> torch.Tensor:
     else:
         rows = torch.arange(len(batch.row_lengths)).repeat_interleave(batch.input_ids.shape[1])
     return rows[shifted_labels(batch) != IGNORED]
+
+
+def row_log_probabilities(losses: torch.Tensor, counted: Batch, computed: Batch | None = None) -> torch.Tensor:
+    """The log-probability of the targets of each row, float32 [rows]: summed in one order, so that it is the same in
+    every run.
+
+    Args:
+        losses: float32 [targets], those of `computed`, as `target_losses` returns them with `per_token`.
+        counted: the micro-batch; its labels tell which tokens are summed.
+        computed: the same rows with labels on more tokens; None: `counted`.
+    """
+    computed = counted if computed is None else computed
+    rows = target_rows(computed)
+    is_counted = (shifted_labels(counted) != IGNORED)[shifted_labels(computed) != IGNORED]
+    sizes = torch.bincount(rows, minlength=len(computed.row_lengths)).tolist()
+    of_tokens = -losses if bool(is_counted.all()) else -losses * sent(is_counted.float(), losses.device)
+    return pad_sequence(list(of_tokens.split(sizes)), batch_first=True).sum(1)
+
+
+def row_targets(batch: Batch) -> torch.Tensor:
+    """How many targets each row has, int64 [rows] on the host; 1 for a row without any, by which sums are divided."""
+    return torch.bincount(target_rows(batch), minlength=len(batch.row_lengths)).clamp(min=1)
 
 
 def _filled_up(model: PreTrainedModel, batch: Batch, device: torch.device) -> tuple[torch.Tensor, list[int]]:
