@@ -38,6 +38,10 @@ from llama_ft.errors import UserError
         "--objective simpo --dataset_format messages",
         "--dataset_format preference",
         "--objective orpo --truncation split",
+        "--objective kto",
+        "--objective kto --use_peft --dataset_format preference",
+        "--dataset_format unpaired_preference",
+        "--objective dpo --use_peft --undesirable_weight 2",
         "--objective orpo --labels completion",
     ],
 )
@@ -85,6 +89,7 @@ def test_a_secret_in_a_setting_is_refused_and_not_shown(mistakes, line: str) -> 
         "--run_validation false --eval_steps 0 --early_stopping_patience 0",
         "--use_dora false --modules_to_save none",
         "--objective dpo --use_peft --quantization 4bit --beta 0.3 --label_smoothing 0.1 --truncation left",
+        "--objective kto --use_peft --desirable_weight 1.5 --beta 0.2 --dataset_format unpaired_preference",
         "--objective simpo --simpo_gamma 1 --label_smoothing 0.1 --dataset_format preference",
     ],
 )

@@ -36,6 +36,9 @@ PREFERENCES = {  # one step an epoch: their order is free; one micro-batch of on
     "ipo": [*DPO[:1], "ipo", *DPO[2:4], "--use_peft", "--enable_fsdp", "--val_batch_size", "2"],
     "orpo": ["--objective", "orpo", "--beta", "0.5", "--enable_fsdp", "--activation_checkpointing", "full"],
     "simpo": ["--objective", "simpo", "--beta", "2", "--simpo_gamma", "1", "--batching_strategy", "padding"],
+    # All of a step, and all of an evaluation, is one micro-batch of each rank.
+    "kto": ["--objective", "kto", "--beta", "0.3", "--undesirable_weight", "1.2", "--use_peft", "--enable_fsdp"]
+    + ["--batch_size_training", "8", "--val_batch_size", "4"],
 }
 CUSTOM = """
 import datasets
@@ -119,8 +122,8 @@ def launch(folder: Path, tiny_model: Path, save_model: Any, rows16: Path, rows70
     for name, own in PREFERENCES.items():
         runs[name] = [*tiny, "--dataset", str(pairs(folder / "pairs.jsonl", 7)), *own, "--num_epochs", "10"]
         runs[name] += ["--validation", str(pairs(folder / "held_out.jsonl", 3, 9)), "--precision", "fp32"]
-        runs[name] += ["--lr_scheduler", "constant", "--gradient_accumulation_steps", "4"]
-        runs[name] += ["--batch_size_training", "1", "--lr", str(PREFERENCE_RATE), "--context_length", "128"]
+        runs[name] += ["--lr_scheduler", "constant", "--lr", str(PREFERENCE_RATE), "--context_length", "128"]
+        runs[name] += [] if name == "kto" else ["--gradient_accumulation_steps", "4", "--batch_size_training", "1"]
     for name, (optimizer, _) in OPTIMIZERS.items():
         runs[name] = [*FSDP, "--model_name", str(wide), "--dataset", str(few), "--num_epochs", "4"]
         runs[name] += [*optimizer, "--lr_scheduler", "constant", *([] if "--lr" in optimizer else ["--lr", "0.01"])]
@@ -234,6 +237,8 @@ def test_learning_from_pairs_is_what_a_plain_loop_computes(
     flags = PREFERENCES[name]
     settings: dict[str, Any] = {"objective": name, "beta": float(flags[3])}
     settings |= {"dpo": {"label_smoothing": 0.1}, "simpo": {"simpo_gamma": 1.0}}.get(name, {})
+    settings |= {"desirable_weight": 1.0, "undesirable_weight": 1.2} if name == "kto" else {}
+    losses_per_pair = 2 if name == "kto" else 1
     if "--use_peft" in flags:
         # At the first step B is zero, so that A gets no gradient: it is as it was made.
         model = PeftModel.from_pretrained(model, folder / "dpo_first" / "model", is_trainable=True)
@@ -252,16 +257,19 @@ def test_learning_from_pairs_is_what_a_plain_loop_computes(
     assert len(found) == 10
     for line in found:
         loss, rewards = of_formulas(rows, model, base, **settings)
-        assert line["train/loss"] == pytest.approx(loss.item() / 7, rel=1e-5)
+        loss = loss / (7 * losses_per_pair)
+        assert line["train/loss"] == pytest.approx(loss.item(), rel=1e-5)
         chosen, rejected = (sum(it[side].item() for it in rewards) / 7 for side in (0, 1))
         assert line["train/rewards/margins"] == pytest.approx(chosen - rejected, rel=1e-4, abs=1e-5)
-        assert line["train/rewards/accuracies"] == pytest.approx(sum((c > r).item() for c, r in rewards) / 7)
-        (loss / 7).backward()
+        if name != "kto":
+            assert line["train/rewards/accuracies"] == pytest.approx(sum((c > r).item() for c, r in rewards) / 7)
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
     held_out, rewards = of_formulas(rows_of(folder / "held_out.jsonl"), model, base, **settings)
-    assert found[-1]["eval/loss"] == pytest.approx(held_out.item() / 3, rel=1e-5)
-    assert found[-1]["eval/rewards/accuracies"] == pytest.approx(sum((c > r).item() for c, r in rewards) / 3)
+    assert found[-1]["eval/loss"] == pytest.approx(held_out.item() / 3 / losses_per_pair, rel=1e-5)
+    chosen, rejected = (sum(it[side].item() for it in rewards) / 3 for side in (0, 1))
+    assert found[-1]["eval/rewards/margins"] == pytest.approx(chosen - rejected, rel=1e-4, abs=1e-5)
     assert "eval/perplexity" not in found[-1]
 
 
