@@ -69,6 +69,13 @@ def main(**flags: str) -> None:
 
         # With activation_checkpointing=auto the planner chooses it here; else it plans while the weights are loaded.
         resolved = run.plan_memory(folder, new_tokens, dataset, batches)
+        # DPO's reference is the model with its adapter off, or log-probabilities computed once: by --reference_model
+        # here, or below by the model itself before step 1.
+        reference = training.ReferencePass(
+            objective, resolved, folder, tokenizer, dataset, batches.pack_length, pad, job
+        )
+        if run.resumed is None:
+            reference.score_with_other_model(build_model, run.memory)
         model, adapter, stored_dtypes, units = build_model(resolved, folder, model_config, new_tokens, run.memory, job)
         run.memory.leave()  # the phase "load"
         if batches.pack_length is not None:  # packed samples must not see each other: compare a few with samples alone
@@ -76,6 +83,7 @@ def main(**flags: str) -> None:
             training.check_packing(model, batches.first_rows(), batches.pack_length, dtype, job)
 
         with run.open(dataset, batches, units):
+            reference.settle(model, run.directory, run.resumed is not None)
             train(run, model, objective, tokenizer, pad)
             if config.checkpoint.save_model:
                 export(run, model, adapter, stored_dtypes, folder, tokenizer)
@@ -104,10 +112,11 @@ def build_model(
     new_tokens: models.NewTokens | None,
     memory: PhaseMonitor,
     job: Runtime,
+    is_trained: bool = True,
 ) -> tuple[PreTrainedModel, models.Adapter | None, dict[str, torch.dtype], list[models.Unit]]:
     """A model on the meta device, adapters, shards; only then weights, each rank its own rows."""
     precision = runtime.PRECISIONS[config.train.precision]
-    quantization = models.choose_quantization(config.quantization, model_config, config.peft.use_peft)
+    quantization = models.choose_quantization(config.quantization, model_config, config.peft.use_peft or not is_trained)
     model = models.build_on_meta(model_config, config.model, new_tokens)
     if others := models.left_out(model).modules:
         log.info(f"Only the text part is loaded and fine-tuned. Copied unchanged: {', '.join(others)}")
@@ -122,6 +131,8 @@ def build_model(
     adapter = models.inject_lora(model, config.peft, base_name, new_tokens) if config.peft.use_peft else None
     if adapter is not None and (experts := models.describe_experts(model)):
         log.info(experts)
+    if not is_trained:  # a reference: frozen weights take half the memory
+        model.requires_grad_(False)
     if config.model.freeze_layers:
         models.freeze_first_layers(model, config.model.num_freeze_layers)
     if not models.use_chunked_loss(model):

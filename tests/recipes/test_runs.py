@@ -30,15 +30,19 @@ OPTIMIZERS = {  # name -> flags, and the bytes of state a parameter; narrow rows
 }
 PREFERENCE_RATE = 3e-3
 DPO = ["--objective", "dpo", "--beta", "0.3", "--label_smoothing", "0.1", "--use_peft"]
+KTO = ["--objective", "kto", "--beta", "0.3", "--undesirable_weight", "1.2"]
+KTO += ["--batch_size_training", "8", "--val_batch_size", "4"]
 PREFERENCES = {  # one step an epoch: their order is free; one micro-batch of one rank has no pair
     "dpo": [*DPO, "--batching_strategy", "padding", "--enable_fsdp", "--low_cpu_fsdp"],
     "dpo_first": [*DPO, "--max_train_step", "1", "--run_validation", "False"],
     "ipo": [*DPO[:1], "ipo", *DPO[2:4], "--use_peft", "--enable_fsdp", "--val_batch_size", "2"],
+    "dpo_full": [*DPO[:-1], "--enable_fsdp", "--low_cpu_fsdp", "--batch_size_training", "2"],
+    "ipo_other": [*DPO[:1], "ipo", *DPO[2:4], "--reference_model", "@", "--batching_strategy", "padding"],
     "orpo": ["--objective", "orpo", "--beta", "0.5", "--enable_fsdp", "--activation_checkpointing", "full"],
     "simpo": ["--objective", "simpo", "--beta", "2", "--simpo_gamma", "1", "--batching_strategy", "padding"],
     # All of a step, and all of an evaluation, is one micro-batch of each rank.
-    "kto": ["--objective", "kto", "--beta", "0.3", "--undesirable_weight", "1.2", "--use_peft", "--enable_fsdp"]
-    + ["--batch_size_training", "8", "--val_batch_size", "4"],
+    "kto": [*KTO, "--use_peft", "--enable_fsdp"],
+    "kto_full": [*KTO, "--enable_fsdp", "--batching_strategy", "padding"],
 }
 CUSTOM = """
 import datasets
@@ -85,7 +89,7 @@ LOHA += "--precision fp32 --num_epochs 2 --lr 0.05 --context_length 22"
 
 
 @pytest.fixture(scope="module")
-def launch(folder: Path, tiny_model: Path, save_model: Any, rows16: Path, rows70: Path) -> Finished:
+def launch(folder: Path, tiny_model: Path, tied_model: Path, save_model: Any, rows16: Path, rows70: Path) -> Finished:
     """Every run below `folder`, in one launch."""
     no_pad = save_model(folder / "no_pad_model", pad=False)
     wide = save_model(folder / "wide_model", hidden_size=128, intermediate_size=194)
@@ -120,10 +124,17 @@ def launch(folder: Path, tiny_model: Path, save_model: Any, rows16: Path, rows70
         + ["--activation_checkpointing", "full", "--gradient_accumulation_steps", "3", *PADDED],
     }
     for name, own in PREFERENCES.items():
+        own = [str(tied_model) if word == "@" else word for word in own]
         runs[name] = [*tiny, "--dataset", str(pairs(folder / "pairs.jsonl", 7)), *own, "--num_epochs", "10"]
         runs[name] += ["--validation", str(pairs(folder / "held_out.jsonl", 3, 9)), "--precision", "fp32"]
-        runs[name] += ["--lr_scheduler", "constant", "--lr", str(PREFERENCE_RATE), "--context_length", "128"]
-        runs[name] += [] if name == "kto" else ["--gradient_accumulation_steps", "4", "--batch_size_training", "1"]
+        runs[name] += ["--lr_scheduler", "constant", "--gradient_accumulation_steps", "4"]
+        runs[name] += [
+            *([] if "--batch_size_training" in own else ["--batch_size_training", "1"]),
+            "--lr",
+            str(PREFERENCE_RATE),
+            "--context_length",
+            "128",
+        ]
     for name, (optimizer, _) in OPTIMIZERS.items():
         runs[name] = [*FSDP, "--model_name", str(wide), "--dataset", str(few), "--num_epochs", "4"]
         runs[name] += [*optimizer, "--lr_scheduler", "constant", *([] if "--lr" in optimizer else ["--lr", "0.01"])]
@@ -227,7 +238,7 @@ def test_an_export_of_a_run_that_stopped_early_is_what_its_model_directory_holds
 
 @pytest.mark.parametrize("name", [name for name in PREFERENCES if name != "dpo_first"])
 def test_learning_from_pairs_is_what_a_plain_loop_computes(
-    launch: Finished, folder: Path, tiny_model: Path, name: str
+    launch: Finished, folder: Path, tiny_model: Path, tied_model: Path, name: str
 ) -> None:
     """Ten steps of AdamW in one process, pair by pair, in transformers and peft."""
     from peft import PeftModel
@@ -235,10 +246,11 @@ def test_learning_from_pairs_is_what_a_plain_loop_computes(
 
     encoder, base, model = Encoder(AutoTokenizer.from_pretrained(tiny_model), 128), load(tiny_model), load(tiny_model)
     flags = PREFERENCES[name]
-    settings: dict[str, Any] = {"objective": name, "beta": float(flags[3])}
-    settings |= {"dpo": {"label_smoothing": 0.1}, "simpo": {"simpo_gamma": 1.0}}.get(name, {})
-    settings |= {"desirable_weight": 1.0, "undesirable_weight": 1.2} if name == "kto" else {}
-    losses_per_pair = 2 if name == "kto" else 1
+    settings: dict[str, Any] = {"objective": flags[1], "beta": float(flags[3])}
+    settings |= {"dpo": {"label_smoothing": 0.1}, "simpo": {"simpo_gamma": 1.0}}.get(flags[1], {})
+    settings |= {"desirable_weight": 1.0, "undesirable_weight": 1.2} if flags[1] == "kto" else {}
+    losses_per_pair = 2 if flags[1] == "kto" else 1
+    base = load(tied_model) if "--reference_model" in flags else base
     if "--use_peft" in flags:
         # At the first step B is zero, so that A gets no gradient: it is as it was made.
         model = PeftModel.from_pretrained(model, folder / "dpo_first" / "model", is_trainable=True)
@@ -261,7 +273,7 @@ def test_learning_from_pairs_is_what_a_plain_loop_computes(
         assert line["train/loss"] == pytest.approx(loss.item(), rel=1e-5)
         chosen, rejected = (sum(it[side].item() for it in rewards) / 7 for side in (0, 1))
         assert line["train/rewards/margins"] == pytest.approx(chosen - rejected, rel=1e-4, abs=1e-5)
-        if name != "kto":
+        if flags[1] != "kto":
             assert line["train/rewards/accuracies"] == pytest.approx(sum((c > r).item() for c, r in rewards) / 7)
         loss.backward()
         optimizer.step()

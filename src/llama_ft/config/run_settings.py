@@ -69,8 +69,8 @@ class PreferenceConfig:
 
     objective: Literal["sft", "dpo", "ipo", "kto", "simpo", "orpo"] = "sft"
     """sft: supervised fine-tuning. kto learns from completions with a label, the others from pairs of a chosen and a
-    rejected response. dpo, ipo and kto compare with a reference, the model with its adapter off, and need use_peft.
-    simpo and orpo have none."""
+    rejected response. dpo, ipo and kto compare with a reference, which is the model before training unless
+    reference_model names another. simpo and orpo have none."""
 
     beta: Annotated[float, Field(gt=0)] = 0.1
     """dpo, ipo, kto: strength of the reference; with a lower beta the model moves further from it. simpo: factor on
@@ -78,6 +78,10 @@ class PreferenceConfig:
 
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
     """dpo, simpo: share of the pairs that are assumed to be the wrong way round."""
+
+    reference_model: str | None = None
+    """dpo, ipo, kto: directory or Hub name of another reference with the same tokenizer. It scores all samples before
+    the model is loaded, and is then freed."""
 
     simpo_gamma: Annotated[float, Field(ge=0)] = 0.5
     """simpo: margin between the rewards of both responses that is aimed at."""

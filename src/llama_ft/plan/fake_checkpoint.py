@@ -35,6 +35,7 @@ from llama_ft.models.load_weights import QUANTIZED_AT_ONCE
 from llama_ft.models.lora import checkpoint_key
 from llama_ft.models.source import StoredTensor, open_weights, weight_files
 from llama_ft.training import objective
+from llama_ft.training.reference import AdapterOff, StoredReference
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,8 @@ def planned_models(headers: dict[str, StoredTensor], device: str) -> Iterator[No
         patch.object(loader.Loader, "_keep", keep_few_blocks),
         # Kernels of layers that carry a state need CUDA; transformers then computes them by torch's own operations.
         patch.object(hub_kernels, "is_torchdynamo_exporting", lambda: True),
+        # Planned as a forward pass in each step: the pass before training holds no more.
+        patch.object(StoredReference, "log_probabilities", AdapterOff.log_probabilities),
         patch.object(block_attention, "LONGEST_IN_BLOCKS", 0),  # many small operators; a block takes little memory
     ]
     if device == "cuda":  # fake tensors lie on the CPU

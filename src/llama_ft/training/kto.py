@@ -26,14 +26,17 @@ from llama_ft.training.reference import AdapterOff, Reference, score_rows
 
 
 class Kto:
-    """Make desirable completions likelier and undesirable ones less likely, each compared with the reference."""
+    """Make desirable completions likelier and undesirable ones less likely, each compared with the reference.
+
+    Attributes:
+        reference: unless given, the model with its adapter off.
+    """
 
     examples_per_sample, counts_tokens = 2, False
     examples = staticmethod(unpaired_examples)
 
-    def __init__(self, settings: PreferenceConfig) -> None:
-        self._settings = settings
-        self.reference: Reference = AdapterOff()
+    def __init__(self, settings: PreferenceConfig, reference: Reference | None = None) -> None:
+        self._settings, self.reference = settings, AdapterOff() if reference is None else reference
 
     def loss(self, model: PreTrainedModel, batch: Batch, runtime: Runtime) -> LossSum:
         """See `Objective`; counts samples. Rows of even number are samples, each followed by its prompt with another

@@ -16,13 +16,14 @@ per token, nll and logged numbers as in TRL's DPOTrainer, CPOTrainer (simpo, wit
 
 import dataclasses
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
 from torch.nn import functional as F
 from transformers.modeling_utils import PreTrainedModel
 
-from llama_ft.config import Config, PreferenceConfig
+from llama_ft.config import WITH_REFERENCE, Config, PreferenceConfig, stores_reference, values_of
 from llama_ft.data import Batch, Encoder, two_examples
 from llama_ft.data.formats import PREFERENCE, UNPAIRED, Row, RowFormat
 from llama_ft.data.tokenize import Example
@@ -37,7 +38,7 @@ from llama_ft.training.objective import (
     row_targets,
     target_losses,
 )
-from llama_ft.training.reference import AdapterOff, Reference
+from llama_ft.training.reference import AdapterOff, Reference, StoredReference
 
 LARGEST_LOG_PROBABILITY = -1e-6  # a mean per token; at 0 the odds would be infinite
 
@@ -52,6 +53,7 @@ class Pairs(NamedTuple):
 
 # float32 [pairs]: the loss of each pair, and what else is logged of it.
 PairLosses = tuple[torch.Tensor, dict[str, torch.Tensor]]
+PairLoss = Callable[[Pairs, PreferenceConfig], PairLosses]
 
 
 def dpo(pairs: Pairs, settings: PreferenceConfig) -> PairLosses:
@@ -80,19 +82,16 @@ def orpo(pairs: Pairs, settings: PreferenceConfig) -> PairLosses:
     return pairs.nll - settings.beta * ratio, logged
 
 
-LOSSES: dict[str, Callable[[Pairs, PreferenceConfig], PairLosses]] = {
-    "dpo": dpo,
-    "ipo": ipo,
-    "simpo": simpo,
-    "orpo": orpo,
-}
+LOSSES: dict[str, PairLoss] = {"dpo": dpo, "ipo": ipo, "simpo": simpo, "orpo": orpo}
 
 
 def build_objective(config: Config) -> Objective:
     """Make what `--objective` names."""
     if config.preference.objective == "sft":
         return SupervisedFineTuning(config.train.label_smoothing_factor)
-    return Kto(config.preference) if config.preference.objective == "kto" else Preferences(config.preference)
+    is_stored = stores_reference(SimpleNamespace(**values_of(config)))
+    method = Kto if config.preference.objective == "kto" else Preferences
+    return method(config.preference, StoredReference() if is_stored else AdapterOff())
 
 
 def settle_format(config: Config) -> Config:
@@ -107,15 +106,16 @@ class Preferences:
     """Make the chosen response of a pair likelier than the rejected one. `settings` choose one of `LOSSES`.
 
     Attributes:
-        reference: what dpo and ipo compare with; None for the others.
+        reference: what dpo and ipo compare with, unless given the model with its adapter off; None for the others.
     """
 
     examples_per_sample, counts_tokens = 2, False
 
-    def __init__(self, settings: PreferenceConfig) -> None:
+    def __init__(self, settings: PreferenceConfig, reference: Reference | None = None) -> None:
         self._settings, self._loss = settings, LOSSES[settings.objective]
         self._is_mean = settings.objective != "dpo"
-        self.reference: Reference | None = AdapterOff() if settings.objective in ("dpo", "ipo") else None
+        compared = AdapterOff() if reference is None else reference
+        self.reference = compared if settings.objective in WITH_REFERENCE else None
 
     @staticmethod
     def examples(row: Row, row_format: RowFormat, encoder: Encoder) -> list[Example]:
@@ -162,15 +162,10 @@ class Preferences:
 
 def _with_prompts(batch: Batch) -> Batch:
     """The batch with all tokens of the rows with a chosen response as labels, but the first of a row."""
-    labels, lengths = batch.labels.clone(), batch.row_lengths
-    if batch.is_packed:
-        rows = list(zip(labels[0].split(lengths), batch.input_ids[0].split(lengths), strict=True))
-    else:
-        whole = zip(labels, batch.input_ids, lengths, strict=True)
-        rows = [(own[:length], ids[:length]) for own, ids, length in whole]
-    for own, ids in rows[: len(batch.sources) : 2]:  # none of a batch that only fills a rank up
-        own[1:] = ids[1:]
-    return dataclasses.replace(batch, labels=labels)
+    wider = dataclasses.replace(batch, labels=batch.labels.clone())
+    for ids, labels in wider.rows()[: len(batch.sources) : 2]:  # none of a batch that only fills a rank up
+        labels[1:] = ids[1:]
+    return wider
 
 
 def _sigmoid_loss(margin: torch.Tensor, smoothing: float) -> torch.Tensor:
