@@ -372,7 +372,7 @@ def test_a_completion_with_a_label_comes_with_its_prompt_and_another_completion(
     assert flipped.train is not None and flipped.train["input_ids"][:] == found["input_ids"][:]
     assert flipped.fingerprints() != data.fingerprints()
     assert f"labels of the training data: {15 - (truncation == 'drop')} desirable, 6 undesirable" in data.summary
-    with pytest.raises(UserError, match="one.jsonl: all 3 completions have the label false"):
+    with pytest.raises(UserError, match="one.jsonl: all 3 completions have the label False"):
         built("one.jsonl", [{**row, "label": 0} for row in rows[:3]])
     both = [{"prompt": "Hi", "chosen": " yes", "rejected": f" no {n}"} for n in range(3)]
     apart = [{"prompt": "Hi", "completion": it[key], "label": key == "chosen"} for it in both for key in list(it)[1:]]

@@ -44,6 +44,9 @@ FEATURES = Features(
         "desirable": Value("bool"),
     }
 )
+# What people should know of an example of a completion beside its place: by its label, and whether it is the second.
+OTHER = ", with another completion"
+NOTES = {(True, 0): ", desirable", (False, 0): ", undesirable", (True, 1): OTHER, (False, 1): OTHER}
 CHUNK_ROWS, CHUNK_BYTES = 256, 2**20
 BAD_ROWS_SHOWN = 5
 BAD_ROWS_COUNTED = 1000  # a run with so many does not look for more
@@ -111,19 +114,12 @@ def encode_chunk(chunk: Chunk, encoder: Encoder, examples_of: ExamplesOf) -> Enc
         "labels": pyarrow.ListArray.from_arrays(ends, labels),
         "target_tokens": [piece.target_tokens for _, piece, *_ in pieces],
         "group": [group for _, _, group, _ in pieces],
-        "source": [chunk[row][0] + _note(labels_of.get(row), at) for row, _, _, at in pieces],
+        "source": [chunk[row][0] + NOTES.get((labels_of.get(row), at), "") for row, _, _, at in pieces],
         "desirable": [labels_of.get(row) if at == 0 else None for row, _, _, at in pieces],
     }
     table = pyarrow.table(columns, schema=FEATURES.arrow_schema)
     row_of_piece = numpy.array([row for row, *_ in pieces], numpy.int32)
     return EncodedChunk(table, row_of_piece, rows, int(input_ids.max(initial=-1)), problems)
-
-
-def _note(label: bool | None, at: int) -> str:
-    """What people should know of an example beside its place."""
-    if label is None:
-        return ""
-    return ", with another completion" if at else f", {'desirable' if label else 'undesirable'}"
 
 
 def encode_chunks(

@@ -235,12 +235,9 @@ def _build(folder: Path, job: _Job) -> None:
             )
     train = written.get("train", SplitStatistics())
     if job.examples is unpaired_examples and written.get("train") and not (train.desirable and train.undesirable):
-        way_out = "check the column label, and add completions with the other label"
-        if train.desirable:
-            way_out += ". Supervised fine-tuning takes such data: --objective sft --dataset_format prompt_completion"
         raise UserError(
-            f"{names['train']}: all {counted(train.desirable or train.undesirable, 'completion')} have the label "
-            f"{str(bool(train.desirable)).lower()}.\nKTO needs desirable and undesirable ones: {way_out}."
+            f"{names['train']}: all {counted(train.rows // 2, 'completion')} have the label {bool(train.desirable)}.\n"
+            "KTO needs both. Check the column label, or use --objective sft --dataset_format prompt_completion."
         )
     BuildReport(train, written.get("validation"), bad.count, bad.first, sample).save(folder / "meta.json")
     log.info(f"tokenized {counted(rows, 'sample')} in {time.monotonic() - started:.1f} s")

@@ -12,8 +12,6 @@ Source: https://arxiv.org/abs/2402.01306; names and logged numbers as in TRL's K
 of the sample before in the micro-batch.
 """
 
-import dataclasses
-
 import torch
 from transformers.modeling_utils import PreTrainedModel
 
@@ -69,18 +67,9 @@ def every_second(batch: Batch, first: int) -> Batch:
     """The rows of a micro-batch from `first`, every second one; all of a batch that only fills a rank up."""
     if not batch.sources:
         return batch
-    lengths = batch.row_lengths[first::2]
-
-    def rows_of(values: torch.Tensor) -> torch.Tensor:
-        if batch.is_packed:
-            return torch.cat(values.split(batch.row_lengths, dim=1)[first::2], dim=1)
-        return values[first::2, : max(lengths)]
-
-    return dataclasses.replace(
-        batch,
-        input_ids=rows_of(batch.input_ids),
-        labels=rows_of(batch.labels),
-        row_lengths=lengths,
-        sources=batch.sources[first::2],
-        desirable=batch.desirable[first::2],
-    )
+    lengths, both = batch.row_lengths[first::2], (batch.input_ids, batch.labels)
+    if batch.is_packed:
+        ids, labels = (torch.cat(values.split(batch.row_lengths, dim=1)[first::2], dim=1) for values in both)
+    else:
+        ids, labels = (values[first::2, : max(lengths)] for values in both)
+    return Batch(ids, labels, lengths, batch.is_packed, batch.sources[first::2], batch.desirable[first::2])
