@@ -1,18 +1,24 @@
 """Log-probabilities that are computed once, and found again by what a row holds."""
 
 import copy
+import weakref
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from recipes.test_runs import pairs
 from training.test_preferences import ROWS, batch, log_probabilities, made
 from transformers import AutoTokenizer
 
-from llama_ft.data import Batch
+from llama_ft.config import Config, DataConfig, ModelConfig, PreferenceConfig
+from llama_ft.data import Batch, collate, prepare
 from llama_ft.errors import RunFailure, UserError
 from llama_ft.models import use_packed_attention
-from llama_ft.training.reference import StoredReference, check_same_tokens
+from llama_ft.phases import NULL_MONITOR
+from llama_ft.training import build_objective
+from llama_ft.training.reference import ReferencePass, StoredReference, check_same_tokens
 
 FINGERPRINT = {"model": "abc", "dataset": "def", "precision": "fp32"}
 FILLER = Batch(torch.tensor([[1, 5, 9]]), torch.full((1, 3), -100), [3], False, [])
@@ -72,6 +78,32 @@ def test_a_file_that_is_missing_or_no_reference_is_refused(tmp_path: Path) -> No
     for name in ("absent", "text"):
         with pytest.raises(UserError, match=f"{name}: cannot be read as log-probabilities"):
             StoredReference().load(tmp_path / name, FINGERPRINT)
+
+
+def test_another_reference_scores_all_rows_and_is_freed(
+    finetuning: ModuleType, runtime: Any, tiny_model: Path, tied_model: Path, tmp_path: Path
+) -> None:
+    parameters = list[Any]()
+
+    def build_model(*arguments: Any, **more: Any) -> Any:
+        built = finetuning.build_model(*arguments, **more)
+        assert not any(parameter.requires_grad for parameter in built[0].parameters())
+        parameters.extend(weakref.ref(parameter) for parameter in built[0].parameters())
+        return built
+
+    settings = PreferenceConfig(objective="dpo", reference_model=str(tied_model))
+    data = DataConfig(dataset=str(pairs(tmp_path / "pairs.jsonl", 9)), dataset_format="preference", validation="0.3")
+    config = Config(model=ModelConfig(model_name=str(tiny_model)), preference=settings, data=data)
+    objective, tokenizer = build_objective(config), AutoTokenizer.from_pretrained(tiny_model)
+    length: Any = {"context_length": 64, "cache": tmp_path, "want_validation": True}
+    dataset = prepare(data, tokenizer, **length, examples=objective.examples)
+    scoring = ReferencePass(objective, config, tiny_model, tokenizer, dataset, 64, 0, runtime)
+    scoring.score_with_other_model(build_model, NULL_MONITOR)
+    assert len(parameters) > 10 and not any(parameter() is not None for parameter in parameters)
+    for rows in (dataset.train, dataset.validation):
+        assert rows is not None
+        found = objective.reference.log_probabilities(made(0), collate(rows, range(len(rows)), 0), runtime)
+        assert found.isfinite().all() and len(found) == len(rows) > 0 and (found < 0).all()
 
 
 def test_a_reference_with_other_tokens_is_refused(tiny_model: Path) -> None:

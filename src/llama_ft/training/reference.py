@@ -192,6 +192,7 @@ class ReferencePass:
         model = dataclasses.replace(self._config.model, model_name=self._other, freeze_layers=False)
         config = dataclasses.replace(self._config, model=model, peft=PeftConfig())
         built = build_model(config, folder, model_config, None, memory, runtime, is_trained=False)
+        memory.enter("evaluation")
         self._score(self._stored, built[0])
         self._fingerprint["model"] = models.fingerprint(folder)
         del built
@@ -230,10 +231,10 @@ class ReferencePass:
 
     def _batches(self) -> Iterator[Batch]:
         """This rank's share of all rows, in micro-batches as large as those of training; as many on every rank."""
-        ranks, pack_length = (self._runtime.world_size, self._runtime.rank), self._pack_length
-        sizes = self._config.train.batch_size_training, 0, pack_length  # 0: all of them
+        size, pack_length = self._config.train.batch_size_training, self._pack_length
+        sizes = self._runtime.world_size, self._runtime.rank, size, 0  # 0: all of them
         for rows in filter(None, (self._dataset.train, self._dataset.validation)):
-            for indices in evaluation_batches(row_lengths(rows), *ranks, *sizes, group_size(rows)):
+            for indices in evaluation_batches(row_lengths(rows), *sizes, pack_length, group_size(rows)):
                 yield collate(rows, indices, self._pad_token_id, pack_length is not None)
 
 
