@@ -46,6 +46,7 @@ FEATURES = Features(
 )
 # What people should know of an example of a completion beside its place: by its label, and whether it is the second.
 OTHER = ", with another completion"
+NOTES: dict[tuple[bool | None, int], str]
 NOTES = {(True, 0): ", desirable", (False, 0): ", undesirable", (True, 1): OTHER, (False, 1): OTHER}
 CHUNK_ROWS, CHUNK_BYTES = 256, 2**20
 BAD_ROWS_SHOWN = 5

@@ -90,8 +90,10 @@ def build_objective(config: Config) -> Objective:
     if config.preference.objective == "sft":
         return SupervisedFineTuning(config.train.label_smoothing_factor)
     is_stored = stores_reference(SimpleNamespace(**values_of(config)))
-    method = Kto if config.preference.objective == "kto" else Preferences
-    return method(config.preference, StoredReference() if is_stored else AdapterOff())
+    reference = StoredReference() if is_stored else AdapterOff()
+    if config.preference.objective == "kto":
+        return Kto(config.preference, reference)  # type: ignore[return-value]  # mypy: examples is an assigned function
+    return Preferences(config.preference, reference)
 
 
 def settle_format(config: Config) -> Config:
