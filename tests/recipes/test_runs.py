@@ -33,6 +33,8 @@ OPTIMIZERS = {  # name -> flags, and the bytes of state a parameter; narrow rows
 }
 PREFERENCE_RATE = 3e-3
 DPO = ["--objective", "dpo", "--beta", "0.3", "--label_smoothing", "0.1", "--use_peft"]
+KTO = ["--objective", "kto", "--beta", "0.3", "--undesirable_weight", "1.2"]
+KTO += ["--batch_size_training", "8", "--val_batch_size", "4"]
 PREFERENCES = {  # one step an epoch: their order is free; one micro-batch of one rank has no pair
     "dpo": [*DPO, "--batching_strategy", "padding", "--enable_fsdp", "--low_cpu_fsdp"],
     "dpo_first": [*DPO, "--max_train_step", "1", "--run_validation", "False"],
@@ -41,6 +43,9 @@ PREFERENCES = {  # one step an epoch: their order is free; one micro-batch of on
     "ipo_other": [*DPO[:1], "ipo", *DPO[2:4], "--reference_model", "@", "--batching_strategy", "padding"],
     "orpo": ["--objective", "orpo", "--beta", "0.5", "--enable_fsdp", "--activation_checkpointing", "full"],
     "simpo": ["--objective", "simpo", "--beta", "2", "--simpo_gamma", "1", "--batching_strategy", "padding"],
+    # All of a step, and all of an evaluation, is one micro-batch of each rank.
+    "kto": [*KTO, "--use_peft", "--enable_fsdp"],
+    "kto_full": [*KTO, "--enable_fsdp", "--batching_strategy", "padding"],
 }
 REWARDS = {  # one reads and sends shards from rank 0 and packs, the other does not
     "reward": ["--objective", "reward", *FSDP, "--activation_checkpointing", "full"],
@@ -250,6 +255,8 @@ def test_learning_from_pairs_is_what_a_plain_loop_computes(
     flags = PREFERENCES[name]
     settings: dict[str, Any] = {"objective": flags[1], "beta": float(flags[3])}
     settings |= {"dpo": {"label_smoothing": 0.1}, "simpo": {"simpo_gamma": 1.0}}.get(flags[1], {})
+    settings |= {"desirable_weight": 1.0, "undesirable_weight": 1.2} if flags[1] == "kto" else {}
+    losses_per_pair = 2 if flags[1] == "kto" else 1
     base = load(tied_model) if "--reference_model" in flags else base
     if "--use_peft" in flags:
         # At the first step B is zero, so that A gets no gradient: it is as it was made.
@@ -269,16 +276,19 @@ def test_learning_from_pairs_is_what_a_plain_loop_computes(
     assert len(found) == 10
     for line in found:
         loss, rewards = of_formulas(rows, model, base, **settings)
-        assert line["train/loss"] == pytest.approx(loss.item() / 7, rel=1e-5)
+        loss = loss / (7 * losses_per_pair)
+        assert line["train/loss"] == pytest.approx(loss.item(), rel=1e-5)
         chosen, rejected = (sum(it[side].item() for it in rewards) / 7 for side in (0, 1))
         assert line["train/rewards/margins"] == pytest.approx(chosen - rejected, rel=1e-4, abs=1e-5)
-        assert line["train/rewards/accuracies"] == pytest.approx(sum((c > r).item() for c, r in rewards) / 7)
-        (loss / 7).backward()
+        if flags[1] != "kto":
+            assert line["train/rewards/accuracies"] == pytest.approx(sum((c > r).item() for c, r in rewards) / 7)
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
     held_out, rewards = of_formulas(rows_of(folder / "held_out.jsonl"), model, base, **settings)
-    assert found[-1]["eval/loss"] == pytest.approx(held_out.item() / 3, rel=1e-5)
-    assert found[-1]["eval/rewards/accuracies"] == pytest.approx(sum((c > r).item() for c, r in rewards) / 3)
+    assert found[-1]["eval/loss"] == pytest.approx(held_out.item() / 3 / losses_per_pair, rel=1e-5)
+    chosen, rejected = (sum(it[side].item() for it in rewards) / 3 for side in (0, 1))
+    assert found[-1]["eval/rewards/margins"] == pytest.approx(chosen - rejected, rel=1e-4, abs=1e-5)
     assert "eval/perplexity" not in found[-1]
 
 

@@ -50,7 +50,9 @@ def make(attention: str, dtype: torch.dtype, runtime: Runtime) -> PreTrainedMode
 
 def rows(*lengths: int) -> Dataset:
     ids = [random.Random(n).choices(range(101), k=length) for n, length in enumerate(lengths)]
-    return Dataset.from_dict({"input_ids": ids, "labels": ids, "source": ["x"] * len(ids)})
+    return Dataset.from_dict(
+        {"input_ids": ids, "labels": ids, "source": ["x"] * len(ids), "desirable": [None] * len(ids)}
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

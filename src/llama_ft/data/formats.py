@@ -41,6 +41,7 @@ class Format(NamedTuple):
 
 
 PREFERENCE = "preference"  # the format of pairs, which only the objectives over pairs read
+UNPAIRED = "unpaired_preference"  # that of completions with a label, which only objective kto reads
 MEDIA = {"image", "images", "video", "videos", "audio", "audios"}  # columns that a sample of text leaves empty
 ROLES = {
     "human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant",
@@ -94,6 +95,11 @@ def find_format(dataset: str, columns: Collection[str], wanted: str) -> RowForma
             f"{dataset}: it has pairs of a chosen and a rejected response.\n--objective dpo, ipo, simpo, orpo or "
             "reward is trained on them; supervised fine-tuning takes --columns with messages=chosen or "
             "completion=chosen."
+        )
+    if wanted == "auto" and UNPAIRED in fitting:
+        raise UserError(
+            f"{dataset}: its completions have labels, desirable or not.\n--objective kto is trained on them; with "
+            "--dataset_format prompt_completion supervised fine-tuning is trained on all of them, whatever their label."
         )
     if wanted == "auto" and len(plainly) == 1:
         return plainly[0]
@@ -180,12 +186,47 @@ def pair_contents(row: Row) -> list[tuple[str, str] | list[Message]]:
     Raises:
         BadRow: a column is missing or empty, both responses are equal, or their prompts differ.
     """
-    chosen, rejected = row.get("chosen"), row.get("rejected")
-    expect(chosen != rejected or _is_blank(chosen), "rejected", rejected, "another response than the chosen one")
-    is_chat = isinstance(chosen, list) or isinstance(rejected, list)
-    prompt, chosen, rejected = _chat_pair(row) if is_chat else _text_pair(row)
+    prompt, chosen, rejected = _pair(row)
     parts = {**row, "prompt": prompt, "chosen": chosen, "rejected": rejected}
     return [prompt_completion(parts, column) for column in ("chosen", "rejected")]
+
+
+def unpaired(row: Row) -> list[Row]:
+    """Turn a pair into two samples of the format unpaired_preference; another sample stays as it is.
+
+    Raises:
+        BadRow: as `pair_contents`.
+    """
+    if "label" in row or not row.keys() >= {"chosen", "rejected"}:
+        return [row]
+    prompt, chosen, rejected = _pair(row)
+    more = {column: value for column, value in row.items() if column not in ("chosen", "rejected")}
+    answers = ((chosen, True), (rejected, False))
+    return [{**more, "prompt": prompt, "completion": answer, "label": label} for answer, label in answers]
+
+
+def labelled(row: Row) -> tuple[str, str] | list[Message]:
+    """Check a completion with a label; return what `prompt_completion` returns."""
+    is_desirable(row)
+    return prompt_completion(row)
+
+
+def is_desirable(row: Row) -> bool:
+    """Return the label of a completion: true or false, 1 or 0, or one of them as text, as in a .csv.
+
+    Raises:
+        BadRow: it is something else.
+    """
+    text = str(row.get("label")).strip().lower().removesuffix(".0")
+    expect(text in ("true", "1", "false", "0"), "label", row.get("label"), "true or false, 1 or 0")
+    return text in ("true", "1")
+
+
+def _pair(row: Row) -> tuple[Any, Any, Any]:
+    """The prompt and both responses of a pair, of texts or of lists of messages."""
+    chosen, rejected = row.get("chosen"), row.get("rejected")
+    expect(chosen != rejected or _is_blank(chosen), "rejected", rejected, "another response than the chosen one")
+    return _chat_pair(row) if isinstance(chosen, list) or isinstance(rejected, list) else _text_pair(row)
 
 
 def _text_pair(row: Row) -> tuple[str, str, str]:
@@ -350,6 +391,7 @@ FORMATS: dict[str, Format] = {
     "sharegpt": Format(("conversations",), ("system", "tools"), partial(chat_messages, column="conversations")),
     "prompt_completion": Format(("prompt", "completion"), ("system", "tools"), prompt_completion),
     PREFERENCE: Format(("chosen", "rejected"), ("prompt", "system", "tools"), preferred),
+    UNPAIRED: Format(("prompt", "completion", "label"), ("system", "tools"), labelled),
     "text": Format(("text",), (), plain_text),
     "tokenized": Format(("input_ids",), ("labels", "attention_mask"), token_row),
 }

@@ -91,7 +91,7 @@ def add_score(model: PreTrainedModel) -> None:
 
 class ScoredSource(WeightSource):
     """A checkpoint, under the model's names, as one of a model that `add_score` has prepared. If it has no such head it
-    is a causal model's: what lies beside the decoder, the LM head, is left out, and the score head's values are drawn
+    is a causal model's: its LM head is left out, and the score head's values are drawn
     from a normal distribution with the config's `initializer_range`, as in Transformers.
     """
 

@@ -139,7 +139,7 @@ def _full_batch(request: PlanRequest, rows: int, context_length: int) -> Batch:
     ids = torch.zeros((1, length * rows) if is_packed else (rows, length), dtype=torch.int64)
     labels = ids.clone()
     labels[:, round(labels.shape[1] * request.target_share) :] = IGNORED
-    return Batch(ids, labels, lengths, is_packed, [""] * len(lengths))
+    return Batch(ids, labels, lengths, is_packed, [""] * rows, [True] * rows)
 
 
 def _memory(request: PlanRequest, tracker: Tracker, saved_bytes: int) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from transformers.modeling_utils import PreTrainedModel
 from llama_ft.config import TrainConfig
 from llama_ft.data import collate, evaluation_batches, group_size, row_lengths, stop_token_ids
 from llama_ft.runtime import Runtime, log
-from llama_ft.training.objective import Objective
+from llama_ft.training.objective import Objective, logged_means
 from llama_ft.training.step import free_unsharded
 
 LARGEST_EXPONENT = 700.0  # math.exp overflows above 709
@@ -59,7 +59,7 @@ def mean_loss(
     free_unsharded(model)
     model.train()
     *totals, total = runtime.all_gather_floats(*(it.item() for it in sums.values()), count).sum(dim=0).tolist()
-    means = {name: value / total for name, value in zip(sums, totals, strict=True)}
+    means = logged_means(dict(zip(sums, totals, strict=True)), total)
     return means.pop("loss"), int(total), means
 
 

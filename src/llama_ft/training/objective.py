@@ -4,6 +4,7 @@
 turns a micro-batch into a `LossSum`. The training step, evaluation and the planner use nothing else of a method.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -38,8 +39,19 @@ class LossSum:
 
     loss: torch.Tensor  # float32 scalar with gradient; 0 with gradients of 0 for a micro-batch without samples
     count: int  # how many losses it is the sum of: loss tokens, or pairs
-    # Further sums by name, float32 scalars without gradient; their means over `count` are logged.
+    # Further sums by name, float32 scalars without gradient; `logged_means` of them are logged.
     logged: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+def logged_means(sums: Mapping[str, float], count: float) -> dict[str, float]:
+    """Return the means of what `LossSum.logged` sums: of `rewards/chosen` over the sum `count/chosen` if there is one,
+    else over `count`. A mean over nothing is left out, and so is the margin between such means."""
+    counts = {name.removeprefix("count/"): value for name, value in sums.items() if name.startswith("count/")}
+    over = {name: counts.get(name.rpartition("/")[2], count) for name in sums if not name.startswith("count/")}
+    means = {name: sums[name] / over[name] for name in over if over[name]}
+    if counts and {"rewards/chosen", "rewards/rejected"} <= means.keys():
+        means["rewards/margins"] = means["rewards/chosen"] - means["rewards/rejected"]
+    return means
 
 
 class Objective(Protocol):

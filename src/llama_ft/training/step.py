@@ -19,7 +19,7 @@ from llama_ft.models import ShardGroup
 from llama_ft.models.lora import clear_frozen_half
 from llama_ft.phases import NULL_MONITOR, PhaseMonitor
 from llama_ft.runtime import Runtime
-from llama_ft.training.objective import LossSum, Objective
+from llama_ft.training.objective import LossSum, Objective, logged_means
 from llama_ft.training.sharded_optimizer import local_tensor
 
 MICRO_BATCHES_NAMED = 8
@@ -97,8 +97,8 @@ class StepResult:
 
     def logged(self) -> dict[str, float]:
         """The means of the further sums, as `train/<name>`; after `read`."""
-        values = self._numbers[2:].tolist()
-        return {f"train/{name}": value / self._count for name, value in zip(self._names, values, strict=True)}
+        sums = dict(zip(self._names, self._numbers[2:].tolist(), strict=True))
+        return {f"train/{name}": value for name, value in logged_means(sums, self._count).items()}
 
 
 def clip_and_reduce_norm(
