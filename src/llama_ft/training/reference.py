@@ -199,21 +199,21 @@ class ReferencePass:
         gc.collect()  # FSDP units and modules refer to each other
         torch.cuda.empty_cache()
 
-    def settle(self, model: PreTrainedModel, directory: Path, is_resumed: bool) -> None:
+    def settle(self, model: PreTrainedModel, directory: Path, checkpoint: Path | None) -> None:
         """Read the numbers of a resumed run; of a new one, compute them unless another model did, and write them.
 
         Args:
             model: before step 1.
-            directory: of the run; a resumed one's has the file of the checkpoint.
-            is_resumed: whether the run continues another.
+            directory: of the run; with a checkpoint it has the file already.
+            checkpoint: the directory of the one that is resumed, if any.
 
         Raises:
             UserError: the file is missing, corrupted or of another run.
         """
         if self._stored is None:
             return
-        file = directory / REFERENCE_FILE
-        if is_resumed:
+        file = (checkpoint or directory) / REFERENCE_FILE
+        if checkpoint is not None:
             self._stored.load(file, self._fingerprint)
             log.info(f"Reference: log-probabilities of {counted(len(self._stored), 'row')} from {file}")
             return
