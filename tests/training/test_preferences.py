@@ -70,8 +70,8 @@ def expected(
             (c, r), s = [a.sum() - b.sum() for a, b in zip(ours, theirs, strict=True)], more.get("label_smoothing", 0)
             losses.append(-logsigmoid(beta * (c - r)) * (1 - s) - logsigmoid(-beta * (c - r)) * s)
         elif objective == "ipo":
-            c, r = [a.mean() - b.mean() for a, b in zip(ours, theirs, strict=True)]
-            losses.append((c - r - 1 / (2 * beta)) ** 2)
+            c, r = [a.sum() - b.sum() for a, b in zip(ours, theirs, strict=True)]
+            losses.append((c / len(ours[0]) - r / len(ours[1]) - 1 / (2 * beta)) ** 2)
         else:
             c, r = [it.mean() for it in ours]
             losses.append(-logsigmoid(beta * (c - r - more.get("simpo_gamma", 0) / beta)))

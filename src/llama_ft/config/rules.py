@@ -1,4 +1,4 @@
-"""Rules over several settings: impossible combinations, and settings that have no effect beside others.
+"""Rules over several settings: impossible combinations, and settings that other settings make ineffective.
 
 A setting without effect is an error, too: whoever sets it expects one. All rules run, so that everything is reported at
 once.
@@ -98,7 +98,7 @@ RULES: tuple[tuple[str, Callable[[Any], Any], str], ...] = (
     ("dataset_format", lambda s: s.dataset_format not in ("auto", PAIRS) and s.objective != "sft",
      "is {}, and objective {objective} is trained on pairs. Use preference, or leave it out."),
     ("dataset_format", lambda s: s.dataset_format == PAIRS and s.objective == "sft",
-     "is {}, which objective dpo, ipo, simpo and orpo are trained on. Choose one."),
+     "is {}, which objective dpo, ipo, simpo, orpo and reward are trained on. Choose one."),
     ("truncation", lambda s: s.truncation == "split" and s.objective != "sft",
      "is {}, and the pieces of a pair are no pairs. Use right, left or drop."),
     ("labels", lambda s: s.labels != "auto" and s.objective != "sft",
@@ -145,7 +145,9 @@ CONDITIONS: tuple[tuple[list[str], str, Callable[[Any], Any]], ...] = (
     (ADAPTER_FIELDS, "from_peft_checkpoint", lambda it: it is None),  # the saved adapter's own settings are used
     (["overwrite"], "output_dir", bool),
     (["label_smoothing_factor"], "objective", lambda it: it == "sft"),
-    (["beta"], "objective", lambda it: it != "sft"),
+    (["beta"], "objective", lambda it: it not in ("sft", "reward")),
+    (["center_rewards_coefficient"], "objective", lambda it: it == "reward"),
+    (["sample_tokens"], "objective", lambda it: it != "reward"),  # it writes no text
     (["label_smoothing"], "objective", lambda it: it in ("dpo", "simpo")),
     (["reference_model"], "objective", lambda it: it in WITH_REFERENCE),
     (["simpo_gamma"], "objective", lambda it: it == "simpo"),
