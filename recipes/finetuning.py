@@ -85,7 +85,7 @@ def main(**flags: str) -> None:
             training.check_packing(model, batches.first_rows(), batches.pack_length, dtype, job)
 
         with run.open(dataset, batches, units):
-            reference.settle(model, run.directory, run.resumed is not None)
+            reference.settle(model, run.directory, run.resumed.folder if run.resumed else None)
             train(run, model, objective, tokenizer, pad)
             if config.checkpoint.save_model:
                 export(run, model, adapter, stored_dtypes, folder, tokenizer)

@@ -199,21 +199,21 @@ class ReferencePass:
         gc.collect()  # FSDP units and modules refer to each other
         torch.cuda.empty_cache()
 
-    def settle(self, model: PreTrainedModel, directory: Path, is_resumed: bool) -> None:
+    def settle(self, model: PreTrainedModel, directory: Path, checkpoint: Path | None) -> None:
         """Read the numbers of a resumed run. For a new run, compute them unless another model did, and write them.
 
         Args:
             model: the model before step 1.
             directory: of the run; if it is resumed, the directory has the file of the checkpoint.
-            is_resumed: whether the run continues another one.
+            checkpoint: the directory of the checkpoint that is resumed, if any.
 
         Raises:
             UserError: the file is missing, corrupted or belongs to another run.
         """
         if self._stored is None:
             return
-        file = directory / REFERENCE_FILE
-        if is_resumed:
+        file = (checkpoint or directory) / REFERENCE_FILE
+        if checkpoint is not None:
             self._stored.load(file, self._fingerprint)
             log.info(f"Reference: log-probabilities of {counted(len(self._stored), 'row')} from {file}")
             return
