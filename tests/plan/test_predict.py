@@ -10,8 +10,6 @@ import torch
 from model_shapes import write_llama
 from torch import nn
 
-from llama_ft.plan.types import describe
-
 VOCABULARY, HIDDEN, INNER, LAYERS = 1000, 64, 160, 3
 HEADS, KEY_VALUE_HEADS, HEAD = 4, 2, 16
 LAYER = 2 * HIDDEN * HIDDEN + 2 * HIDDEN * KEY_VALUE_HEADS * HEAD + 3 * HIDDEN * INNER + 2 * HIDDEN
