@@ -64,11 +64,20 @@ def main(**flags: str) -> None:
         # Plan which samples this rank sees at which step. The plan depends on (seed, epoch, step) only.
         vocabulary = new_tokens.rows if new_tokens else stored_vocabulary
         pad = data.pad_token_id(tokenizer, vocabulary)
+        if config.preference.objective == "reward":  # a score is that of the last token that is not this one
+            models.set_pad_token(model_config, tokenizer, pad)
         batches = data.plan_training(config, dataset, context_length, run.global_batch, pad, vocabulary, job)
         run.check_batches(batches, tokenizer)
 
         # With activation_checkpointing=auto, wait for the planner's choice; else it plans while weights are loaded.
         resolved = run.plan_memory(folder, new_tokens, dataset, batches)
+        # DPO's reference is the model with its adapter off, or log-probabilities computed once: by --reference_model
+        # here, or below by the model itself before step 1.
+        reference = training.ReferencePass(
+            objective, resolved, folder, tokenizer, dataset, batches.pack_length, pad, job
+        )
+        if run.resumed is None:
+            reference.score_with_other_model(build_model, run.memory)
         model, adapter, stored_dtypes, units = build_model(resolved, folder, model_config, new_tokens, run.memory, job)
         run.memory.leave()  # ends the phase "load"
         if batches.pack_length is not None:  # samples must not see each other: compare a few with samples alone
@@ -76,6 +85,7 @@ def main(**flags: str) -> None:
             training.check_packing(model, batches.first_rows(), batches.pack_length, dtype, job)
 
         with run.open(dataset, batches, units):
+            reference.settle(model, run.directory, run.resumed is not None)
             train(run, model, objective, tokenizer, pad)
             if config.checkpoint.save_model:
                 export(run, model, adapter, stored_dtypes, folder, tokenizer)
@@ -91,6 +101,7 @@ def find_model(config: Config, ask_hub: bool) -> tuple[Path, PretrainedConfig, P
         log.info("\n".join([demo.about_model] * is_demo + [demo.about_data] * (config.data.dataset == "demo")))
     folder = demo.model_dir if is_demo else models.local_folder(wanted.model_name, "--model_name", ask_hub)
     model_config = models.load_model_config(folder, wanted.trust_remote_code)
+    models.choose_head(model_config, config.preference.objective)
     tokens = folder
     if wanted.tokenizer_name is not None:
         tokens = models.local_folder(wanted.tokenizer_name, "--tokenizer_name", ask_hub, weights=False)
@@ -104,10 +115,12 @@ def build_model(
     new_tokens: models.NewTokens | None,
     memory: PhaseMonitor,
     job: Runtime,
+    is_trained: bool = True,
 ) -> tuple[PreTrainedModel, models.Adapter | None, dict[str, torch.dtype], list[models.Unit]]:
     """Build the model on the meta device, add adapters, shard it, and then load weights, each rank its own rows."""
     precision = runtime.PRECISIONS[config.train.precision]
-    quantization = models.choose_quantization(config.quantization, model_config, config.peft.use_peft)
+    quantization = models.choose_quantization(config.quantization, model_config, config.peft.use_peft or not is_trained)
+    models.choose_head(model_config, config.preference.objective)  # as in find_model, for the planner
     model = models.build_on_meta(model_config, config.model, new_tokens)
     if others := models.left_out(model).modules:
         log.info(f"Only the text part is loaded and fine-tuned. Copied unchanged: {', '.join(others)}")
@@ -122,9 +135,11 @@ def build_model(
     adapter = models.inject_lora(model, config.peft, base_name, new_tokens) if config.peft.use_peft else None
     if adapter is not None and (experts := models.describe_experts(model)):
         log.info(experts)
+    if not is_trained:  # a reference: frozen weights take half the memory
+        model.requires_grad_(False)
     if config.model.freeze_layers:
         models.freeze_first_layers(model, config.model.num_freeze_layers)
-    if not models.use_chunked_loss(model):
+    if not (models.has_score(model) or models.use_chunked_loss(model)):
         log.info("Chunked cross-entropy is off: this model is not a decoder and an LM head.")
     if config.train.neftune_noise_alpha:
         models.add_embedding_noise(model, config.train.neftune_noise_alpha)

@@ -1,4 +1,4 @@
-"""Time and cost that a plan prints, beside those computed on paper."""
+"""Time and cost of a plan, compared with those computed by hand."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,6 +1,7 @@
 """A resumed run is the run that was never stopped: bit for bit on the same ranks, to 1e-4 on others."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,9 @@ import pytest
 import torch
 from conftest import RECIPE, Finished, losses, metrics
 from forked import forked
+from recipes.test_runs import pairs
+
+from llama_ft.checkpoint import checkpoint_errors
 
 SINGLE, ADAPTER = "model.safetensors", "adapter_model.safetensors"
 CASES = Path(__file__).resolve().parent.parent / "run_cases.py"
@@ -21,6 +25,7 @@ EXPERTS += ["--target_parameters", "experts.gate_up_proj,experts.down_proj"]
 SHORT = ["--max_train_step", "4", "--save_steps", "2"]
 # No loss is 10 lower than the first: it stops after step 5, and takes the weights of step 1.
 EARLY = ["--eval_steps", "1", "--early_stopping_patience", "4", "--early_stopping_min_delta", "10"]
+DPO = ["--objective", "dpo", "--dataset", "@pairs.jsonl", "--validation", "0.2"]
 # Rows of 6 to 36 tokens in packs of 40. Each is run whole, and again from the middle of its first epoch.
 EXACT = {
     "full": [*FSDP, "--gradient_accumulation_steps", "2", "--gradient_clipping", "--eval_steps", "4", "--seed", "7"],
@@ -33,6 +38,8 @@ EXACT = {
     "early": [*FSDP, *EARLY],
     "padded": [*FSDP, *LORA, "--batching_strategy", "padding", *SHORT],
     "experts": [*FSDP, *EXPERTS, "--activation_checkpointing", "full", *SHORT],
+    "dpo": [*FSDP, *DPO, *SHORT],
+    "dpo_lora": [*FSDP, *LORA, *DPO, *SHORT],
     "kahan": [*FSDP, "--precision", "bf16_pure", "--optimizer", "anyprecision", "--use_kahan_summation", *SHORT],
 }
 # 32 packs a step: 256 rows are read ahead (a chunk, the least) and are 5 steps, the other 144 of a pass 3.
@@ -67,6 +74,7 @@ def folder(
     write_tokens(folder / "rows.jsonl", 70)
     write_tokens(folder / "many.jsonl", 400)
     write_tokens(folder / "few.jsonl", 5)
+    pairs(folder / "pairs.jsonl", 24)
     return folder
 
 
@@ -182,6 +190,7 @@ def one_rank(two_ranks: Path) -> Finished:
     cases = [flags(two_ranks, "one", "model", *PLAIN, *checkpoint(two_ranks, "plain", 3))]
     cases.append(flags(two_ranks, "one-streaming", "model", *STREAMING, *checkpoint(two_ranks, "streaming", 6)))
     cases.append(flags(two_ranks, "one-still", "model", *STILL, *checkpoint(two_ranks, "still", 3)))
+    cases.append(flags(two_ranks, "one-dpo", "dropout", *DPO, "--batching_strategy", "padding", *SHORT))
     cases.append(flags(two_ranks, "plain", "model", *PLAIN, "--seed", "8", "--resume", "auto"))
     return launch(two_ranks, cases, 1)
 
@@ -189,6 +198,31 @@ def one_rank(two_ranks: Path) -> Finished:
 def test_on_one_rank_the_losses_stay(two_ranks: Path, one_rank: Finished) -> None:
     assert losses(two_ranks / "one") == pytest.approx(losses(two_ranks / "plain"), rel=1e-4)
     assert losses(two_ranks / "one-streaming") == pytest.approx(losses(two_ranks / "streaming"), rel=1e-4)
+
+
+def test_the_references_numbers_do_not_depend_on_ranks_or_layout(two_ranks: Path, one_rank: Finished) -> None:
+    """Packed on two sharded ranks, and padded on one. A checkpoint holds what its run does."""
+    from safetensors.torch import load_file
+
+    runs = ("dpo", "one-dpo", "dpo/checkpoints/step-000002", "dpo-resumed/checkpoints/step-000004")
+    sharded, single, *later = (load_file(two_ranks / run / "reference.safetensors") for run in runs)
+    assert sharded["reference.keys"].equal(single["reference.keys"]) and len(single["reference.keys"]) >= 40
+    for name, numbers in sharded.items():
+        torch.testing.assert_close(numbers, single[name], rtol=1e-5, atol=1e-5)
+        assert all(it[name].equal(numbers) for it in later)
+    assert not (two_ranks / "dpo_lora" / "reference.safetensors").exists()
+
+
+def test_a_corrupted_reference_is_named(two_ranks: Path, one_rank: Finished, tmp_path: Path) -> None:
+    copied = shutil.copytree(two_ranks / "dpo" / "checkpoints" / "step-000002", tmp_path / "step-000002")
+    assert not checkpoint_errors(copied)
+    content = bytearray((file := copied / "reference.safetensors").read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    (error,) = checkpoint_errors(copied)
+    assert error.startswith("reference.safetensors is corrupted")
+    file.unlink()
+    assert "reference.safetensors cannot be read" in str(checkpoint_errors(copied))
 
 
 def test_a_run_resumed_mid_epoch_sees_the_rows_that_remain_and_no_other(two_ranks: Path, one_rank: Finished) -> None:
@@ -244,7 +278,7 @@ def test_on_more_ranks_and_back_the_losses_stay(two_ranks: Path, one_rank: Finis
 
 
 def test_auto_takes_the_newest_sound_checkpoint(two_ranks: Path) -> None:
-    """Newest damaged: told, set aside, and the run goes on from the one before, in its own directory."""
+    """A corrupted newest checkpoint is reported and moved to set-aside-*, and the run resumes from the one before."""
     run_dir = two_ranks / "SGD"
     whole = facts(run_dir)
     newest = run_dir / "checkpoints" / "step-000004" / "shard-00002-model-00001-of-00001.safetensors"

@@ -14,6 +14,7 @@ from llama_ft.data import Batch
 from llama_ft.models import use_chunked_loss, use_packed_attention
 from llama_ft.models.lora_linear import use_fused_lora
 from llama_ft.training.preferences import Preferences
+from llama_ft.training.reference import AdapterOff, StoredReference
 
 # Chosen and rejected of two prompts of two tokens.
 ROWS = [[1, 5, 9, 30, 2], [1, 5, 7, 8], [4, 6, 2], [4, 6, 11, 12, 13, 2]]
@@ -25,7 +26,17 @@ CASES = [DPO, {**DPO, "label_smoothing": 0.2}, IPO, {"objective": "simpo", "beta
 
 @pytest.fixture(scope="module")
 def model() -> LlamaForCausalLM:
-    torch.manual_seed(0)
+    return made(0)
+
+
+@pytest.fixture(scope="module")
+def frozen() -> LlamaForCausalLM:
+    """The reference of a model that is trained in full: as far as it may be from that."""
+    return made(1)
+
+
+def made(seed: int) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
     shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
     return LlamaForCausalLM(LlamaConfig(**shape, num_key_value_heads=2, vocab_size=50, initializer_range=0.3))
 
@@ -59,8 +70,8 @@ def expected(
             (c, r), s = [a.sum() - b.sum() for a, b in zip(ours, theirs, strict=True)], more.get("label_smoothing", 0)
             losses.append(-logsigmoid(beta * (c - r)) * (1 - s) - logsigmoid(-beta * (c - r)) * s)
         elif objective == "ipo":
-            c, r = [a.mean() - b.mean() for a, b in zip(ours, theirs, strict=True)]
-            losses.append((c - r - 1 / (2 * beta)) ** 2)
+            c, r = [a.sum() - b.sum() for a, b in zip(ours, theirs, strict=True)]
+            losses.append((c / len(ours[0]) - r / len(ours[1]) - 1 / (2 * beta)) ** 2)
         else:
             c, r = [it.mean() for it in ours]
             losses.append(-logsigmoid(beta * (c - r - more.get("simpo_gamma", 0) / beta)))
@@ -76,11 +87,20 @@ def expected(
 @pytest.mark.parametrize("has_adapter", [True, False])
 @pytest.mark.parametrize("settings", CASES, ids=str)
 def test_losses_rewards_and_gradients_are_those_of_the_formulas(
-    model: LlamaForCausalLM, runtime: Any, settings: Any, has_adapter: bool, is_packed: bool, in_chunks: bool
+    model: LlamaForCausalLM,
+    frozen: LlamaForCausalLM,
+    runtime: Any,
+    settings: Any,
+    has_adapter: bool,
+    is_packed: bool,
+    in_chunks: bool,
 ) -> None:
-    theirs, reference = copy.deepcopy(model), model
-    if not has_adapter and settings["objective"] in ("dpo", "ipo"):
-        pytest.skip("the reference is the model without its adapter")
+    theirs, reference, stored = copy.deepcopy(model), model, None
+    if not has_adapter:
+        reference = frozen
+        stored = StoredReference()
+        # In another layout.
+        stored.compute(copy.deepcopy(frozen), [batch(False)], runtime)
     if has_adapter:
         get_peft_model(theirs, LoraConfig(task_type="CAUSAL_LM", r=2, target_modules="all-linear"))
         for name, parameter in theirs.named_parameters():
@@ -94,7 +114,7 @@ def test_losses_rewards_and_gradients_are_those_of_the_formulas(
     if is_packed:
         use_packed_attention(ours)
     assert not in_chunks or use_chunked_loss(ours)
-    summed = Preferences(PreferenceConfig(**settings)).loss(ours, batch(is_packed), runtime)
+    summed = Preferences(PreferenceConfig(**settings), stored).loss(ours, batch(is_packed), runtime)
     summed.loss.backward()
     assert summed.count == 2
     torch.testing.assert_close(summed.loss, loss, rtol=1e-5, atol=1e-5)
@@ -129,7 +149,7 @@ def test_the_reference_has_neither_adapter_nor_dropout(model: LlamaForCausalLM, 
     get_peft_model(ours, LoraConfig(task_type="CAUSAL_LM", r=2, target_modules="all-linear"))
     for layer in ours.model.layers:
         layer.self_attn.attention_dropout = 0.5
-    objective = Preferences(PreferenceConfig(**DPO))
+    objective, reference = Preferences(PreferenceConfig(**DPO)), AdapterOff()
     noisy = objective.loss(ours.train(), batch(False), runtime)
     assert ours.training
     assert noisy.logged["rewards/margins"].item() != 0  # of the policy alone
@@ -137,6 +157,6 @@ def test_the_reference_has_neither_adapter_nor_dropout(model: LlamaForCausalLM, 
     assert not ours.training
     assert still.logged["rewards/margins"].item() == 0
     with torch.no_grad():
-        assert objective._of_reference(ours.train(), batch(False), runtime).tolist() == pytest.approx(
+        assert reference.log_probabilities(ours.train(), batch(False), runtime).tolist() == pytest.approx(
             [log_probabilities(model, row).sum().item() for row in ROWS], rel=1e-5
         )

@@ -8,7 +8,9 @@ unpickled.
 import copy
 import hashlib
 import json
+import os
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import torch.distributed.checkpoint as dcp
 import xxhash
 from safetensors import safe_open
 
+from llama_ft.config.paths import REFERENCE_FILE
 from llama_ft.errors import UserError
 from llama_ft.models.source import StoredTensor, WeightSource
 
@@ -118,7 +121,8 @@ def checkpoint_errors(folder: Path, part: int = 0, parts: int = 1) -> list[str]:
     try:
         *lines, end = (folder / CHECKSUMS_FILE).read_bytes().decode("ascii").split("\n")
         listed = {name: digest for digest, name in (line.split("  ") for line in lines)}
-        if end or listed.keys() != {TRAINER_FILE, *map(shard_file, range(len(listed) - 1))}:
+        others = listed.keys() - {REFERENCE_FILE}
+        if end or others != {TRAINER_FILE, *map(shard_file, range(len(others) - 1))}:
             raise ValueError("corrupted")
     except (OSError, ValueError) as error:
         return [f"{CHECKSUMS_FILE}: {error}"] if part == 0 else []
@@ -129,6 +133,15 @@ def checkpoint_errors(folder: Path, part: int = 0, parts: int = 1) -> list[str]:
         except OSError as error:
             errors.append(f"{name} cannot be read ({error.strerror})")
     return errors
+
+
+def place(file: Path, target: Path) -> None:
+    """Have `target` be a hard link to a file, or a copy where there are none."""
+    target.unlink(missing_ok=True)
+    try:
+        os.link(file, target)
+    except OSError:
+        shutil.copyfile(file, target)
 
 
 def file_digest(file: Path) -> str:

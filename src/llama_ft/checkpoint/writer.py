@@ -31,6 +31,7 @@ from llama_ft.checkpoint.safetensors_file import SafetensorsFile
 from llama_ft.checkpoint.state import Tensors, own_state
 from llama_ft.config import CheckpointConfig
 from llama_ft.config.messages import size_text
+from llama_ft.config.paths import REFERENCE_FILE
 from llama_ft.errors import RunFailure, UserError, reason
 from llama_ft.models.shards import local_shard
 from llama_ft.runtime import Runtime, log
@@ -171,11 +172,16 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
                 log.warning(f"{self._folder}: could not delete older checkpoints: {reason(error)}")
 
     def _complete(self, record: dict[str, Any], aside: Path, final: Path, digests: dict[str, str]) -> None:
-        """On rank 0, after all ranks have written: write the two small files, then rename the directory."""
+        """On rank 0, after all ranks have written: write the small files, then rename the directory."""
         if absent := [name for name in digests if not (aside / name).is_file()]:
             raise OSError(None, f"{absent[0]} is missing: all nodes must share one output_dir")
         _write_synced(aside / reader.TRAINER_FILE, json.dumps(record, indent=1) + "\n")
-        digests[reader.TRAINER_FILE] = reader.file_digest(aside / reader.TRAINER_FILE)
+        small = [reader.TRAINER_FILE]
+        if (reference := self.run / REFERENCE_FILE).exists():
+            reader.place(reference, aside / REFERENCE_FILE)
+            _sync(aside / REFERENCE_FILE)
+            small.append(REFERENCE_FILE)
+        digests |= {name: reader.file_digest(aside / name) for name in small}
         _write_synced(aside / reader.CHECKSUMS_FILE, "".join(f"{value}  {file}\n" for file, value in digests.items()))
         _sync(aside)
         with suppress(FileNotFoundError):

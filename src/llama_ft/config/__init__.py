@@ -6,7 +6,7 @@ Nothing here imports torch, so `--help` and errors appear within a second.
 from llama_ft.config.dump import differences, to_yaml
 from llama_ft.config.load import check_command_line, load, load_flags
 from llama_ft.config.paths import base_model_of, run_entries
-from llama_ft.config.rules import as_fraction, check_device
+from llama_ft.config.rules import WITH_REFERENCE, as_fraction, check_device, stores_reference
 from llama_ft.config.run_settings import (
     CheckpointConfig,
     DataConfig,
@@ -18,4 +18,4 @@ from llama_ft.config.run_settings import (
     parse_duration,
     parse_size,
 )
-from llama_ft.config.settings import Config, FSDPConfig, ModelConfig, PeftConfig, TrainConfig
+from llama_ft.config.settings import Config, FSDPConfig, ModelConfig, PeftConfig, TrainConfig, values_of

@@ -20,16 +20,19 @@ from llama_ft.masking import is_url_with_secret
 from llama_ft.processes import attempt, may_be_restarted
 
 BUILT_IN_TEMPLATES = ("llama3", "chatml", "alpaca", "mistral")
-INPUTS = ("model_name", "tokenizer_name", "dataset", "validation", "from_peft_checkpoint", "chat_template")
+INPUTS = (
+    "model_name", "tokenizer_name", "reference_model", "dataset", "validation", "from_peft_checkpoint", "chat_template",
+)  # fmt: skip
 TO_SAFETENSORS = "Convert it with Transformers:\nAutoModelForCausalLM.from_pretrained(...).save_pretrained(folder)"
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 # Marks a run's directory. Other programs also write a metrics.jsonl or checkpoints/, but none writes this file.
 RUN_MARKER = ".llama_ft-run"
+REFERENCE_FILE = "reference.safetensors"  # of a run and of each of its checkpoints; see training/reference.py
 # Everything that a run writes into its directory. --overwrite deletes nothing else.
 RUN_ENTRIES = (
     "status.json", "config.yaml", "metrics.jsonl", "checkpoints", "model", "facts.json", "plan.json", "report.html",
-    "profile", "tensorboard", "wandb",
+    "profile", "tensorboard", "wandb", REFERENCE_FILE,
 )  # fmt: skip
 # The entries of checkpoints/ that --overwrite may delete. set-aside-* and files of other programs stay.
 CHECKPOINT_ENTRIES = re.compile(r"(\.writing-|\.removing-)?step-\d{6,}|\.?best\.json")
@@ -68,6 +71,7 @@ def check_paths(values: Mapping[str, Any], places: Mapping[str, str], invalid: s
     checks: list[tuple[str, Any, Callable[[Any], str | None]]] = [
         ("model_name", values["model_name"], model_problem),
         ("tokenizer_name", values["tokenizer_name"], lambda name: _folder(name) if looks_local(name) else None),
+        ("reference_model", values["reference_model"], model_problem),
         *(("dataset", name, data_problem) for name in names),
         ("validation", values["validation"], validation),
         ("from_peft_checkpoint", values["from_peft_checkpoint"], lambda name: _folder(name, *ADAPTER_FILES)),

@@ -1,4 +1,4 @@
-"""Rules over several settings: impossible combinations, and settings that have no effect beside others.
+"""Rules over several settings: impossible combinations, and settings that other settings make ineffective.
 
 A setting without effect is an error, too: whoever sets it expects one. All rules run, so that everything is reported at
 once.
@@ -38,6 +38,13 @@ def brings_validation(s: Any) -> bool:
     if s.validation is not None or not isinstance(s.dataset, str):
         return s.validation is not None
     return has_splits(s.dataset) or kind_of_data(s.dataset) in ("demo", "function")
+
+
+def stores_reference(s: Any) -> bool:
+    """Tell whether the reference's log-probabilities are computed once, before training: the model with its adapter off
+    is not the reference. Settings as of `brings_validation`."""
+    changes_more = s.from_peft_checkpoint or s.bias != "none" or s.modules_to_save or s.resize_embeddings
+    return s.objective in WITH_REFERENCE and bool(s.reference_model or changes_more or not s.use_peft)
 
 
 # The field that the message is about, what is wrong, and the message, where {} stands for the field's value.
@@ -85,19 +92,13 @@ RULES: tuple[tuple[str, Callable[[Any], Any], str], ...] = (
     ("streaming", lambda s: s.streaming and s.max_train_step == 0, "needs max_train_step: streams have no known end."),
     ("validation", lambda s: s.streaming and as_fraction(s.validation) is not None,
      "is {}: a fraction cannot be taken from a stream. Use a file, or a split."),
-    ("objective", lambda s: s.objective in WITH_REFERENCE and not s.use_peft,
-     "is {}, whose reference is the model with its adapter off. Add use_peft; simpo and orpo need no reference."),
-    ("objective", lambda s: s.objective in WITH_REFERENCE and s.from_peft_checkpoint,
-     "is {}, whose reference is the model without the adapter of from_peft_checkpoint. Merge it first: "
-     "recipes/export.py."),
-    ("objective", lambda s: s.objective in WITH_REFERENCE and (s.bias != "none" or s.modules_to_save),
-     "is {}, and what bias and modules_to_save train stays when the adapter is off. Remove them."),
-    ("objective", lambda s: s.objective in WITH_REFERENCE and s.resize_embeddings,
-     "is {}, and the reference has no rows for the tokens of resize_embeddings. Train them first, with sft."),
+    ("streaming", lambda s: s.streaming and stores_reference(s),
+     "cannot be used: objective {objective} computes its reference once, for all samples, unless a new adapter is "
+     "trained. Leave streaming out, or use use_peft alone."),
     ("dataset_format", lambda s: s.dataset_format not in ("auto", PAIRS) and s.objective != "sft",
      "is {}, and objective {objective} is trained on pairs. Use preference, or leave it out."),
     ("dataset_format", lambda s: s.dataset_format == PAIRS and s.objective == "sft",
-     "is {}, which objective dpo, ipo, simpo and orpo are trained on. Choose one."),
+     "is {}, which objective dpo, ipo, simpo, orpo and reward are trained on. Choose one."),
     ("truncation", lambda s: s.truncation == "split" and s.objective != "sft",
      "is {}, and the pieces of a pair are no pairs. Use right, left or drop."),
     ("labels", lambda s: s.labels != "auto" and s.objective != "sft",
@@ -144,8 +145,11 @@ CONDITIONS: tuple[tuple[list[str], str, Callable[[Any], Any]], ...] = (
     (ADAPTER_FIELDS, "from_peft_checkpoint", lambda it: it is None),  # the saved adapter's own settings are used
     (["overwrite"], "output_dir", bool),
     (["label_smoothing_factor"], "objective", lambda it: it == "sft"),
-    (["beta"], "objective", lambda it: it != "sft"),
+    (["beta"], "objective", lambda it: it not in ("sft", "reward")),
+    (["center_rewards_coefficient"], "objective", lambda it: it == "reward"),
+    (["sample_tokens"], "objective", lambda it: it != "reward"),  # it writes no text
     (["label_smoothing"], "objective", lambda it: it in ("dpo", "simpo")),
+    (["reference_model"], "objective", lambda it: it in WITH_REFERENCE),
     (["simpo_gamma"], "objective", lambda it: it == "simpo"),
     (["resume_allow_changes"], "resume", bool),
     (["save_dtype", "max_shard_size", "wandb_log_model", "mlflow_log_model"], "save_model", bool),

@@ -67,9 +67,10 @@ class DatasetPart(TypedDict):
 class PreferenceConfig:
     """What is trained: answers, or preferences between answers. Names and defaults are TRL's."""
 
-    objective: Literal["sft", "dpo", "ipo", "simpo", "orpo"] = "sft"
+    objective: Literal["sft", "dpo", "ipo", "simpo", "orpo", "reward"] = "sft"
     """sft: supervised fine-tuning. The others learn from pairs of a chosen and a rejected response. dpo and ipo compare
-    with a reference, the model with its adapter off, and need use_peft. simpo and orpo have none."""
+    with a reference, which is the model before training unless reference_model names another. simpo and orpo have
+    none. reward: a reward model, with a head that scores responses in the place of the LM head."""
 
     beta: Annotated[float, Field(gt=0)] = 0.1
     """dpo, ipo: strength of the reference; with a lower beta the model moves further from it. simpo: factor on the
@@ -78,8 +79,15 @@ class PreferenceConfig:
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
     """dpo, simpo: share of the pairs that are assumed to be the wrong way round."""
 
+    reference_model: str | None = None
+    """dpo, ipo: directory or Hub name of another reference with the same tokenizer. It scores all samples before the
+    model is loaded, and is then freed."""
+
     simpo_gamma: Annotated[float, Field(ge=0)] = 0.5
     """simpo: margin between the rewards of both responses that is aimed at."""
+
+    center_rewards_coefficient: Annotated[float, Field(ge=0)] = 0.0
+    """reward: weight of the squared sum of both scores, which keeps scores around 0; such as 0.01."""
 
 
 @dataclass(config=STRICT, kw_only=True)

@@ -279,6 +279,14 @@ class Batch:
         """Number of labels in the loss."""
         return int((self.labels[:, 1:] != IGNORED).sum())
 
+    def rows(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Tokens and labels of each row without padding, int64 [length], in this batch's own memory."""
+        if self.is_packed:
+            ids, labels = (it[0].split(self.row_lengths) for it in (self.input_ids, self.labels))
+            return list(zip(ids, labels, strict=True))
+        rows = zip(self.input_ids, self.labels, self.row_lengths, strict=True)
+        return [(ids[:length], labels[:length]) for ids, labels, length in rows]
+
     @property
     def attention_mask(self) -> torch.Tensor:
         """The mask of a padded batch, int64 [samples, length]: 1 on tokens, 0 on padding."""

@@ -31,7 +31,7 @@ from llama_ft.data.formats import BadRow, Message
 from llama_ft.data.sources import Source
 from llama_ft.data.statistics import BAD, ROW, SKIPPED, TRUNCATED, WHOLE, SplitStatistics
 from llama_ft.data.tokenize import Encoded, Encoder, ExamplesOf
-from llama_ft.errors import RunFailure, UserError
+from llama_ft.errors import RunFailure, UserError, counted
 from llama_ft.processes import end_with
 
 # Tokenized examples or pieces of them. `group` neighboring rows of the table belong to one sample and stay together.
@@ -252,7 +252,7 @@ class BadRows:
         if self.skip or not self.count:
             return
         more = [f"{count:,} x {cause}" for cause, count in self.causes.most_common(BAD_ROWS_SHOWN)]
-        total = f"{self.count:,} bad samples{' or more' if self.count >= BAD_ROWS_COUNTED else ''}:"
+        total = f"{counted(self.count, 'bad sample')}{' or more' if self.count >= BAD_ROWS_COUNTED else ''}:"
         way_out = "--skip_bad_rows skips such samples and counts them; --repair_chats repairs chats."
         raise UserError(*self.first[:-1], "\n  ".join([self.first[-1], total, *more]) + f"\n{way_out}")
 

@@ -43,8 +43,11 @@ def summary(
     lines += [f"{held if has_model else f'No model was saved: {run}'} (report: {run / 'report.html'})"]
     if has_model:
         to = ["--merge"] if is_adapter else ["--save_dtype", "bfloat16"]
-        lines += [f"Chat with it: {command('inference.py')}"]
-        lines += [f"Evaluate it: {command('evaluate.py', '--base')}"] * has_validation
+        if config.preference.objective == "reward":
+            lines += [f"Score responses with it: {command('inference.py', '--prompts', 'FILE')}"]
+        else:
+            lines += [f"Chat with it: {command('inference.py')}"]
+            lines += [f"Evaluate it: {command('evaluate.py', '--base')}"] * has_validation
         lines += [f"{'Merge' if is_adapter else 'Export'} it: {command('export.py', f'{run}-exported', *to)}"]
     return "\n".join(["", *lines])
 

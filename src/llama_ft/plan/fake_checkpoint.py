@@ -33,8 +33,9 @@ from llama_ft.models.attention_kernels import AMPERE, T4
 from llama_ft.models.build import build_on_meta, decoder_layers, load_model_config
 from llama_ft.models.load_weights import QUANTIZED_AT_ONCE
 from llama_ft.models.lora import checkpoint_key
-from llama_ft.models.source import StoredTensor, open_weights, weight_files
+from llama_ft.models.source import SafetensorsSource, StoredTensor, open_weights, weight_files
 from llama_ft.training import objective
+from llama_ft.training.reference import AdapterOff, StoredReference
 
 
 @dataclass(frozen=True)
@@ -80,9 +81,13 @@ def planned_models(headers: dict[str, StoredTensor], device: str) -> Iterator[No
 
     patches: list[Any] = [
         patch.object(conversion, "open_weights", lambda _: HeaderSource(headers)),
+        # Of a saved adapter; fake tensors cannot be read from a file.
+        patch.object(loader, "SafetensorsSource", lambda files: HeaderSource(SafetensorsSource(files).tensors)),
         patch.object(loader.Loader, "fill", fill_one_of_a_kind),
         # Kernels of layers with a recurrent state need CUDA. With this, Transformers uses torch operations instead.
         patch.object(hub_kernels, "is_torchdynamo_exporting", lambda: True),
+        # Planned as a forward pass in each step: the pass before training holds no more.
+        patch.object(StoredReference, "log_probabilities", AdapterOff.log_probabilities),
         patch.object(block_attention, "LONGEST_IN_BLOCKS", 0),  # many small operators that take little memory
     ]
     if device == "cuda":  # the device of fake tensors is the CPU

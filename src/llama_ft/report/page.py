@@ -35,6 +35,8 @@ METRIC_PLOTS = {  # key -> title
     "memory/host_peak_bytes": "Host memory (RSS), peak so far",
     "train/router_aux_loss": "Auxiliary loss of the routers, before its coefficient",
     "train/loss_scale": "Loss scale",
+    "train/rewards/chosen": "Reward of the chosen responses",
+    "train/rewards/rejected": "Reward of the rejected responses",
     "train/rewards/margins": "Reward margin, chosen less rejected",
     "eval/rewards/margins": "Reward margin of the validation set",
     "train/rewards/accuracies": "Reward accuracy, share of pairs",

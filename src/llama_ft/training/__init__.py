@@ -6,6 +6,7 @@ from llama_ft.training.evaluation import mean_loss, perplexity, sample_chats, sh
 from llama_ft.training.objective import LossSum, Objective, SupervisedFineTuning, target_losses, target_rows
 from llama_ft.training.optimizer import build_optimizer, learning_rate, warmup_steps
 from llama_ft.training.preferences import build_objective, settle_format
+from llama_ft.training.reference import ReferencePass
 from llama_ft.training.step import (
     PendingMetrics,
     Step,

@@ -7,7 +7,7 @@ With c and r the log-probabilities of both responses to a prompt, less those of 
     simpo    as dpo, of c - r - simpo_gamma / beta                                  c, r: means per token
     orpo     nll - beta log sigmoid(log odds(c) - log odds(r))                      c, r: means per token
 
-The reference is the model with its adapter off. nll is the mean loss of the tokens of the prompt and the chosen
+The reference is explained in reference.py. nll is the mean loss of the tokens of the prompt and the chosen
 response, of each pair for itself, so that it does not depend on how pairs are batched.
 
 Sources: https://arxiv.org/abs/2305.18290 (DPO), 2310.12036 (IPO), 2405.14734 (SimPO), 2403.07691 (ORPO); names, means
@@ -15,35 +15,84 @@ per token, nll and logged numbers as in TRL's DPOTrainer, CPOTrainer (simpo, wit
 """
 
 import dataclasses
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import NamedTuple
 
 import torch
 from torch.nn import functional as F
-from torch.nn.utils.rnn import pad_sequence
 from transformers.modeling_utils import PreTrainedModel
 
-from llama_ft.config import Config, PreferenceConfig
-from llama_ft.data import IGNORED, Batch, Encoder, two_examples
+from llama_ft.config import WITH_REFERENCE, Config, PreferenceConfig, stores_reference, values_of
+from llama_ft.data import Batch, Encoder, two_examples
 from llama_ft.data.formats import Row, RowFormat
 from llama_ft.data.tokenize import Example
-from llama_ft.models import adapter_off, router_coefficient
+from llama_ft.models import router_coefficient
 from llama_ft.runtime import Runtime, sent
 from llama_ft.training.objective import (
     LossSum,
     Objective,
     SupervisedFineTuning,
-    shifted_labels,
+    row_log_probabilities,
+    row_targets,
     target_losses,
-    target_rows,
 )
+from llama_ft.training.reference import AdapterOff, Reference, StoredReference
+from llama_ft.training.reward import RewardModeling
 
 LARGEST_LOG_PROBABILITY = -1e-6  # a mean per token; at 0 the odds would be infinite
+
+
+class Pairs(NamedTuple):
+    """What a loss of pairs is made of: log-probabilities, float32 [pairs], summed or meaned over a response."""
+
+    chosen: torch.Tensor  # with a reference, less its own
+    rejected: torch.Tensor
+    nll: torch.Tensor | None = None  # orpo: mean loss of the prompt and the chosen response
+
+
+# float32 [pairs]: the loss of each pair, and what else is logged of it.
+PairLosses = tuple[torch.Tensor, dict[str, torch.Tensor]]
+PairLoss = Callable[[Pairs, PreferenceConfig], PairLosses]
+
+
+def dpo(pairs: Pairs, settings: PreferenceConfig) -> PairLosses:
+    """Minus the log-sigmoid of the margin; see the top of this file."""
+    return _sigmoid_loss(settings.beta * (pairs.chosen - pairs.rejected), settings.label_smoothing), {}
+
+
+def ipo(pairs: Pairs, settings: PreferenceConfig) -> PairLosses:
+    """Squared distance of the margin from the one that is aimed at."""
+    return (pairs.chosen - pairs.rejected - 1 / (2 * settings.beta)).square(), {}
+
+
+def simpo(pairs: Pairs, settings: PreferenceConfig) -> PairLosses:
+    """As DPO without a reference, of means per token and with a margin that is aimed at."""
+    margin = settings.beta * (pairs.chosen - pairs.rejected - settings.simpo_gamma / settings.beta)
+    return _sigmoid_loss(margin, settings.label_smoothing), {}
+
+
+def orpo(pairs: Pairs, settings: PreferenceConfig) -> PairLosses:
+    """The loss of prompt and chosen response, and the ratio of the odds of both responses."""
+    assert pairs.nll is not None
+    odds = _log_odds(pairs.chosen)
+    log_odds = odds - _log_odds(pairs.rejected)
+    ratio = F.logsigmoid(log_odds)
+    logged = {"nll_loss": pairs.nll, "log_odds_ratio": ratio, "log_odds_chosen": log_odds}
+    return pairs.nll - settings.beta * ratio, logged
+
+
+LOSSES: dict[str, PairLoss] = {"dpo": dpo, "ipo": ipo, "simpo": simpo, "orpo": orpo}
 
 
 def build_objective(config: Config) -> Objective:
     """Make what `--objective` names."""
     if config.preference.objective == "sft":
         return SupervisedFineTuning(config.train.label_smoothing_factor)
-    return Preferences(config.preference)
+    if config.preference.objective == "reward":
+        return RewardModeling(config.preference.center_rewards_coefficient)
+    is_stored = stores_reference(SimpleNamespace(**values_of(config)))
+    return Preferences(config.preference, StoredReference() if is_stored else AdapterOff())
 
 
 def settle_format(config: Config) -> Config:
@@ -54,14 +103,19 @@ def settle_format(config: Config) -> Config:
 
 
 class Preferences:
-    """Make the chosen response of a pair likelier than the rejected one. A loss over pairs; `settings` choose which."""
+    """Make the chosen response of a pair likelier than the rejected one. `settings` choose one of `LOSSES`.
+
+    Attributes:
+        reference: what dpo and ipo compare with, unless given the model with its adapter off; None for the others.
+    """
 
     examples_per_sample, counts_tokens = 2, False
 
-    def __init__(self, settings: PreferenceConfig) -> None:
-        self._settings = settings
-        self._has_reference = settings.objective in ("dpo", "ipo")
-        self._is_mean = settings.objective != "dpo"
+    def __init__(self, settings: PreferenceConfig, reference: Reference | None = None) -> None:
+        self._settings, self._loss = settings, LOSSES[settings.objective]
+        self._is_mean = settings.objective in ("simpo", "orpo")
+        compared = AdapterOff() if reference is None else reference
+        self.reference = compared if settings.objective in WITH_REFERENCE else None
 
     @staticmethod
     def examples(row: Row, row_format: RowFormat, encoder: Encoder) -> list[Example]:
@@ -70,29 +124,24 @@ class Preferences:
 
     def loss(self, model: PreTrainedModel, batch: Batch, runtime: Runtime) -> LossSum:
         """See `Objective`; counts pairs. Rows of even number are chosen responses, each followed by the rejected."""
-        settings, pairs = self._settings, len(batch.sources) // 2
+        settings, count, has_nll = self._settings, len(batch.sources) // 2, self._settings.objective == "orpo"
         reference: torch.Tensor | float = 0.0
-        if self._has_reference:
-            reference = self._of_reference(model, batch, runtime)
-        with_prompts = _with_prompts(batch) if settings.objective == "orpo" else batch
+        if self.reference is not None:
+            reference = self._per_row(self.reference.log_probabilities(model, batch, runtime), batch)
+        with_prompts = _with_prompts(batch) if has_nll else batch
         losses, balance = target_losses(model, with_prompts, runtime.device, per_token=True)
-        scores = _of_rows(losses, batch, with_prompts, self._is_mean)  # [rows], log-probabilities
-        chosen, rejected = (scores - reference)[: 2 * pairs].view(-1, 2).unbind(1)  # [pairs]
-        more = dict[str, torch.Tensor]()
-        if settings.objective == "ipo":
-            of_pairs = (chosen - rejected - 1 / (2 * settings.beta)).square()
-        elif settings.objective == "orpo":
-            log_odds = _log_odds(chosen) - _log_odds(rejected)
-            nll = -_of_rows(losses, with_prompts, with_prompts, True)[: 2 * pairs : 2]
-            ratio = F.logsigmoid(log_odds)
-            of_pairs = nll - settings.beta * ratio
-            more = {"nll_loss": nll, "log_odds_ratio": ratio, "log_odds_chosen": log_odds}
-        else:
-            gamma = settings.simpo_gamma / settings.beta if settings.objective == "simpo" else 0.0
-            margin, smoothing = settings.beta * (chosen - rejected - gamma), settings.label_smoothing
-            of_pairs = -F.logsigmoid(margin) * (1 - smoothing) - F.logsigmoid(-margin) * smoothing
+        scores = self._per_row(row_log_probabilities(losses, batch, with_prompts), batch)  # [rows]
+        chosen, rejected = (scores - reference)[: 2 * count].view(-1, 2).unbind(1)  # [pairs]
+        pairs = Pairs(chosen, rejected)
+        if settings.objective == "ipo":  # its loss is of means per token; what is logged, as in TRL, of sums
+            tokens = sent(row_targets(batch), runtime.device)[: 2 * count].view(-1, 2)
+            pairs = Pairs(chosen / tokens[:, 0], rejected / tokens[:, 1])
+        if has_nll:
+            of_rows = self._per_row(-row_log_probabilities(losses, with_prompts, with_prompts), with_prompts)
+            pairs = pairs._replace(nll=of_rows[: 2 * count : 2])
+        of_pairs, more = self._loss(pairs, settings)
         rewards = settings.beta * chosen, settings.beta * rejected
-        log_probabilities = scores[: 2 * pairs].view(-1, 2)
+        log_probabilities = scores[: 2 * count].view(-1, 2)
         logged = {
             "rewards/chosen": rewards[0],
             "rewards/rejected": rewards[1],
@@ -105,52 +154,26 @@ class Preferences:
         sums = {name: values.detach().sum() for name, values in logged.items()}
         loss = of_pairs.sum()
         if isinstance(balance, torch.Tensor):  # a sum over tokens; the mean over tokens counts for each pair
-            share = balance * (pairs / max(1, len(losses)))
+            share = balance * (count / max(1, len(losses)))
             loss, sums["router_aux_loss"] = loss + router_coefficient(model) * share, share.detach()
-        return LossSum(loss, pairs, sums)
+        return LossSum(loss, count, sums)
 
-    @torch.no_grad()
-    def _of_reference(self, model: PreTrainedModel, batch: Batch, runtime: Runtime) -> torch.Tensor:
-        """The reference's log-probability of each row's response, float32 [rows], without dropout."""
-        is_training = model.training
-        model.eval()
-        with adapter_off(model):
-            losses, _ = target_losses(model, batch, runtime.device, per_token=True)
-        model.train(is_training)
-        return _of_rows(losses, batch, batch, self._is_mean)
-
-
-def _of_rows(losses: torch.Tensor, counted: Batch, computed: Batch, is_mean: bool) -> torch.Tensor:
-    """The log-probability of each row, float32 [rows]: summed in one order, so that it is the same in every run.
-
-    Args:
-        losses: float32 [targets], those of `computed`.
-        counted: the same rows; of them the labels tell which tokens are summed.
-        computed: the rows with labels on more tokens.
-        is_mean: divide by the number of tokens.
-    """
-    device, rows = losses.device, target_rows(computed)
-    is_counted = (shifted_labels(counted) != IGNORED)[shifted_labels(computed) != IGNORED]
-    sizes = torch.bincount(rows, minlength=len(computed.row_lengths)).tolist()
-    of_tokens = -losses if bool(is_counted.all()) else -losses * sent(is_counted.float(), device)
-    sums = pad_sequence(list(of_tokens.split(sizes)), batch_first=True).sum(1)
-    if not is_mean:
-        return sums
-    counts = torch.bincount(rows[is_counted], minlength=len(sizes)).clamp(min=1)
-    return sums / sent(counts, device)
+    def _per_row(self, sums: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """Sums over the targets of each row, or means with simpo and orpo, float32 [rows]."""
+        return sums / sent(row_targets(batch), sums.device) if self._is_mean else sums
 
 
 def _with_prompts(batch: Batch) -> Batch:
     """The batch with all tokens of the rows with a chosen response as labels, but the first of a row."""
-    labels, lengths = batch.labels.clone(), batch.row_lengths
-    if batch.is_packed:
-        rows = list(zip(labels[0].split(lengths), batch.input_ids[0].split(lengths), strict=True))
-    else:
-        whole = zip(labels, batch.input_ids, lengths, strict=True)
-        rows = [(own[:length], ids[:length]) for own, ids, length in whole]
-    for own, ids in rows[: len(batch.sources) : 2]:  # none of a batch that only fills a rank up
-        own[1:] = ids[1:]
-    return dataclasses.replace(batch, labels=labels)
+    wider = dataclasses.replace(batch, labels=batch.labels.clone())
+    for ids, labels in wider.rows()[: len(batch.sources) : 2]:  # none of a batch that only fills a rank up
+        labels[1:] = ids[1:]
+    return wider
+
+
+def _sigmoid_loss(margin: torch.Tensor, smoothing: float) -> torch.Tensor:
+    """The loss of pairs of which the share `smoothing` is taken to be the wrong way round, float32 [pairs]."""
+    return -F.logsigmoid(margin) * (1 - smoothing) - F.logsigmoid(-margin) * smoothing
 
 
 def _log_odds(scores: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,249 @@
+"""The reference of a policy: another model's log-probabilities of the same tokens.
+
+With a new adapter the reference is the model with its adapter off, computed in each step. Otherwise its
+log-probabilities are computed once before training, so that no second model is in memory: by the model itself if all
+weights are trained or an adapter is continued, or by --reference_model.
+
+    rows of all samples  --forward, shared by the ranks-->  one number per row  -->  reference.safetensors
+
+A row is found by a hash of its tokens and labels, in any micro-batch of any epoch, packed or padded, on any rank.
+"""
+
+import dataclasses
+import gc
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy
+import safetensors.torch
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from transformers import PreTrainedTokenizerBase
+from transformers.modeling_utils import PreTrainedModel
+
+from llama_ft import models
+from llama_ft.config import Config, PeftConfig
+from llama_ft.config.paths import REFERENCE_FILE
+from llama_ft.data import Batch, TokenizedData, collate, evaluation_batches, group_size, row_lengths
+from llama_ft.errors import RunFailure, UserError, counted, reason
+from llama_ft.models.source import listed
+from llama_ft.phases import PhaseMonitor
+from llama_ft.runtime import Runtime, log, sent
+from llama_ft.training.objective import Objective, row_log_probabilities, target_losses
+from llama_ft.training.step import free_unsharded
+
+SECONDS_BETWEEN_LINES = 30.0
+KEYS, SUMS = "reference.keys", "reference.log_probabilities"  # tensors of the file
+FINGERPRINT = "fingerprint"  # in the file's header: JSON with everything that determines the numbers
+
+
+class Reference(Protocol):
+    """Interface of the reference's log-probabilities."""
+
+    def log_probabilities(self, model: PreTrainedModel, batch: Batch, runtime: Runtime) -> torch.Tensor:
+        """Return sums over the targets of each row of a micro-batch, float32 [rows] on the device, without gradient.
+        `model` is the policy. All ranks must call it."""
+
+
+class AdapterOff:
+    """The model with its adapter off. It is computed in each step, and needs no additional memory for weights."""
+
+    def log_probabilities(self, model: PreTrainedModel, batch: Batch, runtime: Runtime) -> torch.Tensor:
+        """See `Reference`."""
+        with models.adapter_off(model):
+            return score_rows(model, batch, runtime)
+
+
+@torch.no_grad()
+def score_rows(model: PreTrainedModel, batch: Batch, runtime: Runtime) -> torch.Tensor:
+    """Return the model's log-probability of the targets of each row, float32 [rows], without dropout or gradient."""
+    is_training = model.training
+    model.eval()
+    losses, _ = target_losses(model, batch, runtime.device, per_token=True)
+    model.train(is_training)
+    return row_log_probabilities(losses, batch)
+
+
+def row_keys(batch: Batch) -> numpy.ndarray:
+    """Return a hash of each row's tokens and labels, int64 [rows]. The first label is not hashed: no position predicts
+    it. Among a million different rows, two have the same hash with a probability of 3e-8."""
+    contents = (ids.numpy().tobytes() + labels[1:].numpy().tobytes() for ids, labels in batch.rows())
+    digests = b"".join(hashlib.blake2b(content, digest_size=8).digest() for content in contents)
+    return numpy.frombuffer(digests, "<i8")
+
+
+class StoredReference:
+    """Log-probabilities of rows from `compute` or `load`: 12 bytes per row, on every rank."""
+
+    def __init__(self) -> None:
+        self._keys, self._sums = numpy.zeros(1, numpy.int64), numpy.zeros(1, numpy.float32)  # sorted by key
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def log_probabilities(self, model: PreTrainedModel, batch: Batch, runtime: Runtime) -> torch.Tensor:
+        """See `Reference`. Raises RunFailure if a row was not scored before."""
+        keys = row_keys(batch)
+        places = numpy.searchsorted(self._keys[:-1], keys)  # at most the last
+        if batch.sources and (self._keys[places] != keys).any():
+            row = batch.sources[int((self._keys[places] != keys).argmax())]
+            raise RunFailure(f"{row}: the reference's log-probability of this sample was not computed before training.")
+        sums = self._sums[places] if batch.sources else numpy.zeros(len(keys), numpy.float32)  # a rank without samples
+        return sent(torch.from_numpy(sums), runtime.device)
+
+    def compute(self, model: PreTrainedModel, batches: Iterable[Batch], runtime: Runtime) -> None:
+        """Score the rows of this rank's micro-batches; every rank has the same number. All ranks get all numbers."""
+        keys, sums, logged = [numpy.zeros(0, numpy.int64)], [torch.zeros(0)], time.monotonic()
+        for batch in batches:
+            scores = score_rows(model, batch, runtime)
+            if batch.sources:
+                keys.append(row_keys(batch))
+                sums.append(scores.cpu())
+            if time.monotonic() - logged > SECONDS_BETWEEN_LINES:
+                logged = time.monotonic()
+                log.info(f"reference: {counted(sum(map(len, keys)), 'row')} on this rank")
+        free_unsharded(model)
+        everyone: list[Any] = [None] * runtime.world_size
+        dist.all_gather_object(everyone, (numpy.concatenate(keys), torch.cat(sums).numpy()))
+        all_keys, all_sums = (numpy.concatenate(each) for each in zip(*everyone, strict=True))
+        self._keys, first = numpy.unique(all_keys, return_index=True)
+        self._sums = all_sums[first]
+
+    def save(self, file: Path, fingerprint: dict[str, Any]) -> None:
+        """Write a safetensors file: int64 hashes in ascending order, float32 sums, the fingerprint in its header."""
+        tensors = {KEYS: torch.from_numpy(self._keys), SUMS: torch.from_numpy(self._sums)}
+        file.write_bytes(safetensors.torch.save(tensors, {FINGERPRINT: json.dumps(fingerprint, sort_keys=True)}))
+
+    def load(self, file: Path, fingerprint: dict[str, Any]) -> None:
+        """Read what `save` wrote. Raises UserError if it cannot be read, or if the fingerprint differs."""
+        try:
+            with safe_open(file, framework="np") as opened:
+                saved = json.loads(opened.metadata()[FINGERPRINT])
+                self._keys, self._sums = opened.get_tensor(KEYS), opened.get_tensor(SUMS)
+        except Exception as error:  # safetensors has its own errors
+            raise UserError(f"{file}: cannot be read as log-probabilities of a reference ({reason(error)}).") from error
+        if others := [name for name, value in fingerprint.items() if saved.get(name) != value]:
+            raise UserError(
+                f"{file}: these log-probabilities of the reference were computed with another {', '.join(others)}.\n"
+                "Resume with what the run was begun with. Or begin a new run: recipes/export.py makes a model of the "
+                "checkpoint, and --reference_model takes the model that was fine-tuned."
+            )
+
+
+class ReferencePass:
+    """Fills the `StoredReference` of an objective. If it has none, the methods do nothing.
+
+    Args:
+        objective: of the run.
+        config: the resolved settings.
+        folder: directory of the model that is fine-tuned.
+        tokenizer: of the run.
+        dataset: the data; every row is scored.
+        pack_length: tokens of a packed sequence; None: no packing.
+        pad_token_id: fills padded rows.
+        runtime: the ranks; all of them call every method together.
+    """
+
+    def __init__(
+        self,
+        objective: Objective,
+        config: Config,
+        folder: Path,
+        tokenizer: PreTrainedTokenizerBase,
+        dataset: TokenizedData,
+        pack_length: int | None,
+        pad_token_id: int,
+        runtime: Runtime,
+    ) -> None:
+        reference = getattr(objective, "reference", None)
+        self._stored = reference if isinstance(reference, StoredReference) else None
+        self._config, self._tokenizer, self._dataset, self._runtime = config, tokenizer, dataset, runtime
+        self._pack_length, self._pad_token_id, self._seconds = pack_length, pad_token_id, 0.0
+        self._other, self._fingerprint = config.preference.reference_model, dict[str, Any](dataset.fingerprints())
+        template = hashlib.sha256(json.dumps(tokenizer.chat_template).encode()).hexdigest()
+        self._fingerprint |= {"chat_template": template, "precision": config.train.precision}
+        self._fingerprint["quantization"] = config.quantization.mode
+        if self._stored is not None and self._other is None:
+            self._fingerprint["model"] = models.fingerprint(folder)
+
+    def score_with_other_model(self, build_model: Callable[..., Any], memory: PhaseMonitor) -> None:
+        """Compute the numbers with --reference_model, and free its weights.
+
+        Args:
+            build_model: the recipe's function.
+            memory: informed about phases.
+
+        Raises:
+            UserError: the model does not exist, or it has another tokenizer.
+        """
+        if self._stored is None or self._other is None:
+            return
+        trust, runtime = self._config.model.trust_remote_code, self._runtime
+        with runtime.local_main_process_first():
+            folder = models.local_folder(self._other, "--reference_model", runtime.local_rank == 0)
+            model_config = models.load_model_config(folder, trust)
+            check_same_tokens(self._other, models.load_tokenizer(folder, trust), self._tokenizer)
+        log.info(f"Reference: {self._other}")
+        model = dataclasses.replace(self._config.model, model_name=self._other, freeze_layers=False)
+        config = dataclasses.replace(self._config, model=model, peft=PeftConfig())
+        built = build_model(config, folder, model_config, None, memory, runtime, is_trained=False)
+        memory.enter("evaluation")
+        self._score(self._stored, built[0])
+        self._fingerprint["model"] = models.fingerprint(folder)
+        del built
+        gc.collect()  # FSDP units and modules refer to each other
+        torch.cuda.empty_cache()
+
+    def settle(self, model: PreTrainedModel, directory: Path, is_resumed: bool) -> None:
+        """Read the numbers of a resumed run. For a new run, compute them unless another model did, and write them.
+
+        Args:
+            model: the model before step 1.
+            directory: of the run; if it is resumed, the directory has the file of the checkpoint.
+            is_resumed: whether the run continues another one.
+
+        Raises:
+            UserError: the file is missing, corrupted or belongs to another run.
+        """
+        if self._stored is None:
+            return
+        file = directory / REFERENCE_FILE
+        if is_resumed:
+            self._stored.load(file, self._fingerprint)
+            log.info(f"Reference: log-probabilities of {counted(len(self._stored), 'row')} from {file}")
+            return
+        if self._other is None:
+            self._score(self._stored, model)
+        if self._runtime.is_main:
+            self._stored.save(file, self._fingerprint)
+        found = f"log-probabilities of {counted(len(self._stored), 'row')}, computed in {self._seconds:.1f} s"
+        log.info(f"Reference: {found}: {file}")
+
+    def _score(self, stored: StoredReference, model: PreTrainedModel) -> None:
+        started = time.monotonic()
+        stored.compute(model, self._batches(), self._runtime)
+        self._seconds = time.monotonic() - started
+
+    def _batches(self) -> Iterator[Batch]:
+        """Yield this rank's rows in micro-batches of the size of training. Every rank has the same number of them."""
+        size, pack_length = self._config.train.batch_size_training, self._pack_length
+        sizes = self._runtime.world_size, self._runtime.rank, size, 0  # 0: all of them
+        for rows in filter(None, (self._dataset.train, self._dataset.validation)):
+            for indices in evaluation_batches(row_lengths(rows), *sizes, pack_length, group_size(rows)):
+                yield collate(rows, indices, self._pad_token_id, pack_length is not None)
+
+
+def check_same_tokens(name: str, theirs: PreTrainedTokenizerBase, ours: PreTrainedTokenizerBase) -> None:
+    """Raise a UserError unless both tokenizers have the same tokens with the same ids. `name` is the reference: it
+    scores the run's ids."""
+    known, used = theirs.get_vocab(), ours.get_vocab()
+    if others := sorted(token for token in known.keys() | used.keys() if known.get(token) != used.get(token)):
+        raise UserError(
+            f"--reference_model {name}: its tokenizer differs from the run's in {counted(len(others), 'token')} "
+            f"({listed(others, 3)}).\nUse a reference with the same tokenizer, such as the model that was fine-tuned."
+        )

@@ -1,0 +1,114 @@
+"""Log-probabilities that are computed once, and found again by what a row holds."""
+
+import copy
+import weakref
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from recipes.test_runs import pairs
+from training.test_preferences import ROWS, batch, log_probabilities, made
+from transformers import AutoTokenizer
+
+from llama_ft.config import Config, DataConfig, ModelConfig, PreferenceConfig
+from llama_ft.data import Batch, collate, prepare
+from llama_ft.errors import RunFailure, UserError
+from llama_ft.models import use_packed_attention
+from llama_ft.phases import NULL_MONITOR
+from llama_ft.training import build_objective
+from llama_ft.training.reference import ReferencePass, StoredReference, check_same_tokens
+
+FINGERPRINT = {"model": "abc", "dataset": "def", "precision": "fp32"}
+FILLER = Batch(torch.tensor([[1, 5, 9]]), torch.full((1, 3), -100), [3], False, [])
+
+
+@pytest.fixture
+def stored(runtime: Any) -> StoredReference:
+    """Of the rows, packed, by a model in training mode with dropout; a rank may also have a batch without rows."""
+    model = made(0).train()
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    use_packed_attention(model)
+    stored = StoredReference()
+    stored.compute(model, [FILLER, batch(True)], runtime)
+    assert model.training
+    return stored
+
+
+def test_each_row_has_its_number_wherever_it_stands(stored: StoredReference, runtime: Any) -> None:
+    """Padded instead of packed, in another order, and beside another row: no model is asked."""
+    model: Any = None
+    expected = [log_probabilities(made(0), row).sum().item() for row in ROWS]
+    for is_packed in (True, False):
+        found = stored.log_probabilities(model, batch(is_packed), runtime)
+        assert found.dtype == torch.float32 and found.tolist() == pytest.approx(expected, rel=1e-5)
+    last = Batch(torch.tensor([ROWS[3]]), torch.tensor([[-100, -100, *ROWS[3][2:]]]), [6], False, ["x"])
+    assert stored.log_probabilities(model, last, runtime).tolist() == pytest.approx(expected[3:], rel=1e-5)
+    assert stored.log_probabilities(model, FILLER, runtime).tolist() == [0.0]
+
+
+def test_a_row_that_was_not_scored_is_an_error_and_no_number(stored: StoredReference, runtime: Any) -> None:
+    known, other = batch(False), copy.deepcopy(batch(False))
+    other.labels[2, 1] = other.input_ids[2, 1]  # the same tokens, one more of them in the loss
+    other.sources[2] = "pairs.jsonl:3"
+    stored.log_probabilities(made(0), known, runtime)
+    with pytest.raises(RunFailure, match=r"pairs\.jsonl:3: .*was not computed before training"):
+        stored.log_probabilities(made(0), other, runtime)
+
+
+def test_the_file_holds_the_numbers_bit_for_bit(stored: StoredReference, runtime: Any, tmp_path: Path) -> None:
+    read, file = StoredReference(), tmp_path / "reference.safetensors"
+    stored.save(file, FINGERPRINT)
+    read.load(file, {name: FINGERPRINT[name] for name in ("dataset", "precision")})
+    before, after = (it.log_probabilities(made(0), batch(True), runtime) for it in (stored, read))
+    assert before.equal(after) and [path.name for path in tmp_path.iterdir()] == [file.name]
+
+
+@pytest.mark.parametrize("name", FINGERPRINT)
+def test_a_file_of_another_run_is_refused(stored: StoredReference, tmp_path: Path, name: str) -> None:
+    stored.save(tmp_path / "file", FINGERPRINT)
+    with pytest.raises(UserError, match=rf"file: .*computed with another {name}\.\n.*--reference_model"):
+        StoredReference().load(tmp_path / "file", {**FINGERPRINT, name: "other"})
+
+
+def test_a_file_that_is_missing_or_no_reference_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("{}")
+    for name in ("absent", "text"):
+        with pytest.raises(UserError, match=f"{name}: cannot be read as log-probabilities"):
+            StoredReference().load(tmp_path / name, FINGERPRINT)
+
+
+def test_another_reference_scores_all_rows_and_is_freed(
+    finetuning: ModuleType, runtime: Any, tiny_model: Path, tied_model: Path, tmp_path: Path
+) -> None:
+    parameters = list[Any]()
+
+    def build_model(*arguments: Any, **more: Any) -> Any:
+        built = finetuning.build_model(*arguments, **more)
+        assert not any(parameter.requires_grad for parameter in built[0].parameters())
+        parameters.extend(weakref.ref(parameter) for parameter in built[0].parameters())
+        return built
+
+    settings = PreferenceConfig(objective="dpo", reference_model=str(tied_model))
+    data = DataConfig(dataset=str(pairs(tmp_path / "pairs.jsonl", 9)), dataset_format="preference", validation="0.3")
+    config = Config(model=ModelConfig(model_name=str(tiny_model)), preference=settings, data=data)
+    objective, tokenizer = build_objective(config), AutoTokenizer.from_pretrained(tiny_model)
+    length: Any = {"context_length": 64, "cache": tmp_path, "want_validation": True}
+    dataset = prepare(data, tokenizer, **length, examples=objective.examples)
+    scoring = ReferencePass(objective, config, tiny_model, tokenizer, dataset, 64, 0, runtime)
+    scoring.score_with_other_model(build_model, NULL_MONITOR)
+    assert len(parameters) > 10 and not any(parameter() is not None for parameter in parameters)
+    for rows in (dataset.train, dataset.validation):
+        assert rows is not None
+        found = objective.reference.log_probabilities(made(0), collate(rows, range(len(rows)), 0), runtime)
+        assert found.isfinite().all() and len(found) == len(rows) > 0 and (found < 0).all()
+
+
+def test_a_reference_with_other_tokens_is_refused(tiny_model: Path) -> None:
+    ours, theirs = (AutoTokenizer.from_pretrained(tiny_model) for _ in range(2))
+    check_same_tokens("base", theirs, ours)
+    theirs.add_tokens(["<tool>"])
+    with pytest.raises(UserError, match=r"--reference_model base: .* in 1 token \(<tool>\)"):
+        check_same_tokens("base", theirs, ours)
