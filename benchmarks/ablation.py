@@ -1,26 +1,27 @@
-"""What each part of the recipe's speed buys: from a loop of twenty lines to recipes/finetuning.py, one part a row.
+"""Measure what each part of recipes/finetuning.py adds to its speed, beginning with a loop of twenty lines.
 
     python benchmarks/ablation.py                        # 2 ranks on the CPU, a Llama of 110 M parameters
     python benchmarks/ablation.py --device cuda --nproc 1 --model DIR
 
-Rows are cumulative: each runs the recipe's own functions with the parts named further down replaced by their plain
-version, here and not in src. All rows of a table live in the same processes and take steps in turns, so that a change
-of the machine's load falls on all of them (on CUDA, where several models may not fit, one after another).
+Rows of the table are cumulative. Each row runs the recipe's own functions, where the parts of later rows are replaced
+by plain versions (in this file, not in src). All rows of a table run in the same processes and take steps in turns, so
+that other load on the machine affects all of them. On CUDA, where several models may not fit, they run one after
+another.
 
-    loop        transformers' model, peft, fully_shard on every layer, padded rows, the model's own loss, fused AdamW,
-                clipping, loss.item(); with as many threads as the rows below, not the one that torchrun gives it
-    recipe      recipes/finetuning.py's model and step, with nothing of what follows
-    loss        the loss without the logits; positions without a label are skipped
-    packing     rows packed, attention within each of them, no mask and no padding
-    lora        adapters and frozen weight in one product, nothing stored that a frozen path does not need
-    sharding    what models/fsdp.py does beyond fully_shard on every layer and the root
-    late        loss and norm are read a step late (CUDA)
+    loop        Transformers' model, PEFT, fully_shard on every layer, padded samples, the model's own loss, fused
+                AdamW, clipping, loss.item(); with the threads of the other rows, not the single one that torchrun sets
+    recipe      the model and step of recipes/finetuning.py without the parts below
+    loss        chunked cross-entropy; positions without a label are skipped
+    packing     packed sequences, attention within each sample, no mask and no padding
+    lora        fused LoRA linear; nothing is stored that a frozen path does not need
+    sharding    the parts of models/fsdp.py beyond fully_shard on every layer and the root
+    late        loss and norm are read one step late (CUDA)
     compile     --compile (CUDA)
 
-Tables: full and LoRA (all-linear, r=16), each on dense rows (4 x 512 tokens a micro-batch) and on rows of the demo's
-natural lengths. Tokens are those that are not padding; tokens/s from the median step. Memory is what a rank's tensors
-hold at their peak: its shards and states, and what a step adds to the process (from its resident set, on the CPU).
-On a CPU that emulates bf16 a step takes a minute; --precision fp32 is quicker.
+There are tables for full fine-tuning and LoRA (all-linear, r=16), each on full sequences (4 x 512 tokens per
+micro-batch) and on the demo's samples. Tokens are counted without padding; tokens/s is from the median step. Memory is
+the peak of a rank's tensors: its shards and states, and what a step adds to the process (from its resident size, on the
+CPU). On a CPU that emulates bf16 a step takes a minute; --precision fp32 is faster.
 """
 
 import argparse
@@ -237,7 +238,7 @@ def note_peak(row: Row, job: Runtime) -> None:
         added = torch.cuda.max_memory_allocated() - before
     else:
         ctypes.CDLL(None).malloc_trim(0)
-        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak
         before = resident("VmRSS")
         row.measured(1, job)
         added = resident("VmHWM") - before

@@ -1,21 +1,21 @@
-"""How long a checkpoint stalls training and how long it takes, beside copying and writing the same bytes without it.
+"""Measure how long a checkpoint takes and stalls training, compared with copying and writing the same bytes.
 
     python benchmarks/checkpoint.py
 
-A random Llama (full: trained in fp32, with AdamW's states; lora: adapters only) on 1 and 2 ranks under torchrun. In
-every round, in turns, all ranks at once and each with its own rows:
+The model is a random Llama on 1 and 2 ranks under torchrun (full: trained in fp32, with AdamW's states; lora: adapters
+only). Every round runs these one after another, on all ranks at once, each with its own rows:
 
     copy        a plain clone of every tensor into host memory
     torch.save  of those clones, and fsync
-    write       of their bare bytes with os.write in pieces of 4 MiB as dd does, and fsync
+    write       of their bytes with os.write in blocks of 4 MiB, and fsync
     sync        a save with --save_async false; then a new optimizer and the weights are restored from it
-    async       a save with training going on until it is complete
+    async       a save while training continues, until it is complete
 
-`stall` is how long training waits, `total` how long until the checkpoint is complete: synced, with its checksums, under
-its name; `resume` how long restoring takes beside `read`, reading the same bytes. The bounds are 1.5 x the
-copy + 50 ms, 2 x the quicker of the two writes + 0.5 s, and 2 x the reading + 0.5 s. Times are medians over
-the rounds of the slowest rank, `x` is the median of each round's ratio. `slowed` is the time by which training steps
-took longer than usual (`step`), as a share of the total; all seconds.
+`stall` is how long training waits. `total` is the time until the checkpoint is complete: synced, with checksums, under
+its final name. `resume` is the time to restore, and `read` the time to read the same bytes. The bounds are 1.5 x the
+copy + 50 ms, 2 x the faster of the two writes + 0.5 s, and 2 x the reading + 0.5 s. Times are medians over rounds of
+the slowest rank; `x` is the median of each round's ratio. `slowed` is the additional time of training steps (compared
+with `step`), as a share of the total. All times are in seconds.
 """
 
 import argparse
@@ -122,7 +122,7 @@ def own_rows(trainee: Trainee, job: Runtime) -> dict[str, torch.Tensor]:
 
 
 def measure_save(way: str, number: int, usual: float, trainee: Trainee, folder: Path, job: Runtime) -> Round:
-    """One checkpoint; training goes on until it is complete."""
+    """Save one checkpoint, while training continues until it is complete."""
     about = {"config": {"train": dataclasses.asdict(SETTINGS)}}
     writer = CheckpointWriter(folder, CheckpointConfig(save_async=way == "async"), about, job)
     timings: Round = {}
@@ -188,7 +188,7 @@ def slowest(work: Callable[[], None], job: Runtime) -> float:
 
 
 def worker(asked: argparse.Namespace) -> None:
-    """What torchrun starts: rounds of one model on these ranks. Rank 0 writes what it found beside the model."""
+    """Run by torchrun: the rounds of one model on these ranks. Rank 0 writes the results next to the model."""
     with runtime.start(asked.device, "world") as job:
         trainees = {kind: Trainee(asked.worker, kind, asked.tokens, job) for kind in KINDS}
         for number in range(asked.rounds + 1):
@@ -202,7 +202,7 @@ def worker(asked: argparse.Namespace) -> None:
 
 @contextmanager
 def model_folder(parent: str, layers: int) -> Iterator[Path]:
-    """A random Llama in bf16, removed at the end with all that is written beside it."""
+    """Save a random Llama in bf16. At the end it is deleted with all files next to it."""
     config = LlamaConfig(
         hidden_size=768,
         intermediate_size=2048,

@@ -1,19 +1,20 @@
-"""Kills a run with SIGKILL over and over, goes on from its checkpoints, and compares it with a run that never stopped.
+"""Kill a run with SIGKILL many times, resume it from its checkpoints, and compare it with an uninterrupted run.
 
     python benchmarks/crash.py --kills 200 --flips 80
 
-Runs of recipes/finetuning.py on 2 ranks under torchrun, in full and with LoRA in turns: a tiny model with dropout,
-gradient accumulation, shuffled rows, evaluation with a best checkpoint, saves in the background at every second step,
-keep_last 2. Each launch is killed at a random moment: while it loads, between two steps, while a checkpoint is written,
-while the result is; either torchrun and both ranks at once, or one rank only, whereupon torchrun must end the rest.
-Then --resume auto goes on, until the run is done, and the next run begins, until there were so many kills.
+The runs are recipes/finetuning.py on 2 ranks under torchrun, alternately full fine-tuning and LoRA: a tiny model with
+dropout, gradient accumulation, shuffled samples, evaluation with a best checkpoint, a save in the background at every
+second step, keep_last 2. Each launch is killed at a random moment: while it loads, between two steps, while a
+checkpoint or the final model is written. The kill hits torchrun and both ranks at once, or one rank, after which
+torchrun must end the others. Then --resume auto continues until the run is done. Runs follow until the number of kills
+is reached.
 
-After every kill each directory checkpoints/step-* must be sound. At the end metrics.jsonl must be that of the
-uninterrupted run, number for number, except for perf/ and memory/; so must best.json, and every byte of the result and
-of what the ranks have written into the checkpoints. Any difference is printed, and the exit code is 1.
+After every kill each directory checkpoints/step-* must be valid. At the end metrics.jsonl must be equal to that of the
+uninterrupted run in every number, except perf/ and memory/. So must best.json, and every byte of the final model and of
+the ranks' files in checkpoints. Any difference is printed, and the exit code is 1.
 
-With --flips one bit at a time is flipped in the newest checkpoint of the uninterrupted run, in every kind of file in
-turns. Each must be found, the file named, and the checkpoint before it taken.
+With --flips, single bits are flipped in the newest checkpoint of the uninterrupted run, in every kind of file. Each
+must be found, the file must be named, and the previous checkpoint must be used.
 """
 
 import argparse

@@ -1,13 +1,13 @@
-"""What data costs: tokenizing, how full packs are, packing against padding, and how long training waits for batches.
+"""Measure the cost of data: tokenization, the fill of packed sequences, packing against padding, waiting for batches.
 
     python benchmarks/data.py
-    python benchmarks/data.py --rows 1000000     # besides, that many short rows from a file of their own
+    python benchmarks/data.py --rows 1000000     # also that many short samples from another file
 
-All on the embedded demo's rows and model, on one process. `packing` against `padding` is measured in turns at the same
-number of rows a step and the same tokens a micro-batch; the ratio is of target tokens a second, so padding and masks
-count as the waste they are. `dense mask` is how transformers computes the same packs by itself. Peak memory is the
-anonymous memory of this process and those that tokenize, what they share counted once (Pss_Anon), above its level
-before.
+It uses the embedded demo's samples and model, on one process. `packing` and `padding` are measured in alternating steps
+with the same number of samples per step and tokens per micro-batch. Their ratio is that of loss tokens per second, so
+padding and masks count as waste. `dense mask` is Transformers' own way to compute packed sequences. Peak memory is the
+anonymous memory of this process and of those that tokenize, minus the memory at the start; shared pages count once
+(Pss_Anon).
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Compare two checkouts bit for bit: losses and gradient norms of every step, and the hash of every result.
+"""Compare two checkouts bit for bit: losses and gradient norms of every step, and the hash of every final model.
 
     python benchmarks/golden.py ../before .              # exit code 1 if a number differs
     python benchmarks/golden.py ../before . --turns 5    # step time and peak memory, in alternating runs

@@ -1,4 +1,4 @@
-"""Models, samples and processes for gpu_check.py: what its parts run the recipes on, and how."""
+"""Models, samples and processes for gpu_check.py: functions that run the recipes."""
 
 import functools
 import importlib.util

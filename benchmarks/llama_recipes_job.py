@@ -1,5 +1,5 @@
-"""What torchrun starts for benchmarks/throughput.py, in llama-recipes' (now llama-cookbook's) environment: one run of
-its finetuning.py, with FSDP1, which keeps all weights and the optimizer's states in bf16. It trains on GPUs only."""
+"""One run of llama-recipes' (now llama-cookbook's) finetuning.py, started by torchrun for benchmarks/throughput.py, in
+its own environment. It uses FSDP1 and keeps all weights and optimizer states in bf16. It trains on GPUs only."""
 
 import json
 import os

@@ -1,18 +1,18 @@
-"""How long loading a model takes and what memory it holds meanwhile, beside transformers' and accelerate's own ways.
+"""Measure how long loading a model takes and how much memory it needs, compared with Transformers and accelerate.
 
     python benchmarks/loading.py
 
-One row per number of ranks, way of loading and target, measured in turns with a single process that calls
-`from_pretrained(dtype=bfloat16)` and then clones every parameter (the call alone only maps the files): `x` is the
-median of the ratios to it. `peak` is what a rank holds at most above its level after imports and process-group start:
-anonymous host memory, read from outside (RssAnon in /proc/<pid>/status), or on CUDA, in rows of their own, device
-memory. The bound is
+The table has a row per number of ranks, way of loading, and target. Each is measured alternately with one process that
+calls `from_pretrained(dtype=bfloat16)` and then clones every parameter (the call alone only maps the files). `x` is the
+median of the ratios to it. `peak` is a rank's highest memory minus its memory after imports and the start of the
+process group: anonymous host memory (RssAnon in /proc/<pid>/status), or device memory on CUDA, in separate rows. The
+bound is
 
     own shards + 1.5 x the largest tensor in its target dtype + 64 MiB     rank 0 of scatter
     own shards + 1.0 x the largest tensor's slice             + 64 MiB     every other rank
 
-and on CUDA the shards do not count in host memory. Weights are in the page cache. `verdict` is about these bounds and,
-for slices and scatter in bf16, about 1.2 and 2 times the baseline.
+On CUDA the shards do not count in host memory. Weights are in the page cache. `verdict` compares with these bounds, and
+for slices and scatter in bf16 with 1.2 and 2 times the baseline.
 """
 
 import argparse

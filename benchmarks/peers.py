@@ -1,4 +1,4 @@
-"""Other trainers for benchmarks/throughput.py: their environments, and launches watched from outside."""
+"""Other trainers for benchmarks/throughput.py: their environments, and launches that are watched from outside."""
 
 import hashlib
 import os
@@ -47,7 +47,7 @@ PEERS = {
     "trl": Peer(
         "trl",
         (TORCH, "trl==1.16.0", "transformers==5.23.0", "accelerate==1.15.0", "peft==0.21.2", "bitsandbytes==0.50.2"),
-        ("accelerate", "transformers", "ddp"),
+        ("accelerate", "transformers", "ddp", "precomputed"),
         ADAPTED | {(method, layout) for method in ("full", "lora") for layout in ("dense", "padding", "packing")},
     ),
     "torchtune": Peer(
@@ -94,10 +94,12 @@ class RunFailed(Exception):
 
 @dataclass
 class Watched:
-    """What was seen of a run from outside: the wall clock at its start, and each rank's most anonymous memory."""
+    """What was seen of a run from outside: the wall clock at its start, each rank's most anonymous memory, and now and
+    then the CPU seconds of all ranks."""
 
     started: float = 0.0
     peaks: dict[int, int] = field(default_factory=dict)  # process id -> bytes
+    clocks: list[tuple[float, float]] = field(default_factory=list)  # wall clock, CPU seconds so far
 
 
 def launch(
@@ -170,15 +172,19 @@ def end(process: subprocess.Popen[bytes], ranks: list[int]) -> None:
 
 
 def sample_memory(launcher: int, watched: Watched, ended: threading.Event) -> None:
-    """The most anonymous memory of each rank, a direct child of torchrun; 0.1 ms every 50."""
+    """The most anonymous memory of each rank, a direct child of torchrun, and their CPU time; 0.1 ms every 50."""
     while not ended.wait(SAMPLE_SECONDS):
         try:
             children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
+            ticks = 0
             for child in map(int, children):
+                times = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()
+                ticks += int(times[11]) + int(times[12])
                 status = Path(f"/proc/{child}/status").read_text()
                 found = re.search(r"^RssAnon:\s+(\d+) kB$", status, re.MULTILINE)
                 if found:
                     watched.peaks[child] = max(watched.peaks.get(child, 0), int(found.group(1)) * 1024)
+            watched.clocks.append((time.time(), ticks / os.sysconf("SC_CLK_TCK")))
         except OSError:
             continue  # one has just ended
 

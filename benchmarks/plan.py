@@ -1,15 +1,15 @@
-"""Predicted against measured memory: what recipes/plan.py says a run will hold, and what the run then held.
+"""Compare predicted with measured memory: the plan of recipes/plan.py with the run itself.
 
     python benchmarks/plan.py
 
-A random Llama is tuned in full, with LoRA, and with LoRA beside 8-bit and 4-bit weights, with and without activation
-checkpointing, on 1, 2 and 4 ranks, in packs of two lengths: 48 runs of recipes/finetuning.py under torchrun, 2 steps
-and a checkpoint each. Packs are full and all of their tokens are trained on.
+A random Llama runs full fine-tuning, LoRA, LoRA on an 8-bit base, and QLoRA, with and without activation checkpointing,
+on 1, 2 and 4 ranks, with packed sequences of two lengths, and DPO: 54 runs of recipes/finetuning.py under torchrun, with
+2 steps and a checkpoint each. Sequences are full, and all of their tokens are in the loss.
 
-Measured is the largest sum of tensors on the fullest rank, from the moment the model is begun to be built to the end:
-on CUDA torch.cuda.max_memory_allocated, on the CPU every byte that torch's allocator gives out, on any thread. (That
-takes a C++ compiler; see plan_job.py.) The limit is 5 % on CUDA and 10 % on the CPU. Ranks that the machine has no GPUs
-for are left out. --phases prints the same for every phase, --dump what was alive at each of the measured peaks.
+The measured value is the peak of tensors on the rank with the highest memory, from the construction of the model to the
+end: on CUDA torch.cuda.max_memory_allocated, on the CPU every byte of torch's allocator, on any thread. (That needs a
+C++ compiler; see plan_job.py.) The limit is 5% on CUDA and 10% on the CPU. Cases with more ranks than GPUs are skipped.
+--phases prints the same for every phase, --dump the living tensors at each measured peak.
 """
 
 import argparse
@@ -42,6 +42,7 @@ METHODS = {
     "8bit": ["--use_peft", "--quantization", "8bit"],
     "4bit": ["--use_peft", "--quantization", "4bit"],
 }
+PREFERENCES = {"dpo_full": ["--objective", "dpo"], "dpo_lora": ["--objective", "dpo", "--use_peft"]}
 RANKS = (1, 2, 4)
 LENGTHS = (128, 512)
 MICRO_BATCH = 2
@@ -56,7 +57,7 @@ class Case:
     """One run.
 
     Attributes:
-        method: a key of METHODS.
+        method: a key of METHODS or PREFERENCES.
         checkpointing: off or full.
         ranks: processes.
         length: tokens of a pack.
@@ -73,8 +74,10 @@ class Case:
 
     def flags(self, folder: Path, device: str) -> list[str]:
         """Of recipes/finetuning.py."""
-        flags = ["--model_name", folder / "model", "--dataset", folder / f"rows-{self.length}.jsonl"]
-        flags += ["--device", device, "--enable_fsdp", "--min_num_params", 100_000, *METHODS[self.method]]
+        flags = ["--model_name", folder / "model", "--dataset"]
+        flags += [folder / f"{'pairs' if self.method in PREFERENCES else 'rows'}-{self.length}.jsonl"]
+        flags += ["--device", device, "--enable_fsdp", "--min_num_params", 100_000]
+        flags += {**METHODS, **PREFERENCES}[self.method]
         flags += [
             "--precision",
             "bf16_mixed",
@@ -94,7 +97,7 @@ CASES = [
     for method in METHODS
     for checkpointing in ("off", "full")
     for length in LENGTHS
-]
+] + [Case(method, "off", ranks, LENGTHS[-1]) for ranks in RANKS for method in PREFERENCES]
 
 
 def write_inputs(folder: Path, hidden: int, layers: int, vocabulary: int) -> None:
@@ -116,6 +119,10 @@ def write_inputs(folder: Path, hidden: int, layers: int, vocabulary: int) -> Non
     special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder / "model")
     for length in LENGTHS:
+        with open(folder / f"pairs-{length}.jsonl", "w") as file:  # a token of the prompt, and </s> after each response
+            for number in range(STEPS * MICRO_BATCH * max(RANKS)):
+                responses = {"chosen": "c" * (length - 2), "rejected": "r" * (length - 2)}
+                file.write(json.dumps({"prompt": chr(ord("A") + number), **responses}) + "\n")
         with open(folder / f"rows-{length}.jsonl", "w") as file:
             for number in range(STEPS * MICRO_BATCH * max(RANKS)):
                 file.write(json.dumps({"input_ids": [(number + place) % 256 for place in range(length)]}) + "\n")

@@ -1,9 +1,9 @@
-"""What torchrun starts for benchmarks/plan.py: runs of recipes/finetuning.py, one after the other, whose tensors are
+"""Runs of recipes/finetuning.py, one after the other, started by torchrun for benchmarks/plan.py. Their tensors are
 counted by phase.
 
-On the CPU torch's allocator is replaced by one that counts (tensor_bytes.cpp): exact bytes, on all threads, gloo's and
-autograd's too. The profiler's memory events miss what threads that it does not know allocate and free (1.2 % off on one
-rank). On CUDA it is torch.cuda.max_memory_allocated. Bytes count from the moment the model is begun to be built.
+On the CPU torch's allocator is replaced by one that counts (tensor_bytes.cpp): exact bytes, on all threads, including
+those of gloo and autograd. The profiler's memory events miss threads that it does not know (1.2% difference on one
+rank). On CUDA it is torch.cuda.max_memory_allocated. Counting begins with the construction of the model.
 """
 
 import ctypes
@@ -222,7 +222,8 @@ def compile_counter(folder: Path) -> Path:
 
 
 def main(cases_file: Path) -> None:
-    """Run the cases in a JSON file, [{"name", "flags"}], and write each one's peaks beside it, a file a rank."""
+    """Run the cases of a JSON file, [{"name", "flags"}], and write their peaks next to it, one file per case and
+    rank."""
     spec = importlib.util.spec_from_file_location("finetuning", REPOSITORY / "recipes" / "finetuning.py")
     assert spec is not None and spec.loader is not None
     finetuning = importlib.util.module_from_spec(spec)

@@ -1,21 +1,21 @@
-"""Cost against work: seconds and memory of a step, with more tokens, longer rows, more layers and more ranks.
+"""Measure time and memory of a step with more tokens, longer samples, more layers and more ranks.
 
     python benchmarks/scaling.py                       # minutes, on a CPU
-    python benchmarks/scaling.py --longest 131072      # rows of up to 128k tokens; attention alone takes minutes
+    python benchmarks/scaling.py --longest 131072      # samples of up to 128k tokens; attention alone takes minutes
 
-Every line is a run of recipes/finetuning.py under torchrun on a random Llama and rows of one length, all tokens
-trained on; a step's seconds are the median of its steps but the first, memory is the largest rank's peak (on a CPU of
-the process's anonymous memory, on a GPU of torch's). The tables:
+Every line is a run of recipes/finetuning.py under torchrun, on a random Llama and samples of one length with all tokens
+in the loss. Seconds are the median of all steps but the first. Memory is the peak of the rank with the highest memory:
+the process's anonymous memory on a CPU, torch's memory on a GPU. The tables:
 
-    tokens      of a step, in micro-batches of ever more rows of 512: full fine-tuning
-    length      of a row, one a step: LoRA, --activation_checkpointing full
+    tokens      per step, in micro-batches of more and more samples of 512 tokens: full fine-tuning
+    length      of a sample, one per step: LoRA, --activation_checkpointing full
     layers      full fine-tuning
-    ranks       full fine-tuning and LoRA, every rank with the same rows a step
+    ranks       full fine-tuning and LoRA, with the same samples per step on every rank
 
-Below each is printed how cost grows: seconds ~ FLOPs^e, fitted to the logarithms; 1 is linear, less is a fixed cost
-that larger steps share, more is a loss. The FLOPs of a step are the products it makes: 2 a weight and token for each of
-forward, recomputation, backward by the inputs and backward by the weights, and causal attention's 2 x length x width a
-token and layer, where backward counts twice. Peaks are fitted by a line: what is there anyway, and what an item adds.
+Below each table is the growth: seconds ~ FLOPs^e, fitted to the logarithms. 1 is linear; less means a fixed cost that
+larger steps share; more is a loss. The FLOPs of a step are those of its matmuls: 2 per weight and token for each of
+forward, recomputation, backward to the inputs and backward to the weights; and of causal attention: 2 x length x width
+per token and layer, twice that backward. Peaks are fitted by a line: a constant, and an amount per item.
 """
 
 import argparse

@@ -1,11 +1,11 @@
-"""How long a run takes to start: from its command to the end of the first step, beside what it must import.
+"""Measure how long a run takes from its command to the end of the first step, compared with its imports alone.
 
     python benchmarks/start.py --turns 5
 
-In turns: a new Python that imports torch, a transformers model class, peft and datasets and ends; recipes/finetuning.py
-on one process for one step of a tiny Llama, with its data to be tokenized (cold) and found in the cache (warm), in full
-and with LoRA; --help of every recipe. Each is timed from its start to its last word, a run to the line of its first
-step too. CPU seconds are those of the whole process, which other load on the machine disturbs less.
+These run alternately: a new Python that imports torch, a model class of Transformers, PEFT and datasets; one step of
+recipes/finetuning.py on one process with a tiny Llama, full fine-tuning and LoRA, with data to be tokenized (cold) or
+already in the cache (warm); --help of every recipe. Each is timed from its start to its last output, a run also to the
+line of its first step. CPU seconds are those of the whole process, which other load on the machine changes less.
 
 Targets: the first step ends within 1.5 x the imports + 3 s; --help within 2 s.
 """

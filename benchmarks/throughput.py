@@ -1,24 +1,32 @@
-"""Tokens a second of recipes/finetuning.py beside what people would use instead, in turns on the same files and rows.
+"""Compare tokens per second of recipes/finetuning.py and of other trainers, in alternating runs on identical data.
 
-    python benchmarks/throughput.py                                    # beside TRL, whose environment it makes
+    python benchmarks/throughput.py                                    # with TRL, whose environment it makes
     python benchmarks/throughput.py --peers trl,torchtune,llama-recipes
     python benchmarks/throughput.py --trl_python ~/trl/bin/python --only full,lora --turns 5
+    python benchmarks/throughput.py --objective dpo --only full,lora   # pairs, beside TRL's DPOTrainer
 
-On CPUs: a random Llama of 110 M parameters, 2 ranks, 4 x 512 tokens a micro-batch; in full, LoRA (all-linear, r=16)
-beside bf16, 8-bit and nf4 weights, and in full on rows of natural lengths, the embedded demo's, which the peer pads or
-packs by itself. On CUDA: Llama-3.1-8B's shapes with random weights, packs of 4096 tokens, every GPU.
+On CPUs: a random Llama of 110 M parameters, 2 ranks, 4 x 512 tokens per micro-batch. The cases are full fine-tuning,
+LoRA (all-linear, r=16) on bf16, 8-bit and nf4 weights, and full fine-tuning on the embedded demo's samples, which the
+other trainer (the peer) pads or packs itself. On CUDA: Llama-3.1-8B's shapes with random weights, packed sequences of
+4096 tokens, all GPUs.
 
-Before anything is timed each side does two steps, and a peer that can distribute the model in several ways does them
-in each: the losses must agree (of natural rows, which each side packs otherwise, those of the untuned model over the
-same rows), or there is no table. The way that was fastest is measured, and the others are listed below the table. Of a
-peer whose step takes longer than --longest_step, the second of these two steps is all that is measured.
+With --objective dpo a micro-batch has half as many pairs, and so as many tokens. In full fine-tuning the recipe
+computes the reference once. TRL holds a second model (its way accelerate), or computes the reference once, too
+(precomputed).
 
-Tokens are what is not padding; the clock runs from the end of the last warm-up step to the end of the last one, as each
-step's record appears (ours: the longer of that and of its own step_seconds). Both sides clip gradients at 1, use fused
-AdamW at one learning rate, log every step and neither evaluate nor save. The peers get OMP_NUM_THREADS = cores / ranks,
-as accelerate's launcher sets it. On a CPU that only emulates bf16, which slows the peers down many times,
---peer_precision fp32 compares with what they do best there. MFU is ours, and a peer's is ours by the ratio of tokens a
-second. Memory is the fullest rank's most anonymous memory, read from outside; on CUDA torch.cuda.max_memory_allocated.
+Before the timing each side runs two steps. A peer with several ways to distribute the model runs them in each way. The
+losses must agree, or there is no table. (On the demo's samples, which each side packs differently, the losses of the
+untrained model on the same samples must agree.) The fastest way is measured; the others are listed below the table. If
+a peer's step takes longer than --longest_step, only the second of its two steps is measured.
+
+Tokens are counted without padding. The time is from the end of the last warm-up step to the end of the last step, at
+which each step's record appears (here: the longer of that and the recipe's step_seconds). Both sides clip gradients at
+1, use fused AdamW with one learning rate, log every step and neither evaluate nor save. Peers get OMP_NUM_THREADS =
+cores / ranks, as accelerate's launcher sets it. On a CPU that only emulates bf16, which slows peers down many times,
+--peer_precision fp32 compares with their best case. MFU is that of the recipe; a peer's is computed by the ratio of
+tokens per second. Memory is the highest anonymous memory of a rank, read from outside; on CUDA it is
+torch.cuda.max_memory_allocated. CPU seconds per step are those of all ranks. On a machine that others use, too, they
+say more than the clock.
 """
 
 import argparse
@@ -33,7 +41,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +78,7 @@ class Case:
 
     Attributes:
         name: for --only.
-        method: full, lora, or lora beside 8bit or nf4 weights.
+        method: full, lora, or lora on 8bit or nf4 weights.
         micro_batch: packs, or rows of `length` tokens, on a rank.
         length: tokens of a pack.
         natural: rows have lengths of their own.
@@ -141,6 +149,7 @@ class Run:
         untuned_loss: over the checked rows, where it was asked for.
         mfu: of each step, where it is known.
         distributed: how the trainer says that the model is.
+        clocks: wall clock and CPU seconds of all ranks so far, every 50 ms.
     """
 
     ends: list[float]
@@ -152,6 +161,14 @@ class Run:
     untuned_loss: float | None = None
     mfu: list[float] = field(default_factory=list)
     distributed: str = ""
+    clocks: list[tuple[float, float]] = field(default_factory=list)
+
+    def cpu_seconds(self, warmup: int) -> float:
+        """Of a step after the warm-up."""
+        first, last = (
+            [cpu for wall, cpu in self.clocks if wall <= end][-1] for end in (self.ends[warmup - 1], self.ends[-1])
+        )
+        return (last - first) / (len(self.ends) - warmup)
 
     def tokens_per_second(self, warmup: int) -> float:
         """Over the steps after the warm-up."""
@@ -196,6 +213,7 @@ class Bench:
 
     def _run_ours(self, case: Case, steps: int, output: Path, check: bool, seconds: float) -> Run:
         flags: list[Any] = ["--model_name", self.model(case), "--dataset", self.rows(case, "ours")]
+        flags += ["--objective", "dpo"] if self.asked.objective == "dpo" else []
         flags += METHODS[case.method]
         if case.method != "full":
             flags += ["--use_peft", "--peft.r", LORA_RANK, "--target_modules", "all-linear", "--lora_dropout", 0]
@@ -231,6 +249,7 @@ class Bench:
             peak_bytes=max(device_peaks) if self.device == "cuda" else max(watched.peaks.values()),
             untuned_loss=next((record["eval/loss"] for record in records if record["step"] == 0), None),
             mfu=[record[key] for record in found if (key := "perf/matmul_utilization") in record],
+            clocks=watched.clocks,
         )
 
     def _run_peer(self, case: Case, who: Contender, steps: int, output: Path, check: bool, seconds: float) -> Run:
@@ -241,12 +260,16 @@ class Bench:
             "check": str(self.rows(case, "check")) if check else None,
             "output": str(output),
             "layout": who.layout,
-            "way": who.way,
+            "way": "accelerate" if who.way == "precomputed" else who.way,
             "device": self.device,
             "precision": self.asked.peer_precision or self.precision(case),
             "steps": steps,
             "lr": LR,
             "r": LORA_RANK,
+            "trainer": self.asked.objective,
+            "settings": {"precompute_ref_log_probs": who.way == "precomputed"} if self.asked.objective == "dpo" else {},
+            "adapter": None,
+            "accumulation": 1,
         }
         if who.layout == "padding":  # as many rows a step as ours has on average
             job["micro_batch"] = max(1, round(case.micro_batch * case.length / self.mean_length(case)))
@@ -268,6 +291,7 @@ class Bench:
             peak_bytes=max(rank["device_peak"] for rank in ranks) or max(watched.peaks.values()),
             untuned_loss=told.get("untuned_loss"),
             distributed=told["is"],
+            clocks=watched.clocks,
         )
 
     def model(self, case: Case) -> Path:
@@ -295,6 +319,7 @@ class Bench:
     def rows(self, case: Case, reader: str) -> Path:
         """A file of tokenized rows: dense ones for a peer are in the order in which ours takes them; `check` is for the
         untuned model's loss."""
+        has_pairs = self.asked.objective == "dpo"
         kind = "natural" if case.natural else f"{case.length}x{case.micro_batch}"
         order = reader if reader in ("ours", "check") or case.natural else "peers"
         file = self.folder / f"rows-{kind}-{order if not case.natural or reader == 'check' else 'all'}.jsonl"
@@ -305,11 +330,13 @@ class Bench:
                 rows = natural_rows(self.model(case), case.length, (steps + 2) * batch * case.length)
             else:
                 vocabulary = len(AutoTokenizer.from_pretrained(self.model(case)))
-                rows = dense_rows(vocabulary, case.length, max(steps, CHECKED_STEPS) * batch)
+                make = dense_pairs if has_pairs else dense_rows
+                rows = make(vocabulary, case.length, max(steps, CHECKED_STEPS) * batch)
             if reader == "check":
                 rows = rows[:CHECKED_ROWS]
             elif order == "peers":
-                rows = [rows[number] for number in our_order(rows, case.length, batch)]
+                lengths = [case.length] * len(rows) * (1 + has_pairs)
+                rows = [rows[number] for number in our_order(lengths, case.length, batch, 1 + has_pairs)]
             file.write_text("".join(json.dumps(row) + "\n" for row in rows))
         return file
 
@@ -351,14 +378,23 @@ def natural_rows(model: Path, longest: int, tokens: int) -> list[dict[str, list[
     return rows
 
 
-def our_order(rows: list[dict[str, list[int]]], length: int, batch: int) -> list[int]:
-    """Numbers of the rows in the order of our steps."""
-    counts, targets = [len(row["input_ids"]) for row in rows], [len(row["labels"]) - 1 for row in rows]
-    plan = BatchSampler(
-        counts, targets, pack_length=length, global_batch=batch, world_size=1, rank=0, micro_batch=batch, seed=SEED
-    )
+def dense_pairs(vocabulary: int, length: int, count: int) -> list[dict[str, str]]:
+    """Pairs whose prompt and response fill `length` tokens with the end of the text; words of `word_tokenizer`."""
+    chance = random.Random(0)
+
+    def words(number: int) -> str:
+        return "".join(f" t{int((vocabulary - 3) * chance.random() ** 3)}" for _ in range(number))
+
+    prompt, response = length // 2, length - length // 2 - 1
+    return [{"prompt": words(prompt), "chosen": words(response), "rejected": words(response)} for _ in range(count)]
+
+
+def our_order(lengths: list[int], length: int, batch: int, group: int) -> list[int]:
+    """Numbers of the rows, or of the pairs where `group` is 2, in the order of our steps."""
+    layout: dict[str, Any] = {"global_batch": batch, "micro_batch": batch, "world_size": 1, "rank": 0}
+    plan = BatchSampler(lengths, lengths, pack_length=length, seed=SEED, group=group, **layout)
     steps = [plan.step(0, step) for step in range(plan.steps_per_epoch)]
-    return [row for step in steps for share in step.micro_batches for row in share]
+    return [row // group for step in steps for share in step.micro_batches for row in share[::group]]
 
 
 def disagreement(ours: Run, theirs: Run, tolerance: float, natural: bool) -> str:
@@ -397,8 +433,10 @@ def choose_ways(bench: Bench, case: Case, ours: Run) -> tuple[dict[Contender, Ru
             if (case.method, layout) not in peer.can:
                 lines.append(f"{case.name}: {name} has no {case.method} on {layout} rows here")
                 continue
-            ways = [way for way in peer.ways if bench.asked.nproc > 1 or way == peer.ways[-1]]
+            ways = [way for way in peer.ways if bench.asked.nproc > 1 or way == {"trl": "ddp"}.get(name, peer.ways[-1])]
             ways = [way for way in ways if not bench.asked.ways or way in bench.asked.ways.split(",")]
+            if bench.asked.objective == "sft" or case.method != "full":
+                ways = [way for way in ways if way != "precomputed"]
             runs = dict[Contender, Run]()
             patience = SECONDS_A_RUN
             for way in ways:
@@ -469,13 +507,26 @@ def table_lines(case: Case, runs: dict[Contender, list[Run]], warmup: int) -> li
                 f"{statistics.median(mfu) / ratio:.1%}" if mfu else "-",
                 f"{max(run.peak_bytes for run in done) / MIB:,.0f}",
                 f"{statistics.median(run.first_step_seconds for run in done):.1f}",
+                f"{statistics.median(run.cpu_seconds(min(warmup, len(run.ends) - 1)) for run in done):.1f}",
             ]
         )
     return lines
 
 
 def print_table(lines: list[list[str]]) -> None:
-    titles = ["case", "trainer", "tokens/s", "min", "max", "ours/its", "target", "matmul", "peak MiB", "1st step s"]
+    titles = [
+        "case",
+        "trainer",
+        "tokens/s",
+        "min",
+        "max",
+        "ours/its",
+        "target",
+        "matmul",
+        "peak MiB",
+        "1st step s",
+        "CPU s",
+    ]
     widths = [max(len(line[column]) for line in [titles, *lines]) for column in range(len(titles))]
     for line in [titles, *lines]:
         print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
@@ -485,6 +536,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peers", default="trl", help=f"of {', '.join(PEERS)}; each in an environment made for it")
     parser.add_argument("--trl_python", type=Path, help="an interpreter that has TRL, instead of making one")
+    parser.add_argument("--objective", choices=("sft", "dpo"), default="sft", help="dpo: dense cases, beside TRL")
     parser.add_argument("--ways", default="", help="only these of a peer's ways to distribute the model")
     parser.add_argument("--only", default="", help="only these cases")
     parser.add_argument("--turns", type=int, default=3)
@@ -539,14 +591,16 @@ def main() -> None:
     wanted = asked.only.split(",") if asked.only else [case.name for case in CASES[device]]
     if unknown := set(wanted) - {case.name for case in CASES[device]}:
         raise SystemExit(f"--only {','.join(unknown)}: there are {', '.join(case.name for case in CASES[device])}")
-    pythons, about = find_pythons(asked), describe_machine(asked, device)
+    pythons, about, has_pairs = find_pythons(asked), describe_machine(asked, device), asked.objective == "dpo"
     if asked.folder:
         asked.folder.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="throughput-", dir=asked.folder))
     bench = Bench(asked, device, folder, pythons)
     lines, notes, found = list[list[str]](), list[str](), dict[str, Any]()
     try:
-        for case in (case for case in CASES[device] if case.name in wanted):
+        for case in (case for case in CASES[device] if case.name in wanted and not (has_pairs and case.natural)):
+            if has_pairs:
+                case = replace(case, micro_batch=max(1, case.micro_batch // 2), targets={"dense": 1.0})
             runs, said = measure(bench, case)
             notes += said
             lines += table_lines(case, runs, asked.warmup)

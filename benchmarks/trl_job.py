@@ -1,8 +1,8 @@
-"""What torchrun starts for benchmarks/throughput.py, in TRL's environment: one run of TRL's SFTTrainer.
+"""One run of a TRL trainer, in its own environment, started by torchrun for throughput.py and preferences.py.
 
-Ways of sharding it: `accelerate` is accelerate's FSDP2, `transformers` is the one transformers loads a model into by
-itself (DistributedConfig), `ddp` keeps a whole model on every rank. On the CPU, accelerate takes no FSDP plugin and
-runs DDP without a word: there its FSDP2 is switched on by hand, as it is on a GPU.
+Ways to shard it: `accelerate` is accelerate's FSDP2, `transformers` is Transformers' own (DistributedConfig), `ddp`
+keeps a whole model on every rank. On the CPU accelerate ignores its FSDP plugin and runs DDP without a message. There,
+this script enables FSDP2 itself, as accelerate does on a GPU.
 """
 
 import json
@@ -18,13 +18,22 @@ from accelerate import FullyShardedDataParallelPlugin
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
 from datasets import Dataset
-from peft import LoraConfig
+from peft import LoraConfig, PeftModel
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, TrainerCallback
 from transformers.distributed import DistributedConfig
-from trl import SFTConfig, SFTTrainer
+from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, SFTConfig, SFTTrainer
+from trl.experimental.cpo import CPOConfig, CPOTrainer
+from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
+TRAINERS: dict[str, tuple[Any, Any]] = {
+    "sft": (SFTTrainer, SFTConfig),
+    "dpo": (DPOTrainer, DPOConfig),
+    "kto": (KTOTrainer, KTOConfig),
+    "simpo": (CPOTrainer, CPOConfig),
+    "orpo": (ORPOTrainer, ORPOConfig),
+}
 LAYER_POLICY = "TRANSFORMER_BASED_WRAP"
 
 
@@ -53,21 +62,23 @@ def load_model(job: dict[str, Any]) -> Any:
     return AutoModelForCausalLM.from_pretrained(job["model"], attn_implementation="sdpa", **settings)
 
 
-def settings_of(job: dict[str, Any]) -> SFTConfig:
+def settings_of(job: dict[str, Any]) -> Any:
     on_cpu = job["device"] == "cpu"
     sharding: dict[str, Any] = {}
     if job["way"] == "accelerate" and not on_cpu:
         sharding = {"fsdp": True, "fsdp_config": {"version": 2, "auto_wrap_policy": LAYER_POLICY}}
-    return SFTConfig(
+    if job["trainer"] == "sft":
+        sharding["packing"] = job["layout"] == "packing"
+    return TRAINERS[job["trainer"]][1](
+        **job["settings"],
         output_dir=job["output"],
         use_cpu=on_cpu,
         # With transformers' own FSDP2 the model casts for itself; bf16 would add autocast, which is slower.
         bf16=job["precision"] != "fp32" and job["way"] != "transformers",
         max_length=job["length"],
-        packing=job["layout"] == "packing",
         train_sampling_strategy="sequential",
         per_device_train_batch_size=job["micro_batch"],
-        gradient_accumulation_steps=1,
+        gradient_accumulation_steps=job["accumulation"],
         max_steps=job["steps"],
         learning_rate=job["lr"],
         lr_scheduler_type="constant",
@@ -87,7 +98,7 @@ def settings_of(job: dict[str, Any]) -> SFTConfig:
     )
 
 
-def shard_with_accelerate(trainer: SFTTrainer, bf16: bool) -> None:
+def shard_with_accelerate(trainer: Any, bf16: bool) -> None:
     """Have accelerate prepare the model with FSDP2 on the CPU."""
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy=LAYER_POLICY)
     state = trainer.accelerator.state
@@ -106,6 +117,7 @@ class Clock(TrainerCallback):
         self.ends: list[float] = []
         self.losses: list[float] = []
         self.tokens: list[float] = []  # so far, of all ranks, without padding
+        self.logs: list[dict[str, float]] = []
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         if self.device == "cuda":
@@ -115,10 +127,11 @@ class Clock(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
         if "loss" in logs:
             self.losses.append(float(logs["loss"]))
-            self.tokens.append(float(logs["num_tokens"]))
+            self.tokens.append(float(logs.get("num_tokens", 0)))
+            self.logs.append({name: float(value) for name, value in logs.items()})
 
 
-def untuned_loss(trainer: SFTTrainer, file: Path) -> float:
+def untuned_loss(trainer: Any, file: Path) -> float:
     """The mean loss over all target tokens of a file's rows, through this run's own preparation and batches; on every
     rank the same rows."""
     args, sums = trainer.args, torch.zeros(2, dtype=torch.float64)
@@ -147,22 +160,36 @@ def what_it_is(model: Any) -> str:
 
 
 def main(job: dict[str, Any]) -> None:
-    peft = None
-    if job["method"] != "full":
+    peft, model = None, load_model(job)
+    if job["adapter"]:
+        model = PeftModel.from_pretrained(model, job["adapter"], is_trainable=True)
+    elif job["method"] != "full":
         peft = LoraConfig(
             r=job["r"], lora_alpha=32, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM"
         )
-    clock = Clock(job["device"])
-    trainer = SFTTrainer(
-        load_model(job),
+    clock, kind = Clock(job["device"]), TRAINERS[job["trainer"]][0]
+    if job["way"] == "accelerate" and job["device"] == "cpu":
+
+        class Sharded(kind):  # type: ignore[misc, valid-type]
+            """Sharded before the rest of the trainer is made, as on a GPU: its reference model is sharded, too."""
+
+            def create_accelerator_and_postprocess(self) -> None:
+                super().create_accelerator_and_postprocess()
+                shard_with_accelerate(self, job["precision"] != "fp32")
+
+        kind = Sharded
+    trainer = kind(
+        model,
         args=settings_of(job),
         train_dataset=read(Path(job["rows"])),
         processing_class=AutoTokenizer.from_pretrained(job["model"]),
         peft_config=peft,
         callbacks=[clock],
     )
-    if job["way"] == "accelerate" and job["device"] == "cpu":
-        shard_with_accelerate(trainer, job["precision"] != "fp32")
+    if job["trainer"] == "kto":  # its KL divergence is estimated by the same completions as ours
+        found = trainer.train_dataset
+        answers = found["completion_ids"]
+        trainer.train_dataset = found.map(lambda row: {"KL_completion_ids": answers[row["other"]]})
     untuned = untuned_loss(trainer, Path(job["check"])) if job["check"] else None
     trainer.train()
     found = {
@@ -171,6 +198,7 @@ def main(job: dict[str, Any]) -> None:
         "ends": clock.ends,
         "losses": clock.losses,
         "tokens": clock.tokens,
+        "logs": clock.logs,
         "device_peak": torch.cuda.max_memory_allocated() if job["device"] == "cuda" else 0,
     }
     Path(job["output"], f"rank-{dist.get_rank()}.json").write_text(json.dumps(found))

@@ -1,7 +1,8 @@
 """Evaluate models: loss and perplexity on a validation set, and tasks of lm-evaluation-harness.
 
 MODEL is a run's directory, a checkpoint, a saved adapter, or the directory or Hub name of a model. --base adds the base
-model of each. Without --dataset the samples are the run's validation set, and the loss is the run's own at that step.
+model of each. Without --dataset the samples are the run's validation set, and the loss is the one that the run
+computed.
 """
 
 import gc
@@ -12,12 +13,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__":  # no traceback out of an import; runtime.start takes it over
+if __name__ == "__main__":  # Ctrl-C prints no traceback of an import; runtime.start replaces it
     signal.signal(signal.SIGINT, lambda *_: os.write(2, b"stopped by Ctrl-C\n") and os._exit(130))
 
 from llama_ft.config import FSDPConfig  # noqa: E402
-from llama_ft.errors import before_imports  # noqa: E402
-from llama_ft.evaluation.flags import Asked, Evaluation, read_evaluate_flags  # noqa: E402
+from llama_ft.errors import UserError, before_imports  # noqa: E402
+from llama_ft.evaluation.flags import Evaluation, ModelToEvaluate, read_evaluate_flags  # noqa: E402
 
 if __name__ == "__main__":
     with before_imports():
@@ -37,7 +38,7 @@ TASK_SETTINGS = ("limit", "num_fewshot", "apply_chat_template", "batch_size")
 
 
 def main(what: Evaluation) -> None:
-    """From the flags to the tables on the screen."""
+    """Load each model, evaluate it, and print the tables."""
     flags = what.flags
     with runtime.start(flags.device, models.shard_degree(FSDPConfig(enable_fsdp=flags.enable_fsdp))) as job:
         tasks = find_tasks(flags, job) if flags.tasks else None
@@ -46,7 +47,7 @@ def main(what: Evaluation) -> None:
             tuned, tokenizer = evaluate(asked, None, tasks, what, job)
             base = results[0] if results else None
             if asked.base is not None:
-                # On the same tokens as the fine-tuned model: with its tokenizer and chat template.
+                # With the fine-tuned model's tokenizer and chat template, the base model gets the same tokens.
                 run = asked.run and (asked.run.model, asked.run.quantization, asked.run.train.precision)
                 alike = asked.base, tokenizer.chat_template, len(tokenizer), run
                 base = next((known for key, known in bases if key == alike), None)
@@ -66,13 +67,13 @@ def main(what: Evaluation) -> None:
 
 
 def evaluate(
-    asked: Asked,
+    asked: ModelToEvaluate,
     tokenizer: PreTrainedTokenizerBase | None,
     tasks: Any,
     what: Evaluation,
     job: Runtime,
 ) -> tuple[Evaluated, PreTrainedTokenizerBase]:
-    """Load a model and evaluate it; with the tokenizer of the fine-tuned model: its base model."""
+    """Load a model and evaluate it. With the tokenizer of a fine-tuned model: evaluate its base model."""
     flags = replace(what.flags, precision=what.flags.precision or (asked.run.train.precision if asked.run else "auto"))
     if tokenizer is None:
         name, opened = asked.place, open_model(asked.place, flags, job)
@@ -80,12 +81,14 @@ def evaluate(
         name = f"base: {asked.base}" + (f" (of {asked.place})" if len(what.asked) > 1 else "")
         opened = open_model(str(asked.base), flags, job, asked.run, tokenizer)
     log.info(opened.about)
+    if models.has_score(opened.model):
+        raise UserError(f"{name}: a reward model has no LM head. recipes/inference.py --prompts prints its scores.")
     held_out = measure_loss(opened.model, opened.tokenizer, asked, what, job) if what.samples else None
-    torch.cuda.empty_cache()  # it holds blocks of the sizes that measuring the loss needed
+    torch.cuda.empty_cache()  # frees cached blocks, whose sizes fit only the measurement of the loss
     answers = ask_tasks(tasks, opened.model, opened.tokenizer, flags, job) if tasks is not None else None
     result, tokenizer = Evaluated(name, opened.about, held_out, answers), opened.tokenizer
     del opened
-    gc.collect()  # before the next one is loaded
+    gc.collect()  # free this model before the next one is loaded
     if job.device.type == "cuda":
         torch.cuda.empty_cache()
     return result, tokenizer

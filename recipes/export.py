@@ -25,7 +25,7 @@ from llama_ft.runtime import configure_console, log  # noqa: E402
 
 
 def main(options: ExportFlags) -> None:
-    """From a checkpoint to a folder that anyone can load, and to the hub."""
+    """Export a checkpoint to a directory that Transformers can load, and upload it if asked."""
     folder, place = options.out, options.source
     write = (folder, checkpoint.save_dtype(options.save_dtype), parse_size(options.max_shard_size))
     if options.kind == "adapter" and options.base_model:
@@ -48,7 +48,7 @@ def main(options: ExportFlags) -> None:
 
 
 def upload(folder: Path, repository: str, private: bool) -> str:
-    """Upload a complete directory to the Hub with the token of HF_TOKEN or `hf auth login`; return its address."""
+    """Upload a complete directory to the Hub with the token of HF_TOKEN or `hf auth login`. Return its URL."""
     api = HfApi()
     try:
         address = str(api.create_repo(repository, private=private, exist_ok=True))
@@ -66,7 +66,7 @@ def upload(folder: Path, repository: str, private: bool) -> str:
 if __name__ == "__main__":
     configure_console(rank=0)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was begun is cleared away
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that temporary files are removed
     with exit_on_error():
         try:
             main(OPTIONS)

@@ -1,8 +1,8 @@
 """Fine-tune a language model on your data, on any number of processes.
 
-Read it from top to bottom: `main` is the path of a run, `build_model` how a model gets onto the ranks, `train` the
-training loop. What happens inside each line is in src/llama_ft, one folder per step. To change the loss, see
-llama_ft/training/objective.py; to change what a sample becomes, llama_ft/data/formats.py.
+Read it from top to bottom: `main` is the path of a run, `build_model` loads a sharded model, `train` is the training
+loop. The functions that they call are in src/llama_ft, one folder per step. To change the loss, see
+llama_ft/training/objective.py; to change how samples are read, llama_ft/data/formats.py.
 """
 
 from pathlib import Path
@@ -31,16 +31,16 @@ from llama_ft.runtime import Runtime, log  # noqa: E402
 
 @fire.decorators.SetParseFn(str)
 def main(**flags: str) -> None:
-    """One run, from the settings to the final model or adapter on disk."""
+    """Run a fine-tuning, from the settings to the final model or adapter on disk."""
     requested, sources = load_flags(flags, DEMO_CONFIG)
     with start_run(requested, sources, build_model, PLANNER) as run:
         if run.is_finished:
             return
         config, job = run.config, run.job
-        # Cross-entropy of the next token, where it is in the loss; or what else --objective names.
+        # Cross-entropy of the next token over the tokens in the loss, or another objective by --objective.
         objective = training.build_objective(config)
 
-        # The model's directory and tokenizer; samples become tokens and loss masks. Once per node: the cache is shared.
+        # Find the model, and tokenize samples. The first rank of each node fills the cache that its other ranks read.
         with job.local_main_process_first():
             folder, model_config, tokenizer = find_model(config, ask_hub=job.local_rank == 0)
         config = run.choose_kernels(model_config)
@@ -61,13 +61,15 @@ def main(**flags: str) -> None:
         new_tokens = models.find_new_tokens(tokenizer, folder, model_config, config.model)
         run.check_inputs(folder, model_config, tokenizer, new_tokens, dataset)
 
-        # Which samples this rank sees at which step: a function of (seed, epoch, step) and of nothing else.
+        # Plan which samples this rank sees at which step. The plan depends on (seed, epoch, step) only.
         vocabulary = new_tokens.rows if new_tokens else stored_vocabulary
         pad = data.pad_token_id(tokenizer, vocabulary)
+        if config.preference.objective == "reward":  # a score is that of the last token that is not this one
+            models.set_pad_token(model_config, tokenizer, pad)
         batches = data.plan_training(config, dataset, context_length, run.global_batch, pad, vocabulary, job)
         run.check_batches(batches, tokenizer)
 
-        # With activation_checkpointing=auto the planner chooses it here; else it plans while the weights are loaded.
+        # With activation_checkpointing=auto, wait for the planner's choice; else it plans while weights are loaded.
         resolved = run.plan_memory(folder, new_tokens, dataset, batches)
         # DPO's reference is the model with its adapter off, or log-probabilities computed once: by --reference_model
         # here, or below by the model itself before step 1.
@@ -77,8 +79,8 @@ def main(**flags: str) -> None:
         if run.resumed is None:
             reference.score_with_other_model(build_model, run.memory)
         model, adapter, stored_dtypes, units = build_model(resolved, folder, model_config, new_tokens, run.memory, job)
-        run.memory.leave()  # the phase "load"
-        if batches.pack_length is not None:  # packed samples must not see each other: compare a few with samples alone
+        run.memory.leave()  # ends the phase "load"
+        if batches.pack_length is not None:  # samples must not see each other: compare a few with samples alone
             dtype = runtime.PRECISIONS[config.train.precision].compute
             training.check_packing(model, batches.first_rows(), batches.pack_length, dtype, job)
 
@@ -91,7 +93,7 @@ def main(**flags: str) -> None:
 
 
 def find_model(config: Config, ask_hub: bool) -> tuple[Path, PretrainedConfig, PreTrainedTokenizerBase]:
-    """The model's directory, config, tokenizer: of the demo, local, or from the Hub, which one rank of a node asks."""
+    """Return the model's directory, config and tokenizer. Only one rank per node asks the Hub."""
     wanted = config.model
     is_demo = wanted.model_name == "demo"
     if is_demo or config.data.dataset == "demo":
@@ -99,6 +101,7 @@ def find_model(config: Config, ask_hub: bool) -> tuple[Path, PretrainedConfig, P
         log.info("\n".join([demo.about_model] * is_demo + [demo.about_data] * (config.data.dataset == "demo")))
     folder = demo.model_dir if is_demo else models.local_folder(wanted.model_name, "--model_name", ask_hub)
     model_config = models.load_model_config(folder, wanted.trust_remote_code)
+    models.choose_head(model_config, config.preference.objective)
     tokens = folder
     if wanted.tokenizer_name is not None:
         tokens = models.local_folder(wanted.tokenizer_name, "--tokenizer_name", ask_hub, weights=False)
@@ -114,9 +117,10 @@ def build_model(
     job: Runtime,
     is_trained: bool = True,
 ) -> tuple[PreTrainedModel, models.Adapter | None, dict[str, torch.dtype], list[models.Unit]]:
-    """A model on the meta device, adapters, shards; only then weights, each rank its own rows."""
+    """Build the model on the meta device, add adapters, shard it, and then load weights, each rank its own rows."""
     precision = runtime.PRECISIONS[config.train.precision]
     quantization = models.choose_quantization(config.quantization, model_config, config.peft.use_peft or not is_trained)
+    models.choose_head(model_config, config.preference.objective)  # as in find_model, for the planner
     model = models.build_on_meta(model_config, config.model, new_tokens)
     if others := models.left_out(model).modules:
         log.info(f"Only the text part is loaded and fine-tuned. Copied unchanged: {', '.join(others)}")
@@ -135,7 +139,7 @@ def build_model(
         model.requires_grad_(False)
     if config.model.freeze_layers:
         models.freeze_first_layers(model, config.model.num_freeze_layers)
-    if not models.use_chunked_loss(model):
+    if not (models.has_score(model) or models.use_chunked_loss(model)):
         log.info("Chunked cross-entropy is off: this model is not a decoder and an LM head.")
     if config.train.neftune_noise_alpha:
         models.add_embedding_noise(model, config.train.neftune_noise_alpha)
@@ -143,7 +147,7 @@ def build_model(
         models.compile_layers(model)
     models.set_storage_dtypes(model, precision)
     units = models.apply_fsdp(model, job.mesh, config.fsdp, precision)
-    if job.world_size > 1:  # on one process nothing is sharded
+    if job.world_size > 1:  # a single process does not shard
         log.info(models.unit_table(units))
     memory.enter("load")
     started = time.perf_counter()
@@ -168,18 +172,18 @@ def build_model(
 def train(
     run: Run, model: PreTrainedModel, objective: training.Objective, tokenizer: PreTrainedTokenizerBase, pad: int
 ) -> None:
-    """The training loop; all ranks run it together, and rank 0 keeps the log.
+    """Run the training loop. All ranks call it together; rank 0 writes the log.
 
-    On a GPU a step's loss is read and logged when the next step has been sent, so that the device need not wait. (In
-    fp16 it is read at once.)
+    On a GPU the loss of a step is read and logged after the next step was queued, so that the GPU never waits. (In fp16
+    it is read at once.)
     """
     config, job, state, batches = run.config, run.job, run.state, run.batches
     settings = config.train
     optimizer = training.build_optimizer(model, settings)  # AdamW, unless --optimizer names another
-    # LoRA's gradients are small: each rank keeps its own until the last micro-batch, and they are reduced once.
+    # Gradients of LoRA are small: each rank accumulates its own, and only the last micro-batch reduces them.
     reduce_last_only = config.peft.use_peft or settings.accumulate_unsharded
-    torch.manual_seed(settings.seed + job.rank)  # dropout differs between ranks
-    run.restore(model, optimizer)  # the checkpoint that is resumed, if any
+    torch.manual_seed(settings.seed + job.rank)  # a different dropout on each rank
+    run.restore(model, optimizer)  # from the resumed checkpoint, if there is one
 
     with run.training(model, optimizer), data.Prefetcher(run.remaining_steps) as steps:
         if run.resumed is None:
@@ -190,9 +194,9 @@ def train(
         for step in steps:
             run.begin_step(step, steps.waited_seconds, tokenizer)
 
-            # Forward, objective.loss and backward of this rank's micro-batches. Gradients are summed over the ranks.
-            scale = state.scale.factor  # of the loss in fp16, else 1
-            count = step.target_tokens if objective.counts_tokens else step.samples  # of losses, over all ranks
+            # Run forward, objective.loss and backward on this rank's micro-batches. Gradients are summed over ranks.
+            scale = state.scale.factor  # loss scale in fp16, otherwise 1
+            count = step.target_tokens if objective.counts_tokens else step.samples  # number of losses over all ranks
             losses = training.accumulate_gradients(
                 model, objective, step.batches, count, reduce_last_only, job, scale, run.memory
             )
@@ -200,16 +204,16 @@ def train(
             result = training.clip_and_reduce_norm(model, losses, count, settings, scale, job)
             numbers = run.gather(step)
             lr = training.learning_rate(settings, step.step - 1, batches.total_steps, step.epoch)
-            training.update_weights(optimizer, lr, run.failed(step, result))  # and zero_grad; not if it overflowed
+            training.update_weights(optimizer, lr, run.failed(step, result))  # and zero_grad; not after an overflow
 
-            due = run.end_step(step, result, losses, numbers, lr)  # by eval_steps, save_steps, end of epoch, signals
+            due = run.end_step(step, result, losses, numbers, lr)  # eval_steps, save_steps, end of epoch, signals
             if due.evaluation:
                 run.evaluate(model, objective, pad)
             if due.answers:
                 run.show_answers(f"after step {step.step}", model, tokenizer, pad)
-            if run.save_due(due):  # or the validation loss is the best so far
+            if run.save_due(due):  # also if the validation loss is the best so far
                 run.save(model, optimizer)
-            if run.should_stop(due):  # early stopping, max_train_time; a run that was told to stop raises Stopped here
+            if run.should_stop(due):  # early stopping, max_train_time; a requested stop raises Stopped
                 break
         run.take_best_weights(model)
         run.show_answers("after fine-tuning", model, tokenizer, pad)
@@ -223,10 +227,10 @@ def export(
     folder: Path,
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
-    """Write the final model, or adapter, as safetensors that Transformers and PEFT load; rank 0 gets shard by shard."""
+    """Write the final model or adapter as safetensors for Transformers and PEFT. Rank 0 gets it shard by shard."""
     config, result = run.config.checkpoint, run.directory / "model"
     run.memory.enter("save")
-    torch.cuda.empty_cache()  # NCCL's buffers, which the first send allocates, are not of torch's cache
+    torch.cuda.empty_cache()  # NCCL allocates buffers outside of torch's cache at the first send
     save_dtype = checkpoint.save_dtype(config.save_dtype)
     base_model, record = run.config.model.model_name, run.trainer_record()
     auto_class = models.auto_class(model.config, run.config.model.trust_remote_code).__name__

@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 
-if __name__ == "__main__":  # no traceback out of an import; runtime.start takes it over
+if __name__ == "__main__":  # Ctrl-C prints no traceback of an import; runtime.start replaces it
     signal.signal(signal.SIGINT, lambda *_: os.write(2, b"stopped by Ctrl-C\n") and os._exit(130))
 
 from llama_ft.config import FSDPConfig  # noqa: E402
@@ -23,19 +23,26 @@ if __name__ == "__main__":
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(encoding="utf-8", errors="replace")
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(encoding="utf-8", errors="replace")  # a locale may have no place for what a model says
+        sys.stdout.reconfigure(encoding="utf-8", errors="replace")  # for any locale
 
 from llama_ft import models, runtime  # noqa: E402
 from llama_ft.inference.generate import Answerer  # noqa: E402
 from llama_ft.inference.load import open_model  # noqa: E402
-from llama_ft.inference.prompts import answer_prompts, converse, one_prompt, print_part, read_prompts  # noqa: E402
+from llama_ft.inference.prompts import (  # noqa: E402
+    answer_prompts,
+    converse,
+    one_prompt,
+    print_part,
+    read_prompts,
+    score_prompts,
+)
 from llama_ft.runtime import Runtime, log  # noqa: E402
 
-SECONDS_TO_WAIT = 7 * 24 * 3600.0  # ranks wait for each other as long as someone thinks about the next message
+SECONDS_TO_WAIT = 7 * 24 * 3600.0  # between two messages of a conversation, ranks wait for the user
 
 
 def main(options: InferenceFlags) -> None:
-    """From a model's place to its answers."""
+    """Load the model and answer the prompts; a reward model scores their responses."""
     runtime.console.file = sys.stderr  # stdout is for answers
     degree = models.shard_degree(FSDPConfig(enable_fsdp=options.enable_fsdp))
     with runtime.start(options.device, degree, timeout_seconds=SECONDS_TO_WAIT) as job:
@@ -45,8 +52,10 @@ def main(options: InferenceFlags) -> None:
         prompt = "" if prompts or is_chat else job.broadcast_from_rank0(lambda: one_prompt(options))
         opened = open_model(options.places[0], options, job)
         if job.world_size == 1:
-            signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # whoever reads the answers may stop reading
+            signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # a reader of stdout may close it early
         log.info(opened.about)
+        if models.has_score(opened.model):
+            return score_prompts([row for row, _ in prompts], opened, options, job)
         answerer = Answerer(opened, options, job)
         log.info(", ".join(f"{name} {value:g}" for name, value in answerer.sampling.items()))
         if is_chat:
@@ -60,7 +69,7 @@ def main(options: InferenceFlags) -> None:
 
 
 def answer_one(prompt: str, answerer: Answerer, job: Runtime) -> int:
-    """Stream the answer to one prompt to stdout; return 1 if it was truncated."""
+    """Stream the answer to a prompt to stdout. Return 1 if it was truncated, otherwise 0."""
     [answer] = answerer.answer([answerer.tokens(prompt)], print_part if job.is_main else None)
     if job.is_main:
         print(flush=True)

@@ -1,7 +1,7 @@
 """Plan a run's memory before it starts: a rank's memory by category, at the peak of each phase.
 
-Takes the config and the flags of recipes/finetuning.py, and --nproc. It needs neither a GPU nor the weights, nor the
-data: the recipe's own functions run on tensors without storage, as rank 0 of as many ranks as are asked for.
+It takes the config and the flags of recipes/finetuning.py, and --nproc. It needs no GPU, no weights and no data: the
+recipe's own functions run on tensors without storage, as rank 0 of the requested number of ranks.
 """
 
 import dataclasses
@@ -30,13 +30,13 @@ from llama_ft.plan.preflight import free_bytes, settle_checkpointing  # noqa: E4
 from llama_ft.plan.types import PlanRequest, describe  # noqa: E402
 from llama_ft.runtime import configure_console  # noqa: E402
 
-with exit_on_error():  # if torch has changed
+with exit_on_error():  # an import fails if torch has changed
     from llama_ft.plan.fit import answer_fit, choose_checkpointing
     from llama_ft.plan.predict import predict
 
 
 def main(config: Config, options: PlanFlags) -> int:
-    """From the settings to the plan on the screen. Returns the exit code; with --fit 3 if changes fit, 4 if none."""
+    """Print the plan. Return the exit code: 0; with --fit 3 if only changed settings fit, 4 if none does."""
     folder, is_cpu = find_folder(config.model), config.train.device == "cpu"
     config = settle_checkpointing(config, "cpu" if is_cpu else "cuda")
     request = PlanRequest(config, folder, options.nproc, options.nproc_per_node or 1, "cpu" if is_cpu else "cuda")
@@ -54,7 +54,7 @@ def main(config: Config, options: PlanFlags) -> int:
             tell(f"activation_checkpointing auto: {why}")
             request = dataclasses.replace(request, config=chosen)
         planned = predict(request, build_model, options.quick)
-    except (RuntimeError, ValueError, TypeError, AttributeError) as error:  # of the model's own code, mostly
+    except (RuntimeError, ValueError, TypeError, AttributeError) as error:  # mostly errors of the model's own code
         raise RunFailure(f"This model could not be planned: {type(error).__name__}: {error}") from error
     values: dict[str, object] = {"plan": dataclasses.asdict(planned)}
     text, exit_code = describe(planned), 0
@@ -66,14 +66,14 @@ def main(config: Config, options: PlanFlags) -> int:
 
 
 def find_folder(model: ModelConfig) -> Path:
-    """The model's folder; from the hub its small files only."""
+    """Return the model's directory. Of a model on the Hub, download only the small files."""
     if model.model_name == "demo":
         return data.build_demo(data.cache_dir()).model_dir
     return models.local_folder(model.model_name, "--model_name", weights=False)
 
 
 def with_new_tokens(request: PlanRequest) -> PlanRequest:
-    """With the rows that the run's tokenizer makes the embedding grow by."""
+    """Return the request with the tokens that the run's tokenizer adds to the model's embedding."""
     model, tokens = request.config.model, request.folder
     if model.tokenizer_name is not None:
         tokens = models.local_folder(model.tokenizer_name, "--tokenizer_name", weights=False)
@@ -92,9 +92,9 @@ if __name__ == "__main__":
         except KeyboardInterrupt:
             print("stopped by Ctrl-C", file=sys.stderr)
             sys.exit(130)
-        except OSError as error:  # of writing the plan: the disk is full
+        except OSError as error:  # the output cannot be written: the disk is full
             print(f"error: {error}", file=sys.stderr, flush=True)
-            os._exit(1)  # the end of Python would write it again
+            os._exit(1)  # a normal exit of Python would try to write it again
         except RunFailure as error:
             print(error, file=sys.stderr)
             sys.exit(1)

@@ -1,8 +1,8 @@
 """Write the report of a run, or compare runs: one HTML file that needs no network.
 
-RUN is the directory of a run, which may still be running, have been killed, or come from an earlier version. One RUN:
-its report.html, which a run also writes when it ends. Several: one page with their curves in the same charts and the
-settings that differ.
+RUN is the directory of a run. The run may still work, may have been killed, or may come from an earlier version. For
+one RUN, this writes its report.html, as a run does at its end. For several, it writes one page with their curves in
+shared charts and the settings that differ.
 """
 
 import signal
@@ -16,13 +16,13 @@ from llama_ft.report.run import ReportFlags, read_report_flags
 
 
 def main(options: ReportFlags) -> None:
-    """From directories to a page."""
+    """Read the runs and write the page."""
     try:
         runs = [report.read_run(Path(name).expanduser()) for name in options.places]
         page = report.report_page(runs[0]) if len(runs) == 1 else report.comparison_page(runs)
     except UserError:
         raise
-    except Exception as error:  # a directory that another program has written, or a damaged file, may hold anything
+    except Exception as error:  # files of another program, or corrupted files, may hold anything
         reason = f"{type(error).__name__}: {error}"
         raise UserError(f"{', '.join(options.places)}: cannot make a report ({reason}).") from error
     path = Path(str(options.out)).expanduser()
@@ -34,6 +34,6 @@ def main(options: ReportFlags) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it without a traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C prints no traceback
     with exit_on_error():
         main(read_report_flags(sys.argv[1:], str(__doc__)))

@@ -42,6 +42,16 @@ def save_checkpoint(
     return folder
 
 
+def tuned(model: torch.nn.Module, frozen: str = "nothing") -> dict[str, torch.Tensor]:
+    """Move every parameter that is trained, and return those by the names the project gives them."""
+    torch.manual_seed(3)
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad and frozen not in name}
+    with torch.no_grad():
+        for parameter in trained.values():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    return {name.removeprefix("base_model.model."): parameter for name, parameter in trained.items()}
+
+
 def load(folder: Path, **settings: Any) -> Any:
     """A model by transformers alone."""
     from transformers import AutoModelForCausalLM

@@ -9,13 +9,13 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from forked import ENVIRONMENT, REPOSITORY, Finished
+from forked import ENVIRONMENT, REPOSITORY, Finished, forked
 
 if TYPE_CHECKING:
     from llama_ft.runtime import Runtime
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 # Before torch is imported: the tests' tensors are tiny, and threads that wait for a busy core spin.
 os.environ["OMP_NUM_THREADS"] = "1"
 
-RECIPE = REPOSITORY / "recipes" / "finetuning.py"
+RECIPE, CASES = REPOSITORY / "recipes" / "finetuning.py", REPOSITORY / "tests" / "run_cases.py"
 QUESTIONS = ["What is a shard", "Who reads the checkpoint", "Why is the loss a sum", "Where do adapters live"]
 ANSWERS = ["Some rows of a weight.", "Rank 0.", "So that it does not depend on how rows were dealt.", "Beside."]
 
@@ -49,6 +49,14 @@ def recipe(*flags: str, processes: int = 0, timeout: float = 240, **environment:
     return run([sys.executable, str(RECIPE), *flags], timeout, **environment)
 
 
+def run_cases(folder: Path, cases: Any, ranks: int = 0, script: Path = CASES, timeout: float = 240) -> Finished:
+    """A launch of a script that does every case of `folder`/cases.json; usually the recipe for lists of flags."""
+    (folder / "cases.json").write_text(json.dumps(cases))
+    finished = forked(script, folder / "cases.json", ranks=ranks, timeout=timeout)
+    assert finished.exit_code == 0, finished.output
+    return finished
+
+
 def metrics(output_dir: Path) -> list[dict[str, Any]]:
     """metrics.jsonl of a run."""
     return [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
@@ -59,14 +67,20 @@ def losses(output_dir: Path) -> list[float]:
     return [line["train/loss"] for line in metrics(output_dir) if "train/loss" in line]
 
 
+def load_script(file: Path) -> ModuleType:
+    """A recipe or benchmark as a module."""
+    name = f"{file.parent.name}_{file.stem}"
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # where its dataclasses look
+    spec.loader.exec_module(module)
+    return module
+
+
 @pytest.fixture(scope="session")
 def finetuning() -> ModuleType:
     """The recipe."""
-    spec = importlib.util.spec_from_file_location("finetuning", REPOSITORY / "recipes" / "finetuning.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script(RECIPE)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -153,13 +167,18 @@ def runtime() -> Iterator["Runtime"]:
     dist.destroy_process_group()
 
 
+def write_jsonl(file: Path, rows: Iterable[object]) -> Path:
+    """A .jsonl file of rows; one that is text already is a line as it is."""
+    file.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return file
+
+
 def write_rows(file: Path, count: int) -> Path:
     """A .jsonl file of alpaca rows of uneven length, no two alike."""
     questions = [f"{QUESTIONS[n % 4]}, number {n}?" for n in range(count)]
     answers = [" ".join([ANSWERS[(n + n // 4) % 4]] * (1 + n % 5)) for n in range(count)]
     rows = [{"instruction": question, "output": answer} for question, answer in zip(questions, answers, strict=True)]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return file
+    return write_jsonl(file, rows)
 
 
 @pytest.fixture(scope="session")

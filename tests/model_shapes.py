@@ -65,15 +65,21 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "intermediate_size": 14_336, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
         "max_position_embeddings": 32_768, "sliding_window": None, "tie_word_embeddings": False,
     },
-    # The text part of google/gemma-3-4b-it, which is a model for images and text.
-    "models/gemma-3-4b-it-text": {
-        "model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"], "vocab_size": 262_208,
-        "hidden_size": 2560, "intermediate_size": 10_240, "num_hidden_layers": 34, "num_attention_heads": 8,
-        "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131_072, "sliding_window": 1024,
+    "google/gemma-3-4b-it": {  # takes images, too
+        "model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"], "mm_tokens_per_image": 256,
+        "text_config": {
+            "model_type": "gemma3_text", "vocab_size": 262_208, "hidden_size": 2560, "intermediate_size": 10_240,
+            "num_hidden_layers": 34, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
+            "max_position_embeddings": 131_072, "sliding_window": 1024,
+        },
+        "vision_config": {
+            "model_type": "siglip_vision_model", "hidden_size": 1152, "image_size": 896, "intermediate_size": 4304,
+            "num_attention_heads": 16, "num_hidden_layers": 27, "patch_size": 14, "vision_use_head": False,
+        },
     },
 }  # fmt: skip
-# As the models' pages count them. Of Gemma's 4,300,079,472 the vision tower has 416,866,032 (27 layers of 15,239,504,
-# patches, positions, a norm) and the projector 2,950,272.
+# As the models' pages count them, of Gemma the text part: of its 4,300,079,472 the vision tower has 416,866,032 (27
+# layers of 15,239,504, patches, positions, a norm) and the projector 2,950,272.
 PARAMETERS = {
     "meta-llama/Llama-3.2-1B-Instruct": 1_235_814_400,
     "meta-llama/Llama-3.2-3B-Instruct": 3_212_749_824,
@@ -87,7 +93,7 @@ PARAMETERS = {
     "microsoft/phi-4": 14_659_507_200,
     "mistralai/Mistral-Small-24B-Instruct-2501": 23_572_403_200,
     "mistralai/Mistral-7B-Instruct-v0.3": 7_248_023_552,
-    "models/gemma-3-4b-it-text": 3_880_263_168,
+    "google/gemma-3-4b-it": 3_880_263_168,
 }
 
 
@@ -95,4 +101,15 @@ def write_config(folder: Path, model_name: str) -> Path:
     """A model's folder with config.json and no weights."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(CONFIGS[model_name] | {"dtype": "bfloat16"}))
+    return folder
+
+
+def write_llama(folder: Path, **settings: Any) -> Path:
+    """config.json of a small Llama, or of another model by `settings`, and no weights."""
+    shape = {
+        "vocab_size": 1000, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256,
+    }  # fmt: skip
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(LLAMA | {"dtype": "bfloat16"} | shape | settings))
     return folder

@@ -105,6 +105,7 @@ def test_the_table_says_what_the_recipe_sets(stem: str) -> None:
     train, length = config.train, config.data.context_length
     assert length is not None and context_length == f"{length:,}"
     step = train.batch_size_training * train.gradient_accumulation_steps * length * hardware_of(stem).ranks
+    step *= 1 if config.preference.objective == "sft" else 2  # the chosen and the rejected response of a pair
     assert tokens == f"{step:,}"
     assert 16_000 <= step <= 200_000
     assert float(planned) == planned_of(stem)[1][0]

@@ -36,6 +36,7 @@ def test_every_part_that_runs_a_recipe_holds_on_the_cpu(tmp_path: Path) -> None:
     assert float(found["qlora: planned / anonymous_peak_bytes"].split()[0]) > 0
 
 
+@pytest.mark.slow
 def test_a_step_that_waits_is_a_line_of_the_table(tmp_path: Path) -> None:
     """SGD's update asks on the host whether the step has failed."""
     sys.path.insert(0, str(SCRIPT.parent))

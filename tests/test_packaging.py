@@ -1,4 +1,4 @@
-"""What pip makes of the repository: a source archive and a wheel, in an environment of its own."""
+"""The source archive and the wheel that pip builds, installed into a separate environment."""
 
 import ast
 import os
@@ -37,7 +37,7 @@ def pip(*words: object, cwd: Path) -> None:
 
 
 def environment(folder: Path, *what: object) -> Path:
-    """An environment with `what` installed into it, beside the packages of this interpreter; its bin."""
+    """Return the bin directory of an environment with `what` installed, in addition to this interpreter's packages."""
     venv.create(folder, symlinks=True)
     packages = Path(sysconfig.get_path("purelib", "venv", {"base": str(folder), "platbase": str(folder)}))
     (packages / "this_interpreter.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
@@ -107,9 +107,14 @@ def test_a_command_answers_before_torch_is_imported(
 
 def test_the_launcher_tells_only_what_the_run_tells(installed: Path, tmp_path: Path) -> None:
     assert run(installed / "llama-ft", "--version", cwd=tmp_path).stdout.startswith("llama_ft ")
-    found = run(installed / "llama-ft", "train", "--nproc", "2", "--no_such_flag=1", cwd=tmp_path, check=False)
-    assert found.returncode == 2
-    assert len(found.stderr.splitlines()) == 1 and "no_such_flag" in found.stderr
+    lines = run(installed / "llama-ft", "--help", cwd=tmp_path).stdout.splitlines()
+    assert [line.split()[0] for line in lines[2:-2]] == ["train", "plan", "chat", "evaluate", "export", "report"]
+    usage = run(installed / "llama-ft", "train", "--help", cwd=tmp_path).stdout
+    assert "\n  llama-ft train --nproc 2 --enable_fsdp [flags]\n" in usage
+    for flags, told in {"--no_such_flag=1 --nproc 2": "no_such_flag", "--nproc=0": "expected the number of"}.items():
+        found = run(installed / "llama-ft", "train", *flags.split(), cwd=tmp_path, check=False)
+        assert found.returncode == 2
+        assert len(found.stderr.splitlines()) == 1 + ("nproc=" in flags) and told in found.stderr
 
 
 def test_a_wheel_has_the_recipes_the_configs_and_the_licenses(installed: Path, checkout: Path) -> None:

@@ -1,3 +1,3 @@
-"""Fine-tune open language models with PyTorch FSDP: recipes call what lives here, one folder a step of the path."""
+"""Fine-tune open language models with PyTorch FSDP. Each folder is one part of a run; recipes/ combine them."""
 
 __version__ = "0.1.0"

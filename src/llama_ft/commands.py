@@ -1,12 +1,13 @@
-"""The console scripts: `llama-ft train`, `llama-ft plan` and so on, and llama-ft-finetune, llama-ft-plan and so on,
-each of which runs the recipe that it is named after.
+"""The console scripts: `llama-ft train`, `llama-ft plan` and so on, and llama-ft-finetune, llama-ft-plan and so on.
+Each one runs the recipe of its name.
 
-After `pip install -e .` that is the repository's own recipes/*.py, which people edit; a plain install has a copy of
-recipes/ and configs/ inside the package. Nothing heavy is imported here.
+After `pip install -e .` they run the repository's own recipes/*.py, which users edit. A plain install has a copy of
+recipes/ and configs/ inside the package. Nothing slow is imported here.
 """
 
 import logging
 import sys
+from argparse import ArgumentParser
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -18,7 +19,7 @@ RECIPES = PACKAGE / "recipes" if (PACKAGE / "recipes").is_dir() else PACKAGE.par
 
 
 def _run(recipe: str) -> None:
-    """As `python recipes/<recipe>.py` would, beside whose folder's modules it is; sys.argv stays as it is."""
+    """Run recipes/<recipe>.py as __main__, with recipes/ on sys.path and sys.argv unchanged."""
     file = RECIPES / f"{recipe}.py"
     sys.path.insert(0, str(RECIPES))
     main = ModuleType("__main__")
@@ -31,46 +32,50 @@ finetune, plan, export, inference, evaluate, report = (
     partial(_run, recipe) for recipe in ("finetuning", "plan", "export", "inference", "evaluate", "report")
 )
 VERBS = {
-    "train": "finetuning",
-    "plan": "plan",
-    "chat": "inference",
-    "evaluate": "evaluate",
-    "export": "export",
-    "report": "report",
+    "train": ("finetuning", "Fine-tune a model. --nproc N: on N processes of this machine."),
+    "plan": ("plan", "Predict the GPU memory of a run."),
+    "chat": ("inference", "Chat with a model or adapter, or answer a file of prompts."),
+    "evaluate": ("evaluate", "Measure losses on a dataset, and scores of lm-evaluation-harness."),
+    "export": ("export", "Export a checkpoint, or merge an adapter, for Transformers, PEFT and vLLM."),
+    "report": ("report", "Write the HTML report of a run, or compare several."),
 }
+HELP = "Usage: llama-ft VERB [flags]\n\n{}\n\nllama-ft VERB --help lists a verb's flags, --version prints the version."
 
 
 def main() -> None:
-    """`llama-ft VERB FLAGS`: the recipe of that verb. With `--nproc N` right after `train` it is started by torchrun,
-    on so many processes of this machine, without torchrun's own report of a process that failed."""
+    """Run `llama-ft VERB FLAGS`: the recipe of that verb. `train --nproc N` starts it with torchrun, as N processes on
+    this machine, and hides torchrun's own report of a failed process."""
     verb, *flags = sys.argv[1:] or [""]
     if verb == "--version":
         print(f"llama_ft {__version__}")
+    elif verb in ("--help", "-h"):
+        print(HELP.format("\n".join(f"  {name:10}{meaning}" for name, (_, meaning) in VERBS.items())))
     elif verb not in VERBS:
         print(f"llama-ft {verb}: expected one of {', '.join(VERBS)}, or --version.", file=sys.stderr)
         sys.exit(2)
-    elif verb == "train" and flags and flags[0].partition("=")[0] == "--nproc":
-        _launch(flags[0].split("=")[1:] + flags[1:])  # --nproc 2 or --nproc=2
+    elif verb == "train" and any(flag.partition("=")[0] == "--nproc" for flag in flags):
+        _launch(flags)
     else:
         sys.argv = [f"{sys.argv[0]} {verb}", *flags]
-        _run(VERBS[verb])
+        _run(VERBS[verb][0])
 
 
-def _launch(words: list[str]) -> None:
-    """Run the training recipe under torchrun; `words` begin with the number of processes. Exits as the first process
-    that failed."""
+def _launch(flags: list[str]) -> None:
+    """Run the training recipe with torchrun, on the number of processes in --nproc. The exit code is that of the first
+    process that failed."""
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    for name in ("api", "multiprocessing.api"):  # the failing rank has said what went wrong
+    for name in ("api", "multiprocessing.api"):  # the failing rank has printed the error
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
-    number, *flags = words or [""]
-    if not number.isdigit() or number == "0":
-        print("llama-ft train --nproc N: expected the number of processes, such as one per GPU.", file=sys.stderr)
-        sys.exit(2)
+    parser = ArgumentParser("llama-ft train", "llama-ft train --nproc N [flags]", add_help=False, allow_abbrev=False)
+    parser.add_argument("--nproc", type=int)
+    options, flags = parser.parse_known_args(flags)
+    if options.nproc < 1:
+        parser.error("--nproc: expected the number of processes, such as one per GPU")
     try:
-        run.main(["--nproc_per_node", number, str(RECIPES / "finetuning.py"), *flags])
+        run.main(["--nproc_per_node", str(options.nproc), str(RECIPES / "finetuning.py"), *flags])
     except ChildFailedError as error:
         _, failure = error.get_first_failure()
         sys.exit(failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode)

@@ -1,4 +1,4 @@
-"""The exceptions for users, and what the exceptions of libraries say, on one line."""
+"""Exceptions for users, and one-line texts for exceptions of libraries."""
 
 import gc
 import os
@@ -17,14 +17,14 @@ NO_ANSWER = {socket.gaierror: "host not found", ConnectionRefusedError: "connect
 
 
 class UserError(Exception):
-    """A mistake the user can mend: printed as `error: ...` without a traceback, exit code 2.
+    """An error that the user can fix. It is printed as `error: ...` without a traceback, and the exit code is 2.
 
     Args:
-        *messages: one text per mistake: first where and what is wrong, then, on further lines, what would be right.
+        *messages: one text per error. Its first line says where and what is wrong, further lines how to fix it.
     """
 
     def __init__(self, *messages: str) -> None:
-        self.messages = tuple(mask_urls(message) for message in messages)  # terminals are logged and shared
+        self.messages = tuple(mask_urls(message) for message in messages)  # terminal output is logged and shared
         super().__init__(*self.messages)
 
     def __str__(self) -> str:
@@ -32,21 +32,21 @@ class UserError(Exception):
 
 
 class RunFailure(UserError):
-    """A run that cannot go on although nobody made a mistake (loss no longer finite, disk full): told the same way,
-    exit code 1."""
+    """A run fails without an error of the user (loss not finite, disk full). It is printed like a UserError; the exit
+    code is 1."""
 
 
 class LostRank(RunFailure):
-    """Another rank is gone or hangs. Unlike after the others, torchrun may start the ranks again: it can go well."""
+    """Another rank died or hangs. torchrun may restart the ranks, because a restart can succeed here."""
 
 
 def counted(count: int, noun: str) -> str:
-    """Return such as `1 sample` or `2,214 samples`."""
+    """Return a count and its noun, such as `1 sample` or `2,214 samples`."""
     return f"{count:,} {noun}{'s' * (count != 1)}"
 
 
 def reason(error: BaseException) -> str:
-    """What an exception of any library says, on one line and without a full stop."""
+    """Return the message of any exception on one line, without a full stop."""
     cause: BaseException | None = error
     for _ in range(20):
         for kind, why in NO_ANSWER.items():
@@ -54,7 +54,7 @@ def reason(error: BaseException) -> str:
                 return f"the host does not answer ({why})"
         cause = cause and (cause.__cause__ or cause.__context__)
     if type(error) is FileNotFoundError:
-        return "no such file"  # fsspec says nothing but the name again
+        return "no such file"  # fsspec's message is only the name
     if isinstance(error, KeyError):
         return f"{error} is missing"
     text = getattr(error, "strerror", None) or str(error).strip() or type(error).__name__
@@ -64,10 +64,10 @@ def reason(error: BaseException) -> str:
 
 @contextmanager
 def before_imports() -> Iterator[None]:
-    """`exit_on_error` around what is answered before the imports of torch and transformers, which take 6 s, and would
-    take 8 with garbage collection: it stays off until `runtime.configure_console`."""
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a recipe may have set one that says more
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback out of an import; runtime.start takes it over
+    """Apply `exit_on_error` to the code before the imports of torch and Transformers. Garbage collection is off until
+    `runtime.configure_console`, because the imports take 8 s with it and 6 s without."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # keep a handler that the recipe has set
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback from an import; runtime.start replaces it
     with exit_on_error():
         yield
     gc.disable()
@@ -75,10 +75,10 @@ def before_imports() -> Iterator[None]:
 
 @contextmanager
 def exit_on_error() -> Iterator[None]:
-    """Print the user's errors once per node, and exit with code 2; torchrun does not try again.
+    """Print the user's errors once per node, and exit with code 2. torchrun does not restart the ranks.
 
-    All ranks of a node see the same errors. Those behind the first wait to be ended: if one of them left first,
-    torchrun would end the first before it has printed them.
+    All ranks of a node get the same errors. All but the first wait to be ended: if one of them exited earlier, torchrun
+    would end the first rank before it has printed the errors.
     """
     try:
         yield
@@ -91,5 +91,5 @@ def exit_on_error() -> Iterator[None]:
 
 
 def rank() -> int:
-    """Return this process's rank as torchrun tells it, 0 without torchrun."""
+    """Return this process's rank from torchrun's environment; 0 without torchrun."""
     return int(os.environ.get("RANK") or 0)

@@ -50,14 +50,14 @@ class ExportFlags:
     private: bool = False
     """With --push_to_hub: a private repository."""
 
-    # No flags: settled by the others.
+    # Not flags: derived from the others.
     source: ClassVar[Path]
     out: ClassVar[Path]
     kind: ClassVar[Literal["checkpoint", "run", "adapter"] | None]
 
 
 def read_export_flags(argv: list[str], description: str) -> ExportFlags:
-    """Return the flags, with `source`, `out`, `kind` and `base_model` settled; raise UserError with all errors."""
+    """Return the flags with resolved `source`, `out`, `kind` and `base_model`. Raises UserError with all errors."""
     options, _, errors = read(argv, ExportFlags, description, {"dtype": "save_dtype"})
     if len(options.places) != 2:
         raise UserError(*errors, "Expected export.py CHECKPOINT OUT: what is read, and the directory that is written.")
@@ -83,7 +83,7 @@ def read_export_flags(argv: list[str], description: str) -> ExportFlags:
 
 
 def export_kind(folder: Path) -> Literal["checkpoint", "run", "adapter"] | None:
-    """Return what a directory is that recipes/export.py can read, or None."""
+    """Return the kind of a directory that recipes/export.py can read, or None."""
     if (folder / "trainer.json").is_file() or (folder.name.startswith("step-") and folder.is_dir()):
         return "checkpoint"
     if any((folder / "checkpoints").glob("step-*")):
@@ -92,7 +92,7 @@ def export_kind(folder: Path) -> Literal["checkpoint", "run", "adapter"] | None:
 
 
 def recorded_inputs(folder: Path) -> dict[str, str | None]:
-    """Return what a run, or a checkpoint's, was made from; nothing where it cannot be read: its checksum tells."""
+    """Return the inputs of a run or of a checkpoint's run; none if it cannot be read (a checksum shows that)."""
     for file in (folder / "trainer.json", *sorted(folder.glob("checkpoints/step-*/trainer.json"), reverse=True)):
         with suppress(OSError, ValueError, LookupError, TypeError):
             config = json.loads(file.read_text())["config"]

@@ -1,18 +1,18 @@
-"""Texts made safe to pass on and to print: secrets are masked, control characters replaced."""
+"""Make texts safe to print and to pass on: mask secrets, and replace control characters."""
 
 import re
 from urllib.parse import unquote
 
 HIDDEN = "***"
-# The name before the = says what the value is, in a URL's query as in a command; a short value is code or an example.
-# Texts are of any length and content (answers of a model, samples): each pattern has to take linear time, so that what
-# a pattern scans from one start is not scanned again from the next one.
+# A secret is found by the name before its =, in the query of a URL or in a command. Short values are code or examples.
+# Texts have any length and content (answers of a model, samples), so each pattern must take linear time: a part that
+# was scanned from one start must not be scanned again from the next one.
 _NAMES = (
     r"(?:(?:api|access|account)(?:[_-]|%5F|%2D)?key|(?:[_-]|%5F|%2D)key|token|secret|passw(?:or)?d|signature|sig"
     r"|credential)"
 )
 _IN_QUERY = rf"[?&;#](?=[\w.%-]*{_NAMES}|(?:key|pass|pwd|auth)=)[\w.%-]+="
-_USER_AND_PASSWORD = r"[^/\s@:?#'\"]*:(?!:|\d+(?:[/?#]|$))(?:(?!://)[^\s'\"])*@"  # host:8080/a@b is none
+_USER_AND_PASSWORD = r"[^/\s@:?#'\"]*:(?!:|\d+(?:[/?#]|$))(?:(?!://)[^\s'\"])*@"  # does not match host:8080/a@b
 _PATTERNS = [
     (re.compile(rf"(://){_USER_AND_PASSWORD}"), rf"\1{HIDDEN}@"),
     (re.compile(r"(://)[^/\s@'\"]+@"), rf"\1{HIDDEN}@"),
@@ -20,15 +20,15 @@ _PATTERNS = [
     (re.compile(rf"((?:{_NAMES}|[?&]code)=['\"]?)[\w+/.~-]{{8,}}=*", re.IGNORECASE), rf"\1{HIDDEN}"),
     (re.compile(r"(passw(?:or)?d['\"]?\s*[:=]\s*['\"]?)[^\s'\",;&)][^\s'\"&]*", re.IGNORECASE), rf"\1{HIDDEN}"),
     (re.compile(r"(\bBearer\s+|Authorization\W{1,5}Basic\s+)[\w+/.~-]{8,}=*", re.IGNORECASE), rf"\1{HIDDEN}"),
-    # By their form: Hugging Face, GitHub, GitLab, OpenAI and alike, AWS, Google, Slack, W&B, npm.
+    # Keys with a known form: Hugging Face, GitHub, GitLab, OpenAI and similar, AWS, Google, Slack, W&B, npm.
     (re.compile(r"\b(hf_|api_org_|gh[opsu]_|github_pat_|glpat-|sk-|AKIA|ASIA|AIza|xox[abps]-|wandb_v\d_"
                 r"|npm_(?=[A-Za-z0-9]{30}))[\w-]{12,}"), rf"\1{HIDDEN}"),
     (re.compile(r"(?<![\w-])(eyJ)[\w-]{8,}\.[\w-]{8,}(?:\.[\w-]*){0,3}"), rf"\1{HIDDEN}"),  # JSON web tokens
     (re.compile(r"(-----BEGIN [A-Z ]{0,30}PRIVATE KEY-----)[\s\S]*?(?=-----END|\Z)"), rf"\1{HIDDEN}"),
-    (re.compile(r"(?<![/@\w])[0-9a-f]{40}(?!\w)"), HIDDEN),  # W&B's older keys; in a hub path it is a commit
+    (re.compile(r"(?<![/@\w])[0-9a-f]{40}(?!\w)"), HIDDEN),  # older W&B keys; in a Hub path it is a commit
 ]  # fmt: skip
 
-# What is a key for certain, for who refuses a text because of one: hiding too much does no harm, refusing does.
+# Only certain keys, for callers that reject a text: a false match is costly there, but harmless for masking.
 _KEY = re.compile(
     r"\bhf_[A-Za-z0-9]{30,}|\bgh[opsu]_[A-Za-z0-9]{30,}|\bgithub_pat_\w{30,}|\b(?:AKIA|ASIA)[A-Z0-9]{16}\b"
     r"|\bAIza[\w-]{30,}|\b(?i:pw|passw(?:or)?d):\s*\S{8,}"
@@ -39,32 +39,32 @@ _KEY = re.compile(
 _URL = re.compile(r"(?<!\S)\S*://\S+")
 _USER = re.compile(rf"\bhttps?://[^/\s?#]*@|://{_USER_AND_PASSWORD}", re.IGNORECASE)
 _QUERY = re.compile(rf"{_IN_QUERY}[^&\s]", re.IGNORECASE)
-_CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]|\r(?!\n)")  # all but tab and line ends
+_CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]|\r(?!\n)")  # all but tabs and line ends
 
 
 def printable(text: str) -> str:
-    """Replace control characters, so that what a file or a model says cannot move a terminal's cursor or set its
-    title. The length stays."""
+    """Replace control characters, so that texts of files and models cannot move a terminal's cursor or set its title.
+    The length of the text does not change."""
     return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 def mask_secrets(text: str) -> str:
-    """`text` with what looks like a key, a token or a password replaced by ***."""
+    """Return `text` with everything that looks like a key, a token or a password replaced by ***."""
     for pattern, replacement in _PATTERNS:
         text = pattern.sub(replacement, text)
     return text
 
 
 def mask_urls(text: str) -> str:
-    """The same for the URLs in `text` only: what else a message holds is needed to understand it."""
+    """Return `text` with secrets masked in its URLs only, because a message needs its other parts."""
     return _URL.sub(lambda url: mask_secrets(url[0]), text)
 
 
 def is_url_with_secret(text: str) -> bool:
-    """Tell a URL with a password, or with a key, a token or a signature in its query."""
+    """Return whether a text is a URL with a password, or with a key, a token or a signature in its query."""
     return any(_USER.search(url) or _QUERY.search(url) for url in _URL.findall(unquote(text)))
 
 
 def holds_key(text: str) -> bool:
-    """Tell a text with a key or a password in it, by its form; a commit cannot be told from one of W&B's older keys."""
+    """Return whether a text has a key or a password in a known form. A commit looks like one of W&B's older keys."""
     return _KEY.search(text) is not None

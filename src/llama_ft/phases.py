@@ -1,4 +1,4 @@
-"""The phases of a run and what holds memory in them: the words that plans, measurements and reports share."""
+"""The phases of a run and the categories of memory, as used by plans, measurements and reports."""
 
 from typing import Literal, Protocol, get_args
 
@@ -20,10 +20,10 @@ MEMORY_CATEGORIES: tuple[MemoryCategory, ...] = get_args(MemoryCategory)
 
 
 class PhaseMonitor(Protocol):
-    """Whoever wants to know which phase a run is in: what measures peaks, and the planner."""
+    """An object that is informed about the phases of a run: the measurement of peaks, and the planner."""
 
     def enter(self, phase: Phase) -> None:
-        """From now on it is this one; the one before has ended."""
+        """End the previous phase and begin this one."""
 
 
 class _NullMonitor:

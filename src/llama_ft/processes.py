@@ -1,6 +1,6 @@
-"""What the processes of a run share: forks, torchrun's restarts, and text files that others read.
+"""Functions for processes: forks, restarts by torchrun, and text files that other processes read.
 
-torchrun's agent is the parent of a node's ranks. It starts them all again when one has failed.
+torchrun's agent is the parent process of a node's ranks. It restarts all of them after one has failed.
 """
 
 import ctypes
@@ -13,43 +13,43 @@ PR_SET_PDEATHSIG = 1
 
 
 def cores() -> int:
-    """Cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
 def end_with(parent: int, oom_score: int = 0) -> None:
-    """Have this forked process end when the one that has forked it does, however that ends.
+    """Make the kernel end this forked process when its parent ends for any reason.
 
     Args:
-        parent: process id.
-        oom_score: up to 1000: how much sooner than others the kernel shall take this process where memory runs out.
+        parent: process id of the parent.
+        oom_score: 0 to 1000; with a higher score the kernel kills this process before others if memory runs out.
     """
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it had ended before
+    if os.getppid() != parent:  # the parent ended before prctl
         os._exit(0)
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text(str(oom_score))
 
 
 def attempt() -> int:
-    """How often this node's ranks have failed and been started again."""
+    """Return how often torchrun has restarted this node's ranks."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
 
 
 def may_be_restarted() -> bool:
-    """Whether an earlier attempt of this job may have been here before: another node's failures are not counted."""
+    """Return whether an earlier attempt of this job is possible. The count above misses failures of other nodes."""
     restarts, nodes = os.environ.get("TORCHELASTIC_MAX_RESTARTS"), os.environ.get("GROUP_WORLD_SIZE")
     return int(restarts or 0) > 0 or int(nodes or 1) > 1
 
 
 def end_restarts() -> None:
-    """Have this node's agent end its ranks and itself, if it would start them again."""
+    """End this node's agent and its ranks, if the agent would restart them."""
     if attempt() < int(os.environ.get("TORCHELASTIC_MAX_RESTARTS") or 0):
         os.kill(os.getppid(), signal.SIGTERM)
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Replace a file in one move: a reader never sees half of it. Several processes may do so at once."""
+    """Replace a file in one move, so that readers never see a part of it. Several processes may do that at once."""
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         aside.write_text(text, encoding="utf-8")

@@ -21,7 +21,7 @@ def write_card(result: Path, aside: Path) -> None:
 
 if __name__ == "__main__":
     cases = json.loads(Path(sys.argv[1]).read_text())
-    out = Path(sys.argv[2])
+    out = Path(sys.argv[1]).parent
     ids = torch.arange(60).view(2, 30) * 5
     batch = Batch(ids, ids, [30, 30], False, ["a", "b"])
     for name, case in cases.items():

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from forked import forked
+from conftest import run_cases
 
 SCRIPT = Path(__file__).with_name("export_and_dump.py")
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "checkpoint-format.md"
@@ -38,9 +38,7 @@ def results(tiny_model: Path, tied_model: Path, tmp_path_factory: pytest.TempPat
         "head": {**untied, "peft": {**LORA, "target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}},
     }
     out = tmp_path_factory.mktemp("results")
-    (out / "cases.json").write_text(json.dumps(cases))
-    finished = forked(SCRIPT, out / "cases.json", out, ranks=WORLD_SIZE)
-    assert finished.exit_code == 0, finished.output
+    run_cases(out, cases, ranks=WORLD_SIZE, script=SCRIPT)
     return out
 
 

@@ -81,8 +81,8 @@ def test_what_was_set_aside_or_put_into_checkpoints_and_a_result_without_them_st
     way: dict[str, Any], tmp_path: Path, runtime: Runtime
 ) -> None:
     (tmp_path / RUN_MARKER).touch()
-    kept = {"set-aside-1-step-000009", "epoch_1"}
-    for name in (*kept, ".writing-step-000004"):
+    kept = {"set-aside-1-step-000009", "epoch_1", "step-000010-copy"}
+    for name in (*kept, ".writing-step-000004", ".removing-step-000009", "best.json"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
     (tmp_path / "status.json").touch()
     create_run_directory(CheckpointConfig(output_dir=str(tmp_path), **way), "m", runtime)

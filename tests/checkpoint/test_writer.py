@@ -2,9 +2,11 @@
 
 import json
 import os
+import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from safetensors.torch import load
 from llama_ft.checkpoint import Checkpoint, CheckpointWriter, checkpoint_errors, restore_weights
 from llama_ft.checkpoint.reader import shard_file
 from llama_ft.checkpoint.safetensors_file import SafetensorsFile
+from llama_ft.checkpoint.writer import SPACE_FOR_THE_REST
 from llama_ft.config import CheckpointConfig, TrainConfig
 from llama_ft.errors import RunFailure
 from llama_ft.runtime import Runtime
@@ -77,6 +80,17 @@ def test_a_failed_save_is_told_at_the_next_step_and_the_old_one_stays(
         writer.finish()
     assert checkpoint_errors(tmp_path / "checkpoints" / "step-000001") == []
     assert not any(name.startswith(".writing") for name in names(tmp_path))
+
+
+def test_too_little_room_is_told_before_anything_is_written(
+    new_writer: Callable[..., CheckpointWriter], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = trained()
+    writer = new_writer()
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=SPACE_FOR_THE_REST))
+    with pytest.raises(RunFailure, match=r"it needs 1\.0 MiB, but only 1\.0 MiB are free"):
+        writer.save(1, model, optimizer, STATE)
+    assert not (tmp_path / "checkpoints").exists()
 
 
 def test_when_a_checkpoint_is_due(new_writer: Callable[..., CheckpointWriter]) -> None:

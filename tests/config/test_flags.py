@@ -38,6 +38,12 @@ def test_lists_are_written_with_commas_and_patterns_stay_text(text: str, value: 
     assert load(["--use_peft", f"--target_modules={text}"], paths=False)[0].peft.target_modules == value
 
 
+def test_quoted_texts_of_a_list_keep_their_commas() -> None:
+    quoted = """["Hello, you", 'b: c?', "it's"]"""
+    for text, value in {quoted: ["Hello, you", "b: c?", "it's"], "[a*, *b]": ["a*", "*b"]}.items():
+        assert load(["--sample_tokens=8", f"--sample_prompts={text}"], paths=False)[0].train.sample_prompts == value
+
+
 @pytest.mark.parametrize("word", ["none", "None", "null"])
 def test_none_unsets_an_optional_setting(word: str) -> None:
     assert parsed(f"--context_length {word}").data.context_length is None

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from llama_ft.config import run_entries
 from llama_ft.config.paths import RUN_MARKER, model_dir_problem
 
 
@@ -28,6 +27,14 @@ def test_a_run_that_is_there_is_refused_unless_it_may_be_overwritten(mistakes, t
     (message,) = mistakes("--output_dir", "run", paths=True)
     assert message.startswith("--output_dir run: already holds a run.")
     assert mistakes("--output_dir", "run", "--overwrite", paths=True) == []
+    (tmp_path / "killed early" / "status.json").mkdir(parents=True)
+    (tmp_path / "killed early" / RUN_MARKER).touch()
+    (message,) = mistakes("--output_dir", "killed early", paths=True)
+    assert "already holds a run" in message
+    (tmp_path / "mine" / "checkpoints" / "step-000100").mkdir(parents=True)  # without a run's marker
+    for more in ([], ["--overwrite"], ["--resume", "auto"]):
+        (message,) = mistakes("--output_dir", "mine", *more, paths=True)
+        assert message.startswith("--output_dir mine: holds checkpoints but no .llama_ft-run")
 
 
 def test_a_run_that_is_there_may_be_continued(mistakes, tmp_path: Path, monkeypatch) -> None:
@@ -56,38 +63,6 @@ def test_overwriting_spares_what_is_resumed_and_what_is_read(mistakes, tmp_path:
         adapter = ["--use_peft", "--from_peft_checkpoint", "run/model"]
         (message,) = mistakes("--output_dir", "run", "--overwrite", *adapter, paths=True)
         assert "--overwrite would delete run/model, which from_peft_checkpoint reads" in message
-
-
-@pytest.mark.parametrize("entry", ["status.json", "metrics.jsonl", "checkpoints/step-000100"])
-def test_what_a_run_leaves_when_it_is_killed_early_is_still_a_run(mistakes, tmp_path: Path, entry: str) -> None:
-    (tmp_path / "run" / entry).mkdir(parents=True)
-    (tmp_path / "run" / RUN_MARKER).touch()
-    (message,) = mistakes("--output_dir", "run", paths=True)
-    assert "already holds a run" in message
-
-
-@pytest.mark.parametrize("entry", ["model", "metrics.jsonl", "checkpoints/epoch_1", "checkpoints/step-000100"])
-def test_a_directory_without_a_runs_marker_is_neither_overwritten_nor_resumed(
-    mistakes, tmp_path: Path, entry: str
-) -> None:
-    (tmp_path / "mine" / entry).mkdir(parents=True)
-    for more in ([], ["--overwrite"], ["--resume", "auto"]):
-        (message,) = mistakes("--output_dir", "mine", *more, paths=True)
-        assert message.startswith(f"--output_dir mine: holds {entry.split('/')[0]} but no .llama_ft-run")
-
-
-def test_only_what_a_run_wrote_may_be_deleted(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run")
-    for name in (".writing-step-000011", ".removing-step-000009", "best.json", "set-aside-1-step-000012", "epoch_1"):
-        (run / "checkpoints" / name).mkdir()
-    (run / "checkpoints" / "step-000010-copy").mkdir()
-    names = {str(entry.relative_to(run)) for entry in run_entries(run)}
-    checkpoints = {"step-000010", ".writing-step-000011", ".removing-step-000009", "best.json"}
-    assert names == {"status.json", "config.yaml", "metrics.jsonl", "model"} | {
-        f"checkpoints/{it}" for it in checkpoints
-    }
-    (run / RUN_MARKER).unlink()
-    assert run_entries(run) == run_entries(tmp_path) == []
 
 
 def test_only_what_an_export_wrote_may_be_replaced(tmp_path: Path) -> None:

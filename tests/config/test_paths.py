@@ -1,6 +1,5 @@
 """Files and folders that a configuration names."""
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -84,18 +83,3 @@ def test_validation_may_be_a_split_of_data_that_have_splits(mistakes, files: Fil
     for dataset in ("my.jsonl", "[data]"):
         (message,) = mistakes("--dataset", dataset, "--validation", "test", paths=True)
         assert message.startswith("--validation test: ")
-
-
-def test_a_path_that_cannot_even_be_asked_for_is_a_mistake_and_no_crash(mistakes) -> None:
-    (message,) = mistakes("--dataset", "a" * 5000 + ".jsonl", paths=True)
-    assert message.endswith("cannot be accessed: File name too long.")
-
-
-def test_a_pipe_and_a_link_to_nowhere_are_no_data_files(mistakes, tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe.jsonl")
-    (tmp_path / "link.jsonl").symlink_to(tmp_path / "gone.jsonl")
-    (tmp_path / "loop.jsonl").symlink_to(tmp_path / "loop.jsonl")
-    (message,) = mistakes("--dataset", "pipe.jsonl", paths=True)
-    assert message.startswith("--dataset pipe.jsonl: is not a regular file")
-    for name in ("link.jsonl", "loop.jsonl"):
-        assert mistakes("--dataset", name, paths=True) == [f"--dataset {name}: no such file."]

@@ -82,9 +82,3 @@ def test_what_is_no_recipe_is_told_once_and_no_rule_beside_it(mistakes, tmp_path
     for name in ("nope.yaml", ".", "pipe.yaml", "/dev/zero", "model.bin"):
         (message,) = mistakes("--config", name, "--r", "3")
         assert message.startswith(f"--config {name}: ")
-
-
-@pytest.mark.parametrize("text", ["{[a]: 1}: {[lr]: 2}\n", "train:\n  ? [lr, seed]\n  : 2\n", "x: &x\n  y: *x\n"])
-def test_yaml_that_no_recipe_looks_like_is_a_mistake_and_no_crash(mistakes, recipe, text: str) -> None:
-    found = mistakes(recipe(text))
-    assert found and all("mine.yaml:" in message for message in found)

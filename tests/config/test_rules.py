@@ -93,6 +93,7 @@ def test_a_secret_in_a_setting_is_refused_and_not_shown(mistakes, line: str) -> 
         "--objective ipo --use_peft --streaming --max_train_step 5",
         "--objective dpo --reference_model org/name --beta 0.3",
         "--objective simpo --simpo_gamma 1 --label_smoothing 0.1 --dataset_format preference",
+        "--objective reward --center_rewards_coefficient 0.01 --use_peft --quantization 8bit",
     ],
 )
 def test_combinations_that_can_be_are_accepted(mistakes, line: str) -> None:
@@ -139,6 +140,9 @@ def test_sizes_are_read_in_decimal_and_binary_units(text: str, size: int) -> Non
         "--objective orpo --reference_model org/name",
         "--reference_model org/name",
         "--objective simpo --label_smoothing_factor 0.1",
+        "--objective reward --beta 0.2",
+        "--objective reward --sample_tokens 8",
+        "--objective orpo --center_rewards_coefficient 0.01",
     ],
 )
 def test_a_flag_without_effect_is_refused(mistakes, line: str) -> None:

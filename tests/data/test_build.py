@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import write_jsonl
 from forked import forked
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -24,11 +25,6 @@ from llama_ft.data.build import CHUNK_ROWS, encode_chunks
 from llama_ft.errors import RunFailure, UserError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-
-
-def write(path: Path, rows: list[Any]) -> Path:
-    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
-    return path
 
 
 def pairs(count: int, answer: str = "yes") -> list[Any]:
@@ -56,10 +52,10 @@ def odd_rows(tmp_path: Path) -> Path:
         rows[number] = "{" if number % 2 else {"instruction": "Hi"}
     for number in range(9, len(rows), 100):
         rows[number] = {"instruction": "Hi" * 60, "output": "yes", "number": number}
-    return write(tmp_path / "odd.jsonl", rows)
+    return write_jsonl(tmp_path / "odd.jsonl", rows)
 
 
-@pytest.mark.parametrize("truncation", ["right", "split", "drop"])
+@pytest.mark.parametrize("truncation", ["right", "split"])
 def test_several_processes_write_the_same_files_as_one(
     llama3: PreTrainedTokenizerFast, tmp_path: Path, odd_rows: Path, truncation: str
 ) -> None:
@@ -104,7 +100,7 @@ def test_the_table_counts_what_became_of_each_row(
 ) -> None:
     """Ten rows of 15 tokens, one of 94, and one of 72 whose answer is at its end."""
     rows = [*pairs(10), {"instruction": "Hi 0", "output": "yes" * 40}, {"instruction": "Hi" * 60, "output": "yes"}]
-    data = prepared(write(tmp_path / "my.jsonl", rows), llama3, tmp_path, 1, truncation=truncation)
+    data = prepared(write_jsonl(tmp_path / "my.jsonl", rows), llama3, tmp_path, 1, truncation=truncation)
     train = data.report.train
     assert train.longest == 94
     counts = {"right": (11, 1, 1), "left": (12, 2, 0), "drop": (10, 0, 2), "split": (14, 0, 0)}[truncation]
@@ -127,10 +123,21 @@ def when_tokenizing(act: Callable[[Any], None]) -> threading.Thread:
     return thread
 
 
-def test_a_killed_process_ends_the_run_with_a_message(llama3: PreTrainedTokenizerFast, tmp_path: Path) -> None:
-    path = write(tmp_path / "my.jsonl", pairs(60_000, "yes " * 20))
-    thread = when_tokenizing(lambda worker: os.kill(worker.pid, signal.SIGKILL))
-    with pytest.raises(RunFailure, match=r"was killed, most .*\n.*near .*my.jsonl:\d+. --tokenize_processes 1 "):
+@pytest.mark.parametrize(
+    ("number", "ends_with", "told"),
+    [
+        (signal.SIGKILL, RunFailure, r"was killed, most .*\n.*near .*my.jsonl:\d+. --tokenize_processes 1 "),
+        (signal.SIGINT, KeyboardInterrupt, None),
+    ],
+    ids=["a worker is killed", "Ctrl-C"],
+)
+def test_a_kill_or_ctrl_c_ends_it_and_leaves_no_process_and_no_folder(
+    llama3: PreTrainedTokenizerFast, tmp_path: Path, number: int, ends_with: type[BaseException], told: str | None
+) -> None:
+    path = write_jsonl(tmp_path / "my.jsonl", pairs(60_000, "yes " * 20))
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has background jobs ignore it
+    thread = when_tokenizing(lambda worker: os.kill(os.getpid() if number == signal.SIGINT else worker.pid, number))
+    with pytest.raises(ends_with, match=told):
         prepared(path, llama3, tmp_path, 2)
     thread.join()
     assert multiprocessing.active_children() == [] and built(tmp_path) == []
@@ -156,20 +163,10 @@ def test_a_process_killed_while_it_sends_its_tokens_ends_the_run_too(llama3: Pre
     thread.join()
 
 
-def test_ctrl_c_leaves_no_process_and_no_folder(llama3: PreTrainedTokenizerFast, tmp_path: Path) -> None:
-    path = write(tmp_path / "my.jsonl", pairs(60_000, "yes " * 20))
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has background jobs ignore it
-    thread = when_tokenizing(lambda _: os.kill(os.getpid(), signal.SIGINT))
-    with pytest.raises(KeyboardInterrupt):
-        prepared(path, llama3, tmp_path, 2)
-    thread.join()
-    assert multiprocessing.active_children() == [] and built(tmp_path) == []
-
-
 def test_a_killed_run_leaves_no_process_and_its_folder_is_removed_by_the_next(
     llama3: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
-    path = write(tmp_path / "my.jsonl", pairs(100_000, "yes " * 20))
+    path = write_jsonl(tmp_path / "my.jsonl", pairs(100_000, "yes " * 20))
     llama3.save_pretrained(tmp_path / "tokenizer")
     script = (
         "import sys\nfrom pathlib import Path\nfrom transformers import AutoTokenizer\n"
@@ -193,7 +190,7 @@ def test_a_killed_run_leaves_no_process_and_its_folder_is_removed_by_the_next(
         time.sleep(0.05)
     (left,) = built(tmp_path / "cache")
     assert left.name.startswith(".building-")
-    small = write(tmp_path / "small.jsonl", pairs(3))
+    small = write_jsonl(tmp_path / "small.jsonl", pairs(3))
     prepared(small, llama3, tmp_path / "cache", 1)
     assert left in built(tmp_path / "cache"), "too young: its builder may still work"
     for path in (*left.iterdir(), left):
@@ -215,9 +212,10 @@ def test_fingerprint_is_that_of_the_tokens_however_they_are_laid_out(
     """Rows left out shift the boundaries of chunks, and another place of the file changes nothing."""
     rows = pairs(600)
     with_bad = [row for pair in zip(rows, ["{"] * 600, strict=True) for row in pair]
-    one = prepared(write(tmp_path / "a.jsonl", rows), llama3, tmp_path, 1).fingerprints()
-    two = prepared(write(tmp_path / "b.jsonl", with_bad), llama3, tmp_path, 1, skip_bad_rows=True).fingerprints()
-    swapped = prepared(write(tmp_path / "c.jsonl", [rows[1], rows[0], *rows[2:]]), llama3, tmp_path, 1).fingerprints()
+    one, two, swapped = (
+        prepared(write_jsonl(tmp_path / name, lines), llama3, tmp_path, 1, skip_bad_rows=True).fingerprints()
+        for name, lines in (("a.jsonl", rows), ("b.jsonl", with_bad), ("c.jsonl", [rows[1], rows[0], *rows[2:]]))
+    )
     assert one == two and one != swapped
 
 
@@ -227,7 +225,7 @@ def test_fingerprint_of_streamed_rows_is_of_all_that_decides_their_tokens_but_no
     save_model(tmp_path / "model")
 
     def fingerprint(name: str, rows: list[Any], **settings: Any) -> str:
-        config = DataConfig(dataset=str(write(tmp_path / name, rows)), streaming=True, **settings)
+        config = DataConfig(dataset=str(write_jsonl(tmp_path / name, rows)), streaming=True, **settings)
         tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
         data = prepare(config, tokenizer, context_length=40, cache=tmp_path, want_validation=False)
         assert data.train is None
@@ -279,7 +277,7 @@ def test_ranks_with_other_rows_than_rank_0_end_the_run_and_the_first_rank_rebuil
 ) -> None:
     save_model(tmp_path / "model")
     for name, rows in (("same", pairs(4)), ("other-0", pairs(4)), ("other-1", pairs(4)[::-1])):
-        write(tmp_path / f"{name}.jsonl", rows)
+        write_jsonl(tmp_path / f"{name}.jsonl", rows)
     (tmp_path / "job.py").write_text(OTHER_ROWS)
     finished = forked(tmp_path / "job.py", tmp_path, ranks=2, timeout=60)
     assert finished.output.count("planned") == 2
@@ -300,9 +298,9 @@ def test_examples_of_one_row_stay_together(
 ) -> None:
     rows = [{"instruction": f"Hi {number}", "output": "yes" * (1 + number % 9)} for number in range(1, 41)]
     rows[7]["output"] += " yes" * 100  # dropped with its twin
-    config = DataConfig(dataset=str(write(tmp_path / "my.jsonl", rows)), truncation="drop")
+    config = DataConfig(dataset=str(write_jsonl(tmp_path / "my.jsonl", rows)), truncation="drop")
     kwargs: dict[str, Any] = {"context_length": 60, "cache": tmp_path, "want_validation": False}
-    plain = prepare(DataConfig(dataset=str(write(tmp_path / "ok.jsonl", rows[9:12]))), llama3, **kwargs).train
+    plain = prepare(DataConfig(dataset=str(write_jsonl(tmp_path / "ok.jsonl", rows[9:12]))), llama3, **kwargs).train
     data = prepare(config, llama3, examples=right_and_wrong, **kwargs).train
     assert plain is not None and data is not None and (group_size(plain), group_size(data)) == (1, 2)
     assert data["source"][::2] == data["source"][1::2] and len(data) < 2 * len(rows)
@@ -338,7 +336,7 @@ def test_a_completion_with_a_label_comes_with_its_prompt_and_another_completion(
 ) -> None:
     def built(name: str, rows: list[Any], **changes: Any) -> TokenizedData:
         settings = {"dataset_format": "unpaired_preference", "truncation": truncation, **changes}
-        config = DataConfig(dataset=str(write(tmp_path / name, rows)), **settings)
+        config = DataConfig(dataset=str(write_jsonl(tmp_path / name, rows)), **settings)
         limits: dict[str, Any] = {"context_length": 14, "cache": tmp_path, "want_validation": False}
         return prepare(config, llama3, examples=unpaired_examples, **limits)
 

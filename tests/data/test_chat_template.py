@@ -222,12 +222,6 @@ LLAMA_OPEN = f"{LLAMA_HI} <|start_header_id|> assistant <|end_header_id|> ĊĊ"
             f"{LLAMA_OPEN} [yes] [<|eot_id|>] {LLAMA_OPEN} [no] [<|eot_id|>]",
         ),
         (
-            BUILT_IN["chatml"],
-            WITH_SYSTEM,
-            f"<|im_start|> system Ċ no <|im_end|> Ċ {QWEN_HI} {QWEN_START} [yes] [<|im_end|>] Ċ "
-            f"{QWEN_HI} {QWEN_START} [no] [<|im_end|>] Ċ",
-        ),
-        (
             BUILT_IN["mistral"],
             WITH_SYSTEM,
             "<s> [INST] Ġno ĊĊ Hi [/INST] [Ġyes] [</s>] [INST] Ġ Hi [/INST] [Ġno] [</s>]",

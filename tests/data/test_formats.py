@@ -287,6 +287,7 @@ for wanted in ("auto", "question_answers"):
 """
 
 
+@pytest.mark.slow
 def test_a_format_of_the_page_is_one_change_of_one_file(save_model: Callable[..., Path], tmp_path: Path) -> None:
     page = Page("docs/development/add-a-format.md")
     shutil.copytree(REPOSITORY / "src", tmp_path / "src", ignore=shutil.ignore_patterns("*.egg-info", "__pycache__"))

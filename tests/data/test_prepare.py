@@ -1,21 +1,15 @@
 """From --dataset to tokenized rows: what is kept, what is said, and when the cache is used."""
 
-import json
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import write_jsonl
 from transformers import PreTrainedTokenizerFast
 
 from llama_ft.config.settings import DataConfig
 from llama_ft.data import TokenizedData, prepare
 from llama_ft.errors import UserError
-
-
-def write_rows(path: Path, rows: list[Any]) -> Path:
-    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
-    return path
 
 
 def pairs(count: int) -> list[dict[str, str]]:
@@ -34,7 +28,7 @@ def cached(cache: Path) -> set[str]:
 
 
 def test_rows_come_out_as_tokens_labels_counts_and_places(llama3: PreTrainedTokenizerFast, tmp_path: Path) -> None:
-    path = write_rows(tmp_path / "my.jsonl", pairs(3))
+    path = write_jsonl(tmp_path / "my.jsonl", pairs(3))
     data = prepared(path, llama3, tmp_path / "cache")
     assert len(data.train) == 3
     row = data.train[1]
@@ -55,7 +49,7 @@ def test_rows_come_out_as_tokens_labels_counts_and_places(llama3: PreTrainedToke
 def test_first_bad_rows_are_reported_together(llama3: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     bad = {"messages": [{"role": "user", "content": "Hi"}, {"role": "asistant", "content": "yes"}]}
     good = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "yes"}]}
-    path = write_rows(tmp_path / "my.jsonl", [good, bad, good, '{"messages": [', *[good, bad] * 300])
+    path = write_jsonl(tmp_path / "my.jsonl", [good, bad, good, '{"messages": [', *[good, bad] * 300])
     with pytest.raises(UserError) as caught:
         prepared(path, llama3, tmp_path / "cache")
     second, fourth, *_, last = caught.value.messages
@@ -81,15 +75,15 @@ def test_a_split_without_rows_is_refused(
     llama3: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: Any, text: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    write_rows(Path("bad.jsonl"), [{"instruction": "Hi", "output": ""}] * 3)
+    write_jsonl(Path("bad.jsonl"), [{"instruction": "Hi", "output": ""}] * 3)
     with pytest.raises(UserError, match=text):
-        prepared(write_rows(Path("my.jsonl"), pairs(3)), llama3, tmp_path / "cache", **settings)
+        prepared(write_jsonl(Path("my.jsonl"), pairs(3)), llama3, tmp_path / "cache", **settings)
 
 
 def test_fraction_of_the_rows_does_not_depend_on_their_order(llama3: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     rows = pairs(200)
-    forward = prepared(write_rows(tmp_path / "a.jsonl", rows), llama3, tmp_path / "cache", validation="0.2")
-    backward = prepared(write_rows(tmp_path / "b.jsonl", rows[::-1]), llama3, tmp_path / "cache", validation="0.2")
+    forward = prepared(write_jsonl(tmp_path / "a.jsonl", rows), llama3, tmp_path / "cache", validation="0.2")
+    backward = prepared(write_jsonl(tmp_path / "b.jsonl", rows[::-1]), llama3, tmp_path / "cache", validation="0.2")
     assert forward.validation is not None and backward.validation is not None
     assert 20 < len(forward.validation) < 60
     assert len(forward.train) + len(forward.validation) == 200
@@ -103,9 +97,9 @@ def test_formats_and_the_columns_that_are_used_and_ignored_are_printed(
     llama3: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
     rows = [{**row, "system": "Be brief.", "id": 1} for row in pairs(2)]
-    first, second = write_rows(tmp_path / "a.jsonl", rows), write_rows(tmp_path / "b.jsonl", rows)
+    first, second = write_jsonl(tmp_path / "a.jsonl", rows), write_jsonl(tmp_path / "b.jsonl", rows)
     chats = [{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "no"}]}]
-    third = write_rows(tmp_path / "c.jsonl", [{**chat, "text": "Hi", "id": 1} for chat in chats])
+    third = write_jsonl(tmp_path / "c.jsonl", [{**chat, "text": "Hi", "id": 1} for chat in chats])
     mix: Any = [{"path": str(first)}, {"path": str(third)}]
     config = DataConfig(dataset=mix, validation=str(second))
     data = prepare(config, llama3, context_length=64, cache=tmp_path / "cache", want_validation=True)
@@ -121,7 +115,7 @@ def test_formats_and_the_columns_that_are_used_and_ignored_are_printed(
 def test_cache_is_used_until_something_changes(
     llama3: PreTrainedTokenizerFast, chatml: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
-    path, cache = write_rows(tmp_path / "my.jsonl", pairs(30)), tmp_path / "cache"
+    path, cache = write_jsonl(tmp_path / "my.jsonl", pairs(30)), tmp_path / "cache"
     prepared(path, llama3, cache)
     (first,) = cached(cache)
     written = (cache / "tokenized" / first / "train.arrow").stat().st_mtime_ns
@@ -143,7 +137,7 @@ def test_cache_is_used_until_something_changes(
         assert len(cached(cache)) == number
     llama3.chat_template = llama3.chat_template.replace("| trim", "")
     prepared(path, llama3, cache)
-    write_rows(path, pairs(31))
+    write_jsonl(path, pairs(31))
     assert len(prepared(path, llama3, cache).train) == 31
     assert len(cached(cache)) == len(variants) + 3
 
@@ -153,32 +147,8 @@ def test_ids_beyond_the_models_vocabulary_are_refused_whether_cached_or_not(
 ) -> None:
     """The tokenizer may be larger: what counts is which ids the rows hold."""
     tokenized = [{"input_ids": ids, "labels": ids} for ids in ([5, 6], [7, 40, 9], [40, 1])]
-    path, config = write_rows(tmp_path / "my.jsonl", tokenized), DataConfig(dataset=str(tmp_path / "my.jsonl"))
+    path, config = write_jsonl(tmp_path / "my.jsonl", tokenized), DataConfig(dataset=str(tmp_path / "my.jsonl"))
     for _ in range(2):
         with pytest.raises(UserError, match=rf"{path}: token 40 \(.*\) is outside the model's vocabulary of 40"):
             prepare(config, llama3, context_length=64, cache=tmp_path, want_validation=True, vocabulary_size=40)
         prepare(config, llama3, context_length=64, cache=tmp_path, want_validation=True, vocabulary_size=41)
-
-
-@pytest.mark.parametrize("name", ["train.arrow", "validation.arrow", "meta.json"])
-def test_corrupted_cache_is_not_trained_on(llama3: PreTrainedTokenizerFast, tmp_path: Path, name: str) -> None:
-    path, cache = write_rows(tmp_path / "my.jsonl", pairs(40)), tmp_path / "cache"
-
-    def rows() -> list[Any]:
-        data = prepared(path, llama3, cache, validation="0.2", tokenize_processes=1)
-        assert data.validation is not None
-        return [data.train.to_list(), data.validation.to_list()]
-
-    right = rows()
-    (key,) = cached(cache)
-    folder = cache / "tokenized" / key
-    for flip in range(6):
-        content = bytearray((folder / name).read_bytes())
-        content[(len(content) - 1) * flip // 5] ^= 1 << flip % 8
-        (folder / name).write_bytes(content)
-        assert rows() == right
-    os.truncate(folder / name, (folder / name).stat().st_size // 2)
-    assert rows() == right
-    (folder / name).unlink()
-    assert rows() == right
-    assert cached(cache) == {key}

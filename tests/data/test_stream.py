@@ -26,6 +26,9 @@ def folder(save_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFac
     write_rows(folder / "rows.jsonl", ROWS)
     lines = (folder / "rows.jsonl").read_text().splitlines()
     (folder / "bad.jsonl").write_text("\n".join([*lines[:700], '{"instruction": 3, "output": "x"}', *lines[700:]]))
+    (folder / "few.jsonl").write_text("\n".join(lines[:60]))
+    long = json.dumps({"instruction": "a", "output": "word " * 220_000})
+    (folder / "long.jsonl").write_text("\n".join([long, *lines]))
     return folder
 
 
@@ -45,16 +48,30 @@ def run(folder: Path, world_size: int, cases: list[dict[str, Any]]) -> dict[str,
 
 @pytest.fixture(scope="module")
 def alone(folder: Path) -> dict[str, dict[str, Any]]:
-    return run(
-        folder,
-        1,
-        [
-            case("packed", 1),
-            case("padded", 1, pack_length=None, last=130),
-            case("bad", 1, file="bad.jsonl"),
-            case("skipped", 1, file="bad.jsonl", config={"skip_bad_rows": True}),
-        ],
-    )
+    """Cases on one process."""
+    too_long = {"file": "long.jsonl", "config": {"truncation": "drop"}, "first_rows": True, "last": 3}
+    cases = [
+        case("packed", 1),
+        case("padded", 1, pack_length=None, last=130),
+        case("bad", 1, file="bad.jsonl"),
+        case("skipped", 1, file="bad.jsonl", config={"skip_bad_rows": True}),
+        case("long", 1, **too_long),
+    ]
+    return run(folder, 1, cases)
+
+
+@pytest.fixture(scope="module")
+def together(alone: dict[str, dict[str, Any]], folder: Path) -> dict[str, dict[str, Any]]:
+    """Cases on two ranks. `from-8`: from the position of the eighth step of the whole pass."""
+    steps = alone["packed"]["steps"]
+    end = next(number for number, step in enumerate(steps) if step["ends_epoch"])
+    stops = [0, 7, end - 1, end, end + 3]  # in the first window, at the end of the pass, and in the next
+    cases = [case(f"from-{n}", 2, first=n + 2, position=steps[n]["position"]) for n in stops]
+    cases += [  # every window is a whole pass, and the ranks come to the end of one at different times
+        case(f"ends-{n}", 2, file="few.jsonl", last=n % 6 + 1, pause=0.01 * (1 + n % 4)) for n in range(12)
+    ]
+    cases += [case("packed", 2), case("padded", 2, pack_length=None, last=130), case("bad", 2, file="bad.jsonl")]
+    return run(folder, 2, cases)
 
 
 @pytest.mark.parametrize("way", ["packed", "padded"])
@@ -73,45 +90,39 @@ def test_a_pass_has_every_row_once_in_shuffled_windows(alone: dict[str, dict[str
     assert steps[end - 1]["epochs_seen"] == 1.0
 
 
-def test_batches_do_not_depend_on_the_number_of_ranks(alone: dict[str, dict[str, Any]], folder: Path) -> None:
-    there = run(folder, 2, [case("packed", 2), case("padded", 2, pack_length=None, last=130)])
-    for way, result in there.items():
-        assert [step["rows"] for step in result["steps"]] == [step["rows"] for step in alone[way]["steps"]]
-        assert [step["targets"] for step in result["steps"]] == [step["targets"] for step in alone[way]["steps"]]
+def test_batches_do_not_depend_on_the_number_of_ranks(
+    alone: dict[str, dict[str, Any]], together: dict[str, dict[str, Any]]
+) -> None:
+    for way in ("packed", "padded"):
+        for key in ("rows", "targets"):
+            assert [step[key] for step in together[way]["steps"]] == [step[key] for step in alone[way]["steps"]]
 
 
-def test_from_any_position_on_the_steps_are_the_same(alone: dict[str, dict[str, Any]], folder: Path) -> None:
-    steps = alone["packed"]["steps"]
-    end = next(number for number, step in enumerate(steps) if step["ends_epoch"])
-    stops = [0, 7, end - 1, end, end + 3]  # in the first window, at the end of the pass, and in the next
-    cases = [case(f"from-{n}", 4, first=n + 2, position=steps[n]["position"]) for n in stops]
-    for name, result in run(folder, 4, cases).items():
-        rest = steps[int(name.partition("-")[2]) + 1 :]
-        assert [step["rows"] for step in result["steps"]] == [step["rows"] for step in rest]
-        assert [step["position"] for step in result["steps"]] == [step["position"] for step in rest]
+def test_from_any_position_on_the_steps_are_the_same(
+    alone: dict[str, dict[str, Any]], together: dict[str, dict[str, Any]]
+) -> None:
+    results = {name: result for name, result in together.items() if name.startswith("from-")}
+    assert len(results) == 5
+    for name, result in results.items():
+        rest = alone["packed"]["steps"][int(name.partition("-")[2]) + 1 :]
+        for key in ("rows", "position"):
+            assert [step[key] for step in result["steps"]] == [step[key] for step in rest]
 
 
-def test_it_ends_wherever_each_rank_is_with_the_next_window(folder: Path) -> None:
-    (folder / "few.jsonl").write_text("".join((folder / "rows.jsonl").read_text().splitlines(keepends=True)[:60]))
-    cases = [  # every window is a whole pass, and the ranks come to the end of one at different times
-        case(f"ends-{n}", 2, file="few.jsonl", last=n % 6 + 1, pause=0.01 * (1 + n % 4)) for n in range(24)
-    ]
-    for number, result in enumerate(run(folder, 2, cases).values()):
+def test_it_ends_wherever_each_rank_is_with_the_next_window(together: dict[str, dict[str, Any]]) -> None:
+    for number in range(12):
+        result = together[f"ends-{number}"]
         assert len(result["steps"]) == number % 6 + 1 and result["message"] == ""
 
 
-def test_rows_too_long_at_the_beginning_do_not_end_it(folder: Path) -> None:
-    good = (folder / "rows.jsonl").read_text()
-    long = json.dumps({"instruction": "a", "output": "word " * 220_000}) + "\n"
-    (folder / "long.jsonl").write_text(long + good)
-    result = run(
-        folder, 1, [case("long", 1, file="long.jsonl", config={"truncation": "drop"}, first_rows=True, last=3)]
-    )["long"]
-    assert result["message"] == "" and len(result["steps"]) == 3
+def test_rows_too_long_at_the_beginning_do_not_end_it(alone: dict[str, dict[str, Any]]) -> None:
+    assert alone["long"]["message"] == "" and len(alone["long"]["steps"]) == 3
 
 
-def test_a_bad_row_ends_it_on_all_ranks_or_is_left_out(alone: dict[str, dict[str, Any]], folder: Path) -> None:
-    assert "bad.jsonl:701" in alone["bad"]["message"] and "--skip_bad_rows" in alone["bad"]["message"]
+def test_a_bad_row_ends_it_on_all_ranks_or_is_left_out(
+    alone: dict[str, dict[str, Any]], together: dict[str, dict[str, Any]]
+) -> None:
+    for results in (alone, together):
+        assert "bad.jsonl:701" in results["bad"]["message"] and "--skip_bad_rows" in results["bad"]["message"]
     assert alone["skipped"]["message"] == ""
     assert 701 not in [row for step in alone["skipped"]["steps"] for row in step["rows"]]
-    assert "bad.jsonl:701" in run(folder, 2, [case("bad", 2, file="bad.jsonl")])["bad"]["message"]

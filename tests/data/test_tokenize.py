@@ -40,16 +40,6 @@ def test_a_sample_with_images_beside_its_messages_is_rejected(llama3: PreTrained
     assert encoder.encode({**CHAT, "images": []}, "messages") == encoder.encode(CHAT, "messages")
 
 
-def test_llama3_style_template_trains_every_answer_of_a_long_chat(llama3: PreTrainedTokenizerFast) -> None:
-    assert shown(llama3, Encoder(llama3, 100).encode(CHAT, "messages")) == (
-        "<|begin_of_text|> <|start_header_id|> system <|end_header_id|> ĊĊ no <|eot_id|> "
-        "<|start_header_id|> user <|end_header_id|> ĊĊ Hi <|eot_id|> "
-        "<|start_header_id|> assistant <|end_header_id|> ĊĊ [yes] [<|eot_id|>] "
-        "<|start_header_id|> user <|end_header_id|> ĊĊ Hi Ġ Hi <|eot_id|> "
-        "<|start_header_id|> assistant <|end_header_id|> ĊĊ [no] [Ġyes] [<|eot_id|>]"
-    )
-
-
 def test_tokenizer_without_template_gets_the_built_in_one(plain: PreTrainedTokenizerFast) -> None:
     assert "### Instruction:" in ensure_chat_template(plain)
     encoder = Encoder(plain, 100)
@@ -101,16 +91,6 @@ def test_token_over_the_edge_of_an_answer_is_trained_if_the_answer_has_its_lette
 def test_token_of_white_space_over_the_edge_of_an_answer_is_not_trained() -> None:
     text = "A:\n\n\nyes"  # the prompt ends after the first line break
     assert tokens_of_spans(text, [(0, 2), (2, 4), (4, 5), (5, 8)], [(3, 8)]) == [(2, 4)]
-
-
-def test_template_without_generation_prompt_trains_no_heading(
-    make_tokenizer: Callable[..., PreTrainedTokenizerFast],
-) -> None:
-    template = "{% for m in messages %}{{ m.role + ': ' + m.content + eos_token }}{% endfor %}"
-    tokenizer = make_tokenizer(["</s>"], template, eos_token="</s>")
-    assert shown(tokenizer, Encoder(tokenizer, 100).encode(ALPACA, "alpaca")) == (
-        "user : Ġ Hi </s> assistant : [Ġyes] [</s>]"
-    )
 
 
 def test_template_that_rewrites_earlier_turns_is_refused_for_the_row(

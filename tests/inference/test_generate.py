@@ -20,8 +20,8 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from llama_ft.errors import RunFailure, UserError
 from llama_ft.inference.flags import InferenceFlags
-from llama_ft.inference.generate import Answerer, settle_sampling
-from llama_ft.inference.load import Opened, open_model
+from llama_ft.inference.generate import Answerer, resolve_sampling
+from llama_ft.inference.load import LoadedModel, open_model
 from llama_ft.runtime import Runtime
 
 PROMPTS = [[5, 99, 250, 3, 17], [42], [7, 7, 8, 100, 2, 33, 64, 12, 290], [60, 61]]
@@ -105,7 +105,7 @@ def test_what_is_shown_is_the_answer_to_the_character(kind: str, tiny_model: Pat
     recites: Any = Recites(tokens, len(tokenizer)).eval()
     for length in range(3, len(tokens) + 1, 7):
         shown: list[str] = []
-        reciter = Answerer(Opened(recites, tokenizer, ""), InferenceFlags(max_new_tokens=length), runtime)
+        reciter = Answerer(LoadedModel(recites, tokenizer, ""), InferenceFlags(max_new_tokens=length), runtime)
         [answer] = reciter.answer([[0]], show=shown.append)
         assert "".join(shown) == answer.text or answer.text.endswith("\ufffd")
         assert answer.text == tokenizer.decode(tokens[:length], skip_special_tokens=True)
@@ -145,7 +145,7 @@ def test_a_model_whose_numbers_are_not_finite_ends_it(model: Model, runtime: Run
 
 def test_what_is_not_asked_for_is_as_the_model_says() -> None:
     def settled(config: GenerationConfig, **flags: Any) -> tuple[Any, ...]:
-        return tuple(settle_sampling(InferenceFlags(**flags), config).values())
+        return tuple(resolve_sampling(InferenceFlags(**flags), config).values())
 
     quiet, own = GenerationConfig(), GenerationConfig(do_sample=True, temperature=0.6, top_p=0.9)
     assert settled(quiet)[0] == settled(own, temperature=0.0)[0] == settled(own, do_sample=False)[0] == 0

@@ -7,42 +7,20 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_by_hand import save_checkpoint
+from checkpoint_by_hand import load, logits, save_checkpoint, tuned
 
 from llama_ft.config import Config, ModelConfig, PeftConfig, QuantizationConfig, TrainConfig, to_yaml
-from llama_ft.errors import RunFailure, UserError
+from llama_ft.errors import UserError
 from llama_ft.inference.flags import InferenceFlags
-from llama_ft.inference.load import Opened, open_model
+from llama_ft.inference.load import LoadedModel, open_model
 from llama_ft.runtime import Runtime
 
-IDS = torch.tensor([[1, 17, 42, 5, 99, 250, 3]])
 LORA = {"target_modules": ["q_proj", "down_proj"], "r": 4, "lora_alpha": 6, "lora_dropout": 0}
 TEMPLATE = "{% for turn in messages %}{{ turn.content }}</s>{% endfor %}"
 
 
-def opened(place: Path, runtime: Runtime, **flags: Any) -> Opened:
+def opened(place: Path, runtime: Runtime, **flags: Any) -> LoadedModel:
     return open_model(str(place), InferenceFlags(**{"precision": "fp32", **flags}), runtime)
-
-
-def load(folder: Path, **settings: Any) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **settings).eval()
-
-
-def logits(model: Any) -> torch.Tensor:
-    with torch.no_grad():
-        return model(input_ids=IDS).logits
-
-
-def tuned(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Move every parameter that is trained, and return those by the names the project gives them."""
-    torch.manual_seed(3)
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    with torch.no_grad():
-        for parameter in trained.values():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-    return {name.removeprefix("base_model.model."): parameter for name, parameter in trained.items()}
 
 
 def settings(base: Path, **sections: Any) -> Config:
@@ -77,22 +55,12 @@ def test_a_folder_is_loaded_as_transformers_loads_it(tied_model: Path, runtime: 
     assert not found.model.training and found.about == f"{tied_model}, fp32, cpu"
 
 
-def test_a_run_without_a_result_gives_its_newest_sound_checkpoint(
-    full: tuple[Path, Any], tiny_model: Path, runtime: Runtime
-) -> None:
+def test_a_run_without_a_result_gives_its_newest_checkpoint(full: tuple[Path, Any], runtime: Runtime) -> None:
     run, reference = full
     found = opened(run, runtime)
     assert torch.equal(logits(found.model), logits(reference))
     assert found.tokenizer.chat_template == TEMPLATE
     assert found.model.generation_config.eos_token_id == [2, 1], "config.json's, and the end of the template's turns"
-
-    newer = save_checkpoint(run, tuned(load(tiny_model)), settings(tiny_model), step=20)
-    with open(newer / "shard-00001-model-00001-of-00001.safetensors", "r+b") as file:
-        file.seek(-5, 2)
-        file.write(b"bad")
-    assert torch.equal(logits(opened(run, runtime).model), logits(reference)), "the newest is damaged"
-    with pytest.raises(RunFailure, match="corrupted"):
-        opened(newer, runtime)
 
 
 def test_an_adapter_stands_beside_its_base_wherever_it_is_taken_from(

@@ -20,7 +20,7 @@ from llama_ft.training.step import free_unsharded
 LENGTHS = [[24, 16], [20, 12]]  # of the rows each rank has: one pack, or a padded batch
 
 if __name__ == "__main__":
-    work = Path(sys.argv[1])
+    work = Path(sys.argv[1]).parent
     tokenizer = models.load_tokenizer(work / "tokenizer", False)
     rows = torch.load(work / "rows.pt", weights_only=True)  # [ranks, positions]
     targets = sum(length - 1 for lengths in LENGTHS for length in lengths)

@@ -1,7 +1,8 @@
-"""liger-kernel itself, its kernels run by Triton's interpreter on the CPU (TRITON_INTERPRET=1): every architecture of
-use_liger auto, compared with transformers' own. Prints lines of JSON: losses, and the error of the gradients."""
+"""liger-kernel itself, its kernels run by Triton's interpreter on the CPU (TRITON_INTERPRET=1): the architectures in
+argv, compared with transformers' own. Prints lines of JSON: losses, and the error of the gradients."""
 
 import json
+import sys
 from typing import Any
 
 import liger_kernel.ops.geglu as liger_mlp
@@ -13,8 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from triton.runtime import interpreter
 
 from llama_ft.config import ModelConfig, TrainConfig
-from llama_ft.models import checkpoint_activations, fuse_layers
-from llama_ft.models.compiled import AUTO_LIGER, choose_liger
+from llama_ft.models import checkpoint_activations, choose_liger, fuse_layers
 
 SHAPE = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
 SHAPE |= {"num_hidden_layers": 1, "vocab_size": 40, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -49,7 +49,7 @@ if __name__ == "__main__":
     # The device library's functions are for GPUs.
     liger_norm.rsqrt = lambda value: tl.rsqrt(value)
     liger_mlp.tanh = lambda value: 2 * tl.sigmoid(2 * value) - 1
-    for kind in sorted(AUTO_LIGER):
+    for kind in sys.argv[1:]:
         config = AutoConfig.for_model(kind, **SHAPE)
         choice = choose_liger("auto", config, False, torch.device("cuda"))
         plain, expected = gradients(kind, "off", is_fused=False)  # first: Liger replaces functions of modules, too

@@ -12,7 +12,7 @@ from llama_ft.models.shards import local_shard
 
 if __name__ == "__main__":
     cases = json.loads(Path(sys.argv[1]).read_text())
-    out = Path(sys.argv[2])
+    out = Path(sys.argv[1]).parent
     for name, case in cases.items():
         with runtime.start("cpu", case["shard_degree"]) as job:
             folder, precision = Path(case["model"]), runtime.PRECISIONS[case["precision"]]

@@ -2,7 +2,6 @@
 with what plain transformers and peft make of the same files on one process."""
 
 import functools
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from forked import forked
+from checkpoint_by_hand import stored
+from conftest import run_cases
 
 SCRIPT = Path(__file__).with_name("architectures_job.py")
 SHAPE = {
@@ -146,10 +146,12 @@ LENGTHS = [[24, 16], [20, 12]]  # of the two rows of each rank; the windows are 
 NOT_QUANTIZED = ("GPT-2",)  # its layers are not nn.Linear; refused, see test_quantized.py
 TWO_WAYS = ("full, rank 0 reads", "LoRA 4bit")
 # The fast tests have all five ways of three (own head, tied head, experts), and two of the others; one of those whose
-# linear layers are those of another: what differs in them, attention and norms, is trained in full.
+# linear layers, experts or towers are as those of another: what differs, attention and norms, is trained in full.
 ALL_WAYS = ("Llama 2", "Gemma 2", "Mixtral")
 LINEARS_OF_ANOTHER = ("Llama 3", "Llama 3.1", "Llama 3.2", "Mistral", "Qwen2.5", "Qwen3", "Gemma 3 text", "Phi-4",
-                      "OLMo 2", "SmolLM3", "Granite MoE, balanced")  # fmt: skip
+                      "OLMo 2", "SmolLM3", "Granite MoE, balanced", "Phi-3", "Phi-2", "GPT-NeoX", "OPT", "BLOOM",
+                      "BioGPT", "GPT-J", "Qwen3 MoE", "Phi-3.5 MoE", "Granite MoE", "ModernBERT decoder", "Mistral 3",
+                      "Qwen2.5-VL", "Llama 4", "Llama 4 text", "LFM2")  # fmt: skip
 CASES = [
     (architecture, method)
     for architecture in (*ARCHITECTURES, *MULTIMODAL)
@@ -204,9 +206,7 @@ def launches(models: Path) -> Callable[[bool], None]:
             if is_fast(name, method) == fast:
                 flags = SIZED.get((name, method)) or METHODS[method]
                 cases[f"{name}/{method}"] = ["--model_name", str(models / "models" / name), *flags]
-        (models / "cases.json").write_text(json.dumps(cases))
-        finished = forked(SCRIPT, models, ranks=2)
-        assert finished.exit_code == 0, finished.output
+        run_cases(models, cases, ranks=2, script=SCRIPT)
 
     return launch
 
@@ -261,12 +261,6 @@ def rounded(matrix: torch.Tensor, four_bit: bool) -> torch.Tensor:
     if four_bit:
         return functional.dequantize_4bit(*functional.quantize_4bit(matrix, blocksize=64, quant_type="nf4"))
     return functional.int8_vectorwise_dequant(*functional.int8_vectorwise_quant(matrix.half())[:2])
-
-
-def stored(folder: Path) -> dict[str, torch.Tensor]:
-    from safetensors.torch import load_file
-
-    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
 @pytest.mark.parametrize(("architecture", "method"), PARAMETERS)

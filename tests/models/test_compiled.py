@@ -1,18 +1,22 @@
 """Compiled layers: the same numbers, few graphs. With aot_eager, the backend that makes the graphs and runs them
 operator by operator, on the CPU; what inductor makes of them is torch's."""
 
+import copy
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch._dynamo.utils import counters
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from llama_ft.config import TrainConfig
 from llama_ft.models import attention_kernels, checkpoint_activations, compile_layers, packed_arguments, without_graphs
+from llama_ft.models.lora import adapter_off
+from llama_ft.models.lora_linear import use_fused_lora
 from llama_ft.models.packed_attention import use_packed_attention
 
 KNOWS_DIMENSIONS = torch.__version__ >= "2.13"  # in dynamic_sources; before, numbers vary after their first change
@@ -91,3 +95,25 @@ def test_one_graph_trains_on_packs_of_any_rows_and_one_evaluates(how: str, varle
     assert graphs == 2 if KNOWS_DIMENSIONS else graphs - for_training < len(PACKS)
     answers = [model.generate(torch.arange(5)[None], max_new_tokens=4, do_sample=False) for model in (plain, compiled)]
     assert torch.equal(*answers) and counters["stats"]["unique_graphs"] == graphs
+
+
+def test_with_the_adapter_off_in_turns_one_graph_more_is_made(varlen_on_the_cpu: None) -> None:
+    """The reference of DPO is the model with its adapter off."""
+    torch._dynamo.reset()
+    counters.clear()
+    base, plain, graphs = llama("off"), llama("off"), list[int]()
+    get_peft_model(plain, LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False))
+    use_fused_lora(plain)
+    compiled = copy.deepcopy(plain)
+    compile_layers(compiled, backend="aot_eager")
+    for lengths in PACKS[:4:3]:
+        before, reference = counters["stats"]["unique_graphs"], forward(base, lengths)
+        with torch.no_grad(), adapter_off(compiled.eval()):
+            torch.testing.assert_close(forward(compiled, lengths), reference)
+        graphs.append(counters["stats"]["unique_graphs"] - before)
+        losses = [forward(model.train(), lengths) for model in (plain, compiled)]
+        torch.testing.assert_close(*losses)
+        assert (losses[0] - reference).abs() > 0.01
+    assert graphs == [1, 0] or not KNOWS_DIMENSIONS
+    losses[1].backward()
+    assert all((it.grad is None) == ("lora" not in name) for name, it in compiled.named_parameters())

@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, inject_adapter_in_model
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -18,7 +17,7 @@ from llama_ft.models.load_weights import compute_buffers
 from llama_ft.models.lora_linear import use_fused_lora
 from llama_ft.models.quantization import Quantization, quantize_linears
 from llama_ft.models.quantized import FourBit
-from llama_ft.runtime import PRECISIONS
+from llama_ft.runtime import PRECISIONS, Runtime
 from llama_ft.training import build_optimizer
 from llama_ft.training.sharded_optimizer import local_tensor
 
@@ -63,14 +62,14 @@ def test_the_strategy_says_how_many_ranks_share_a_copy_of_the_model() -> None:
     assert shard_degree(FSDPConfig(enable_fsdp=True, sharding_strategy="HYBRID_SHARD", sharding_group_size=2)) == 2
 
 
-def test_gradients_are_the_same_with_parameters_offloaded() -> None:
+def test_gradients_are_the_same_with_parameters_offloaded(runtime: Runtime) -> None:
     torch.manual_seed(0)
     shape = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "vocab_size": 50}
     config = LlamaConfig(**shape, num_hidden_layers=2)
     plain, offloaded = LlamaForCausalLM(config), LlamaForCausalLM(config)
     offloaded.load_state_dict(plain.state_dict())
     settings = FSDPConfig(enable_fsdp=True, fsdp_cpu_offload=True)
-    apply_fsdp(offloaded, mesh_of_one(), settings, PRECISIONS["fp32"])
+    apply_fsdp(offloaded, runtime.mesh, settings, PRECISIONS["fp32"])
     state = offloaded._get_fsdp_state()
     group = state._fsdp_param_groups[0] if hasattr(state, "_fsdp_param_groups") else state._fsdp_param_group
     assert isinstance(group.offload_policy, CPUOffloadPolicy)
@@ -82,7 +81,7 @@ def test_gradients_are_the_same_with_parameters_offloaded() -> None:
         torch.testing.assert_close(found.grad.full_tensor(), expected.grad, msg=name)
 
 
-def test_offloaded_4_bit_layers_of_one_process_are_copied_for_each_pass_and_train_the_same() -> None:
+def test_offloaded_4_bit_layers_of_one_process_are_copied_for_each_pass_and_train_the_same(runtime: Runtime) -> None:
     seen, precision = [], PRECISIONS["bf16_mixed"]
     for is_offloaded in (False, True):
         torch.manual_seed(0)
@@ -93,7 +92,7 @@ def test_offloaded_4_bit_layers_of_one_process_are_copied_for_each_pass_and_trai
         for name, parameter in model.named_parameters():
             parameter.requires_grad_("lora_" in name)
         set_storage_dtypes(model, precision)
-        apply_fsdp(model, mesh_of_one(), FSDPConfig(enable_fsdp=True, fsdp_cpu_offload=is_offloaded), precision)
+        apply_fsdp(model, runtime.mesh, FSDPConfig(enable_fsdp=True, fsdp_cpu_offload=is_offloaded), precision)
         model.to_empty(device="cpu")
         for parameter in map(local_tensor, model.parameters()):
             bits = torch.randint(0, 256, parameter.shape, dtype=torch.uint8)
@@ -136,7 +135,9 @@ class Collectives(TorchDispatchMode):
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16_pure", "bf16_mixed", "fp16"])
 @pytest.mark.parametrize("also_trained", [[], ["lm_head"]])
-def test_one_process_leaves_to_fully_shard_only_what_it_has_to_cast(precision: str, also_trained: list[str]) -> None:
+def test_one_process_leaves_to_fully_shard_only_what_it_has_to_cast(
+    precision: str, also_trained: list[str], runtime: Runtime
+) -> None:
     dtypes, model = PRECISIONS[precision], llama().to_empty(device="cpu")
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
@@ -146,7 +147,7 @@ def test_one_process_leaves_to_fully_shard_only_what_it_has_to_cast(precision: s
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("lora_" in name or "modules_to_save" in name)
     set_storage_dtypes(model, dtypes)
-    apply_fsdp(model, mesh_of_one(), FSDPConfig(enable_fsdp=True), dtypes)
+    apply_fsdp(model, runtime.mesh, FSDPConfig(enable_fsdp=True), dtypes)
     managed = [name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)]
     is_cast = dtypes.trained != dtypes.compute
     assert managed == (["lm_head.modules_to_save.default.weight"] if is_cast and also_trained else [])
@@ -161,16 +162,3 @@ def test_one_process_leaves_to_fully_shard_only_what_it_has_to_cast(precision: s
             optimizer.step()
             optimizer.zero_grad()
     assert [name for name in collectives.found if "chunk_cat" not in name] == []
-
-
-@pytest.fixture(scope="module", autouse=True)
-def process_group() -> None:
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-def mesh_of_one() -> torch.distributed.device_mesh.DeviceMesh:
-    return init_device_mesh("cpu", (1,), mesh_dim_names=("shard",))

@@ -18,6 +18,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from llama_ft.config import Config, ModelConfig, TrainConfig
 from llama_ft.errors import UserError
 from llama_ft.models import choose_liger, fuse_layers
+from llama_ft.models.compiled import AUTO_LIGER
 from llama_ft.run import Run
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -98,11 +99,14 @@ def test_liger_is_not_chosen_for_what_it_would_compute_wrong() -> None:
 
 
 @needs_liger
-def test_ligers_own_kernels_compute_what_each_architecture_computes() -> None:
-    job = [sys.executable, str(Path(__file__).with_name("liger_job.py"))]
+@pytest.mark.parametrize(
+    "kinds", [["gemma2", "llama", "phi3"], pytest.param(sorted(AUTO_LIGER), marks=pytest.mark.slow)]
+)
+def test_ligers_own_kernels_compute_what_each_architecture_computes(kinds: list[str]) -> None:
+    job = [sys.executable, str(Path(__file__).with_name("liger_job.py")), *kinds]
     finished = run(job, TRITON_INTERPRET="1", PYTHONPATH=os.pathsep.join(sys.path))
     lines = [json.loads(line) for line in finished.output.splitlines() if line.startswith("{")]
-    assert finished.exit_code == 0 and len(lines) == 2 * 13, finished.output
+    assert finished.exit_code == 0 and len(lines) == 2 * len(kinds), finished.output
     for line in lines:
         assert line["choice"][0] is True
         assert line["loss"][1] == pytest.approx(line["loss"][0], rel=1e-6) and line["error"] < 2e-6, line

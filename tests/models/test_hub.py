@@ -1,14 +1,16 @@
 """What the hub answers, and what is made of it: huggingface_hub as it is, against a server that answers as the hub."""
 
 import json
+import os
+import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from subprocess import PIPE
 
 import pytest
-from conftest import run
+from forked import ENVIRONMENT
 
 COMMIT = "0" * 40
 FILES = {"config.json": b"{}", "model.safetensors": b"weights", "pytorch_model.bin": b"older", "optimizer.bin": b"?"}
@@ -28,7 +30,9 @@ def ask(name):
     except UserError as error:
         return str(error)
 
-print(json.dumps({name: ask(name) for name in sys.argv[1:]}))
+for names in (sys.argv[1:], ["org/fine", "org/other"]):
+    print(json.dumps({name: ask(name) for name in names}), flush=True)
+    sys.stdin.readline()
 """
 
 
@@ -69,27 +73,21 @@ class Hub(BaseHTTPRequestHandler):
 
 
 @pytest.fixture(scope="module")
-def endpoint() -> Iterator[str]:
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+    """What comes of each name, and of two names once the hub cannot be reached any more."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-
-
-def ask(endpoint: str, home: Path, *names: str) -> dict[str, str]:
-    finished = run([sys.executable, "-c", ASK, *names], HF_ENDPOINT=endpoint, HF_HOME=str(home), HF_HUB_DISABLE_XET="1")
-    assert finished.exit_code == 0, finished.output
-    return json.loads(finished.output.splitlines()[-1])
-
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("hub")
-
-
-@pytest.fixture(scope="module")
-def outcomes(endpoint: str, home: Path) -> dict[str, str]:
-    return ask(endpoint, home, *REFUSALS, "my model", "org/fine", "org/old")
+    hub = {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HUB_DISABLE_XET": "1"}
+    variables = {**os.environ, **ENVIRONMENT, **hub, "HF_HOME": str(tmp_path_factory.mktemp("hub"))}
+    command = [sys.executable, "-c", ASK, *REFUSALS, "my model", "org/fine", "org/old"]
+    with subprocess.Popen(command, stdin=PIPE, stdout=PIPE, text=True, env=variables) as process:
+        assert process.stdin is not None and process.stdout is not None
+        found = [json.loads(process.stdout.readline())]
+        server.shutdown()
+        server.server_close()
+        process.stdin.write("\n")
+        process.stdin.flush()
+        return [*found, json.loads(process.stdout.readline())]
 
 
 @pytest.mark.parametrize(
@@ -101,13 +99,12 @@ def outcomes(endpoint: str, home: Path) -> dict[str, str]:
         ("my model", "owner/model"),
     ],
 )
-def test_each_refusal_of_the_hub_has_its_message(name: str, says: str, outcomes: dict[str, str]) -> None:
-    assert outcomes[name].startswith(f"error: --model_name {name}: ") and says in outcomes[name]
+def test_each_refusal_of_the_hub_has_its_message(name: str, says: str, outcomes: list[dict[str, str]]) -> None:
+    assert outcomes[0][name].startswith(f"error: --model_name {name}: ") and says in outcomes[0][name]
 
 
-def test_only_safetensors_are_downloaded_and_need_no_hub_then(outcomes: dict[str, str], home: Path) -> None:
-    folder = Path(outcomes["org/fine"])
+def test_only_safetensors_are_downloaded_and_need_no_hub_then(outcomes: list[dict[str, str]]) -> None:
+    folder = Path(outcomes[0]["org/fine"])
     assert {file.name for file in folder.iterdir()} == {"config.json", "model.safetensors"}
-    again = ask("http://127.0.0.1:9", home, "org/fine", "org/other")
-    assert again["org/fine"] == str(folder)
-    assert "http://127.0.0.1:9" in again["org/other"]
+    assert outcomes[1]["org/fine"] == str(folder)
+    assert "http://127.0.0.1:" in outcomes[1]["org/other"]

@@ -1,14 +1,13 @@
 """Each rank holds exactly its rows of what transformers loads, whichever way they came."""
 
 import functools
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from forked import forked
+from conftest import run_cases
 
 from llama_ft.config import ModelConfig, PeftConfig
 from llama_ft.errors import UserError
@@ -77,9 +76,7 @@ def held(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
             plain = {"model": str(folders[model]), "peft": {}, "precision": "fp32", "shard_degree": "world"}
             for way in ("slices", "scatter"):
                 cases[f"{name}-{way}"] = {**plain, **settings, **degree, "scatter": way == "scatter"}
-        (out / "cases.json").write_text(json.dumps(cases))
-        finished = forked(SCRIPT, out / "cases.json", out, ranks=world_size if world_size > 1 else 0)
-        assert finished.exit_code == 0, finished.output
+        run_cases(out, cases, ranks=world_size if world_size > 1 else 0, script=SCRIPT)
         files = {name: [out / f"{name}-rank{rank}.pt" for rank in range(world_size)] for name in cases}
         return {name: [torch.load(file, weights_only=True) for file in several] for name, several in files.items()}
 

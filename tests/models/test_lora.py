@@ -76,22 +76,36 @@ def test_experts_are_adapted_or_a_line_says_how(model_type: str, settings: dict[
     assert adapts or f"--target_parameters {','.join(EXPERTS)} --lora_dropout 0" in line
 
 
-def test_a_parameter_that_matches_nothing_is_named(tiny_model: Path) -> None:
-    settings = PeftConfig(use_peft=True, target_parameters=["experts.w1"])
-    with pytest.raises(UserError, match=r"target_parameters \[experts.w1\]: not in this model. It has: no stacked"):
-        inject_lora(skeleton(tiny_model), settings, "base")
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"lora_dropout": 0.1}, "experts support neither lora_dropout nor use_dora"),
+        ({"init_lora_weights": "pissa"}, "no unquantized linear layer"),
+        ({"init_lora_weights": "pissa", "target_modules": ["q_proj"], "r": 33}, "at least 33 inputs"),
+    ],
+)
+def test_what_a_layer_cannot_have_is_named(settings: dict[str, Any], message: str) -> None:
+    config = AutoConfig.for_model("mixtral", num_hidden_layers=1, hidden_size=32, intermediate_size=16, vocab_size=64)
+    model = build_on_meta(config, ModelConfig(model_name="mixtral"))
+    with pytest.raises(UserError, match=message):
+        inject_lora(model, PeftConfig(use_peft=True, **settings), "base")
 
 
-def test_each_target_that_matches_nothing_is_named_even_when_another_matches(tiny_model: Path) -> None:
-    with pytest.raises(UserError, match=r"(?s)\[key, query\].*q_proj, k_proj, v_proj, o_proj, gate_proj"):
-        inject_lora(skeleton(tiny_model), PeftConfig(use_peft=True, target_modules=["q_proj", "query", "key"]), "base")
-
-
-def test_only_lora_adapters_are_continued(tiny_model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"target_parameters": ["experts.w1"]}, r"\[experts.w1\]: not in this model. It has: no stacked"),
+        ({"target_modules": ["q_proj", "query", "key"]}, r"(?s)\[key, query\].*q_proj, k_proj, v_proj, o_proj"),
+        ({"from_peft_checkpoint": "."}, "IA3 adapters"),
+    ],
+)
+def test_what_no_adapter_can_be_made_of_is_named(
+    settings: dict[str, Any], told: str, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "IA3"}))
-    settings = PeftConfig(use_peft=True, from_peft_checkpoint=str(tmp_path))
-    with pytest.raises(UserError, match="IA3 adapters"):
-        inject_lora(skeleton(tiny_model), settings, "base")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=told):
+        inject_lora(skeleton(tiny_model), PeftConfig(use_peft=True, **settings), "base")
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import losses, metrics
-from forked import forked
+from checkpoint_by_hand import stored
+from conftest import losses, metrics, run_cases
 
 from llama_ft.checkpoint import Exporter, find_valid
 from llama_ft.config import ModelConfig, PeftConfig
@@ -17,7 +17,6 @@ from llama_ft.models import NewTokens, build_on_meta, inject_lora, load_model_co
 from llama_ft.models.new_tokens import use_token_rows
 
 Make = Callable[..., Path]
-RUN_CASES = Path(__file__).resolve().parent.parent / "run_cases.py"
 STORED, GROWN, STEPS, GLOBAL_BATCH, LEARNING_RATE = 301, 303, 4, 8, 1e-2
 NEW = [301, 302]
 CHATML = (
@@ -122,16 +121,8 @@ def runs(bases: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pat
         flags[case] = [*common, *own, *others]
     flags["resumed"] = [*flags["lora, tied"], "--resume", f"{folder}/lora, tied/checkpoints/step-000002"]
     found = {case: folder / case for case in flags}
-    (folder / "cases.json").write_text(json.dumps([[*f, "--output_dir", str(found[c])] for c, f in flags.items()]))
-    finished = forked(RUN_CASES, folder / "cases.json", ranks=2)
-    assert finished.exit_code == 0, finished.output
+    run_cases(folder, [[*own, "--output_dir", str(found[case])] for case, own in flags.items()], ranks=2)
     return found
-
-
-def adapter_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    from safetensors.torch import load_file
-
-    return load_file(folder / "adapter_model.safetensors")
 
 
 def reloaded(case: str, bases: Path, result: Path) -> Any:
@@ -189,7 +180,7 @@ def test_with_lora_the_new_rows_are_trained_and_no_others(runs: dict[str, Path],
     for case, (_, flags) in CASES.items():
         if "--use_peft" not in flags:
             continue
-        held = adapter_tensors(runs[case] / "model")
+        held = stored(runs[case] / "model")
         rows = {name: tensor for name, tensor in held.items() if "trainable_tokens_delta" in name}
         assert len(rows) == (1 if "tied" in case or "in full" in case else 2), case
         before = base_of(case, bases)
@@ -203,7 +194,7 @@ def test_with_lora_the_new_rows_are_trained_and_no_others(runs: dict[str, Path],
 
 def test_both_ways_of_loading_and_a_resumed_run_give_the_same_bits(runs: dict[str, Path]) -> None:
     for one, other in (("lora", "lora, scattered"), ("lora, tied", "resumed")):
-        mine, theirs = adapter_tensors(runs[one] / "model"), adapter_tensors(runs[other] / "model")
+        mine, theirs = stored(runs[one] / "model"), stored(runs[other] / "model")
         assert mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine), other
         assert losses(runs[one]) == losses(runs[other])
 

@@ -1,6 +1,5 @@
 """Runs recipes/finetuning.py for every case of a JSON file, some of them broken on purpose, and prints what it says."""
 
-import importlib.util
 import json
 import os
 import sys
@@ -12,16 +11,18 @@ from unittest.mock import patch
 import torch
 from safetensors.torch import load_file
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "recipes"))
+import finetuning
+
 from llama_ft import models, training
 from llama_ft.config.parse import as_keywords
 
-RECIPE = Path(__file__).resolve().parent.parent.parent / "recipes" / "finetuning.py"
 RANK = int(os.environ["RANK"])
 KEPT: list[Any] = []
 
 
 def load_whole_model_too(*arguments: Any, **keywords: Any) -> Any:
-    """load_weights, and rank 0 keeps copies of everything that is in the files beside its shards."""
+    """Run load_weights. Rank 0 also keeps copies of all tensors in the files."""
     if RANK == 0:
         tensors = [tensor for file in sorted(arguments[1].glob("*.safetensors")) for tensor in load_file(file).values()]
         KEPT.extend(tensor.clone() for tensor in tensors for _ in range(4))
@@ -29,7 +30,7 @@ def load_whole_model_too(*arguments: Any, **keywords: Any) -> Any:
 
 
 def keep_states_of_the_whole_model(optimizer: torch.optim.Optimizer, *arguments: Any, **keywords: Any) -> Any:
-    """update_weights, and rank 1 has one more state, which nobody has sharded."""
+    """Run update_weights. Rank 1 has one more state, which is not sharded."""
     UPDATE_WEIGHTS(optimizer, *arguments, **keywords)
     if RANK == 1:
         for parameter, state in optimizer.state.items():
@@ -44,10 +45,6 @@ BROKEN = {
 }
 
 if __name__ == "__main__":
-    spec = importlib.util.spec_from_file_location("finetuning", RECIPE)
-    assert spec is not None and spec.loader is not None
-    finetuning = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(finetuning)
     for case in json.loads(Path(sys.argv[1]).read_text()):
         with ExitStack() as stack:
             for change in BROKEN[case["broken"]]:

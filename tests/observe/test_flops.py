@@ -24,7 +24,7 @@ from transformers.modeling_utils import PreTrainedModel
 from llama_ft.models.build import decoder_layers, freeze_first_layers
 from llama_ft.models.quantization import Quantization, quantize_linears
 from llama_ft.models.quantized import FourBit
-from llama_ft.observe.flops import flop_formula, product_rate, published_peak, visible_pairs
+from llama_ft.observe.flops import flop_formula, matmul_rate, published_peak, visible_pairs
 from llama_ft.runtime import Runtime
 
 ROWS, LENGTH = 2, 24
@@ -158,7 +158,7 @@ def test_pairs_are_those_of_the_mask(length: int, window: int | None) -> None:
 def test_the_rate_is_measured_without_touching_random_numbers() -> None:
     torch.manual_seed(3)
     expected_next = torch.Generator().manual_seed(3)
-    rate = product_rate((256, 512), torch.float32, torch.device("cpu"))
+    rate = matmul_rate((256, 512), torch.float32, torch.device("cpu"))
     assert torch.equal(torch.rand(4), torch.rand(4, generator=expected_next))
     assert 1e8 < rate < 1e15
 

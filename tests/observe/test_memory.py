@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from forked import forked
+from conftest import run_cases
 
 from llama_ft.observe import MemoryMonitor, RunMetadata, memory_use, reset_peaks
 from llama_ft.observe.memory import Held, find_differences
@@ -96,10 +96,10 @@ def test_a_run_that_fails_leaves_the_phases_it_had(runtime: Runtime, tmp_path: P
     assert phases["forward"][0]["anonymous_peak_bytes"] - memory_use(CPU).anonymous > 50 * MIB
 
 
-def ranks_with(sizes: list[int], fuller: float = 1.0, host: list[int] | None = None) -> list[Held]:
+def ranks_with(sizes: list[int], ratio: float = 1.0, host: list[int] | None = None) -> list[Held]:
     host = [0] * len(sizes) if host is None else host
     return [
-        Held({"sharded parameters": size * MIB}, {"host memory": of_host * MIB}, 4000 * MIB, fuller if size else 1.0)
+        Held({"sharded parameters": size * MIB}, {"host memory": of_host * MIB}, 4000 * MIB, ratio if size else 1.0)
         for size, of_host in zip(sizes, host, strict=True)
     ]
 
@@ -107,7 +107,7 @@ def ranks_with(sizes: list[int], fuller: float = 1.0, host: list[int] | None = N
 def test_a_last_rank_with_fewer_rows_is_as_it_should_be() -> None:
     # 9 rows over 8 ranks: four hold 2, one 1, three none; torch.chunk deals them so.
     ranks = ranks_with([200, 200, 200, 200, 100, 0, 0, 0])
-    ranks[4] = ranks[4]._replace(fuller=2.0)
+    ranks[4] = ranks[4]._replace(shard_ratio=2.0)
     assert find_differences(ranks) == []
 
 
@@ -146,9 +146,7 @@ def runs(save_model: Callable[..., Path], rows16: Path, tmp_path_factory: pytest
         {"name": name, "broken": broken, "flags": [*flags, "--lr", "1e-5", "--output_dir", str(folder / name)]}
         for name, (broken, flags) in cases.items()
     ]
-    (folder / "cases.json").write_text(json.dumps(listed))
-    finished = forked(JOB, folder / "cases.json", ranks=2)
-    assert finished.exit_code == 0, finished.output
+    finished = run_cases(folder, listed, ranks=2, script=JOB)
     outputs = re.split(r"^CASE (\w+).*\n", finished.output, flags=re.MULTILINE)
     printed = dict(zip(outputs[1::2], outputs[2::2], strict=True))
     facts = {name: json.loads((folder / name / "facts.json").read_text())["memory"] for name in cases}
@@ -190,7 +188,6 @@ def test_facts_have_the_phases_of_both_ranks(runs: dict[str, Any]) -> None:
         loaded, updated = (phases[name][rank]["anonymous_peak_bytes"] for name in ("load", "optimizer step"))
         # Weights are there in both; gradients and two states come with the step.
         assert updated - loaded > 0.8 * 3 * 4 * WEIGHTS / 2
-    assert "peaks in MiB" in runs["sound"][0]
 
 
 def test_holders_are_those_of_the_models_shape(runs: dict[str, Any]) -> None:

@@ -93,7 +93,7 @@ def test_a_kill_at_any_moment_loses_no_line_of_a_saved_step(tmp_path: Path) -> N
     write_steps(path, 0, 0)
     checkpoint.write_text("0")
     random = Random(0)
-    for _ in range(25):
+    for _ in range(15):
         process = multiprocessing.get_context("fork").Process(target=resume_again_and_again, args=(path, checkpoint))
         process.start()
         time.sleep(random.uniform(0.01, 0.06))
@@ -102,7 +102,7 @@ def test_a_kill_at_any_moment_loses_no_line_of_a_saved_step(tmp_path: Path) -> N
         saved = int(checkpoint.read_text())
         MetricsLog(path, saved).close()
         assert steps(path) == list(range(saved + 1))
-    assert saved > 100
+    assert saved > 60
 
 
 def test_lists_become_one_series_per_rank() -> None:

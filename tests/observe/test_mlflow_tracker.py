@@ -46,7 +46,7 @@ def log_run(
     error: BaseException | None = None,
     **resumed: Any,
 ) -> dict[str, str]:
-    """One attempt of a run; the ids that a later one goes on with."""
+    """Run one attempt of a run and return the ids with which a later attempt continues."""
     output_dir.mkdir(parents=True, exist_ok=True)
     tracking = tracking or TrackingConfig(use_mlflow=True)
     with contextlib.suppress(Stopped, ValueError), RunLog(output_dir, tracking, SETTINGS, 9, **resumed) as run_log:
@@ -145,6 +145,7 @@ def test_a_store_that_cannot_be_used_is_told_within_seconds(
         known = {"port": silent.getsockname()[1], "tmp": tmp_path}
         place = str(tmp_path / "file") if place == "file" else place.format(**known)
         monkeypatch.setenv("MLFLOW_TRACKING_URI", place)
+        monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
         start = time.monotonic()
         with pytest.raises(UserError) as told:
             check_trackers(TrackingConfig(use_mlflow=True), str(tmp_path / "run"))

@@ -27,7 +27,7 @@ def test_a_log_file_gets_the_first_ten_steps_then_ever_fewer_and_all_evaluations
     with ProgressBar(2000, steps_done=12, console=console, is_quiet=is_quiet) as progress:
         for step in range(13, 2001):  # a step takes a second
             now[0] += 1.0
-            progress.update(step, STEP)
+            progress.update(step, STEP if step < 2000 else {**STEP, "train/rewards/margins": 0.25})
             if step == 30:
                 progress.update(step, EVALUATION)
     lines = printed.getvalue().splitlines()
@@ -35,7 +35,7 @@ def test_a_log_file_gets_the_first_ten_steps_then_ever_fewer_and_all_evaluations
     assert bool(lines) is not is_quiet
     if lines:
         numbers = "loss 6.213  lr 1.2e-03  grad_norm 1.32  8,412 tokens/s  MFU 38%  matmul 50%  1.31 s/step"
-        assert lines[0] == f"step 13/2000  {numbers}"
+        assert lines[0] == f"step 13/2000  {numbers}" and " loss 6.213  margin 0.25  lr 1.2e-03 " in lines[-1]
         steps = [int(line.split("/")[0].removeprefix("step ")) for line in lines]
         gaps = [later - earlier for earlier, later in zip(steps, steps[1:], strict=False)]
         assert gaps[:9] == [1] * 9 and gaps[9:68] == [10] * 59 and gaps[68:-1] == [60] * 23 and steps[-1] == 2000

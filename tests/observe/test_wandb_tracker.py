@@ -1,19 +1,18 @@
-"""W&B offline, its files read back; W&B online, in a process of its own against a small local server."""
+"""W&B offline, with its files read back; W&B online, in a separate process with a small local server."""
 
 import contextlib
 import io
 import json
 import os
 import struct
-import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
+from forked import Finished, forked
 from local_server import serve
 from wandb.proto.wandb_internal_pb2 import Record
 
@@ -37,7 +36,6 @@ from llama_ft.observe import RunLog, check_trackers
 from llama_ft.runtime.console import configure_console
 
 configure_console(0)
-Path(sys.argv[1]).with_name("started").touch()  # what comes before is imports
 tracking = TrackingConfig(use_wandb=True)
 try:
     check_trackers(tracking, sys.argv[1])
@@ -54,7 +52,7 @@ except UserError as error:
 class WandbServer:
     """Answers what wandb asks when a run starts, takes its metrics, and can refuse every key.
 
-    What it has of a run is what a resumed one is told: `history` holds the lines by run and position.
+    A resumed run gets what the server has of it: `history` holds the lines by run and position.
     """
 
     url: str = ""
@@ -132,23 +130,13 @@ def offline_history(run_dir: Path) -> list[dict[str, str]]:
     return [{"/".join(i.nested_key) or i.key: i.value_json for i in record.item} for record in records]
 
 
-def run_online(tmp_path: Path, **environment: str) -> tuple[subprocess.CompletedProcess[str], float]:
-    """One online run in a process with a fresh home, nothing to type on, and no W&B settings but these."""
-    home, output_dir = tmp_path / "home", tmp_path / "run"
+def run_online(tmp_path: Path, **environment: str) -> Finished:
+    """One online run in a process with a fresh home, and nothing to type on."""
+    home, output_dir, script = tmp_path / "home", tmp_path / "run", tmp_path / "private_script.py"
     home.mkdir()
     output_dir.mkdir()
-    script = tmp_path / "private_script.py"
     script.write_text(ONLINE_RUN)
-    kept = {key: value for key, value in os.environ.items() if not key.startswith(("WANDB_", "NETRC"))}
-    done = subprocess.run(
-        [sys.executable, str(script), str(output_dir), "--private-argument"],
-        env=kept | {"HOME": str(home), "PYTHONPATH": str(SOURCE)} | environment,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=180,  # imports included
-    )
-    return done, time.time() - (tmp_path / "started").stat().st_mtime
+    return forked(script, output_dir, "--private-argument", timeout=180, HOME=str(home), **environment)
 
 
 def test_wandb_offline_keeps_everything_but_machine_user_and_code_and_says_how_to_sync(
@@ -209,20 +197,20 @@ def test_wandb_mode_of_the_environment_decides_what_is_written(tmp_path: Path, m
 
 def test_wandb_with_a_refused_key_is_told(tmp_path: Path, wandb_server: WandbServer) -> None:
     wandb_server.refuses_keys = True
-    done, _ = run_online(tmp_path, WANDB_BASE_URL=wandb_server.url, WANDB_API_KEY="a" * 40)
-    assert done.returncode == 2
-    assert done.stderr.startswith(f"error: --use_wandb: Failed to authenticate with {wandb_server.url}")
-    assert "wandb login" in done.stderr and "--wandb_mode offline" in done.stderr
-    assert "Traceback" not in done.stderr
+    done = run_online(tmp_path, WANDB_BASE_URL=wandb_server.url, WANDB_API_KEY="a" * 40)
+    assert done.exit_code == 2
+    assert done.output.startswith(f"error: --use_wandb: Failed to authenticate with {wandb_server.url}"), done.output
+    assert "wandb login" in done.output and "--wandb_mode offline" in done.output
+    assert "Traceback" not in done.output
 
 
 def test_wandb_online_sends_metrics_and_nothing_about_the_machine(tmp_path: Path, wandb_server: WandbServer) -> None:
     login = {"WANDB_BASE_URL": wandb_server.url, "WANDB_API_KEY": "a" * 40}
     private = {"WANDB_HOST": "private-host", "WANDB_USERNAME": "private-user", "SOME_TOKEN": "private-token"}
-    done, _ = run_online(tmp_path, **login, **private)
-    assert done.returncode == 0, done.stderr
-    assert f"W&B: {wandb_server.url}/team/llama_ft/runs/" in done.stdout
-    assert "wandb:" not in done.stdout + done.stderr
+    done = run_online(tmp_path, **login, **private)
+    assert done.exit_code == 0, done.output
+    assert f"W&B: {wandb_server.url}/team/llama_ft/runs/" in done.output
+    assert "wandb:" not in done.output
     sent = b"".join(body for _, body in wandb_server.requests)
     assert b'\\"train/loss\\":3' in sent
     assert b"private" not in sent

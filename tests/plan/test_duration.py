@@ -1,14 +1,15 @@
-"""Time and cost that a plan prints, beside those computed on paper."""
+"""Time and cost of a plan, compared with those computed by hand."""
 
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import LlamaConfig
+from model_shapes import write_llama
 
 from llama_ft.config import load
-from llama_ft.plan.duration import describe_time, step_seconds, time_text
+from llama_ft.observe.summary import time_text
+from llama_ft.plan.duration import describe_time, step_seconds
 
 Plan = Callable[..., Any]
 LAYERS, HIDDEN, INNER, VOCABULARY, LENGTH, TOKENS = 7, 64, 160, 1000, 128, 256
@@ -19,23 +20,20 @@ RECOMPUTED = LAYERS * (2 * LAYER + ATTENTION)
 FULL = 6 * LAYERS * LAYER + 6 * VOCABULARY * HIDDEN + 3 * LAYERS * ATTENTION
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
     """config.json of a small Llama, and no weights."""
     shape = {"hidden_size": HIDDEN, "intermediate_size": INNER, "vocab_size": VOCABULARY, "num_hidden_layers": LAYERS}
-    LlamaConfig(**shape, num_attention_heads=4, num_key_value_heads=2).save_pretrained(
-        folder := tmp_path_factory.mktemp("duration") / "model"
-    )
-    return folder
+    return write_llama(tmp_path / "model", **shape)
 
 
-@pytest.mark.parametrize("quick", [False, True])
 @pytest.mark.parametrize(
-    ("flags", "per_token"),
+    ("quick", "flags", "per_token"),
     [
-        ("", FULL),
-        ("--activation_checkpointing full", FULL + RECOMPUTED),
+        (False, "", FULL),
+        (True, "--activation_checkpointing full", FULL + RECOMPUTED),
         (  # LoRA of rank 4 on q_proj: 2 forward and 2 backward for frozen weights
+            True,
             "--use_peft --peft.r 4 --target_modules q_proj --activation_checkpointing full",
             FULL - 2 * (LAYERS * LAYER + VOCABULARY * HIDDEN) + RECOMPUTED + (6 + 2) * LAYERS * 4 * 2 * HIDDEN,
         ),
@@ -48,24 +46,19 @@ def test_time_and_cost_are_those_on_paper(plan: Plan, model: Path, flags: str, p
     seconds = 3 * TOKENS * per_token / (0.4 * 989e12)  # an H100
     assert planned.is_quick == quick and step_seconds(planned, config, "h100") == pytest.approx(seconds, rel=1e-6)
     said = describe_time(planned, config, seconds, 2.5)
-    assert f"a step of {2 * 3 * TOKENS:,} tokens, {time_text(1e7 * seconds)} for 10,000,000 steps." in said
+    assert f"per step of {2 * 3 * TOKENS:,} tokens, {time_text(1e7 * seconds)} for 10,000,000 steps." in said
     assert said.endswith(f"Cost of these: {2.5 * 2 * 1e7 * seconds / 3600:.2f}.") and "not measured" in said
 
 
-@pytest.mark.parametrize(
-    ("gpu", "flags", "teraflops"),
-    [
+def test_the_peak_is_that_of_the_named_gpu_where_it_decides(plan: Plan, model: Path) -> None:
+    planned = plan(model, 1, *FLAGS, quick=True)
+    for gpu, flags, teraflops in (
         ("rtx4090", "", 165), ("a100-40", "", 312), ("t4", "--precision fp16", 65), ("mi300x", "", 1307), ("", "", 0),
         ("h100", "--precision fp32", 0), ("h100", "--enable_fsdp --fsdp_cpu_offload", 0),
-    ],
-)  # fmt: skip
-def test_the_peak_is_that_of_the_named_gpu_where_it_decides(
-    plan: Plan, model: Path, gpu: str, flags: str, teraflops: int
-) -> None:
-    planned = plan(model, 1, *FLAGS)
-    config, _ = load(["--model_name", "m", "--dataset", "demo", *flags.split()], paths=False)
-    seconds = step_seconds(planned, config, gpu)
-    assert seconds == (pytest.approx(planned.step_flops / (teraflops * 4e11)) if teraflops else None)
+    ):  # fmt: skip
+        config, _ = load(["--model_name", "m", "--dataset", "demo", *flags.split()], paths=False)
+        seconds = step_seconds(planned, config, gpu)
+        assert seconds == (pytest.approx(planned.step_flops / (teraflops * 4e11)) if teraflops else None), gpu
 
 
 def test_times_are_shown_for_people() -> None:

@@ -70,6 +70,7 @@ def test_lora_on_8b_fits_24_gb_with_activation_checkpointing_alone(finetuning: M
     assert "1. --activation_checkpointing full" in describe_fits(fits[0].plan, fits, 1, ["", ""])
 
 
+@pytest.mark.slow
 def test_qlora_is_the_first_answer_on_a_small_gpu(finetuning: ModuleType, tmp_path: Path) -> None:
     folder = write_config(tmp_path / "model", "meta-llama/Llama-3.1-8B-Instruct")
     line = "--use_peft --context_length 2048 --batch_size_training 1 --activation_checkpointing full --precision fp16"
@@ -86,7 +87,7 @@ def test_only_the_place_of_qlora_depends_on_the_gpu(shallow_model: Path) -> None
     assert small[1:] == [it for it in large if it[0] != four_bit] and "fsdp_cpu_offload" in small[-1][0]
 
 
-@pytest.mark.parametrize("quick", [True, False])
+@pytest.mark.parametrize("quick", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_changes_that_keep_the_training_add_up_until_it_fits(
     finetuning: ModuleType, shallow_model: Path, quick: bool
 ) -> None:

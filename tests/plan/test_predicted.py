@@ -1,12 +1,12 @@
-"""Plans beside runs of the recipe whose tensors are counted; benchmarks/plan.py does it for 48 cases."""
+"""Plans compared with runs of the recipe whose tensors are counted; benchmarks/plan.py does it for 54 cases."""
 
-import importlib.util
 import shutil
 import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from conftest import load_script
 from forked import REPOSITORY, forked
 
 CASES = ["full-off-1-128", "4bit-full-1-128", "full-full-2-128", "8bit-off-2-128"]
@@ -17,11 +17,7 @@ ATTEMPTS = 3
 def benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """benchmarks/plan.py."""
     monkeypatch.setattr(sys, "path", list(sys.path))
-    spec = importlib.util.spec_from_file_location("benchmark_plan", REPOSITORY / "benchmarks" / "plan.py")
-    assert spec is not None and spec.loader is not None
-    module = sys.modules["benchmark_plan"] = importlib.util.module_from_spec(spec)  # its dataclasses look there
-    spec.loader.exec_module(module)
-    return module
+    return load_script(REPOSITORY / "benchmarks" / "plan.py")
 
 
 @pytest.mark.skipif(

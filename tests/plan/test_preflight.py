@@ -11,6 +11,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from model_shapes import write_llama
 
 from llama_ft.config import Config
 
@@ -21,12 +22,7 @@ FLAGS = ("--enable_fsdp", "--context_length", "128", "--batch_size_training", "2
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """config.json and no weights."""
-    from transformers import LlamaConfig
-
-    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2, "vocab_size": 1000}
-    config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, architectures=["LlamaForCausalLM"])
-    config.save_pretrained(tmp_path / "model")
-    return tmp_path / "model"
+    return write_llama(tmp_path / "model", num_hidden_layers=2)
 
 
 @pytest.fixture
@@ -38,8 +34,8 @@ def said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> S
 
 
 def tell_plan(finetuning: ModuleType, folder: Path, run: Path, *flags: str) -> tuple[int, Config]:
-    """What a run of two ranks on the CPU does between its start and its first step; the planner's process id, and the
-    settings it goes on with."""
+    """Do what a run of two ranks on the CPU does between its start and its first step. Return the planner's process id
+    and the settings with which the run continues."""
     import torch
 
     from llama_ft.config import load

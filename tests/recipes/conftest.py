@@ -1,18 +1,11 @@
-"""A folder of things that are wrong, each in one way, beside a model and data that are right."""
+"""A directory of invalid inputs, each with one error, and a valid model and valid data."""
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import write_rows
-
-CHAT = [{"role": "user", "content": "What is a shard?"}, {"role": "assistant", "content": "Some rows of a weight."}]
-
-
-def write_json_lines(file: Path, *rows: object) -> None:
-    file.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+from conftest import write_jsonl, write_rows
 
 
 @pytest.fixture(scope="session")
@@ -25,7 +18,6 @@ def broken(tiny_model: Path, save_model: Callable[..., Path], tmp_path_factory: 
     _break_models(folder, save_model)
     _break_data(folder)
     _break_adapters(folder)
-    _break_recipes(folder)
     _fill_output_dirs(folder)
     return folder
 
@@ -54,12 +46,8 @@ def _break_models(folder: Path, save_model: Callable[..., Path]) -> None:
 
 def _break_data(folder: Path) -> None:
     good = {"instruction": "What is a shard?", "output": "Some rows of a weight."}
-    write_json_lines(folder / "malformed.jsonl", good, good, '{"instruction": "a", "output"')
-    write_json_lines(folder / "columns.jsonl", {"ask": "a", "reply": "b"})
-    write_json_lines(
-        folder / "role.jsonl", {"messages": CHAT}, {"messages": [{**CHAT[0]}, {**CHAT[1], "role": "asistant"}]}
-    )
-    write_json_lines(folder / "late.jsonl", *[good] * 600, {**good, "output": [3]}, *[good] * 300)
+    write_jsonl(folder / "malformed.jsonl", [good, good, '{"instruction": "a", "output"'])
+    write_jsonl(folder / "late.jsonl", [*[good] * 600, {**good, "output": [3]}, *[good] * 300])
     (folder / "refuses.jinja").write_text("{{ raise_exception('no tools here') }}")
 
 
@@ -72,11 +60,6 @@ def _break_adapters(folder: Path) -> None:
     model = LlamaForCausalLM(LlamaConfig(vocab_size=301, **shape))
     lora = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"])
     get_peft_model(model, lora).save_pretrained(folder / "other_adapter", save_embedding_layers=False)
-
-
-def _break_recipes(folder: Path) -> None:
-    (folder / "typo.yaml").write_text("# mine\nmodel:\n  model_name: demo\ntrain:\n  learning_rat: 1e-4\n")
-    (folder / "escape.yaml").write_text('train:\n  "l\\e[2Jr\\a": 1e-4\n')
 
 
 def _fill_output_dirs(folder: Path) -> None:

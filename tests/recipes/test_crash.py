@@ -1,14 +1,12 @@
 """Runs that are killed and resumed are the runs that were never stopped: benchmarks/crash.py, with few kills."""
 
-import importlib.util
 import random
 import signal
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
-from conftest import RECIPE, REPOSITORY, run
+from conftest import RECIPE, REPOSITORY, load_script, run
 from forked import forked
 
 SCRIPT = REPOSITORY / "benchmarks" / "crash.py"
@@ -25,17 +23,9 @@ def test_a_run_killed_at_random_moments_ends_as_if_it_had_not_been(tmp_path: Pat
     assert "every run identical to the uninterrupted one" in finished.output
 
 
-@pytest.fixture(scope="module")
-def crash() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("crash", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_a_run_killed_in_a_save_goes_on_as_if_it_had_not_been(crash: ModuleType, tmp_path: Path) -> None:
+def test_a_run_killed_in_a_save_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:
     """The benchmark's run, of one epoch, compared as it does; all ranks are killed at once."""
+    crash = load_script(SCRIPT)
     crash.write_inputs(tmp_path)
     flags = [*crash.FLAGS, "--model_name", f"{tmp_path}/model", "--dataset", f"{tmp_path}/rows.jsonl"]
     flags[flags.index("--num_epochs") + 1] = "1"

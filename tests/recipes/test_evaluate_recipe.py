@@ -1,5 +1,5 @@
-"""recipes/evaluate.py as users run it: losses beside those of the runs themselves and of plain transformers, tasks
-beside those of lm-evaluation-harness' own loading, on one process and on two."""
+"""recipes/evaluate.py as users run it, on one and two processes. Losses are compared with those of the runs and of
+plain Transformers, tasks with those of lm-evaluation-harness' own loading."""
 
 import json
 import math
@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ANSWERS, QUESTIONS, REPOSITORY, metrics
-from forked import forked
+from conftest import ANSWERS, QUESTIONS, REPOSITORY, metrics, run_cases, write_jsonl
+from recipes.test_parity import examples_of, losses_by_row
 
 CASES = REPOSITORY / "tests" / "evaluate_cases.py"
-RUN_CASES = REPOSITORY / "tests" / "run_cases.py"
 Results = dict[str, dict[str, Any]]  # name of a model -> what was found
 
 
@@ -21,9 +20,7 @@ def evaluated(folder: Path, cases: dict[str, list[str]], ranks: int = 0) -> dict
     """Cases of the recipe in one launch: case -> model -> results."""
     folder.mkdir()
     flags = [[*case, "--device", "cpu", "--output_file", f"{folder}/{name}.json"] for name, case in cases.items()]
-    (folder / "cases.json").write_text(json.dumps(flags))
-    finished = forked(CASES, folder / "cases.json", ranks=ranks)
-    assert finished.exit_code == 0, finished.output
+    run_cases(folder, flags, ranks, script=CASES)
     found = {name: json.loads((folder / f"{name}.json").read_text())["models"] for name in cases}
     return {name: {model["name"]: model for model in models} for name, models in found.items()}
 
@@ -46,11 +43,9 @@ def place(save_model: Callable[..., Path], rows70: Path, tmp_path_factory: pytes
     (folder / "turns.jinja").write_text("{% for turn in messages %}{{ turn.content }}</s>{% endfor %}")
     other = ["--tokenizer_name", f"{folder}/base", "--chat_template", f"{folder}/turns.jinja"]
     flags.append([*common, *other, "--model_name", f"{folder}/base-alone", "--output_dir", f"{folder}/other"])
-    (folder / "cases.json").write_text(json.dumps(flags))
-    finished = forked(RUN_CASES, folder / "cases.json")
-    assert finished.exit_code == 0, finished.output
+    run_cases(folder, flags)
     rows = [{"input_ids": ids, "labels": [-100, *ids[1 : 4 + n], *ids[4 + n :]]} for n, ids in enumerate(token_rows())]
-    (folder / "tokens.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(folder / "tokens.jsonl", rows)
     write_tasks(folder)
     return folder
 
@@ -60,7 +55,7 @@ def token_rows() -> list[list[int]]:
 
 
 def greedy(folder: Path, questions: list[str]) -> list[str]:
-    """What plain transformers goes on with, to the end of five tokens."""
+    """Return how plain Transformers continues the prompt, up to five tokens."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -81,7 +76,7 @@ def write_tasks(folder: Path) -> None:
         {"question": question, "choices": ANSWERS, "right": n, "said": said[n] if n % 2 else "something else"}
         for n, question in enumerate(QUESTIONS)
     ]
-    (folder / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(folder / "questions.jsonl", rows)
     data = {"data_files": {"test": str(folder / "questions.jsonl")}, "cache_dir": str(folder / "cache")}
     common = {"dataset_path": "json", "dataset_kwargs": data, "test_split": "test", "doc_to_text": "{{question}}"}
     choose = {"output_type": "multiple_choice", "doc_to_choice": "choices", "doc_to_target": "right"}
@@ -166,14 +161,8 @@ def test_the_loss_of_a_plain_folder_is_that_of_plain_transformers(place: Path, a
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(place / "base", dtype=torch.float32)
-    total, count = 0.0, 0
-    for line in (place / "tokens.jsonl").read_text().splitlines():
-        row = json.loads(line)
-        with torch.no_grad():
-            logits = model(torch.tensor([row["input_ids"]])).logits[0, :-1]
-        labels = torch.tensor(row["labels"][1:])
-        total += torch.nn.functional.cross_entropy(logits, labels, reduction="sum").item()
-        count += int((labels != -100).sum())
+    total = sum(losses_by_row(model, place / "tokens.jsonl"))
+    count = sum(label != -100 for row in examples_of(place / "tokens.jsonl") for label in row["labels"][1:])
     for case in ("packed", "padded"):
         found = alone[case][f"{place}/base"]["held_out"]
         assert found["target_tokens"] == count

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from checkpoint_by_hand import logits, stored
-from forked import forked
+from conftest import run_cases
+from models.test_architectures import SHAPE, VISION
 
 from llama_ft.checkpoint import Exporter, find_valid
 from llama_ft.errors import UserError
@@ -16,15 +17,6 @@ from llama_ft.inference.flags import InferenceFlags
 from llama_ft.inference.load import open_model
 from llama_ft.runtime import Runtime
 
-RUN_CASES = Path(__file__).resolve().parents[1] / "run_cases.py"
-TEXT = {
-    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16,
-    "num_key_value_heads": 2, "vocab_size": 320, "max_position_embeddings": 256, "initializer_range": 0.1,
-}  # fmt: skip
-VISION = {
-    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 28,
-    "patch_size": 14, "projection_dim": 32,
-}  # fmt: skip
 TOWERS = ("model.vision_tower.", "model.multi_modal_projector.", "vision_tower.", "multi_modal_projector.")
 
 
@@ -37,7 +29,7 @@ def runs(save_tokenizer: Callable[..., Path], rows16: Path, tmp_path_factory: py
     torch.manual_seed(0)
     text, vision = (
         {"model_type": kind, "dtype": "bfloat16", **shape}
-        for kind, shape in (("llama", TEXT), ("clip_vision_model", VISION))
+        for kind, shape in (("llama", SHAPE), ("clip_vision_model", VISION | {"projection_dim": 32}))
     )
     config = LlavaConfig(text_config=text, vision_config=vision, image_token_index=319, tie_word_embeddings=False)
     model = LlavaForConditionalGeneration(config).to(torch.bfloat16)
@@ -53,9 +45,7 @@ def runs(save_tokenizer: Callable[..., Path], rows16: Path, tmp_path_factory: py
         [*full, "2", "--resume", "auto", "--resume_allow_changes", "max_train_step"],
         [*shared, *lora, "--output_dir", f"{folder}/lora", "--max_train_step", "2"],
     ]
-    (folder / "cases.json").write_text(json.dumps(cases))
-    finished = forked(RUN_CASES, folder / "cases.json")
-    assert finished.exit_code == 0, finished.output
+    finished = run_cases(folder, cases)
     assert "Copied unchanged: model.vision_tower, model.multi_modal_projector" in finished.output
     assert "After fine-tuning\n  question:  Hi\n  answer: " in finished.output
     return folder

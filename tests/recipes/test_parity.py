@@ -1,4 +1,4 @@
-"""The same losses as a plain single-process transformers and torch loop, however the work is laid over ranks."""
+"""Losses must equal those of a plain single-process loop with Transformers and torch, for any sharding."""
 
 import functools
 import json
@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import losses
-from forked import forked
+from conftest import losses, run_cases
+from training.test_preferences import expected as of_formulas
+
+from llama_ft.data import Encoder, two_examples
 
 STEPS, GLOBAL_BATCH = 20, 16
 LENGTHS = range(5, 37, 2)  # of the 16 rows; the longest fill a pack, the others share one with another
@@ -40,9 +42,9 @@ FURTHER = (
     "products kept",
     "stored in 4bit",
     "8bit, whole model each",
+    "pissa, every rank reads",
 )
 LEARNING_RATE, WEIGHT_DECAY = 1e-3, 0.1
-CASES = Path(__file__).resolve().parent.parent / "run_cases.py"
 FSDP = ["--enable_fsdp", "--low_cpu_fsdp"]
 HYBRID = ["--sharding_strategy", "HYBRID_SHARD", "--sharding_group_size"]
 RECOMPUTED = ["--activation_checkpointing", "full"]
@@ -50,6 +52,12 @@ SELECTIVE = ["--activation_checkpointing", "selective"]
 PADDED = ["--batching_strategy", "padding"]
 KEPT = ["--save_model", "true", "--save_every_epoch", "false"]
 FIRST_STEP = ["--max_train_step", "1"]
+PAIRS = 8
+BITS: dict[str, dict[str, Any]] = {  # DPO on a quantized base: flag -> the same in transformers
+    "8bit": {"load_in_8bit": True},
+    "4bit": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.float32},
+}
+PISSA: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "init_lora_weights": "pissa"}
 FULL = ["--weight_decay", str(WEIGHT_DECAY), "--gradient_clipping", "--gradient_clipping_threshold", "0.5"]
 
 
@@ -152,7 +160,7 @@ def references(
     wide_lora_start: Path,
 ) -> Callable[[str], list[float]]:
     """Losses of a plain loop by the name of the reference, each trained when it is first asked for."""
-    from peft import PeftModel
+    from peft import LoraConfig, PeftModel, get_peft_model
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
     def base(folder: Path) -> torch.nn.Module:
@@ -171,6 +179,7 @@ def references(
         "lora": lambda: reference_losses(
             PeftModel.from_pretrained(base(tiny_model), lora_start, is_trainable=True), rows, full=False
         ),
+        "pissa": lambda: reference_losses(get_peft_model(base(tiny_model), LoraConfig(**PISSA)), rows, full=False),
         "8bit": lambda: quantized(torch.float32, load_in_8bit=True),
         "nf4": lambda: quantized(torch.float32, **nf4, bnb_4bit_compute_dtype=torch.float32),
         "stored": lambda: quantized(torch.float32, stored_model),
@@ -215,6 +224,7 @@ def cases_of(world_size: int, lora_start: Path, wide_lora_start: Path) -> dict[s
 
     lora = ["--use_peft", "--from_peft_checkpoint", str(lora_start)]
     wide_lora = ["--use_peft", "--from_peft_checkpoint", str(wide_lora_start), "--quantization"]
+    pissa = ["--use_peft", "--init_lora_weights", "pissa", "--peft.r", "4", "--lora_alpha", "8"]
     fp32, bf16 = ["--precision", "fp32"], ["--precision", "bf16_mixed"]
     cases = {
         "full, 1 micro-batch": ("full", [*FSDP, *fp32, *FULL, *batch(1), *KEPT]),
@@ -223,9 +233,11 @@ def cases_of(world_size: int, lora_start: Path, wide_lora_start: Path) -> dict[s
         "lora, padded": ("lora", [*FSDP, *fp32, *lora, *batch(1), *PADDED]),
         "lora, 1 micro-batch": ("lora", [*FSDP, *fp32, *lora, *batch(1)]),
         "lora, 4 micro-batches": ("lora", ["--enable_fsdp", *fp32, *lora, *batch(4)]),
+        "pissa": ("pissa", [*FSDP, *fp32, *pissa, *batch(2), *KEPT]),
+        "pissa, every rank reads": ("pissa", ["--enable_fsdp", *fp32, *pissa, *batch(1)]),
         "without fsdp": ("full", [*fp32, *FULL, *batch(4)]),
         "lora without fsdp": ("lora", ["--low_cpu_fsdp", *fp32, *lora, *batch(4)]),
-        "full in bf16_mixed": ("full", [*FSDP, "--precision", "bf16_mixed", *FULL, *batch(4)]),
+        "full in bf16_mixed": ("full", [*FSDP, *SELECTIVE, *bf16, *FULL, *batch(4)]),
         "lora in bf16_mixed": ("lora", [*FSDP, "--precision", "bf16_mixed", *lora, *batch(1)]),
         "8bit": ("8bit", [*FSDP, *fp32, *wide_lora, "8bit", *batch(4)]),
         "4bit": ("nf4", ["--enable_fsdp", *fp32, *wide_lora, "4bit", *batch(1)]),
@@ -265,6 +277,14 @@ def cases_of(world_size: int, lora_start: Path, wide_lora_start: Path) -> dict[s
     return cases
 
 
+def pairs_file(folder: Path) -> Path:
+    rows = [
+        {"prompt": f"Why {n}?", "chosen": " Yes" * (1 + n % 4), "rejected": " no" * (n % 5) + "!"} for n in range(PAIRS)
+    ]
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder / "pairs.jsonl"
+
+
 @dataclass(frozen=True)
 class Launch:
     """What one launch has trained."""
@@ -300,7 +320,8 @@ def launches(
         common += ["--context_length", str(CONTEXT_LENGTH)]
         flags = []
         for name, (reference, own) in cases.items():
-            others = {"tied": tied_model, "stored": stored_model, "full": tiny_model, "lora": tiny_model}
+            others = {"tied": tied_model, "stored": stored_model}
+            others |= dict.fromkeys(("full", "lora", "pissa"), tiny_model)
             model = others.get(reference, wide_model)
             saved = [] if "--save_model" in own else ["--save_model", "false"]
             flags.append([*common, *saved, "--model_name", str(model), "--output_dir", str(folder / name), *own])
@@ -310,10 +331,15 @@ def launches(
         for way, batch in ways.items():
             layout = ["--batching_strategy", way, "--batch_size_training", str(batch // world_size)]
             flags.append([*shuffled, *layout, "--output_dir", str(folder / way)])
-        (folder / "cases.json").write_text(json.dumps(flags))
+        dpo = ["--model_name", str(wide_model), "--dataset", str(pairs_file(folder)), "--enable_fsdp", "--use_peft"]
+        dpo += "--objective dpo --beta 0.3 --lora_dropout 0 --precision fp32 --lr_scheduler constant --lr 0.01".split()
+        dpo += ["--batch_size_training", str(PAIRS // world_size // 2), "--gradient_accumulation_steps", "2"]
+        for bits in BITS if not further else ():
+            own = [*dpo, "--quantization", bits, "--context_length", "64", "--output_dir"]
+            flags += [[*own, str(folder / f"dpo {bits}"), "--num_epochs", "5", "--save_model", "false"]]
+            flags += [[*own, str(folder / f"dpo {bits} first"), *FIRST_STEP]]
         # 4 ranks that share two cores take more than 4 minutes for all of it.
-        launched = forked(CASES, folder / "cases.json", ranks=world_size if world_size > 1 else 0, timeout=900)
-        assert launched.exit_code == 0, launched.output
+        launched = run_cases(folder, flags, ranks=world_size if world_size > 1 else 0, timeout=900)
         trained = {name: (reference, losses(folder / name)) for name, (reference, _) in cases.items()}
         return Launch(trained, folder, launched.output, {way: losses(folder / way) for way in ways})
 
@@ -343,11 +369,17 @@ def test_after_20_steps_packed_and_padded_every_row_has_the_loss_it_has_after_th
     rows: Path,
     world_size: int,
 ) -> None:
+    from peft import LoraConfig, PeftModel, get_peft_model
     from transformers import AutoModelForCausalLM
 
     for name in ("full, 1 micro-batch", "full, padded"):
         model = AutoModelForCausalLM.from_pretrained(launches(world_size, False).folder / name / "model")
         assert losses_by_row(model, rows) == pytest.approx(tuned[1], rel=1e-4), name
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_model), LoraConfig(**PISSA))
+    reference_losses(model, rows, full=False)
+    folder = launches(world_size, False).folder / "pissa" / "model"
+    exported = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_model), folder)
+    assert losses_by_row(exported, rows) == pytest.approx(losses_by_row(model, rows), rel=1e-4)
     before = losses_by_row(AutoModelForCausalLM.from_pretrained(tiny_model), rows)
     assert all(after < 0.95 * first for after, first in zip(tuned[1], before, strict=True))
 
@@ -362,3 +394,37 @@ def test_the_same_seed_gives_the_same_losses_on_any_number_of_ranks(
     assert len(alone["packing"]) == 8, "26 packs in batches of 8 are 4"
     for way, found in launches(world_size, further).shuffled.items():
         assert found == pytest.approx(alone[way], rel=1e-5), way
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("bits", BITS)
+def test_dpo_on_a_quantized_base_gives_the_losses_of_a_plain_loop_on_any_number_of_ranks(
+    launches: Callable[[int, bool], Launch], wide_model: Path, bits: str, world_size: int
+) -> None:
+    """The base, with the adapter off, is the reference."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+
+    folder, encoder = launches(world_size, False).folder, Encoder(AutoTokenizer.from_pretrained(wide_model), 64)
+    model, base = (
+        AutoModelForCausalLM.from_pretrained(
+            wide_model, dtype=torch.float32, quantization_config=BitsAndBytesConfig(**BITS[bits])
+        ).train()
+        for _ in range(2)
+    )
+    # At the first step B is zero, so that A gets no gradient: it is as it was made.
+    model = PeftModel.from_pretrained(model, folder / f"dpo {bits} first" / "model", is_trainable=True)
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    for name in trained:
+        trained[name].data.mul_("lora_A" in name)
+    optimizer, pairs = torch.optim.AdamW(trained.values(), lr=0.01, weight_decay=0.0), []
+    for row in examples_of(folder / "pairs.jsonl"):
+        pairs += [(ids, labels.count(-100)) for ids, labels in two_examples(row, "preference", encoder)]
+    found = losses(folder / f"dpo {bits}")
+    assert len(found) == 5 and found[-1] < 0.98 * found[0] == pytest.approx(0.98 * math.log(2))
+    for loss in found:
+        summed, _ = of_formulas(pairs, model, base, 0.3, "dpo")
+        assert loss == pytest.approx(summed.item() / PAIRS, rel=1e-5)
+        (summed / PAIRS).backward()
+        optimizer.step()
+        optimizer.zero_grad()

@@ -6,14 +6,12 @@ import shlex
 import sys
 from pathlib import Path
 
-from conftest import RECIPE, run
-from forked import forked
+from conftest import RECIPE, run, run_cases
 
 from llama_ft.evaluation.flags import read_evaluate_flags
 from llama_ft.export_flags import read_export_flags
 from llama_ft.inference.flags import read_inference_flags
 
-CASES = RECIPE.parent.parent / "tests" / "run_cases.py"
 AND_LIST_MODULES = "import runpy, sys; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__'); "
 AND_LIST_MODULES += "print('modules:', *sys.modules)"
 # For plots, trackers, other frameworks; and torch's compiler, which only --compile needs. Not here: scipy, which no
@@ -40,16 +38,15 @@ def test_a_run_prints_few_lines_beside_its_settings_and_steps_and_ends_with_comm
     flags = ["--model_name", str(tiny_model), "--dataset", str(rows70), "--validation", "0.2", "--use_peft"]
     flags += ["--max_train_step", "3", "--context_length", "64", "--device", "cpu"]
     cases = [[*flags, "--output_dir", f"{tmp_path}/{name}", *more] for name, *more in (("a",), ("b", "--quiet"))]
-    (tmp_path / "cases.json").write_text(json.dumps(cases))
-    finished = forked(CASES, tmp_path / "cases.json", ranks=1)
-    assert finished.exit_code == 0, finished.output
+    finished = run_cases(tmp_path, cases, ranks=1)
+    assert "Planned: " not in finished.output and not (tmp_path / "a" / "plan.json").exists()  # --no_plan
     printed, quiet = re.findall(r"(?s)(.*?\n\nTraining ended.*?exported --merge)\n", finished.output)
     others = [line for line in printed.splitlines() if not re.match(r"step |  \S+ = .* \(default", line)]
     assert len(others) <= 25, finished.output
     assert printed.count("\nstep ") == 5  # three steps, and the validation losses before and after them
     summary = printed.splitlines()[-6:]
     loss = [json.loads(line) for line in (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()][-1]["eval/loss"]
-    assert re.match(r"Training ended after step 3 of 3: all steps are done. The run took \d+ (s|min)", summary[0])
+    assert re.match(r"Training ended after step 3 of 3: all steps are done. The run took [\d.]+ (s|min)", summary[0])
     assert summary[1] == f"Best validation loss: {loss:.4g} at step 3"
     assert f"adapter of step 3: {tmp_path}/a/model (report: {tmp_path}/a/report.html)" in summary[2]
     assert (tmp_path / "a" / "report.html").is_file()

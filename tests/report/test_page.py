@@ -1,6 +1,8 @@
 """The report's pages as files: what they show, and that they ask for nothing from elsewhere."""
 
+import json
 import re
+import shutil
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -78,6 +80,15 @@ def test_every_plot_is_drawn_and_the_page_asks_for_nothing(report: Path) -> None
     headings = re.findall(r"<h2[^>]*>\s*([^<]+?)\s*<", text)
     assert [name for name in headings if name in HEADINGS] == HEADINGS
     assert "prefers-color-scheme: dark" in text and 'name="viewport"' in text
+
+
+def test_training_on_pairs_has_plots_of_rewards(run_dir: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(run_dir, tmp_path / "run")
+    with open(run / "metrics.jsonl", "a") as log:
+        for step in (61, 62):
+            rewards = {f"train/rewards/{name}": step / 100 for name in ("chosen", "rejected", "margins", "accuracies")}
+            log.write(json.dumps({"step": step, **rewards}) + "\n")
+    assert sum(title.startswith("Reward") for title in drawn(report_page(read_run(run)))) == 4
 
 
 def test_the_plots_of_a_comparison_have_a_line_a_run(run_dir: Path, tmp_path: Path) -> None:

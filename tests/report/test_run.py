@@ -1,4 +1,4 @@
-"""Reading runs: what is there, what is missing, what is damaged; and recipes/report.py."""
+"""Read runs with existing, missing and corrupted files; and recipes/report.py."""
 
 import json
 import re
@@ -85,16 +85,6 @@ def test_each_measure_of_memory_has_a_name_of_its_own(run_dir: Path, tmp_path: P
     assert "predicted" not in process and "Python and its libraries" in process and ">235.0 MiB<" in process
 
 
-def test_short_steps_are_shown_in_whole_milliseconds(run_dir: Path, tmp_path: Path) -> None:
-    folder = copied(run_dir, tmp_path / "short")
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    short = [{**line, "perf/step_seconds": 0.0627} for line in lines]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in short))
-    figure = report_page(read_run(folder)).partition("Time per step, ms")[2].partition("</figure>")[0]
-    assert figure and "0.06" not in figure
-    assert "&#34;63&#34;" in report_page(read_run(folder))
-
-
 def test_answers_between_the_first_and_the_last_are_shown_in_their_order(run_dir: Path, tmp_path: Path) -> None:
     folder = copied(run_dir, tmp_path / "sampled")
     facts = json.loads((folder / "facts.json").read_text())
@@ -163,14 +153,6 @@ def test_damaged_files_are_named(run_dir: Path, tmp_path: Path) -> None:
         if file != "metrics.jsonl":
             (folder / file).unlink()
     assert f"{folder}/metrics.jsonl: line 5: " in (finished := report(folder)).output and finished.exit_code == 2
-
-
-def test_a_directory_of_something_else_is_told(run_dir: Path, tmp_path: Path) -> None:
-    folder = copied(run_dir, tmp_path / "foreign")
-    (folder / "facts.json").write_text('{"data": 7, "units": "x", "samples": {"a": 1}}')
-    finished = report(folder)
-    assert finished.exit_code == 2 and "Traceback" not in finished.output
-    assert finished.output.startswith(f"error: {folder}: cannot make a report (")
 
 
 def test_a_report_that_cannot_be_written_is_a_warning(

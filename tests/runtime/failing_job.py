@@ -20,7 +20,7 @@ if __name__ == "__main__":
         if way == "rank 0 goes first":
             with job.local_main_process_first():
                 if job.local_rank == 0:
-                    time.sleep(8)
+                    time.sleep(5)
                     (output_dir / "done").touch()
                 print(
                     f"rank {job.rank} is first or finds it done: {(output_dir / 'done').exists()}\n", end="", flush=True

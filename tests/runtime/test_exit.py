@@ -24,7 +24,7 @@ def assert_nothing_is_left(finished: Finished) -> None:
 
 
 def test_an_exception_on_one_rank_is_told_once_with_its_traceback(tmp_path: Path) -> None:
-    finished = torchrun(2, JOB, "one rank raises", str(tmp_path))
+    finished = forked(JOB, "one rank raises", tmp_path, ranks=2)
     assert finished.exit_code == 1 and finished.seconds < 30
     assert finished.output.count("ValueError: the flux capacitor is empty\nerror: rank 1 failed") == 1
     assert "rank 0" not in finished.output.split("error: rank 1 failed")[0]

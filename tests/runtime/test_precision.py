@@ -5,7 +5,7 @@ import torch
 
 from llama_ft.errors import UserError
 from llama_ft.runtime import advise_precision
-from llama_ft.runtime.devices import product_slowdown
+from llama_ft.runtime.devices import matmul_slowdown
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -15,7 +15,7 @@ def test_the_advice_follows_what_this_cpu_measures(asked: Any, dtype: torch.dtyp
     chosen, note = advise_precision(asked, True, CPU)
     kept, told = advise_precision(asked, False, CPU)
     assert kept == asked, "what the user asked for is kept"
-    if product_slowdown(dtype) > 2:
+    if matmul_slowdown(dtype) > 2:
         assert chosen == "fp32" and "slower than fp32" in note and "--precision fp32" in told
     else:
         assert chosen in (asked, "fp32") and (chosen == "fp32") == bool(note)

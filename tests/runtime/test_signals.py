@@ -97,8 +97,8 @@ def test_a_second_ctrl_c_at_torchrun_ends_all_ranks_without_waiting_for_the_save
         running.end()
     assert time.monotonic() - started < 5
     assert not list(tmp_path.glob("saved-*"))
-    way_on = f"To resume: --output_dir {tmp_path} --resume auto"
-    assert re.findall("stopped by .*", running.output) == [f"stopped by a second Ctrl-C, without saving. {way_on}"]
+    hint = f"To resume: --output_dir {tmp_path} --resume auto"
+    assert re.findall("stopped by .*", running.output) == [f"stopped by a second Ctrl-C, without saving. {hint}"]
     assert running.status["state"] == "stopped" and running.status["exit_code"] == 130
 
 
@@ -159,7 +159,7 @@ def test_a_signal_that_launchers_deliver_twice_is_one(number: int) -> None:
     with stopping.listening(ended.append):
         with pytest.raises((SystemExit, KeyboardInterrupt)), stopping.between_steps(None):
             os.kill(os.getpid(), number)
-            assert stopping.told_to_end.wait(10)
+            assert stopping.end_requested.wait(10)
             os.kill(os.getpid(), number)
     assert stopping.asked() == number and not ended
 

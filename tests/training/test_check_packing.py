@@ -29,7 +29,7 @@ SHAPE = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "nu
 
 
 def deaf_attention(module, query, key, value, attention_mask, **arguments):  # type: ignore[no-untyped-def]
-    """What an architecture's own code may be: causal over all it is given, whatever it is told of rows."""
+    """An architecture's own attention code: causal over all tokens, which ignores the samples' positions."""
     return sdpa_attention_forward(module, query, key, value, None, is_causal=True)
 
 

@@ -1,17 +1,15 @@
 """fp16 with loss scaling against fp32 (whose parity with a plain loop is in tests/recipes/test_parity.py), and the
 scale's own rules against GradScaler's."""
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import losses, metrics
-from forked import forked
+from conftest import losses, metrics, run_cases, write_jsonl
 
 from llama_ft.training.train_state import INITIAL_FACTOR, STEPS_TO_GROWTH, LossScale
 
-STEPS, ROWS, LEARNING_RATE = 16, 8, 2e-3
+STEPS, ROWS, LEARNING_RATE = 10, 8, 3e-3
 JOB = Path(__file__).with_name("train_in_fp16.py")
 TOO_MUCH, OVERFLOWS = 2.0**26, 2
 INFINITE, NAN = float("inf"), float("nan")
@@ -23,8 +21,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
     generator = torch.Generator().manual_seed(1)
     ids = [torch.randint(0, 301, (6 + 3 * number,), generator=generator).tolist() for number in range(ROWS)]
     file = tmp_path_factory.mktemp("fp16") / "rows.jsonl"
-    file.write_text("".join(json.dumps({"input_ids": row, "labels": row}) + "\n" for row in ids))
-    return file
+    return write_jsonl(file, [{"input_ids": row, "labels": row} for row in ids])
 
 
 @pytest.fixture(scope="module")
@@ -39,9 +36,7 @@ def runs(tiny_model: Path, rows: Path, tmp_path_factory: pytest.TempPathFactory)
     scales = {"usual": INITIAL_FACTOR, "overflowing": TOO_MUCH, "fp32": 1.0}
     cases = [(scale, [*flags, "--output_dir", str(folder / name)]) for name, scale in scales.items()]
     cases[-1][1].append("--precision=fp32")
-    (folder / "cases.json").write_text(json.dumps(cases))
-    launched = forked(JOB, folder / "cases.json", ranks=2)
-    assert launched.exit_code == 0, launched.output
+    launched = run_cases(folder, cases, ranks=2, script=JOB)
     assert launched.output.count("was skipped: its gradients overflowed fp16") >= OVERFLOWS
     return {name: folder / name for name in scales}
 

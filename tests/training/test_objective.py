@@ -22,7 +22,7 @@ from llama_ft.models import (
     use_packed_attention,
     use_router_loss,
 )
-from llama_ft.training import LossSum, objective, target_losses, target_rows
+from llama_ft.training import objective, target_losses
 
 CPU = torch.device("cpu")
 
@@ -58,24 +58,6 @@ def test_padding_adds_nothing_to_the_loss_or_the_gradient(model: LlamaForCausalL
     torch.testing.assert_close(together, apart)
     for ours, expected in zip(padded, torch.autograd.grad(apart, list(model.parameters())), strict=True):
         torch.testing.assert_close(ours, expected, rtol=1e-4, atol=5e-5)  # gradients go up to 10
-
-
-def test_a_pack_has_the_loss_and_the_gradient_of_its_rows_alone(model: LlamaForCausalLM) -> None:
-    rows, labels = [[1, 5, 9, 30, 2], [7, 8, 3], [4, 4]], [[-100, 5, 9, 30, 2], [-100, -100, 3], [-100, 4]]
-    alone = sum(
-        token_loss_sum(model, batch([row], [own], len(row)), CPU) for row, own in zip(rows, labels, strict=True)
-    )
-    assert isinstance(alone, torch.Tensor)
-    expected = torch.autograd.grad(alone, list(model.parameters()))
-    packed_model = LlamaForCausalLM(model.config)
-    packed_model.load_state_dict(model.state_dict())
-    use_packed_attention(packed_model)
-    pack = Batch(torch.tensor([sum(rows, [])]), torch.tensor([sum(labels, [])]), [5, 3, 2], True, ["x"] * 3)
-    assert (pack.tokens, pack.target_tokens) == (10, 6)
-    together = token_loss_sum(packed_model, pack, CPU)
-    torch.testing.assert_close(together, alone)
-    for ours, theirs in zip(torch.autograd.grad(together, list(packed_model.parameters())), expected, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=5e-5)
 
 
 @pytest.mark.parametrize(
@@ -193,54 +175,3 @@ def test_where_config_json_asks_for_it_routers_are_trained_to_share_tokens_evenl
     use_router_loss(ours, 0.25)
     evaluated = token_loss_sum(ours.eval(), batch, CPU) / batch.target_tokens
     torch.testing.assert_close(evaluated, of_tokens)
-
-
-class Pairs:
-    """DPO without a reference: of each two rows, the first has to be likelier. A loss over pairs."""
-
-    def loss(self, model: PreTrainedModel, batch: Batch, runtime: Any) -> LossSum:
-        losses, _ = target_losses(model, batch, runtime.device, per_token=True)
-        rows = torch.zeros(len(batch.row_lengths)).index_add(0, target_rows(batch), -losses)  # log-probabilities
-        margins = rows[0::2] - rows[1::2]
-        return LossSum(-functional.logsigmoid(0.1 * margins).sum(), len(margins), {"margin": margins.detach().sum()})
-
-
-class AgainstTheMean:
-    """As KTO: each row's log-probability beside the mean of the whole micro-batch over all ranks."""
-
-    def loss(self, model: PreTrainedModel, batch: Batch, runtime: Any) -> LossSum:
-        losses, _ = target_losses(model, batch, runtime.device, per_token=True)
-        rows = torch.zeros(len(batch.row_lengths)).index_add(0, target_rows(batch), -losses)
-        return LossSum((rows - runtime.mean_over_ranks(rows.mean())).square().sum(), len(rows))
-
-
-@pytest.mark.parametrize("in_chunks", [True, False])
-@pytest.mark.parametrize("is_packed", [True, False])
-@pytest.mark.parametrize("objective", [Pairs(), AgainstTheMean()])
-def test_a_loss_over_pairs_or_beside_a_mean_is_what_its_formula_says(
-    model: LlamaForCausalLM, runtime: Any, objective: Any, is_packed: bool, in_chunks: bool
-) -> None:
-    rows, labels = [[1, 5, 9, 30], [1, 5, 7, 8], [4, 6, 2], [4, 6, 11]], [[-100, -100, 9, 30], [-100, -100, 7, 8]]
-    labels += [[-100, 6, 2], [-100, 6, 11]]
-    lines = []
-    for row, own in zip(rows, labels, strict=True):
-        log_probabilities = model(input_ids=torch.tensor([row])).logits[0].log_softmax(-1)
-        lines.append(sum(log_probabilities[n - 1, token] for n, token in enumerate(own) if token != -100))
-    if isinstance(objective, Pairs):
-        margins = torch.stack([lines[0] - lines[1], lines[2] - lines[3]])
-        expected = -functional.logsigmoid(0.1 * margins).sum()
-    else:
-        expected = (torch.stack(lines) - torch.stack(lines).mean().detach()).square().sum()
-    gradients = torch.autograd.grad(expected, list(model.parameters()))
-    ours = LlamaForCausalLM(model.config)
-    ours.load_state_dict(model.state_dict())
-    if is_packed:
-        use_packed_attention(ours)
-    assert not in_chunks or use_chunked_loss(ours)
-    pack = Batch(torch.tensor([sum(rows, [])]), torch.tensor([sum(labels, [])]), [4, 4, 3, 3], True, ["x"] * 4)
-    summed = objective.loss(ours, pack if is_packed else batch(rows, labels, 6), runtime)
-    summed.loss.backward()
-    torch.testing.assert_close(summed.loss, expected)
-    assert summed.logged.get("margin", 0) == pytest.approx(margins.sum().item() if summed.logged else 0, rel=1e-4)
-    for parameter, gradient in zip(ours.parameters(), gradients, strict=True):
-        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=5e-5)  # gradients go up to 10

@@ -97,8 +97,8 @@ def expected(
             losses.append(more["desirable_weight"] * (1 - torch.sigmoid(beta * (c - kl))))
             losses[-1] = losses[-1] + more["undesirable_weight"] * (1 - torch.sigmoid(beta * (kl - r)))
         elif objective == "ipo":
-            c, r = [a.mean() - b.mean() for a, b in zip(ours, theirs, strict=True)]
-            losses.append((c - r - 1 / (2 * beta)) ** 2)
+            c, r = [a.sum() - b.sum() for a, b in zip(ours, theirs, strict=True)]
+            losses.append((c / len(ours[0]) - r / len(ours[1]) - 1 / (2 * beta)) ** 2)
         else:
             c, r = [it.mean() for it in ours]
             losses.append(-logsigmoid(beta * (c - r - more.get("simpo_gamma", 0) / beta)))

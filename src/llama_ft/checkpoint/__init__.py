@@ -1,4 +1,4 @@
-"""What a run leaves behind: its directory, complete checkpoints, and the result in Hugging Face format."""
+"""Files of a run: its directory, complete checkpoints, and the final model or adapter in Hugging Face format."""
 
 from llama_ft.checkpoint.export import check_export, export_adapter, export_model, save_dtype, write_model_card
 from llama_ft.checkpoint.from_checkpoint import Exporter, find_valid, tokens_added, understood_adapter

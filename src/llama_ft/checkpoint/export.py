@@ -1,5 +1,5 @@
-"""The result in Hugging Face format: safetensors files for transformers and peft, written as their rows arrive:
-gathered from the ranks at the end of a run, or read from a checkpoint."""
+"""Write the final model or adapter in Hugging Face format: safetensors files for Transformers and PEFT, block by block.
+The rows come from the ranks at the end of a run, or from a checkpoint."""
 
 import copy
 import json
@@ -32,31 +32,31 @@ from llama_ft.models.lora import ADAPTER_WEIGHTS
 from llama_ft.models.source import INDEX_FILE, SINGLE_FILE, StoredTensor, WeightSource, blocks
 from llama_ft.runtime import Runtime
 
-# Settings on the model card.
+# Settings that the model card shows.
 SHOWN = ("num_epochs", "lr", "optimizer", "precision", "context_length", "seed")
 SHOWN_WITH_LORA = ("peft_method", "r", "lora_alpha", "target_modules", "use_dora", "use_rslora", "mode")
-# Of the base model's directory; the processor reads images for the parts of a model that are not fine-tuned.
+# Copied from the base model's directory. The processor reads images for the parts that are not fine-tuned.
 COPIED = ("generation_config.json", "*processor_config.json", "*.py")
 PLACE = '"path/to/this/folder"'
-Rows = Callable[[str, torch.dtype], Iterator[torch.Tensor]]  # of a parameter or buffer, in order, on the host
+Rows = Callable[[str, torch.dtype], Iterator[torch.Tensor]]  # blocks of rows of a tensor, in order, on the host
 Write = Callable[[Path], None]
 
 
 def save_dtype(name: Literal["auto", "float32", "bfloat16", "float16"]) -> torch.dtype | None:
-    """The dtype `--save_dtype` names; None for auto."""
+    """Return the dtype of `--save_dtype`; None for auto."""
     return None if name == "auto" else getattr(torch, name)
 
 
 class SavedWeights:
-    """Weights that are written, and where they come from.
+    """Weights to write, and where their values come from.
 
     Args:
         tensors: parameters and buffers by name; only their shapes and dtypes are used.
-        rows: where they come from.
+        rows: returns the blocks of rows of a tensor.
         save_dtype: of all floating tensors; None: as stored.
-        stored: name -> dtype, if that is not the tensor's own.
-        groups: what is written together, in order, in which layout; None: each tensor as it is.
-        untouched: further tensors, written after the others as they are, whatever save_dtype says.
+        stored: name -> dtype, if it differs from the tensor's own.
+        groups: tensors to write together, in order, with their layout; None: each tensor as it is.
+        untouched: further tensors to write at the end, unchanged for any save_dtype.
     """
 
     def __init__(
@@ -82,12 +82,12 @@ class SavedWeights:
         ]
 
     def main_dtype(self) -> torch.dtype:
-        """The dtype of the largest tensor: what config.json says, so what transformers loads the model as."""
+        """The dtype of the largest tensor, for config.json: Transformers loads the model in this dtype."""
         return self.dtypes[max(self.tensors, key=lambda name: math.prod(self.tensors[name].shape))]
 
     def write(self, folder: Path, max_shard_bytes: int) -> None:
-        """Write model*.safetensors, none larger than max_shard_bytes unless for a single group, and the index if there
-        are several."""
+        """Write model*.safetensors, and the index if there are several files. No file is larger than max_shard_bytes,
+        unless a single group is."""
         files, filled, total = [list[int]()], 0, 0
         for number, headers in enumerate(self.headers):
             size = sum(header.nbytes for header in headers.values())
@@ -106,14 +106,14 @@ class SavedWeights:
             (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
 
     def write_file(self, path: Path, members: Iterable[int]) -> None:
-        """Write the groups of these numbers into one file."""
+        """Write the groups with these indices into one file."""
         headers = {name: header for member in members for name, header in self.headers[member].items()}
         with SafetensorsFile(path, headers) as file:
             for rows in (rows for member in members for rows in self._converted(self.groups[member])):
                 file.append(rows)
 
     def _converted(self, group: SavedGroup) -> Iterator[torch.Tensor]:
-        """All of the group's tensors, piece by piece as they arrive, unless a conversion needs them whole."""
+        """Yield the group's converted tensors in blocks, as they arrive. Some conversions need whole tensors."""
         first, dtype = group.parameters[0], self.dtypes[group.parameters[0]]
         if group.group is None:
             yield from self.rows(first, dtype)
@@ -123,7 +123,7 @@ class SavedWeights:
                     yield from group.convert({first: row})
         else:
             whole = {name: torch.empty(self.tensors[name].shape, dtype=dtype) for name in group.parameters}
-            for name, tensor in whole.items():  # held once
+            for name, tensor in whole.items():  # in memory only once
                 start = 0
                 for several in self.rows(name, dtype):
                     tensor[start : start + len(several)] = several
@@ -142,22 +142,22 @@ def export_model(
     write_card: Write,
     runtime: Runtime,
 ) -> None:
-    """Write a whole fine-tuned model; all ranks call it, rank 0 writes.
+    """Write a fully fine-tuned model. All ranks call it; rank 0 writes.
 
     Args:
-        model: sharded.
-        folder: where to; complete or absent.
-        source: folder of the model that was fine-tuned, for its frozen weights, generation config and code.
-        stored_dtypes: dtype of each tensor there, used if save_dtype is None.
-        save_dtype: dtype of all floating tensors.
-        max_shard_bytes: largest file.
-        tokenizer: saved beside the model, chat template included.
-        write_card: called on rank 0 with the folder that holds everything else and is not in its place yet.
+        model: the sharded model.
+        folder: target directory, replaced in one step when all files are written.
+        source: directory of the base model, for its frozen weights, generation config and code.
+        stored_dtypes: name -> dtype there, used if save_dtype is None.
+        save_dtype: dtype of all floating tensors; None: as in the base model.
+        max_shard_bytes: maximum size of a file.
+        tokenizer: saved with the model, including its chat template.
+        write_card: called on rank 0 with the temporary directory, which already holds everything else.
         runtime: the ranks.
     """
     frozen, base = None, None
     if runtime.is_main and (left_out(model).tensors or not all(it.requires_grad for it in model.parameters())):
-        base = open_source(source, model)  # training may hold them rounded to 16 bits
+        base = open_source(source, model)  # training may hold frozen weights rounded to 16 bits
         frozen = stored_rows(base, account_for(model, base.tensors, source))
     untouched = runtime.broadcast_from_rank0(lambda: untouched_tensors(base))
     kept, tensors = model.state_dict().keys(), dict[str, torch.Tensor](model.named_parameters())  # tied ones once
@@ -182,15 +182,15 @@ def export_adapter(
     write_card: Write,
     runtime: Runtime,
 ) -> None:
-    """Write the adapter as a peft folder; all ranks call it, rank 0 writes.
+    """Write the adapter as a PEFT directory. All ranks call it; rank 0 writes.
 
     Args:
-        model: trained and sharded.
-        adapter: what `inject_lora` returned; its keys are peft's names of the tensors.
-        folder: replaced in one step when all files are written and synced.
-        save_dtype: of the floating-point tensors; None: as they are stored.
-        tokenizer: saved with the adapter, its chat template included.
-        write_card: writes README.md into the folder it is given.
+        model: the trained, sharded model.
+        adapter: the result of `inject_lora`; its keys are PEFT's names of the tensors.
+        folder: target directory, replaced in one step when all files are written and synced.
+        save_dtype: of the floating tensors; None: as they are stored.
+        tokenizer: saved with the adapter, including its chat template.
+        write_card: writes README.md into the directory that it is given.
         runtime: the ranks.
     """
     tensors = {adapter.keys[name]: p for name, p in model.named_parameters() if name in adapter.keys}
@@ -204,21 +204,21 @@ def export_adapter(
 
 
 def stored_rows(source: WeightSource, keys: Mapping[str, str]) -> Rows:
-    """Rows out of a file: keys says what `source` calls a tensor, if that is not its own name."""
+    """Return rows that are read from a file. `keys`: name of a tensor -> its name in `source`, if they differ."""
     return lambda name, dtype: (block.to(dtype) for block in blocks(source, keys.get(name, name)))
 
 
 def untouched_tensors(base: WeightSource | None) -> dict[str, StoredTensor]:
-    """Tensors of a base model that its text part lacks, by their names in its files."""
+    """Return the tensors of a base model that its text part lacks, by their names in its files."""
     return {name: it for name, it in base.tensors.items() if it.is_left_out} if base is not None else {}
 
 
 def _gathered(tensors: Headers, runtime: Runtime, frozen: Rows | None = None) -> Rows:
-    """Rows of sharded parameters as the ranks send them to rank 0: two shards of one are the most it holds. Frozen
-    ones and those left out come from `frozen`, which rank 0 alone needs.
+    """Return rows of sharded parameters, which the ranks send to rank 0. Rank 0 holds at most two shards of a
+    parameter. Frozen parameters come from `frozen`, which only rank 0 needs.
 
-    All ranks meet after each tensor. Those of other copies of the model, which send nothing, would else wait for the
-    whole export at once, and their watchdogs take rank 0 for one that hangs.
+    All ranks meet after each tensor. Otherwise ranks of other copies of the model, which send nothing, would wait for
+    the whole export in one collective, and their watchdogs would report that rank 0 hangs.
     """
     ranks = ShardGroup(runtime.mesh)
 
@@ -243,14 +243,14 @@ def _write_from_ranks(folder: Path, weights: SavedWeights, write: Write, runtime
     else:
         for group in weights.groups:
             for name in group.parameters:
-                deque(weights.rows(name, weights.dtypes[group.parameters[0]]), maxlen=0)  # sends them
+                deque(weights.rows(name, weights.dtypes[group.parameters[0]]), maxlen=0)  # sends the rows to rank 0
     dist.barrier()
 
 
 @contextmanager
 def written_aside(folder: Path, advice: str = "") -> Iterator[Path]:
-    """A directory beside `folder` that takes its place once it is complete, and is deleted if that fails; a RunFailure
-    if the disk does not take it."""
+    """Yield a temporary directory next to `folder`. It replaces `folder` at the end of the block, and is deleted after
+    an error. Raises RunFailure if the disk cannot be written."""
     aside = folder.with_name(f".writing-{folder.name}")
     try:
         shutil.rmtree(aside, ignore_errors=True)
@@ -266,12 +266,12 @@ def written_aside(folder: Path, advice: str = "") -> Iterator[Path]:
 
 
 def check_export(model_config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, source: Path) -> None:
-    """Write what stands beside the weights of a final model into a directory that is deleted, so that what cannot be
-    written stops a run before training and not after it. Arguments as of write_model_settings."""
+    """Write the files other than the weights into a temporary directory. So a run that could not save its final model
+    fails before training. For the arguments see write_model_settings."""
     with tempfile.TemporaryDirectory() as folder:
         try:
             write_model_settings(Path(folder), model_config, None, tokenizer, source)
-        except Exception as error:  # of whatever the libraries find wrong with these files
+        except Exception as error:  # of any library that writes one of these files
             raise UserError(f"{source}: its config or tokenizer cannot be saved: {reason(error)}") from error
 
 
@@ -285,22 +285,22 @@ def write_model_settings(
     """Write the files other than the weights: config.json, tokenizer, processor, generation config and code.
 
     Args:
-        folder: has, or gets, the weights.
-        model_config: the model's; it is not changed.
+        folder: directory of the weights.
+        model_config: the model's config; it is not changed.
         dtype: of the weights, for config.json.
         tokenizer: with the chat template of the run.
-        source: folder of the base model, from which COPIED is copied.
+        source: directory of the base model, from which COPIED is copied.
     """
     config = copy.deepcopy(model_config)
     for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
         if part is not None:
-            part.dtype = dtype  # the skeleton's says nothing
+            part.dtype = dtype  # the dtype of the model on the meta device has no meaning
     config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     for file in (it for name in COPIED for it in source.glob(name)):
         shutil.copy(file, folder / file.name)
-    # `generate` is to stop where the model has learned to: a chat template may end messages with another token than the
-    # one the base model stops at.
+    # `generate` must stop at the token that ends a message in the chat template. It may differ from the token at which
+    # the base model stops.
     file = folder / "generation_config.json"
     settings = json.loads((file if file.exists() else folder / "config.json").read_text())
     known = settings.get("eos_token_id")
@@ -311,18 +311,18 @@ def write_model_settings(
 
 
 def write_adapter(folder: Path, adapter: Adapter, weights: SavedWeights, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Write a peft folder with the tokenizer.
+    """Write a PEFT directory with the tokenizer.
 
     Args:
-        folder: is there, and empty.
+        folder: an existing, empty directory.
         adapter: its config becomes adapter_config.json.
-        weights: of the adapter, by peft's names.
+        weights: of the adapter, with PEFT's names.
         tokenizer: with the chat template of the run.
     """
     weights.write_file(folder / ADAPTER_WEIGHTS, range(len(weights.groups)))
     settings = copy.deepcopy(adapter.config)
     settings.inference_mode = True
-    # A set's order differs from process to process.
+    # The order of a set differs between processes.
     vars(settings).update({name: sorted(value) for name, value in vars(settings).items() if isinstance(value, set)})
     settings.save_pretrained(str(folder))
     tokenizer.save_pretrained(folder)
@@ -331,36 +331,39 @@ def write_adapter(folder: Path, adapter: Adapter, weights: SavedWeights, tokeniz
 def write_model_card(
     folder: Path, base_model: str, trainer: Mapping[str, Any] | None = None, auto_class: str = "AutoModelForCausalLM"
 ) -> None:
-    """Write README.md of a complete model or adapter directory, as the Hugging Face Hub shows it.
+    """Write README.md of a complete model or adapter directory: the model card on the Hugging Face Hub.
 
-    Of local paths it has only the last part: the card may go to the Hub.
+    Of local paths only the last part is written, because the card may be uploaded.
 
     Args:
         folder: holds adapter_config.json, or else a whole model.
-        base_model: the Hub name or directory of the base model, or demo.
-        trainer: what is known of the run, as a checkpoint's trainer.json holds it: step, metrics, config (sections of
-            settings). None if an adapter of unknown origin is merged.
+        base_model: Hub name or directory of the base model, or demo.
+        trainer: the run as in a checkpoint's trainer.json: step, metrics, config (sections of settings). None if the
+            run of a merged adapter is unknown.
         auto_class: the class of Transformers that loads the base model.
     """
     run, base = trainer or {}, _without_folder(base_model)
     settings = {name: value for section in run.get("config", {}).values() for name, value in section.items()}
     is_adapter, is_lora = (folder / "adapter_config.json").exists(), settings.get("use_peft", True)
+    is_scored = auto_class == "AutoModelForSequenceClassification"
     is_on_hub = base_model != "demo" and not looks_local(base_model)
     front = {
         **({"base_model": base_model} if is_on_hub else {}),
         "library_name": "peft" if is_adapter else "transformers",
-        "pipeline_tag": "text-generation",
+        "pipeline_tag": "text-classification" if is_scored else "text-generation",
         "tags": ["llama_ft", *(["lora"] if is_lora else [])],
     }
     what = f"{base} with a LoRA adapter merged into it" if is_lora else f"{base}, full fine-tuning"
     load = f"model = {auto_class}.from_pretrained({PLACE})"
     if is_adapter:
         what, from_base = f"A LoRA adapter for {base}", base if is_on_hub else f"path/to/{base}"
-        new = run.get("new_tokens") or {"rows": 0, "stored_rows": 0}  # the base lacks their rows
+        new = run.get("new_tokens") or {"rows": 0, "stored_rows": 0}  # their embeddings are missing in the base
         resize = f"base.resize_token_embeddings({new['rows']}, mean_resizing=False)\n"
+        head = ", num_labels=1" if is_scored else ""
         load = f"""from peft import PeftModel
-base = {auto_class}.from_pretrained("{from_base}")
+base = {auto_class}.from_pretrained("{from_base}"{head})
 {resize if new["rows"] > new["stored_rows"] else ""}model = PeftModel.from_pretrained(base, {PLACE})"""
+    set_pad = "\nmodel.config.pad_token_id = tokenizer.pad_token_id" if is_adapter and is_scored else ""
     facts = {name: settings[name] for name in (*SHOWN, *(SHOWN_WITH_LORA if is_lora else ())) if name in settings}
     facts |= {"optimizer steps": run["step"], "validation loss": run["metrics"].get("eval/loss")} if run else {}
     if data := settings.get("dataset"):
@@ -377,7 +380,7 @@ base = {auto_class}.from_pretrained("{from_base}")
 from transformers import {auto_class}, AutoTokenizer
 
 {load}
-tokenizer = AutoTokenizer.from_pretrained({PLACE})
+tokenizer = AutoTokenizer.from_pretrained({PLACE}){set_pad}
 ```
 
 ```yaml
@@ -386,6 +389,6 @@ tokenizer = AutoTokenizer.from_pretrained({PLACE})
 
 
 def _without_folder(name: str) -> str:
-    """A Hub name or a relative path as it is; of an absolute path the last part; of a URL all but its secrets."""
+    """Return a Hub name or a relative path unchanged, the last part of an absolute path, a URL without secrets."""
     without = Path(name).name if name.startswith(("/", "~")) else name
     return mask_secrets(name) if "://" in name else without

@@ -1,15 +1,15 @@
-"""A checkpoint, or a saved adapter, as a model directory: on one process, without a process group, a block of rows at a
-time. Names, layout, dtypes and the files beside the weights are those that a run writes at its end.
+"""Export a checkpoint, or a saved adapter, as a model directory: on one process without a process group, in blocks of
+rows. Names, layout, dtypes and the other files are the same as at the end of a run.
 
-An adapter is merged as its base is read. W is a weight [out, in] of the base, B A the adapter's product, m DoRA's
-magnitude:
+An adapter is merged while its base model is read. W is a weight [out, in] of the base, B A the product of the adapter's
+matrices, m DoRA's magnitude:
 
-    LoRA, rsLoRA      W + scaling * B A, of stacked experts for each
+    LoRA, rsLoRA      W + scaling * B A; for stacked experts, for each of them
     DoRA              m * V / |V| per row, where V = W + scaling * B A       https://arxiv.org/abs/2402.09353
-    modules_to_save   the adapter's own tensor in place of W, as for trained biases
-    new tokens        the adapter's own rows in place of theirs; embedding and head grow by what is missing
+    modules_to_save   the adapter's own tensor replaces W; the same for trained biases
+    new tokens        the adapter's rows replace those of W; embedding and LM head grow by missing rows
 
-Whatever else PEFT can do, its merge_and_unload merges, with the whole model in memory.
+PEFT's merge_and_unload can merge other adapters, with the whole model in memory.
 """
 
 import json
@@ -42,27 +42,26 @@ from llama_ft.models.load_weights import account_for
 from llama_ft.models.new_tokens import TokenRows
 from llama_ft.models.source import OverlaidSource, SafetensorsSource, StoredTensor, WeightSource, blocks
 
-# What an adapter_config.json may set. Anything else that is not left at its default is not merged here.
+# Settings of adapter_config.json that are supported. Any other setting must be at its default.
 UNDERSTOOD = {
     "alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "exclude_modules", "fan_in_fan_out",
     "inference_mode", "init_lora_weights", "layers_pattern", "layers_to_transform", "lora_alpha", "lora_dropout",
     "modules_to_save", "peft_type", "peft_version", "r", "rank_pattern", "revision", "runtime_config",
     "target_modules", "target_parameters", "task_type", "trainable_token_indices", "use_dora", "use_rslora",
 }  # fmt: skip
-LEAVES_THE_BASE_ALONE = (True, False, None, "gaussian", "eva", "orthogonal")  # of init_lora_weights
+LEAVES_THE_BASE_ALONE = (True, False, None, "gaussian", "eva", "orthogonal")  # values of init_lora_weights
 USE_PEFT = "merge_and_unload of PEFT merges it, with the whole model in memory."
-Change = Callable[[torch.Tensor, int], torch.Tensor]  # rows of the base, number of the first -> the merged model's
+Change = Callable[[torch.Tensor, int], torch.Tensor]  # rows of the base, index of the first -> merged rows
 
 
 def find_valid(place: Path) -> Checkpoint:
-    """Open a checkpoint, or of a run the one whose weights are its result: after early stopping the best, else the
-    newest valid one. Every byte is compared with its checksum first.
+    """Open a checkpoint after comparing all its bytes with their checksums.
 
     Args:
-        place: checkpoints/step-000100, or a run's directory.
+        place: checkpoints/step-000100, or a run's directory, for the best (after early stopping) or newest valid one.
 
     Raises:
-        RunFailure: it is corrupted, or all of the run's are.
+        RunFailure: the checkpoint, or all of the run's, are corrupted.
     """
     candidates = complete_checkpoints(place)
     newest = first_valid(candidates or [place])
@@ -75,19 +74,19 @@ def find_valid(place: Path) -> Checkpoint:
 
 @dataclass(frozen=True)
 class Exporter:
-    """What was trained, and what else is needed to make a model or an adapter of it.
+    """The trained weights, and everything else that is needed to write a model or an adapter.
 
     Attributes:
         base: directory of the base model.
-        base_name: what the user called it.
-        tokenizer: as it is saved.
-        model: skeleton; with LoRA the adapter is in it.
+        base_name: the user's name for it.
+        tokenizer: the tokenizer to save.
+        model: the model on the meta device; with LoRA it contains the adapter.
         trained: the trained weights.
         keys: trained parameter of the model -> its name in `trained`.
-        adapter: with LoRA.
-        new: tokens whose rows the base lacks.
+        adapter: set with LoRA.
+        new: tokens that the base model lacks.
         config: of the run; the defaults for a saved adapter.
-        trainer: what the model card says of the run, if anything is known.
+        trainer: the run as described on the model card, or None.
     """
 
     base: Path
@@ -113,14 +112,14 @@ class Exporter:
         """Find the base model of a checkpoint and check that they fit.
 
         Args:
-            checkpoint: valid.
-            base_model: where the base is now; None: where the run found it.
-            tokenizer_name: the same of the tokenizer.
-            trust_remote_code: given for this export; that the run had it is not enough.
-            merge: whether an adapter is to be merged, for which the base's weights are needed.
+            checkpoint: a valid checkpoint.
+            base_model: current place of the base model; None: where the run found it.
+            tokenizer_name: the same for the tokenizer.
+            trust_remote_code: must be given for this export, even if the run had it.
+            merge: merge an adapter, which needs the weights of the base model.
 
         Raises:
-            UserError: the base is not to be found, does not fit, or brings code that may not run.
+            UserError: the base model does not exist, does not fit, or needs code that is not allowed to run.
         """
         trainer, config = checkpoint.trainer, recorded_config(checkpoint)
         if config.model.trust_remote_code and not trust_remote_code:
@@ -133,7 +132,7 @@ class Exporter:
             else models.local_folder(named, place, weights=merge or not config.peft.use_peft)
         )
         new = models.NewTokens(**trainer["new_tokens"]) if trainer.get("new_tokens") else None
-        model, adapter = _skeleton(base, trust_remote_code, new), None
+        model, adapter = _skeleton(base, trust_remote_code, new, config.preference.objective), None
         if config.peft.use_peft:
             adapter = models.inject_lora(model, config.peft, models.portable_name(named, base), new)
         if config.model.freeze_layers:
@@ -146,44 +145,47 @@ class Exporter:
         tokenizer.chat_template = trainer["chat_template"]
         if tokenizer.chat_template and config.model.resize_embeddings:
             data.ensure_chat_template(tokenizer, add_tokens=True)
+        _settle_pad_token(model, tokenizer)
         trained = checkpoint.weights()
         keys = {name: name for name in trained.tensors}
         return cls(base, named, tokenizer, model, trained, keys, adapter, new, config, trainer)
 
     @classmethod
     def of_adapter(cls, folder: Path, base: Path, base_name: str, trust_remote_code: bool) -> "Exporter":
-        """Open a saved adapter, to be merged.
+        """Open a saved adapter to merge it.
 
         Args:
-            folder: as PEFT saves it.
-            base: directory of the model as it was before quantization.
-            base_name: what the model card calls it.
-            trust_remote_code: whether the base may bring code of its own.
+            folder: a directory saved by PEFT.
+            base: directory of the model before quantization.
+            base_name: its name on the model card.
+            trust_remote_code: the base model may bring its own code.
 
         Raises:
-            UserError: the adapter is of a kind that cannot be merged, or does not fit the base.
+            UserError: this kind of adapter cannot be merged, or it does not fit the base model.
         """
         settings, file = understood_adapter(folder), folder / lora.ADAPTER_WEIGHTS
         new = tokens_added(settings, models.load_model_config(base, trust_remote_code))
-        model = _skeleton(base, trust_remote_code, new)
+        objective = "reward" if settings.task_type == "SEQ_CLS" else "sft"
+        model = _skeleton(base, trust_remote_code, new, objective)
         adapter, trained = lora.inject_adapter(model, settings), SafetensorsSource([file])
         tokenizer = models.load_tokenizer(folder if any(folder.glob("tokenizer*")) else base, trust_remote_code)
+        _settle_pad_token(model, tokenizer)
         exporter = cls(base, base_name, tokenizer, model, trained, adapter.keys, adapter, new, Config(), None)
-        exporter._changes()  # names a kind of layer that is not merged before its tensors
+        exporter._changes()  # reports unsupported kinds of layers before their tensors are compared
         lora.check_saved_adapter(trained.tensors, model, adapter, file, str(base))
         return exporter
 
     def write_model(self, folder: Path, save_dtype: torch.dtype | None, max_shard_bytes: int) -> None:
-        """Write a whole model: the fully fine-tuned one, or the base with the adapter merged into it.
+        """Write a whole model: the fully fine-tuned one, or the base model with the adapter merged into it.
 
         Args:
-            folder: where to; what it holds is replaced.
-            save_dtype: of all floating tensors; None: what each has in the base.
-            max_shard_bytes: largest file.
+            folder: target directory; its content is replaced.
+            save_dtype: of all floating tensors; None: the dtype of each in the base model.
+            max_shard_bytes: maximum size of a file.
 
         Raises:
-            UserError: the base is quantized, its weights are not those of its config.json, or its adapter is of a kind
-                that is not merged here.
+            UserError: the base model is quantized, its weights do not fit its config.json, or this kind of adapter
+                cannot be merged here.
             RunFailure: the disk is full.
         """
         weights = self._merged(save_dtype)
@@ -193,7 +195,7 @@ class Exporter:
             self._write_card(aside)
 
     def write_adapter(self, folder: Path, save_dtype: torch.dtype | None) -> None:
-        """Write a peft folder; arguments as of write_model, None for fp32 or what else was trained."""
+        """Write a PEFT directory. Arguments as in write_model; save_dtype None: as trained, usually fp32."""
         assert self.adapter is not None
         keys = self.adapter.keys
         names = {keys[name]: self.keys[name] for name, _ in self.model.named_parameters() if name in keys}
@@ -208,8 +210,8 @@ class Exporter:
         write_model_card(folder, self.base_name, self.trainer, auto.__name__)
 
     def _merged(self, save_dtype: torch.dtype | None) -> SavedWeights:
-        """The model's weights; writing them takes a few blocks of rows of memory and the mapped files. Its config is
-        changed if embedding and head are one tensor no longer."""
+        """Return the weights of the merged model. Writing them takes the memory of a few blocks of rows and the mapped
+        files. If embedding and LM head are no longer tied, the model's config is changed."""
         model, config = self.model, self.model.config
         if getattr(config, "quantization_config", None) is not None:
             raise UserError(f"{self.base}: quantized. --base_model names the unquantized model that it was made from.")
@@ -221,7 +223,7 @@ class Exporter:
         every = model.named_parameters(remove_duplicate=False)
         own = [(lora.checkpoint_key(name), name, id(it)) for name, it in every if not lora.is_adapter_weight(name)]
         replaced = {key: trained[number] for key, _, number in own if number in trained}
-        ties = dict[int, list[str]]()  # a tied parameter has several names
+        ties = dict[int, list[str]]()  # a tied parameter has several keys
         for key, name, number in own:
             if ".modules_to_save." not in name:
                 ties.setdefault(number, []).append(key)
@@ -232,13 +234,13 @@ class Exporter:
             made = {name: (replaced.get(name, key), changes.get(name)) for name in tie}
             if len(set(made.values())) == 1:
                 made = {tie[0]: made[tie[0]]}
-            else:  # embedding and head, which were one tensor, are two now
+            else:  # embedding and LM head were tied, but now differ
                 config.tie_word_embeddings = False
             written |= made
             tensors |= dict.fromkeys(made, base.tensors[key])
         saved = model.state_dict().keys()
         for name in [lora.checkpoint_key(name) for name, _ in model.named_buffers() if name in saved]:
-            if name in base.tensors:  # transformers computes the others
+            if name in base.tensors:  # Transformers computes the other buffers
                 written[name], tensors[name] = (name, None), base.tensors[name]
 
         def rows(name: str, dtype: torch.dtype) -> Iterator[torch.Tensor]:
@@ -247,7 +249,7 @@ class Exporter:
                 yield (change(block, start) if change else block).to(dtype)
                 start += len(block) if block.dim() else 1
 
-        # Of the tensors, only shapes are used.
+        # Only the shapes of these tensors are used.
         layout, untouched = saved_layout(model, tensors), export.untouched_tensors(base)  # type: ignore[arg-type]
         written |= {name: (name, None) for name in untouched}
         return SavedWeights(tensors, rows, save_dtype, groups=layout, untouched=untouched)
@@ -256,8 +258,8 @@ class Exporter:
         return {id(it): self.keys[name] for name, it in self.model.named_parameters() if name in self.keys}
 
     def _changes(self) -> dict[str, Change]:
-        """What the adapter does to parameters of the base, the same object if it does the same to two; a UserError if
-        a layer is of a kind that is not merged here."""
+        """Return key of the base -> its change by the adapter; tied keys with the same change get the same object.
+        Raises a UserError if this kind of layer cannot be merged here."""
         changes, by_key, keys = dict[str, Change](), dict[str, Change](), self._trained_keys()
         for name, module in self.model.named_modules():
             target = lora.checkpoint_key(f"{name}.base_layer.weight")
@@ -275,10 +277,10 @@ class Exporter:
         return self.trained.read(self.keys[f"{name}.{part}.default.weight"]).float()
 
     def _stacked(self, name: str, layer: ParamWrapper) -> Change:
-        """Add each expert's B A, in fp32. A is stacked as [experts * r, in], B as [out, r * experts]: in B, the columns
-        of one expert are `experts` apart. A parameter with two dimensions is one expert."""
+        """Add each expert's B A, in fp32. A is stacked as [experts * r, in] and B as [out, r * experts]: in B, the
+        columns of an expert are `experts` apart. A parameter with two dimensions is a single expert."""
         scaling, experts, is_matrix = layer.scaling["default"], layer.num_experts, layer.get_param().dim() == 2
-        is_transposed = getattr(layer.get_base_layer(), "is_transposed", False)  # the weight is [experts, in, out]
+        is_transposed = getattr(layer.get_base_layer(), "is_transposed", False)  # weight of shape [experts, in, out]
 
         def change(block: torch.Tensor, start: int) -> torch.Tensor:
             left, right = self._read(name, "lora_B"), self._read(name, "lora_A")
@@ -294,7 +296,7 @@ class Exporter:
         return change
 
     def _low_rank(self, name: str, layer: LoraLayer) -> Change:
-        """Add B A, in fp32, and with DoRA scale the rows."""
+        """Add B A in fp32. With DoRA, also scale the rows."""
         base, scaling = layer.get_base_layer(), layer.scaling["default"]
         if not isinstance(base, (nn.Linear, Conv1D)):
             raise UserError(f"{name} is a {type(base).__name__}; merging it is not supported.\n{USE_PEFT}")
@@ -303,7 +305,7 @@ class Exporter:
         def change(block: torch.Tensor, start: int) -> torch.Tensor:
             rows = slice(start, start + len(block))
             left, right = read("lora_B"), read("lora_A")
-            if isinstance(base, Conv1D):  # its weight is [in, out]
+            if isinstance(base, Conv1D):  # its weight has the shape [in, out]
                 left, right = right.T, left.T
             merged = torch.addmm(block.float(), left[rows] * scaling, right)
             if f"{name}.lora_magnitude_vector.default.weight" in self.keys:
@@ -315,23 +317,31 @@ class Exporter:
 
 
 def _with_rows(trained: WeightSource, key: str, ids: list[int], block: torch.Tensor, start: int) -> torch.Tensor:
-    merged = block.to(torch.float32, copy=True)  # the block may be the mapped file
+    merged = block.to(torch.float32, copy=True)  # copy, because the block may be the mapped file
     for place, id_ in enumerate(ids):
         if start <= id_ < start + len(block):
             merged[id_ - start] = trained.read_rows(key, place, place + 1)[0]
     return merged
 
 
-def _skeleton(base: Path, trust_remote_code: bool, new: models.NewTokens | None) -> PreTrainedModel:
+def _skeleton(base: Path, trust_remote_code: bool, new: models.NewTokens | None, objective: str) -> PreTrainedModel:
     settings = ModelConfig(model_name=str(base), trust_remote_code=trust_remote_code)
-    return models.build_on_meta(models.load_model_config(base, trust_remote_code), settings, new)
+    config = models.load_model_config(base, trust_remote_code)
+    models.choose_head(config, objective)
+    return models.build_on_meta(config, settings, new)
+
+
+def _settle_pad_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """As training does for a reward model."""
+    if models.has_score(model):
+        models.set_pad_token(model.config, tokenizer, data.pad_token_id(tokenizer, model.config.vocab_size))
 
 
 def recorded_config(checkpoint: Checkpoint) -> Config:
-    """The settings of the run that wrote a checkpoint.
+    """Return the settings of the run that wrote a checkpoint.
 
     Raises:
-        UserError: another version of this program wrote it, with settings that this one does not know.
+        UserError: it was written by another version of llama_ft, with settings that this version does not know.
     """
     try:
         return Config(**checkpoint.trainer["config"])
@@ -340,20 +350,20 @@ def recorded_config(checkpoint: Checkpoint) -> Config:
 
 
 def understood_adapter(adapter: Path) -> LoraConfig:
-    """Return a saved adapter's settings. Raises as check_settings."""
+    """Return the settings of a saved adapter. Raises the errors of check_settings."""
     config: LoraConfig = lora.saved_config(adapter)
     check_settings(json.loads((adapter / lora.ADAPTER_CONFIG).read_text()), str(adapter))
     return config
 
 
 def check_settings(settings: Mapping[str, Any], place: str) -> None:
-    """Raise a UserError unless all settings of an adapter are understood here, so that the result is its model."""
+    """Raise a UserError if a setting of an adapter is not supported here, because the merged model would be wrong."""
     others = [
         f"{name} = {value}"
         for name, value in settings.items()
         if (name not in UNDERSTOOD and value and value != getattr(LoraConfig, name, None))
         or (name == "init_lora_weights" and value not in LEAVES_THE_BASE_ALONE)
-        or (name == "task_type" and value not in (None, "CAUSAL_LM"))
+        or (name == "task_type" and value not in (None, "CAUSAL_LM", "SEQ_CLS"))
         or (name == "peft_type" and value != "LORA")
     ]
     if others:
@@ -361,6 +371,6 @@ def check_settings(settings: Mapping[str, Any], place: str) -> None:
 
 
 def tokens_added(adapter: LoraConfig, model_config: PretrainedConfig) -> models.NewTokens | None:
-    """Return the tokens whose rows a saved adapter trains, if there are any."""
+    """Return the tokens whose embeddings a saved adapter trains, or None."""
     ids, stored_rows = sorted(lora.rows_trained(adapter)), models.vocabulary_size(model_config) or 0
     return models.NewTokens(ids, stored_rows, max(stored_rows, ids[-1] + 1)) if ids else None

@@ -1,8 +1,8 @@
-"""checkpoints/step-000100/ from the outside: is it what was written, and any rows of any tensor, whoever wrote them.
+"""Read checkpoints/step-000100/: verify its checksums, and read any rows of any tensor.
 
 docs/reference/checkpoint-format.md describes the files: each rank's rows as safetensors, trainer.json, checksums.txt. A
-header says at which row of its tensor a piece begins: nothing depends on the number of ranks that wrote it. Nothing is
-ever unpickled.
+header stores the first row of each block, so reading does not depend on the number of ranks that wrote. Nothing is
+unpickled.
 """
 
 import copy
@@ -29,20 +29,20 @@ FORMAT = 2
 
 
 class Checkpoint:
-    """A checkpoint, open for reading: headers and trainer.json are read, tensors when they are asked for. No file stays
-    open or mapped: deleting one frees its space.
+    """A checkpoint opened for reading: headers and trainer.json are read at once, tensors on request. No file stays
+    open or mapped, so deleting a file frees its space.
 
     Args:
         folder: checkpoints/step-000100.
 
     Attributes:
         run: the directory of the run that wrote it.
-        trainer: what trainer.json holds.
+        trainer: the content of trainer.json.
         step: optimizer steps done.
-        tensors: whole shape and dtype of every tensor by name.
+        tensors: name -> whole shape and dtype.
 
     Raises:
-        UserError: the folder is no checkpoint of this version of llama_ft.
+        UserError: the directory is not a checkpoint of this version of llama_ft.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -53,17 +53,17 @@ class Checkpoint:
             if self.trainer["format"] != FORMAT:
                 raise ValueError("of another version of llama_ft")
             held = dcp.HuggingFaceStorageReader(str(folder)).read_metadata()
-        except Exception as error:  # safetensors has its own; what is no checkpoint can hold anything
+        except Exception as error:  # safetensors has its own errors, and other files can hold anything
             raise UserError(f"{folder}: cannot be read as a checkpoint ({error!r}).") from error
         headers: dict[str, Any] = held.state_dict_metadata
         self.tensors = {n: StoredTensor(folder, tuple(it.size), it.properties.dtype) for n, it in headers.items()}
-        self._pieces: dict[str, list[tuple[int, int, str, str]]] = {}  # first row, rows, file, name in it
+        self._pieces: dict[str, list[tuple[int, int, str, str]]] = {}  # first row, number of rows, file, name in it
         for index, it in held.storage_data.items():
             first, rows = (index.offset[0], it.shape[0]) if it.shape else (0, 1)
             self._pieces.setdefault(index.fqn, []).append((first, rows, it.relative_path, index.fqn))
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Rows [start, stop) of dimension 0, in the dtype they are stored in; only they are read."""
+        """Read only the rows [start, stop) of dimension 0, in the stored dtype."""
         header = self.tensors[name]
         rows = torch.empty((stop - start, *header.shape[1:]), dtype=header.dtype)
         for first, count, file, key in self._pieces[name]:
@@ -74,7 +74,7 @@ class Checkpoint:
         return rows
 
     def read(self, name: str) -> torch.Tensor:
-        """A whole tensor in the dtype it is stored in."""
+        """Read a whole tensor in the stored dtype."""
         if shape := self.tensors[name].shape:
             return self.read_rows(name, 0, shape[0])
         _, _, file, key = self._pieces[name][0]
@@ -82,7 +82,7 @@ class Checkpoint:
             return torch.clone(opened.get_tensor(key))
 
     def weights(self) -> WeightSource:
-        """The trained parameters by the model's own names."""
+        """The trained parameters, by the model's own names."""
         trained = copy.copy(self)
         names = [name for name in self.tensors if name.startswith("model.")]
         trained.tensors = {name.removeprefix("model."): self.tensors[name] for name in names}
@@ -91,31 +91,31 @@ class Checkpoint:
 
 
 def shard_file(rank: int) -> str:
-    """Name of the file a rank writes: torch counts from 1."""
+    """Return the name of the file that a rank writes. torch counts from 1."""
     return f"shard-{rank + 1:05d}-model-00001-of-00001.safetensors"
 
 
 def step_folder(run: Path, step: int) -> Path:
-    """Where a run's checkpoint of a step is."""
+    """Return the path of a run's checkpoint of this step."""
     return run / "checkpoints" / f"step-{step:06d}"
 
 
 def complete_checkpoints(run: Path) -> list[Path]:
-    """The checkpoints of a run directory, newest first. A directory of that name is complete, if not corrupted."""
+    """Return the checkpoints of a run directory, newest first. They are complete, but may be corrupted."""
     found = [path for path in (run / "checkpoints").glob("step-*") if re.fullmatch(r"step-\d{6,}", path.name)]
     return sorted((path for path in found if path.is_dir()), key=lambda path: -int(path.name.removeprefix("step-")))
 
 
 def checkpoint_errors(folder: Path, part: int = 0, parts: int = 1) -> list[str]:
-    """Compare a checkpoint's files with their checksums, reading them whole.
+    """Compare a checkpoint's files with their checksums, which reads them completely.
 
     Args:
         folder: checkpoints/step-000100.
-        part: which of `parts` equal shares of the files to look at, for ranks that share the work.
-        parts: 1: all files.
+        part: which of `parts` equal shares of the files to check, so that ranks can share the work.
+        parts: number of shares; 1: all files.
 
     Returns:
-        A line for each file that is missing or not what was written; nothing if all is well.
+        One line per file that is missing or corrupted; empty for a valid checkpoint.
     """
     errors = []
     try:
@@ -145,6 +145,6 @@ def place(file: Path, target: Path) -> None:
 
 
 def file_digest(file: Path) -> str:
-    """xxh3_128 of a file's content, in hex."""
+    """Return the xxh3_128 hash of a file's content, in hex."""
     with open(file, "rb", buffering=0) as opened:
         return hashlib.file_digest(opened, xxhash.xxh3_128).hexdigest()

@@ -1,4 +1,4 @@
-"""Finding the checkpoint a run resumes from: the newest valid one. And is it still the same run?"""
+"""Find the checkpoint to resume from, the newest valid one, and check that its settings match."""
 
 import dataclasses
 import platform
@@ -21,11 +21,11 @@ from llama_ft.errors import RunFailure, UserError
 from llama_ft.runtime import Runtime, advise_precision, log
 
 LIBRARIES = ("torch", "transformers", "peft", "bitsandbytes", "datasets", "safetensors")
-# Where and how fast the same thing is computed, and what is written down about it. Everything else that differs makes
-# another run.
+# Settings of where and how fast a run computes, and of its logs. A difference in any other setting would make it a
+# different run.
 SECTIONS_THAT_MAY_DIFFER = {"fsdp", "checkpoint", "tracking", "memory", "profile"}
 MAY_DIFFER = {
-    "model_name", "dataset", "validation",  # the same if they hold the same
+    "model_name", "dataset", "validation",  # compared by their content
     "batch_size_training", "gradient_accumulation_steps",  # see global_batch
     "tokenizer_name", "trust_remote_code", "chat_template", "dataset_split", "dataset_format", "skip_bad_rows",
     "columns", "repair_chats", "max_samples",
@@ -38,16 +38,16 @@ MAY_DIFFER = {
 
 
 def find_checkpoint(settings: CheckpointConfig, runtime: Runtime) -> Checkpoint | None:
-    """The checkpoint to resume from, its files compared with their checksums, the ranks sharing the work.
+    """Return the checkpoint to resume from; None without --resume, or with --resume auto if there is none.
 
     Args:
-        settings: resume and output_dir; None without --resume, or with --resume auto and no checkpoint. An attempt
-            that torchrun has started again resumes from what the one before it wrote, whatever they say.
-        runtime: all ranks call it together.
+        settings: resume and output_dir. If torchrun has restarted the ranks, they resume from the checkpoints of the
+            previous attempt, whatever these settings are.
+        runtime: the ranks. All of them call it, and share the work of verifying checksums.
 
     Raises:
-        UserError: --resume names no checkpoint.
-        RunFailure: the checkpoint it names is corrupted, or all that --resume auto could take are.
+        UserError: --resume does not name a checkpoint.
+        RunFailure: the named checkpoint is corrupted, or with --resume auto all of them are.
     """
     if not (candidates := runtime.broadcast_from_rank0(partial(_candidates, settings, runtime.earlier_run))):
         return None
@@ -57,7 +57,7 @@ def find_checkpoint(settings: CheckpointConfig, runtime: Runtime) -> Checkpoint 
 
 
 def first_valid(candidates: list[Path], errors_of: Callable[[Path], list[str]] = checkpoint_errors) -> Checkpoint:
-    """Open the first checkpoint all of whose bytes are what was written; a RunFailure if all are corrupted."""
+    """Open the first checkpoint whose files all match their checksums. Raises RunFailure if all are corrupted."""
     for folder in candidates:
         if not (errors := errors_of(folder)):
             return Checkpoint(folder)
@@ -67,7 +67,7 @@ def first_valid(candidates: list[Path], errors_of: Callable[[Path], list[str]] =
 
 
 def _candidates(settings: CheckpointConfig, earlier_run: Path | None) -> list[Path]:
-    """The checkpoints to try in order."""
+    """Return the checkpoints to try, in order."""
     if earlier_run is not None and (found := complete_checkpoints(earlier_run)):
         return found
     if settings.resume is None:
@@ -81,8 +81,8 @@ def _candidates(settings: CheckpointConfig, earlier_run: Path | None) -> list[Pa
 
 
 def _shared_errors(runtime: Runtime, folder: Path) -> list[str]:
-    """What is wrong with a checkpoint, known to all ranks. They meet every half minute: with fewer files than ranks, or
-    a slow disk, no rank may be taken for one that hangs."""
+    """Return what is wrong with a checkpoint, on all ranks. They meet every half minute, so that the watchdog does not
+    report a rank that has no file to check or a slow disk."""
     with ThreadPoolExecutor(1) as pool:
         mine = pool.submit(checkpoint_errors, folder, runtime.rank, runtime.world_size)
         while not runtime.all_gather_floats(mine.done()).all():
@@ -95,17 +95,17 @@ def _shared_errors(runtime: Runtime, folder: Path) -> list[str]:
 def check_same_run(
     saved: Mapping[str, Any], now: Mapping[str, Any], allowed: list[str], places: Mapping[str, str]
 ) -> None:
-    """Refuse to resume a run with settings that would make it another one.
+    """Raise a UserError if settings differ so that the resumed run would be another run.
 
     Args:
-        saved: what trainer.json says about the run: `config`, the resolved configuration as dicts by section, and
-            `contents`, model_name, dataset, validation -> a checksum of what they hold.
-        now: the same of the run that resumes; what they hold may not be known yet.
-        allowed: settings that may differ all the same.
+        saved: the run in trainer.json: `config`, the resolved configuration as dicts by section, and `contents`:
+            model_name, dataset, validation -> a checksum of their content.
+        now: the same for the resuming run; `contents` may still be missing.
+        allowed: names of settings that may differ.
         places: dotted name -> where it was set.
 
     Raises:
-        UserError: naming all that differ, old and new.
+        UserError: names all differing settings with their old and new values.
     """
     before = {name: value for section in saved["config"].values() for name, value in section.items()}
     then, contents, changed = saved["contents"], now.get("contents", {}), {}
@@ -124,14 +124,14 @@ def check_same_run(
 
 
 def result_step(config: Config, step: int, best_step: int) -> int:
-    """The step whose weights a run that ends after `step` has as its result: with early stopping `best_step`, the one
-    with the best validation loss, unless that is 0."""
+    """Return the step of the final weights: after early stopping `best_step`, the one with the best validation loss (0:
+    there is none), otherwise `step`."""
     return best_step if config.train.early_stopping_patience and config.checkpoint.save_model and best_step else step
 
 
 def open_best(step: int, run: Path, resumed: Checkpoint | None, runtime: Runtime) -> Checkpoint:
-    """The checkpoint of a run's `step`, the one with the best validation loss, or else its newest valid one. A branch
-    may have left the best one in the run that was resumed. All ranks call it together."""
+    """Open the checkpoint of `step`, the one with the best validation loss, or else the newest valid one of a run. The
+    best one may be in the directory of the run that was resumed. All ranks call it."""
     best = [step_folder(it, step) for it in ([run, resumed.run] if resumed else [run])]
     last = [resumed.folder] if resumed else []
     candidates = runtime.broadcast_from_rank0(lambda: [*filter(Path.is_dir, best), *complete_checkpoints(run), *last])
@@ -139,7 +139,7 @@ def open_best(step: int, run: Path, resumed: Checkpoint | None, runtime: Runtime
 
 
 def finished_result(resumed: Checkpoint, settings: CheckpointConfig) -> Path | None:
-    """Where the result of the run is that is to be resumed, if it came to its end and nothing is to be changed."""
+    """Return the final model of a finished run if --resume would change nothing, or None."""
     result, output_dir = resumed.run / "model", Path(settings.output_dir or resumed.run).expanduser()
     is_newest = complete_checkpoints(resumed.run)[0].name == resumed.folder.name
     ended = resumed.trainer["ends_run"] and is_newest and output_dir.resolve() == resumed.run.resolve()
@@ -147,14 +147,14 @@ def finished_result(resumed: Checkpoint, settings: CheckpointConfig) -> Path | N
 
 
 def describe_run(config: Config) -> dict[str, Any]:
-    """What every trainer.json says about the run: its resolved configuration, and the versions of what computes."""
+    """Return the description of a run for trainer.json: its resolved configuration, and versions of the libraries."""
     own = {"llama_ft": __version__, "python": platform.python_version()}
     return {"versions": own | {name: version(name) for name in LIBRARIES}, "config": dataclasses.asdict(config)}
 
 
 def global_batch(settings: TrainConfig, resumed: Checkpoint | None, world_size: int) -> int:
-    """Packed sequences, or samples, of an optimizer step. A resumed run keeps its own on any number of ranks, and with
-    another batch size or accumulation, and then has smaller, or more, micro-batches."""
+    """Return the packed sequences, or samples, per optimizer step. A resumed run keeps its number: with other ranks,
+    batch size or accumulation the number of micro-batches changes."""
     asked = settings.batch_size_training * settings.gradient_accumulation_steps * world_size
     if resumed is None or (kept := int(resumed.trainer["global_batch"])) == asked:
         return asked
@@ -165,8 +165,8 @@ def global_batch(settings: TrainConfig, resumed: Checkpoint | None, world_size: 
 def resolve_precision(
     requested: Config, sources: dict[str, str], runtime: Runtime, resumed: Checkpoint | None
 ) -> Config:
-    """Choose the precision of the demo, and on a CPU of any model on the demo's data, by the machine, unless it was
-    asked for; a resumed run keeps its own. Rank 0 decides for all ranks."""
+    """Choose the precision for this machine if the user did not: for the demo, and on a CPU for the demo's data. A
+    resumed run keeps its own precision. Rank 0 decides for all ranks."""
     check_device(requested, sources, runtime.device.type)
     is_small = requested.data.dataset == "demo" and runtime.device.type == "cpu"
     is_free = "train.precision" not in sources and (is_small or requested.model.model_name == "demo")

@@ -1,4 +1,4 @@
-"""The directory of a run, made as late as possible: a run that is refused writes nothing."""
+"""The directory of a run. It is created as late as possible, so that a rejected run writes nothing."""
 
 import fcntl
 import itertools
@@ -17,24 +17,24 @@ from llama_ft.config.paths import REFERENCE_FILE, RUN_MARKER, foreign_entries
 from llama_ft.errors import UserError
 from llama_ft.runtime import Runtime, log
 
-SECONDS_FOR_ANOTHER_TO_END = 10.0  # the ranks of a run that was stopped a moment ago
+SECONDS_FOR_ANOTHER_TO_END = 10.0  # the ranks of a run that has just been stopped
 
 
 def create_run_directory(
     checkpoint: CheckpointConfig, model_name: str, runtime: Runtime, resumed: Checkpoint | None = None
 ) -> Path:
-    """Rank 0 creates output_dir and every rank gets its path. An attempt that torchrun has started again uses the
-    directory of the one before it.
+    """Create output_dir on rank 0 and return its path on all ranks. If torchrun has restarted the ranks, return the
+    directory of the previous attempt.
 
     Args:
-        checkpoint: output_dir, or None for output/<model>-<date-time>, or the directory of the run that is resumed;
-            overwrite removes what an earlier run wrote in it and nothing else.
-        model_name: a folder or hub name, for the default.
+        checkpoint: output_dir; None: output/<model>-<date-time>, or the directory of the resumed run. overwrite deletes
+            files of an earlier run in it, and nothing else.
+        model_name: a directory or Hub name, for the default of output_dir.
         runtime: the ranks.
-        resumed: the checkpoint the run resumes from. In its own run's directory, newer checkpoints are set aside.
+        resumed: the checkpoint to resume from. Newer checkpoints in the same directory are moved to set-aside-*.
 
     Raises:
-        UserError: it holds a run or files that may be other people's, or another process works there.
+        UserError: it holds a run or files of other programs, or another process is using it.
     """
 
     def create() -> Path:
@@ -59,8 +59,8 @@ def create_run_directory(
 
 
 def _lock(folder: Path) -> IO[str] | None:
-    """Mark a directory as a run's, and keep other processes out of it for as long as this one lives, whatever ends it.
-    Ranks outlive a torchrun that is killed with -9, and would go on writing there."""
+    """Mark a directory as a run's, and lock it while this process lives. (If torchrun is killed with -9, its ranks live
+    on and continue to write there.)"""
     folder.mkdir(parents=True, exist_ok=True)
     file = open(folder / RUN_MARKER, "a+")
     deadline, is_locked = time.monotonic() + SECONDS_FOR_ANOTHER_TO_END, False
@@ -73,7 +73,7 @@ def _lock(folder: Path) -> IO[str] | None:
                 holder = (folder / RUN_MARKER).read_text().strip()
                 raise UserError(f"{folder}: in use by another process ({holder}). End it.") from error
             time.sleep(0.2)
-        except OSError:  # a file system without locks
+        except OSError:  # the file system has no locks
             return None
     file.truncate(0)
     print(f"process {os.getpid()} on {socket.gethostname()}", file=file, flush=True)
@@ -81,8 +81,8 @@ def _lock(folder: Path) -> IO[str] | None:
 
 
 def _remove_earlier_run(folder: Path, settings: CheckpointConfig, may_remove: bool) -> None:
-    """Remove what an earlier run wrote, looked at again: another run may have begun there since the settings were
-    checked. --resume auto also starts from scratch after a run that was ended before its first checkpoint."""
+    """Delete the files of an earlier run. They are checked again, because another run may have started since the
+    settings were checked. With --resume auto, delete a run that ended before its first checkpoint."""
     held = run_entries(folder)
     if held and not may_remove and (settings.resume != "auto" or (folder / "model").exists()):
         raise UserError(f"--output_dir {folder}: already holds a run or its final model. --overwrite replaces it.")
@@ -93,7 +93,7 @@ def _remove_earlier_run(folder: Path, settings: CheckpointConfig, may_remove: bo
 
 
 def _set_newer_aside(resumed: Checkpoint) -> None:
-    """Rename what the resumed run will write again; nothing is deleted."""
+    """Rename newer checkpoints, which the resumed run will write again. Nothing is deleted."""
     newer = [it for it in complete_checkpoints(resumed.run) if int(it.name.removeprefix("step-")) > resumed.step]
     for path in (*newer, resumed.run / "model"):
         if path.exists():

@@ -1,6 +1,6 @@
-"""Writing a safetensors file row by row. The library's own writer wants every tensor of a file in memory at once.
+"""Write a safetensors file row by row. (The library's own writer needs all tensors of a file in memory.)
 
-Format: 8 bytes little-endian header length, the header as JSON, then the tensors' bytes in order
+Format: 8 bytes with the header's length (little-endian), the header as JSON, then the tensors' bytes in order
 (https://github.com/huggingface/safetensors#format).
 """
 
@@ -16,24 +16,24 @@ import xxhash
 from llama_ft.models.source import DTYPES, StoredTensor
 
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-PIECE_BYTES = 2**22  # hashed and written at once: it is then still in the processor's cache
-WRITE_BACK_BYTES = 2**24  # between two requests to write back
-Headers = Mapping[str, torch.Tensor | StoredTensor]  # only shape and dtype are used
+PIECE_BYTES = 2**22  # hashed and written at once, while it is in the processor's cache
+WRITE_BACK_BYTES = 2**24  # between two requests to write back to disk
+Headers = Mapping[str, torch.Tensor | StoredTensor]  # only shapes and dtypes are used
 
 
 class SafetensorsFile(AbstractContextManager["SafetensorsFile"]):
-    """A file whose tensors are appended in the order of `headers`, in as many pieces as one likes.
+    """A file to which tensors are appended in the order of `headers`, in any number of blocks.
 
     Args:
         path: the file.
-        headers: every tensor it will hold, in order.
-        metadata: more texts for the header.
+        headers: all tensors of the file, in order.
+        metadata: additional texts for the header.
 
     Attributes:
-        digest: xxh3_128 of all that was written so far.
+        digest: xxh3_128 of everything written so far.
 
     Raises:
-        ValueError: on leaving the block, if not exactly the announced bytes were appended.
+        ValueError: at the end of the block, if the number of appended bytes differs from the headers.
     """
 
     def __init__(self, path: Path, headers: Headers, metadata: Mapping[str, str] = {}) -> None:
@@ -44,14 +44,14 @@ class SafetensorsFile(AbstractContextManager["SafetensorsFile"]):
             table[name] = {"dtype": DTYPE_NAMES[header.dtype], "shape": shape, "data_offsets": offsets}
             offset += header.nbytes
         text = json.dumps(table).encode()
-        text += b" " * (-len(text) % 8)  # the format asks for data aligned to 8 bytes
+        text += b" " * (-len(text) % 8)  # the format requires data aligned to 8 bytes
         self.digest = xxhash.xxh3_128()
         self._file = open(path, "wb")
         self._position, self._begun, self._end = 0, 0, 8 + len(text) + offset
         self._write(memoryview(len(text).to_bytes(8, "little") + text))
 
     def append(self, rows: torch.Tensor) -> None:
-        """Write the next rows of the current tensor (on the host, in its announced dtype)."""
+        """Append the next rows of the current tensor, on the host and in the dtype of its header."""
         data = rows.contiguous().view(-1).view(torch.uint8).numpy().data
         for start in range(0, len(data), PIECE_BYTES):
             self._write(data[start : start + PIECE_BYTES])
@@ -60,8 +60,8 @@ class SafetensorsFile(AbstractContextManager["SafetensorsFile"]):
         self.digest.update(data)
         self._file.write(data)
         self._position += len(data)
-        # Have the system begin to write to disk what is new, and let go of what is there: in a virtual machine, writing
-        # and syncing 1.2 GiB took 0.7 s instead of 4.9 s, and the page cache keeps what training reads.
+        # Ask the kernel to start writing new data to disk and to drop written data from the page cache. In a virtual
+        # machine, writing and syncing 1.2 GiB took 0.7 s instead of 4.9 s, and the page cache keeps training's files.
         if self._position - self._begun >= WRITE_BACK_BYTES and hasattr(os, "posix_fadvise"):  # not on macOS
             start = max(0, self._begun - WRITE_BACK_BYTES)
             os.posix_fadvise(self._file.fileno(), start, self._position - start, os.POSIX_FADV_DONTNEED)

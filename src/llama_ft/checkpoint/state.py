@@ -1,5 +1,5 @@
-"""What a checkpoint holds, and how it is put back: trained parameters, optimizer, random numbers. State comes from and
-goes back through torch's `get_state_dict` and `set_state_dict`."""
+"""The content of a checkpoint and how it is restored: trained parameters, optimizer states, random number generators.
+It uses torch's `get_state_dict` and `set_state_dict`."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
@@ -20,16 +20,16 @@ from llama_ft.runtime import Runtime
 from llama_ft.training.optimizer import create_states
 
 OPTIONS = StateDictOptions(ignore_frozen_params=True, flatten_optimizer_state_dict=True)
-TRAINED_ONLY = replace(OPTIONS, strict=False)  # frozen parameters are not there; what must be is compared before
+TRAINED_ONLY = replace(OPTIONS, strict=False)  # frozen parameters are missing; trained ones are checked before
 Tensors = dict[str, torch.Tensor]
 
 
 def own_state(model: nn.Module, optimizer: torch.optim.Optimizer, runtime: Runtime) -> Tensors:
-    """This rank's part of a checkpoint: the tensors of which it writes its rows, or all if they are not sharded.
+    """Return this rank's part of a checkpoint: the sharded tensors of which it writes its rows, and whole others.
 
-    Where ranks hold copies of the same rows, each writes its share of them. No rank writes what it has no rows of.
+    If several ranks hold copies of the same rows, each of them writes a part. A rank without rows of a tensor skips it.
     """
-    create_states(optimizer)  # else torch makes a hidden step
+    create_states(optimizer)  # otherwise torch makes a hidden optimizer step
     mesh, written = runtime.mesh, Tensors()
     replicas = mesh["replicate"] if "replicate" in (mesh.mesh_dim_names or ()) else None
     copy, loads = (replicas.get_local_rank(), [0] * replicas.size()) if replicas else (0, [0])
@@ -48,8 +48,8 @@ def own_state(model: nn.Module, optimizer: torch.optim.Optimizer, runtime: Runti
 
 
 def _by_name(model: nn.Module, weights: Mapping[str, Any], states: Mapping[str, Any]) -> Tensors:
-    """The live tensors of a checkpoint by their names there, out of the two state dicts. Buffers are not saved: they
-    are the base model's. Nor are the optimizer's settings: a resumed run has its own."""
+    """Return the live tensors of a checkpoint by their names in it, from the two state dicts. Buffers are not saved,
+    because they are the base model's. Settings of the optimizer are not saved, because a resumed run has its own."""
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     return {f"model.{name}": weights[name] for name in trained} | {
         f"optimizer.{name}": state for name, state in states.items() if name.startswith("state.")
@@ -57,21 +57,20 @@ def _by_name(model: nn.Module, weights: Mapping[str, Any], states: Mapping[str, 
 
 
 def restore(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer, runtime: Runtime) -> None:
-    """Go on where a checkpoint was written: parameters, optimizer, random numbers; each rank reads its rows.
+    """Restore parameters, optimizer states and random number generators. Each rank reads its rows.
 
     Args:
-        checkpoint: written by any number of ranks, however they shared the model.
-        model: sharded; its trained parameters are overwritten.
-        optimizer: without states.
-        runtime: a rank that the checkpoint knows goes on with the random numbers of the rank of its number, any other
-            with some of its own.
+        checkpoint: written by any number of ranks, with any sharding.
+        model: the sharded model; its trained parameters are overwritten.
+        optimizer: an optimizer without states.
+        runtime: a rank gets the generators of the rank with its number. If the checkpoint has none, it keeps its own.
 
     Raises:
-        UserError: the checkpoint's trained parameters are not the model's, or its optimizer states not the optimizer's.
+        UserError: the trained parameters are not those of the model, or the states are not those of the optimizer.
     """
     create_states(optimizer)
     restore_weights(checkpoint, model, [optimizer])
-    names = {kind: f"rng.{runtime.rank}.{kind}" for kind in ("cpu", "cuda")}  # last: nothing above may draw from them
+    names = {kind: f"rng.{runtime.rank}.{kind}" for kind in ("cpu", "cuda")}  # last: nothing above may use them
     states = {kind: checkpoint.read(name) for kind, name in names.items() if name in checkpoint.tensors}
     if "cpu" in states:
         torch.set_rng_state(states["cpu"])
@@ -84,19 +83,19 @@ def restore(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Opt
 def restore_weights(
     checkpoint: Checkpoint, model: nn.Module, optimizers: Collection[torch.optim.Optimizer] = ()
 ) -> None:
-    """Put the trained parameters of a checkpoint into the model, each rank its rows, and states into optimizers that
-    have states already. Raises as `restore`."""
+    """Load the trained parameters of a checkpoint into the model, each rank its rows, and the states into optimizers
+    that already have states. Raises the errors of `restore`."""
     weights, states = get_state_dict(model, optimizers, options=OPTIONS)
     live = _by_name(model, weights, states)
     check_same_tensors(checkpoint, live, "model.", *(["optimizer."] if optimizers else []))
     stored, planner = dcp.HuggingFaceStorageReader(str(checkpoint.folder)), dcp.DefaultLoadPlanner(False, False)
-    dcp.load(live, storage_reader=stored, planner=planner)  # nothing is flattened: names stay
+    dcp.load(live, storage_reader=stored, planner=planner)  # not flattened: names stay the same
     set_state_dict(model, optimizers, model_state_dict=weights, optim_state_dict=states, options=TRAINED_ONLY)
 
 
 def check_same_tensors(checkpoint: Checkpoint, live: Mapping[str, torch.Tensor], *prefixes: str) -> None:
-    """Compare names, shapes and dtypes before anything is read: torch ignores names that it was not asked for, and
-    copies the codes of 8-bit states into numbers without an error. Floats may have another precision."""
+    """Compare names, shapes and dtypes before reading. torch ignores additional names, and copies the codes of 8-bit
+    states into floats without an error. Floats may have different precisions."""
 
     def described(tensors: Mapping[str, Any]) -> dict[str, str]:
         ours = {name: it for name, it in tensors.items() if name.startswith(prefixes)}

@@ -1,7 +1,7 @@
-"""Writing checkpoints/step-000100/ while training goes on: complete or absent, whatever happens meanwhile.
+"""Write checkpoints/step-000100/ while training continues. A checkpoint is complete or does not exist.
 
-Training waits while a rank copies its rows to host memory. A thread then has torch.distributed.checkpoint write them
-under another name, over a process group of its own, and rank 0 renames the directory when all is on the disk.
+Training waits while a rank copies its rows to host memory. Then a thread writes them with torch.distributed.checkpoint
+under a temporary name, over its own process group. Rank 0 renames the directory when all files are on disk.
 """
 
 import json
@@ -36,19 +36,19 @@ from llama_ft.errors import RunFailure, UserError, reason
 from llama_ft.models.shards import local_shard
 from llama_ft.runtime import Runtime, log
 
-SPACE_FOR_THE_REST = 2**20  # headers, trainer.json, checksums
+SPACE_FOR_THE_REST = 2**20  # for headers, trainer.json and checksums
 
 
 class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
-    """Writes the checkpoints of one run, one at a time. All ranks make it, and call its methods, together.
+    """Writes the checkpoints of a run, one at a time. All ranks create it and call its methods together.
 
     Args:
         output_dir: the run's directory.
         settings: when to save, save_async and keep_last.
-        about: what every trainer.json says: the configuration and what else tells one run from another.
-        runtime: all ranks write together.
+        about: part of every trainer.json: the configuration and other data that identify the run.
+        runtime: the ranks.
 
-    As a context manager it waits for the save in flight if the run ends on all ranks alike.
+    As a context manager it waits for a pending save, if the run ends in the same way on all ranks.
 
     Attributes:
         run: the run's directory.
@@ -60,24 +60,24 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
     ) -> None:
         self.run, self._settings, self._about, self._runtime = output_dir, settings, about, runtime
         self._folder = output_dir / "checkpoints"
-        # Never the one training uses. Its ranks wait for the slowest disk, however long that takes.
+        # Not the process group of training: these ranks wait for the slowest disk, for any time.
         self._group = dist.new_group(backend="gloo", timeout=timedelta(hours=6))
         self._in_flight: Future[None] | None = None
         self._timings: dict[str, float] = {}
         if runtime.is_main:
             for leftover in (*self._folder.glob(".writing-step-*"), *self._folder.glob(".removing-step-*")):
                 shutil.rmtree(leftover, ignore_errors=True)
-            self._tidy(newest=None)  # a kill may have come after the rename of a checkpoint and before this
+            self._tidy(newest=None)  # a kill may have come between the rename of a checkpoint and this call
         complete = runtime.broadcast_from_rank0(lambda: complete_checkpoints(output_dir))
         self.last: Path | None = next(iter(complete), None)
 
     @property
     def has_failed(self) -> bool:
-        """Whether the save in flight has failed; `finish` then raises."""
+        """Whether the pending save has failed. `finish` will raise the error."""
         return self._in_flight is not None and self._in_flight.done() and self._in_flight.exception() is not None
 
     def is_due(self, step: int, ends_epoch: bool, ends_run: bool) -> bool:
-        """Whether the settings ask for a checkpoint after this step. A run that is stopped ends, too."""
+        """Return whether the settings ask for a checkpoint after this step. A stopped run also has ends_run set."""
         settings = self._settings
         by_steps = settings.save_steps > 0 and (ends_run or step % settings.save_steps == 0)
         return by_steps or (settings.save_model and (ends_run or (ends_epoch and settings.save_every_epoch)))
@@ -91,18 +91,18 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
         asked: bool = True,
         best_loss: float | None = None,
     ) -> None:
-        """Begin to write checkpoints/step-<step>, once the one before it is written.
+        """Start to write checkpoints/step-<step>, after waiting for the previous save.
 
         Args:
             step: optimizer steps done.
             model: its trained parameters are written, its frozen ones are not.
             optimizer: its states are written.
             trainer: position and counters, for trainer.json.
-            asked: False if only its validation loss keeps it: it goes when a better one is complete.
+            asked: False if it is saved only for its validation loss: it is deleted after a better one is complete.
             best_loss: the validation loss, if it is the best so far.
 
         Raises:
-            RunFailure: this one or the one before could not be written; earlier checkpoints are untouched.
+            RunFailure: this or the previous checkpoint could not be written. Earlier checkpoints are unchanged.
         """
         started = time.perf_counter()
         self.finish()
@@ -133,8 +133,8 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
             self.finish()
 
     def finish(self) -> Path | None:
-        """Wait until nothing is being written, and return the newest complete checkpoint; a RunFailure if the last one
-        could not be written."""
+        """Wait for the pending save and return the newest complete checkpoint. Raises RunFailure if the last one could
+        not be written."""
         in_flight, self._in_flight = self._in_flight, None
         if in_flight is not None:
             in_flight.result()
@@ -145,7 +145,7 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
             self.finish()
 
     def timings(self) -> dict[str, float]:
-        """perf/save_stall_seconds and perf/save_seconds of a save that was begun or ended since the last call."""
+        """Return perf/save_stall_seconds and perf/save_seconds of saves that started or ended since the last call."""
         timings, self._timings = self._timings, {}
         return timings
 
@@ -154,7 +154,7 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
         return RunFailure(f"{what}\nLast complete checkpoint: {self.last or 'none'}.")
 
     def _write(self, record: dict[str, Any], live: Tensors, copies: Tensors) -> None:
-        final, planner = step_folder(self.run, record["step"]), dcp.DefaultSavePlanner(False, False)  # names stay
+        final, planner = step_folder(self.run, record["step"]), dcp.DefaultSavePlanner(False, False)  # names unchanged
         aside = final.with_name(f".writing-{final.name}")
         storage = _ShardWriter(aside, self._runtime.rank, copies, partial(self._complete, record, aside, final))
         try:
@@ -168,11 +168,11 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
         if self._runtime.is_main:
             try:
                 self._tidy(final)
-            except OSError as error:  # the checkpoint is there all the same
+            except OSError as error:  # the checkpoint itself is complete
                 log.warning(f"{self._folder}: could not delete older checkpoints: {reason(error)}")
 
     def _complete(self, record: dict[str, Any], aside: Path, final: Path, digests: dict[str, str]) -> None:
-        """On rank 0, when all ranks have written: the small files, then the name that says it is complete."""
+        """On rank 0, after all ranks have written: write the small files, then rename the directory."""
         if absent := [name for name in digests if not (aside / name).is_file()]:
             raise OSError(None, f"{absent[0]} is missing: all nodes must share one output_dir")
         _write_synced(aside / reader.TRAINER_FILE, json.dumps(record, indent=1) + "\n")
@@ -185,20 +185,20 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
         _write_synced(aside / reader.CHECKSUMS_FILE, "".join(f"{value}  {file}\n" for file, value in digests.items()))
         _sync(aside)
         with suppress(FileNotFoundError):
-            _sync(self.run / "metrics.jsonl")  # it must not know less than a checkpoint that is there
+            _sync(self.run / "metrics.jsonl")  # metrics.jsonl must include the steps of every complete checkpoint
         os.replace(aside, final)
         _sync(self._folder)
 
     def _tidy(self, newest: Path | None) -> None:
-        """Have best.json name the newest of those that were the best when they were written. Of those older than
-        `newest`, keep this one and the last keep_last that were asked for."""
+        """Write best.json, which names the newest of the checkpoints that were the best at their time. Delete
+        checkpoints older than `newest`, except this one and the last keep_last requested ones."""
         best, asked = None, 0
         for folder in complete_checkpoints(self.run):
             try:
                 record = json.loads((folder / reader.TRAINER_FILE).read_text())
                 is_asked, loss = record["asked"], record["best_loss"]
             except (OSError, ValueError, LookupError, TypeError):
-                continue  # corrupted: not ours to delete
+                continue  # a corrupted checkpoint is not deleted
             asked += is_asked
             if loss is not None and best is None:
                 best = {"checkpoint": folder.name, "step": record["step"], "eval/loss": loss}
@@ -206,24 +206,24 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
                 os.replace(self._folder / ".best.json", self._folder / "best.json")
             elif newest not in (None, folder) and (not is_asked or 0 < self._settings.keep_last < asked):
                 doomed = folder.with_name(f".removing-{folder.name}")
-                os.replace(folder, doomed)  # a half-deleted directory must not look like a whole checkpoint
+                os.replace(folder, doomed)  # an incompletely deleted directory must not look like a checkpoint
                 shutil.rmtree(doomed)
         if best is None:
             (self._folder / "best.json").unlink(missing_ok=True)
 
 
 class _ShardWriter(dcp.HuggingFaceStorageWriter):
-    """torch's safetensors storage, written tensor by tensor: torch's own builds the whole file in memory.
+    """torch's safetensors storage, but written tensor by tensor: torch's own builds the whole file in memory.
 
-    The copies are written; the live tensors, which training changes, only say what they are shards of. `complete` is
-    called on rank 0 when all ranks have written, with the checksum of each file."""
+    It writes the copies; the live tensors, which training changes, only describe their shards. `complete` is called on
+    rank 0 after all ranks have written, with the checksum of each file."""
 
     def __init__(self, folder: Path, rank: int, copies: Tensors, complete: Callable[[dict[str, str]], None]) -> None:
         super().__init__(str(folder), save_distributed=True)
         self._file, self._copies, self._complete = folder / reader.shard_file(rank), copies, complete
 
     def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> TorchFuture[list[WriteResult]]:
-        """Write a rank's file and sync it to disk; the result tells its checksum."""
+        """Write this rank's file and sync it to disk. The result contains its checksum."""
         offsets = {item.index.fqn: {"saved_offsets": list(item.index.offset or ())} for item in plan.items}
         tensors = {name: self._copies[name] for name in offsets}
         header = {"DCP_SHARDING_INFO": json.dumps(offsets), "DCP_VERSION": "1.0"}
@@ -235,12 +235,12 @@ class _ShardWriter(dcp.HuggingFaceStorageWriter):
         return written
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On rank 0, when all ranks have written."""
+        """Called on rank 0 after all ranks have written."""
         self._complete({it.index.fqn: it.storage_data for written in results for it in written})
 
 
 def to_host(tensors: Tensors) -> Tensors:
-    """Copies of this rank's rows in host memory; from a GPU all of them at once, into pinned memory."""
+    """Copy this rank's rows to host memory; from a GPU all at once, into pinned memory."""
     shards = {name: local_shard(tensor) for name, tensor in tensors.items()}
     copies = {
         name: torch.empty(it.shape, dtype=it.dtype, pin_memory=it.is_cuda).copy_(it, non_blocking=True)
@@ -257,7 +257,7 @@ def _write_synced(path: Path, text: str) -> None:
 
 
 def _sync(path: Path) -> None:
-    """Make a file's content, or a directory's entries, durable."""
+    """Flush a file's content, or a directory's entries, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     os.fsync(descriptor)
     os.close(descriptor)

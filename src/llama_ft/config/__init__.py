@@ -1,6 +1,6 @@
 """Settings of a run: declared in `settings.py` and `run_settings.py`, read from YAML and the command line, and checked.
 
-Nothing here imports torch: `--help` and every error answer within a second.
+Nothing here imports torch, so `--help` and errors appear within a second.
 """
 
 from llama_ft.config.dump import differences, to_yaml

@@ -1,4 +1,4 @@
-"""`python -m llama_ft.config > configs/schema.json` writes the schema, which editors complete YAML configs with."""
+"""Print the JSON schema of YAML configs, for editors: `python -m llama_ft.config > configs/schema.json`."""
 
 import json
 

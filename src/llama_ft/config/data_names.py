@@ -1,4 +1,4 @@
-"""What `--dataset` and `--validation` may name, told from the name and from what is on disk; nothing is read yet."""
+"""Classify the values of `--dataset` and `--validation` by their name and by what exists on disk. Nothing is read."""
 
 import glob
 import os
@@ -10,7 +10,7 @@ from typing import Any, Literal
 from llama_ft.config.messages import nearest_file
 
 Kind = Literal["demo", "ready", "function", "url", "file", "folder", "glob", "hub"]
-READY_DATASETS = ("samsum", "grammar", "alpaca")  # by llama-recipes' names, also as samsum_dataset
+READY_DATASETS = ("samsum", "grammar", "alpaca")  # llama-recipes' names; samsum_dataset and so on also work
 DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 COMPRESSED_SUFFIXES = tuple(kind + packed for kind in (".jsonl", ".json", ".csv") for packed in (".gz", ".zst"))
 DATA_FORMS = (
@@ -19,17 +19,17 @@ DATA_FORMS = (
 )
 NOT_REGULAR = "is not a regular file. Save a pipe's output to a file first."
 HUB_NAME = re.compile(r"[\w.\-]+/[\w.\-]+(:[\w.\-]+)?")
-SPLIT_NAME = re.compile(r"\w+(\[[^\]/]*\])?")  # train[:5%] is how datasets writes a part of one
-SAVED_BY_DATASETS = ("dataset_dict.json", "state.json")  # what Dataset.save_to_disk leaves in a folder
+SPLIT_NAME = re.compile(r"\w+(\[[^\]/]*\])?")  # such as train, or train[:5%] in the syntax of `datasets`
+SAVED_BY_DATASETS = ("dataset_dict.json", "state.json")  # Dataset.save_to_disk writes one of these files
 
 
 def is_url(name: str) -> bool:
-    """Tell what fsspec is to open (`s3://bucket/my.jsonl`) from what is on this machine."""
+    """Return whether fsspec must open `name`, such as `s3://bucket/my.jsonl`."""
     return "://" in name
 
 
 def data_suffix(name: str) -> str:
-    """Return the suffix that says how a file is read, `.jsonl` of `my.jsonl.gz`; empty where it is no data file."""
+    """Return the suffix that selects the reader, such as `.jsonl` for `my.jsonl.gz`; empty for other files."""
     path = Path(name.partition("?")[0] if is_url(name) else name)
     if "".join(path.suffixes[-2:]).lower().endswith(COMPRESSED_SUFFIXES):
         return path.suffixes[-2].lower()
@@ -37,7 +37,7 @@ def data_suffix(name: str) -> str:
 
 
 def kind_of_data(name: str) -> Kind:
-    """Tell what a name stands for. What does not exist is a hub name where it looks like one, else a file."""
+    """Return the kind of dataset that a name means. A name that does not exist is a Hub name if it looks like one."""
     if name == "demo":
         return "demo"
     if name.removesuffix("_dataset") in READY_DATASETS:
@@ -47,7 +47,7 @@ def kind_of_data(name: str) -> Kind:
     if is_url(name):
         return "url"
     path = Path(name).expanduser()
-    if os.path.lexists(path):  # unlike Path.exists, it raises nothing where it is not allowed to look
+    if os.path.lexists(path):  # Path.exists would raise an error without permission to look
         return "folder" if os.path.isdir(path) else "file"
     if glob.has_magic(name):
         return "glob"
@@ -55,19 +55,19 @@ def kind_of_data(name: str) -> Kind:
 
 
 def has_splits(name: str) -> bool:
-    """Tell whether rows of this dataset may come in splits, such as train and test."""
+    """Return whether this dataset may have splits, such as train and test."""
     kind = kind_of_data(name)
     return kind in ("ready", "folder", "hub") or (kind == "url" and not data_suffix(name))
 
 
 def is_split_of(validation: str, dataset: Any) -> bool:
-    """Tell whether validation is the name of a split of dataset and not of data."""
+    """Return whether `validation` names a split of `dataset`, not other data."""
     may_be = isinstance(dataset, str) and has_splits(dataset) and SPLIT_NAME.fullmatch(validation) is not None
     return may_be and kind_of_data(validation) in ("file", "glob") and not os.path.exists(validation)
 
 
 def data_files(folder: Path) -> Iterator[Path]:
-    """Yield the data files in a folder and the folders in it, hidden ones left out, in order of their names."""
+    """Yield the data files in a directory and its subdirectories, sorted by path, without hidden files."""
     for path in sorted(folder.rglob("*")):
         is_hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
         if data_suffix(path.name) and path.is_file() and not is_hidden:
@@ -75,13 +75,13 @@ def data_files(folder: Path) -> Iterator[Path]:
 
 
 def globbed(pattern: str) -> list[str]:
-    """Return the files that match, in order of their names."""
+    """Return the files that match the pattern, sorted by path."""
     found = glob.glob(str(Path(pattern).expanduser()), recursive=True)
     return sorted(file for file in found if Path(file).is_file())
 
 
 def data_problem(name: str) -> str | None:
-    """Say why `name` is no dataset, as far as can be seen from here; None where nothing is wrong."""
+    """Return why `name` is not a dataset, as far as that is known without reading it, or None."""
     kind, path = kind_of_data(name), Path(name).expanduser()
     if kind == "function":
         file = Path(name.rpartition(":")[0] or name).expanduser()
@@ -95,7 +95,7 @@ def data_problem(name: str) -> str | None:
         return None if files and all(map(data_suffix, files)) else f"matches no file, or not only {DATA_FORMS}."
     if kind != "file" or (path.is_file() and data_suffix(name)):
         return None
-    if path.exists():  # data are read more than once, so a pipe is none
+    if path.exists():  # data are read more than once, so a pipe cannot be used
         return f"unknown suffix. Supported: {DATA_FORMS}." if path.is_file() else NOT_REGULAR
     if (near := nearest_file(path)) or data_suffix(name):
         return f"no such file.{near}"

@@ -1,10 +1,12 @@
-"""Settings on their way out: --help, what differs from the defaults, a run's YAML, the JSON schema."""
+"""Write settings: as --help, as a list of differences from the defaults, as a run's YAML, and as a JSON schema."""
 
 import inspect
+import signal
+import sys
 import textwrap
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import yaml
 from pydantic import TypeAdapter
@@ -15,20 +17,30 @@ from llama_ft.config.settings import SECTIONS, SETTINGS, Config, Setting, values
 WIDTH, COLUMN = 100, 36
 PAD = " " * COLUMN
 WORDS = {"switch": "", "whole number": " N", "number": " X", "choice": " WORD", "text": " TEXT", "data": " TEXT"}
-# They belong to one run and not to what it does: a repetition gets a directory of its own and deletes nothing.
+# Settings that must differ in a repeated run: it gets a directory of its own and deletes nothing.
 ONE_RUN_ONLY = ("output_dir", "overwrite", "resume", "resume_allow_changes")
 
 
+def exit_with_help(text: str) -> NoReturn:
+    """Print what --help asks for, and exit; quietly if the reader, such as head, stops reading."""
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    print(text, end="")
+    sys.exit(0)
+
+
 def help_text(description: str, script: str) -> str:
-    """Return what --help prints.
+    """Return the text that --help prints.
 
     Args:
-        description: what the recipe does; its first paragraph is printed.
+        description: what the recipe does. Only its first paragraph is printed.
         script: the recipe as it was called, such as recipes/finetuning.py or /some/where/llama-ft-finetune.
     """
     name = Path(script).name
     python, torchrun = (name, f"--no-python {name}") if name.startswith("llama-ft-") else (f"python {script}", script)
-    usage = f"Usage:\n  {python} [flags]\n  torchrun --nproc_per_node 2 {torchrun} --enable_fsdp [flags]"
+    many = f"torchrun --nproc_per_node 2 {torchrun}"
+    if name.startswith("llama-ft "):  # and its verb
+        python, many = name, f"{name} --nproc 2"
+    usage = f"Usage:\n  {python} [flags]\n  {many} --enable_fsdp [flags]"
     notes = (
         "Write flags as --lr 1e-4 or --lr=1e-4, or with their section: --train.lr 1e-4. Switches need no value "
         "(--use_peft) or take true or false; --no_save_model turns one off. Write lists as a,b,c; none unsets a "
@@ -45,7 +57,7 @@ def help_text(description: str, script: str) -> str:
 
 
 def flags_text(settings: Mapping[str, Setting], title: str) -> str:
-    """Lay flags out: the name on the left, meaning, choices and default on the right."""
+    """Format flags in two columns: the name, then its meaning, choices and default."""
     lines = [title]
     for setting in settings.values():
         head = f"  --{setting.name}{WORDS.get(setting.kind, ' A,B')}"
@@ -68,10 +80,10 @@ def differences(config: Config) -> list[str]:
 
 
 def to_yaml(config: Config, header: str = "") -> str:
-    """Write the resolved configuration as YAML that `--config` reads.
+    """Write the resolved configuration as YAML that `--config` can read.
 
-    No secret can be in it: keys and tokens are no settings. output_dir, overwrite and what resumes a run are left out,
-    so that reading it again repeats the run in a new directory.
+    The YAML holds no secrets, because keys and tokens are not settings. It leaves out the settings in ONE_RUN_ONLY, so
+    that a run with this config repeats the run in a new directory.
 
     Args:
         config: the configuration.
@@ -87,7 +99,7 @@ def to_yaml(config: Config, header: str = "") -> str:
 
 
 def json_schema() -> dict[str, Any]:
-    """Return pydantic's schema (draft 2020-12) with the short forms that the loader takes too."""
+    """Return pydantic's schema (draft 2020-12), extended by the short forms that the loader also accepts."""
     schema = TypeAdapter(Config).json_schema()
     sections = schema["$defs"]
     validation = sections["DataConfig"]["properties"]["validation"]["anyOf"]

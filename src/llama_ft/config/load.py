@@ -1,4 +1,4 @@
-"""From a command line and a YAML config to one checked `Config`: first all names, values and paths, then the rules."""
+"""Load a `Config` from a command line and a YAML file: check all names, values and paths first, then the rules."""
 
 import sys
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from llama_ft import __version__
-from llama_ft.config.dump import help_text
+from llama_ft.config.dump import exit_with_help, help_text
 from llama_ft.config.messages import nearest, show, subject
 from llama_ft.config.parse import Parsed, as_keywords, read_flags, read_yaml
 from llama_ft.config.paths import check_paths
@@ -26,19 +26,17 @@ PLAIN = {
 
 
 def check_command_line(description: str, demo_config: Path) -> None:
-    """Answer --help and errors before anything slow is imported, and leave the words to fire as `--name=value`.
+    """Handle --help and errors before anything slow is imported, and rewrite sys.argv as `--name=value` for fire.
 
     Args:
         description: what the script does, for --help.
         demo_config: see `load`.
 
     Raises:
-        SystemExit: 0 after --help, 2 after the user's errors.
+        SystemExit: with 0 after --help, with 2 after a user's error.
     """
     if {"--help", "-h"} & set(sys.argv[1:]):
-        if rank() == 0:
-            print(help_text(description, script=sys.argv[0]), end="")
-        sys.exit(0)
+        exit_with_help(help_text(description, script=sys.argv[0]) if rank() == 0 else "")
     if "--version" in sys.argv[1:]:
         print(f"llama_ft {__version__}")
         sys.exit(0)
@@ -48,28 +46,28 @@ def check_command_line(description: str, demo_config: Path) -> None:
 
 
 def load_flags(flags: Mapping[str, str], demo_config: Path) -> tuple[Config, dict[str, str]]:
-    """Return what `load` does, out of flags (name -> text) as fire passes them on after `check_command_line`.
+    """Return what `load` returns, from flags (name -> text) as fire passes them on after `check_command_line`.
 
     Raises:
-        SystemExit: 2 after errors: of a file that has changed since.
+        SystemExit: with 2 after errors, for example if a file has changed since `check_command_line`.
     """
     with exit_on_error():
         return load([f"--{name}={text}" for name, text in flags.items()], demo_config)
 
 
 def load(argv: list[str], demo_config: Path | None = None, *, paths: bool = True) -> tuple[Config, dict[str, str]]:
-    """Read `--config` and the flags, the flags winning, and check everything.
+    """Read `--config` and the flags, and check everything. A flag overrides the config.
 
     Args:
-        argv: the words after the script's name.
-        demo_config: the config to take when the command line names neither a config nor a model nor a dataset.
-        paths: also check files and directories: that inputs exist, that output_dir may be written.
+        argv: the arguments after the script's name.
+        demo_config: the config to use if the command line names no config, no model and no dataset.
+        paths: also check files and directories: inputs must exist, and output_dir must be writable.
 
     Returns:
-        The configuration, and where each setting that was set was set: dotted name -> `--lr` or `configs/x.yaml:12`.
+        The configuration, and the place of each setting that was set: dotted name -> `--lr` or `configs/x.yaml:12`.
 
     Raises:
-        UserError: with one message for every error.
+        UserError: with one message per error.
     """
     flags = read_flags(argv)
     named = flags.values.pop("config", None)
@@ -80,7 +78,7 @@ def load(argv: list[str], demo_config: Path | None = None, *, paths: bool = True
     places = {**file.places, **{name: place for name, place in flags.places.items() if name in values}}
     config, wrong = convert(values, places)
     errors = [*file.errors, *flags.errors, *wrong.values()]
-    if not errors:  # rules over settings that are not what was meant would mislead
+    if not errors:  # after an error the rules would see default values and mislead
         valid = drop_overridden(values_of(config), places)
         config, _ = convert(valid, places)
         errors = broken_rules(valid, places)
@@ -94,7 +92,7 @@ def load(argv: list[str], demo_config: Path | None = None, *, paths: bool = True
 def convert(
     values: Mapping[str, Any], places: Mapping[str, str], settings_class: Any = Config
 ) -> tuple[Any, dict[str, str]]:
-    """Build a dataclass of settings; what cannot be converted keeps its default.
+    """Build a dataclass of settings. A value that cannot be converted keeps its default.
 
     Args:
         values: field name -> text, list, None or a value of the field's type.
@@ -102,7 +100,7 @@ def convert(
         settings_class: `Config`, or a pydantic dataclass without sections.
 
     Returns:
-        The instance, and field name -> message for each value that is not valid in itself.
+        The instance, and field name -> error message for each value that is invalid by itself.
     """
     table = SETTINGS if settings_class is Config else settings_of(settings_class)
     config, wrong = settings_class(), dict[str, str]()
@@ -114,13 +112,13 @@ def convert(
         try:
             part.__pydantic_validator__.validate_assignment(part, name, value)
         except ValidationError as refusal:
-            *_, error = refusal.errors(include_url=False)  # of a union the last: a list of datasets, not a text
+            *_, error = refusal.errors(include_url=False)  # the last error of a union: a list of datasets, not a text
             wrong[name] = _explain(subject(name, places), table[name], value, error)
     return config, wrong
 
 
 def _explain(head: str, setting: Setting, value: Any, error: Any) -> str:
-    """Say what is wrong with a value, in fewer words than pydantic's."""
+    """Return what is wrong with a value, in fewer words than pydantic's."""
     inside, candidates = error["loc"][2:], setting.choices
     if error["type"] == "extra_forbidden":  # a key in a part of a dataset mixture
         value, candidates = inside[-1], tuple(DatasetPart.__annotations__)

@@ -1,5 +1,7 @@
-"""How messages name a setting, show a value and guess what was meant: names that are not ours
-are llama-recipes' own, usual names of other trainers, and typing errors."""
+"""Parts of error messages: the name and place of a setting, its value, and a suggestion for an unknown name.
+
+Unknown names are names of llama-recipes, common names of other trainers, or typing errors.
+"""
 
 import difflib
 import json
@@ -12,7 +14,7 @@ from llama_ft.config.settings import SECTIONS, SETTINGS, Setting
 PEFT_METHOD = "peft_method can be lora or loha"
 TRANSLATIONS = "docs/migrate translates other trainers' names."
 
-# llama-recipes' dotted prefixes, and the sections whose fields they may name.
+# Prefixes of llama-recipes' dotted names, and the sections whose fields they can mean.
 LLAMA_RECIPES_PREFIXES: dict[str, tuple[str, ...]] = {
     "train_config": tuple(SECTIONS),
     "fsdp_config": ("fsdp", "train"),
@@ -21,7 +23,7 @@ LLAMA_RECIPES_PREFIXES: dict[str, tuple[str, ...]] = {
     "wandb_config": ("tracking",),
 }
 
-# llama-recipes' names without a meaning here, and what to do instead.
+# Names of llama-recipes that have no equivalent here, and what to do instead.
 LLAMA_RECIPES: dict[str, str] = {
     "one_gpu": "a run without torchrun is one process on one device. Remove it",
     "pure_bf16": "use precision bf16_pure",
@@ -48,7 +50,7 @@ LLAMA_RECIPES: dict[str, str] = {
     "custom_dataset.test_split": "use validation; a dataset function decides by itself",
     "task_type": "only causal language models are trained. Remove it",
     "inference_mode": "adapters are always trained. Remove it",
-    # Of its configurations of what does not exist here.
+    # Configuration classes of llama-recipes for features that do not exist here.
     "samsum_dataset": "use dataset samsum, and dataset_split",
     "grammar_dataset": "use dataset grammar, and dataset_split",
     "alpaca_dataset": "use dataset alpaca, or a file of columns instruction, input and output",
@@ -58,8 +60,8 @@ LLAMA_RECIPES: dict[str, str] = {
     **dict.fromkeys(("adapter_len", "adapter_layers", "num_virtual_tokens"), PEFT_METHOD),
 }
 
-# Names that a likeness of letters does not find, and what they are here: a setting, perhaps with a value.
-CONFIG = Setting("", "config", "text", (), False, None, "The YAML config that is read first.")  # a flag, no setting
+# Names of other trainers that are not spelled similarly, and the setting (perhaps with a value) that replaces them.
+CONFIG = Setting("", "config", "text", (), False, None, "The YAML config that is read first.")  # a flag, not a setting
 ALIASES: dict[str, str] = {
     "data_path": "dataset",
     "enable_activation_checkpointing": "activation_checkpointing full",
@@ -78,44 +80,44 @@ ALIASES: dict[str, str] = {
 
 
 def subject(name: str, places: Mapping[str, str]) -> str:
-    """Name a setting with the place where it was set.
+    """Return the name of a setting together with the place where it was set.
 
     Args:
         name: field name.
         places: field name -> place.
 
     Returns:
-        `--lr` as typed, `configs/mine.yaml:12: train.lr`, or `train.lr` where no place is known.
+        `--lr` as typed, `configs/mine.yaml:12: train.lr`, or `train.lr` if no place is known.
     """
-    if (place := places.get(name, "")).startswith("--"):  # of any tool; the rest is of settings
+    if (place := places.get(name, "")).startswith("--"):  # the flag of a tool or a setting
         return place
     return f"{place}: {SETTINGS[name].dotted}" if place else SETTINGS[name].dotted
 
 
 def show(value: Any) -> str:
-    """Show a value as it would be typed."""
+    """Return a value as a user would type it."""
     if isinstance(value, list):
         return json.dumps(value) if value and isinstance(value[0], dict) else f"[{','.join(map(str, value))}]"
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
 
 def size_text(size_bytes: float) -> str:
-    """Show a size in memory or on disk: `1.22 GiB`, `48.5 MiB`."""
+    """Return a number of bytes as text: `1.22 GiB`, `48.5 MiB`."""
     return f"{size_bytes / 2**30:,.2f} GiB" if size_bytes >= 2**30 else f"{size_bytes / 2**20:,.1f} MiB"
 
 
-LIKE_A_SLIP = 0.75  # below it other names are found that have a few letters in common
+LIKE_A_SLIP = 0.75  # at a lower similarity, unrelated names with a few common letters match too
 
 
 def nearest(word: str, candidates: Iterable[str], least: float = 0.6) -> str | None:
-    """Return the candidate that word is most likely a slip of, if any is near, `least` of at most 1."""
+    """Return the candidate most similar to `word`, or None if none has a similarity (0 to 1) of at least `least`."""
     names = {candidate.lower(): candidate for candidate in candidates}
     match = difflib.get_close_matches(word.lower(), names, n=1, cutoff=least)
     return names[match[0]] if match else None
 
 
 def nearest_file(path: Path) -> str:
-    """Return ` Did you mean <path>?` with the entry of the same folder whose name is nearest, or nothing."""
+    """Return ` Did you mean <path>?` with the most similar entry of the same directory, or an empty text."""
     try:
         others = [entry for entry in path.parent.iterdir() if entry.name != path.name]
     except OSError:
@@ -125,7 +127,7 @@ def nearest_file(path: Path) -> str:
 
 
 def known(name: str) -> Setting | None:
-    """Find the setting that a plain, dotted or llama-recipes name (`lr`, `train.lr`, `lora_config.r`) stands for."""
+    """Return the setting of a plain, dotted or llama-recipes name (`lr`, `train.lr`, `lora_config.r`), or None."""
     if name == "config":
         return CONFIG
     if name in ("quantization", "train_config.quantization"):
@@ -137,10 +139,10 @@ def known(name: str) -> Setting | None:
 
 
 def explain_unknown(name: str, as_key: bool = False) -> str:
-    """Return what to say after an unknown name.
+    """Return the text that follows an unknown name in an error message.
 
     Args:
-        name: the name, plain or with a prefix.
+        name: the unknown name, plain or with a prefix.
         as_key: the name is a key of a YAML file, not a flag.
     """
     prefix, _, field = name.rpartition(".")

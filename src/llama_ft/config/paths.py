@@ -1,5 +1,8 @@
-"""Check the files and folders a configuration names, without torch, before anything slow begins: what is read, and what
-may be written and replaced, which is nothing that llama_ft did not write, and nothing unasked."""
+"""Check the files and directories that a configuration names, before anything slow starts and without torch.
+
+Two questions: can the inputs be read, and may the output directory be written? A run replaces nothing without
+`--overwrite`, and never files that llama_ft did not write.
+"""
 
 import json
 import re
@@ -23,18 +26,18 @@ INPUTS = (
 TO_SAFETENSORS = "Convert it with Transformers:\nAutoModelForCausalLM.from_pretrained(...).save_pretrained(folder)"
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
-# Marks a directory as a run's. Other programs write a metrics.jsonl or checkpoints/ too; none writes this.
+# Marks a run's directory. Other programs also write a metrics.jsonl or checkpoints/, but none writes this file.
 RUN_MARKER = ".llama_ft-run"
 REFERENCE_FILE = "reference.safetensors"  # of a run and of each of its checkpoints; see training/reference.py
-# What a run writes into its directory, and so all that --overwrite may delete.
+# Everything that a run writes into its directory. --overwrite deletes nothing else.
 RUN_ENTRIES = (
     "status.json", "config.yaml", "metrics.jsonl", "checkpoints", "model", "facts.json", "plan.json", "report.html",
     "profile", "tensorboard", "wandb", REFERENCE_FILE,
 )  # fmt: skip
-# Of checkpoints/, only these: set-aside-* and what other people put there stay.
+# The entries of checkpoints/ that --overwrite may delete. set-aside-* and files of other programs stay.
 CHECKPOINT_ENTRIES = re.compile(r"(\.writing-|\.removing-)?step-\d{6,}|\.?best\.json")
-# All that an exported model's or adapter's folder holds, and so all that --overwrite may delete there. The base model's
-# Python files are not in it: they cannot be told from the user's.
+# Everything that the directory of an exported model or adapter can hold. --overwrite deletes nothing else. The base
+# model's Python files are missing here: they look like the user's own files.
 MODEL_PATTERNS = (
     "config.json", "generation_config.json", "model.safetensors", "model-[0-9]*-of-[0-9]*.safetensors",
     "model.safetensors.index.json", "adapter_config.json", "adapter_model.safetensors", "README.md", "tokenizer.json",
@@ -46,12 +49,12 @@ CARD_TAG = "\n- llama_ft\n"  # in the header of every model card that checkpoint
 
 
 def check_paths(values: Mapping[str, Any], places: Mapping[str, str], invalid: set[str]) -> list[str]:
-    """Return a message for each setting whose file or folder is not what it should be.
+    """Return an error message for each setting whose file or directory cannot be used.
 
     Args:
         values: all settings by field name.
         places: field name -> where it was set.
-        invalid: fields whose own value could not be read, which are left out.
+        invalid: fields whose own value could not be read. They are not checked.
     """
 
     def validation(name: str) -> str | None:
@@ -89,7 +92,7 @@ def check_paths(values: Mapping[str, Any], places: Mapping[str, str], invalid: s
 
 
 def file_problem(name: str) -> str | None:
-    """Say why `name` is no file that can be read."""
+    """Return why the file `name` cannot be read, or None."""
     file = Path(name).expanduser()
     if not file.exists():
         return f"no such file.{nearest_file(file)}"
@@ -97,19 +100,19 @@ def file_problem(name: str) -> str | None:
 
 
 def folder_problem(folder: Path, expected: str) -> str | None:
-    """Say why there is no such directory, which is expected to be one of something."""
+    """Return why `folder` is not an existing directory, or None. `expected` says what kind of directory is needed."""
     if not folder.exists():
         return f"no such directory.{nearest_file(folder)}"
     return None if folder.is_dir() else f"is a file; expected {expected}."
 
 
 def looks_local(name: str) -> bool:
-    """Tell a folder's path from a hub name: org/name is the hub's unless a folder of that name exists."""
+    """Return whether `name` is a path. org/name is a Hub name unless a directory of that name exists."""
     return name.startswith((".", "/", "~")) or name.count("/") > 1 or name.endswith("/") or Path(name).exists()
 
 
 def model_problem(name: str) -> str | None:
-    """Say why `name` is neither a folder with config.json and weights nor a hub name."""
+    """Return why `name` is neither a Hub name nor a directory with config.json and weights, or None."""
     if name == "demo" or not looks_local(name):
         return None
     has_weights = any(Path(name).expanduser().glob("*.safetensors"))
@@ -117,7 +120,7 @@ def model_problem(name: str) -> str | None:
 
 
 def _folder(name: str, *files: str) -> str | None:
-    """Say why `name` is no folder with these files."""
+    """Return why `name` is not a directory that holds these files, or None."""
     folder = Path(name).expanduser()
     if problem := folder_problem(folder, f"a directory with {' and '.join(files) or 'files'}"):
         return problem
@@ -125,10 +128,10 @@ def _folder(name: str, *files: str) -> str | None:
 
 
 def base_model_of(adapter: str) -> str:
-    """The model that a saved adapter says it was trained with: a folder or hub name.
+    """Return the base model that a saved adapter names: a directory or a Hub name.
 
     Raises:
-        UserError: it does not say, or means a revision of its own.
+        UserError: adapter_config.json cannot be read, names no base model, or names a revision other than main.
     """
     file = Path(adapter).expanduser() / "adapter_config.json"
     try:
@@ -142,10 +145,13 @@ def base_model_of(adapter: str) -> str:
 
 
 def run_entries(directory: Path) -> list[Path]:
-    """Return what a run wrote into directory, which is what `--overwrite` deletes; nothing if it is no run's.
+    """Return the existing paths that a run wrote into `directory`. `--overwrite` deletes exactly these.
 
     Args:
         directory: an output_dir; it need not exist.
+
+    Returns:
+        Paths; none if the directory has no RUN_MARKER.
     """
     if not (directory / RUN_MARKER).is_file():
         return []
@@ -155,7 +161,7 @@ def run_entries(directory: Path) -> list[Path]:
 
 
 def foreign_entries(directory: Path) -> str | None:
-    """Say which entries of directory are named as a run's but cannot be told from other people's files."""
+    """Return an error message if `directory` has entries with a run's names but no RUN_MARKER, or None."""
     held = [entry for entry in RUN_ENTRIES if (directory / entry).exists()]
     if not held or (directory / RUN_MARKER).is_file():
         return None
@@ -163,35 +169,32 @@ def foreign_entries(directory: Path) -> str | None:
 
 
 def output_dir_problem(directory: str, overwrite: bool, resume: str | None, inputs: Mapping[str, Any]) -> str | None:
-    """Say why a run cannot write into directory.
+    """Return why a run cannot write into `directory`, or None.
 
-    Rank 0 alone asks, because it alone writes: on the others the answer would be about the run that it has begun.
+    Only rank 0 checks, because only rank 0 writes: another rank could already see files of the run that is starting.
 
     Args:
         directory: output_dir.
-        overwrite: whether a run that is there may be replaced.
-        resume: what the run continues, if anything.
-        inputs: field name -> file or folder the run reads, which replacing a run must not delete.
-
-    Returns:
-        What is wrong, or None.
+        overwrite: whether an existing run may be replaced.
+        resume: `auto`, or the checkpoint that the run continues, or None.
+        inputs: field name -> file or directory that the run reads. Replacing a run must not delete it.
     """
     path = Path(directory).expanduser()
     obstacle = not_writable(path) if rank() == 0 else None
     if obstacle or rank() != 0 or not any((path / entry).exists() for entry in RUN_ENTRIES):
-        return obstacle  # other people's files may stay
-    # torchrun may have started the ranks again; checkpoint/run_directory.py finds that out before anything is written.
-    goes_on = resume == "auto" or may_be_restarted()
-    goes_on = goes_on or (resume is not None and Path(resume).expanduser().resolve().is_relative_to(path.resolve()))
+        return obstacle  # files of other programs may stay
+    # torchrun may have restarted the ranks. checkpoint/run_directory.py finds that out before it writes anything.
+    resumes = resume == "auto" or may_be_restarted()
+    resumes = resumes or (resume is not None and Path(resume).expanduser().resolve().is_relative_to(path.resolve()))
     if foreign := foreign_entries(path):
         return foreign
-    if not goes_on and not overwrite:
+    if not resumes and not overwrite:
         return "already holds a run. Choose another output_dir, --resume auto to continue it, or --overwrite."
     return deleted_input(run_entries(path), inputs) if overwrite and not attempt() else None
 
 
 def model_dir_problem(directory: str, overwrite: bool, inputs: Mapping[str, str | None]) -> str | None:
-    """Say why a model cannot be written into directory, a folder of its own. See `output_dir_problem`."""
+    """Return why a model cannot be exported into `directory`, or None. Arguments: see `output_dir_problem`."""
     path = Path(directory).expanduser()
     obstacle = not_writable(path)
     if obstacle or not path.exists() or not any(path.iterdir()):
@@ -208,7 +211,7 @@ def model_dir_problem(directory: str, overwrite: bool, inputs: Mapping[str, str 
 
 
 def deleted_input(entries: list[Path], inputs: Mapping[str, str | None]) -> str | None:
-    """Say which input lies in one of the entries, which are to be deleted."""
+    """Return an error message if deleting `entries` would delete one of the inputs, or None."""
     for name, value in inputs.items():
         source = Path((value or "").rpartition(".py:")[0] or value or "/").expanduser().resolve()
         if held := next((entry for entry in entries if source.is_relative_to(entry.resolve())), None):
@@ -217,9 +220,10 @@ def deleted_input(entries: list[Path], inputs: Mapping[str, str | None]) -> str 
 
 
 def not_writable(path: Path) -> str | None:
-    """Say why nothing can be written to path.
+    """Return why nothing can be written to `path`, or None.
 
-    Tries the nearest folder that exists: permission bits say yes to root even where nothing can be written.
+    It creates a temporary directory in the nearest existing parent. Permission bits are not enough: they allow root
+    everything, even on a read-only disk.
     """
     existing = next(parent for parent in (path, *path.absolute().parents) if parent.exists() or parent.is_symlink())
     if not existing.is_dir():

@@ -1,4 +1,4 @@
-"""Rules over several settings: impossible combinations, and settings that have no effect beside others.
+"""Rules over several settings: impossible combinations, and settings that other settings make ineffective.
 
 A setting without effect is an error, too: whoever sets it expects one. All rules run, so that everything is reported at
 once.
@@ -63,6 +63,8 @@ RULES: tuple[tuple[str, Callable[[Any], Any], str], ...] = (
      "is {}, and target_modules names one of them, too. A module gets an adapter or is fully trained, not both."),
     ("target_parameters", lambda s: s.target_parameters and (s.lora_dropout or s.use_dora),
      "is {}, and adapters of parameters support neither dropout nor DoRA. Remove lora_dropout and use_dora."),
+    ("init_lora_weights", lambda s: s.init_lora_weights.startswith("pissa") and (s.lora_dropout or s.weight_decay),
+     "is {}, which supports neither lora_dropout nor weight_decay. Remove them."),
     ("mode", lambda s: s.mode != "none" and not s.use_peft,
      "is {}, and quantized weights cannot be trained. Add use_peft, which trains adapters."),
     ("block_size", lambda s: s.block_size.bit_count() != 1, "is {}; bitsandbytes supports 32, 64, 128, ... 4096."),
@@ -98,7 +100,7 @@ RULES: tuple[tuple[str, Callable[[Any], Any], str], ...] = (
     ("dataset_format", lambda s: s.dataset_format not in ("auto", UNPAIRED) and s.objective == "kto",
      "is {}, and kto is trained on completions with a label. Leave it out: pairs are recognized, too."),
     ("dataset_format", lambda s: s.dataset_format == PAIRS and s.objective == "sft",
-     "is {}, which objective dpo, ipo, simpo and orpo are trained on. Choose one."),
+     "is {}, which objective dpo, ipo, simpo, orpo and reward are trained on. Choose one."),
     ("dataset_format", lambda s: s.dataset_format == UNPAIRED and s.objective == "sft",
      "is {}, which objective kto is trained on. Add it."),
     ("truncation", lambda s: s.truncation == "split" and s.objective != "sft",
@@ -147,7 +149,9 @@ CONDITIONS: tuple[tuple[list[str], str, Callable[[Any], Any]], ...] = (
     (ADAPTER_FIELDS, "from_peft_checkpoint", lambda it: it is None),  # the saved adapter's own settings are used
     (["overwrite"], "output_dir", bool),
     (["label_smoothing_factor"], "objective", lambda it: it == "sft"),
-    (["beta"], "objective", lambda it: it != "sft"),
+    (["beta"], "objective", lambda it: it not in ("sft", "reward")),
+    (["center_rewards_coefficient"], "objective", lambda it: it == "reward"),
+    (["sample_tokens"], "objective", lambda it: it != "reward"),  # it writes no text
     (["label_smoothing"], "objective", lambda it: it in ("dpo", "simpo")),
     (["reference_model"], "objective", lambda it: it in WITH_REFERENCE),
     (["simpo_gamma"], "objective", lambda it: it == "simpo"),

@@ -67,10 +67,11 @@ class DatasetPart(TypedDict):
 class PreferenceConfig:
     """What is trained: answers, or preferences between answers. Names and defaults are TRL's."""
 
-    objective: Literal["sft", "dpo", "ipo", "kto", "simpo", "orpo"] = "sft"
+    objective: Literal["sft", "dpo", "ipo", "kto", "simpo", "orpo", "reward"] = "sft"
     """sft: supervised fine-tuning. kto learns from completions with a label, the others from pairs of a chosen and a
     rejected response. dpo, ipo and kto compare with a reference, which is the model before training unless
-    reference_model names another. simpo and orpo have none."""
+    reference_model names another. simpo and orpo have none. reward: a reward model, with a head that scores responses
+    in the place of the LM head."""
 
     beta: Annotated[float, Field(gt=0)] = 0.1
     """dpo, ipo, kto: strength of the reference; with a lower beta the model moves further from it. simpo: factor on
@@ -91,6 +92,9 @@ class PreferenceConfig:
 
     undesirable_weight: Annotated[float, Field(gt=0)] = 1.0
     """kto: factor on the losses of undesirable completions."""
+
+    center_rewards_coefficient: Annotated[float, Field(ge=0)] = 0.0
+    """reward: weight of the squared sum of both scores, which keeps scores around 0; such as 0.01."""
 
 
 @dataclass(config=STRICT, kw_only=True)

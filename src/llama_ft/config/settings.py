@@ -219,7 +219,7 @@ class TrainConfig:
     """Answer a prompt of the validation set before and after training, with at most N new tokens; 0 = do not."""
 
     sample_prompts: list[str] | None = None
-    """Prompts that sample_tokens answers instead."""
+    """Prompts that sample_tokens answers instead. Quote those with commas: '["Hello, you?", "Who?"]'."""
 
     sample_steps: CountOrZero = 0
     """Answer these prompts also every N optimizer steps; 0 = do not."""
@@ -297,8 +297,9 @@ class PeftConfig:
     modules_to_save: list[str] | None = None
     """Modules that are trained whole and saved with the adapter, such as lm_head."""
 
-    init_lora_weights: Literal["default", "gaussian"] = "default"
-    """default: A Kaiming uniform, B zero. gaussian: A normal with deviation 1/r, B zero."""
+    init_lora_weights: Literal["default", "gaussian", "pissa", "pissa_niter_16"] = "default"
+    """default: A Kaiming uniform, B zero. gaussian: A normal with deviation 1/r, B zero. pissa: the r largest singular
+    values of the weight, exact or by 16 subspace iterations; the adapter is saved as plain LoRA of rank 2r."""
 
 
 @dataclass(config=STRICT, kw_only=True)

@@ -1,11 +1,11 @@
-"""How a tool's command line is read: a dataclass of its flags, by the parser of the settings."""
+"""Read the command line of a tool: its flags are a dataclass, and the parser is that of the settings."""
 
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from llama_ft.config.dump import flags_text
+from llama_ft.config.dump import exit_with_help, flags_text
 from llama_ft.config.load import convert
 from llama_ft.config.messages import nearest
 from llama_ft.config.parse import Parsed, read_flags
@@ -22,20 +22,20 @@ def read(
     """Read a tool's own flags.
 
     Args:
-        argv: the words after the script's name.
-        flags: the dataclass of its flags; a field `places` takes the words that stand alone.
-        description: what the script does; its first paragraph is printed by --help.
-        other_names: further name of a flag -> its name.
+        argv: the arguments after the script's name.
+        flags: the dataclass of its flags. Its field `places` takes the positional arguments.
+        description: what the script does. --help prints its first paragraph.
+        other_names: alias of a flag -> its name.
 
     Returns:
-        The flags, where each was set, and the errors.
+        The flags, where each was set, and the error messages.
     """
     table = settings_of(flags)
     places = table.pop("places", None)
     if {"--help", "-h"} & set(argv):
         text = flags_text(table, f"Flags of {Path(sys.argv[0]).name}:")
-        print(description.partition("\n\n")[0], *([places.meaning] if places else []), text, sep="\n\n")
-        sys.exit(0)
+        about = [description.partition("\n\n")[0], *([places.meaning] if places else []), text]
+        exit_with_help("\n\n".join(about) + "\n")
 
     def explain(name: str) -> str:
         meant = nearest(name, table)
@@ -48,6 +48,6 @@ def read(
 
 
 def check(errors: list[str]) -> None:
-    """Raise UserError if there are errors."""
+    """Raise a UserError with all `errors`, if there are any."""
     if errors:
         raise UserError(*errors)

@@ -1,4 +1,4 @@
-"""Rows -> messages -> tokens and loss mask -> batches, with the embedded demo among the datasets."""
+"""Raw samples -> messages -> tokens and loss mask -> batches. The embedded demo is one of the datasets."""
 
 from llama_ft.data.batches import (
     Batch,

@@ -1,10 +1,10 @@
-"""Which rows each rank sees at each step, and how they become tensors.
+"""Plan which samples each rank sees at each step, and build tensors from them.
 
-The order is a pure function of (seed, epoch, step), and the rows of a global batch do not depend on how many ranks
-share it: a run resumed on other hardware goes on with the same batches. What is dealt are packs of rows, or with
-padding single rows:
+The order depends on (seed, epoch, step) only, and the samples of a global batch do not depend on the number of ranks.
+So a run that resumes on other hardware continues with the same batches. The items that are distributed are packed
+sequences, or with padding single samples:
 
-    one permutation an epoch   7 2 9 4 | 0 5 1 8 | 3 6          | = global batches, the last one smaller
+    one permutation per epoch  7 2 9 4 | 0 5 1 8 | 3 6          | = global batches, the last one smaller
     one global batch           9 2 4 7                          longest first
     2 ranks, micro_batch 1     rank 0: [9] [4]   rank 1: [2] [7]
 """
@@ -27,13 +27,16 @@ from llama_ft.data.tokenize import IGNORED
 from llama_ft.errors import counted
 
 FILLER_TOKENS = 8
-BATCHES_PER_BUCKET = 50  # global batches whose rows are sorted by length together; transformers' group_by_length has 50
+BATCHES_PER_BUCKET = 50  # global batches sorted by length together, as in transformers' group_by_length
 
 
 class StepPlan(NamedTuple):
-    """One optimizer step of one rank: row indices per micro-batch (as many micro-batches on every rank, [] if no row
-    is left for this one); how many labels count in the loss, and how many samples (a pair is one) there are, in the
-    whole global batch over all ranks."""
+    """One optimizer step of one rank.
+
+    The first field holds the indices of samples, one list per micro-batch. Every rank has the same number of
+    micro-batches; a list is empty if no sample is left for this rank. The counts are those of the whole global batch
+    over all ranks: labels in the loss, and samples (a preference pair is one sample).
+    """
 
     micro_batches: list[list[int]]
     target_tokens: int
@@ -41,17 +44,18 @@ class StepPlan(NamedTuple):
 
 
 class BatchSampler:
-    """The rows of every step of every epoch.
+    """Chooses the samples of every step of every epoch.
 
     Args:
-        lengths: tokens of each row.
-        target_tokens: labels of each row that count in the loss.
-        pack_length: tokens of a packed sequence; None: no packing, each row is dealt by itself.
-        global_batch, micro_batch: most packs (or rows) of an optimizer step of all ranks, of a micro-batch of one.
-        world_size, rank: ranks that share them, and the one this plan is for.
-        seed: of the order.
-        group: so many neighbouring rows, the examples of one sample, are dealt, packed and batched together. Where
-            rows are counted above, groups are, and a pack has room for `group` times its length.
+        lengths: tokens of each sample.
+        target_tokens: labels in the loss of each sample.
+        pack_length: tokens of a packed sequence; None: no packing.
+        global_batch: maximum packed sequences (or samples) of an optimizer step over all ranks.
+        micro_batch: maximum packed sequences (or samples) of a micro-batch of one rank.
+        world_size, rank: number of ranks, and the rank of this plan.
+        seed: seed of the shuffle.
+        group: number of neighboring rows that are the examples of one sample. They stay in one micro-batch. All counts
+            above are then counts of groups, and a packed sequence has room for `group` times its length.
     """
 
     def __init__(
@@ -73,25 +77,25 @@ class BatchSampler:
             self._packs, self._sizes = pack_rows(self._lengths, pack_length * group)
         self.pack_length, self.global_batch, self._group = pack_length, global_batch, group
         self._world_size, self._rank, self._micro_batch, self._seed = world_size, rank, micro_batch, seed
-        self._order: tuple[int, numpy.ndarray, numpy.ndarray] | None = None  # the epoch, and what _epoch makes of it
+        self._order: tuple[int, numpy.ndarray, numpy.ndarray] | None = None  # (epoch, results of `_epoch`)
 
     @classmethod
     def of(cls, rows: Dataset, **layout: Any) -> "BatchSampler":
-        """Plan tokenized rows, columns as of `build.FEATURES`."""
+        """Plan tokenized samples. `rows` has the columns `build.FEATURES`."""
         target_tokens = rows.with_format("arrow")[:]["target_tokens"].to_numpy()
         return cls(row_lengths(rows), target_tokens, group=group_size(rows), **layout)
 
     def __len__(self) -> int:
-        """Packs, or rows, of an epoch."""
+        """Packed sequences, or samples, per epoch."""
         return len(self._sizes)
 
     @property
     def steps_per_epoch(self) -> int:
-        """Optimizer steps in which every row is seen once; the last may be smaller."""
+        """Optimizer steps per epoch. Each sample is used once; the last step may be smaller."""
         return math.ceil(len(self) / self.global_batch)
 
     def describe(self) -> str:
-        """How rows are laid out, for people."""
+        """Return a log line about packing or padding."""
         if self.pack_length is None:
             return "samples of a micro-batch are padded to the longest of them"
         capacity = self.pack_length * self._group
@@ -100,10 +104,10 @@ class BatchSampler:
         return f"{counted(len(self._lengths), 'sample')} in {packed}, {fill:.1%} full"
 
     def step(self, epoch: int, step_in_epoch: int) -> StepPlan:
-        """Return this rank's share of a step.
+        """Return this rank's part of a step.
 
-        Within the global batch they go longest first, and each micro-batch is dealt over the ranks like cards: the
-        ranks then compute on like numbers of tokens at the same time, and none waits long for another.
+        The global batch is sorted by length in descending order and distributed round-robin over the ranks. So all
+        ranks compute on a similar number of tokens at the same time, and none waits long for another.
 
         Args:
             epoch: counted from 0.
@@ -115,24 +119,29 @@ class BatchSampler:
         batch = batch[numpy.argsort(-self._sizes[batch], kind="stable")]
         members = [[int(item)] if self._packs is None else rows[self._packs[item]].tolist() for item in batch]
         return StepPlan(
-            [_rows_of(share, self._group) for share in _deal(members, self._world_size, self._rank, self._micro_batch)],
+            [_rows_of(share, self._group) for share in _part(members, self._world_size, self._rank, self._micro_batch)],
             target_tokens=int(self._target_tokens[_rows_of(members)].sum()),
             samples=len(_rows_of(members)),
         )
 
     def _epoch(self, epoch: int) -> tuple[numpy.ndarray, numpy.ndarray]:
-        """The rows from longest to shortest, those of one length in the epoch's own order; and the order of packs, or
-        rows. So each epoch has other rows together in a pack, and as many packs."""
+        """Return the order of an epoch: samples by descending length, and a permutation of the items.
+
+        Samples of equal length are in the epoch's own order. So each epoch packs other samples together, in the same
+        number of packed sequences.
+        """
         if self._order is None or self._order[0] != epoch:
             generator = torch.Generator().manual_seed(mixed(self._seed, epoch))
             shuffled = torch.randperm(len(self._lengths), generator=generator).numpy()
             rows = shuffled[numpy.argsort(-self._lengths[shuffled], kind="stable")]
-            self._order = epoch, rows, self._dealt(shuffled, generator)
+            self._order = epoch, rows, self._item_order(shuffled, generator)
         return self._order[1:]
 
-    def _dealt(self, shuffled: numpy.ndarray, generator: torch.Generator) -> numpy.ndarray:
-        """The order of packs: any. That of rows: those of like length in one global batch, batches in random order,
-        the smaller one last."""
+    def _item_order(self, shuffled: numpy.ndarray, generator: torch.Generator) -> numpy.ndarray:
+        """Return the order of the items. Packed sequences: random. Samples: batches of similar length, in random order.
+
+        The incomplete batch of samples is always the last one.
+        """
         if self._packs is not None:
             return torch.randperm(len(self), generator=generator).numpy()
         full = len(shuffled) // self.global_batch * self.global_batch
@@ -154,15 +163,18 @@ def evaluation_batches(
     pack_length: int | None = None,
     group: int = 1,
 ) -> list[list[int]]:
-    """Return this rank's batches of an evaluation: every row on exactly one rank, as many batches on each.
+    """Return this rank's batches of an evaluation. Every sample is on exactly one rank; all ranks have as many batches.
 
     Args:
-        lengths: tokens of each row of the validation data.
-        world_size, rank: ranks that share them, and the one asked for.
-        batch_size: most rows, or packs, in a batch of one rank.
-        max_batches: most batches of a rank; 0 = all rows.
+        lengths: tokens of each sample of the validation set.
+        world_size, rank: number of ranks, and the rank of these batches.
+        batch_size: maximum samples, or packed sequences, of a batch of one rank.
+        max_batches: maximum batches per rank; 0 = all samples.
         pack_length: tokens of a packed sequence; None: no packing.
-        group: as of `BatchSampler`.
+        group: see `BatchSampler`.
+
+    Returns:
+        The indices of samples, one list per batch.
     """
     lengths = _of_groups(lengths, group)
     members = [[row] for row in range(len(lengths))]
@@ -170,33 +182,34 @@ def evaluation_batches(
         packs, _ = pack_rows(lengths, pack_length * group)
         rows = numpy.argsort(-lengths, kind="stable")
         members = [rows[slots].tolist() for slots in packs]
-        # the first packs hold the longest rows: max_batches should see some of all
+        # The first packed sequences hold the longest samples. With max_batches, samples of all lengths should be used.
         members = [members[pack] for pack in numpy.random.default_rng(0).permutation(len(members))]
-    batches = [_rows_of(share, group) for share in _deal(members, world_size, rank, batch_size)]
+    batches = [_rows_of(share, group) for share in _part(members, world_size, rank, batch_size)]
     return batches[:max_batches] if max_batches else batches
 
 
 def pack_rows(lengths: numpy.ndarray, pack_length: int) -> tuple[list[numpy.ndarray], numpy.ndarray]:
-    """Put whole samples into few packs: longest first, each into the fullest pack that has room.
+    """Pack whole samples into few sequences: longest first, each into the fullest sequence with enough room.
 
         lengths 5 3 3 2 2 1, pack_length 8    pack 0: 5 3    pack 1: 3 2 2 1, which are slots [0 1] and [2 3 4 5]
 
-    On lengths as they occur the packs are within 2 % of the least number, within 4 % if most samples have nearly one
-    length. Which slots share a pack depends on the lengths alone, not on which sample has which.
+    On real lengths the number of packed sequences is at most 2% above the minimum, or 4% if nearly all samples have the
+    same length. Which slots share a sequence depends on the lengths only, not on which sample is in which slot.
 
     Args:
         lengths: tokens of each sample, 1 to pack_length.
         pack_length: tokens of a packed sequence.
 
     Returns:
-        The slots of each pack, where slot n is the n-th longest sample; and the tokens of each pack, int64 [packs].
+        The slots of each packed sequence, where slot n is the n-th longest sample; and the tokens of each packed
+        sequence, int64 [packed sequences].
 
-    Source: D. S. Johnson, Near-optimal bin packing algorithms, 1973: at most 11/9 of the least number, plus 4.
+    Source: D. S. Johnson, Near-optimal bin packing algorithms, 1973: at most 11/9 of the minimum, plus 4.
     """
     longest_first = numpy.sort(lengths)[::-1]
     pack_of_slot = numpy.empty(len(longest_first), dtype=numpy.int64)
-    with_room: dict[int, list[int]] = {}  # free tokens -> packs
-    free_sizes: list[int] = []  # the keys of with_room, ascending
+    with_room: dict[int, list[int]] = {}  # free tokens -> packed sequences
+    free_sizes: list[int] = []  # keys of with_room, ascending
     count = 0
     for slot, length in enumerate(longest_first.tolist()):
         at = bisect_left(free_sizes, length)
@@ -218,55 +231,54 @@ def pack_rows(lengths: numpy.ndarray, pack_length: int) -> tuple[list[numpy.ndar
     return numpy.split(numpy.argsort(pack_of_slot, kind="stable"), ends[:-1]), tokens
 
 
-def _deal(items: list[list[int]], world_size: int, rank: int, batch_size: int) -> list[list[list[int]]]:
-    """This rank's part of each round of world_size x batch_size items."""
+def _part(items: list[list[int]], world_size: int, rank: int, batch_size: int) -> list[list[list[int]]]:
+    """Return this rank's part of each round of world_size x batch_size items."""
     share = world_size * batch_size
     return [items[first : first + share][rank::world_size] for first in range(0, len(items), share)]
 
 
 def _of_groups(numbers: Sequence[int] | numpy.ndarray, group: int) -> numpy.ndarray:
-    """Sums over the rows of each group."""
+    """Return the sum over each group of `group` neighboring numbers."""
     return numpy.asarray(numbers).reshape(-1, group).sum(1)
 
 
 def _rows_of(members: list[list[int]], group: int = 1) -> list[int]:
-    """The rows of groups that are given pack by pack."""
+    """Return the table rows of all groups of all packed sequences."""
     return [first * group + row for groups in members for first in groups for row in range(group)]
 
 
 def mixed(*numbers: int) -> int:
-    """A seed made of several numbers; seed + epoch would repeat the order of seed 43's first epoch in seed 42's
-    second."""
+    """Return a seed made of several numbers. (Seed + epoch would repeat epoch 0 of seed 43 as epoch 1 of seed 42.)"""
     return int.from_bytes(hashlib.sha256(" ".join(map(str, numbers)).encode()).digest()[:8], "big") >> 1
 
 
 @dataclass(frozen=True)
 class Batch:
-    """A micro-batch: packed rows one after another, or rows padded on the right to the longest.
+    """A micro-batch: packed samples in one sequence, or samples padded on the right to the longest one.
 
         packed   input_ids  a a a b b c c c c     padded   a a a .     row_lengths 3 2 4
                  labels     - a a - b - c c c              b b . .
                                                            c c c c
-    Labels are -100 on padding and where not trained. They are not shifted; a packed row's first label is -100, since
-    what stands before it is another row.
+    Labels are -100 on padding and on tokens that are not in the loss. They are not shifted. The first label of a packed
+    sample is -100, because the token before it belongs to another sample.
     """
 
-    input_ids: torch.Tensor  # int64 [1, tokens] packed, [rows, length] padded
-    labels: torch.Tensor  # of the same dtype and shape
-    row_lengths: list[int]  # tokens of each row
+    input_ids: torch.Tensor  # int64: packed [1, tokens], padded [samples, length]
+    labels: torch.Tensor  # same dtype and shape
+    row_lengths: list[int]  # tokens of each sample
     is_packed: bool
-    sources: list[str]  # the place of each row, for messages
+    sources: list[str]  # place of each sample, for messages
     # The label of each row that is a completion with one, None for others; empty for a rank without rows.
     desirable: Sequence[bool | None] = ()
 
     @property
     def tokens(self) -> int:
-        """Input tokens without padding."""
+        """Number of input tokens without padding."""
         return sum(self.row_lengths)
 
     @property
     def target_tokens(self) -> int:
-        """Labels that count in the loss."""
+        """Number of labels in the loss."""
         return int((self.labels[:, 1:] != IGNORED).sum())
 
     def rows(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -279,22 +291,22 @@ class Batch:
 
     @property
     def attention_mask(self) -> torch.Tensor:
-        """int64 [rows, length] of a padded batch, 1 on tokens, 0 on padding."""
+        """The mask of a padded batch, int64 [samples, length]: 1 on tokens, 0 on padding."""
         positions = torch.arange(self.input_ids.shape[1])
         return (positions < torch.tensor(self.row_lengths).unsqueeze(1)).long()
 
 
 def collate(dataset: Dataset, indices: Sequence[int], pad_token_id: int, is_packed: bool = False) -> Batch:
-    """Make a batch of the rows at `indices`.
+    """Make a batch of the samples at `indices`.
 
-    For no indices it is the beginning of row 0 with no label: a rank without rows still has to run
-    forward and backward, because the others wait for it in the collectives. It adds nothing to loss or gradient.
+    Without indices it is the beginning of sample 0 with no label: a rank without samples must still run forward and
+    backward, because the other ranks wait for it in the collectives. This batch adds nothing to loss and gradients.
     """
     table = dataset.with_format("arrow")[list(indices) or [0]]
     input_ids, labels = (
         torch.from_numpy(table[name].combine_chunks().flatten().to_numpy().astype(numpy.int64))
         for name in ("input_ids", "labels")
-    )  # of all rows, one after another
+    )  # the tokens of all samples, concatenated
     lengths = table["input_ids"].combine_chunks().value_lengths().to_pylist()
     sources, desirable = table["source"].to_pylist(), table["desirable"].to_pylist()
     if not indices:
@@ -309,23 +321,24 @@ def collate(dataset: Dataset, indices: Sequence[int], pad_token_id: int, is_pack
 
 
 def collate_step(dataset: Dataset, step: StepPlan, pad_token_id: int, pack_length: int | None) -> list[Batch]:
-    """Make the micro-batches of a step."""
+    """Make the micro-batches of a step. With a `pack_length` they are packed, otherwise padded."""
     return [collate(dataset, rows, pad_token_id, pack_length is not None) for rows in step.micro_batches]
 
 
 def pad_token_id(tokenizer: PreTrainedTokenizerBase, vocabulary_size: int | None = None) -> int:
-    """The id to pad with: the tokenizer's pad, else its eos, else 0; below vocabulary_size, the model's, if given.
+    """Return the id to pad with: the tokenizer's pad token, else its EOS, else 0; always below `vocabulary_size`.
 
-    Any would do: padding is masked by position, so a pad token that is the eos too is still learned as the end of a
-    message.
+    The choice does not change the training: padding is masked by position. So a pad token that is also the EOS is still
+    learned as the end of a message.
     """
     ids = (tokenizer.pad_token_id, tokenizer.eos_token_id)
     return next((id_ for id_ in ids if id_ is not None and (vocabulary_size is None or id_ < vocabulary_size)), 0)
 
 
 def row_lengths(dataset: Dataset) -> numpy.ndarray:
-    """Tokens of each row, read from the offsets of the Arrow lists: no token is touched. A row with another completion
-    counts at least as much as the sample's own: of a full packed sequence at most half is then trained on, as planned.
+    """Return the tokens of each sample, from the offsets of the Arrow lists, without reading any token. An example with
+    another completion counts at least as much as the sample's own: of a full packed sequence at most half is then
+    trained on, as planned.
     """
     table = dataset.with_format("arrow")[:]
     lengths = pyarrow.compute.list_value_length(table["input_ids"]).to_numpy()
@@ -334,7 +347,7 @@ def row_lengths(dataset: Dataset) -> numpy.ndarray:
 
 
 def group_size(dataset: Dataset) -> int:
-    """How many neighbouring rows belong together: as many examples as an objective makes of one sample."""
+    """Return how many neighboring rows belong to one sample: the number of examples that the objective makes of it."""
     sizes: list[int] = dataset.with_format("arrow")[:]["group"].unique().to_pylist()
     if len(sizes) > 1:
         raise ValueError(f"the objective made {sizes} examples of a sample; expected one number for all")

@@ -1,7 +1,7 @@
-"""Tokenizing a dataset to disk: chunks of rows go out to several processes, tables of tokens come back in order.
+"""Tokenize a dataset to disk with several processes. They receive chunks of samples and return tables of tokens.
 
-The processes are forked: they answer after 0.06 s and hold 9 MiB each, where spawned ones would import the recipe
-again (41 s until four work). They use neither torch nor the GPU nor the console.
+The processes are forked. A forked process starts in 0.06 s and takes 9 MiB. A spawned one would import the recipe again
+(41 s until four are ready). The processes use neither torch nor the GPU nor the console.
 """
 
 import gc
@@ -31,11 +31,11 @@ from llama_ft.data.formats import UNPAIRED, BadRow, Message, is_desirable
 from llama_ft.data.sources import Source
 from llama_ft.data.statistics import BAD, ROW, SKIPPED, TRUNCATED, WHOLE, SplitStatistics
 from llama_ft.data.tokenize import Encoded, Encoder, Example, ExamplesOf, mismatch, unpaired_examples
-from llama_ft.errors import RunFailure, UserError
+from llama_ft.errors import RunFailure, UserError, counted
 from llama_ft.processes import end_with
 
-# Examples, or pieces of them. `group` neighbouring ones are of one row and stay together; `source` is the row's place.
-# `desirable` is the label of a completion that has one, and null for all others.
+# Tokenized examples or pieces of them. `group` neighboring rows of the table belong to one sample and stay together.
+# `source` is the place of that sample. `desirable` is the label of a completion that has one, and null for all others.
 FEATURES = Features(
     {
         **{name: List(Value("int32")) for name in ("input_ids", "labels")},
@@ -50,22 +50,22 @@ NOTES: dict[tuple[bool | None, int], str]
 NOTES = {(True, 0): ", desirable", (False, 0): ", undesirable", (True, 1): OTHER, (False, 1): OTHER}
 CHUNK_ROWS, CHUNK_BYTES = 256, 2**20
 BAD_ROWS_SHOWN = 5
-BAD_ROWS_COUNTED = 1000  # a run with so many does not look for more
-Chunk = list[tuple[str, bytes]]  # some neighbouring rows: place; row and format, pickled, as their size is then known
+BAD_ROWS_COUNTED = 1000  # at this number of bad samples the run stops reading
+Chunk = list[tuple[str, bytes]]  # neighboring samples: place; sample and format, pickled to know the size
 
 
 class EncodedChunk(NamedTuple):
-    """What became of a chunk."""
+    """The result of tokenizing a chunk."""
 
-    table: pyarrow.Table  # what is trained on, columns of FEATURES
-    row_of_piece: numpy.ndarray  # which row of the chunk each row of the table is of
-    rows: numpy.ndarray  # what became of each row of the chunk, see `ROW`
-    largest_id: int  # of the table's tokens, -1 without any
-    problems: list[str]  # the bad rows, each with its place
+    table: pyarrow.Table  # the examples, with the columns of FEATURES
+    row_of_piece: numpy.ndarray  # for each row of the table, the index of its sample in the chunk
+    rows: numpy.ndarray  # dtype `ROW`, one entry per sample of the chunk
+    largest_id: int  # of the table's tokens; -1 if it is empty
+    problems: list[str]  # one text per bad sample, with its place
 
 
 def chunks_of(source: Source, wanted: str) -> Iterator[Chunk]:
-    """Group rows by number and size, so that memory is bounded. Arguments as of `Source.formatted_rows`."""
+    """Group samples by number and size, so that memory stays bounded. For the arguments see `Source.formatted_rows`."""
     chunk, size = Chunk(), 0
     for place, row, row_format in source.formatted_rows(wanted):
         chunk.append((place, pickle.dumps((row, row_format), pickle.HIGHEST_PROTOCOL)))
@@ -78,8 +78,9 @@ def chunks_of(source: Source, wanted: str) -> Iterator[Chunk]:
 
 
 def encode_chunk(chunk: Chunk, encoder: Encoder, examples_of: ExamplesOf) -> EncodedChunk:
-    """Tokenize the rows of a chunk."""
-    pieces = list[tuple[int, Encoded, int, int]]()  # the row, a piece of it, the size of its group, its place there
+    """Tokenize the samples of a chunk."""
+    # Index of the sample, one of its pieces, size of its group, place in the group.
+    pieces = list[tuple[int, Encoded, int, int]]()
     rows, problems = numpy.zeros(len(chunk), ROW), list[str]()
     tokenized, labels_of = dict[int, list[Example]](), dict[int, bool]()
     for number, (place, packed) in enumerate(chunk):
@@ -126,10 +127,16 @@ def encode_chunk(chunk: Chunk, encoder: Encoder, examples_of: ExamplesOf) -> Enc
 def encode_chunks(
     chunks: Iterator[Chunk], encoder: Encoder, examples_of: ExamplesOf, processes: int
 ) -> Generator[tuple[Chunk, EncodedChunk], None, None]:
-    """Yield chunks and what became of them, in order. So many processes share the work; closing it ends them.
+    """Yield chunks and their results, in order. Closing the generator ends its processes.
+
+    Args:
+        chunks: chunks of samples.
+        encoder: tokenizes them.
+        examples_of: makes the examples of a sample.
+        processes: number of processes that share the work.
 
     Raises:
-        RunFailure: one of them was killed.
+        RunFailure: one of the processes was killed.
     """
     first = list(itertools.islice(chunks, processes))
     chunks = itertools.chain(first, chunks)
@@ -137,7 +144,7 @@ def encode_chunks(
         for chunk in chunks:
             yield chunk, encode_chunk(chunk, encoder, examples_of)
         return
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # it warns of forks else
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # otherwise it warns about forks
     with ExitStack() as stack:
         workers = [stack.enter_context(_worker(encoder, examples_of)) for _ in first]
         tasks = dict.fromkeys(workers, Chunk())
@@ -145,7 +152,7 @@ def encode_chunks(
             itertools.chain(chunks, [Chunk()] * len(first)), itertools.cycle(workers), strict=False
         ):
             done, tasks[worker] = tasks[worker], chunk
-            try:  # each has one chunk at a time: if both sides wrote, neither would read
+            try:  # each process has at most one chunk: if both sides wrote at once, neither would read
                 encoded = worker.recv() if done else None
                 if chunk:
                     worker.send(chunk)
@@ -162,9 +169,9 @@ def encode_chunks(
 
 @contextmanager
 def _worker(encoder: Encoder, examples_of: ExamplesOf) -> Iterator[Connection]:
-    """A process that tokenizes the chunks sent to it, until it is left.
+    """Fork a process that tokenizes chunks until the context ends, and yield the pipe to it.
 
-    Its end of the pipe is open nowhere else: if it is killed, even in the middle of a chunk, reading ends at once.
+    No other process holds the child's end of the pipe open. If the child is killed, reading from the pipe ends at once.
     """
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe()
@@ -180,16 +187,16 @@ def _worker(encoder: Encoder, examples_of: ExamplesOf) -> Iterator[Connection]:
 
 
 def _serve(pipe: Connection, parent: int, encoder: Encoder, examples_of: ExamplesOf) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):  # sent to all of a group: the run answers, and ends this process
+    for number in (signal.SIGINT, signal.SIGTERM):  # the run handles them and ends this process
         signal.signal(number, signal.SIG_IGN)
-    end_with(parent, oom_score=500)  # if memory runs out, the kernel shall take this one: the run can then say why
-    gc.freeze()  # the collector would touch, and so copy, all that is shared with the parent
+    end_with(parent, oom_score=500)  # if memory runs out, the kernel kills this process, and the run reports it
+    gc.freeze()  # the collector would write to, and so copy, all memory shared with the parent
     while True:
         pipe.send(attempt(encode_chunk, pipe.recv(), encoder, examples_of))
 
 
 def attempt(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a function; return what it returned, or the exception it raised, to be sent to another process."""
+    """Call a function. Return its result, or the exception that it raised, to send it to another process."""
     try:
         return function(*arguments)
     except UserError as error:
@@ -199,7 +206,7 @@ def attempt(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 class SplitWriter:
-    """Streams tokenized rows into one Arrow file and counts them. `first_chat` is that of the first row that is one."""
+    """Writes tokenized samples to one Arrow file and counts them. `first_chat` is the first chat among the samples."""
 
     def __init__(self, path: Path, encoder: Encoder) -> None:
         self.statistics, self.first_chat = SplitStatistics(), list[Message]()
@@ -208,7 +215,7 @@ class SplitWriter:
         self._writer = ArrowWriter(path=str(path), features=FEATURES)
 
     def add(self, chunk: Chunk, encoded: EncodedChunk, mine: numpy.ndarray) -> None:
-        """Write what `chunk` became; `mine`, bool [rows], tells which of its rows belong to this split."""
+        """Write the results of `chunk` for the samples of this split, which `mine`, bool [samples], marks."""
         self.statistics.count(encoded.rows[mine])
         kept = mine[encoded.row_of_piece]
         if not kept.any():
@@ -231,7 +238,7 @@ class SplitWriter:
         self._writer.write_table(table)
 
     def close(self) -> SplitStatistics:
-        """Finish the file; return what was counted."""
+        """Finish the file and return the statistics."""
         self._writer.finalize()
         checksums = "".join(checksum.hexdigest() for checksum in self._checksums)
         self.statistics.fingerprint = xxhash.xxh3_128_hexdigest(checksums.encode())
@@ -239,16 +246,16 @@ class SplitWriter:
 
 
 class BadRows:
-    """Counts rows that cannot be used, and by cause; `refuse` ends a run that does not skip them."""
+    """Counts bad samples and their causes. `refuse` stops a run that does not skip them."""
 
     def __init__(self, skip: bool) -> None:
         self.skip, self.count, self.first, self.causes = skip, 0, list[str](), Counter[str]()
 
     def note(self, encoded: EncodedChunk) -> None:
-        """Note the bad rows of a chunk.
+        """Count the bad samples of a chunk.
 
         Raises:
-            UserError: there are BAD_ROWS_COUNTED of them, and they are not to be skipped.
+            UserError: there are BAD_ROWS_COUNTED of them, and skip_bad_rows is off.
         """
         self.count += len(encoded.problems)
         self.first = [*self.first, *encoded.problems][:BAD_ROWS_SHOWN]
@@ -257,15 +264,15 @@ class BadRows:
             self.refuse()
 
     def refuse(self) -> None:
-        """Raise a UserError with all bad rows, by cause, if there are some and they are not to be skipped."""
+        """Raise a UserError with the bad samples and their causes, if there are any and skip_bad_rows is off."""
         if self.skip or not self.count:
             return
         more = [f"{count:,} x {cause}" for cause, count in self.causes.most_common(BAD_ROWS_SHOWN)]
-        total = f"{self.count:,} bad samples{' or more' if self.count >= BAD_ROWS_COUNTED else ''}:"
+        total = f"{counted(self.count, 'bad sample')}{' or more' if self.count >= BAD_ROWS_COUNTED else ''}:"
         way_out = "--skip_bad_rows skips such samples and counts them; --repair_chats repairs chats."
         raise UserError(*self.first[:-1], "\n  ".join([self.first[-1], total, *more]) + f"\n{way_out}")
 
 
 def _cause(problem: str) -> str:
-    """What is wrong, without the place, the values and the numbers."""
+    """Return the text of a problem without its place and numbers, so that equal causes can be counted."""
     return re.sub(r"\d+", "N", problem.partition(": ")[2])[:80]

@@ -1,4 +1,4 @@
-"""Where built things are kept, and how a finished folder appears there: whole, or not at all."""
+"""The cache directory. A directory in it appears complete or not at all."""
 
 import hashlib
 import json
@@ -20,7 +20,7 @@ SECONDS_TO_GIVE_UP = 86_400.0
 
 
 def cache_dir() -> Path:
-    """Return the folder of the demo and of tokenized data.
+    """Return the directory of the demo and of tokenized data.
 
     It is LLAMA_FT_CACHE, else XDG_CACHE_HOME/llama_ft, else ~/.cache/llama_ft.
     """
@@ -29,16 +29,16 @@ def cache_dir() -> Path:
 
 
 def build_once(target: Path, build: Callable[[Path], object], verify: bool = True) -> Path:
-    """Return folder `target`, built by `build(temporary_folder)` when it is not there yet or is corrupted.
+    """Return the directory `target`. If it does not exist or is corrupted, `build(temporary_directory)` makes it.
 
-    The temporary folder is a sibling that is renamed when finished, so that nobody ever sees half a folder. When
-    another process finishes first, its folder is taken and ours is thrown away. What killed builders have left behind
-    is removed after a day.
+    The temporary directory is next to `target` and is renamed when it is complete, so no process ever sees an
+    incomplete one. If another process finishes first, its directory is used. Temporary directories of killed processes
+    are deleted after a day.
 
     Args:
-        target: the folder wanted.
-        build: fills an empty folder.
-        verify: compare the files of a finished folder with their checksums, which reads all of them.
+        target: the directory to return.
+        build: fills an empty directory.
+        verify: compare the files of an existing directory with their checksums, which reads all of them.
 
     Raises:
         RunFailure: the cache cannot be written, or its disk is full.
@@ -57,13 +57,13 @@ def build_once(target: Path, build: Callable[[Path], object], verify: bool = Tru
         files = sorted(path for path in temporary.rglob("*") if path.is_file())
         checksums = {str(file.relative_to(temporary)): _checksum(file) for file in files}
         (temporary / CHECKSUMS).write_text(json.dumps(checksums, indent=2))
-        for file in (*files, temporary / CHECKSUMS):  # a folder's name must not reach the disk before what is in it
+        for file in (*files, temporary / CHECKSUMS):  # the files must reach the disk before the directory's new name
             with open(file, "rb") as opened:
                 os.fsync(opened.fileno())
         try:
             temporary.rename(target)
         except OSError:
-            if _corrupted_file(target):  # otherwise another process was faster, and its folder is as good
+            if _corrupted_file(target):  # otherwise another process was faster, and its directory is used
                 raise
     except OSError as error:
         raise RunFailure(
@@ -76,20 +76,20 @@ def build_once(target: Path, build: Callable[[Path], object], verify: bool = Tru
 
 
 def _remove_leftovers(folder: Path) -> None:
-    """Remove the folders of builders that are gone: those unchanged for a day."""
+    """Delete temporary directories that have not changed for a day: the process that made them is gone."""
     for leftover in folder.glob(f"{BUILDING}*"):
-        with suppress(OSError):  # its builder has just finished, or it is another user's
+        with suppress(OSError):  # it was just renamed, or belongs to another user
             if time.time() - max(path.stat().st_mtime for path in (leftover, *leftover.iterdir())) > SECONDS_TO_GIVE_UP:
                 shutil.rmtree(leftover, ignore_errors=True)
 
 
 def _checksum(file: Path) -> str:
     with open(file, "rb") as opened:
-        return hashlib.file_digest(opened, xxhash.xxh3_128).hexdigest()  # 6 GB/s, SHA-256: 0.9
+        return hashlib.file_digest(opened, xxhash.xxh3_128).hexdigest()  # 6 GB/s; SHA-256 reaches 0.9 GB/s
 
 
 def _corrupted_file(folder: Path) -> str | None:
-    """Find a file that is not as it was written, or missing. Files that others have put there do not matter."""
+    """Return a file that is missing or has a wrong checksum, or None. Additional files are ignored."""
     name = CHECKSUMS
     try:
         checksums = json.loads((folder / CHECKSUMS).read_bytes())

@@ -1,4 +1,4 @@
-"""Chat templates: which one a run has, and the text it makes of a chat."""
+"""Chat templates: select the template of a run, check it, and render chats as text."""
 
 import re
 from datetime import datetime
@@ -16,18 +16,18 @@ from llama_ft.errors import UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# --chat_template NAME. Their {% generation %} blocks are what --labels assistant trains on.
+# --chat_template NAME. Their {% generation %} blocks mark the responses that --labels assistant has in the loss.
 BUILT_IN = {file.stem: file.read_text() for file in sorted((RECIPES.parent / "configs/chat_templates").glob("*.jinja"))}
 ALPACA = BUILT_IN["alpaca"]
 Span = tuple[int, int]  # characters [start, end)
-Tools = list[Any]  # of JSON schemas
+Tools = list[Any]  # JSON schemas of functions
 
-INPUT_HEADING = "### Input:\n"  # of an alpaca sample under the alpaca template
-PROBE = "\ue5a1\ue5a2"  # private-use characters: content that can be found again in what a template makes of it
-# Llama 3.2's template writes today's date unless it is given one: samples must not depend on the day. Its own default.
+INPUT_HEADING = "### Input:\n"  # in the prompt of an alpaca sample, under the alpaca template
+PROBE = "\ue5a1\ue5a2"  # private-use characters, which can be found again in a rendered chat
+# Llama 3.2's template writes today's date by default. Samples must not depend on the day, so this is its fallback date.
 DATE = "26 Jul 2024"
-DAY = datetime(2024, 7, 26)  # the same for templates that ask for the time by strftime_now, as gpt-oss's does
-# What looks like a special token: <|im_end|>, <｜User｜>, <end_of_turn>; after a response also </s>, <eos>.
+DAY = datetime(2024, 7, 26)  # the same date for templates that call strftime_now, such as gpt-oss's
+# Text that looks like a special token: <|im_end|>, <｜User｜>, <end_of_turn>; after a response also </s>, <eos>.
 MARKER = re.compile(r"<[|｜][^<>\s]+[|｜]>|<[a-z]+(?:_[a-z]+)+>")
 END_MARKER = re.compile(r"<[^<>\s]+>")
 
@@ -35,28 +35,27 @@ END_MARKER = re.compile(r"<[^<>\s]+>")
 def ensure_chat_template(
     tokenizer: "PreTrainedTokenizerBase", wanted: str | None = None, add_tokens: bool = False
 ) -> str:
-    """Give the tokenizer its chat template, in place, so that it is saved with the final model.
+    """Set the tokenizer's chat template in place, so that it is saved with the final model.
 
-    A template may write special tokens that are no single tokens of the tokenizer. What counts is the end of a message:
-    if it is a token, headings such as Zephyr's <|user|> or Mistral's [INST] are taken for the plain text they are meant
-    as.
+    A template may write special tokens that the tokenizer does not have as single tokens. Only the one that ends a
+    message must be a token. Then headings such as Zephyr's <|user|> or Mistral's [INST] are accepted as plain text.
 
     Args:
-        tokenizer: of the run.
-        wanted: `--chat_template`, a built-in template's name or a file. None: the tokenizer's own, else alpaca.
-        add_tokens: the model's embeddings may grow: add special tokens that the tokenizer lacks. The one that ends a
-            message becomes its EOS.
+        tokenizer: the run's tokenizer.
+        wanted: `--chat_template`, the name of a built-in template or a file. None: the tokenizer's own, else alpaca.
+        add_tokens: add missing special tokens to the tokenizer, because the model's embeddings may grow. The token that
+            ends a message becomes the EOS token.
 
     Returns:
-        A line about it for people; empty if it is the tokenizer's own.
+        A line for the log; empty if the tokenizer keeps its own template.
 
     Raises:
-        UserError: the template has a mistake, or it writes special tokens that are no tokens.
+        UserError: the template has an error, or it writes special tokens that the tokenizer does not have.
     """
     notes, subject = [], "the tokenizer's chat template"
     if wanted is not None:
         subject = f"--chat_template {wanted}"
-        # Qwen, whose template chatml is, has no BOS, but a Llama should not do without.
+        # chatml is Qwen's template. Qwen has no BOS token, but a Llama needs it.
         bos = "{{ bos_token }}" if wanted == "chatml" and added_bos(tokenizer) else ""
         tokenizer.chat_template = bos + (BUILT_IN.get(wanted) or Path(wanted).expanduser().read_text(encoding="utf-8"))
         notes.append(f"chat template: {wanted}, saved with the final model")
@@ -83,13 +82,13 @@ def ensure_chat_template(
 
 
 def added_bos(tokenizer: "PreTrainedTokenizerBase") -> list[int]:
-    """Return the BOS that a tokenizer puts before a text by itself, if it does."""
+    """Return the BOS token that the tokenizer puts before every text, as a list of one id; [] if it adds none."""
     ids: Any = tokenizer("")["input_ids"]
     return [token for token in ids[:1] if token == tokenizer.bos_token_id]
 
 
 def _around_a_response(tokenizer: "PreTrainedTokenizerBase", subject: str = "the chat template") -> tuple[str, str]:
-    """What the template writes before and after a response; nothing if it wants other chats than a plain one."""
+    """Return what the template writes before and after a response; empty texts if it rejects a chat of two messages."""
     template = tokenizer.get_chat_template()
     chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": PROBE}]
     try:
@@ -104,11 +103,10 @@ def _around_a_response(tokenizer: "PreTrainedTokenizerBase", subject: str = "the
 
 
 def stop_token_ids(tokenizer: "PreTrainedTokenizerBase", known: int | list[int] | None) -> list[int]:
-    """Return the tokens that end a response: those the model stops at already, and the one that ends a message in the
-    template.
+    """Return the ids of the tokens that end generation: the model's own, and the template's end-of-turn token.
 
     Args:
-        tokenizer: with the chat template that was trained with, if any.
+        tokenizer: with the chat template of the fine-tuning, if any.
         known: the model's eos_token_id.
     """
     stops = known if isinstance(known, list) else [known] if known is not None else []
@@ -131,26 +129,27 @@ def render_chat(
     """Render a chat.
 
     Args:
-        template: Jinja, as in tokenizer.chat_template.
-        special_tokens: name -> text, which templates use, such as bos_token.
-        messages: of all roles, in order.
-        tools: JSON schemas of functions, for templates that know them.
-        blocks: return the spans of `{% generation %}` blocks, too.
-        open_answer: end with the heading of an answer.
+        Args:
+            template: Jinja, as in tokenizer.chat_template.
+            special_tokens: name -> text, such as bos_token; templates use them as variables.
+            messages: messages of all roles, in order.
+            tools: JSON schemas of functions, for templates that support tools.
+            blocks: also return the spans of `{% generation %}` blocks.
+            open_answer: end with the heading of an assistant message (add_generation_prompt).
 
-    Returns:
-        The text, and the blocks as [start, end) of its characters.
+        Returns:
+            The text, and the blocks as [start, end) of its characters.
 
-    Raises:
-        BadRow: the template rejects it.
+        Raises:
+            BadRow: the template rejects the chat.
     """
     try:
-        _compile_jinja_template(template).globals["strftime_now"] = DAY.strftime  # it compiles once
+        _compile_jinja_template(template).globals["strftime_now"] = DAY.strftime  # compiled once and then cached
         rendered = render_jinja_template(
             [messages], tools, chat_template=template, return_assistant_tokens_mask=blocks,
             add_generation_prompt=open_answer, date_string=DATE, **special_tokens,
         )  # fmt: skip
     except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
         raise BadRow(f"the chat template rejects this chat: {error}") from None
-    texts, spans = cast(tuple[list[str], list[list[Span]]], rendered)  # its annotation says str
+    texts, spans = cast(tuple[list[str], list[list[Span]]], rendered)  # Transformers annotates it as str
     return texts[0], spans[0] if spans else []

@@ -1,6 +1,6 @@
 """The embedded demo: a small Llama and a real dataset, built on this machine without a network.
 
-They are an ordinary Hugging Face directory and two .jsonl files: prompts about Python's standard library, whose
+They are an ordinary Hugging Face directory and two .jsonl files. Prompts ask about Python's standard library, and its
 docstrings are the responses. The sources of the running Python are parsed, not imported.
 """
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 VERSION = 3
 SKIPPED = set("site-packages dist-packages test tests idlelib lib2to3 turtledemo ensurepip pydoc_data".split())
-SHORTEST_RESPONSE = 20  # characters; shorter docstrings say nothing ("See above.")
+SHORTEST_RESPONSE = 20  # characters; shorter docstrings have no content ("See above.")
 VALIDATION_SHARE = 0.05
 PROMPTS = (
     "What does the {kind} `{name}` do?",
@@ -48,7 +48,7 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True)
 class Demo:
-    """The paths of the demo, and what it is, for people."""
+    """The paths of the demo's model and data, and a description for the log."""
 
     model_dir: Path
     train_file: Path
@@ -58,7 +58,7 @@ class Demo:
 
 
 def build_demo(cache: Path) -> Demo:
-    """Build the demo's model and data under the directory `cache`, once for each Python version."""
+    """Build the demo's model and data in `cache`, once per Python version."""
     version = platform.python_version()
     folder = build_once(cache / f"demo-py{version}-v{VERSION}", _build)
     about_model = f"model demo: a Llama of 6.6 M parameters with random weights, {folder}/model"
@@ -67,7 +67,7 @@ def build_demo(cache: Path) -> Demo:
 
 
 def _build(folder: Path) -> None:
-    for split, lines in _demo_rows().items():  # errors: a docstring may hold half a surrogate pair, which UTF-8 cannot
+    for split, lines in _demo_rows().items():  # errors: a docstring may hold half a surrogate pair
         (folder / f"{split}.jsonl").write_text("".join(lines), encoding="utf-8", errors="replace")
     tokenizer = _train_tokenizer(folder / "train.jsonl")
     _save_model(folder / "model", tokenizer)
@@ -75,12 +75,12 @@ def _build(folder: Path) -> None:
 
 
 def _demo_rows() -> dict[str, list[str]]:
-    """The lines of train.jsonl and validation.jsonl."""
+    """Return the lines of train.jsonl and validation.jsonl."""
     rows: dict[str, list[str]] = {"train": [], "validation": []}
     seen = set[str]()
     documented = sorted(_documented(Path(sysconfig.get_path("stdlib"))), key=lambda it: it[0])
     for name, kind, signature, docstring in documented:
-        # One response under two names (posixpath and ntpath share many) could be in both splits: keep the first.
+        # posixpath and ntpath share many docstrings. The same response must not be in both splits: keep the first.
         response = " ".join(docstring.lower().split())
         if len(docstring) < SHORTEST_RESPONSE or response in seen:
             continue
@@ -93,14 +93,15 @@ def _demo_rows() -> dict[str, list[str]]:
 
 
 def _documented(library: Path) -> Iterator[Documented]:
-    """Yield everything public that has a docstring in the Python files under `library` that can be parsed."""
+    """Yield every public object with a docstring in the Python files under `library`. Skips files that cannot be
+    parsed."""
     for path in sorted(library.rglob("*.py")):
         parts = path.relative_to(library).with_suffix("").parts
         if SKIPPED.intersection(parts) or any(map(_is_private, parts)):
             continue
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # invalid escapes in old files
+                warnings.simplefilter("ignore")  # old files have invalid escape sequences
                 module = ast.parse(path.read_bytes())
         except (SyntaxError, ValueError, OSError):
             continue
@@ -108,8 +109,8 @@ def _documented(library: Path) -> Iterator[Documented]:
 
 
 def _walk(node: ast.Module | ast.ClassDef | Function, name: str, kind: str, signature: str) -> Iterator[Documented]:
-    """Yield the node and, for modules and classes, what is defined directly in it."""
-    if docstring := ast.get_docstring(node):  # cleaned as inspect.cleandoc does
+    """Yield the node itself and, for modules and classes, the definitions directly inside."""
+    if docstring := ast.get_docstring(node):  # cleaned up like inspect.cleandoc
         yield name, kind, signature, docstring
     for child in node.body if isinstance(node, ast.Module | ast.ClassDef) else ():
         if not isinstance(child, ast.ClassDef | Function) or _is_private(child.name):
@@ -127,19 +128,19 @@ def _is_private(name: str) -> bool:
 
 
 def _stable_hash(text: str) -> int:
-    """64 bits that are the same in every process, unlike hash()."""
+    """Return a 64-bit hash that, unlike hash(), is the same in every process."""
     return int.from_bytes(hashlib.sha256(text.encode("utf-8", "replace")).digest()[:8], "big")
 
 
 def _train_tokenizer(train_file: Path) -> "PreTrainedTokenizerFast":
-    """A byte-level BPE tokenizer trained on the training samples alone."""
+    """Train a byte-level BPE tokenizer on the training samples only."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())  # a set's order would differ from run to run
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())  # the order of a set would differ between runs
     trainer = trainers.BpeTrainer(
         vocab_size=8192, special_tokens=SPECIAL_TOKENS, initial_alphabet=alphabet, show_progress=False
     )
@@ -172,7 +173,7 @@ def _save_model(folder: Path, tokenizer: "PreTrainedTokenizerFast") -> None:
         num_attention_heads=8,
         num_key_value_heads=4,
         max_position_embeddings=2048,
-        initializer_range=0.04,  # 0.02, the default, suits wider layers and learns more slowly here
+        initializer_range=0.04,  # the default, 0.02, is for wider layers and learns more slowly here
         tie_word_embeddings=False,
         dtype="float32",
         **ids,
@@ -181,6 +182,6 @@ def _save_model(folder: Path, tokenizer: "PreTrainedTokenizerFast") -> None:
         torch.manual_seed(0)
         model = LlamaForCausalLM(config)
     model.generation_config = GenerationConfig(**ids)
-    # transformers saves on rank 0 only, but every node with a disk of its own needs the files.
+    # Transformers saves only on rank 0, but every node with a local disk needs the files.
     model.should_save_on_this_rank = lambda is_main_process: is_main_process  # type: ignore[method-assign]
-    model.save_pretrained(folder, max_shard_size="8MB")  # 26 MB in all: several shards, as big models have
+    model.save_pretrained(folder, max_shard_size="8MB")  # 26 MB in all, so there are several shards, as in large models

@@ -1,7 +1,7 @@
-"""Samples of data files, local or wherever fsspec reads, each with the place that an error message names.
+"""Read samples from data files, local or remote (fsspec). Each sample has a place for error messages.
 
-A line that holds no usable sample comes out as a `BadRow` in its stead, so that several can be reported together or
-skipped. Memory holds a few samples at a time, of a JSON array all of them.
+A line without a valid sample yields a `BadRow` instead, so that several can be reported or skipped. Only a few samples
+are in memory at a time; a JSON array is read as a whole.
 """
 
 import codecs
@@ -22,36 +22,38 @@ from llama_ft.config.data_names import data_suffix, is_url
 from llama_ft.data.formats import BadRow, Row
 from llama_ft.errors import UserError, reason
 
-Rows = Iterator[tuple[str, Row | BadRow]]  # each with its place
-# Bytes of a line or of a CSV field, for which Python's own limit of 131,072 is shorter than many chats; the longest
-# text of a sample, 10 million characters, takes at most 120 million as JSON.
+Rows = Iterator[tuple[str, Row | BadRow]]  # (place, sample)
+# Bytes per line or CSV field. Python's default for CSV, 131,072, is too short for many chats. The longest text of a
+# sample has 10 million characters, which take at most 120 million bytes as JSON.
 LONGEST_LINE = 2**27
-LONGEST_HEADER = 4096  # bytes of a .csv that are looked at for its delimiter
-ROWS_AT_ONCE = 64  # of a columnar file turned into Python objects
+LONGEST_HEADER = 4096  # bytes of a .csv file that are read to find its delimiter
+ROWS_AT_ONCE = 64  # rows of a columnar file converted to Python objects at once
 
 
 def rows_of_file(path: Path | str) -> Rows:
-    """Yield (place, row) of a data file; the place is as in `my.jsonl:381`, `my.csv row 12` or `my.parquet row 3`.
+    """Yield (place, sample) of a data file. A place is `my.jsonl:381`, `my.csv row 12` or `my.parquet row 3`.
 
     Args:
-        path: a file, or a URL that fsspec reads.
+        path: a file, or a URL that fsspec can read.
 
     Raises:
-        UserError: the file cannot be read, or is malformed beyond one sample.
+        UserError: the file cannot be read, or is malformed in more than one sample.
     """
     name, place = str(path), ""
     try:
         for place, row in READERS[data_suffix(name)](name):
             yield place, row if isinstance(row, dict | BadRow) else BadRow(f"{str(row)[:40]} is not a JSON object.")
-    except Exception as error:  # of a disk, a decoder, pyarrow or any network library
+    except Exception as error:  # of the disk, a decoder, pyarrow or a network library
         after = f" after {place}" if place else ""
         way_out = "\nConvert it to UTF-8: iconv -f cp1252 -t utf-8." if isinstance(error, UnicodeError) else ""
         raise UserError(f"{name}: cannot be read{after}: {reason(error)}.{way_out}") from error
 
 
 def numbered(name: str, rows: Iterable[Row]) -> Rows:
-    """Name the places of the samples of a columnar source, and take nested nulls out of them: there every object has
-    the keys of all others too."""
+    """Yield the samples of a columnar source with their places, without nested nulls.
+
+    In columnar data, every nested object has the keys of all objects; null fills the missing ones.
+    """
     for number, row in enumerate(rows, start=1):
         yield f"{name} row {number}", {column: _pruned(value) for column, value in row.items()}
 
@@ -66,7 +68,7 @@ def _pruned(value: Any) -> Any:
 
 @contextmanager
 def _opened(name: str) -> Iterator[io.BufferedReader]:
-    """The bytes of a file, decompressed; a file in UTF-16, known by its first two bytes, in UTF-8."""
+    """Open a file for reading: decompressed, and UTF-16 (found by its first two bytes) converted to UTF-8."""
     codec = {".gz": "gzip", ".zst": "zstd"}.get(Path(name).suffix)
     with fsspec.open(name, "rb").open() if is_url(name) else open(name, "rb") as raw:
         stream = pyarrow.CompressedInputStream(raw, codec) if codec else raw
@@ -77,12 +79,12 @@ def _opened(name: str) -> Iterator[io.BufferedReader]:
 
 
 def _json_rows(name: str) -> Rows:
-    """Samples of a JSON array if the file begins with [, else of one object per line, whatever the suffix says."""
+    """Yield the samples of a JSON array if the file begins with [, otherwise of one object per line, for any suffix."""
     with _opened(name) as file:
         if file.peek(64).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
             yield from ((f"{name} row {number}", row) for number, row in enumerate(json.loads(file.read()), start=1))
             return
-        lines = iter(lambda: file.readline(LONGEST_LINE + 1), b"")  # one of 1 GiB takes 1 MiB in a .gz
+        lines = iter(lambda: file.readline(LONGEST_LINE + 1), b"")  # a line of 1 GiB can be 1 MiB in a .gz
         for number, line in enumerate(lines, start=1):
             if len(line) > LONGEST_LINE:
                 raise ValueError(f"line {number} has over {LONGEST_LINE:,} bytes")
@@ -98,10 +100,10 @@ def _row_of_line(line: bytes) -> Any:
 
 
 def _csv_rows(name: str) -> Rows:
-    csv.field_size_limit(LONGEST_LINE)  # for good: set back, it would hit another file that is being read
+    csv.field_size_limit(LONGEST_LINE)  # not reset, because another file may be open
     with _opened(name) as file:
         header = file.peek(LONGEST_HEADER).partition(b"\n")[0].decode(errors="replace")
-        delimiter = max(",;\t|", key=header.count)  # the comma, if none of them is there
+        delimiter = max(",;\t|", key=header.count)  # a comma if none of them occurs
         text = io.TextIOWrapper(file, "utf-8-sig", newline="")
         reader = csv.DictReader(text, strict=True, delimiter=delimiter)
         for number, row in enumerate(reader, start=1):

@@ -1,5 +1,5 @@
-"""What a sample of data must look like: alpaca columns, chat messages, prompt and completion, text or tokens; and what
-is wrong with one that does not. To add a format, see docs/development/add-a-format.md."""
+"""The formats of samples: alpaca columns, chat messages, prompt and completion, pairs, text or tokens; and messages
+about invalid samples. To add a format, see docs/development/add-a-format.md."""
 
 import json
 from collections.abc import Callable, Collection, Mapping
@@ -16,13 +16,13 @@ Message = dict[str, Any]
 
 
 class TokenRow(NamedTuple):
-    """A sample that is tokenized already; labels are -100 for tokens that are not in the loss, and not shifted."""
+    """A sample of tokens. Labels are -100 for tokens that are not in the loss; they are not shifted."""
 
     input_ids: list[int]
     labels: list[int]
 
 
-# Messages of a chat; a prompt and its completion, of plain text the prompt is empty; or tokens.
+# Messages of a chat; or a prompt and its completion (for plain text the prompt is empty); or tokens.
 Content = list[Message] | tuple[str, str] | TokenRow
 
 
@@ -32,7 +32,7 @@ class Format(NamedTuple):
     Attributes:
         required: columns by which it is recognized.
         optional: further columns that it reads.
-        read: returns the content of a sample; raises BadRow, which says what is wrong with one.
+        read: returns the content of a sample. Raises BadRow with what is wrong.
     """
 
     required: tuple[str, ...]
@@ -55,17 +55,17 @@ ROLES_AFTER = {
 
 
 class BadRow(Exception):
-    """A sample that cannot be trained on. The text says what is wrong in it; its reader adds the file and the line."""
+    """A sample that cannot be used. The text says what is wrong; the reader adds the file and the line."""
 
 
 def expect(is_valid: object, place: str, value: Any, expected: str) -> None:
     """Raise BadRow if the field `place` of a sample is not valid.
 
     Args:
-        is_valid: true if nothing is wrong.
-        place: such as `messages[2].role`.
+        is_valid: whether the field is valid.
+        place: name of the field, such as `messages[2].role`.
         value: of the field, None if it is missing.
-        expected: what the field should be.
+        expected: what the field should be, for the message.
     """
     if not is_valid:
         text = json.dumps(value, ensure_ascii=False, default=str)
@@ -74,7 +74,7 @@ def expect(is_valid: object, place: str, value: Any, expected: str) -> None:
 
 
 def find_format(dataset: str, columns: Collection[str], wanted: str) -> RowFormat:
-    """Tell the format of a dataset from its columns, or check that the format asked for fits them.
+    """Find the format of a dataset by its columns, or check that the requested format fits them.
 
     A column `text` decides only if nothing else fits: alpaca files often have the rendered sample there too.
 
@@ -92,8 +92,9 @@ def find_format(dataset: str, columns: Collection[str], wanted: str) -> RowForma
     plainly = [name for name in fitting if name not in ("text", PREFERENCE)] or fitting
     if wanted == "auto" and plainly == [PREFERENCE]:
         raise UserError(
-            f"{dataset}: it has pairs of a chosen and a rejected response.\n--objective dpo, ipo, simpo or orpo is "
-            "trained on them; supervised fine-tuning takes --columns with messages=chosen or completion=chosen."
+            f"{dataset}: it has pairs of a chosen and a rejected response.\n--objective dpo, ipo, simpo, orpo or "
+            "reward is trained on them; supervised fine-tuning takes --columns with messages=chosen or "
+            "completion=chosen."
         )
     if wanted == "auto" and UNPAIRED in fitting:
         raise UserError(
@@ -295,7 +296,7 @@ def content_text(content: Any, place: str) -> str:
     """
     if isinstance(content, list) and all(isinstance(it, dict) and isinstance(it.get("text"), str) for it in content):
         return "".join(part["text"] for part in content)
-    expect(isinstance(content, str), place, content, "text or text parts")
+    expect(isinstance(content, str), place, content, "text or text parts: only text is trained on")
     return str(content)
 
 

@@ -1,4 +1,4 @@
-"""Which characters of a rendered chat are in the loss: the assistant responses, exactly."""
+"""Find the characters of a rendered chat that are in the loss: exactly those of the assistant responses."""
 
 import re
 from collections.abc import Iterator
@@ -12,25 +12,27 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 GENERATION_BLOCK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-# A template that asks for it writes a tool call only if the content next to it is none (DeepSeek's).
+# Templates with this test (DeepSeek's) write a tool call only if the content of its message is none.
 NO_CONTENT = re.compile(r"content\W{0,2}\s+is\s+(?:not\s+)?none")
 
-REASONING = ("reasoning_content", "reasoning", "thinking")  # where servers put what models think before they respond
+REASONING = ("reasoning_content", "reasoning", "thinking")  # keys in which servers return reasoning content
 
 
 class ChatRenderer:
-    """Renders messages with the tokenizer's template and knows which characters are in the loss.
+    """Renders messages with the tokenizer's template and finds the characters in the loss.
 
-    With a `{% generation %}` block the template itself says what a response is. Stock templates of Llama 3, Qwen and
-    Gemma have none: there a response is what a chat gains over the prompt for it, that is the same chat up to the
-    message before, rendered with `add_generation_prompt=True`. It reaches up to its end-of-turn token, without the line
-    break that may follow. Some templates show a message otherwise once others follow: Qwen3 drops reasoning content,
-    Mistral moves the system prompt, Phi-3 and gpt-oss end the last message otherwise. There a probe in place of the
-    response tells where it stands.
+    If the template has `{% generation %}` blocks, they mark the responses. The original templates of Llama 3, Qwen and
+    Gemma have none. Then a response is the difference between two texts: the chat, and its prompt, which is the same
+    chat up to the message before, rendered with `add_generation_prompt=True`. The response ends with its end-of-turn
+    token, without the line break that may follow.
+
+    Some templates render a message differently if others follow: Qwen3 drops reasoning content, Mistral moves the
+    system prompt, Phi-3 and gpt-oss end the last message differently. Then a probe replaces the response, and shows its
+    position in the text.
 
     Args:
         tokenizer: with a chat template.
-        labels: assistant, completion (the last assistant message) or all. Responses of weight 0 are in none of them.
+        labels: assistant, completion (the last assistant message) or all. Responses of weight 0 are never in the loss.
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", labels: str = "assistant") -> None:
@@ -43,10 +45,10 @@ class ChatRenderer:
         self._token = re.compile("|".join(map(re.escape, sorted(self._tokens, key=len, reverse=True))) or "(?!)")
 
     def render(self, messages: list[Message], tools: Tools | None = None) -> tuple[str, list[Span]]:
-        """Return the text of a chat and the spans of it that are in the loss.
+        """Return the text of a chat and its spans [start, end) in the loss.
 
         Raises:
-            BadRow: the template rejects these messages or loses tools, or it cannot be told where a response stands.
+            BadRow: the template rejects these messages or drops a part, or a response cannot be found in the text.
         """
         if NO_CONTENT.search(self.template):
             messages = [
@@ -76,7 +78,7 @@ class ChatRenderer:
         return text, [(start, end) for start, end in zip(bounds[::2], bounds[1::2], strict=True) if start < end]
 
     def _left_out(self, messages: list[Message], tools: Tools | None, text: str) -> Iterator[str]:
-        """Yield what templates are known to lose, and this one does."""
+        """Yield the parts of a chat that this template drops, among those that some templates are known to drop."""
         last, calling = messages[-1], [message for message in messages if message.get("tool_calls")]
         reasoning, ended, _ = (last["content"] or "").partition("</think>")
         expected = [
@@ -108,11 +110,11 @@ class ChatRenderer:
             common = commonprefix([ending, rest])
             tokens = [match.end() for match in self._token.finditer(common)]
             if common == ending or tokens:
-                # Left open it shows the next response's heading too: of that the first token only is the message's.
+                # open_answer adds the heading of the next response, so only the first token belongs to this message.
                 end += tokens[0 if open_answer else -1] if tokens else len(common)
                 break
         if messages[index + 1 :] and messages[index + 1]["role"] == "tool":
-            # Gemma 4's template writes what the tools return between the calls and the text of the same message.
+            # Gemma 4's template writes the tool results between the tool calls and the text of the same message.
             calls = self._text([*messages[:index], {**messages[index], "content": ""}], tools)
             common = commonprefix([calls, text])
             called = max((match.end() for match in self._token.finditer(common, start)), default=len(common))
@@ -121,13 +123,13 @@ class ChatRenderer:
         return [(start, end)]
 
     def _response_start(self, messages: list[Message], tools: Tools | None, index: int, text: str) -> int | None:
-        """The end of the prompt for a response; None if the text does not begin with that prompt."""
+        """Return the end of a response's prompt; None if the text does not begin with that prompt."""
         prompt = self._text(messages[:index], tools, open_answer=True)
         if not text.startswith(prompt):
             return None
         if self._opens_responses:
             return len(prompt)
-        # The prompt lacks whatever heading the template puts before a response: a probe tells.
+        # The generation prompt lacks the heading that the template writes before a response. A probe finds its end.
         probed = [*messages[:index], {"role": "assistant", "content": PROBE}]
         heading, found, _ = self._text(probed, tools).partition(PROBE)
         if found and text.startswith(heading):
@@ -135,8 +137,14 @@ class ChatRenderer:
         return len(prompt) if messages[index].get("tool_calls") else None
 
     def _content(self, messages: list[Message], tools: Tools | None, index: int, text: str) -> tuple[int, int, int]:
-        """Find the characters that change with a message: the beginning of its reasoning content, or else of its
-        content; the beginning and the end of its content."""
+        """Find the characters that a message changes.
+
+        Returns:
+            Start of the message's reasoning content, or of its content if it has none; start of its content; end of it.
+
+        Raises:
+            BadRow: the message changes the text of other messages, too.
+        """
         probed = _with_probe(messages[index])
         probed_text = self._text([*messages[:index], probed, *messages[index + 1 :]], tools)
         before, found, _ = probed_text.partition(PROBE)
@@ -153,22 +161,22 @@ class ChatRenderer:
         return len(commonprefix([probed_text, text])), len(before), end
 
     def _message_end(self, text: str, start: int, messages: list[Message], tools: Tools | None) -> int:
-        """The end of a response that ends the text: its end-of-turn token, without the line break after it."""
+        """Return the end of a response at the end of the text: after its end-of-turn token, before a line break."""
         trimmed = text.rstrip()
         last = next((token for token in self._tokens if trimmed.endswith(token)), None)
         if last is None or len(trimmed) <= start:
             return len(text)
         before, ends = trimmed[: -len(last)].rstrip(), []
         if len(before) > start and before.endswith(self._tokens):
-            # Two tokens: of Phi-3's <|end|> <|endoftext|> the second ends the chat, not the message, and is not there
-            # when the chat goes on; Qwen's </tool_call> <|im_end|> are.
+            # Of two tokens, both may belong to the message (Qwen's </tool_call> <|im_end|>), or the second one ends the
+            # chat and is missing if a message follows (Phi-3's <|end|> <|endoftext|>).
             common = commonprefix([trimmed, self._text(messages, tools, open_answer=True)])
             ends = [match.end() for match in self._token.finditer(common, start)]
         return ends[-1] if ends else len(trimmed)
 
 
 def _reasoning_and_text(message: Message) -> tuple[str, str]:
-    """The content of a message: reasoning up to and with </think>, if any, and the text after it."""
+    """Split the content of a message: reasoning up to and including </think>, if any, and the text after it."""
     reasoning, ended, said = (message["content"] or "").rpartition("</think>")
     return reasoning + ended, said
 
@@ -178,6 +186,6 @@ def _with_probe(message: Message) -> Message:
 
 
 def _after_probe(text: str, message: Message) -> str:
-    """The text after the probe. Without content, tool calls follow without the line break before them."""
+    """Return the text after the probe. If the content is empty, the line break before tool calls is missing there."""
     after = text.partition(PROBE)[2]
     return after if _reasoning_and_text(message)[1].strip() else after.lstrip()

@@ -1,4 +1,4 @@
-"""What the training loop is fed with: the batches of one step after another, made in a thread while it computes."""
+"""Make the batches of the next steps in a thread, while the training loop computes."""
 
 import time
 from collections import deque
@@ -13,50 +13,50 @@ from llama_ft.data.batches import Batch, BatchSampler, collate_step
 from llama_ft.errors import counted
 
 T = TypeVar("T")
-END: Any = object()  # what comes after the last item
+END: Any = object()  # follows the last item
 STEPS_AHEAD = 2
 SECONDS_FOR_THE_END = 5
 
 
 @dataclass(frozen=True)
 class StepBatches:
-    """One optimizer step of one rank, ready to compute."""
+    """The batches of one optimizer step on one rank."""
 
     step: int  # counted from 1
     epoch: int  # counted from 0
-    epochs_seen: float  # after it
-    ends_epoch: bool  # it is the last of its epoch
-    target_tokens: int  # labels that count in the loss, in the whole global batch over all ranks
+    epochs_seen: float  # epochs done after this step
+    ends_epoch: bool  # the last step of its epoch
+    target_tokens: int  # labels in the loss, in the whole global batch over all ranks
     samples: int  # in the whole global batch
-    batches: list[Batch]  # this rank's micro-batches; as many on every rank
-    position: dict[str, int] = field(default_factory=dict)  # where a stream stands after it, for the checkpoint
+    batches: list[Batch]  # this rank's micro-batches; every rank has the same number
+    position: dict[str, int] = field(default_factory=dict)  # position of a stream after this step, for checkpoints
 
 
 class PreparedBatches:
-    """Tokenized rows on disk, and the plan by which they are trained on.
+    """Tokenized samples on disk, and the order in which they are trained on.
 
     Args:
-        rows: columns as of `build.FEATURES`, memory-mapped.
-        plan: which of them each step has.
-        pad_token_id: fills padded rows.
-        num_epochs: passes over the rows.
-        max_train_step: most optimizer steps; 0 = no limit.
+        rows: the samples, with the columns `build.FEATURES`, memory-mapped.
+        plan: chooses the samples of each step.
+        pad_token_id: fills padded samples.
+        num_epochs: passes over the samples.
+        max_train_step: maximum number of optimizer steps; 0 = no limit.
     """
 
     def __init__(
         self, rows: Dataset, plan: BatchSampler, pad_token_id: int, num_epochs: int, max_train_step: int
     ) -> None:
         self._rows, self._plan, self._pad_token_id = rows, plan, pad_token_id
-        self.pack_length, self.size = plan.pack_length, len(plan)  # packs, or rows, of an epoch
+        self.pack_length, self.size = plan.pack_length, len(plan)  # packed sequences, or samples, per epoch
         all_steps = plan.steps_per_epoch * num_epochs
         self.total_steps = min(all_steps, max_train_step or all_steps)
 
     def first_rows(self) -> Dataset:
-        """Some rows, for showing."""
+        """Return the first samples, to show them."""
         return self._rows
 
     def describe(self) -> str:
-        """How rows are laid out and how many steps they are, for people."""
+        """Return a log line about the batches and the number of steps."""
         batch = counted(self._plan.global_batch, "sample" if self.pack_length is None else "packed sequence")
         steps = f"{counted(self.total_steps, 'optimizer step')} of {batch}, {self._plan.steps_per_epoch:,} per epoch"
         return f"{self._plan.describe()}\n{steps}"
@@ -72,14 +72,14 @@ class PreparedBatches:
 
 
 class Prefetcher(Generic[T]):
-    """Iterates over what a thread makes ahead of time. A context manager: leaving it ends the thread.
+    """Iterates over items that a thread makes in advance. As a context manager it ends the thread on exit.
 
     Args:
-        items: closed when they are no longer wanted.
-        count: how many are made ahead.
+        items: the generator that the thread runs. It is closed on exit.
+        count: maximum number of items made in advance.
 
     Attributes:
-        waited_seconds: how long the latest item was waited for.
+        waited_seconds: time that the consumer waited for the latest item.
     """
 
     def __init__(self, items: Generator[T, None, None], count: int = STEPS_AHEAD) -> None:
@@ -95,7 +95,8 @@ class Prefetcher(Generic[T]):
         for future in self._ready:
             future.cancel()
         closed = self._pool.submit(self._items.close)
-        # After an error other ranks may be gone, and the thread may wait for them: the process then ends without it.
+        # After an error other ranks may be gone and the thread may wait for them forever. The process then exits
+        # without it.
         wait([closed], None if kind in (None, GeneratorExit) else SECONDS_FOR_THE_END)
         self._pool.shutdown(wait=False)
 

@@ -1,4 +1,4 @@
-"""One call from `--dataset` to tokenized samples on disk, taken from the cache when nothing has changed."""
+"""Turn `--dataset` into tokenized samples on disk, or take them from the cache if nothing has changed."""
 
 import hashlib
 import inspect
@@ -27,41 +27,46 @@ from llama_ft.errors import UserError, counted
 from llama_ft.processes import cores
 from llama_ft.runtime.console import log
 
-CODE_VERSION = 6  # raise it when streamed rows come out as other tokens; the cache compares the code itself
+CODE_VERSION = 6  # increase it if streamed samples get other tokens; without streaming, the cache hashes the code
 CODE = ("build", "chat_template", "formats", "loss_mask", "reshape", "statistics", "tokenize")
 SECONDS_BETWEEN_LINES = 10.0
 
 
 @dataclass(frozen=True)
 class TokenizedData:
-    """Samples ready for training, memory-mapped; columns as of `build.FEATURES`. With streaming there is no `train` but
-    a `stream`: where the training rows come from, what tokenizes them and what makes examples of one."""
+    """Samples ready for training, memory-mapped, with the columns `build.FEATURES`.
+
+    With streaming, `train` is None and `stream` is set: the source of the training samples, their encoder, and the
+    function that makes the examples of a sample.
+    """
 
     train: Dataset | None
     validation: Dataset | None
-    chat_sample: list[Message] | None  # of the validation (else training) set; its last message is the reference answer
-    summary: list[str]  # lines for people
-    report: BuildReport  # all that was counted
+    chat_sample: list[Message] | None  # of the validation, else training set; it ends with the reference response
+    summary: list[str]  # lines for the log
+    report: BuildReport  # all counts
     stream: tuple[Source, Encoder, ExamplesOf] | None = None
 
     def fingerprints(self) -> dict[str, str]:
-        """dataset, and validation if there is any -> a checksum of its tokens and labels; of streamed rows, of all
-        that decides them."""
+        """Return dataset, and validation if it exists -> a checksum of its tokens and labels.
+
+        For streamed samples it is a checksum of everything that determines them.
+        """
         splits = {"dataset": self.report.train, "validation": self.report.validation}
         return {name: split.fingerprint for name, split in splits.items() if split is not None}
 
     @property
     def longest_row(self) -> int | None:
-        """Tokens of the longest training row before truncation; None with streaming."""
+        """Tokens of the longest training sample before truncation; None with streaming."""
         return self.report.train.longest or None
 
     @property
     def target_share(self) -> float:
-        """Training tokens that count in the loss, of all; 1 with streaming."""
+        """Share of the training tokens that is in the loss, 0 to 1; 1 with streaming."""
         return self.report.train.target_tokens / self.report.train.tokens if self.report.train.tokens else 1.0
 
     def facts(self) -> dict[str, Any]:
-        """What was counted, as plain values, for the run's report."""
+        """Return the counts as plain values, for the run's report."""
         counted = asdict(self.report)
         return {"summary": self.summary, "warnings": warnings_of(self.report)} | {
             name: counted[name] for name in ("train", "validation")
@@ -70,7 +75,7 @@ class TokenizedData:
 
 @dataclass(frozen=True)
 class _Job:
-    """All that decides what the tokenized rows are."""
+    """Everything that determines the tokenized samples."""
 
     source: Source
     validation: Source | None
@@ -93,25 +98,25 @@ def prepare(
     verify: bool = True,
     examples: ExamplesOf = one_example,
 ) -> TokenizedData:
-    """Tokenize what `config` names, or take it from the cache.
+    """Tokenize the data that `config` names, or take them from the cache.
 
-    The tokenizer gets the chat template that is asked for, or the built-in one if it has none, in place, so that it is
-    saved with the result.
+    The tokenizer's chat template is set in place, so that it is saved with the final model: the requested one, or the
+    built-in one if the tokenizer has none.
 
     Args:
-        config: everything but batching_strategy. With streaming only validation rows are tokenized here.
+        config: everything but batching_strategy. With streaming only validation samples are tokenized here.
         tokenizer: of the model to be trained.
-        context_length: longest row in tokens.
-        cache: folder of the demo and of tokenized data, see `cache_dir`.
-        want_validation: False leaves `validation` None; a fraction of the rows is held out all the same.
-        vocabulary_size: of the model; a tokenizer may have ids beyond it as long as no row does. None: not checked.
-        add_tokens: the model gets rows for special tokens that the chat template writes and the tokenizer lacks.
-        use: what the rows of config.dataset, which come as `train`, are for: validation takes the split meant for it.
-        verify: compare what is in the cache with its checksums; one process of a node does.
-        examples: makes the examples of a row, `Objective.examples`.
+        context_length: maximum tokens of a sample.
+        cache: directory of the demo and of tokenized data, see `cache_dir`.
+        want_validation: False returns no `validation`; a fraction of the samples is still kept out of training.
+        vocabulary_size: of the model. A tokenizer may have larger ids if no sample has them. None: not checked.
+        add_tokens: new tokens get embeddings in the model, so special tokens of the chat template may be added.
+        use: purpose of config.dataset, which is returned as `train`: validation selects its validation split.
+        verify: compare cached files with their checksums. One process per node does that.
+        examples: makes the examples of a sample, `Objective.examples`.
 
     Raises:
-        UserError: the data cannot be used; several bad rows are reported together.
+        UserError: the data cannot be used; several bad samples are reported together.
     """
     opened = partial(open_source, config=config, tokenizer=tokenizer, cache=cache)
     source, fraction = reshaped(opened(config.dataset, use), config, config.max_samples), as_fraction(config.validation)
@@ -146,7 +151,7 @@ def prepare(
 
 
 def _look_at_formats(source: Source, validation: Source | None, wanted: str) -> tuple[set[type], list[str]]:
-    """What the first rows hold (a list is a chat), and a line about the format and the columns of each part."""
+    """Return the types of the first samples' contents (list: a chat), and a line on format and columns per part."""
     kinds, lines = set[type](), list[str]()
     for part in [*(source.parts or (source,)), *([validation] if validation else [])]:
         rows = part.first_rows()
@@ -164,9 +169,11 @@ def _look_at_formats(source: Source, validation: Source | None, wanted: str) -> 
 
 
 def _tokenized(job: _Job, cache: Path, verify: bool) -> tuple[BuildReport, Path]:
-    """What was counted, and the folder of the tokenized rows, which are taken from the cache or made. With streaming
-    they are the validation rows, if there are any."""
-    # Who changes a format or the examples must not train on old ones.
+    """Return the counts and the directory of the tokenized samples, from the cache or newly made.
+
+    With streaming these are the validation samples, if there are any.
+    """
+    # A change of this code must not reuse samples that the old code has tokenized.
     code = hashlib.sha256(inspect.getsource(job.examples).encode())
     for name in CODE:
         code.update(Path(__file__).with_name(f"{name}.py").read_bytes())
@@ -184,10 +191,10 @@ def _tokenized(job: _Job, cache: Path, verify: bool) -> tuple[BuildReport, Path]
 
 def _key(job: _Job, code: str) -> str:
     tokenizer = job.encoder.tokenizer
-    tokenizer("")  # the backend's text holds its last truncation and padding, too: a plain call resets them
+    tokenizer("")  # to_str() includes the last truncation and padding; a plain call resets them
     parts = [
         code,
-        *(job.source.name, job.source.identity),  # the name stands in the places of rows
+        *(job.source.name, job.source.identity),  # the places of samples contain the name
         *((job.validation.name, job.validation.identity) if job.validation else (str(job.fraction),)),
         *(job.config.dataset_format, str(job.config.skip_bad_rows)),
         *(job.encoder.truncation, job.encoder.labels, str(job.encoder.context_length)),
@@ -199,7 +206,7 @@ def _key(job: _Job, code: str) -> str:
 
 
 def _build(folder: Path, job: _Job) -> None:
-    """Write train.arrow unless it is streamed, validation.arrow if there is validation data, and meta.json."""
+    """Write train.arrow (except with streaming), validation.arrow (if there is validation data) and meta.json."""
     config, bad, rows = job.config, BadRows(job.config.skip_bad_rows), 0
     wanted = {"train": not config.streaming, "validation": job.fraction or job.validation}
     splits = {name: SplitWriter(folder / f"{name}.arrow", job.encoder) for name in wanted if wanted[name]}
@@ -244,7 +251,7 @@ def _build(folder: Path, job: _Job) -> None:
 
 
 def check_ids(largest_id: int, name: str, tokenizer: PreTrainedTokenizerBase, vocabulary_size: int | None) -> None:
-    """Refuse ids the model has no embedding for: training would stop in the middle, at the first row with one."""
+    """Raise a UserError if the model has no embedding for `largest_id`; training would fail at that token's sample."""
     if vocabulary_size is not None and largest_id >= vocabulary_size:
         token = tokenizer.convert_ids_to_tokens(largest_id)
         raise UserError(

@@ -1,4 +1,4 @@
-"""Samples as the settings ask for them: columns by other names, only the first of them, chats repaired."""
+"""Change samples as the settings ask: rename columns, keep only the first samples, repair chats."""
 
 import dataclasses
 import itertools
@@ -12,7 +12,7 @@ from llama_ft.data.formats import FORMATS, PREFERENCE, ROLES, UNPAIRED, BadRow, 
 from llama_ft.data.sources import Source
 from llama_ft.errors import UserError
 
-# Names of columns that data sets without a format use for a question and its answer.
+# Common column names for a prompt and its response, in datasets that follow no format.
 COMMON = {
     "question": "instruction", "query": "instruction", "problem": "instruction", "prompt": "instruction",
     "context": "input", "answer": "output", "response": "output", "solution": "output",
@@ -21,8 +21,14 @@ CHATS = ("messages", "conversations")
 
 
 def reshaped(source: Source, config: DataConfig, most: int = 0) -> Source:
-    """A source whose samples have the columns that the formats know, see `--columns` and `--repair_chats`; of each part
-    of a mixture at most so many samples, if not 0. Pairs become two samples each where completions are wanted."""
+    """Return the source with `--columns` and `--repair_chats` applied to its samples; for unpaired_preference each pair
+    becomes two samples.
+
+    Args:
+        source: the original samples.
+        config: the settings.
+        most: maximum number of samples, per part of a dataset mixture; 0 = all.
+    """
     if source.parts:
         parts = tuple(reshaped(part, config, most) for part in source.parts)
         return dataclasses.replace(source, parts=parts, identity=" ".join(part.identity for part in parts))
@@ -43,9 +49,12 @@ def reshaped(source: Source, config: DataConfig, most: int = 0) -> Source:
 
 
 def repaired(messages: Any) -> Any:
-    """A chat without what breaks the alternation of user and assistant: messages of an assistant before the first of a
-    user, and what follows the last answer, are left out; neighbors of one role become one message. LLaMA-Factory's
-    function_call becomes an assistant's tool call. What is no list of messages stays as it is."""
+    """Return a chat in which user and assistant messages alternate.
+
+    Assistant messages before the first user message and messages after the last response are removed. Neighboring
+    messages of one role are merged. LLaMA-Factory's function_call becomes a tool call of the assistant. Any value that
+    is not a list of messages is returned unchanged.
+    """
     if not isinstance(messages, list) or not all(isinstance(it, dict) for it in messages):
         return messages
     chat = list[dict[str, Any]]()
@@ -68,7 +77,7 @@ def repaired(messages: Any) -> Any:
 
 
 def _calls(text: Any) -> Any:
-    """The tool calls that a message of function_call holds as JSON text: one, or a list of them."""
+    """Return the tool calls in a function_call message, whose content is JSON text of one call or of a list."""
     try:
         calls = json.loads(text)
     except (TypeError, ValueError):
@@ -84,7 +93,7 @@ def _rows(row: Row, names: Mapping[str, str], config: DataConfig) -> list[Row]:
 
 
 def _names(source: Source, config: DataConfig) -> dict[str, str]:
-    """Column in the data -> column of a format: as asked for, else, if no format fits, by the names in COMMON."""
+    """Return column in the data -> column of a format: from `--columns`, else by COMMON if no format fits."""
     columns = {column for row in source.first_rows() for column in row}
     names = dict(_pairs(config.columns))
     if missing := [theirs for theirs in names if theirs not in columns]:
@@ -111,5 +120,5 @@ def _pairs(columns: Collection[str]) -> Iterator[tuple[str, str]]:
 
 
 def _fit(columns: Collection[str]) -> bool:
-    """Whether a format that is found by the columns fits them."""
+    """Return whether one of the formats that are recognized by their columns fits."""
     return any(set(known.required) <= set(columns) for name, known in FORMATS.items() if name != PREFERENCE)

@@ -1,4 +1,4 @@
-"""Samples as people read them, with their loss mask."""
+"""Show samples as text, with their loss mask."""
 
 import itertools
 from collections.abc import Sequence
@@ -14,18 +14,18 @@ if TYPE_CHECKING:
 
     from llama_ft.data.batches import Batch
 
-SAMPLE_TOKENS, BATCH_TOKENS = 2000, 300  # shown of a sample
+SAMPLE_TOKENS, BATCH_TOKENS = 2000, 300  # most tokens shown per sample
 
 
 def show_samples(rows: "Dataset", tokenizer: "PreTrainedTokenizerBase", count: int) -> None:
-    """Log the first `count` samples (columns input_ids, labels and source)."""
+    """Log the first `count` samples of `rows`, a table with the columns input_ids, labels and source."""
     for row in itertools.islice(rows, count):
         title = f"{row['source']}: {len(row['labels']):,} tokens, those in the loss between [[ and ]]"
         log.info(f"\n{title}\n{marked_text(row['input_ids'], row['labels'], tokenizer, SAMPLE_TOKENS)}")
 
 
 def describe_first_batch(batch: "Batch", tokenizer: "PreTrainedTokenizerBase") -> str:
-    """Return a heading and the text of a batch's first sample, each in one line."""
+    """Return two lines: a heading, and the text of the batch's first sample."""
     parts = [part[0].split(batch.row_lengths) if batch.is_packed else part for part in (batch.input_ids, batch.labels)]
     lines = [f"First batch: {counted(len(batch.row_lengths), 'sample')}; tokens in the loss are between [[ and ]]:"]
     ids, labels, length = next(zip(*parts, batch.row_lengths, strict=False))
@@ -38,9 +38,9 @@ def marked_text(
 ) -> str:
     """Return the text of a sample's first `most` tokens; those in the loss are between [[ and ]]."""
     text, before, shown = "", "", list(input_ids[:most])
-    # Nothing predicts the first token.
+    # The first token is never in the loss: no position predicts it.
     for is_trained, run in itertools.groupby(range(len(shown)), lambda n: n > 0 and labels[n] != IGNORED):
-        # Decoded after its neighbors: alone it would lose the space that SentencePiece's tokens begin with.
+        # Decode the text from its beginning: a SentencePiece token that is decoded alone loses its leading space.
         whole = str(tokenizer.decode(shown[: max(run) + 1]))
         text += f"[[{whole[len(before) :]}]]" if is_trained else whole[len(before) :]
         before = whole

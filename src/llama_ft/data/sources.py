@@ -1,4 +1,4 @@
-"""What `--dataset` and `--validation` may name, and the samples behind it."""
+"""Open the datasets that `--dataset` and `--validation` name, as sources of samples."""
 
 import dataclasses
 import functools
@@ -39,20 +39,20 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Split = Literal["train", "validation"]
-ROWS_LOOKED_AT = 100  # for the columns: samples of a .jsonl may lack one or another
-# As `datasets` tells splits: a word in a file's or folder's name, between marks or digits.
+ROWS_LOOKED_AT = 100  # to find the columns: a sample of a .jsonl file may lack some of them
+# `datasets` finds splits in the same way: by a word in the name of a file or directory, between marks or digits.
 SPLIT_WORDS = {
     split: re.compile(rf"(^|[-._ /0-9])({words})([-._ /0-9]|$)")
     for split, words in {"validation": "validation|valid|val|dev|eval|evaluation", "test": "test|testing"}.items()
 }
-READ_WHOLE = 2**31  # bytes; 2 GiB take a second to read
-# llama-recipes' datasets: their names on the Hub, and the splits to train on and to validate with.
+READ_WHOLE = 2**31  # bytes; reading and hashing 2 GiB takes one second
+# llama-recipes' datasets: the name on the Hub, the training split, and the validation split.
 READY = {
     "samsum": ("knkarthick/samsum", "train", "validation"),
-    "grammar": ("jhu-clsp/jfleg", "validation", "test"),  # it has no split called train
+    "grammar": ("jhu-clsp/jfleg", "validation", "test"),  # the dataset has no split called train
     "alpaca": ("tatsu-lab/alpaca", "train", None),
 }
-# The instructions for those that are not in the format alpaca, and their columns for input and output.
+# For datasets that are not in the alpaca format: the instruction, and the columns of input and output.
 TASKS = {
     "samsum": ("Summarize this dialog.", "dialogue", "summary"),
     "grammar": ("Correct this to standard English.", "sentence", "corrections"),
@@ -61,14 +61,14 @@ TASKS = {
 
 @dataclass(frozen=True)
 class Source:
-    """Samples that can be read, again and again.
+    """Samples that can be read several times.
 
     Attributes:
-        name: what people call it.
-        identity: changes whenever the samples may have changed.
+        name: shown to users.
+        identity: a text that changes whenever the samples may have changed.
         read: starts reading from the first sample.
-        weight: how often each sample is taken; of 2.3, every sample twice and three tenths of them a third time.
-        parts: the parts of a dataset mixture; empty if it is none.
+        weight: how often each sample is used per epoch: with 2.3 twice, and three tenths of the samples a third time.
+        parts: the parts of a dataset mixture; empty for a single dataset.
         renamed: column in the data -> its name in the samples that are read.
     """
 
@@ -80,10 +80,10 @@ class Source:
     renamed: Mapping[str, str] = field(default_factory=dict)
 
     def first_rows(self) -> list[Row]:
-        """Return the good ones of the first samples.
+        """Return the valid samples among the first ones.
 
         Raises:
-            UserError: there are none; most likely it is no file of this kind at all.
+            UserError: none is valid, so the file probably has another format.
         """
         first = list(itertools.islice(self.read(), ROWS_LOOKED_AT))
         rows = [row for _, row in first if not isinstance(row, BadRow)]
@@ -93,11 +93,11 @@ class Source:
         return rows
 
     def row_format(self, wanted: str) -> RowFormat:
-        """Tell the format from the columns of the first samples, see `find_format` and `first_rows`."""
+        """Return the format of the samples: `wanted`, or for auto the one that fits the columns (`find_format`)."""
         return find_format(self.name, {column for row in self.first_rows() for column in row}, wanted)
 
     def formatted_rows(self, wanted: str) -> Iterator[tuple[str, Row | BadRow, RowFormat]]:
-        """Yield (place, sample, its format), each sample as often as its weight says; parts of a mixture alternate."""
+        """Yield (place, sample, format). Samples are repeated by their weight, and parts of a mixture alternate."""
         reading = [part._weighted(part.row_format(wanted)) for part in self.parts or (self,)]
         for together in itertools.zip_longest(*reading, fillvalue=()):
             yield from itertools.chain.from_iterable(together)
@@ -106,7 +106,8 @@ class Source:
         for place, row in self.read():
             times = 1 if isinstance(row, BadRow) else int(self.weight)
             if self.weight % 1 and not isinstance(row, BadRow):
-                # Another hash than the one that chooses validation samples: a weight of 0.05 would choose just those.
+                # Validation samples are chosen by another hash. With the same hash, a weight of 0.05 would choose
+                # exactly them.
                 content = json.dumps(row, sort_keys=True, ensure_ascii=False, default=str)
                 share = xxhash.xxh3_64_intdigest(content.encode("utf-8", "surrogatepass"), seed=1) / 2**64
                 times += share < self.weight - int(self.weight)
@@ -121,22 +122,22 @@ def open_source(
     tokenizer: "PreTrainedTokenizerBase",
     cache: Path,
 ) -> Source:
-    """Find what `dataset` names.
+    """Open what `dataset` names.
 
     Args:
-        dataset: the name of one dataset or of a split of config.dataset, or the parts of a mixture (`path` and perhaps
-            `weight` and `split`).
-        split: what it is for: which part of the demo or of data with splits, and what a user's function is called with.
-        config: handed to a user's function; its dataset_split is what is trained on.
-        tokenizer: handed to a user's function.
-        cache: where the demo is built.
+        dataset: the name of one dataset, or of a split of config.dataset, or the parts of a mixture (`path`, and
+            perhaps `weight` and `split`).
+        split: the purpose, which selects a split of the data; it is also passed to a user's function.
+        config: passed to a user's function. Its dataset_split is the training split.
+        tokenizer: passed to a user's function.
+        cache: the directory in which the demo is built.
 
     Raises:
-        UserError: there is no such thing, or it cannot be read.
+        UserError: the dataset does not exist or cannot be read.
     """
 
     def opened(name: str, wanted: str | None) -> Source:
-        """Open one dataset; `wanted` is the split, None for the one that fits validation best."""
+        """Open one dataset. `wanted` is its split; None selects the one that fits validation best."""
         kind = kind_of_data(name)
         if kind == "demo":
             demo = build_demo(cache)
@@ -154,7 +155,7 @@ def open_source(
             return _split_source(name, wanted, config.streaming)
         except UserError:
             raise
-        except Exception as error:  # of a disk, pyarrow or any network library
+        except Exception as error:  # of the disk, pyarrow or a network library
             raise UserError(f"{name}: cannot be read: {reason(error)}.") from error
 
     default = config.dataset_split if split == "train" else None
@@ -171,7 +172,7 @@ def open_source(
 
 
 def brings_validation(dataset: str | list[DatasetPart], streaming: bool = False) -> bool:
-    """Tell whether a dataset has a validation split of its own. A mixture has none. To stream, none is downloaded."""
+    """Return whether a dataset has its own validation split. Mixtures have none, and streaming never downloads one."""
     if not isinstance(dataset, str) or not has_splits(dataset):
         return isinstance(dataset, str) and kind_of_data(dataset) in ("demo", "function")
     if kind_of_data(dataset) == "ready":
@@ -180,7 +181,7 @@ def brings_validation(dataset: str | list[DatasetPart], streaming: bool = False)
 
 
 def _alpaca_rows(rows: Iterator[tuple[str, Any]], instruction: str, given: str, wanted: str) -> Rows:
-    """Samples in the format alpaca; one for each output where there are several."""
+    """Yield samples in the alpaca format. A sample with several outputs becomes one sample per output."""
     for place, row in rows:
         task, outputs = {"instruction": instruction, "input": row[given]}, row[wanted]
         outputs = [outputs] if isinstance(outputs, str) else [text for text in outputs if text.strip()]
@@ -188,17 +189,18 @@ def _alpaca_rows(rows: Iterator[tuple[str, Any]], instruction: str, given: str, 
 
 
 def _split_source(name: str, wanted: str | None, streaming: bool = False) -> Source:
-    """A dataset that may have splits: of the Hub, files, or a folder."""
+    """Open a dataset that may have splits: from the Hub, files, or a directory."""
     splits, is_hub = splits_of(name, streaming), kind_of_data(name) == "hub"
     held_out = [split for split in ("validation", "test") if split in splits]
     split = wanted or next(iter(held_out or splits if held_out or len(splits) == 1 else []), "validation")
-    split, part = (split, slice(None)) if is_hub else _sliced(split)  # `datasets` slices the Hub's
+    split, part = (split, slice(None)) if is_hub else _sliced(split)  # `datasets` slices Hub datasets itself
     if split == "train" and set(splits) == {""}:
         split = ""
-    if split not in splits and not (is_hub and wanted):  # the Hub's may be train[:5%]
-        raise UserError(f"{name}: has no split {split}. It has {', '.join(filter(None, splits)) or 'none'}.")
+    if split not in splits and not (is_hub and wanted):  # a Hub split may be a slice such as train[:5%]
+        way_out = " A slice of files counts samples: train[10:100]." if "[" in split and not is_hub else ""
+        raise UserError(f"{name}: has no split {split}. It has {', '.join(filter(None, splits)) or 'none'}.{way_out}")
     title = f"{name} {split}".strip()
-    if is_hub and streaming:  # the validation samples too: one split cannot be downloaded by itself
+    if is_hub and streaming:  # also downloads the validation samples: one split alone cannot be downloaded
         streamed = load_from_hub(name, split, streaming=True)
         revision = huggingface_hub.dataset_info(name.partition(":")[0]).sha
         return Source(title, f"{title} {revision}", lambda: numbered(title, streamed))
@@ -213,7 +215,7 @@ def _split_source(name: str, wanted: str | None, streaming: bool = False) -> Sou
 
 
 def _sliced(split: str) -> tuple[str, slice]:
-    """`train[10:100]` as the split and which of its samples, counted from 0; `train` as all of them."""
+    """Return `train[10:100]` as the split's name and a slice of its samples, counted from 0; `train` as all samples."""
     match = re.fullmatch(r"(\w+)\[(\d*):(\d*)\]", split)
     if match is None:
         return split, slice(None)
@@ -222,7 +224,7 @@ def _sliced(split: str) -> tuple[str, slice]:
 
 
 def splits_of(name: str, streaming: bool = False) -> dict[str, Any]:
-    """Return split -> its files or Dataset; the split of data without splits is called ""."""
+    """Return split -> its files or Dataset. For data without splits, the key is ""."""
     kind, path = kind_of_data(name), Path(name).expanduser()
     if kind == "hub":
         return dict(load_from_hub(name, None, streaming))
@@ -235,7 +237,7 @@ def splits_of(name: str, streaming: bool = False) -> dict[str, Any]:
         return {"": globbed(name)}
     if kind == "folder":
         files = [str(file) for file in data_files(path)]
-    else:  # a URL that is a pattern or a folder
+    else:  # a URL that is a pattern or a directory
         system, remote = fsspec.core.url_to_fs(name)
         found = system.find(remote) if name.endswith("/") else system.glob(remote)
         files = [str(system.unstrip_protocol(file)) for file in sorted(found) if data_suffix(file)]
@@ -249,20 +251,20 @@ def splits_of(name: str, streaming: bool = False) -> dict[str, Any]:
 
 @functools.cache
 def load_from_hub(name: str, split: str | None, streaming: bool = False) -> Any:
-    """Load a dataset by `datasets`, which takes it from its cache if the Hub cannot be reached.
+    """Load a dataset with `datasets`, which uses its cache if the Hub cannot be reached.
 
     Args:
         name: org/name, or org/name:configuration.
-        split: as datasets understands it (`train`, `train[:5%]`); None for a dict of all.
-        streaming: samples come over the network as they are read.
+        split: in the syntax of `datasets` (`train`, `train[:5%]`); None for a dict of all splits.
+        streaming: download samples while they are read.
 
     Raises:
-        UserError: there is no such dataset or split, no access to it, or the Hub cannot be reached.
+        UserError: the dataset or split does not exist, access is denied, or the Hub cannot be reached.
     """
     path, _, configuration = name.partition(":")
     try:
         return datasets.load_dataset(path, configuration or None, split=split, streaming=streaming)
-    except Exception as error:  # of datasets, huggingface_hub, httpx, pyarrow...: all about this one dataset
+    except Exception as error:  # datasets, huggingface_hub, httpx or pyarrow: all about this one dataset
         cause = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else None
         raise UserError(
             f"{name}: not on this machine, and `datasets` cannot load it: {reason(cause or error)}"
@@ -270,8 +272,11 @@ def load_from_hub(name: str, split: str | None, streaming: bool = False) -> Any:
 
 
 def _files_source(name: str, files: Sequence[str]) -> Source:
-    """Files, known by a hash of their contents, in whatever directory; beyond READ_WHOLE bytes by size and time, since
-    each rank asks; remote files by what their server says: name, size, time, checksum."""
+    """Open data files. Their identity is a hash of their contents, independent of the directory.
+
+    Above READ_WHOLE bytes the identity is size and time instead, since every rank computes it. For remote files it is
+    what the server reports: name, size, time, checksum.
+    """
     identity = xxhash.xxh3_128()
     for file in files:
         if is_url(file):
@@ -288,10 +293,10 @@ def _files_source(name: str, files: Sequence[str]) -> Source:
 
 
 def _dataset_source(name: str, dataset: datasets.Dataset) -> Source:
-    """A Dataset, known by the fingerprint with which `datasets` itself knows a table and all that was done to it."""
+    """Open a Dataset. Its identity is the fingerprint that `datasets` computes from the table and all its changes."""
 
     def read() -> Rows:
-        # a user's set_format("torch") would give tensors instead of lists
+        # a user's set_format("torch") would return tensors instead of lists
         batches = dataset.with_format(None).iter(batch_size=ROWS_AT_ONCE)
         rows = (dict(zip(batch, row, strict=True)) for batch in batches for row in zip(*batch.values(), strict=True))
         return numbered(name, rows)
@@ -300,10 +305,10 @@ def _dataset_source(name: str, dataset: datasets.Dataset) -> Source:
 
 
 def call_user_function(name: str, *arguments: Any) -> datasets.Dataset:
-    """Import the file of `path/to/file.py:function`, call the function and return the datasets.Dataset it made.
+    """Import the file of `path/to/file.py:function`, call the function and return its datasets.Dataset.
 
     Raises:
-        UserError: there is no such function, something was raised, or it returned something else.
+        UserError: the function does not exist, raises an error, or returns something else.
     """
     file, _, function = name.rpartition(":")
     path = str(Path(file).expanduser())

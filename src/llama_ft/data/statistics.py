@@ -1,4 +1,4 @@
-"""The statistics of samples: counted while they are tokenized, kept in meta.json, shown as a table."""
+"""Statistics of samples: counted during tokenization, saved in meta.json, shown as a table."""
 
 import json
 from dataclasses import asdict, dataclass, field
@@ -13,7 +13,7 @@ COLUMNS = {
     "rows": "samples", "tokens": "tokens", "target_tokens": "in the loss", "longest": "longest",
     "truncated": "truncated", "skipped": "skipped",
 }  # fmt: skip
-# Per sample: a hash of it; its tokens before truncation; whether it is bad, whole, truncated or skipped.
+# Per sample: a hash of its content; its tokens before truncation; fate: bad, whole, truncated or skipped.
 ROW = numpy.dtype([("content", "u8"), ("tokens", "i4"), ("fate", "i1")])
 BAD, WHOLE, TRUNCATED, SKIPPED = -1, 0, 1, 2
 
@@ -23,10 +23,10 @@ class SplitStatistics:
     """The number of samples and tokens of a split, and how many were truncated or skipped.
 
     Attributes:
-        rows: samples written; each piece of one that was split counts.
+        rows: samples written; each piece of a split sample counts.
         desirable, undesirable: of completions with a label.
-        tokens, target_tokens: their tokens, and those that count in the loss.
-        truncated, skipped: samples that lost a part, and those too long or without a token in the loss.
+        tokens, target_tokens: number of tokens in them, and of those in the loss.
+        truncated, skipped: samples that lost tokens; samples that are too long or have no token in the loss.
         longest: tokens of the longest sample before truncation.
         largest_id: the largest token id.
         fingerprint: a checksum of all tokens and labels, in order.
@@ -44,7 +44,7 @@ class SplitStatistics:
     fingerprint: str = ""
 
     def count(self, rows: numpy.ndarray) -> None:
-        """Add some samples, see `ROW`."""
+        """Add samples to the counts. `rows` is an array of dtype `ROW`."""
         self.truncated += int((rows["fate"] == TRUNCATED).sum())
         self.skipped += int((rows["fate"] == SKIPPED).sum())
         lengths = rows["tokens"][(rows["fate"] != BAD) & (rows["tokens"] > 0)]
@@ -56,9 +56,10 @@ class BuildReport:
     """The content of meta.json.
 
     Attributes:
-        train, validation: the statistics of each split; None if there is none.
-        bad_rows, first_bad_rows: samples skipped by skip_bad_rows; the first of them, place and reason.
-        chat_sample: a chat of the validation (else the training) split, its reference response last.
+        train, validation: the statistics of each split; None if the split does not exist.
+        bad_rows, first_bad_rows: number of samples skipped by skip_bad_rows; place and reason of the first ones.
+        chat_sample: a chat of the validation split, else of the training split. Its last message is the reference
+            response.
     """
 
     train: SplitStatistics
@@ -68,7 +69,7 @@ class BuildReport:
     chat_sample: list[Message] | None = None
 
     def save(self, path: Path) -> None:
-        """Write as JSON, in ASCII: a message may hold half a character, which UTF-8 cannot."""
+        """Write as ASCII JSON: a message may hold half a surrogate pair, which UTF-8 cannot encode."""
         path.write_text(json.dumps(asdict(self), indent=2), encoding="ascii")
 
     @classmethod
@@ -80,13 +81,13 @@ class BuildReport:
 
 
 def describe(report: BuildReport, want_validation: bool) -> list[str]:
-    """The table of both splits, and the warnings."""
+    """Return the lines of a table of both splits, followed by the warnings."""
     splits = {"training": report.train, "validation": report.validation if want_validation else None}
     header = " " * 10 + "".join(f"{title:>13}" for title in COLUMNS.values())
     lines = [
         f"{name:10}" + "".join(f"{getattr(split, column):13,}" for column in COLUMNS)
         for name, split in splits.items()
-        if split is not None and split.rows  # streamed samples are not counted beforehand
+        if split is not None and split.rows  # the statistics of streamed samples are not known in advance
     ]
     if report.train.desirable:
         labels = f"{report.train.desirable:,} desirable, {report.train.undesirable:,} undesirable"
@@ -95,7 +96,7 @@ def describe(report: BuildReport, want_validation: bool) -> list[str]:
 
 
 def warnings_of(report: BuildReport) -> list[str]:
-    """A line about skipped bad samples, if there are any."""
+    """Return a line about skipped bad samples, or no line."""
     first = "; ".join(text.splitlines()[0] for text in report.first_bad_rows)
     more = "; ..." if report.bad_rows > len(report.first_bad_rows) else ""
     return [f"skipped {counted(report.bad_rows, 'bad sample')}: {first}{more}"] if report.bad_rows else []

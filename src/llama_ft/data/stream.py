@@ -1,12 +1,12 @@
-"""Samples that are read and tokenized while training, for data larger than the disk.
+"""Read and tokenize samples while training, for data larger than the disk.
 
-    rows of the source   | window 0: shuffle_buffer rows | window 1 ...     each is shuffled, packed and dealt
-    chunks of a window   0 1 2 3 4 5 ...                                    like a small data set
-    tokenized by rank    0 1 0 1 0 1                                        and exchanged, so that all know all
+    samples of the source | window 0: shuffle_buffer samples | window 1 ...  each window is shuffled, packed and
+    chunks of a window    0 1 2 3 4 5 ...                                    batched like a small dataset
+    tokenized by rank     0 1 0 1 0 1                                        then exchanged between all ranks
 
-What a window holds, and in which order its samples are trained on, does not depend on the number of ranks. A checkpoint
-notes where its window begins in the source and how many of its steps are done: a resumed run reads up to there without
-tokenizing.
+The content of a window and the order of its samples do not depend on the number of ranks. A checkpoint stores where
+its window begins in the source and how many steps of the window are done. A resumed run reads the source up to that
+position without tokenizing.
 """
 
 import itertools
@@ -35,21 +35,21 @@ START = {"epoch": 0, "chunk": 0, "window": 0, "step_in_window": 0}
 CLOSED, ENDED = "closed", "ended"
 
 
-# Samples that are shuffled and packed together: where they begin in the source (epoch, chunk, window); whether they are
-# the last of the epoch; columns as of `build.FEATURES`, in memory.
+# Samples that are shuffled and packed together: where they begin in the source (epoch, chunk, window); whether they end
+# the epoch; the tokenized samples with the columns `build.FEATURES`, in memory.
 Window = tuple[dict[str, int], bool, Dataset]
 
 
 class StreamedBatches:
-    """The training samples of a run with `streaming`. The same interface as `PreparedBatches`; all ranks make one.
+    """The training samples of a run with `streaming`, on every rank. It has the interface of `PreparedBatches`.
 
     Args:
-        stream: that of `TokenizedData`.
-        sampler: makes a `BatchSampler` of rows and a seed.
-        config, pad_token_id, vocabulary_size, runtime: as of `plan_training`.
+        stream: source, encoder and examples function, from `TokenizedData.stream`.
+        sampler: makes a `BatchSampler` from tokenized samples and a seed.
+        config, pad_token_id, vocabulary_size, runtime: see `plan_training`.
     """
 
-    size = None  # of an epoch: not known
+    size = None  # the number of samples per epoch is unknown
 
     def __init__(
         self,
@@ -66,13 +66,13 @@ class StreamedBatches:
         self._global_batch: int = sampler.keywords["global_batch"]
         self._sampler, self._pad_token_id, self._vocabulary_size = sampler, pad_token_id, vocabulary_size
         self._runtime, self._is_wanted = runtime, True
-        # One of its own: its collectives run in a thread, in no fixed order with those of training.
+        # A separate process group: a thread runs these collectives, in no fixed order relative to those of training.
         self._group = dist.new_group(backend="gloo", timeout=timedelta(hours=6))
         why = "all are bad, longer than --context_length (see --truncation), or without tokens in the loss"
         self._nothing_left = UserError(f"{self._source.name}: no sample can be used: {why}.")
 
     def first_rows(self) -> Dataset:
-        """The first samples of the source, tokenized on every rank."""
+        """Return the first samples of the source, tokenized on every rank."""
         bad = BadRows(self._config.skip_bad_rows)
         for chunk in chunks_of(self._source, self._config.dataset_format):
             encoded = encode_chunk(chunk, self._encoder, self._examples)
@@ -83,15 +83,19 @@ class StreamedBatches:
         raise self._nothing_left
 
     def describe(self) -> str:
-        """How samples are laid out and how many steps they are, for people."""
+        """Return a log line about the batches and the number of steps."""
         batch = counted(self._global_batch, "sample" if self.pack_length is None else "packed sequence")
         tokens = f" of {self.pack_length:,} tokens" if self.pack_length is not None else ""
         ahead = f"{self._source.name} is streamed, {counted(self._config.shuffle_buffer, 'sample')} ahead"
         return f"{ahead}\n{counted(self.total_steps, 'optimizer step')} of {batch}{tokens}"
 
     def steps(self, first: int, last: int, position: dict[str, int]) -> Generator[StepBatches, None, None]:
-        """Yield the steps `first` to `last`, counted from 1, both included. `position` is that of the StepBatches
-        before, {} at the beginning."""
+        """Yield the steps `first` to `last`, counted from 1, both included.
+
+        Args:
+            first, last: numbers of steps.
+            position: `StepBatches.position` of the step before `first`; {} for a new run.
+        """
         position = position or START
         step, skip = first, position["step_in_window"]
         with Prefetcher(self._windows(position), 1) as ready:
@@ -104,7 +108,7 @@ class StreamedBatches:
                     )
                 for step_in_window in range(skip, plan.steps_per_epoch):
                     if step > last:
-                        self._is_wanted = False  # not only when the next window is full
+                        self._is_wanted = False  # stop reading now, not only when the next window is full
                         return
                     share = plan.step(0, step_in_window)
                     is_end = ends_epoch and step_in_window == plan.steps_per_epoch - 1
@@ -116,7 +120,7 @@ class StreamedBatches:
                 skip = 0
 
     def _windows(self, position: dict[str, int]) -> Generator[Window, None, None]:
-        """Yield windows without end, from the one that `position` is in."""
+        """Yield windows without end, beginning with the window of `position`."""
         epoch, number, first_chunk = position["epoch"], position["window"], position["chunk"]
         bad, at, tables = BadRows(self._config.skip_bad_rows), first_chunk, list[pyarrow.Table]()
         with closing(self._exchanged(first_chunk)) as chunks:
@@ -136,16 +140,16 @@ class StreamedBatches:
                     continue
                 if number == 0:
                     raise self._nothing_left
-                if bad.count:
+                if bad.count and epoch == position["epoch"]:  # the same samples in every epoch
                     skipped = f"skipped {counted(bad.count, 'bad sample')}"
                     log.warning(f"{self._source.name}: {skipped}: {'; '.join(bad.first)}")
                 bad, epoch, at, tables, number, first_chunk = BadRows(bad.skip), epoch + 1, 0, [], 0, 0
 
     def _exchanged(self, first_chunk: int) -> Generator[EncodedChunk | None, None, None]:
-        """Yield the chunks of one pass after another in order, each tokenized by one rank; None ends a pass.
+        """Yield the tokenized chunks of the source in order, epoch after epoch. None marks the end of an epoch.
 
-        All ranks exchange one chunk at a time, in step. A rank that wants no more, wherever it stands, takes part in
-        one more exchange to say so, unless another has said so, or what is wrong, in the one before.
+        Each chunk is tokenized by one rank. All ranks exchange one chunk per round. A rank that stops must take part in
+        one more round to tell the others, unless a rank already reported in the last round that it stops or failed.
         """
         processes, is_over = self._config.tokenize_processes or 1, False
         try:
@@ -157,7 +161,7 @@ class StreamedBatches:
                     while ENDED not in items:
                         items = self._gather(attempt(next, own, ENDED) if self._is_wanted else CLOSED)
                         stops = [item for item in items if isinstance(item, Exception) or item == CLOSED]
-                        # Before any is yielded: who is closed there must not call the others once more.
+                        # Set before the first yield: closing the generator there must not start another exchange.
                         is_over = bool(stops)
                         if is_over and isinstance(stops[0], Exception):
                             raise stops[0]
@@ -188,19 +192,19 @@ def plan_training(
     vocabulary_size: int | None,
     runtime: Runtime,
 ) -> TrainingBatches:
-    """Settle which samples this rank sees at which step: a function of (seed, epoch, step), and of nothing else.
+    """Plan which samples this rank sees at each step. The plan depends on (seed, epoch, step) only.
 
     Args:
         config: the resolved configuration.
-        data: of `prepare`.
+        data: the result of `prepare`.
         context_length: tokens of a packed sequence.
-        global_batch: packed sequences (or samples) of an optimizer step over all ranks.
+        global_batch: packed sequences (or samples) of an optimizer step, over all ranks.
         pad_token_id: fills padded samples.
-        vocabulary_size: of the model, or None: ids of streamed samples are not checked.
-        runtime: the ranks; all of them call this.
+        vocabulary_size: of the model; None: token ids of streamed samples are not checked.
+        runtime: the ranks. All ranks must call this function.
 
     Raises:
-        UserError: they have other samples than rank 0, and would train on some twice and on others never.
+        UserError: a rank has other samples than rank 0. Some samples would be trained on twice and others never.
     """
     prints: list[dict[str, str]] = [{}] * runtime.world_size
     dist.all_gather_object(prints, data.fingerprints())
@@ -219,6 +223,6 @@ def plan_training(
     )
     if data.stream is not None:
         return StreamedBatches(data.stream, config, sampler, pad_token_id, vocabulary_size, runtime)
-    assert data.train is not None  # one or the other
+    assert data.train is not None  # either train or stream is set
     plan = sampler(data.train, seed=config.train.seed)
     return PreparedBatches(data.train, plan, pad_token_id, config.train.num_epochs, config.train.max_train_step)

@@ -1,4 +1,4 @@
-"""From a row to tokens and labels: what the model reads, and which of it it learns to say."""
+"""Tokenize samples and build their labels, which say which tokens are in the loss."""
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
@@ -14,41 +14,41 @@ from llama_ft.data.formats import FORMATS, BadRow, Content, Row, RowFormat, Toke
 from llama_ft.data.loss_mask import ChatRenderer
 from llama_ft.errors import UserError
 
-LONGEST_TEXT = 10_000_000  # characters: a tokenizer takes up to 200 bytes for each, and 20 s for all
-IGNORED = -100  # torch's cross_entropy leaves such labels out
+LONGEST_TEXT = 10_000_000  # characters; a tokenizer takes up to 200 bytes per character, and 20 s for all of them
+IGNORED = -100  # cross_entropy of PyTorch ignores this label by default
 Truncation = Literal["right", "left", "drop", "split"]
 Labels = Literal["auto", "assistant", "completion", "all"]
-Example = tuple[list[int], list[int]]  # input ids and labels of any length, as of `Encoder.tokenize`
+Example = tuple[list[int], list[int]]  # input ids and labels of any length, from `Encoder.tokenize`
 
 
 class Encoded(NamedTuple):
     """An example of at most context_length tokens, or a piece of a longer one.
 
-    Labels are the same tokens where they are trained on, elsewhere -100. They are not shifted: position i is predicted
-    from the positions before it, as transformers' models have it.
+    A label is the token itself if the token is in the loss, otherwise -100. Labels are not shifted: as in
+    Transformers, the logits at position i-1 predict the label at position i.
     """
 
     input_ids: list[int]
     labels: list[int]
-    truncated: bool  # a part was cut off and is lost
+    truncated: bool  # tokens were cut off and are lost
 
     @property
     def target_tokens(self) -> int:
-        """Labels that count in the loss; nothing predicts position 0."""
+        """Number of labels in the loss. Position 0 does not count, because no position predicts it."""
         return len(self.labels) - 1 - self.labels[1:].count(IGNORED) if self.labels else 0
 
 
 class Encoder:
-    """Turns rows into tokens and labels.
+    """Turns samples into tokens and labels.
 
-    Labels are a matter of position, never of the id: if the pad token is the end-of-turn token too, the end of a
-    message is still trained on. An encoder can be pickled and sent to another process.
+    Labels depend on the position, never on the token id: even if the pad token is also the end-of-turn token, the end
+    of a message stays in the loss. An encoder can be pickled and sent to another process.
 
     Args:
-        tokenizer: a fast tokenizer; for chats with a chat template (`ensure_chat_template`).
-        context_length: tokens of the longest row.
-        truncation: what happens to a longer one, see `Encoder.fit`.
-        labels: what is trained on; auto: responses of chats, completions of prompts, all of plain text.
+        tokenizer: a fast tokenizer. Chats need a chat template (`ensure_chat_template`).
+        context_length: maximum number of tokens of an example.
+        truncation: what happens to longer examples, see `Encoder.fit`.
+        labels: tokens in the loss; auto: responses of chats, completions of prompts, all of plain text.
     """
 
     def __init__(
@@ -63,18 +63,18 @@ class Encoder:
         self._vocabulary_size = len(tokenizer)
         if not tokenizer.is_fast:
             raise UserError(f"{type(tokenizer).__name__}: expected a fast tokenizer, one with a tokenizer.json.")
-        self._bos = added_bos(tokenizer)  # this also switches off the truncation and padding it was saved with
+        self._bos = added_bos(tokenizer)  # this also disables the truncation and padding stored in the tokenizer
 
     @cached_property
     def _renderer(self) -> ChatRenderer:
-        """Made when the first chat comes: other rows make no demands on the chat template."""
+        """Created for the first chat, because samples without chats need no valid chat template."""
         return ChatRenderer(self.tokenizer, "assistant" if self.labels == "auto" else self.labels)
 
     def read(self, row: Row, row_format: RowFormat) -> Content:
-        """What a row holds.
+        """Return the content of a sample: the messages of a chat, or its texts.
 
         Raises:
-            BadRow: the row is not as its format demands, or has images, videos or sound.
+            BadRow: the sample does not follow its format, or holds images, video or audio.
         """
         for column in row.keys() & formats.MEDIA:
             formats.expect(not row[column], column, row[column], "nothing: only text is trained on")
@@ -82,26 +82,26 @@ class Encoder:
             return formats.alpaca_messages(row, input_heading=INPUT_HEADING)
         try:
             return FORMATS[row_format].read(row)
-        except (LookupError, TypeError, AttributeError, ValueError) as error:  # of a format of the user's own
+        except (LookupError, TypeError, AttributeError, ValueError) as error:  # raised by a user's own format
             raise BadRow(f"format {row_format}: {type(error).__name__}: {error}") from error
 
     def encode(self, row: Row, row_format: RowFormat) -> list[Encoded]:
-        """Turn a row of data into pieces of at most context_length tokens, see `tokenize` and `fit`."""
+        """Tokenize a sample and bring it to pieces of at most context_length tokens. See `tokenize` and `fit`."""
         return self.fit(*self.tokenize(row, row_format))
 
     def tokenize(self, row: Row, row_format: RowFormat) -> Example:
-        """Turn a row of data into tokens and labels, however long it is.
+        """Return tokens and labels of a sample of any length.
 
         Raises:
-            BadRow: the row is not as its format demands, or the chat template cannot take it.
-            UserError: such rows have no labels of the kind that was asked for.
+            BadRow: the sample does not follow its format, or the chat template rejects it.
+            UserError: samples of this format do not have the requested kind of labels.
         """
         return self.tokenize_content(self.read(row, row_format), row, row_format)
 
     def tokenize_content(self, content: Content, row: Row, row_format: RowFormat) -> Example:
-        """As `tokenize`, of what was read from the row."""
+        """Do what `tokenize` does, for content that was already read from the sample."""
         if isinstance(content, list):
-            # The template writes all special tokens, BOS among them.
+            # The template writes all special tokens, including BOS.
             return self._tokenize(*self._renderer.render(content, formats.tools_of(row)))
         fitting = ("auto",) if isinstance(content, TokenRow) else ("auto", "all")
         if (isinstance(content, TokenRow) or not content[0]) and self.labels not in fitting:
@@ -114,9 +114,9 @@ class Encoder:
         return self._tokenize_text(*content)
 
     def _tokenize_text(self, prompt: str, completion: str) -> Example:
-        """Turn text without a chat into BOS (if the tokenizer adds one), prompt, completion and EOS.
+        """Tokenize text without a chat: BOS (if the tokenizer adds one), prompt, completion, EOS.
 
-        Tokens are those of the joined text, so that the completion begins with the token it has in running text.
+        The joined text is tokenized, so that the completion begins with the same token as in running text.
         """
         start = 0 if self.labels == "all" else len(prompt)
         text = prompt + completion
@@ -129,11 +129,17 @@ class Encoder:
         return input_ids, labels
 
     def fit(self, input_ids: list[int], labels: list[int]) -> list[Encoded]:
-        """Bring an example to context_length: one piece or, with truncation split, several; [] if it is dropped.
+        """Bring an example to at most context_length tokens.
 
-        right keeps its beginning, left its end, drop none of it. split makes pieces that overlap by one token: a
-        piece's first token is context only, as nothing predicts it there, and the piece before has trained it. So
-        every label but the row's first is trained on exactly once.
+        truncation=right keeps the beginning of a longer example, left keeps its end, drop returns nothing. split makes
+        pieces that overlap by one token: the first token of a piece is only context, because no position predicts it
+        there, and the piece before has it in the loss. So every label except the first is in the loss exactly once.
+
+        Args:
+            input_ids, labels: of the example, both of the same length.
+
+        Returns:
+            One piece; with truncation=split perhaps several; [] if the example is skipped.
         """
         length, whole = self.context_length, len(input_ids)
         if whole <= length:
@@ -155,11 +161,11 @@ class Encoder:
             raise BadRow(f"its text has {len(text):,} characters; expected at most {LONGEST_TEXT:,}.")
         try:
             text.encode("utf-8")
-        except UnicodeEncodeError as error:  # JSON can write half of a character, which no tokenizer takes
+        except UnicodeEncodeError as error:  # JSON allows half a surrogate pair, but tokenizers reject it
             raise BadRow(
                 f"\\u{ord(text[error.start]):04x} is half of a character (a lone surrogate); expected Unicode text."
             ) from None
-        # The backend's own call: tokenizer(text) sets truncation and padding anew each time, a tenth of the time here.
+        # Calling the backend takes a tenth of the time: tokenizer(text) sets truncation and padding again in each call.
         encoding = self.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
         input_ids: list[int] = encoding.ids
         labels = [IGNORED] * len(input_ids)
@@ -168,18 +174,18 @@ class Encoder:
         return input_ids, labels
 
 
-# Row, its format, encoder -> the examples that an objective trains on, always the same number of them.
+# Sample, its format, encoder -> the examples that the objective needs. Their number is the same for all samples.
 ExamplesOf = Callable[[Row, RowFormat, Encoder], list[Example]]
 
 
 def one_example(row: Row, row_format: RowFormat, encoder: Encoder) -> list[Example]:
-    """The example of supervised fine-tuning: the row itself."""
+    """Return the only example of supervised fine-tuning: the sample itself."""
     return [encoder.tokenize(row, row_format)]
 
 
 def two_examples(row: Row, row_format: RowFormat, encoder: Encoder) -> list[Example]:
-    """The examples of a pair: its prompt with the chosen and with the rejected response, which is in the loss."""
-    encoder.read(row, row_format)  # also says what else is wrong with the row
+    """Return two examples of a preference pair: the prompt with the chosen and with the rejected response."""
+    encoder.read(row, row_format)  # checks the whole sample and raises BadRow
     return [encoder.tokenize_content(content, row, row_format) for content in formats.pair_contents(row)]
 
 
@@ -211,22 +217,22 @@ def mismatch(samples: Sequence[list[Example]], context_length: int) -> None:
 
 
 def tokens_of_spans(text: str, offsets: list[tuple[int, int]], spans: list[Span]) -> list[tuple[int, int]]:
-    """Tell which tokens belong to a response.
+    """Return the tokens that belong to each span.
 
-    A token inside a span does. One that reaches over the edge of a span does when more than white space of it lies
-    inside: in `Answer: Yes` the token ` Yes` is the response's, though its space is the prompt's; but the token of two
-    line breaks, one of which is the prompt's, is not.
+    A token inside a span belongs to it. A token across the edge of a span belongs to it if the part inside is more than
+    white space. In `Answer: Yes` the token ` Yes` belongs to the response, although its space is part of the prompt. A
+    token of two line breaks, one of them in the prompt, does not belong to the response.
 
     Args:
         text: the rendered chat.
         offsets: the characters [start, end) of each token.
-        spans: the responses, in order.
+        spans: the responses as characters [start, end), in order.
 
     Returns:
         Ranges [first, last) of tokens, one per span.
     """
-    # Byte-level tokenizers may leave white space out of their offsets (trim_offsets): a token begins where the one
-    # before ended. The bytes of one character share its offsets, hence the minimum.
+    # Byte-level tokenizers can exclude white space from the offsets (trim_offsets), so a token begins where the
+    # previous one ended. All bytes of one character have the same offsets, so the minimum is needed.
     ends = list(accumulate((end for _, end in offsets), max))
     starts = [min(start, covered) for (start, _), covered in zip(offsets, [0, *ends], strict=False)]
 

@@ -1,4 +1,4 @@
-"""The command line of recipes/evaluate.py: which models, which samples, which tasks."""
+"""The command line of recipes/evaluate.py: models, samples and tasks."""
 
 import importlib.util
 from collections.abc import Set
@@ -18,7 +18,7 @@ from llama_ft.config.tool_flags import check, read
 from llama_ft.errors import UserError
 from llama_ft.inference.flags import ModelFlags, check_models, check_output_file, find_result, settings_beside
 
-# Settings of a run that say which samples there are, and those that name files.
+# Settings of a run that select samples, and those that name files.
 SAMPLES: tuple[str, ...] = (
     "dataset",
     "dataset_split",
@@ -66,8 +66,8 @@ class EvaluateFlags(DataConfig, ModelFlags):
     """Ask the questions as a user's message of the chat template."""
 
 
-class Asked(NamedTuple):
-    """A model to evaluate, the settings of its run if it is of one, and the base model to compare it with."""
+class ModelToEvaluate(NamedTuple):
+    """A model to evaluate, the settings of its run if there is one, and the base model to compare it with."""
 
     place: str
     run: Config | None
@@ -76,18 +76,18 @@ class Asked(NamedTuple):
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What is to be evaluated: the models, on samples read as in `config`, which are described in words ("": none, only
-    tasks) and are either one split of config.data.dataset or (None) its validation set."""
+    """The models and the samples to evaluate. `config` selects the samples, and a text describes them ("": only tasks
+    are evaluated). They are a split of config.data.dataset or (None) its validation set."""
 
     flags: EvaluateFlags
-    asked: list[Asked]
+    asked: list[ModelToEvaluate]
     config: Config
     samples: str
     split: Split | None
 
 
 def read_evaluate_flags(argv: list[str], description: str) -> Evaluation:
-    """Return what is to be evaluated; raise UserError with all errors."""
+    """Return what to evaluate. Raises UserError with all errors."""
     flags, parsed, errors = read(argv, EvaluateFlags, description)
     errors += [*check_models(flags), *check_output_file(flags.output_file)]
     errors += [f"--{name}: is for training only." for name in parsed.places.keys() & OF_TRAINING]
@@ -95,13 +95,13 @@ def read_evaluate_flags(argv: list[str], description: str) -> Evaluation:
         errors.append("--tasks: needs lm-evaluation-harness. pip install -e '.[eval]' installs it.")
     check(errors)
     asked = [_asked(place, flags) for place in flags.places]
-    what = _settle_samples(flags, asked, parsed.places.keys())
+    what = _select_samples(flags, asked, parsed.places.keys())
     shown = {name: parsed.places.get(name, f"{asked[0].place}: its run") for name in READ}
     check(check_paths(values_of(what.config), shown, SETTINGS.keys() - READ) if what.samples else [])
     return what
 
 
-def _asked(place: str, flags: EvaluateFlags) -> Asked:
+def _asked(place: str, flags: EvaluateFlags) -> ModelToEvaluate:
     found = find_result(Path(place).expanduser()) if looks_local(place) else None
     run = settings_beside(*found) if found else None
     base = flags.base_model or (run.model.model_name if run else None)
@@ -111,16 +111,16 @@ def _asked(place: str, flags: EvaluateFlags) -> Asked:
         raise UserError(f"--base: {place} does not say what it was fine-tuned from. Add --base_model.")
     if flags.base and (error := model_problem(str(base))):
         raise UserError(f"{place}: its base model {base}: {error}\n--base_model says where it is now.")
-    return Asked(place, run, base if flags.base else None)
+    return ModelToEvaluate(place, run, base if flags.base else None)
 
 
-def _settle_samples(flags: EvaluateFlags, asked: list[Asked], given: Set[str]) -> Evaluation:
-    """Find the samples by the flags that are given, else by the first run."""
+def _select_samples(flags: EvaluateFlags, asked: list[ModelToEvaluate], given: Set[str]) -> Evaluation:
+    """Select the samples by the given flags, or else as in the first model's run."""
     runs = [(place, run) for place, run, _ in asked if run is not None]
     place, run = runs[0] if runs else (asked[0].place, Config())
     samples = ""
     split: Split | None = None
-    changed: dict[str, Any] = {"chat_template": None}  # it was saved with the final model
+    changed: dict[str, Any] = {"chat_template": None}  # the final model's tokenizer contains it
     if "dataset" in given:
         changed |= {name: getattr(DataConfig(), name) for name in (*SAMPLES[1:7], "streaming")}
         samples = f"the validation set of {flags.dataset} (--validation {flags.validation})"

@@ -1,7 +1,7 @@
-"""What is measured: a model's loss on samples, as a run's own evaluation computes it, and tasks of
-lm-evaluation-harness (https://github.com/EleutherAI/lm-evaluation-harness), asked of a model that is loaded already.
+"""Compute a model's loss on samples, in the same way as a run's own evaluation, and results on tasks of
+lm-evaluation-harness (https://github.com/EleutherAI/lm-evaluation-harness).
 
-lm_eval is an extra: only this file imports it, and only when tasks are asked for.
+lm_eval is an optional package. Only this file imports it, and only if tasks are requested.
 """
 
 import contextlib
@@ -16,26 +16,26 @@ from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft import data, models, training
 from llama_ft.errors import UserError, reason
-from llama_ft.evaluation.flags import Asked, EvaluateFlags, Evaluation
+from llama_ft.evaluation.flags import EvaluateFlags, Evaluation, ModelToEvaluate
 from llama_ft.runtime import Runtime, log
 
 Metrics = dict[str, dict[str, Any]]  # task -> metric -> {"value": ..., "stderr": ... or None}
 
 
 def measure_loss(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, asked: Asked, what: Evaluation, job: Runtime
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, asked: ModelToEvaluate, what: Evaluation, job: Runtime
 ) -> dict[str, float]:
-    """Tokenize the samples, or take them from the cache, and compute the loss; all ranks call it together.
+    """Tokenize the samples, or take them from the cache, and compute the loss. All ranks must call it.
 
     Args:
-        model: in eval mode, and left in it.
-        tokenizer: with which the samples are tokenized.
-        asked: where the model, or the one fine-tuned from it, comes from.
+        model: a model in eval mode; it stays in eval mode.
+        tokenizer: tokenizes the samples.
+        asked: the origin of the model, or of the model that was fine-tuned from it.
         what: the settings and the split of the samples.
         job: the ranks.
 
     Returns:
-        loss, perplexity, and target_tokens: the number of tokens in the loss.
+        loss (mean per token), perplexity, and target_tokens, the number of tokens in the loss.
     """
     config, split = what.config, what.split
     context_length = models.resolve_context_length(config.data.context_length, model.config)
@@ -65,14 +65,14 @@ def measure_loss(
         training.check_packing(model, samples, context_length, model.dtype, job)
     pad, objective = data.pad_token_id(tokenizer, vocabulary), training.SupervisedFineTuning()
     loss, tokens, _ = training.mean_loss(model, objective, samples, config.train, pad, pack_length, job)
-    model.config._attn_implementation = attention  # packed attention is only for this
+    model.config._attn_implementation = attention  # packed attention works only for packed sequences
     model.eval()
     return {"loss": loss, "perplexity": training.perplexity(loss), "target_tokens": tokens}
 
 
 def find_tasks(flags: EvaluateFlags, job: Runtime) -> Any:
-    """Load the tasks and their questions once, before a model is loaded; return lm_eval's TaskManager, which finds them
-    again."""
+    """Load the tasks and their questions once, before any model. Return lm_eval's TaskManager, in which they can be
+    found again."""
     from lm_eval.tasks import TaskManager
 
     by_name = any(not name.endswith((".yaml", ".yml")) for name in flags.tasks)
@@ -88,14 +88,14 @@ def find_tasks(flags: EvaluateFlags, job: Runtime) -> Any:
 def ask_tasks(
     manager: Any, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, flags: EvaluateFlags, job: Runtime
 ) -> Metrics:
-    """Ask a model all questions; every rank asks the same ones.
+    """Evaluate a model on all tasks. Every rank answers the same questions.
 
     Args:
-        manager: what `find_tasks` returns.
-        model: in eval mode, sharded with flags.enable_fsdp.
-        tokenizer: its own.
+        manager: the result of `find_tasks`.
+        model: a model in eval mode, sharded with flags.enable_fsdp.
+        tokenizer: the model's tokenizer.
         flags: tasks, limit, num_fewshot, batch_size and apply_chat_template.
-        job: the ranks; all of them call this.
+        job: the ranks. All of them must call this function.
 
     Returns:
         Task -> metric -> value and stderr, on rank 0.
@@ -103,7 +103,7 @@ def ask_tasks(
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
 
-    # It is tied already, and transformers' way fails if an adapter wraps the embedding or the head.
+    # Weights are already tied, and Transformers' function fails if an adapter wraps the embedding or the LM head.
     model.tie_weights = lambda *_, **__: None  # type: ignore[method-assign]
     try:
         with _quiet(job):
@@ -117,14 +117,14 @@ def ask_tasks(
                 apply_chat_template=flags.apply_chat_template,
                 fewshot_as_multiturn=True,
             )
-    except (ValueError, AssertionError) as error:  # such as tasks with images, or that run the model's code
+    except (ValueError, AssertionError) as error:  # such as tasks with images, or with generated code
         raise UserError(f"--tasks: lm-evaluation-harness cannot ask them: {reason(error)}.") from error
     return _metrics(found) if found else {}
 
 
 @contextlib.contextmanager
 def _quiet(job: Runtime) -> Iterator[None]:
-    """Show only errors of lm_eval's log, and its progress bars only in a terminal."""
+    """Show only errors of lm_eval, and its progress bars only in a terminal."""
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     is_shown = job.is_main and sys.stderr.isatty()
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(sys.stderr if is_shown else nowhere):
@@ -132,7 +132,7 @@ def _quiet(job: Runtime) -> Iterator[None]:
 
 
 def _metrics(found: Any) -> Metrics:
-    """lm_eval's {task: {"acc,none": 0.5, "acc_stderr,none": 0.1}}, in order; a group's own mean before its tasks."""
+    """Convert lm_eval's {task: {"acc,none": 0.5, "acc_stderr,none": 0.1}}. A group's mean comes before its tasks."""
     metrics: Metrics = {}
     for task, values in {**found.get("groups", {}), **found["results"]}.items():
         metrics[task] = {}

@@ -1,4 +1,4 @@
-"""What was measured, as a table for people and as JSON."""
+"""Format results of an evaluation as a table and as JSON."""
 
 import io
 import json
@@ -13,8 +13,8 @@ from llama_ft.evaluation.measure import Metrics
 
 @dataclass(frozen=True)
 class Evaluated:
-    """One model's results: its loss on the samples, and of each task, if they were asked for; and those of the model
-    that it is compared with. `about` says what was loaded and how."""
+    """Results of a model: its loss on the samples and its tasks, if requested; and the results of its base model.
+    `about` says what was loaded and how."""
 
     name: str
     about: str
@@ -23,14 +23,14 @@ class Evaluated:
     base: "Evaluated | None" = None
 
     def numbers(self) -> dict[tuple[str, str], tuple[float, float | None]]:
-        """Return the value and the standard error of every (task, metric); the samples are no task."""
+        """Return (task, metric) -> value and standard error. For the loss on samples, task is ""."""
         found = {("", name): (value, None) for name, value in (self.held_out or {}).items()}
         tasks = {(task, name): it for task, metrics in (self.tasks or {}).items() for name, it in metrics.items()}
         return {**found, **{key: (it["value"], it["stderr"]) for key, it in tasks.items()}}
 
 
 def describe(models: list[Evaluated], samples: str, limit: float | None) -> str:
-    """Return the table: the loss on `samples`, in words, and the tasks, of which `limit` questions were asked."""
+    """Return the table as text. `samples` is a description, `limit` the number of questions per task."""
     table, text = Table("", "metric", box=None), io.StringIO()
     for model in models:
         for title in (model.name, *(["difference"] if model.base else [])):
@@ -52,7 +52,7 @@ def describe(models: list[Evaluated], samples: str, limit: float | None) -> str:
 
 
 def write_json(models: list[Evaluated], samples: str, task_settings: dict[str, Any]) -> str:
-    """Return all results as JSON. NaN and infinities, which JSON lacks, become null, as in metrics.jsonl."""
+    """Return all results as JSON. NaN and infinities become null, as in metrics.jsonl, because JSON lacks them."""
     entries = [{**vars(model), "base": model.base and model.base.name} for model in models]
     found = {"rows": samples, "task_settings": task_settings, "models": entries}
     return json.dumps(json.loads(json.dumps(found), parse_constant=lambda _: None), indent=2)

@@ -1,4 +1,4 @@
-"""A tuned model in use: loaded from whatever a run has left, and asked.
+"""Use a fine-tuned model: load whatever a run has written, and generate answers.
 
 Nothing is imported here: `flags` answers a command line without torch.
 """

@@ -1,4 +1,5 @@
-"""The command line of recipes/inference.py, and what a run, or anybody else, has left that can be loaded."""
+"""The command line of recipes/inference.py, and detection of what a directory holds: run, checkpoint, adapter,
+model."""
 
 import os
 from dataclasses import replace
@@ -15,7 +16,7 @@ from llama_ft.config.settings import Config
 from llama_ft.config.tool_flags import check, read
 from llama_ft.export_flags import export_kind
 
-Result = Literal["checkpoint", "run", "adapter", "model"]  # run: one without a final model, but with checkpoints
+Result = Literal["checkpoint", "run", "adapter", "model"]  # run: without a final model, but with checkpoints
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -112,7 +113,8 @@ def read_inference_flags(argv: list[str], description: str) -> InferenceFlags:
     prompts = [f"--{name}" for name in ("prompt", "prompt_file", "prompts", "chat") if name in parsed.places]
     for given in (options.places, prompts):
         if len(given) > 1:
-            errors.append(f"{' and '.join(given)}: cannot be combined. Give one of them.")
+            adapter = " Give an adapter alone; --base_model names its base." if given is options.places else ""
+            errors.append(f"{' and '.join(given)}: cannot be combined. Give one of them.{adapter}")
     for name in ("prompt_file", "prompts"):
         if (file := getattr(options, name)) and (error := file_problem(file)):
             errors.append(f"--{name} {file}: {error}")
@@ -122,7 +124,7 @@ def read_inference_flags(argv: list[str], description: str) -> InferenceFlags:
 
 
 def check_models(options: ModelFlags) -> list[str]:
-    """Put every model that is named into `places`, and return the errors about them. With --peft_model, --model_name is
+    """Put every named model into `places`, and return the error messages about them. With --peft_model, --model_name is
     the base model, as in llama-recipes."""
     if options.peft_model and options.model_name and not options.base_model:
         options.base_model, options.model_name = options.model_name, None
@@ -134,7 +136,7 @@ def check_models(options: ModelFlags) -> list[str]:
 
 
 def check_output_file(name: str | None) -> list[str]:
-    """Return why --output_file cannot be written; nothing is replaced."""
+    """Return why --output_file cannot be written, as error messages. An existing file is never replaced."""
     if name is None:
         return []
     file = Path(name).expanduser()
@@ -143,8 +145,8 @@ def check_output_file(name: str | None) -> list[str]:
 
 
 def find_result(folder: Path) -> tuple[Result, Path] | None:
-    """Return what there is to load in a directory, and where: of a run's directory the final model, else its
-    checkpoints; None if it holds nothing of the kind."""
+    """Return the kind and path of what can be loaded from a directory: of a run the final model, or else its
+    checkpoints; None if there is nothing to load."""
     kind = export_kind(folder)
     if kind == "checkpoint":
         return "checkpoint", folder
@@ -157,7 +159,7 @@ def find_result(folder: Path) -> tuple[Result, Path] | None:
 
 
 def result_problem(name: str) -> str | None:
-    """Return why `name` cannot be loaded: it is no run, checkpoint, adapter, model directory or Hub name."""
+    """Return why `name` cannot be loaded (it is not a run, checkpoint, adapter, model or Hub name), or None."""
     folder = Path(name).expanduser()
     if not looks_local(name) or find_result(folder):
         return None
@@ -166,8 +168,8 @@ def result_problem(name: str) -> str | None:
 
 
 def settings_beside(kind: Result, held: Path) -> Config | None:
-    """Return the settings of the run that left what find_result found; None if it is of no run or of another version.
-    A whole model is not quantized as in its run: only the base model below an adapter is."""
+    """Return the settings of the run that wrote what find_result found; None without a run or for another version. A
+    whole model is loaded without its run's quantization, which applies only to the base model of an adapter."""
     directory = {"run": held, "checkpoint": held.parent.parent}.get(kind, held.parent)
     try:
         run = Config(**yaml.safe_load((directory / "config.yaml").read_text()))

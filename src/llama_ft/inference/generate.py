@@ -1,7 +1,7 @@
-"""Answers by Transformers' own generate: greedy or sampled, one streamed or many in a batch, on one rank or several.
+"""Generate answers with Transformers' generate: greedy or sampled, one streamed or many in a batch, on several ranks.
 
-In fp32 a greedy answer depends neither on its neighbors in the batch nor on the number of ranks: padding is on the left
-and masked.
+In fp32 a greedy answer depends neither on the other prompts of the batch nor on the number of ranks, because padding is
+on the left and masked.
 """
 
 import copy
@@ -18,26 +18,26 @@ from transformers.utils.chat_template_utils import _compile_jinja_template
 from llama_ft.data import pad_token_id
 from llama_ft.errors import RunFailure, UserError
 from llama_ft.inference.flags import InferenceFlags
-from llama_ft.inference.load import Opened
+from llama_ft.inference.load import LoadedModel
 from llama_ft.models import vocabulary_size
 from llama_ft.runtime import Runtime
 from llama_ft.training import free_unsharded
 
-DEFAULTS = {"temperature": 1.0, "top_p": 1.0, "top_k": 50, "repetition_penalty": 1.0}  # Transformers' own
+DEFAULTS = {"temperature": 1.0, "top_p": 1.0, "top_k": 50, "repetition_penalty": 1.0}  # defaults of Transformers
 OF_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "typical_p", "top_h", "epsilon_cutoff", "eta_cutoff")
 Messages = list[dict[str, Any]]
 Show = Callable[[str], None]
 
 
 class Answer(NamedTuple):
-    """What a model said: text without special tokens, and whether it was truncated before its end."""
+    """A generated answer without special tokens, and whether it was truncated at the token limit."""
 
     text: str
     is_truncated: bool
 
 
-def settle_sampling(options: InferenceFlags, config: GenerationConfig) -> dict[str, Any]:
-    """Return the values of DEFAULTS: as asked for, else as in the model's generation_config.json, which is `config`."""
+def resolve_sampling(options: InferenceFlags, config: GenerationConfig) -> dict[str, Any]:
+    """Return values for the keys of DEFAULTS: the requested ones, else those of generation_config.json (`config`)."""
     asked = {name: value for name in DEFAULTS if (value := getattr(options, name)) is not None}
     known = {name: value for name in DEFAULTS if (value := getattr(config, name, None)) is not None}
     is_sampled = config.do_sample or asked.keys() & {"temperature", "top_p", "top_k"}
@@ -46,31 +46,31 @@ def settle_sampling(options: InferenceFlags, config: GenerationConfig) -> dict[s
 
 
 class Answerer:
-    """A model that answers. If its tokenizer has no chat template, prompts are text to continue.
+    """Generates answers. If the tokenizer has no chat template, prompts are texts to continue.
 
     Args:
         opened: the model and its tokenizer. Its generation config is changed.
-        options: how it answers. With enable_fsdp all ranks call `answer` together, each with prompts of its own.
-        job: the ranks; torch's random numbers are seeded on all of them.
+        options: the sampling. With enable_fsdp all ranks must call `answer` together, each with its own prompts.
+        job: the ranks; torch's random number generator is seeded on all of them.
     """
 
-    def __init__(self, opened: Opened, options: InferenceFlags, job: Runtime) -> None:
+    def __init__(self, opened: LoadedModel, options: InferenceFlags, job: Runtime) -> None:
         self.model, self.tokenizer, self._options, self._job = opened.model, opened.tokenizer, options, job
         self.context = getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
         self._pad = pad_token_id(self.tokenizer, vocabulary_size(self.model.config))
         config = copy.deepcopy(self.model.generation_config)
-        self.sampling = settle_sampling(options, config)
+        self.sampling = resolve_sampling(options, config)
         self._ends = {*config.eos_token_id} if isinstance(config.eos_token_id, list) else {config.eos_token_id}
         is_sampled = self.sampling["temperature"] > 0
-        unused = () if is_sampled else OF_SAMPLING  # of which Transformers would warn
+        unused = () if is_sampled else OF_SAMPLING  # Transformers would warn about them
         changed = {**self.sampling, **dict.fromkeys(unused), "do_sample": is_sampled, "num_beams": 1}
         changed |= {"max_length": None, "num_return_sequences": 1, "return_dict_in_generate": False}
         vars(config).update(changed)
         self.model.generation_config = config
-        torch.manual_seed(options.seed + (job.rank if options.prompts else 0))  # one prompt is answered by all ranks
+        torch.manual_seed(options.seed + (job.rank if options.prompts else 0))  # all ranks answer a single prompt
 
     def tokens(self, prompt: Messages | str, tools: Messages | None = None) -> list[int]:
-        """Return the token ids of a prompt, which may call `tools`; raise UserError if the chat template rejects it."""
+        """Return the token ids of a prompt with `tools`. Raises UserError if the chat template rejects it."""
         if isinstance(prompt, str) and not (self.tokenizer.chat_template or self._options.system_prompt):
             return list(self.tokenizer(prompt)["input_ids"])
         if not self.tokenizer.chat_template:
@@ -78,7 +78,7 @@ class Answerer:
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         if self._options.system_prompt and messages[0]["role"] not in ("system", "developer"):
             messages = [{"role": "system", "content": self._options.system_prompt}, *messages]
-        # Training writes the same date into every sample; an answer's date is today's.
+        # Training renders every sample with one fixed date. An answer uses today's date.
         template = _compile_jinja_template(self.tokenizer.get_chat_template())
         template.globals["strftime_now"] = datetime.now().strftime
         try:
@@ -93,39 +93,40 @@ class Answerer:
         return list(ids)
 
     def longest_answer(self, prompt_tokens: int) -> int:
-        """Return the largest number of tokens in the answer to a prompt of so many; raise UserError if it is 0."""
+        """Return the maximum number of tokens in the answer to a prompt of this length. Raises UserError if it is 0."""
         if not 0 < prompt_tokens < self.context:
             raise UserError(f"the prompt has {prompt_tokens} tokens, and the model {self.context} positions.")
         return min(self._options.max_new_tokens, self.context - prompt_tokens)
 
     @torch.no_grad()
     def answer(self, prompts: list[list[int]], show: Show | None = None) -> list[Answer]:
-        """Answer prompts in one batch.
+        """Generate answers to prompts in one batch.
 
         Args:
-            prompts: token ids. All have the same `longest_answer`, for a model has no positions beyond its context.
-            show: is called with the text of the one prompt's answer as it comes.
+            prompts: token ids. All must have the same `longest_answer`, because positions end with the context.
+            show: called with each new part of the answer's text; for a single prompt.
         """
         is_sharded = self._options.enable_fsdp and self._job.world_size > 1
         width, shown = max(map(len, prompts)), 0
-        # Padding repeats the row's first token: a penalty on repetition then sees no token that is not there.
+        # Pad with the prompt's first token: so the repetition penalty sees no token that is not in the prompt.
         ids = torch.tensor([[prompt[0]] * (width - len(prompt)) + prompt for prompt in prompts])
         mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
 
         def check_and_show(tokens: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-            """Reject NaN and infinities, of which an answer would be made all the same, and show what is there. It is
-            decoded from its beginning each time: TextStreamer starts again with each line, and loses a space of the
-            line's indentation with Llama 2's tokenizer."""
+            """Raise an error for NaN and infinities, which `generate` would accept, and show the new text.
+
+            The whole answer is decoded each time. TextStreamer decodes line by line, and loses a space of the
+            indentation with Llama 2's tokenizer."""
             nonlocal shown
-            if not scores.amax(dim=-1).isfinite().all():  # a single -inf is a token that is never said
+            if not scores.amax(dim=-1).isfinite().all():  # a single -inf is allowed: it excludes a token
                 raise RunFailure(
                     "The model's logits are not finite: its weights are corrupted, or it needs --precision bf16."
                 )
             if show is not None:
-                # Replacement characters at the end are so far only the first bytes of a character.
+                # Replacement characters at the end are the first bytes of an incomplete character.
                 text = self._text(tokens[0, width:].tolist()).rstrip("\N{REPLACEMENT CHARACTER}")
                 show(text[shown:])
-                shown = max(shown, len(text))  # half a character may hide the one before it
+                shown = max(shown, len(text))  # an incomplete character may hide the one before it
             return scores
 
         sequences = self.model.generate(  # type: ignore[operator]  # a mixin's method
@@ -145,6 +146,6 @@ class Answerer:
         return answers
 
     def _text(self, tokens: list[int]) -> str:
-        """Decode the tokens before the end; pads follow it if other rows of the batch were longer."""
+        """Decode the tokens before the end. If other answers of the batch are longer, padding follows the end."""
         end = next((place for place, token in enumerate(tokens) if token in self._ends), None)
         return str(self.tokenizer.decode(tokens[:end], skip_special_tokens=True))

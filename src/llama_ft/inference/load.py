@@ -1,4 +1,4 @@
-"""From what a run leaves behind, or any model's directory, to a model that answers: built as in training."""
+"""Load a model for generation from a run, a checkpoint, an adapter or a model directory. It is built as in training."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +15,9 @@ from llama_ft.inference.flags import ModelFlags, find_result, settings_beside
 from llama_ft.runtime import PRECISIONS, Precision, Runtime, advise_precision, log
 
 
-class Opened(NamedTuple):
-    """A model that is ready to answer: in eval mode on the job's device, sharded over its mesh with enable_fsdp, with
-    its adapter; the tokenizer with the chat template it was trained with; and what was loaded and how, in a line."""
+class LoadedModel(NamedTuple):
+    """A loaded model: in eval mode on the job's device, with its adapter, sharded if enable_fsdp; the tokenizer with
+    the chat template of the fine-tuning; and a line that says what was loaded."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
@@ -26,15 +26,16 @@ class Opened(NamedTuple):
 
 @dataclass
 class _Found:
-    """What is to be loaded."""
+    """The parts to load."""
 
     base: Path
-    place: Path  # of what was trained; the base model itself if nothing was
+    place: Path  # of the trained weights, or else of the base model
     tokenizer: PreTrainedTokenizerBase
     run: Config | None
     peft: PeftConfig | None = None
-    new: models.NewTokens | None = None  # whose rows the base model lacks
+    new: models.NewTokens | None = None  # tokens that the base model lacks
     trained: checkpoint.Checkpoint | None = None
+    objective: str = "sft"
 
 
 def open_model(
@@ -43,19 +44,19 @@ def open_model(
     job: Runtime,
     base_of: Config | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
-) -> Opened:
-    """Load what `place` names; all ranks call it together.
+) -> LoadedModel:
+    """Load what `place` names. All ranks must call it.
 
     Args:
-        place: a run's directory: its model/, or without one its newest valid checkpoint; a checkpoint or an adapter,
-            beside its base model; or a model's directory or Hub name, also if bitsandbytes has quantized it.
-        flags: where its parts are, and its quantization, precision and sharding.
-        job: the ranks, started with a mesh that shards if flags.enable_fsdp.
-        base_of: settings of a run; what is loaded is then its base model, as it was before the run's first step.
-        tokenizer: of that run, in place of the base model's own, which it may lack.
+        place: a run's directory (its model/, or else its newest valid checkpoint), a checkpoint, an adapter, a model's
+            directory or a Hub name. A model may be quantized with bitsandbytes.
+        flags: where the parts are, quantization, precision and sharding.
+        job: the ranks; its mesh shards if flags.enable_fsdp.
+        base_of: settings of a run: load its base model instead, in the state before the first step.
+        tokenizer: of that run; it replaces the base model's tokenizer, which may be missing.
 
     Raises:
-        UserError: there is nothing to load, it does not fit together, or its kind is not supported.
+        UserError: there is nothing to load, the parts do not fit, or the kind of model is not supported.
         RunFailure: the checkpoint is corrupted.
     """
     asked: Any = flags.precision if flags.precision in ("fp16", "fp32") else "bf16_pure"  # both bf16_* compute in bf16
@@ -67,14 +68,15 @@ def open_model(
     with job.local_main_process_first():
         found = _find(place, flags, job, base_of, tokenizer)
     model, bits = _build(found, flags, job, PRECISIONS[chosen].compute)
-    if (found.base / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(found.base)
-    ends = data.stop_token_ids(found.tokenizer, model.generation_config.eos_token_id)  # also that of a message
-    model.generation_config.eos_token_id = ends or None
+    if not models.has_score(model):
+        if (found.base / "generation_config.json").is_file():
+            model.generation_config = GenerationConfig.from_pretrained(found.base)
+        ends = data.stop_token_ids(found.tokenizer, model.generation_config.eos_token_id)  # and that of a message
+        model.generation_config.eos_token_id = ends or None
     where = f"{found.place} (with {found.base})" if found.place != found.base else str(found.base)
     ranks = f"sharded across {job.world_size} ranks" if flags.enable_fsdp else ""
     about = ", ".join(filter(None, (where, chosen[:4], bits, ranks, str(job.device), note)))
-    return Opened(model.eval(), found.tokenizer, about)
+    return LoadedModel(model.eval(), found.tokenizer, about)
 
 
 def _find(
@@ -84,17 +86,20 @@ def _find(
     is_demo = place == "demo"
     local = data.build_demo(data.cache_dir()).model_dir if is_demo else models.local_folder(place, "MODEL", ask_hub)
     kind, held = find_result(local) or ("model", local)
-    if kind == "checkpoint":  # found and compared with its base model as for an export
+    if kind == "checkpoint":  # handled and compared with its base model as in an export
         valid = checkpoint.Checkpoint(held)
         export = checkpoint.Exporter.prepare(valid, flags.base_model, flags.tokenizer_name, trust, merge=True)
         peft = export.config.peft if export.adapter is not None else None
-        return _Found(export.base, valid.folder, export.tokenizer, export.config, peft, export.new, valid)
-    base, new, peft = held, None, None
+        objective = export.config.preference.objective
+        return _Found(export.base, valid.folder, export.tokenizer, export.config, peft, export.new, valid, objective)
+    base, new, peft, objective = held, None, None, "sft"
     if kind == "adapter":
         where = f"{held}/adapter_config.json (--base_model overrides it): base model"
         named = flags.base_model or base_model_of(str(held))
         base = models.local_folder(named, "--base_model" if flags.base_model else where, ask_hub)
-        new = checkpoint.tokens_added(checkpoint.understood_adapter(held), models.load_model_config(base, trust))
+        settings = checkpoint.understood_adapter(held)
+        new = checkpoint.tokens_added(settings, models.load_model_config(base, trust))
+        objective = "reward" if settings.task_type == "SEQ_CLS" else "sft"
         peft = PeftConfig(use_peft=True, from_peft_checkpoint=str(held))
     if tokenizer is None:
         has_own, other = any((held / file).is_file() for file in TOKENIZER_FILES), flags.tokenizer_name
@@ -102,15 +107,18 @@ def _find(
         tokenizer = models.load_tokenizer(folder, trust)
     if base_of is not None:
         new = models.find_new_tokens(tokenizer, base, models.load_model_config(base, trust), base_of.model)
-    return _Found(base, held, tokenizer, base_of or settings_beside(kind, held), peft, new)
+    run = base_of or settings_beside(kind, held)
+    return _Found(base, held, tokenizer, run, peft, new, objective=objective)
 
 
 def _build(found: _Found, flags: ModelFlags, job: Runtime, dtype: torch.dtype) -> tuple[PreTrainedModel, str]:
     """Return the model with its weights, and the name of its quantization, if any."""
     model_config = models.load_model_config(found.base, flags.trust_remote_code)
+    if found.objective == "reward":
+        models.choose_head(model_config, "reward")
     quantization = QuantizationConfig(mode=flags.quantization or "none")
     if found.run is not None and flags.quantization in (None, found.run.quantization.mode):
-        quantization = found.run.quantization  # with all its settings
+        quantization = found.run.quantization  # including all its other settings
     kind = models.choose_quantization(quantization, model_config, use_peft=True)  # nothing is trained here
     named = ModelConfig(model_name=str(found.base), trust_remote_code=flags.trust_remote_code)
     model = models.build_on_meta(model_config, named, found.new)
@@ -138,4 +146,7 @@ def _build(found: _Found, flags: ModelFlags, job: Runtime, dtype: torch.dtype) -
     if found.trained is not None and adapter is not None:
         checkpoint.restore_weights(found.trained, model)
     model.requires_grad_(False)
+    if found.objective == "reward" or (models.has_score(model) and model.config.pad_token_id is None):
+        pad = data.pad_token_id(found.tokenizer, models.vocabulary_size(model.config))
+        models.set_pad_token(model.config, found.tokenizer, pad)
     return model, kind.scheme.name if kind is not None else ""

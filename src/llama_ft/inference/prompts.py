@@ -1,26 +1,32 @@
-"""Prompts answered by all ranks: one, a file of them, or a conversation with a terminal or a program that writes lines.
-Answers go to stdout, the rest to stderr."""
+"""Answer prompts on all ranks: a single one, a file, or a conversation with a terminal or a program that writes lines.
+Answers go to stdout, everything else to stderr."""
 
 import json
 import signal
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+import torch
 import torch.distributed as dist
+from torch.nn.utils.rnn import pad_sequence
 
 from llama_ft.config.data_names import data_problem
 from llama_ft.config.settings import DataConfig
+from llama_ft.data import Encoder, one_example, two_examples
 from llama_ft.data.files import rows_of_file
 from llama_ft.data.formats import (
+    PREFERENCE,
     ROLES,
     BadRow,
     Row,
     alpaca_messages,
     chat_messages,
+    find_format,
+    preferred,
     prompt_completion,
     tools_of,
 )
@@ -29,10 +35,12 @@ from llama_ft.data.sources import Source
 from llama_ft.errors import RunFailure, UserError
 from llama_ft.inference.flags import InferenceFlags
 from llama_ft.inference.generate import Answer, Answerer, Messages
+from llama_ft.inference.load import LoadedModel
 from llama_ft.masking import printable
 from llama_ft.runtime import Runtime, log
+from llama_ft.training import free_unsharded
 
-with suppress(ImportError):  # not every Python has it; input() then has no history
+with suppress(ImportError):  # some builds of Python lack it; input() then has no history
     import readline  # noqa: F401
 
 PROMPT_FORMS = 'expected a column "prompt", "instruction", "messages" or "conversations"; or a .txt file of prompts.'
@@ -40,7 +48,7 @@ HELP = "/reset starts again, /exit or Ctrl-D ends, Ctrl-C stops an answer; a spa
 
 
 def one_prompt(options: InferenceFlags) -> str:
-    """Return the one prompt to answer: of --prompt, --prompt_file or stdin."""
+    """Return the single prompt of --prompt, --prompt_file or stdin."""
     text = _text_of(options.prompt_file) if options.prompt_file else options.prompt or sys.stdin.read()
     if not text.strip("\ufeff\n "):
         raise UserError("The prompt is empty. Use --prompt, --prompt_file, --prompts or stdin.")
@@ -52,17 +60,17 @@ def _text_of(name: str) -> str:
 
 
 def read_prompts(name: str, columns: Sequence[str] = ()) -> list[tuple[dict[str, Any], Messages | str]]:
-    """Read the prompts of a file: .txt, one per line; or samples, as training reads them.
+    """Read the prompts of a file: .txt with one per line, or samples as for training.
 
     Args:
-        name: the file; .jsonl, .json, .csv or .parquet, or .txt.
+        name: the file; .jsonl, .json, .csv, .parquet or .txt.
         columns: as in --columns.
 
     Returns:
-        Each sample, which gets the answer, with its prompt: text, or a conversation without its last answer.
+        Each sample, to which the answer will be added, and its prompt: text, or a chat without its last response.
 
     Raises:
-        UserError: there are no prompts, or one is malformed; it names the place.
+        UserError: the file has no prompts, or a prompt is malformed; the message names its place.
     """
     if name.endswith(".txt"):
         lines = [line for line in _text_of(name).split("\n") if line.strip()]
@@ -86,7 +94,7 @@ def read_prompts(name: str, columns: Sequence[str] = ()) -> list[tuple[dict[str,
 
 
 def _asked(row: Row) -> Messages | str:
-    """The prompt of a sample in a format of the training data; the answer at its end may be missing."""
+    """Return the prompt of a sample in a training format. Its last response may be missing."""
     if "answer" in row:
         raise BadRow('"answer" would be replaced.')
     tools_of(row)
@@ -94,6 +102,9 @@ def _asked(row: Row) -> Messages | str:
         return str(prompt_completion({**row, "completion": "."})[0])
     if "instruction" in row:
         return alpaca_messages({**row, "output": "."})[:-1]
+    if "chosen" in row and "prompt" not in row:
+        content = preferred(row)
+        return content[0] if isinstance(content, tuple) else content[:-1]
     column = next((it for it in ("prompt", "messages", "conversations") if it in row), None)
     if column is None:
         raise BadRow(PROMPT_FORMS)
@@ -107,16 +118,16 @@ def _asked(row: Row) -> Messages | str:
 def answer_prompts(
     prompts: list[tuple[dict[str, Any], Messages | str]], answerer: Answerer, options: InferenceFlags, job: Runtime
 ) -> int:
-    """Answer prompts and write the samples in their order; the ranks share the prompts of each batch.
+    """Answer prompts and write the samples in their order. The ranks share the prompts of each batch.
 
     Args:
-        prompts: what `read_prompts` returns.
+        prompts: the result of `read_prompts`.
         answerer: the model.
         options: batch_size per rank, and output_file (None: stdout), which must not exist.
         job: the ranks; rank 0 writes.
 
     Returns:
-        How many answers were truncated.
+        The number of truncated answers.
     """
     tokens, limits = [], []
     for number, (row, asked) in enumerate(prompts, start=1):
@@ -125,39 +136,84 @@ def answer_prompts(
             limits.append(answerer.longest_answer(len(tokens[-1])))
         except UserError as error:
             raise UserError(f"--prompts: prompt {number}: {error.messages[0]}") from error
-    truncated, batch, file = 0, options.batch_size * job.world_size, Path(options.output_file or "").expanduser()
-    has_file = options.output_file and job.is_main
-    if has_file:
-        file.parent.mkdir(parents=True, exist_ok=True)
-    with open(file, "x", encoding="utf-8", errors="replace") if has_file else nullcontext(sys.stdout) as out:
+    truncated, batch = 0, options.batch_size * job.world_size
+    with output_of(options, job) as out:
         start = 0
         while start < len(prompts):
             alike = takewhile(lambda limit: limit == limits[start], limits[start : start + batch])  # noqa: B023
-            stop = start + len(list(alike))  # a prompt near the end of the context must not shorten other answers
+            stop = start + len(list(alike))  # prompts near the end of the context have batches of their own
             everyone = [list[Answer]()] * job.world_size
-            mine = tokens[start:stop][job.rank :: job.world_size] or tokens[:1]  # all ranks all-gather
+            mine = tokens[start:stop][job.rank :: job.world_size] or tokens[:1]  # every rank joins the all-gathers
             dist.all_gather_object(everyone, answerer.answer(mine))
             for index, (row, _) in enumerate(prompts[start:stop]):
                 answer = everyone[index % job.world_size][index // job.world_size]
                 truncated += answer.is_truncated
                 if job.is_main:
-                    print(
-                        json.dumps({**row, "answer": answer.text}, ensure_ascii=False, default=str),
-                        file=out,
-                        flush=True,
-                    )
+                    _write({**row, "answer": answer.text}, out)
             start = stop
             log.info(f"{start} of {len(prompts)} prompts answered")
     return truncated
 
 
+@torch.no_grad()
+def score_prompts(rows: Sequence[Row], opened: LoadedModel, options: InferenceFlags, job: Runtime) -> None:
+    """Write samples with a reward model's score of their response, `score`, or of pairs `score_chosen` and
+    `score_rejected`: tokenized as in training. All ranks compute all scores.
+
+    Args:
+        rows: samples in a format of the training data, or pairs.
+        opened: the model and its tokenizer.
+        options: batch_size, and output_file as of `answer_prompts`.
+        job: the ranks; rank 0 writes.
+    """
+    if not rows:
+        raise UserError("MODEL is a reward model, which scores responses. Use --prompts with chats or pairs.")
+    model, config = opened.model, opened.model.config.get_text_config()
+    context = getattr(config, "max_position_embeddings", None) or sys.maxsize
+    encoder, tokens = Encoder(opened.tokenizer, context), list[torch.Tensor]()
+    for number, row in enumerate(rows, 1):
+        try:
+            kind = PREFERENCE if "chosen" in row else find_format(f"prompt {number}", row.keys(), "auto")
+            examples = (two_examples if kind == PREFERENCE else one_example)(row, kind, encoder)
+            if (longest := max(len(ids) for ids, _ in examples)) > context:
+                raise BadRow(f"it has {longest} tokens, and the model {context} positions.")
+        except BadRow as error:
+            raise UserError(f"--prompts: prompt {number}: {error}") from error
+        tokens += [torch.tensor(ids) for ids, _ in examples]
+    scores = list[float]()
+    for start in range(0, len(tokens), options.batch_size):
+        part = tokens[start : start + options.batch_size]
+        ids = pad_sequence(part, batch_first=True, padding_value=config.pad_token_id).to(job.device)
+        mask = pad_sequence([torch.ones_like(row) for row in part], batch_first=True).to(job.device)
+        scores += model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, 0].tolist()
+    free_unsharded(model)
+    left = iter(scores)
+    with output_of(options, job) as out:
+        for row in rows if job.is_main else ():
+            names = ("score_chosen", "score_rejected") if "chosen" in row else ("score",)
+            _write({**row, **{name: next(left) for name in names}}, out)
+
+
+def _write(row: Row, out: IO[str]) -> None:
+    print(json.dumps(row, ensure_ascii=False, default=str), file=out, flush=True)
+
+
+def output_of(options: InferenceFlags, job: Runtime) -> AbstractContextManager[IO[str]]:
+    """Open what rank 0 writes to: --output_file, which must not exist, or stdout."""
+    file = Path(options.output_file or "").expanduser()
+    if not (options.output_file and job.is_main):
+        return nullcontext(sys.stdout)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    return open(file, "x", encoding="utf-8", errors="replace")
+
+
 def converse(answerer: Answerer, job: Runtime) -> None:
-    """Talk until the input of rank 0 ends; all ranks answer together."""
+    """Answer messages until the input of rank 0 ends. All ranks generate together."""
     if not answerer.tokenizer.chat_template:
         raise UserError("--chat: this model's tokenizer has no chat template. Use --prompt with a text to continue.")
     messages: Messages = []
-    if job.world_size == 1:  # else torchrun ends all ranks at Ctrl-C
-        signal.set_wakeup_fd(-1)  # of runtime.signals, which would end the program
+    if job.world_size == 1:  # with several ranks, torchrun ends all of them at Ctrl-C
+        signal.set_wakeup_fd(-1)  # disable the handler of runtime.signals, which would end the program
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if sys.stdin.isatty():
         log.info(HELP)
@@ -181,7 +237,7 @@ def converse(answerer: Answerer, job: Runtime) -> None:
 
 
 def _answered(asked: Messages, answerer: Answerer, job: Runtime) -> Messages:
-    """Print the answer as it comes, and return the conversation with it: with the part that Ctrl-C has let come."""
+    """Print the answer while it is generated, and return the conversation with it. Ctrl-C keeps the part so far."""
     parts, note = list[str](), ""
 
     def show(part: str) -> None:
@@ -201,12 +257,12 @@ def _answered(asked: Messages, answerer: Answerer, job: Runtime) -> Messages:
 
 
 def print_part(text: str) -> None:
-    """Print a part of an answer. In a terminal control characters are replaced: a model is not to move the cursor."""
+    """Print a part of an answer. In a terminal control characters are replaced, so a model cannot move the cursor."""
     print(printable(text) if sys.stdout.isatty() else text, end="", flush=True)
 
 
 def _read() -> str | None:
-    """Return the next line; None at the end of the input."""
+    """Return the next line, or None at the end of the input."""
     with suppress(EOFError):
         return input("> " if sys.stdin.isatty() and sys.stdout.isatty() else "")
     return None

@@ -1,4 +1,4 @@
-"""Which activations are kept for the backward pass, and where."""
+"""Activation checkpointing: which activations are kept for the backward pass, and where."""
 
 import re
 from functools import partial
@@ -10,8 +10,8 @@ from transformers.modeling_utils import PreTrainedModel
 from llama_ft.config import TrainConfig
 from llama_ft.models.packed_rows import has_token_mixers, token_mixers
 
-# Matrix products and attention by operator name, torch's, bitsandbytes', ours and flash-attn's: their outputs are what
-# selective keeps. By name, because many of them exist only with their package or device.
+# Operators of matmuls and attention of torch, bitsandbytes, llama_ft and flash-attn. selective keeps their outputs.
+# They are matched by name, because many exist only with their package or device.
 EXPENSIVE = re.compile(
     r"aten::(mm|addmm|bmm|baddbmm|_int_mm|_scaled_mm|_grouped_mm|_(scaled_dot_product|efficient)_\w*attention\w*)"
     r"|bitsandbytes::(gemm_4bit|gemv_4bit|int8_linear_matmul|int8_scaled_mm|int8_mixed_scaled_mm)"
@@ -22,11 +22,11 @@ EXPENSIVE = re.compile(
 
 
 def checkpoint_activations(model: PreTrainedModel, train: TrainConfig) -> None:
-    """Have decoder layers recompute their activations in the backward pass: all layers, or layer 0, k, 2k, ...
+    """Make decoder layers recompute their activations in the backward pass: all layers, or layers 0, k, 2k, ...
 
-    full and every_k keep a layer's input only. selective also keeps the outputs of matmuls and attention, which are not
-    recomputed. With activation_offload the inputs of recomputed layers wait in pinned host memory. transformers
-    checkpoints a layer's `forward`, below the hooks of `fully_shard`, so a recomputed layer is all-gathered once.
+    full and every_k keep only the input of a layer. selective also keeps the outputs of matmuls and attention, which
+    are not recomputed. With activation_offload the inputs are moved to pinned host memory. Transformers checkpoints a
+    layer's `forward`, inside the hooks of `fully_shard`, so a recomputed layer is all-gathered only once.
     """
     if train.activation_checkpointing in ("off", None):
         return
@@ -34,7 +34,7 @@ def checkpoint_activations(model: PreTrainedModel, train: TrainConfig) -> None:
     settings = {"use_reentrant": False} | (selective if train.activation_checkpointing == "selective" else {})
     every = train.activation_checkpointing_k if train.activation_checkpointing == "every_k" else 1
     model.activation_checkpointing_enable(settings, every_n_layers=every, offload=train.activation_offload)
-    # transformers has the embedding's output require gradients for reentrant checkpointing; ours is not.
+    # Transformers makes the embedding's output require gradients, which only reentrant checkpointing needs.
     model.disable_input_require_grads()
     if has_token_mixers(model):
         token_mixers(model).keep_rows_for_recomputation()

@@ -1,4 +1,4 @@
-"""Which of torch's attention kernels computes what: a function of the GPU, the dtype and the shapes."""
+"""Choose torch's attention kernel by the GPU, the dtype and the shapes."""
 
 from importlib.util import find_spec
 
@@ -10,26 +10,26 @@ from llama_ft.errors import reason
 from llama_ft.runtime.console import log
 
 Capability = tuple[int, int] | None  # compute capability of a GPU; None: a CPU
-T4, AMPERE, HOPPER = (7, 5), (8, 0), (9, 0)  # flash attention begins with Ampere; precision fp16 is for older GPUs
-# cuDNN builds a plan of 0.1 to 0.5 s for each shape. Rows cut to the context length have a length that is a multiple of
-# this, and come again and again; other rows that fill a pack alone rarely have one.
+T4, AMPERE, HOPPER = (7, 5), (8, 0), (9, 0)  # flash attention needs Ampere; precision fp16 is for older GPUs
+# cuDNN builds a plan for each shape, in 0.1 to 0.5 s. Samples truncated to the context length have a length that is a
+# multiple of this, and repeat. Other samples that fill a sequence alone rarely do.
 CUDNN_LENGTHS = 128
 
 
 def capability_of(tensor: torch.Tensor) -> Capability:
-    """The compute capability of a tensor's GPU; a plan of a GPU, made on the CPU, replaces this."""
+    """Return the compute capability of a tensor's GPU. A plan for GPUs, made on the CPU, replaces this function."""
     return torch.cuda.get_device_capability(tensor.device) if tensor.is_cuda else None
 
 
 def choose_kernel(capability: Capability, dtype: torch.dtype, widths: tuple[int, int], are_alike: bool) -> str:
-    """The kernel for packed rows, with nothing but a scale and a window: cudnn (sdpa's) or varlen (flash attention) for
-    all rows, or one for each row: efficient (sdpa's memory-efficient one), cpu, or own (what sdpa takes itself).
+    """Return the kernel for packed samples, for attention with only a scale and a window. For all samples at once:
+    cudnn (of sdpa) or varlen (flash attention). Per sample: efficient (memory-efficient), cpu, or own (chosen by sdpa).
 
     Args:
-        capability: of the device that computes them.
+        capability: of the device; None for the CPU.
         dtype: of queries, keys and values.
-        widths: of a head's keys and of its values.
-        are_alike: all rows have one length, a multiple of CUDNN_LENGTHS, and no window cuts them.
+        widths: head dimension of keys, and of values.
+        are_alike: all samples have one length, a multiple of CUDNN_LENGTHS, and no window splits them.
     """
     is_even = widths[0] == widths[1]
     if capability is None:
@@ -42,11 +42,11 @@ def choose_kernel(capability: Capability, dtype: torch.dtype, widths: tuple[int,
 
 
 def activate_flash_attention_3(config: PretrainedConfig) -> None:
-    """On Hopper, have torch's flash attention call FlashAttention 3 if it is installed. It has no attention dropout."""
-    is_hopper = torch.cuda.is_initialized() and torch.cuda.get_device_capability() == HOPPER  # a plan has no CUDA
+    """On Hopper, let torch's flash attention call FlashAttention 3 if it is installed. It has no attention dropout."""
+    is_hopper = torch.cuda.is_initialized() and torch.cuda.get_device_capability() == HOPPER  # False in a plan for GPUs
     if is_hopper and getattr(config, "attention_dropout", None) == 0 and find_spec("flash_attn_interface"):
         try:
             attention.activate_flash_attention_impl("FA3")
             log.info("Packed attention is computed by FlashAttention 3.")
-        except Exception as error:  # whatever its import raises
+        except Exception as error:  # any error of its import
             log.warning(f"FlashAttention 3 is installed and cannot be used ({reason(error)}).")

@@ -1,4 +1,4 @@
-"""Fused kernels for decoder layers: graphs of torch.compile, Liger's own kernels, or torch's RMSNorm."""
+"""Fused kernels for decoder layers: graphs of torch.compile, Liger's kernels, or torch's RMSNorm."""
 
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -17,32 +17,32 @@ from llama_ft.models.build import decoder_layers
 from llama_ft.models.packed_rows import report_missing_kernels, runs_rows_apart
 from llama_ft.runtime.console import log
 
-# Of what a layer is called with, the dimensions that vary from step to step: rows and tokens; and of a pack the number
-# of rows and the longest. torch would compile for the first step's numbers and then, for each that changes, again.
+# Dimensions of a layer's arguments that change between steps: samples and tokens; for packed sequences the number of
+# samples and the longest. torch would compile for the first step's sizes, and again for each size that changes.
 VARIES = [
-    *(rf"L\['args'\]\[0\]:{dimension}" for dimension in (0, 1)),  # [rows, tokens, width]
+    *(rf"L\['args'\]\[0\]:{dimension}" for dimension in (0, 1)),  # [samples, tokens, width]
     *(rf"L\['keywords'\]\['(position_embeddings|position_ids)'\].*:{dimension}" for dimension in (0, 1)),
-    *(rf"L\['keywords'\]\['attention_mask'\]:{dimension}" for dimension in (0, 2, 3)),  # [rows, 1, tokens, tokens]
+    *(rf"L\['keywords'\]\['attention_mask'\]:{dimension}" for dimension in (0, 2, 3)),  # [samples, 1, tokens, tokens]
     r"L\['keywords'\]\['packed_rows'\].offsets:0",
     r"L\['keywords'\]\['packed_rows'\].longest",
 ]
-# Dense architectures that use_liger auto takes; use_liger true takes any that liger-kernel knows, experts included.
+# Dense architectures for use_liger auto. With use_liger true, any that liger-kernel supports, including experts.
 AUTO_LIGER = frozenset(
     "gemma gemma2 gemma3_text glm4 granite llama mistral olmo2 olmo3 phi3 qwen2 qwen3 smollm3".split()
 )
 
 
 def compile_layers(model: nn.Module, backend: str = "inductor") -> None:
-    """Compile the `forward` of decoder layers, below the hooks by which fully_shard gathers their weights: layers of a
-    kind share one graph, which is made at the first step. Not with a cache of keys and values, which grows with every
-    token of an answer."""
+    """Compile the `forward` of decoder layers, inside the hooks with which fully_shard all-gathers their weights.
+    Layers of one kind share a graph, which is made in the first step. Not for generation: its key-value cache grows
+    with every token."""
     if runs_rows_apart(model):
         raise UserError(
             f"--compile: {type(model).__name__} computes packed samples one after another, which cannot be compiled.\n"
             "Use --batching_strategy padding, or remove --compile."
         )
-    # Graphs of one model: for training and for evaluation, of each kind of layer, of the first where its input needs no
-    # gradient. torch's own limit is 8, beyond which it computes without a graph.
+    # Upper limit of graphs per model: {training, evaluation} x kinds of layer, and the first layer, whose input may
+    # need no gradient. Beyond torch's own limit, 8, layers would run without a graph.
     torch._dynamo.config.recompile_limit = 32
     torch.compiler.config.dynamic_sources = ",".join(VARIES)
     compiled = torch.compile(_forward, backend=backend)
@@ -53,7 +53,7 @@ def compile_layers(model: nn.Module, backend: str = "inductor") -> None:
 
 
 def _forward(layer: nn.Module, *args: Any, **keywords: Any) -> Any:
-    # By its class, which fully_shard replaces: transformers checkpoints in the forward of the last one only.
+    # Not layer.forward: fully_shard replaces the class, and Transformers checkpoints only in the last class's forward.
     return type(layer).forward(layer, *args, **keywords)
 
 
@@ -62,7 +62,7 @@ def _forward_or_graph(layer: nn.Module, compiled: Any, *args: Any, **keywords: A
 
 
 def without_graphs(model: nn.Module) -> AbstractContextManager[Any]:
-    """Compute layers as they are meanwhile: graphs of a few samples, in evaluation mode, would be used only once."""
+    """In the block, run layers without graphs: graphs for a few samples in evaluation mode would be used only once."""
     is_compiled = any(isinstance(layer.forward, partial) for layer in decoder_layers(model))
     return torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()
 
@@ -70,8 +70,8 @@ def without_graphs(model: nn.Module) -> AbstractContextManager[Any]:
 def choose_liger(
     asked: bool | Literal["auto"], config: PretrainedConfig, compiles: bool, device: torch.device
 ) -> tuple[bool, str]:
-    """Whether Liger's kernels are used, and what the log says of fused kernels ("" on the CPU, which has none). A
-    UserError if use_liger asks for what this model, this device or torch.compile rules out."""
+    """Return whether to use Liger's kernels, and a log text on fused kernels ("" on the CPU, which has none). Raises
+    UserError if use_liger is true, but the model, the device or torch.compile does not allow it."""
     problem = _liger_problem(config, compiles, device, is_asked=asked is True)
     if asked is True and problem:
         raise UserError(f"--use_liger: {problem}.\n--use_liger false trains without Liger's kernels.")
@@ -83,26 +83,26 @@ def choose_liger(
 
 
 def _liger_problem(config: PretrainedConfig, compiles: bool, device: torch.device, is_asked: bool) -> str:
-    """Why Liger's kernels do not replace a model's own; "" if they do."""
+    """Return why Liger's kernels cannot replace a model's own; "" if they can."""
     if device.type != "cuda":
         return "Liger's kernels need CUDA"
     if compiles:
         return "--compile fuses the same operations"
     try:
         from liger_kernel.transformers import monkey_patch
-    except Exception as error:  # of Triton, too
+    except Exception as error:  # also errors of Triton
         return f"liger-kernel cannot be imported ({reason(error)})"
     if config.model_type not in (monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN if is_asked else AUTO_LIGER):
         return f"{'liger-kernel' if is_asked else 'use_liger auto'} does not know {config.model_type}"
-    usual = type(config)()  # Liger has one activation function for each architecture, and does not look
+    usual = type(config)()  # Liger assumes each architecture's default activation function
     names = [name for name in ("hidden_act", "hidden_activation") if hasattr(config, name)]
     others = [str(getattr(config, it)) for it in names if getattr(config, it) != getattr(usual, it, None)]
     return f"liger-kernel has no {others[0]} for {config.model_type}" if others else ""
 
 
 def fuse_layers(model: PreTrainedModel, settings: ModelConfig, train: TrainConfig, device: torch.device) -> None:
-    """Have a skeleton compute with Liger's kernels if they were chosen, and on CUDA with torch's RMSNorm in place of
-    what computes the same as Llama's. Before adapters and sharding; layers to be compiled stay as they are."""
+    """Use Liger's kernels if they were chosen; on CUDA also torch's RMSNorm, for norms that compute the same as
+    Llama's. The model is on the meta device, without adapters. Layers that will be compiled are not changed."""
     report_missing_kernels(model, device)
     if settings.use_liger is True:
         _apply_liger(model, train)
@@ -113,18 +113,18 @@ def fuse_layers(model: PreTrainedModel, settings: ModelConfig, train: TrainConfi
 
 
 def _is_cuda(device: torch.device) -> bool:
-    """A plan of a GPU made on a CPU replaces this."""
+    """Return whether `device` is CUDA. A plan for GPUs, made on a CPU, replaces this function."""
     return device.type == "cuda"
 
 
 def _formula(kind: type[nn.Module]) -> Any:
-    """What a class computes, whatever its variables are called: a hundred classes repeat LlamaRMSNorm's lines."""
+    """Return the code of a norm without variable names, to compare it: a hundred classes repeat LlamaRMSNorm's code."""
     code = getattr(kind.forward, "__code__", None)
     return code and (code.co_code, code.co_names, code.co_consts)
 
 
 def _rms_norm(norm: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-    if hidden_states.dtype != norm.weight.dtype:  # the kernel takes one dtype
+    if hidden_states.dtype != norm.weight.dtype:  # the kernel needs equal dtypes
         return type(norm).forward(norm, hidden_states)
     return functional.rms_norm(hidden_states, norm.weight.shape, norm.weight, norm.variance_epsilon)
 
@@ -132,9 +132,9 @@ def _rms_norm(norm: Any, hidden_states: torch.Tensor) -> torch.Tensor:
 def _apply_liger(model: PreTrainedModel, train: TrainConfig) -> None:
     from liger_kernel.transformers import monkey_patch
 
-    # Liger rotates queries and keys where they lie. Those that selective keeps would be rotated again when the layer is
-    # recomputed, and the gradients wrong without a message.
-    # Its losses stay out: ours is a sum over target tokens.
+    # Liger rotates queries and keys in place. If selective activation checkpointing keeps them, the recomputed layer
+    # would rotate them again, and gradients would be wrong without an error.
+    # Liger's losses are not used: the loss here is a sum over loss tokens.
     kernels = {"rope": False} if train.activation_checkpointing == "selective" else {}
     monkey_patch._apply_liger_kernel_to_instance(
         model, cross_entropy=False, fused_linear_cross_entropy=False, **kernels

@@ -1,9 +1,9 @@
-"""Checkpoints whose tensors transformers renames, stacks or splits while loading: read and written by rows.
+"""Read and write checkpoints by rows, if Transformers renames, stacks or splits their tensors while loading.
 
-transformers has renamings and converters per architecture, which run operations on the tensors they collect
-(transformers/core_model_loading.py). The same objects do the work here, on the rows that are asked for:
+Transformers has renamings and converters per architecture, which run operations on the tensors that they collect
+(transformers/core_model_loading.py). The same objects are used here, on the requested rows only:
 
-    stored   experts.0.w1 [I, H]   experts.0.w3 [I, H]   experts.1.w1 ...     Mixtral: two tensors an expert
+    stored   experts.0.w1 [I, H]   experts.0.w3 [I, H]   experts.1.w1 ...     Mixtral: two tensors per expert
     model    experts.gate_up_proj [experts, 2 I, H]                           rows 2 and 3 need only experts 2 and 3
 """
 
@@ -40,29 +40,31 @@ from llama_ft.models.lora import checkpoint_key, is_adapter_weight
 from llama_ft.models.new_tokens import grow
 from llama_ft.models.quantization import is_part
 from llama_ft.models.quantized import quantized_weights
+from llama_ft.models.score_head import ScoredSource, has_score
 from llama_ft.models.source import StoredTensor, WeightSource, open_weights
 from llama_ft.models.text_part import left_out
 
 
 def open_source(folder: Path, model: PreTrainedModel) -> WeightSource:
-    """The weights of a model folder under the model's own names and in its shapes; reads headers only. A UserError if
-    there are none, or they cannot be read or converted. `model`: see ConvertedSource."""
+    """Open the weights of a model directory under the model's own names and in its shapes, reading headers only. Raises
+    UserError if they are missing, unreadable or cannot be converted. `model`: see ConvertedSource."""
     converted = ConvertedSource(source := open_weights(folder), model)
-    return grow(source if converted.changes_nothing else converted, model)
+    grown = grow(source if converted.changes_nothing else converted, model)
+    return ScoredSource(grown, model) if has_score(model) else grown
 
 
 class ConvertedSource(WeightSource):
-    """The tensors of another source under the model's names and in its shapes. Opening reads headers only; a UserError
-    if tensors do not fit together. `model` was made by `build_on_meta`: of its conversions those
-    that this checkpoint needs stay in `model._weight_conversions`, as in transformers."""
+    """The tensors of another source under the model's names and in its shapes. Opening reads headers only, and raises
+    UserError if tensors do not fit together. `model` comes from `build_on_meta`. The conversions that this checkpoint
+    needs remain in `model._weight_conversions`, as in Transformers."""
 
     def __init__(self, source: WeightSource, model: PreTrainedModel) -> None:
         self._source = source
         self._context = _context(model)
-        self.renamed: dict[str, str] = {}  # the model's name -> the stored one, where nothing else changes
-        self._left_out: list[str] = []  # stored names of tensors of what the model's text part lacks
+        self.renamed: dict[str, str] = {}  # the model's name -> the stored name, if nothing else changes
+        self._left_out: list[str] = []  # stored names of tensors that the model's text part lacks
         self._groups: dict[str, _Group] = {}
-        self._whole: tuple[str, dict[str, torch.Tensor]] | None = None  # the last group converted whole
+        self._whole: tuple[str, dict[str, torch.Tensor]] | None = None  # the last group that was converted as a whole
         self.tensors = {}
 
         def header(name: str) -> torch.Tensor:
@@ -81,7 +83,7 @@ class ConvertedSource(WeightSource):
         self.changes_nothing = same_names and not self._groups and not self._left_out
 
     def _collect(self, model: PreTrainedModel) -> list[tuple[str, WeightConverter, dict[str, list[str]]]]:
-        """Name every stored tensor as transformers does; returns those that a converter takes, together."""
+        """Rename every stored tensor as Transformers does. Return the groups that converters take together."""
         every = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
         known = {checkpoint_key(name): tensor for name, tensor in every if not is_adapter_weight(name)}
         beside = dict.fromkeys(left_out(model).tensors, True)
@@ -107,36 +109,36 @@ class ConvertedSource(WeightSource):
         return [(name, by_pattern[next(iter(patterns))], dict(patterns)) for name, patterns in taken.items()]
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Rows [start, stop) in the stored dtype. Of stacked experts only those are read, else the whole group once."""
+        """Read rows [start, stop) in the stored dtype. Experts are read singly, other groups once as a whole."""
         if name not in self._groups:
             return self._source.read_rows(self.renamed.get(name, name), start, stop)
         group = self._groups[name]
         if group.by_expert:
             return group.convert(self._source.read, slice(start, stop))[name]
         if self._whole is None or self._whole[0] != group.target:
-            self._whole = None  # free it before the next
+            self._whole = None  # free it before the next group
             self._whole = (group.target, group.convert(self._source.read))
         return self._whole[1][name][start:stop]
 
 
 @dataclass(frozen=True)
 class SavedGroup:
-    """Parameters that are saved together, in the layout the checkpoint had."""
+    """Parameters that are saved together, in the checkpoint's layout."""
 
     parameters: list[str]  # their names
-    tensors: dict[str, tuple[int, ...]]  # name -> shape of what is written, in this order
-    group: "_Group | None" = None  # converts them; None: only the name changes
-    by_row: bool = False  # each row of the (one) parameter becomes tensors of its own: it need not be gathered whole
+    tensors: dict[str, tuple[int, ...]]  # name -> shape of the saved tensors, in this order
+    group: "_Group | None" = None  # converts them; None: only names change
+    by_row: bool = False  # each row of the only parameter becomes separate tensors
 
     def convert(self, values: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-        """What is written of these parameters or, by_row, of a row of one, in the order of `tensors`."""
+        """Return the saved tensors of these parameters (by_row: of one row), in the order of `tensors`."""
         assert self.group is not None
         return list(self.group.convert(values.__getitem__).values())
 
 
 def saved_layout(model: PreTrainedModel, tensors: dict[str, torch.Tensor]) -> list[SavedGroup]:
-    """How transformers' revert_weight_conversion would save `tensors`, the parameters and persistent buffers of a
-    loaded model: every conversion of its checkpoint undone. Only shapes are used."""
+    """Return the layout in which Transformers' revert_weight_conversion would save `tensors`, the parameters and
+    persistent buffers of a loaded model: every conversion of its checkpoint is undone. Only shapes are used."""
     used: list[WeightTransform] = model._weight_conversions  # type: ignore[assignment]
     transforms = [transform.reverse_transform() for transform in reversed(used)]
     renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
@@ -166,7 +168,7 @@ def _reverted(group: "_Group", tensors: dict[str, torch.Tensor], renamings: list
     splits_rows = isinstance(operations[-1], SplitModulelist) and operations[-1].dim == 0
     if not splits_rows or not _keeps_rows(operations[:-1]) or len(parameters) != 1:
         return SavedGroup(parameters, shapes, group)
-    # transformers' order is all experts' w1, then all experts' w3; rows arrive expert by expert.
+    # Transformers writes all experts' w1, then all experts' w3. Here rows arrive expert by expert.
     names, experts = list(shapes), tensors[parameters[0]].shape[0]
     by_expert = {name: shapes[name] for expert in range(experts) for name in names[expert::experts]}
     return SavedGroup(parameters, by_expert, group, by_row=True)
@@ -174,12 +176,12 @@ def _reverted(group: "_Group", tensors: dict[str, torch.Tensor], renamings: list
 
 @dataclass(frozen=True)
 class _Group:
-    """Tensors that one of transformers' converters takes together."""
+    """Tensors that one converter of Transformers takes together."""
 
-    target: str  # name of the first tensor it makes
-    converter: WeightConverter  # empty, to be copied for each use
-    collected: dict[str, list[str]]  # its source pattern -> names of the tensors, in order
-    context: dict[str, Any]  # what operations may ask for
+    target: str  # name of the first tensor that it makes
+    converter: WeightConverter  # empty; copied for each use
+    collected: dict[str, list[str]]  # pattern of the converter -> names of matching tensors, in order
+    context: dict[str, Any]  # information for operations
     made: dict[str, torch.Tensor] = field(default_factory=dict)  # name -> result on the meta device
 
     @property
@@ -189,11 +191,11 @@ class _Group:
         return isinstance(first, MergeModulelist) and first.dim == 0 and _keeps_rows(others)
 
     def in_order(self) -> list[str]:
-        """Every collected tensor, in the order of the converter's patterns."""
+        """All collected tensors, in the order of the converter's patterns."""
         return [name for pattern in self.converter.source_patterns for name in self.collected.get(pattern, [])]
 
     def convert(self, take: Callable[[str], torch.Tensor], part: slice = slice(None)) -> dict[str, torch.Tensor]:
-        """Run the operations on `take(name)` of every collected tensor, or of a part of each pattern's."""
+        """Run the operations on `take(name)` of the collected tensors, or on a part of those of each pattern."""
         converter = deepcopy(self.converter)
         for pattern, names in self.collected.items():
             for name in names[part]:
@@ -203,14 +205,14 @@ class _Group:
 
 
 def _context(model: PreTrainedModel) -> dict[str, Any]:
-    # Operations ask for the shapes of weights, also of those that are packed.
+    # Operations need the shapes of weights, including quantized ones.
     shapes = {id(it.weight): torch.empty(it.shape, device="meta") for it in quantized_weights(model)}
     parameters = {checkpoint_key(name): shapes.get(id(it), it) for name, it in model.named_parameters()}
     return {"model": SimpleNamespace(get_parameter=parameters.__getitem__), "config": model.config}
 
 
 def _keeps_rows(operations: Iterable[ConversionOps]) -> bool:
-    """Whether every operation works within the rows of dimension 0."""
+    """Return whether every operation keeps the rows of dimension 0 separate."""
     return all(
         min(operation.dim0, operation.dim1) > 0 and not operation.check_dims
         if isinstance(operation, Transpose)

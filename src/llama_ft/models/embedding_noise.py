@@ -1,4 +1,4 @@
-"""NEFTune: noise on the input embeddings while training (https://arxiv.org/abs/2310.05914)."""
+"""NEFTune: noise on the input embeddings during training (https://arxiv.org/abs/2310.05914)."""
 
 import math
 from typing import Any
@@ -9,12 +9,12 @@ from transformers.modeling_utils import PreTrainedModel
 
 
 def add_embedding_noise(model: PreTrainedModel, alpha: float) -> None:
-    """Add uniform noise to what the input embeddings return in training mode.
+    """Add uniform noise to the output of the input embeddings in training mode.
 
     Args:
-        model: a skeleton, not sharded yet.
-        alpha: the noise lies between -m and m, where m is alpha / sqrt(tokens x hidden size); tokens are those of a row
-            of the micro-batch, so of a whole pack, as in Transformers and TRL.
+        model: on the meta device, not sharded yet.
+        alpha: the noise is between -m and m, with m = alpha / sqrt(tokens x hidden size). As in Transformers and TRL,
+            tokens are those of a row of the micro-batch: of a whole packed sequence.
     """
 
     def noisy(module: nn.Module, _: Any, embedded: torch.Tensor) -> torch.Tensor:

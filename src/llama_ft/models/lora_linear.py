@@ -1,13 +1,13 @@
-"""peft's LoRA layer as one product: y = x W^T + bias + s d(x) A^T B^T, where d is dropout.
+"""PEFT's LoRA layer as one matmul: y = x W^T + bias + s d(x) A^T B^T, where d is dropout and s the scaling.
 
-peft's own layer makes five tensors of the input's or the output's size, and keeps up to three of them for the backward
-pass. Here the low-rank part is added by the product itself, and kept are x (which q, k and v share), u = d(x) A^T
-[tokens, r] and, with dropout, a byte per element:
+PEFT's own layer makes five tensors of the size of its input or output, and keeps up to three of them for backward. Here
+the matmul itself adds the low-rank part. Kept are x (shared by q, k and v), u = d(x) A^T [tokens, r], and with dropout
+one byte per element:
 
     dB = s g^T u        t = s g B        dA = t^T d(x)        dx = g W + d'(t A)
 
-The product is one operator, so that selective checkpointing keeps y and u and nothing in between. Random numbers are
-those that peft's dropout would draw.
+The matmul is one operator, so selective activation checkpointing keeps only y and u. Random numbers are the same as
+those of PEFT's dropout.
 """
 
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.flop_counter import register_flop_formula
 
-from llama_ft.models.quantized import SCHEMES, QuantizedLinear, QuantizedStacks, frozen_product
+from llama_ft.models.quantized import SCHEMES, QuantizedLinear, QuantizedStacks, frozen_matmul
 
 _LIBRARY = torch.library.Library("llama_ft", "DEF")
 _LIBRARY.define(
@@ -31,11 +31,11 @@ _LIBRARY.define(
 
 
 def _lora_linear(x: Any, u: Any, weight: Any, scale: Any, bias: Any, b: Any, scaling: float, scheme: str) -> Any:
-    """x [n, in] and u [n, r] -> y [n, out]."""
+    """Compute y [n, out] from x [n, in] and u [n, r]."""
     if scale is None:
         y = functional.linear(x, weight, bias)
     else:
-        y = frozen_product(x, weight, scale, SCHEMES[scheme])
+        y = frozen_matmul(x, weight, scale, SCHEMES[scheme])
         y = y if bias is None else y.add_(bias)
     return y.addmm_(u, b.t(), alpha=scaling)
 
@@ -55,21 +55,21 @@ def _flops(x: torch.Size, *others: Any, **_: Any) -> int:
 
 
 def workspace_bytes(arguments: tuple[Any, ...]) -> int:
-    """Bytes that the operator allocates and frees."""
+    """Return the bytes that the operator allocates and frees."""
     x, scale, b = arguments[0], arguments[3], arguments[5]
     return 0 if scale is None else x.shape[1] * len(b) * x.dtype.itemsize
 
 
 class _LowRank(torch.autograd.Function):
-    """Everything but y, which `_Product` computes: the backward pass, and what it needs. This one has all of it before
-    the product runs, so that a checkpointed layer, which computes again until everything is there, ends before its last
-    product, down_proj's: a quarter of a Llama layer."""
+    """The backward pass and its inputs; `_Matmul` computes y. All tensors are kept before the matmul runs. So a
+    checkpointed layer, which recomputes until all kept tensors exist, skips its last matmul: down_proj, a quarter of a
+    Llama layer."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Any, weight: Any, scale: Any, a: Any, b: Any, scaling: float, dropout: float, scheme: str
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """x [..., in] -> zeros [..., out], without storage, to hand the gradient of y through, and u [n, r]."""
+        """x [..., in] -> zeros [..., out] without storage, which pass on the gradient of y; and u [n, r]."""
         ctx.factors, ctx.scheme = (scaling, 1 - dropout), scheme
         flat, mask, small = x.reshape(-1, x.shape[-1]), None, a.to(x.dtype)
         if dropout == 0 or x.numel() == 0:
@@ -77,7 +77,7 @@ class _LowRank(torch.autograd.Function):
         elif x.is_cuda:
             dropped, mask = torch.native_dropout(flat, dropout, True)
             u, mask = dropped @ small.t(), mask.view(torch.uint8)
-        else:  # where products with bool take three times as long
+        else:  # there, multiplying by bool takes three times as long
             mask = torch.empty_like(flat, dtype=torch.uint8).bernoulli_(1 - dropout)
             u = (flat * mask) @ small.t() * (1 / (1 - dropout))
         ctx.save_for_backward(x, mask, u, weight, scale, a, b)
@@ -88,7 +88,7 @@ class _LowRank(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor, _: Any) -> Any:
         x, mask, u, weight, scale, a, b = ctx.saved_tensors
         (scaling, keep), trained = ctx.factors, a.dtype
-        a, b = a.to(x.dtype), b.to(x.dtype)  # again: casts kept from the forward pass would be a copy of every adapter
+        a, b = a.to(x.dtype), b.to(x.dtype)  # cast again: kept casts would be a copy of every adapter
         g, flat = gradient.reshape(-1, gradient.shape[-1]), x.reshape(-1, x.shape[-1])  # [n, out], [n, in]
         t, dx = g @ b, None
         da = t.t() @ (flat if mask is None else flat * mask)
@@ -101,13 +101,13 @@ class _LowRank(torch.autograd.Function):
         return dx, None, None, da.to(trained), db.to(trained), None, None, None
 
 
-class _Product(torch.autograd.Function):
-    """y, whose gradient is that of `zeros`."""
+class _Matmul(torch.autograd.Function):
+    """Computes y. Its gradient is passed on to `zeros`."""
 
     @staticmethod
     def forward(ctx: Any, zeros: torch.Tensor, x: torch.Tensor, *others: Any) -> torch.Tensor:
         y: torch.Tensor = torch.ops.llama_ft.lora_linear(x.reshape(-1, x.shape[-1]), *others)
-        whole: torch.Tensor = torch.ops.aten._unsafe_view(y, zeros.shape)  # Llama 4 adds to it in place: to no view
+        whole: torch.Tensor = torch.ops.aten._unsafe_view(y, zeros.shape)  # no view: Llama 4 adds to it in place
         return whole
 
     @staticmethod
@@ -116,10 +116,10 @@ class _Product(torch.autograd.Function):
 
 
 class FusedLora(LoraLinear):
-    """peft's layer with the forward pass above where that is the same, and peft's own elsewhere."""
+    """PEFT's layer with the fused forward pass above if it is equivalent, otherwise with PEFT's own."""
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """x [..., in] -> [..., out]."""
+        """Compute [..., out] from x [..., in]."""
         names = [name for name in self.active_adapters if name in self.lora_A]
         if args or kwargs or self.disable_adapters or self.merged or len(names) != 1 or not self._is_plain(names[0], x):
             return super().forward(x, *args, **kwargs)
@@ -129,20 +129,20 @@ class FusedLora(LoraLinear):
         a, b, scaling = cast(Any, self.lora_A[name]).weight, cast(Any, self.lora_B[name]).weight, self.scaling[name]
         zeros, u = _LowRank.apply(x, base.weight, scale, a, b, scaling, p, scheme)
         b = b.detach().to(x.dtype)
-        return _Product.apply(zeros, x.detach(), u, base.weight, scale, base.bias, b, scaling, scheme)
+        return _Matmul.apply(zeros, x.detach(), u, base.weight, scale, base.bias, b, scaling, scheme)
 
     def _is_plain(self, name: str, x: torch.Tensor) -> bool:
-        """Whether the forward pass above computes what peft's would."""
+        """Return whether the fused forward pass is equivalent to PEFT's."""
         a, b, base = self.lora_A[name].weight, self.lora_B[name].weight, cast(Any, self.base_layer)
         if not self.has_plain_form(name) or a.dtype != b.dtype or a.dtype not in (x.dtype, torch.float32):
             return False
         is_trained = a.requires_grad and b.requires_grad or not torch.is_grad_enabled()
-        has_autocast = not x.is_meta and torch.is_autocast_enabled(x.device.type)  # which knows no meta device
+        has_autocast = not x.is_meta and torch.is_autocast_enabled(x.device.type)  # autocast does not support meta
         return is_trained and not has_autocast and (isinstance(base, QuantizedLinear) or base.weight.dtype == x.dtype)
 
     def has_plain_form(self, name: str) -> bool:
-        """Whether an adapter is a plain LoRA on a frozen linear layer, with no module that is an FSDP unit by itself
-        (fully_shard gives those classes of their own). Its weights may be fp32: they are cast to the input's dtype."""
+        """Return whether an adapter is a plain LoRA on a frozen linear layer without an FSDP unit inside, whose class
+        fully_shard would change. Its weights may be fp32: they are cast to the input's dtype."""
         base: Any = self.base_layer
         a, b, dropout = cast(tuple[Any, ...], (self.lora_A[name], self.lora_B[name], self.lora_dropout[name]))
         if name in self.lora_variant or type(a) is not nn.Linear or type(b) is not nn.Linear or self.lora_bias[name]:
@@ -153,25 +153,25 @@ class FusedLora(LoraLinear):
 
 
 def cast_where_used(model: nn.Module) -> set[nn.Parameter]:
-    """Adapters' weights that `FusedLora` casts to the dtype it computes in, so that fully_shard need not."""
+    """Return the adapter weights that `FusedLora` casts to its compute dtype, so that fully_shard need not."""
     layers = [module for module in model.modules() if isinstance(module, FusedLora)]
     named = [(layer, name) for layer in layers for name in layer.lora_A if layer.has_plain_form(name)]
     return {cast(Any, part[name]).weight for layer, name in named for part in (layer.lora_A, layer.lora_B)}
 
 
 class QuantizedStackLora(ParamWrapper):
-    """peft's adapter of one stacked weight, where that is quantized: the module below adds it when it reads the weight.
-    peft's own would put the sum in the place of the parameter meanwhile."""
+    """PEFT's adapter of a quantized stacked weight. The module below adds it when the weight is read. PEFT's own way
+    would temporarily replace the parameter by the sum."""
 
     def get_param(self) -> torch.Tensor:
-        """Shape and dtype of the weight, without dequantizing it."""
+        """Return a tensor with the weight's shape and dtype, without dequantizing it."""
         stacks = cast(QuantizedStacks, self.get_base_layer())
         return torch.empty(stacks.stack_shapes[self.parameter_name], dtype=stacks.dtype, device="meta")
 
     @contextmanager
     def _activate_lora(self, active_adapters: list[str]) -> Iterator[None]:
         additions = cast(QuantizedStacks, self.get_base_layer()).additions
-        for name in active_adapters:  # there is one
+        for name in active_adapters:  # there is only one
             additions[self.parameter_name] = self.get_delta_factors(name)
         try:
             yield
@@ -180,7 +180,7 @@ class QuantizedStackLora(ParamWrapper):
 
 
 def use_fused_lora(model: nn.Module) -> None:
-    """Give peft's LoRA layers the forward pass above, and those of quantized stacks theirs."""
+    """Use the fused forward pass in PEFT's LoRA layers, and `QuantizedStackLora` for quantized stacks."""
     for module in model.modules():
         if type(module) is LoraLinear:
             module.__class__ = FusedLora

@@ -1,4 +1,4 @@
-"""Rows of embedding and head for tokens the model lacks: where the first ones come from, and how LoRA trains them."""
+"""New tokens: their rows in the embedding and the LM head, their initial values, and LoRA for them."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -16,17 +16,17 @@ from llama_ft.models.source import WeightSource, blocks
 
 @dataclass(frozen=True)
 class NewTokens:
-    """Tokens that a model is to learn."""
+    """Tokens to add to the model's vocabulary."""
 
     ids: list[int]  # ascending
-    stored_rows: int  # of the model's embedding as it is stored
-    rows: int  # that it needs: more, unless all of the tokens have one of the model's spare rows
+    stored_rows: int  # rows of the model's embedding in the checkpoint
+    rows: int  # rows that it needs; the same number if the tokens fit into spare rows
 
 
 class GrownSource(WeightSource):
-    """Another source's tensors; those in `names` that have `stored_rows` rows grow to `rows`. Each new row is the mean
-    of the stored ones, in their dtype: new tokens begin with about the probability of an average one, and those of the
-    others hardly change. Source: https://nlp.stanford.edu/~johnhew/vocab-expansion.html
+    """The tensors of another source, where those in `names` grow from `stored_rows` to `rows` rows. Each new row is the
+    mean of the stored ones, in their dtype. So a new token starts with about the probability of an average token, and
+    the other probabilities hardly change. Source: https://nlp.stanford.edu/~johnhew/vocab-expansion.html
     """
 
     def __init__(self, source: WeightSource, names: Sequence[str], stored_rows: int, rows: int) -> None:
@@ -37,7 +37,7 @@ class GrownSource(WeightSource):
         self._means: dict[str, torch.Tensor | None] = dict.fromkeys(grown)
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Rows [start, stop) in the stored dtype. The first new row reads the whole tensor once, in blocks."""
+        """Read rows [start, stop) in the stored dtype. The first new row reads the whole tensor once, in blocks."""
         stored = self._stored_rows
         if name not in self._means or stop <= stored:
             return self._source.read_rows(name, start, stop)
@@ -47,14 +47,14 @@ class GrownSource(WeightSource):
     def _mean(self, name: str) -> torch.Tensor:
         mean = self._means[name]
         if mean is None:
-            # fp64: neither the size of a block nor the number of threads shows in the result.
+            # fp64: the result must not depend on the block size or the number of threads.
             total = sum(block.sum(dim=0, dtype=torch.float64) for block in blocks(self._source, name))
             self._means[name] = mean = (torch.as_tensor(total) / self._stored_rows).to(self.tensors[name].dtype)
         return mean
 
 
 def note_growth(model: PreTrainedModel, new: NewTokens) -> None:
-    """Leave on a skeleton that has rows for new tokens which of its parameters have fewer in the checkpoint."""
+    """Note on a model with rows for new tokens which of its parameters have fewer rows in the checkpoint."""
     modules = {model.get_input_embeddings(), model.get_output_embeddings()}
     found = [(prefix, module) for prefix, module in model.named_modules() if module in modules]
     names = [f"{prefix}.{name}" for prefix, module in found for name, _ in module.named_parameters()]
@@ -64,8 +64,8 @@ def note_growth(model: PreTrainedModel, new: NewTokens) -> None:
 def grow(
     source: WeightSource, model: PreTrainedModel, rename: Callable[[str], str | None] = lambda name: name
 ) -> WeightSource:
-    """A checkpoint as one of a grown skeleton; any other model's as it is. `rename` gives the name in `source` of a
-    tensor of the model."""
+    """Return the source with rows for a model's new tokens; unchanged if there are none. `rename` maps the model's name
+    of a tensor to its name in `source`."""
     growth: tuple[list[str], int, int] | None = getattr(model, "_grown", None)
     if growth is None:
         return source
@@ -74,9 +74,9 @@ def grow(
 
 
 class TokenRows(TrainableTokensLayer):
-    """peft's layer: an embedding or a head some of whose rows are replaced by trained ones. peft's forward copies the
-    whole weight to put the rows in, and so makes a gradient of the whole weight: of a head of 128,256 x 4,096 in bf16
-    1 GiB each. Here the base computes as it is, and what the trained rows give goes in the place of what theirs gave.
+    """PEFT's layer for an embedding or LM head with some trained rows. PEFT's forward copies the whole weight to insert
+    them, and so computes a gradient of it: for an LM head of 128,256 x 4,096 in bf16, 1 GiB each. Here the base layer
+    computes as usual, and the outputs of the trained rows replace those of its rows.
     """
 
     _slots: torch.Tensor | None = None
@@ -85,7 +85,7 @@ class TokenRows(TrainableTokensLayer):
         base, rows = self.base_layer, self.trainable_tokens_delta["default"]
         ids = self.token_indices["default"]
         if self._slots is None or self._slots.device != x.device:
-            # Of the embedding: token id -> place among the trained rows, or -1. Of the head: the ids.
+            # For the embedding: token id -> index of its trained row, or -1. For the LM head: the ids.
             slots = torch.tensor(ids)
             if isinstance(base, nn.Embedding):
                 slots = torch.full((base.num_embeddings,), -1).index_copy_(0, slots, torch.arange(len(ids)))
@@ -101,11 +101,11 @@ class TokenRows(TrainableTokensLayer):
 
 
 def use_token_rows(model: nn.Module) -> None:
-    """Give peft's layers the forward above; a UserError if the rows of a head cannot be trained by themselves."""
+    """Use `TokenRows` for PEFT's layers. Raises UserError if single rows of an LM head cannot be trained."""
     for name, layer in model.named_modules():
         if type(layer) is TrainableTokensLayer:
             head, base = name.removesuffix(".token_adapter"), layer.base_layer
             if isinstance(base, QuantizedLinear) or getattr(base, "bias", None) is not None:
                 raise UserError(f"--resize_embeddings: {head}, quantized or with a bias, cannot train new tokens.")
-            layer.trainable_tokens_original.clear()  # for unmerging, which is not done here
+            layer.trainable_tokens_original.clear()  # PEFT keeps it for unmerging
             layer.__class__ = TokenRows

@@ -1,13 +1,14 @@
-"""Attention over packed rows: each token sees its own row only, and no mask of tokens x tokens is made.
+"""Attention for packed sequences: each token sees only its own sample, without a mask of tokens x tokens.
 
-transformers knows packed rows by position_ids that restart, and then builds a dense block mask for sdpa and eager. The
-attention functions here take the rows' lengths instead: for a kernel that knows rows, or for one kernel per row, which
-costs what the rows cost alone. `choose_kernel` says which. They are registered next to transformers' own, and calls
-without packed rows (padded batches, generation) go on to those.
+Transformers finds packed samples by position_ids that restart, and builds a dense block mask for sdpa and eager. The
+attention functions here use the samples' lengths: in a kernel that supports them, or in one kernel call per sample,
+which costs as much as the samples alone. `choose_kernel` decides. They are registered next to Transformers' functions,
+and pass on calls without packed sequences (padded batches, generation) to those.
 """
 
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -38,12 +39,12 @@ from llama_ft.runtime.devices import sent
 
 ATEN = torch.ops.aten
 Attention = tuple[torch.Tensor, torch.Tensor | None]
-CAUSAL = 1  # of the memory-efficient kernel's mask types
+CAUSAL = 1  # mask type of the memory-efficient kernel
 
 
 def use_packed_attention(model: PreTrainedModel) -> None:
-    """Have a model keep packed rows apart: attention by functions that know rows, noted in its config but not in a
-    saved one; other token mixers row by row. Whether it does is for `check_packing` to say."""
+    """Make a model keep packed samples apart: attention by the functions here (set in its config, but not in a saved
+    one), other token mixers sample by sample. `check_packing` tests the result."""
     if not has_token_mixers(model):
         model._token_mixers = TokenMixers(model)  # type: ignore[assignment]
         model.register_forward_pre_hook(_begin, with_kwargs=True)
@@ -65,31 +66,29 @@ def use_packed_attention(model: PreTrainedModel) -> None:
 
 
 def packed_arguments(model: PreTrainedModel, lengths: list[int], device: torch.device) -> dict[str, Any]:
-    """What a model prepared by `use_packed_attention` is called with, besides input_ids, for rows of `lengths` tokens
-    one after another. `device`: where the model computes."""
-    ends = torch.tensor([0, *lengths]).cumsum(0)
-    positions = torch.arange(int(ends[-1])) - torch.repeat_interleave(ends[:-1], torch.tensor(lengths))
-    offsets, longest = sent(ends.to(torch.int32), device), max(lengths)
+    """Return the arguments of a model prepared by `use_packed_attention`, in addition to input_ids, for packed samples
+    of `lengths` tokens. `device`: where the model computes."""
+    rows, positions = PackedRows.of(lengths, device), torch.cat([torch.arange(length) for length in lengths])
     position_ids = noted(sent(positions.unsqueeze(0), device), needs_no_mask=True)
     arguments: dict[str, Any] = {"position_ids": position_ids, "attention_mask": None}
     mixers = token_mixers(model)
-    if mixers.needs_scope:  # of some models, such as Mamba, forward has neither
+    if mixers.needs_scope:  # for some models, such as Mamba, forward takes neither
         known = inspect.signature(model.base_model.forward).parameters
         arguments = {name: value for name, value in arguments.items() if name in known}
-    are_alike = longest % attention_kernels.CUDNN_LENGTHS == 0 and len(set(lengths)) == 1
+    are_alike = rows.longest % attention_kernels.CUDNN_LENGTHS == 0 and len(set(lengths)) == 1
     indices = None
     if mixers.with_kernels:
         of_rows = torch.repeat_interleave(torch.arange(len(lengths), dtype=torch.int32), torch.tensor(lengths))
         indices = sent(of_rows.unsqueeze(0), device)
-    arguments |= {"packed_rows": PackedRows(tuple(lengths), offsets, longest, are_alike, indices)}
-    if "flash" in (private(model.config, "_attn_implementation") or ""):  # as transformers hands them on
-        ends_and_lengths = {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets}
-        arguments |= ends_and_lengths | {"max_length_q": longest, "max_length_k": longest}
+    arguments |= {"packed_rows": replace(rows, are_alike=are_alike, indices=indices)}
+    if "flash" in (private(model.config, "_attn_implementation") or ""):  # as Transformers passes them on
+        arguments |= {"cu_seq_lens_q": rows.offsets, "cu_seq_lens_k": rows.offsets}
+        arguments |= {"max_length_q": rows.longest, "max_length_k": rows.longest}
     return arguments
 
 
 def _begin(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """Note the rows for token mixers; only attention functions of ours take them as an argument."""
+    """Set the samples for token mixers. Only the attention functions here get them as an argument."""
     set_rows(kwargs.get("packed_rows"))
     is_argument = (private(model.config, "_attn_implementation") or "").startswith("packed_")
     if token_mixers(model).needs_scope or not is_argument:
@@ -102,7 +101,7 @@ def _end(*_: Any) -> None:
 
 
 def _mask_if_given(make_mask: Callable[..., torch.Tensor | None], **arguments: Any) -> torch.Tensor | None:
-    """No mask for packed rows; else transformers' own, which may have a layer's chunks."""
+    """Return no mask for packed sequences, else Transformers' own, which may be chunked."""
     return None if current_rows() is not None else make_mask(**arguments)
 
 
@@ -111,12 +110,12 @@ def _packed_sdpa(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,  # AFMoE gives it by its name
+    attention_mask: torch.Tensor | None,  # AFMoE passes it by name
     packed_rows: PackedRows | None = None,
     **arguments: Any,
 ) -> Attention:
-    """sdpa on packed rows: query, key and value [1, heads, tokens, head_dim] and a mask or None -> [1, tokens, heads,
-    head_dim]."""
+    """sdpa for packed sequences: query, key and value [1, heads, tokens, head_dim] and a mask or None -> [1, tokens,
+    heads, head_dim]."""
     rows, window, tensors = _rows_of(module, packed_rows), arguments.get("sliding_window"), (query, key, value)
     on_rows = partial(_row_by_row, sdpa_attention_forward, module, *tensors, attention_mask, rows, arguments)
     extras = [arguments.get("dropout") or None, *(arguments.get(it) for it in ("softcap", "s_aux", "position_bias"))]
@@ -127,7 +126,7 @@ def _packed_sdpa(
     kernel = attention_kernels.choose_kernel(capability, query.dtype, widths, are_alike)
     if kernel == "cudnn":
         alike = [part[0].unflatten(1, (-1, rows.longest)).transpose(0, 1) for part in (query, key, value)]
-        # cuDNN is off for all other calls. Flash attention computes what this version of cuDNN does not.
+        # cuDNN is disabled for all other calls. Flash attention is for shapes that cuDNN does not support.
         with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]):
             output = cast(Any, sdpa_attention_forward)(module, *alike, None, **arguments)[0]
         return output.flatten(0, 1).unsqueeze(0), None
@@ -157,13 +156,13 @@ def _packed_eager(
     packed_rows: PackedRows | None = None,
     **extra: Any,
 ) -> Attention:
-    """The model's own eager attention, with its soft caps and sinks, on packed rows."""
+    """The model's own eager attention, with its soft caps and sinks, for packed sequences."""
     eager, rows = function_beside(module, "eager_attention_forward"), _rows_of(module, packed_rows)
     return _row_by_row(eager, module, query, key, value, attention_mask, rows, extra)
 
 
 def _rows_of(module: nn.Module, rows: PackedRows | None) -> PackedRows | None:
-    """The rows that a layer keeps apart: those of the sequence, or chunks of them where it attends within chunks."""
+    """Return the samples that a layer keeps apart. For chunked attention these are chunks of samples."""
     if rows is None and not torch.compiler.is_compiling():
         rows = current_rows()
     config = getattr(module, "config", None)
@@ -174,19 +173,19 @@ def _rows_of(module: nn.Module, rows: PackedRows | None) -> PackedRows | None:
 
 
 class _RowAttention(torch.autograd.Function):
-    """Causal attention within each row of a sequence: [1, heads, tokens, head_dim] in and out. Heads that share keys
-    and values do so in the CPU's kernel; for the memory-efficient one they are repeated, a row at a time."""
+    """Causal attention within each sample: [1, heads, tokens, head_dim] in and out. The CPU kernel lets query heads
+    share keys and values; for the memory-efficient kernel they are repeated, one sample at a time."""
 
     @staticmethod
     def forward(ctx: Any, query: Any, key: Any, value: Any, lengths: Any, *how: Any) -> torch.Tensor:
         ctx.lengths, (*ctx.how, is_efficient) = lengths, how  # scale, window
         ctx.groups = query.shape[1] // key.shape[1] if is_efficient else 1
-        # In memory as the memory-efficient kernel's backward pass reads it, whatever the strides say.
+        # The memory layout that the memory-efficient kernel's backward pass assumes for any strides.
         output = query.new_empty(1, query.shape[2], query.shape[1], value.shape[3]).transpose(1, 2)
         compute, sums = _efficient_forward if query.is_cuda else _cpu_forward, []
         for row, *shared, row_output in _rows(lengths, query, key, value, output):
             made, log_sums = compute([row, *(repeat_kv(part, ctx.groups) for part in shared)], *ctx.how)
-            row_output.copy_(made[..., : value.shape[3]])  # in a plan torch's fake kernel makes it as wide as the query
+            row_output.copy_(made[..., : value.shape[3]])  # in a plan, torch's fake kernel returns the query's width
             sums.append(log_sums)
         ctx.save_for_backward(query, key, value, output, *sums)
         return output
@@ -214,7 +213,7 @@ def _cpu_forward(row: list[torch.Tensor], scale: float | None, window: int | Non
 def _cpu_backward(row: list[torch.Tensor], log_sums: torch.Tensor, scale: float | None, window: int | None) -> Any:
     length, is_short = row[0].shape[2], block_attention.is_short(row[0], window)
     if row[0].itemsize == 2:
-        row = [block_attention.filled_up(part) for part in row]
+        row = [block_attention.padded(part) for part in row]
     if is_short:
         gradient, query, key, value, _ = row
         found = block_attention.attend_backward(gradient, query, key, value, _scale_of(query, scale))
@@ -237,16 +236,16 @@ def _efficient_forward(row: list[torch.Tensor], scale: float | None, window: int
 
 
 def _efficient_backward(row: list[torch.Tensor], log_sums: Any, scale: float | None, window: int | None) -> Any:
-    # Called by hand: torch's derivative of the forward operator leaves out the window.
+    # Not autograd: torch's derivative of the forward operator ignores the window.
     gradient, *parts, output = (part.transpose(1, 2) for part in row)
     inputs = (gradient, *parts, None, output, None, None, *[output.shape[1]] * 2, log_sums)
-    no_seeds, how = (log_sums, log_sums), {"scale": scale, "window_size": window}  # read with dropout only
+    no_seeds, how = (log_sums, log_sums), {"scale": scale, "window_size": window}  # used only with dropout
     *found, _ = ATEN._efficient_attention_backward(*inputs, 0.0, *no_seeds, CAUSAL, False, **how)
     return [part.transpose(1, 2) for part in found]
 
 
 def _rows(lengths: tuple[int, ...], *sequences: torch.Tensor) -> list[list[torch.Tensor]]:
-    """Views of each row of some sequences [1, heads, tokens, width]."""
+    """Return views of each sample of sequences [1, heads, tokens, width]."""
     return [list(row) for row in zip(*(whole.split(lengths, dim=2) for whole in sequences), strict=True)]
 
 
@@ -262,7 +261,7 @@ def _row_by_row(
     arguments: dict[str, Any],
     kernel: str = "own",
 ) -> Attention:
-    if attention_mask is not None or query.shape[2] != key.shape[2]:  # padded rows, or with a cache
+    if attention_mask is not None or query.shape[2] != key.shape[2]:  # padded samples, or a cache
         return attention(module, query, key, value, attention_mask, **arguments)
     lengths = packed_rows.lengths if packed_rows is not None else (query.shape[2],)
     if kernel != "own":
@@ -276,8 +275,8 @@ def _row_by_row(
 
 
 def _row_mask(length: int, window: int | None, query: torch.Tensor, may_be_causal: bool = True) -> torch.Tensor | None:
-    """What is added to the scores [1, 1, tokens, tokens] of a row; None if the kernel's own causal mask does. `query`
-    may have tokens beyond its length."""
+    """Return what is added to a sample's scores [1, 1, tokens, tokens]; None if the kernel's causal mask is enough.
+    `query` may be padded beyond `length`."""
     if may_be_causal and (window is None or length <= window):
         return None
     tokens = query.shape[2]

@@ -1,11 +1,11 @@
-"""Packed rows for token mixers that know nothing of them: Mamba, gated delta nets, short convolutions, and attention
-that is not called through transformers' interface.
+"""Packed sequences for token mixers that do not support them: Mamba, gated delta nets, short convolutions, and
+attention outside of Transformers' attention interface. A "row" in names here is one sample of a packed sequence.
 
-    sequence      a a a b b c c c c        norms, MLPs and experts compute all rows at once
-    token mixer   a a a | b b | c c c c    one row after another, which is exact for any architecture
+    sequence      a a a b b c c c c        norms, MLPs and experts compute all samples at once
+    token mixer   a a a | b b | c c c c    one sample after another, which is exact for any architecture
 
-A token mixer is found by its arguments: to generate, whatever looks back along the sequence takes a cache. On CUDA its
-kernels get the offsets of the rows, if they are installed. `check_packing` checks that they use them.
+A token mixer is found by its arguments: a module that looks back along the sequence takes a cache for generation. On
+CUDA its kernels get the offsets of the samples, if they are installed. `check_packing` checks that they use them.
 """
 
 import inspect
@@ -26,31 +26,31 @@ from llama_ft.models.transformers_private import private
 from llama_ft.runtime.console import log
 from llama_ft.runtime.devices import sent
 
-# What transformers' architectures call the cache of generation.
+# Names of the generation cache in the architectures of Transformers.
 CACHES = {"past_key_values", "past_key_value", "layer_past", "cache_params", "past", "state", "cache"}
-POSITIONS = "past_key_values_length"  # what position embeddings that count tokens themselves take (Bart's, RoBERTa's)
+POSITIONS = "past_key_values_length"  # argument of position embeddings that count tokens themselves (Bart's, RoBERTa's)
 OF_FLASH_ATTENTION = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
 MISSING_KERNEL = re.compile(r"without `([^`]+)`")
 
 
 @dataclass(frozen=True)
 class PackedRows:
-    """Where the rows of a sequence begin and end."""
+    """The positions of samples in a packed sequence."""
 
-    lengths: tuple[int, ...]  # tokens of each row, on the host: reading them must not wait for the device
-    offsets: torch.Tensor  # int32 [rows + 1], on the device: 0 and the end of each row
-    longest: int  # tokens of the longest row. Compiled layers read this one number: of `lengths` each would be a guard
-    are_alike: bool = False  # all rows have one length, which cuDNN's kernel is worth a plan for
-    indices: torch.Tensor | None = None  # int32 [1, tokens], on the device: which row each token is of; for kernels
+    lengths: tuple[int, ...]  # tokens of each sample, on the host: reading them must not synchronize with the device
+    offsets: torch.Tensor  # int32 [samples + 1], on the device: 0 and the end of each sample
+    longest: int  # tokens of the longest sample; for compiled layers: reading `lengths` would add a guard per sample
+    are_alike: bool = False  # all samples have one length, so a plan of cuDNN's kernel pays off
+    indices: torch.Tensor | None = None  # int32 [1, tokens], on the device: the sample of each token; for kernels
 
     @classmethod
     def of(cls, lengths: list[int], device: torch.device) -> "PackedRows":
-        """Rows of so many tokens, for a model that computes on `device`."""
+        """Create it from the tokens of each sample, for a model that computes on `device`."""
         ends = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
         return cls(tuple(lengths), sent(ends, device), max(lengths))
 
     def cut(self, size: int) -> "PackedRows":
-        """Rows of at most `size` tokens: what attention in chunks keeps apart within each row."""
+        """Split samples into parts of at most `size` tokens, for chunked attention."""
         if size >= self.longest:
             return self
         parts = [min(size, length - start) for length in self.lengths for start in range(0, length, size)]
@@ -58,13 +58,13 @@ class PackedRows:
 
 
 _CURRENT: ContextVar[PackedRows | None] = ContextVar("packed rows", default=None)
-current_rows = _CURRENT.get  # the rows of the sequence that is being computed; None: batches that are not packed
+current_rows = _CURRENT.get  # samples of the current sequence; None if it is not packed
 set_rows = _CURRENT.set
 
 
 @contextmanager
 def rows_of(rows: PackedRows | None) -> Iterator[None]:
-    """In the block, token mixers compute these rows."""
+    """In the block, token mixers compute the samples `rows`."""
     token = _CURRENT.set(rows)
     try:
         yield
@@ -72,22 +72,22 @@ def rows_of(rows: PackedRows | None) -> Iterator[None]:
         _CURRENT.reset(token)
 
 
-class _OfEachRow(tuple[Any, ...]):
-    """What a mixer returns besides its output, such as an indexer's choice for the next layer, row by row."""
+class _PerSample(tuple[Any, ...]):
+    """Further outputs of a mixer per sample, such as an indexer's choice for the next layer."""
 
 
 class TokenMixers:
-    """The token mixers of a model, and which of them compute the rows of a packed sequence one after another.
+    """The token mixers of a model, and which of them compute the samples of a packed sequence one after another.
 
     Args:
-        model: on the meta device or loaded; the `forward` of such mixers is replaced.
+        model: on the meta device or loaded. The `forward` of mixers that run sample by sample is replaced.
 
     Attributes:
-        attention: mixers that call an attention function of transformers' interface, and hold no other mixer. None if
-            others call one as well.
-        by_row: those that run row by row.
-        with_kernels: those whose kernels get the offsets of the rows.
-        needs_scope: whether rows reach some mixer only by `rows_of`, and not by an argument.
+        attention: mixers that call Transformers' attention interface and contain no other mixer. None if other mixers
+            call it, too.
+        by_row: mixers that run sample by sample.
+        with_kernels: mixers whose kernels get the offsets of the samples.
+        needs_scope: some mixer gets the samples only from `rows_of`, not as an argument.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -95,23 +95,23 @@ class TokenMixers:
         self._layers, found = _layers_and_mixers(model)
         self._positions = [it for it in model.modules() if POSITIONS in _parameters(type(it).forward)]
         others = [it for it in found if not _calls_interface(it) or any(map(_looks_back, _inside(it)))]
-        if any(map(_calls_interface, others)):  # with an indexer or convolutions, which need transformers' own masks
+        if any(map(_calls_interface, others)):  # an indexer or convolutions, which need Transformers' own masks
             others = found
         self.attention = [it for it in found if it not in others]
         self.by_row, self.with_kernels, self.needs_scope = set[nn.Module](), set[nn.Module](), False
-        # Llama 4 counts a row's positions itself, and scales attention by them.
+        # Llama 4 counts positions inside the attention, and scales by them.
         if others := [*others, *(it for it in self.attention if hasattr(it, "attn_temperature_tuning"))]:
             self._run_by_row(others)
-        if torch.cuda.is_initialized():  # a plan has no CUDA
+        if torch.cuda.is_initialized():  # False in a plan for GPUs
             takes_more = [it for it in others if "kwargs" in _parameters(type(it).forward)]
             self.with_kernels = {it for it in takes_more if missing_kernels(it) == set()}
             self.by_row -= self.with_kernels
         self.needs_scope |= not private(model, "_supports_attention_backend")
 
     def run_more_by_row(self) -> bool:
-        """Run the next larger part of the model row by row: mixers with kernels, position embeddings, all mixers, whole
-        layers. False if all is already, or compiled; or if FSDP units lie within, which ranks with fewer rows would
-        all-gather less often."""
+        """Run the next larger part of the model sample by sample: mixers with kernels, position embeddings, all mixers,
+        whole layers. Return False if there is none, if layers are compiled, or if the part contains FSDP units (ranks
+        with fewer samples would all-gather less often)."""
         is_compiled = any(isinstance(layer.forward, partial) for layer in self._layers)
         for more in (list(self.with_kernels), self._positions, self.attention, self._layers):
             new = [it for it in more if it not in self.by_row]
@@ -119,7 +119,7 @@ class TokenMixers:
             if not new or is_compiled or any(isinstance(part, FSDPModule) for part in within):
                 continue
             self.with_kernels -= set(new)
-            if more in (self.attention, self._layers):  # each row gets its part of transformers' own mask of all tokens
+            if more in (self.attention, self._layers):  # each sample gets its part of Transformers' mask
                 config = self._model.config
                 attends = private(config, "_attn_implementation") or ""
                 config._attn_implementation = attends.removeprefix("packed_")
@@ -128,14 +128,14 @@ class TokenMixers:
         return False
 
     def keep_rows_for_recomputation(self) -> None:
-        """Have recomputed layers see the rows that they saw in the forward pass."""
+        """Make recomputed layers use the same samples as in the forward pass."""
         for module in self._model.modules():
             function = vars(module).get("_gradient_checkpointing_func")
             if function is not None and getattr(function, "func", None) is not _checkpointed:
                 module._gradient_checkpointing_func = partial(_checkpointed, function)  # type: ignore[assignment]
 
     def names(self) -> str:
-        """The classes that run row by row, for people."""
+        """Return the names of the classes that run sample by sample, for the log."""
         return ", ".join(sorted({_own_type(it).__name__ for it in self.by_row}))
 
     def _run_by_row(self, mixers: list[nn.Module]) -> None:
@@ -172,22 +172,22 @@ class TokenMixers:
 
 
 def has_token_mixers(model: nn.Module) -> bool:
-    """Whether `use_packed_attention` has prepared this model."""
+    """Return whether `use_packed_attention` has prepared this model."""
     return hasattr(model, "_token_mixers")
 
 
 def token_mixers(model: nn.Module) -> TokenMixers:
-    """The token mixers of a model that `use_packed_attention` has prepared."""
+    """Return the token mixers of a model that `use_packed_attention` has prepared."""
     return cast(TokenMixers, model._token_mixers)
 
 
 def runs_rows_apart(model: nn.Module) -> bool:
-    """Whether some token mixer of a model computes packed rows one after another, or reads them from `rows_of`."""
+    """Return whether a token mixer of a model runs sample by sample, or reads the samples from `rows_of`."""
     return has_token_mixers(model) and token_mixers(model).needs_scope
 
 
 def _checkpointed(checkpoint: Callable[..., Any], function: Callable[..., Any], *args: Any) -> Any:
-    if torch.compiler.is_compiling():  # rows are an argument there
+    if torch.compiler.is_compiling():  # there, samples are an argument
         return checkpoint(function, *args)
     return checkpoint(partial(_with_rows, current_rows(), function), *args)
 
@@ -199,18 +199,18 @@ def _with_rows(rows: PackedRows | None, function: Callable[..., Any], *args: Any
 
 @dataclass(frozen=True)
 class _Part:
-    """One row of a packed sequence."""
+    """One sample of a packed sequence."""
 
     number: int
     start: int
     length: int
-    total: int  # tokens of the sequence
+    total: int  # tokens of the whole sequence
 
     def of(self, value: Any) -> Any:
-        """Its part of what a module is called with: of tensors the tokens, of masks [.., tokens, tokens] both."""
+        """Return this sample's part of a module's argument: tokens of tensors, [.., tokens, tokens] of masks."""
         if isinstance(value, PackedRows):
-            return None  # see rows_of
-        if isinstance(value, _OfEachRow):
+            return None  # rows_of provides it
+        if isinstance(value, _PerSample):
             return value[self.number]
         if isinstance(value, dict):
             return {name: self.of(each) for name, each in value.items()}
@@ -228,16 +228,16 @@ class _Part:
 
 
 def _joined(outputs: list[Any]) -> Any:
-    """Of what rows return, the first tensors [.., tokens, width] one after another."""
+    """Join the outputs of all samples: the first tensors [.., tokens, width] are concatenated."""
     if isinstance(outputs[0], torch.Tensor):
         return torch.cat(outputs, dim=-2)
     first, *others = zip(*outputs, strict=True)
-    return torch.cat(first, dim=-2), *(it[0] if all(one is it[0] for one in it) else _OfEachRow(it) for it in others)
+    return torch.cat(first, dim=-2), *(it[0] if all(one is it[0] for one in it) else _PerSample(it) for it in others)
 
 
 def missing_kernels(mixer: nn.Module) -> set[str] | None:
-    """Packages without which transformers computes a mixer by torch's own operations; None if it knows no kernels of
-    it. Its functions say so themselves when they get packed rows, before they look at anything else."""
+    """Return the packages that a mixer's kernels need, without which Transformers uses torch operations; None if it has
+    no kernels. A call without other arguments finds out: functions check for kernels before they use any."""
     forward = inspect.unwrap(type(mixer).forward)
     named = [forward.__globals__.get(name) for name in forward.__code__.co_names]
     answers = [_answer(function) for function in named if hasattr(function, "__wrapped__")]
@@ -248,13 +248,13 @@ def missing_kernels(mixer: nn.Module) -> set[str] | None:
 def _answer(function: Callable[..., Any]) -> str:
     try:
         function(seq_idx=True)
-    except (TypeError, ValueError) as error:  # TypeError: a kernel, of which all other arguments are missing
+    except (TypeError, ValueError) as error:  # TypeError: the kernel exists, and its other arguments are missing
         return str(error)
     return ""
 
 
 def report_missing_kernels(model: nn.Module, device: torch.device) -> None:
-    """Say once, on CUDA, which layers compute without their kernels, and what to install."""
+    """On CUDA, log once which layers compute without their kernels, and what to install."""
     mixers = [it for it in model.modules() if device.type == "cuda" and _looks_back(it)]
     slow = {_own_type(it).__name__: missing for it in mixers if (missing := missing_kernels(it))}
     if slow:
@@ -266,8 +266,8 @@ def report_missing_kernels(model: nn.Module, device: torch.device) -> None:
 
 
 def _layers_and_mixers(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
-    """Decoder layers, and the outermost modules in them that look back; those before the layers too (an embedding of
-    n-grams). What only hands its cache on to attention is looked into."""
+    """Return the decoder layers, and the outermost token mixers, in layers or before them (an embedding of n-grams).
+    Modules that only pass their cache on to attention are not mixers themselves."""
     lists = [it for it in model.modules() if isinstance(it, nn.ModuleList)]
     stacks = [it for it in lists if any(map(_looks_back, it.modules()))] or lists
     inside = {part for stack in stacks for part in _inside(stack)}
@@ -308,5 +308,5 @@ def _calls_interface(module: nn.Module) -> bool:
 
 
 def _own_type(module: nn.Module) -> type[Any]:
-    """Its class as it was written; fully_shard derives one from it."""
+    """Return a module's class without the subclass that fully_shard derives."""
     return next(kind for kind in type(module).__mro__ if not issubclass(kind, FSDPModule))

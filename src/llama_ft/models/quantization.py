@@ -1,8 +1,8 @@
-"""Which layers are quantized, and how: what the settings ask for, or what the checkpoint brings.
+"""Choose which layers are quantized and how: by the settings, or as stored in the checkpoint.
 
-transformers saves a 4-bit layer as `weight` [out * in / 2, 1], `weight.absmax` and a few tensors about them. With
-double quantization `weight.absmax` is itself in 8 bits, in blocks of 256 that cross rows; it is expanded to fp32, one
-scale a block, which is exact.
+Transformers saves a 4-bit layer as `weight` [out * in / 2, 1], `weight.absmax` and a few tensors that describe them.
+With double quantization `weight.absmax` itself is in 8 bits, in blocks of 256 across rows. It is converted to fp32, one
+scale per block, without a loss.
 """
 
 import json
@@ -25,30 +25,31 @@ from llama_ft.config import QuantizationConfig
 from llama_ft.errors import UserError
 from llama_ft.models.build import read_linears
 from llama_ft.models.quantized import FourBit, Int8, QuantizedLinear, Scheme, quantize_stacks, total_weights
+from llama_ft.models.score_head import SCORE, has_score
 from llama_ft.models.source import WeightSource, listed
 from llama_ft.models.transformers_private import private
 
-# A tensor that says how another one is quantized.
+# Names of tensors that describe how another tensor is quantized.
 PART = re.compile(r"(.*\.weight)\.((nested_)?(absmax|quant_map)|quant_state\..*)")
 
 
 class Quantization(NamedTuple):
-    """What is quantized and how."""
+    """The scheme of a quantization, and the layers that it excludes."""
 
     scheme: Scheme
-    # Names, ends of names or patterns of layers that stay as they are. In a quantized checkpoint these are all, as
-    # transformers reads llm_int8_skip_modules; else the LM head stays too.
+    # Layers that are not quantized: names, ends of names or patterns. For a quantized checkpoint the list is complete,
+    # as Transformers reads llm_int8_skip_modules. Otherwise the LM head is excluded, too.
     skip: list[str] | None
-    is_stored: bool  # the checkpoint is quantized already
-    # Whether stacked experts are quantized. transformers does not, so a quantized checkpoint has them in 16 bits.
+    is_stored: bool  # the checkpoint is already quantized
+    # Stacked experts are quantized, too. Transformers does not do that, so a quantized checkpoint has them in 16 bits.
     stacks: bool = True
 
 
 def choose_quantization(
     settings: QuantizationConfig, model_config: PretrainedConfig, use_peft: bool
 ) -> Quantization | None:
-    """The quantization asked for, or the one of the checkpoint, which is taken off `model_config`. A UserError if the
-    checkpoint is quantized in another way than asked for, not by bitsandbytes, or would be trained in full."""
+    """Return the requested quantization, or that of the checkpoint, which is removed from `model_config`. Raises
+    UserError if the checkpoint's differs from the request, is not bitsandbytes', or full fine-tuning would train it."""
     dtype = None if settings.compute_dtype == "auto" else cast(torch.dtype, getattr(torch, settings.compute_dtype))
     stored = getattr(model_config, "quantization_config", None)
     if stored is None:
@@ -63,18 +64,18 @@ def choose_quantization(
     if settings.mode == "8bit" or not use_peft:
         raise UserError("--model_name: already quantized in 4 bits. Use --use_peft, and no other --quantization.")
     del model_config.quantization_config
-    # transformers quantizes in blocks of 64 only, and does not write that down.
+    # Transformers always uses blocks of 64, and does not store this number.
     scheme = FourBit(note.get("bnb_4bit_quant_type", "fp4"), 64, dtype)
     skip = note.get("llm_int8_skip_modules")
     return Quantization(scheme, skip, is_stored=True, stacks=settings.mode == "4bit")
 
 
 def quantize_linears(model: PreTrainedModel, quantization: Quantization) -> str:
-    """Replace linear layers and stacked experts of a skeleton by quantized ones. Returns what was quantized and what
-    was not, for people; a UserError if no linear layer is left to quantize, or a name to skip is not in the model."""
+    """Replace linear layers and stacked experts of a model on the meta device by quantized ones. Return a log text.
+    Raises UserError if no linear layer remains to be quantized, or a name to skip does not exist in the model."""
     scheme, named, is_stored, _ = quantization
     own = [] if is_stored and named is not None else get_keys_to_not_convert(model)
-    skip = [*(named or ()), *(private(model, "_keep_in_fp32_modules") or ()), *own]
+    skip = [*(named or ()), *(private(model, "_keep_in_fp32_modules") or ()), *own, *[SCORE] * has_score(model)]
     read = read_linears(model)
     linears = {name: module for name, module in model.named_modules() if _is_linear(module) and module not in read}
     stacks = _stacked_weights(model) if quantization.stacks else {}
@@ -114,8 +115,8 @@ def quantize_linears(model: PreTrainedModel, quantization: Quantization) -> str:
 
 
 def _is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
-    """Whether a module computes what nn.Linear does: it is one, or of a class with a forward of its own (Falcon's) that
-    gives the same with a small weight."""
+    """Return whether a module computes the same as nn.Linear: it is one, or its own forward (Falcon's) gives the same
+    result with a small weight."""
     if type(module) is nn.Linear or not isinstance(module, nn.Linear):
         return type(module) is nn.Linear
     small, inputs = copy(module), torch.tensor([[1.0, -2.0, 3.0]])
@@ -127,7 +128,7 @@ def _is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
 
 
 def _stacked_weights(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters [experts, rows, columns], which their module reads itself, by name."""
+    """Return stacked weights [experts, rows, columns], which their module reads itself, by name."""
     return {
         f"{prefix}.{name}": parameter
         for prefix, module in model.named_modules()
@@ -138,8 +139,8 @@ def _stacked_weights(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _gates(model: nn.Module) -> set[nn.Module]:
-    """Linear layers that choose or weigh experts: few weights on which much depends. Routers are the modules whose
-    logits transformers can record, unless experts are a part of what it records."""
+    """Return the linear layers that choose or weight experts: they are small and important. Routers are modules whose
+    logits Transformers can record, unless these modules contain experts."""
     kinds = set[Any]()
     for module in model.modules():
         recorded = (private(module, "_can_record_outputs") or {}).get("router_logits", ())
@@ -152,22 +153,22 @@ def _gates(model: nn.Module) -> set[nn.Module]:
 
 
 def is_part(name: str, keys: Container[str]) -> bool:
-    """Whether a stored tensor says how one of the weights called `keys` is quantized."""
+    """Return whether a stored tensor describes the quantization of one of the weights `keys`."""
     found = PART.fullmatch(name)
     return found is not None and found[1] in keys
 
 
 def is_4bit(key: str, headers: Container[str]) -> bool:
-    """Whether the checkpoint holds the weight called `key` in 4 bits."""
+    """Return whether the checkpoint holds the weight `key` in 4 bits."""
     return f"{key}.absmax" in headers
 
 
 def read_4bit(
     source: WeightSource, key: str, in_features: int, scheme: FourBit, start: int, stop: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows [start, stop), which must be whole blocks: weight uint8 [n, in / 2] and scale, the bits of fp32
-    [n, in / block size]."""
-    itemsize = source.tensors[key].dtype.itemsize  # transformers can store the bytes as another dtype
+    """Read rows [start, stop), which must be whole blocks. Return weight, uint8 [n, in / 2], and scale [n, in / block
+    size], fp32 bits as int32."""
+    itemsize = source.tensors[key].dtype.itemsize  # Transformers can store the bytes as another dtype
     a_row = in_features // 2 // itemsize
     weight = source.read_rows(key, start * a_row, stop * a_row).contiguous().view(torch.uint8)
     note = next(name for name in source.tensors if name.startswith(f"{key}.quant_state."))

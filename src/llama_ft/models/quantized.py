@@ -1,17 +1,17 @@
-"""Frozen linear layers and stacks of experts in 8 or 4 bits that shard like any other parameter.
+"""Frozen linear layers and stacked experts in 8 or 4 bits, which are sharded like any other parameter.
 
-bitsandbytes' int8 has one scale a row, and its 4-bit blocks lie within a row when in_features is a multiple of the
+bitsandbytes' int8 has one scale per row, and its 4-bit blocks stay within a row if in_features is a multiple of the
 block size. So a quantized layer is two ordinary frozen parameters, sharded by rows together:
 
     8bit    weight int8  [out, in]      scale [out]                  value = weight * scale / 127
     4bit    weight uint8 [out, in / 2]  scale [out, in / block]      value = code[nibble] * scale
 
-Transformers stacks the weights of experts: [experts, out, in] or, transposed, [experts, in, out]. Quantized are the
-rows of each expert's matrix as it lies there, sharded are the experts.
+Transformers stacks the weights of experts: [experts, out, in] or, transposed, [experts, in, out]. The rows of each
+expert's stored matrix are quantized, and the experts are sharded.
 
-`scale` is fp32, kept as its bits in int32: fully_shard casts floating parameters to the compute dtype when it gathers
-them, which would round it, and leaves integers alone. Each rank's rows are those of the unsharded quantization, and
-what travels between ranks is int8 or uint8.
+`scale` is fp32, stored as int32 with the same bits. fully_shard casts floating parameters to the compute dtype when it
+all-gathers them, which would round the scale; integers stay unchanged. Each rank's rows equal those of the unsharded
+quantization, and the ranks exchange int8 or uint8.
 """
 
 import logging
@@ -26,8 +26,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
-# Without torch's compiler, which would cost 2 s and 40 MiB per rank for functions that nothing here calls; so before
-# peft, which imports bitsandbytes too. It also warns of a CPU kernel that nothing here needs.
+# Import bitsandbytes without torch's compiler, which would take 2 s and 40 MiB per rank and is not used. This must
+# happen before PEFT imports it. The import also warns about a CPU kernel that is not needed.
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 _is_ours = "TORCHDYNAMO_DISABLE" not in os.environ
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
@@ -42,7 +42,7 @@ OPS = torch.ops.bitsandbytes
 
 
 def _on_cuda(tensor: torch.Tensor) -> bool:
-    return tensor.is_cuda  # a plan of a GPU made on a CPU replaces this
+    return tensor.is_cuda  # a plan for GPUs, made on a CPU, replaces this function
 
 
 def _rows_times_factors(weight: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -54,38 +54,38 @@ _ROWS_TIMES_FACTORS = OneKernel(_rows_times_factors, dynamic=False)
 
 @dataclass(frozen=True)
 class Int8:
-    """LLM.int8 (https://arxiv.org/abs/2208.07339): absmax of each row."""
+    """LLM.int8 (https://arxiv.org/abs/2208.07339): one absmax scale per row."""
 
-    threshold: float  # on CUDA, 0 rounds the inputs to int8 too and multiplies in int8
+    threshold: float  # on CUDA, 0 also rounds the inputs to int8 and multiplies in int8
     weights_per_byte = 1
     weight_dtype = torch.int8
 
-    name = "8bit"  # for people
+    name = "8bit"  # for messages
     block_size = 1
 
     def scale_shape(self, out_features: int, in_features: int) -> tuple[int, ...]:
-        """Of the scale of a weight [out, in]."""
+        """Return the shape of the scale of a weight [out, in]."""
         return (out_features,)
 
     def quantize(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Float rows [n, in] -> weight and scale; through fp16, as bitsandbytes does."""
+        """Quantize float rows [n, in] to weight and scale, through fp16 as in bitsandbytes."""
         weight, scale, _ = OPS.int8_vectorwise_quant(rows.to(torch.float16).contiguous())
         return weight, scale.view(torch.int32)
 
     def dequantize(self, weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Weight and scale -> rows [n, in] of `dtype`."""
+        """Return rows [n, in] in `dtype` from weight and scale."""
         factor = scale.view(torch.float32).unsqueeze(1).mul(1 / 127)
         if _on_cuda(weight):
             return cast(torch.Tensor, _ROWS_TIMES_FACTORS(weight.detach(), factor, dtype))
         return weight.float().mul_(factor).to(dtype)  # the same bits 6 times as fast: torch vectorizes no mixed product
 
     def matmul(self, inputs: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        """inputs [..., in] x weight -> [..., out] of the inputs' dtype. The weight is dequantized: bitsandbytes' way,
-        with only the inputs beyond the threshold in 16 bits, is slower and makes the host wait twice."""
+        """inputs [..., in] x weight -> [..., out] in the inputs' dtype. The weight is dequantized. bitsandbytes'
+        method, with only inputs above the threshold in 16 bits, is slower and synchronizes with the host twice."""
         if self.threshold > 0 or not _on_cuda(inputs):
             return functional.linear(inputs, self.dequantize(weight, scale, inputs.dtype))
         flat, scale = inputs.reshape(-1, inputs.shape[-1]), scale.view(torch.float32)
-        halves = flat.to(torch.float16).contiguous()  # the CUDA kernel reads them as if they were
+        halves = flat.to(torch.float16).contiguous()  # the CUDA kernel assumes fp16
         quantized, input_scale, _ = OPS.int8_vectorwise_quant(halves)
         output = OPS.int8_scaled_mm(quantized, weight, input_scale, scale, dtype=inputs.dtype)
         return cast(torch.Tensor, output).view(*inputs.shape[:-1], weight.shape[0])
@@ -93,37 +93,37 @@ class Int8:
 
 @dataclass(frozen=True)
 class FourBit:
-    """NF4 or FP4 (https://arxiv.org/abs/2305.14314): absmax of each block of a row."""
+    """NF4 or FP4 (https://arxiv.org/abs/2305.14314): one absmax scale per block of a row."""
 
-    quant_type: Literal["nf4", "fp4"]  # the sixteen values
-    block_size: int  # weights that share a scale
-    compute_dtype: torch.dtype | None  # of the product; None: the inputs' own
+    quant_type: Literal["nf4", "fp4"]  # the data type, sixteen values
+    block_size: int  # number of weights that share a scale
+    compute_dtype: torch.dtype | None  # of the matmul; None: the inputs' dtype
     weights_per_byte = 2
     weight_dtype = torch.uint8
 
     @property
     def name(self) -> str:
-        """For people."""
+        """Name for messages."""
         return f"4bit ({self.quant_type}, blocks of {self.block_size})"
 
     def scale_shape(self, out_features: int, in_features: int) -> tuple[int, ...]:
-        """Of the scales of a weight [out, in]."""
+        """Return the shape of the scales of a weight [out, in]."""
         return (out_features, in_features // self.block_size)
 
     def quantize(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Float rows [n, in] -> weight and scale."""
+        """Quantize float rows [n, in] to weight and scale."""
         packed, absmax = OPS.quantize_4bit(rows.contiguous(), self.block_size, self.quant_type, torch.uint8)
         return packed.view(len(rows), -1), absmax.view(torch.int32).view(len(rows), -1)
 
     def dequantize(self, weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Weight and scale -> rows [n, in] of `dtype`."""
+        """Return rows [n, in] in `dtype` from weight and scale."""
         shape = (weight.shape[0], weight.shape[1] * 2)
         absmax = scale.view(torch.float32).view(-1)
         packed = weight.view(-1, 1)
         return cast(torch.Tensor, OPS.dequantize_4bit(packed, absmax, self.block_size, self.quant_type, shape, dtype))
 
     def matmul(self, inputs: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        """inputs [..., in] x weight -> [..., out] of the inputs' dtype."""
+        """inputs [..., in] x weight -> [..., out] in the inputs' dtype."""
         shape, absmax = (weight.shape[0], weight.shape[1] * 2), scale.view(torch.float32).view(-1)
         wide = inputs.to(self.compute_dtype or inputs.dtype)
         output = OPS.gemm_4bit(wide, weight.view(-1, 1), shape, absmax, self.block_size, self.quant_type)
@@ -133,25 +133,25 @@ class FourBit:
 Scheme = Int8 | FourBit
 
 
-SCHEMES: dict[str, Scheme] = {}  # of this process's layers, by the name that operators know: they take no objects
+SCHEMES: dict[str, Scheme] = {}  # by name, because operators cannot take objects
 
 
-def frozen_product(inputs: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, scheme: Scheme) -> torch.Tensor:
+def frozen_matmul(inputs: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, scheme: Scheme) -> torch.Tensor:
     """inputs [..., in] x a quantized weight -> [..., out]."""
-    if inputs.numel() == 0:  # an expert without tokens; the CUDA kernels refuse it
+    if inputs.numel() == 0:  # an expert without tokens; the CUDA kernels reject empty inputs
         return inputs.new_empty(*inputs.shape[:-1], weight.shape[0])
     return scheme.matmul(inputs, weight, scale)
 
 
 class _FrozenMatmul(torch.autograd.Function):
-    """inputs x weight, with a gradient for the inputs only; keeps only the parameters. bitsandbytes' own functions
-    keep the inputs on their context, past activation checkpointing, for a weight gradient."""
+    """inputs x weight, with a gradient for the inputs only. It keeps only the parameters. bitsandbytes' own functions
+    keep the inputs for a weight gradient, in spite of activation checkpointing."""
 
     @staticmethod
     def forward(ctx: Any, inputs: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, scheme: Scheme) -> Any:
         ctx.save_for_backward(weight, scale)
         ctx.scheme = scheme
-        return frozen_product(inputs, weight, scale, scheme)
+        return frozen_matmul(inputs, weight, scale, scheme)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
@@ -160,17 +160,17 @@ class _FrozenMatmul(torch.autograd.Function):
 
 
 class QuantizedWeight(NamedTuple):
-    """A quantized weight: its two parameters, and what they stand for."""
+    """A quantized weight: its two parameters, and the shape of the original."""
 
     weight: nn.Parameter
     scale: nn.Parameter
-    shape: tuple[int, ...]  # in weights: [out, in] of a layer, [experts, rows, columns] of a stack
+    shape: tuple[int, ...]  # number of weights: [out, in] of a layer, [experts, rows, columns] of a stack
     scheme: Scheme
-    is_stored: bool  # the checkpoint has it quantized already
+    is_stored: bool  # the checkpoint holds it quantized
 
 
 def _frozen_parameters(shape: tuple[int, ...], scheme: Scheme) -> tuple[nn.Parameter, nn.Parameter]:
-    """Weight and scale, on the meta device, of weights of `shape`."""
+    """Return weight and scale, on the meta device, for a weight of `shape`."""
     *stacked, rows, columns = shape
     weight = torch.empty((*stacked, rows, columns // scheme.weights_per_byte), dtype=scheme.weight_dtype, device="meta")
     scale = torch.empty((*stacked, *scheme.scale_shape(rows, columns)), dtype=torch.int32, device="meta")
@@ -178,8 +178,8 @@ def _frozen_parameters(shape: tuple[int, ...], scheme: Scheme) -> tuple[nn.Param
 
 
 class QuantizedLinear(nn.Linear):
-    """A frozen linear layer with its weight in 8 or 4 bits, on the meta device, in place of `linear`. An nn.Linear, so
-    that peft adds adapters to it as to any other. `is_stored`: the checkpoint has it quantized already."""
+    """A frozen linear layer on the meta device with a weight in 8 or 4 bits, which replaces `linear`. As an nn.Linear
+    it can get an adapter of PEFT. `is_stored`: the checkpoint holds it quantized."""
 
     def __init__(self, linear: nn.Linear, scheme: Scheme, is_stored: bool = False) -> None:
         nn.Module.__init__(self)
@@ -196,45 +196,44 @@ class QuantizedLinear(nn.Linear):
         return output if self.bias is None else output + self.bias
 
 
-DEQUANTIZED_AT_ONCE = 2**30  # weights; bitsandbytes' kernels count them in 32 bits
+DEQUANTIZED_AT_ONCE = 2**30  # weights; bitsandbytes' kernels count with 32 bits
 Factors = tuple[torch.Tensor, torch.Tensor, float]  # left [experts, rows, r], right [experts, r, columns], scaling
 
 
 class QuantizedStacks(nn.Module):
-    """Mixed into the class of a module that owns stacked weights and reads them as attributes: they are quantized
-    parameters `<name>` and `<name>_scale`, and to read `<name>` dequantizes it.
+    """A mixin for modules that own stacked weights and read them as attributes. The weights become quantized parameters
+    `<name>` and `<name>_scale`, and reading `<name>` dequantizes.
 
-    During `forward` each is dequantized once. Of a product autograd would keep the dequantized weight until the
-    backward pass, four times the bytes: it is dequantized again instead, and only the experts that the product had.
+    During `forward` each weight is dequantized once. Autograd would keep it until the backward pass, in four times the
+    bytes. Instead the backward pass dequantizes again, and only the experts that a matmul used.
     """
 
     scheme: Scheme
     is_stored: bool
-    dtype: torch.dtype  # what reading dequantizes to
+    dtype: torch.dtype  # dtype of dequantized weights
     stack_shapes: dict[str, tuple[int, ...]]  # name -> [experts, rows, columns]
-    additions: dict[str, Factors]  # name -> what is added to a weight while it is read: LoRA
-    _held: dict[str, torch.Tensor] | None  # during forward: what has been read
+    additions: dict[str, Factors]  # name -> LoRA factors to add while the weight is read
+    _held: dict[str, torch.Tensor] | None  # during forward: the dequantized weights
 
     def __getattr__(self, name: str) -> Any:
         value = super().__getattr__(name)
-        # fully_shard reads its shards by the same names; nothing is computed with those.
+        # fully_shard reads its shards by the same names, but does not compute with them.
         if name not in self.__dict__.get("stack_shapes", ()) or isinstance(value, DTensor):
             return value
-        if self._held is None:
-            return self._dequantized(name, 0, self.stack_shapes[name][0], self.additions.get(name))
-        if name not in self._held:
-            self._held[name] = self._dequantized(name, 0, self.stack_shapes[name][0], self.additions.get(name))
-        return self._held[name]
+        held = {} if self._held is None else self._held
+        if name not in held:
+            held[name] = self._dequantized(name, 0, self.stack_shapes[name][0], self.additions.get(name))
+        return held[name]
 
     def forward(self, *args: Any, **keywords: Any) -> Any:
-        """The module's own, as is what it takes and returns."""
+        """Run the module's own forward, with its arguments and result."""
         if torch.compiler.is_compiling():
             return super().forward(*args, **keywords)
         with self._holding_weights():
             return super().forward(*args, **keywords)
 
     def _dequantized(self, name: str, first: int, last: int, addition: Factors | None) -> torch.Tensor:
-        """Experts [first, last) of a stack [last - first, rows, columns] in `dtype`."""
+        """Return experts [first, last) of a stack, [last - first, rows, columns] in `dtype`."""
         weight, scale = (self._parameters[part] for part in (name, f"{name}_scale"))
         assert weight is not None and scale is not None
         _, rows, columns = self.stack_shapes[name]
@@ -251,8 +250,8 @@ class QuantizedStacks(nn.Module):
 
     @contextmanager
     def _holding_weights(self) -> Iterator[None]:
-        """Keep what is read until the end, and have autograd note which part of which weight it is instead of keeping
-        it. Hooks do not nest, so those around (activation checkpointing's) are called for all other tensors."""
+        """In the block, keep dequantized weights. Autograd stores which part of a weight it needs instead of the
+        weight. Hooks do not nest, so for all other tensors the outer hooks (activation checkpointing's) are called."""
         held: dict[str, torch.Tensor] = {}
         around: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
         pack_other, unpack_other = around or (_same, _same)
@@ -275,7 +274,7 @@ class QuantizedStacks(nn.Module):
                 yield
         finally:
             self._held = None
-            held.clear()  # autograd keeps `pack`, and this with it, as long as it keeps what has been packed
+            held.clear()  # autograd keeps `pack`, and with it this dict, as long as its saved tensors
 
     @torch.no_grad()
     def _read_again(self, part: "_PartOfStack") -> torch.Tensor:
@@ -287,7 +286,7 @@ class QuantizedStacks(nn.Module):
 
 
 class _PartOfStack(NamedTuple):
-    """A view of a weight, instead of it."""
+    """Replaces a view of a weight among autograd's saved tensors."""
 
     name: str
     addition: Factors | None
@@ -301,7 +300,7 @@ def _same(value: Any) -> Any:
 
 
 def quantize_stacks(module: nn.Module, names: list[str], scheme: Scheme) -> None:
-    """Make stacked weights (on the meta device) of a module quantized ones; see `QuantizedStacks`."""
+    """Quantize stacked weights of a module on the meta device; see `QuantizedStacks`."""
     shapes = {name: tuple(module.get_parameter(name).shape) for name in names}
     kind = type(module)
     module.__class__ = type(f"Quantized{kind.__name__}", (QuantizedStacks, kind), {})
@@ -313,7 +312,7 @@ def quantize_stacks(module: nn.Module, names: list[str], scheme: Scheme) -> None
 
 
 def quantized_weights(model: nn.Module) -> list[QuantizedWeight]:
-    """Every quantized weight of a model."""
+    """Return all quantized weights of a model."""
     found = []
     for module in model.modules():
         if isinstance(module, QuantizedLinear):
@@ -330,12 +329,12 @@ def quantized_weights(model: nn.Module) -> list[QuantizedWeight]:
 
 
 def weight_counts(model: nn.Module) -> dict[int, int]:
-    """id of each parameter of quantized weights -> how many weights of the model it stands for (a scale: none)."""
+    """Return id of each quantized parameter -> the number of weights that it holds (a scale: 0)."""
     weights = quantized_weights(model)
     return {id(it.weight): torch.Size(it.shape).numel() for it in weights} | {id(it.scale): 0 for it in weights}
 
 
 def total_weights(model: nn.Module) -> int:
-    """Weights of a model, whatever they are packed into."""
+    """Return the number of weights of a model, where a quantized weight counts as the original."""
     counts = weight_counts(model)
     return sum(counts.get(id(parameter), parameter.numel()) for parameter in model.parameters())

@@ -1,10 +1,10 @@
-"""The auxiliary loss of a mixture of experts, by which its routers learn to use all experts evenly.
+"""The auxiliary loss of a mixture of experts, with which its routers learn to use all experts equally.
 
-Over the tokens of a micro-batch on all ranks, without padding, and all layers with experts:
+It is computed over the tokens of a micro-batch on all ranks, without padding, and over all layers with experts:
 
-    f_e    tokens sent to expert e / tokens                     no gradient
+    f_e    tokens routed to expert e / tokens                   without gradient
     P_e    mean over tokens of softmax(router logits)[e]        its gradient stays on the token's rank
-    loss   experts * sum over e of f_e * P_e                    smallest, the experts per token, if all are used alike
+    loss   experts * sum over e of f_e * P_e                    minimum: experts per token, if all are used equally
 
 Source: equations 4 to 6 of Switch Transformers, https://arxiv.org/abs/2101.03961, as Transformers'
 load_balancing_loss_func computes them in one process.
@@ -23,19 +23,19 @@ from llama_ft.models.transformers_private import private
 from llama_ft.runtime.console import log
 
 STANDARD = ["gate_logits", "num_experts", "top_k", "attention_mask"]  # arguments of the formula above
-COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")  # JetMoE has the second
+COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")  # JetMoE uses the second name
 
 
 def use_router_loss(model: PreTrainedModel, coefficient: float | None) -> None:
-    """Set what the auxiliary loss is multiplied by, and log it if the model has routers.
+    """Set the coefficient of the auxiliary loss, and log it if the model has routers.
 
     Args:
-        model: skeleton.
-        coefficient: 0 turns the auxiliary loss off. None: that of config.json if output_router_logits is true there, as
-            in Transformers.
+        model: the model on the meta device.
+        coefficient: 0 disables the auxiliary loss. None: the value in config.json if output_router_logits is true
+            there, as in Transformers.
 
     Raises:
-        UserError: a coefficient is given, and Transformers defines no auxiliary loss for this architecture.
+        UserError: a coefficient is given, but Transformers defines no auxiliary loss for this architecture.
     """
     own, kind = _own_coefficient(model), f"model_type {model.config.model_type}"
     parts = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
@@ -54,7 +54,7 @@ def use_router_loss(model: PreTrainedModel, coefficient: float | None) -> None:
 
 
 def router_coefficient(model: PreTrainedModel) -> float:
-    """Return what the auxiliary loss is multiplied by; 0: it is not computed."""
+    """Return the coefficient of the auxiliary loss; 0: it is not computed."""
     given: float | None = getattr(model, "_router_loss_coefficient", None)
     if given is not None:
         return given
@@ -63,26 +63,26 @@ def router_coefficient(model: PreTrainedModel) -> float:
 
 
 def router_arguments(model: PreTrainedModel) -> dict[str, bool]:
-    """Return arguments of a forward pass whose output needs router logits; none in evaluation."""
+    """Return the arguments of a forward pass that also returns router logits; none in evaluation mode."""
     return {"output_router_logits": True} if model.training and router_coefficient(model) else {}
 
 
 def router_loss(
     model: PreTrainedModel, output: Any, attention_mask: torch.Tensor | None, target_tokens: int
 ) -> torch.Tensor | float:
-    """Compute this rank's part of a micro-batch's auxiliary loss, before its coefficient, as a sum over loss tokens.
+    """Compute this rank's part of a micro-batch's auxiliary loss, without its coefficient, as a sum over loss tokens.
 
-    All ranks call it together. The sum of their parts is the auxiliary loss of all their tokens times their number of
-    loss tokens, so that micro-batches weigh as much here as in the loss of the tokens.
+    All ranks must call it. The sum of all parts is the auxiliary loss of all tokens, times the number of loss tokens.
+    So a micro-batch has the same weight here as in the loss of its tokens.
 
     Args:
-        model: in training mode, or the result is 0.
-        output: of `model` or its decoder; its router_logits are one [tokens, experts] per layer with experts.
-        attention_mask: [rows, positions], 0 or False where padded; None: no padding.
+        model: the model. In evaluation mode the result is 0.
+        output: output of `model` or its decoder. Its router_logits have one [tokens, experts] per layer with experts.
+        attention_mask: [samples, positions], 0 or False on padding; None: no padding.
         target_tokens: loss tokens of this rank's micro-batch.
 
     Returns:
-        float32 scalar, whose gradient passes through the probabilities; or 0.0.
+        A float32 scalar, whose gradient goes through the probabilities P_e; or 0.0.
     """
     if not router_arguments(model):
         return 0.0
@@ -107,7 +107,7 @@ def router_loss(
 
 
 def _own_coefficient(model: PreTrainedModel) -> float | None:
-    """The coefficient of the model's config; None unless the file of its class defines the formula above."""
+    """Return the coefficient in the model's config; None if the file of its class does not define the formula above."""
     try:
         formula = function_beside(model, "load_balancing_loss_func")
     except StopIteration:

@@ -1,7 +1,7 @@
-"""Which rows of a parameter a rank holds, and moving rows between rank 0 and the ranks that hold them.
+"""Rows of a parameter that each rank holds, and transfers of rows between rank 0 and the other ranks.
 
-fully_shard splits dimension 0 as torch.chunk does: chunks of ceil(rows / shards) rows, the last ones smaller or empty
-(65 rows over 8 ranks are seven times 9 and once 2).
+fully_shard splits dimension 0 like torch.chunk: shards of ceil(rows / shards) rows, the last ones smaller or empty (65
+rows on 8 ranks: seven times 9 and once 2).
 """
 
 from collections.abc import Iterator
@@ -14,48 +14,48 @@ from torch.distributed.tensor import DTensor
 
 
 def row_ranges(rows: int, shards: int) -> list[tuple[int, int]]:
-    """[start, stop) of each shard's rows."""
+    """Return the rows [start, stop) of each shard."""
     size = -(-rows // shards)
     return [(min(shard * size, rows), min((shard + 1) * size, rows)) for shard in range(shards)]
 
 
 def local_shard(parameter: torch.Tensor) -> torch.Tensor:
-    """The rows this rank stores, sharing the parameter's memory."""
+    """Return the rows that this rank stores, as a view of the parameter."""
     if isinstance(parameter, DTensor):
-        with torch.no_grad():  # 4 times faster than to detach the DTensor; a save with LoRA does it 672 times
+        with torch.no_grad():  # 4 times faster than detaching the DTensor; a save with LoRA does it 672 times
             parameter = parameter.to_local()
     return parameter.detach()
 
 
 def wait_for_device(tensor: torch.Tensor) -> None:
-    """Let NCCL finish with `tensor`: it counts its time-out from when a transfer was queued, and a rank that does not
-    wait could queue a whole model's."""
+    """Wait until NCCL has finished with `tensor`. NCCL's timeout starts when a transfer is queued, so a rank that does
+    not wait could queue a whole model and time out."""
     if tensor.device.type == "cuda":
         torch.cuda.current_stream(tensor.device).synchronize()
 
 
 class ShardGroup:
-    """The ranks that together hold a copy of the model, and this rank's place."""
+    """The ranks that together hold a copy of the model, and this rank's shard."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
-        self.size = mesh["shard"].size()  # ranks that one copy of the model is sharded over
-        self.index = mesh["shard"].get_local_rank()  # which shard this rank holds
+        self.size = mesh["shard"].size()  # number of ranks that share a copy
+        self.index = mesh["shard"].get_local_rank()  # index of this rank's shard
         self.in_first_copy = dist.get_rank() < self.size  # shares a copy with rank 0: shard i is on rank i
         self._replicas = mesh["replicate"].get_group() if "replicate" in (mesh.mesh_dim_names or ()) else None
         self.has_copies = self._replicas is not None
 
     def own_rows(self, rows: int) -> tuple[int, int]:
-        """[start, stop) of this rank's rows of a parameter of `rows` rows."""
+        """Return this rank's rows [start, stop) of a parameter with `rows` rows."""
         return row_ranges(rows, self.size)[self.index]
 
     def replicate(self, shard: torch.Tensor) -> None:
-        """Copy the shards of the first copy of the model over those of the other copies."""
+        """Copy the shards of the first copy of the model to the other copies."""
         if self._replicas is not None and shard.numel():
             dist.broadcast(shard, src=self.index, group=self._replicas)
 
     def gather_rows(self, parameter: nn.Parameter, dtype: torch.dtype) -> Iterator[torch.Tensor]:
-        """On rank 0, yield the parameter's rows shard by shard, on the host in `dtype`; elsewhere send them. No rank
-        holds more than two shards."""
+        """On rank 0, yield the parameter's rows shard by shard, on the host in `dtype`. On other ranks, send them. No
+        rank holds more than two shards at once."""
         shard = local_shard(parameter)
         if self.in_first_copy and self.index != 0 and shard.numel():
             sent = shard.to(dtype).contiguous()

@@ -1,4 +1,4 @@
-"""Reading a Hugging Face folder's weights a few rows at a time."""
+"""Read the weights of a Hugging Face directory in blocks of rows."""
 
 import json
 from collections.abc import Iterator
@@ -11,25 +11,24 @@ import xxhash
 from safetensors import safe_open
 from safetensors.torch import _TYPES
 
-from llama_ft.config.data_names import NOT_REGULAR
 from llama_ft.config.paths import TO_SAFETENSORS
 from llama_ft.errors import UserError, reason
 
 INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
-SAMPLES, SAMPLE_BYTES = 64, 2**14  # of each file, for its fingerprint: one in about 80 MiB of a file of 5 GB
+SAMPLES, SAMPLE_BYTES = 64, 2**14  # per file, for its fingerprint: one sample per 80 MiB of a 5 GB file
 INCIDENTAL = ("_name_or_path", "transformers_version", "torch_dtype", "dtype")  # in config.json
 DTYPES = {name: dtype for name, dtype in _TYPES.items() if isinstance(dtype, torch.dtype)}  # by their names in a header
-BLOCK_ELEMENTS = 2**20  # of a tensor that is exported, at once: temporaries in fp32 are of 4 MiB
+BLOCK_ELEMENTS = 2**20  # of an exported tensor at once: its temporaries in fp32 take 4 MiB
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where a tensor lies and what it is, as its file's header says."""
+    """A tensor's file, shape and dtype, from the header of its file."""
 
     file: Path
     shape: tuple[int, ...]
     dtype: torch.dtype
-    is_left_out: bool = False  # of what the model's text part lacks (see text_part.py): under its own name, as it is
+    is_left_out: bool = False  # not in the model's text part (see text_part.py); copied unchanged
 
     @property
     def nbytes(self) -> int:
@@ -37,21 +36,21 @@ class StoredTensor:
 
 
 class WeightSource(Protocol):
-    """Where weights come from: `tensors` by name are known at once, rows are read when they are asked for."""
+    """Interface of weights: names and headers in `tensors` are known at once, rows are read on request."""
 
     tensors: dict[str, StoredTensor]
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Rows [start, stop) of dimension 0 in the stored dtype; the whole of a scalar."""
+        """Read rows [start, stop) of dimension 0 in the stored dtype; of a scalar, all of it."""
 
     def read(self, name: str) -> torch.Tensor:
-        """A whole tensor in the stored dtype."""
+        """Read a whole tensor in the stored dtype."""
         return self.read_rows(name, 0, next(iter(self.tensors[name].shape), 1))
 
 
 class SafetensorsSource(WeightSource):
-    """Tensors of safetensors files by name. Opening reads headers only; files are memory-mapped. A UserError if a file
-    is missing, truncated or not safetensors, or has a dtype that torch does not know."""
+    """Tensors of safetensors files. Opening reads only headers; files are memory-mapped. Raises UserError if a file is
+    missing, truncated, not safetensors, or has a dtype that torch does not know."""
 
     def __init__(self, files: list[Path]) -> None:
         self.tensors = {}
@@ -64,18 +63,18 @@ class SafetensorsSource(WeightSource):
                     name: StoredTensor(file, tuple(header.get_shape()), DTYPES[header.get_dtype()])
                     for name, header in headers.items()
                 }
-            except Exception as error:  # the header may be anything: no JSON, a list, or longer than memory
+            except Exception as error:  # a header may be anything: not JSON, a list, or longer than memory
                 damage = "It is missing or corrupted: download it again."
                 raise UserError(f"{file}: cannot be read as safetensors ({reason(error)}).\n{damage}") from error
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """See `WeightSource`; only these rows are read."""
+        """See `WeightSource`. Only these rows are read."""
         handle = self._handles[self.tensors[name].file]
         return handle.get_slice(name)[start:stop] if self.tensors[name].shape else handle.get_tensor(name)
 
 
 class OverlaidSource(WeightSource):
-    """The tensors of one source, and those of another in the place of what has the same names there."""
+    """The tensors of one source; those of another source replace tensors with the same names."""
 
     def __init__(self, under: WeightSource, over: WeightSource) -> None:
         self.tensors = under.tensors | over.tensors
@@ -87,24 +86,24 @@ class OverlaidSource(WeightSource):
 
 
 def listed(names: list[str], most: int = 8) -> str:
-    """Names for a message, those beyond `most` counted only."""
+    """Return names for a message. Those beyond `most` are only counted."""
     return ", ".join(names[:most]) + (f", ... and {len(names) - most} more" if len(names) > most else "")
 
 
 def open_weights(folder: Path) -> WeightSource:
-    """The weights of a model folder as they are stored; a UserError if there are none or a file cannot be read."""
+    """Open the weights of a model directory. Raises UserError if there are none or a file cannot be read."""
     if files := weight_files(folder):
         return SafetensorsSource(files)
     raise UserError(f"{folder}: no {SINGLE_FILE} or {INDEX_FILE} here. {TO_SAFETENSORS}")
 
 
 def fingerprint(folder: Path) -> str:
-    """Tell models apart without reading them whole: by config.json, and by the size and samples of every file of
-    weights. Fine-tuning moves all of a tensor, so that the samples see it."""
+    """Return a hash of config.json, and of the size and samples of each file of weights. It identifies a model without
+    reading it completely. Fine-tuning changes all of a tensor, so the samples change."""
     settings = json.loads((folder / "config.json").read_text())
     lasting = {name: value for name, value in settings.items() if name not in INCIDENTAL}
     digest = xxhash.xxh3_128(json.dumps(lasting, sort_keys=True).encode())
-    for file in filter(Path.exists, weight_files(folder)):  # whoever loads a missing one will say so
+    for file in filter(Path.exists, weight_files(folder)):  # loading will report missing files
         size = file.stat().st_size
         digest.update(f"{file.name} {size} ".encode())
         with open(file, "rb", buffering=0) as opened:
@@ -115,34 +114,30 @@ def fingerprint(folder: Path) -> str:
 
 
 def blocks(source: WeightSource, name: str) -> Iterator[torch.Tensor]:
-    """A tensor's rows in order, BLOCK_ELEMENTS or one row at a time."""
-    shape = source.tensors[name].shape
-    if not shape:
-        yield source.read(name)
-        return
-    size = max(1, BLOCK_ELEMENTS // max(1, torch.Size(shape[1:]).numel()))
-    for start in range(0, shape[0], size):
-        yield source.read_rows(name, start, min(start + size, shape[0]))
+    """Yield a tensor's rows in order, in blocks of BLOCK_ELEMENTS or one row."""
+    shape = source.tensors[name].shape or (1,)
+    for start, stop in row_blocks(shape, 0, shape[0], BLOCK_ELEMENTS):
+        yield source.read_rows(name, start, stop)
+
+
+def row_blocks(shape: tuple[int, ...], start: int, stop: int, most: int) -> Iterator[tuple[int, int]]:
+    """Split rows [start, stop) of a tensor into blocks of at most `most` elements, or of one row."""
+    rows = max(1, most // max(1, torch.Size(shape[1:]).numel()))
+    for first in range(start, stop, rows):
+        yield first, min(first + rows, stop)
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files an index names or the single one; none if there is neither. Links are followed, as in the hub's cache.
-    A UserError if the index is malformed or leaves its folder, or if a file is no regular file."""
+    """Return the files that the index names, or the single file, or none. Links are followed, as in the Hub's cache.
+    Raises UserError if the index is malformed or leaves its directory."""
     index, single = folder / INDEX_FILE, folder / SINGLE_FILE
     if not index.exists():
-        return [_regular(single)] if single.exists() else []
+        return [single] if single.exists() else []
     try:
-        names = {Path(name) for name in json.loads(_regular(index).read_text())["weight_map"].values()}
+        names = {Path(name) for name in json.loads(index.read_text())["weight_map"].values()}
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise UserError(f"{index}: not a safetensors index ({error}).") from error
     for name in names:
         if name.is_absolute() or ".." in name.parts:
             raise UserError(f"{index}: names {name}, which is outside its directory.")
-    return sorted(_regular(folder / name) for name in names)
-
-
-def _regular(file: Path) -> Path:
-    """`file`, which may be missing; opening a pipe would wait and reading a device would not end."""
-    if file.exists() and not file.is_file():
-        raise UserError(f"{file}: {NOT_REGULAR}")
-    return file
+    return sorted(folder / name for name in names)

@@ -1,4 +1,4 @@
-"""What torch 2.11 lacks of what is used here; 2.12 and later have it."""
+"""Replacements for what torch 2.11 lacks; torch 2.12 and later have it."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -14,15 +14,15 @@ _init_dtypes = FSDPParam.init_dtype_attrs
 
 
 def allow_integers() -> None:
-    """Let fully_shard shard integers, and gather them as they are: torch 2.11 asks a gradient of every parameter while
-    it makes its shard, and casts all to the compute dtype, which would lose the bits of a scale."""
+    """Let fully_shard shard and all-gather integers unchanged. torch 2.11 requires a gradient of every parameter while
+    it creates shards, and casts all to the compute dtype, which would destroy the bits of a scale."""
     if IS_TORCH_2_11:
         vars(_fsdp_param)["nn"] = SimpleNamespace(Parameter=_parameter, Module=nn.Module)
         setattr(FSDPParam, "init_dtype_attrs", _init_dtypes_of_floats)  # noqa: B010  # mypy: a method, assigned to
 
 
 def shared_heads(query: torch.Tensor, key: torch.Tensor) -> dict[str, Any]:
-    """What varlen_attn is told of heads [1, heads, ...] of `query` that share those of `key`: 2.11's shares unasked."""
+    """Return varlen_attn's argument for query heads that share key heads ([1, heads, ...]); 2.11 needs none."""
     return {} if IS_TORCH_2_11 else {"enable_gqa": query.shape[1] != key.shape[1]}
 
 

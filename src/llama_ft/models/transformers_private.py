@@ -1,4 +1,4 @@
-"""The private names of transformers that are used here, and what for. Each may be missing in another version."""
+"""Private names of Transformers that are used here, and their purpose. Each may be missing in another version."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from transformers.integrations import sdpa_attention
 
 from llama_ft.models import attention_kernels
 
-# Name -> what needs it; without it that is rejected in one line, or does what the line says, and all else works.
+# Name -> its purpose. Without it, that feature is rejected with a one-line error, or works as the line says.
 USES = {
     "_attn_implementation": "packing: which attention the model has",
     "_can_record_outputs": "quantization: routers, which stay as they are, and the line about their auxiliary loss",
@@ -18,29 +18,28 @@ USES = {
     "_no_split_modules": "classes of decoder layers; without it they are the items of the model's largest list",
     "_supports_attention_backend": "packing: whether attention goes through transformers' interface",
 }
-# What transformers' _init_weights leaves as it is: it is set on parameters and buffers that the checkpoint has filled.
+# An attribute of parameters and buffers loaded from the checkpoint: Transformers' _init_weights does not change them.
 INITIALIZED = "_is_hf_initialized"
 
 
 def private(owner: Any, name: str) -> Any:
-    """An attribute of a model or of its config that is named in USES; None if this version of transformers lacks it."""
+    """Return an attribute, listed in USES, of a model or its config; None if this version of Transformers lacks it."""
     assert name in USES
     return getattr(owner, name, None)
 
 
-# Masks: transformers looks at the values of a micro-batch's tensors on the device, for which the host waits once per
-# packed micro-batch and twice per padded one. What the host knows of them is noted on them instead. It still waits
-# without a note, and in a version without these functions.
+# Masks: Transformers inspects tensors on the device, which synchronizes once per packed micro-batch and twice per
+# padded one. Here the host stores its knowledge as a note on these tensors. It works without notes, too.
 _find_packed: Any = getattr(masking_utils, "find_packed_sequence_indices", None)
 _is_causal: Any = getattr(masking_utils, "_ignore_causal_mask_sdpa", None)
-# Where flash attention does not run (fp32, T4, V100), heads share keys only in the kernel of sdpa's that keeps all of
-# their scores. If keys are repeated, the memory-efficient kernel computes padded batches.
+# Without flash attention (fp32, T4, V100), only sdpa's math kernel lets heads share keys, and it keeps all scores. So
+# keys are repeated, and the memory-efficient kernel computes padded batches.
 _shares_heads: Any = getattr(sdpa_attention, "use_gqa_in_sdpa", None)
 
 
 def noted(tensor: torch.Tensor, needs_no_mask: bool) -> torch.Tensor:
-    """Note on position_ids, or on an attention_mask of bool, whether attention is causal without a mask: `packed_rows`
-    keep the rows apart, or no row is padded. A copy of the tensor has no note."""
+    """Store a note on position_ids, or on an attention_mask of bool: attention is causal without a mask, because
+    `packed_rows` keep the samples apart or no sample is padded. A copy of the tensor has no note."""
     tensor.needs_no_mask = needs_no_mask  # type: ignore[attr-defined]
     return tensor
 

@@ -1,5 +1,5 @@
-"""What a run measured: metrics.jsonl, the progress bar, W&B, TensorBoard and MLflow, peaks of memory. RunLog ties the
-first ones together; nothing here calls back into training."""
+"""Measurements of a run: metrics.jsonl, the progress bar, trackers (W&B, TensorBoard, MLflow), speed and peak memory.
+RunLog combines the first three. Nothing here calls code of training."""
 
 from llama_ft.observe.memory import (
     SNAPSHOT_STEPS,
@@ -14,18 +14,3 @@ from llama_ft.observe.run_metadata import RunMetadata, environment
 from llama_ft.observe.summary import summary
 from llama_ft.observe.throughput import ThroughputMeter
 from llama_ft.observe.trackers import check_trackers
-
-__all__ = [
-    "SNAPSHOT_STEPS",
-    "MemoryMonitor",
-    "RunLog",
-    "RunMetadata",
-    "ThroughputMeter",
-    "check_trackers",
-    "environment",
-    "memory_metrics",
-    "memory_use",
-    "reset_peaks",
-    "summary",
-    "write_snapshot",
-]

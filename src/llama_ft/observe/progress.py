@@ -1,4 +1,4 @@
-"""How far a run is: a bar on a terminal, now and then a line in a log file."""
+"""Progress of a run: a bar on a terminal, or occasional lines in a log file."""
 
 from collections.abc import Mapping
 from typing import Any, Self
@@ -10,6 +10,7 @@ from llama_ft.runtime.console import console as rank0_console
 
 FORMATS = {
     "train/loss": "loss {:.4g}",
+    "train/rewards/margins": "margin {:.3g}",
     "train/lr": "lr {:.1e}",
     "train/grad_norm": "grad_norm {:.3g}",
     "perf/tokens_per_second": "{:,.0f} tokens/s",
@@ -17,17 +18,17 @@ FORMATS = {
     "perf/matmul_utilization": "matmul {:.0%}",
     "perf/step_seconds": "{:.3g} s/step",
 }
-FIRST_LINES = 10  # of a log file: these steps each have a line
-# After them, seconds between two lines: 10 in the first 600 seconds, then 60. A run of 10 hours prints 640 lines.
+FIRST_LINES = 10  # in a log file, each of the first steps has a line
+# Then seconds between lines: 10 during the first 600 seconds, 60 later. A run of 10 hours prints 640 lines.
 SECONDS_BETWEEN_LINES, FREQUENT_SECONDS, SECONDS_BETWEEN_LATER_LINES = 10.0, 600.0, 60.0
-OTHER_COLUMNS = 45  # of the bar and the steps; numbers that the terminal has no room for are cut off
+OTHER_COLUMNS = 45  # width of the bar and the step count; numbers that do not fit the terminal are cut off
 
 
 class ProgressBar:
-    """Shows step, losses, learning rate and speed; a context manager. For rank 0 only.
+    """Shows step, losses, learning rate and speed; a context manager for rank 0 only.
 
-    If the console, above whose bar log lines appear, is no terminal, the first ten updates and the last are printed,
-    and between them fewer and fewer. A resumed run has `steps_done` already. If `is_quiet`, only evaluations are shown.
+    On a terminal it is a bar below the log lines. Otherwise it prints a line for the first ten updates and the last
+    one, and fewer lines in between. A resumed run starts at `steps_done`. If `is_quiet`, only evaluations are shown.
     """
 
     def __init__(
@@ -41,8 +42,8 @@ class ProgressBar:
             TextColumn("{task.fields[numbers]}", markup=False),
             *(TextColumn("left"), TimeRemainingColumn()),
             console=console,
-            speed_estimate_period=300.0,  # rich's own 30 s hold no two steps of a big model
-            refresh_per_second=2,  # each refresh takes the interpreter from the training thread
+            speed_estimate_period=300.0,  # rich's default, 30 s, is shorter than two steps of a large model
+            refresh_per_second=2,  # each refresh interrupts the training thread
             disable=is_quiet or not console.is_terminal,
         )
         self._task = self._bar.add_task("train", total=total_steps, completed=steps_done, numbers="")
@@ -55,8 +56,8 @@ class ProgressBar:
         self._bar.stop()
 
     def update(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Show that `step` is done. `metrics` has the keys of metrics.jsonl; what is missing is left out. A validation
-        loss is a line of its own."""
+        """Show that `step` is done. `metrics` has keys of metrics.jsonl; missing ones are not shown. A validation loss
+        gets its own line."""
         numbers = [text.format(metrics[key]) for key, text in FORMATS.items() if key in metrics]
         place, is_last = f"step {step}/{self._total_steps}", step >= self._total_steps
         now = self._console.get_time()

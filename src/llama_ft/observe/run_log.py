@@ -1,4 +1,4 @@
-"""What a run says about itself while it trains, behind one call per logged step: metrics.jsonl, trackers, progress."""
+"""Log each step to metrics.jsonl, the trackers and the progress bar with one call."""
 
 import contextlib
 import json
@@ -17,25 +17,25 @@ from llama_ft.observe.trackers import Tracker, start_trackers
 from llama_ft.runtime.console import log
 
 METRICS_FILE = "metrics.jsonl"
-Metrics = Mapping[str, float | Sequence[float]]  # a sequence has one value per rank
+Metrics = Mapping[str, float | Sequence[float]]  # a sequence holds one value per rank
 
 
 class RunLog(contextlib.AbstractContextManager["RunLog"]):
     """metrics.jsonl, trackers and progress of one run; a context manager.
 
-    The block's end closes all of it; an exception that leaves the block marks the run as failed in the trackers, or,
-    where it has an `exit_code`, as stopped. Trackers get those of a resumed run's earlier steps that they lack.
+    Leaving the block closes all of them. An exception marks the run as failed in the trackers, or as stopped if it has
+    an `exit_code`. Of a resumed run, the trackers also get earlier steps that they lack.
 
     Args:
         output_dir: the run's directory, which must exist.
         tracking: which trackers to start.
         resolved: the run's configuration as plain values, for the trackers.
         total_steps: the last step of the run.
-        rank: on every rank but 0 the log does nothing.
-        resume_step: optimizer steps of the checkpoint that is resumed from; None for a new run.
-        resumed_dir: the directory of the run that is resumed, where it is another one.
-        tracker_ids: of the run that is resumed, as its checkpoint has them. Without them, or in another directory, this
-            is a new run for the trackers.
+        rank: the log works on rank 0 and does nothing on other ranks.
+        resume_step: optimizer steps of the resumed checkpoint; None for a new run.
+        resumed_dir: directory of the resumed run, if it is another one than output_dir.
+        tracker_ids: run ids of the trackers from the checkpoint. Without them, or in another directory, the trackers
+            start a new run.
 
     Raises:
         UserError: a tracker cannot start.
@@ -73,26 +73,26 @@ class RunLog(contextlib.AbstractContextManager["RunLog"]):
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         if self._is_main:
             self._metrics_log.close()
-        code = getattr(error, "exit_code", None)  # of a run that was asked to stop, and so can be resumed
+        code = getattr(error, "exit_code", None)  # set if the run was asked to stop; such a run can be resumed
         for tracker in self._trackers:
             with _continue_without(tracker, "could not be closed."):
                 tracker.finish(int(error is not None) if code is None else code, stopped=code is not None)
 
     def training(self) -> contextlib.AbstractContextManager[object]:
-        """The block in which steps are logged: the progress bar is shown in it."""
+        """Show the progress bar during the block, in which steps are logged."""
         return self._progress if self._is_main else contextlib.nullcontext()
 
     def log_step(self, step: int, metrics: Metrics) -> None:
-        """Write one line of metrics.jsonl after `step` optimizer steps, and tell the trackers and the screen.
-        `metrics` also has eval/loss and what goes with it after an evaluation, since a step has one line."""
+        """Write one line of metrics.jsonl after `step` optimizer steps, and pass it to trackers and progress bar.
+        After an evaluation, `metrics` also holds eval/loss and related keys, because a step has only one line."""
         if self._is_main:
             self._metrics_log.write({"step": step, **metrics})
             self._log_to_trackers(step, metrics)
             self._progress.update(step, metrics)
 
     def log_result(self, folder: Path, outcome: Mapping[str, Any], seconds: float) -> None:
-        """Give the final model or adapter in `folder` to the trackers that were asked to take it, within `seconds`;
-        what fails is a warning. `outcome` has `weights_of`, whose step's weights these are, and `best_step`."""
+        """Upload the final model or adapter in `folder` to the trackers that want it, in at most `seconds`. A failure
+        is only a warning. `outcome` has `weights_of`, the step of these weights, and `best_step`."""
         step, best_step = outcome["weights_of"], outcome["best_step"]
 
         def give() -> None:
@@ -119,7 +119,7 @@ class RunLog(contextlib.AbstractContextManager["RunLog"]):
 def _continue_without(tracker: Tracker, what: str) -> Iterator[None]:
     try:
         yield
-    except Exception as error:  # whatever it is: a plot is not worth a training run
+    except Exception as error:  # any error: a plot is not worth a training run
         tracker.has_failed = True
         log.warning(f"{tracker.name} {what} ({mask_secrets(reason(error))})")
 
@@ -127,15 +127,14 @@ def _continue_without(tracker: Tracker, what: str) -> Iterator[None]:
 class MetricsLog:
     """Appends records to a file of JSON lines.
 
-    What an earlier attempt logged after the step that is resumed from goes, a line cut short by a kill included, so
-    that the file has each step once. Steps only grow, so what stays is the file's beginning and cutting the rest off is
-    one system call: a kill leaves the file as it was or as it should be.
+    Lines of an earlier attempt after the resumed step are removed, including a line that a kill cut short. So the file
+    has each step once. Steps only grow, so the lines to keep are the beginning of the file. One system call truncates
+    the rest: a kill leaves either the old or the new file.
 
     Args:
         path: the file.
-        resume_step: the step that is resumed from, whose lines and those before it are kept; None for a new run,
-            which keeps none.
-        source: metrics.jsonl of the run that is resumed, when it is another file: its lines are taken over.
+        resume_step: keep the lines up to this step; None for a new run, which keeps none.
+        source: metrics.jsonl of the resumed run, if it is another file: its lines are copied.
     """
 
     def __init__(self, path: Path, resume_step: int | None = None, source: Path | None = None) -> None:
@@ -145,18 +144,18 @@ class MetricsLog:
         self._file.truncate(sum(map(len, _lines_up_to(path, -1 if resume_step is None else resume_step))))
 
     def write(self, record: Metrics) -> None:
-        """Append `record` as one line and flush it; infinities and NaN, which JSON does not have, become null."""
+        """Append `record` as one line and flush it. Infinities and NaN become null, because JSON does not have them."""
         finite = json.loads(json.dumps(record), parse_constant=lambda name: None)
         self._file.write(json.dumps(finite).encode() + b"\n")
         self._file.flush()
 
     def close(self) -> None:
-        """Close the file; closing twice is fine."""
+        """Close the file. Closing twice is allowed."""
         self._file.close()
 
 
 def _lines_up_to(path: Path, last_step: int) -> Iterator[bytes]:
-    """The lines up to the first that is of a later step or that a kill or a power cut left unreadable."""
+    """Yield the lines before the first one that is of a later step or was left unreadable by a kill or a power cut."""
     with path.open("rb") as lines:
         for line in lines:
             try:
@@ -168,7 +167,7 @@ def _lines_up_to(path: Path, last_step: int) -> Iterator[bytes]:
 
 
 def one_series_per_rank(metrics: Metrics) -> dict[str, float]:
-    """`metrics` with each list spread out: memory/host_peak_bytes/rank0, .../rank1 and so on, and .../max of them."""
+    """Return `metrics` with each list split into memory/host_peak_bytes/rank0, .../rank1, ... and their .../max."""
     series: dict[str, float] = {}
     for name, value in metrics.items():
         if isinstance(value, Sequence):

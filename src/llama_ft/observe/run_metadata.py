@@ -1,4 +1,4 @@
-"""output_dir/facts.json: what a run knows about itself beside its metrics, for report.html."""
+"""output_dir/facts.json: facts about a run for report.html, in addition to its metrics."""
 
 import contextlib
 import json
@@ -22,10 +22,10 @@ CHECKOUT = Path(__file__).resolve().parents[3]
 
 
 class RunMetadata:
-    """Keeps one facts.json current, in a directory that exists. Secrets do not get into it.
+    """Keeps facts.json up to date, in an existing directory. Secrets are masked.
 
-    A run that is resumed in its directory keeps its file, so that the answer before fine-tuning stays. Of all ranks
-    only 0 is `enabled` to write.
+    A run that resumes in its directory keeps the file, and with it the responses from before fine-tuning. Only rank 0
+    is `enabled` to write.
     """
 
     def __init__(self, output_dir: Path, enabled: bool = True) -> None:
@@ -34,29 +34,29 @@ class RunMetadata:
         self._facts: dict[str, Any] = json.loads(self.path.read_text()) if enabled and self.path.exists() else {}
 
     def add(self, **facts: Any) -> None:
-        """Merge `facts`, plain values, into the file: dicts key by key, anything else in place of what was there.
+        """Merge `facts`, plain values, into the file: dicts key by key; any other value replaces the old one.
 
-        A file that cannot be written is a warning.
+        If the file cannot be written, a warning is logged.
         """
         if not self._enabled:
             return
         for key, value in masked(facts).items():
             self._facts[key] = self._facts.get(key, {}) | value if isinstance(value, dict) else value
         try:
-            # ASCII: an answer may hold half a character.
+            # ASCII: a response may hold half a surrogate pair.
             replace_text(self.path, json.dumps(self._facts, default=str) + "\n")
         except OSError as error:
             log.warning(f"{self.path} could not be written, so report.html will lack its contents: {error.strerror}")
 
     def add_samples(self, when: str, samples: Sequence[dict[str, str]]) -> None:
-        """Add answers: question, answer and, if known, reference, in place of earlier ones of the same moment."""
+        """Add responses: question, answer and, if known, reference. They replace earlier ones of the same moment."""
         if samples:
             others = [old for old in self._facts.get("samples", []) if old.get("when") != when]
             self.add(samples=[*others, *({"when": when, **sample} for sample in samples)])
 
 
 def masked(value: Any) -> Any:
-    """Plain values, dicts and lists, with what looks like a secret in their texts replaced by ***."""
+    """Return a copy of plain values, dicts and lists in which texts that look like secrets are replaced by ***."""
     if isinstance(value, str):
         return mask_secrets(value)
     if isinstance(value, dict):
@@ -65,8 +65,8 @@ def masked(value: Any) -> Any:
 
 
 def environment(versions: dict[str, str], layout: str) -> dict[str, str]:
-    """What a run runs on and by what command, name -> text; with the versions of Python and the libraries that compute,
-    and the layout of the ranks as the run prints it."""
+    """Return the hardware, the command, the versions of Python and of libraries, and `layout`, the text about the
+    ranks; name -> text."""
     host = f"{socket.gethostname()}, {os.cpu_count()} cores"
     found = {"command": shlex.join(sys.argv), "ranks": layout, **versions, "host": host, "commit": git_commit()}
     if torch.cuda.is_available():
@@ -75,8 +75,8 @@ def environment(versions: dict[str, str], layout: str) -> dict[str, str]:
 
 
 def git_commit() -> str:
-    """The short commit of the checkout that the script, or else this package, lies in; with ", changed" where tracked
-    files differ from it. Nothing else that git knows, such as remotes, is asked for."""
+    """Return the short commit of the checkout of the script, or else of this package, with ", changed" if tracked files
+    differ from it. No other information of git, such as remotes, is read."""
     for folder in (Path(sys.argv[0]).resolve().parent, CHECKOUT):
         command = ["git", "-C", str(folder), "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty=, changed"]
         with contextlib.suppress(OSError, subprocess.SubprocessError):

@@ -1,4 +1,4 @@
-"""What a run prints at its end: how it went, what it has left, and the commands for what comes next."""
+"""The summary that a run prints at its end: results, files, and the commands for the next steps."""
 
 import math
 import os
@@ -19,17 +19,17 @@ def summary(
     weights_of: int,
     has_validation: bool,
 ) -> str:
-    """Return at most six lines, after an empty one; their commands can be pasted.
+    """Return an empty line and at most six lines. Their commands can be copied into a shell.
 
     Args:
         config: the run's settings.
         run: its directory.
         recipes: the directory of inference.py, evaluate.py and export.py.
-        ended: after which step training ended, and why.
+        ended: the last step and the reason for the end.
         seconds: since the start of this launch.
-        best: the best validation loss, infinite if there is none, and its step.
-        weights_of: the step whose weights model/ holds.
-        has_validation: whether the run has a validation set, on which evaluate.py computes the loss.
+        best: the best validation loss (infinite if there is none) and its step.
+        weights_of: the step of the weights in model/.
+        has_validation: the run has a validation set, for which evaluate.py can compute the loss.
     """
     is_adapter, has_model = config.peft.use_peft, config.checkpoint.save_model
     python = os.path.relpath(sys.executable) if sys.executable.startswith(os.getcwd()) else "python"
@@ -43,15 +43,18 @@ def summary(
     lines += [f"{held if has_model else f'No model was saved: {run}'} (report: {run / 'report.html'})"]
     if has_model:
         to = ["--merge"] if is_adapter else ["--save_dtype", "bfloat16"]
-        lines += [f"Chat with it: {command('inference.py')}"]
-        lines += [f"Evaluate it: {command('evaluate.py', '--base')}"] * has_validation
+        if config.preference.objective == "reward":
+            lines += [f"Score responses with it: {command('inference.py', '--prompts', 'FILE')}"]
+        else:
+            lines += [f"Chat with it: {command('inference.py')}"]
+            lines += [f"Evaluate it: {command('evaluate.py', '--base')}"] * has_validation
         lines += [f"{'Merge' if is_adapter else 'Export'} it: {command('export.py', f'{run}-exported', *to)}"]
     return "\n".join(["", *lines])
 
 
 def time_text(seconds: float) -> str:
-    """A duration for people: 3 h 20 min, 4 min 12 s or 38 s."""
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes >= 60:
-        return f"{minutes // 60} h {minutes % 60} min"
-    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
+    """Return a duration as text: `63 ms`, `5.2 s`, `14 min`, `3.5 h`."""
+    for size, name, least in ((3600, "h", 5400), (60, "min", 90), (1, "s", 1)):
+        if seconds >= least:
+            return f"{seconds / size:,.{0 if seconds >= 10 * size else 1}f} {name}"
+    return f"{seconds * 1000:.0f} ms"

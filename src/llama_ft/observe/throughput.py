@@ -1,4 +1,4 @@
-"""How fast training is beside how fast it could be, at every step; on request torch's profiler and FLOP counter."""
+"""Speed of each step compared with the hardware's limit. On request also torch's profiler and FLOP counter."""
 
 import time
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.config import ProfileConfig
 from llama_ft.config.rules import PROFILED_STEPS, STEPS_BEFORE_PROFILE
-from llama_ft.observe.flops import flop_formula, product_rate, published_peak
+from llama_ft.observe.flops import flop_formula, matmul_rate, published_peak
 from llama_ft.observe.run_metadata import RunMetadata
 from llama_ft.runtime import Runtime, log
 
@@ -21,23 +21,23 @@ GIGA = 1e9
 
 
 class ThroughputMeter:
-    """A context manager around the steps of a run; every rank has one.
+    """A context manager around the steps of a run. Every rank has one.
 
-    At its making all ranks together measure how fast matmuls of the model's own shape are, which takes a tenth of a
-    second. `perf/matmul_utilization` is the model FLOPs of a step (see observe.flops) over what all ranks could compute
-    at that rate in its seconds; `perf/mfu` is the same with the GPUs' published peak, where that is known. A step's
-    seconds count from the end of the step before, so that logging and gathering between them are part of it.
+    The constructor measures the rate of matmuls in the model's own shape, on all ranks together, in 0.1 s.
+    `perf/matmul_utilization` is the model FLOPs of a step (see observe.flops) over what all ranks could compute at that
+    rate in the time of the step. `perf/mfu` uses the GPUs' published peak instead, if it is known. The time of a step
+    begins at the end of the previous step, so it includes logging and waiting for data.
 
     Args:
-        model: loaded.
-        settings: of --use_profiler and --flop_counter.
-        dtype: that the model computes in.
+        model: the loaded model.
+        settings: for --use_profiler and --flop_counter.
+        dtype: the model's compute dtype.
         run: the run's directory.
-        facts: gets what was measured.
+        facts: receives the measured rates.
         job: the ranks.
 
     Attributes:
-        flops: model FLOPs of this rank's samples in the present step.
+        flops: model FLOPs of this rank's samples in the current step.
     """
 
     def __init__(
@@ -53,14 +53,14 @@ class ThroughputMeter:
         self._rank, self._is_cuda, self._waited_seconds = job.rank, job.device.type == "cuda", 0.0
         self._folder = Path(settings.profiler_dir).expanduser() if settings.profiler_dir else run / "profile"
         self._formula = formula = flop_formula(model)
-        job.all_gather_floats(0)  # begin together
-        rate, peak = product_rate(formula.product, dtype, job.device), published_peak(dtype, job.device)
+        job.all_gather_floats(0)  # a barrier: all ranks begin at the same time
+        rate, peak = matmul_rate(formula.product, dtype, job.device), published_peak(dtype, job.device)
         rates = job.all_gather_floats(rate, peak)
         if self._is_cuda:
-            torch.cuda.empty_cache()  # of what was multiplied
+            torch.cuda.empty_cache()  # frees the tensors of the measurement
         limits = zip(("perf/matmul_utilization", "perf/mfu"), rates.T.tolist(), strict=True)
         self._limits = {name: sum(ranks) for name, ranks in limits if all(ranks)}
-        self._end: Any = None  # of the step before
+        self._end: Any = None  # time at the end of the previous step
         self._unread: dict[int, tuple[float, float, float, Any, Any]] = {}
         self._counted_step = settings.flop_counter_start if settings.flop_counter and job.is_main else None
         self._counter: FlopCounterMode | None = None
@@ -72,9 +72,6 @@ class ThroughputMeter:
                 on_trace_ready=self._log_profile,
                 record_shapes=True,
             )
-        known = ", ".join(f"{limit / GIGA:,.0f} GFLOP/s for {name}" for name, limit in self._limits.items())
-        if job.world_size > 1:  # facts.json has it, too
-            log.info(f"Matmuls in {str(dtype).removeprefix('torch.')}, all ranks together: {known}")
         facts.add(speed={"product_flops_per_second": rates[:, 0].tolist(), "flops_per_token": formula.per_token})
 
     def __enter__(self) -> Self:
@@ -84,7 +81,7 @@ class ThroughputMeter:
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         if self._profile is not None and error is None:
-            self._profile.stop()  # of a run that ends while it is profiled, there is a profile of its last steps
+            self._profile.stop()  # if the run ends during profiling, the profile covers its last steps
 
     def begin_step(self, step: int, lengths: Sequence[int], targets: int, waited_seconds: float) -> None:
         """Begin to measure a step.
@@ -101,7 +98,7 @@ class ThroughputMeter:
         self._end = self._end or self._now()
 
     def end_step(self, step: int, tokens: float, flops: float) -> None:
-        """Its weights are updated, or on a GPU will be. `tokens` (without padding) and `flops` are of all ranks."""
+        """Take the time after the weights' update (on a GPU: when it is queued). Arguments: sums of all ranks."""
         before, self._end = self._end, self._now()
         self._unread[step] = tokens, flops, self._waited_seconds, before, self._end
         if self._counter is not None:
@@ -113,11 +110,11 @@ class ThroughputMeter:
             self._profile.step()
 
     def pause(self) -> None:
-        """What happened since the last step, an evaluation or a checkpoint, is no part of the next one's time."""
+        """Exclude the time until the next step from it, because an evaluation or a checkpoint follows."""
         self._end = None
 
     def metrics(self, step: int) -> dict[str, float]:
-        """Of a step that has ended, once. On a GPU this waits until it really has."""
+        """Return the metrics of a finished step. Call it once per step. On a GPU it waits until the step is done."""
         tokens, flops, waited_seconds, before, end = self._unread.pop(step)
         if self._is_cuda:
             end.synchronize()
@@ -127,7 +124,7 @@ class ThroughputMeter:
         return found | {"perf/data_wait_seconds": waited_seconds} | shares
 
     def _now(self) -> Any:
-        """This moment, on a GPU in what it has been sent."""
+        """Return the current time; on a GPU an event in its stream."""
         if not self._is_cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)

@@ -1,6 +1,6 @@
-"""Where metrics go besides metrics.jsonl: Weights & Biases, TensorBoard and MLflow, behind one small interface.
+"""Trackers for metrics in addition to metrics.jsonl: Weights & Biases, TensorBoard and MLflow, with one interface.
 
-Their packages are imported inside the functions: each takes a second, which only its users pay.
+Their packages are imported inside functions: each import takes a second, and only runs that use it should wait.
 """
 
 import contextlib
@@ -21,8 +21,8 @@ from llama_ft.masking import mask_secrets
 from llama_ft.observe.run_metadata import git_commit, masked
 from llama_ft.runtime.console import log
 
-STOPPED_EXIT_CODE = 143  # of a run that W&B shows as preempted, not as failed or finished
-# Code, console, git state, host, user, paths, arguments and package lists stay at home.
+STOPPED_EXIT_CODE = 143  # with this code W&B shows a run as preempted, not as failed or finished
+# Code, console output, git state, host, user, paths, arguments and package lists are not uploaded.
 WANDB_PRIVATE: dict[str, Any] = {
     "silent": True,
     "console": "off",
@@ -31,31 +31,31 @@ WANDB_PRIVATE: dict[str, Any] = {
     "disable_git": True,
     "disable_job_creation": True,
     "x_disable_meta": True,
-    "host": "",  # x_disable_meta leaves these two in what the run is registered with
+    "host": "",  # x_disable_meta does not remove these two from the run's registration
     "program": "",
     "x_save_requirements": False,
-    "init_timeout": 15.0,  # after a login that was answered, or took 10 s to fail: under 30 s in all
-    "finish_timeout": 10.0,  # metrics are sent as they come, so little is left; a rank that failed must end within 30 s
+    "init_timeout": 15.0,  # after the login, which takes at most 10 s: together below 30 s
+    "finish_timeout": 10.0,  # metrics are sent at once, so little is left; a failed rank must end within 30 s
     "finish_timeout_raises": True,
 }
 WANDB_HINT = "Check the network and the key (wandb login, or WANDB_API_KEY). --wandb_mode offline needs neither."
 MLFLOW_ENVIRONMENT = {
-    "MLFLOW_DISABLE_TELEMETRY": "true",  # it would tell its makers
-    "MLFLOW_HTTP_REQUEST_TIMEOUT": "4",  # a step waits for two tries at most: its own 120 s, 7 times, are too long
+    "MLFLOW_DISABLE_TELEMETRY": "true",  # no usage data to MLflow's developers
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "4",  # a step waits for two tries; the default is 7 tries of 120 s
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
-    "MLFLOW_ALLOW_FILE_STORE": "true",  # else it takes databases only, which need more packages and no shared disk
+    "MLFLOW_ALLOW_FILE_STORE": "true",  # otherwise it takes only databases, which need more packages
 }
 
 
 class Tracker:
-    """Something that shows the metrics of a run. Its methods may raise: RunLog continues without it then.
+    """Interface of a metrics backend. Its methods may raise; RunLog then continues without it.
 
     Attributes:
-        name: as messages have it.
-        key: as checkpoints have it.
-        run_id: by which a resumed run finds what it continues; None if it needs no such thing.
-        first_step: it has the steps before this one already.
-        takes_result: whether it was asked for a copy of the final model or adapter.
+        name: name in messages.
+        key: name in checkpoints.
+        run_id: with it a resumed run continues the tracker's run; None if the tracker needs no id.
+        first_step: the tracker already has the steps before this one.
+        takes_result: a copy of the final model or adapter was requested.
         has_failed: set by RunLog.
     """
 
@@ -65,17 +65,17 @@ class Tracker:
     takes_result = has_failed = False
 
     def log(self, series: Mapping[str, float], step: int) -> None:
-        """Take what was measured at `step`."""
+        """Store the values measured at `step`."""
 
     def log_result(self, folder: Path, step: int, is_best: bool) -> None:
-        """Take a copy of a model or adapter with the weights of `step`; return when it has arrived."""
+        """Upload a model or adapter with the weights of `step`. Return when the upload is complete."""
 
     def finish(self, exit_code: int, stopped: bool) -> None:
-        """Write out what is left; exit_code is not 0 when the run failed, stopped is true when it can be resumed."""
+        """Send everything that is left. exit_code is not 0 if the run failed; a `stopped` run can be resumed."""
 
 
 class TensorboardTracker(Tracker):
-    """Event files in output_dir/tensorboard; those of steps after the one that is resumed from are purged."""
+    """Writes event files to output_dir/tensorboard. On resume, later steps than the resumed one are purged."""
 
     name, key = "TensorBoard", "tensorboard"
 
@@ -88,23 +88,23 @@ class TensorboardTracker(Tracker):
         if resume_step is not None and any(folder.glob("events.out.tfevents.*")):
             self.first_step = resume_step + 1
         self._writer = SummaryWriter(str(folder), purge_step=self.first_step)
-        code = textwrap.indent(yaml.safe_dump(settings, sort_keys=False), "    ")  # in Markdown
+        code = textwrap.indent(yaml.safe_dump(settings, sort_keys=False), "    ")  # an indented block of Markdown
         self._writer.add_text("config", code, self.first_step)
 
     def log(self, series: Mapping[str, float], step: int) -> None:
         for name, value in series.items():
             self._writer.add_scalar(name, value, step)
-        self._writer.flush()  # what a kill takes away would be missing after a resume
+        self._writer.flush()  # values lost by a kill would be missing after a resume
 
     def finish(self, exit_code: int, stopped: bool) -> None:
         self._writer.close()
 
 
 class WandbTracker(Tracker):
-    """One W&B run, its files in output_dir/wandb.
+    """One W&B run. Its files are in output_dir/wandb.
 
-    Of a resumed run online, W&B keeps what it has and takes nothing for those steps again. Offline it cannot know what
-    the server has; so each attempt is the whole run, under the same id, and uploading the last one replaces the others.
+    Online, a resumed run keeps its steps in W&B and does not send them again. Offline, W&B does not know what the
+    server has. So each attempt logs the whole run under the same id, and uploading the last one replaces the others.
     """
 
     name, key = "W&B", "wandb"
@@ -135,7 +135,7 @@ class WandbTracker(Tracker):
                 resume="allow" if run_id and resume_step is not None and not self._offline else None,
                 settings=wandb.Settings(mode=wandb_mode(config), **WANDB_PRIVATE),
             )
-        except (wandb.Error, ValueError) as error:  # the latter of a tag that is too long
+        except (wandb.Error, ValueError) as error:  # ValueError: a tag is too long
             raise UserError(f"--use_wandb: W&B did not accept the run: {reason(error)}\n{WANDB_HINT}") from error
         self.run_id, self.first_step = self._run.id, self._run.starting_step
         if not self._offline:
@@ -147,7 +147,7 @@ class WandbTracker(Tracker):
     def log_result(self, folder: Path, step: int, is_best: bool) -> None:
         aliases = ["latest", f"step-{step}", *(["best"] if is_best else [])]
         logged = self._run.log_artifact(str(folder), f"model-{self._run.id}", "model", aliases=aliases)
-        if not self._offline:  # else `wandb sync` uploads it
+        if not self._offline:  # offline, `wandb sync` uploads it
             logged.wait()
 
     def finish(self, exit_code: int, stopped: bool) -> None:
@@ -164,13 +164,13 @@ class WandbTracker(Tracker):
                 log.info(f"W&B: {sync} uploads this run.")
         except Exception as error:
             log.warning(f"W&B did not get everything ({reason(error)}). {sync} sends the rest.")
-        with contextlib.suppress(Exception):  # ends wandb's process; left to atexit, a broken one prints a traceback
+        with contextlib.suppress(Exception):  # ends wandb's process; at exit, a broken one would print a traceback
             wandb.teardown(exit_code)
 
 
 class MlflowTracker(Tracker):
-    """One MLflow run; parameters are cut to the 500 characters that older servers take. A resumed run continues in the
-    same one, if the store has it."""
+    """One MLflow run. Parameters are cut to 500 characters, the limit of older servers. A resumed run continues in the
+    same MLflow run, if the store still has it."""
 
     name, key = "MLflow", "mlflow"
 
@@ -182,7 +182,7 @@ class MlflowTracker(Tracker):
         from mlflow.exceptions import MlflowException
 
         client, logged = self._client, list[Any]()
-        with contextlib.suppress(MlflowException):  # this store may not have the run
+        with contextlib.suppress(MlflowException):  # the store may not have the run
             logged = client.get_metric_history(run_id, "epoch") if run_id else []
         self.first_step = max((metric.step for metric in logged), default=-1) + 1
         if logged:
@@ -215,29 +215,29 @@ class MlflowTracker(Tracker):
 
 
 def wandb_mode(config: TrackingConfig) -> str:
-    """Return online, offline or disabled: the setting, else what WANDB_MODE says, else online."""
+    """Return online, offline or disabled: the setting, else WANDB_MODE, else online."""
     return config.wandb_mode or os.environ.get("WANDB_MODE", "").lower() or "online"
 
 
 def mlflow_store(config: TrackingConfig, output_dir: Path) -> str:
-    """Return the address of the server, the database or the folder."""
+    """Return the address of MLflow's server, database or directory."""
     place = config.mlflow_tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
     return place or (output_dir.expanduser().resolve().parent / "mlruns").as_uri()
 
 
 def check_trackers(config: TrackingConfig, output_dir: str | None) -> None:
-    """Find out before a model is loaded whether W&B and MLflow will take this run into its `output_dir`.
+    """Check before the model is loaded that W&B and MLflow accept a run with this `output_dir`.
 
     Raises:
-        UserError: no key, no package, no server that answers within seconds, or no place to write to.
+        UserError: the key or the package is missing, the server does not answer, or the directory cannot be written.
     """
-    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # to its makers, with the failed run and its stack
+    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # sends no error reports with stack traces to W&B
     if config.use_wandb and wandb_mode(config) == "online":
         import wandb
 
         wandb.setup(wandb.Settings(mode="online", silent=True))
         try:
-            logged_in = wandb.login(prompt=False, verify=True)  # prompt=False: never waits for somebody to type
+            logged_in = wandb.login(prompt=False, verify=True)  # never asks for a key at the terminal
         except wandb.Error as error:
             raise UserError(f"--use_wandb: {reason(error)}\n{WANDB_HINT}") from error
         if not logged_in:
@@ -247,7 +247,7 @@ def check_trackers(config: TrackingConfig, output_dir: str | None) -> None:
 
 
 def connect_mlflow(config: TrackingConfig, output_dir: Path) -> Any:
-    """Return an MlflowClient whose store answers.
+    """Return an MlflowClient after its store has answered.
 
     Raises:
         UserError: the package is missing, or the store does not answer.
@@ -264,7 +264,7 @@ def connect_mlflow(config: TrackingConfig, output_dir: Path) -> Any:
         return client
     except ImportError as error:
         raise UserError(f"--use_mlflow: {reason(error)}.\npip install -e .[mlflow] installs it.") from error
-    except Exception as error:  # of MLflow, its database or the network: whatever it is, there is no run
+    except Exception as error:  # of MLflow, its database or the network
         raise UserError(
             f"--use_mlflow: {mask_secrets(store)} did not accept the run: {mask_secrets(reason(error))}\n"
             "Check --mlflow_tracking_uri. Without it and MLFLOW_TRACKING_URI, MLflow writes to the directory mlruns."
@@ -278,10 +278,10 @@ def start_trackers(
     resume_step: int | None,
     ids: Mapping[str, str],
 ) -> list[Tracker]:
-    """Start what the configuration asks for; see RunLog. `ids` are the run ids to continue, by `Tracker.key`.
+    """Start the requested trackers; see RunLog for the arguments. `ids`: `Tracker.key` -> the run id to continue.
 
     Raises:
-        UserError: W&B or MLflow cannot be used, or its server refuses or does not answer.
+        UserError: W&B or MLflow cannot be used, or its server rejects the run or does not answer.
     """
     settings = masked(resolved) | {"git": {"commit": git_commit()}}
     asked: dict[Any, bool] = {

@@ -1,4 +1,4 @@
-"""What a run will cost, before it starts: its own code on fake tensors, one rank of as many as are asked for.
+"""Predict the memory of a run before it starts: its own code runs on fake tensors, as one rank of the requested number.
 
 Nothing is imported here: `flags` answers a command line without torch.
 """

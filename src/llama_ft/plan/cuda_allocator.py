@@ -1,11 +1,10 @@
-"""What torch's CUDA allocator would take from the device for a sequence of allocations.
+"""Simulate torch's CUDA allocator: how much memory it takes from the device for a sequence of allocations.
 
-The rules are those of c10/cuda/CUDACachingAllocator.cpp: sizes are rounded to 512 bytes; up to 1 MiB comes from
-segments of 2 MiB, up to 10 MiB from segments of 20 MiB, more has a segment of its own, rounded to 2 MiB. Of the free
-blocks of its pool the smallest that is large enough is taken, and split if what is left is over 512 bytes (small pool)
-or 1 MiB (large pool); neighbours that are free are merged. Free segments are kept until the device has no more: so what
-a device must have is what is taken if they are given back before more is asked for. One stream; expandable segments
-have less slack.
+The rules are those of c10/cuda/CUDACachingAllocator.cpp. Sizes are rounded up to 512 bytes. Blocks up to 1 MiB come
+from segments of 2 MiB, blocks up to 10 MiB from segments of 20 MiB. A larger block gets its own segment, rounded up to
+2 MiB. The smallest sufficient free block of a pool is used, and split if more than 512 bytes (small pool) or 1 MiB
+(large pool) remain. Neighboring free blocks are merged. Free segments are kept until the device has no more memory: so
+the need is what is reserved if they are returned before new ones are taken. One stream, without expandable segments.
 """
 
 import bisect
@@ -29,11 +28,11 @@ class CachingAllocator:
     """The allocator's blocks."""
 
     def __init__(self) -> None:
-        self.reserved = self.most = self._end = 0  # bytes taken from the device now, the most there were, ever
+        self.reserved = self.most = self._end = 0  # bytes reserved now, their maximum, end of the last segment
         self._free: dict[bool, list[tuple[int, int, _Block]]] = {True: [], False: []}
 
     def allocate(self, nbytes: int) -> _Block:
-        """A block of at least `nbytes` bytes."""
+        """Return a block of at least `nbytes` bytes."""
         size = max(ROUND, -(-nbytes // ROUND) * ROUND)
         is_small = size <= SMALL
         pool = self._free[is_small]
@@ -50,7 +49,7 @@ class CachingAllocator:
         return block
 
     def free(self, block: _Block) -> None:
-        """Give a block back, merged with free neighbours."""
+        """Return a block to its pool, and merge it with free neighbors."""
         if (other := block.before) is not None and other.is_free:
             self._take_out(other)
             block.address, block.size, block.before = other.address, block.size + other.size, other.before
@@ -86,7 +85,7 @@ class CachingAllocator:
 
 
 def reserved_bytes(events: Iterable[tuple[int, int]]) -> int:
-    """Bytes a device must have for a sequence of (number of a storage, bytes more or fewer)."""
+    """Return the bytes that a device needs for a sequence of (number of a storage, change in bytes)."""
     allocator, blocks = CachingAllocator(), dict[int, tuple[_Block, int]]()
     for number, more in events:
         block, size = blocks.pop(number, (None, 0))

@@ -1,13 +1,13 @@
-"""The weights of a model as a plan needs them: the headers of a checkpoint, and nothing behind them.
+"""A checkpoint for planning that has only headers: names, shapes and dtypes without values.
 
-So a checkpoint that is on the hub only, or that is cut down to a few of its layers, is loaded as any other is.
+So a checkpoint that exists only on the Hub, or is reduced to a few layers, can be loaded like any other.
 """
 
 import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -33,14 +33,14 @@ from llama_ft.models.attention_kernels import AMPERE, T4
 from llama_ft.models.build import build_on_meta, decoder_layers, load_model_config
 from llama_ft.models.load_weights import QUANTIZED_AT_ONCE
 from llama_ft.models.lora import checkpoint_key
-from llama_ft.models.source import StoredTensor, open_weights, weight_files
+from llama_ft.models.source import SafetensorsSource, StoredTensor, open_weights, weight_files
 from llama_ft.training import objective
 from llama_ft.training.reference import AdapterOff, StoredReference
 
 
 @dataclass(frozen=True)
 class HeaderSource:
-    """Tensors without their values: what is read lies in memory that is the file's."""
+    """Returns tensors without values. They count as memory-mapped files."""
 
     tensors: dict[str, StoredTensor]
 
@@ -54,7 +54,7 @@ class HeaderSource:
 
 
 class _KernelNorm(torch.autograd.Function):
-    """What CUDA's RMSNorm keeps for the backward pass: its input, and one number per position. The CPU's keeps more."""
+    """An RMSNorm that keeps for backward what CUDA's kernel keeps: its input and one number per position."""
 
     @staticmethod
     def forward(ctx: Any, inputs: torch.Tensor, shape: Any, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -69,9 +69,9 @@ class _KernelNorm(torch.autograd.Function):
 
 @contextmanager
 def planned_models(headers: dict[str, StoredTensor], device: str) -> Iterator[None]:
-    """In the block, llama_ft.models loads weights with these headers, whatever the folder, and computes as fake tensors
-    need it, which stand for those of `device`."""
-    fill, keep, filled = loader.Loader.fill, loader.Loader._keep, set[object]()
+    """In the block, llama_ft.models loads weights with these headers from any directory, and computes in ways that work
+    with fake tensors, which stand for tensors on `device`."""
+    fill, filled = loader.Loader.fill, set[object]()
 
     def fill_one_of_a_kind(to: loader.Loader, load: loader.ShardLoad) -> None:
         kind = (id(to), load.shape, *load.wire, *(shard.dtype for shard in load.shards))
@@ -79,23 +79,18 @@ def planned_models(headers: dict[str, StoredTensor], device: str) -> Iterator[No
             filled.add(kind)
             fill(to, load)
 
-    def keep_few_blocks(to: loader.Loader, load: loader.ShardLoad, start: int, stop: int) -> None:
-        blocks = list(load.blocks(start, stop))
-        for first, last in [*blocks[:2], *blocks[2:][-1:]]:  # others are like the second; a 4-bit weight of 70B has 448
-            shards = [shard[first - start : last - start] for shard in load.shards]
-            keep(to, replace(load, shards=shards), first, last)
-
     patches: list[Any] = [
         patch.object(conversion, "open_weights", lambda _: HeaderSource(headers)),
+        # Of a saved adapter; fake tensors cannot be read from a file.
+        patch.object(loader, "SafetensorsSource", lambda files: HeaderSource(SafetensorsSource(files).tensors)),
         patch.object(loader.Loader, "fill", fill_one_of_a_kind),
-        patch.object(loader.Loader, "_keep", keep_few_blocks),
-        # Kernels of layers that carry a state need CUDA; transformers then computes them by torch's own operations.
+        # Kernels of layers with a recurrent state need CUDA. With this, Transformers uses torch operations instead.
         patch.object(hub_kernels, "is_torchdynamo_exporting", lambda: True),
         # Planned as a forward pass in each step: the pass before training holds no more.
         patch.object(StoredReference, "log_probabilities", AdapterOff.log_probabilities),
-        patch.object(block_attention, "LONGEST_IN_BLOCKS", 0),  # many small operators; a block takes little memory
+        patch.object(block_attention, "LONGEST_IN_BLOCKS", 0),  # many small operators that take little memory
     ]
-    if device == "cuda":  # fake tensors lie on the CPU
+    if device == "cuda":  # the device of fake tensors is the CPU
         patches += [
             patch.object(attention_kernels, "capability_of", lambda it: T4 if it.dtype == torch.float16 else AMPERE),
             patch.object(quantized, "_on_cuda", lambda _: True),
@@ -115,9 +110,13 @@ def planned_models(headers: dict[str, StoredTensor], device: str) -> Iterator[No
 def read_headers(
     folder: Path, model: ModelConfig, layers: int | None = None
 ) -> tuple[PretrainedConfig, dict[str, StoredTensor]]:
-    """A model's config and the headers of its weights, with only so many decoder layers (None: all); without weights
-    the headers that a model of this config would be stored with. Raises UserError if config.json or a header cannot be
-    read."""
+    """Return a model's config and the headers of its weights, with `layers` decoder layers (None: all).
+
+    If it has no weights, the headers are those that a model with this config would be saved with.
+
+    Raises:
+        UserError: config.json or a header cannot be read.
+    """
     config = load_model_config(folder, model.trust_remote_code)
     if weight_files(folder):
         headers = open_weights(folder).tensors
@@ -136,13 +135,13 @@ def read_headers(
             if isinstance(value, list) and len(value) == text.num_hidden_layers:
                 setattr(text, name, value[:layers])
         text.num_hidden_layers = layers
-        numbers = {name: re.search(r"\b\d+\b", name) for name in headers}  # the first in a name is its layer's
+        numbers = {name: re.search(r"\b\d+\b", name) for name in headers}  # the first number in a name is the layer's
         headers = {name: it for name, it in headers.items() if not (at := numbers[name]) or int(at[0]) < layers}
     return config, headers
 
 
 def layers_are_alike(config: PretrainedConfig, model: ModelConfig) -> bool:
-    """Whether all decoder layers have parameters of the same shapes, and config.json can be cut down."""
+    """Return whether all decoder layers have the same parameter shapes, and config.json can be reduced to a few."""
     layers = decoder_layers(build_on_meta(config, model))
     shapes = {tuple((name, tuple(p.shape)) for name, p in layer.named_parameters()) for layer in layers}
     count = config.get_text_config().num_hidden_layers

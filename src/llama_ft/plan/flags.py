@@ -18,8 +18,8 @@ from llama_ft.config.tool_flags import check, read
 from llama_ft.errors import UserError
 
 RANKS_OF_A_NODE = 8
-# GiB: the low end of the totals that torch's out-of-memory messages show (22.03 on an L4, 23.64 on an RTX 4090, 79.15
-# to 79.25 on an A100): ECC, firmware and driver take the rest of what is on the box.
+# Memory in GiB: the lower end of the totals in torch's out-of-memory messages (22.03 on an L4, 23.64 on an RTX 4090,
+# 79.15 to 79.25 on an A100). ECC, firmware and driver take the rest of the nominal size.
 GPUS: dict[str, float] = {
     "t4": 14.5,
     "a10": 22.0,
@@ -61,20 +61,20 @@ class PlanFlags:
     json: bool = False
     """Print the plan as JSON."""
 
-    fit_bytes: ClassVar[int] = 0  # no flag: what fit names
+    fit_bytes: ClassVar[int] = 0  # not a flag: the size that fit means
 
     @property
     def gpu(self) -> str:
-        """The GPU that fit names; "" for a size."""
+        """Name of the GPU in --fit; "" if it is a size."""
         return name if (name := (self.fit or "").lower()) in GPUS else ""
 
 
 def read_plan_flags(
     argv: list[str], demo_config: Path, description: str = ""
 ) -> tuple[Config, dict[str, str], PlanFlags]:
-    """Return the settings, where each was set, and the plan's own flags, with `nproc_per_node` and `fit_bytes` settled.
-    Of all files and directories only the model's has to be there. Raises UserError with one message for every error;
-    --help prints `description` and ends. For the other arguments see `llama_ft.config.load`."""
+    """Return the settings, where each was set, and the plan's own flags with resolved `nproc_per_node` and `fit_bytes`.
+    The model's directory must exist, other files need not. Raises UserError with one message per error. --help prints
+    `description` and exits. For the other arguments see `llama_ft.config.load`."""
     own = settings_of(PlanFlags)
     if {"--help", "-h"} & set(argv):
         head, _, rest = help_text(description, sys.argv[0]).partition("\n\n")
@@ -103,7 +103,7 @@ def read_plan_flags(
 
 
 def device_bytes(text: str) -> int:
-    """Return what `--fit` names: `h100`, `80GiB`, `24000MB`; UserError if it is neither a GPU nor a size."""
+    """Return the bytes of a --fit value: `h100`, `80GiB`, `24000MB`. Raises UserError for anything else."""
     if gigabytes := GPUS.get(text.lower()):
         return int(gigabytes * 2**30)
     try:

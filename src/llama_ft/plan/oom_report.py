@@ -1,4 +1,4 @@
-"""The report of a run that memory has ended: where, what held most, planned against available, and what would fit."""
+"""Explain an out-of-memory error: where it happened, what holds the memory, the plan, and which changes would fit."""
 
 import gc
 import json
@@ -34,33 +34,39 @@ PAGE = "How to use less host memory: docs/troubleshooting/exit-code-9.md."
 
 @contextmanager
 def explain_errors(config: Config, job: Runtime, watch: MemoryMonitor, planner: Path) -> Iterator[None]:
-    """Have this rank explain what ends the block, if that has to do with memory: in which phase of `watch`, and what
-    would fit by the answer of `planner`, recipes/plan.py."""
+    """Make this rank explain errors about memory that end the block.
+
+    Args:
+        config: the run's settings.
+        job: the ranks.
+        watch: knows the current phase.
+        planner: path of recipes/plan.py, which finds changes that would fit.
+    """
     job.explainer = report = MemoryReport(config, job, planner)
     if config.memory.memory_snapshot and job.device.type == "cuda":
         record_memory()
     try:
         yield
     except BaseException:
-        report.phase = watch.phase  # before the watch closes
+        report.phase = watch.phase  # read it before the watch closes
         raise
 
 
 class MemoryReport:
-    """Explains the ends of this rank that have to do with memory; see runtime.exit.Explainer.
+    """Explains errors about memory on this rank; see runtime.exit.Explainer.
 
     Attributes:
-        phase: in which the run ended.
+        phase: the phase in which the run ended.
     """
 
     def __init__(self, config: Config, job: Runtime, planner: Path) -> None:
         self.phase: Phase | None = None
         self._config, self._job, self._planner = config, job, planner
-        self._before = memory_use(job.device)  # Python and its libraries; no tensor yet
+        self._before = memory_use(job.device)  # memory of Python and its libraries, without tensors
         self._free = free_bytes(job.device, job.local_world_size, config.train.device_memory_fraction)
 
     def describe(self, error: BaseException) -> str:
-        """Where memory ran out, what held most of it, and what was planned beside what is available."""
+        """Return where memory ran out, the largest categories, and planned compared with available memory."""
         job, kind, is_cuda = self._job, shortage(error), self._job.device.type == "cuda"
         frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
         model, optimizer = _first_local(frames, nn.Module), _first_local(frames, torch.optim.Optimizer)
@@ -69,7 +75,7 @@ class MemoryReport:
         where += f", in {module}" if (module := module_at_work(frames, model)) else ""
         message = (str(error).strip() or type(error).__name__).splitlines()[0].rpartition("err == 0. ")[2].rstrip(".")
         ended = f"ran out of {'host' if kind == 'host' else 'GPU'} memory{where}: {message}."
-        if kind == "host" and is_cuda:  # tensors are not what fills the host
+        if kind == "host" and is_cuda:  # tensors are on the GPU, so they did not fill the host
             return f"{ended}\n{self.describe_kill()}"
         use, run = memory_use(job.device), self._run
         total = use.device if is_cuda else max(0, use.anonymous - self._before.anonymous)
@@ -82,19 +88,19 @@ class MemoryReport:
         return "\n".join(lines)
 
     def advise(self, error: BaseException) -> str:
-        """What would fit, as plan.py answers in SECONDS_TO_PLAN, without a GPU and outside this job."""
+        """Return which changes would fit. plan.py runs without a GPU, outside this job, at most SECONDS_TO_PLAN."""
         job, run, limit = self._job, self._run, self._free
         if shortage(error) == "host" and job.device.type == "cuda":
             return PAGE
-        traceback.clear_frames(error.__traceback__)  # plan.py needs memory, too: activations and states go
+        traceback.clear_frames(error.__traceback__)  # frees activations and states, because plan.py needs memory, too
         gc.collect()
-        if run and (plan := read_plan(run)):  # if it did fit, it was wrong: less is needed all the same
+        if run and (plan := read_plan(run)):  # if the plan did fit, it was too low: look for less memory than planned
             limit = min(limit, NEEDS_LESS * plan.device_bytes)
-        # The model is there already; asking the hub would only take time.
+        # The model is already in the cache, so requests to the Hub would only take time.
         kept = {name: value for name, value in os.environ.items() if not name.startswith(TORCHRUN_VARIABLES)}
         environment = {**kept, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
         with tempfile.NamedTemporaryFile("w", suffix=".yaml") as settings:
-            resolved = run / "config.yaml" if run else Path()  # with what the machine decided
+            resolved = run / "config.yaml" if run else Path()  # includes values that the run has resolved, such as auto
             settings.write(resolved.read_text() if resolved.is_file() else to_yaml(self._config))
             settings.flush()
             flags = ["--nproc", job.world_size, "--nproc_per_node", job.local_world_size, "--device", job.device.type]
@@ -112,8 +118,8 @@ class MemoryReport:
         return f"What would fit in {free_text(limit)} per rank: {answer}"
 
     def last_end(self, run: Path) -> str:
-        """How the run in a directory ended whose lock this process has: if all ranks were killed with -9, status.json
-        still says that it runs. "" if the end is known, or there is no run."""
+        """Return how an earlier run in a directory ended, if its ranks were killed; "" otherwise. This process must
+        hold the lock of the directory. After exit code -9 of all ranks, status.json still says that the run works."""
         try:
             status = json.loads((run / "status.json").read_text())
         except (OSError, ValueError):
@@ -123,7 +129,7 @@ class MemoryReport:
         return f"The run in {run} was {KILLED} or its machine lost power. {KILLED_BY}\n{self.describe_kill(run)}"
 
     def describe_kill(self, run: Path | None = None) -> str:
-        """What was planned on the host where a rank was killed with -9, and where to read what takes less."""
+        """Return the planned host memory of a run that was killed with -9, and a page about reducing it."""
         run = run or self._run
         if (plan := read_plan(run) if run else None) is None:
             return PAGE
@@ -136,14 +142,14 @@ class MemoryReport:
 
 
 def module_at_work(frames: list[FrameType], model: nn.Module | None) -> str:
-    """The innermost module that computes, or is recomputed; "" for none, as in most of a backward pass."""
+    """Return the name of the innermost module whose forward is running; "" if none, as in most of a backward pass."""
     names = {id(module): name for name, module in model.named_modules()} if model is not None else {}
     return next((name for frame in reversed(frames) if (name := names.get(id(frame.f_locals.get("self"))))), "")
 
 
 def held_most(model: nn.Module | None, optimizer: torch.optim.Optimizer | None, total: int) -> str:
-    """What holds a rank's `total` bytes of tensors, the largest first; model and optimizer may not be built yet."""
-    # While a unit is gathered, the model's parameters are the whole ones; the optimizer's are always the shards.
+    """Return the categories of a rank's `total` bytes of tensors, largest first. The model may not exist yet."""
+    # A model's parameters are whole while their FSDP unit is unsharded. The optimizer always has the shards.
     trained = [parameter for group in optimizer.param_groups for parameter in group["params"]] if optimizer else []
     parameters = nn.ParameterList([*trained, *(model.parameters() if model is not None else [])])
     held = held_tensors(parameters, optimizer, {}).holders
@@ -152,5 +158,5 @@ def held_most(model: nn.Module | None, optimizer: torch.optim.Optimizer | None, 
 
 
 def _first_local(frames: list[FrameType], kind: type[Any]) -> Any:
-    """The recipe's model or optimizer: the first local variable of that type, from the outermost frame on."""
+    """Return the first local variable of that type (the recipe's model or optimizer), from the outermost frame."""
     return next((value for frame in frames for value in frame.f_locals.values() if isinstance(value, kind)), None)

@@ -1,4 +1,4 @@
-"""What a run will hold: its model is built, sharded and loaded and a step is made, on fake tensors."""
+"""Predict the memory of a run: build, shard and load its model and run its step, all on fake tensors."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -25,27 +25,27 @@ from llama_ft.runtime import Runtime, log
 from llama_ft.runtime.process_group import mesh_over, resolve_degree
 
 QUICK_LAYERS = (3, 5)
-# Of CUDA's allocator where it is not simulated. Full plans took 1.01 to 1.07; full tuning of 3 B and 8 B on one GPU,
-# and of 70 B in bf16_mixed on 16, 1.2 to 1.4.
+# Reserved over allocated memory, if the CUDA allocator is not simulated. Simulated plans gave 1.01 to 1.07; with full
+# fine-tuning of 3B and 8B on one GPU, and of 70B in bf16_mixed on 16, 1.2 to 1.4.
 SLACK = 1.07
-MOST_MICRO_BATCHES = 2  # every further one is like the second
+MOST_MICRO_BATCHES = 2  # further ones take the same memory as the second
 OFFLOADED: tuple[MemoryCategory, ...] = ("sharded parameters", "quantized parts", "optimizer state", "gradients")
 
 BuildModel = Callable[..., tuple[PreTrainedModel, models.Adapter | None, dict[str, torch.dtype], list[models.Unit]]]
 
 
 def predict(request: PlanRequest, build_model: BuildModel, quick: bool = False) -> Plan:
-    """Plan the memory of rank 0.
+    """Predict the memory of rank 0.
 
     Args:
-        request: the run. This process must not have a process group.
-        build_model: the recipe's, which runs on fake tensors.
-        quick: extrapolate from models of 3 and 5 layers, if all layers are alike.
+        request: the run. This process must not have a process group yet.
+        build_model: the recipe's function, which runs on fake tensors.
+        quick: extrapolate from models with 3 and 5 layers, if all layers are alike.
 
     Raises:
-        UserError: as the run itself would.
+        UserError: the run itself would raise it, too.
     """
-    with patch.object(log, "disabled", True):  # what building a model says, the run itself says
+    with patch.object(log, "disabled", True):  # the run itself logs these messages
         model_config = models.load_model_config(request.folder, request.config.model.trust_remote_code)
         layers = getattr(model_config.get_text_config(), "num_hidden_layers", 0)
         if quick and layers > QUICK_LAYERS[1] and layers_are_alike(model_config, request.config.model):
@@ -73,16 +73,15 @@ def _plan_with(request: PlanRequest, build_model: BuildModel, layers: int | None
         of_the_device = len(tracker.events)
         tracker.enter("save")
         saved = checkpoint.to_host(checkpoint.own_state(model, optimizer, job))
-        del tracker.events[of_the_device:]  # copies lie on the host
+        del tracker.events[of_the_device:]  # the copies for a checkpoint are on the host
     staged = [parameter for parameter in model.parameters() if parameter.requires_grad] + states_of(optimizer)
     return Plan(
         device=request.device,
         world_size=request.world_size,
-        checkpoint_bytes=sum(tensor.numel() * tensor.element_size() for tensor in staged),  # of all ranks
+        checkpoint_bytes=sum(tensor.numel() * tensor.element_size() for tensor in staged),  # over all ranks
         result_bytes=_result_bytes(config, model, stored_dtypes),
         tokens=batch.tokens,
         is_quick=layers is not None,
-        routing=_routing(model),
         step_flops=step_flops,
         **_memory(request, tracker, sum(tensor.nbytes for tensor in saved.values())),
     )
@@ -91,8 +90,8 @@ def _plan_with(request: PlanRequest, build_model: BuildModel, layers: int | None
 def _two_steps(
     config: Config, model: PreTrainedModel, batch: Batch, validation: Batch | None, tracker: Tracker, job: Runtime
 ) -> torch.optim.Optimizer:
-    """Two steps and an evaluation, as the recipe's training loop makes them. Of the first only its optimizer states are
-    wanted; it needs no forward pass for them."""
+    """Run two steps and an evaluation like the recipe's training loop, and return the optimizer. The first step only
+    creates the optimizer states, so it needs no forward pass."""
     settings = config.train
     objective = training.build_objective(config)
     optimizer = training.build_optimizer(model, settings)
@@ -125,7 +124,7 @@ def _two_steps(
 
 
 def _step_flops(config: Config, model: PreTrainedModel, batch: Batch, target_share: float) -> int:
-    """FLOPs of a rank's optimizer step. selective activation checkpointing computes no matmul again."""
+    """Return the FLOPs of one rank's optimizer step. Selective activation checkpointing recomputes no matmuls."""
     formula, train = flop_formula(model), config.train
     again = {"full": 1.0, "every_k": 1 / train.activation_checkpointing_k}.get(str(train.activation_checkpointing), 0.0)
     once = sum(formula.of(batch.row_lengths, round(batch.tokens * target_share)))
@@ -133,45 +132,34 @@ def _step_flops(config: Config, model: PreTrainedModel, batch: Batch, target_sha
 
 
 def _full_batch(request: PlanRequest, rows: int, context_length: int) -> Batch:
-    """A micro-batch as large as one can be."""
+    """Return the largest possible micro-batch."""
     is_packed = request.config.data.batching_strategy == "packing"
     length = context_length if is_packed else min(context_length, request.longest_row or context_length)
-    lengths = [length] * rows  # a row a pack: attention that goes row by row is largest then
+    lengths = [length] * rows  # one sample per packed sequence: attention over each sample is then largest
     ids = torch.zeros((1, length * rows) if is_packed else (rows, length), dtype=torch.int64)
     labels = ids.clone()
     labels[:, round(labels.shape[1] * request.target_share) :] = IGNORED
     return Batch(ids, labels, lengths, is_packed, [""] * rows, [True] * rows)
 
 
-def _routing(model: PreTrainedModel) -> str:
-    """What a plan assumes of the routing to a mixture of experts. Grouped matmuls compute the same number of rows, and
-    hold as much, however these are distributed over the experts. A model whose tensors do depend on the routing cannot
-    be planned: fake tensors have no values to route by."""
-    if not (stacked := models.expert_parameters(model)):
-        return ""
-    chosen = getattr(model.config.get_text_config(), "num_experts_per_tok", None) or "some"
-    experts = max(parameter.shape[0] for parameter in stacked.values())
-    return f"Experts: {chosen} of {experts} per token. The memory does not depend on the routing."
-
-
 def _memory(request: PlanRequest, tracker: Tracker, saved_bytes: int) -> dict[str, Any]:
-    """The fields of a plan that say how much memory of the device and of the host a run takes."""
+    """Return the fields of a plan about memory of the device and of the host."""
     by_phase, load, save = tracker.peaks, tracker.peaks["load"], tracker.peaks["save"]
     if request.device == "cpu":
-        # The copy that is written in the background is there during the next step.
+        # The copy that is written in the background still exists during the next step.
         is_beside = request.config.checkpoint.save_async and request.config.checkpoint.save_steps > 0
         beside = max(peak.bytes for phase, peak in by_phase.items() if phase not in ("load", "save"))
         peaks, largest = list(by_phase.values()), max(peak.bytes for peak in by_phase.values())
         reserved, outside = beside + saved_bytes if is_beside else 0, 0
         on_host = {"host_load_bytes": load.bytes, "host_save_bytes": save.bytes}
     else:
-        peaks, offloaded = [peak for peak in by_phase.values() if peak is not save], 0  # copies lie on the host
-        if request.config.fsdp.fsdp_cpu_offload:  # gradients go to the host as soon as they are reduced
+        peaks, offloaded = [peak for peak in by_phase.values() if peak is not save], 0  # copies are on the host
+        if request.config.fsdp.fsdp_cpu_offload:  # gradients move to the host as soon as they are reduced
             offloaded = sum(by_phase["optimizer step"].holders[holder] for holder in OFFLOADED)
             kept = [peak.holders | dict.fromkeys(OFFLOADED, 0) for peak in peaks]
             peaks = [Peak(it.phase, sum(on.values()), on) for it, on in zip(peaks, kept, strict=True)]
         largest = max(peak.bytes for peak in peaks)
-        # The events are of all tensors, wherever they are.
+        # The events do not tell tensors of the device from those of the host.
         reserved = round(SLACK * largest) if offloaded else reserved_bytes(tracker.events)
         outside = CUDA_CONTEXT_BYTES + (NCCL_BYTES if request.world_size > 1 else 0)
         on_host = {
@@ -182,9 +170,9 @@ def _memory(request: PlanRequest, tracker: Tracker, saved_bytes: int) -> dict[st
 
 
 def _plannable(config: Config) -> Config:
-    """What the plan does apart: offloading activations needs a GPU; flash attention and Liger's kernels are packages
-    that may not be here: sdpa holds as much as the one, and more than the other. Layers are planned as they are without
-    torch.compile."""
+    """Return the settings with those replaced that cannot be planned. Offloading activations needs a GPU. The packages
+    of flash attention and Liger may be missing here: sdpa takes as much memory as flash attention, and layers without
+    Liger take more. Layers are planned without torch.compile."""
     wanted = config.model.attn_implementation
     attention = "sdpa" if wanted.startswith("flash") else wanted
     return dataclasses.replace(
@@ -205,7 +193,7 @@ def _result_bytes(config: Config, model: PreTrainedModel, stored_dtypes: dict[st
 
 
 def _extrapolate(few: Plan, more: Plan, layers: int) -> Plan:
-    """Every further layer holds what the ones before it hold."""
+    """Extrapolate the plans of two models with few layers: each further layer adds the same memory."""
     first, second = QUICK_LAYERS
 
     def at(a: int, b: int) -> int:
@@ -218,14 +206,14 @@ def _extrapolate(few: Plan, more: Plan, layers: int) -> Plan:
     names = ("host_load_bytes", "host_save_bytes", "checkpoint_bytes", "result_bytes", "reserved_bytes", "step_flops")
     numbers: dict[str, Any] = {name: at(getattr(few, name), getattr(more, name)) for name in names}
     largest = max(peak.bytes for peak in peaks)
-    on_cpu = max(largest, numbers["reserved_bytes"])  # more than the peaks where a copy is being written
+    on_cpu = max(largest, numbers["reserved_bytes"])  # above the peaks if a copy is being written
     numbers["reserved_bytes"] = round(SLACK * largest) if more.device == "cuda" else on_cpu
     return dataclasses.replace(more, peaks=peaks, **numbers)
 
 
 @contextmanager
 def _fake_world(request: PlanRequest) -> Iterator[Runtime]:
-    """Rank 0, on the CPU, of as many as are planned; UserError if they do not divide into groups."""
+    """Start a fake process group and yield its rank 0, on the CPU. Raises UserError if the ranks cannot be divided."""
     ranks, local_ranks = request.world_size, request.local_world_size
     degree = resolve_degree(models.shard_degree(request.config.fsdp), ranks, local_ranks)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)

@@ -1,8 +1,8 @@
-"""The check a run makes at its start: is what it will hold more than there is?
+"""Predict the memory of a run at its start, and warn if it is more than is available.
 
-The plan is made in a process of its own while the run prepares its data and loads its weights. It is forked before
-anything is started, since planning needs a process group that is not the run's; a new interpreter would first take 6 s
-to import what it needs. What the planner needs of torch is imported there only: without it a run goes on.
+The plan is made in another process while the run prepares data and loads weights. The process is forked before anything
+else starts, because planning needs its own process group, and a new interpreter would import for 6 s. Only that process
+imports the planner's private parts of torch: if one is missing, the run continues without a plan.
 """
 
 import dataclasses
@@ -29,19 +29,19 @@ from llama_ft.processes import end_with
 from llama_ft.runtime import Runtime, log
 from llama_ft.runtime.out_of_memory import host_memory
 
-# CUDA's context with the libraries' kernels, and NCCL's buffers for a few communicators: not torch's to count.
+# CUDA's context with the kernels of libraries, and NCCL's buffers for a few communicators; torch does not count them.
 CUDA_CONTEXT_BYTES, NCCL_BYTES = 600 * 2**20, 500 * 2**20
 SECONDS_FOR_PLAN, SECONDS_FOR_ADVICE, SECONDS_FOR_CHOICE = 15.0, 60.0, 120.0
 
-BuildModel = Callable[..., Any]  # as llama_ft.plan.predict has it, which is not imported here
+BuildModel = Callable[..., Any]  # as in llama_ft.plan.predict, which is not imported here
 
 
 class Preflight:
-    """Plans a run while it starts. On ranks other than 0, and where planning is off, its methods do nothing.
+    """Plans a run while it starts. On ranks other than 0, and if planning is off, its methods do nothing.
 
     Args:
-        build_model: the recipe's.
-        off: whether not to plan.
+        build_model: the recipe's function.
+        off: do not plan.
     """
 
     def __init__(self, build_model: BuildModel, off: bool) -> None:
@@ -63,18 +63,18 @@ class Preflight:
         steps: TrainingBatches,
         job: Runtime,
     ) -> Config:
-        """Begin to plan, and go on; with activation_checkpointing auto wait until that is chosen, on all ranks.
+        """Start to plan and return. With activation_checkpointing=auto, wait for the choice, on all ranks.
 
         Args:
-            config: of the run.
-            folder: of the model.
-            new_tokens: for which the model gets rows.
-            rows: the tokenized data, whose longest samples are planned.
-            steps: how these become micro-batches.
+            config: the run's settings.
+            folder: the model's directory.
+            new_tokens: tokens that are added to the model's vocabulary.
+            rows: the tokenized data. Its longest samples are planned.
+            steps: the batches, which define the micro-batches.
             job: the ranks.
 
         Returns:
-            The settings with what was chosen.
+            The settings, with the choice.
         """
         is_auto = config.train.activation_checkpointing == "auto"
         free = free_bytes(job.device, job.local_world_size, config.train.device_memory_fraction)
@@ -103,7 +103,7 @@ class Preflight:
         return dataclasses.replace(config, train=full), f"full (not planned: {answer})"
 
     def tell(self, output_dir: Path) -> None:
-        """Write plan.json, say what the run will hold, and warn where that is more than there is."""
+        """Write plan.json, log the predicted memory, and warn if it is more than is available."""
         if self._pipe is None:
             return
         plan = self._receive(SECONDS_FOR_PLAN)
@@ -126,11 +126,11 @@ class Preflight:
         if self._pipe is not None:
             self._pipe.close()
             self._pipe = None
-            self._process.kill()  # it may still be planning, on a core that the run needs
+            self._process.kill()  # it may still be planning, and the run needs its core
             self._process.join()
 
     def _receive(self, seconds: float) -> Any:
-        """What the planner sends, or in words why that is nothing."""
+        """Return the planner's next answer, or a text that says why there is none."""
         if self._pipe is None:
             return "planning is off"
         try:
@@ -142,8 +142,8 @@ class Preflight:
 
 
 def _serve(pipe: Connection, build_model: BuildModel, parent: int) -> None:
-    """The process that plans one request."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the run, which ends this
+    """Run as the forked process: answer one request."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the run, which ends this process
     os.nice(10)
     end_with(parent, oom_score=1000)
     torch.set_num_threads(1)
@@ -154,8 +154,8 @@ def _serve(pipe: Connection, build_model: BuildModel, parent: int) -> None:
 
 
 def _answers(request: PlanRequest, free: float, build_model: BuildModel) -> Iterator[Any]:
-    """What `activation_checkpointing auto` comes to be, if it is that, the plan, and if that is too much, what would
-    fit, in words; in place of an answer a text that says why there is none."""
+    """Yield the choice for `activation_checkpointing auto` if it is set, the plan, and if it does not fit, a text with
+    changes that would fit. After an error, yield a text that describes it instead."""
     try:
         from llama_ft.plan.fit import choose_checkpointing, find_fits
         from llama_ft.plan.predict import predict
@@ -172,13 +172,13 @@ def _answers(request: PlanRequest, free: float, build_model: BuildModel) -> Iter
             sizes = [(it, size_text(it.plan.device_bytes)) for it in fits]
             lines = [f"{' '.join(it.flags)} would need {size} ({it.gives_up})" for it, size in sizes]
             yield "\n  ".join(lines) or "none of the planned changes"
-    except Exception as error:  # what is wrong with the run, the run will say
+    except Exception as error:  # the run itself will report what is wrong
         yield reason(error)
 
 
 def free_bytes(device: torch.device, local_world_size: int, memory_fraction: float | None = None) -> float:
-    """Return what a rank of this machine could hold on a device now, as a plan counts it: with CUDA itself and NCCL,
-    without Python's libraries; inf where that cannot be known. `memory_fraction` is torch's share of a GPU."""
+    """Return the bytes that a rank of this machine could use on the device now, by the rules of a plan: CUDA and NCCL
+    count, Python's libraries do not. inf if unknown. `memory_fraction` is torch's share of a GPU, 0 to 1."""
     if device.type != "cuda":
         host = host_memory()
         return math.inf if host is None else host.available_bytes // local_world_size
@@ -190,7 +190,7 @@ def free_bytes(device: torch.device, local_world_size: int, memory_fraction: flo
 
 
 def settle_checkpointing(config: Config, device: str) -> Config:
-    """Return the settings with activation_checkpointing as the device (cuda, cpu) has it if they do not name it."""
+    """Return the settings with activation_checkpointing replaced by the default of the device (cuda, cpu) if unset."""
     if config.train.activation_checkpointing is not None:
         return config
     how: Any = "auto" if device == "cuda" and not config.memory.no_plan else "off"
@@ -198,5 +198,5 @@ def settle_checkpointing(config: Config, device: str) -> Config:
 
 
 def free_text(free: float) -> str:
-    """Show what `free_bytes` has returned."""
+    """Return the result of `free_bytes` as text."""
     return "unknown" if math.isinf(free) else size_text(free)

@@ -1,8 +1,8 @@
-"""Running the recipe's own functions on tensors without storage, and writing down what they would hold.
+"""Run the recipe's own functions on tensors without storage, and record the memory that they would take.
 
-Fake tensors (torch._subclasses.fake_tensor) have shapes, dtypes and storages of a size, and no bytes behind them. Below
-DTensor every operator of this rank passes here with local shapes: a mode that answers NotImplemented to DTensors is
-asked again for the operators that these are made of.
+Fake tensors (torch._subclasses.fake_tensor) have shapes, dtypes and storage sizes, but no data. Every operator of this
+rank arrives here with local shapes, below DTensor: if a mode returns NotImplemented for DTensors, it is called again
+for the operators on their local tensors.
 """
 
 import weakref
@@ -19,11 +19,12 @@ from torch.distributed.tensor import DTensor
 from transformers.modeling_utils import PreTrainedModel
 
 from llama_ft.errors import UserError
-from llama_ft.models import lora_linear
+from llama_ft.models import has_score, lora_linear
+from llama_ft.models.score_head import SCORE
 from llama_ft.phases import MEMORY_CATEGORIES, MemoryCategory, Phase
 from llama_ft.plan.types import Peak
 
-try:  # private names: if a newer torch lacks one, nothing can be planned, and training goes on without a plan
+try:  # private names: without one of them (newer torch), training continues without a plan
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
     from torch.distributed.fsdp._fully_shard import _fsdp_param_group as param_group
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
@@ -35,46 +36,46 @@ except ImportError as error:
 HELD_IN: dict[Phase, MemoryCategory] = {
     "load": "temporaries",
     "forward": "activations",
-    "backward": "logits and loss",  # until it has passed the head
+    "backward": "logits and loss",  # until it has passed the LM head
     "optimizer step": "temporaries",
     "evaluation": "activations",
     "save": "temporaries",
 }
-# cuBLAS' workspace, which torch allocates with the first matrix product and keeps (Hopper's; others take 8 MiB).
+# cuBLAS' workspace (Hopper's; other GPUs take 8 MiB). torch allocates it with the first matmul and keeps it.
 # Source: aten/src/ATen/cuda/CublasHandlePool.cpp
 CUBLAS_BYTES = 32 * 2**20
-# What fully_shard allocates where: held by the unit, not by the module at work.
+# Functions of fully_shard that allocate memory of an FSDP unit, not of the current module.
 ALLOCATING: dict[tuple[Any, str], MemoryCategory] = {
     (param_group, "foreach_all_gather"): "communication buffers",
     (param_group, "foreach_all_gather_copy_out"): "unsharded units",
     (param_group, "foreach_reduce"): "communication buffers",
 }
-if hasattr(FSDPParam, "to_accumulated_grad_if_needed"):  # torch 2.15 sums gradients where autograd does
+if hasattr(FSDPParam, "to_accumulated_grad_if_needed"):  # torch 2.15 accumulates gradients in autograd
     ALLOCATING[FSDPParam, "to_accumulated_grad_if_needed"] = "gradients"
-# DTensor runs every operator once on tensors of the global shape, which no rank holds.
+# DTensor runs every operator once on tensors of the global shape, which exist on no rank.
 PROPAGATE: tuple[Any, str] = ShardingPropagator, "_propagate_tensor_meta_non_cached"
 ITEM, DEVICE = torch.ops.aten._local_scalar_dense.default, torch.ops.prim.device.default
 GROUPED_MM = torch.ops.aten._grouped_mm.default  # a matmul per expert
 
 
 class Tracker(TorchDispatchMode):
-    """Keeps account of every operator's tensors; a PhaseMonitor. Until the first phase, loading, begins, tensors are
-    real: the skeleton is on the meta device anyway. `device` is what is planned for, cuda or cpu.
+    """Counts the tensors of every operator, as PhaseMonitor. Before the first phase, loading, tensors are real: the
+    model is on the meta device anyway. `device` is the planned device, cuda or cpu.
 
     Attributes:
         peaks: the peak of each phase.
-        events: every change of what is held: (number of a storage, bytes more or fewer).
+        events: (number of a storage, change in bytes) for each change of memory.
     """
 
     def __init__(self, device: str) -> None:
         super().__init__()
         self.peaks: dict[Phase, Peak] = {}
         self.events: list[tuple[int, int]] = []
-        self._now, self._numbered = 0, 0  # bytes of all storages that are alive; storages that there have been
+        self._now, self._numbered = 0, 0  # bytes of all living storages; number of storages so far
         self._holders: dict[MemoryCategory, int] = dict.fromkeys(MEMORY_CATEGORIES, 0)
-        self._holder: MemoryCategory = "temporaries"  # of what is allocated from now on
-        self._phase: Phase | None = None  # whose peak is being measured
-        self._alive: dict[int, tuple[int, int, MemoryCategory]] = {}  # number, bytes and holder
+        self._holder: MemoryCategory = "temporaries"  # category of new storages
+        self._phase: Phase | None = None  # the phase whose peak is measured
+        self._alive: dict[int, tuple[int, int, MemoryCategory]] = {}  # number, bytes and category
         self._is_cuda = device == "cuda"
         self._workspace_bytes = CUBLAS_BYTES if self._is_cuda else 0  # not allocated yet
         self._model: nn.Module | None = None
@@ -90,7 +91,7 @@ class Tracker(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
         if func is DEVICE and isinstance(args[0], FakeTensor):
-            return args[0].fake_device  # more than half of all calls
+            return args[0].fake_device  # a shortcut: more than half of all calls
         kwargs = kwargs or {}
         if func is ITEM and isinstance(args[0], FakeTensor):
             return True if args[0].dtype == torch.bool else 1.0 if args[0].is_floating_point() else 1
@@ -102,7 +103,7 @@ class Tracker(TorchDispatchMode):
             self.note_workspace(self._workspace_bytes, is_kept=True)
             self._workspace_bytes = 0
         if func is GROUPED_MM and args[0].dtype != torch.bfloat16:
-            # torch's fake kernel takes bf16 only, the real ones take fp32 and fp16 too.
+            # torch's fake kernel accepts only bf16; the real kernels also accept fp32 and fp16.
             result = func(args[0].bfloat16(), args[1].bfloat16(), *args[2:], **kwargs).to(args[0].dtype)
         else:
             result = func(*args, **kwargs)
@@ -113,7 +114,7 @@ class Tracker(TorchDispatchMode):
 
     @contextmanager
     def planning(self) -> Iterator[None]:
-        """In the block, tensors are fake and all of them are seen."""
+        """In the block, all tensors are fake and counted."""
         resize, propagate = torch.UntypedStorage.resize_, getattr(*PROPAGATE)
 
         def resize_and_note(storage: torch.UntypedStorage, nbytes: int) -> torch.UntypedStorage:
@@ -146,33 +147,33 @@ class Tracker(TorchDispatchMode):
         return wrapped
 
     def watch(self, model: PreTrainedModel) -> None:
-        """Follow a model's gradients and its head; assign its parameters."""
+        """Count a model's parameters, its gradients, and the memory of its LM head."""
         self.assign((it for it in model.parameters() if it.is_floating_point()), "sharded parameters")
         self.assign((it for it in model.parameters() if not it.is_floating_point()), "quantized parts")
-        # At the peak of loading they were counted as temporaries.
+        # The peak of loading counted them as temporaries.
         peak = self.peaks["load"]
         held: dict[MemoryCategory, int] = {**self._holders, "temporaries": 0}
         held["temporaries"] = peak.bytes - sum(held.values())
         self.peaks["load"] = replace(peak, holders=held)
-        self._model, self._head = model, model.get_output_embeddings()
+        self._model, self._head = model, getattr(model, SCORE) if has_score(model) else model.get_output_embeddings()
         for module in model.modules():
             module.register_forward_pre_hook(self._before_forward)
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        # These use the parameters of their modules without calling them.
+        # These modules use parameters of their submodules without calling them.
         for parameter in module.parameters(recurse=isinstance(module, lora_linear.FusedLora | ParamWrapper)):
             if parameter.requires_grad and id(parameter) not in self._hooked:
-                self._hooked.add(id(parameter))  # fully_shard keeps its gathered parameters for good
+                self._hooked.add(id(parameter))  # fully_shard keeps its unsharded parameters alive
                 parameter.register_post_accumulate_grad_hook(lambda it: self.assign([it.grad], "gradients"))
-        if module is self._model and self._phase is not None:  # which a reference may have computed in this phase
+        if module is self._model and self._phase is not None:  # a reference may have run in this phase before
             self._holder = HELD_IN[self._phase]
-        if module is self._head and self._phase != "backward":  # in which it is recomputed
+        if module is self._head and self._phase != "backward":  # in backward the LM head is only recomputed
             self._holder = "logits and loss"
             if args and isinstance(args[0], torch.Tensor) and args[0].requires_grad:
                 args[0].register_hook(lambda _: setattr(self, "_holder", "activations"))
 
     def note(self, storage: torch.UntypedStorage) -> None:
-        """A storage that may be new or may have been resized."""
+        """Count a storage that may be new or resized."""
         key, nbytes = storage._cdata, storage.nbytes()
         number, before, holder = self._alive.get(key, (0, 0, self._holder))
         if key not in self._alive:
@@ -183,13 +184,13 @@ class Tracker(TorchDispatchMode):
         self._alive[key] = (number, nbytes, holder)
 
     def note_workspace(self, nbytes: int, is_kept: bool = False) -> None:
-        """Memory that an operator takes, and gives back before it returns unless it is kept."""
+        """Count memory that an operator allocates, and frees before it returns unless `is_kept`."""
         self._numbered += 1
         for more in (nbytes,) if is_kept else (nbytes, -nbytes) if nbytes else ():
             self._change(self._numbered, more, "temporaries")
 
     def assign(self, tensors: Iterable[torch.Tensor | None], holder: MemoryCategory) -> None:
-        """Say who holds tensors that are alive already; of DTensors this rank's part."""
+        """Set the category of living tensors; of a DTensor only this rank's part."""
         for tensor in tensors:
             local = getattr(tensor, "_local_tensor", tensor)
             if local is not None and (key := local.untyped_storage()._cdata) in self._alive:
@@ -216,14 +217,14 @@ class Tracker(TorchDispatchMode):
 
 
 def states_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Return the tensors that an optimizer has made."""
+    """Return the tensors that an optimizer has created as states."""
     states = [value for state in optimizer.state.values() for value in state.values()]
     return [value for value in states if isinstance(value, torch.Tensor)]
 
 
 def _computes_for_real(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether an operator is of the host's bookkeeping (positions, labels), whose values steer the program, or of the
-    meta device. Weights and activations are fake, and so is all that is made of them."""
+    """Return whether an operator must compute real values: bookkeeping of the host (positions, labels), which the
+    program branches on, or tensors on the meta device. Weights, activations and all results of them are fake."""
     device = kwargs.get("device")
     if device is not None and torch.device(device).type == "meta":
         return True
@@ -237,7 +238,7 @@ def _computes_for_real(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """Those among an operator's arguments, or its results; 4 times faster than pytree, and operators know no dicts."""
+    """Yield the tensors among an operator's arguments or results. 4 times faster than pytree."""
     for value in values:
         if isinstance(value, torch.Tensor):
             yield value
@@ -246,11 +247,11 @@ def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 
 def _workspace_bytes(func: Any, args: Any, is_cuda: bool) -> int:
-    """Bytes that an operator allocates and frees before it returns."""
+    """Return the bytes that an operator allocates and frees before it returns."""
     match f"{func.namespace}.{func._opname}":
         case "llama_ft.lora_linear":
             return lora_linear.workspace_bytes(args)
-        case "bitsandbytes.gemm_4bit":  # the weight is dequantized into the inputs' dtype, then multiplied
+        case "bitsandbytes.gemm_4bit":  # dequantizes the weight to the inputs' dtype, then multiplies
             return int(torch.Size(args[2]).numel()) * int(args[0].dtype.itemsize)
         case "bitsandbytes.int8_scaled_mm" if is_cuda:  # int32 sums, then fp16
             return int(args[0].shape[0] * args[1].shape[0] * (4 + 2))
@@ -259,9 +260,9 @@ def _workspace_bytes(func: Any, args: Any, is_cuda: bool) -> int:
         case "bitsandbytes.int8_vectorwise_quant" if not is_cuda:
             return int(args[0].numel() * 4)
         case "bitsandbytes.optimizer_update_8bit_blockwise" if not is_cuda:
-            # In fp32: both states, the gradient, the second state's root before and after a division, narrower weights.
+            # In fp32: two states, the gradient, the second state's root before and after a division, 16-bit weights.
             return int(args[2].numel() * 4 * (5 if args[2].dtype == torch.float32 else 6))
         case name if not is_cuda and name.replace("._", ".").startswith("c10d.allgather"):
-            # gloo's receives into memory of its own. Source: AsyncAllgatherWork in torch's ProcessGroupGloo.cpp.
+            # gloo receives into its own memory. Source: AsyncAllgatherWork in torch's ProcessGroupGloo.cpp.
             return max((value.nbytes for value in _tensors(args)), default=0)
     return 0

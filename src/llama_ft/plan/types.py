@@ -1,4 +1,4 @@
-"""A plan: the memory that a run will need, by what holds it, at the peak of each of its phases; and what is planned."""
+"""A plan, the predicted memory of a run by category at the peak of each phase; and the request for a plan."""
 
 import dataclasses
 import json
@@ -17,64 +17,63 @@ PLAN_FILE = "plan.json"
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What is planned."""
+    """The run to plan."""
 
     config: Config
-    folder: Path  # config.json, and the checkpoint's headers where there are weights
+    folder: Path  # directory with config.json and, if there are weights, headers
     world_size: int
     local_world_size: int
     device: Literal["cuda", "cpu"]
     longest_row: int | None = None  # tokens, for padded batches; None: context_length
-    new_tokens: NewTokens | None = None  # that the model gets rows for
-    target_share: float = 1.0  # of the tokens, how many count in the loss
-    size: int | None = None  # packs, or rows, that there are; None: enough
+    new_tokens: NewTokens | None = None  # added to the model's vocabulary
+    target_share: float = 1.0  # share of the tokens in the loss, 0 to 1
+    size: int | None = None  # number of packed sequences, or samples; None: unlimited
     has_validation: bool = True
 
 
 @dataclass(frozen=True)
 class Peak:
-    """The moment of a phase at which most is held."""
+    """The moment of a phase with the highest memory."""
 
     phase: Phase
-    bytes: int  # of all tensors on the device
-    holders: dict[MemoryCategory, int]  # the same by what holds them
+    bytes: int  # all tensors on the device
+    holders: dict[MemoryCategory, int]  # category -> bytes
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What rank 0 of a run will hold. No rank holds more: rows are dealt like torch.chunk."""
+    """Predicted memory of rank 0. No rank needs more: sharding works like torch.chunk, so rank 0 has a full shard."""
 
     device: Literal["cuda", "cpu"]
     world_size: int
-    peaks: list[Peak]  # of each phase that the run has, in order
-    reserved_bytes: int  # that torch's CUDA allocator takes from the device for it; on the CPU the largest peak
-    outside_bytes: int  # on the device, beside torch: CUDA context and NCCL's buffers (an assumption); 0 on the CPU
+    peaks: list[Peak]  # one per phase of the run, in order
+    reserved_bytes: int  # reserved by torch's CUDA allocator; on the CPU the largest peak
+    outside_bytes: int  # CUDA context and NCCL's buffers (an assumption), not counted by torch; 0 on the CPU
     host_load_bytes: int  # host memory for tensors of this rank while loading; on the CPU the load peak
     host_save_bytes: int  # the same while saving
-    checkpoint_bytes: int  # of one checkpoint on disk, all ranks together
-    result_bytes: int  # of output_dir/model
-    tokens: int  # of a rank's micro-batch
+    checkpoint_bytes: int  # size of one checkpoint on disk, all ranks together
+    result_bytes: int  # size of output_dir/model
+    tokens: int  # per micro-batch of a rank
     is_quick: bool  # extrapolated from two models with few layers
-    routing: str = ""  # what is assumed of a mixture of experts
-    step_flops: int = 0  # of an optimizer step, with what activation checkpointing computes again
+    step_flops: int = 0  # of an optimizer step, with recomputation by activation checkpointing
 
     @property
     def peak(self) -> Peak:
-        """The largest of the peaks."""
+        """The highest peak."""
         return max(self.peaks, key=lambda peak: peak.bytes)
 
     @property
     def device_bytes(self) -> int:
-        """What the device must have."""
+        """Bytes that the device must have."""
         return self.reserved_bytes + self.outside_bytes
 
     def save(self, folder: Path) -> None:
-        """Write it into a run's directory."""
+        """Write the plan into a run's directory."""
         (folder / PLAN_FILE).write_text(json.dumps(dataclasses.asdict(self)) + "\n")
 
 
 def read_plan(folder: Path) -> Plan | None:
-    """The plan in a run's directory; None where there is none."""
+    """Return the plan in a run's directory; None if there is none."""
     try:
         values = json.loads((folder / PLAN_FILE).read_text())
         return Plan(**{**values, "peaks": [Peak(**peak) for peak in values["peaks"]]})
@@ -83,7 +82,7 @@ def read_plan(folder: Path) -> Plan | None:
 
 
 def describe(plan: Plan) -> str:
-    """The plan as a table with what else there is to know below it."""
+    """Return the plan as a table, with further notes below."""
     is_cuda, peak, peaks = plan.device == "cuda", plan.peak, plan.peaks
     widths = [max(11, len(peak.phase) + 2) for peak in peaks]
 
@@ -97,8 +96,8 @@ def describe(plan: Plan) -> str:
     spare, outside = size_text(plan.reserved_bytes - peak.bytes), size_text(plan.outside_bytes)
     on_gpu = f"A GPU needs {size_text(plan.device_bytes)}, including {spare} of allocator overhead and about {outside}"
     load, save, final_model = map(size_text, (plan.host_load_bytes, plan.host_save_bytes, plan.result_bytes))
-    # Measured on an AMD Zen 4: 0.4 GiB after all imports; runs on the CPU, on 2 and 4 ranks, held 0.4 to 1.2 GiB beside
-    # their tensors after a few steps.
+    # Measured on an AMD Zen 4: 0.4 GiB after all imports; runs on the CPU with 2 and 4 ranks took 0.4 to 1.2 GiB in
+    # addition to their tensors after a few steps.
     more = "0.5 to 2 GiB more" if is_cuda else "0.4 GiB more, and unused heap up to 0.8 GiB"
     on_host = f"Host memory per rank for tensors: {load} while loading, {save} while saving"
     lines = [
@@ -110,7 +109,6 @@ def describe(plan: Plan) -> str:
         f"{on_gpu} for CUDA{' and NCCL' if plan.world_size > 1 else ''}." if is_cuda else "",
         f"{on_host if is_cuda else 'All of it is host memory'}; Python and its libraries take {more}.",
         f"On disk: {size_text(plan.checkpoint_bytes)} per checkpoint, {final_model} for the final model.",
-        plan.routing,
         "Extrapolated from 3 and 5 layers." if plan.is_quick else "",
     ]
     return "\n".join(line for line in lines if line)

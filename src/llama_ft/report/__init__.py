@@ -1,4 +1,4 @@
-"""report.html: what a run did and what it cost, in one file that opens anywhere. Nothing here imports torch."""
+"""report.html: the self-contained HTML report of a run, on results and cost. Nothing here imports torch."""
 
 import sys
 from pathlib import Path
@@ -11,9 +11,9 @@ __all__ = ["Run", "comparison_page", "read_run", "report_page", "write_or_warn"]
 
 
 def write_or_warn(output_dir: Path) -> None:
-    """Write a run's report.html when it has ended; whatever goes wrong with that is a warning and changes nothing."""
+    """Write report.html of a run that has ended. Any error becomes a warning and does not change the run's result."""
     try:
         replace_text(output_dir / "report.html", report_page(read_run(output_dir)))
-    except BaseException as error:  # a signal, too: the run's end is settled, and this process is about to leave
+    except BaseException as error:  # also a signal: the run is complete, and this process is about to exit
         reason = f"{type(error).__name__}: {error}"
         print(f"warning: {output_dir}/report.html was not written: {reason}", file=sys.stderr, flush=True)

@@ -1,6 +1,6 @@
-"""Pages of HTML, each one file without anything from elsewhere: a run's report, and runs side by side.
+"""Build HTML pages, each one self-contained file: the report of a run, and a comparison of runs.
 
-What is shown is computed here; run.html, compare.html and parts.html have the markup.
+This module computes what is shown. The markup is in run.html, compare.html and parts.html.
 """
 
 import base64
@@ -35,6 +35,8 @@ METRIC_PLOTS = {  # key -> title
     "memory/host_peak_bytes": "Host memory (RSS), peak so far",
     "train/router_aux_loss": "Auxiliary loss of the routers, before its coefficient",
     "train/loss_scale": "Loss scale",
+    "train/rewards/chosen": "Reward of the chosen responses",
+    "train/rewards/rejected": "Reward of the rejected responses",
     "train/rewards/margins": "Reward margin, chosen less rejected",
     "eval/rewards/margins": "Reward margin of the validation set",
     "train/kl": "KL divergence from the reference, an estimate",
@@ -44,22 +46,22 @@ METRIC_PLOTS = {  # key -> title
 
 
 class Unit(NamedTuple):
-    """What a plot's numbers are shown in."""
+    """The unit of a plot's numbers."""
 
     sign: str = ""
-    size: float = 1.0  # in the metric's own unit
-    decimals: int | None = None  # None: as they are
+    size: float = 1.0  # in units of the metric
+    decimals: int | None = None  # None: as many as needed
 
 
 PLAIN = Unit()
-UNITS = {  # end of a key -> units, the largest first
+UNITS = {  # end of a key -> units, largest first
     "_bytes": (Unit("GiB", 2**30, 2), Unit("MiB", 2**20, 0)),
     "_seconds": (Unit("s", 1.0, 2), Unit("ms", 1e-3, 0)),
 }
 
 
 class Card(NamedTuple):
-    """A number of the headline."""
+    """A number at the top of the report."""
 
     name: str
     value: str
@@ -67,16 +69,16 @@ class Card(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """Predicted and measured memory; both by name -> bytes on the rank with the highest memory."""
+    """Predicted and measured memory, both as name -> bytes on the rank with the highest memory."""
 
-    phases: tuple[dict[str, float], dict[str, float]]  # the peak of each phase; of tensors
-    held: tuple[dict[str, float], dict[str, float]]  # what a step leaves, by category; of tensors
-    process: dict[str, float]  # without a GPU: host memory of the process, before loading and at each phase's peak
-    ranks: dict[str, list[float | None]]  # what each rank measured, by phase and category
+    phases: tuple[dict[str, float], dict[str, float]]  # peaks of tensors per phase: (predicted, measured)
+    held: tuple[dict[str, float], dict[str, float]]  # tensors that remain after a step, by category
+    process: dict[str, float]  # without a GPU: host memory before loading, and at the peak of each phase
+    ranks: dict[str, list[float | None]]  # measured on each rank, by phase and category
 
 
 def report_page(run: Run) -> str:
-    """The report of a run."""
+    """Return the report of a run as HTML."""
     loss = _lines(run, "train/loss", "training") + _lines(run, "eval/loss", "validation", 1)
     plots = [Plot("Loss", loss, fits=True)]
     for key, title in METRIC_PLOTS.items():
@@ -90,11 +92,11 @@ def report_page(run: Run) -> str:
 
 
 def comparison_page(runs: Sequence[Run]) -> str:
-    """Several runs on one page: curves over each other, what they were, and in what they differ."""
+    """Return a page that compares several runs: their curves in shared plots, their results, and differing settings."""
     if len({run.name for run in runs}) < len(runs):
         runs = [dataclasses.replace(run, name=str(run.folder)) for run in runs]
     plots = []
-    for key, title in METRIC_PLOTS.items():  # of each run one line: the mean where there is one
+    for key, title in METRIC_PLOTS.items():  # one line per run: the smoothed one if there is one
         unit = unit_of(runs, key)
         lines = [line for n, run in enumerate(runs) for line in _lines(run, key, run.name, n, unit)[-1:]]
         plots.append(
@@ -117,11 +119,11 @@ def _render(template: str, **values: Any) -> str:
         written=datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
         **values,
     )
-    return page.encode("utf-8", "replace").decode()  # an answer may hold half a character
+    return page.encode("utf-8", "replace").decode()  # a response may hold half a surrogate pair
 
 
 def memory_of(run: Run) -> Memory:
-    """Memory as the plan predicts it, and as facts.json and metrics.jsonl have it."""
+    """Return the memory predicted by the plan and the memory measured in facts.json and metrics.jsonl."""
     is_gpu = "memory/device_peak_bytes" in run.curves
     kind = "device_peak_bytes" if is_gpu else "anonymous_peak_bytes"
     measured, peaks = run.facts.get("memory", {}), run.plan.get("peaks", [])
@@ -141,14 +143,14 @@ def memory_of(run: Run) -> Memory:
 
 
 def unit_of(runs: Sequence[Run], key: str) -> Unit:
-    """The largest unit of which a metric's largest value has at least one."""
+    """Return the largest unit in which the metric's largest value is at least 1."""
     largest = max((run.curves[key].values.max() for run in runs if key in run.curves), default=0.0)
     units = next((units for end, units in UNITS.items() if key.endswith(end)), (PLAIN,))
     return next((unit for unit in units if unit.size <= largest), units[-1])
 
 
 def cards_of(run: Run) -> list[Card]:
-    """The numbers of the headline."""
+    """Return the numbers at the top of the report."""
     curves, total = run.curves, run.facts.get("total_steps")
     epochs = f"{curves['epoch'].values[-1]:.3g} epochs" if "epoch" in curves else ""
     cards = [Card("Steps", f"{run.step:,}" + (f" of {total:,}" if total else ""), epochs)]
@@ -180,7 +182,7 @@ def cards_of(run: Run) -> list[Card]:
 
 
 def _lines(run: Run, key: str, name: str, colour: int = 0, unit: Unit = PLAIN) -> list[Series]:
-    """A curve in its unit; of one that is noisy also its mean, last."""
+    """Return a curve in its unit. If it is noisy, its smoothed line follows."""
     if (curve := run.curves.get(key)) is None:
         return []
     values = curve.values / unit.size

@@ -1,6 +1,6 @@
-"""Plots as inline SVG: in the page's own colours (classes of style.css), readable without JavaScript and printable.
+"""Plots as inline SVG. They use the page's colors (classes of style.css), need no JavaScript and can be printed.
 
-Next to each plot lie its points as JSON, which script.js shows under the pointer. plot.html has the markup.
+The points of each plot are next to it as JSON; script.js shows them at the pointer. plot.html has the markup.
 """
 
 import json
@@ -16,19 +16,19 @@ from markupsafe import Markup, escape
 from llama_ft.config.messages import show, size_text
 from llama_ft.masking import mask_secrets
 
-BINS = 240  # of a plot 440 wide: two points a bin is all that can be told apart
-SMOOTH_FROM, SMOOTH_SHARE = 20, 25  # smoothed lines from so many points on, over 1/25 of them
+BINS = 240  # a plot is 440 wide; more than two points per bin cannot be seen
+SMOOTH_FROM, SMOOTH_SHARE = 20, 25  # lines with at least so many points are smoothed over 1/25 of them
 
 
 @dataclass(frozen=True, eq=False)
 class Series:
     """A line of a plot."""
 
-    name: str  # for the legend
+    name: str  # in the legend
     x: numpy.ndarray  # ascending
     y: numpy.ndarray  # finite
-    style: str = "line"  # or faint, behind a smoothed one; dots, joined by a line
-    colour: int = 0  # those from 8 on begin again
+    style: str = "line"  # or "faint", behind a smoothed line; or "dots", joined by a line
+    colour: int = 0  # number of the color; 8 is the same as 0
 
 
 @dataclass
@@ -36,17 +36,17 @@ class Plot:
     """A plot and its axes."""
 
     title: str
-    series: Sequence[Series]  # later ones on top
-    fits: bool = False  # whether the scale begins at the lowest value instead of zero
-    named: bool = False  # a single series is named, too
-    # Of the drawing, in its own units: about pixels on a screen.
+    series: Sequence[Series]  # later ones are drawn on top
+    fits: bool = False  # the scale begins at the lowest value instead of zero
+    named: bool = False  # also name a single series in a legend
+    # The drawing in its own units, about pixels on a screen.
     left: float = 62.0
     right: float = 430.0
     top: float = 8.0
     bottom: float = 190.0
 
     def svg(self) -> Markup:
-        """The figure; empty where there is nothing to draw."""
+        """Return the figure; empty if there is nothing to draw."""
         self.series = [thin(one) for one in self.series]
         if not self.series:
             return Markup("")
@@ -56,7 +56,7 @@ class Plot:
         self._y_range = _widened(low if self.fits else min(low, 0.0), high)
         self.y_ticks = [(self.y(mark), number(mark)) for mark in ticks(*self._y_range, 5)]
         self.x_ticks = [(self.x(step), number(step)) for step in ticks(*self._x_range, 6) if step == int(step)]
-        shown = sorted(self.series, key=lambda one: one.style == "faint")  # a faint line's values come last
+        shown = sorted(self.series, key=lambda one: one.style == "faint")  # the values of faint lines come last
         points = [
             {"name": mask_secrets(one.name), "x": one.x.tolist(), "text": [number(y) for y in one.y.tolist()]}
             for one in shown
@@ -66,17 +66,17 @@ class Plot:
         return Markup(macro(self, Markup(escape(json.dumps(data)))))
 
     def x(self, value: float) -> float:
-        """Where a value lies in the drawing."""
+        """Return the horizontal position of a value in the drawing."""
         low, high = self._x_range
         return round(self.left + (value - low) / (high - low) * (self.right - self.left), 1)
 
     def y(self, value: float) -> float:
-        """Likewise."""
+        """Return the vertical position of a value in the drawing."""
         low, high = self._y_range
         return round(self.bottom - (value - low) / (high - low) * (self.bottom - self.top), 1)
 
     def points(self, series: Series) -> list[tuple[float, float]]:
-        """Where the points of a line lie."""
+        """Return the positions of a line's points."""
         return [(self.x(x), self.y(y)) for x, y in zip(series.x, series.y, strict=True)]
 
 
@@ -86,12 +86,12 @@ def _widened(low: float, high: float) -> tuple[float, float]:
 
 
 def number(value: float) -> str:
-    """A number with 4 digits: 12,345; 1.234; 2e-05."""
+    """Return a number with 4 digits as text: 12,345; 1.234; 2e-05."""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def ticks(low: float, high: float, most: int) -> list[float]:
-    """Round numbers from `low` to `high`, about `most`."""
+    """Return about `most` round numbers from `low` to `high`."""
     rough = (high - low) / most
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(factor for factor in (1, 2, 5, 10) if factor * power >= rough * 0.999) * power
@@ -99,7 +99,7 @@ def ticks(low: float, high: float, most: int) -> list[float]:
 
 
 def thin(series: Series) -> Series:
-    """At most two points a bin, its lowest and its highest, and the ends: spikes stay."""
+    """Keep at most two points per bin, the lowest and the highest, and both ends, so that spikes remain visible."""
     count = len(series.x)
     if count <= 2 * BINS:
         return series
@@ -109,7 +109,7 @@ def thin(series: Series) -> Series:
 
 
 def smoothed(series: Series) -> list[Series]:
-    """A line, or where it has many points the mean of those around each before a faint line of them all."""
+    """Return the line, or if it has many points, a faint line of them and a line of their moving average."""
     if (count := len(series.y)) < SMOOTH_FROM:
         return [series]
     half = max(2, count // SMOOTH_SHARE // 2)

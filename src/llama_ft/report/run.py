@@ -1,4 +1,4 @@
-"""Runs as their report needs them: read without torch, while the run works, and whatever of it is there."""
+"""Read the files of a run for its report, without torch. The run may still be working, and files may be missing."""
 
 import json
 import math
@@ -51,7 +51,7 @@ def read_report_flags(argv: list[str], description: str) -> ReportFlags:
 
 
 class Curve(NamedTuple):
-    """A metric at the steps where it was measured and finite."""
+    """A metric at the steps at which it was measured and finite."""
 
     steps: numpy.ndarray
     values: numpy.ndarray
@@ -59,13 +59,13 @@ class Curve(NamedTuple):
 
 @dataclass
 class Run:
-    """What is known of a run.
+    """The files of a run.
 
     Attributes:
-        folder, name: its directory, and that directory's name.
-        status, facts, plan: of the JSON files of these names; empty where there are none.
-        settings: by dotted name, as config.yaml has them; config_text is the file itself.
-        curves: by the keys of metrics.jsonl; of lists, the largest over the ranks.
+        folder, name: its directory, and the name of that directory.
+        status, facts, plan: the JSON files of these names; empty if missing.
+        settings: dotted name -> value, from config.yaml; config_text is the text of that file.
+        curves: key of metrics.jsonl -> its values; of values per rank, the largest.
     """
 
     folder: Path
@@ -79,15 +79,15 @@ class Run:
 
     @property
     def step(self) -> int:
-        """Optimizer steps that are known to be done."""
+        """Number of optimizer steps that are known to be done."""
         return max([int(curve.steps[-1]) for curve in self.curves.values()] + [int(self.status.get("step", 0))])
 
 
 def read_run(folder: Path) -> Run:
-    """Read what is there.
+    """Read the files that exist.
 
     Raises:
-        UserError: a file cannot be read; with its name.
+        UserError: a file cannot be read; the message names it.
     """
     status, facts, plan = (_read(folder / f"{name}.json", json.loads) for name in ("status", "facts", "plan"))
     config = folder / "config.yaml"
@@ -99,8 +99,8 @@ def read_run(folder: Path) -> Run:
 
 
 def differing_settings(runs: list[Run]) -> dict[str, list[Any]]:
-    """Settings that not all runs have alike, by dotted name; of one run, those that are not at their default, and the
-    default."""
+    """Return the settings in which the runs differ: dotted name -> value of each run. For a single run, return those
+    that are not at their default, with the default."""
     names = list(dict.fromkeys(name for run in runs for name in run.settings))
     defaults = {setting.dotted: setting.default for setting in SETTINGS.values()}
     values = {name: [run.settings.get(name) for run in runs] for name in names}
@@ -118,7 +118,7 @@ def _read(path: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
 
 def _curves(text: str) -> dict[str, Curve]:
     lines, found = text.split("\n"), defaultdict[str, list[tuple[float, float]]](list)
-    for number, line in enumerate(lines[:-1], start=1):  # the last is empty, or is being written
+    for number, line in enumerate(lines[:-1], start=1):  # the last line is empty or incomplete
         try:
             record = json.loads(line)
         except ValueError as error:

@@ -1,4 +1,4 @@
-"""What people read while a run works: one logger, of rank 0 only, that prints above a progress bar."""
+"""The log of a run: one logger, which prints on rank 0 only and above the progress bar."""
 
 import atexit
 import gc
@@ -14,21 +14,21 @@ from llama_ft.masking import printable
 
 
 class _Console(Console):
-    """Prints no control characters of data and files, and falls silent, instead of ending the process, when its reader
-    is gone (`| head`, a closed terminal) or its disk full."""
+    """Removes control characters from printed text. If its output breaks (`| head`, a closed terminal, a full disk), it
+    stops printing instead of ending the process."""
 
     def print(self, *objects: Any, **options: Any) -> None:
         for it in objects:
             if isinstance(it, Text):
-                it.plain = printable(it.plain)  # of the same length, so that the styles stay where they are
+                it.plain = printable(it.plain)  # the text keeps its length, so styles stay in place
         super().print(*(printable(it) if isinstance(it, str) else it for it in objects), **options)
 
     def _check_buffer(self) -> None:
         try:
             super()._check_buffer()
-        except (OSError, SystemExit):  # the latter is rich's answer to a broken pipe
+        except (OSError, SystemExit):  # rich raises SystemExit after a broken pipe
             self.quiet = True
-            os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())  # what is buffered would fail again
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())  # a later flush would fail again
 
 
 console = _Console(file=sys.stdout, soft_wrap=True, highlight=False, markup=False, emoji=False)
@@ -42,9 +42,9 @@ class _ConsoleHandler(logging.Handler):
 
 
 def configure_console(rank: int) -> None:
-    """Let rank 0 log and keep the others silent; runtime.exit prints their errors."""
-    gc.freeze()  # what the imports have made stays; collecting was off since errors.before_imports
-    atexit.register(gc.unfreeze)  # else libraries (Triton's binding) report what they hold as leaks
+    """Let only rank 0 log. runtime.exit prints the errors of the other ranks."""
+    gc.freeze()  # keeps the objects of the imports; errors.before_imports switched collection off
+    atexit.register(gc.unfreeze)  # otherwise libraries (Triton's binding) report leaks at exit
     gc.enable()
     log.handlers = [_ConsoleHandler()]
     log.setLevel(logging.INFO if rank == 0 else logging.CRITICAL)
@@ -52,5 +52,5 @@ def configure_console(rank: int) -> None:
 
 
 def set_quiet(quiet: bool) -> None:
-    """If `quiet`, log warnings only from now on. What is printed to `console` is still shown."""
+    """If `quiet`, log only warnings from now on. Text printed to `console` is still shown."""
     log.setLevel(max(log.level, logging.WARNING) if quiet else log.level)

@@ -1,4 +1,4 @@
-"""The device of each rank and copies to it, and what each --precision means in dtypes."""
+"""Devices of the ranks, copies to them, and the dtypes of each --precision."""
 
 import contextlib
 import ctypes
@@ -13,18 +13,18 @@ import torch
 from llama_ft.config.messages import size_text
 from llama_ft.errors import UserError, reason
 
-SLOW = 1.5  # without AVX512-BF16 or AMX a CPU emulates 16-bit matmuls, several times slower
-M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
+SLOW = 1.5  # a CPU without AVX512-BF16 or AMX emulates 16-bit matmuls several times slower
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # constants of glibc's malloc.h
 PrecisionName = Literal["bf16_mixed", "bf16_pure", "fp32", "fp16"]
 
 
 class Precision(NamedTuple):
-    """Dtypes of one run."""
+    """The dtypes of a run."""
 
-    trained: torch.dtype  # storage of weights that are trained
-    frozen: torch.dtype  # storage of weights that are not
+    trained: torch.dtype  # storage of trained weights
+    frozen: torch.dtype  # storage of frozen weights
     compute: torch.dtype  # weights and activations in forward and backward
-    reduce: torch.dtype  # gradients while they are summed over ranks
+    reduce: torch.dtype  # gradients while they are reduced over ranks
 
 
 PRECISIONS = {
@@ -36,36 +36,36 @@ PRECISIONS = {
 
 
 def pick_device(device: str, gpus: int, local_rank: int, local_world_size: int) -> torch.device:
-    """The device of a rank: auto is a GPU of its own if there is one, else the CPU."""
+    """Return the device of a rank; auto: a GPU of its own if there is one, else the CPU."""
     if device == "cuda" and gpus == 0:
         raise UserError("--device cuda: no GPU is visible to torch on this machine.\n--device cpu trains on the CPU.")
     if device == "cpu" or gpus == 0:
         return torch.device("cpu")
     if local_world_size > gpus:
         problem = f"{local_world_size} processes on {socket.gethostname()} need a GPU each, and it has {gpus}."
-        # As SLURM's --gpus-per-task=1 does it, and as it always is with slices of a GPU (MIG).
+        # With SLURM's --gpus-per-task=1, and always with slices of a GPU (MIG), a process sees one GPU only.
         one = " If each process sees only its own GPU, let it see all (SLURM: --gpus-per-node)." if gpus == 1 else ""
         raise UserError(f"{problem}\n--nproc_per_node {gpus} uses those; --device cpu trains on the CPU.{one}")
     return torch.device("cuda", local_rank)
 
 
 def take_device(device: torch.device, memory_fraction: float | None) -> str:
-    """Make a device this process's, and return a description of it. Nothing may be allocated before.
+    """Select the device for this process and return a description of it. Call it before any allocation.
 
     Args:
-        device: where the rank computes.
-        memory_fraction: largest share of the GPU's memory that torch may allocate; None: all.
+        device: the device of this rank.
+        memory_fraction: largest share of the GPU's memory that torch may allocate, 0 to 1; None: all.
     """
     if device.type != "cuda":
         return f"CPU on {socket.gethostname()}, threads: {torch.get_num_threads()}"
-    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name; read at the first allocation
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # its older name; torch reads it at the first allocation
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     try:
         torch.cuda.set_device(device)
         free, total = torch.cuda.mem_get_info(device)
-    except RuntimeError as error:  # a driver that is too old, a GPU that another process has for itself
+    except RuntimeError as error:  # the driver is too old, or another process uses the GPU exclusively
         raise UserError(f"{device} cannot be used: {reason(error)}.\n--device cpu trains on the CPU.") from error
-    torch.backends.cuda.enable_cudnn_sdp(False)  # it builds a plan of 0.1 to 0.5 s for every new shape
+    torch.backends.cuda.enable_cudnn_sdp(False)  # it builds a plan for every new shape, which takes 0.1 to 0.5 s
     if memory_fraction is not None:
         torch.cuda.set_per_process_memory_fraction(memory_fraction, device)
     name = f"{torch.cuda.get_device_name(device)} on {socket.gethostname()}"
@@ -73,49 +73,49 @@ def take_device(device: torch.device, memory_fraction: float | None) -> str:
 
 
 def keep_freed_memory(device: torch.device) -> None:
-    """Have glibc keep what is freed for the next tensor, if the CPU computes. By itself it returns blocks above 32 MiB
-    and the end of its heap to the kernel, which hands out zeroed pages again. The user's own settings stand.
+    """If the CPU computes, let glibc keep freed memory for the next tensor. By default it returns blocks above 32 MiB
+    and the end of its heap to the kernel, which must clear the pages again. The user's own settings are not changed.
 
-    Measured on an AMD Zen 4, full fine-tuning in bf16: 110 M parameters on 2 ranks take 7% less CPU time, and the peak
-    is 3% higher; SmolLM2's width and vocabulary with 4 layers, on one process, 16% (422,000 page faults per step) and
-    12%. LoRA has few page faults. Source: `man 3 mallopt`.
+    Measured with full fine-tuning in bf16 on an AMD Zen 4. 110 M parameters on 2 ranks: 7% less CPU time, 3% higher
+    peak memory. SmolLM2's width and vocabulary with 4 layers on one process: 16% less (422,000 page faults per step),
+    12% higher peak. LoRA has few page faults. Source: `man 3 mallopt`.
     """
     if device.type == "cpu" and not any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ):
-        with contextlib.suppress(OSError, AttributeError):  # another C library
+        with contextlib.suppress(OSError, AttributeError):  # not glibc
             libc = ctypes.CDLL(None)
             libc.mallopt(M_MMAP_MAX, 0)
             libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy a host tensor to the device through pinned memory, without waiting for the device's work before it."""
+    """Copy a host tensor to the device through pinned memory, without waiting for earlier work of the device."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
-def product_slowdown(dtype: torch.dtype) -> float:
-    """Time of a matmul in `dtype` over one in fp32 on this CPU."""
+def matmul_slowdown(dtype: torch.dtype) -> float:
+    """Return the time of a matmul in `dtype` over its time in fp32, on this CPU."""
     factors = [torch.ones(512, 512, dtype=each) for each in (dtype, torch.float32)]
     half, full = (min(repeat(partial(torch.mm, each, each), number=1, repeat=4)) for each in factors)
     return half / full
 
 
 def advise_precision(asked: PrecisionName, free_to_choose: bool, device: torch.device) -> tuple[PrecisionName, str]:
-    """The precision to use on this device, and what to tell the user about it ("" for nothing).
+    """Return the precision to use on this device, and a message for the user (empty if there is none).
 
     Args:
         asked: a key of PRECISIONS.
-        free_to_choose: whether the user has left the choice open (the demo); otherwise `asked` stands.
+        free_to_choose: the user did not choose (the demo), so another precision may be returned.
         device: where the model computes.
 
     Raises:
-        UserError: bf16 on a GPU without it.
+        UserError: bf16 was asked for, and the GPU does not support it.
     """
     dtype, is_gpu = PRECISIONS[asked].compute, device.type == "cuda"
     if is_gpu:
         is_slow = dtype == torch.bfloat16 and not torch.cuda.is_bf16_supported(including_emulation=False)
         what = "this GPU does not compute bf16"
     else:
-        slowdown = 1.0 if dtype == torch.float32 else product_slowdown(dtype)
+        slowdown = 1.0 if dtype == torch.float32 else matmul_slowdown(dtype)
         is_slow, name = slowdown > SLOW, asked.partition("_")[0]
         what = f"this CPU only emulates {name} matmuls, {slowdown:.0f} times slower than fp32"
     if is_slow and free_to_choose:

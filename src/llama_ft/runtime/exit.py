@@ -1,8 +1,8 @@
-"""How a run that fails or is stopped ends: one message, printed once, and every process gone.
+"""End a run that fails or is stopped: exactly one rank prints the message, and all processes end.
 
-When a rank leaves, torchrun ends the others at once (SIGTERM, and SIGKILL 30 s later). So the first rank to write under
-one key of the store prints its message before it leaves, and the others wait to be ended. A rank whose peer has died
-sees only a broken connection: it lets the rank that knows the cause go first.
+When a rank exits, torchrun ends the others: SIGTERM at once, SIGKILL 30 s later. So the first rank that writes to one
+key of the store prints its message before it exits, and the other ranks wait to be ended. If a rank dies, its peers see
+only a broken connection. They wait, so that a rank that knows the cause can write first.
 """
 
 import errno
@@ -28,9 +28,9 @@ from llama_ft.runtime.out_of_memory import KILLED, KILLED_BY, shortage
 
 FAILURE_KEY = "llama_ft/failure"
 SECONDS_FOR_THE_CAUSE = 3.0
-SECONDS_TO_SEE_AN_END = 0.3  # torchrun reaps a rank within 0.1 s of its end
-SECONDS_TO_BE_ENDED, SECONDS_WHEN_FINAL, SECONDS_OF_ADVICE = 20.0, 5.0, 150.0  # how long other ranks wait
-SECONDS_BETWEEN_STEPS = 5.0  # a file system of a cluster should not see one write a step
+SECONDS_TO_SEE_AN_END = 0.3  # torchrun notices the end of a rank within 0.1 s
+SECONDS_TO_BE_ENDED, SECONDS_WHEN_FINAL, SECONDS_OF_ADVICE = 20.0, 5.0, 150.0  # how long the other ranks wait
+SECONDS_BETWEEN_STEPS = 5.0  # one write per step would be too many for the file system of a cluster
 COMMUNICATION_SIGNS = ("gloo", "nccl", "connection closed", "connection reset", "broken pipe", "tcpstore")
 INDENT = " " * len("error: ")
 State = Literal["running", "finished", "stopped", "failed"]
@@ -41,27 +41,27 @@ class Stop(NamedTuple):
     """Why a run stops before its end."""
 
     exit_code: int
-    reason: str  # as in "stopped by SIGTERM"
+    reason: str  # such as "SIGTERM", for the message "stopped by SIGTERM"
 
 
 class Stopped(SystemExit):
-    """Ends a run that was asked to stop. All ranks raise it after the same step, with the checkpoint that was saved, or
-    one for itself without a step."""
+    """Ends a run that was asked to stop. All ranks raise it after the same step, with the checkpoint that was saved.
+    Without a step, a rank raises it for itself."""
 
     def __init__(self, stop: Stop, step: int | None = None, checkpoint: Path | None = None) -> None:
         super().__init__(stop.exit_code)
         self.exit_code, self.agreed = stop.exit_code, step is not None
-        way_on = f"To resume: --resume {checkpoint}" if checkpoint else "Nothing was saved."
-        self.message = f"stopped by {stop.reason}" + (f" after step {step}. {way_on}" if self.agreed else "")
+        hint = f"To resume: --resume {checkpoint}" if checkpoint else "Nothing was saved."
+        self.message = f"stopped by {stop.reason}" + (f" after step {step}. {hint}" if self.agreed else "")
 
 
 class RunStatus:
-    """output_dir/status.json: how a run stands, for scripts: torchrun's exit code is always 0 or 1.
+    """Writes output_dir/status.json, the state of the run. Scripts need it, since torchrun always exits with 0 or 1.
 
     Args:
         output_dir: the run's directory, which must exist.
-        at_end: called once the run's last state is written and printed; it must not raise.
-        step: the last optimizer step that was completed.
+        at_end: called after the final state was written and printed; it must not raise.
+        step: the last completed optimizer step.
     """
 
     def __init__(self, output_dir: Path, at_end: Callable[[], None] = lambda: None, step: int = 0) -> None:
@@ -69,13 +69,13 @@ class RunStatus:
         self._written = 0.0
 
     def write(self, state: State, exit_code: int | None = None, message: str = "") -> None:
-        """Replace the file, if that is possible: a full disk must not hide the message itself."""
+        """Replace the file if possible. An error, such as a full disk, is ignored: it must not hide the message."""
         record = {"state": state, "step": self.step, "exit_code": exit_code, "message": message}
         with suppress(OSError):
             replace_text(self.path, json.dumps(record) + "\n")
 
     def note_step(self, step: int, writes: bool) -> None:
-        """Note that a step is done, and now and then write so, unless another rank has written how the run ended."""
+        """Count a completed step, and sometimes write it, unless another rank has already written how the run ended."""
         self.step = step
         if writes and time.monotonic() - self._written > SECONDS_BETWEEN_STEPS:
             self._written = time.monotonic()
@@ -84,7 +84,7 @@ class RunStatus:
 
 
 class Explainer(Protocol):
-    """Knows what a run was meant to need: plan.oom_report.MemoryReport, which the recipe gives its Runtime."""
+    """Explains errors about memory: plan.oom_report.MemoryReport, which the recipe sets on its Runtime."""
 
     def describe(self, error: BaseException) -> str: ...
     def advise(self, error: BaseException) -> str: ...
@@ -97,36 +97,36 @@ def exit_process(
     rank: int,
     store: dist.Store | None,
     status: RunStatus | None,
-    told_to_end: threading.Event,
+    end_requested: threading.Event,
     describe_lost: Callable[[], str] = str,
     explainer: Explainer | None = None,
 ) -> NoReturn:
-    """End this process after `error`, and print it if `rank` is the one to do so.
+    """End this process after `error`. One rank prints the message.
 
     Args:
-        error: what ended the run.
-        rank: this process's.
-        store: what all ranks share; None before they have met.
-        status: the run's status file, when the run has a directory.
-        told_to_end: set once a signal has asked this process to end (runtime.signals).
-        describe_lost: which other rank has ended, if that can be seen (runtime.watchdog).
-        explainer: explains what has to do with memory; None if the run has not come so far.
+        error: the reason for the end of the run.
+        rank: rank of this process.
+        store: the store of all ranks; None before the process group exists.
+        status: the run's status file; None before the run has a directory.
+        end_requested: set when a signal has asked this process to end (runtime.signals).
+        describe_lost: returns a text about another rank that has ended, or "" (runtime.watchdog).
+        explainer: explains errors about memory; None at the start of a run.
     """
-    _LEAVING.acquire()  # and never released: a thread that watches the run may end it, too
+    _LEAVING.acquire()  # never released: another thread that watches the run may call this, too
     is_stop, is_agreed = isinstance(error, KeyboardInterrupt | Stopped), isinstance(error, Stopped) and error.agreed
-    if _is_broken(error) or (isinstance(error, Stopped) and not is_agreed):  # by torchrun, if another rank has failed
+    if _is_broken(error) or (isinstance(error, Stopped) and not is_agreed):  # SIGTERM by torchrun
         time.sleep(SECONDS_TO_SEE_AN_END)
         if lost := describe_lost():
             error, is_stop = LostRank(f"lost contact with another rank: {lost}"), False
     is_mistake, memory = isinstance(error, UserError) and not isinstance(error, LostRank), shortage(error)
     exit_code = 2 if is_mistake and not isinstance(error, RunFailure) else 130 if is_stop else 1
     exit_code = error.exit_code if isinstance(error, Stopped) else exit_code
-    # What would happen again: a mistake, a full disk, a loss that is not finite, too little memory for the first step.
+    # A restart would repeat it: a user's error, a full disk, a loss that is not finite, an OOM in the first step.
     is_final = is_mistake or (memory is not None and (status is None or status.step == 0))
     seconds = SECONDS_WHEN_FINAL if is_final else SECONDS_TO_BE_ENDED
     first = failure = f"{rank} {SECONDS_OF_ADVICE if memory and explainer else seconds} {is_final}"
-    if store is None:  # the others see what rank 0 sees; if nothing has ended this one by then, they do not
-        prints = rank == 0 or not told_to_end.wait(SECONDS_TO_BE_ENDED)
+    if store is None:  # other ranks see the same error as rank 0; if this one still runs then, they did not
+        prints = rank == 0 or not end_requested.wait(SECONDS_TO_BE_ENDED)
     elif is_agreed:
         prints = rank == 0
     else:
@@ -139,52 +139,52 @@ def exit_process(
             said += f"{text}\n"
             if status is not None:
                 status.write("stopped" if is_stop else "failed", exit_code, said.rstrip("\n"))
-            with suppress(OSError):  # nobody reads it any more. In one piece, as torchrun writes there, too
+            with suppress(OSError):  # the output is closed. One write, because torchrun writes there, too
                 print(f"{printable(text)}\n", end="", file=sys.__stderr__ or sys.stderr, flush=True)
         if status is not None:
             status.at_end()
         if is_final:
-            end_restarts()  # which ends this process, too
-    elif not is_stop:  # a signal reaches every rank: nobody has to be waited for
+            end_restarts()  # also ends this process
+    elif not is_stop:  # a signal reaches every rank, so nothing has to be waited for
         _, patience, final = first.split()
-        if not told_to_end.wait(float(patience)) and final == "True" and os.environ.get("LOCAL_RANK") == "0":
-            end_restarts()  # the rank that failed has ended its own node's
+        if not end_requested.wait(float(patience)) and final == "True" and os.environ.get("LOCAL_RANK") == "0":
+            end_restarts()  # the failing rank has already ended the restarts of its own node
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):
             stream.flush()
-    os._exit(exit_code)  # as destructors of a broken process group can wait for peers that are gone
+    os._exit(exit_code)  # destructors of a broken process group can wait for dead peers
 
 
 def _is_broken(error: BaseException) -> bool:
-    """Whether the connection to another rank broke, which NCCL's being out of memory is not."""
+    """Return whether the connection to another rank broke. NCCL running out of memory does not count."""
     if shortage(error) is not None or not isinstance(error, RuntimeError):
         return False
     return isinstance(error, dist.DistError) or any(sign in str(error).lower() for sign in COMMUNICATION_SIGNS)
 
 
 def _first_failure(store: dist.Store, failure: str, seconds: float) -> str:
-    """What the first rank to fail has written: `failure`, if no other rank has done so within some seconds."""
+    """Return the message of the first rank that fails. It is `failure` if no other rank writes within `seconds`."""
     deadline = time.monotonic() + seconds
     with suppress(RuntimeError, ConnectionError):
         while not store.check([FAILURE_KEY]) and time.monotonic() < deadline:
-            time.sleep(0.1)  # store.wait prints warnings of its own when its time is up
+            time.sleep(0.1)  # store.wait would print its own warnings after a timeout
         return store.compare_set(FAILURE_KEY, "", failure).decode()
-    return failure  # the store went down with its host: better said twice than not at all
+    return failure  # the store and its host are gone: printing a message twice is better than not at all
 
 
 def _messages(error: BaseException, rank: int, explainer: Explainer | None, status: RunStatus | None) -> Iterator[str]:
-    """What to print about the end of a run; and, minutes later, advice about memory that ran out."""
+    """Yield the message about the end of a run and, for an OOM, advice, which can take minutes to compute."""
     run = status.path.parent if status is not None else None
     if isinstance(error, KeyboardInterrupt | Stopped):
         message = error.message if isinstance(error, Stopped) else "stopped by Ctrl-C"
         is_whole = status is None or not status.step or "after step" in message
         yield message if is_whole else f"{message}. To resume: --output_dir {run} --resume auto"
         return
-    way_on = f"\n{_explained(explainer.describe_kill)}" if explainer is not None and KILLED in str(error) else ""
+    hint = f"\n{_explained(explainer.describe_kill)}" if explainer is not None and KILLED in str(error) else ""
     if run is not None and any((run / "checkpoints").glob("step-*")):
-        way_on += f"\nTo resume from the last complete checkpoint, add --output_dir {run} --resume auto to the command."
+        hint += f"\nTo resume from the last complete checkpoint, add --output_dir {run} --resume auto to the command."
     if isinstance(error, UserError):
-        yield str(error) + (textwrap.indent(way_on, INDENT) if isinstance(error, LostRank) else "")
+        yield str(error) + (textwrap.indent(hint, INDENT) if isinstance(error, LostRank) else "")
     elif (kind := shortage(error)) is not None:
         what = f"ran out of {'host' if kind == 'host' else 'GPU'} memory: {str(error).strip() or type(error).__name__}"
         what = _explained(partial(explainer.describe, error), what) if explainer is not None else what
@@ -192,17 +192,17 @@ def _messages(error: BaseException, rank: int, explainer: Explainer | None, stat
         if explainer is not None:
             yield textwrap.indent(_explained(partial(explainer.advise, error), "No advice"), INDENT)
     elif _is_broken(error):
-        what = f"lost contact with another rank, whose exit code is in torchrun's report: {error}\n{KILLED_BY}{way_on}"
+        what = f"lost contact with another rank, whose exit code is in torchrun's report: {error}\n{KILLED_BY}{hint}"
         yield str(RunFailure(f"rank {rank} {what}"))
     elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         place = error.filename or run or "a file"
-        yield str(RunFailure(f"rank {rank} could not write {place}: {error.strerror}.{way_on}"))
+        yield str(RunFailure(f"rank {rank} could not write {place}: {error.strerror}.{hint}"))
     else:
         yield f"{''.join(traceback.format_exception(error))}error: rank {rank} failed: {type(error).__name__}: {error}"
 
 
 def _explained(explain: Callable[[], str], otherwise: str = "") -> str:
-    """What `explain` says; if it fails, that must not take the message's place."""
+    """Return what `explain` returns. If it raises, return `otherwise` and a note on that error."""
     try:
         return explain()
     except Exception as error:

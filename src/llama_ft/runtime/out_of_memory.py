@@ -1,7 +1,7 @@
-"""Memory that ran out: how an error shows it, and how much the host has.
+"""Detect out-of-memory errors, and how much memory the host has.
 
-A GPU's allocator raises an error. The host's mostly does not: Linux hands out more memory than it has, and when that
-comes to light it kills a process with SIGKILL, which torchrun reports as exit code -9.
+On a GPU the allocator raises an error. On the host Linux promises more memory than it has. When the memory runs out,
+Linux kills a process with SIGKILL, and torchrun reports exit code -9.
 """
 
 import errno
@@ -13,16 +13,17 @@ from typing import Literal, NamedTuple
 from llama_ft.config.messages import size_text
 
 Shortage = Literal["device", "host"]
-KILLED = "killed (exit code -9)"  # in every message about a rank that SIGKILL has ended
+KILLED = "killed (exit code -9)"  # part of every message about a rank that was ended by SIGKILL
 KILLED_BY = "Exit code -9 is the kernel's if host memory ran out (dmesg says so), or somebody's kill -9."
 PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
-# Of torch's CPU allocator, C++ and the kernel; of torch's CUDA allocator, CUDA, NCCL, cuBLAS and cuDNN.
+# Messages of torch's CPU allocator, C++ and the kernel; then those of torch's CUDA allocator, CUDA, NCCL, cuBLAS,
+# cuDNN.
 HOST_SIGNS = re.compile(r"can't allocate memory|cannot allocate memory|bad_alloc|not enough memory", re.IGNORECASE)
 DEVICE_SIGNS = re.compile(r"out of memory|CU(BLAS|DNN)_STATUS_ALLOC_FAILED", re.IGNORECASE)
 
 
 def shortage(error: BaseException) -> Shortage | None:
-    """Which memory an error says has run out; None: it is another error."""
+    """Return which memory ran out according to `error`; None if it is another error."""
     if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
         return "host"
     if not isinstance(error, RuntimeError):
@@ -31,7 +32,7 @@ def shortage(error: BaseException) -> Shortage | None:
 
 
 class HostMemory(NamedTuple):
-    """What the processes of this machine, or of its smallest control group, may use together and may still take."""
+    """Memory of this machine, or of its smallest control group: used and still available to its processes, in bytes."""
 
     bytes: int
     available_bytes: int
@@ -41,7 +42,7 @@ class HostMemory(NamedTuple):
 
 
 def host_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> HostMemory | None:
-    """The machine's memory, or the smallest limit of a control group (v2) below it; None without /proc."""
+    """Return the machine's memory, or that of the control group (v2) with the smallest limit; None without /proc."""
     try:
         kilobytes = dict(re.findall(r"^(\w+):\s+(\d+) kB$", (proc / "meminfo").read_text(), re.MULTILINE))
         group = (proc / "self" / "cgroup").read_text()
@@ -50,7 +51,7 @@ def host_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> HostMemory | None
     total, free = 1024 * int(kilobytes["MemTotal"]), 1024 * int(kilobytes["MemAvailable"])
     own = cgroups / group.rpartition("::/")[2].strip()
     for folder in (own, *own.parents):
-        with suppress(OSError, ValueError):  # no such group, or "max": no limit
+        with suppress(OSError, ValueError):  # there is no such group, or its limit is "max"
             limit, use = (int((folder / file).read_text()) for file in ("memory.max", "memory.current"))
             if limit < total:
                 total, free = limit, max(0, min(limit - use, free))

@@ -1,8 +1,8 @@
-"""Process group and device mesh from the environment torchrun sets, or of one process without torchrun.
+"""Process group and device mesh from torchrun's environment variables; without torchrun, of one process.
 
-The mesh has the dimension `shard` (ranks that together hold one copy of the model) and, when there is more than one
-copy, `replicate` before it. Everything else in llama_ft works on that mesh, so one process, data parallelism and
-sharding are one code path.
+The mesh has the dimension `shard`: the ranks that together hold one copy of the model. If there are several copies,
+the dimension `replicate` comes first. All of llama_ft uses this mesh, so a single process, data parallelism and
+sharding share one code path.
 """
 
 import itertools
@@ -33,29 +33,29 @@ from llama_ft.runtime.signals import StopSignals
 from llama_ft.runtime.watchdog import Watchdog
 
 T = TypeVar("T")
-SECONDS_AFTER_WATCHDOG = 60.0  # NCCL's own time-out ends a process with a dump that names nobody
+SECONDS_AFTER_WATCHDOG = 60.0  # NCCL's own timeout ends a process with a dump that does not name the missing rank
 LEAST_SECONDS_TO_START = 600.0  # importing torch from a cold file system can take minutes
-_STARTS = itertools.count()  # a script that starts several times in one process does several runs
+_STARTS = itertools.count()  # a script can start several runs in one process
 
 
 @dataclass
 class Runtime:
-    """This process's place in the job."""
+    """This process's rank, devices and process groups."""
 
-    rank: int  # among `world_size`
+    rank: int  # 0 to world_size - 1
     world_size: int
-    local_rank: int  # on its node, among `local_world_size`
+    local_rank: int  # on this node, 0 to local_world_size - 1
     local_world_size: int
     device: torch.device  # where this process computes
-    storage_device: torch.device  # of parameters and optimizer state: `device`, or the CPU with offloading
-    device_note: str  # what the device is, for people
-    mesh: DeviceMesh  # ("shard",), or ("replicate", "shard") when the model is held more than once
-    store: dist.Store | None  # this attempt's part of the rendezvous store; None in a plan
-    job_store: dist.Store | None = None  # outlives an attempt, with the directory of the run; None without torchrun
-    status: RunStatus | None = None  # of the run, on each rank; None until it has a directory
-    signals: StopSignals = field(default_factory=StopSignals)  # whether the run is asked to stop
-    explainer: Explainer | None = None  # explains ends that have to do with memory; the recipe sets it
-    lock: IO[str] | None = None  # on rank 0 the open file that keeps others out of the run's directory
+    storage_device: torch.device  # of parameters and optimizer state: `device`, or the CPU with cpu_offload
+    device_note: str  # description of the device, for the log
+    mesh: DeviceMesh  # ("shard",), or ("replicate", "shard") with several copies of the model
+    store: dist.Store | None  # the rendezvous store, with a prefix for this attempt; None in a plan
+    job_store: dist.Store | None = None  # shared by all attempts, holds the run's directory; None without torchrun
+    status: RunStatus | None = None  # set on each rank as soon as the run has a directory
+    signals: StopSignals = field(default_factory=StopSignals)  # requests to stop the run
+    explainer: Explainer | None = None  # explains errors about memory; the recipe sets it
+    lock: IO[str] | None = None  # on rank 0 an open file that locks the run's directory
     _turns: int = 0
 
     @property
@@ -64,9 +64,9 @@ class Runtime:
 
     @contextmanager
     def local_main_process_first(self) -> Iterator[None]:
-        """Run the block on each node's first process, then on the others: they find what it has cached.
+        """Run the block on the first process of each node, then on its others, which find the results in the cache.
 
-        The others look into the store: a collective would time out, and much data is tokenized for hours.
+        The others poll the store. A collective would time out, because tokenizing much data takes hours.
         """
         if self.store is None or self.world_size == 1:
             yield
@@ -78,65 +78,65 @@ class Runtime:
             yield
             self.store.add(done, 1)
         while self.store.add(done, 0) < leaders:
-            threading.Event().wait(0.2)  # not time.sleep, which the watchdog would take for waiting on the device
+            threading.Event().wait(0.2)  # the watchdog would take time.sleep for waiting on the device
         if self.local_rank != 0:
             yield
 
     def broadcast_from_rank0(self, make: Callable[[], T]) -> T:
-        """What `make` returns on rank 0, where alone it runs, on every rank."""
+        """Run `make` on rank 0 only, and return its result on every rank."""
         box = [make() if self.is_main else None]
         dist.broadcast_object_list(box, src=0)
         return cast(T, box[0])
 
     def all_gather_floats(self, *numbers: float) -> torch.Tensor:
-        """Every rank's numbers as float64 [world_size, len(numbers)]; a collective that waits for no device."""
+        """Return the numbers of all ranks, float64 [world_size, len(numbers)]. It does not wait for the device."""
         mine = torch.tensor(numbers, dtype=torch.float64)
         everyone = [torch.empty_like(mine) for _ in range(self.world_size)]
         dist.all_gather(everyone, mine)
         return torch.stack(everyone)
 
     def mean_over_ranks(self, value: torch.Tensor) -> torch.Tensor:
-        """The mean of each rank's value, without gradient, on its device. All ranks call it together."""
+        """Return the mean over ranks, without gradient, on the value's device. All ranks must call it."""
         mean = value.detach().clone()
         dist.all_reduce(mean)
         return mean / self.world_size
 
     @property
     def earlier_run(self) -> Path | None:
-        """The run directory of an earlier attempt at this job; None: this is the first, or none came so far."""
+        """The run directory of an earlier attempt of this job (torchrun restarts); None if there was none."""
         if self.job_store is None or not self.job_store.check(["directory"]):
             return None
         return Path(self.job_store.get("directory").decode())
 
     def begin_run(self, output_dir: Path, step: int = 0, at_end: Callable[[], None] = lambda: None) -> None:
-        """From now on status.json in `output_dir` says how the run stands, whichever rank ends it (and then calls
-        `at_end`), and an attempt after this one goes on there."""
+        """Keep status.json in `output_dir` current from now on. The rank that ends the run calls `at_end`. If torchrun
+        restarts the ranks, the next attempt resumes in this directory."""
         self.status = RunStatus(output_dir, at_end, step)
         if self.is_main and self.job_store is not None:
             self.job_store.set("directory", os.path.abspath(output_dir))
         if self.is_main:
             self.status.write("running")
-        dist.barrier()  # a rank that fails at once must not have its "failed" overwritten
+        dist.barrier()  # otherwise "running" could overwrite the "failed" of a rank that fails at once
 
     def note_step(self, step: int) -> None:
-        """Optimizer steps done so far, for status.json."""
+        """Tell status.json the number of completed optimizer steps."""
         if self.status is not None:
             self.status.note_step(step, writes=self.is_main)
 
     def describe(self, rows: int, micro_batches: int, global_batch: int, unit: str = "row") -> str:
-        """Say which devices the ranks have, and how parameters and batches are distributed; all ranks call it.
+        """Return a text about the devices, and how parameters and batches are distributed. All ranks must call it.
 
         Args:
-            rows: samples, or packed sequences, of one micro-batch of one rank.
-            micro_batches: of one optimizer step of one rank.
-            global_batch: samples, or packed sequences, of one optimizer step of all ranks.
-            unit: what these are: "row", a sample, or "pack", a packed sequence.
+            rows: samples, or packed sequences, per micro-batch of one rank.
+            micro_batches: number per optimizer step of one rank.
+            global_batch: samples, or packed sequences, per optimizer step of all ranks.
+            unit: "row" if these are samples, "pack" if they are packed sequences.
         """
         notes: list[Any] = [None] * self.world_size
         dist.all_gather_object(notes, self.device_note)
         shards, is_offloaded = self.mesh["shard"].size(), self.storage_device != self.device
         product = f"ranks ({self.world_size}) x micro-batch ({rows}) x accumulation ({micro_batches})"
-        if global_batch != self.world_size * rows * micro_batches:  # of a run that was begun on other ranks
+        if global_batch != self.world_size * rows * micro_batches:  # the resumed run began on another number of ranks
             product = f"as before, at most {rows} per rank and micro-batch"
         lines = [
             *[f"Mesh: replicate {self.world_size // shards} x shard {shards}"] * (self.world_size > 1),
@@ -155,20 +155,20 @@ def start(
     memory_fraction: float | None = None,
     timeout_seconds: float = 1800.0,
 ) -> Iterator[Runtime]:
-    """Start the process group, and end the process as `runtime.exit` says if the block fails.
+    """Start the process group, and end the process as described in `runtime.exit` if the block fails.
 
     Args:
-        device: auto is CUDA when there is a GPU, else the CPU.
-        shard_degree: ranks that share one copy of the model; world: all, node: those of one node.
+        device: auto is CUDA if there is a GPU, else the CPU.
+        shard_degree: number of ranks that share one copy of the model; world: all ranks, node: those of one node.
         cpu_offload: keep parameters and optimizer state in host memory.
-        memory_fraction: largest share of its GPU's memory that each rank may allocate; None: all.
+        memory_fraction: largest share of its GPU's memory that each rank may allocate, 0 to 1; None: all.
         timeout_seconds: how long a rank waits for others.
 
     Yields:
         The Runtime. NCCL carries CUDA tensors, gloo CPU tensors.
 
     Raises:
-        UserError: more processes than GPUs, or ranks that do not divide into groups.
+        UserError: there are more processes than GPUs, or the ranks cannot be divided into groups of that size.
     """
     names = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
     rank, world_size, local_rank, local_world_size = (int(os.environ.get(*name)) for name in names.items())
@@ -182,7 +182,7 @@ def start(
     def end(error: BaseException) -> NoReturn:
         status, explainer = (runtime.status, runtime.explainer) if runtime is not None else (None, None)
         describe_lost = watchdog.describe_lost if watchdog is not None else str
-        exit_process(error, rank, store, status, signals.told_to_end, describe_lost, explainer)
+        exit_process(error, rank, store, status, signals.end_requested, describe_lost, explainer)
 
     with signals.listening(end):
         try:
@@ -191,10 +191,10 @@ def start(
                 store, job_store = _meet(rank, world_size, timeout_seconds)
             place = pick_device(device, torch.cuda.device_count(), local_rank, local_world_size)
             storage = torch.device("cpu") if cpu_offload else place
-            # torchrun sets 1, which would leave cores idle where weights are computed on or updated by the CPU.
+            # torchrun sets 1. That leaves cores idle if the CPU computes or updates the weights.
             if storage.type == "cpu" and local_world_size > 1 and os.environ.get("OMP_NUM_THREADS", "1") == "1":
                 torch.set_num_threads(max(1, cores() // local_world_size))
-            # Compiled 16-bit matmuls on the CPU, one for each shape; oneDNN's own 1,024 take 0.9 GiB, these half.
+            # oneDNN compiles a 16-bit matmul per shape on the CPU. Its default, 1,024, takes 0.9 GiB; this takes half.
             os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128")
             degree = resolve_degree(shard_degree, world_size, local_world_size)
             note = take_device(place, memory_fraction)
@@ -203,7 +203,7 @@ def start(
             dist.init_process_group(backend, None, timeout, world_size, rank, store, device_id=device_id)
             mesh = mesh_over(place.type, world_size, degree)
             for group in mesh.get_all_groups():
-                _set_pg_timeout(timeout, group)  # init_device_mesh takes torch's: 10 min with NCCL
+                _set_pg_timeout(timeout, group)  # init_device_mesh uses torch's default: 10 min with NCCL
             places = (rank, world_size, local_rank, local_world_size, place, storage)
             runtime = Runtime(*places, note, mesh, store, job_store, signals=signals)
             if world_size > 1:
@@ -213,7 +213,7 @@ def start(
                     yield runtime
                 except Stopped as stopped:
                     if stopped.agreed:
-                        dist.barrier()  # a rank that left earlier would be taken for one that died during the save
+                        dist.barrier()  # a rank that exits earlier would look like one that died during the save
                     raise
                 dist.barrier()
             if runtime.is_main and runtime.status is not None:
@@ -228,14 +228,14 @@ def start(
 
 
 def mesh_over(device_type: str, world_size: int, degree: int) -> DeviceMesh:
-    """All ranks as copies of the model x the `degree` ranks that share one."""
+    """Return a mesh of [copies of the model, `degree` ranks that share one copy]."""
     copies = world_size // degree
     shape, names = ((copies, degree), ("replicate", "shard")) if copies > 1 else ((degree,), ("shard",))
     return init_device_mesh(device_type, shape, mesh_dim_names=names)
 
 
 def resolve_degree(shard_degree: int | str, world_size: int, local_world_size: int) -> int:
-    """Ranks that share one copy of the model. Raises UserError where they do not divide into such groups."""
+    """Return the number of ranks that share one copy. Raises a UserError if it does not divide the number of ranks."""
     if shard_degree == "world":
         return world_size
     degree = local_world_size if shard_degree == "node" else int(shard_degree)
@@ -245,9 +245,9 @@ def resolve_degree(shard_degree: int | str, world_size: int, local_world_size: i
 
 
 def _silence_libraries(rank: int) -> None:
-    """Keep what users cannot act on off the screen; rank 0 keeps warnings, the others say nothing twice."""
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # forking after its threads started prints a warning
-    # NCCL's word on single sends, which is how weights are handed out and collected.
+    """Hide warnings of libraries that users cannot act on. Only rank 0 shows the other warnings."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # it warns about forks after its threads started
+    # NCCL warns about single sends, which distribute and collect weights here.
     os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
     from transformers.utils import logging as transformers_logging
 
@@ -258,11 +258,11 @@ def _silence_libraries(rank: int) -> None:
 
 
 def _meet(rank: int, world_size: int, seconds: float) -> tuple[dist.Store, dist.Store]:
-    """Wait for all ranks at the address that torchrun has set; this attempt's store, and the one of all attempts.
+    """Wait for all ranks at torchrun's address. Return the store of this attempt and the store of all attempts.
 
-    torchrun's agent keeps the store, so what is written there outlives the ranks: an attempt finds the run directory
-    of the one before. For everything else each attempt needs a name. torchrun's count of restarts is none, as each node
-    counts its own. So rank 0 makes a name up and answers each rank's question, which has a number of this attempt.
+    torchrun's agent runs the store, so it outlives the ranks: an attempt finds the run directory of the one before. All
+    other keys need the name of the attempt as a prefix. torchrun's restart count cannot be that name, because each node
+    has its own count. So rank 0 invents a name and sends it to each rank through the store.
     """
     timeout, name = max(seconds, LEAST_SECONDS_TO_START), uuid.uuid4().hex
     shared, _, _ = next(iter(dist.rendezvous("env://", rank, world_size, timeout=timedelta(seconds=timeout))))

@@ -1,11 +1,11 @@
-"""How a run is asked to stop: SIGTERM, SIGHUP, Ctrl-C or --stop_after; the training loop ends between two steps.
+"""Requests to stop a run: SIGTERM, SIGHUP, Ctrl-C or --stop_after. The training loop stops between two steps.
 
-Outside the loop a signal ends the process at once. Inside, it is noted; every rank puts `asked()` among the numbers
-that are gathered once per step, and `agreed()` of that column is the same on all of them.
+Outside the loop a signal ends the process at once. Inside the loop it is only stored: every rank gathers `asked()` with
+its other numbers once per step, and `agreed()` of the gathered column gives the same answer on all ranks.
 
-A rank that waits for others inside gloo or NCCL does not run Python's signal handlers. So a thread reads the numbers of
-signals from a socket that CPython's C handler writes to. It ends the process by itself if the main thread cannot, and
-at a second Ctrl-C.
+A rank that waits for others inside gloo or NCCL does not run Python's signal handlers. So a thread reads the signal
+numbers from a socket that CPython's C handler writes to. The thread ends the process if the main thread cannot, and at
+a second Ctrl-C.
 """
 
 import math
@@ -28,32 +28,32 @@ from llama_ft.runtime.exit import Stop, Stopped
 
 NAMES = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C", signal.SIGHUP: "SIGHUP"}
 SIGNALS: dict[int, Stop] = {number: Stop(128 + number, name) for number, name in NAMES.items()}
-TIME_IS_UP = 0.5  # in the gathered column; smaller than the number of any signal (SIGHUP is 1), which goes first
-SECONDS_OF_ONE_CTRL_C = 0.5  # launchers may deliver the same Ctrl-C twice
+TIME_IS_UP = 0.5  # in the gathered column; a signal wins, because its number is larger (SIGHUP is 1)
+SECONDS_OF_ONE_CTRL_C = 0.5  # launchers may deliver one Ctrl-C twice
 SECONDS_BETWEEN_LOOKS = 0.25
-SECONDS_TO_REACT, SECONDS_TO_CLOSE = 2.0, 20.0  # outside the loop: to leave C++, and then to close trackers
+SECONDS_TO_REACT, SECONDS_TO_CLOSE = 2.0, 20.0  # outside the loop: time to return from C++, then to close trackers
 
 
 class StopSignals:
-    """Whether this process is asked to stop."""
+    """The requests to stop this process."""
 
     def __init__(self) -> None:
-        self.told_to_end = threading.Event()  # set by the first of SIGNALS
+        self.end_requested = threading.Event()  # set by the first signal
         self._phase: Literal["at once", "between steps", "closing"] = "at once"
-        self._error: BaseException | None = None  # what this process is ending with
+        self._error: BaseException | None = None  # the error that is ending this process
         self._signal, self._signal_time = 0, math.inf
         self._stop_after, self._deadline = "", math.inf
 
     @contextmanager
     def listening(self, end: Callable[[BaseException], NoReturn]) -> Iterator[None]:
-        """Take SIGNALS while the block runs; from its thread, `end` ends the process after an error."""
+        """Handle SIGNALS while the block runs. `end` ends the process after an error; a thread may call it."""
         reader, writer = socket.socketpair()
         writer.setblocking(False)
         ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else set()  # by nohup
         handlers = {number: signal.signal(number, self._interrupt) for number in SIGNALS.keys() - ignored}
         wakeup = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
 
-        def forget() -> None:  # a forked process must not report its own signals through our socket
+        def forget() -> None:  # a forked process must not report its signals through our socket
             if reader.fileno() >= 0:
                 signal.set_wakeup_fd(-1)
                 for number in handlers:
@@ -74,7 +74,7 @@ class StopSignals:
 
     @contextmanager
     def between_steps(self, stop_after: str | None) -> Iterator[None]:
-        """Let what asks to stop, a signal or --stop_after, wait for `agreed` while the training loop runs."""
+        """Until the block ends, a signal or --stop_after does not interrupt: it waits for the next call of `agreed`."""
         if stop_after is not None:
             self._stop_after = stop_after
             self._deadline = time.monotonic() + parse_duration(stop_after) - seconds_running()
@@ -89,20 +89,21 @@ class StopSignals:
             self._interrupt(self._signal)
 
     def asked(self) -> float:
-        """What asks this rank to stop, as a number to gather from all ranks; 0: nothing."""
+        """Return a number to gather from all ranks: the request to stop this rank, or 0 if there is none."""
         return self._signal or (TIME_IS_UP if time.monotonic() > self._deadline else 0)
 
     def agreed(self, asked: torch.Tensor) -> Stop | None:
-        """Why all ranks stop after this step, if they do; of every rank's `asked()`."""
+        """Return why all ranks must stop after this step, or None. `asked` holds every rank's `asked()`,
+        [world_size]."""
         number = float(asked.max())
         return None if number == 0 else SIGNALS.get(int(number)) or Stop(0, f"--stop_after {self._stop_after}")
 
     def closing(self, error: BaseException) -> None:
-        """From now on nothing interrupts the main thread, which ends with an error."""
+        """Stop interrupting the main thread, which is ending with an error."""
         self._error, self._phase = error, "closing"
 
     def _interrupt(self, number: int, *_: object) -> None:
-        """The handler of all SIGNALS, in the main thread."""
+        """Handle any of SIGNALS in the main thread."""
         if self._phase == "at once" and self._error is None:
             self._error = KeyboardInterrupt() if number == signal.SIGINT else Stopped(SIGNALS[number])
             raise self._error
@@ -114,11 +115,11 @@ class StopSignals:
             if is_ready and not numbers:
                 return
             waited = time.monotonic() - self._signal_time  # -inf before the first signal
-            for number in SIGNALS.keys() & set(numbers):  # whatever else has a handler in Python comes here, too
+            for number in SIGNALS.keys() & set(numbers):  # the socket also gets other signals
                 if not self._signal:
                     self._signal, self._signal_time = number, time.monotonic()
-                    self.told_to_end.set()  # the last: who waits for it may ask which signal it was
-                # SIGTERM may come twice to a healthy rank, but not after Ctrl-C: torchrun makes it of the second one.
+                    self.end_requested.set()  # set last: a thread that waits for it may then read which signal it was
+                # A healthy rank may get SIGTERM twice. After Ctrl-C it means that torchrun got a second Ctrl-C.
                 elif signal.SIGINT in (number, self._signal) and waited > SECONDS_OF_ONE_CTRL_C:
                     end(self._error or Stopped(Stop(130, "a second Ctrl-C, without saving")))
             if self._phase == "at once" and waited > (SECONDS_TO_REACT if self._error is None else SECONDS_TO_CLOSE):
@@ -126,7 +127,7 @@ class StopSignals:
 
 
 def seconds_running() -> float:
-    """Since torchrun started, whose restarts of the ranks take from the same time; without it, since this process."""
+    """Return the seconds since torchrun started (restarts do not reset them), or since this process started."""
     process = os.getppid() if dist.is_torchelastic_launched() else os.getpid()
     fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     return time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")

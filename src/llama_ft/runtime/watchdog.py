@@ -1,9 +1,9 @@
-"""A thread on each rank that finds ranks which hang or have ended, and ends the job naming them.
+"""A thread on each rank that finds ranks which hang or have ended, and ends the job with a message that names them.
 
-A rank that waits in a collective shows it: its main thread stays where it is and it begins no further collective. Every
-two seconds each rank's watchdog writes to the rendezvous store what it sees, and nothing is done per step. When a rank
-has waited for the time-out, its watchdog reads what the others have written. A rank whose watchdog writes no more is
-stopped or gone; one that does not wait hangs in its own code, at the line that its watchdog wrote.
+A rank that waits in a collective can be recognized: its main thread does not move and starts no further collective.
+Every two seconds the watchdog writes what it sees to the rendezvous store; a training step does nothing for it. If a
+rank has waited for the timeout, its watchdog reads the other reports. If a report is old, that rank is stopped or dead.
+If a rank does not wait, it hangs in its own code, at the line in its report.
 """
 
 import contextlib
@@ -28,28 +28,28 @@ from llama_ft.runtime.out_of_memory import KILLED, KILLED_BY, host_memory
 
 SECONDS_BETWEEN_LOOKS, SECONDS_OF_SILENCE = 2.0, 5.0
 TORCH = str(Path(torch.__file__).parent) + os.sep
-SKIPPED_FRAMES = (TORCH, str(Path(__file__).parent) + os.sep, contextlib.__file__, "<frozen")  # whose lines say nothing
+SKIPPED_FRAMES = (TORCH, str(Path(__file__).parent) + os.sep, contextlib.__file__, "<frozen")  # not the cause
 
 
 class Report(NamedTuple):
-    """What a rank's watchdog sees, and when."""
+    """What the watchdog of a rank sees, and when."""
 
     time: float
     host: str
     pid: int
-    waits: bool  # its main thread
-    collectives: int  # begun so far
-    place: str  # of its main thread
+    waits: bool  # its main thread waits
+    collectives: int  # number of collectives started so far
+    place: str  # source line of its main thread
 
 
 class Watchdog(threading.Thread):
-    """Watches this process's main thread inside a `with` block; every rank has one.
+    """Watches this process's main thread inside a `with` block. Every rank has one.
 
     Args:
         store: this attempt's store.
-        mesh: on whose process groups ranks wait for each other.
+        mesh: the mesh whose process groups are watched.
         seconds: how long a rank may wait for others.
-        end: ends this process after an error, from any thread.
+        end: ends this process after an error; any thread may call it.
     """
 
     def __init__(
@@ -60,31 +60,31 @@ class Watchdog(threading.Thread):
         groups = {group.group_name: group for group in (dist.group.WORLD, *mesh.get_all_groups()) if group}
         self._groups, self._device, self._seconds, self._end = [*groups.values()], mesh.device_type, seconds, end
         self._processes, self._ended = dict[int, int](), threading.Event()
-        self._state, self._since = object(), time.monotonic()  # when it was first seen
+        self._state, self._since = object(), time.monotonic()  # and when this state was first seen
 
     def __enter__(self) -> None:
         self._look()
         first = dist.get_rank() - int(os.environ.get("LOCAL_RANK", 0))
         here = range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
-        self._processes = {rank: self._report(rank).pid for rank in here}  # of this node
+        self._processes = {rank: self._report(rank).pid for rank in here}  # process ids of this node's ranks
         self.start()
 
     def __exit__(self, *_: object) -> None:
-        """Python aborts a process that ends while a thread is inside the store's C++."""
+        """Stop the thread. Python aborts a process that exits while a thread is inside the store's C++ code."""
         self._ended.set()
         self.join(SECONDS_OF_SILENCE)
 
     def run(self) -> None:
-        """Look again and again, until the store is gone with its host: then torchrun ends the rank."""
+        """Check every two seconds until the store and its host are gone; then torchrun ends this rank."""
         with contextlib.suppress(RuntimeError, ConnectionError):
             while not self._ended.wait(min(SECONDS_BETWEEN_LOOKS, self._seconds / 10)):
                 self._look()
-                lost = self.describe_lost()  # a rank that waits on its GPU for others hears nothing of their end
+                lost = self.describe_lost()  # NCCL does not tell a rank that waits on its GPU about a peer's end
                 if (lost or self._store.check([FAILURE_KEY])) and not self._ended.is_set():
                     self._end(LostRank(f"lost contact with another rank: {lost}"))
 
     def describe_lost(self) -> str:
-        """Which rank of this node has ended, for people; "" if none has."""
+        """Return a message about a rank of this node that has ended; "" if none has."""
         for rank, pid in self._processes.items():
             if not Path(f"/proc/{pid}").exists():
                 why = f"most likely {KILLED}. {KILLED_BY}\n{host_memory() or ''}"
@@ -107,10 +107,10 @@ class Watchdog(threading.Thread):
         return Report(*json.loads(self._store.get(f"watchdog/{rank}")))
 
     def _state_at(self, frame: FrameType | None, collectives: int) -> object:
-        """What stays equal only while this rank waits.
+        """Return a state that stays equal only while this rank waits.
 
-        With CUDA collectives are queued, and waited for at any line that needs a number on the host: so there it is the
-        line, and that no memory has been allocated meanwhile, which all computing does.
+        CUDA collectives are queued, and the host waits for them at any line that reads a number. So with CUDA the state
+        is the current line and the number of allocations: any computation allocates memory.
         """
         if frame and self._device == "cuda" and frame.f_code.co_filename != threading.__file__:  # for a thread
             allocations = torch.cuda.memory_stats().get("allocation.all.allocated", 0)
@@ -123,10 +123,10 @@ class Watchdog(threading.Thread):
 
 
 def describe_hang(reports: Sequence[Report], asker: int, seconds: float) -> str:
-    """The message that names the ranks which did not arrive, by every rank's newest report; rank `asker` waits."""
+    """Return a message that names the missing ranks, from the reports of all ranks. Rank `asker` is waiting."""
     furthest = max(report.collectives for report in reports)
     missing = [rank for rank, report in enumerate(reports) if not report.waits]
-    # If each waits for another, those with fewer collectives have not come as far as the others.
+    # If all ranks wait, the ranks with fewer collectives are behind the others.
     missing = missing or [rank for rank, report in enumerate(reports) if report.collectives < furthest]
     names = ", ".join(map(str, missing))
     head = f"rank {names} did not arrive; the others have waited" if missing else "all ranks wait"
@@ -140,7 +140,7 @@ def describe_hang(reports: Sequence[Report], asker: int, seconds: float) -> str:
 
 
 def place(frame: FrameType | None) -> str:
-    """The innermost line outside torch and the runtime, as `file:line in function`."""
+    """Return the innermost line outside torch and the runtime, as `file:line in function`."""
     while frame is not None and frame.f_code.co_filename.startswith(SKIPPED_FRAMES):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}" if frame else "an unknown line"

@@ -39,6 +39,7 @@ from llama_ft.training.objective import (
     target_losses,
 )
 from llama_ft.training.reference import AdapterOff, Reference, StoredReference
+from llama_ft.training.reward import RewardModeling
 
 LARGEST_LOG_PROBABILITY = -1e-6  # a mean per token; at 0 the odds would be infinite
 
@@ -89,6 +90,8 @@ def build_objective(config: Config) -> Objective:
     """Make what `--objective` names."""
     if config.preference.objective == "sft":
         return SupervisedFineTuning(config.train.label_smoothing_factor)
+    if config.preference.objective == "reward":
+        return RewardModeling(config.preference.center_rewards_coefficient)
     is_stored = stores_reference(SimpleNamespace(**values_of(config)))
     reference = StoredReference() if is_stored else AdapterOff()
     if config.preference.objective == "kto":
@@ -115,7 +118,7 @@ class Preferences:
 
     def __init__(self, settings: PreferenceConfig, reference: Reference | None = None) -> None:
         self._settings, self._loss = settings, LOSSES[settings.objective]
-        self._is_mean = settings.objective != "dpo"
+        self._is_mean = settings.objective in ("simpo", "orpo")
         compared = AdapterOff() if reference is None else reference
         self.reference = compared if settings.objective in WITH_REFERENCE else None
 
@@ -135,6 +138,9 @@ class Preferences:
         scores = self._per_row(row_log_probabilities(losses, batch, with_prompts), batch)  # [rows]
         chosen, rejected = (scores - reference)[: 2 * count].view(-1, 2).unbind(1)  # [pairs]
         pairs = Pairs(chosen, rejected)
+        if settings.objective == "ipo":  # its loss is of means per token; what is logged, as in TRL, of sums
+            tokens = sent(row_targets(batch), runtime.device)[: 2 * count].view(-1, 2)
+            pairs = Pairs(chosen / tokens[:, 0], rejected / tokens[:, 1])
         if has_nll:
             of_rows = self._per_row(-row_log_probabilities(losses, with_prompts, with_prompts), with_prompts)
             pairs = pairs._replace(nll=of_rows[: 2 * count : 2])
@@ -158,7 +164,7 @@ class Preferences:
         return LossSum(loss, count, sums)
 
     def _per_row(self, sums: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """Sums over the targets of each row, or means with all losses but dpo, float32 [rows]."""
+        """Sums over the targets of each row, or means with simpo and orpo, float32 [rows]."""
         return sums / sent(row_targets(batch), sums.device) if self._is_mean else sums
 
 
