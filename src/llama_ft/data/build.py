@@ -44,7 +44,7 @@ FEATURES = Features(
         "desirable": Value("bool"),
     }
 )
-# What people should know of an example of a completion beside its place: by its label, and whether it is the second.
+# What people should know of an example of a completion: by its label, and whether it is the second of its sample.
 OTHER = ", with another completion"
 NOTES: dict[tuple[bool | None, int], str]
 NOTES = {(True, 0): ", desirable", (False, 0): ", undesirable", (True, 1): OTHER, (False, 1): OTHER}
