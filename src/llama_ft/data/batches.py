@@ -336,8 +336,10 @@ def pad_token_id(tokenizer: PreTrainedTokenizerBase, vocabulary_size: int | None
 
 
 def row_lengths(dataset: Dataset) -> numpy.ndarray:
-    """Return the tokens of each sample, from the offsets of the Arrow lists, without reading any token. A row with
-    another completion counts at least as much as the sample's own: at most half of a packed sequence is trained on."""
+    """Return the tokens of each sample, from the offsets of the Arrow lists, without reading any token. An example with
+    another completion counts at least as much as the sample's own: of a full packed sequence at most half is then
+    trained on, as planned.
+    """
     table = dataset.with_format("arrow")[:]
     lengths = pyarrow.compute.list_value_length(table["input_ids"]).to_numpy()
     is_own = table["desirable"].is_valid().to_numpy()

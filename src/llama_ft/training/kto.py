@@ -41,14 +41,15 @@ class Kto:
         completion."""
         settings, count = self._settings, len(batch.sources) // 2
         own, others = every_second(batch, 0), every_second(batch, 1)
-        reference = self.reference.log_probabilities(model, batch, runtime)  # [rows]
-        apart = score_rows(model, others, runtime)[:count] - reference[1::2][:count]
+        # One half after the other, and before the activations of the forward pass with gradient: less memory.
+        reference, of_others = (self.reference.log_probabilities(model, it, runtime)[:count] for it in (own, others))
+        apart = score_rows(model, others, runtime)[:count] - of_others  # [samples]
         # Ranks may have different numbers of samples, or none.
         total, samples = runtime.mean_over_ranks(torch.stack([apart.sum(), apart.new_full((), count)])).unbind()
         divergence = (total / samples.clamp(min=1 / runtime.world_size)).clamp(min=0)
         losses, balance = target_losses(model, own, runtime.device, per_token=True)
         scores = row_log_probabilities(losses, own)[:count]  # [samples]
-        ratios = scores - reference[::2][:count]
+        ratios = scores - reference
         chosen = sent(torch.tensor(own.desirable, dtype=torch.float32), runtime.device)  # 1 or 0
         weights = settings.desirable_weight * chosen + settings.undesirable_weight * (1 - chosen)
         loss = (weights * torch.sigmoid(settings.beta * (divergence - ratios) * (2 * chosen - 1))).sum()

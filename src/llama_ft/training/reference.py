@@ -234,8 +234,10 @@ class ReferencePass:
         size, pack_length = self._config.train.batch_size_training, self._pack_length
         sizes = self._runtime.world_size, self._runtime.rank, size, 0  # 0: all of them
         for rows in filter(None, (self._dataset.train, self._dataset.validation)):
-            for indices in evaluation_batches(row_lengths(rows), *sizes, pack_length, group_size(rows)):
-                yield collate(rows, indices, self._pad_token_id, pack_length is not None)
+            group = group_size(rows)
+            for indices in evaluation_batches(row_lengths(rows), *sizes, pack_length, group):
+                for place in range(group):  # one example of each sample at a time: KTO's training holds no more
+                    yield collate(rows, indices[place::group], self._pad_token_id, pack_length is not None)
 
 
 def check_same_tokens(name: str, theirs: PreTrainedTokenizerBase, ours: PreTrainedTokenizerBase) -> None:
