@@ -62,8 +62,8 @@ def test_first_bad_rows_are_reported_together(llama3: PreTrainedTokenizerFast, t
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ({"validation": "1.5"}, "expected a fraction between 0 and 1"),
-        ({"validation": "0.0001"}, "my.jsonl: the fraction leaves no sample for validation"),
+        ({"validation": "1.5"}, "my.jsonl: no sample is left for train"),
+        ({"validation": "0.0001"}, "my.jsonl: no sample is left for validation"),
         ({"context_length": 8}, "my.jsonl: no sample is left for train: 3 are longer than --context_length 8"),
         (
             {"validation": "bad.jsonl", "skip_bad_rows": True},

@@ -95,7 +95,6 @@ def prepare(
     vocabulary_size: int | None = None,
     add_tokens: bool = False,
     use: Split = "train",
-    verify: bool = True,
     examples: ExamplesOf = one_example,
 ) -> TokenizedData:
     """Tokenize the data that `config` names, or take them from the cache.
@@ -112,7 +111,6 @@ def prepare(
         vocabulary_size: of the model. A tokenizer may have larger ids if no sample has them. None: not checked.
         add_tokens: new tokens get embeddings in the model, so special tokens of the chat template may be added.
         use: purpose of config.dataset, which is returned as `train`: validation selects its validation split.
-        verify: compare cached files with their checksums. One process per node does that.
         examples: makes the examples of a sample, `Objective.examples`.
 
     Raises:
@@ -120,8 +118,6 @@ def prepare(
     """
     opened = partial(open_source, config=config, tokenizer=tokenizer, cache=cache)
     source, fraction = reshaped(opened(config.dataset, use), config, config.max_samples), as_fraction(config.validation)
-    if fraction is not None and not 0 < fraction < 1:
-        raise UserError(f"--validation {fraction}: expected a fraction between 0 and 1, such as 0.05, or a file.")
     held_out: Source | None = None
     if want_validation and fraction is None:
         brings_one = not config.validation and brings_validation(config.dataset, config.streaming)
@@ -132,7 +128,7 @@ def prepare(
         note = ensure_chat_template(tokenizer, config.chat_template, add_tokens)
         summary = [note, *summary] if note else summary
     encoder = Encoder(tokenizer, context_length, config.truncation, config.labels)
-    report, folder = _tokenized(_Job(source, held_out, fraction, config, encoder, examples), cache, verify)
+    report, folder = _tokenized(_Job(source, held_out, fraction, config, encoder, examples), cache)
     if not want_validation:
         report = replace(report, validation=None)
     for split in filter(None, (report.train, report.validation)):
@@ -168,7 +164,7 @@ def _look_at_formats(source: Source, validation: Source | None, wanted: str) -> 
     return kinds, lines
 
 
-def _tokenized(job: _Job, cache: Path, verify: bool) -> tuple[BuildReport, Path]:
+def _tokenized(job: _Job, cache: Path) -> tuple[BuildReport, Path]:
     """Return the counts and the directory of the tokenized samples, from the cache or newly made.
 
     With streaming these are the validation samples, if there are any.
@@ -180,7 +176,7 @@ def _tokenized(job: _Job, cache: Path, verify: bool) -> tuple[BuildReport, Path]
     folder = cache / "tokenized" / _key(job, f"{code.hexdigest()} {job.config.streaming}")
     report = BuildReport(SplitStatistics())
     if job.validation or not job.config.streaming:
-        build_once(folder, lambda temporary: _build(temporary, job), verify)
+        build_once(folder, lambda temporary: _build(temporary, job))
         report = BuildReport.load(folder / "meta.json")
     if job.config.streaming:
         config = replace(job.config, skip_bad_rows=False)
@@ -231,14 +227,10 @@ def _build(folder: Path, job: _Job) -> None:
     written = {name: split.close() for name, split in splits.items()}
     for name, statistics in written.items():
         if not statistics.rows:
-            if not (statistics.skipped or bad.count):
-                raise UserError(
-                    f"{names[name]}: the fraction leaves no sample for {name}. Use more data or another one."
-                )
             raise UserError(
                 f"{names[name]}: no sample is left for {name}: {statistics.skipped:,} are longer than "
                 f"--context_length {job.encoder.context_length} (see --truncation) or have no tokens in the loss, "
-                f"{bad.count:,} are bad.\nUse other data, a larger fraction, or --run_validation False."
+                f"{bad.count:,} are bad.\nUse other data, another fraction, or --run_validation False."
             )
     train = written.get("train", SplitStatistics())
     BuildReport(train, written.get("validation"), bad.count, bad.first, sample).save(folder / "meta.json")
