@@ -37,7 +37,7 @@ def test_rows_come_out_as_tokens_labels_counts_and_places(llama3: PreTrainedToke
     assert row["target_tokens"] == 2 == sum(label != -100 for label in row["labels"])
     assert data.train.features["input_ids"].feature.dtype == "int32"
     assert data.validation is None
-    assert data.chat_sample == [
+    assert data.report.chat_sample == [
         {"role": "user", "content": "Hi 0"},
         {"role": "assistant", "content": "yes"},
     ]

@@ -50,10 +50,10 @@ def from_text(setting: Setting, text: str) -> Any:
         return MODES.get(text.lower(), text)
     if setting.optional and text.lower() in ("none", "null"):
         return None
+    is_list, node = text.startswith("[") and text.endswith("]"), None
+    with suppress(yaml.YAMLError):  # [*.jsonl] is a pattern of names
+        node = yaml.compose(text, Loader=yaml.SafeLoader) if is_list else None
     if setting.kind in ("names", "names or pattern") and text:
-        is_list, node = text.startswith("[") and text.endswith("]"), None
-        with suppress(yaml.YAMLError):  # [*.jsonl] is none
-            node = yaml.compose(text, Loader=yaml.SafeLoader) if is_list else None
         inside = text[1:-1] if is_list else text
         items = [item for item in (item.strip().strip("'\"") for item in inside.split(",")) if item]
         items = _texts(node) or items  # which has quoted texts with their commas
@@ -61,12 +61,8 @@ def from_text(setting: Setting, text: str) -> Any:
         # plain names become a list, patterns and the keyword all-linear stay as they are.
         is_pattern = text == "all-linear" or not all(PLAIN_NAME.fullmatch(item) for item in items)
         return text if setting.kind == "names or pattern" and is_pattern else items
-    if setting.kind == "data" and text.startswith("["):
-        try:
-            parts = _parts(yaml.compose(text, Loader=yaml.SafeLoader))
-        except yaml.YAMLError:
-            parts = None
-        return text if parts in (None, {}) else parts  # [1]*.jsonl is a name
+    if setting.kind == "data" and node is not None:
+        return _parts(node)
     return os.path.expanduser(text) if setting.kind in ("text", "data") else text
 
 

@@ -18,7 +18,7 @@ from llama_ft.config import DataConfig, as_fraction
 from llama_ft.data.build import BadRows, SplitWriter, chunks_of, encode_chunks
 from llama_ft.data.cache import build_once
 from llama_ft.data.chat_template import ensure_chat_template
-from llama_ft.data.formats import FORMATS, BadRow, Message, find_format
+from llama_ft.data.formats import FORMATS, BadRow
 from llama_ft.data.reshape import reshaped
 from llama_ft.data.sources import Source, Split, brings_validation, open_source
 from llama_ft.data.statistics import BuildReport, SplitStatistics, describe, warnings_of
@@ -42,7 +42,6 @@ class TokenizedData:
 
     train: Dataset | None
     validation: Dataset | None
-    chat_sample: list[Message] | None  # of the validation, else training set; it ends with the reference response
     summary: list[str]  # lines for the log
     report: BuildReport  # all counts
     stream: tuple[Source, Encoder, ExamplesOf] | None = None
@@ -139,7 +138,6 @@ def prepare(
     return TokenizedData(
         train=None if config.streaming else Dataset.from_file(str(folder / "train.arrow")),
         validation=Dataset.from_file(str(folder / "validation.arrow")) if report.validation else None,
-        chat_sample=report.chat_sample,
         summary=summary,
         report=report,
         stream=(source, encoder, examples) if config.streaming else None,
@@ -150,10 +148,8 @@ def _look_at_formats(source: Source, validation: Source | None, wanted: str) -> 
     """Return the types of the first samples' contents (list: a chat), and a line on format and columns per part."""
     kinds, lines = set[type](), list[str]()
     for part in [*(source.parts or (source,)), *([validation] if validation else [])]:
-        rows = part.first_rows()
-        columns = {column for row in rows for column in row}
-        row_format = find_format(part.name, columns, wanted)
-        for row in rows:
+        row_format, columns = part.row_format(wanted), part.columns
+        for row in part.first_rows:
             with suppress(BadRow, LookupError, TypeError, AttributeError, ValueError):
                 kinds.add(type(FORMATS[row_format].read(row)))
         known = [*FORMATS[row_format].required, *FORMATS[row_format].optional]

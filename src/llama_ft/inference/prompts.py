@@ -15,15 +15,7 @@ import torch.distributed as dist
 from llama_ft.config.data_names import data_problem
 from llama_ft.config.settings import DataConfig
 from llama_ft.data.files import rows_of_file
-from llama_ft.data.formats import (
-    ROLES,
-    BadRow,
-    Row,
-    alpaca_messages,
-    chat_messages,
-    prompt_completion,
-    tools_of,
-)
+from llama_ft.data.formats import ROLES, BadRow, Row, alpaca_messages, chat_messages, prompt_completion, tools_of
 from llama_ft.data.reshape import reshaped
 from llama_ft.data.sources import Source
 from llama_ft.errors import RunFailure, UserError
@@ -140,12 +132,9 @@ def answer_prompts(
             for index, (row, _) in enumerate(prompts[start:stop]):
                 answer = everyone[index % job.world_size][index // job.world_size]
                 truncated += answer.is_truncated
+                line = json.dumps({**row, "answer": answer.text}, ensure_ascii=False, default=str)
                 if job.is_main:
-                    print(
-                        json.dumps({**row, "answer": answer.text}, ensure_ascii=False, default=str),
-                        file=out,
-                        flush=True,
-                    )
+                    print(line, file=out, flush=True)
             start = stop
             log.info(f"{start} of {len(prompts)} prompts answered")
     return truncated
