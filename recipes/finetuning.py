@@ -55,7 +55,6 @@ def main(**flags: str) -> None:
                 want_validation=config.train.run_validation,
                 vocabulary_size=None if config.model.resize_embeddings else stored_vocabulary,
                 add_tokens=config.model.resize_embeddings,
-                verify=job.local_rank == 0,
                 examples=objective.examples,
             )
         new_tokens = models.find_new_tokens(tokenizer, folder, model_config, config.model)

@@ -227,7 +227,7 @@ def test_the_custom_dataset_works(
     write_tickets(tmp_path)
     data = prepared("my_dataset.py:tickets", save_tokenizer, tmp_path)
     assert (len(data.train), len(data.validation)) == (18, 2)
-    assert data.chat_sample[0]["content"] == "Question 0?"
+    assert data.report.chat_sample[0]["content"] == "Question 0?"
 
 
 @pytest.mark.parametrize("row", [row for block in Page(DATA_PAGE).blocks("json") for row in block.splitlines()])

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from llama_ft.masking import holds_key, is_url_with_secret, mask_secrets, mask_urls
+from llama_ft.masking import is_url_with_secret, mask_secrets, mask_urls
 
 KEY = "a1B2c3D4e5F6g7H8i9J0"
 
@@ -64,22 +64,6 @@ def test_what_is_no_secret_stays(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "is_key"),
-    [
-        (f"hf_{'abcDEF' * 5}abcd", True), (f"a token of GitHub, ghp_{KEY}{KEY}.", True), (f"sk-proj-{KEY}", True),
-        ("AKIA0123456789ABCDEF", True), ("0123456789abcdef" * 2 + "01234567", True), ("password=hunter22", True),
-        (f"Authorization: Bearer {KEY}", True), ("pw: Tr0ub4dor&3xyz", True), (f"google AIza{KEY}{KEY}", True),
-        (f"WANDB_API_KEY={KEY}", True), (f"hf_token='{KEY}'", True),
-        ("hf_llama3_8b_baseline_with_longer_rows", False), ("sk-learn-comparison-of-all-the-models", False),
-        ("max_token=12345678 dataset_key=instruction sort_key=timestamp_asc", False), ("ssh://git@github.com/a", False),
-        ("the bearer experiment-with-many-words", False), ("at commit 0123456789ab", False),
-    ],
-)  # fmt: skip
-def test_a_key_is_known_by_its_form_and_names_of_runs_are_none(text: str, is_key: bool) -> None:
-    assert holds_key(text) == is_key
-
-
-@pytest.mark.parametrize(
     "part",
     [
         "Ala-Gly-", "http://", "a+", "a", "token", "?token", "&a.token-", "x://a:", "x://a:b/", "sk-", "hf_", "npm_",
@@ -91,7 +75,7 @@ def test_a_key_is_known_by_its_form_and_names_of_runs_are_none(text: str, is_key
 def test_time_is_linear_in_the_length(part: str) -> None:
     text = part * (65_536 // len(part))
     start = time.process_time()
-    for function in (mask_secrets, mask_urls, is_url_with_secret, holds_key):
+    for function in (mask_secrets, mask_urls, is_url_with_secret):
         function(text)
         function(f"http://{text}")
     assert time.process_time() - start < 2

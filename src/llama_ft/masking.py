@@ -28,14 +28,6 @@ _PATTERNS = [
     (re.compile(r"(?<![/@\w])[0-9a-f]{40}(?!\w)"), HIDDEN),  # older W&B keys; in a Hub path it is a commit
 ]  # fmt: skip
 
-# Only certain keys, for callers that reject a text: a false match is costly there, but harmless for masking.
-_KEY = re.compile(
-    r"\bhf_[A-Za-z0-9]{30,}|\bgh[opsu]_[A-Za-z0-9]{30,}|\bgithub_pat_\w{30,}|\b(?:AKIA|ASIA)[A-Z0-9]{16}\b"
-    r"|\bAIza[\w-]{30,}|\b(?i:pw|passw(?:or)?d):\s*\S{8,}"
-    r"|\b(?:sk-|glpat-|xox[abps]-|api_org_|wandb_v\d_)(?=[\w-]{0,99}\d)(?=[\w-]{0,99}[A-Z])[\w-]{16,}"
-    r"|(?<![/@\w])[0-9a-f]{40}(?!\w)|\bBearer\s+(?=\S*\d)[\w+/.~-]{20,}"
-    r"|(?i:passw(?:or)?d|passwd|(?:api|access|secret)[_-]?key|(?:hf|api|auth|access)[_-]token|secret)=['\"]?[\w+/.~-]{8,}"
-)
 _URL = re.compile(r"(?<!\S)\S*://\S+")
 _USER = re.compile(rf"\bhttps?://[^/\s?#]*@|://{_USER_AND_PASSWORD}", re.IGNORECASE)
 _QUERY = re.compile(rf"{_IN_QUERY}[^&\s]", re.IGNORECASE)
@@ -63,8 +55,3 @@ def mask_urls(text: str) -> str:
 def is_url_with_secret(text: str) -> bool:
     """Return whether a text is a URL with a password, or with a key, a token or a signature in its query."""
     return any(_USER.search(url) or _QUERY.search(url) for url in _URL.findall(unquote(text)))
-
-
-def holds_key(text: str) -> bool:
-    """Return whether a text has a key or a password in a known form. A commit looks like one of W&B's older keys."""
-    return _KEY.search(text) is not None

@@ -345,7 +345,7 @@ class Run:
     def show_answers(self, when: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, pad: int) -> None:
         """Log the model's answers to the sample prompts and keep them for the report, under the heading `when`."""
         self.memory.enter("evaluation")
-        chats = training.sample_chats(self.config.train, self.dataset.chat_sample)
+        chats = training.sample_chats(self.config.train, self.dataset.report.chat_sample)
         length = self.config.train.sample_tokens
         shown = training.show_answers(when, model, tokenizer, chats, length, pad, self.job)
         self.facts.add_samples(when, shown)

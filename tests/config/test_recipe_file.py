@@ -79,6 +79,6 @@ def test_what_is_no_recipe_is_told_once_and_no_rule_beside_it(mistakes, tmp_path
     """What the flags lack may have been in the file."""
     os.mkfifo(tmp_path / "pipe.yaml")
     (tmp_path / "model.bin").write_bytes(b"\x80\xff\x00")
-    for name in ("nope.yaml", ".", "pipe.yaml", "/dev/zero", "model.bin"):
+    for name in ("nope.yaml", ".", "pipe.yaml", "model.bin"):
         (message,) = mistakes("--config", name, "--r", "3")
         assert message.startswith(f"--config {name}: ")

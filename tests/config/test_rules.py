@@ -52,10 +52,7 @@ def test_combinations_that_cannot_be_are_refused(mistakes, line: str) -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        "--use_wandb --wandb_notes AKIA0123456789ABCDEF",
-        "--use_wandb --wandb_tags a,b,password=hunter22",
         "--use_mlflow --mlflow_tracking_uri https://me:pw@host",
-        "--use_mlflow --mlflow_tags a=b,api_key=hunter22",
         "--dataset http://me:hunter2@host/a.jsonl",
         "--dataset https://h/a.jsonl?X-Amz-Signature=hunter2",
         "--dataset [{path:https://h/a.jsonl?token=hunter2},{path:b.jsonl}]",

@@ -37,7 +37,7 @@ def test_rows_come_out_as_tokens_labels_counts_and_places(llama3: PreTrainedToke
     assert row["target_tokens"] == 2 == sum(label != -100 for label in row["labels"])
     assert data.train.features["input_ids"].feature.dtype == "int32"
     assert data.validation is None
-    assert data.chat_sample == [
+    assert data.report.chat_sample == [
         {"role": "user", "content": "Hi 0"},
         {"role": "assistant", "content": "yes"},
     ]
@@ -62,8 +62,8 @@ def test_first_bad_rows_are_reported_together(llama3: PreTrainedTokenizerFast, t
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ({"validation": "1.5"}, "expected a fraction between 0 and 1"),
-        ({"validation": "0.0001"}, "my.jsonl: the fraction leaves no sample for validation"),
+        ({"validation": "1.5"}, "my.jsonl: no sample is left for train"),
+        ({"validation": "0.0001"}, "my.jsonl: no sample is left for validation"),
         ({"context_length": 8}, "my.jsonl: no sample is left for train: 3 are longer than --context_length 8"),
         (
             {"validation": "bad.jsonl", "skip_bad_rows": True},

@@ -66,7 +66,6 @@ def test_the_package_becomes_a_plain_model_that_answers(smollm2: Path) -> None:
     config = json.loads((smollm2 / "config.json").read_text())
     assert config["dtype"] == "bfloat16" and "quantization_config" not in config
     assert "Apache License" in (smollm2 / "LICENSE").read_text()
-    assert "HuggingFaceTB/SmolLM2-135M-Instruct" in (smollm2 / "README.md").read_text()
     tokenizer, model = AutoTokenizer.from_pretrained(smollm2), load(smollm2)
     messages = [{"role": "user", "content": "What is the capital of France?"}]
     inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)

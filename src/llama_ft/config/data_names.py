@@ -17,7 +17,6 @@ DATA_FORMS = (
     ".jsonl, .json, .csv (also .gz, .zst) and .parquet, directories and globs of them, Hub names (org/name), and "
     "path/to/file.py:function"
 )
-NOT_REGULAR = "is not a regular file. Save a pipe's output to a file first."
 HUB_NAME = re.compile(r"[\w.\-]+/[\w.\-]+(:[\w.\-]+)?")
 SPLIT_NAME = re.compile(r"\w+(\[[^\]/]*\])?")  # such as train, or train[:5%] in the syntax of `datasets`
 SAVED_BY_DATASETS = ("dataset_dict.json", "state.json")  # Dataset.save_to_disk writes one of these files
@@ -47,7 +46,7 @@ def kind_of_data(name: str) -> Kind:
     if is_url(name):
         return "url"
     path = Path(name).expanduser()
-    if os.path.lexists(path):  # Path.exists would raise an error without permission to look
+    if os.path.exists(path):  # Path.exists would raise an error without permission to look
         return "folder" if os.path.isdir(path) else "file"
     if glob.has_magic(name):
         return "glob"
@@ -93,10 +92,10 @@ def data_problem(name: str) -> str | None:
     if kind == "glob":
         files = globbed(name)
         return None if files and all(map(data_suffix, files)) else f"matches no file, or not only {DATA_FORMS}."
-    if kind != "file" or (path.is_file() and data_suffix(name)):
+    if kind != "file" or (path.exists() and data_suffix(name)):
         return None
-    if path.exists():  # data are read more than once, so a pipe cannot be used
-        return f"unknown suffix. Supported: {DATA_FORMS}." if path.is_file() else NOT_REGULAR
+    if path.exists():
+        return f"unknown suffix. Supported: {DATA_FORMS}."
     if (near := nearest_file(path)) or data_suffix(name):
         return f"no such file.{near}"
     return f"is neither data nor a built-in dataset ({', '.join(('demo', *READY_DATASETS))}). Supported: {DATA_FORMS}."

@@ -24,32 +24,26 @@ LLAMA_RECIPES_PREFIXES: dict[str, tuple[str, ...]] = {
 }
 
 # Names of llama-recipes that have no equivalent here, and what to do instead.
+REMOVED = (
+    "one_gpu checkpoint_type activation_checkpointing_use_reentrant enable_memory_monitoring save_metrics "
+    "memory_monitoring_interval use_double_quant quant_storage num_workers_dataloader task_type inference_mode"
+)
 LLAMA_RECIPES: dict[str, str] = {
-    "one_gpu": "a run without torchrun is one process on one device. Remove it",
+    **dict.fromkeys(REMOVED.split(), "docs/migrate/llama-recipes.md says why. Remove it"),
     "pure_bf16": "use precision bf16_pure",
     "mixed_precision": "use precision bf16_mixed (the default), or fp32 for false",
     "use_fp16": "use precision bf16_mixed (the default), or fp16 on GPUs without bf16",
     "use_fast_kernels": "use attn_implementation; sdpa, which auto takes, has torch's fastest kernels",
     "hsdp": "use sharding_strategy HYBRID_SHARD",
     "replica_group_size": "use sharding_strategy HYBRID_SHARD and sharding_group_size",
-    "checkpoint_type": "checkpoints are always sharded, and the final model is in Hugging Face format. Remove it",
     "fsdp_activation_checkpointing": "use activation_checkpointing full",
-    "activation_checkpointing_use_reentrant": "activation checkpointing is never reentrant. Remove it",
-    "enable_memory_monitoring": "memory peaks are always written to output_dir/metrics.jsonl. Remove it",
-    "memory_monitoring_interval": "memory peaks are written with every log_steps. Remove it",
     "dist_checkpoint_root_folder": "use output_dir: checkpoints are written to output_dir/checkpoints",
     "dist_checkpoint_folder": "use output_dir: checkpoints are written to output_dir/checkpoints",
     "save_optimizer": "checkpoints always hold the optimizer. Use save_steps to say how often",
-    "save_metrics": "metrics are always written to output_dir/metrics.jsonl. Remove it",
-    "use_double_quant": "scales are kept in fp32, so that they can be sharded by rows. Remove it",
-    "quant_storage": "4-bit weights are stored as bytes and sharded by rows. Remove it",
     "freeze_LLM_only": "only the language model is trained. Use freeze_layers",
-    "num_workers_dataloader": "samples are tokenized before training and need no workers. Remove it",
     "custom_dataset.file": "use dataset path/to/file.py:function",
     "custom_dataset.train_split": "use dataset_split; a dataset function decides by itself",
     "custom_dataset.test_split": "use validation; a dataset function decides by itself",
-    "task_type": "only causal language models are trained. Remove it",
-    "inference_mode": "adapters are always trained. Remove it",
     # Configuration classes of llama-recipes for features that do not exist here.
     "samsum_dataset": "use dataset samsum, and dataset_split",
     "grammar_dataset": "use dataset grammar, and dataset_split",

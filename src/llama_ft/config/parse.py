@@ -50,22 +50,20 @@ def from_text(setting: Setting, text: str) -> Any:
         return MODES.get(text.lower(), text)
     if setting.optional and text.lower() in ("none", "null"):
         return None
+    is_list, node = text.startswith("[") and text.endswith("]"), None
+    with suppress(yaml.YAMLError):  # [*.jsonl] is a pattern of names
+        node = yaml.compose(text, Loader=yaml.SafeLoader) if is_list else None
     if setting.kind in ("names", "names or pattern") and text:
-        inside = text[1:-1] if text.startswith("[") and text.endswith("]") else text
+        inside = text[1:-1] if is_list else text
         items = [item for item in (item.strip().strip("'\"") for item in inside.split(",")) if item]
-        if inside != text:
-            with suppress(yaml.YAMLError):  # quoted texts keep their commas; [*.jsonl] is not YAML
-                items = _value(setting, yaml.compose(text, Loader=yaml.SafeLoader)) or items
+        if node is not None:  # YAML handles commas inside quotes
+            items = _value(setting, node) or items
         # PEFT takes a string as a pattern for whole module paths, which the bare name q_proj would never match. So
         # plain names become a list; patterns and the keyword all-linear stay strings.
         is_pattern = text == "all-linear" or not all(PLAIN_NAME.fullmatch(item) for item in items)
         return text if setting.kind == "names or pattern" and is_pattern else items
-    if setting.kind == "data" and text.startswith("["):
-        try:
-            parts = _parts(yaml.compose(text, Loader=yaml.SafeLoader))
-        except yaml.YAMLError:
-            parts = None
-        return text if parts in (None, {}) else parts  # [1]*.jsonl is a file name
+    if setting.kind == "data" and node is not None:
+        return _parts(node)
     return os.path.expanduser(text) if setting.kind in ("text", "data") else text
 
 

@@ -12,7 +12,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from llama_ft.config.data_names import NOT_REGULAR, data_problem, is_split_of
+from llama_ft.config.data_names import data_problem, is_split_of
 from llama_ft.config.messages import nearest_file, subject
 from llama_ft.config.rules import SECRET, as_fraction
 from llama_ft.errors import UserError, rank, reason
@@ -96,7 +96,7 @@ def file_problem(name: str) -> str | None:
     file = Path(name).expanduser()
     if not file.exists():
         return f"no such file.{nearest_file(file)}"
-    return None if file.is_file() else "is a directory; expected a file." if file.is_dir() else NOT_REGULAR
+    return None if file.is_file() else "is a directory or a pipe; expected a file."
 
 
 def folder_problem(folder: Path, expected: str) -> str | None:

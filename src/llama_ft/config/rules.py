@@ -12,14 +12,12 @@ from llama_ft.config.data_names import has_splits, kind_of_data
 from llama_ft.config.messages import show, subject
 from llama_ft.config.settings import SETTINGS, Config, values_of
 from llama_ft.errors import UserError
-from llama_ft.masking import holds_key, is_url_with_secret
+from llama_ft.masking import is_url_with_secret
 
 SECRET = (
     "has what looks like a password, a key or a signature, and settings are saved in files. Remove it: s3:// and "
     "gs:// take credentials from the environment, MLflow takes MLFLOW_TRACKING_TOKEN; download the rest first."
 )
-# What stands in them is shown to everybody who sees the run.
-TRACKED_TEXTS = [name for name in SETTINGS if name.startswith(("wandb_", "mlflow_")) and name != "mlflow_tracking_uri"]
 WITH_REFERENCE, PAIRS, UNPAIRED = ("dpo", "ipo", "kto"), "preference", "unpaired_preference"
 STEPS_BEFORE_PROFILE, PROFILED_STEPS = 3, 3  # of a process; llama-recipes' wait of 1, warm-up of 2, and 3 active ones
 
@@ -179,7 +177,7 @@ def broken_rules(values: Mapping[str, Any], places: Mapping[str, str] = {}) -> l
             shown = show(values[name]).strip("[]")
             messages[name, text] = f"{subject(name, places)} {text.format(shown, **values)}"
     for name, value in values.items():
-        if is_url_with_secret(str(value)) or (name in TRACKED_TEXTS and holds_key(str(value))):
+        if is_url_with_secret(str(value)):
             messages[name, ""] = f"{subject(name, places)} {SECRET}"
     for fields, on, fits in CONDITIONS:
         for name in fields if not fits(values[on]) else ():

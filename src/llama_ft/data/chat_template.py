@@ -129,19 +129,18 @@ def render_chat(
     """Render a chat.
 
     Args:
-        Args:
-            template: Jinja, as in tokenizer.chat_template.
-            special_tokens: name -> text, such as bos_token; templates use them as variables.
-            messages: messages of all roles, in order.
-            tools: JSON schemas of functions, for templates that support tools.
-            blocks: also return the spans of `{% generation %}` blocks.
-            open_answer: end with the heading of an assistant message (add_generation_prompt).
+        template: Jinja, as in tokenizer.chat_template.
+        special_tokens: name -> text, such as bos_token; templates use them as variables.
+        messages: messages of all roles, in order.
+        tools: JSON schemas of functions, for templates that support tools.
+        blocks: also return the spans of `{% generation %}` blocks.
+        open_answer: end with the heading of an assistant message (add_generation_prompt).
 
-        Returns:
-            The text, and the blocks as [start, end) of its characters.
+    Returns:
+        The text, and the blocks as [start, end) of its characters.
 
-        Raises:
-            BadRow: the template rejects the chat.
+    Raises:
+        BadRow: the template rejects the chat.
     """
     try:
         _compile_jinja_template(template).globals["strftime_now"] = DAY.strftime  # compiled once and then cached

@@ -4,11 +4,11 @@ A line without a valid sample yields a `BadRow` instead, so that several can be 
 are in memory at a time; a JSON array is read as a whole.
 """
 
-import codecs
 import csv
 import io
 import itertools
 import json
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,9 +23,7 @@ from llama_ft.data.formats import BadRow, Row
 from llama_ft.errors import UserError, reason
 
 Rows = Iterator[tuple[str, Row | BadRow]]  # (place, sample)
-# Bytes per line or CSV field. Python's default for CSV, 131,072, is too short for many chats. The longest text of a
-# sample has 10 million characters, which take at most 120 million bytes as JSON.
-LONGEST_LINE = 2**27
+LONGEST_FIELD = 2**27  # bytes in a CSV file; Python's default, 131,072, is too short for many chats
 LONGEST_HEADER = 4096  # bytes of a .csv file that are read to find its delimiter
 ROWS_AT_ONCE = 64  # rows of a columnar file converted to Python objects at once
 
@@ -68,26 +66,20 @@ def _pruned(value: Any) -> Any:
 
 @contextmanager
 def _opened(name: str) -> Iterator[io.BufferedReader]:
-    """Open a file for reading: decompressed, and UTF-16 (found by its first two bytes) converted to UTF-8."""
+    """Open a file for reading, decompressed."""
     codec = {".gz": "gzip", ".zst": "zstd"}.get(Path(name).suffix)
     with fsspec.open(name, "rb").open() if is_url(name) else open(name, "rb") as raw:
         stream = pyarrow.CompressedInputStream(raw, codec) if codec else raw
-        file = stream if isinstance(stream, io.BufferedReader) else io.BufferedReader(stream)
-        if file.peek(2)[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
-            file = io.BufferedReader(io.BytesIO(file.read().decode("utf-16").encode()))
-        yield file
+        yield stream if isinstance(stream, io.BufferedReader) else io.BufferedReader(stream)
 
 
 def _json_rows(name: str) -> Rows:
     """Yield the samples of a JSON array if the file begins with [, otherwise of one object per line, for any suffix."""
     with _opened(name) as file:
-        if file.peek(64).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
+        if file.peek(64).removeprefix(BOM_UTF8).lstrip().startswith(b"["):
             yield from ((f"{name} row {number}", row) for number, row in enumerate(json.loads(file.read()), start=1))
             return
-        lines = iter(lambda: file.readline(LONGEST_LINE + 1), b"")  # a line of 1 GiB can be 1 MiB in a .gz
-        for number, line in enumerate(lines, start=1):
-            if len(line) > LONGEST_LINE:
-                raise ValueError(f"line {number} has over {LONGEST_LINE:,} bytes")
+        for number, line in enumerate(file, start=1):
             if text := line.strip():
                 yield f"{name}:{number}", _row_of_line(text)
 
@@ -100,7 +92,7 @@ def _row_of_line(line: bytes) -> Any:
 
 
 def _csv_rows(name: str) -> Rows:
-    csv.field_size_limit(LONGEST_LINE)  # not reset, because another file may be open
+    csv.field_size_limit(LONGEST_FIELD)  # not reset, because another file may be open
     with _opened(name) as file:
         header = file.peek(LONGEST_HEADER).partition(b"\n")[0].decode(errors="replace")
         delimiter = max(",;\t|", key=header.count)  # a comma if none of them occurs

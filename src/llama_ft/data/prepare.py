@@ -18,7 +18,7 @@ from llama_ft.config import DataConfig, as_fraction
 from llama_ft.data.build import BadRows, SplitWriter, chunks_of, encode_chunks
 from llama_ft.data.cache import build_once
 from llama_ft.data.chat_template import ensure_chat_template
-from llama_ft.data.formats import FORMATS, BadRow, Message, find_format
+from llama_ft.data.formats import FORMATS, BadRow
 from llama_ft.data.reshape import reshaped
 from llama_ft.data.sources import Source, Split, brings_validation, open_source
 from llama_ft.data.statistics import BuildReport, SplitStatistics, describe, warnings_of
@@ -42,7 +42,6 @@ class TokenizedData:
 
     train: Dataset | None
     validation: Dataset | None
-    chat_sample: list[Message] | None  # of the validation, else training set; it ends with the reference response
     summary: list[str]  # lines for the log
     report: BuildReport  # all counts
     stream: tuple[Source, Encoder, ExamplesOf] | None = None
@@ -95,7 +94,6 @@ def prepare(
     vocabulary_size: int | None = None,
     add_tokens: bool = False,
     use: Split = "train",
-    verify: bool = True,
     examples: ExamplesOf = one_example,
 ) -> TokenizedData:
     """Tokenize the data that `config` names, or take them from the cache.
@@ -112,7 +110,6 @@ def prepare(
         vocabulary_size: of the model. A tokenizer may have larger ids if no sample has them. None: not checked.
         add_tokens: new tokens get embeddings in the model, so special tokens of the chat template may be added.
         use: purpose of config.dataset, which is returned as `train`: validation selects its validation split.
-        verify: compare cached files with their checksums. One process per node does that.
         examples: makes the examples of a sample, `Objective.examples`.
 
     Raises:
@@ -120,8 +117,6 @@ def prepare(
     """
     opened = partial(open_source, config=config, tokenizer=tokenizer, cache=cache)
     source, fraction = reshaped(opened(config.dataset, use), config, config.max_samples), as_fraction(config.validation)
-    if fraction is not None and not 0 < fraction < 1:
-        raise UserError(f"--validation {fraction}: expected a fraction between 0 and 1, such as 0.05, or a file.")
     held_out: Source | None = None
     if want_validation and fraction is None:
         brings_one = not config.validation and brings_validation(config.dataset, config.streaming)
@@ -132,7 +127,7 @@ def prepare(
         note = ensure_chat_template(tokenizer, config.chat_template, add_tokens)
         summary = [note, *summary] if note else summary
     encoder = Encoder(tokenizer, context_length, config.truncation, config.labels)
-    report, folder = _tokenized(_Job(source, held_out, fraction, config, encoder, examples), cache, verify)
+    report, folder = _tokenized(_Job(source, held_out, fraction, config, encoder, examples), cache)
     if not want_validation:
         report = replace(report, validation=None)
     for split in filter(None, (report.train, report.validation)):
@@ -143,7 +138,6 @@ def prepare(
     return TokenizedData(
         train=None if config.streaming else Dataset.from_file(str(folder / "train.arrow")),
         validation=Dataset.from_file(str(folder / "validation.arrow")) if report.validation else None,
-        chat_sample=report.chat_sample,
         summary=summary,
         report=report,
         stream=(source, encoder, examples) if config.streaming else None,
@@ -154,10 +148,8 @@ def _look_at_formats(source: Source, validation: Source | None, wanted: str) -> 
     """Return the types of the first samples' contents (list: a chat), and a line on format and columns per part."""
     kinds, lines = set[type](), list[str]()
     for part in [*(source.parts or (source,)), *([validation] if validation else [])]:
-        rows = part.first_rows()
-        columns = {column for row in rows for column in row}
-        row_format = find_format(part.name, columns, wanted)
-        for row in rows:
+        row_format, columns = part.row_format(wanted), part.columns
+        for row in part.first_rows:
             with suppress(BadRow, LookupError, TypeError, AttributeError, ValueError):
                 kinds.add(type(FORMATS[row_format].read(row)))
         known = [*FORMATS[row_format].required, *FORMATS[row_format].optional]
@@ -168,7 +160,7 @@ def _look_at_formats(source: Source, validation: Source | None, wanted: str) -> 
     return kinds, lines
 
 
-def _tokenized(job: _Job, cache: Path, verify: bool) -> tuple[BuildReport, Path]:
+def _tokenized(job: _Job, cache: Path) -> tuple[BuildReport, Path]:
     """Return the counts and the directory of the tokenized samples, from the cache or newly made.
 
     With streaming these are the validation samples, if there are any.
@@ -180,7 +172,7 @@ def _tokenized(job: _Job, cache: Path, verify: bool) -> tuple[BuildReport, Path]
     folder = cache / "tokenized" / _key(job, f"{code.hexdigest()} {job.config.streaming}")
     report = BuildReport(SplitStatistics())
     if job.validation or not job.config.streaming:
-        build_once(folder, lambda temporary: _build(temporary, job), verify)
+        build_once(folder, lambda temporary: _build(temporary, job))
         report = BuildReport.load(folder / "meta.json")
     if job.config.streaming:
         config = replace(job.config, skip_bad_rows=False)
@@ -231,14 +223,10 @@ def _build(folder: Path, job: _Job) -> None:
     written = {name: split.close() for name, split in splits.items()}
     for name, statistics in written.items():
         if not statistics.rows:
-            if not (statistics.skipped or bad.count):
-                raise UserError(
-                    f"{names[name]}: the fraction leaves no sample for {name}. Use more data or another one."
-                )
             raise UserError(
                 f"{names[name]}: no sample is left for {name}: {statistics.skipped:,} are longer than "
                 f"--context_length {job.encoder.context_length} (see --truncation) or have no tokens in the loss, "
-                f"{bad.count:,} are bad.\nUse other data, a larger fraction, or --run_validation False."
+                f"{bad.count:,} are bad.\nUse other data, another fraction, or --run_validation False."
             )
     train = written.get("train", SplitStatistics())
     if job.examples is unpaired_examples and written.get("train") and not (train.desirable and train.undesirable):

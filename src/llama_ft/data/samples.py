@@ -26,11 +26,10 @@ def show_samples(rows: "Dataset", tokenizer: "PreTrainedTokenizerBase", count: i
 
 def describe_first_batch(batch: "Batch", tokenizer: "PreTrainedTokenizerBase") -> str:
     """Return two lines: a heading, and the text of the batch's first sample."""
-    parts = [part[0].split(batch.row_lengths) if batch.is_packed else part for part in (batch.input_ids, batch.labels)]
-    lines = [f"First batch: {counted(len(batch.row_lengths), 'sample')}; tokens in the loss are between [[ and ]]:"]
-    ids, labels, length = next(zip(*parts, batch.row_lengths, strict=False))
-    text = marked_text(ids[:length].tolist(), labels[:length].tolist(), tokenizer, BATCH_TOKENS).replace("\n", "\\n")
-    return "\n".join([*lines, f"  {length:,} tokens: {text}"])
+    heading = f"First batch: {counted(len(batch.row_lengths), 'sample')}; tokens in the loss are between [[ and ]]:"
+    ids, labels = batch.rows()[0]
+    text = marked_text(ids.tolist(), labels.tolist(), tokenizer, BATCH_TOKENS).replace("\n", "\\n")
+    return f"{heading}\n  {len(ids):,} tokens: {text}"
 
 
 def marked_text(

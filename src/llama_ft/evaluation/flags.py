@@ -19,16 +19,8 @@ from llama_ft.errors import UserError
 from llama_ft.inference.flags import ModelFlags, check_models, check_output_file, find_result, settings_beside
 
 # Settings of a run that select samples, and those that name files.
-SAMPLES: tuple[str, ...] = (
-    "dataset",
-    "dataset_split",
-    "dataset_format",
-    "columns",
-    "repair_chats",
-    "max_samples",
-    "validation",
-)
-SAMPLES += ("labels", "truncation", "context_length")
+OF_DATASET = ("dataset_split", "dataset_format", "columns", "repair_chats", "max_samples", "validation")
+SAMPLES = ("dataset", *OF_DATASET, "labels", "truncation", "context_length")
 Split = Literal["train", "validation"]
 READ = {"dataset", "validation", "chat_template"}
 OF_TRAINING = {"streaming", "shuffle_buffer", "show_samples"}
@@ -122,7 +114,7 @@ def _select_samples(flags: EvaluateFlags, asked: list[ModelToEvaluate], given: S
     split: Split | None = None
     changed: dict[str, Any] = {"chat_template": None}  # the final model's tokenizer contains it
     if "dataset" in given:
-        changed |= {name: getattr(DataConfig(), name) for name in (*SAMPLES[1:7], "streaming")}
+        changed |= {name: getattr(DataConfig(), name) for name in (*OF_DATASET, "streaming")}
         samples = f"the validation set of {flags.dataset} (--validation {flags.validation})"
         if "validation" not in given:
             has_split = "dataset_split" in given

@@ -51,7 +51,6 @@ def measure_loss(
             vocabulary_size=None if has_new_tokens else vocabulary,
             add_tokens=has_new_tokens,
             use=split or "train",
-            verify=job.local_rank == 0,
             examples=training.SupervisedFineTuning.examples,
         )
     log.info("\n".join(tokenized.summary))

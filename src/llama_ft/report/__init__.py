@@ -7,8 +7,6 @@ from llama_ft.processes import replace_text
 from llama_ft.report.page import comparison_page, report_page
 from llama_ft.report.run import Run, read_run
 
-__all__ = ["Run", "comparison_page", "read_run", "report_page", "write_or_warn"]
-
 
 def write_or_warn(output_dir: Path) -> None:
     """Write report.html of a run that has ended. Any error becomes a warning and does not change the run's result."""
