@@ -1,13 +1,6 @@
 """Raw samples -> messages -> tokens and loss mask -> batches. The embedded demo is one of the datasets."""
 
-from llama_ft.data.batches import (
-    Batch,
-    collate,
-    evaluation_batches,
-    group_size,
-    pad_token_id,
-    row_lengths,
-)
+from llama_ft.data.batches import Batch, collate, evaluation_batches, group_size, pad_token_id, row_lengths
 from llama_ft.data.cache import cache_dir
 from llama_ft.data.chat_template import ensure_chat_template, stop_token_ids
 from llama_ft.data.demo import Demo, build_demo
@@ -17,30 +10,3 @@ from llama_ft.data.samples import describe_first_batch, show_samples
 from llama_ft.data.sources import open_source
 from llama_ft.data.stream import TrainingBatches, plan_training
 from llama_ft.data.tokenize import IGNORED, Encoder, one_example, two_examples, unpaired_examples
-
-__all__ = [
-    "Batch",
-    "Demo",
-    "Encoder",
-    "IGNORED",
-    "Prefetcher",
-    "TokenizedData",
-    "TrainingBatches",
-    "build_demo",
-    "cache_dir",
-    "collate",
-    "describe_first_batch",
-    "ensure_chat_template",
-    "evaluation_batches",
-    "group_size",
-    "one_example",
-    "open_source",
-    "pad_token_id",
-    "plan_training",
-    "prepare",
-    "row_lengths",
-    "show_samples",
-    "stop_token_ids",
-    "two_examples",
-    "unpaired_examples",
-]
