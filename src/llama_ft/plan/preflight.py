@@ -33,8 +33,6 @@ from llama_ft.runtime.out_of_memory import host_memory
 CUDA_CONTEXT_BYTES, NCCL_BYTES = 600 * 2**20, 500 * 2**20
 SECONDS_FOR_PLAN, SECONDS_FOR_ADVICE, SECONDS_FOR_CHOICE = 15.0, 60.0, 120.0
 
-BuildModel = Callable[..., Any]  # as in llama_ft.plan.predict, which is not imported here
-
 
 class Preflight:
     """Plans a run while it starts. On ranks other than 0, and if planning is off, its methods do nothing.
@@ -44,7 +42,7 @@ class Preflight:
         off: do not plan.
     """
 
-    def __init__(self, build_model: BuildModel, off: bool) -> None:
+    def __init__(self, build_model: Callable[..., Any], off: bool) -> None:
         self._pipe: Connection | None = None
         if off or os.environ.get("RANK", "0") != "0":
             return
@@ -141,7 +139,7 @@ class Preflight:
         return f"it took over {seconds:.0f} s. recipes/plan.py has no limit"
 
 
-def _serve(pipe: Connection, build_model: BuildModel, parent: int) -> None:
+def _serve(pipe: Connection, build_model: Callable[..., Any], parent: int) -> None:
     """Run as the forked process: answer one request."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the run, which ends this process
     os.nice(10)
@@ -153,7 +151,7 @@ def _serve(pipe: Connection, build_model: BuildModel, parent: int) -> None:
             pipe.send(answer)
 
 
-def _answers(request: PlanRequest, free: float, build_model: BuildModel) -> Iterator[Any]:
+def _answers(request: PlanRequest, free: float, build_model: Callable[..., Any]) -> Iterator[Any]:
     """Yield the choice for `activation_checkpointing auto` if it is set, the plan, and if it does not fit, a text with
     changes that would fit. After an error, yield a text that describes it instead."""
     try:
