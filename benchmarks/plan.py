@@ -3,8 +3,8 @@
     python benchmarks/plan.py
 
 A random Llama runs full fine-tuning, LoRA, LoRA on an 8-bit base, and QLoRA, with and without activation checkpointing,
-on 1, 2 and 4 ranks, with packed sequences of two lengths, and DPO: 54 runs of recipes/finetuning.py under torchrun,
-with 2 steps and a checkpoint each. Sequences are full, and all of their tokens are in the loss.
+on 1, 2 and 4 ranks, with packed sequences of two lengths, and DPO and KTO: 60 runs of recipes/finetuning.py under
+torchrun, with 2 steps and a checkpoint each. Sequences are full, and all of their tokens are in the loss.
 
 The measured value is the peak of tensors on the rank with the highest memory, from the construction of the model to the
 end: on CUDA torch.cuda.max_memory_allocated, on the CPU every byte of torch's allocator, on any thread. (That needs a
@@ -42,7 +42,12 @@ METHODS = {
     "8bit": ["--use_peft", "--quantization", "8bit"],
     "4bit": ["--use_peft", "--quantization", "4bit"],
 }
-PREFERENCES = {"dpo_full": ["--objective", "dpo"], "dpo_lora": ["--objective", "dpo", "--use_peft"]}
+PREFERENCES = {
+    "dpo_full": ["--objective", "dpo"],
+    "dpo_lora": ["--objective", "dpo", "--use_peft"],
+    "kto_full": ["--objective", "kto"],
+    "kto_lora": ["--objective", "kto", "--use_peft"],
+}
 RANKS = (1, 2, 4)
 LENGTHS = (128, 512)
 MICRO_BATCH = 2
