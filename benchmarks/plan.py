@@ -3,8 +3,8 @@
     python benchmarks/plan.py
 
 A random Llama runs full fine-tuning, LoRA, LoRA on an 8-bit base, and QLoRA, with and without activation checkpointing,
-on 1, 2 and 4 ranks, with packed sequences of two lengths, and DPO: 54 runs of recipes/finetuning.py under torchrun, with
-2 steps and a checkpoint each. Sequences are full, and all of their tokens are in the loss.
+on 1, 2 and 4 ranks, with packed sequences of two lengths, and DPO: 54 runs of recipes/finetuning.py under torchrun,
+with 2 steps and a checkpoint each. Sequences are full, and all of their tokens are in the loss.
 
 The measured value is the peak of tensors on the rank with the highest memory, from the construction of the model to the
 end: on CUDA torch.cuda.max_memory_allocated, on the CPU every byte of torch's allocator, on any thread. (That needs a

@@ -63,6 +63,7 @@ CHECKED_STEPS, CHECKED_ROWS = 2, 64
 # Relative: bf16 has 8 bits, and accelerate's FSDP2 returns the model's outputs, log-probabilities, in it.
 LOSS_TOLERANCE = {"fp32": 1e-4, "bf16": 6e-3}
 QUANTIZED_TOLERANCE = 1e-2
+DPO_TOLERANCE = 0.1  # in bf16: TRL adds up 255 of those log-probabilities, and beta times their errors is in the loss
 PATIENCE = 1.5  # a way of distributing that takes so many times the best one's time for the checked steps is given up
 SECONDS_A_RUN = 1500.0
 SMALL_LLAMA = dict(hidden_size=1024, intermediate_size=2432, num_hidden_layers=8, num_attention_heads=8)
@@ -413,7 +414,9 @@ def disagreement(ours: Run, theirs: Run, tolerance: float, natural: bool) -> str
     return "; ".join(wrong)
 
 
-def tolerance_of(case: Case, precision: str) -> float:
+def tolerance_of(case: Case, precision: str, objective: str) -> float:
+    if objective == "dpo" and precision != "fp32":
+        return DPO_TOLERANCE
     return QUANTIZED_TOLERANCE if case.method in ("nf4", "8bit") else LOSS_TOLERANCE[precision.split("_")[0]]
 
 
@@ -448,7 +451,9 @@ def choose_ways(bench: Bench, case: Case, ours: Run) -> tuple[dict[Contender, Ru
                     lines.append(f"{case.name}: {who} did not run: {error}")
                     print(lines[-1], file=sys.stderr)
                     continue
-                if wrong := disagreement(ours, run, tolerance_of(case, bench.precision(case)), case.natural):
+                if wrong := disagreement(
+                    ours, run, tolerance_of(case, bench.precision(case), bench.asked.objective), case.natural
+                ):
                     raise SystemExit(f"{case.name}: the losses of ours and of {who} do not agree: {wrong}")
                 runs[who] = run
                 patience = min(patience, PATIENCE * (time.time() - started))
